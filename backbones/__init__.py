@@ -1,0 +1,7 @@
+"""The zoo: one file an architecture. Importing this package registers them all."""
+
+from backbones import dit, mamba
+
+__distribution__ = "tread-zoo"  # tells the registry that this `backbones` is ours
+
+__all__ = ["dit", "mamba"]

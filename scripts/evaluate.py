@@ -1,0 +1,50 @@
+"""Score a checkpoint: distances to real images and, for digits, agreement with the asked label.
+
+python scripts/evaluate.py checkpoint=runs/digits_dit_tiny_tread_flow_seed0
+"""
+
+import json
+import logging
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from tread_zoo.cli import as_keywords, clear_errors
+
+logger = logging.getLogger(__name__)
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="evaluate")
+@clear_errors
+def main(config: DictConfig) -> None:
+    from tread_zoo.evaluation.evaluate import EvaluationOptions, describe_record, evaluate
+    from tread_zoo.training.restore import restore
+
+    settings = as_keywords(config)
+    options = EvaluationOptions(**settings["evaluation"])
+    run = restore(
+        settings["checkpoint"],
+        weights=settings["weights"],
+        device=settings["device"],
+        precision=settings["precision"],
+    )
+    record = evaluate(
+        run.backbone,
+        run.objective,
+        run.data(settings["data"]),
+        run.sampling(settings["sampler"], settings["guidance"]),
+        options,
+        precision=run.precision,
+    )
+    record["protocol"] |= {"weights": settings["weights"], "step": run.checkpoint.step}
+    out = Path(settings["out"] or run.run_dir / f"score_{run.checkpoint.step:08d}.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record, indent=2))
+    for line in describe_record(record):
+        logger.info(line)
+    logger.info("written to %s", out)
+
+
+if __name__ == "__main__":
+    main()

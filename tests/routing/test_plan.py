@@ -1,0 +1,109 @@
+import logging
+
+import pytest
+import torch
+
+from tread_zoo.routing import build_routing
+from tread_zoo.seeding import make_generator
+
+
+def ranges(num_blocks, **options):
+    routing = build_routing("tread", num_blocks=num_blocks, **options)
+    return [(plan.start, plan.end) for plan in routing.plans]
+
+
+def test_none_has_no_routes():
+    assert build_routing("none", num_blocks=12).plans == ()
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "options", "expected"),
+    [
+        (12, {}, (2, 8)),
+        (28, {}, (2, 24)),
+        (12, {"start": 3, "end": -1}, (3, 11)),
+        (12, {"start": -6, "end": 10}, (6, 10)),
+        (12, {"end": 12}, (2, 12)),
+        (12, {"default_range": (2, -2)}, (2, 10)),
+    ],
+)
+def test_start_and_end_count_as_in_slices(num_blocks, options, expected):
+    assert ranges(num_blocks, **options) == [expected]
+    start, end = expected
+    assert list(range(num_blocks))[start:end] == list(range(start, end))
+
+
+@pytest.mark.parametrize("num_blocks", [3, 4, 5, 6])
+def test_default_range_fits_itself_to_a_small_depth_and_says_so(num_blocks, caplog):
+    with caplog.at_level(logging.WARNING):
+        ((start, end),) = ranges(num_blocks)
+    assert 1 <= start < end <= num_blocks - 1
+    assert f"[{start}, {end})" in caplog.text
+    assert f"{num_blocks} blocks" in caplog.text
+
+
+def test_default_range_that_fits_says_nothing(caplog):
+    ranges(12)
+    assert caplog.text == ""
+
+
+def test_several_routes_share_what_they_leave_out():
+    routing = build_routing(
+        "tread",
+        num_blocks=12,
+        selection_rate=0.25,
+        default_selector="rows",
+        routes=[{"start": 1, "end": 4}, {"start": 4, "end": 8, "selection_rate": 0.75}],
+    )
+    routes = routing.draw(2, (4, 4), make_generator("test"))
+    assert [(r.start, r.end, r.num_kept) for r in routes] == [(1, 4, 12), (4, 8, 4)]
+    assert [plan.selector_name for plan in routing.plans] == ["rows", "rows"]
+
+
+def test_rate_is_the_fraction_that_bypasses():
+    (route,) = build_routing("tread", num_blocks=12, selection_rate=0.25).draw(
+        3, (4, 4), make_generator("test")
+    )
+    assert route.ids.shape == (3, 12)
+
+
+def test_draw_repeats_from_the_same_generator():
+    routing = build_routing("tread", num_blocks=12)
+    first, again = (routing.draw(4, (4, 4), make_generator("test", 5))[0].ids for _ in range(2))
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"selection_rate": 1.0}, ["selection_rate=1.0", "[0, 1)"]),
+        ({"selection_rate": -0.1}, ["selection_rate=-0.1", "[0, 1)"]),
+        ({"selection_rate": "half"}, ["selection_rate=half", "[0, 1)"]),
+        ({"start": 20}, ["start=20", "12 blocks"]),
+        ({"start": 5, "end": 5}, ["start=5", "end=5"]),
+        ({"end": 13}, ["end=13", "12 blocks"]),
+        ({"start": -13}, ["start=-13", "12 blocks"]),
+        ({"start": "early"}, ["start='early'", "integer"]),
+        ({"selector": "row"}, ["routing.selector='row'", "'rows'"]),
+        ({"routes": [{"begin": 1}]}, ["routing.routes[0]", "begin", "known".capitalize()]),
+        (
+            {"routes": [{"start": 2, "end": 6}, {"start": 5, "end": 8}]},
+            ["[5, 8)", "[2, 6)", "disjoint"],
+        ),
+        ({"routes": [{"start": 1, "end": 3, "selection_rate": 2}]}, ["routes[0].selection_rate=2"]),
+    ],
+)
+def test_bad_values_name_field_value_and_remedy(options, words):
+    with pytest.raises(ValueError) as error:
+        build_routing("tread", num_blocks=12, **options)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_unknown_routing_suggests_the_nearest():
+    with pytest.raises(ValueError, match=r"routing.name='treat'.*'tread'"):
+        build_routing("treat", num_blocks=12)
+
+
+def test_a_depth_of_two_has_no_default_route():
+    with pytest.raises(ValueError, match="2 blocks"):
+        ranges(2)

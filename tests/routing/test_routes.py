@@ -1,0 +1,97 @@
+import math
+
+import pytest
+import torch
+
+from tread_zoo.routing import Route, check_routes, num_kept_tokens
+from tread_zoo.routing.routes import gather_rows, scatter_rows
+
+
+def route(ids, start=1, end=3):
+    return Route(start, end, torch.tensor(ids))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 49, 64, 100, 256])
+def test_num_kept_is_n_minus_floor_of_n_times_rate(num_tokens):
+    for percent in range(100):
+        exact = num_tokens - num_tokens * percent // 100
+        assert num_kept_tokens(num_tokens, percent / 100) == exact
+        assert exact >= 1
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, 1.5, math.nan])
+def test_rate_outside_zero_to_one(rate):
+    with pytest.raises(ValueError, match="selection_rate"):
+        num_kept_tokens(16, rate)
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ([[3, 1]], "ascending"),
+        ([[0, 1], [2, 2]], "ascending"),
+        ([[-1, 2]], "ascending"),
+        ([[0.0, 1.0]], "int64"),
+        ([0, 1], "int64"),
+    ],
+)
+def test_ids_that_are_no_sorted_rows_raise(ids, words):
+    with pytest.raises(ValueError, match=words):
+        route(ids)
+
+
+@pytest.mark.parametrize(("start", "end"), [(2, 2), (3, 1), (-1, 2)])
+def test_empty_ranges_raise(start, end):
+    with pytest.raises(ValueError, match="start="):
+        route([[0, 1]], start, end)
+
+
+def test_routes_are_frozen():
+    with pytest.raises(AttributeError):
+        route([[0, 1]]).start = 0
+
+
+@pytest.mark.parametrize(
+    ("routes", "words"),
+    [
+        ([route([[0, 1], [0, 1]], 2, 9)], "8 blocks"),
+        ([route([[0, 1], [0, 1]], 2, 4), route([[0, 1], [0, 1]], 3, 5)], "disjoint"),
+        ([route([[0, 1], [0, 1]], 4, 6), route([[0, 1], [0, 1]], 1, 2)], "disjoint"),
+        ([route([[0, 1]])], "batch of 1, not 2"),
+        ([route([[0, 1], [0, 16]])], "16 tokens"),
+    ],
+)
+def test_routes_that_do_not_fit_the_network(routes, words):
+    with pytest.raises(ValueError, match=words):
+        check_routes(routes, num_blocks=8, num_tokens=16, batch=2)
+
+
+@pytest.mark.parametrize("num_extra", [0, 2])
+def test_gather_and_scatter_equal_indexing(num_extra):
+    stream = torch.randn(2, num_extra + 6, 3, dtype=torch.float64)
+    way = route([[0, 2, 5], [1, 2, 3]])
+    rows = way.row_index(6, num_extra)
+    kept = gather_rows(stream, rows)
+    for sample in range(2):
+        where = [*range(num_extra), *(way.ids[sample] + num_extra).tolist()]
+        assert torch.equal(kept[sample], stream[sample, where])
+        back = scatter_rows(stream, rows, kept + 1)[sample]
+        others = [i for i in range(num_extra + 6) if i not in where]
+        assert torch.equal(back[where], stream[sample, where] + 1)
+        assert torch.equal(back[others], stream[sample, others])
+
+
+def test_gradients_of_gather_and_scatter():
+    stream = torch.randn(2, 5, 2, dtype=torch.float64, requires_grad=True)
+    rows = route([[0, 3], [1, 4]]).row_index(5, 0)
+
+    def there_and_back(x):
+        return scatter_rows(x, rows, gather_rows(x, rows).tanh())
+
+    assert torch.autograd.gradcheck(there_and_back, stream)
+
+
+def test_moving_keeps_the_values():
+    way = route([[0, 1], [2, 3]]).to("cpu")
+    assert (way.start, way.end) == (1, 3)
+    assert way.ids.tolist() == [[0, 1], [2, 3]]

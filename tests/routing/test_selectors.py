@@ -1,0 +1,95 @@
+import pytest
+import torch
+
+from tread_zoo.routing import SELECTORS, build_selector, num_kept_tokens
+from tread_zoo.seeding import make_generator
+
+RATES = (0.25, 0.5, 0.625, 0.75)
+
+
+def draw(name, batch=8, grid=(8, 8), num_kept=32, seed=0, **sizes):
+    return build_selector(name, **sizes)(batch, grid, num_kept, make_generator("test", seed))
+
+
+def mask(ids, grid):
+    kept = torch.zeros(len(ids), grid[0] * grid[1], dtype=torch.bool)
+    return kept.scatter(1, ids, True).view(-1, *grid)
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("grid", [(8, 8), (4, 4), (5, 7), (1, 9)])
+def test_ids_are_sorted_unique_and_exactly_k(name, rate, grid):
+    num_tokens = grid[0] * grid[1]
+    num_kept = num_kept_tokens(num_tokens, rate)
+    ids = draw(name, grid=grid, num_kept=num_kept)
+    assert ids.dtype == torch.int64
+    assert ids.shape == (8, num_kept)
+    assert (ids[:, 1:] > ids[:, :-1]).all()
+    assert ids.min() >= 0
+    assert ids.max() < num_tokens
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_draws_depend_on_the_generator_alone(name):
+    assert torch.equal(draw(name, seed=3), draw(name, seed=3))
+    assert not torch.equal(draw(name, seed=3), draw(name, seed=4))
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_samples_of_a_batch_differ(name):
+    ids = draw(name, batch=16)
+    assert len({tuple(row.tolist()) for row in ids}) > 8
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize("num_kept", [29, 32])
+def test_every_token_is_equally_likely(name, num_kept):
+    share = mask(draw(name, batch=20000, num_kept=num_kept), (8, 8)).float().mean(0)
+    # Standard deviation of a share of 20000 coin flips is below 0.0036.
+    torch.testing.assert_close(share, torch.full((8, 8), num_kept / 64), atol=0.018, rtol=0)
+
+
+@pytest.mark.parametrize("num_kept", range(1, 64, 7))
+def test_all_kept_of_any_count(num_kept):
+    for name in SELECTORS:
+        assert draw(name, num_kept=num_kept).shape == (8, num_kept)
+        assert torch.equal(draw(name, num_kept=64), torch.arange(64).expand(8, 64))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "sideways", "vertical"),
+    [
+        ("random", {}, 0.50, 0.50),
+        ("rows", {}, 1.00, 0.45),
+        ("blocks", {"block_size": 2}, 0.78, 0.78),
+        ("blocks", {"block_size": 4}, 0.91, 0.91),
+    ],
+)
+def test_neighbours_that_stay_together(name, sizes, sideways, vertical):
+    """The chance that a kept token's neighbour is kept, on 8x8 at rate 0.5."""
+    kept = mask(draw(name, batch=4000, **sizes), (8, 8))
+    right = (kept[:, :, 1:] & kept[:, :, :-1]).sum() / kept[:, :, :-1].sum()
+    below = (kept[:, 1:] & kept[:, :-1]).sum() / kept[:, :-1].sum()
+    assert float(right) == pytest.approx(sideways, abs=0.03)
+    assert float(below) == pytest.approx(vertical, abs=0.03)
+
+
+def test_segments_are_contiguous():
+    ids = draw("segments", grid=(4, 16), num_kept=24, segment_length=8)
+    kept = mask(ids, (1, 64)).view(8, 8, 8)
+    assert set(kept.sum(-1).flatten().tolist()) == {0, 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "words"),
+    [
+        ("rnadom", {}, ["routing.selector", "rnadom", "random"]),
+        ("blocks", {"block_size": 0}, ["routing.block_size=0", "at least 1"]),
+        ("segments", {"segment_length": -1}, ["routing.segment_length=-1", "at least 1"]),
+    ],
+)
+def test_wrong_names_and_sizes(name, sizes, words):
+    with pytest.raises(ValueError) as error:
+        build_selector(name, **sizes)
+    assert all(word in str(error.value) for word in words)

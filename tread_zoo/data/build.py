@@ -1,0 +1,42 @@
+"""Data by name, with the options of its function and no others."""
+
+import difflib
+import inspect
+from collections.abc import Callable
+
+from tread_zoo.data.dataset import ImageData
+from tread_zoo.data.from_folder import image_folder
+from tread_zoo.data.from_npz import npz
+from tread_zoo.data.from_sklearn import digits
+from tread_zoo.errors import unknown_name
+
+SOURCES: dict[str, Callable[..., ImageData]] = {
+    "digits": digits,
+    "image_folder": image_folder,
+    "npz": npz,
+}
+
+
+def build_data(name: str, **options: object) -> ImageData:
+    """Return the data called `name`; `options` are the keywords of its function in `SOURCES`.
+
+    Raises ValueError for an unknown name, an unknown option or one that is missing.
+    """
+    if name not in SOURCES:
+        raise unknown_name("data.name", name, SOURCES)
+    parameters = inspect.signature(SOURCES[name]).parameters
+    for option, value in options.items():
+        if option not in parameters:
+            near = difflib.get_close_matches(option, parameters, n=1, cutoff=0.4)
+            hint = f" Did you mean data.{near[0]}?" if near else ""
+            raise ValueError(
+                f"data.{option}={value!r} is no option of data.name={name!r}.{hint} "
+                f"Known: {', '.join(sorted(parameters))}."
+            )
+    for option, parameter in parameters.items():
+        if parameter.default is parameter.empty and options.get(option) is None:
+            raise ValueError(
+                f"data.{option} is missing; data.name={name!r} needs it. "
+                f"Set data.{option}=… on the command line or in the data configuration."
+            )
+    return SOURCES[name](**options)

@@ -1,0 +1,137 @@
+"""EDM: a preconditioned denoiser (Karras et al. 2022, arXiv 2206.00364, Table 1, column "Ours").
+
+With clean data y, noise n ~ N(0, I), x = y + sigma n and the raw network F:
+
+    D(x; sigma) = c_skip x + c_out F(c_in x; c_noise)                                    (eq. 7)
+    c_skip  = sigma_data^2 / (sigma^2 + sigma_data^2)
+    c_out   = sigma sigma_data / sqrt(sigma^2 + sigma_data^2)
+    c_in    = 1 / sqrt(sigma^2 + sigma_data^2)
+    c_noise = ln(sigma) / 4
+    loss    = lambda |D(x; sigma) - y|^2,  lambda = 1 / c_out^2,  ln sigma ~ N(p_mean, p_std^2)
+    dx/dsigma = (x - D(x; sigma)) / sigma                              (eq. 4, with sigma(t) = t)
+
+c_in and c_out keep the network's input and its target at unit variance for data of standard
+deviation sigma_data; lambda c_out^2 = 1 makes every level weigh the same at the start.
+
+Dimensions: B batch, C channels, H height, W width. A level is sigma > 0.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tread_zoo.diffusion.objective import (
+    Draw,
+    Network,
+    check_draw,
+    check_num_steps,
+    check_number,
+    check_shape,
+    per_sample,
+    prediction,
+)
+
+
+class Preconditioning(NamedTuple):
+    """The scalings of Table 1, one value a sample: each [B]."""
+
+    c_skip: Tensor
+    c_out: Tensor
+    c_in: Tensor
+    c_noise: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class EDM:
+    """The EDM objective.
+
+    Args:
+        sigma_data: standard deviation of the data, as the network sees it.
+        p_mean: mean of ln(sigma) in training.
+        p_std: standard deviation of ln(sigma) in training.
+        sigma_min: last level of sampling before 0.
+        sigma_max: first level of sampling.
+        rho: how the sampling levels crowd towards sigma_min; 1 spaces them evenly.
+
+    Raises:
+        ValueError: a number that is not finite, or one (other than p_mean) that is not positive,
+            or sigma_min not below sigma_max.
+    """
+
+    sigma_data: float = 0.5
+    p_mean: float = -1.2
+    p_std: float = 1.2
+    sigma_min: float = 0.002
+    sigma_max: float = 80.0
+    rho: float = 7.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            above = -math.inf if field.name == "p_mean" else 0.0
+            value = getattr(self, field.name)
+            check_number(field.name, value, default=field.default, above=above)
+        if self.sigma_min >= self.sigma_max:
+            raise ValueError(
+                f"sigma_min={self.sigma_min} must be below sigma_max={self.sigma_max}; "
+                "the defaults are 0.002 and 80."
+            )
+
+    @property
+    def initial_std(self) -> float:
+        """Sampling starts from noise of standard deviation sigma_max."""
+        return self.sigma_max
+
+    def preconditioning(self, sigma: Tensor) -> Preconditioning:
+        """Return the scalings at `sigma` [B] (Table 1, "Network and preconditioning")."""
+        total = sigma.square() + self.sigma_data**2
+        return Preconditioning(
+            c_skip=self.sigma_data**2 / total,
+            c_out=sigma * self.sigma_data * total.rsqrt(),
+            c_in=total.rsqrt(),
+            c_noise=sigma.log() / 4,
+        )
+
+    def weight(self, sigma: Tensor) -> Tensor:
+        """Return the loss weight lambda(sigma) [B], the inverse of c_out^2."""
+        return (sigma.square() + self.sigma_data**2) / (sigma * self.sigma_data).square()
+
+    def draw(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
+        """Draw sigma [B], log-normal, then the noise, for a batch of `shape` [B,C,H,W]."""
+        check_shape(shape)
+        sigma = (self.p_mean + self.p_std * torch.randn(shape[0], generator=generator)).exp()
+        return Draw(noise=torch.randn(*shape, generator=generator), level=sigma)
+
+    def noised(self, x: Tensor, draw: Draw) -> Tensor:
+        """Return x + sigma noise, [B,C,H,W]."""
+        check_draw(x, draw)
+        return x + per_sample(draw.level) * draw.noise
+
+    def loss(self, network: Network, x: Tensor, draw: Draw) -> Tensor:
+        """Return lambda |D - x|^2 of each sample, averaged over C, H and W: [B]."""
+        denoised = self.denoise(network, self.noised(x, draw), draw.level)
+        return self.weight(draw.level) * (denoised - x).square().mean(dim=(1, 2, 3))
+
+    def denoise(self, network: Network, x_t: Tensor, level: Tensor) -> Tensor:
+        """Return D(x_t; sigma) [B,C,H,W] at `level` = sigma [B] (eq. 7)."""
+        c_skip, c_out, c_in, c_noise = self.preconditioning(level)
+        raw = prediction(network(per_sample(c_in) * x_t, c_noise), x_t.shape[1])
+        return per_sample(c_skip) * x_t + per_sample(c_out) * raw
+
+    def drift(self, network: Network, x_t: Tensor, level: Tensor) -> Tensor:
+        """Return dx/dsigma [B,C,H,W] at `level` = sigma [B] > 0 (eq. 4); undefined at 0."""
+        return (x_t - self.denoise(network, x_t, level)) / per_sample(level)
+
+    def levels(self, num_steps: int) -> Tensor:
+        """Return sigma_max = s_0 > ... > s_(n-1) = sigma_min > 0: float64 [num_steps + 1] (eq. 5).
+
+        A single step goes from sigma_max to 0.
+        """
+        check_num_steps(num_steps)
+        low, high = self.sigma_min ** (1 / self.rho), self.sigma_max ** (1 / self.rho)
+        fraction = torch.linspace(0, 1, num_steps, dtype=torch.float64)
+        sigma = (high + fraction * (low - high)) ** self.rho
+        return torch.cat([sigma, sigma.new_zeros(1)])

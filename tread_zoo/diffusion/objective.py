@@ -1,0 +1,113 @@
+"""What an objective is: the one place that knows noise levels, scalings, targets and weights.
+
+    x -> `draw` picks the noise and its level -> network -> estimate -> `loss`       (training)
+    noise -> a sampler integrates `drift` over `levels`, from high to 0 -> x         (sampling)
+
+A level is sigma for EDM and t for flow matching. Both grow with the noise, and 0 is clean data.
+The probability-flow ODE is written in the level itself, dx/dlevel, so a sampler needs to know
+nothing else.
+
+Dimensions: B batch, C channels of the data, C_out channels of the network (C or 2C), H height,
+W width.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# (x [B,C,H,W], noise label [B], of order one) -> [B,C_out,H,W]; the caller has already bound
+# the class labels and the routes.
+Network = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """All that is random in one loss: `noise` [B,C,H,W], standard normal, and `level` [B]."""
+
+    noise: Tensor
+    level: Tensor
+
+    def to(self, device: torch.device | str) -> "Draw":
+        """Return the same draw on `device`."""
+        return Draw(self.noise.to(device), self.level.to(device))
+
+
+class Objective(Protocol):
+    """What training and sampling may ask of an objective."""
+
+    @property
+    def initial_std(self) -> float:
+        """Standard deviation of the noise that sampling starts from, at `levels(n)[0]`."""
+
+    def draw(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
+        """Draw the levels, then the noise, of a batch of `shape` [B,C,H,W]: float32, on the CPU."""
+
+    def loss(self, network: Network, x: Tensor, draw: Draw) -> Tensor:
+        """Return the weighted squared error of each sample, averaged over C, H and W: [B]."""
+
+    def denoise(self, network: Network, x_t: Tensor, level: Tensor) -> Tensor:
+        """Return the estimate [B,C,H,W] of the clean data behind `x_t` at `level` [B]."""
+
+    def drift(self, network: Network, x_t: Tensor, level: Tensor) -> Tensor:
+        """Return dx/dlevel [B,C,H,W] of the probability-flow ODE at `level` [B] > 0."""
+
+    def levels(self, num_steps: int) -> Tensor:
+        """Return the float64 grid [num_steps + 1] that falls strictly, and ends at exactly 0."""
+
+
+def prediction(output: Tensor, num_channels: int) -> Tensor:
+    """Return the first `num_channels` channels of a network's output, in float32.
+
+    A network with a learned sigma gives 2C channels: the prediction, then the parameters of a
+    variance that neither the ODE nor these losses use. The cast keeps losses and samples in
+    float32 when the network ran in half precision.
+
+    Raises:
+        ValueError: the output has neither C nor 2C channels.
+    """
+    if output.shape[1] not in (num_channels, 2 * num_channels):
+        raise ValueError(
+            f"The network gave {output.shape[1]} channels for data of {num_channels}. "
+            f"Build it for this data: it must give {num_channels} channels, or {2 * num_channels} "
+            "with a learned sigma."
+        )
+    return output[:, :num_channels].float()
+
+
+def per_sample(level: Tensor) -> Tensor:
+    """Shape a value for each sample, [B], so that it scales images: [B,1,1,1]."""
+    return level.view(-1, 1, 1, 1)
+
+
+def check_shape(shape: Sequence[int]) -> None:
+    """Raise `ValueError` unless `shape` is [B,C,H,W]."""
+    if len(shape) != 4:
+        raise ValueError(f"shape={tuple(shape)} must be (B, C, H, W).")
+
+
+def check_draw(x: Tensor, draw: Draw) -> None:
+    """Raise `ValueError` for a draw that is not one of `x`, before broadcasting could hide it."""
+    if draw.noise.shape != x.shape or draw.level.shape != x.shape[:1]:
+        raise ValueError(
+            f"draw.noise {tuple(draw.noise.shape)} and draw.level {tuple(draw.level.shape)} do not "
+            f"fit x {tuple(x.shape)}. Draw with objective.draw(x.shape, generator)."
+        )
+
+
+def check_number(field: str, value: object, *, default: object, above: float = -math.inf) -> None:
+    """Raise `ValueError` unless `value` is a finite number greater than `above`."""
+    if not isinstance(value, int | float) or not math.isfinite(value) or value <= above:
+        bound = "" if above == -math.inf else f" above {above:g}"
+        raise ValueError(
+            f"{field}={value!r} must be a finite number{bound}; the default is {default}."
+        )
+
+
+def check_num_steps(num_steps: int) -> None:
+    """Raise `ValueError` unless there is at least one step."""
+    if num_steps < 1:
+        raise ValueError(f"num_steps={num_steps} must be at least 1.")

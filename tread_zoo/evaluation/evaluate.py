@@ -1,0 +1,204 @@
+"""Score a backbone's samples against real images, with the protocol beside each number."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from tread_zoo.backbone import Backbone
+from tread_zoo.data import ArrayDataset, ImageData, to_model_range, to_uint8
+from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, generate
+from tread_zoo.errors import unknown_name
+from tread_zoo.evaluation.agreement import digits_agreement, digits_agreement_reference
+from tread_zoo.evaluation.features import DIGITS_EXTRACTOR, INCEPTION_EXTRACTOR
+from tread_zoo.evaluation.metrics import EXTRACTORS, METRICS, score
+from tread_zoo.runtime import autocast
+from tread_zoo.seeding import make_generator
+
+HELD_OUT_IMAGES = 512  # of the held-out loss
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """What to score.
+
+    Args:
+        num_images: samples to draw; image i has label i mod num_classes.
+        extractor: `digits-cnn-64`, `inception-v3-compat`, or `auto`: the first for digits.
+        metrics: among fid, kid, precision, recall, isc.
+        reference: `train` or `held_out`, the real images to compare with.
+        seed: of the samples.
+        batch_size: images at a time.
+        inception_weights: file of the Inception weights; null looks in torch's hub folder.
+
+    Raises:
+        ValueError: a value that cannot work.
+    """
+
+    num_images: int
+    extractor: str
+    metrics: Sequence[str]
+    reference: str
+    seed: int
+    batch_size: int
+    inception_weights: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.extractor not in ("auto", *EXTRACTORS):
+            raise unknown_name("evaluation.extractor", self.extractor, ("auto", *EXTRACTORS))
+        for metric in self.metrics:
+            if metric not in METRICS:
+                raise unknown_name("evaluation.metrics", metric, METRICS)
+        if self.reference not in ("train", "held_out"):
+            raise unknown_name("evaluation.reference", self.reference, ("train", "held_out"))
+        for name in ("num_images", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"evaluation.{name}={getattr(self, name)} must be at least 1.")
+
+
+def evaluate(
+    backbone: Backbone,
+    objective: Objective,
+    data: ImageData,
+    sampling: SamplingOptions,
+    options: EvaluationOptions,
+    *,
+    precision: str = "fp32",
+) -> dict[str, Any]:
+    """Sample, score, and return `{"values": …, "real": …, "protocol": …}`.
+
+    `real` has what real images that were not trained on score in the same place: the best that a
+    sampler can hope for. For digits, `agreement` is the share of samples that a classifier trained
+    on real digits reads as the label they were asked for. Without Inception's weights,
+    `extractor=auto` leaves the distances of other data out and says why in `not_scored`.
+
+    Raises:
+        ValueError: the reference is missing, there are too few images, or weights are absent.
+    """
+    reference = data.train if options.reference == "train" else data.held_out
+    if reference is None:
+        raise ValueError(f"evaluation.reference=held_out, but {data.name} has no held-out part.")
+    indices = range(options.num_images)
+    labels = default_labels(indices, backbone.num_classes)
+    samples = to_uint8(
+        generate(
+            backbone,
+            objective,
+            sampling,
+            indices=indices,
+            labels=labels,
+            seed=options.seed,
+            batch_size=options.batch_size,
+            precision=precision,
+        )
+    )
+    record: dict[str, Any] = {"values": {}, "real": {}}
+    record["protocol"] = {
+        "data": data.name,
+        "reference": options.reference,
+        "labels": "i mod num_classes" if backbone.num_classes else "none",
+        "sampling": asdict(sampling),
+        "precision": precision,
+    }
+    if data.name == "digits" and labels is not None and samples.shape[1:] == (1, 8, 8):
+        record["values"]["agreement"] = digits_agreement(samples, labels)
+        record["real"]["agreement"] = digits_agreement_reference()
+    extractor = _choose_extractor(options, data, record)
+    if extractor is not None and options.metrics:
+        real = stack_images(reference)
+        scored = _score(samples, real, extractor, options)
+        record["values"] |= scored.pop("values")
+        record["protocol"] |= scored
+        if options.reference == "train" and data.held_out is not None:
+            unseen = stack_images(data.held_out)
+            record["real"] |= _score(unseen, real, extractor, options)["values"]
+    return record
+
+
+def describe_record(record: dict[str, Any]) -> list[str]:
+    """Return a record as lines of text: each value, and the real images' own beside it."""
+    lines = [f"{'':12s} {'samples':>10s} {'real':>10s}"]
+    for name, value in record["values"].items():
+        real = f"{record['real'][name]:10.4f}" if name in record["real"] else f"{'':10s}"
+        lines.append(f"{name:12s} {value:10.4f} {real}")
+    if "not_scored" in record:
+        lines.append(f"not scored: {record['not_scored']}")
+    protocol = record["protocol"]
+    if "extractor" in protocol:
+        lines.append(
+            f"features {protocol['extractor']}, {protocol['num_generated']} samples against "
+            f"{protocol['num_reference']} of {protocol['data']} ({protocol['reference']}), "
+            f"{protocol['sampling']['sampler']} {protocol['sampling']['num_steps']} steps, "
+            f"guidance {protocol['sampling']['guidance_scale']:g}"
+        )
+    return lines
+
+
+@torch.no_grad()
+def held_out_loss(
+    backbone: Backbone, objective: Objective, data: ImageData, *, seed: int, precision: str
+) -> float | None:
+    """Return the dense loss on held-out images at fixed draws of level and noise, or None.
+
+    The draws depend on the seed alone, so the numbers of different steps and networks compare.
+    """
+    if data.held_out is None:
+        return None
+    images, labels = stack_part(data.held_out, HELD_OUT_IMAGES)
+    device = next(backbone.parameters()).device
+    draw = objective.draw(images.shape, make_generator("held_out", seed)).to(device)
+    y = labels.to(device) if backbone.num_classes else None
+    x = to_model_range(images.to(device))
+    with autocast(device, precision):
+        losses = objective.loss(lambda x_t, t: backbone(x_t, t, y), x, draw)
+    return float(losses.mean())
+
+
+def stack_part(dataset: Dataset, count: int) -> tuple[Tensor, Tensor]:
+    """Return the first `count` images uint8 [n, C, H, W] of a data set and their labels [n]."""
+    if isinstance(dataset, ArrayDataset):
+        return dataset.images[:count], dataset.labels[:count]
+    size = min(count, len(dataset))  # type: ignore[arg-type]
+    items = [dataset[index] for index in range(size)]
+    return torch.stack([image for image, _ in items]), torch.tensor([label for _, label in items])
+
+
+def stack_images(dataset: Dataset) -> Tensor:
+    """Return all images of a data set, uint8 [N, C, H, W]."""
+    return stack_part(dataset, len(dataset))[0]  # type: ignore[arg-type]
+
+
+def _choose_extractor(
+    options: EvaluationOptions, data: ImageData, record: dict[str, Any]
+) -> str | None:
+    """Return the extractor; `auto` passes over Inception, saying so, where its weights are absent."""
+    if options.extractor != "auto":
+        return options.extractor
+    if data.name == "digits":
+        return DIGITS_EXTRACTOR
+    from tread_zoo.evaluation.features import find_inception_weights
+
+    try:
+        find_inception_weights(options.inception_weights)
+    except ValueError as error:
+        record["not_scored"] = str(error)
+        return None
+    return INCEPTION_EXTRACTOR
+
+
+def _score(
+    samples: Tensor, real: Tensor, extractor: str, options: EvaluationOptions
+) -> dict[str, Any]:
+    return score(
+        samples,
+        real,
+        extractor=extractor,
+        metrics=options.metrics,
+        seed=options.seed,
+        batch_size=options.batch_size,
+        inception_weights=options.inception_weights,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )

@@ -1,0 +1,130 @@
+"""Feature extractors: the small one for digits that ships here, and Inception where its file is.
+
+A score means nothing without the network that it was taken with, so an extractor's name in a
+record carries the hash of its weights. B batch.
+"""
+
+import hashlib
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+DIGITS_EXTRACTOR = "digits-cnn-64"
+DIGITS_WEIGHTS = Path(__file__).parent / "weights" / "digits_cnn.safetensors"
+
+INCEPTION_EXTRACTOR = "inception-v3-compat"
+INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
+INCEPTION_URL = (
+    f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{INCEPTION_FILE}"
+)
+
+
+class DigitsFeatures(nn.Module):
+    """A classifier of 8x8 grey digits: three 3x3 convolutions, 64 pooled features, 10 logits.
+
+    GELU, since half of the features of a ReLU network this small die in training.
+    Trained by `scripts/make_digits_features.py` on the training part of `data.digits()` alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3, padding=1)
+        self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
+        self.conv3 = nn.Conv2d(64, 64, 3)
+        self.classify = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (features [B,64], logits [B,10]) of `images` uint8 [B,1,8,8]."""
+        if images.dtype != torch.uint8 or tuple(images.shape[1:]) != (1, 8, 8):
+            raise ValueError(
+                f"images has dtype {images.dtype} and shape {tuple(images.shape)}; "
+                f"{DIGITS_EXTRACTOR} wants uint8 [B,1,8,8]."
+            )
+        x = images.to(self.conv1.weight.dtype) / 255
+        x = F.gelu(self.conv1(x))
+        x = F.max_pool2d(F.gelu(self.conv2(x)), 2)  # [B,64,4,4]
+        features = F.gelu(self.conv3(x)).mean(dim=(2, 3))  # [B,64,2,2] -> [B,64]
+        return features, self.classify(features)
+
+
+def load_digits_features() -> DigitsFeatures:
+    """Return the network with the weights that ship with the package, frozen."""
+    from safetensors.torch import load_file
+
+    network = DigitsFeatures()
+    network.load_state_dict(load_file(DIGITS_WEIGHTS))
+    return network.eval().requires_grad_(False)
+
+
+def extractor_id(name: str, weights: Path) -> str:
+    """Return `name`@<first 8 hex digits of the weights file's sha256>: the name for records."""
+    with weights.open("rb") as file:
+        return f"{name}@{hashlib.file_digest(file, 'sha256').hexdigest()[:8]}"
+
+
+def register_digits_extractor() -> None:
+    """Make torch-fidelity know `digits-cnn-64`; a second call does nothing."""
+    from torch_fidelity import FeatureExtractorBase, register_feature_extractor
+    from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY
+
+    if DIGITS_EXTRACTOR in FEATURE_EXTRACTORS_REGISTRY:
+        return
+
+    class DigitsExtractor(FeatureExtractorBase):
+        """uint8 [B,3,8,8], a grey image three times -> the requested of '64' and 'logits'."""
+
+        # torch-fidelity hands every extractor all of its own settings.
+        def __init__(self, name: str, features_list: list[str], **settings: object) -> None:
+            super().__init__(name, features_list)
+            self.network = load_digits_features()
+
+        @staticmethod
+        def get_provided_features_list() -> tuple[str, ...]:
+            return "64", "logits"
+
+        @staticmethod
+        def get_default_feature_layer_for_metric(metric: str) -> str:
+            return "logits" if metric == "isc" else "64"
+
+        @staticmethod
+        def can_be_compiled() -> bool:
+            return False
+
+        def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+            features, logits = self.network(images[:, :1])
+            named = {"64": features, "logits": logits}
+            return tuple(named[name] for name in self.features_list)
+
+    register_feature_extractor(DIGITS_EXTRACTOR, DigitsExtractor)
+
+
+def find_inception_weights(path: str | None) -> Path:
+    """Return the file of Inception's weights: `path`, or torch hub's cache. Never downloads.
+
+    Raises ValueError that says where it looked and how to get the file, or that the file given
+    is not one of plain tensors.
+    """
+    file = Path(path).expanduser() if path else Path(torch.hub.get_dir(), "checkpoints")
+    if not path or file.is_dir():
+        file = file / INCEPTION_FILE
+    if not file.is_file():
+        raise ValueError(
+            f"extractor={INCEPTION_EXTRACTOR!r} needs its weights, {INCEPTION_FILE}, and "
+            f"{str(file)!r} does not exist. Nothing is downloaded here: get it from "
+            f"{INCEPTION_URL} and put it there, or set inception_weights to where it is."
+        )
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # zip, pickle, end-of-file and runtime errors alike
+        raise ValueError(
+            f"inception_weights={str(file)!r} cannot be read as a file of plain tensors "
+            f"({str(error).splitlines()[0]}). Download {INCEPTION_FILE} again from {INCEPTION_URL}."
+        ) from error
+    if not isinstance(state, dict) or "Conv2d_1a_3x3.conv.weight" not in state:
+        raise ValueError(
+            f"inception_weights={str(file)!r} holds no weights of torch-fidelity's Inception; "
+            f"download {INCEPTION_FILE} from {INCEPTION_URL}."
+        )
+    return file

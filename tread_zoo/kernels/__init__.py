@@ -1,0 +1,20 @@
+"""Operations with several forms of one signature: the truth, plain torch, fused.
+
+Each folder holds one operation: `naive.py` (the formula, float64-capable), `torch_form.py` (fast
+plain torch), `fused.py` (adapters of optional packages, imported when first asked for).
+`dispatch.py` decides which runs, and says why.
+"""
+
+from tread_zoo.kernels.attention import attention
+from tread_zoo.kernels.causal_conv1d import causal_conv1d
+from tread_zoo.kernels.dispatch import describe, get_forms, set_form
+from tread_zoo.kernels.selective_scan import selective_scan
+
+__all__ = [
+    "attention",
+    "causal_conv1d",
+    "describe",
+    "get_forms",
+    "selective_scan",
+    "set_form",
+]

@@ -1,0 +1,25 @@
+"""Attention without a mask.
+
+Dimensions: B batch, H heads, N tokens, Dh width of a head.
+"""
+
+from torch import Tensor
+
+from tread_zoo.kernels.attention.fused import attention_sdpa, sdpa_limits, sdpa_unsuited
+from tread_zoo.kernels.attention.naive import attention_naive
+from tread_zoo.kernels.attention.torch_form import attention_torch
+from tread_zoo.kernels.dispatch import Form, choose, register
+
+register(
+    "attention",
+    [
+        Form("sdpa", attention_sdpa, unsuited=sdpa_unsuited, limits=sdpa_limits),
+        Form("torch", attention_torch),
+        Form("naive", attention_naive),
+    ],
+)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return softmax(q kᵀ / √Dh) v, [B, H, N, Dh], of q, k, v [B, H, N, Dh]."""
+    return choose("attention", q.device, q, k, v).run(q, k, v)

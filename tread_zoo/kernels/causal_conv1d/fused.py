@@ -1,0 +1,41 @@
+"""Adapter of the package causal-conv1d: a CUDA kernel for 2 to 4 taps."""
+
+import importlib
+
+import torch
+from torch import Tensor
+
+MODULE = "causal_conv1d"
+INSTALL = "pip install causal-conv1d --no-build-isolation"
+
+
+def causal_conv1d_fused(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, segment_ids: Tensor | None = None
+) -> Tensor:
+    """Return `causal_conv1d_fn`, which takes [B, D, L] with the channels contiguous."""
+    function = importlib.import_module(MODULE).causal_conv1d_fn
+    y = function(
+        x.contiguous().transpose(1, 2),
+        weight,
+        None if bias is None else bias.to(weight.dtype),
+        seq_idx=None if segment_ids is None else segment_ids.to(torch.int32).contiguous(),
+    )
+    return y.transpose(1, 2)
+
+
+def unsuited(
+    x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None
+) -> str | None:
+    """Return why the kernel does not take this call, or None."""
+    if not 2 <= weight.shape[1] <= 4:
+        return f"{weight.shape[1]} taps, it takes 2 to 4"
+    if x.shape[-1] % 8:
+        return f"{x.shape[-1]} channels, not a multiple of 8"
+    if x.dtype == torch.float64 or weight.dtype == torch.float64:
+        return "float64"
+    return None
+
+
+def limits(device: torch.device) -> str | None:
+    """Return the rule of `unsuited` in words."""
+    return "for 2 to 4 taps and channels in multiples of 8"

@@ -1,0 +1,24 @@
+"""y_t = bias + Σ_k w_k x_{t-W+1+k}, tap by tap.
+
+Dimensions: B batch, L length, D channels, W taps.
+"""
+
+import torch
+from torch import Tensor
+
+
+def causal_conv1d_naive(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, segment_ids: Tensor | None = None
+) -> Tensor:
+    """Return the convolution by its formula; see `tread_zoo.kernels.causal_conv1d`."""
+    length, width = x.shape[1], weight.shape[1]
+    outputs = []
+    for t in range(length):
+        y = torch.zeros_like(x[:, 0]) if bias is None else bias.expand_as(x[:, 0])
+        for back in range(min(width, t + 1)):
+            tap = weight[:, width - 1 - back] * x[:, t - back]
+            if segment_ids is not None:
+                tap = tap * (segment_ids[:, t] == segment_ids[:, t - back]).unsqueeze(-1)
+            y = y + tap
+        outputs.append(y)
+    return torch.stack(outputs, dim=1).to(x.dtype)

@@ -1,0 +1,179 @@
+"""Which form of an operation runs: one place that decides, can be overridden, and says why.
+
+An operation registers its forms in the order in which "auto" tries them. A form may need a package
+and a CUDA device (`unavailable`), and it may not take every call (`unsuited`). "auto" runs the
+first form that has neither reason against it, and never the naive one. A form set by hand runs or
+raises: it is not replaced silently.
+"""
+
+import difflib
+import importlib
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+AUTO, NAIVE = "auto", "naive"
+
+
+def _anything_suits(*args: object) -> str | None:
+    return None
+
+
+def _no_limits(device: torch.device) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to compute an operation.
+
+    Args:
+        name: what `set_form` takes.
+        run: the function.
+        module: optional module that `run` imports; such a form needs a CUDA device.
+        install: the command that brings `module`.
+        unsuited: (the call's arguments) -> why `run` cannot or should not take them, or None.
+        limits: (device) -> in words, what `unsuited` lets through there, or None for everything.
+    """
+
+    name: str
+    run: Callable[..., Tensor]
+    module: str | None = None
+    install: str = ""
+    unsuited: Callable[..., str | None] = _anything_suits
+    limits: Callable[[torch.device], str | None] = _no_limits
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """Return why the form cannot run on `device`, or None."""
+        if self.module is None:
+            return None
+        if device.type != "cuda":
+            return "no CUDA device"
+        return import_problem(self.module)
+
+
+_FORMS: dict[str, tuple[Form, ...]] = {}
+_CHOICE: dict[str, str] = {}
+_PROBLEMS: dict[str, str | None] = {}
+_TOLD: set[tuple[str, str]] = set()
+
+
+def register(op: str, forms: Iterable[Form]) -> None:
+    """Register the forms of `op`, in the order in which "auto" tries them."""
+    _FORMS[op] = tuple(forms)
+    _CHOICE[op] = AUTO
+
+
+@torch.compiler.assume_constant_result
+def import_problem(module: str) -> str | None:
+    """Return why `module` cannot be imported, or None; imports it once."""
+    if module not in _PROBLEMS:
+        try:
+            importlib.import_module(module)
+            _PROBLEMS[module] = None
+        except ModuleNotFoundError as error:
+            _PROBLEMS[module] = f"no module named {error.name!r}"
+        except Exception as error:  # a broken extension raises anything: OSError, RuntimeError, …
+            _PROBLEMS[module] = f"its import failed, {type(error).__name__}: {error}"
+    return _PROBLEMS[module]
+
+
+def set_form(op: str, form: str) -> None:
+    """Make every later call of `op` use `form`; "auto" gives the choice back.
+
+    Raises:
+        ValueError: for an unknown operation or form.
+        ImportError: for a form whose package is missing or broken.
+    """
+    if op not in _FORMS:
+        raise _unknown("op", op, _FORMS)
+    known = {each.name: each for each in _FORMS[op]}
+    if form != AUTO and form not in known:
+        raise _unknown(f"form of {op}", form, (AUTO, *known))
+    if form != AUTO:
+        _require_import(op, known[form])
+    _CHOICE[op] = form
+
+
+def get_forms() -> dict[str, str]:
+    """Return what is set for each operation: "auto" or the name of a form."""
+    return dict(_CHOICE)
+
+
+def list_forms(op: str) -> tuple[str, ...]:
+    """Return the names of the forms of `op`."""
+    if op not in _FORMS:
+        raise _unknown("op", op, _FORMS)
+    return tuple(form.name for form in _FORMS[op])
+
+
+def choose(op: str, device: torch.device, *args: object) -> Form:
+    """Return the form that takes this call.
+
+    Raises:
+        ValueError: for a form set by hand that cannot take the call.
+    """
+    if _CHOICE[op] != AUTO:
+        form = next(form for form in _FORMS[op] if form.name == _CHOICE[op])
+        reason = form.unavailable(device) or form.unsuited(*args)
+        if reason is not None:
+            raise ValueError(
+                f"{op}: form {form.name!r} was set but cannot run: {reason}. "
+                f"set_form({op!r}, 'auto') chooses one that can."
+            )
+        return form
+    for form in _FORMS[op]:
+        if form.name == NAIVE or form.unavailable(device) is not None:
+            continue
+        reason = form.unsuited(*args)
+        if reason is None:
+            return form
+        if form.module is not None and not torch.compiler.is_compiling():
+            _tell_once(op, f"{form.name} not used: {reason}")
+    raise AssertionError(f"{op} has no form that takes every call")
+
+
+def describe(device: torch.device) -> list[str]:
+    """Return one line an operation: the form that runs on `device`, and why not another."""
+    return [f"{op}: {_describe(op, device)}" for op in _FORMS]
+
+
+def _describe(op: str, device: torch.device) -> str:
+    if _CHOICE[op] != AUTO:
+        return f"{_CHOICE[op]} (set by hand)"
+    reasons = []
+    for form in _FORMS[op]:
+        if (reason := form.unavailable(device)) is not None:
+            reasons.append(f"{form.name} not used: {reason}")
+        elif (limits := form.limits(device)) is not None:
+            reasons.append(f"{form.name} {limits}")
+        else:
+            return form.name + (f" ({'; '.join(reasons)})" if reasons else "")
+    raise AssertionError(f"{op} has no form that takes every call")
+
+
+def _require_import(op: str, form: Form) -> None:
+    problem = import_problem(form.module) if form.module is not None else None
+    if problem is not None:
+        raise ImportError(
+            f"{op}: form {form.name!r} is not usable: {problem}. Install it with "
+            f"`{form.install}` (it needs a CUDA device), or choose another form."
+        )
+
+
+def _tell_once(op: str, message: str) -> None:
+    if (op, message) not in _TOLD:
+        _TOLD.add((op, message))
+        logger.info("%s: %s", op, message)
+
+
+def _unknown(field: str, value: object, known: Iterable[str]) -> ValueError:
+    names = list(known)
+    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return ValueError(f"{field}={value!r} is unknown.{hint} Known: {', '.join(names)}.")

@@ -1,0 +1,86 @@
+"""The selective state-space scan of Mamba.
+
+Dimensions: B batch, L length, D channels, N states, G groups.
+"""
+
+from torch import Tensor
+
+from tread_zoo.kernels.dispatch import Form, choose, register
+from tread_zoo.kernels.selective_scan.fused import INSTALL, MODULE, limits, unsuited
+from tread_zoo.kernels.selective_scan.fused import selective_scan_fused as _fused
+from tread_zoo.kernels.selective_scan.naive import selective_scan_naive
+from tread_zoo.kernels.selective_scan.torch_form import selective_scan_torch
+
+register(
+    "selective_scan",
+    [
+        Form("mamba-ssm", _fused, MODULE, INSTALL, unsuited, limits),
+        Form("torch", selective_scan_torch),
+        Form("naive", selective_scan_naive),
+    ],
+)
+
+
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    *,
+    segment_ids: Tensor | None = None,
+) -> Tensor:
+    """Return y_t = C_t · h_t + D u_t with h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t u_t, h_{-1} = 0.
+
+    (Mamba, arXiv 2312.00752, eqs. 2 and 4, with B discretised as Δ B.) Channel d belongs to group
+    d // (D / G). Δ, A and the state are float32 at least, under autocast too.
+
+    Args:
+        u: inputs [B, L, D]; y has their dtype.
+        delta: step sizes Δ > 0 [B, L, D], after the softplus.
+        A: rates [D, N], negative for decay.
+        B, C: input and output vectors [B, L, G, N], D divisible by G.
+        D: [D] or None.
+        segment_ids: integers [B, L]; the state restarts from zero where the id changes.
+
+    Raises:
+        ValueError: for an empty input, or shapes that do not fit together.
+    """
+    _check(u, delta, A, B, C, D, segment_ids)
+    args = (u, delta, A, B, C, D, segment_ids)
+    return choose("selective_scan", u.device, *args).run(*args)
+
+
+def _check(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    segment_ids: Tensor | None,
+) -> None:
+    if u.ndim != 3 or u.numel() == 0:
+        raise ValueError(f"u has shape {tuple(u.shape)}; it must be [B, L, D], none of them 0.")
+    batch, length, width = u.shape
+    if A.ndim != 2 or A.shape[0] != width or A.shape[1] == 0:
+        raise ValueError(f"A has shape {tuple(A.shape)}; it must be [{width}, N], N at least 1.")
+    groups = B.shape[2] if B.ndim == 4 else 0
+    if groups == 0 or width % groups:
+        raise ValueError(
+            f"B has shape {tuple(B.shape)}; it must be [B, L, G, N], G a divisor of {width}."
+        )
+    vectors = (batch, length, groups, A.shape[1])
+    wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
+        "delta": (delta, (batch, length, width)),
+        "B": (B, vectors),
+        "C": (C, vectors),
+        "D": (D, (width,)),
+        "segment_ids": (segment_ids, (batch, length)),
+    }
+    for name, (value, shape) in wanted.items():
+        if value is not None and tuple(value.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be {shape}.")
+    if segment_ids is not None and (segment_ids.is_floating_point() or segment_ids.is_complex()):
+        raise ValueError(f"segment_ids has dtype {segment_ids.dtype}; it must be of integers.")

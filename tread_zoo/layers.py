@@ -1,0 +1,153 @@
+"""Layers that several backbones share: patches, positions, time and labels, modulation, the head.
+
+B batch, N tokens, D width, C channels, p patch size, h x w grid of patches.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def as_pair(name: str, size: int | tuple[int, int]) -> tuple[int, int]:
+    """Return (height, width) of a size given as one integer or two.
+
+    Raises:
+        ValueError: not one or two positive integers.
+    """
+    pair = (size, size) if isinstance(size, int) else tuple(size)
+    if len(pair) != 2 or any(not isinstance(s, int) or s < 1 for s in pair):
+        raise ValueError(f"{name}={size!r} must be one positive integer or two (height, width).")
+    return pair[0], pair[1]
+
+
+def patchify(x: Tensor, patch_size: int) -> Tensor:
+    """Cut images [B, C, H, W] into patches [B, N, C * p * p], in raster order."""
+    batch, channels, height, width = x.shape
+    p = patch_size
+    x = x.reshape(batch, channels, height // p, p, width // p, p)
+    return x.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * p * p)
+
+
+def unpatchify(tokens: Tensor, patch_size: int, grid: tuple[int, int]) -> Tensor:
+    """Join patches [B, N, p * p * C] of a grid (h, w) into images [B, C, h * p, w * p]."""
+    batch, _, width = tokens.shape
+    p, channels = patch_size, width // patch_size**2
+    x = tokens.reshape(batch, *grid, p, p, channels).permute(0, 5, 1, 3, 2, 4)
+    return x.reshape(batch, channels, grid[0] * p, grid[1] * p)
+
+
+def sincos_2d(width: int, grid: tuple[int, int]) -> Tensor:
+    """Return fixed sine-cosine positions, float32 [h * w, D].
+
+    The first half of the channels encodes the column, the second the row, each as sines then
+    cosines of `position / 10000^(2i / (D/2))` (Vaswani et al. 2017, extended to two dimensions as
+    in DiT, arXiv 2212.09748).
+
+    Raises:
+        ValueError: `width` is not divisible by 4.
+    """
+    if width % 4:
+        raise ValueError(f"hidden_size={width} must be divisible by 4 for 2-D sine positions.")
+    frequency = 10000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / (width / 4))
+    rows = torch.arange(grid[0], dtype=torch.float64).repeat_interleave(grid[1])
+    cols = torch.arange(grid[1], dtype=torch.float64).repeat(grid[0])
+    parts = [f(axis[:, None] * frequency) for axis in (cols, rows) for f in (torch.sin, torch.cos)]
+    return torch.cat(parts, dim=1).float()
+
+
+class TimestepEmbedder(nn.Module):
+    """Embed noise labels t [B] of order 1 into [B, D]: sinusoids, then a two-layer MLP with SiLU.
+
+    Args:
+        hidden_size: D.
+        frequency_size: number of sinusoids, cosines first.
+        mlp_size: width between the two layers.
+        time_scale: t is multiplied by this first, so that labels of order 1 spread over the
+            wavelengths 2 pi … 10000 * 2 pi that the sinusoids were made for.
+    """
+
+    def __init__(
+        self, hidden_size: int, *, frequency_size: int, mlp_size: int, time_scale: float
+    ) -> None:
+        super().__init__()
+        self.time_scale = time_scale
+        self.frequency_size = frequency_size
+        self.mlp = nn.Sequential(
+            nn.Linear(frequency_size, mlp_size), nn.SiLU(), nn.Linear(mlp_size, hidden_size)
+        )
+
+    def forward(self, t: Tensor) -> Tensor:
+        half = self.frequency_size // 2
+        exponent = torch.arange(half, device=t.device, dtype=torch.float32) / half
+        angle = (self.time_scale * t.float())[:, None] * torch.exp(-math.log(10000.0) * exponent)
+        sinusoids = torch.cat([angle.cos(), angle.sin()], dim=1)
+        # Angles need float32, but a network stored in another type is fed that type.
+        return self.mlp(sinusoids.to(self.mlp[0].weight.dtype))
+
+
+class LabelEmbedder(nn.Module):
+    """Embed labels y [B] into [B, D]; row `num_classes` is the null label of guidance.
+
+    `y=None` means the null label for the whole batch.
+    """
+
+    def __init__(self, num_classes: int, hidden_size: int) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.table = nn.Embedding(num_classes + 1, hidden_size)
+
+    def forward(self, y: Tensor | None, batch: int) -> Tensor:
+        if y is None:
+            return self.table.weight[-1].expand(batch, -1)
+        return self.table(y)
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Return x * (1 + scale) + shift for tokens [B, N, D] and conditions [B, D] (adaLN)."""
+    return torch.addcmul(shift.unsqueeze(1), x, 1 + scale.unsqueeze(1))
+
+
+class Mlp(nn.Module):
+    """Two linear layers [.., D] -> [.., D] with an activation between them."""
+
+    def __init__(
+        self, hidden_size: int, mlp_size: int, activation: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(hidden_size, mlp_size)
+        self.fc2 = nn.Linear(mlp_size, hidden_size)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.activation(self.fc1(x)))
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The tanh approximation of GELU, as in DiT."""
+    return F.gelu(x, approximate="tanh")
+
+
+class AdaLNHead(nn.Module):
+    """The last layer: LayerNorm modulated by the condition, then a linear map to patches.
+
+    tokens [B, N, D], condition [B, D], already through SiLU -> [B, N, p * p * C_out].
+    """
+
+    def __init__(self, hidden_size: int, patch_size: int, out_channels: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
+        self.modulation = nn.Linear(hidden_size, 2 * hidden_size)
+        self.linear = nn.Linear(hidden_size, patch_size**2 * out_channels)
+
+    def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
+        shift, scale = self.modulation(condition).chunk(2, dim=-1)
+        return self.linear(modulate(self.norm(tokens), shift, scale))
+
+    def zero(self) -> None:
+        """Start at zero: the untrained network then predicts exactly 0."""
+        for layer in (self.modulation, self.linear):
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)

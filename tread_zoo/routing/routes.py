@@ -1,0 +1,126 @@
+"""A concrete route (TREAD, arXiv 2501.04765, section 3): blocks `start … end-1` see some tokens only.
+
+Tokens that are not kept leave the sequence before block `start` and rejoin it, unchanged, before
+block `end`. B batch, N tokens of the grid in raster order, K kept tokens, E extra tokens (time,
+label) that stand before the grid's and are never routed.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def num_kept_tokens(num_tokens: int, selection_rate: float) -> int:
+    """Return K = N - floor(N * rate): `selection_rate` is the fraction that bypasses.
+
+    Raises:
+        ValueError: `selection_rate` is outside [0, 1).
+    """
+    if not 0.0 <= selection_rate < 1.0:
+        raise ValueError(
+            f"selection_rate={selection_rate} is outside [0, 1): it is the fraction of tokens that "
+            "bypass the routed blocks; 0.5 is TREAD's default, routing=none switches routing off."
+        )
+    # 100 * 0.29 is 28.999… in floating point: round away the last digits before the floor.
+    return num_tokens - math.floor(round(num_tokens * selection_rate, 9))
+
+
+@dataclass(frozen=True)
+class Route:
+    """Blocks `start … end-1` run on the tokens `ids` alone.
+
+    Args:
+        start: first routed block, 0 … depth-1.
+        end: first block that sees all tokens again, start+1 … depth.
+        ids: int64 [B, K], raster positions of the kept tokens, strictly ascending in each row.
+
+    Raises:
+        ValueError: an empty range, a wrong type or shape, or ids that are not strictly ascending.
+            Ids on a GPU are checked there, which waits for the device: make routes on the CPU and
+            move them with `to`.
+    """
+
+    start: int
+    end: int
+    ids: Tensor
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise ValueError(
+                f"route start={self.start}, end={self.end} is empty or negative: "
+                "a route runs blocks start … end-1, counted from 0."
+            )
+        if self.ids.dtype != torch.int64 or self.ids.ndim != 2 or self.ids.shape[1] == 0:
+            raise ValueError(
+                f"route ids are {self.ids.dtype} {list(self.ids.shape)}; "
+                "they must be int64 [batch, kept tokens] with at least one kept token."
+            )
+        if bool((self.ids[:, 1:] <= self.ids[:, :-1]).any()) or bool((self.ids[:, :1] < 0).any()):
+            raise ValueError(
+                "route ids must be strictly ascending raster positions in every row; "
+                "sort them (scans, convolutions and shifts depend on the order)."
+            )
+
+    @property
+    def num_kept(self) -> int:
+        """K, the number of tokens that the routed blocks see."""
+        return self.ids.shape[1]
+
+    def to(self, device: torch.device | str) -> "Route":
+        """Return the same route with its ids on `device`; the values are not checked again."""
+        moved = object.__new__(Route)
+        for name, value in (("start", self.start), ("end", self.end)):
+            object.__setattr__(moved, name, value)
+        object.__setattr__(moved, "ids", self.ids.to(device, non_blocking=True))
+        return moved
+
+    def row_index(self, num_tokens: int, num_extra: int) -> Tensor:
+        """Return int64 [B * (E + K)]: rows of a flattened [B * (E + N), D] stream that are kept."""
+        batch, device = self.ids.shape[0], self.ids.device
+        extra = torch.arange(num_extra, device=device).expand(batch, num_extra)
+        within = torch.cat([extra, self.ids + num_extra], dim=1)
+        first = torch.arange(batch, device=device)[:, None] * (num_extra + num_tokens)
+        return (within + first).flatten()
+
+
+def gather_rows(stream: Tensor, rows: Tensor) -> Tensor:
+    """Return the kept tokens [B, E+K, D] of a stream [B, E+N, D]; `rows` from `Route.row_index`."""
+    batch, _, width = stream.shape
+    return stream.flatten(0, 1).index_select(0, rows).view(batch, -1, width)
+
+
+def scatter_rows(stream: Tensor, rows: Tensor, kept: Tensor) -> Tensor:
+    """Return `stream` [B, E+N, D] with the rows of `kept` [B, E+K, D] put back, the rest as it was."""
+    flat = stream.flatten(0, 1).index_copy(0, rows, kept.flatten(0, 1).to(stream.dtype))
+    return flat.view_as(stream)
+
+
+def check_routes(
+    routes: Sequence[Route], *, num_blocks: int, num_tokens: int, batch: int
+) -> tuple[Route, ...]:
+    """Return `routes` as a tuple if a network of this size can run them one after the other.
+
+    Raises:
+        ValueError: a route outside the depth, overlapping or disordered routes, another batch size,
+            or ids beyond the grid (checked where the ids lie on the CPU).
+    """
+    previous_end = 0
+    for route in routes:
+        where = f"route [{route.start}, {route.end})"
+        if route.end > num_blocks:
+            raise ValueError(f"{where} reaches outside the depth: there are {num_blocks} blocks.")
+        if route.start < previous_end:
+            raise ValueError(
+                f"{where} starts before the one ahead of it ends ({previous_end}): "
+                "routes must be disjoint and in ascending order."
+            )
+        if route.ids.shape[0] != batch:
+            raise ValueError(f"{where} has ids for a batch of {route.ids.shape[0]}, not {batch}.")
+        readable = route.ids.device.type == "cpu" and not torch.compiler.is_compiling()
+        if route.num_kept > num_tokens or (readable and int(route.ids[:, -1].max()) >= num_tokens):
+            raise ValueError(f"{where} keeps ids beyond the grid's {num_tokens} tokens.")
+        previous_end = route.end
+    return tuple(routes)

@@ -1,0 +1,74 @@
+"""What a run computes on: device, precision, and a line that says so."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from tread_zoo.errors import unknown_name
+
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+
+
+def resolve_device(device: str) -> torch.device:
+    """Return the device for `auto`, `cpu`, `cuda`, `cuda:1`, `mps`.
+
+    Raises:
+        ValueError: an unknown device, or one that this machine lacks.
+    """
+    if device == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda", "mps"):
+        raise unknown_name("device", device, ("auto", "cpu", "cuda", "mps"))
+    present = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    if not present[kind]:
+        raise ValueError(f"device={device!r} is not available here; use device=auto or device=cpu.")
+    return torch.device(device)
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """Return `fp32`, `bf16` or `fp16`; `auto` is bf16 where the hardware computes in it.
+
+    Weights are always float32; a precision is what autocast computes in.
+
+    Raises:
+        ValueError: an unknown precision, or fp16 without a GPU.
+    """
+    if precision not in PRECISIONS:
+        raise unknown_name("precision", precision, PRECISIONS)
+    if precision == "fp16" and device.type != "cuda":
+        raise ValueError(f"precision=fp16 needs a CUDA GPU, not {device.type}; use bf16 or fp32.")
+    if precision != "auto":
+        return precision
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    return "bf16" if device.type == "cpu" and _cpu_computes_bf16() else "fp32"
+
+
+def _cpu_computes_bf16() -> bool:
+    """Return whether the CPU has bf16 instructions; without them bf16 is slower than float32."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(bool(getattr(torch.cpu, name, lambda: False)()) for name in names)
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager:
+    """Return the context in which a network computes in a resolved precision."""
+    if precision == "fp32":
+        return nullcontext()
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    return torch.autocast(device.type, dtype=dtype)
+
+
+def describe_device(device: torch.device) -> str:
+    """Return the hardware's name for the log."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)} (CUDA {torch.version.cuda})"
+    if device.type == "mps":
+        return "Apple GPU (mps)"
+    return f"CPU, {torch.get_num_threads()} threads; no GPU is used"

@@ -1,0 +1,29 @@
+"""The exponential moving average of the weights, in float32."""
+
+from copy import deepcopy
+
+import torch
+from torch import nn
+
+
+class WeightAverage:
+    """Keep a copy of a network whose parameters average those of the trained one.
+
+    After step k (from 1): average += (1 - d_k) * (weights - average), with
+    d_k = min(decay, (1 + k) / (10 + k)), so that early averages forget the random start.
+
+    Args:
+        network: copied; must not yet be wrapped by accelerate.
+        decay: in [0, 1); 0 makes the copy follow the weights.
+    """
+
+    def __init__(self, network: nn.Module, decay: float) -> None:
+        self.network = deepcopy(network).eval().requires_grad_(False)
+        self.decay = decay
+
+    @torch.no_grad()
+    def update(self, network: nn.Module, step: int) -> None:
+        """Take in the weights after optimizer step `step`, counted from 1."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        averages, weights = list(self.network.parameters()), list(network.parameters())
+        torch._foreach_lerp_(averages, weights, 1 - decay)

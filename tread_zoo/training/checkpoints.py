@@ -1,0 +1,244 @@
+"""Checkpoints: written beside and renamed, verified when read, free of pickle.
+
+    <run>/checkpoints/step_00001000/
+        model.safetensors       weights
+        ema.safetensors         averaged weights, which are sampled and scored
+        optimizer.safetensors   `<parameter>.<state>` tensors
+        checkpoint.json         step, backbone, objective, data facts, sha256 of the files above
+
+A checkpoint exists once its folder has its final name; a crash or a full disk on the way leaves the
+one before untouched.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tread_zoo.backbone import Backbone
+from tread_zoo.registry import create_backbone
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+META_NAME = "checkpoint.json"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written, found or used; the text says what to do."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint folder and what its `checkpoint.json` says."""
+
+    path: Path
+    meta: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.meta["step"]
+
+    def tensors(self, part: str) -> dict[str, Tensor]:
+        """Load `model`, `ema` or `optimizer` onto the CPU."""
+        return load_file(self.path / f"{part}.safetensors")
+
+
+def save_checkpoint(
+    run_dir: Path, parts: dict[str, dict[str, Tensor]], meta: dict[str, Any], keep: int
+) -> Path:
+    """Write the checkpoint of `meta["step"]`, then delete all but the newest `keep`.
+
+    Raises:
+        CheckpointError: it could not be written; nothing half-written is left, older ones stay.
+    """
+    folder = run_dir / "checkpoints"
+    final = folder / f"step_{meta['step']:08d}"
+    partial = folder / f".partial_{final.name}"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        checksums = {}
+        for part, tensors in parts.items():
+            file = partial / f"{part}.safetensors"
+            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
+            checksums[file.name] = _checksum(file)
+        text = json.dumps({"format": FORMAT, **meta, "sha256": checksums}, indent=2)
+        (partial / META_NAME).write_text(text)
+        _sync(partial)
+        if final.exists():  # the same step, saved again after a resume
+            shutil.rmtree(final)
+        os.rename(partial, final)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        older = _folders(folder)
+        kept = f"{older[-1]} is intact" if older else "there is no earlier checkpoint"
+        raise CheckpointError(
+            f"could not save {final}: {error}. Nothing half-written is left; {kept}. Free some "
+            "space and continue with resume=latest."
+        ) from error
+    for old in _folders(folder)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def find_checkpoint(path: str | Path) -> Checkpoint:
+    """Return the checkpoint at `path`: its own folder, or a run's, whose newest sound one is taken.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged or of another format.
+    """
+    path = Path(path)
+    if (path / META_NAME).exists() or path.name.startswith("step_"):
+        return _verify(path)
+    folders = _folders(path / "checkpoints") or _folders(path)
+    if not folders:
+        raise CheckpointError(
+            f"checkpoint={str(path)!r} holds no checkpoint. Give a run's folder or one of its "
+            "checkpoints/step_… folders; scripts/train.py prints where it saves."
+        )
+    for folder in reversed(folders):
+        try:
+            return _verify(folder)
+        except CheckpointError as error:
+            if folder == folders[0]:
+                raise
+            logger.warning("%s Falling back to the one before.", error)
+    raise AssertionError("unreachable")
+
+
+def has_checkpoints(run_dir: Path) -> bool:
+    """Return whether a run has left any checkpoint."""
+    return bool(_folders(run_dir / "checkpoints"))
+
+
+def load_backbone(checkpoint: Checkpoint, weights: str = "ema") -> Backbone:
+    """Build the checkpoint's backbone with its `ema` (default) or `model` weights, in eval mode.
+
+    Raises:
+        CheckpointError: the weights do not fit the backbone that this version builds.
+    """
+    if weights not in ("ema", "model"):
+        raise ValueError(f"weights={weights!r} must be ema or model.")
+    saved = checkpoint.meta["backbone"]
+    backbone = create_backbone(saved["name"], **saved["config"])
+    load_weights(backbone, checkpoint, weights)
+    return backbone.eval()
+
+
+def load_weights(network: nn.Module, checkpoint: Checkpoint, part: str) -> None:
+    """Fill `network` with the checkpoint's `part`.
+
+    Raises:
+        CheckpointError: keys or shapes differ; some of them are named.
+    """
+    tensors, own = checkpoint.tensors(part), network.state_dict()
+    wrong = sorted(tensors.keys() ^ own.keys())
+    wrong += [k for k in sorted(tensors.keys() & own.keys()) if tensors[k].shape != own[k].shape]
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint.path} does not fit this backbone: {len(wrong)} tensors are missing, "
+            f"unknown or of another shape, among them {', '.join(wrong[:3])}."
+        )
+    network.load_state_dict(tensors)
+
+
+def check_same_run(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
+    """Check that a resumed run continues what the checkpoint began.
+
+    Another routing or other training options are allowed, to finetune, and are said.
+
+    Raises:
+        CheckpointError: another backbone, objective, data or seed; the differences are named.
+    """
+    old = checkpoint.meta
+    wrong = [
+        difference
+        for section in ("backbone", "objective", "data", "seed")
+        for difference in _differences(section, old.get(section), settings[section])
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"cannot resume from {checkpoint.path}: it was trained with {'; '.join(wrong)}. Resume "
+            "with the same settings, or start a new run in another run_dir."
+        )
+    for section in ("routing", "training"):
+        for difference in _differences(section, old.get(section), settings[section]):
+            logger.warning("resumed with another setting: it was %s", difference)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer's state as `<parameter index>.<name>` tensors."""
+    return {
+        f"{index}.{name}": value
+        for index, state in optimizer.state_dict()["state"].items()
+        for name, value in state.items()
+    }
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Restore what `optimizer_tensors` gave."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        index, _, name = key.partition(".")
+        state.setdefault(int(index), {})[name] = value
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("step_*") if path.is_dir())
+
+
+def _verify(path: Path) -> Checkpoint:
+    """Return the checkpoint in `path` if every file is what it was when it was saved."""
+    advice = "Use another checkpoint of the run, or train again."
+    try:
+        meta = json.loads((path / META_NAME).read_text())
+    except OSError as error:
+        raise CheckpointError(f"{path} is no checkpoint: {error}. {advice}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {META_NAME} is no JSON. {advice}") from error
+    if meta.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {meta.get('format')!r}; this version reads {FORMAT}. {advice}"
+        )
+    for name, expected in meta["sha256"].items():
+        if not (path / name).exists():
+            raise CheckpointError(f"{path} is damaged: {name} is missing. {advice}")
+        if _checksum(path / name) != expected:
+            raise CheckpointError(
+                f"{path} is damaged: {name} differs from what was saved (sha256). {advice}"
+            )
+    return Checkpoint(path, meta)
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the folder's files are on the disk, so that the rename cannot outrun them."""
+    for file in folder.iterdir():
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+
+
+def _differences(name: str, old: Any, new: Any) -> list[str]:
+    """Return `name=old, not new` for each value that differs, however deep."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = sorted(old.keys() | new.keys())
+        return [d for key in keys for d in _differences(f"{name}.{key}", old.get(key), new.get(key))]
+    return [] if old == new else [f"{name}={old!r}, not {new!r}"]

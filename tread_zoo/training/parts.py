@@ -1,0 +1,165 @@
+"""What a run is made of, and what one step of it draws.
+
+B batch, C channels, H height, W width.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tread_zoo.backbone import Backbone
+from tread_zoo.data import ImageData, StepBatches, build_data, make_loader, to_model_range
+from tread_zoo.diffusion import Draw, Objective, SamplingOptions, build_objective
+from tread_zoo.evaluation.evaluate import EvaluationOptions
+from tread_zoo.registry import create_backbone, get_backbone_entry
+from tread_zoo.routing import Route, Routing, build_routing
+from tread_zoo.seeding import make_generator
+from tread_zoo.training.options import TrainingOptions
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a run, built and checked before anything is written.
+
+    `settings` is all that made them, as plain values: what a checkpoint remembers.
+    """
+
+    data: ImageData
+    backbone: Backbone
+    routing: Routing
+    objective: Objective
+    sampling: SamplingOptions
+    evaluation: EvaluationOptions
+    options: TrainingOptions
+    seed: int
+    settings: dict[str, Any]
+
+    def batches(self, rank: int, num_ranks: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return (images uint8 [B,C,H,W], labels [B]) of every micro-step from `step` on."""
+        micro_steps = self.options.gradient_accumulation_steps
+        plan = StepBatches(
+            len(self.data.train),  # type: ignore[arg-type]
+            self.options.batch_size,
+            seed=self.seed,
+            rank=rank,
+            num_ranks=num_ranks,
+            start_step=step * micro_steps,
+            num_steps=max(step, self.options.num_steps) * micro_steps,
+        )
+        return make_loader(self.data.train, plan, self.options.num_workers)
+
+
+@dataclass(frozen=True)
+class StepDraw:
+    """The input of one micro-step, with all that is random in it, on the device."""
+
+    images: Tensor  # [B, C, H, W] in [-1, 1]
+    labels: Tensor | None  # [B], some replaced by the null label
+    draw: Draw
+    routes: tuple[Route, ...]
+
+
+def build_parts(
+    *,
+    backbone: dict[str, Any],
+    routing: dict[str, Any],
+    objective: dict[str, Any],
+    data: dict[str, Any],
+    training: dict[str, Any],
+    sampler: dict[str, Any],
+    guidance: dict[str, Any],
+    evaluation: dict[str, Any],
+    seed: int,
+) -> Parts:
+    """Build and check every part of a run; the weights come from the seed alone.
+
+    See `tread_zoo.training.train` for the arguments.
+
+    Raises:
+        ValueError: a setting that cannot work, with its name.
+    """
+    options = TrainingOptions(**training)
+    sampling = SamplingOptions(sampler["name"], sampler["num_steps"], guidance["scale"])
+    built_objective = build_objective(**objective)
+    scoring = EvaluationOptions(**evaluation)
+    get_backbone_entry(backbone["name"])  # an unknown name fails before the data is read
+    images = build_data(**data)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(make_generator("weights", seed).initial_seed())
+        network = create_backbone(
+            input_size=images.image_size,
+            in_channels=images.channels,
+            num_classes=images.num_classes,
+            **backbone,
+        )
+    network.checkpoint_blocks = options.activation_checkpointing
+    if not network.num_classes and sampling.guidance_scale != 1.0:
+        raise ValueError(
+            f"guidance.scale={sampling.guidance_scale} needs labels, but {images.name} has none; "
+            "use guidance=none."
+        )
+    built_routing = build_routing(
+        **routing,
+        num_blocks=network.num_blocks,
+        default_selector=network.default_selector,
+        default_range=network.default_range,
+    )
+    settings = {
+        "backbone": {"name": network.name, "config": network.config},
+        "routing": routing,
+        "objective": objective,
+        "data": {
+            "name": images.name,
+            "image_size": images.image_size,
+            "channels": images.channels,
+            "num_classes": images.num_classes,
+            "num_images": len(images.train),  # type: ignore[arg-type]
+        },
+        "data_options": data,
+        "training": asdict(options),
+        "sampler": sampler,
+        "guidance": guidance,
+        "evaluation": evaluation,
+        "seed": seed,
+    }
+    return Parts(
+        data=images,
+        backbone=network,
+        routing=built_routing,
+        objective=built_objective,
+        sampling=sampling,
+        evaluation=scoring,
+        options=options,
+        seed=seed,
+        settings=json.loads(json.dumps(settings)),
+    )
+
+
+def draw_step(
+    parts: Parts, images: Tensor, labels: Tensor, *, rank: int, micro_step: int, device: torch.device
+) -> StepDraw:
+    """Draw all that micro-step `micro_step` of a rank needs, from a generator of its own.
+
+    images uint8 [B, C, H, W] and labels int64 [B], on the CPU. The order of the draws is fixed:
+    flips, dropped labels, noise level and noise, kept ids; none depends on an option of another.
+    """
+    generator = make_generator("train", parts.seed, rank, micro_step)
+    flipped = torch.rand(len(images), generator=generator) < 0.5
+    dropped = torch.rand(len(images), generator=generator) < parts.options.label_dropout
+    draw = parts.objective.draw(images.shape, generator)
+    routes = parts.routing.draw(len(images), parts.backbone.grid, generator)
+    if parts.options.horizontal_flip:
+        images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(-1), images)
+    y = None
+    if parts.backbone.num_classes:
+        y = labels.masked_fill(dropped, parts.backbone.null_label).to(device)
+    return StepDraw(
+        to_model_range(images.to(device)),
+        y,
+        draw.to(device),
+        tuple(route.to(device) for route in routes),
+    )

@@ -1,0 +1,200 @@
+"""What a run shows and leaves behind: log lines, a progress bar, pictures, numbers, a score."""
+
+import json
+import logging
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tread_zoo.backbone import Backbone
+from tread_zoo.data import to_uint8
+from tread_zoo.diffusion import default_labels, generate
+from tread_zoo.evaluation.evaluate import describe_record, evaluate, held_out_loss
+from tread_zoo.evaluation.flops import count_flops
+from tread_zoo.evaluation.pictures import plot_losses, save_grid
+from tread_zoo.kernels import describe
+from tread_zoo.runtime import describe_device
+from tread_zoo.seeding import make_generator
+from tread_zoo.training.parts import Parts
+from tread_zoo.training.trackers import build_trackers, read_metrics
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+logger = logging.getLogger(__name__)
+
+GRID_IMAGES = 100
+GRID_SEED = 0
+HELD_OUT_SEED = 0
+
+
+class Reporter:
+    """The main process's voice.
+
+    Args:
+        parts: the run's.
+        folder: the run's; made here.
+        precision: resolved.
+        step: optimizer steps done so far.
+        fresh: the run starts anew; what another left in the folder is taken away.
+        tracker: `name`, and `project` for wandb.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        folder: Path,
+        *,
+        precision: str,
+        step: int,
+        fresh: bool,
+        tracker: dict[str, str],
+    ) -> None:
+        from tqdm.auto import tqdm
+
+        self.parts, self.folder, self.precision = parts, folder, precision
+        folder.mkdir(parents=True, exist_ok=True)
+        if fresh:
+            for name in ("checkpoints", "samples", "generated", "tensorboard", "wandb"):
+                shutil.rmtree(folder / name, ignore_errors=True)
+            for name in ("metrics.jsonl", "loss.png", "score.json", "wandb_id"):
+                (folder / name).unlink(missing_ok=True)
+        (folder / "config.json").write_text(json.dumps(parts.settings, indent=2))
+        self.trackers = build_trackers(
+            tracker["name"], folder, step, parts.settings, tracker.get("project", "tread_zoo")
+        )
+        self.bar = tqdm(
+            total=parts.options.num_steps,
+            initial=step,
+            unit="step",
+            disable=not sys.stderr.isatty(),
+        )
+
+    def begin(self, device: torch.device, num_processes: int, origin: str) -> None:
+        """Say what runs, on what, and how much of the work routing leaves."""
+        parts, network = self.parts, self.parts.backbone
+        routes = parts.routing.draw(1, network.grid, make_generator("describe", 0))
+        dense = count_flops(network, backward=True)
+        routed = count_flops(network, routes=routes, backward=True)
+        facts = parts.settings["data"]
+        size = "x".join(map(str, [facts["channels"], *facts["image_size"]]))
+        place = f"{describe_device(device)}; {self.precision}; {num_processes} process(es)"
+        millions = sum(p.numel() for p in network.parameters()) / 1e6
+        lines = {
+            "device": [place],
+            "kernel": describe(device),
+            "data": [f"{facts['name']}: {facts['num_images']} images {size}, "
+                     f"{facts['num_classes']} classes"],
+            "backbone": [f"{network.name}: {millions:.2f} M parameters"],
+            "routing": [f"{parts.routing.describe(network.grid)}",
+                        f"{routed / 1e6:.1f} MFLOPs an image, forward and backward; "
+                        f"dense {dense / 1e6:.1f}"],
+            "run": [f"{self.folder} {origin}, {parts.options.num_steps} steps in all"],
+        }  # fmt: skip
+        for name, texts in lines.items():
+            for text in texts:
+                logger.info("%-9s %s", name, text)
+
+    def numbers(self, step: int, values: dict[str, float]) -> None:
+        """Hand numbers to the trackers, and to the bar or the log."""
+        for tracker in self.trackers:
+            tracker.log(step, values)
+        text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        if self.bar.disable:
+            logger.info("step %5d  %s", step, text)
+        elif "loss" in values:
+            self.bar.set_postfix_str(
+                f"loss {values['loss']:.4f}, {values['images_per_s']:.0f} images/s"
+            )
+
+    def samples(self, network: Backbone, step: int) -> None:
+        """Leave a grid of samples from fixed seeds, and the held-out loss, of averaged weights."""
+        parts, indices = self.parts, range(GRID_IMAGES)
+        images = generate(
+            network,
+            parts.objective,
+            parts.sampling,
+            indices=indices,
+            labels=default_labels(indices, network.num_classes),
+            seed=GRID_SEED,
+            batch_size=parts.evaluation.batch_size,
+            precision=self.precision,
+        )
+        path = self.folder / "samples" / f"step_{step:08d}.png"
+        path.parent.mkdir(exist_ok=True)
+        save_grid(to_uint8(images), path)
+        for tracker in self.trackers:
+            tracker.image(step, "samples", path)
+        loss = held_out_loss(
+            network, parts.objective, parts.data, seed=HELD_OUT_SEED, precision=self.precision
+        )
+        if loss is not None:
+            self.numbers(step, {"held_out_loss": loss})
+
+    def finish(self, network: Backbone, step: int) -> None:
+        """Plot the losses and score the averaged weights."""
+        self.bar.close()
+        parts = self.parts
+        plot_losses(read_metrics(self.folder), self.folder / "loss.png")
+        record = evaluate(
+            network,
+            parts.objective,
+            parts.data,
+            parts.sampling,
+            parts.evaluation,
+            precision=self.precision,
+        )
+        record["protocol"] |= {"weights": "ema", "step": step}
+        (self.folder / "score.json").write_text(json.dumps(record, indent=2))
+        values = {f"score/{name}": value for name, value in record["values"].items()}
+        if values:
+            for tracker in self.trackers:
+                tracker.log(step, values)
+        for line in describe_record(record):
+            logger.info("%-9s %s", "score", line)
+        logger.info("%-9s %s: samples/, loss.png, score.json, checkpoints/", "done", self.folder)
+
+    def close(self) -> None:
+        """Finish writing."""
+        self.bar.close()
+        for tracker in self.trackers:
+            tracker.close()
+
+
+class Window:
+    """Mean loss and speed since the last line of the log; waits for the device once a line."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the time and images so far: sampling and saving do not count as training."""
+        self.images, self.began = 0, time.perf_counter()
+
+    def add(self, loss: Tensor, images: int) -> None:
+        """Take in the loss of a micro-step and how many images all ranks saw."""
+        self.losses.append(loss.detach())
+        self.images += images
+
+    def close(self, accelerator: "Accelerator", step: int) -> dict[str, float]:
+        """Return the window's mean loss over all ranks, and images per second.
+
+        Raises:
+            FloatingPointError: the loss is not finite.
+        """
+        mean = accelerator.reduce(torch.stack(self.losses).float().mean(), reduction="mean")
+        if not torch.isfinite(mean):
+            raise FloatingPointError(
+                f"the loss is {float(mean)} at step {step}: training diverged. Checkpoints from "
+                "before are kept; lower training.learning_rate or training.max_grad_norm."
+            )
+        speed = self.images / (time.perf_counter() - self.began)
+        self.losses = []
+        self.restart()
+        return {"loss": float(mean), "images_per_s": speed}

@@ -1,0 +1,244 @@
+"""The training run, read top to bottom.
+
+    images -> objective draws levels and noise, routing draws kept ids -> backbone -> loss -> AdamW
+           -> averaged weights -> samples, held-out loss, checkpoints -> score
+
+What step k draws depends on (seed, rank, k) alone: a resumed run equals an unbroken one.
+"""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tread_zoo.runtime import resolve_device, resolve_precision
+from tread_zoo.training.averaging import WeightAverage
+from tread_zoo.training.checkpoints import (
+    Checkpoint,
+    check_same_run,
+    find_checkpoint,
+    has_checkpoints,
+    load_optimizer,
+    load_weights,
+    optimizer_tensors,
+    save_checkpoint,
+)
+from tread_zoo.training.options import TrainingOptions
+from tread_zoo.training.parts import Parts, StepDraw, build_parts, draw_step
+from tread_zoo.training.reporting import Reporter, Window
+from tread_zoo.training.stopping import StopSignals
+from tread_zoo.training.trackers import check_tracker
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+logger = logging.getLogger(__name__)
+
+
+def train(
+    *,
+    backbone: dict[str, Any],
+    routing: dict[str, Any],
+    objective: dict[str, Any],
+    data: dict[str, Any],
+    training: dict[str, Any],
+    sampler: dict[str, Any],
+    guidance: dict[str, Any],
+    evaluation: dict[str, Any],
+    tracker: dict[str, Any],
+    seed: int,
+    device: str,
+    run_dir: str,
+    resume: str | None,
+    overwrite: bool,
+) -> Path:
+    """Train, and leave checkpoints, pictures, metrics and a score in `run_dir`, which is returned.
+
+    Args:
+        backbone: `name` and keywords of `create_backbone`; sizes, channels and classes come from
+            the data.
+        routing: keywords of `build_routing`, with its `name`.
+        objective, data: `name` and keywords of `build_objective`, `build_data`.
+        training: fields of `TrainingOptions`.
+        sampler: `name` and `num_steps`; guidance: `scale`.
+        evaluation: fields of `EvaluationOptions`.
+        tracker: `name` and, for wandb, `project`.
+        seed: of weights, data order and every draw.
+        device: auto, cpu, cuda.
+        run_dir: the run's folder.
+        resume: None starts afresh; `latest` continues from the newest checkpoint in `run_dir`, if
+            there is one; anything else is a path to a checkpoint.
+        overwrite: replace a run that is already in `run_dir`.
+
+    Raises:
+        ValueError: a setting that cannot work, before anything is written.
+        CheckpointError: a checkpoint cannot be read or written.
+        FloatingPointError: the loss is no longer finite.
+        Stopped: a signal asked to stop; the run was saved.
+    """
+    check_tracker(tracker["name"])
+    options = TrainingOptions(**training)
+    place = resolve_device(device)
+    precision = resolve_precision(options.precision, place)
+    folder = Path(run_dir)
+    checkpoint = _checkpoint_to_resume(folder, resume, overwrite)
+    parts = build_parts(
+        backbone=backbone, routing=routing, objective=objective, data=data, training=training,
+        sampler=sampler, guidance=guidance, evaluation=evaluation, seed=seed,
+    )  # fmt: skip
+    if checkpoint is not None:
+        check_same_run(checkpoint, parts.settings)
+
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(
+        cpu=place.type == "cpu",
+        mixed_precision="no" if precision == "fp32" else precision,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+    )
+    network = parts.backbone.to(accelerator.device)
+    average = WeightAverage(network, options.ema_decay)
+    optimizer = _make_optimizer(network, options)
+    step = 0
+    if checkpoint is not None:
+        step = checkpoint.step
+        load_weights(network, checkpoint, "model")
+        load_weights(average.network, checkpoint, "ema")
+        load_optimizer(optimizer, checkpoint.tensors("optimizer"))
+    model, stepper = accelerator.prepare(network, optimizer)
+    if checkpoint is not None and accelerator.scaler is not None:
+        accelerator.scaler.load_state_dict(checkpoint.meta["scaler"])
+    rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    batches = parts.batches(rank, num_ranks, step)
+    accelerator.wait_for_everyone()  # all have read what is there; now it may change
+    reporter = None
+    if accelerator.is_main_process:
+        reporter = Reporter(
+            parts, folder, precision=precision, step=step, fresh=checkpoint is None, tracker=tracker
+        )
+        origin = f"resumes {checkpoint.path}" if checkpoint else "starts"
+        reporter.begin(accelerator.device, num_ranks, origin)
+
+    window, norm = Window(), None
+    with StopSignals(accelerator) as stop:
+        while step < options.num_steps:
+            rate = options.learning_rate_at(step)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            for micro in range(options.gradient_accumulation_steps):
+                micro_step = step * options.gradient_accumulation_steps + micro
+                drawn = draw_step(
+                    parts, *next(batches), rank=rank, micro_step=micro_step,
+                    device=accelerator.device,
+                )  # fmt: skip
+                with accelerator.accumulate(model):
+                    loss = loss_of(model, parts, drawn)
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients and options.max_grad_norm:
+                        norm = accelerator.clip_grad_norm_(
+                            model.parameters(), options.max_grad_norm
+                        )
+                    stepper.step()
+                    stepper.zero_grad()
+                window.add(loss, len(drawn.images) * num_ranks)
+            step += 1
+            average.update(network, step)
+
+            last, stopping = step == options.num_steps, stop.requested()
+            if step % options.log_every == 0 or last:
+                values = window.close(accelerator, step) | {"learning_rate": rate}
+                if norm is not None:
+                    values["grad_norm"] = float(norm)
+                if reporter:
+                    reporter.numbers(step, values)
+            if last or _due(step, options.sample_every):
+                if reporter:
+                    reporter.samples(average.network, step)
+                window.restart()
+            if last or stopping or _due(step, options.checkpoint_every):
+                if reporter:
+                    _save(parts, accelerator, optimizer, average, folder, step)
+                accelerator.wait_for_everyone()
+                window.restart()
+            if reporter:
+                reporter.bar.update(1)
+            if stopping and not last:
+                if reporter:
+                    reporter.close()
+                stop.leave(f"{folder} at step {step}; continue with resume=latest")
+    if reporter:
+        reporter.finish(average.network, step)
+        reporter.close()
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return folder
+
+
+def loss_of(model: torch.nn.Module, parts: Parts, drawn: StepDraw) -> Tensor:
+    """Return the mean loss of one micro-step, a scalar."""
+
+    def network(x: Tensor, t: Tensor) -> Tensor:
+        return model(x, t, drawn.labels, routes=drawn.routes)
+
+    return parts.objective.loss(network, drawn.images, drawn.draw).mean()
+
+
+def _make_optimizer(network: torch.nn.Module, options: TrainingOptions) -> torch.optim.Optimizer:
+    """Return AdamW; the step itself is fused into one kernel where torch has one."""
+    return torch.optim.AdamW(
+        network.parameters(),
+        lr=options.learning_rate,
+        betas=(options.beta1, options.beta2),
+        weight_decay=options.weight_decay,
+        fused=next(network.parameters()).device.type in ("cpu", "cuda"),
+    )
+
+
+def _checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> Checkpoint | None:
+    """Return the checkpoint to continue from, or None for a run that starts afresh.
+
+    Raises:
+        ValueError: a run is already in the folder, and nothing says what to do with it.
+        CheckpointError: no checkpoint is there, or none that is sound.
+    """
+    if resume is not None and resume != "latest":
+        return find_checkpoint(resume)
+    if not has_checkpoints(folder):
+        return None
+    if resume == "latest":
+        return find_checkpoint(folder)
+    if not overwrite:
+        raise ValueError(
+            f"run_dir={str(folder)!r} already holds a run. Continue it with resume=latest, "
+            "replace it with overwrite=true, or choose another run_dir."
+        )
+    return None
+
+
+def _due(step: int, every: int) -> bool:
+    return bool(every) and step % every == 0
+
+
+def _save(
+    parts: Parts,
+    accelerator: "Accelerator",
+    optimizer: torch.optim.Optimizer,
+    average: WeightAverage,
+    folder: Path,
+    step: int,
+) -> None:
+    """Save weights, averages, the optimizer's state and the settings."""
+    scaler = accelerator.scaler
+    path = save_checkpoint(
+        folder,
+        {
+            "model": parts.backbone.state_dict(),
+            "ema": average.network.state_dict(),
+            "optimizer": optimizer_tensors(optimizer),
+        },
+        {**parts.settings, "step": step, "scaler": scaler.state_dict() if scaler else None},
+        keep=parts.options.keep_checkpoints,
+    )
+    logger.info("%-9s %s", "saved", path)
