@@ -69,14 +69,13 @@ class BidirectionalMixer(nn.Module):
             steps.append(F.linear(step, self.step_weight[direction]))
             inputs.append(b)
             outputs.append(c)
-        step = F.softplus(torch.cat(steps, dim=-1).float() + self.step_bias.float())
         y = selective_scan(
             u,
-            step,
-            -torch.exp(self.A_log.float()),
+            F.softplus(_full(torch.cat(steps, dim=-1)) + _full(self.step_bias)),
+            -torch.exp(_full(self.A_log)),
             torch.stack(inputs, dim=2),
             torch.stack(outputs, dim=2),
-            self.D.float(),
+            _full(self.D),
         )
         forward, backward = y.chunk(2, dim=-1)
         return self.out_proj((forward + backward.flip(1)) * F.silu(z))
@@ -247,6 +246,11 @@ class Mamba(Backbone):
         delta, residual = (stream[:, self.num_extra_tokens :] for stream in streams)
         tokens = self.final(self.norm(residual + delta), condition)
         return unpatchify(tokens, self.patch_size, self.grid)
+
+
+def _full(x: Tensor) -> Tensor:
+    """Return x in float32, or float64 where it is: steps and rates do not bear half precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 _SIZES = {

@@ -146,15 +146,14 @@ def _load_all() -> None:
     global _loaded
     if _loaded:
         return
-    _loaded = True
     backbones = importlib.import_module("backbones")
     if getattr(backbones, "__distribution__", None) != "tread-zoo":
         where = getattr(backbones, "__file__", None) or list(getattr(backbones, "__path__", []))
-        _loaded = False
         raise ImportError(
             f"the package `backbones` found at {where} is not tread-zoo's: another package or "
             "folder of that name comes first on the import path. Rename it or change the order."
         )
+    _loaded = True  # before the plug-ins, which may ask for the list themselves
     for plugin in entry_points(group=ENTRY_POINT_GROUP):
         _load_plugin(plugin)
 

@@ -39,6 +39,7 @@ class Form:
         install: the command that brings `module`.
         unsuited: (the call's arguments) -> why `run` cannot or should not take them, or None.
         limits: (device) -> in words, what `unsuited` lets through there, or None for everything.
+        fits_all: `unsuited` is about speed only, so that a form set by hand takes every call.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Form:
     install: str = ""
     unsuited: Callable[..., str | None] = _anything_suits
     limits: Callable[[torch.device], str | None] = _no_limits
+    fits_all: bool = False
 
     def unavailable(self, device: torch.device) -> str | None:
         """Return why the form cannot run on `device`, or None."""
@@ -120,7 +122,9 @@ def choose(op: str, device: torch.device, *args: object) -> Form:
     """
     if _CHOICE[op] != AUTO:
         form = next(form for form in _FORMS[op] if form.name == _CHOICE[op])
-        reason = form.unavailable(device) or form.unsuited(*args)
+        reason = form.unavailable(device)
+        if reason is None and not form.fits_all:
+            reason = form.unsuited(*args)
         if reason is not None:
             raise ValueError(
                 f"{op}: form {form.name!r} was set but cannot run: {reason}. "
@@ -151,7 +155,7 @@ def _describe(op: str, device: torch.device) -> str:
         if (reason := form.unavailable(device)) is not None:
             reasons.append(f"{form.name} not used: {reason}")
         elif (limits := form.limits(device)) is not None:
-            reasons.append(f"{form.name} {limits}")
+            reasons.append(f"{form.name} first, {limits}")
         else:
             return form.name + (f" ({'; '.join(reasons)})" if reasons else "")
     raise AssertionError(f"{op} has no form that takes every call")

@@ -13,7 +13,7 @@ from tread_zoo.kernels.dispatch import Form, choose, register
 register(
     "attention",
     [
-        Form("sdpa", attention_sdpa, unsuited=sdpa_unsuited, limits=sdpa_limits),
+        Form("sdpa", attention_sdpa, unsuited=sdpa_unsuited, limits=sdpa_limits, fits_all=True),
         Form("torch", attention_torch),
         Form("naive", attention_naive),
     ],
@@ -21,5 +21,17 @@ register(
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return softmax(q kᵀ / √Dh) v, [B, H, N, Dh], of q, k, v [B, H, N, Dh]."""
+    """Return softmax(q kᵀ / √Dh) v, [B, H, N, Dh].
+
+    Args:
+        q, k, v: [B, H, N, Dh], of one shape.
+
+    Raises:
+        ValueError: for shapes that differ or are not of four dimensions.
+    """
+    if q.ndim != 4 or not q.shape == k.shape == v.shape:
+        raise ValueError(
+            f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; "
+            "they must have one shape [B, H, N, Dh]."
+        )
     return choose("attention", q.device, q, k, v).run(q, k, v)

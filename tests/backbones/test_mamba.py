@@ -1,0 +1,176 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from backbones.mamba import BidirectionalMixer
+from tread_zoo import create_backbone
+from tread_zoo.backbone import Layout
+from tread_zoo.routing import Route
+from tread_zoo.testing.conformance import Probe, watching
+
+GRID = (3, 4)
+
+
+def make_mixer(gaps="ignore"):
+    torch.manual_seed(0)
+    mixer = BidirectionalMixer(8, expand=2, state_size=3, conv_width=4, conv_gaps=gaps).double()
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return mixer
+
+
+def mix_by_loop(mixer, x, segments):
+    """The mixer written out: one direction, one step, one channel at a time."""
+    inner, size = mixer.inner, mixer.state_size
+    u, z = (x @ mixer.in_proj.weight.T).chunk(2, -1)
+    total = torch.zeros_like(u)
+    batch, length, _ = x.shape
+    for way in range(2):
+        own = slice(way * inner, (way + 1) * inner)
+        order = range(length) if way == 0 else range(length - 1, -1, -1)
+        for b in range(batch):
+            state = torch.zeros(inner, size, dtype=x.dtype)
+            path = list(order)
+            for step, now in enumerate(path):
+                v = mixer.conv_bias[own].clone()
+                for lag in range(4):
+                    if step - lag < 0:
+                        continue
+                    before = path[step - lag]
+                    if segments is not None and segments[b, before] != segments[b, now]:
+                        continue
+                    v = v + mixer.conv_weight[own, 3 - lag] * u[b, before]
+                v = F.silu(v)
+                low, inp, out = (mixer.select[way] @ v).split([mixer.step_rank, size, size])
+                step_size = F.softplus(mixer.step_weight[way] @ low + mixer.step_bias[own])
+                decay = torch.exp(-step_size[:, None] * mixer.A_log[own].exp())
+                state = decay * state + (step_size * v)[:, None] * inp
+                total[b, now] = total[b, now] + state @ out + mixer.D[own] * v
+    return (total * F.silu(z)) @ mixer.out_proj.weight.T
+
+
+@pytest.mark.parametrize("gaps", ["ignore", "reset"])
+def test_mixer_equals_the_written_out_loop(gaps):
+    mixer = make_mixer(gaps)
+    ids = torch.tensor([[0, 1, 2, 5, 6, 9], [1, 3, 4, 5, 10, 11]])
+    layout = Layout(GRID, 2, ids)
+    x = torch.randn(2, 8, 8, dtype=torch.float64)
+    segments = layout.segment_ids() if gaps == "reset" else None
+    expected = mix_by_loop(mixer, x, segments)
+    torch.testing.assert_close(mixer(x, layout), expected)
+
+
+def test_segments_of_a_route():
+    ids = torch.tensor([[0, 1, 4, 5, 11], [2, 3, 4, 6, 8]])
+    segments = Layout(GRID, 2, ids).segment_ids()
+    assert segments.tolist() == [[0, 0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 1, 2, 3]]
+    assert Layout(GRID, 2).segment_ids() is None
+
+
+def test_gap_rule_matters_only_at_gaps():
+    contiguous = Layout(GRID, 2, torch.arange(6).expand(2, 6))
+    gapped = Layout(GRID, 2, torch.tensor([[0, 1, 2, 5, 6, 9]]).expand(2, 6))
+    x = torch.randn(2, 8, 8, dtype=torch.float64)
+    ignore, reset = make_mixer("ignore"), make_mixer("reset")
+    torch.testing.assert_close(ignore(x, contiguous), reset(x, contiguous))
+    assert not torch.allclose(ignore(x, gapped), reset(x, gapped))
+
+
+def test_scan_runs_both_ways():
+    mixer = make_mixer()
+    x = torch.randn(1, 14, 8, dtype=torch.float64)
+    layout = Layout(GRID, 2)
+    changed = x.clone()
+    changed[0, 7] += 1
+    moved = (mixer(changed, layout) - mixer(x, layout)).abs().sum(-1)[0]
+    assert (moved > 0).all(), "a token reaches those before it and those after it"
+
+
+def test_scan_order_is_the_raster_order_with_the_missing_deleted():
+    """A kept subset gives what the mixer gives on those tokens alone."""
+    mixer = make_mixer()
+    ids = torch.tensor([[1, 2, 6, 7, 8]])
+    x = torch.randn(1, 14, 8, dtype=torch.float64)
+    kept = x[:, [0, 1, *(ids[0] + 2).tolist()]]
+    torch.testing.assert_close(
+        mixer(kept, Layout(GRID, 2, ids)), mixer(kept, Layout((1, 5), 2)), atol=1e-12, rtol=0
+    )
+
+
+def test_both_streams_are_routed():
+    probe = Probe("mamba_tiny", overrides={"hidden_size": 16, "depth": 4, "state_size": 4})
+    backbone = probe.build()
+    route = probe.route(backbone)
+    with watching(backbone) as seen:
+        backbone(*probe.inputs(), routes=[route])
+    assert len(seen[0][0]) == 2
+    assert {s.shape[1] for s in seen[route.start][0]} == {2 + route.num_kept}
+
+
+@pytest.mark.parametrize(("start", "end"), [(1, 3), (1, 4), (2, 4), (3, 6), (1, 5), (0, 2), (4, 7)])
+def test_skips_carry_the_tokens_of_their_consumer(start, end):
+    """Each skip holds, for the consumer's tokens, the producer's delta, or for a token that
+    bypassed the producer, its delta as it was when the route started."""
+    probe = Probe("mamba_tiny", overrides={"hidden_size": 16, "depth": 6, "state_size": 4})
+    backbone = probe.build()
+    route = probe.route(backbone, start, end, rate=0.5)
+    extra, num_tokens = 2, backbone.num_tokens
+    outputs, skips = {}, {}
+    embedded = backbone.embed(*probe.inputs())[0][0]
+    original = backbone.run_block
+
+    def spy(index, streams, condition, layout, skip):
+        after = original(index, streams, condition, layout, skip)
+        outputs[index], skips[index] = (after[0], layout.ids), skip
+        return after
+
+    backbone.run_block = spy
+    backbone(*probe.inputs(), routes=[route])
+    full = outputs[start - 1][0] if start else embedded
+    for consumer, producer in backbone.skips.items():
+        made, made_ids = outputs[producer]
+        wanted_ids = outputs[consumer][1]
+        for b in range(len(made)):
+            ids = wanted_ids[b].tolist() if wanted_ids is not None else list(range(num_tokens))
+            made_at = made_ids[b].tolist() if made_ids is not None else list(range(num_tokens))
+            for place, token in enumerate(ids):
+                got = skips[consumer][b, extra + place]
+                if token in made_at:
+                    assert torch.equal(got, made[b, extra + made_at.index(token)])
+                else:
+                    assert torch.equal(got, full[b, extra + token])
+            assert torch.equal(skips[consumer][b, :extra], made[b, :extra])
+
+
+def test_initial_steps_and_rates_follow_the_table():
+    mixer = create_backbone("mamba_tiny", input_size=8, in_channels=1, num_classes=0).blocks[0].mixer
+    step = F.softplus(mixer.step_bias)
+    assert step.min() >= 0.00099
+    assert step.max() <= 0.101
+    torch.testing.assert_close(mixer.A_log.exp()[0], torch.arange(1.0, 9.0))
+    assert torch.equal(mixer.D, torch.ones_like(mixer.D))
+
+
+def test_output_is_exactly_zero_at_the_start():
+    backbone = create_backbone("mamba_tiny", input_size=8, in_channels=1, num_classes=10)
+    out = backbone(torch.randn(2, 1, 8, 8), torch.rand(2))
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"depth": 5}, "depth=5 must be even"), ({"conv_gaps": "zero"}, "conv_gaps='zero'.*reset")],
+)
+def test_wrong_sizes(changes, words):
+    with pytest.raises(ValueError, match=words):
+        create_backbone("mamba_tiny", input_size=8, in_channels=1, num_classes=10, **changes)
+
+
+def test_a_route_may_lie_anywhere():
+    probe = Probe("mamba_tiny", overrides={"hidden_size": 16, "depth": 4, "state_size": 4})
+    backbone = probe.build()
+    for start in range(backbone.num_blocks):
+        for end in range(start + 1, backbone.num_blocks + 1):
+            ids = probe.route(backbone).ids
+            out = backbone(*probe.inputs(), routes=[Route(start, end, ids)])
+            assert torch.isfinite(out).all()

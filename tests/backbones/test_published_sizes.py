@@ -1,0 +1,48 @@
+"""Parameter counts against the published ones, in millions, at 4x32x32 with 1000 classes."""
+
+import pytest
+import torch
+
+from tread_zoo import create_backbone, list_backbones
+
+PUBLISHED = {
+    "dit_s_2": 32.96,
+    "dit_b_2": 130.5,
+    "dit_l_2": 458.1,
+    "dit_xl_2": 675.1,
+    "mamba_s_2": 29.1,
+    "mamba_b_2": 121.2,
+    "mamba_m_2": 231.4,
+    "mamba_l_2": 407.2,
+    "mamba_h_2": 907.0,
+}
+
+
+def build(name, **overrides):
+    with torch.device("meta"):
+        return create_backbone(
+            name, input_size=32, in_channels=4, num_classes=1000, learn_sigma=True, **overrides
+        )
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_count(name):
+    backbone = build(name)
+    tensors = [*backbone.parameters(), *backbone.buffers()]  # DiT counts its fixed positions
+    assert sum(t.numel() for t in tensors) / 1e6 == pytest.approx(PUBLISHED[name], rel=0.002)
+
+
+@pytest.mark.parametrize("name", list_backbones("dit_*_[48]"))
+def test_a_larger_patch_changes_the_ends_alone(name):
+    size = name.rpartition("_")[0]
+    small, large = build(f"{size}_2"), build(name)
+    assert large.num_tokens == small.num_tokens * 4 // large.patch_size**2
+    blocks = (sum(p.numel() for p in b.blocks.parameters()) for b in (small, large))
+    assert len(set(blocks)) == 1
+
+
+@pytest.mark.parametrize("name", list_backbones())
+def test_every_preset_builds_and_declares_its_routing(name):
+    backbone = build(name)
+    assert backbone.out_channels == 8
+    assert backbone.default_selector in ("random", "rows", "blocks", "segments")

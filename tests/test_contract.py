@@ -1,0 +1,24 @@
+"""Every registered architecture keeps the contract."""
+
+import pytest
+
+from tread_zoo import list_backbones
+from tread_zoo.testing import CHECKS, Probe
+
+SMALL = {
+    "dit_tiny": {"hidden_size": 32, "depth": 4},
+    "mamba_tiny": {"hidden_size": 32, "depth": 4, "state_size": 4},
+}
+
+
+def test_every_architecture_is_checked():
+    assert {name for name in list_backbones("*_tiny")} == set(SMALL)
+    assert {name.partition("_")[0] for name in list_backbones()} == {
+        name.partition("_")[0] for name in SMALL
+    }
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", SMALL)
+def test_contract(name, check):
+    CHECKS[check](Probe(name, overrides=SMALL[name]))

@@ -1,0 +1,376 @@
+"""Checks of the backbone contract; each takes a `Probe` and raises `AssertionError` with the reason.
+
+A network starts at zero output in many architectures, which would let most faults pass unseen: the
+probe therefore gives it random weights first. B batch, N tokens, K kept tokens, E extra tokens.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tread_zoo.backbone import Backbone, Layout, Streams
+from tread_zoo.registry import create_backbone
+from tread_zoo.routing import Route, num_kept_tokens
+from tread_zoo.seeding import make_generator
+
+BATCH = 3
+
+
+@dataclass
+class Probe:
+    """A backbone by name, at a small size, and inputs for it.
+
+    Args:
+        name: registered name.
+        input_size: height and width of the inputs; not square, to catch swapped axes.
+        overrides: keywords for `create_backbone`.
+    """
+
+    name: str
+    input_size: tuple[int, int] = (8, 12)
+    in_channels: int = 2
+    num_classes: int = 5
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, seed: int = 0) -> Backbone:
+        """Return the backbone with random weights everywhere, in float32."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            backbone = create_backbone(
+                self.name,
+                input_size=self.input_size,
+                in_channels=self.in_channels,
+                num_classes=self.num_classes,
+                **self.overrides,
+            )
+            with torch.no_grad():
+                for parameter in backbone.parameters():
+                    parameter.add_(0.05 * torch.randn_like(parameter))
+        return backbone
+
+    def inputs(self, batch: int = BATCH, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return x [B, C, H, W], t [B], y [B]."""
+        generator = make_generator("probe", seed)
+        x = torch.randn(batch, self.in_channels, *self.input_size, generator=generator)
+        t = torch.rand(batch, generator=generator)
+        y = torch.randint(max(self.num_classes, 1), (batch,), generator=generator)
+        return x, t, y if self.num_classes else None
+
+    def route(
+        self,
+        backbone: Backbone,
+        start: int = 1,
+        end: int = -1,
+        rate: float = 0.25,
+        seed: int = 0,
+        batch: int = BATCH,
+    ) -> Route:
+        """Return a route with random ids; a negative end counts from the depth."""
+        num_kept = num_kept_tokens(backbone.num_tokens, rate)
+        generator = make_generator("probe route", seed)
+        scores = torch.rand(batch, backbone.num_tokens, generator=generator)
+        ids = scores.argsort(dim=1)[:, :num_kept].sort(dim=1).values
+        return Route(start, end + backbone.num_blocks if end < 0 else end, ids)
+
+
+@contextmanager
+def watching(backbone: Backbone) -> Iterator[list[tuple[Streams, Layout, Streams]]]:
+    """Record (streams before, layout, streams after) of every block that runs."""
+    seen: list[tuple[Streams, Layout, Streams]] = []
+    original = backbone.run_block
+
+    def spy(index: int, streams: Streams, condition: Any, layout: Layout, skip: Any) -> Streams:
+        after = original(index, streams, condition, layout, skip)
+        seen.append((streams, layout, after))
+        return after
+
+    backbone.run_block = spy  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        del backbone.run_block
+
+
+def bypassed(route: Route, num_tokens: int) -> Tensor:
+    """Return bool [B, N]: the tokens that a route leaves out."""
+    out = torch.ones(len(route.ids), num_tokens, dtype=torch.bool)
+    return out.scatter(1, route.ids, False)
+
+
+def check_shapes(probe: Probe) -> None:
+    """Output [B, C_out, H, W]; wrong inputs raise."""
+    backbone = probe.build()
+    x, t, y = probe.inputs()
+    out = backbone(x, t, y)
+    assert out.shape == (BATCH, backbone.out_channels, *probe.input_size), out.shape
+    assert torch.isfinite(out).all(), "the output is not finite"
+    for bad in (
+        lambda: backbone(x[:, :, :-1], t, y),
+        lambda: backbone(x[:, :1], t, y),
+        lambda: backbone(x, t[:1], y),
+        lambda: backbone(x, t, y, routes=[probe.route(backbone, batch=BATCH + 1)]),
+        lambda: backbone(x, t, y, routes=[probe.route(backbone, 0, backbone.num_blocks + 1)]),
+    ):
+        assert _raises(ValueError, bad), "an input that does not fit was accepted"
+
+
+def check_pure(probe: Probe) -> None:
+    """No randomness inside: repeated calls agree to the bit, in train and eval mode, and the global
+    generator is left alone."""
+    backbone = probe.build()
+    inputs, routes = probe.inputs(), [probe.route(backbone)]
+    state = torch.get_rng_state()
+    first = backbone(*inputs, routes=routes)
+    assert torch.equal(torch.get_rng_state(), state), "forward draws from the global generator"
+    assert torch.equal(backbone(*inputs, routes=routes), first), "two calls differ"
+    assert torch.equal(backbone.eval()(*inputs, routes=routes), first), "train and eval differ"
+
+
+def check_samples_do_not_mix(probe: Probe) -> None:
+    """An image's output does not depend on the others in its batch."""
+    backbone = probe.build()
+    x, t, y = probe.inputs()
+    route = probe.route(backbone)
+    together = backbone(x, t, y, routes=[route])
+    one = Route(route.start, route.end, route.ids[1:2])
+    alone = backbone(x[1:2], t[1:2], None if y is None else y[1:2], routes=[one])
+    torch.testing.assert_close(together[1:2], alone, atol=1e-5, rtol=1e-4)
+
+
+def check_conditions_matter(probe: Probe) -> None:
+    """Time and label change the output; y=None is the null label."""
+    backbone = probe.build()
+    x, t, y = probe.inputs()
+    out = backbone(x, t, y)
+    assert not torch.equal(backbone(x, t + 0.1, y), out), "t is ignored"
+    if y is not None:
+        assert not torch.equal(backbone(x, t, (y + 1) % probe.num_classes), out), "y is ignored"
+        null = backbone(x, t, torch.full_like(y, backbone.null_label))
+        assert torch.equal(backbone(x, t), null), "y=None is not the null label"
+        assert not torch.equal(null, out), "the null label equals a class"
+
+
+def check_keeping_all_equals_no_route(probe: Probe) -> None:
+    """A route that keeps every token changes nothing, to the bit, in output and gradient."""
+    backbone = probe.build()
+    inputs = probe.inputs()
+    dense, grads = _output_and_gradients(backbone, inputs, ())
+    for start, end in ((1, -1), (0, backbone.num_blocks)):
+        all_kept = [probe.route(backbone, start, end, rate=0.0)]
+        routed, routed_grads = _output_and_gradients(backbone, inputs, all_kept)
+        assert torch.equal(dense, routed), f"route [{start}, {end}) that keeps all changes output"
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, routed_grads[name], atol=1e-6, rtol=1e-4, msg=name)
+
+
+def check_unsorted_ids(probe: Probe) -> None:
+    """Ids that are not ascending raise, or give what sorted ones give."""
+    backbone = probe.build()
+    inputs, route = probe.inputs(), probe.route(backbone)
+    try:
+        shuffled = Route(route.start, route.end, route.ids.flip(1))
+    except ValueError:
+        return
+    out = backbone(*inputs, routes=[shuffled])
+    assert torch.equal(out, backbone(*inputs, routes=[route])), "order of ids matters silently"
+
+
+def check_ids_matter(probe: Probe) -> None:
+    """Another choice of tokens gives another output: ids are not ignored."""
+    backbone = probe.build()
+    inputs = probe.inputs()
+    one, other = (backbone(*inputs, routes=[probe.route(backbone, seed=s)]) for s in (1, 2))
+    assert not torch.equal(one, other), "the kept ids are ignored"
+    assert not torch.equal(one, backbone(*inputs)), "the route is ignored"
+
+
+def check_blocks_see_kept_tokens(probe: Probe) -> None:
+    """Routed blocks get E + K tokens in every stream, the kept ones, and the others all of them."""
+    backbone = probe.build()
+    extra, num_tokens = backbone.num_extra_tokens, backbone.num_tokens
+    routes = [probe.route(backbone, 1, 2), probe.route(backbone, 2, -1, rate=0.5, seed=1)]
+    with watching(backbone) as seen:
+        backbone(*probe.inputs(), routes=routes)
+    assert len(seen) == backbone.num_blocks, "run_block does not run once a block"
+    for index, (before, layout, after) in enumerate(seen):
+        active = [route for route in routes if route.start <= index < route.end]
+        count = extra + (active[0].num_kept if active else num_tokens)
+        for stream in (*before, *after):
+            assert stream.shape[1] == count, f"block {index} sees {stream.shape[1]}, not {count}"
+        expected = active[0].ids if active else None
+        same = layout.ids is expected or torch.equal(layout.ids, expected)
+        assert same, f"block {index} is told of other ids"
+
+
+def check_kept_tokens_are_the_right_ones(probe: Probe) -> None:
+    """What enters a route are the rows of the kept ids; the extra tokens all enter."""
+    backbone = probe.build()
+    route = probe.route(backbone)
+    with watching(backbone) as seen:
+        backbone(*probe.inputs(), routes=[route])
+    extra = backbone.num_extra_tokens
+    for full, kept in zip(seen[route.start - 1][2], seen[route.start][0], strict=True):
+        assert torch.equal(kept[:, :extra], full[:, :extra]), "extra tokens were routed"
+        ids = route.ids[:, :, None].expand(-1, -1, full.shape[-1])
+        assert torch.equal(kept[:, extra:], full[:, extra:].gather(1, ids)), "other tokens entered"
+
+
+def check_bypassed_tokens_are_unchanged(probe: Probe) -> None:
+    """A bypassed token rejoins as it left, to the bit, in every stream; kept ones as processed."""
+    backbone = probe.build()
+    route = probe.route(backbone)
+    with watching(backbone) as seen:
+        backbone(*probe.inputs(), routes=[route])
+    out, extra = bypassed(route, backbone.num_tokens), backbone.num_extra_tokens
+    left, inside, rejoined = seen[route.start - 1][2], seen[route.end - 1][2], seen[route.end][0]
+    for before, processed, after in zip(left, inside, rejoined, strict=True):
+        assert torch.equal(before[:, extra:][out], after[:, extra:][out]), "bypassed ones changed"
+        kept = processed[:, extra:].flatten(0, 1)
+        assert torch.equal(after[:, extra:][~out], kept), "kept tokens did not rejoin in place"
+        assert torch.equal(after[:, :extra], processed[:, :extra]), "extra tokens did not rejoin"
+
+
+def check_bypassed_tokens_are_unseen(probe: Probe) -> None:
+    """With every block routed, what is bypassed cannot reach the output of what is kept."""
+    backbone = probe.build()
+    route = probe.route(backbone, 0, backbone.num_blocks)
+    x, t, y = probe.inputs()
+    out = bypassed(route, backbone.num_tokens).view(BATCH, 1, *backbone.grid)
+    pixels = out.repeat_interleave(backbone.patch_size, 2).repeat_interleave(backbone.patch_size, 3)
+    with watching(backbone) as seen:
+        backbone(x, t, y, routes=[route])
+        backbone(torch.where(pixels, x + 1, x), t, y, routes=[route])
+    depth = backbone.num_blocks
+    for one, other in zip(seen[depth - 1][2], seen[2 * depth - 1][2], strict=True):
+        assert torch.equal(one, other), "bypassed tokens reach routed blocks"
+
+
+def check_gradients_flow(probe: Probe) -> None:
+    """Every parameter and every pixel, bypassed ones too, gets a finite gradient that is not 0."""
+    backbone = probe.build()
+    x, t, y = probe.inputs()
+    x.requires_grad_()
+    routes = [probe.route(backbone)]
+    weight = torch.randn(backbone(x, t, y).shape, generator=make_generator("probe weight"))
+    (backbone(x, t, y, routes=routes) * weight).sum().backward()
+    for name, parameter in backbone.named_parameters():
+        assert parameter.grad is not None, f"{name} gets no gradient"
+        assert torch.isfinite(parameter.grad).all(), f"the gradient of {name} is not finite"
+        assert parameter.grad.abs().sum() > 0, f"the gradient of {name} is 0"
+    assert x.grad is not None
+    assert (x.grad.abs().sum(dim=1) > 0).all(), "some pixels get no gradient"
+
+
+def check_recomputation(probe: Probe) -> None:
+    """Activation checkpointing changes neither output nor gradient."""
+    backbone = probe.build()
+    inputs, routes = probe.inputs(), (probe.route(backbone),)
+    out, grads = _output_and_gradients(backbone, inputs, routes)
+    backbone.checkpoint_blocks = True
+    again, again_grads = _output_and_gradients(backbone, inputs, routes)
+    assert torch.equal(out, again), "the output differs"
+    for name, grad in grads.items():
+        assert torch.equal(grad, again_grads[name]), f"the gradient of {name} differs"
+
+
+def check_half_precision(probe: Probe) -> None:
+    """bfloat16 autocast gives finite gradients and nearly the output of float32."""
+    backbone = probe.build()
+    inputs, routes = probe.inputs(), (probe.route(backbone),)
+    full, _ = _output_and_gradients(backbone, inputs, routes)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = backbone(*inputs, routes=routes)
+    half.float().square().mean().backward()
+    error = (half.float() - full).norm() / full.norm()
+    assert error < 0.1, f"bfloat16 differs by {float(error):.3f} of the output's norm"
+    for name, parameter in backbone.named_parameters():
+        assert torch.isfinite(parameter.grad).all(), f"the bf16 gradient of {name} is not finite"
+
+
+def check_compiles(probe: Probe) -> None:
+    """torch.compile (graph capture; no code generation) gives the same output and gradient."""
+    backbone = probe.build()
+    inputs, routes = probe.inputs(), (probe.route(backbone),)
+    out, grads = _output_and_gradients(backbone, inputs, routes)
+    torch.compiler.reset()
+    compiled = torch.compile(backbone, backend="aot_eager")
+    again = compiled(*inputs, routes=routes)
+    torch.testing.assert_close(out, again.detach(), atol=1e-5, rtol=1e-4)
+    backbone.zero_grad()
+    again.square().mean().backward()
+    for name, parameter in backbone.named_parameters():
+        torch.testing.assert_close(parameter.grad, grads[name], atol=1e-5, rtol=1e-3, msg=name)
+
+
+def check_save_and_load(probe: Probe) -> None:
+    """A state dict carries all: another network with it gives the same output."""
+    backbone, other = probe.build(seed=0), probe.build(seed=1)
+    inputs = probe.inputs()
+    assert not torch.equal(backbone(*inputs), other(*inputs)), "weights do not matter"
+    other.load_state_dict(deepcopy(backbone.state_dict()))
+    assert torch.equal(backbone(*inputs), other(*inputs)), "the loaded network differs"
+
+
+def check_config_rebuilds(probe: Probe) -> None:
+    """`backbone.config` builds the same network again."""
+    backbone = probe.build()
+    again = create_backbone(probe.name, **backbone.config)
+    shapes = {key: value.shape for key, value in backbone.state_dict().items()}
+    assert {key: value.shape for key, value in again.state_dict().items()} == shapes
+
+
+def check_wrong_keyword(probe: Probe) -> None:
+    """A misspelt keyword raises, in the constructor and in forward."""
+    backbone = probe.build()
+    wrong = {**probe.overrides, "hiden_size": 8}
+    assert _raises(
+        (TypeError, ValueError),
+        lambda: create_backbone(
+            probe.name, input_size=8, in_channels=1, num_classes=0, **wrong
+        ),
+    ), "a misspelt keyword of the constructor passes"
+    assert _raises(
+        TypeError, lambda: backbone(*probe.inputs(), route=())
+    ), "a misspelt keyword of forward passes"
+
+
+def check_unconditional(probe: Probe) -> None:
+    """num_classes=0 makes a network without labels, whose parameters all get a gradient."""
+    free = Probe(probe.name, probe.input_size, probe.in_channels, 0, probe.overrides)
+    check_gradients_flow(free)
+    x, t, _ = free.inputs()
+    backbone = free.build()
+    labels = torch.zeros(BATCH, dtype=torch.int64)
+    assert _raises(ValueError, lambda: backbone(x, t, labels)), "labels are ignored silently"
+
+
+CHECKS: dict[str, Callable[[Probe], None]] = {
+    name.removeprefix("check_"): check
+    for name, check in list(globals().items())
+    if name.startswith("check_")
+}
+
+
+def _output_and_gradients(
+    backbone: Backbone, inputs: tuple[Tensor, Tensor, Tensor | None], routes: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the output and the gradient of its mean square for every parameter; clears `.grad`."""
+    backbone.zero_grad()
+    out = backbone(*inputs, routes=routes)
+    out.square().mean().backward()
+    grads = {name: p.grad.clone() for name, p in backbone.named_parameters() if p.grad is not None}
+    backbone.zero_grad()
+    return out.detach(), grads
+
+
+def _raises(kinds: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except kinds:
+        return True
+    return False
