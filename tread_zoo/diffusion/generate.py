@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tread_zoo.backbone import Backbone
-from tread_zoo.diffusion.guidance import classifier_free
+from tread_zoo.diffusion.guidance import check_scale, classifier_free
 from tread_zoo.diffusion.objective import Network, Objective, check_num_steps
 from tread_zoo.diffusion.samplers import build_sampler, initial_noise
 from tread_zoo.runtime import autocast
@@ -33,6 +33,7 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         build_sampler(self.sampler)
         check_num_steps(self.num_steps)
+        check_scale(self.guidance_scale)
 
 
 def default_labels(indices: Sequence[int], num_classes: int) -> Tensor | None:

@@ -27,11 +27,7 @@ def combine(weak: Drift, strong: Drift, scale: float) -> Drift:
     Raises:
         ValueError: `scale` is negative or not finite.
     """
-    if not math.isfinite(scale) or scale < 0:
-        raise ValueError(
-            f"scale={scale} must be finite and at least 0: 0 is the weak branch, 1 the strong one, "
-            "more than 1 guides."
-        )
+    check_scale(scale)
     if scale == 1:
         return strong
     if scale == 0:
@@ -42,6 +38,15 @@ def combine(weak: Drift, strong: Drift, scale: float) -> Drift:
         return weak_drift + scale * (strong(x, level) - weak_drift)
 
     return guided
+
+
+def check_scale(scale: float) -> None:
+    """Raise `ValueError` unless `scale` is finite and at least 0."""
+    if not math.isfinite(scale) or scale < 0:
+        raise ValueError(
+            f"guidance scale={scale} must be finite and at least 0: 0 is the weak branch, 1 the "
+            "strong one, more than 1 guides."
+        )
 
 
 def classifier_free(

@@ -8,6 +8,7 @@ raises: it is not replaced silently.
 
 import difflib
 import importlib
+import importlib.util
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -69,9 +70,12 @@ def register(op: str, forms: Iterable[Form]) -> None:
     """Register the forms of `op`, in the order in which "auto" tries them."""
     _FORMS[op] = tuple(forms)
     _CHOICE[op] = AUTO
+    for form in _FORMS[op]:  # known at once, so that compiled code has nothing left to find out
+        package = (form.module or "torch").split(".")[0]
+        if form.module is not None and importlib.util.find_spec(package) is None:
+            _PROBLEMS[form.module] = f"no module named {package!r}"
 
 
-@torch.compiler.assume_constant_result
 def import_problem(module: str) -> str | None:
     """Return why `module` cannot be imported, or None; imports it once."""
     if module not in _PROBLEMS:
@@ -150,14 +154,14 @@ def describe(device: torch.device) -> list[str]:
 def _describe(op: str, device: torch.device) -> str:
     if _CHOICE[op] != AUTO:
         return f"{_CHOICE[op]} (set by hand)"
-    reasons = []
+    limited, reasons = "", []
     for form in _FORMS[op]:
         if (reason := form.unavailable(device)) is not None:
             reasons.append(f"{form.name} not used: {reason}")
         elif (limits := form.limits(device)) is not None:
-            reasons.append(f"{form.name} first, {limits}")
+            limited += f"{form.name} {limits}, else "
         else:
-            return form.name + (f" ({'; '.join(reasons)})" if reasons else "")
+            return limited + form.name + (f" ({'; '.join(reasons)})" if reasons else "")
     raise AssertionError(f"{op} has no form that takes every call")
 
 

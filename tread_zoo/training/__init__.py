@@ -1,5 +1,5 @@
 """Training: the run itself, its options, averaged weights, checkpoints, trackers."""
 
-from tread_zoo.training.train import train
+from tread_zoo.training.loop import train
 
 __all__ = ["train"]

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import logging
 import os
+import uuid
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,7 +68,7 @@ class WandbTracker:
                 run_dir,
             )
         id_file = run_dir / "wandb_id"
-        run_id = id_file.read_text() if id_file.exists() else wandb.util.generate_id()
+        run_id = id_file.read_text() if id_file.exists() else uuid.uuid4().hex[:8]
         id_file.write_text(run_id)
         self.wandb = wandb
         self.run = wandb.init(

@@ -31,4 +31,4 @@ def sdpa_limits(device: torch.device) -> str | None:
     """Return the rule of `sdpa_unsuited` in words."""
     if device.type != "cpu":
         return None
-    return f"but in half precision, up to {CPU_HALF_TOKENS} tokens"
+    return f"for float32 or more than {CPU_HALF_TOKENS} tokens"

@@ -47,11 +47,11 @@ class _Inputs(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """Some steps (chunk `index` of them) of some rows of the batch."""
+    """Some steps, those of one chunk, of some rows of the batch."""
 
     steps: slice
     rows: slice
-    index: int
+    chunk: int
 
     @property
     def at(self) -> tuple[slice, slice]:
@@ -103,8 +103,8 @@ def _forward(
             if inputs.D is not None:
                 part.addcmul_(inputs.u[tile.at], inputs.D)
             outputs[tile.at] = part
-            if tile.index < len(states):
-                states[tile.index, tile.rows] = h[-1]
+            if tile.chunk < len(states):
+                states[tile.chunk, tile.rows] = h[-1]
     return y, states
 
 
@@ -191,17 +191,17 @@ def _fill(inputs: _Inputs, tile: _Tile, a: Tensor, h: Tensor) -> Tensor:
     torch.mul(x, inputs.B[tile.at].unsqueeze(-1), out=h[1:])
     states = h.unbind(0)
     for t, decay in enumerate(a.unbind(0)):
-        if t > 0 or tile.index > 0:  # before the first chunk the state is zero
+        if t > 0 or tile.chunk > 0:  # before the first chunk the state is zero
             states[t + 1].addcmul_(decay, states[t])
     return x
 
 
 def _start(h: Tensor, states: Tensor, tile: _Tile) -> None:
     """Set h[0] to the state before the tile."""
-    if tile.index == 0:
+    if tile.chunk == 0:
         h[0].zero_()
     else:
-        h[0].copy_(states[tile.index - 1, tile.rows])
+        h[0].copy_(states[tile.chunk - 1, tile.rows])
 
 
 def _contract(vectors: Tensor, states: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ What step k draws depends on (seed, rank, k) alone: a resumed run equals an unbr
 """
 
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,13 +92,7 @@ def train(
     if checkpoint is not None:
         check_same_run(checkpoint, parts.settings)
 
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(
-        cpu=place.type == "cpu",
-        mixed_precision="no" if precision == "fp32" else precision,
-        gradient_accumulation_steps=options.gradient_accumulation_steps,
-    )
+    accelerator = _make_accelerator(place, precision, options.gradient_accumulation_steps)
     network = parts.backbone.to(accelerator.device)
     average = WeightAverage(network, options.ema_decay)
     optimizer = _make_optimizer(network, options)
@@ -185,6 +180,21 @@ def loss_of(model: torch.nn.Module, parts: Parts, drawn: StepDraw) -> Tensor:
     return parts.objective.loss(network, drawn.images, drawn.draw).mean()
 
 
+def _make_accelerator(
+    place: torch.device, precision: str, accumulation_steps: int
+) -> "Accelerator":
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    _warn_if_alone()
+    AcceleratorState._reset_state()  # another run of a sweep may have had another precision
+    return Accelerator(
+        cpu=place.type == "cpu",
+        mixed_precision="no" if precision == "fp32" else precision,
+        gradient_accumulation_steps=accumulation_steps,
+    )
+
+
 def _make_optimizer(network: torch.nn.Module, options: TrainingOptions) -> torch.optim.Optimizer:
     """Return AdamW; the step itself is fused into one kernel where torch has one."""
     return torch.optim.AdamW(
@@ -215,6 +225,18 @@ def _checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> 
             "replace it with overwrite=true, or choose another run_dir."
         )
     return None
+
+
+def _warn_if_alone() -> None:
+    """Say so where `accelerate launch --num_processes 2` started a single process, as it does on a
+    CPU unless its configuration asks for several."""
+    environment = os.environ
+    if "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment:
+        if "WORLD_SIZE" not in environment:
+            logger.warning(
+                "accelerate launched one process only. For several on a CPU: "
+                "accelerate launch --config_file configs/accelerate/cpu.yaml …"
+            )
 
 
 def _due(step: int, every: int) -> bool:

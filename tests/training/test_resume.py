@@ -1,0 +1,140 @@
+"""A resumed run equals an unbroken one, to the bit."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tread_zoo.training import loop as module
+from tread_zoo.training.checkpoints import find_checkpoint
+from tread_zoo.training.reporting import Reporter
+from tread_zoo.training.stopping import Stopped
+
+
+def assert_same_end(one, other):
+    first, second = find_checkpoint(one), find_checkpoint(other)
+    assert first.step == second.step
+    for part in ("model", "ema", "optimizer"):
+        left, right = first.tensors(part), second.tensors(part)
+        assert left.keys() == right.keys()
+        for key in left:
+            assert torch.equal(left[key], right[key]), f"{part}: {key}"
+
+
+@pytest.fixture
+def stop_at(monkeypatch):
+    """Send this process a signal while a given step is computed."""
+
+    def arrange(step, number):
+        original = module.draw_step
+
+        def draw(parts, *batch, micro_step, **keywords):
+            if micro_step == step * parts.options.gradient_accumulation_steps:
+                os.kill(os.getpid(), number)
+            return original(parts, *batch, micro_step=micro_step, **keywords)
+
+        monkeypatch.setattr(module, "draw_step", draw)
+
+    return arrange
+
+
+@pytest.mark.parametrize("backbone", ["dit", "mamba"])
+@pytest.mark.parametrize("objective", ["flow", "edm"])
+def test_a_run_that_is_killed_and_resumed(run, stop_at, backbone, objective, monkeypatch):
+    options = [f"backbone={backbone}", f"objective={objective}", "training.horizontal_flip=true"]
+    unbroken = run("unbroken", *options)
+    stop_at(2, signal.SIGTERM)
+    with pytest.raises(Stopped) as stopped:
+        run("broken", *options)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    monkeypatch.undo()
+    broken = unbroken.parent / "broken"
+    assert find_checkpoint(broken).step == 3
+    run("broken", *options, "resume=latest")
+    assert_same_end(unbroken, broken)
+
+
+def test_twice_n_steps_equal_n_then_n_more(run):
+    constant = "training.schedule=constant"
+    unbroken = run("unbroken", constant)
+    run("parts", constant, "training.num_steps=3")
+    parts = run("parts", constant, "resume=latest")
+    assert_same_end(unbroken, parts)
+
+
+def test_accumulation_and_half_precision_resume_exactly(run, stop_at, monkeypatch):
+    options = ["training.gradient_accumulation_steps=2", "training.precision=bf16"]
+    unbroken = run("unbroken", *options)
+    stop_at(3, signal.SIGINT)
+    with pytest.raises(Stopped) as stopped:
+        run("broken", *options)
+    assert stopped.value.code == 128 + signal.SIGINT
+    monkeypatch.undo()
+    assert_same_end(unbroken, run("broken", *options, "resume=latest"))
+
+
+def test_metrics_of_a_resumed_run_have_each_step_once(run, monkeypatch):
+    run("run", "training.checkpoint_every=3", "training.num_steps=3", "training.schedule=constant")
+    folder = run("run", "training.schedule=constant", "resume=latest")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if "loss" in row]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 6
+
+
+def test_a_crash_between_checkpoints_loses_only_what_came_after(run, monkeypatch):
+    unbroken = run("unbroken", "training.checkpoint_every=2")
+    original = Reporter.numbers
+
+    def crash(self, step, values):
+        original(self, step, values)
+        if step == 4:
+            raise RuntimeError("power cut")
+
+    monkeypatch.setattr(Reporter, "numbers", crash)
+    with pytest.raises(RuntimeError, match="power cut"):
+        run("broken", "training.checkpoint_every=2")
+    monkeypatch.undo()
+    broken = unbroken.parent / "broken"
+    assert find_checkpoint(broken).step == 2
+    run("broken", "training.checkpoint_every=2", "resume=latest")
+    assert_same_end(unbroken, broken)
+    steps = [json.loads(line)["step"] for line in (broken / "metrics.jsonl").open()]
+    assert [s for s in steps if s == 4] == [4]
+
+
+def test_resuming_a_finished_run_changes_nothing(run):
+    folder = run("run")
+    before = load_file(find_checkpoint(folder).path / "model.safetensors")
+    run("run", "resume=latest")
+    after = load_file(find_checkpoint(folder).path / "model.safetensors")
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_latest_without_a_checkpoint_starts(run):
+    assert find_checkpoint(run("new", "resume=latest")).step == 6
+
+
+def test_seeds_and_ranks_draw_apart():
+    from tests.training.conftest import settings
+    from tread_zoo.training.parts import build_parts, draw_step
+
+    keys = {"tracker", "device", "run_dir", "resume", "overwrite"}
+
+    def draw(seed, rank, micro_step):
+        given = {k: v for k, v in settings(f"seed={seed}").items() if k not in keys}
+        parts = build_parts(**given)
+        images, labels = next(parts.batches(0, 1, 0))
+        return draw_step(
+            parts, images, labels, rank=rank, micro_step=micro_step, device=torch.device("cpu")
+        )
+
+    base, again = draw(0, 0, 0), draw(0, 0, 0)
+    assert torch.equal(base.draw.noise, again.draw.noise)
+    assert torch.equal(base.routes[0].ids, again.routes[0].ids)
+    for other in (draw(1, 0, 0), draw(0, 1, 0), draw(0, 0, 1)):
+        assert not torch.equal(base.draw.noise, other.draw.noise)
+        assert not torch.equal(base.routes[0].ids, other.routes[0].ids)

@@ -1,0 +1,71 @@
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.training.conftest import SMALL
+from tread_zoo.training.trackers import LocalTracker, build_trackers, check_tracker, read_metrics
+
+
+def test_the_local_file_drops_what_a_resumed_run_does_again(tmp_path):
+    first = LocalTracker(tmp_path, 0)
+    for step in (1, 2, 3):
+        first.log(step, {"loss": float(step)})
+    first.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # cut short by a crash
+    second = LocalTracker(tmp_path, 2)
+    second.log(3, {"loss": 30.0})
+    second.close()
+    assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path)] == [
+        (1, 1.0), (2, 2.0), (3, 30.0),
+    ]  # fmt: skip
+
+
+def test_an_unknown_tracker_suggests_the_nearest():
+    with pytest.raises(ValueError, match=r"tracker.name='wandbb'.*'wandb'"):
+        check_tracker("wandbb")
+
+
+def test_a_tracker_that_is_not_installed_says_how(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install \"tread-zoo\[wandb\]\""):
+        check_tracker("wandb")
+    check_tracker("local")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed"
+)
+def test_tensorboard_gets_the_same_names(tmp_path):
+    trackers = build_trackers("tensorboard", tmp_path, 0, {}, "project")
+    for tracker in trackers:
+        tracker.log(5, {"loss": 0.25})
+        tracker.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (scalar,) = events.Scalars("loss")
+    assert (scalar.step, scalar.value) == (5, 0.25)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+def test_wandb_works_offline_and_never_asks(tmp_path):
+    """Without a key, without a terminal, without a network: the run ends well."""
+    hidden = ("WANDB_API_KEY", "WANDB_MODE", "NETRC")
+    environment = {k: v for k, v in os.environ.items() if k not in hidden}
+    done = subprocess.run(
+        [sys.executable, "scripts/train.py", *SMALL, f"run_dir={tmp_path / 'run'}", "tracker=wandb"],
+        env={**environment, "HOME": str(tmp_path)}, stdin=subprocess.DEVNULL, timeout=240,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "offline" in done.stdout + done.stderr
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert rows[-1]["step"] == 6

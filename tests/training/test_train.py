@@ -1,0 +1,190 @@
+import json
+import logging
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.training.conftest import settings
+from tread_zoo.training import loop as module
+from tread_zoo.training.averaging import WeightAverage
+from tread_zoo.training.checkpoints import find_checkpoint, load_backbone
+from tread_zoo.training.options import TrainingOptions
+from tread_zoo.training.loop import train
+
+
+def test_a_run_leaves_what_it_should(run, caplog):
+    with caplog.at_level(logging.INFO):
+        folder = run("run", "training.sample_every=3", "training.checkpoint_every=3")
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        "checkpoints", "samples", "config.json", "metrics.jsonl", "loss.png", "score.json",
+    }  # fmt: skip
+    assert [p.name for p in sorted((folder / "samples").iterdir())] == [
+        "step_00000003.png", "step_00000006.png",
+    ]  # fmt: skip
+    assert Image.open(folder / "loss.png").size[0] > 400
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    assert {"loss", "learning_rate", "images_per_s", "grad_norm"} <= rows[0].keys() - {"step"}
+    assert any("held_out_loss" in row for row in rows)
+    score = json.loads((folder / "score.json").read_text())
+    assert 0 <= score["values"]["agreement"] <= 1
+    assert score["protocol"]["weights"] == "ema"
+    for words in ("CPU", "selective_scan", "routing", "see 8 of 16 tokens", "MFLOPs"):
+        assert words in caplog.text
+
+
+def test_checkpoints_rotate(run):
+    folder = run("run", "training.checkpoint_every=1", "training.keep_checkpoints=3")
+    assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == [
+        f"step_{step:08d}" for step in (4, 5, 6)
+    ]
+
+
+def test_unlabelled_data_trains_unconditionally(run, tmp_path):
+    import numpy as np
+
+    file = tmp_path / "grey.npz"
+    np.savez(file, images=np.random.default_rng(0).integers(0, 255, (40, 8, 8), np.uint8))
+    for backbone in ("dit", "mamba"):
+        folder = run(backbone, f"backbone={backbone}", "data=npz", f"data.path={file}")
+        assert load_backbone(find_checkpoint(folder)).num_classes == 0
+
+
+def test_sizes_channels_and_classes_reach_the_backbone(run, tmp_path):
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    file = tmp_path / "colour.npz"
+    images = rng.integers(0, 255, (40, 12, 8, 3), np.uint8)
+    np.savez(file, images=images, labels=np.arange(40) % 3)
+    folder = run("run", "data=npz", f"data.path={file}")
+    backbone = load_backbone(find_checkpoint(folder))
+    assert (backbone.input_size, backbone.in_channels, backbone.num_classes) == ((12, 8), 3, 3)
+
+
+def test_the_checkpoint_holds_what_was_trained(run):
+    folder = run("run")
+    checkpoint = find_checkpoint(folder)
+    averaged, last = (load_backbone(checkpoint, weights) for weights in ("ema", "model"))
+    pairs = list(zip(averaged.parameters(), last.parameters(), strict=True))
+    assert any(not torch.equal(a, b) for a, b in pairs)
+    assert all(p.dtype == torch.float32 for p in averaged.parameters())
+
+
+def test_gradient_accumulation_equals_the_larger_batch(monkeypatch):
+    """Two micro-steps of 4 give the gradient of 8 images, when the draws are the same."""
+    from tread_zoo.training.parts import StepDraw, build_parts, draw_step
+
+    keys = {"tracker", "device", "run_dir", "resume", "overwrite"}
+    given = {k: v for k, v in settings("training.batch_size=4").items() if k not in keys}
+    parts = build_parts(**given)
+    for parameter in parts.backbone.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    batches = parts.batches(0, 1, 0)
+    draws = [
+        draw_step(parts, *next(batches), rank=0, micro_step=m, device=torch.device("cpu"))
+        for m in range(2)
+    ]
+    for drawn in draws:
+        (module.loss_of(parts.backbone, parts, drawn) / 2).backward()
+    small = [p.grad.clone() for p in parts.backbone.parameters()]
+    parts.backbone.zero_grad()
+    from tests.training.worker import join
+
+    module.loss_of(parts.backbone, parts, join(draws)).backward()
+    assert isinstance(draws[0], StepDraw)
+    for a, p in zip(small, parts.backbone.parameters(), strict=True):
+        torch.testing.assert_close(a, p.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_the_average_follows_its_formula():
+    network = torch.nn.Linear(2, 2)
+    average = WeightAverage(network, 0.5)
+    expected = network.weight.detach().clone()
+    for step in range(1, 6):
+        torch.nn.init.normal_(network.weight)
+        average.update(network, step)
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * network.weight.detach()
+        torch.testing.assert_close(average.network.weight, expected)
+    assert not average.network.weight.requires_grad
+
+
+def options(**changes):
+    return TrainingOptions(**{**settings()["training"], **changes})
+
+
+def test_learning_rate_schedules():
+    plan = options(num_steps=110, warmup_steps=10, learning_rate=1.0, schedule="cosine")
+    assert plan.learning_rate_at(0) == pytest.approx(0.1)
+    assert plan.learning_rate_at(9) == plan.learning_rate_at(10) == 1.0
+    assert plan.learning_rate_at(60) == pytest.approx(0.5)
+    assert plan.learning_rate_at(109) < 0.001
+    linear = options(num_steps=110, warmup_steps=10, learning_rate=1.0, schedule="linear")
+    assert linear.learning_rate_at(60) == pytest.approx(0.5)
+    constant = options(num_steps=110, warmup_steps=10, learning_rate=1.0, schedule="constant")
+    assert constant.learning_rate_at(109) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_steps": 0}, "training.num_steps=0"),
+        ({"batch_size": 2.5}, "training.batch_size=2.5"),
+        ({"learning_rate": -1.0}, "training.learning_rate=-1.0"),
+        ({"ema_decay": 1.0}, "training.ema_decay=1.0"),
+        ({"label_dropout": 1.5}, "training.label_dropout=1.5"),
+        ({"schedule": "cosin"}, "training.schedule='cosin'.*'cosine'"),
+        ({"keep_checkpoints": 0}, "training.keep_checkpoints=0"),
+    ],
+)
+def test_options_that_cannot_work(changes, words):
+    with pytest.raises(ValueError, match=words):
+        options(**changes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["routing.selector=rnd"], ["routing.selector='rnd'", "'random'"]),
+        (["routing.selection_rate=1.0"], ["routing.selection_rate=1.0", "[0, 1)"]),
+        (["routing.start=9", "routing.end=11"], ["start=9", "4 blocks"]),
+        (["backbone.patch_size=3"], ["input_size=(8, 8)", "patch_size=3"]),
+        (["training.batch_size=4096"], ["batch_size=4096", "1438"]),
+        (["training.precision=fp16"], ["precision=fp16", "bf16 or fp32"]),
+        (["device=cuda:0"], ["device='cuda:0'", "device=cpu"]),
+        (["sampler.name=hune"], ["'hune'", "'heun'"]),
+        (["sampler.num_steps=0"], ["num_steps=0"]),
+        (["evaluation.extractor=vgg"], ["evaluation.extractor='vgg'", "inception"]),
+        (["objective=edm", "objective.sigma_data=0"], ["sigma_data=0"]),
+        (["guidance.scale=-1"], ["scale=-1"]),
+        (["resume=/nowhere"], ["checkpoint='/nowhere'", "holds no checkpoint"]),
+        (["data=npz", "data.path=/nowhere.npz"], ["/nowhere.npz"]),
+    ],
+)
+def test_bad_settings_raise_before_anything_is_written(tmp_path, overrides, words):
+    if overrides[0].startswith("device=cuda") and torch.cuda.is_available():
+        pytest.skip("there is a GPU, so device=cuda works")
+    folder = tmp_path / "run"
+    with pytest.raises(ValueError) as error:
+        train(**settings(*overrides, f"run_dir={folder}"))
+    assert all(word in str(error.value) for word in words), str(error.value)
+    assert not folder.exists()
+
+
+def test_a_finished_run_is_not_replaced_by_accident(run):
+    folder = run("run")
+    before = (folder / "metrics.jsonl").read_text()
+    with pytest.raises(ValueError, match=r"resume=latest.*overwrite=true"):
+        run("run", "seed=1")
+    assert (folder / "metrics.jsonl").read_text() == before
+    run("run", "seed=1", "overwrite=true")
+    assert (folder / "metrics.jsonl").read_text() != before
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(run, monkeypatch):
+    original = module.loss_of
+    monkeypatch.setattr(module, "loss_of", lambda *a: original(*a) * float("nan"))
+    with pytest.raises(FloatingPointError, match=r"loss is nan at step 2.*learning_rate"):
+        run("run")

@@ -1,0 +1,62 @@
+"""Run by `accelerate launch` in test_distributed.py: dump the averaged gradient of the first step."""
+
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from tests.training.conftest import settings
+from tread_zoo.diffusion import Draw
+from tread_zoo.routing import Route
+from tread_zoo.training.parts import StepDraw, build_parts, draw_step
+from tread_zoo.training.loop import loss_of
+
+OUTSIDE = {"tracker", "device", "run_dir", "resume", "overwrite"}
+
+
+def make_parts(backbone):
+    """Return the parts of a small run whose weights give every parameter a gradient."""
+    given = settings(f"backbone={backbone}")
+    parts = build_parts(**{k: v for k, v in given.items() if k not in OUTSIDE})
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in parts.backbone.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return parts
+
+
+def first_draw(parts, rank, num_ranks):
+    """Return what a rank draws for step 0."""
+    images, labels = next(parts.batches(rank, num_ranks, 0))
+    return draw_step(parts, images, labels, rank=rank, micro_step=0, device=torch.device("cpu"))
+
+
+def join(draws):
+    """Return the draws of several ranks as one batch."""
+    routes = zip(*(drawn.routes for drawn in draws), strict=True)
+    return StepDraw(
+        torch.cat([drawn.images for drawn in draws]),
+        torch.cat([drawn.labels for drawn in draws]),
+        Draw(
+            torch.cat([drawn.draw.noise for drawn in draws]),
+            torch.cat([drawn.draw.level for drawn in draws]),
+        ),
+        tuple(Route(r[0].start, r[0].end, torch.cat([one.ids for one in r])) for r in routes),
+    )
+
+
+def main(backbone, out):
+    accelerator = Accelerator(cpu=True)
+    parts = make_parts(backbone)
+    model = accelerator.prepare(parts.backbone)
+    drawn = first_draw(parts, accelerator.process_index, accelerator.num_processes)
+    accelerator.backward(loss_of(model, parts, drawn))
+    torch.save(
+        {"world": accelerator.num_processes, "grads": [p.grad for p in model.parameters()]},
+        Path(out) / f"rank_{accelerator.process_index}.pt",
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
