@@ -99,7 +99,9 @@ class DiT(Backbone):
             learn_sigma=learn_sigma,
         )
         if hidden_size % num_heads:
-            raise ValueError(f"hidden_size={hidden_size} is not divisible by num_heads={num_heads}.")
+            raise ValueError(
+                f"hidden_size={hidden_size} is not divisible by num_heads={num_heads}."
+            )
         self.patch_embed = nn.Linear(in_channels * patch_size**2, hidden_size)
         self.register_buffer("positions", sincos_2d(hidden_size, self.grid), persistent=False)
         self.time_embed = TimestepEmbedder(
@@ -126,12 +128,14 @@ class DiT(Backbone):
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
-        for layer in (self.time_embed.mlp[0], self.time_embed.mlp[2]):
-            nn.init.normal_(layer.weight, std=0.02)
+        for module in self.time_embed.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
         if self.label_embed is not None:
             nn.init.normal_(self.label_embed.table.weight, std=0.02)
-        for block in self.blocks:
-            nn.init.zeros_(block.modulation.weight)
+        for module in self.modules():
+            if isinstance(module, DiTBlock):
+                nn.init.zeros_(module.modulation.weight)
         self.final.zero()
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor | None) -> tuple[Streams, Tensor]:

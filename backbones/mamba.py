@@ -110,6 +110,7 @@ class MambaBlock(nn.Module):
     def forward(self, streams: Streams, layout: Layout, skip: Tensor | None) -> Streams:
         delta, residual = streams
         if self.skip_proj is not None:
+            assert skip is not None, "the block loop hands a skip to each block in `skips`"
             delta = self.skip_proj(torch.cat([delta, skip], dim=-1))
         residual = residual + delta
         return self.mixer(self.norm(residual), layout), residual
@@ -209,8 +210,9 @@ class Mamba(Backbone):
         nn.init.normal_(self.positions, std=0.02)
         if self.label_embed is not None:
             nn.init.normal_(self.label_embed.table.weight, std=0.02)
-        for block in self.blocks:
-            nn.init.normal_(block.mixer.out_proj.weight, std=0.02 / math.sqrt(self.num_blocks))
+        for module in self.modules():
+            if isinstance(module, BidirectionalMixer):
+                nn.init.normal_(module.out_proj.weight, std=0.02 / math.sqrt(self.num_blocks))
         self.final.zero()
 
     @staticmethod

@@ -75,7 +75,9 @@ def main(config: DictConfig) -> None:
     flops = [count_flops(network, routes=used, backward=True) for used in ((), _one(routes))]
     flops_ratio = flops[1] / flops[0]
     logger.info("%s on %s, %s", network.name, describe_device(device), precision)
-    logger.info("%d tokens, batch %d, %s", network.num_tokens, batch, routing.describe(network.grid))
+    logger.info(
+        "%d tokens, batch %d, %s", network.num_tokens, batch, routing.describe(network.grid)
+    )
     logger.info("dense  %8.1f ms a step  %8.1f MFLOPs an image", dense * 1e3, flops[0] / 1e6)
     logger.info("routed %8.1f ms a step  %8.1f MFLOPs an image", routed * 1e3, flops[1] / 1e6)
     logger.info(

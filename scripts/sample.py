@@ -1,7 +1,7 @@
 """Sample images from a checkpoint: numbered PNG files, a grid, and an .npz with images and labels.
 
 python scripts/sample.py checkpoint=runs/digits_dit_tiny_tread_flow_seed0 num_images=64
-python scripts/sample.py checkpoint=… guidance.scale=2 label=3 sampler.name=heun sampler.num_steps=18
+python scripts/sample.py checkpoint=… guidance.scale=2 label=3 sampler.name=heun
 """
 
 import logging

@@ -6,49 +6,39 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from tests.training.conftest import CONFIGS, settings
+from tests.small_run import CONFIGS, full_settings, parts_of, settings
 from tread_zoo import list_backbones
-from tread_zoo.cli import as_keywords, register_configs
+from tread_zoo.cli import as_keywords
 from tread_zoo.registry import get_backbone_entry
-from tread_zoo.training.parts import build_parts
 
 GROUPS = ("backbone", "routing", "objective", "sampler", "guidance", "training", "evaluation")
-OUTSIDE = {"tracker", "device", "run_dir", "resume", "overwrite"}
 OPTIONS = [(g, p.stem) for g in GROUPS for p in sorted((CONFIGS / g).glob("*.yaml"))]
-
-
-def compose_train(*overrides):
-    register_configs()
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return as_keywords(compose("train", overrides=list(overrides)))
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_builds(group, option):
-    given = compose_train(f"{group}={option}")
-    build_parts(**{k: v for k, v in given.items() if k not in OUTSIDE})
+    parts_of(full_settings(f"{group}={option}"))
 
 
 @pytest.mark.parametrize("option", [p.stem for p in sorted((CONFIGS / "tracker").glob("*.yaml"))])
 def test_every_tracker_names_itself(option):
-    assert compose_train(f"tracker={option}")["tracker"]["name"] == option
+    assert full_settings(f"tracker={option}")["tracker"]["name"] == option
 
 
 @pytest.mark.parametrize("option", [p.stem for p in sorted((CONFIGS / "data").glob("*.yaml"))])
 def test_every_data_option_is_complete_but_for_its_path(option):
     if option == "digits":
-        assert compose_train()["data"]["name"] == "digits"
+        assert full_settings()["data"]["name"] == "digits"
         return
     with pytest.raises(ValueError, match=r"data.path is not set: add data.path="):
-        compose_train(f"data={option}")
+        full_settings(f"data={option}")
     with pytest.raises(ValueError, match="/nowhere"):
-        given = compose_train(f"data={option}", "data.path=/nowhere")
-        build_parts(**{k: v for k, v in given.items() if k not in OUTSIDE})
+        parts_of(full_settings(f"data={option}", "data.path=/nowhere"))
 
 
 @pytest.mark.parametrize("name", list_backbones())
 def test_every_registered_backbone_is_an_option_with_its_sizes(name):
-    given = compose_train(f"backbone={name}")["backbone"]
+    given = full_settings(f"backbone={name}")["backbone"]
     assert given == {"name": name, **get_backbone_entry(name).keywords()}
 
 
@@ -61,8 +51,9 @@ def test_the_other_scripts_compose(script):
 
 def test_a_missing_checkpoint_is_asked_for():
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        with pytest.raises(ValueError, match=r"checkpoint is not set: add checkpoint="):
-            as_keywords(compose("sample"))
+        config = compose("sample")
+    with pytest.raises(ValueError, match=r"checkpoint is not set: add checkpoint="):
+        as_keywords(config)
 
 
 def test_a_misspelt_override_is_refused():
@@ -73,8 +64,8 @@ def test_a_misspelt_override_is_refused():
 
 
 def test_several_routes_come_through_the_command_line():
-    given = settings("routing.routes=[{start: 1, end: 2}, {start: 2, end: 3, selection_rate: 0.25}]")
-    parts = build_parts(**{k: v for k, v in given.items() if k not in OUTSIDE})
+    two = "routing.routes=[{start: 1, end: 2}, {start: 2, end: 3, selection_rate: 0.25}]"
+    parts = parts_of(settings(two))
     assert [(p.start, p.end, p.selection_rate) for p in parts.routing.plans] == [
         (1, 2, 0.5), (2, 3, 0.25),
     ]  # fmt: skip

@@ -79,7 +79,7 @@ def test_a_duplicate_raises_and_names_the_owner():
 
 @pytest.mark.usefixtures("own_names")
 def test_a_wrong_preset_keyword_raises_at_registration():
-    with pytest.raises(ValueError, match="'dept'.*'depth'"):
+    with pytest.raises(ValueError, match=r"'dept'.*'depth'"):
         register_backbone("dit_wrong", dept=3)(DiT)
     assert "dit_wrong" not in list_backbones()
 

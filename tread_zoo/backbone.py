@@ -64,7 +64,7 @@ class Backbone(nn.Module, ABC):
             the first C.
 
     Class attributes:
-        default_selector: the selector that suits the architecture; `routing.selector=auto` takes it.
+        default_selector: the selector that suits it; `routing.selector=auto` takes it.
         default_range: start and end of its default route, as in Python slices.
 
     Subclasses fill `self.blocks` (an `nn.ModuleList`), and may set `self.num_extra_tokens` and

@@ -85,7 +85,7 @@ class TimestepEmbedder(nn.Module):
         angle = (self.time_scale * t.float())[:, None] * torch.exp(-math.log(10000.0) * exponent)
         sinusoids = torch.cat([angle.cos(), angle.sin()], dim=1)
         # Angles need float32, but a network stored in another type is fed that type.
-        return self.mlp(sinusoids.to(self.mlp[0].weight.dtype))
+        return self.mlp(sinusoids.to(next(self.mlp.parameters()).dtype))
 
 
 class LabelEmbedder(nn.Module):

@@ -5,8 +5,8 @@
 
     create_backbone("my_net_tiny", input_size=32, in_channels=4, num_classes=10)
 
-Other packages add theirs through the entry-point group `tread_zoo.backbones`: the entry's name is the
-backbone's name, its value a module (or an object in one) whose import registers it.
+Other packages add theirs through the entry-point group `tread_zoo.backbones`: the entry's name is
+the backbone's name, its value a module (or an object in one) whose import registers it.
 """
 
 import fnmatch
@@ -121,7 +121,7 @@ def create_backbone(
 
 
 def list_backbones(pattern: str = "*") -> list[str]:
-    """Return the registered names that match a shell pattern, sorted: `list_backbones("mamba*")`."""
+    """Return the registered names that match a shell pattern such as `mamba*`, sorted."""
     _load_all()
     return sorted(name for name in _entries if fnmatch.fnmatchcase(name, pattern))
 
@@ -142,7 +142,7 @@ def get_backbone_entry(name: str) -> BackboneEntry:
 
 
 def _load_all() -> None:
-    """Import our backbones and the plug-ins, once; a plug-in that fails is named and passed over."""
+    """Import our backbones and the plug-ins, once; one that fails is named and passed over."""
     global _loaded
     if _loaded:
         return

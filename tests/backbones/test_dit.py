@@ -31,7 +31,9 @@ def test_block_equals_the_formula_in_float64():
     x, c = torch.randn(2, 5, 64).double(), torch.randn(2, 64).double()
 
     def norm(v):
-        return (v - v.mean(-1, keepdim=True)) / (v.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt()
+        return (v - v.mean(-1, keepdim=True)) / (
+            v.var(-1, unbiased=False, keepdim=True) + 1e-6
+        ).sqrt()
 
     s1, g1, a1, s2, g2, a2 = (v[:, None] for v in block.modulation(c).chunk(6, -1))
     h = norm(x) * (1 + g1) + s1

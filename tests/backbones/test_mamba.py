@@ -143,7 +143,9 @@ def test_skips_carry_the_tokens_of_their_consumer(start, end):
 
 
 def test_initial_steps_and_rates_follow_the_table():
-    mixer = create_backbone("mamba_tiny", input_size=8, in_channels=1, num_classes=0).blocks[0].mixer
+    mixer = (
+        create_backbone("mamba_tiny", input_size=8, in_channels=1, num_classes=0).blocks[0].mixer
+    )
     step = F.softplus(mixer.step_bias)
     assert step.min() >= 0.00099
     assert step.max() <= 0.101

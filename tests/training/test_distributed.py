@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.conftest import SMALL
+from tests.small_run import SMALL
 from tests.training.worker import first_draw, join, make_parts
 from tread_zoo.training.loop import loss_of
 

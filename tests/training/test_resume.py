@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.small_run import parts_of, settings
 from tread_zoo.training import loop as module
 from tread_zoo.training.checkpoints import find_checkpoint
+from tread_zoo.training.parts import draw_step
 from tread_zoo.training.reporting import Reporter
 from tread_zoo.training.stopping import Stopped
 
@@ -119,14 +121,8 @@ def test_latest_without_a_checkpoint_starts(run):
 
 
 def test_seeds_and_ranks_draw_apart():
-    from tests.training.conftest import settings
-    from tread_zoo.training.parts import build_parts, draw_step
-
-    keys = {"tracker", "device", "run_dir", "resume", "overwrite"}
-
     def draw(seed, rank, micro_step):
-        given = {k: v for k, v in settings(f"seed={seed}").items() if k not in keys}
-        parts = build_parts(**given)
+        parts = parts_of(settings(f"seed={seed}"))
         images, labels = next(parts.batches(0, 1, 0))
         return draw_step(
             parts, images, labels, rank=rank, micro_step=micro_step, device=torch.device("cpu")

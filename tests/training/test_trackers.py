@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.training.conftest import SMALL
+from tests.small_run import SMALL
 from tread_zoo.training.trackers import LocalTracker, build_trackers, check_tracker, read_metrics
 
 
@@ -59,8 +59,9 @@ def test_wandb_works_offline_and_never_asks(tmp_path):
     """Without a key, without a terminal, without a network: the run ends well."""
     hidden = ("WANDB_API_KEY", "WANDB_MODE", "NETRC")
     environment = {k: v for k, v in os.environ.items() if k not in hidden}
+    overrides = [*SMALL, f"run_dir={tmp_path / 'run'}", "tracker=wandb"]
     done = subprocess.run(
-        [sys.executable, "scripts/train.py", *SMALL, f"run_dir={tmp_path / 'run'}", "tracker=wandb"],
+        [sys.executable, "scripts/train.py", *overrides],
         env={**environment, "HOME": str(tmp_path)}, stdin=subprocess.DEVNULL, timeout=240,
         capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -5,12 +5,14 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.training.conftest import settings
+from tests.small_run import parts_of, settings
+from tests.training.worker import join
 from tread_zoo.training import loop as module
+from tread_zoo.training import train
 from tread_zoo.training.averaging import WeightAverage
 from tread_zoo.training.checkpoints import find_checkpoint, load_backbone
 from tread_zoo.training.options import TrainingOptions
-from tread_zoo.training.loop import train
+from tread_zoo.training.parts import draw_step
 
 
 def test_a_run_leaves_what_it_should(run, caplog):
@@ -72,13 +74,9 @@ def test_the_checkpoint_holds_what_was_trained(run):
     assert all(p.dtype == torch.float32 for p in averaged.parameters())
 
 
-def test_gradient_accumulation_equals_the_larger_batch(monkeypatch):
+def test_gradient_accumulation_equals_the_larger_batch():
     """Two micro-steps of 4 give the gradient of 8 images, when the draws are the same."""
-    from tread_zoo.training.parts import StepDraw, build_parts, draw_step
-
-    keys = {"tracker", "device", "run_dir", "resume", "overwrite"}
-    given = {k: v for k, v in settings("training.batch_size=4").items() if k not in keys}
-    parts = build_parts(**given)
+    parts = parts_of(settings("training.batch_size=4"))
     for parameter in parts.backbone.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     batches = parts.batches(0, 1, 0)
@@ -90,25 +88,23 @@ def test_gradient_accumulation_equals_the_larger_batch(monkeypatch):
         (module.loss_of(parts.backbone, parts, drawn) / 2).backward()
     small = [p.grad.clone() for p in parts.backbone.parameters()]
     parts.backbone.zero_grad()
-    from tests.training.worker import join
-
     module.loss_of(parts.backbone, parts, join(draws)).backward()
-    assert isinstance(draws[0], StepDraw)
     for a, p in zip(small, parts.backbone.parameters(), strict=True):
         torch.testing.assert_close(a, p.grad, atol=1e-6, rtol=1e-4)
 
 
 def test_the_average_follows_its_formula():
-    network = torch.nn.Linear(2, 2)
+    network = parts_of(settings()).backbone
     average = WeightAverage(network, 0.5)
-    expected = network.weight.detach().clone()
+    weight, averaged = network.patch_embed.weight, average.network.patch_embed.weight
+    expected = weight.detach().clone()
     for step in range(1, 6):
-        torch.nn.init.normal_(network.weight)
+        torch.nn.init.normal_(weight)
         average.update(network, step)
         decay = min(0.5, (1 + step) / (10 + step))
-        expected = decay * expected + (1 - decay) * network.weight.detach()
-        torch.testing.assert_close(average.network.weight, expected)
-    assert not average.network.weight.requires_grad
+        expected = decay * expected + (1 - decay) * weight.detach()
+        torch.testing.assert_close(averaged, expected)
+    assert not averaged.requires_grad
 
 
 def options(**changes):

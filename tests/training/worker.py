@@ -1,4 +1,4 @@
-"""Run by `accelerate launch` in test_distributed.py: dump the averaged gradient of the first step."""
+"""Run by `accelerate launch` in test_distributed.py: dump the first step's averaged gradient."""
 
 import sys
 from pathlib import Path
@@ -6,19 +6,16 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from tests.training.conftest import settings
+from tests.small_run import parts_of, settings
 from tread_zoo.diffusion import Draw
 from tread_zoo.routing import Route
-from tread_zoo.training.parts import StepDraw, build_parts, draw_step
 from tread_zoo.training.loop import loss_of
-
-OUTSIDE = {"tracker", "device", "run_dir", "resume", "overwrite"}
+from tread_zoo.training.parts import StepDraw, draw_step
 
 
 def make_parts(backbone):
     """Return the parts of a small run whose weights give every parameter a gradient."""
-    given = settings(f"backbone={backbone}")
-    parts = build_parts(**{k: v for k, v in given.items() if k not in OUTSIDE})
+    parts = parts_of(settings(f"backbone={backbone}"))
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in parts.backbone.parameters():

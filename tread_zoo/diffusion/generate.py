@@ -9,7 +9,7 @@ from torch import Tensor
 from tread_zoo.backbone import Backbone
 from tread_zoo.diffusion.guidance import check_scale, classifier_free
 from tread_zoo.diffusion.objective import Network, Objective, check_num_steps
-from tread_zoo.diffusion.samplers import build_sampler, initial_noise
+from tread_zoo.diffusion.samplers import Drift, build_sampler, initial_noise
 from tread_zoo.runtime import autocast
 
 
@@ -81,25 +81,32 @@ def generate(
         part = slice(first, first + batch_size)
         noise = initial_noise(shape, seed, indices[part]).to(device) * objective.initial_std
 
-        def network_of_labels(y: Tensor | None) -> Network:
-            return lambda x, t: backbone(x, t, y)
-
-        if labels is None:
-            unlabelled = network_of_labels(None)
-
-            def drift(x: Tensor, level: Tensor, network: Network = unlabelled) -> Tensor:
-                return objective.drift(network, x, level)
-        else:
-            drift = classifier_free(
-                network_of_labels,
-                labels[part].to(device),
-                backbone.null_label,
-                objective=objective,
-                scale=options.guidance_scale,
-            )
+        drift = _drift(
+            backbone, objective, None if labels is None else labels[part].to(device), options
+        )
         with torch.no_grad(), autocast(device, precision):
             images.append(sampler(drift, noise, levels).cpu())
     return torch.cat(images) if images else torch.empty(0, *shape)
+
+
+def _drift(
+    backbone: Backbone, objective: Objective, labels: Tensor | None, options: SamplingOptions
+) -> Drift:
+    """Return the drift that is integrated: guided by labels, or of an unconditional network."""
+
+    def network_of_labels(y: Tensor | None) -> Network:
+        return lambda x, t: backbone(x, t, y)
+
+    if labels is None:
+        network = network_of_labels(None)
+        return lambda x, level: objective.drift(network, x, level)
+    return classifier_free(
+        network_of_labels,
+        labels,
+        backbone.null_label,
+        objective=objective,
+        scale=options.guidance_scale,
+    )
 
 
 def _check_labels(

@@ -174,7 +174,7 @@ def stack_images(dataset: Dataset) -> Tensor:
 def _choose_extractor(
     options: EvaluationOptions, data: ImageData, record: dict[str, Any]
 ) -> str | None:
-    """Return the extractor; `auto` passes over Inception, saying so, where its weights are absent."""
+    """Return the extractor; `auto` passes over Inception, and says so, without its weights."""
     if options.extractor != "auto":
         return options.extractor
     if data.name == "digits":

@@ -3,6 +3,7 @@
 A plan belongs to a configuration; each training step draws concrete routes from it.
 """
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ def build_routing(
         plans.append(
             _build_plan(label, num_blocks, default_selector, default_range, {**common, **fields})
         )
-    for before, after in zip(plans, plans[1:], strict=False):
+    for before, after in itertools.pairwise(plans):
         if after.start < before.end:
             raise ValueError(
                 f"routing.routes: [{after.start}, {after.end}) starts before "

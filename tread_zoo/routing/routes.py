@@ -1,4 +1,4 @@
-"""A concrete route (TREAD, arXiv 2501.04765, section 3): blocks `start … end-1` see some tokens only.
+"""A concrete route (TREAD, arXiv 2501.04765): blocks `start … end-1` see some of the tokens.
 
 Tokens that are not kept leave the sequence before block `start` and rejoin it, unchanged, before
 block `end`. B batch, N tokens of the grid in raster order, K kept tokens, E extra tokens (time,
@@ -93,7 +93,7 @@ def gather_rows(stream: Tensor, rows: Tensor) -> Tensor:
 
 
 def scatter_rows(stream: Tensor, rows: Tensor, kept: Tensor) -> Tensor:
-    """Return `stream` [B, E+N, D] with the rows of `kept` [B, E+K, D] put back, the rest as it was."""
+    """Return `stream` [B, E+N, D] with the rows of `kept` [B, E+K, D] put back."""
     flat = stream.flatten(0, 1).index_copy(0, rows, kept.flatten(0, 1).to(stream.dtype))
     return flat.view_as(stream)
 

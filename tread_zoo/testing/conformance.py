@@ -1,4 +1,4 @@
-"""Checks of the backbone contract; each takes a `Probe` and raises `AssertionError` with the reason.
+"""Checks of the backbone contract; each takes a `Probe` and raises `AssertionError`, saying why.
 
 A network starts at zero output in many architectures, which would let most faults pass unseen: the
 probe therefore gives it random weights first. B batch, N tokens, K kept tokens, E extra tokens.
@@ -203,7 +203,10 @@ def check_blocks_see_kept_tokens(probe: Probe) -> None:
         for stream in (*before, *after):
             assert stream.shape[1] == count, f"block {index} sees {stream.shape[1]}, not {count}"
         expected = active[0].ids if active else None
-        same = layout.ids is expected or torch.equal(layout.ids, expected)
+        if expected is None or layout.ids is None:
+            same = layout.ids is expected
+        else:
+            same = torch.equal(layout.ids, expected)
         assert same, f"block {index} is told of other ids"
 
 
@@ -289,7 +292,9 @@ def check_half_precision(probe: Probe) -> None:
     error = (half.float() - full).norm() / full.norm()
     assert error < 0.1, f"bfloat16 differs by {float(error):.3f} of the output's norm"
     for name, parameter in backbone.named_parameters():
-        assert torch.isfinite(parameter.grad).all(), f"the bf16 gradient of {name} is not finite"
+        grad = parameter.grad
+        assert grad is not None, f"{name} gets no gradient in bfloat16"
+        assert torch.isfinite(grad).all(), f"the bfloat16 gradient of {name} is not finite"
 
 
 def check_compiles(probe: Probe) -> None:
@@ -330,13 +335,11 @@ def check_wrong_keyword(probe: Probe) -> None:
     wrong = {**probe.overrides, "hiden_size": 8}
     assert _raises(
         (TypeError, ValueError),
-        lambda: create_backbone(
-            probe.name, input_size=8, in_channels=1, num_classes=0, **wrong
-        ),
+        lambda: create_backbone(probe.name, input_size=8, in_channels=1, num_classes=0, **wrong),
     ), "a misspelt keyword of the constructor passes"
-    assert _raises(
-        TypeError, lambda: backbone(*probe.inputs(), route=())
-    ), "a misspelt keyword of forward passes"
+    assert _raises(TypeError, lambda: backbone(*probe.inputs(), route=())), (
+        "a misspelt keyword of forward passes"
+    )
 
 
 def check_unconditional(probe: Probe) -> None:

@@ -3,7 +3,9 @@
 from copy import deepcopy
 
 import torch
-from torch import nn
+from torch import Tensor
+
+from tread_zoo.backbone import Backbone
 
 
 class WeightAverage:
@@ -17,13 +19,14 @@ class WeightAverage:
         decay: in [0, 1); 0 makes the copy follow the weights.
     """
 
-    def __init__(self, network: nn.Module, decay: float) -> None:
-        self.network = deepcopy(network).eval().requires_grad_(False)
+    def __init__(self, network: Backbone, decay: float) -> None:
+        self.network: Backbone = deepcopy(network).eval().requires_grad_(False)
         self.decay = decay
 
     @torch.no_grad()
-    def update(self, network: nn.Module, step: int) -> None:
+    def update(self, network: Backbone, step: int) -> None:
         """Take in the weights after optimizer step `step`, counted from 1."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        averages, weights = list(self.network.parameters()), list(network.parameters())
+        averages: list[Tensor] = list(self.network.parameters())
+        weights: list[Tensor] = list(network.parameters())
         torch._foreach_lerp_(averages, weights, 1 - decay)

@@ -240,5 +240,7 @@ def _differences(name: str, old: Any, new: Any) -> list[str]:
     """Return `name=old, not new` for each value that differs, however deep."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = sorted(old.keys() | new.keys())
-        return [d for key in keys for d in _differences(f"{name}.{key}", old.get(key), new.get(key))]
+        return [
+            d for key in keys for d in _differences(f"{name}.{key}", old.get(key), new.get(key))
+        ]
     return [] if old == new else [f"{name}={old!r}, not {new!r}"]

@@ -230,13 +230,12 @@ def _checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> 
 def _warn_if_alone() -> None:
     """Say so where `accelerate launch --num_processes 2` started a single process, as it does on a
     CPU unless its configuration asks for several."""
-    environment = os.environ
-    if "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment:
-        if "WORLD_SIZE" not in environment:
-            logger.warning(
-                "accelerate launched one process only. For several on a CPU: "
-                "accelerate launch --config_file configs/accelerate/cpu.yaml …"
-            )
+    launched = {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys()
+    if launched and "WORLD_SIZE" not in os.environ:
+        logger.warning(
+            "accelerate launched one process only. For several on a CPU: "
+            "accelerate launch --config_file configs/accelerate/cpu.yaml …"
+        )
 
 
 def _due(step: int, every: int) -> bool:

@@ -140,7 +140,13 @@ def build_parts(
 
 
 def draw_step(
-    parts: Parts, images: Tensor, labels: Tensor, *, rank: int, micro_step: int, device: torch.device
+    parts: Parts,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    rank: int,
+    micro_step: int,
+    device: torch.device,
 ) -> StepDraw:
     """Draw all that micro-step `micro_step` of a rank needs, from a generator of its own.
 

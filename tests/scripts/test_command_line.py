@@ -1,0 +1,166 @@
+"""The scripts as a user meets them: exit status, one clear line, pictures on the disk."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.small_run import SMALL
+
+ROOT = Path(__file__).parents[2]
+
+
+def call(script, *overrides, cwd, expect=0):
+    """Run a script in `cwd`; return all that it printed."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / script, *overrides],
+        cwd=cwd, capture_output=True, text=True, check=False, timeout=240, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert done.returncode == expect, said[-3000:]
+    return said
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A small run made by the script, with its default folder."""
+    folder = tmp_path_factory.mktemp("cwd")
+    said = call("train.py", *SMALL, cwd=folder)
+    return folder, said
+
+
+def test_training_leaves_one_folder_and_no_clutter(trained):
+    folder, said = trained
+    assert [p.name for p in folder.iterdir()] == ["runs"]
+    assert [p.name for p in (folder / "runs").iterdir()] == ["digits_dit_tiny_tread_flow_seed0"]
+    assert "CPU" in said
+    assert "it/s" not in said, "a progress bar where there is no terminal"
+
+
+def test_sampling_writes_pictures_grid_and_arrays(trained):
+    folder, _ = trained
+    run = "checkpoint=runs/digits_dit_tiny_tread_flow_seed0"
+    call("sample.py", run, "num_images=7", "batch_size=3", "out=a", "device=cpu", cwd=folder)
+    call("sample.py", run, "num_images=7", "batch_size=7", "out=b", "device=cpu", cwd=folder)
+    names = sorted(p.name for p in (folder / "a").iterdir())
+    assert names == [*(f"{i:06d}.png" for i in range(7)), "grid.png", "samples.npz"]
+    one, other = (np.load(folder / out / "samples.npz") for out in "ab")
+    assert one["arr_0"].shape == (7, 8, 8, 1)
+    assert one["arr_1"].tolist() == list(range(7))
+    gap = np.abs(one["arr_0"].astype(int) - other["arr_0"].astype(int))
+    assert gap.max() <= 1, "an image depends on the batch size"
+    picture = np.asarray(Image.open(folder / "a" / "000003.png"))
+    assert np.array_equal(picture, one["arr_0"][3, :, :, 0])
+
+
+def test_sampling_continues_a_sequence(trained):
+    folder, _ = trained
+    run = "checkpoint=runs/digits_dit_tiny_tread_flow_seed0"
+    call("sample.py", run, "num_images=5", "out=all", "device=cpu", cwd=folder)
+    said = call(
+        "sample.py", run, "num_images=2", "first_index=3", "out=rest", "device=cpu", cwd=folder
+    )
+    assert "2 images" in said
+    whole, rest = (np.load(folder / out / "samples.npz")["arr_0"] for out in ("all", "rest"))
+    assert np.abs(whole[3:].astype(int) - rest.astype(int)).max() <= 1
+
+
+def test_evaluating_prints_the_numbers_with_their_protocol(trained):
+    folder, _ = trained
+    said = call(
+        "evaluate.py", "checkpoint=runs/digits_dit_tiny_tread_flow_seed0", "out=score.json",
+        "evaluation.num_images=40", "device=cpu", "guidance.scale=1.5", cwd=folder,
+    )  # fmt: skip
+    for words in ("agreement", "fid", "digits-cnn-64@", "40 samples", "guidance 1.5"):
+        assert words in said
+    record = json.loads((folder / "score.json").read_text())
+    assert record["protocol"]["sampling"]["guidance_scale"] == 1.5
+    assert record["protocol"]["weights"] == "ema"
+
+
+@pytest.mark.parametrize(
+    ("script", "overrides", "words"),
+    [
+        ("train.py", ["backbone=mmaba"], ["mmaba", "mamba"]),
+        ("train.py", ["routing.selectr=rows"], ["selectr"]),
+        ("train.py", ["routing.selector=rnd"], ["error: routing.selector='rnd'", "'random'"]),
+        ("train.py", ["data=npz"], ["error: data.path is not set"]),
+        ("sample.py", ["checkpoint=nowhere"], ["error: checkpoint='nowhere'"]),
+        ("sample.py", [], ["error: checkpoint is not set"]),
+    ],
+)
+def test_bad_input_is_one_clear_message(tmp_path, script, overrides, words):
+    said = call(script, *overrides, cwd=tmp_path, expect=1)
+    assert all(word in said for word in words), said
+    assert "Traceback" not in said
+    assert list(tmp_path.iterdir()) == [], "something half-written is left"
+
+
+def test_a_label_beyond_the_classes(trained):
+    folder, _ = trained
+    said = call(
+        "sample.py", "checkpoint=runs/digits_dit_tiny_tread_flow_seed0", "label=11", "out=bad",
+        cwd=folder, expect=1,
+    )  # fmt: skip
+    assert "error: labels reach from 11 to 11" in said
+    assert not (folder / "bad").exists()
+
+
+@pytest.mark.slow
+def test_a_run_killed_from_outside_resumes_to_the_same_weights(tmp_path):
+    long = [*SMALL, "training.num_steps=400", "training.log_every=5"]
+    call("train.py", *long, "run_dir=unbroken", cwd=tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "scripts/train.py", *long, "run_dir=broken"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    metrics = tmp_path / "broken" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 5):
+        assert time.monotonic() < deadline, "the run did not start"
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.05)
+    process.terminate()
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, said
+    assert "continue with resume=latest" in said
+    call("train.py", *long, "run_dir=broken", "resume=latest", cwd=tmp_path)
+    ends = [tmp_path / r / "checkpoints" / "step_00000400" for r in ("unbroken", "broken")]
+    for name in ("model", "ema", "optimizer"):
+        one, other = ((end / f"{name}.safetensors").read_bytes() for end in ends)
+        assert one == other, f"{name} differs"
+
+
+@pytest.mark.slow
+def test_a_sweep_makes_a_folder_for_each_job(tmp_path):
+    call("train.py", "-m", *SMALL, "seed=0,1", "training.precision=fp32", cwd=tmp_path)
+    names = {p.name for p in (tmp_path / "runs").iterdir() if p.name != "sweep"}
+    assert names == {f"digits_dit_tiny_tread_flow_seed{seed}" for seed in (0, 1)}
+
+
+def test_help_lists_the_groups(tmp_path):
+    said = call("train.py", "--help", cwd=tmp_path)
+    for words in ("backbone: ", "mamba_b_2", "routing: none, tread"):
+        assert words in said
+
+
+def test_help_imports_no_heavy_library(tmp_path):
+    """Start-up stays short because these are imported where they are used."""
+    code = (
+        "import sys, runpy; sys.argv = ['train.py', '--help']\n"
+        f"try: runpy.run_path({str(ROOT / 'scripts/train.py')!r}, run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "heavy = 'accelerate sklearn torch_fidelity matplotlib torchvision wandb'.split()\n"
+        "print('loaded:', [name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True,
+        env=os.environ.copy(),
+    )  # fmt: skip
+    assert "loaded: []" in done.stdout

@@ -1,0 +1,44 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+USE = """
+import pathlib, sys, torch, backbones, tread_zoo
+from tread_zoo import create_backbone, list_backbones
+from tread_zoo.routing import build_routing
+site = pathlib.Path(sys.argv[1])
+for package in (backbones, tread_zoo):
+    assert site in pathlib.Path(package.__file__).parents, package.__file__
+architectures = sorted({name.partition("_")[0] for name in list_backbones()})
+for name in architectures:
+    b = create_backbone(f"{name}_tiny", input_size=8, in_channels=1, num_classes=10)
+    routing = build_routing("tread", num_blocks=b.num_blocks, default_selector=b.default_selector)
+    routes = routing.draw(2, b.grid, torch.Generator())
+    b(torch.randn(2, 1, 8, 8), torch.rand(2), torch.tensor([1, 2]), routes=routes).sum().backward()
+from tread_zoo.evaluation.features import load_digits_features
+load_digits_features()
+print("ran", *architectures)
+"""
+
+
+@pytest.mark.slow
+def test_the_wheel_works_outside_the_checkout(tmp_path):
+    site = tmp_path / "site"
+    for command in (
+        ["pip", "wheel", "--no-deps", "-w", str(tmp_path), str(ROOT)],
+        ["pip", "install", "--no-deps", "--target", str(site), *()],
+    ):
+        if command[1] == "install":
+            command += [str(wheel) for wheel in tmp_path.glob("*.whl")]
+        subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", USE, str(site)],
+        cwd=tmp_path, env={"PYTHONPATH": str(site), "PATH": ""}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["ran", "dit", "mamba"]
