@@ -22,6 +22,7 @@ from tread_zoo.backbone import Backbone
 from tread_zoo.errors import unknown_name
 
 ENTRY_POINT_GROUP = "tread_zoo.backbones"
+ZOO_PACKAGE = "backbones"  # loaded by name at first use: the method does not depend on the zoo
 
 BackboneClass = TypeVar("BackboneClass", bound=type[Backbone])
 
@@ -146,11 +147,11 @@ def _load_all() -> None:
     global _loaded
     if _loaded:
         return
-    backbones = importlib.import_module("backbones")
-    if getattr(backbones, "__distribution__", None) != "tread-zoo":
-        where = getattr(backbones, "__file__", None) or list(getattr(backbones, "__path__", []))
+    zoo = importlib.import_module(ZOO_PACKAGE)
+    if getattr(zoo, "__distribution__", None) != "tread-zoo":
+        where = getattr(zoo, "__file__", None) or list(getattr(zoo, "__path__", []))
         raise ImportError(
-            f"the package `backbones` found at {where} is not tread-zoo's: another package or "
+            f"the package `{ZOO_PACKAGE}` found at {where} is not tread-zoo's: another package or "
             "folder of that name comes first on the import path. Rename it or change the order."
         )
     _loaded = True  # before the plug-ins, which may ask for the list themselves
