@@ -268,4 +268,4 @@ _SIZES = {
 
 for _size, _keywords in _SIZES.items():
     register_backbone(f"mamba_{_size}_2", patch_size=2, **_keywords)(Mamba)
-register_backbone("mamba_tiny", patch_size=2, hidden_size=96, depth=8, state_size=8)(Mamba)
+register_backbone("mamba_tiny", patch_size=2, hidden_size=104, depth=8, state_size=4)(Mamba)
