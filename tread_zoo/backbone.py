@@ -12,7 +12,7 @@ B batch, N = h * w tokens in raster order, E extra tokens (time, label), K kept 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -33,11 +33,14 @@ class Layout:
         grid: (h, w) of the full image.
         num_extra: E.
         ids: int64 [B, K] raster positions of the tokens present, ascending; None means all N.
+        derived: what an architecture made of the layout and wants again in later blocks: tables of
+            neighbours, scan orders; lives as long as the layout, which is one forward pass.
     """
 
     grid: tuple[int, int]
     num_extra: int
     ids: Tensor | None = None
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def segment_ids(self) -> Tensor | None:
         """Return int64 [B, E + K], one higher after every gap in the raster order; None if dense.

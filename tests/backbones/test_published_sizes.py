@@ -15,6 +15,11 @@ PUBLISHED = {
     "mamba_m_2": 231.4,
     "mamba_l_2": 407.2,
     "mamba_h_2": 907.0,
+    "rwkv_s_2": 39.3,
+    "rwkv_b_2": 74.8,
+    "rwkv_m_2": 132.6,
+    "rwkv_l_2": 439.3,
+    "rwkv_h_2": 780.3,
 }
 
 
