@@ -116,6 +116,7 @@ class UViT(Backbone):
         self.hidden_size, self.time_scale = hidden_size, time_scale
         self.num_extra_tokens = 2 if num_classes else 1
         self.skips = {depth - i: i for i in range(depth // 2)}
+        self.block_knows = ()
         self.patch_embed = nn.Linear(in_channels * patch_size**2, hidden_size)
         self.positions = nn.Parameter(
             torch.empty(self.num_extra_tokens + self.num_tokens, hidden_size)

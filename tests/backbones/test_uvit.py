@@ -78,7 +78,7 @@ def assert_equals_formula(probe, backbone, routes):
         out = backbone(*inputs, routes=routes)
     expected = run_by_formula(backbone, inputs, routes)
     if not any(route.end == backbone.num_blocks for route in routes):
-        torch.testing.assert_close(seen[-1][2][0], expected)
+        torch.testing.assert_close(seen[-1].after[0], expected)
     torch.testing.assert_close(out, backbone.head((expected,), None))
 
 
@@ -141,9 +141,9 @@ def test_label_and_time_stand_ahead_and_are_never_routed():
     route = probe.route(backbone, 0, backbone.num_blocks, rate=0.75)
     with watching(backbone) as seen:
         backbone(x, t, y, routes=[route])
-    for before, _, _ in seen:
-        assert before[0].shape[1] == EXTRA + route.num_kept
-    assert torch.equal(seen[0][0][0][:, :EXTRA], tokens[:, :EXTRA])
+    for call in seen:
+        assert call.before[0].shape[1] == EXTRA + route.num_kept
+    assert torch.equal(seen[0].before[0][:, :EXTRA], tokens[:, :EXTRA])
 
 
 def test_time_token_follows_the_formula():
@@ -211,7 +211,7 @@ def test_the_residual_stream_stays_in_float32_under_autocast():
     backbone = probe.build()
     with torch.autocast("cpu", dtype=torch.bfloat16), watching(backbone) as seen:
         backbone(*probe.inputs())
-    assert {stream.dtype for _, _, after in seen for stream in after} == {torch.float32}
+    assert {stream.dtype for call in seen for stream in call.after} == {torch.float32}
 
 
 def test_learned_sigma_doubles_the_channels():
