@@ -24,6 +24,8 @@ from tread_zoo.routing.routes import Route, check_routes, gather_rows, scatter_r
 
 Streams = tuple[Tensor, ...]
 
+BLOCK_KNOWS = ("order", "ids", "grid")
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -70,9 +72,16 @@ class Backbone(nn.Module, ABC):
         default_selector: the selector that suits it; `routing.selector=auto` takes it.
         default_range: start and end of its default route, as in Python slices.
 
-    Subclasses fill `self.blocks` (an `nn.ModuleList`), and may set `self.num_extra_tokens` and
-    `self.skips`, which maps a block that consumes a skip to the earlier block that produced it. A
-    skip carries the first stream.
+    Subclasses fill `self.blocks` (an `nn.ModuleList`), and may set
+
+    - `self.num_extra_tokens`;
+    - `self.skips`, which maps a block that consumes a skip to the earlier block that produced it. A
+      skip carries the first stream;
+    - `self.block_knows`, what changes the result of some block if it alone changes, which
+      `tread_zoo.testing` then holds it to: the `order` of the tokens in the sequence, the `ids` of
+      the layout, the full `grid`. Attention on tokens that carry their positions with them knows
+      nothing, `()`; a scan that runs over gaps the `order`; rotary positions `order` and `ids`; a
+      decay over distances divided by the full length all three. None leaves it unsaid.
     """
 
     default_selector: ClassVar[str] = "random"
@@ -109,6 +118,7 @@ class Backbone(nn.Module, ABC):
         self.grid = (self.input_size[0] // patch_size, self.input_size[1] // patch_size)
         self.num_extra_tokens = 0
         self.skips: dict[int, int] = {}
+        self.block_knows: tuple[str, ...] | None = None
         self.checkpoint_blocks = False
         self.name: str | None = None  # the registry sets this and the next
         self.config: dict[str, Any] = {}
