@@ -76,7 +76,9 @@ def _find_neighbours(layout: Layout, batch: int, device: torch.device) -> Neighb
     else:
         num_kept = layout.ids.shape[1]
         places = torch.full((batch, num_tokens + 1), num_kept, device=device)
-        places = places.scatter(1, layout.ids, torch.arange(num_kept, device=device).expand_as(layout.ids))
+        places = places.scatter(
+            1, layout.ids, torch.arange(num_kept, device=device).expand_as(layout.ids)
+        )
         near = places.gather(1, table[layout.ids].flatten(1)).view(batch, num_kept, 4)
     first = torch.arange(batch, device=device).view(-1, 1, 1) * num_kept
     quarters = torch.arange(4, device=device)

@@ -263,9 +263,7 @@ def _blocks(k: Tensor) -> list[slice]:
 
 
 @_forward.register_fake
-def _(
-    k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
-) -> Tensor:
+def _(k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int) -> Tensor:
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
@@ -302,8 +300,6 @@ def _forward_flops(k: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
 
 
 @register_flop_formula(torch.ops.tread_zoo.bidirectional_wkv_backward)
-def _backward_flops(
-    grad: tuple[int, ...], k: tuple[int, ...], *args: Any, **kwargs: Any
-) -> int:
+def _backward_flops(grad: tuple[int, ...], k: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
     """83 B L C: 45 again, 13 a direction (c g 2, G 4, in 2, q 4, ∂s 1), and 12 for g, ∂v, ∂k, ∂u."""
     return 83 * math.prod(k)
