@@ -191,10 +191,10 @@ class Mamba(Backbone):
 
         | parameter | value |
         |---|---|
-        | linear layers, `select`, positions, label table | normal, std 0.02; biases 0 |
+        | linear layers, `select`, `step_weight` | uniform within 1 / sqrt(fan in); biases 0 |
         | `out_proj` of each mixer | the same, over sqrt(number of blocks) |
         | `conv_weight`, `conv_bias` | uniform within 1 / sqrt(conv_width); 0 |
-        | `step_weight` | uniform within 1 / sqrt(step_rank) |
+        | positions, label table | normal, std 0.02 |
         | `step_bias` | softplus of it log-uniform in 0.001 … 0.1 |
         | `A_log` | log 1 … log S for each channel |
         | `D`, norms | 1 |
@@ -202,27 +202,24 @@ class Mamba(Backbone):
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
+                _uniform(module.weight, module.in_features)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-            if isinstance(module, BidirectionalMixer):
-                self._initialize_mixer(module)
         nn.init.normal_(self.positions, std=0.02)
         if self.label_embed is not None:
             nn.init.normal_(self.label_embed.table.weight, std=0.02)
         for module in self.modules():
             if isinstance(module, BidirectionalMixer):
-                nn.init.normal_(module.out_proj.weight, std=0.02 / math.sqrt(self.num_blocks))
+                self._initialize_mixer(module, self.num_blocks)
         self.final.zero()
 
     @staticmethod
-    def _initialize_mixer(mixer: BidirectionalMixer) -> None:
-        bound = 1 / math.sqrt(mixer.conv_weight.shape[1])
-        nn.init.uniform_(mixer.conv_weight, -bound, bound)
+    def _initialize_mixer(mixer: BidirectionalMixer, num_blocks: int) -> None:
+        _uniform(mixer.out_proj.weight, mixer.inner * num_blocks)
+        _uniform(mixer.conv_weight, mixer.conv_weight.shape[1])
         nn.init.zeros_(mixer.conv_bias)
-        nn.init.normal_(mixer.select, std=0.02)
-        bound = 1 / math.sqrt(mixer.step_rank)
-        nn.init.uniform_(mixer.step_weight, -bound, bound)
+        _uniform(mixer.select, mixer.inner)
+        _uniform(mixer.step_weight, mixer.step_rank)
         with torch.no_grad():
             step = torch.empty_like(mixer.step_bias).uniform_(math.log(0.001), math.log(0.1)).exp()
             mixer.step_bias.copy_(step + torch.log(-torch.expm1(-step)))  # inverse of softplus
@@ -248,6 +245,12 @@ class Mamba(Backbone):
         delta, residual = (stream[:, self.num_extra_tokens :] for stream in streams)
         tokens = self.final(self.norm(residual + delta), condition)
         return unpatchify(tokens, self.patch_size, self.grid)
+
+
+def _uniform(weight: Tensor, fan_in: int) -> None:
+    """Fill a weight uniformly within 1 / sqrt(fan_in)."""
+    bound = 1 / math.sqrt(fan_in)
+    nn.init.uniform_(weight, -bound, bound)
 
 
 def _full(x: Tensor) -> Tensor:

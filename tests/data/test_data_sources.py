@@ -61,7 +61,7 @@ def test_npz_with_its_own_test_part(tmp_path):
     assert (len(data.train), len(data.held_out)) == (12, 4)
     assert torch.equal(data.train.images.squeeze(1), torch.from_numpy(x))
     assert data.train.labels.tolist() == y.tolist()
-    assert data.name == "set"
+    assert data.name == "set.npz"
 
 
 @pytest.mark.parametrize(("images_key", "labels_key"), [("images", "labels"), ("arr_0", "arr_1")])

@@ -36,7 +36,7 @@ def folder(tmp_path):
 def test_classes_are_sub_folders_by_name(folder):
     data = build_data("image_folder", path=str(folder), held_out=0.0)
     assert data.class_names == ("ant", "cat")
-    assert (data.name, data.num_classes, data.channels) == ("pets", 2, 3)
+    assert (data.name, data.num_classes, data.channels) == ("pets/", 2, 3)
     assert data.image_size == (8, 8)
     assert (len(data.train), data.held_out) == (10, None)
     assert [data.train[i][1] for i in range(10)] == [0] * 5 + [1] * 5

@@ -54,7 +54,7 @@ def image_folder(
         )
 
     return ImageData(
-        name=root.name,
+        name=f"{root.name}/",  # never mistaken for a built-in source
         train=subset(kept),
         held_out=subset(split_off) if len(split_off) else None,
         image_size=size,

@@ -66,7 +66,7 @@ def npz(
         test = ArrayDataset(*train.gather(split_off)) if len(split_off) else None
         train = ArrayDataset(*train.gather(kept))
     return ImageData(
-        name=file.stem,
+        name=file.name,  # with its suffix: never mistaken for a built-in source
         train=train,
         held_out=test,
         image_size=(images.shape[2], images.shape[3]),

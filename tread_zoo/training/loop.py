@@ -8,6 +8,8 @@ What step k draws depends on (seed, rank, k) alone: a resumed run equals an unbr
 
 import logging
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,82 +95,127 @@ def train(
         check_same_run(checkpoint, parts.settings)
 
     accelerator = _make_accelerator(place, precision, options.gradient_accumulation_steps)
+    run, step = _start(parts, accelerator, folder, checkpoint, precision, tracker)
+    with StopSignals(accelerator) as stop:
+        _run_steps(run, step, stop)
+    if run.reporter:
+        run.reporter.finish(run.average.network, options.num_steps)
+        run.reporter.close()
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return folder
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run on its devices; `reporter` is the main process's alone."""
+
+    parts: Parts
+    accelerator: "Accelerator"
+    model: torch.nn.Module  # the backbone as accelerate wraps it
+    optimizer: torch.optim.Optimizer
+    stepper: Any  # the optimizer as accelerate wraps it
+    average: WeightAverage
+    folder: Path
+    reporter: Reporter | None
+
+
+def _start(
+    parts: Parts,
+    accelerator: "Accelerator",
+    folder: Path,
+    checkpoint: Checkpoint | None,
+    precision: str,
+    tracker: dict[str, Any],
+) -> tuple[Run, int]:
+    """Put the parts onto their devices, restore a checkpoint, and open the run's folder.
+
+    Returns:
+        The run, and the optimizer steps that it has done.
+    """
     network = parts.backbone.to(accelerator.device)
-    average = WeightAverage(network, options.ema_decay)
-    optimizer = _make_optimizer(network, options)
-    step = 0
+    average = WeightAverage(network, parts.options.ema_decay)
+    optimizer = _make_optimizer(network, parts.options)
+    step, origin = 0, "starts"
     if checkpoint is not None:
-        step = checkpoint.step
+        step, origin = checkpoint.step, f"resumes {checkpoint.path}"
         load_weights(network, checkpoint, "model")
         load_weights(average.network, checkpoint, "ema")
         load_optimizer(optimizer, checkpoint.tensors("optimizer"))
     model, stepper = accelerator.prepare(network, optimizer)
     if checkpoint is not None and accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(checkpoint.meta["scaler"])
-    rank, num_ranks = accelerator.process_index, accelerator.num_processes
-    batches = parts.batches(rank, num_ranks, step)
+    parts.check_batches(accelerator.num_processes)
     accelerator.wait_for_everyone()  # all have read what is there; now it may change
     reporter = None
     if accelerator.is_main_process:
+        fresh = checkpoint is None
         reporter = Reporter(
-            parts, folder, precision=precision, step=step, fresh=checkpoint is None, tracker=tracker
+            parts, folder, precision=precision, step=step, fresh=fresh, tracker=tracker
         )
-        origin = f"resumes {checkpoint.path}" if checkpoint else "starts"
-        reporter.begin(accelerator.device, num_ranks, origin)
+        reporter.begin(accelerator.device, accelerator.num_processes, origin)
+    return Run(parts, accelerator, model, optimizer, stepper, average, folder, reporter), step
 
-    window, norm = Window(), None
-    with StopSignals(accelerator) as stop:
-        while step < options.num_steps:
-            rate = options.learning_rate_at(step)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            for micro in range(options.gradient_accumulation_steps):
-                micro_step = step * options.gradient_accumulation_steps + micro
-                drawn = draw_step(
-                    parts, *next(batches), rank=rank, micro_step=micro_step,
-                    device=accelerator.device,
-                )  # fmt: skip
-                with accelerator.accumulate(model):
-                    loss = loss_of(model, parts, drawn)
-                    accelerator.backward(loss)
-                    if accelerator.sync_gradients and options.max_grad_norm:
-                        norm = accelerator.clip_grad_norm_(
-                            model.parameters(), options.max_grad_norm
-                        )
-                    stepper.step()
-                    stepper.zero_grad()
-                window.add(loss, len(drawn.images) * num_ranks)
-            step += 1
-            average.update(network, step)
 
-            last, stopping = step == options.num_steps, stop.requested()
-            if step % options.log_every == 0 or last:
-                values = window.close(accelerator, step) | {"learning_rate": rate}
-                if norm is not None:
-                    values["grad_norm"] = float(norm)
-                if reporter:
-                    reporter.numbers(step, values)
-            if last or _due(step, options.sample_every):
-                if reporter:
-                    reporter.samples(average.network, step)
-                window.restart()
-            if last or stopping or _due(step, options.checkpoint_every):
-                if reporter:
-                    _save(parts, accelerator, optimizer, average, folder, step)
-                accelerator.wait_for_everyone()
-                window.restart()
+def _run_steps(run: Run, step: int, stop: StopSignals) -> None:
+    """Train from optimizer step `step` to the last, leaving numbers, samples and checkpoints."""
+    options, accelerator, reporter = run.parts.options, run.accelerator, run.reporter
+    batches = run.parts.batches(accelerator.process_index, accelerator.num_processes, step)
+    window = Window()
+    while step < options.num_steps:
+        rate = options.learning_rate_at(step)
+        norm = _optimize(run, batches, step, rate, window)
+        step += 1
+        run.average.update(run.parts.backbone, step)
+
+        last, stopping = step == options.num_steps, stop.requested()
+        if last or step % options.log_every == 0:
+            values = window.close(accelerator, step) | {"learning_rate": rate}
+            if norm is not None:
+                values["grad_norm"] = float(norm)
             if reporter:
-                reporter.bar.update(1)
-            if stopping and not last:
-                if reporter:
-                    reporter.close()
-                stop.leave(f"{folder} at step {step}; continue with resume=latest")
-    if reporter:
-        reporter.finish(average.network, step)
-        reporter.close()
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
-    return folder
+                reporter.numbers(step, values)
+        if last or _due(step, options.sample_every):
+            if reporter:
+                reporter.samples(run.average.network, step)
+            window.restart()
+        if last or stopping or _due(step, options.checkpoint_every):
+            if reporter:
+                _save(run, step)
+            accelerator.wait_for_everyone()
+            window.restart()
+        if reporter:
+            reporter.bar.update(1)
+        if stopping and not last:
+            if reporter:
+                reporter.close()
+            stop.leave(f"{run.folder} at step {step}; continue with resume=latest")
+
+
+def _optimize(
+    run: Run, batches: Iterator[tuple[Tensor, Tensor]], step: int, rate: float, window: Window
+) -> Tensor | None:
+    """Do optimizer step `step`, counted from 0; return the gradient's norm if it was clipped."""
+    options, accelerator, norm = run.parts.options, run.accelerator, None
+    for group in run.optimizer.param_groups:
+        group["lr"] = rate
+    for micro in range(options.gradient_accumulation_steps):
+        drawn = draw_step(
+            run.parts,
+            *next(batches),
+            rank=accelerator.process_index,
+            micro_step=step * options.gradient_accumulation_steps + micro,
+            device=accelerator.device,
+        )
+        with accelerator.accumulate(run.model):
+            loss = loss_of(run.model, run.parts, drawn)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients and options.max_grad_norm:
+                norm = accelerator.clip_grad_norm_(run.model.parameters(), options.max_grad_norm)
+            run.stepper.step()
+            run.stepper.zero_grad()
+        window.add(loss, len(drawn.images) * accelerator.num_processes)
+    return norm
 
 
 def loss_of(model: torch.nn.Module, parts: Parts, drawn: StepDraw) -> Tensor:
@@ -242,24 +289,17 @@ def _due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def _save(
-    parts: Parts,
-    accelerator: "Accelerator",
-    optimizer: torch.optim.Optimizer,
-    average: WeightAverage,
-    folder: Path,
-    step: int,
-) -> None:
+def _save(run: Run, step: int) -> None:
     """Save weights, averages, the optimizer's state and the settings."""
-    scaler = accelerator.scaler
+    scaler = run.accelerator.scaler
     path = save_checkpoint(
-        folder,
+        run.folder,
         {
-            "model": parts.backbone.state_dict(),
-            "ema": average.network.state_dict(),
-            "optimizer": optimizer_tensors(optimizer),
+            "model": run.parts.backbone.state_dict(),
+            "ema": run.average.network.state_dict(),
+            "optimizer": optimizer_tensors(run.optimizer),
         },
-        {**parts.settings, "step": step, "scaler": scaler.state_dict() if scaler else None},
-        keep=parts.options.keep_checkpoints,
+        {**run.parts.settings, "step": step, "scaler": scaler.state_dict() if scaler else None},
+        keep=run.parts.options.keep_checkpoints,
     )
     logger.info("%-9s %s", "saved", path)

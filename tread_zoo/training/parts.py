@@ -52,6 +52,10 @@ class Parts:
         )
         return make_loader(self.data.train, plan, self.options.num_workers)
 
+    def check_batches(self, num_ranks: int) -> None:
+        """Raise `ValueError` if the data cannot fill a batch on each rank."""
+        self.batches(0, num_ranks, 0)
+
 
 @dataclass(frozen=True)
 class StepDraw:
