@@ -10,7 +10,7 @@ import argparse
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,16 @@ from torch import Tensor
 from tread_zoo.backbone import Backbone
 from tread_zoo.registry import create_backbone, get_backbone_entry, list_backbones
 from tread_zoo.training.checkpoints import CheckpointError, save_checkpoint
-from tread_zoo.training.published import FORMATS, Choices, Format, Tensors, get_format, recognize
+from tread_zoo.training.published import (
+    FORMATS,
+    Choices,
+    Format,
+    Rule,
+    Tensors,
+    add_null_row,
+    get_format,
+    recognize,
+)
 
 # Training scripts keep several networks in one file, under these names.
 _PARTS = {
@@ -44,6 +53,15 @@ class Imported:
     backbone: str
     config: dict[str, Any]
     num_parameters: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Converted:
+    """One network of a file as ours: the backbone on the meta device, its tensors, remarks."""
+
+    backbone: Backbone
+    tensors: Tensors
     notes: tuple[str, ...]
 
 
@@ -81,13 +99,13 @@ def import_checkpoint(
         raise CheckpointError(f"out={str(out)!r} holds a checkpoint already; give another folder.")
     parts, step = read_parts(file)
     choices = Choices(num_heads=num_heads, num_classes=num_classes)
-    notes, converted = [form.note], {}
-    for part, theirs in parts.items():
-        backbone, converted[part], dropped = _convert(theirs, form, format, choices, drop_unknown)
-        if dropped:
-            notes.append(f"Left out of {part}: {_listed(dropped)}.")
+    converted = {
+        part: _convert(theirs, form, format, choices, drop_unknown)
+        for part, theirs in parts.items()
+    }
     if "ema" not in converted:  # samples are drawn from `ema`
         converted = {"ema": converted["model"]}
+    backbone = converted["ema"].backbone
     assert backbone.name is not None
     sampler, num_steps = _SAMPLING[kind]
     meta = {
@@ -98,10 +116,11 @@ def import_checkpoint(
         "guidance": {"scale": 1.0},
         "imported": {"format": format, "file": Path(file).name},
     }
-    path = save_checkpoint(out, converted, meta, keep=1)
-    notes += _notes_on_sizes(backbone, format)
-    count = sum(tensor.numel() for tensor in converted["ema"].values())
-    return Imported(path, backbone.name, backbone.config, count, tuple(notes))
+    tensors = {part: found.tensors for part, found in converted.items()}
+    path = save_checkpoint(out, tensors, meta, keep=1)
+    count = sum(tensor.numel() for tensor in tensors["ema"].values())
+    notes = (form.note, *converted["ema"].notes)
+    return Imported(path, backbone.name, backbone.config, count, notes)
 
 
 def read_parts(file: str | Path) -> tuple[dict[str, Tensors], int]:
@@ -178,8 +197,8 @@ def _without_prefix(tensors: Tensors) -> Tensors:
 
 def _convert(
     theirs: Tensors, form: Format, name: str, choices: Choices, drop_unknown: bool
-) -> tuple[Backbone, Tensors, list[str]]:
-    """Return our backbone (on the meta device), its tensors, and the keys that were left out."""
+) -> _Converted:
+    """Return our backbone for their tensors, with its own."""
     _check_format(theirs, form, name)
     keywords = {**form.keywords(theirs, choices), "time_scale": form.time_scale}
     rules, fixed = form.rules(theirs, keywords), form.fixed(keywords)
@@ -194,11 +213,14 @@ def _convert(
         )
     for key, own in fixed.items():
         _check_equal(key, theirs[key], own)
-    ours = {r.ours: r.layout(*(theirs[key].float() for key in r.theirs)) for r in rules}
+    ours = {
+        r.ours: r.layout(*(theirs[key].to(torch.float32, copy=True) for key in r.theirs))
+        for r in rules
+    }
     ours |= {key: fold(ours[key]) for key, fold in form.folded.items()}
     backbone = _build(form.backbone, keywords)
     _check_shapes(backbone, ours, {rule.ours: rule.theirs for rule in rules})
-    return backbone, ours, unknown
+    return _Converted(backbone, ours, tuple(_notes(backbone, name, choices, rules, unknown)))
 
 
 def _check_format(theirs: Tensors, form: Format, name: str) -> None:
@@ -239,37 +261,39 @@ def _check_shapes(backbone: Backbone, ours: Tensors, sources: dict[str, tuple[st
         f"rules and {backbone.name} differ: {own.keys() ^ ours.keys()}"
     )
     wrong = [
-        f"{' + '.join(sources.get(key, (key,)))} {list(ours[key].shape)}, not {list(own[key].shape)}"
-        for key in own
-        if own[key].shape != ours[key].shape
+        f"{' + '.join(sources.get(key, (key,)))} gives {list(tensor.shape)} for {key}, "
+        f"not {list(own[key].shape)}"
+        for key, tensor in ours.items()
+        if own[key].shape != tensor.shape
     ]
     if wrong:
         raise CheckpointError(f"{len(wrong)} tensors have another shape: {_listed(wrong)}.")
 
 
-def _notes_on_sizes(backbone: Backbone, name: str) -> list[str]:
-    notes = []
-    if "num_heads" in backbone.config:
-        notes.append(
-            f"num_heads={backbone.config['num_heads']} follows the published sizes; no tensor "
+def _notes(
+    backbone: Backbone, name: str, choices: Choices, rules: Sequence[Rule], dropped: Sequence[str]
+) -> Iterator[str]:
+    """Yield what a user should know that the tensors could not say."""
+    twins = [other for other, form in FORMATS.items() if form.marks == FORMATS[name].marks]
+    if len(twins) > 1:
+        yield f"No tensor tells {', '.join(twins)} apart: format={name} is taken at its word."
+    if "num_heads" in backbone.config and choices.num_heads is None:
+        yield (
+            f"num_heads={backbone.config['num_heads']} is what the published sizes have; no tensor "
             "shows it. Give num_heads=… if it is another."
         )
-    if recognize_twins(name):
-        notes.append(
-            f"The tensors of {', '.join(recognize_twins(name))} look alike; format= tells."
+    if any(rule.layout is add_null_row for rule in rules):
+        yield (
+            f"Its label table has no row beside its {backbone.num_classes} classes; the row for no "
+            "label is their mean, which it was not trained for: do not guide with it."
         )
     if backbone.in_channels not in (1, 3):
-        notes.append(
+        yield (
             f"It works on latents of {backbone.in_channels} channels: what it samples are latents, "
             "for the autoencoder that it was trained with."
         )
-    return notes
-
-
-def recognize_twins(name: str) -> list[str]:
-    """Return the formats that share every key with this one, itself included; [] if none does."""
-    twins = [other for other, form in FORMATS.items() if form.marks == FORMATS[name].marks]
-    return twins if len(twins) > 1 else []
+    if dropped:
+        yield f"Left out: {_listed(dropped)}."
 
 
 def _listed(names: Iterable[str]) -> str:
