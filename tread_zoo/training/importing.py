@@ -218,7 +218,7 @@ def _convert(
         for r in rules
     }
     ours |= {key: fold(ours[key]) for key, fold in form.folded.items()}
-    backbone = _build(form.backbone, keywords)
+    backbone = build_for(form.backbone, keywords)
     _check_shapes(backbone, ours, {rule.ours: rule.theirs for rule in rules})
     return _Converted(backbone, ours, tuple(_notes(backbone, name, choices, rules, unknown)))
 
@@ -243,7 +243,7 @@ def _check_equal(key: str, theirs: Tensor, own: Tensor) -> None:
         )
 
 
-def _build(family: str, keywords: dict[str, Any]) -> Backbone:
+def build_for(family: str, keywords: dict[str, Any]) -> Backbone:
     """Build the network under the preset that has these sizes, or else under the smallest one."""
     name = f"{family}_tiny"
     for candidate in list_backbones(f"{family}_*"):

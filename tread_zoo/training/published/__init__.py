@@ -17,6 +17,7 @@ rules.py    rules, layouts, sizes read off shapes
 dit.py      DiT, SiT, TREAD
 uvit.py     U-ViT
 dis.py      DiS
+drwkv.py    Diffusion-RWKV
 """
 
 from collections.abc import Collection
@@ -24,6 +25,7 @@ from collections.abc import Collection
 from tread_zoo.errors import unknown_name
 from tread_zoo.training.published.dis import DIS
 from tread_zoo.training.published.dit import DIT, SIT, TREAD
+from tread_zoo.training.published.drwkv import DRWKV
 from tread_zoo.training.published.rules import Choices, Format, Rule, Tensors, add_null_row
 from tread_zoo.training.published.uvit import UVIT
 
@@ -38,7 +40,14 @@ __all__ = [
     "recognize",
 ]
 
-FORMATS: dict[str, Format] = {"dit": DIT, "sit": SIT, "tread": TREAD, "uvit": UVIT, "dis": DIS}
+FORMATS: dict[str, Format] = {
+    "dit": DIT,
+    "sit": SIT,
+    "tread": TREAD,
+    "uvit": UVIT,
+    "dis": DIS,
+    "drwkv": DRWKV,
+}
 
 
 def get_format(name: str) -> Format:

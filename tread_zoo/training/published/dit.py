@@ -1,7 +1,7 @@
 """facebookresearch/DiT, and willisma/SiT and CompVis/tread, which have the same tensors.
 
 DiT counts time 0 … 999, TREAD gives ln(sigma) / 4 to its sinusoids as it is, SiT a time in [0, 1].
-SiT's runs the other way (data at 1) and its velocity points to the data, so with t ours and v theirs
+SiT's runs the other way (data at 1) and its velocity points to the data, so with t ours, v theirs
 our network must be -v(x, 1 - t). Its sinusoids at 1 - t are a fixed linear map of those at t,
 frequency by frequency:
 

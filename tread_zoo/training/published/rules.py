@@ -47,8 +47,9 @@ def without_batch(tensor: Tensor) -> Tensor:
     return tensor[0]
 
 
-def vector(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1)
+def stack_flat(*tensors: Tensor) -> Tensor:
+    """Stack vectors, whatever axes of 1 they have: [1, 1, D], [1, 1, D] -> [2, D]."""
+    return torch.stack([tensor.reshape(-1) for tensor in tensors])
 
 
 @dataclass(frozen=True)
