@@ -1,7 +1,7 @@
 """The zoo: one file an architecture. Importing this package registers them all."""
 
-from backbones import dit, mamba
+from backbones import dit, mamba, rwkv, uvit
 
 __distribution__ = "tread-zoo"  # tells the registry that this `backbones` is ours
 
-__all__ = ["dit", "mamba"]
+__all__ = ["dit", "mamba", "rwkv", "uvit"]

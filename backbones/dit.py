@@ -102,6 +102,7 @@ class DiT(Backbone):
             raise ValueError(
                 f"hidden_size={hidden_size} is not divisible by num_heads={num_heads}."
             )
+        self.block_knows = ()
         self.patch_embed = nn.Linear(in_channels * patch_size**2, hidden_size)
         self.register_buffer("positions", sincos_2d(hidden_size, self.grid), persistent=False)
         self.time_embed = TimestepEmbedder(

@@ -166,6 +166,7 @@ class Mamba(Backbone):
             raise ValueError(f"conv_gaps={conv_gaps!r} is unknown. Known: {', '.join(CONV_GAPS)}.")
         self.num_extra_tokens = 2 if num_classes else 1
         self.skips = {depth - i: i for i in range(depth // 2)}
+        self.block_knows = ("order",) if conv_gaps == "ignore" else ("order", "ids")
         self.patch_embed = nn.Linear(in_channels * patch_size**2, hidden_size)
         self.positions = nn.Parameter(
             torch.empty(self.num_extra_tokens + self.num_tokens, hidden_size)
@@ -268,4 +269,4 @@ _SIZES = {
 
 for _size, _keywords in _SIZES.items():
     register_backbone(f"mamba_{_size}_2", patch_size=2, **_keywords)(Mamba)
-register_backbone("mamba_tiny", patch_size=2, hidden_size=96, depth=8, state_size=8)(Mamba)
+register_backbone("mamba_tiny", patch_size=2, hidden_size=104, depth=8, state_size=4)(Mamba)

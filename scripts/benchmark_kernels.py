@@ -3,8 +3,8 @@
     python scripts/benchmark_kernels.py --op selective_scan --threads 1
 
 The forms take turns in every round and medians are compared, so that a busy machine disturbs all
-alike. `ratio` is to the baseline of the same run: for the scan a loop over unbound time steps under
-autograd, in its quickest layout; else the naive form. `error` is the largest absolute one of the
+alike. `ratio` is to the baseline of the same run: for the recurrent ones a loop over unbound time
+steps under autograd; else the naive form. `error` is the largest absolute one of the
 output against the naive form in float64. `saved` is what autograd keeps, inputs included.
 """
 
@@ -20,6 +20,8 @@ from torch import Tensor
 from tread_zoo.kernels.attention.fused import attention_sdpa
 from tread_zoo.kernels.attention.naive import attention_naive
 from tread_zoo.kernels.attention.torch_form import attention_torch
+from tread_zoo.kernels.bidirectional_wkv.naive import bidirectional_wkv_naive
+from tread_zoo.kernels.bidirectional_wkv.torch_form import bidirectional_wkv_torch
 from tread_zoo.kernels.causal_conv1d.naive import causal_conv1d_naive
 from tread_zoo.kernels.causal_conv1d.torch_form import causal_conv1d_torch
 from tread_zoo.kernels.selective_scan.naive import selective_scan_naive
@@ -27,10 +29,11 @@ from tread_zoo.kernels.selective_scan.torch_form import selective_scan_torch
 
 Form = Callable[..., Tensor]
 
-# The first form of an operation is its baseline. Shapes: attention B, H, N, Dh; causal_conv1d
-# B, L, D, W; selective_scan B, L, D, N, G.
+# The first form of an operation is its baseline. Shapes: attention B, H, N, Dh;
+# bidirectional_wkv B, L, C; causal_conv1d B, L, D, W; selective_scan B, L, D, N, G.
 SHAPES: dict[str, list[tuple[int, ...]]] = {
     "attention": [(64, 2, 16, 64), (64, 2, 64, 64), (8, 6, 256, 64), (2, 6, 1024, 64)],
+    "bidirectional_wkv": [(4, 256, 384), (64, 16, 64), (64, 16, 128), (32, 256, 192)],
     "causal_conv1d": [(64, 18, 384, 4), (4, 256, 768, 4)],
     "selective_scan": [(4, 256, 384, 16, 1), (64, 18, 384, 8, 2), (64, 10, 384, 8, 2)],
 }
@@ -52,8 +55,42 @@ def scan_loop(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tens
     return y.transpose(0, 1).reshape(u.shape) + D * u
 
 
+def wkv_loop(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
+    """Loop over unbound steps [B, C] both ways, each sum on its running maximum; autograd's the rest."""
+    slope = w / k.shape[1]
+    steps = list(zip(k.unbind(1), v.unbind(1), strict=True))
+    ways = []
+    for path in (steps, steps[::-1]):
+        top = bottom = torch.zeros_like(k[:, 0])
+        peak = torch.full_like(top, -1e30)
+        sums = []
+        for key, value in path:
+            sums.append((top, bottom, peak))
+            higher = torch.maximum(peak - slope, key)
+            old, new = torch.exp(peak - slope - higher), torch.exp(key - higher)
+            top, bottom, peak = old * top + new * value, old * bottom + new, higher
+        ways.append(sums)
+    outs = []
+    for (key, value), before, after in zip(steps, ways[0], ways[1][::-1], strict=True):
+        higher = torch.maximum(torch.maximum(before[2], after[2]), u + key)
+        one, other, own = (torch.exp(x - higher) for x in (before[2], after[2], u + key))
+        top = one * before[0] + other * after[0] + own * value
+        outs.append(top / (one * before[1] + other * after[1] + own))
+    return torch.stack(outs, dim=1)
+
+
+def whole(form: Form) -> Form:
+    """Return a form of the WKV that takes all tokens of a sequence."""
+    return lambda k, v, w, u: form(k, v, w, u, None, k.shape[1])
+
+
 FORMS: dict[str, dict[str, Form]] = {
     "attention": {"naive": attention_naive, "torch": attention_torch, "sdpa": attention_sdpa},
+    "bidirectional_wkv": {
+        "unbind loop": wkv_loop,
+        "naive": whole(bidirectional_wkv_naive),
+        "torch": whole(bidirectional_wkv_torch),
+    },
     "causal_conv1d": {"naive": causal_conv1d_naive, "torch": causal_conv1d_torch},
     "selective_scan": {
         "unbind loop": scan_loop,
@@ -75,6 +112,8 @@ def make_inputs(op: str, shape: tuple[int, ...]) -> list[Tensor]:
     if op == "causal_conv1d":
         batch, length, width, taps = shape
         return [normal(batch, length, width), normal(width, taps), normal(width)]
+    if op == "bidirectional_wkv":
+        return [normal(*shape), normal(*shape), normal(shape[2]).exp(), normal(shape[2])]
     batch, length, width, size, groups = shape
     delta = F.softplus(normal(batch, length, width) - 2)
     vectors = [normal(batch, length, groups, size) for _ in range(2)]
@@ -118,7 +157,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     print(f"torch {torch.__version__}, {options.threads} thread(s), {options.dtype}")
     header = ("op", "form", "shape", "fwd+bwd ms", "ratio", "error", "saved MiB")
-    print("{:<15}{:<13}{:<22}{:>11}{:>7}{:>10}{:>11}".format(*header))
+    print("{:<18}{:<13}{:<22}{:>11}{:>7}{:>10}{:>11}".format(*header))
     for op in options.op or sorted(FORMS):
         for shape in SHAPES[op]:
             exact = make_inputs(op, shape)
@@ -132,7 +171,7 @@ def main() -> None:
                 row = (op, name, str(shape), times[name], times[name] / baseline, error)
                 saved = count_saved(form, inputs)
                 print(
-                    "{:<15}{:<13}{:<22}{:>11.2f}{:>7.2f}{:>10.1e}".format(*row) + f"{saved:11.1f}"
+                    "{:<18}{:<13}{:<22}{:>11.2f}{:>7.2f}{:>10.1e}".format(*row) + f"{saved:11.1f}"
                 )
 
 

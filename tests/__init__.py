@@ -1,0 +1,1 @@
+"""A regular package: one that a dependency installs under this name would hide a folder."""

@@ -41,4 +41,4 @@ def test_the_wheel_works_outside_the_checkout(tmp_path):
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["ran", "dit", "mamba"]
+    assert done.stdout.split() == ["ran", "dit", "mamba", "rwkv", "uvit"]

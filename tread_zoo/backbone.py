@@ -12,7 +12,7 @@ B batch, N = h * w tokens in raster order, E extra tokens (time, label), K kept 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +24,8 @@ from tread_zoo.routing.routes import Route, check_routes, gather_rows, scatter_r
 
 Streams = tuple[Tensor, ...]
 
+BLOCK_KNOWS = ("order", "ids", "grid")
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -33,11 +35,14 @@ class Layout:
         grid: (h, w) of the full image.
         num_extra: E.
         ids: int64 [B, K] raster positions of the tokens present, ascending; None means all N.
+        derived: what an architecture made of the layout and wants again in later blocks: tables of
+            neighbours, scan orders; lives as long as the layout, which is one forward pass.
     """
 
     grid: tuple[int, int]
     num_extra: int
     ids: Tensor | None = None
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def segment_ids(self) -> Tensor | None:
         """Return int64 [B, E + K], one higher after every gap in the raster order; None if dense.
@@ -67,9 +72,16 @@ class Backbone(nn.Module, ABC):
         default_selector: the selector that suits it; `routing.selector=auto` takes it.
         default_range: start and end of its default route, as in Python slices.
 
-    Subclasses fill `self.blocks` (an `nn.ModuleList`), and may set `self.num_extra_tokens` and
-    `self.skips`, which maps a block that consumes a skip to the earlier block that produced it. A
-    skip carries the first stream.
+    Subclasses fill `self.blocks` (an `nn.ModuleList`), and may set
+
+    - `self.num_extra_tokens`;
+    - `self.skips`, which maps a block that consumes a skip to the earlier block that produced it. A
+      skip carries the first stream;
+    - `self.block_knows`, what changes the result of some block if it alone changes, which
+      `tread_zoo.testing` then holds it to: the `order` of the tokens in the sequence, the `ids` of
+      the layout, the full `grid`. Attention on tokens that carry their positions with them knows
+      nothing, `()`; a scan that runs over gaps the `order`; rotary positions `order` and `ids`; a
+      decay over distances divided by the full length all three. None leaves it unsaid.
     """
 
     default_selector: ClassVar[str] = "random"
@@ -106,6 +118,7 @@ class Backbone(nn.Module, ABC):
         self.grid = (self.input_size[0] // patch_size, self.input_size[1] // patch_size)
         self.num_extra_tokens = 0
         self.skips: dict[int, int] = {}
+        self.block_knows: tuple[str, ...] | None = None
         self.checkpoint_blocks = False
         self.name: str | None = None  # the registry sets this and the next
         self.config: dict[str, Any] = {}

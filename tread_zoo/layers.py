@@ -58,6 +58,21 @@ def sincos_2d(width: int, grid: tuple[int, int]) -> Tensor:
     return torch.cat(parts, dim=1).float()
 
 
+def time_sinusoids(t: Tensor, size: int, time_scale: float) -> Tensor:
+    """Return cosines, then sines, of `time_scale * t * 10000^(-2i / size)`: float32 [B, size].
+
+    Args:
+        t: noise labels [B] of order 1.
+        size: even.
+        time_scale: t is multiplied by this first, so that labels of order 1 spread over the
+            wavelengths 2 pi … 10000 * 2 pi.
+    """
+    half = size // 2
+    exponent = torch.arange(half, device=t.device, dtype=torch.float32) / half
+    angle = (time_scale * t.float())[:, None] * torch.exp(-math.log(10000.0) * exponent)
+    return torch.cat([angle.cos(), angle.sin()], dim=1)
+
+
 class TimestepEmbedder(nn.Module):
     """Embed noise labels t [B] of order 1 into [B, D]: sinusoids, then a two-layer MLP with SiLU.
 
@@ -65,8 +80,7 @@ class TimestepEmbedder(nn.Module):
         hidden_size: D.
         frequency_size: number of sinusoids, cosines first.
         mlp_size: width between the two layers.
-        time_scale: t is multiplied by this first, so that labels of order 1 spread over the
-            wavelengths 2 pi … 10000 * 2 pi that the sinusoids were made for.
+        time_scale: factor on t ahead of its sinusoids, see `time_sinusoids`.
     """
 
     def __init__(
@@ -80,10 +94,7 @@ class TimestepEmbedder(nn.Module):
         )
 
     def forward(self, t: Tensor) -> Tensor:
-        half = self.frequency_size // 2
-        exponent = torch.arange(half, device=t.device, dtype=torch.float32) / half
-        angle = (self.time_scale * t.float())[:, None] * torch.exp(-math.log(10000.0) * exponent)
-        sinusoids = torch.cat([angle.cos(), angle.sin()], dim=1)
+        sinusoids = time_sinusoids(t, self.frequency_size, self.time_scale)
         # Angles need float32, but a network stored in another type is fed that type.
         return self.mlp(sinusoids.to(next(self.mlp.parameters()).dtype))
 

@@ -15,14 +15,27 @@ PUBLISHED = {
     "mamba_m_2": 231.4,
     "mamba_l_2": 407.2,
     "mamba_h_2": 907.0,
+    "rwkv_s_2": 39.3,
+    "rwkv_b_2": 74.8,
+    "rwkv_m_2": 132.6,
+    "rwkv_l_2": 439.3,
+    "rwkv_h_2": 780.3,
+}
+
+# U-ViT predicts the noise alone. The published S is the unconditional one of CIFAR-10 and CelebA:
+# with 1000 labels and their token it has 44.77.
+PUBLISHED_UVIT = {
+    "uvit_s_2": (44.3, {"num_classes": 0}),
+    "uvit_m_2": (130.9, {}),
+    "uvit_l_2": (286.8, {}),
+    "uvit_h_2": (500.8, {}),
 }
 
 
 def build(name, **overrides):
+    sizes = {"input_size": 32, "in_channels": 4, "num_classes": 1000, "learn_sigma": True}
     with torch.device("meta"):
-        return create_backbone(
-            name, input_size=32, in_channels=4, num_classes=1000, learn_sigma=True, **overrides
-        )
+        return create_backbone(name, **{**sizes, **overrides})
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -30,6 +43,23 @@ def test_parameter_count(name):
     backbone = build(name)
     tensors = [*backbone.parameters(), *backbone.buffers()]  # DiT counts its fixed positions
     assert sum(t.numel() for t in tensors) / 1e6 == pytest.approx(PUBLISHED[name], rel=0.002)
+
+
+@pytest.mark.parametrize("name", PUBLISHED_UVIT)
+def test_parameter_count_of_uvit(name):
+    millions, overrides = PUBLISHED_UVIT[name]
+    backbone = build(name, learn_sigma=False, **overrides)
+    counted = sum(p.numel() for p in backbone.parameters()) / 1e6
+    assert counted == pytest.approx(millions, rel=0.002)
+
+
+def test_the_tiny_ones_are_of_one_size():
+    sizes = {"input_size": 8, "in_channels": 1, "num_classes": 10, "learn_sigma": False}
+    dit, uvit = (
+        sum(p.numel() for p in build(name, **sizes).parameters())
+        for name in ("dit_tiny", "uvit_tiny")
+    )
+    assert uvit == pytest.approx(dit, rel=0.1)
 
 
 @pytest.mark.parametrize("name", list_backbones("dit_*_[48]"))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tread_zoo.kernels import (
     attention,
+    bidirectional_wkv,
     causal_conv1d,
     describe,
     dispatch,
@@ -19,6 +20,7 @@ from tread_zoo.kernels import (
 )
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+OPS = ("attention", "bidirectional_wkv", "causal_conv1d", "selective_scan")
 OPTIONAL = {"selective_scan": "mamba-ssm", "causal_conv1d": "causal-conv1d"}
 
 
@@ -34,6 +36,8 @@ def call(op: str) -> Tensor:
     x = torch.ones(1, 3, 4)
     if op == "attention":
         return attention(*[torch.ones(1, 1, 3, 4)] * 3)
+    if op == "bidirectional_wkv":
+        return bidirectional_wkv(x, 2 * x, torch.ones(4), torch.zeros(4))
     if op == "causal_conv1d":
         return causal_conv1d(x, torch.ones(4, 2))
     vector = torch.ones(1, 3, 1, 2)
@@ -41,10 +45,10 @@ def call(op: str) -> Tensor:
 
 
 def test_auto_is_the_default_of_every_op() -> None:
-    assert get_forms() == dict.fromkeys(("attention", "causal_conv1d", "selective_scan"), "auto")
+    assert get_forms() == dict.fromkeys(OPS, "auto")
 
 
-@pytest.mark.parametrize("op", ["attention", "causal_conv1d", "selective_scan"])
+@pytest.mark.parametrize("op", OPS)
 def test_forms_agree_through_the_public_function(op) -> None:
     results = []
     for form in ("auto", "naive", "torch"):

@@ -164,3 +164,16 @@ def test_help_imports_no_heavy_library(tmp_path):
         env=os.environ.copy(),
     )  # fmt: skip
     assert "loaded: []" in done.stdout
+
+
+def test_the_table_of_backbones(tmp_path):
+    said = call(
+        "list_backbones.py", "pattern=*_tiny", "input_size=8", "in_channels=1", "num_classes=10",
+        cwd=tmp_path,
+    )  # fmt: skip
+    rows = {line.split()[0]: line.split() for line in said.splitlines()[1:]}
+    assert rows["dit_tiny"][5] == "16"
+    assert rows["dit_tiny"][-2:] == ["2:8", "random"]
+    assert rows["mamba_tiny"][-1] == "rows"
+    said = call("list_backbones.py", "pattern=resnet*", cwd=tmp_path, expect=1)
+    assert "error: pattern='resnet*' matches no backbone" in said

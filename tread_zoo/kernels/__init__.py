@@ -6,12 +6,14 @@ plain torch), `fused.py` (adapters of optional packages, imported when first ask
 """
 
 from tread_zoo.kernels.attention import attention
+from tread_zoo.kernels.bidirectional_wkv import bidirectional_wkv
 from tread_zoo.kernels.causal_conv1d import causal_conv1d
 from tread_zoo.kernels.dispatch import describe, get_forms, set_form
 from tread_zoo.kernels.selective_scan import selective_scan
 
 __all__ = [
     "attention",
+    "bidirectional_wkv",
     "causal_conv1d",
     "describe",
     "get_forms",

@@ -1,5 +1,20 @@
-"""The contract of `tread_zoo.backbone` as checks that run on any backbone."""
+"""The contract of `tread_zoo.backbone` as checks that run on any backbone.
 
-from tread_zoo.testing.conformance import CHECKS, Probe
+pytest --pyargs tread_zoo.testing --backbone my_package:my_name
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tread_zoo.testing.conformance import CHECKS
+    from tread_zoo.testing.probe import Probe
 
 __all__ = ["CHECKS", "Probe"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the checks, and torch with them, at first use: pytest imports this package always."""
+    if name in __all__:
+        return getattr(import_module("tread_zoo.testing.conformance"), name)
+    raise AttributeError(f"module 'tread_zoo.testing' has no attribute {name!r}")

@@ -4,102 +4,19 @@ A network starts at zero output in many architectures, which would let most faul
 probe therefore gives it random weights first. B batch, N tokens, K kept tokens, E extra tokens.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tread_zoo.backbone import Backbone, Layout, Streams
+from tread_zoo.backbone import Backbone
 from tread_zoo.registry import create_backbone
-from tread_zoo.routing import Route, num_kept_tokens
+from tread_zoo.routing import Route
 from tread_zoo.seeding import make_generator
-
-BATCH = 3
-
-
-@dataclass
-class Probe:
-    """A backbone by name, at a small size, and inputs for it.
-
-    Args:
-        name: registered name.
-        input_size: height and width of the inputs; not square, to catch swapped axes.
-        overrides: keywords for `create_backbone`.
-    """
-
-    name: str
-    input_size: tuple[int, int] = (8, 12)
-    in_channels: int = 2
-    num_classes: int = 5
-    overrides: dict[str, Any] = field(default_factory=dict)
-
-    def build(self, seed: int = 0) -> Backbone:
-        """Return the backbone with random weights everywhere, in float32."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            backbone = create_backbone(
-                self.name,
-                input_size=self.input_size,
-                in_channels=self.in_channels,
-                num_classes=self.num_classes,
-                **self.overrides,
-            )
-            with torch.no_grad():
-                for parameter in backbone.parameters():
-                    parameter.add_(0.05 * torch.randn_like(parameter))
-        return backbone
-
-    def inputs(self, batch: int = BATCH, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return x [B, C, H, W], t [B], y [B]."""
-        generator = make_generator("probe", seed)
-        x = torch.randn(batch, self.in_channels, *self.input_size, generator=generator)
-        t = torch.rand(batch, generator=generator)
-        y = torch.randint(max(self.num_classes, 1), (batch,), generator=generator)
-        return x, t, y if self.num_classes else None
-
-    def route(
-        self,
-        backbone: Backbone,
-        start: int = 1,
-        end: int = -1,
-        rate: float = 0.25,
-        seed: int = 0,
-        batch: int = BATCH,
-    ) -> Route:
-        """Return a route with random ids; a negative end counts from the depth."""
-        num_kept = num_kept_tokens(backbone.num_tokens, rate)
-        generator = make_generator("probe route", seed)
-        scores = torch.rand(batch, backbone.num_tokens, generator=generator)
-        ids = scores.argsort(dim=1)[:, :num_kept].sort(dim=1).values
-        return Route(start, end + backbone.num_blocks if end < 0 else end, ids)
-
-
-@contextmanager
-def watching(backbone: Backbone) -> Iterator[list[tuple[Streams, Layout, Streams]]]:
-    """Record (streams before, layout, streams after) of every block that runs."""
-    seen: list[tuple[Streams, Layout, Streams]] = []
-    original = backbone.run_block
-
-    def spy(index: int, streams: Streams, condition: Any, layout: Layout, skip: Any) -> Streams:
-        after = original(index, streams, condition, layout, skip)
-        seen.append((streams, layout, after))
-        return after
-
-    backbone.run_block = spy  # type: ignore[method-assign]
-    try:
-        yield seen
-    finally:
-        del backbone.run_block
-
-
-def bypassed(route: Route, num_tokens: int) -> Tensor:
-    """Return bool [B, N]: the tokens that a route leaves out."""
-    out = torch.ones(len(route.ids), num_tokens, dtype=torch.bool)
-    return out.scatter(1, route.ids, False)
+from tread_zoo.testing import block_checks
+from tread_zoo.testing.probe import BATCH, Probe, bypassed, watching
 
 
 def check_shapes(probe: Probe) -> None:
@@ -120,14 +37,16 @@ def check_shapes(probe: Probe) -> None:
 
 
 def check_pure(probe: Probe) -> None:
-    """No randomness inside: repeated calls agree to the bit, in train and eval mode, and the global
-    generator is left alone."""
+    """No randomness and no memory inside: repeated calls agree to the bit, in train and eval mode,
+    a routed call leaves no trace in a dense one, and the global generator is left alone."""
     backbone = probe.build()
     inputs, routes = probe.inputs(), [probe.route(backbone)]
     state = torch.get_rng_state()
+    dense = backbone(*inputs)
     first = backbone(*inputs, routes=routes)
     assert torch.equal(torch.get_rng_state(), state), "forward draws from the global generator"
     assert torch.equal(backbone(*inputs, routes=routes), first), "two calls differ"
+    assert torch.equal(backbone(*inputs), dense), "a routed call changes the dense one after it"
     assert torch.equal(backbone.eval()(*inputs, routes=routes), first), "train and eval differ"
 
 
@@ -193,11 +112,12 @@ def check_blocks_see_kept_tokens(probe: Probe) -> None:
     """Routed blocks get E + K tokens in every stream, the kept ones, and the others all of them."""
     backbone = probe.build()
     extra, num_tokens = backbone.num_extra_tokens, backbone.num_tokens
-    routes = [probe.route(backbone, 1, 2), probe.route(backbone, 2, -1, rate=0.5, seed=1)]
+    end = max(3, backbone.num_blocks - 1)
+    routes = [probe.route(backbone, 1, 2), probe.route(backbone, 2, end, rate=0.5, seed=1)]
     with watching(backbone) as seen:
         backbone(*probe.inputs(), routes=routes)
     assert len(seen) == backbone.num_blocks, "run_block does not run once a block"
-    for index, (before, layout, after) in enumerate(seen):
+    for index, (before, layout, after, *_) in enumerate(seen):
         active = [route for route in routes if route.start <= index < route.end]
         count = extra + (active[0].num_kept if active else num_tokens)
         for stream in (*before, *after):
@@ -267,6 +187,36 @@ def check_gradients_flow(probe: Probe) -> None:
         assert parameter.grad.abs().sum() > 0, f"the gradient of {name} is 0"
     assert x.grad is not None
     assert (x.grad.abs().sum(dim=1) > 0).all(), "some pixels get no gradient"
+
+
+def check_gradients_equal_differences(probe: Probe) -> None:
+    """Under a route, gradients predict in float64 how the output moves with inputs and parameters:
+    none is cut on the way, and hand-written backward passes are right."""
+    backbone = probe.build().double()
+    x, t, y = probe.inputs()
+    x, t, routes = x.double().requires_grad_(), t.double(), (probe.route(backbone, rate=0.5),)
+    generator = make_generator("probe direction")
+    weight = torch.randn(backbone(x, t, y).shape, generator=generator, dtype=torch.float64)
+    (backbone(x, t, y, routes=routes) * weight).sum().backward()
+    moved = [x, *backbone.parameters()]
+    sizes = [p.detach().square().mean().sqrt() for p in moved]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in moved]
+    typical = torch.stack([(g.norm() * s) for g, s in zip(grads, sizes, strict=True)]).norm()
+    for _ in range(3):
+        steps = [
+            s * torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            for p, s in zip(moved, sizes, strict=True)
+        ]
+        values = []
+        with torch.no_grad():
+            for distance in (1e-4, -2e-4, 1e-4):  # there, to the other side, and back
+                for p, step in zip(moved, steps, strict=True):
+                    p.add_(step, alpha=distance)
+                values.append((backbone(x, t, y, routes=routes) * weight).sum())
+        slope = (values[0] - values[1]) / 2e-4
+        predicted = sum((g * s).sum() for g, s in zip(grads, steps, strict=True))
+        error = abs(float((slope - predicted) / typical))
+        assert error < 0.01, f"gradients miss {error:.1%} of how the output truly moves"
 
 
 def check_recomputation(probe: Probe) -> None:
@@ -354,7 +304,7 @@ def check_unconditional(probe: Probe) -> None:
 
 CHECKS: dict[str, Callable[[Probe], None]] = {
     name.removeprefix("check_"): check
-    for name, check in list(globals().items())
+    for name, check in [*globals().items(), *vars(block_checks).items()]
     if name.startswith("check_")
 }
 

@@ -1,0 +1,320 @@
+"""RWKV: a bidirectional weighted mean in place of attention, after Diffusion-RWKV (arXiv 2404.04478).
+
+    c = embed(t) + embed(y)
+    shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = Linear(SiLU(c))
+    [x = Linear(cat(x, x of block depth-1-i))]             in the second half: long skips
+    x = x + gate_1 * SpatialMix(LN(x) * (1 + scale_1) + shift_1)
+    x = x + gate_2 * ChannelMix(LN(x) * (1 + scale_2) + shift_2)
+
+Both mixes begin with the q-shift of Vision-RWKV (arXiv 2403.02308): a quarter of the channels comes
+from the left neighbour on the grid, the others from the right, upper and lower one, zero outside.
+Each projection then takes its own blend of the token and of what was shifted in, x * own + shifted *
+(1 - own), by channel:
+
+    SpatialMix: r, k, v = Linear(blend_r), Linear(blend_k), Linear(blend_v)
+                Linear(sigmoid(r) * WKV(k, v, w, u)),            w = exp(log_decay) > 0
+    ChannelMix: sigmoid(Linear(blend_r)) * Linear(relu(Linear(blend_k))^2)
+
+The grid matters twice, so a route's tokens keep their places in it: the shift brings in zeros for a
+neighbour that the route left out, and the WKV decays by distances in the full raster order, over
+the full length, whichever tokens are present.
+
+B batch, K tokens present, N = h * w tokens of the full grid, D width.
+"""
+
+import math
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tread_zoo.backbone import Backbone, Layout, Streams
+from tread_zoo.kernels import bidirectional_wkv
+from tread_zoo.layers import (
+    AdaLNHead,
+    LabelEmbedder,
+    TimestepEmbedder,
+    modulate,
+    patchify,
+    unpatchify,
+)
+from tread_zoo.registry import register_backbone
+
+OPPOSITE = (1, 0, 3, 2)  # of left, right, up, down
+SLOWEST, FASTEST = 0.3, 30.0  # initial decay over the whole image, of the first and last channel
+
+
+class Neighbours(NamedTuple):
+    """Where the q-shift finds each token's quarters, and where the gradient of each one goes.
+
+    Rows of the tokens' quarters, [B * K * 4, D / 4] with a row of zeros after the last one; both
+    are int64 [B * K * 4].
+    """
+
+    sources: Tensor
+    targets: Tensor
+
+
+def find_neighbours(layout: Layout, batch: int, device: torch.device) -> Neighbours:
+    """Return the neighbours of the tokens present; made once for a layout."""
+    key = ("rwkv neighbours", batch)
+    if key not in layout.derived:
+        layout.derived[key] = _find_neighbours(layout, batch, device)
+    return layout.derived[key]
+
+
+def _find_neighbours(layout: Layout, batch: int, device: torch.device) -> Neighbours:
+    height, width = layout.grid
+    num_tokens = height * width
+    raster = torch.arange(num_tokens, device=device).view(height, width)
+    around = F.pad(raster, (1, 1, 1, 1), value=num_tokens)  # N stands for outside
+    sides = (around[1:-1, :-2], around[1:-1, 2:], around[:-2, 1:-1], around[2:, 1:-1])
+    table = torch.stack(sides, dim=-1).view(num_tokens, 4)
+    if layout.ids is None:
+        num_kept, near = num_tokens, table.expand(batch, -1, -1)
+    else:
+        num_kept = layout.ids.shape[1]
+        places = torch.full((batch, num_tokens + 1), num_kept, device=device)
+        places = places.scatter(1, layout.ids, torch.arange(num_kept, device=device).expand_as(layout.ids))
+        near = places.gather(1, table[layout.ids].flatten(1)).view(batch, num_kept, 4)
+    first = torch.arange(batch, device=device).view(-1, 1, 1) * num_kept
+    quarters = torch.arange(4, device=device)
+
+    def rows(tokens: Tensor) -> Tensor:
+        inside = (first + tokens) * 4 + quarters
+        return torch.where(tokens == num_kept, batch * num_kept * 4, inside).flatten()
+
+    return Neighbours(rows(near), rows(near[..., list(OPPOSITE)]))
+
+
+class QShift(torch.autograd.Function):
+    """Bring each quarter of the channels from a neighbour: [B, K, D] -> [B, K, D].
+
+    The gradient is the shift the other way: a gather too, where autograd would add row by row.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
+        return _take_quarters(x, sources)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (targets,) = ctx.saved_tensors
+        return _take_quarters(grad, targets), None, None
+
+
+def _take_quarters(x: Tensor, rows: Tensor) -> Tensor:
+    quarters = x.reshape(-1, x.shape[-1] // 4)
+    padded = torch.cat([quarters, quarters.new_zeros(1, quarters.shape[-1])])
+    return padded.index_select(0, rows).view(x.shape)
+
+
+def q_shift(x: Tensor, layout: Layout) -> Tensor:
+    """Return the q-shift of tokens [B, K, D] on the grid; a neighbour that is not there is zero."""
+    return QShift.apply(x, *find_neighbours(layout, len(x), x.device))
+
+
+def shift_and_blend(x: Tensor, layout: Layout, own: Tensor) -> list[Tensor]:
+    """Return x * own + shifted * (1 - own) for every row of `own` [.., D]."""
+    shifted = q_shift(x, layout)
+    away = x - shifted
+    return [torch.addcmul(shifted, away, row) for row in own.to(x.dtype).unbind()]
+
+
+class SpatialMix(nn.Module):
+    """Mix tokens: [B, K, D] -> [B, K, D]. `own` holds the blends of r, k and v, [3, D]."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.empty(3, hidden_size))
+        self.receptance = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.key = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.value = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.log_decay = nn.Parameter(torch.empty(hidden_size))
+        self.bonus = nn.Parameter(torch.empty(hidden_size))
+        self.output = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        blends = shift_and_blend(x, layout, self.own)
+        layers = (self.receptance, self.key, self.value)
+        r, k, v = (layer(blend) for layer, blend in zip(layers, blends, strict=True))
+        mean = bidirectional_wkv(
+            k,
+            v,
+            self.log_decay.exp(),
+            self.bonus,
+            positions=layout.ids,
+            length=layout.grid[0] * layout.grid[1],
+        )
+        return self.output(torch.sigmoid(r) * mean)
+
+
+class ChannelMix(nn.Module):
+    """Mix channels: [B, K, D] -> [B, K, D]. `own` holds the blends of r and k, [2, D]."""
+
+    def __init__(self, hidden_size: int, mlp_ratio: float) -> None:
+        super().__init__()
+        inner = int(hidden_size * mlp_ratio)
+        self.own = nn.Parameter(torch.empty(2, hidden_size))
+        self.receptance = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.key = nn.Linear(hidden_size, inner, bias=False)
+        self.value = nn.Linear(inner, hidden_size, bias=False)
+
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        r, k = shift_and_blend(x, layout, self.own)
+        keys = F.relu(self.key(k)).square()
+        return torch.sigmoid(self.receptance(r)) * self.value(keys)
+
+
+class RWKVBlock(nn.Module):
+    """[skip joined] then both mixes, modulated and gated by the condition."""
+
+    def __init__(self, hidden_size: int, mlp_ratio: float, has_skip: bool) -> None:
+        super().__init__()
+        self.skip_proj = nn.Linear(2 * hidden_size, hidden_size) if has_skip else None
+        self.norm1 = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
+        self.spatial = SpatialMix(hidden_size)
+        self.norm2 = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
+        self.channel = ChannelMix(hidden_size, mlp_ratio)
+        self.modulation = nn.Linear(hidden_size, 6 * hidden_size)
+
+    def forward(self, x: Tensor, condition: Tensor, layout: Layout, skip: Tensor | None) -> Tensor:
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).chunk(6, dim=-1)
+        if self.skip_proj is not None:
+            assert skip is not None, "the block loop hands a skip to each block in `skips`"
+            x = self.skip_proj(torch.cat([x, skip], dim=-1))
+        mixed = self.spatial(modulate(self.norm1(x), shift1, scale1), layout)
+        x = torch.addcmul(x, gate1.unsqueeze(1), mixed)
+        mixed = self.channel(modulate(self.norm2(x), shift2, scale2), layout)
+        return torch.addcmul(x, gate2.unsqueeze(1), mixed)
+
+
+class RWKV(Backbone):
+    """A stack of `RWKVBlock`s; block i of the first half hands a skip to block depth-1-i.
+
+    A route [s, depth-s) cuts no skip: its ends lie both inside or both outside.
+
+    Args:
+        input_size, in_channels, num_classes, patch_size, learn_sigma: see `Backbone`.
+        hidden_size: D, divisible by 4.
+        depth: number of blocks, odd: the middle one has no skip.
+        mlp_ratio: inner width of the channel mix over D.
+        time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
+
+    Raises:
+        ValueError: sizes that do not fit each other.
+    """
+
+    default_selector: ClassVar[str] = "blocks"
+    default_range: ClassVar[tuple[int, int]] = (2, -2)
+
+    def __init__(
+        self,
+        *,
+        input_size: int | tuple[int, int],
+        in_channels: int,
+        num_classes: int,
+        patch_size: int = 2,
+        hidden_size: int = 384,
+        depth: int = 13,
+        mlp_ratio: float = 4.0,
+        learn_sigma: bool = False,
+        time_scale: float = 1000.0,
+    ) -> None:
+        super().__init__(
+            input_size=input_size,
+            in_channels=in_channels,
+            num_classes=num_classes,
+            patch_size=patch_size,
+            learn_sigma=learn_sigma,
+        )
+        if hidden_size % 4:
+            raise ValueError(
+                f"hidden_size={hidden_size} must be divisible by 4: a quarter of the channels "
+                "comes from each neighbour."
+            )
+        if depth < 1 or depth % 2 == 0:
+            raise ValueError(f"depth={depth} must be odd: skips join the halves around a middle.")
+        self.skips = {depth - 1 - i: i for i in range(depth // 2)}
+        self.patch_embed = nn.Linear(in_channels * patch_size**2, hidden_size)
+        self.positions = nn.Parameter(torch.empty(self.num_tokens, hidden_size))
+        self.time_embed = TimestepEmbedder(
+            hidden_size, frequency_size=256, mlp_size=hidden_size, time_scale=time_scale
+        )
+        self.label_embed = LabelEmbedder(num_classes, hidden_size) if num_classes else None
+        self.blocks = nn.ModuleList(
+            RWKVBlock(hidden_size, mlp_ratio, has_skip=index in self.skips)
+            for index in range(depth)
+        )
+        self.final = AdaLNHead(hidden_size, patch_size, self.out_channels)
+        self.initialize()
+
+    def initialize(self) -> None:
+        """Set every weight; called once, last.
+
+        | parameter | value |
+        |---|---|
+        | linear layers | Xavier uniform; biases 0 |
+        | positions, time MLP, label table | normal, std 0.02; biases 0 |
+        | `own` | 0.5: half the token, half what is shifted in |
+        | `log_decay` | w log-spaced over the channels, 0.3 … 30 |
+        | `bonus` | 0: the token weighs as its neighbour does |
+        | modulation of each block and of the head | 0 |
+        | last linear layer | 0 |
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for module in self.time_embed.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        nn.init.normal_(self.positions, std=0.02)
+        if self.label_embed is not None:
+            nn.init.normal_(self.label_embed.table.weight, std=0.02)
+        for module in self.modules():
+            if isinstance(module, SpatialMix | ChannelMix):
+                nn.init.constant_(module.own, 0.5)
+            if isinstance(module, SpatialMix):
+                nn.init.zeros_(module.bonus)
+                with torch.no_grad():
+                    module.log_decay.copy_(
+                        torch.linspace(math.log(SLOWEST), math.log(FASTEST), len(module.log_decay))
+                    )
+            if isinstance(module, RWKVBlock):
+                nn.init.zeros_(module.modulation.weight)
+        self.final.zero()
+
+    def embed(self, x: Tensor, t: Tensor, y: Tensor | None) -> tuple[Streams, Tensor]:
+        tokens = self.patch_embed(patchify(x, self.patch_size)) + self.positions
+        condition = self.time_embed(t)
+        if self.label_embed is not None:
+            condition = condition + self.label_embed(y, len(x))
+        return (tokens,), F.silu(condition)
+
+    def run_block(
+        self, index: int, streams: Streams, condition: Tensor, layout: Layout, skip: Tensor | None
+    ) -> Streams:
+        return (self.blocks[index](streams[0], condition, layout, skip),)
+
+    def head(self, streams: Streams, condition: Tensor) -> Tensor:
+        return unpatchify(self.final(streams[0], condition), self.patch_size, self.grid)
+
+
+_SIZES = {
+    "s": {"depth": 13, "hidden_size": 384},
+    "b": {"depth": 25, "hidden_size": 384},
+    "m": {"depth": 25, "hidden_size": 512},
+    "l": {"depth": 37, "hidden_size": 768},
+    "h": {"depth": 37, "hidden_size": 1024},
+}
+
+for _size, _keywords in _SIZES.items():
+    register_backbone(f"rwkv_{_size}_2", patch_size=2, **_keywords)(RWKV)
+register_backbone("rwkv_tiny", patch_size=2, hidden_size=64, depth=11)(RWKV)

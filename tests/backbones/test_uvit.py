@@ -1,0 +1,245 @@
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tread_zoo import create_backbone
+from tread_zoo.layers import time_sinusoids
+from tread_zoo.routing import Route, build_routing
+from tread_zoo.testing.conformance import Probe, watching
+
+SMALL = {"hidden_size": 8, "depth": 4, "num_heads": 2}
+SIZES = {"input_size": 8, "in_channels": 3, "num_classes": 10}
+EXTRA = 2
+
+
+def build(**overrides):
+    return create_backbone("uvit_tiny", **{**SIZES, **overrides})
+
+
+def make_probe(**overrides):
+    return Probe("uvit_tiny", input_size=(4, 6), overrides={**SMALL, **overrides})
+
+
+def layer_norm(x, norm):
+    centred = x - x.mean(-1, keepdim=True)
+    deviation = (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    return centred / deviation * norm.weight + norm.bias
+
+
+def block_by_formula(block, x, skip):
+    """One block on the tokens [L, D] of one image, written out head by head."""
+    width = x.shape[-1]
+    if skip is not None:
+        x = torch.cat([x, skip], -1) @ block.skip_proj.weight.T + block.skip_proj.bias
+    q, k, v = (layer_norm(x, block.norm1) @ block.qkv.weight.T).split(width, -1)
+    size, heads = width // block.num_heads, []
+    for i in range(block.num_heads):
+        part = slice(size * i, size * (i + 1))
+        weights = torch.exp(q[:, part] @ k[:, part].T / math.sqrt(size))
+        heads.append(weights / weights.sum(-1, keepdim=True) @ v[:, part])
+    x = x + torch.cat(heads, -1) @ block.proj.weight.T + block.proj.bias
+    h = layer_norm(x, block.norm2) @ block.mlp.fc1.weight.T + block.mlp.fc1.bias
+    h = h * 0.5 * (1 + torch.erf(h / math.sqrt(2)))
+    return x + h @ block.mlp.fc2.weight.T + block.mlp.fc2.bias
+
+
+def run_by_formula(backbone, inputs, routes):
+    """The routed stack [B, E + N, D], written out from what routing means.
+
+    Every token has a value at all times. A block renews the values of the tokens that it sees; the
+    skip it makes is what all tokens are worth then, whichever of them it saw.
+    """
+    done = []
+    for b, tokens in enumerate(backbone.embed(*inputs)[0][0]):
+        now, skips = tokens, {}
+        for index, block in enumerate(backbone.blocks):
+            seen = list(range(len(now)))
+            for route in routes:
+                if route.start <= index < route.end:
+                    seen = [*range(EXTRA), *(EXTRA + i for i in route.ids[b].tolist())]
+            skip = None
+            if index > len(backbone.blocks) // 2:
+                skip = skips[len(backbone.blocks) - 1 - index][seen]
+            now = now.clone()
+            now[seen] = block_by_formula(block, now[seen], skip)
+            skips[index] = now
+        done.append(now)
+    return torch.stack(done)
+
+
+@torch.no_grad()
+def assert_equals_formula(probe, backbone, routes):
+    x, t, y = probe.inputs()
+    inputs = (x.double(), t.double(), y)
+    with watching(backbone) as seen:
+        out = backbone(*inputs, routes=routes)
+    expected = run_by_formula(backbone, inputs, routes)
+    if not any(route.end == backbone.num_blocks for route in routes):
+        torch.testing.assert_close(seen[-1].after[0], expected)
+    torch.testing.assert_close(out, backbone.head((expected,), None))
+
+
+@pytest.mark.parametrize("has_skip", [False, True])
+def test_block_equals_the_formula_in_float64(has_skip):
+    backbone = make_probe().build().double()
+    block = backbone.blocks[-1 if has_skip else 0]
+    x, skip = torch.randn(2, 7, 8).double()
+    skip = skip if has_skip else None
+    got = block(x[None], None if skip is None else skip[None])[0]
+    torch.testing.assert_close(got, block_by_formula(block, x, skip))
+
+
+@pytest.mark.parametrize("depth", [2, 4, 6])
+def test_every_route_equals_the_formula(depth):
+    """Wherever a route cuts the skips, each carries the tokens of its consumer."""
+    probe = make_probe(depth=depth)
+    backbone = probe.build().double()
+    assert_equals_formula(probe, backbone, [])
+    for start, end in itertools.combinations(range(backbone.num_blocks + 1), 2):
+        assert_equals_formula(probe, backbone, [probe.route(backbone, start, end, rate=0.5)])
+
+
+def test_every_two_routes_equal_the_formula():
+    """A skip made in one route and consumed in another included."""
+    probe = make_probe()
+    backbone = probe.build().double()
+    bounds, across = range(backbone.num_blocks + 1), 0
+    for (a, b), (c, d) in itertools.product(itertools.combinations(bounds, 2), repeat=2):
+        if c < b:
+            continue
+        one, two = probe.route(backbone, a, b, 0.5), probe.route(backbone, c, d, 0.25, seed=1)
+        assert_equals_formula(probe, backbone, [one, two])
+        across += any(a <= i < b and c <= j < d for j, i in backbone.skips.items())
+    assert across > 0
+
+
+def test_the_default_range_cuts_no_skip():
+    for depth in (8, 10, 28):
+        backbone = build(depth=depth)
+        (plan,) = build_routing(
+            "tread", num_blocks=backbone.num_blocks, default_range=backbone.default_range
+        ).plans
+        assert (plan.start, plan.end) == (2, depth + 1 - 2)
+        for consumer, producer in backbone.skips.items():
+            inside = [plan.start <= index < plan.end for index in (consumer, producer)]
+            assert inside[0] == inside[1]
+
+
+def test_label_and_time_stand_ahead_and_are_never_routed():
+    probe = make_probe()
+    backbone = probe.build()
+    x, t, y = probe.inputs()
+    sinusoids = time_sinusoids(t, 8, 1000.0)
+    tokens = backbone.embed(x, t, y)[0][0]
+    torch.testing.assert_close(
+        tokens[:, 0], backbone.label_embed.table.weight[y] + backbone.positions[0]
+    )
+    torch.testing.assert_close(tokens[:, 1], sinusoids + backbone.positions[1])
+    route = probe.route(backbone, 0, backbone.num_blocks, rate=0.75)
+    with watching(backbone) as seen:
+        backbone(x, t, y, routes=[route])
+    for call in seen:
+        assert call.before[0].shape[1] == EXTRA + route.num_kept
+    assert torch.equal(seen[0].before[0][:, :EXTRA], tokens[:, :EXTRA])
+
+
+def test_time_token_follows_the_formula():
+    t = torch.tensor([0.0, 0.3, 1.0])
+    angles = [[1000 * v * 10000 ** (-2 * i / 6) for i in range(3)] for v in t.tolist()]
+    expected = [[*map(math.cos, row), *map(math.sin, row)] for row in angles]
+    torch.testing.assert_close(
+        time_sinusoids(t, 6, 1000.0), torch.tensor(expected), atol=1e-3, rtol=0
+    )
+
+
+def test_time_mlp_is_a_choice():
+    plain, mapped = build(), build(time_mlp=True)
+    new = {name for name, _ in mapped.named_parameters()} - {n for n, _ in plain.named_parameters()}
+    assert new == {f"time_embed.mlp.{i}.{kind}" for i in (0, 2) for kind in ("weight", "bias")}
+    assert mapped.time_embed.mlp[0].weight.shape == (4 * 80, 80)
+
+
+@pytest.mark.parametrize(("num_classes", "extra"), [(0, 1), (10, 2)])
+def test_every_token_has_a_learned_position(num_classes, extra):
+    backbone = build(num_classes=num_classes)
+    assert backbone.num_extra_tokens == extra
+    assert backbone.positions.requires_grad
+    assert backbone.positions.shape == (extra + 16, 80)
+    streams, _ = backbone.embed(torch.zeros(1, 3, 8, 8), torch.zeros(1), None)
+    torch.testing.assert_close(
+        streams[0][0, extra:], backbone.positions[extra:] + backbone.patch_embed.bias
+    )
+
+
+def test_convolution_comes_after_the_patches_are_joined():
+    backbone = make_probe().build()
+    tokens = torch.randn(2, EXTRA + 6, 8)
+    changed = tokens.clone()
+    changed[:, EXTRA] += 1  # the patch of pixels (0 … 1, 0 … 1) of 4x6
+    moved = backbone.head((tokens,), None) - backbone.head((changed,), None)
+    reach = moved.abs().amax(dim=(0, 1)) > 0
+    assert reach[:3, :3].all(), "one pixel beyond the patch"
+    assert reach.sum() == 9
+    joined = backbone.head((tokens,), None)
+    backbone.conv = None
+    without = backbone.head((tokens,), None)
+    conv = make_probe().build().conv
+    torch.testing.assert_close(F.conv2d(without, conv.weight, conv.bias, padding=1), joined)
+
+
+def test_the_convolution_can_be_left_out():
+    assert build(final_conv=False).conv is None
+    assert create_backbone("uvit_h_2", **{**SIZES, "input_size": 4}, depth=2).conv is None
+
+
+def test_initial_values_follow_the_table():
+    backbone = build(hidden_size=128, num_heads=4)
+    for block in backbone.blocks:
+        assert block.qkv.bias is None
+        assert block.proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
+        assert torch.equal(block.proj.bias, torch.zeros(128))
+        assert torch.equal(block.norm1.weight, torch.ones(128))
+    assert backbone.positions.std().item() == pytest.approx(0.02, rel=0.1)
+    assert backbone.label_embed.table.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_the_residual_stream_stays_in_float32_under_autocast():
+    probe = make_probe()
+    backbone = probe.build()
+    with torch.autocast("cpu", dtype=torch.bfloat16), watching(backbone) as seen:
+        backbone(*probe.inputs())
+    assert {stream.dtype for call in seen for stream in call.after} == {torch.float32}
+
+
+def test_learned_sigma_doubles_the_channels():
+    out = build(learn_sigma=True)(torch.randn(1, 3, 8, 8), torch.rand(1))
+    assert out.shape == (1, 6, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"depth": 5}, "depth=5 must be even"),
+        ({"depth": 0}, "depth=0"),
+        ({"num_heads": 3}, "hidden_size=80.*num_heads=3"),
+        ({"hidden_size": 5, "num_heads": 1}, "hidden_size=5 must be even"),
+    ],
+)
+def test_wrong_sizes(changes, words):
+    with pytest.raises(ValueError, match=words):
+        build(**changes)
+
+
+def test_ids_of_one_image_do_not_reach_another():
+    probe = make_probe()
+    backbone = probe.build()
+    inputs, route = probe.inputs(), probe.route(backbone, rate=0.5)
+    other = route.ids.clone()
+    other[1] = torch.arange(3)
+    one = backbone(*inputs, routes=[route])
+    two = backbone(*inputs, routes=[Route(route.start, route.end, other)])
+    same = (one == two).flatten(1).all(dim=1)
+    assert same.tolist() == [True, torch.equal(other[1], route.ids[1]), True]

@@ -1,0 +1,98 @@
+"""The kit as another package uses it: from a folder of its own, by pytest's command line."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tread_zoo.testing import CHECKS
+
+ROOT = Path(__file__).parents[2]
+
+STRANGER = """
+from backbones.dit import DiT
+from tread_zoo import register_backbone
+
+@register_backbone("stranger_tiny", hidden_size=32, num_heads=2)
+class Stranger(DiT):
+    pass
+
+@register_backbone("stranger_wrong", hidden_size=32, depth=4, num_heads=2)
+class Wrong(DiT):
+    def run_block(self, index, streams, condition, layout, skip):
+        tokens = streams[0] + self.positions[: streams[0].shape[1]]
+        return super().run_block(index, (tokens,), condition, layout, skip)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return an empty folder beside the stranger's package."""
+    (tmp_path / "strange_nets").mkdir()
+    (tmp_path / "strange_nets" / "__init__.py").write_text("")
+    (tmp_path / "strange_nets" / "dits.py").write_text(STRANGER)
+    (tmp_path / "work").mkdir()
+    return tmp_path / "work"
+
+
+def run_kit(folder, *arguments):
+    path = os.pathsep.join([str(ROOT), str(folder.parent)])
+    command = [sys.executable, "-m", "pytest", "-p", "tread_zoo.testing.plugin", "-q", "-rA"]
+    done = subprocess.run(
+        [*command, "--pyargs", "tread_zoo.testing", *arguments],
+        cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_strangers_backbones_are_checked(folder):
+    code, said = run_kit(
+        folder, "--backbone", "strange_nets.dits:stranger_tiny", "--backbone", "stranger_wrong",
+        "--backbone-override", "depth=3", "--backbone-input-size", "4x8", "-k", "not compiles",
+    )  # fmt: skip
+    assert code == 1, said
+    for check in set(CHECKS) - {"compiles"}:
+        assert f"strange_nets.dits:stranger_tiny-{check}]" in said, said
+    failed = [line for line in said.splitlines() if line.startswith("FAILED")]
+    assert len(failed) == 1, said
+    assert "stranger_wrong-blocks_know_what_they_declare" in failed[0]
+    assert f"{2 * (len(CHECKS) - 1) - 1} passed" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "name the backbone to check: pytest --pyargs tread_zoo.testing --backbone"),
+        (["--backbone", "dit_tinny"], "Did you mean 'dit_tiny'"),
+        (["--backbone", "not_there:x"], "No module named 'not_there'. Is it installed"),
+        (["--backbone", "dit_tiny", "--backbone-override", "depht=1"], "Did you mean 'depth'"),
+        (["--backbone", "dit_tiny", "--backbone-override", "4"], "must be KEY=VALUE"),
+        (["--backbone", "dit_tiny", "--backbone-input-size", "8by8"], "'8by8' must be a size"),
+        (["--backbone", "dit_tiny", "--backbone-input-size", "7"], "patch_size=2"),
+        (["--backbone", "dit_tiny", "--backbone-override", "depth=2"], "has 2 blocks"),
+    ],
+)
+def test_what_is_wrong_is_said_at_once(folder, arguments, words):
+    code, said = run_kit(folder, *arguments)
+    assert code not in (0, 1), said
+    assert words in said
+    assert "Traceback" not in said
+
+
+def test_the_plugin_is_light():
+    """Every pytest run where tread_zoo is installed imports it."""
+    code = "import sys, tread_zoo.testing.plugin; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_our_own_run_does_not_collect_the_kit(pytestconfig):
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", ".", "--ignore=tests"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "no tests" in done.stdout, done.stdout
+    assert "tests" in pytestconfig.getini("testpaths")

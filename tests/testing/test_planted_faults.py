@@ -1,0 +1,178 @@
+"""Each fault that the conformance kit promises to catch, planted and caught by its check."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from backbones.dit import DiT
+from backbones.mamba import Mamba
+from backbones.uvit import UViT
+from tests.testing import own_loops
+from tread_zoo import list_backbones, register_backbone, registry
+from tread_zoo.testing import CHECKS, Probe
+
+DIT = {"hidden_size": 32, "depth": 4, "num_heads": 2}
+UVIT = {"hidden_size": 16, "depth": 4, "num_heads": 2}
+MAMBA = {"hidden_size": 16, "depth": 4, "state_size": 4}
+
+
+class AddsPositionsByIndex(DiT):
+    def run_block(self, index, streams, condition, layout, skip):
+        tokens = streams[0] + 0.5 * self.positions[: streams[0].shape[1]]
+        return super().run_block(index, (tokens,), condition, layout, skip)
+
+
+class DropsOut(DiT):
+    def run_block(self, index, streams, condition, layout, skip):
+        tokens = F.dropout(streams[0], 0.1, self.training)
+        return super().run_block(index, (tokens,), condition, layout, skip)
+
+
+class CentresTheBatch(DiT):
+    def run_block(self, index, streams, condition, layout, skip):
+        tokens = streams[0] - 0.1 * streams[0].mean(dim=0)
+        return super().run_block(index, (tokens,), condition, layout, skip)
+
+
+class DetachesABlock(DiT):
+    """The residual path goes on; what the second block adds has no gradient."""
+
+    def run_block(self, index, streams, condition, layout, skip):
+        (after,) = super().run_block(index, streams, condition, layout, skip)
+        return (streams[0] + (after - streams[0]).detach() if index == 2 else after,)
+
+
+class HalvesAGradient(DiT):
+    """A backward pass that was derived wrongly."""
+
+    def run_block(self, index, streams, condition, layout, skip):
+        (after,) = super().run_block(index, streams, condition, layout, skip)
+        return ((after + after.detach()) / 2 if index == 1 else after,)
+
+
+class WritesInPlace(DiT):
+    def run_block(self, index, streams, condition, layout, skip):
+        if not torch.is_grad_enabled():
+            streams[0].mul_(1.01)
+        return super().run_block(index, streams, condition, layout, skip)
+
+
+class SeesTheBypassed(DiT):
+    def embed(self, x, t, y):
+        streams, condition = super().embed(x, t, y)
+        return streams, condition + streams[0].mean(dim=1)
+
+
+class RemembersARoute(DiT):
+    """A cache that a later call takes for its own."""
+
+    def run_block(self, index, streams, condition, layout, skip):
+        self.factor = 0.9 if layout.ids is not None else getattr(self, "factor", 1.0)
+        return super().run_block(index, (self.factor * streams[0],), condition, layout, skip)
+
+
+class HasAnUnsavedTable(DiT):
+    def embed(self, x, t, y):
+        if not hasattr(self, "table"):
+            self.table = torch.randn(self.num_tokens, len(self.positions[0])) * self.seed()
+        streams, condition = super().embed(x, t, y)
+        return (streams[0] + self.table,), condition
+
+    def seed(self):
+        return self.patch_embed.weight.detach().flatten()[0]
+
+
+class IgnoresTheLabel(DiT):
+    def embed(self, x, t, y):
+        return super().embed(x, t, None)
+
+
+class ScansInHalf(Mamba):
+    """Two streams, of which one is routed by hand and dropped."""
+
+    def run_block(self, index, streams, condition, layout, skip):
+        delta, residual = super().run_block(index, streams, condition, layout, skip)
+        return delta, residual.roll(1, dims=1) if layout.ids is not None else residual
+
+
+FAULTS = [
+    (AddsPositionsByIndex, DIT, "blocks_know_what_they_declare"),
+    (DropsOut, DIT, "pure"),
+    (RemembersARoute, DIT, "pure"),
+    (CentresTheBatch, DIT, "samples_do_not_mix"),
+    (DetachesABlock, DIT, "gradients_flow"),
+    (HalvesAGradient, DIT, "gradients_equal_differences"),
+    (WritesInPlace, DIT, "inputs_are_left_alone"),
+    (SeesTheBypassed, DIT, "bypassed_tokens_are_unseen"),
+    (HasAnUnsavedTable, DIT, "save_and_load"),
+    (IgnoresTheLabel, DIT, "conditions_matter"),
+    (ScansInHalf, MAMBA, "tokens_stay_in_place"),
+    (own_loops.IgnoresRoutes, UVIT, "ids_matter"),
+    (own_loops.IgnoresRoutes, UVIT, "blocks_see_kept_tokens"),
+    (own_loops.KeepsTheLength, UVIT, "blocks_see_kept_tokens"),
+    (own_loops.EndIsInclusive, UVIT, "blocks_see_kept_tokens"),
+    (own_loops.RoutesExtraTokens, UVIT, "blocks_see_kept_tokens"),
+    (own_loops.CountsExtraTokensAsImage, UVIT, "kept_tokens_are_the_right_ones"),
+    (own_loops.OneSetOfIdsForAll, UVIT, "kept_tokens_are_the_right_ones"),
+    (own_loops.ZeroesTheBypassed, UVIT, "bypassed_tokens_are_unchanged"),
+    (own_loops.DetachesTheBypassed, UVIT, "gradients_equal_differences"),
+    (own_loops.SkipInZeros, UVIT, "skips_carry_their_tokens"),
+    (own_loops.SkipByIndex, UVIT, "skips_carry_their_tokens"),
+    (own_loops.DetachesSkips, UVIT, "gradients_equal_differences"),
+    (own_loops.SwallowsKeywords, UVIT, "wrong_keyword"),
+    (own_loops.DecaysByKept, {}, "blocks_know_what_they_declare"),
+    (own_loops.DecaysByIndex, {}, "blocks_know_what_they_declare"),
+    (own_loops.Undeclared, {}, "blocks_know_what_they_declare"),
+    (own_loops.ScansUnsorted, {}, "scan_order_is_the_dense_one"),
+    (own_loops.LeavesTokensPermuted, {}, "tokens_stay_in_place"),
+]
+
+HEALTHY = [
+    (own_loops.OwnLoop, UVIT),
+    (own_loops.Decays, {}),
+    (own_loops.DecaysByOwnLength, {}),
+    (own_loops.Serpentine, {}),
+    (Mamba, {**MAMBA, "conv_gaps": "reset"}),
+    (UViT, {**UVIT, "time_mlp": True, "final_conv": False, "learn_sigma": True}),
+]
+
+
+@pytest.fixture
+def as_probe(monkeypatch):
+    """Return a function that registers a class, for this test alone, and returns its probe."""
+    list_backbones()
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+
+    def register(cls, overrides):
+        register_backbone("planted")(cls)
+        return Probe("planted", overrides=overrides)
+
+    return register
+
+
+@pytest.mark.parametrize(
+    ("fault", "overrides", "check"), FAULTS, ids=[f"{f.__name__}-{c}" for f, _, c in FAULTS]
+)
+def test_a_fault_is_caught(as_probe, fault, overrides, check):
+    with pytest.raises(AssertionError):
+        CHECKS[check](as_probe(fault, overrides))
+
+
+@pytest.mark.parametrize(
+    ("cls", "overrides"), HEALTHY, ids=[f"{c.__name__}{n}" for n, (c, _) in enumerate(HEALTHY)]
+)
+@pytest.mark.parametrize("check", CHECKS)
+def test_what_keeps_the_contract_passes(as_probe, cls, overrides, check):
+    CHECKS[check](as_probe(cls, overrides))
+
+
+def test_what_to_declare_is_said(as_probe):
+    with pytest.raises(AssertionError, match=r"self.block_knows = \('order',\)"):
+        CHECKS["blocks_know_what_they_declare"](as_probe(own_loops.Undeclared, {}))
+    with pytest.raises(AssertionError, match=r"'grid'\).*is: ids, order"):
+        CHECKS["blocks_know_what_they_declare"](_renamed(own_loops.DecaysByKept))
+
+
+def _renamed(cls):
+    register_backbone("planted_too")(cls)
+    return Probe("planted_too")

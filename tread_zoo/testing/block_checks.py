@@ -1,0 +1,230 @@
+"""Checks that call single blocks: which tokens they are given, and what they make of them.
+
+B batch, L = E + K tokens present, K kept tokens, E extra tokens, D width.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from tread_zoo.backbone import BLOCK_KNOWS, Backbone, Layout, Streams
+from tread_zoo.routing import Route
+from tread_zoo.seeding import make_generator
+from tread_zoo.testing.probe import BlockCall, Probe, watching
+
+NUM_TARGETS = 6
+
+
+@torch.no_grad()
+def check_inputs_are_left_alone(probe: Probe) -> None:
+    """Forward writes into none of its inputs, and no block into its streams or its skip, which
+    others may still hold."""
+    backbone = probe.build()
+    x, t, y = probe.inputs()
+    route = probe.route(backbone)
+    given = [v for v in (x, t, y, route.ids) if v is not None]
+    copies = [v.clone() for v in given]
+    with watching(backbone) as seen:
+        backbone(x, t, y, routes=[route])
+    for value, copy in zip(given, copies, strict=True):
+        assert torch.equal(value, copy), "forward writes into its inputs"
+    for call in seen:
+        streams = tuple(stream.clone() for stream in call.before)
+        skip = None if call.skip is None else call.skip.clone()
+        backbone.run_block(call.block, streams, call.condition, call.layout, skip)
+        held = [*streams] if skip is None else [*streams, skip]
+        assert not any(v._version for v in held), f"block {call.block} writes into its input"
+
+
+@torch.no_grad()
+def check_skips_carry_their_tokens(probe: Probe) -> None:
+    """A skip holds, for each token of its consumer, what that token was after the producer ran; a
+    token that bypassed the producer was then what it was when the route started."""
+    backbone = probe.build()
+    depth, inputs = backbone.num_blocks, probe.inputs()
+    if not backbone.skips:
+        return
+    middle = depth // 2
+    bounds = sorted({0, 1, middle, middle + 1, depth - 1, depth})
+    plans = [[pair] for pair in combinations(bounds, 2)]
+    plans += [[(0, middle), (middle, depth)], [(1, middle), (middle + 1, depth)]]
+    for plan in plans:
+        routes = [
+            probe.route(backbone, *pair, rate=0.5, seed=seed)
+            for seed, pair in enumerate(plan)
+            if pair[0] < pair[1]
+        ]
+        with watching(backbone) as seen:
+            backbone(*inputs, routes=routes)
+        now = backbone.embed(*inputs)[0][0]
+        made: dict[int, Tensor] = {}
+        for call in seen:
+            inside = [r for r in routes if r.start <= call.block < r.end]
+            rows = _rows(backbone, inside[0] if inside else None, len(now))
+            if call.block in backbone.skips:
+                producer = backbone.skips[call.block]
+                where = f"the skip {producer} -> {call.block} under routes {plan}"
+                assert call.skip is not None, f"{where} is missing"
+                expected = made[producer].gather(1, _wide(rows, made[producer]))
+                assert torch.equal(call.skip, expected), f"{where} has other tokens"
+            now = made[call.block] = now.scatter(1, _wide(rows, now), call.after[0])
+
+
+@torch.no_grad()
+def check_blocks_know_what_they_declare(probe: Probe) -> None:
+    """`block_knows` tells the truth: other order, other ids, a taller grid change what some block
+    gives, or change nothing.
+
+    So positions taken by index in the routed sequence, tokens scanned as if no gap lay between
+    them, or a decay divided by the number of kept tokens contradict what the backbone says.
+    """
+    backbone = probe.build()
+    knows = _what_blocks_know(probe, backbone)
+    measured = ", ".join(sorted(knows)) or "nothing"
+    if backbone.block_knows is None:
+        assert knows != {"order"}, (
+            "the order of the kept tokens changes what blocks give, but their ids do not: either "
+            "positions are taken by index in the routed sequence, which is wrong, or this is a "
+            "scan that runs over gaps; then say so: self.block_knows = ('order',)"
+        )
+        return
+    declared = set(backbone.block_knows)
+    unknown = declared.difference(BLOCK_KNOWS)
+    assert not unknown, f"block_knows={backbone.block_knows}; known: {', '.join(BLOCK_KNOWS)}"
+    assert knows == declared, (
+        f"block_knows={backbone.block_knows}, but what changes the blocks' results is: {measured}"
+    )
+
+
+@torch.no_grad()
+def check_tokens_stay_in_place(probe: Probe) -> None:
+    """Where dense blocks leave each token recognisable in its place, routed blocks do too: none
+    leaves them in the order of its scan."""
+    backbone = probe.build()
+    inputs, route = probe.inputs(), probe.route(backbone, rate=0.5)
+    with watching(backbone) as dense:
+        backbone(*inputs)
+    with watching(backbone) as routed:
+        backbone(*inputs, routes=[route])
+    for index in range(route.start, route.end):
+        extra = backbone.num_extra_tokens
+        rates = zip(_in_place(dense[index], extra), _in_place(routed[index], extra), strict=True)
+        for stream, (full, kept) in enumerate(rates):
+            assert full < 0.9 or kept > 0.75, (
+                f"block {index}: {full:.0%} of the tokens of stream {stream} are recognisable in "
+                f"their places when dense, {kept:.0%} when routed"
+            )
+
+
+def check_scan_order_is_the_dense_one(probe: Probe) -> None:
+    """If a dense block lets token a reach b and not b reach a, a routed block does not let b reach
+    a: the order of a subset is the full order with the missing tokens deleted."""
+    backbone = probe.build()
+    inputs = probe.inputs(batch=1)
+    route = probe.route(backbone, rate=0.5, batch=1)
+    places = torch.linspace(0, route.num_kept - 1, NUM_TARGETS).long().unique().tolist()
+    tokens = [int(route.ids[0, place]) for place in places]
+    with torch.no_grad(), watching(backbone) as dense:
+        backbone(*inputs)
+    with torch.no_grad(), watching(backbone) as routed:
+        backbone(*inputs, routes=[route])
+    for index in range(route.start, route.end):
+        full = _reach(backbone, dense[index], tokens)
+        kept = _reach(backbone, routed[index], places)
+        wrong = (full == 0) & (full.T > 0) & (kept > 1e-4)
+        assert not wrong.any(), (
+            f"block {index}: tokens reach, when routed, others that come before them when dense; "
+            "is the order of the kept tokens rank[ids].argsort(), undone afterwards?"
+        )
+
+
+def _rows(backbone: Backbone, route: Route | None, batch: int) -> Tensor:
+    """Return int64 [B, L]: which rows of a full stream a block sees."""
+    extra = backbone.num_extra_tokens
+    ids = torch.arange(backbone.num_tokens).expand(batch, -1) if route is None else route.ids
+    return torch.cat([torch.arange(extra).expand(batch, -1), ids + extra], dim=1)
+
+
+def _wide(rows: Tensor, stream: Tensor) -> Tensor:
+    return rows[:, :, None].expand(-1, -1, stream.shape[-1])
+
+
+def _what_blocks_know(probe: Probe, backbone: Backbone) -> set[str]:
+    """Return which of `BLOCK_KNOWS`, changed alone, changes what some routed block gives."""
+    route, other = (probe.route(backbone, rate=0.5, seed=seed) for seed in (0, 1))
+    with watching(backbone) as seen:
+        backbone(*probe.inputs(), routes=[route])
+    extra, knows = backbone.num_extra_tokens, set()
+    shuffle = torch.randperm(route.num_kept, generator=make_generator("probe shuffle"))
+    shuffle = torch.cat([torch.arange(extra), shuffle + extra])
+    taller = _taller(probe, backbone)
+    for call in seen[route.start : route.end]:
+        streams = tuple(stream[:, shuffle] for stream in call.before)
+        skip = None if call.skip is None else call.skip[:, shuffle]
+        after = backbone.run_block(call.block, streams, call.condition, call.layout, skip)
+        if _differ(after, tuple(stream[:, shuffle] for stream in call.after)):
+            knows.add("order")
+        moved = Layout(backbone.grid, extra, other.ids)
+        after = backbone.run_block(call.block, call.before, call.condition, moved, call.skip)
+        if _differ(after, call.after):
+            knows.add("ids")
+        if taller is not None:
+            larger = Layout(taller.grid, extra, route.ids)
+            after = taller.run_block(call.block, call.before, call.condition, larger, call.skip)
+            if _differ(after, call.after):
+                knows.add("grid")
+    return knows
+
+
+def _taller(probe: Probe, backbone: Backbone) -> Backbone | None:
+    """Return the backbone with the same weights on a grid of twice the rows; None if it has none.
+
+    Raster position i is the same row and column in both.
+    """
+    height, width = probe.input_size
+    try:
+        taller = dataclasses.replace(probe, input_size=(2 * height, width)).build()
+    except ValueError:
+        return None
+    own = taller.state_dict()
+    same = {k: v for k, v in backbone.state_dict().items() if own[k].shape == v.shape}
+    taller.load_state_dict(same, strict=False)
+    return taller
+
+
+def _differ(some: Streams, others: Streams) -> bool:
+    return any(
+        bool((a - b).abs().max() > 1e-5 * b.abs().max()) for a, b in zip(some, others, strict=True)
+    )
+
+
+def _in_place(call: BlockCall, extra: int) -> list[float]:
+    """Return for each stream the fraction of tokens that are most like themselves before."""
+    rates = []
+    for before, after in zip(call.before, call.after, strict=True):
+        a, b = (s[:, extra:] - s[:, extra:].mean(dim=1, keepdim=True) for s in (after, before))
+        likeness = torch.nn.functional.normalize(a, dim=-1) @ b.mT
+        likeness = likeness / b.norm(dim=-1)[:, None].clamp_min(1e-12)
+        same = likeness.argmax(dim=-1) == torch.arange(likeness.shape[-1])
+        rates.append(float(same.float().mean()))
+    return rates
+
+
+def _reach(backbone: Backbone, call: BlockCall, places: Sequence[int]) -> Tensor:
+    """Return [P, P]: how much of tokens p' comes to tokens p in one block, over the most that
+    comes to p from any token."""
+    streams = tuple(s.detach().requires_grad_() for s in call.before)
+    after = backbone.run_block(call.block, streams, call.condition, call.layout, call.skip)
+    rows = [place + backbone.num_extra_tokens for place in places]
+    generator = make_generator("probe reach")
+    weights = [torch.randn(s.shape[-1], generator=generator) for s in after]
+    reach = []
+    for row in rows:
+        seen = [(s[0, row] * w).sum() for s, w in zip(after, weights, strict=True)]
+        grads = torch.autograd.grad(seen, streams, retain_graph=True, allow_unused=True)
+        total = torch.stack([g[0].abs().sum(dim=-1) for g in grads if g is not None]).sum(dim=0)
+        reach.append(total[rows] / total.max())
+    return torch.stack(reach)

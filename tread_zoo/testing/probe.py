@@ -1,0 +1,113 @@
+"""What the checks look through: a small backbone with random weights, and a watch on its blocks.
+
+B batch, N tokens, K kept tokens, E extra tokens.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tread_zoo.backbone import Backbone, Layout, Streams
+from tread_zoo.registry import create_backbone
+from tread_zoo.routing import Route, num_kept_tokens
+from tread_zoo.seeding import make_generator
+
+BATCH = 3
+
+
+@dataclass
+class Probe:
+    """A backbone by name, at a small size, and inputs for it.
+
+    Args:
+        name: registered name.
+        input_size: height and width of the inputs; not square, to catch swapped axes.
+        overrides: keywords for `create_backbone`.
+    """
+
+    name: str
+    input_size: tuple[int, int] = (8, 12)
+    in_channels: int = 2
+    num_classes: int = 5
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, seed: int = 0) -> Backbone:
+        """Return the backbone with random weights everywhere, in float32."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            backbone = create_backbone(
+                self.name,
+                input_size=self.input_size,
+                in_channels=self.in_channels,
+                num_classes=self.num_classes,
+                **self.overrides,
+            )
+            with torch.no_grad():
+                for parameter in backbone.parameters():
+                    parameter.add_(0.05 * torch.randn_like(parameter))
+        return backbone
+
+    def inputs(self, batch: int = BATCH, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return x [B, C, H, W], t [B], y [B]."""
+        generator = make_generator("probe", seed)
+        x = torch.randn(batch, self.in_channels, *self.input_size, generator=generator)
+        t = torch.rand(batch, generator=generator)
+        y = torch.randint(max(self.num_classes, 1), (batch,), generator=generator)
+        return x, t, y if self.num_classes else None
+
+    def route(
+        self,
+        backbone: Backbone,
+        start: int = 1,
+        end: int = -1,
+        rate: float = 0.25,
+        seed: int = 0,
+        batch: int = BATCH,
+    ) -> Route:
+        """Return a route with random ids; a negative end counts from the depth."""
+        num_kept = num_kept_tokens(backbone.num_tokens, rate)
+        generator = make_generator("probe route", seed)
+        scores = torch.rand(batch, backbone.num_tokens, generator=generator)
+        ids = scores.argsort(dim=1)[:, :num_kept].sort(dim=1).values
+        return Route(start, end + backbone.num_blocks if end < 0 else end, ids)
+
+
+class BlockCall(NamedTuple):
+    """One call of `run_block`: what it was given and what it returned."""
+
+    before: Streams
+    layout: Layout
+    after: Streams
+    block: int
+    condition: Any
+    skip: Tensor | None
+
+
+@contextmanager
+def watching(backbone: Backbone) -> Iterator[list[BlockCall]]:
+    """Record every block that runs."""
+    seen: list[BlockCall] = []
+    original = backbone.run_block
+
+    def spy(
+        index: int, streams: Streams, condition: Any, layout: Layout, skip: Tensor | None
+    ) -> Streams:
+        after = original(index, streams, condition, layout, skip)
+        seen.append(BlockCall(streams, layout, after, index, condition, skip))
+        return after
+
+    backbone.run_block = spy  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        del backbone.run_block
+
+
+def bypassed(route: Route, num_tokens: int) -> Tensor:
+    """Return bool [B, N]: the tokens that a route leaves out."""
+    out = torch.ones(len(route.ids), num_tokens, dtype=torch.bool)
+    return out.scatter(1, route.ids, False)
