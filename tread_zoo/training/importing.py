@@ -257,9 +257,11 @@ def build_for(family: str, keywords: dict[str, Any]) -> Backbone:
 
 def _check_shapes(backbone: Backbone, ours: Tensors, sources: dict[str, tuple[str, ...]]) -> None:
     own = backbone.state_dict()
-    assert own.keys() == ours.keys(), (
-        f"rules and {backbone.name} differ: {own.keys() ^ ours.keys()}"
-    )
+    if own.keys() != ours.keys():
+        raise CheckpointError(
+            f"this version's {backbone.name} is built otherwise than the published network: only "
+            f"one of the two has {_listed(sorted(own.keys() ^ ours.keys()))}."
+        )
     wrong = [
         f"{' + '.join(sources.get(key, (key,)))} gives {list(tensor.shape)} for {key}, "
         f"not {list(own[key].shape)}"
