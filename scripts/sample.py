@@ -2,6 +2,8 @@
 
 python scripts/sample.py checkpoint=runs/digits_dit_tiny_tread_flow_seed0 num_images=64
 python scripts/sample.py checkpoint=… guidance.scale=2 label=3 sampler.name=heun
+
+A network that works on latents, of neither 1 nor 3 channels, gives latents.npz for its autoencoder.
 """
 
 import logging
@@ -43,20 +45,26 @@ def main(config: DictConfig) -> None:
         labels = torch.full((len(indices),), settings["label"])
     place = describe_device(next(run.backbone.parameters()).device)
     logger.info("%s, step %d, on %s, %s", run.backbone.name, run.checkpoint.step, place, sampling)
-    images = to_uint8(
-        generate(
-            run.backbone,
-            run.objective,
-            sampling,
-            indices=indices,
-            labels=labels,
-            seed=settings["seed"],
-            batch_size=settings["batch_size"],
-            precision=run.precision,
-        )
+    x = generate(
+        run.backbone,
+        run.objective,
+        sampling,
+        indices=indices,
+        labels=labels,
+        seed=settings["seed"],
+        batch_size=settings["batch_size"],
+        precision=run.precision,
     )
     out = Path(settings["out"] or run.run_dir / "generated")
     out.mkdir(parents=True, exist_ok=True)
+    if run.backbone.in_channels not in (1, 3):
+        arrays = {"arr_0": x.numpy()}
+        if labels is not None:
+            arrays["arr_1"] = labels.numpy()
+        np.savez(out / "latents.npz", **arrays)
+        logger.info("%d latents %s in %s", len(x), list(x.shape[1:]), out / "latents.npz")
+        return
+    images = to_uint8(x)
     for index, image in zip(indices, images, strict=True):
         save_png(image, out / f"{index:06d}.png")
     save_grid(images, out / "grid.png")

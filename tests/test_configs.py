@@ -49,6 +49,14 @@ def test_the_other_scripts_compose(script):
     assert given["checkpoint"] == "x"
 
 
+def test_the_import_composes():
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        given = compose("import_checkpoint", overrides=["format=sit", "in=a.pt", "out=b"])
+    assert set(as_keywords(given)) == {
+        "format", "in", "out", "objective", "num_heads", "num_classes", "drop_unknown",
+    }  # fmt: skip
+
+
 def test_a_missing_checkpoint_is_asked_for():
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         config = compose("sample")

@@ -68,8 +68,10 @@ def time_sinusoids(t: Tensor, size: int, time_scale: float) -> Tensor:
             wavelengths 2 pi … 10000 * 2 pi.
     """
     half = size // 2
-    exponent = torch.arange(half, device=t.device, dtype=torch.float32) / half
-    angle = (time_scale * t.float())[:, None] * torch.exp(-math.log(10000.0) * exponent)
+    # Multiplied before it is divided, as published networks do: the other order rounds otherwise,
+    # which at 1000 wavelengths shows in the fifth digit.
+    exponent = -math.log(10000.0) * torch.arange(half, device=t.device, dtype=torch.float32) / half
+    angle = (time_scale * t.float())[:, None] * torch.exp(exponent)
     return torch.cat([angle.cos(), angle.sin()], dim=1)
 
 

@@ -50,8 +50,16 @@ class Checkpoint:
         return self.meta["step"]
 
     def tensors(self, part: str) -> dict[str, Tensor]:
-        """Load `model`, `ema` or `optimizer` onto the CPU."""
-        return load_file(self.path / f"{part}.safetensors")
+        """Load `model`, `ema` or `optimizer` onto the CPU.
+
+        Raises:
+            CheckpointError: it has no such part; an imported one may hold `ema` alone.
+        """
+        file = self.path / f"{part}.safetensors"
+        if not file.exists():
+            there = ", ".join(sorted(path.stem for path in self.path.glob("*.safetensors")))
+            raise CheckpointError(f"{self.path} has no part {part!r}; it has {there}.")
+        return load_file(file)
 
 
 def save_checkpoint(

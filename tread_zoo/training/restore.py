@@ -6,9 +6,14 @@ from typing import Any
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.data import ImageData, build_data
-from tread_zoo.diffusion import Objective, SamplingOptions, build_objective
+from tread_zoo.diffusion import OBJECTIVES, Objective, SamplingOptions, build_objective
 from tread_zoo.runtime import resolve_device, resolve_precision
-from tread_zoo.training.checkpoints import Checkpoint, find_checkpoint, load_backbone
+from tread_zoo.training.checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    find_checkpoint,
+    load_backbone,
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,13 @@ class Restored:
 
         Raises:
             ValueError: the data has another size, other channels or other classes.
+            CheckpointError: the checkpoint was imported, and names no data.
         """
+        if "data" not in self.checkpoint.meta:
+            raise CheckpointError(
+                f"{self.checkpoint.path} was imported, and knows no data of its own to be compared "
+                "with. It can be sampled: scripts/sample.py."
+            )
         own = self.checkpoint.meta["data"]
         data = build_data(**{**self.checkpoint.meta["data_options"], **changed})
         facts = (list(data.image_size), data.channels, data.num_classes)
@@ -63,11 +74,19 @@ def restore(path: str | Path, *, weights: str, device: str, precision: str) -> R
         device, precision: see `tread_zoo.runtime`.
 
     Raises:
-        CheckpointError: there is none, or it is damaged or does not fit.
+        CheckpointError: there is none, it is damaged or does not fit, or it was imported from a
+            project whose objective this version does not have.
         ValueError: an unknown weights, device or precision.
     """
     place = resolve_device(device)
     chosen = resolve_precision(precision, place)
     checkpoint = find_checkpoint(path)
+    objective = checkpoint.meta["objective"]
+    if "imported" in checkpoint.meta and objective["name"] not in OBJECTIVES:
+        raise CheckpointError(
+            f"{checkpoint.path} was trained for objective={objective['name']!r}, which this "
+            f"version does not have: with one of {', '.join(OBJECTIVES)} it would give noise. From "
+            f"Python: load_backbone(find_checkpoint({str(path)!r})) is the network itself."
+        )
     backbone = load_backbone(checkpoint, weights).to(place)
-    return Restored(checkpoint, backbone, build_objective(**checkpoint.meta["objective"]), chosen)
+    return Restored(checkpoint, backbone, build_objective(**objective), chosen)

@@ -1,0 +1,56 @@
+"""Import, then sample, as a user does it."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.published_tensors import theirs
+from tests.scripts.test_command_line import call
+
+
+@pytest.mark.parametrize("channels", [3, 4])
+def test_import_and_sample(tmp_path, channels):
+    torch.save({"ema": theirs("sit", channels=channels)}, tmp_path / "theirs.pt")
+    said = call("import_checkpoint.py", "format=sit", "in=theirs.pt", "out=runs/sit", cwd=tmp_path)
+    assert "dit_tiny" in said
+    assert "hidden_size=64" in said
+    assert "num_heads=1 is what the published sizes have" in said
+    call(
+        "sample.py", "checkpoint=runs/sit", "num_images=3", "sampler.num_steps=2", "device=cpu",
+        cwd=tmp_path,
+    )  # fmt: skip
+    names = {path.name for path in (tmp_path / "runs/sit/generated").iterdir()}
+    if channels == 3:
+        assert names == {"grid.png", "samples.npz", *(f"{i:06d}.png" for i in range(3))}
+    else:
+        assert "latents of 4 channels" in said
+        assert names == {"latents.npz"}
+        latents = np.load(tmp_path / "runs/sit/generated/latents.npz")
+        assert latents["arr_0"].shape == (3, 4, 8, 8)
+        assert latents["arr_0"].dtype == np.float32
+        assert latents["arr_1"].tolist() == [0, 1, 2]
+
+
+def test_what_no_objective_fits_is_not_sampled(tmp_path):
+    torch.save(theirs("dit"), tmp_path / "theirs.pt")
+    said = call("import_checkpoint.py", "format=dit", "in=theirs.pt", "out=runs/dit", cwd=tmp_path)
+    assert "scripts/sample.py refuses it" in said
+    said = call("sample.py", "checkpoint=runs/dit", "num_images=1", cwd=tmp_path, expect=1)
+    assert "error: " in said
+    assert "trained for objective='ddpm'" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["format=sit", "in=nowhere.pt", "out=x"], "error: in='nowhere.pt' is no file"),
+        (["format=sitt", "in=nowhere.pt", "out=x"], "error: format='sitt' is unknown"),
+        (["in=nowhere.pt", "out=x"], "error: format is not set"),
+    ],
+)
+def test_bad_input_is_one_clear_message(tmp_path, overrides, words):
+    said = call("import_checkpoint.py", *overrides, cwd=tmp_path, expect=1)
+    assert words in said
+    assert "Traceback" not in said
+    assert list(tmp_path.iterdir()) == []

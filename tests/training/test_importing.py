@@ -1,0 +1,437 @@
+"""The import of checkpoints that have the published names and shapes."""
+
+import argparse
+import math
+import os
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from tests.published_tensors import SHAPES, dit_shapes, theirs
+from tread_zoo import create_backbone, list_backbones
+from tread_zoo.training.checkpoints import CheckpointError, find_checkpoint, load_backbone
+from tread_zoo.training.importing import build_for, import_checkpoint, read_parts
+from tread_zoo.training.published import FORMATS, Choices, recognize
+from tread_zoo.training.restore import restore
+
+
+def rwkv_has_its_norms():
+    backbone = create_backbone("rwkv_tiny", input_size=8, in_channels=1, num_classes=0)
+    return hasattr(backbone, "norm_in")
+
+
+def needs_backbone(name, *values):
+    family = FORMATS[name].backbone
+    skip = pytest.mark.skipif(
+        not list_backbones(f"{family}_*") or (family == "rwkv" and not rwkv_has_its_norms()),
+        reason=f"there is no {family} here that is built as the published one",
+    )
+    return pytest.param(name, *values, marks=skip)
+
+
+EVERY = [needs_backbone(name) for name in FORMATS]
+
+
+def imported(folder, name, content, **choices):
+    torch.save(content, folder / "theirs.pt")
+    return import_checkpoint(folder / "theirs.pt", folder / "out", format=name, **choices)
+
+
+def network(folder, name, content, **choices):
+    done = imported(folder, name, content, **choices)
+    return load_backbone(find_checkpoint(done.path))
+
+
+# Every tensor lands, and where it should ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("rows", [8, 0])
+def test_every_value_lands(tmp_path, name, rows):
+    content = theirs(name, rows=rows)
+    if name == "sit":
+        pytest.skip("two of its layers are turned; see the tests of its time")
+    own = network(tmp_path, name, content).state_dict()
+    if FORMATS[name].backbone == "dit":
+        del content["pos_embed"]  # computed
+    if name == "dis" and not rows:
+        for part in ("weight", "bias"):
+            assert not own.pop(f"final.modulation.{part}").any(), "its head is not modulated"
+    for key in own:
+        if key.endswith(".bonus"):
+            own[key] = own[key] * 16  # theirs is divided by the number of tokens
+    landed, given = (torch.cat([v.flatten() for v in d.values()]).sort()[0] for d in (own, content))
+    torch.testing.assert_close(landed, given, rtol=1e-6, atol=0)
+
+
+SIZES = {  # depth, width, heads of the published networks
+    "dit": {"s": (12, 384, 6), "b": (12, 768, 12), "l": (24, 1024, 16), "xl": (28, 1152, 16)},
+    "uvit": {"s": (12, 512, 8), "m": (16, 768, 12), "l": (20, 1024, 16), "h": (28, 1152, 16)},
+    "dis": {
+        "s": (24, 368, 0), "b": (24, 768, 0), "m": (48, 768, 0), "l": (48, 1024, 0),
+        "h": (48, 1536, 0),
+    },
+    "drwkv": {
+        "s": (13, 384, 0), "b": (25, 384, 0), "m": (25, 512, 0), "l": (37, 768, 0),
+        "h": (37, 1024, 0),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "depth", "width", "heads"),
+    [needs_backbone(n, s, *sizes) for n, of in SIZES.items() for s, sizes in of.items()],
+)
+def test_published_sizes_are_recognised_by_their_shapes(name, size, depth, width, heads):
+    conv = size != "h"  # U-ViT-H ends without the convolution
+    shapes = SHAPES[name](width=width, depth=depth, side=16, rows=1001, conv=conv)
+    tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+    form = FORMATS[name]
+    keywords = form.keywords(tensors, Choices())
+    backbone = build_for(form.backbone, {**keywords, "time_scale": form.time_scale})
+    assert backbone.name == f"{form.backbone}_{size}_2"
+    assert (backbone.input_size, backbone.in_channels, backbone.num_classes) == ((32, 32), 4, 1000)
+    assert backbone.out_channels == (4 if name == "uvit" else 8)
+    assert not heads or keywords["num_heads"] == heads
+
+
+def test_a_size_without_a_preset(tmp_path):
+    content = theirs("dit", width=96, depth=3, patch=4, channels=3, side=2, rows=0, sigma=False)
+    done = imported(tmp_path, "dit", content, num_heads=3)
+    expected = {
+        "input_size": 8, "in_channels": 3, "num_classes": 0, "patch_size": 4, "hidden_size": 96,
+        "depth": 3, "num_heads": 3, "mlp_ratio": 4.0, "learn_sigma": False, "time_scale": 1000.0,
+    }  # fmt: skip
+    assert done.config == expected
+    assert done.backbone == "dit_tiny"
+    for heads in (5, None):
+        with pytest.raises(ValueError, match="Give num_heads"):
+            FORMATS["dit"].keywords(theirs("dit", width=36), Choices(num_heads=heads))
+
+
+# The mathematics, written out anew ----------------------------------------------------------------
+
+
+def dit_by_formula(w, x, t, y, *, heads, patch, channels_out):
+    """DiT from its own tensors: t is what its sinusoids are fed."""
+    width = len(w["x_embedder.proj.bias"])
+
+    def linear(name, v):
+        return F.linear(v, w[f"{name}.weight"], w[f"{name}.bias"])
+
+    def modulated(v, shift, scale):
+        return F.layer_norm(v, (width,), eps=1e-6) * (1 + scale[:, None]) + shift[:, None]
+
+    tokens = F.conv2d(x, w["x_embedder.proj.weight"], w["x_embedder.proj.bias"], stride=patch)
+    grid = tokens.shape[2:]
+    tokens = tokens.flatten(2).mT + w["pos_embed"]
+    angle = t[:, None] * torch.tensor([10000 ** (-i / 128) for i in range(128)])
+    time = linear("t_embedder.mlp.0", torch.cat([angle.cos(), angle.sin()], 1))
+    c = linear("t_embedder.mlp.2", F.silu(time))
+    c = F.silu(c + w["y_embedder.embedding_table.weight"][y])
+    for i in range(1 + max(int(k.split(".")[1]) for k in w if k.startswith("blocks."))):
+        name = f"blocks.{i}"
+        s1, g1, a1, s2, g2, a2 = linear(f"{name}.adaLN_modulation.1", c).split(width, 1)
+        q, k, v = linear(f"{name}.attn.qkv", modulated(tokens, s1, g1)).split(width, 2)
+        mixed = []
+        for qh, kh, vh in zip(*(z.split(width // heads, 2) for z in (q, k, v)), strict=True):
+            mixed.append((qh @ kh.mT / math.sqrt(width // heads)).softmax(-1) @ vh)
+        tokens = tokens + a1[:, None] * linear(f"{name}.attn.proj", torch.cat(mixed, 2))
+        h = F.gelu(linear(f"{name}.mlp.fc1", modulated(tokens, s2, g2)), approximate="tanh")
+        tokens = tokens + a2[:, None] * linear(f"{name}.mlp.fc2", h)
+    shift, scale = linear("final_layer.adaLN_modulation.1", c).split(width, 1)
+    values = linear("final_layer.linear", modulated(tokens, shift, scale))
+    out = x.new_zeros(len(x), channels_out, *x.shape[2:])
+    for row in range(patch):
+        for column in range(patch):
+            for channel in range(channels_out):
+                place = (row * patch + column) * channels_out + channel
+                out[:, channel, row::patch, column::patch] = values[..., place].unflatten(1, grid)
+    return out
+
+
+def inputs(batch=3):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, 4, 8, 8, generator=generator), torch.tensor([0, 7, 3])
+
+
+def test_dit_equals_its_formula(tmp_path):
+    content = theirs("dit", width=128)
+    backbone, (x, y) = network(tmp_path, "dit", content), inputs()
+    step = torch.tensor([0.0, 250.0, 999.0])
+    expected = dit_by_formula(content, x, step, y, heads=2, patch=2, channels_out=8)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(backbone(x, step / 1000, y), expected, atol=1e-4, rtol=0)
+
+
+def test_sit_runs_the_other_way_and_points_the_other_way(tmp_path):
+    """x_t and its velocity are the same line: ours(x, t) = -theirs(x, 1 - t)."""
+    content = theirs("sit", width=128)
+    backbone, (x, y) = network(tmp_path, "sit", content), inputs()
+    t = torch.tensor([0.0, 0.3, 1.0])
+    expected = dit_by_formula(content, x, 1 - t, y, heads=2, patch=2, channels_out=8)
+    torch.testing.assert_close(backbone(x, t, y), -expected, atol=1e-4, rtol=0)
+    other = dit_by_formula(content, x, t, y, heads=2, patch=2, channels_out=8)
+    assert (other - expected).abs().max() > 0.01, "the test would not see the direction of time"
+
+
+def test_tread_feeds_time_as_it_is(tmp_path):
+    content = theirs("tread", width=128, sigma=False)
+    backbone, (x, y) = network(tmp_path, "tread", content), inputs()
+    label = torch.tensor([-1.5, 0.2, 1.1])
+    expected = dit_by_formula(content, x, label, y, heads=2, patch=2, channels_out=4)
+    torch.testing.assert_close(backbone(x, label, y), expected, atol=1e-4, rtol=0)
+
+
+def test_dis_directions_and_halves_keep_their_places(tmp_path):
+    content = theirs("dis")
+    own = network(tmp_path, "dis", content).state_dict()
+    for ours, name in ((0, "in_blocks.0"), (2, "mid_block"), (4, "out_blocks.1")):
+        mixer = {k.removeprefix(f"{name}.mixer."): v for k, v in content.items()}
+        for way, back in ((0, ""), (1, "_b")):
+            part = slice(96 * way, 96 * (way + 1))
+            block = f"blocks.{ours}.mixer"
+            assert torch.equal(
+                own[f"{block}.conv_weight"][part], mixer[f"conv1d{back}.weight"][:, 0]
+            )
+            assert torch.equal(own[f"{block}.select"][way], mixer[f"x_proj{back}.weight"])
+            assert torch.equal(own[f"{block}.step_weight"][way], mixer[f"dt_proj{back}.weight"])
+            rates = mixer["A_b_log" if back else "A_log"]
+            assert torch.equal(own[f"{block}.A_log"][part], rates)
+            assert torch.equal(own[f"{block}.D"][part], mixer[f"D{back}"])
+    assert torch.equal(own["blocks.4.skip_proj.weight"], content["out_blocks.1.skip_linear.weight"])
+
+
+def test_patches_are_cut_as_by_the_convolution(tmp_path):
+    content = theirs("dis", patch=4, side=2)
+    backbone, (x, _) = network(tmp_path, "dis", content), inputs()
+    weight, bias = (content[f"patch_embed.proj.{part}"] for part in ("weight", "bias"))
+    expected = F.conv2d(x, weight, bias, stride=4).flatten(2).mT + content["pos_embed"][:, 2:]
+    tokens = backbone.embed(x, torch.rand(3), None)[0][0][:, 2:]
+    torch.testing.assert_close(tokens, expected)
+
+
+# What does not fit is named -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_missing_and_unknown_tensors_are_named(tmp_path, name):
+    content = theirs(name)
+    last = sorted(k for k in content if "blocks." in k)[-1]
+    del content[last]
+    content["projectors.0.weight"] = torch.zeros(2)
+    with pytest.raises(CheckpointError) as error:
+        imported(tmp_path, name, content)
+    for words in (f"Missing: {last}", "Unknown: projectors.0.weight", f"format={name}"):
+        assert words in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_unknown_tensors_can_be_left_out(tmp_path):
+    content = {**theirs("sit"), "projectors.0.weight": torch.zeros(2)}
+    with pytest.raises(CheckpointError, match="drop_unknown=true"):
+        imported(tmp_path, "sit", content)
+    done = imported(tmp_path, "sit", content, drop_unknown=True)
+    assert any("Left out: projectors.0.weight" in note for note in done.notes)
+
+
+def test_a_tensor_of_another_shape_is_named(tmp_path):
+    content = theirs("dit")
+    content["blocks.1.attn.proj.weight"] = torch.zeros(64, 32)
+    with pytest.raises(CheckpointError, match=r"blocks\.1\.attn\.proj\.weight gives \[64, 32\]"):
+        imported(tmp_path, "dit", content)
+
+
+def test_positions_that_were_trained_are_refused(tmp_path):
+    content = theirs("dit")
+    content["pos_embed"] += 0.01
+    with pytest.raises(CheckpointError, match=r"pos_embed .* differ by 0\.01"):
+        imported(tmp_path, "dit", content)
+
+
+@pytest.mark.parametrize(
+    ("given", "claimed", "words"),
+    [
+        ("dis", "dit", "It looks like format=dis."),
+        ("dit", "dis", "It looks like format=dit or sit or tread."),
+        ("drwkv", "uvit", "It looks like format=drwkv."),
+        ("uvit", "drwkv", "It looks like format=uvit."),
+    ],
+)
+def test_another_format_is_recognised(tmp_path, given, claimed, words):
+    with pytest.raises(CheckpointError) as error:
+        imported(tmp_path, claimed, theirs(given))
+    assert words in str(error.value)
+
+
+def test_formats_do_not_look_like_each_other():
+    for name in FORMATS:
+        like = ["dit", "sit", "tread"] if SHAPES[name] is dit_shapes else [name]
+        assert recognize(theirs(name)) == like
+
+
+def test_a_network_of_nobody(tmp_path):
+    with pytest.raises(CheckpointError, match="looks like none of dit, sit"):
+        imported(tmp_path, "dit", {"conv1.weight": torch.zeros(3)})
+    with pytest.raises(CheckpointError, match="holds no network: its entries are step"):
+        imported(tmp_path, "dit", {"step": 3})
+    with pytest.raises(ValueError, match=r"format='sitt' is unknown\. Did you mean 'sit'"):
+        imported(tmp_path, "sitt", {})
+    with pytest.raises(ValueError, match="objective='edm' is none of format=sit: it has flow"):
+        imported(tmp_path, "sit", theirs("sit"), objective="edm")
+
+
+def test_a_folder_that_holds_a_checkpoint_is_not_written_over(tmp_path):
+    imported(tmp_path, "sit", theirs("sit"))
+    with pytest.raises(CheckpointError, match="holds a checkpoint already"):
+        imported(tmp_path, "sit", theirs("sit"))
+
+
+# Labels -------------------------------------------------------------------------------------------
+
+
+def test_a_table_without_a_null_row(tmp_path):
+    content = theirs("sit", rows=8)
+    table = content["y_embedder.embedding_table.weight"]
+    done = imported(tmp_path, "sit", content, num_classes=8)
+    backbone = load_backbone(find_checkpoint(done.path))
+    own = backbone.label_embed.table.weight
+    assert torch.equal(own[:8], table)
+    torch.testing.assert_close(own[8], table.mean(0))
+    assert any("do not guide with it" in note for note in done.notes)
+    with pytest.raises(ValueError, match="num_classes=5 does not fit its label table of 8 rows"):
+        FORMATS["sit"].keywords(content, Choices(num_classes=5))
+
+
+@pytest.mark.parametrize(("rows", "classes"), [(1001, 1000), (1000, 1000), (11, 10), (0, 0)])
+def test_classes_follow_from_the_table(rows, classes):
+    tensors = {k: torch.empty(s, device="meta") for k, s in dit_shapes(rows=rows).items()}
+    assert FORMATS["dit"].keywords(tensors, Choices())["num_classes"] == classes
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "model."])
+def test_prefixes_of_wrappers(tmp_path, prefix):
+    content = {f"{prefix}{key}": value for key, value in theirs("sit").items()}
+    torch.save(content, tmp_path / "x.pt")
+    parts, step = read_parts(tmp_path / "x.pt")
+    assert parts.keys() == {"ema"}
+    assert parts["ema"].keys() == theirs("sit").keys()
+    assert step == 0
+
+
+@pytest.mark.parametrize(
+    ("names", "parts"),
+    [
+        (("ema", "model"), {"ema", "model"}),
+        (("ema_state_dict", "model_state_dict"), {"ema", "model"}),
+        (("ema",), {"ema"}),
+        (("state_dict",), {"ema"}),
+    ],
+)
+def test_files_of_training_scripts(tmp_path, names, parts):
+    """The options beside the weights are an argparse.Namespace."""
+    content = {name: theirs("sit") for name in names}
+    content[names[0]] = {k: v + 1 if k.endswith("bias") else v for k, v in theirs("sit").items()}
+    content |= {"opt": {"state": {0: torch.zeros(2)}}, "args": argparse.Namespace(lr=1e-4)}
+    done = imported(tmp_path, "sit", {**content, "step": 400})
+    checkpoint = find_checkpoint(done.path)
+    assert checkpoint.step == 400
+    files = {path.stem for path in done.path.glob("*.safetensors")}
+    assert files == parts
+    bias = load_backbone(checkpoint).patch_embed.bias
+    torch.testing.assert_close(bias, theirs("sit")["x_embedder.proj.bias"] + 1)
+    if files == {"ema"}:
+        with pytest.raises(CheckpointError, match="has no part 'model'; it has ema"):
+            load_backbone(checkpoint, "model")
+
+
+def test_half_precision_becomes_float32(tmp_path):
+    content = theirs("dis")
+    done = imported(tmp_path, "dis", {key: value.bfloat16() for key, value in content.items()})
+    own = load_backbone(find_checkpoint(done.path)).state_dict()
+    assert {tensor.dtype for tensor in own.values()} == {torch.float32}
+    torch.testing.assert_close(own["norm.weight"], content["norm_f.weight"], rtol=0.01, atol=0)
+
+
+def test_safetensors(tmp_path):
+    save_file(theirs("sit"), tmp_path / "x.safetensors")
+    assert read_parts(tmp_path / "x.safetensors")[0]["ema"].keys() == theirs("sit").keys()
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.5, 0.99])
+def test_a_file_cut_short(tmp_path, part, legacy):
+    file = tmp_path / "x.pt"
+    torch.save(theirs("sit"), file, _use_new_zipfile_serialization=not legacy)
+    file.write_bytes(file.read_bytes()[: int(part * file.stat().st_size)])
+    with pytest.raises(CheckpointError, match=r"cannot be read.*download it again"):
+        import_checkpoint(file, tmp_path / "out", format="sit")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_page_saved_in_place_of_the_file(tmp_path):
+    (tmp_path / "x.pt").write_text("<!DOCTYPE html><html>Sign in</html>")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        import_checkpoint(tmp_path / "x.pt", tmp_path / "out", format="sit")
+    with pytest.raises(CheckpointError, match="is no file"):
+        import_checkpoint(tmp_path / "y.pt", tmp_path / "out", format="sit")
+
+
+class Harmful:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (self.marker,)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_code_in_a_file_is_not_run(tmp_path, legacy):
+    marker = tmp_path / "ran"
+    content = {**theirs("sit"), "args": Harmful(str(marker))}
+    torch.save(content, tmp_path / "x.pt", _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(CheckpointError, match=r"holds a \w+\.mkdir, .*could run code"):
+        import_checkpoint(tmp_path / "x.pt", tmp_path / "out", format="sit")
+    (tmp_path / "y.pt").write_bytes(pickle.dumps(content["args"], protocol=2))
+    with pytest.raises(CheckpointError):
+        import_checkpoint(tmp_path / "y.pt", tmp_path / "out", format="sit")
+    assert not marker.exists()
+
+
+# What the rest of the project makes of it ---------------------------------------------------------
+
+
+def test_an_objective_that_is_not_here_is_refused_but_the_network_is_there(tmp_path):
+    done = imported(tmp_path, "dit", theirs("dit"))
+    with pytest.raises(
+        CheckpointError, match=r"objective='ddpm', which this version does not have"
+    ):
+        restore(tmp_path / "out", weights="ema", device="cpu", precision="fp32")
+    assert any("scripts/sample.py refuses it" in note for note in done.notes)
+    assert load_backbone(find_checkpoint(tmp_path / "out")).name == "dit_tiny"
+
+
+@pytest.mark.parametrize(
+    ("name", "objective", "expected"),
+    [("sit", None, "FlowMatching"), ("tread", None, "EDM"), ("tread", "flow", "FlowMatching")],
+)
+def test_a_known_objective_is_restored(tmp_path, name, objective, expected):
+    imported(tmp_path, name, theirs(name), objective=objective)
+    run = restore(tmp_path / "out", weights="ema", device="cpu", precision="fp32")
+    assert type(run.objective).__name__ == expected
+    unset = {"name": None, "num_steps": None}
+    assert run.sampling(unset, {"scale": None}).guidance_scale == 1.0
+    with pytest.raises(CheckpointError, match="was imported, and knows no data"):
+        run.data({})
+
+
+def test_the_import_is_this_projects_network(tmp_path):
+    """The imported weights load into a network that is created by name, as any other."""
+    backbone = network(tmp_path, "sit", theirs("sit"))
+    create_backbone(backbone.name, **backbone.config).load_state_dict(backbone.state_dict())
