@@ -243,6 +243,7 @@ class RWKV(Backbone):
         if depth < 1 or depth % 2 == 0:
             raise ValueError(f"depth={depth} must be odd: skips join the halves around a middle.")
         self.skips = {depth - 1 - i: i for i in range(depth // 2)}
+        self.block_knows = ("order", "ids", "grid")
         self.patch_embed = nn.Linear(in_channels * patch_size**2, hidden_size)
         self.positions = nn.Parameter(torch.empty(self.num_tokens, hidden_size))
         self.time_embed = TimestepEmbedder(
