@@ -1,4 +1,4 @@
-"""RWKV: a bidirectional weighted mean in place of attention, after Diffusion-RWKV (arXiv 2404.04478).
+"""RWKV: a decaying mean, both ways, in place of attention (Diffusion-RWKV, arXiv 2404.04478).
 
     c = embed(t) + embed(y)
     shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = Linear(SiLU(c))
@@ -8,8 +8,8 @@
 
 Both mixes begin with the q-shift of Vision-RWKV (arXiv 2403.02308): a quarter of the channels comes
 from the left neighbour on the grid, the others from the right, upper and lower one, zero outside.
-Each projection then takes its own blend of the token and of what was shifted in, x * own + shifted *
-(1 - own), by channel:
+Each projection then takes its own blend of the token and of what was shifted in, by channel,
+blend = x * own + shifted * (1 - own):
 
     SpatialMix: r, k, v = Linear(blend_r), Linear(blend_k), Linear(blend_v)
                 Linear(sigmoid(r) * WKV(k, v, w, u)),            w = exp(log_decay) > 0
@@ -76,7 +76,9 @@ def _find_neighbours(layout: Layout, batch: int, device: torch.device) -> Neighb
     else:
         num_kept = layout.ids.shape[1]
         places = torch.full((batch, num_tokens + 1), num_kept, device=device)
-        places = places.scatter(1, layout.ids, torch.arange(num_kept, device=device).expand_as(layout.ids))
+        places = places.scatter(
+            1, layout.ids, torch.arange(num_kept, device=device).expand_as(layout.ids)
+        )
         near = places.gather(1, table[layout.ids].flatten(1)).view(batch, num_kept, 4)
     first = torch.arange(batch, device=device).view(-1, 1, 1) * num_kept
     quarters = torch.arange(4, device=device)
@@ -317,4 +319,4 @@ _SIZES = {
 
 for _size, _keywords in _SIZES.items():
     register_backbone(f"rwkv_{_size}_2", patch_size=2, **_keywords)(RWKV)
-register_backbone("rwkv_tiny", patch_size=2, hidden_size=64, depth=11)(RWKV)
+register_backbone("rwkv_tiny", patch_size=2, hidden_size=80, depth=7)(RWKV)

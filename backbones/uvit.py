@@ -198,4 +198,4 @@ _SIZES = {
 
 for _size, _keywords in _SIZES.items():
     register_backbone(f"uvit_{_size}_2", patch_size=2, **_keywords)(UViT)
-register_backbone("uvit_tiny", patch_size=2, hidden_size=80, depth=10, num_heads=2)(UViT)
+register_backbone("uvit_tiny", patch_size=2, hidden_size=88, depth=8, num_heads=2)(UViT)

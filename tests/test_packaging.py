@@ -42,3 +42,19 @@ def test_the_wheel_works_outside_the_checkout(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["ran", "dit", "mamba", "rwkv", "uvit"]
+    kit = [
+        "pytest",
+        "-q",
+        "--pyargs",
+        "tread_zoo.testing",
+        "--backbone",
+        "dit_tiny",
+        "-k",
+        "shapes",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", *kit],
+        cwd=tmp_path, env={"PYTHONPATH": str(site), "PATH": ""}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

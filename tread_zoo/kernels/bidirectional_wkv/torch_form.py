@@ -1,7 +1,7 @@
 """The bidirectional WKV in plain torch: two linear scans, carried in log space.
 
 A token's sums over those before it and over those after it follow the same recurrence, once in
-each direction. With s = w/T, d_t the distance from step t to the next one and e_t = k_t - (d_t-1) s,
+each direction. With s = w/T, d_t the distance from step t to the next, e_t = k_t - (d_t - 1) s,
 
     m_{t+1} = max(m_t - d_t s, e_t)                       the largest log-weight so far
     a_t = exp(m_t - d_t s - m_{t+1}),   b_t = exp(e_t - m_{t+1})
@@ -18,8 +18,8 @@ the quotient's two parts and f_t = exp(u + k_t - r_t),
     (∂v_t, x_t) = Σ_directions in_t + f_t g_t,           ∂k_t = v_t ∂v_t + x_t
     ∂u = Σ f_t (v_t, 1) · g_t,   ∂s = - Σ d_t q_t + (d_t - 1) (v_t, 1) · in_t
 
-No gradient passes through m and r: they cancel. All steps share each operation but two
-recurrences, which take three in-place operations a step for both directions.
+No gradient passes through m and r: they cancel. All steps share each operation but those of the
+recurrences of m, h and G, four a step for both directions.
 
 Dimensions: B batch, L length, C channels, R rows of the batch done at a time. Tensors are
 time-major: [L, 2, R, C] with the direction second, the backward one in its own time, last first.
@@ -56,8 +56,8 @@ class _Inputs(NamedTuple):
 class _Scan(NamedTuple):
     """Memory of one pass, used for every block of rows.
 
-    m, then c: [L, 2, R, C]. a, b: [L - 1, 2, R, C]. h, G: [L, 2 sums, 2, R, C]. g: [L, 2 sums, R,
-    C]. G and g are of the backward pass.
+    m, then c: [L, 2, R, C]. a, b: [L - 1, 2, R, C]. h: [L, 2 sums, 2, R, C]. For backward, G like h
+    and g [L, 2 sums, R, C].
     """
 
     m: Tensor
@@ -263,9 +263,7 @@ def _blocks(k: Tensor) -> list[slice]:
 
 
 @_forward.register_fake
-def _(
-    k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
-) -> Tensor:
+def _(k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int) -> Tensor:
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
@@ -297,13 +295,11 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 @register_flop_formula(torch.ops.tread_zoo.bidirectional_wkv)
 def _forward_flops(k: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
-    """45 B L C: 18 a direction (m 2, a 3, b 2, h 5, c 2, c h 4), and 9 for r, f, N, D and N / D."""
-    return 45 * math.prod(k)
+    """54 B L C: 21 a direction (m 2, a 4, b 3, h 5, c 3, c h 4) and 12 for r, f, N, D and N / D."""
+    return 54 * math.prod(k)
 
 
 @register_flop_formula(torch.ops.tread_zoo.bidirectional_wkv_backward)
-def _backward_flops(
-    grad: tuple[int, ...], k: tuple[int, ...], *args: Any, **kwargs: Any
-) -> int:
-    """83 B L C: 45 again, 13 a direction (c g 2, G 4, in 2, q 4, ∂s 1), and 12 for g, ∂v, ∂k, ∂u."""
-    return 83 * math.prod(k)
+def _backward_flops(grad: tuple[int, ...], k: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
+    """94 B L C: the 54 again, 15 a direction (c g 2, G 4, q and ∂s 5, in 4), 10 for g, ∂k, ∂u."""
+    return 94 * math.prod(k)

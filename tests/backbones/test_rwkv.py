@@ -1,0 +1,237 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from backbones.rwkv import ChannelMix, SpatialMix, find_neighbours, q_shift
+from tread_zoo import create_backbone
+from tread_zoo.backbone import Layout
+from tread_zoo.routing import Route, num_kept_tokens
+from tread_zoo.testing.conformance import Probe, watching
+
+GRID = (3, 5)
+NUM_TOKENS = 15
+QUARTER = num_kept_tokens(NUM_TOKENS, 0.75)
+SMALL = {"hidden_size": 16, "depth": 5}
+# Where the four quarters of the channels come from: left, right, up, down.
+OFFSETS = ((0, -1), (0, 1), (-1, 0), (1, 0))
+
+
+def make_ids(batch=2, kept=QUARTER, seed=0, num_tokens=NUM_TOKENS):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(batch, num_tokens, generator=generator)
+    return scores.argsort(dim=1)[:, :kept].sort(dim=1).values
+
+
+def randomized(module):
+    torch.manual_seed(0)
+    for parameter in module.double().parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return module
+
+
+def shift_on_the_grid(x, ids=None):
+    """Scatter into zeros, shift on the grid, gather: what `q_shift` does with a table instead."""
+    batch, _, width = x.shape
+    height, columns = GRID
+    full = x
+    if ids is not None:
+        index = ids.unsqueeze(-1).expand(-1, -1, width)
+        full = torch.zeros(batch, NUM_TOKENS, width, dtype=x.dtype).scatter(1, index, x)
+    image = F.pad(full.view(batch, height, columns, 4, width // 4), (0, 0, 0, 0, 1, 1, 1, 1))
+    parts = [
+        image[:, 1 + down : 1 + down + height, 1 + right : 1 + right + columns, i]
+        for i, (down, right) in enumerate(OFFSETS)
+    ]
+    shifted = torch.cat(parts, dim=-1).view(batch, NUM_TOKENS, width)
+    return shifted if ids is None else shifted.gather(1, index)
+
+
+def spatial_mix_by_loop(mix, x, ids):
+    """The mix written out, one token and one pair at a time; `ids` are the tokens' places."""
+    batch, num_kept, width = x.shape
+    out = torch.zeros_like(x)
+    w = mix.log_decay.exp()
+    for b in range(batch):
+        places = ids[b].tolist()
+        found = {place: x[b, i] for i, place in enumerate(places)}
+        blends = []
+        for i, place in enumerate(places):
+            row, column = divmod(place, GRID[1])
+            quarters = []
+            for q, (down, right) in enumerate(OFFSETS):
+                there = (row + down, column + right)
+                inside = 0 <= there[0] < GRID[0] and 0 <= there[1] < GRID[1]
+                source = found.get(there[0] * GRID[1] + there[1]) if inside else None
+                part = slice(q * width // 4, (q + 1) * width // 4)
+                quarters.append(
+                    torch.zeros(width // 4).double() if source is None else source[part]
+                )
+            shifted = torch.cat(quarters)
+            blends.append([x[b, i] * own + shifted * (1 - own) for own in mix.own])
+        r, k, v = (
+            [layer.weight @ blend[j] for blend in blends]
+            for j, layer in enumerate((mix.receptance, mix.key, mix.value))
+        )
+        for t in range(num_kept):
+            top = bottom = torch.zeros(width).double()
+            for i in range(num_kept):
+                distance = abs(places[t] - places[i])
+                log_weight = mix.bonus if i == t else -(distance - 1) * w / NUM_TOKENS
+                weight = torch.exp(k[i] + log_weight)
+                top, bottom = top + weight * v[i], bottom + weight
+            out[b, t] = mix.output.weight @ (torch.sigmoid(r[t]) * top / bottom)
+    return out
+
+
+@pytest.mark.parametrize("kept", [NUM_TOKENS, QUARTER])
+def test_spatial_mix_equals_the_written_out_loop(kept):
+    """At 0.25 kept too, where a decay over K tokens in place of N would show."""
+    mix = randomized(SpatialMix(8))
+    ids = make_ids(kept=kept)
+    layout = Layout(GRID, 0, None if kept == NUM_TOKENS else ids)
+    x = torch.randn(2, kept, 8, dtype=torch.float64)
+    torch.testing.assert_close(mix(x, layout), spatial_mix_by_loop(mix, x, ids))
+
+
+def test_channel_mix_equals_the_formula():
+    mix = randomized(ChannelMix(8, 4.0))
+    ids = make_ids()
+    x = torch.randn(2, QUARTER, 8, dtype=torch.float64)
+    shifted = shift_on_the_grid(x, ids)
+    r, k = (x * own + shifted * (1 - own) for own in mix.own)
+    keys = (k @ mix.key.weight.T).clamp_min(0) ** 2
+    expected = torch.sigmoid(r @ mix.receptance.weight.T) * (keys @ mix.value.weight.T)
+    torch.testing.assert_close(mix(x, Layout(GRID, 0, ids)), expected)
+
+
+@pytest.mark.parametrize("kept", [None, NUM_TOKENS, 8, QUARTER, 1])
+def test_q_shift_equals_scatter_shift_gather_to_the_bit(kept):
+    ids = None if kept is None else make_ids(batch=3, kept=kept)
+    x = torch.randn(3, kept or NUM_TOKENS, 12, requires_grad=True)
+    ours, expected = q_shift(x, Layout(GRID, 0, ids)), shift_on_the_grid(x, ids)
+    assert torch.equal(ours, expected)
+    weight = torch.randn_like(x)
+    assert torch.equal(*(torch.autograd.grad((y * weight).sum(), x)[0] for y in (ours, expected)))
+
+
+def test_q_shift_reads_no_neighbour_that_the_route_left_out():
+    ids = torch.tensor([[0, 2, 8]])  # no two of them touch on the grid of 3 x 5
+    x = torch.full((1, 3, 4), torch.inf)
+    assert torch.equal(q_shift(x, Layout(GRID, 0, ids)), torch.zeros(1, 3, 4))
+
+
+def test_neighbours_are_found_once_for_a_layout():
+    layout = Layout(GRID, 0, make_ids())
+    first = find_neighbours(layout, 2, torch.device("cpu"))
+    assert find_neighbours(layout, 2, torch.device("cpu")) is first
+    backbone = Probe("rwkv_tiny", overrides=SMALL).build()
+    probe = Probe("rwkv_tiny", overrides=SMALL)
+    with watching(backbone) as seen:
+        backbone(*probe.inputs(), routes=[probe.route(backbone)])
+    assert len({id(layout) for _, layout, _ in seen}) == 2
+    assert all(len(layout.derived) == 1 for _, layout, _ in seen)
+
+
+def test_decay_follows_the_full_length_and_the_places():
+    """Two tokens far apart weigh each other less than two neighbours, by the full length."""
+    mix = randomized(SpatialMix(8))
+    torch.nn.init.constant_(mix.log_decay, math.log(30.0))
+    x = torch.randn(1, 2, 8, dtype=torch.float64)
+    changed = x.clone()
+    changed[0, 1] += 1
+    moved = []
+    for places in ([0, 7], [0, 14]):  # no neighbours on the grid: the WKV alone joins them
+        layout = Layout(GRID, 0, torch.tensor([places]))
+        moved.append((mix(changed, layout) - mix(x, layout))[0, 0].abs().max().item())
+    near, far = moved
+    assert far / near == pytest.approx(math.exp(-7 * 30 / NUM_TOKENS), rel=1e-2)
+
+
+def test_far_tokens_stay_finite():
+    """Decays so strong that the whole sequence lies beyond the smallest float."""
+    backbone = Probe("rwkv_tiny", input_size=(32, 32), overrides=SMALL).build()
+    for block in backbone.blocks:
+        torch.nn.init.constant_(block.spatial.log_decay, math.log(1e5))
+    x, t, y = Probe("rwkv_tiny", input_size=(32, 32)).inputs()
+    ids = make_ids(batch=3, kept=64, num_tokens=256)
+    out = backbone(x, t, y, routes=[Route(1, 4, ids)])
+    out.square().mean().backward()
+    assert torch.isfinite(out).all()
+    for parameter in backbone.parameters():
+        assert torch.isfinite(parameter.grad).all()
+
+
+def test_skips_join_the_first_half_to_the_second():
+    backbone = Probe("rwkv_tiny", overrides={"hidden_size": 16, "depth": 7}).build()
+    assert backbone.skips == {6: 0, 5: 1, 4: 2}
+    has_skip = [block.skip_proj is not None for block in backbone.blocks]
+    assert has_skip == [False] * 4 + [True] * 3
+    x, condition = torch.randn(3, 24, 16), torch.randn(3, 16)
+    layout, skip = Layout(backbone.grid, 0), torch.randn(3, 24, 16)
+    block = backbone.blocks[4]
+    joined = block.skip_proj(torch.cat([x, skip], dim=-1))
+    linear, block.skip_proj = block.skip_proj, None
+    expected = block(joined, condition, layout, None)
+    block.skip_proj = linear
+    assert torch.equal(block(x, condition, layout, skip), expected)
+
+
+def test_default_route_cuts_no_skip():
+    backbone = create_backbone("rwkv_tiny", input_size=8, in_channels=1, num_classes=10)
+    start, end = backbone.default_range
+    end += backbone.num_blocks
+    for consumer, producer in backbone.skips.items():
+        assert (start <= consumer < end) == (start <= producer < end)
+
+
+def test_a_route_may_lie_anywhere():
+    probe = Probe("rwkv_tiny", overrides=SMALL)
+    backbone = probe.build()
+    ids = probe.route(backbone).ids
+    for start in range(backbone.num_blocks):
+        for end in range(start + 1, backbone.num_blocks + 1):
+            out = backbone(*probe.inputs(), routes=[Route(start, end, ids)])
+            assert torch.isfinite(out).all()
+
+
+def test_output_is_exactly_zero_at_the_start():
+    backbone = create_backbone("rwkv_tiny", input_size=8, in_channels=1, num_classes=10)
+    out = backbone(torch.randn(2, 1, 8, 8), torch.rand(2), torch.tensor([1, 2]))
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_initial_values_follow_the_table():
+    backbone = create_backbone("rwkv_tiny", input_size=8, in_channels=1, num_classes=0)
+    spatial, channel = backbone.blocks[0].spatial, backbone.blocks[0].channel
+    w = spatial.log_decay.exp()
+    assert w[[0, -1]].tolist() == pytest.approx([0.3, 30.0])
+    assert torch.equal(spatial.bonus, torch.zeros_like(spatial.bonus))
+    for own in (spatial.own, channel.own):
+        assert torch.equal(own, torch.full_like(own, 0.5))
+
+
+def test_tiny_is_the_size_of_the_other_tinies():
+    rwkv, dit = (
+        create_backbone(name, input_size=8, in_channels=1, num_classes=10)
+        for name in ("rwkv_tiny", "dit_tiny")
+    )
+    counts = [sum(p.numel() for p in backbone.parameters()) for backbone in (rwkv, dit)]
+    assert counts[0] == pytest.approx(counts[1], rel=0.1)
+
+
+def test_learned_sigma_doubles_the_channels():
+    backbone = create_backbone(
+        "rwkv_tiny", input_size=8, in_channels=3, num_classes=0, learn_sigma=True
+    )
+    assert backbone(torch.randn(1, 3, 8, 8), torch.rand(1)).shape == (1, 6, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"depth": 6}, "depth=6 must be odd"), ({"hidden_size": 66}, "hidden_size=66.*by 4")],
+)
+def test_wrong_sizes(changes, words):
+    with pytest.raises(ValueError, match=words):
+        create_backbone("rwkv_tiny", input_size=8, in_channels=1, num_classes=10, **changes)
