@@ -1,6 +1,6 @@
 """RWKV: a decaying mean, both ways, in place of attention (Diffusion-RWKV, arXiv 2404.04478).
 
-    c = embed(t) + embed(y)
+    x = LN(patches + positions);  c = embed(t) + embed(y)
     shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = Linear(SiLU(c))
     [x = Linear(cat(x, x of block depth-1-i))]             in the second half: long skips
     x = x + gate_1 * SpatialMix(LN(x) * (1 + scale_1) + shift_1)
@@ -12,7 +12,7 @@ Each projection then takes its own blend of the token and of what was shifted in
 blend = x * own + shifted * (1 - own):
 
     SpatialMix: r, k, v = Linear(blend_r), Linear(blend_k), Linear(blend_v)
-                Linear(sigmoid(r) * WKV(k, v, w, u)),            w = exp(log_decay) > 0
+                Linear(sigmoid(r) * WKV(k, v, w, u))
     ChannelMix: sigmoid(Linear(blend_r)) * Linear(relu(Linear(blend_k))^2)
 
 The grid matters twice, so a route's tokens keep their places in it: the shift brings in zeros for a
@@ -137,7 +137,7 @@ class SpatialMix(nn.Module):
         self.receptance = nn.Linear(hidden_size, hidden_size, bias=False)
         self.key = nn.Linear(hidden_size, hidden_size, bias=False)
         self.value = nn.Linear(hidden_size, hidden_size, bias=False)
-        self.log_decay = nn.Parameter(torch.empty(hidden_size))
+        self.decay = nn.Parameter(torch.empty(hidden_size))
         self.bonus = nn.Parameter(torch.empty(hidden_size))
         self.output = nn.Linear(hidden_size, hidden_size, bias=False)
 
@@ -148,7 +148,7 @@ class SpatialMix(nn.Module):
         mean = bidirectional_wkv(
             k,
             v,
-            self.log_decay.exp(),
+            self.decay,
             self.bonus,
             positions=layout.ids,
             length=layout.grid[0] * layout.grid[1],
@@ -179,9 +179,9 @@ class RWKVBlock(nn.Module):
     def __init__(self, hidden_size: int, mlp_ratio: float, has_skip: bool) -> None:
         super().__init__()
         self.skip_proj = nn.Linear(2 * hidden_size, hidden_size) if has_skip else None
-        self.norm1 = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
+        self.norm1 = nn.LayerNorm(hidden_size, eps=1e-5)
         self.spatial = SpatialMix(hidden_size)
-        self.norm2 = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
+        self.norm2 = nn.LayerNorm(hidden_size, eps=1e-5)
         self.channel = ChannelMix(hidden_size, mlp_ratio)
         self.modulation = nn.Linear(hidden_size, 6 * hidden_size)
 
@@ -254,6 +254,8 @@ class RWKV(Backbone):
             RWKVBlock(hidden_size, mlp_ratio, has_skip=index in self.skips)
             for index in range(depth)
         )
+        self.norm_in = nn.LayerNorm(hidden_size, eps=1e-5)
+        self.norm = nn.LayerNorm(hidden_size, eps=1e-5)
         self.final = AdaLNHead(hidden_size, patch_size, self.out_channels)
         self.initialize()
 
@@ -265,7 +267,8 @@ class RWKV(Backbone):
         | linear layers | Xavier uniform; biases 0 |
         | positions, time MLP, label table | normal, std 0.02; biases 0 |
         | `own` | 0.5: half the token, half what is shifted in |
-        | `log_decay` | w log-spaced over the channels, 0.3 … 30 |
+        | `decay` | log-spaced over the channels, 0.3 … 30 |
+        | norms | weight 1, bias 0 |
         | `bonus` | 0: the token weighs as its neighbour does |
         | modulation of each block and of the head | 0 |
         | last linear layer | 0 |
@@ -287,15 +290,14 @@ class RWKV(Backbone):
             if isinstance(module, SpatialMix):
                 nn.init.zeros_(module.bonus)
                 with torch.no_grad():
-                    module.log_decay.copy_(
-                        torch.linspace(math.log(SLOWEST), math.log(FASTEST), len(module.log_decay))
-                    )
+                    spaced = torch.linspace(math.log(SLOWEST), math.log(FASTEST), len(module.decay))
+                    module.decay.copy_(spaced.exp())
             if isinstance(module, RWKVBlock):
                 nn.init.zeros_(module.modulation.weight)
         self.final.zero()
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor | None) -> tuple[Streams, Tensor]:
-        tokens = self.patch_embed(patchify(x, self.patch_size)) + self.positions
+        tokens = self.norm_in(self.patch_embed(patchify(x, self.patch_size)) + self.positions)
         condition = self.time_embed(t)
         if self.label_embed is not None:
             condition = condition + self.label_embed(y, len(x))
@@ -307,7 +309,8 @@ class RWKV(Backbone):
         return (self.blocks[index](streams[0], condition, layout, skip),)
 
     def head(self, streams: Streams, condition: Tensor) -> Tensor:
-        return unpatchify(self.final(streams[0], condition), self.patch_size, self.grid)
+        tokens = self.final(self.norm(streams[0]), condition)
+        return unpatchify(tokens, self.patch_size, self.grid)
 
 
 _SIZES = {

@@ -61,6 +61,7 @@ class Mixer(Backbone):
             num_classes=num_classes,
             patch_size=patch_size,
         )
+        self.block_knows = ("order", "ids", "grid")
         width = hidden_size
         self.patch_embed = nn.Linear(in_channels * patch_size**2, width)
         self.time_embed = TimestepEmbedder(

@@ -52,7 +52,7 @@ def spatial_mix_by_loop(mix, x, ids):
     """The mix written out, one token and one pair at a time; `ids` are the tokens' places."""
     batch, num_kept, width = x.shape
     out = torch.zeros_like(x)
-    w = mix.log_decay.exp()
+    w = mix.decay
     for b in range(batch):
         places = ids[b].tolist()
         found = {place: x[b, i] for i, place in enumerate(places)}
@@ -130,14 +130,14 @@ def test_neighbours_are_found_once_for_a_layout():
     probe = Probe("rwkv_tiny", overrides=SMALL)
     with watching(backbone) as seen:
         backbone(*probe.inputs(), routes=[probe.route(backbone)])
-    assert len({id(layout) for _, layout, _ in seen}) == 2
+    assert len({id(call.layout) for call in seen}) == 2
     assert all(len(layout.derived) == 1 for _, layout, _ in seen)
 
 
 def test_decay_follows_the_full_length_and_the_places():
     """Two tokens far apart weigh each other less than two neighbours, by the full length."""
     mix = randomized(SpatialMix(8))
-    torch.nn.init.constant_(mix.log_decay, math.log(30.0))
+    torch.nn.init.constant_(mix.decay, 30.0)
     x = torch.randn(1, 2, 8, dtype=torch.float64)
     changed = x.clone()
     changed[0, 1] += 1
@@ -153,7 +153,7 @@ def test_far_tokens_stay_finite():
     """Decays so strong that the whole sequence lies beyond the smallest float."""
     backbone = Probe("rwkv_tiny", input_size=(32, 32), overrides=SMALL).build()
     for block in backbone.blocks:
-        torch.nn.init.constant_(block.spatial.log_decay, math.log(1e5))
+        torch.nn.init.constant_(block.spatial.decay, 1e5)
     x, t, y = Probe("rwkv_tiny", input_size=(32, 32)).inputs()
     ids = make_ids(batch=3, kept=64, num_tokens=256)
     out = backbone(x, t, y, routes=[Route(1, 4, ids)])
@@ -205,7 +205,7 @@ def test_output_is_exactly_zero_at_the_start():
 def test_initial_values_follow_the_table():
     backbone = create_backbone("rwkv_tiny", input_size=8, in_channels=1, num_classes=0)
     spatial, channel = backbone.blocks[0].spatial, backbone.blocks[0].channel
-    w = spatial.log_decay.exp()
+    w = spatial.decay
     assert w[[0, -1]].tolist() == pytest.approx([0.3, 30.0])
     assert torch.equal(spatial.bonus, torch.zeros_like(spatial.bonus))
     for own in (spatial.own, channel.own):

@@ -34,7 +34,7 @@ def bidirectional_wkv(
     Args:
         k: keys [B, L, C].
         v: values [B, L, C]; the output has their dtype.
-        w: decay rates [C], positive.
+        w: decay rates [C]; a negative one grows with the distance.
         u: what the token's own key is raised by [C].
         positions: p, int64 [B, L], ascending in each row, in 0 … T-1; None means 0 … L-1. A part of
             a sequence keeps the positions that its tokens have in the whole.
