@@ -131,7 +131,7 @@ def test_neighbours_are_found_once_for_a_layout():
     with watching(backbone) as seen:
         backbone(*probe.inputs(), routes=[probe.route(backbone)])
     assert len({id(call.layout) for call in seen}) == 2
-    assert all(len(layout.derived) == 1 for _, layout, _ in seen)
+    assert all(len(call.layout.derived) == 1 for call in seen)
 
 
 def test_decay_follows_the_full_length_and_the_places():
