@@ -72,7 +72,8 @@ def main(config: DictConfig) -> None:
     pairs = [(step(()), step(routes)) for _ in range(settings["num_rounds"])]
     dense, routed = (statistics.median(column) for column in zip(*pairs, strict=True))
     time_ratio = statistics.median(r / d for d, r in pairs)
-    flops = [count_flops(network, routes=used, backward=True) for used in ((), _one(routes))]
+    one = routing.draw(1, network.grid, generator)
+    flops = [count_flops(network, routes=used, backward=True) for used in ((), one)]
     flops_ratio = flops[1] / flops[0]
     logger.info("%s on %s, %s", network.name, describe_device(device), precision)
     logger.info(
@@ -89,13 +90,6 @@ def main(config: DictConfig) -> None:
         "time_ratio": time_ratio, "flops_ratio": flops_ratio,
     }  # fmt: skip
     logger.info("%s", json.dumps(record))
-
-
-def _one(routes):  # type: ignore[no-untyped-def]
-    """Return the routes of the first image alone."""
-    from tread_zoo.routing import Route
-
-    return tuple(Route(route.start, route.end, route.ids[:1].cpu()) for route in routes)
 
 
 if __name__ == "__main__":
