@@ -58,6 +58,7 @@ class Reporter:
         from tqdm.auto import tqdm
 
         self.parts, self.folder, self.precision = parts, folder, precision
+        self.machine: dict[str, str | int] = {}
         folder.mkdir(parents=True, exist_ok=True)
         if fresh:
             for name in ("checkpoints", "samples", "generated", "tensorboard", "wandb"):
@@ -78,6 +79,12 @@ class Reporter:
     def begin(self, device: torch.device, num_processes: int, origin: str) -> None:
         """Say what runs, on what, and how much of the work routing leaves."""
         parts, network = self.parts, self.parts.backbone
+        self.machine = {
+            "device": describe_device(device),
+            "precision": self.precision,
+            "num_processes": num_processes,
+            "torch": torch.__version__,
+        }
         routes = parts.routing.draw(1, network.grid, make_generator("describe", 0))
         dense = count_flops(network, backward=True)
         routed = count_flops(network, routes=routes, backward=True)
@@ -150,6 +157,7 @@ class Reporter:
             precision=self.precision,
         )
         record["protocol"] |= {"weights": "ema", "step": step}
+        record["run"] = self.machine
         (self.folder / "score.json").write_text(json.dumps(record, indent=2))
         values = {f"score/{name}": value for name, value in record["values"].items()}
         if values:
