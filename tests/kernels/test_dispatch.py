@@ -30,6 +30,8 @@ def _fresh(monkeypatch):
     monkeypatch.setattr(dispatch, "_CHOICE", dict.fromkeys(dispatch._FORMS, "auto"))
     monkeypatch.setattr(dispatch, "_PROBLEMS", {})
     monkeypatch.setattr(dispatch, "_TOLD", set())
+    monkeypatch.setattr(dispatch, "_difference_to_torch", lambda *args: None)
+    monkeypatch.setattr(dispatch, "_REFUSED", {})
 
 
 def call(op: str) -> Tensor:

@@ -20,7 +20,7 @@ from tread_zoo.training.parts import build_parts
 logger = logging.getLogger(__name__)
 
 FAILED = "failed.txt"
-OUTSIDE_PARTS = ("tracker", "device", "run_dir", "resume", "overwrite")
+OUTSIDE_PARTS = ("tracker", "device", "run_dir", "resume", "overwrite", "kernels")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ What step k draws depends on (seed, rank, k) alone: a resumed run equals an unbr
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tread_zoo.kernels import set_forms
 from tread_zoo.runtime import resolve_device, resolve_precision
 from tread_zoo.training.averaging import WeightAverage
 from tread_zoo.training.checkpoints import (
@@ -56,6 +57,7 @@ def train(
     run_dir: str,
     resume: str | None,
     overwrite: bool,
+    kernels: Mapping[str, str] | None = None,
 ) -> Path:
     """Train, and leave checkpoints, pictures, metrics and a score in `run_dir`, which is returned.
 
@@ -74,6 +76,7 @@ def train(
         resume: None starts afresh; `latest` continues from the newest checkpoint in `run_dir`, if
             there is one; anything else is a path to a checkpoint.
         overwrite: replace a run that is already in `run_dir`.
+        kernels: form by operation, "auto" for those that are not named; None leaves what is set.
 
     Raises:
         ValueError: a setting that cannot work, before anything is written.
@@ -82,6 +85,8 @@ def train(
         Stopped: a signal asked to stop; the run was saved.
     """
     check_tracker(tracker["name"])
+    if kernels is not None:
+        set_forms(kernels)
     options = TrainingOptions(**training)
     place = resolve_device(device)
     precision = resolve_precision(options.precision, place)

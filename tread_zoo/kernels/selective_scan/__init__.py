@@ -3,6 +3,7 @@
 Dimensions: B batch, L length, D channels, N states, G groups.
 """
 
+import torch
 from torch import Tensor
 
 from tread_zoo.kernels.dispatch import Form, choose, register
@@ -11,6 +12,17 @@ from tread_zoo.kernels.selective_scan.fused import selective_scan_fused as _fuse
 from tread_zoo.kernels.selective_scan.naive import selective_scan_naive
 from tread_zoo.kernels.selective_scan.torch_form import selective_scan_torch
 
+
+def _example(device: torch.device) -> tuple[Tensor | None, ...]:
+    generator = torch.Generator().manual_seed(0)
+    batch, length, width, groups, size = 2, 70, 24, 2, 8
+    u, delta = (torch.randn(batch, length, width, generator=generator) for _ in range(2))
+    B, C = (torch.randn(batch, length, groups, size, generator=generator) for _ in range(2))
+    A, D = -torch.arange(1.0, size + 1).expand(width, -1), torch.ones(width)
+    tensors = (u, torch.nn.functional.softplus(delta), A.contiguous(), B, C, D)
+    return *(x.to(device) for x in tensors), None
+
+
 register(
     "selective_scan",
     [
@@ -18,6 +30,7 @@ register(
         Form("torch", selective_scan_torch),
         Form("naive", selective_scan_naive),
     ],
+    _example,
 )
 
 
