@@ -251,6 +251,7 @@ def build_for(family: str, keywords: dict[str, Any]) -> Backbone:
         defaults = get_backbone_entry(candidate).keywords()
         if all({**defaults, **keywords}[key] == value for key, value in preset.items()):
             name = candidate
+            break
     with torch.device("meta"):
         return create_backbone(name, **keywords)
 
