@@ -34,25 +34,25 @@ def report(tmp_path, **values):
     return write_report(cells, results, tmp_path, title="Title", command="do it")
 
 
-def with_values(**values):
-    return dataclasses.replace(RESULT, values={**RESULT.values, **values})
+def with_values(by_level=(), **values):
+    return dataclasses.replace(RESULT, values={**RESULT.values, **values}, by_level=by_level)
 
 
 def test_mean_and_range_over_seeds(tmp_path):
     text = report(
         tmp_path,
         results={
-            ("none", 0): with_values(held_out_loss=0.40),
-            ("none", 1): with_values(held_out_loss=0.42),
-            ("tread", 0): with_values(agreement=0.8, held_out_loss=0.43),
-            ("tread", 1): with_values(agreement=1.0, held_out_loss=0.41),
+            ("none", 0): with_values(held_out_loss=0.40, by_level=(0.1, 0.7)),
+            ("none", 1): with_values(held_out_loss=0.42, by_level=(0.1, 0.7)),
+            ("tread", 0): with_values((0.2, 0.6), agreement=0.8, held_out_loss=0.43),
+            ("tread", 1): with_values((0.4, 0.4), agreement=1.0, held_out_loss=0.41),
         },
     )
     rows = {line.split(" | ")[0].strip("| `"): line for line in text.splitlines() if "|" in line}
     assert "0.4100 (0.4000 … 0.4200)" in text
     assert "90.0 (80.0 … 100.0)" in text
     assert rows["held-out real images"].startswith("| held-out real images | 98.6 | 0.39 |")
-    assert "`tread` | +0.0300, -0.0100" in text
+    assert "`tread` | +0.0300, -0.0100 | +0.2000, -0.2000 |" in text
     assert "| 0.75 |" in text
     assert "do it" in text
     assert "CPU, 1 thread" in text

@@ -29,6 +29,7 @@ class RunResult:
         images_per_s: the median over the lines of the log.
         protocol: how the scores were made.
         machine: what the run ran on.
+        by_level: the held-out loss of each fourth of the noise levels, the lowest first.
         failed: why it did not end, or "".
     """
 
@@ -41,6 +42,7 @@ class RunResult:
     images_per_s: float
     protocol: dict[str, Any]
     machine: dict[str, Any]
+    by_level: tuple[float, ...] = ()
     failed: str = ""
 
 
@@ -58,17 +60,13 @@ def read_run(folder: Path) -> RunResult:
     if not failed.exists():
         score = json.loads((folder / "score.json").read_text())
     rows = read_metrics(folder)
-    values = dict(score["values"])
-    losses = [row["held_out_loss"] for row in rows if "held_out_loss" in row]
-    if losses and not failed.exists():
-        values["held_out_loss"] = losses[-1]
     speed = statistics.median(row["images_per_s"] for row in rows if "images_per_s" in row)
     training = settings["training"]
     images = training["batch_size"] * training["gradient_accumulation_steps"]
     images *= training["num_steps"] * score["run"].get("num_processes", 1)
     parameters, flops, flops_dense = _cost(settings)
     return RunResult(
-        values=values,
+        values=score["values"],
         real=score["real"],
         parameters=parameters,
         flops=flops,
@@ -77,6 +75,7 @@ def read_run(folder: Path) -> RunResult:
         images_per_s=speed,
         protocol=score["protocol"],
         machine=score["run"],
+        by_level=tuple(score.get("held_out_loss_by_level", ())),
         failed=failed.read_text() if failed.exists() else "",
     )
 

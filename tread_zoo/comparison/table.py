@@ -22,7 +22,9 @@ QUALITY: dict[str, tuple[str, float, str]] = {  # name -> title, factor, format
     "isc": ("inception score", 1, ".2f"),
     "held_out_loss": ("held-out loss", 1, ".4f"),
 }
-SAME_PROTOCOL = ("data", "reference", "labels", "sampling", "extractor", "weights", "step")
+SAME_PROTOCOL = (
+    "data", "reference", "labels", "sampling", "extractor", "weights", "step", "held_out_draws",
+)  # fmt: skip
 
 
 def write_report(
@@ -158,30 +160,34 @@ def _protocol(cells: Sequence[Cell], results: Sequence[RunResult]) -> str:
 def _paired(
     cells: Sequence[Cell], results: Sequence[RunResult], fields: Sequence[str]
 ) -> list[str]:
-    """Return, for each setting with routes, its held-out loss less the dense one, seed by seed."""
+    """Return, for each setting with routes, its held-out loss less the dense one's, by seed and by
+    noise level."""
     if "routing" not in fields:
         return []
-    losses = {
-        tuple(cell.choices.items()): result.values.get("held_out_loss")
-        for cell, result in zip(cells, results, strict=True)
-    }
-    differences: dict[tuple[str, ...], list[float]] = {}
-    for cell in cells:
-        base = losses.get(tuple({**cell.choices, "routing": "none"}.items()))
-        own = losses[tuple(cell.choices.items())]
-        if base is not None and own is not None and cell.choices["routing"] != "none":
+    by_choices = {tuple(cell.choices.items()): r for cell, r in zip(cells, results, strict=True)}
+    pairs: dict[tuple[str, ...], list[tuple[RunResult, RunResult]]] = {}
+    for cell, result in zip(cells, results, strict=True):
+        base = by_choices.get(tuple({**cell.choices, "routing": "none"}.items()))
+        if cell.choices["routing"] == "none" or base is None:
+            continue
+        if "held_out_loss" in base.values and "held_out_loss" in result.values:
             key = tuple(cell.choices[field] for field in fields)
-            differences.setdefault(key, []).append(own - base)
-    if not differences:
+            pairs.setdefault(key, []).append((base, result))
+    if not pairs:
         return []
     lines = [
-        "Held-out loss less that of the dense run of the same seed:",
+        "Held-out loss less that of the dense run of the same seed; by level: the mean over seeds, "
+        "for the fourths of the noise levels from the lowest to the highest:",
         "",
-        _row([*fields, "each seed"]),
-        _row(["---"] * (len(fields) + 1)),
+        _row([*fields, "each seed", "by level"]),
+        _row(["---"] * (len(fields) + 2)),
     ]
-    for key, found in differences.items():
-        lines.append(_row([*(f"`{k}`" for k in key), ", ".join(f"{d:+.4f}" for d in found)]))
+    for key, found in pairs.items():
+        losses = [r.values["held_out_loss"] - b.values["held_out_loss"] for b, r in found]
+        levels = [[x - y for x, y in zip(r.by_level, b.by_level, strict=True)] for b, r in found]
+        means = [statistics.mean(column) for column in zip(*levels, strict=True)]
+        texts = [", ".join(f"{d:+.4f}" for d in row) for row in (losses, means)]
+        lines.append(_row([*(f"`{part}`" for part in key), *texts]))
     return lines
 
 
@@ -190,7 +196,8 @@ def _flat(result: RunResult) -> dict[str, object]:
         name: getattr(result, name)
         for name in ("parameters", "flops", "flops_dense", "seconds", "images_per_s", "failed")
     }
-    return {**result.values, **plain}
+    levels = {f"held_out_loss_{i}": loss for i, loss in enumerate(result.by_level)}
+    return {**result.values, **levels, **plain}
 
 
 def _row(texts: Sequence[str]) -> str:

@@ -139,22 +139,45 @@ def describe_record(record: dict[str, Any]) -> list[str]:
 
 @torch.no_grad()
 def held_out_loss(
-    backbone: Backbone, objective: Objective, data: ImageData, *, seed: int, precision: str
-) -> float | None:
-    """Return the dense loss on held-out images at fixed draws of level and noise, or None.
+    backbone: Backbone,
+    objective: Objective,
+    data: ImageData,
+    *,
+    seed: int,
+    precision: str,
+    num_draws: int = 1,
+) -> tuple[float, list[float]] | None:
+    """Return the dense loss on held-out images at fixed draws of level and noise.
 
-    The draws depend on the seed alone, so the numbers of different steps and networks compare.
+    The draws depend on the seed alone, so the numbers of different steps and networks compare, pair
+    by pair.
+
+    Args:
+        backbone, objective, data: the network and what it was trained with.
+        seed: of the draws.
+        precision: resolved, see `tread_zoo.runtime`.
+        num_draws: levels and noises for each image; more of them make the numbers less noisy.
+
+    Returns:
+        The mean, and the means of the fourths of the draws from the lowest levels to the highest;
+        None if nothing was held out.
     """
     if data.held_out is None:
         return None
     images, labels = stack_part(data.held_out, HELD_OUT_IMAGES)
     device = next(backbone.parameters()).device
-    draw = objective.draw(images.shape, make_generator("held_out", seed)).to(device)
     y = labels.to(device) if backbone.num_classes else None
     x = to_model_range(images.to(device))
-    with autocast(device, precision):
-        losses = objective.loss(lambda x_t, t: backbone(x_t, t, y), x, draw)
-    return float(losses.mean())
+    losses, levels = [], []
+    for number in range(num_draws):
+        parts = (seed,) if number == 0 else (seed, number)
+        draw = objective.draw(images.shape, make_generator("held_out", *parts)).to(device)
+        with autocast(device, precision):
+            losses.append(objective.loss(lambda x_t, t: backbone(x_t, t, y), x, draw).float())
+        levels.append(draw.level)
+    by_level = torch.cat(losses)[torch.cat(levels).argsort()]
+    fourths = [float(part.mean()) for part in by_level.tensor_split(4)]
+    return float(by_level.double().mean()), fourths
 
 
 def stack_part(dataset: Dataset, count: int) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 GRID_IMAGES = 100
 GRID_SEED = 0
 HELD_OUT_SEED = 0
+HELD_OUT_DRAWS = 8  # for each image, at the end of a run
 
 
 class Reporter:
@@ -137,11 +138,11 @@ class Reporter:
         save_grid(to_uint8(images), path)
         for tracker in self.trackers:
             tracker.image(step, "samples", path)
-        loss = held_out_loss(
+        held_out = held_out_loss(
             network, parts.objective, parts.data, seed=HELD_OUT_SEED, precision=self.precision
         )
-        if loss is not None:
-            self.numbers(step, {"held_out_loss": loss})
+        if held_out is not None:
+            self.numbers(step, {"held_out_loss": held_out[0]})
 
     def finish(self, network: Backbone, step: int) -> None:
         """Plot the losses and score the averaged weights."""
@@ -157,6 +158,14 @@ class Reporter:
             precision=self.precision,
         )
         record["protocol"] |= {"weights": "ema", "step": step}
+        held_out = held_out_loss(
+            network, parts.objective, parts.data,
+            seed=HELD_OUT_SEED, precision=self.precision, num_draws=HELD_OUT_DRAWS,
+        )  # fmt: skip
+        if held_out is not None:
+            record["values"]["held_out_loss"] = held_out[0]
+            record["held_out_loss_by_level"] = held_out[1]
+            record["protocol"]["held_out_draws"] = HELD_OUT_DRAWS
         record["run"] = self.machine
         (self.folder / "score.json").write_text(json.dumps(record, indent=2))
         values = {f"score/{name}": value for name, value in record["values"].items()}
