@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from tread_zoo.evaluation.flops import count_flops
+from tread_zoo.evaluation.flops import count_flops, training_flops
 from tread_zoo.registry import create_backbone
 from tread_zoo.routing import build_routing
-from tread_zoo.seeding import make_generator
 from tread_zoo.training.trackers import read_metrics
 
 
@@ -23,7 +22,8 @@ class RunResult:
         values: scores of the averaged weights, `held_out_loss` among them; `real` has what real
             images score.
         parameters: of the network.
-        flops: of a training step, forward and backward, an image, as it was routed.
+        flops: of a training step, forward and backward, an image, as it was routed: the mean over
+            the run where a schedule changes the routing.
         flops_dense: the same without routes.
         seconds: of all training steps at the median speed; sampling, saving and scoring excluded.
         images_per_s: the median over the lines of the log.
@@ -90,9 +90,8 @@ def _cost(settings: dict[str, Any]) -> tuple[int, int, int]:
         default_selector=network.default_selector,
         default_range=network.default_range,
     )
-    routes = routing.draw(1, network.grid, make_generator("cost", 0))
     return (
         sum(p.numel() for p in network.parameters()),
-        count_flops(network, routes=routes, backward=True),
+        round(training_flops(network, routing, settings["training"]["num_steps"])),
         count_flops(network, backward=True),
     )

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from tread_zoo.kernels import set_forms
-from tread_zoo.runtime import resolve_device, resolve_precision
+from tread_zoo.routing import resolve_routes
+from tread_zoo.runtime import autocast, resolve_device, resolve_precision
 from tread_zoo.training.averaging import WeightAverage
 from tread_zoo.training.checkpoints import (
     Checkpoint,
@@ -224,10 +225,20 @@ def _optimize(
 
 
 def loss_of(model: torch.nn.Module, parts: Parts, drawn: StepDraw) -> Tensor:
-    """Return the mean loss of one micro-step, a scalar."""
+    """Return the mean loss of one micro-step, a scalar.
+
+    Routes that keep tokens by importance become concrete here, ahead of the forward pass: the
+    importance is computed by the backbone itself, not by what accelerate wrapped around it, in the
+    precision of the run.
+    """
 
     def network(x: Tensor, t: Tensor) -> Tensor:
-        return model(x, t, drawn.labels, routes=drawn.routes)
+        def importance(start: int) -> Tensor:
+            precision = resolve_precision(parts.options.precision, x.device)
+            with autocast(x.device, precision):
+                return parts.backbone.importance(x, t, drawn.labels, start)
+
+        return model(x, t, drawn.labels, routes=resolve_routes(drawn.routes, importance))
 
     return parts.objective.loss(network, drawn.images, drawn.draw).mean()
 

@@ -15,11 +15,10 @@ from tread_zoo.backbone import Backbone
 from tread_zoo.data import to_uint8
 from tread_zoo.diffusion import default_labels, generate
 from tread_zoo.evaluation.evaluate import describe_record, evaluate, held_out_loss
-from tread_zoo.evaluation.flops import count_flops
+from tread_zoo.evaluation.flops import count_flops, training_flops
 from tread_zoo.evaluation.pictures import plot_losses, save_grid
 from tread_zoo.kernels import describe
 from tread_zoo.runtime import describe_device
-from tread_zoo.seeding import make_generator
 from tread_zoo.training.parts import Parts
 from tread_zoo.training.trackers import build_trackers, read_metrics
 
@@ -86,9 +85,9 @@ class Reporter:
             "num_processes": num_processes,
             "torch": torch.__version__,
         }
-        routes = parts.routing.draw(1, network.grid, make_generator("describe", 0))
         dense = count_flops(network, backward=True)
-        routed = count_flops(network, routes=routes, backward=True)
+        routed = training_flops(network, parts.routing, parts.options.num_steps)
+        mean = ", on average over training" if parts.routing.is_scheduled else ""
         facts = parts.settings["data"]
         size = "x".join(map(str, [facts["channels"], *facts["image_size"]]))
         place = f"{describe_device(device)}; {self.precision}; {num_processes} process(es)"
@@ -100,7 +99,7 @@ class Reporter:
                      f"{facts['num_classes']} classes"],
             "backbone": [f"{network.name}: {millions:.2f} M parameters"],
             "routing": [f"{parts.routing.describe(network.grid)}",
-                        f"{routed / 1e6:.1f} MFLOPs an image, forward and backward; "
+                        f"{routed / 1e6:.1f} MFLOPs an image, forward and backward{mean}; "
                         f"dense {dense / 1e6:.1f}"],
             "run": [f"{self.folder} {origin}, {parts.options.num_steps} steps in all"],
         }  # fmt: skip
