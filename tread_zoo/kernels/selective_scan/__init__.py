@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from tread_zoo.kernels.dispatch import Form, choose, register
-from tread_zoo.kernels.selective_scan import fused
+from tread_zoo.kernels.selective_scan import fused, triton_form
 from tread_zoo.kernels.selective_scan.fused import selective_scan_fused
 from tread_zoo.kernels.selective_scan.gaps import scan_with_gaps
 from tread_zoo.kernels.selective_scan.naive import selective_scan_naive
 from tread_zoo.kernels.selective_scan.torch_form import selective_scan_torch
+from tread_zoo.kernels.selective_scan.triton_form import selective_scan_triton
 
 register(
     "selective_scan",
@@ -23,6 +24,14 @@ register(
             fused.INSTALL,
             fused.unsuited,
             fused.limits,
+        ),
+        Form(
+            "triton",
+            selective_scan_triton,
+            triton_form.MODULE,
+            triton_form.INSTALL,
+            triton_form.unsuited,
+            triton_form.limits,
         ),
         Form("torch", selective_scan_torch),
         Form("naive", selective_scan_naive),
