@@ -13,6 +13,7 @@ import difflib
 import importlib
 import importlib.util
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +95,8 @@ def register(op: str, forms: Iterable[Form], example: Example) -> None:
         package = (form.module or "torch").split(".")[0]
         if form.module is not None and importlib.util.find_spec(package) is None:
             _PROBLEMS[form.module] = f"no module named {package!r}"
+        elif form.module in sys.modules:  # triton: torch imports it
+            _PROBLEMS[form.module] = None
 
 
 def import_problem(module: str) -> str | None:
