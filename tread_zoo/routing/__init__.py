@@ -4,10 +4,12 @@ from tread_zoo.routing.orders import ORDERS, inverse, scan_order
 from tread_zoo.routing.pending import PendingRoute, resolve_routes
 from tread_zoo.routing.plan import SELECTOR_NAMES, RoutePlan, Routing, build_routing
 from tread_zoo.routing.routes import Route, check_routes, num_kept_tokens
+from tread_zoo.routing.scans import GAPS, Scan, check_scan, make_scan, reverse_gaps
 from tread_zoo.routing.schedules import SCHEDULES, RateSchedule
 from tread_zoo.routing.selectors import SELECTORS, Selector, build_selector
 
 __all__ = [
+    "GAPS",
     "ORDERS",
     "SCHEDULES",
     "SELECTORS",
@@ -17,12 +19,16 @@ __all__ = [
     "Route",
     "RoutePlan",
     "Routing",
+    "Scan",
     "Selector",
     "build_routing",
     "build_selector",
     "check_routes",
+    "check_scan",
     "inverse",
+    "make_scan",
     "num_kept_tokens",
     "resolve_routes",
+    "reverse_gaps",
     "scan_order",
 ]
