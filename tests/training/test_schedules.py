@@ -155,7 +155,8 @@ def test_a_scheduled_run_by_importance_tells_its_cost_and_resumes_to_the_bit(
     mean = training_flops(parts.backbone, parts.routing, 6)
     assert "see 4 … 12 of 16 tokens (norm; rate 0.75 to 0.25, linear)" in caplog.text
     assert f"{mean / 1e6:.1f} MFLOPs an image, forward and backward, on average over" in caplog.text
-    assert read_run(unbroken).flops == round(mean)
+    parts.backbone.checkpoint_blocks = False  # the table leaves out what is computed twice
+    assert read_run(unbroken).flops == round(training_flops(parts.backbone, parts.routing, 6))
 
     original = module.draw_step
 
