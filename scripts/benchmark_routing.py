@@ -5,6 +5,9 @@ python scripts/benchmark_routing.py backbone=mamba backbone.hidden_size=192
 
 Dense and routed steps (forward, backward, AdamW) take turns, so that a machine whose speed drifts
 slows both; the medians and the ratio of each pair are printed. The last line is JSON.
+
+A routing with a schedule is timed at its first rate; the FLOPs over the whole schedule are printed
+beside it. With selector=norm the importance is computed in every routed step, as in training.
 """
 
 import json
@@ -21,6 +24,8 @@ from tread_zoo.cli import as_keywords, clear_errors, register_configs
 register_configs()
 logger = logging.getLogger(__name__)
 
+SCHEDULE_STEPS = 10000  # of the run over which a schedule is averaged
+
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="benchmark_routing")
 @clear_errors
@@ -28,9 +33,9 @@ def main(config: DictConfig) -> None:
     import torch
 
     from tread_zoo import create_backbone
-    from tread_zoo.evaluation.flops import count_flops
+    from tread_zoo.evaluation.flops import count_flops, training_flops
     from tread_zoo.kernels import set_forms
-    from tread_zoo.routing import Route, build_routing
+    from tread_zoo.routing import PendingRoute, Route, build_routing, resolve_routes
     from tread_zoo.runtime import autocast, describe_device, resolve_device, resolve_precision
     from tread_zoo.seeding import make_generator
 
@@ -58,10 +63,11 @@ def main(config: DictConfig) -> None:
     y = torch.randint(network.num_classes, (batch,), device=device) if network.num_classes else None
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=device.type != "mps")
 
-    def step(used: Sequence[Route]) -> float:
+    def step(used: Sequence[Route | PendingRoute]) -> float:
         began = time.perf_counter()
         with autocast(device, precision):
-            out = network(x, t, y, routes=used)
+            concrete = resolve_routes(used, lambda start: network.importance(x, t, y, start))
+            out = network(x, t, y, routes=concrete)
         (out.float() - x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -87,9 +93,13 @@ def main(config: DictConfig) -> None:
         "time ratio %.3f, FLOPs ratio %.3f: %.3f of it",
         time_ratio, flops_ratio, time_ratio / flops_ratio,
     )  # fmt: skip
+    schedule_ratio = training_flops(network, routing, SCHEDULE_STEPS) / flops[0]
+    if routing.is_scheduled:
+        logger.info("over the whole schedule the FLOPs ratio is %.3f on average", schedule_ratio)
     record = {
         "backbone": network.name, "dense_ms": dense * 1e3, "routed_ms": routed * 1e3,
         "time_ratio": time_ratio, "flops_ratio": flops_ratio,
+        "schedule_flops_ratio": schedule_ratio,
     }  # fmt: skip
     logger.info("%s", json.dumps(record))
 

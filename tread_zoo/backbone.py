@@ -210,9 +210,7 @@ class Backbone(nn.Module, ABC):
         """
         self._check(x, t, y, ())
         if not 0 <= start <= self.num_blocks:
-            raise ValueError(
-                f"start={start} is not in 0 … {self.num_blocks}, the number of blocks."
-            )
+            raise ValueError(f"start={start} is not in 0 … {self.num_blocks}, the depth.")
         streams, condition = self.embed(x, t, y)
         dense = Layout(self.grid, self.num_extra_tokens)
         skips: dict[int, Tensor] = {}

@@ -3,7 +3,7 @@ import logging
 import pytest
 import torch
 
-from tread_zoo.routing import build_routing
+from tread_zoo.routing import SELECTORS, build_routing, build_selector
 from tread_zoo.seeding import make_generator
 
 
@@ -65,6 +65,14 @@ def test_rate_is_the_fraction_that_bypasses():
         3, (4, 4), make_generator("test")
     )
     assert route.ids.shape == (3, 12)
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_a_shared_draw_is_one_draw_for_the_whole_batch(name):
+    routing = build_routing("tread", num_blocks=12, selector=name, shared=True)
+    (route,) = routing.draw(5, (6, 6), make_generator("test"))
+    alone = build_selector(name)(1, (6, 6), 18, make_generator("test"))
+    assert torch.equal(route.ids, alone.expand(5, -1))
 
 
 def test_draw_repeats_from_the_same_generator():

@@ -1,7 +1,9 @@
+import math
+
 import pytest
 import torch
 
-from tread_zoo.routing import SELECTORS, build_selector, num_kept_tokens
+from tread_zoo.routing import SELECTORS, build_selector, num_kept_tokens, scan_order
 from tread_zoo.seeding import make_generator
 
 RATES = (0.25, 0.5, 0.625, 0.75)
@@ -81,9 +83,62 @@ def test_segments_are_contiguous():
     assert set(kept.sum(-1).flatten().tolist()) == {0, 8}
 
 
+@pytest.mark.parametrize("order", ["raster", "serpentine", "hilbert"])
+@pytest.mark.parametrize("grid", [(4, 16), (8, 8), (5, 7)])
+def test_segments_are_contiguous_along_their_order(order, grid):
+    num_tokens = grid[0] * grid[1]
+    num_kept = num_tokens // 3 // 4 * 4
+    ids = draw("segments", grid=grid, num_kept=num_kept, segment_length=4, segment_order=order)
+    along = mask(ids, grid).flatten(1)[:, scan_order(order, grid)]
+    whole = along[:, : num_tokens // 4 * 4].view(8, -1, 4).sum(-1)
+    # The last piece of an odd grid is shorter, and then one segment is cut to reach the count.
+    cut = ((whole > 0) & (whole < 4)).sum(-1)
+    assert (cut <= (num_tokens % 4 > 0)).all()
+
+
+@pytest.mark.parametrize("order", ["serpentine", "hilbert"])
+def test_segments_of_every_order_keep_all_tokens_alike(order):
+    kept = draw("segments", batch=20000, grid=(5, 7), num_kept=17, segment_order=order)
+    share = mask(kept, (5, 7)).float().mean(0)
+    torch.testing.assert_close(share, torch.full((5, 7), 17 / 35), atol=0.018, rtol=0)
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("grid", [(8, 8), (5, 7), (1, 9)])
+def test_structured_keeps_the_floor_or_the_ceiling_of_each_square_s_share(rate, grid):
+    num_tokens = grid[0] * grid[1]
+    num_kept = num_kept_tokens(num_tokens, rate)
+    kept = mask(draw("structured", batch=500, grid=grid, num_kept=num_kept), grid)
+    for row in range(0, grid[0], 2):
+        for col in range(0, grid[1], 2):
+            square = kept[:, row : row + 2, col : col + 2].flatten(1)
+            share = num_kept * square.shape[1] / num_tokens
+            found = set(square.sum(1).tolist())
+            assert found <= {math.floor(share + 1e-9), math.ceil(share - 1e-9)}
+
+
+@pytest.mark.parametrize("num_kept", [9, 17, 22])
+def test_structured_keeps_all_tokens_of_an_odd_grid_alike(num_kept):
+    """Squares at the edge are smaller: the rounding of their share must not favour them."""
+    share = mask(draw("structured", batch=20000, grid=(5, 7), num_kept=num_kept), (5, 7))
+    expected = torch.full((5, 7), num_kept / 35)
+    torch.testing.assert_close(share.float().mean(0), expected, atol=0.018, rtol=0)
+
+
+def test_which_squares_get_the_extra_token_varies():
+    kept = mask(draw("structured", batch=2000, num_kept=24), (8, 8))  # 1.5 of each square
+    extra = kept.view(2000, 4, 2, 4, 2).sum((2, 4)).flatten(1) == 2
+    assert (extra.sum(1) == 8).all()
+    together = (extra.float().T @ extra.float() / 2000)[~torch.eye(16, dtype=torch.bool)]
+    # Eight of sixteen at random: two given squares both have one with chance 8/16 * 7/15.
+    torch.testing.assert_close(together, torch.full((240,), 7 / 30), atol=0.06, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("name", "sizes", "words"),
     [
+        ("segments", {"segment_order": "hilbrt"}, ["routing.segment_order", "'hilbert'"]),
+        ("segments", {"segment_order": "serpentine8"}, ["routing.segment_order='serpentine8'"]),
         ("rnadom", {}, ["routing.selector", "rnadom", "random"]),
         ("blocks", {"block_size": 0}, ["routing.block_size=0", "at least 1"]),
         ("segments", {"segment_length": -1}, ["routing.segment_length=-1", "at least 1"]),

@@ -152,8 +152,8 @@ def _protocol(cells: Sequence[Cell], results: Sequence[RunResult]) -> str:
     return (
         f"Mean over seed {', '.join(seeds) or 'of each run'}, in brackets the smallest and the "
         f"largest. {'; '.join(scored)}. Held-out loss: the dense network at the same draws of time "
-        "and noise for all. FLOPs: forward and backward of one image, as trained, averaged over the run. Seconds: of the "
-        "training steps at the median speed, nothing else."
+        "and noise for all. FLOPs: forward and backward of one image, as trained, averaged over "
+        "the run. Seconds: of the training steps at the median speed, nothing else."
     )
 
 

@@ -3,8 +3,8 @@
 Matrix products are counted by torch, scans by the formulas that `tread_zoo.kernels` registers;
 elementwise work is not counted, as is usual. A multiply-add is 2 FLOPs.
 
-Over a run of S steps whose step s is routed as r(s) with probability p and dense otherwise, an image
-costs on average
+Over a run of S steps, of which step s is routed as r(s) with probability p_s and dense otherwise,
+an image costs on average
 
     1/S sum_s (p_s F(r(s)) + (1 - p_s) F(dense)),   p_s = p between the dense ends, else 0
 """
@@ -51,7 +51,7 @@ def training_flops(backbone: Backbone, routing: Routing, num_steps: int) -> floa
     Where a step is routed with a probability, this is the expected value.
     """
     dense = count_flops(backbone, backward=True)
-    counted = {(): dense}  # by start, end, and rate of each route
+    counted: dict[tuple, int] = {(): dense}  # by start, end, and rate of each route
     total = 0.0
     for steps, used in routing.stages(num_steps):
         key = tuple((plan.start, plan.end, plan.selection_rate) for plan in used.plans)

@@ -97,7 +97,8 @@ def build_schedule(
         )
     if steps and name != "steps":
         raise ValueError(
-            f"{label}.rate_steps is not read by schedule={name}; use schedule=steps, or leave it []."
+            f"{label}.rate_steps is not read by schedule={name}; use schedule=steps, or leave it "
+            "empty."
         )
     first = float(fields["selection_rate"])
     if name in ("linear", "cosine"):

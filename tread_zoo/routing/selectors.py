@@ -2,9 +2,9 @@
 
 A selector is a function (batch, grid, num_kept, generator) -> ids, int64 [B, K] on the CPU, every
 row strictly ascending raster positions. Each sample of the batch draws its own tokens, and every
-token is as likely to stay as any other, K / N. Attention does not mind which neighbours are missing;
-scans, shifts and convolutions do, so `rows`, `blocks` and `segments` keep neighbours together, and
-`structured` leaves no token without one nearby.
+token is as likely to stay as any other, K / N. Attention does not mind which neighbours are
+missing; scans, shifts and convolutions do, so `rows`, `blocks` and `segments` keep neighbours
+together. `structured` spreads what stays evenly.
 
 One more name, `norm`, is no such function: what it keeps depends on the network, see
 `tread_zoo.routing.pending`.

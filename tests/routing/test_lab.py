@@ -1,0 +1,99 @@
+"""Every selector and every schedule with every architecture and both objectives: one real step."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from tests.small_run import parts_of, settings
+from tread_zoo import list_backbones
+from tread_zoo.diffusion import OBJECTIVES
+from tread_zoo.routing import SELECTOR_NAMES, build_routing, num_kept_tokens
+from tread_zoo.training.loop import loss_of
+from tread_zoo.training.parts import draw_step
+
+NUM_STEPS = 8
+SELECTORS = {
+    **{name: {"selector": name} for name in SELECTOR_NAMES},
+    "hilbert": {"selector": "segments", "segment_order": "hilbert"},
+    "shared": {"selector": "blocks", "shared": True},
+    "shared norm": {"selector": "norm", "shared": True},
+}
+# name -> fields of the routing, and the rate of the step that is taken; None: it is dense
+SCHEDULES = {
+    "linear": ({"schedule": "linear", "final_rate": 0.75}, 7, 0.75),
+    "cosine": ({"schedule": "cosine", "final_rate": 0.25}, 7, 0.25),
+    "steps": ({"schedule": "steps", "rate_steps": [[0.25, 0.625]]}, 2, 0.625),
+    "warm start": ({"warm_start": 0.25, "selector": "norm"}, 1, None),
+    "dense tail": ({"dense_tail": 0.25}, 7, None),
+    "probability": ({"probability": 1e-9}, 3, None),
+}
+CASES = {
+    **{name: (fields, 3, 0.5) for name, fields in SELECTORS.items()},
+    **SCHEDULES,
+}
+
+
+@functools.cache
+def small_parts(backbone, objective):
+    """Return the parts of a tiny run whose weights are random everywhere."""
+    parts = parts_of(
+        settings(
+            f"backbone={backbone}", f"objective={objective}", "training.batch_size=3",
+            f"training.num_steps={NUM_STEPS}", f"backbone.depth={5 if 'rwkv' in backbone else 4}",
+        )
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in parts.backbone.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return parts
+
+
+def with_routing(parts, fields):
+    network = parts.backbone
+    routing = build_routing(
+        "tread", num_blocks=network.num_blocks, default_selector=network.default_selector,
+        start=1, end=3, **fields,
+    )  # fmt: skip
+    return dataclasses.replace(parts, routing=routing)
+
+
+def step_of(parts, step):
+    """Return the routes that the network got in a step, its loss and its gradients."""
+    images, labels = next(parts.batches(0, 1, 0))
+    drawn = draw_step(parts, images, labels, rank=0, micro_step=step, device=torch.device("cpu"))
+    got = []
+
+    def model(x, t, y, *, routes):
+        got.extend(routes)
+        return parts.backbone(x, t, y, routes=routes)
+
+    parts.backbone.zero_grad()
+    loss = loss_of(model, parts, drawn)
+    loss.backward()
+    return got, loss.detach(), [p.grad for p in parts.backbone.parameters()]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("objective", sorted(OBJECTIVES))
+@pytest.mark.parametrize("backbone", list_backbones("*_tiny"))
+def test_one_step(backbone, objective, case):
+    fields, step, rate = CASES[case]
+    parts = with_routing(small_parts(backbone, objective), fields)
+    routes, loss, grads = step_of(parts, step)
+    again, same_loss, _ = step_of(parts, step)
+    num_tokens = parts.backbone.num_tokens
+    assert len(routes) == (rate is not None)
+    for route, other in zip(routes, again, strict=True):
+        assert (route.start, route.end) == (1, 3)
+        assert route.ids.shape == (3, num_kept_tokens(num_tokens, rate))
+        assert (route.ids.diff(dim=1) > 0).all()
+        assert 0 <= int(route.ids.min()) <= int(route.ids.max()) < num_tokens
+        assert torch.equal(route.ids, other.ids)
+        if "shared" in case:
+            assert (route.ids == route.ids[0]).all()
+    assert torch.isfinite(loss)
+    assert torch.equal(loss, same_loss)
+    assert all(grad is not None and torch.isfinite(grad).all() for grad in grads)
