@@ -280,10 +280,9 @@ def _full(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-_MATCHED = {"s": 384, "b": 768}  # of the size of DiT-S/2 and DiT-B/2; nobody has published any
-
-for _size, _width in _MATCHED.items():
-    register_backbone(f"mamba2_matched_{_size}", patch_size=2, depth=28, hidden_size=_width)(Mamba2)
+# Sizes for comparisons; nobody has published diffusion networks of this kind.
 register_backbone(
     "mamba2_tiny", patch_size=2, hidden_size=138, depth=8, expand=1, state_size=16, head_size=46
 )(Mamba2)
+register_backbone("mamba2_matched_s", patch_size=2, hidden_size=384, depth=28)(Mamba2)
+register_backbone("mamba2_matched_b", patch_size=2, hidden_size=768, depth=28)(Mamba2)

@@ -16,8 +16,8 @@ blend = x * own + shifted * (1 - own):
     ChannelMix: sigmoid(Linear(blend_r)) * Linear(relu(Linear(blend_k))^2)
 
 The grid matters twice, so a route's tokens keep their places in it: the shift brings in zeros for a
-neighbour that the route left out, and the WKV decays by distances in the full raster order, over
-the full length, whichever tokens are present.
+neighbour that the route left out, and the WKV decays by distances along the full scan order, over
+the full length, whichever tokens are present (`gaps="decay"`; the other ways are for comparison).
 
 B batch, K tokens present, N = h * w tokens of the full grid, D width.
 """
@@ -40,6 +40,7 @@ from tread_zoo.layers import (
     unpatchify,
 )
 from tread_zoo.registry import register_backbone
+from tread_zoo.routing import check_scan, make_scan
 
 OPPOSITE = (1, 0, 3, 2)  # of left, right, up, down
 SLOWEST, FASTEST = 0.3, 30.0  # initial decay over the whole image, of the first and last channel
@@ -56,15 +57,23 @@ class Neighbours(NamedTuple):
     targets: Tensor
 
 
-def find_neighbours(layout: Layout, batch: int, device: torch.device) -> Neighbours:
-    """Return the neighbours of the tokens present; made once for a layout."""
-    key = ("rwkv neighbours", batch)
+def find_neighbours(
+    layout: Layout, batch: int, device: torch.device, over_gaps: bool = False
+) -> Neighbours:
+    """Return the neighbours of the tokens present; made once for a layout.
+
+    A neighbour that a route left out is zero, or else, `over_gaps`, the nearest token present in
+    that direction stands for it.
+    """
+    key = ("rwkv neighbours", batch, over_gaps)
     if key not in layout.derived:
-        layout.derived[key] = _find_neighbours(layout, batch, device)
+        layout.derived[key] = _find_neighbours(layout, batch, device, over_gaps)
     return layout.derived[key]
 
 
-def _find_neighbours(layout: Layout, batch: int, device: torch.device) -> Neighbours:
+def _find_neighbours(
+    layout: Layout, batch: int, device: torch.device, over_gaps: bool
+) -> Neighbours:
     height, width = layout.grid
     num_tokens = height * width
     raster = torch.arange(num_tokens, device=device).view(height, width)
@@ -79,7 +88,8 @@ def _find_neighbours(layout: Layout, batch: int, device: torch.device) -> Neighb
         places = places.scatter(
             1, layout.ids, torch.arange(num_kept, device=device).expand_as(layout.ids)
         )
-        near = places.gather(1, table[layout.ids].flatten(1)).view(batch, num_kept, 4)
+        sought = _nearest_present(raster, layout.ids) if over_gaps else table[layout.ids]
+        near = places.gather(1, sought.flatten(1)).view(batch, num_kept, 4)
     first = torch.arange(batch, device=device).view(-1, 1, 1) * num_kept
     quarters = torch.arange(4, device=device)
 
@@ -88,6 +98,23 @@ def _find_neighbours(layout: Layout, batch: int, device: torch.device) -> Neighb
         return torch.where(tokens == num_kept, batch * num_kept * 4, inside).flatten()
 
     return Neighbours(rows(near), rows(near[..., list(OPPOSITE)]))
+
+
+def _nearest_present(raster: Tensor, ids: Tensor) -> Tensor:
+    """Return raster positions [B, K, 4] of the nearest token present to the left, to the right,
+    above and below, N where there is none. Whose left neighbour a token is has it to its right."""
+    (height, width), num_tokens = raster.shape, raster.numel()
+    present = torch.zeros(len(ids), num_tokens, dtype=torch.bool, device=ids.device)
+    present = present.scatter(1, ids, True).view(-1, height, width)
+    before = torch.where(present, raster, -1)
+    after = torch.where(present, raster, num_tokens)
+    left = F.pad(before.cummax(dim=2).values, (1, 0), value=-1)[:, :, :-1]
+    up = F.pad(before.cummax(dim=1).values, (0, 0, 1, 0), value=-1)[:, :-1]
+    right = F.pad(after.flip(2).cummin(dim=2).values, (1, 0), value=num_tokens)[:, :, :-1].flip(2)
+    down = F.pad(after.flip(1).cummin(dim=1).values, (0, 0, 1, 0), value=num_tokens)[:, :-1].flip(1)
+    near = torch.stack([left, right, up, down], dim=-1).view(len(ids), num_tokens, 4)
+    near = near.masked_fill(near < 0, num_tokens)
+    return near.gather(1, ids.unsqueeze(-1).expand(-1, -1, 4))
 
 
 class QShift(torch.autograd.Function):
@@ -116,14 +143,14 @@ def _take_quarters(x: Tensor, rows: Tensor) -> Tensor:
     return padded.index_select(0, rows).view(x.shape)
 
 
-def q_shift(x: Tensor, layout: Layout) -> Tensor:
+def q_shift(x: Tensor, layout: Layout, over_gaps: bool = False) -> Tensor:
     """Return the q-shift of tokens [B, K, D] on the grid; a neighbour that is not there is zero."""
-    return QShift.apply(x, *find_neighbours(layout, len(x), x.device))
+    return QShift.apply(x, *find_neighbours(layout, len(x), x.device, over_gaps))
 
 
-def shift_and_blend(x: Tensor, layout: Layout, own: Tensor) -> list[Tensor]:
+def shift_and_blend(x: Tensor, layout: Layout, own: Tensor, over_gaps: bool) -> list[Tensor]:
     """Return x * own + shifted * (1 - own) for every row of `own` [.., D]."""
-    shifted = q_shift(x, layout)
+    shifted = q_shift(x, layout, over_gaps)
     away = x - shifted
     return [torch.addcmul(shifted, away, row) for row in own.to(x.dtype).unbind()]
 
@@ -131,8 +158,11 @@ def shift_and_blend(x: Tensor, layout: Layout, own: Tensor) -> list[Tensor]:
 class SpatialMix(nn.Module):
     """Mix tokens: [B, K, D] -> [B, K, D]. `own` holds the blends of r, k and v, [3, D]."""
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(
+        self, hidden_size: int, scan_order: str = "raster", index: int = 0, gaps: str = "decay"
+    ) -> None:
         super().__init__()
+        self.scan_order, self.index, self.gaps = scan_order, index, gaps
         self.own = nn.Parameter(torch.empty(3, hidden_size))
         self.receptance = nn.Linear(hidden_size, hidden_size, bias=False)
         self.key = nn.Linear(hidden_size, hidden_size, bias=False)
@@ -142,33 +172,35 @@ class SpatialMix(nn.Module):
         self.output = nn.Linear(hidden_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        blends = shift_and_blend(x, layout, self.own)
+        blends = shift_and_blend(x, layout, self.own, over_gaps=self.gaps == "ignore")
         layers = (self.receptance, self.key, self.value)
         r, k, v = (layer(blend) for layer, blend in zip(layers, blends, strict=True))
+        scan = make_scan(layout, self.scan_order, self.index, len(x), x.device)
         mean = bidirectional_wkv(
-            k,
-            v,
+            scan.permute(k),
+            scan.permute(v),
             self.decay,
             self.bonus,
-            positions=layout.ids,
+            positions=scan.places if self.gaps == "decay" else None,
             length=layout.grid[0] * layout.grid[1],
         )
-        return self.output(torch.sigmoid(r) * mean)
+        return self.output(torch.sigmoid(r) * scan.restore(mean))
 
 
 class ChannelMix(nn.Module):
     """Mix channels: [B, K, D] -> [B, K, D]. `own` holds the blends of r and k, [2, D]."""
 
-    def __init__(self, hidden_size: int, mlp_ratio: float) -> None:
+    def __init__(self, hidden_size: int, mlp_ratio: float, gaps: str = "decay") -> None:
         super().__init__()
         inner = int(hidden_size * mlp_ratio)
+        self.gaps = gaps
         self.own = nn.Parameter(torch.empty(2, hidden_size))
         self.receptance = nn.Linear(hidden_size, hidden_size, bias=False)
         self.key = nn.Linear(hidden_size, inner, bias=False)
         self.value = nn.Linear(inner, hidden_size, bias=False)
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        r, k = shift_and_blend(x, layout, self.own)
+        r, k = shift_and_blend(x, layout, self.own, over_gaps=self.gaps == "ignore")
         keys = F.relu(self.key(k)).square()
         return torch.sigmoid(self.receptance(r)) * self.value(keys)
 
@@ -176,13 +208,22 @@ class ChannelMix(nn.Module):
 class RWKVBlock(nn.Module):
     """[skip joined] then both mixes, modulated and gated by the condition."""
 
-    def __init__(self, hidden_size: int, mlp_ratio: float, has_skip: bool) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        mlp_ratio: float,
+        *,
+        has_skip: bool,
+        scan_order: str,
+        index: int,
+        gaps: str,
+    ) -> None:
         super().__init__()
         self.skip_proj = nn.Linear(2 * hidden_size, hidden_size) if has_skip else None
         self.norm1 = nn.LayerNorm(hidden_size, eps=1e-5)
-        self.spatial = SpatialMix(hidden_size)
+        self.spatial = SpatialMix(hidden_size, scan_order, index, gaps)
         self.norm2 = nn.LayerNorm(hidden_size, eps=1e-5)
-        self.channel = ChannelMix(hidden_size, mlp_ratio)
+        self.channel = ChannelMix(hidden_size, mlp_ratio, gaps)
         self.modulation = nn.Linear(hidden_size, 6 * hidden_size)
 
     def forward(self, x: Tensor, condition: Tensor, layout: Layout, skip: Tensor | None) -> Tensor:
@@ -206,10 +247,15 @@ class RWKV(Backbone):
         hidden_size: D, divisible by 4.
         depth: number of blocks, odd: the middle one has no skip.
         mlp_ratio: inner width of the channel mix over D.
+        scan_order: of the WKV, a name in `tread_zoo.routing.ORDERS`; the shift knows the grid.
+        gaps: what a route's gaps are to it. `decay`: the WKV decays by the distances of the full
+            order, and the shift brings in zeros for what is not there. `reset`: the WKV counts
+            distances among the tokens present. `ignore`: so it does, and the shift brings in the
+            nearest token present in its direction.
         time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
 
     Raises:
-        ValueError: sizes that do not fit each other.
+        ValueError: sizes that do not fit each other, or an unknown scan_order or gaps.
     """
 
     default_selector: ClassVar[str] = "blocks"
@@ -225,6 +271,8 @@ class RWKV(Backbone):
         hidden_size: int = 384,
         depth: int = 13,
         mlp_ratio: float = 4.0,
+        scan_order: str = "raster",
+        gaps: str = "decay",
         learn_sigma: bool = False,
         time_scale: float = 1000.0,
     ) -> None:
@@ -240,6 +288,7 @@ class RWKV(Backbone):
                 f"hidden_size={hidden_size} must be divisible by 4: a quarter of the channels "
                 "comes from each neighbour."
             )
+        check_scan(scan_order, gaps)
         if depth < 1 or depth % 2 == 0:
             raise ValueError(f"depth={depth} must be odd: skips join the halves around a middle.")
         self.skips = {depth - 1 - i: i for i in range(depth // 2)}
@@ -251,7 +300,14 @@ class RWKV(Backbone):
         )
         self.label_embed = LabelEmbedder(num_classes, hidden_size) if num_classes else None
         self.blocks = nn.ModuleList(
-            RWKVBlock(hidden_size, mlp_ratio, has_skip=index in self.skips)
+            RWKVBlock(
+                hidden_size,
+                mlp_ratio,
+                has_skip=index in self.skips,
+                scan_order=scan_order,
+                index=index,
+                gaps=gaps,
+            )
             for index in range(depth)
         )
         self.norm_in = nn.LayerNorm(hidden_size, eps=1e-5)
@@ -323,4 +379,7 @@ _SIZES = {
 
 for _size, _keywords in _SIZES.items():
     register_backbone(f"rwkv_{_size}_2", patch_size=2, **_keywords)(RWKV)
+# Sizes for comparisons: every architecture has them, of nearly the same number of parameters.
 register_backbone("rwkv_tiny", patch_size=2, hidden_size=80, depth=7)(RWKV)
+register_backbone("rwkv_matched_s", patch_size=2, hidden_size=352, depth=13)(RWKV)
+register_backbone("rwkv_matched_b", patch_size=2, **_SIZES["m"])(RWKV)

@@ -74,9 +74,11 @@ class UViT(Backbone):
             ImageNet networks have none.
         final_conv: end with the 3x3 convolution; the published H/2 does without.
         time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
+        init_std: deviation of the weights at the start. The published 0.02 suits a width of 512 and
+            more; in a narrow network it lets little through, the skips' layers least of all.
 
     Raises:
-        ValueError: sizes that do not fit each other.
+        ValueError: sizes that do not fit each other, or an init_std that is not positive.
     """
 
     default_selector: ClassVar[str] = "random"
@@ -98,6 +100,7 @@ class UViT(Backbone):
         final_conv: bool = True,
         learn_sigma: bool = False,
         time_scale: float = 1000.0,
+        init_std: float = 0.02,
     ) -> None:
         super().__init__(
             input_size=input_size,
@@ -113,7 +116,10 @@ class UViT(Backbone):
                 f"hidden_size={hidden_size} must be even (half the time token is cosines) and "
                 f"divisible by num_heads={num_heads}."
             )
+        if not init_std > 0:
+            raise ValueError(f"init_std={init_std} must be positive; 0.02 is the published one.")
         self.hidden_size, self.time_scale = hidden_size, time_scale
+        self.init_std = init_std
         self.num_extra_tokens = 2 if num_classes else 1
         self.skips = {depth - i: i for i in range(depth // 2)}
         self.block_knows = ()
@@ -148,7 +154,7 @@ class UViT(Backbone):
 
         | layer | weight | bias |
         |---|---|---|
-        | linear layers | normal, std 0.02, cut at -2 and 2 | 0 |
+        | linear layers | normal, std `init_std`, cut at -2 and 2 | 0 |
         | positions, label table | the same | |
         | norms | 1 | 0 |
         | 3x3 convolution | uniform within 1/sqrt(9 C_out) | the same |
@@ -157,14 +163,14 @@ class UViT(Backbone):
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.trunc_normal_(module.weight, std=self.init_std)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm | nn.Conv2d):
                 module.reset_parameters()
-        nn.init.trunc_normal_(self.positions, std=0.02)
+        nn.init.trunc_normal_(self.positions, std=self.init_std)
         if self.label_embed is not None:
-            nn.init.trunc_normal_(self.label_embed.table.weight, std=0.02)
+            nn.init.trunc_normal_(self.label_embed.table.weight, std=self.init_std)
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor | None) -> tuple[Streams, None]:
         if self.time_embed is not None:
@@ -198,4 +204,9 @@ _SIZES = {
 
 for _size, _keywords in _SIZES.items():
     register_backbone(f"uvit_{_size}_2", patch_size=2, **_keywords)(UViT)
-register_backbone("uvit_tiny", patch_size=2, hidden_size=88, depth=8, num_heads=2)(UViT)
+# Sizes for comparisons: every architecture has them, of nearly the same number of parameters.
+register_backbone("uvit_tiny", patch_size=2, hidden_size=88, depth=8, num_heads=2, init_std=0.05)(
+    UViT
+)
+register_backbone("uvit_matched_s", patch_size=2, hidden_size=448, depth=12, num_heads=7)(UViT)
+register_backbone("uvit_matched_b", patch_size=2, **_SIZES["m"])(UViT)

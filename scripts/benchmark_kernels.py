@@ -1,184 +1,135 @@
-"""Time every form of a kernel, forward and backward, on this machine's CPU.
+"""Time every form of the operations on this machine: a table, a plot, and all numbers as CSV.
 
-    python scripts/benchmark_kernels.py --op selective_scan --threads 1
+python scripts/benchmark_kernels.py
+python scripts/benchmark_kernels.py ops=[ssd] threads=[1,2] lengths=[256] rounds=15
+python scripts/benchmark_kernels.py batch=32 width=768 dtype=bf16 out=docs/benchmarks/kernels_gpu
 
-The forms take turns in every round and medians are compared, so that a busy machine disturbs all
-alike. `ratio` is to the baseline of the same run: for the recurrent ones a loop over unbound time
-steps under autograd; else the naive form. `error` is the largest absolute one of the
-output against the naive form in float64. `saved` is what autograd keeps, inputs included.
+On a CUDA device every fused form that can be imported takes part, after it was compared with the
+torch form.
 """
 
-import argparse
-import statistics
-import time
-from collections.abc import Callable
+import csv
+import math
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+import hydra
+from omegaconf import DictConfig
 
-from tread_zoo.kernels.attention.fused import attention_sdpa
-from tread_zoo.kernels.attention.naive import attention_naive
-from tread_zoo.kernels.attention.torch_form import attention_torch
-from tread_zoo.kernels.bidirectional_wkv.naive import bidirectional_wkv_naive
-from tread_zoo.kernels.bidirectional_wkv.torch_form import bidirectional_wkv_torch
-from tread_zoo.kernels.causal_conv1d.naive import causal_conv1d_naive
-from tread_zoo.kernels.causal_conv1d.torch_form import causal_conv1d_torch
-from tread_zoo.kernels.selective_scan.naive import selective_scan_naive
-from tread_zoo.kernels.selective_scan.torch_form import selective_scan_torch
+from tread_zoo.cli import as_keywords, clear_errors
 
-Form = Callable[..., Tensor]
-
-# The first form of an operation is its baseline. Shapes: attention B, H, N, Dh;
-# bidirectional_wkv B, L, C; causal_conv1d B, L, D, W; selective_scan B, L, D, N, G.
-SHAPES: dict[str, list[tuple[int, ...]]] = {
-    "attention": [(64, 2, 16, 64), (64, 2, 64, 64), (8, 6, 256, 64), (2, 6, 1024, 64)],
-    "bidirectional_wkv": [(4, 256, 384), (64, 16, 64), (64, 16, 128), (32, 256, 192)],
-    "causal_conv1d": [(64, 18, 384, 4), (4, 256, 768, 4)],
-    "selective_scan": [(4, 256, 384, 16, 1), (64, 18, 384, 8, 2), (64, 10, 384, 8, 2)],
-}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
-def scan_loop(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
-    """Loop over unbound steps [B, G, N, P], the channels innermost; autograd does the rest."""
-    batch, length, width = u.shape
-    groups, size = B.shape[2:]
-    shape = (batch, length, groups, 1, width // groups)
-    now, step = (x.view(shape).transpose(0, 1) for x in (u, delta))
-    decays = torch.exp(step * A.view(groups, -1, size).transpose(1, 2).contiguous())
-    inputs = step * now * B.transpose(0, 1).unsqueeze(-1)
-    h, states = torch.zeros_like(inputs[0]), []
-    for decay, driven in zip(decays.unbind(0), inputs.unbind(0), strict=True):
-        h = torch.addcmul(driven, decay, h)
-        states.append(h)
-    y = (torch.stack(states) * C.transpose(0, 1).unsqueeze(-1)).sum(-2)
-    return y.transpose(0, 1).reshape(u.shape) + D * u
+@hydra.main(version_base="1.3", config_path="../configs", config_name="benchmark_kernels")
+@clear_errors
+def main(config: DictConfig) -> None:
+    import torch
+
+    from tread_zoo.errors import unknown_name
+    from tread_zoo.kernels import get_forms
+    from tread_zoo.kernels.benchmark import make_case, measure, slopes
+    from tread_zoo.runtime import describe_device, resolve_device
+
+    settings = as_keywords(config)
+    device = resolve_device(settings["device"])
+    if settings["dtype"] not in DTYPES:
+        raise unknown_name("dtype", settings["dtype"], DTYPES)
+    ops = settings["ops"] or list(get_forms())
+    for op in ops:
+        if op not in get_forms():
+            raise unknown_name("ops", op, get_forms())
+    rows = []
+    for threads in settings["threads"] or [torch.get_num_threads()]:
+        torch.set_num_threads(threads)
+        for op in ops:
+            for length in settings["lengths"]:
+                for rate in settings["rates"]:
+                    case = make_case(
+                        op, length, batch=settings["batch"], width=settings["width"], rate=rate
+                    )
+                    rows += measure(
+                        case,
+                        device=device,
+                        dtype=getattr(torch, DTYPES[settings["dtype"]]),
+                        forms=settings["forms"],
+                        rounds=settings["rounds"],
+                    )
+                    print(f"{op}: {case.tokens} of {length} tokens", file=sys.stderr)
+    command = shlex.join(["python", "scripts/benchmark_kernels.py", *sys.argv[1:]])
+    facts = f"{describe_device(device)}, torch {torch.__version__}, batch {settings['batch']}, "
+    facts += f"width {settings['width']}, {settings['dtype']}, {settings['rounds']} rounds"
+    lines = ["```bash", command, "```", "", facts, "", *table(rows), "", *fits(slopes(rows))]
+    report = "\n".join(lines)
+    print(report)
+    if settings["out"]:
+        out = Path(settings["out"])
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "report.md").write_text(f"# Forms of the kernels\n\n{report}\n")
+        with (out / "results.csv").open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, list(asdict(rows[0])))
+            writer.writeheader()
+            writer.writerows(asdict(row) for row in rows)
+        plot(rows, out / "time.png")
+        print(f"written to {out}")
 
 
-def wkv_loop(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
-    """Loop over unbound steps [B, C] both ways, on a running maximum; autograd does the rest."""
-    slope = w / k.shape[1]
-    steps = list(zip(k.unbind(1), v.unbind(1), strict=True))
-    ways = []
-    for path in (steps, steps[::-1]):
-        top = bottom = torch.zeros_like(k[:, 0])
-        peak = torch.full_like(top, -1e30)
-        sums = []
-        for key, value in path:
-            sums.append((top, bottom, peak))
-            higher = torch.maximum(peak - slope, key)
-            old, new = torch.exp(peak - slope - higher), torch.exp(key - higher)
-            top, bottom, peak = old * top + new * value, old * bottom + new, higher
-        ways.append(sums)
-    outs = []
-    for (key, value), before, after in zip(steps, ways[0], ways[1][::-1], strict=True):
-        higher = torch.maximum(torch.maximum(before[2], after[2]), u + key)
-        one, other, own = (torch.exp(x - higher) for x in (before[2], after[2], u + key))
-        top = one * before[0] + other * after[0] + own * value
-        outs.append(top / (one * before[1] + other * after[1] + own))
-    return torch.stack(outs, dim=1)
+def table(rows: list) -> list[str]:
+    """Return the rows as a Markdown table."""
+    titles = (
+        "op", "form", "tokens", "threads", "forward ms", "both ms", "x baseline", "x torch",
+        "saved MiB", "peak MiB", "error", "gradient error",
+    )  # fmt: skip
+    lines = [titles, ["---"] * len(titles)]
+    for row in rows:
+        tokens = f"{row.tokens}" if row.tokens == row.length else f"{row.tokens} of {row.length}"
+        start = (f"`{row.op}`", row.form, tokens, str(row.threads))
+        if row.skipped:
+            lines.append((*start, f"not run: {row.skipped}", *[""] * (len(titles) - 5)))
+            continue
+        formats = (
+            (row.forward_ms, ".2f"), (row.total_ms, ".2f"), (row.speedup, ".2f"),
+            (row.over_torch, ".2f"), (row.saved_mib, ".1f"), (row.peak_mib, ".1f"),
+            (row.error, ".0e"), (row.gradient_error, ".0e"),
+        )  # fmt: skip
+        lines.append((*start, *("" if math.isnan(x) else format(x, f) for x, f in formats)))
+    return ["| " + " | ".join(line) + " |" for line in lines]
 
 
-def whole(form: Form) -> Form:
-    """Return a form of the WKV that takes all tokens of a sequence."""
-    return lambda k, v, w, u: form(k, v, w, u, None, k.shape[1])
+def fits(found: dict) -> list[str]:
+    """Return the growth of time with length."""
+    if not found:
+        return []
+    return ["Time grows with the length to the power of:", ""] + [
+        f"- `{op}`, {form}, {threads} thread(s): {slope:.2f}"
+        for (op, form, threads), slope in found.items()
+    ]
 
 
-FORMS: dict[str, dict[str, Form]] = {
-    "attention": {"naive": attention_naive, "torch": attention_torch, "sdpa": attention_sdpa},
-    "bidirectional_wkv": {
-        "unbind loop": wkv_loop,
-        "torch": whole(bidirectional_wkv_torch),
-    },
-    "causal_conv1d": {"naive": causal_conv1d_naive, "torch": causal_conv1d_torch},
-    "selective_scan": {
-        "unbind loop": scan_loop,
-        "naive": selective_scan_naive,
-        "torch": selective_scan_torch,
-    },
-}
+def plot(rows: list, path: Path) -> None:
+    """Draw forward and backward time against the length, one panel an operation."""
+    import matplotlib
 
-TRUTHS: dict[str, Form] = {
-    "attention": attention_naive,
-    "bidirectional_wkv": whole(bidirectional_wkv_naive),  # all pairs: too large to be timed here
-    "causal_conv1d": causal_conv1d_naive,
-    "selective_scan": selective_scan_naive,
-}
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
 
-
-def make_inputs(op: str, shape: tuple[int, ...]) -> list[Tensor]:
-    """Return the inputs of `op` in float64."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, generator=generator, dtype=torch.float64)
-
-    if op == "attention":
-        return [normal(*shape) for _ in range(3)]
-    if op == "causal_conv1d":
-        batch, length, width, taps = shape
-        return [normal(batch, length, width), normal(width, taps), normal(width)]
-    if op == "bidirectional_wkv":
-        return [normal(*shape), normal(*shape), normal(shape[2]).exp(), normal(shape[2])]
-    batch, length, width, size, groups = shape
-    delta = F.softplus(normal(batch, length, width) - 2)
-    vectors = [normal(batch, length, groups, size) for _ in range(2)]
-    A = -torch.exp(normal(width, size))
-    return [normal(batch, length, width), delta, A, *vectors, normal(width)]
-
-
-def measure(forms: dict[str, Form], inputs: list[Tensor], rounds: int) -> dict[str, float]:
-    """Return the median milliseconds of forward and backward, the forms taking turns."""
-    times: dict[str, list[float]] = {name: [] for name in forms}
-    for i in range(rounds + 1):
-        for name, form in forms.items():
-            begin = time.perf_counter()
-            y = form(*inputs)
-            torch.autograd.grad(y, inputs, torch.ones_like(y))
-            if i > 0:  # the first round warms up
-                times[name].append(1e3 * (time.perf_counter() - begin))
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def count_saved(form: Form, inputs: list[Tensor]) -> float:
-    """Return the MiB that autograd keeps for the backward pass, every storage counted once."""
-    saved: dict[int, Tensor] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        saved[x.untyped_storage().data_ptr()] = x
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        form(*inputs)
-    return sum(x.untyped_storage().nbytes() for x in saved.values()) / 2**20
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--op", choices=sorted(FORMS), action="append", help="default: all")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    print(f"torch {torch.__version__}, {options.threads} thread(s), {options.dtype}")
-    header = ("op", "form", "shape", "fwd+bwd ms", "ratio", "error", "saved MiB")
-    print("{:<18}{:<13}{:<22}{:>11}{:>7}{:>10}{:>11}".format(*header))
-    for op in options.op or sorted(FORMS):
-        for shape in SHAPES[op]:
-            exact = make_inputs(op, shape)
-            with torch.no_grad():
-                truth = TRUTHS[op](*exact)
-            inputs = [x.to(getattr(torch, options.dtype)).requires_grad_() for x in exact]
-            times = measure(FORMS[op], inputs, options.rounds)
-            baseline = next(iter(times.values()))
-            for name, form in FORMS[op].items():
-                error = (form(*inputs) - truth).abs().max().item()
-                row = (op, name, str(shape), times[name], times[name] / baseline, error)
-                saved = count_saved(form, inputs)
-                print(
-                    "{:<18}{:<13}{:<22}{:>11.2f}{:>7.2f}{:>10.1e}".format(*row) + f"{saved:11.1f}"
-                )
+    ops = list(dict.fromkeys(row.op for row in rows))
+    figure, axes = plt.subplots(1, len(ops), figsize=(3.6 * len(ops), 3.4), squeeze=False)
+    for axis, op in zip(axes[0], ops, strict=True):
+        mine = [r for r in rows if r.op == op and r.tokens == r.length and not r.skipped]
+        for form, threads in dict.fromkeys((row.form, row.threads) for row in mine):
+            points = [
+                (r.length, r.total_ms) for r in mine if (r.form, r.threads) == (form, threads)
+            ]
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=form)
+        axis.set(title=op, xlabel="tokens", xscale="log", yscale="log")
+        axis.legend(fontsize=7)
+    axes[0][0].set_ylabel("forward + backward, ms")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

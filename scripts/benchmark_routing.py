@@ -29,11 +29,13 @@ def main(config: DictConfig) -> None:
 
     from tread_zoo import create_backbone
     from tread_zoo.evaluation.flops import count_flops
+    from tread_zoo.kernels import set_forms
     from tread_zoo.routing import Route, build_routing
     from tread_zoo.runtime import autocast, describe_device, resolve_device, resolve_precision
     from tread_zoo.seeding import make_generator
 
     settings = as_keywords(config)
+    set_forms(settings["kernels"])
     device = resolve_device(settings["device"])
     precision = resolve_precision(settings["precision"], device)
     batch = settings["batch_size"]

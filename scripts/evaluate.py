@@ -10,18 +10,22 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from tread_zoo.cli import as_keywords, clear_errors
+from tread_zoo.cli import as_keywords, clear_errors, register_configs
 
 logger = logging.getLogger(__name__)
+
+register_configs()
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="evaluate")
 @clear_errors
 def main(config: DictConfig) -> None:
     from tread_zoo.evaluation.evaluate import EvaluationOptions, describe_record, evaluate
+    from tread_zoo.kernels import set_forms
     from tread_zoo.training.restore import restore
 
     settings = as_keywords(config)
+    set_forms(settings["kernels"])
     options = EvaluationOptions(**settings["evaluation"])
     run = restore(
         settings["checkpoint"],

@@ -12,9 +12,11 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from tread_zoo.cli import as_keywords, clear_errors
+from tread_zoo.cli import as_keywords, clear_errors, register_configs
 
 logger = logging.getLogger(__name__)
+
+register_configs()
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="sample")
@@ -26,10 +28,12 @@ def main(config: DictConfig) -> None:
     from tread_zoo.data import to_uint8
     from tread_zoo.diffusion import default_labels, generate
     from tread_zoo.evaluation.pictures import save_grid, save_png
+    from tread_zoo.kernels import set_forms
     from tread_zoo.runtime import describe_device
     from tread_zoo.training.restore import restore
 
     settings = as_keywords(config)
+    set_forms(settings["kernels"])
     if settings["num_images"] < 1:
         raise ValueError(f"num_images={settings['num_images']} must be at least 1.")
     run = restore(

@@ -8,7 +8,7 @@ from tread_zoo.cli import as_keywords, register_configs
 from tread_zoo.training.parts import Parts, build_parts
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-OUTSIDE_PARTS = {"tracker", "device", "run_dir", "resume", "overwrite"}
+OUTSIDE_PARTS = {"tracker", "device", "run_dir", "resume", "overwrite", "kernels"}
 
 SMALL = [
     "backbone.depth=4",

@@ -8,7 +8,8 @@ from omegaconf import OmegaConf
 
 from tests.small_run import CONFIGS, full_settings, parts_of, settings
 from tread_zoo import list_backbones
-from tread_zoo.cli import as_keywords
+from tread_zoo.cli import as_keywords, register_configs
+from tread_zoo.kernels import get_forms
 from tread_zoo.registry import get_backbone_entry
 
 GROUPS = ("backbone", "routing", "objective", "sampler", "guidance", "training", "evaluation")
@@ -44,6 +45,7 @@ def test_every_registered_backbone_is_an_option_with_its_sizes(name):
 
 @pytest.mark.parametrize("script", ["sample", "evaluate"])
 def test_the_other_scripts_compose(script):
+    register_configs()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         given = as_keywords(compose(script, overrides=["checkpoint=x"]))
     assert given["checkpoint"] == "x"
@@ -58,6 +60,7 @@ def test_the_import_composes():
 
 
 def test_a_missing_checkpoint_is_asked_for():
+    register_configs()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         config = compose("sample")
     with pytest.raises(ValueError, match=r"checkpoint is not set: add checkpoint="):
@@ -69,6 +72,13 @@ def test_a_misspelt_override_is_refused():
         settings("backbone.hiden_size=8")
     with pytest.raises(Exception, match="selecton_rate"):
         settings("routing.selecton_rate=0.5")
+
+
+def test_the_form_of_an_operation_is_an_override():
+    forms = full_settings("kernels.selective_scan=torch")["kernels"]
+    assert forms == {**dict.fromkeys(get_forms(), "auto"), "selective_scan": "torch"}
+    with pytest.raises(Exception, match="selectiv_scan"):
+        full_settings("kernels.selectiv_scan=torch")
 
 
 def test_several_routes_come_through_the_command_line():

@@ -194,6 +194,35 @@ class Backbone(nn.Module, ABC):
             streams, _ = waiting.rejoin(streams, skips)
         return self.head(streams, condition)
 
+    @torch.no_grad()
+    def importance(self, x: Tensor, t: Tensor, y: Tensor | None, start: int) -> Tensor:
+        """Return the importance [B, N] of the tokens before block `start`, float32, not negative.
+
+        It is the norm of each token of the first stream after blocks 0 … start-1 have run on all
+        tokens, without gradient: what `routing.selector=norm` draws kept tokens by.
+
+        Args:
+            x, t, y: as of `forward`.
+            start: 0 … the number of blocks.
+
+        Raises:
+            ValueError: an input of another shape, or a start outside the depth.
+        """
+        self._check(x, t, y, ())
+        if not 0 <= start <= self.num_blocks:
+            raise ValueError(
+                f"start={start} is not in 0 … {self.num_blocks}, the number of blocks."
+            )
+        streams, condition = self.embed(x, t, y)
+        dense = Layout(self.grid, self.num_extra_tokens)
+        skips: dict[int, Tensor] = {}
+        for index in range(start):
+            skip = skips.pop(self.skips[index]) if index in self.skips else None
+            streams = self.run_block(index, streams, condition, dense, skip)
+            if index in self.skips.values():
+                skips[index] = streams[0]
+        return streams[0][:, self.num_extra_tokens :].float().norm(dim=-1)
+
     def _run_block(
         self, index: int, streams: Streams, condition: Any, layout: Layout, skip: Tensor | None
     ) -> Streams:

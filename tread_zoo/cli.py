@@ -10,19 +10,23 @@ from omegaconf import DictConfig, OmegaConf
 
 
 def register_configs() -> None:
-    """Make every registered backbone an option of the config group `backbone`.
+    """Make what the code knows known to hydra: backbones and kernels.
 
-    The option holds the constructor's keywords with the variant's values, so that sizes live once,
-    in code, and `backbone.depth=6` is checked for its spelling.
+    Every registered backbone is an option of the group `backbone`, with the constructor's keywords
+    and the variant's values, so that sizes live once, in code, and `backbone.depth=6` is checked
+    for its spelling. `kernels: default` has every operation, so that `kernels.attention=torch` is.
     """
     from hydra.core.config_store import ConfigStore
 
+    from tread_zoo.kernels import get_forms
     from tread_zoo.registry import get_backbone_entry, list_backbones
 
     store = ConfigStore.instance()
     for name in list_backbones():
         node = {"name": name, **get_backbone_entry(name).keywords()}
         store.store(group="backbone", name=name, node=node, provider="tread_zoo")
+    forms = dict.fromkeys(get_forms(), "auto")
+    store.store(group="kernels", name="default", node=forms, provider="tread_zoo")
 
 
 def as_keywords(config: DictConfig) -> dict[str, Any]:

@@ -71,4 +71,5 @@ def describe_device(device: torch.device) -> str:
         return f"{torch.cuda.get_device_name(device)} (CUDA {torch.version.cuda})"
     if device.type == "mps":
         return "Apple GPU (mps)"
-    return f"CPU, {torch.get_num_threads()} threads; no GPU is used"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' if threads > 1 else ''}; no GPU is used"

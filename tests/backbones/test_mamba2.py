@@ -115,6 +115,7 @@ def test_both_streams_are_routed():
     assert [s.shape[1] for s in seen[route.start].before] == [2 + route.num_kept] * 2
 
 
+@torch.no_grad()
 def test_initial_steps_and_rates_follow_the_table():
     backbone = create_backbone("mamba2_tiny", **SIZES, state_size=8, expand=2, head_size=4)
     mixers = [block.mixer for block in backbone.blocks]

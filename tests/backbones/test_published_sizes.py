@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tread_zoo import create_backbone, list_backbones
+from tread_zoo.registry import get_backbone_entry
 
 PUBLISHED = {
     "dit_s_2": 32.96,
@@ -53,13 +54,27 @@ def test_parameter_count_of_uvit(name):
     assert counted == pytest.approx(millions, rel=0.002)
 
 
-def test_the_tiny_ones_are_of_one_size():
-    sizes = {"input_size": 8, "in_channels": 1, "num_classes": 10, "learn_sigma": False}
-    dit, uvit = (
-        sum(p.numel() for p in build(name, **sizes).parameters())
-        for name in ("dit_tiny", "uvit_tiny")
-    )
-    assert uvit == pytest.approx(dit, rel=0.1)
+@pytest.mark.parametrize(
+    ("size", "image"),
+    [
+        ("tiny", {"input_size": 8, "in_channels": 1, "num_classes": 10}),
+        ("matched_s", {}),
+        ("matched_b", {}),
+    ],
+)
+def test_sizes_for_comparisons_lie_within_a_tenth_of_each_other(size, image):
+    names = [name for name in list_backbones(f"*_{size}") if is_ours(name)]
+    architectures = {get_backbone_entry(name).cls for name in list_backbones() if is_ours(name)}
+    assert len(names) == len(architectures)
+    counts = [
+        sum(p.numel() for p in build(name, learn_sigma=False, **image).parameters())
+        for name in names
+    ]
+    assert max(counts) <= 1.1 * min(counts), dict(zip(names, counts, strict=True))
+
+
+def is_ours(name):
+    return get_backbone_entry(name).cls.__module__.startswith("backbones.")
 
 
 @pytest.mark.parametrize("name", list_backbones("dit_*_[48]"))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from backbones.rwkv import ChannelMix, SpatialMix, find_neighbours, q_shift
 from tread_zoo import create_backbone
 from tread_zoo.backbone import Layout
-from tread_zoo.routing import Route, num_kept_tokens
+from tread_zoo.routing import GAPS, ORDERS, Route, inverse, num_kept_tokens, scan_order
 from tread_zoo.testing.conformance import Probe, watching
 
 GRID = (3, 5)
@@ -131,7 +131,59 @@ def test_neighbours_are_found_once_for_a_layout():
     with watching(backbone) as seen:
         backbone(*probe.inputs(), routes=[probe.route(backbone)])
     assert len({id(call.layout) for call in seen}) == 2
-    assert all(len(call.layout.derived) == 1 for call in seen)
+    assert all(len(call.layout.derived) == 2 for call in seen)  # neighbours and the walk
+
+
+def shift_over_gaps(x, ids):
+    """The shift from the nearest token present in each direction, found by walking there."""
+    shifted = torch.zeros_like(x)
+    width = x.shape[-1] // 4
+    for b, places in enumerate(ids.tolist()):
+        for i, place in enumerate(places):
+            for quarter, (down, right) in enumerate(OFFSETS):
+                row, column = divmod(place, GRID[1])
+                row, column = row + down, column + right
+                while 0 <= row < GRID[0] and 0 <= column < GRID[1]:
+                    if row * GRID[1] + column in places:
+                        part = slice(quarter * width, (quarter + 1) * width)
+                        shifted[b, i, part] = x[b, places.index(row * GRID[1] + column), part]
+                        break
+                    row, column = row + down, column + right
+    return shifted
+
+
+@pytest.mark.parametrize("kept", [NUM_TOKENS, 7])
+@pytest.mark.parametrize("gaps", GAPS)
+@pytest.mark.parametrize("name", ORDERS)
+def test_every_order_and_every_way_with_gaps_by_pairs(name, gaps, kept):
+    """The mix from its formula: distances along the curve, among the tokens present or all."""
+    index, ids = 3, make_ids(kept=kept)
+    mix = randomized(SpatialMix(8, name, index, gaps))
+    x = torch.randn(2, kept, 8, dtype=torch.float64)
+    shifted = shift_over_gaps(x, ids) if gaps == "ignore" else shift_on_the_grid(x, ids)
+    r, k, v = (
+        (x * own + shifted * (1 - own)) @ layer.weight.T
+        for own, layer in zip(mix.own, (mix.receptance, mix.key, mix.value), strict=True)
+    )
+    places = inverse(scan_order(name, GRID, index))[ids]
+    if gaps != "decay":
+        places = places.argsort(dim=1).argsort(dim=1)  # counted among the tokens present
+    apart = (places.unsqueeze(1) - places.unsqueeze(2)).abs().unsqueeze(-1)
+    logits = k.unsqueeze(1) - (apart - 1) * mix.decay / NUM_TOKENS
+    own = torch.eye(kept, dtype=torch.bool).view(1, kept, kept, 1)
+    logits = torch.where(own, (mix.bonus + k).unsqueeze(1), logits)
+    mean = (logits.softmax(dim=2) * v.unsqueeze(1)).sum(dim=2)
+    expected = (torch.sigmoid(r) * mean) @ mix.output.weight.T
+    layout = Layout(GRID, 0, None if kept == NUM_TOKENS else ids)
+    torch.testing.assert_close(mix(x, layout), expected)
+
+
+def test_the_nearest_present_is_mutual_so_gradients_are_gathers():
+    ids = make_ids(batch=3, kept=6)
+    x = torch.randn(3, 6, 8, dtype=torch.float64, requires_grad=True)
+    layout = Layout(GRID, 0, ids)
+    torch.testing.assert_close(q_shift(x, layout, over_gaps=True), shift_over_gaps(x, ids))
+    assert torch.autograd.gradcheck(lambda y: q_shift(y, layout, over_gaps=True), (x,))
 
 
 def test_decay_follows_the_full_length_and_the_places():

@@ -196,15 +196,16 @@ def test_the_convolution_can_be_left_out():
     assert create_backbone("uvit_h_2", **{**SIZES, "input_size": 4}, depth=2).conv is None
 
 
-def test_initial_values_follow_the_table():
-    backbone = build(hidden_size=128, num_heads=4)
+@pytest.mark.parametrize("std", [0.02, 0.05])
+def test_initial_values_follow_the_table(std):
+    backbone = build(hidden_size=128, num_heads=4, init_std=std)
     for block in backbone.blocks:
         assert block.qkv.bias is None
-        assert block.proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
+        assert block.proj.weight.std().item() == pytest.approx(std, rel=0.1)
         assert torch.equal(block.proj.bias, torch.zeros(128))
         assert torch.equal(block.norm1.weight, torch.ones(128))
-    assert backbone.positions.std().item() == pytest.approx(0.02, rel=0.1)
-    assert backbone.label_embed.table.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert backbone.positions.std().item() == pytest.approx(std, rel=0.1)
+    assert backbone.label_embed.table.weight.std().item() == pytest.approx(std, rel=0.1)
 
 
 def test_the_residual_stream_stays_in_float32_under_autocast():

@@ -160,3 +160,24 @@ def test_inception_runs_from_a_file(tmp_path, monkeypatch):
     )
     assert record["extractor"].startswith("inception-v3-compat@")
     assert record["values"]["fid"] >= 0
+
+
+def test_the_held_out_loss_is_that_of_fixed_draws_by_level():
+    """Against a network whose loss is known at each level: it predicts nothing."""
+    from tests.small_run import parts_of, settings
+    from tread_zoo.data import to_model_range
+    from tread_zoo.evaluation.evaluate import held_out_loss
+    from tread_zoo.seeding import make_generator
+
+    parts = parts_of(settings())
+    network = parts.backbone.eval()  # its output is exactly 0 at the start
+    given = {"seed": 3, "precision": "fp32"}
+    one = held_out_loss(network, parts.objective, parts.data, **given)
+    x = to_model_range(parts.data.held_out.images)
+    draw = parts.objective.draw(x.shape, make_generator("held_out", 3))
+    losses = (draw.noise - x).square().mean((1, 2, 3))[draw.level.argsort()]
+    assert one[0] == pytest.approx(float(losses.mean()), rel=1e-6)
+    assert one[1] == pytest.approx([float(p.mean()) for p in losses.tensor_split(4)], rel=1e-5)
+    several = held_out_loss(network, parts.objective, parts.data, num_draws=4, **given)
+    assert several != one
+    assert several == held_out_loss(network, parts.objective, parts.data, num_draws=4, **given)

@@ -31,6 +31,8 @@ def _fresh(monkeypatch):
     monkeypatch.setattr(dispatch, "_CHOICE", dict.fromkeys(dispatch._FORMS, "auto"))
     monkeypatch.setattr(dispatch, "_PROBLEMS", {})
     monkeypatch.setattr(dispatch, "_TOLD", set())
+    monkeypatch.setattr(dispatch, "_difference_to_torch", lambda *args: None)
+    monkeypatch.setattr(dispatch, "_REFUSED", {})
 
 
 def call(op: str) -> Tensor:
@@ -69,7 +71,7 @@ def test_unknown_names_suggest_the_nearest() -> None:
         set_form("attention", "naiv")
     with pytest.raises(ValueError, match="Known: attention"):
         dispatch.list_forms("scan")
-    assert dispatch.list_forms("selective_scan") == ("mamba-ssm", "torch", "naive")
+    assert dispatch.list_forms("selective_scan") == ("mamba-ssm", "triton", "torch", "naive")
 
 
 @pytest.mark.parametrize(("op", "form"), OPTIONAL.items())
@@ -90,14 +92,15 @@ def test_a_form_set_by_hand_is_not_replaced(monkeypatch) -> None:
 
 def test_describe_gives_reasons(monkeypatch) -> None:
     lines = describe(CPU)
-    assert "selective_scan: torch (mamba-ssm not used: no CUDA device)" in lines
+    reasons = "mamba-ssm not used: no CUDA device; triton not used: no CUDA device"
+    assert f"selective_scan: torch ({reasons})" in lines
     assert len(lines) == len(get_forms())
     monkeypatch.setattr(dispatch, "import_problem", lambda module: f"no module named {module!r}")
     assert "attention: sdpa" in describe(CUDA)
     assert any("causal-conv1d not used: no module named" in line for line in describe(CUDA))
     monkeypatch.setattr(dispatch, "import_problem", lambda module: None)
-    expected = "selective_scan: mamba-ssm without segment_ids, up to 256 states, else torch"
-    assert expected in describe(CUDA)
+    expected = "mamba-ssm up to 256 states, else triton up to 64 states, else torch"
+    assert f"selective_scan: {expected}" in describe(CUDA)
     set_form("attention", "naive")
     assert "attention: naive (set by hand)" in describe(CPU)
 

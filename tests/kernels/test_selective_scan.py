@@ -261,21 +261,23 @@ def test_flops_are_counted_once(device) -> None:
 def test_fused_says_what_it_does_not_take() -> None:
     inputs = make_inputs((1, 2, 4, 3, 1), torch.float32)
     assert unsuited(*inputs, None) is None
-    assert unsuited(*inputs, torch.zeros(1, 2, dtype=torch.int64)) == "segment_ids"
+    assert unsuited(*inputs, torch.zeros(1, 2, dtype=torch.int64)) is None
     assert unsuited(*make_inputs((1, 2, 4, 3, 1)), None) == "float64"
     assert unsuited(*make_inputs((1, 2, 4, 257, 1), torch.float32), None).startswith("257 states")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the fused form needs a CUDA device")
+@pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_equals_torch_form(dtype) -> None:
+def test_fused_equals_torch_form(dtype, segments) -> None:
     if (problem := import_problem(MODULE)) is not None:
         pytest.skip(f"mamba-ssm: {problem}")
     inputs = make_inputs((2, 100, 16, 8, 2), torch.float32, "cuda")
     inputs[0] = inputs[0].detach().to(dtype).requires_grad_()
+    segment_ids = make_segments(2, 100).cuda() if segments else None
     ours, truth = (
-        run(lambda *args, f=form: f(*args).float(), inputs)
+        run(lambda *args, f=form: f(*args).float(), inputs, segment_ids)
         for form in (selective_scan_fused, selective_scan_torch)
     )
     for mine, true in zip(ours, truth, strict=True):

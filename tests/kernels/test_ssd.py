@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tread_zoo.kernels import ssd
-from tread_zoo.kernels.dispatch import import_problem, list_forms
+from tread_zoo.kernels.dispatch import get_example, get_form, import_problem, list_forms
 from tread_zoo.kernels.ssd import fused
 from tread_zoo.kernels.ssd.naive import ssd_naive
 from tread_zoo.kernels.ssd.torch_form import ssd_torch
+from tread_zoo.kernels.verify import TOLERANCE, cast, compare
 
 torch_form = import_module("tread_zoo.kernels.ssd.torch_form")
 CHUNK = torch_form.CHUNK
@@ -147,7 +148,7 @@ def test_gradcheck(tokens, monkeypatch) -> None:
     monkeypatch.setattr(torch_form, "BLOCK_VALUES", 8)
     ids = torch.tensor([[0, 0, 1, 1, 1, 2, 2, 0], [5, 5, 5, 5, 6, 6, 6, 6]]) if tokens else None
     gaps = make_gaps(2, 8) if tokens else None
-    inputs = make_inputs((2, 8, 4, 2, 2, 2))
+    inputs = make_inputs((2, 8, 2, 2, 2, 2))
     assert torch.autograd.gradcheck(lambda *args: ssd_torch(*args, ids, gaps), inputs)
 
 
@@ -263,6 +264,7 @@ def test_views_are_taken_as_inputs() -> None:
         ({"segment_ids": torch.zeros(2, 4, dtype=torch.int64)}, "segment_ids has shape"),
         ({"segment_ids": torch.zeros(2, 5)}, "segment_ids has dtype"),
         ({"gaps": torch.ones(5)}, "gaps has shape"),
+        ({"gaps": torch.ones(2, 5).bool()}, "gaps has dtype"),
         ({"gaps": torch.zeros(2, 5)}, "gaps must be positive"),
         ({"gaps": torch.ones(2, 5, requires_grad=True)}, "gaps require a gradient"),
     ],
@@ -391,6 +393,14 @@ def test_adapters_give_the_formula(form, segments, gapped) -> None:
     torch.testing.assert_close(y, ssd_naive(*inputs[:-1], None, *tokens))
     half = [x.bfloat16() for x in inputs]
     assert form(*half, *tokens).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["mamba-ssm", "fla"])
+@pytest.mark.usefixtures("stand_ins")
+def test_a_right_kernel_passes_the_comparison_before_its_first_use(name) -> None:
+    form = get_form("ssd", name)
+    args = cast(get_example("ssd", torch.device("cpu")), form.check_dtype)
+    assert max(compare(form.run, ssd_torch, args)) <= TOLERANCE[form.check_dtype] / 3
 
 
 def test_adapters_say_what_they_do_not_take() -> None:

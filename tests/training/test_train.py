@@ -184,3 +184,18 @@ def test_a_loss_that_is_not_finite_stops_the_run(run, monkeypatch):
     monkeypatch.setattr(module, "loss_of", lambda *a: original(*a) * float("nan"))
     with pytest.raises(FloatingPointError, match=r"loss is nan at step 2.*learning_rate"):
         run("run")
+
+
+def test_forms_set_on_the_command_line_run_and_are_told(run, caplog):
+    from tread_zoo.kernels import set_forms
+
+    try:
+        with caplog.at_level(logging.INFO):
+            run("run", "kernels.attention=naive")
+        assert "attention: naive (set by hand)" in caplog.text
+        with pytest.raises(ValueError, match=r"form of attention='naiv' is unknown"):
+            run("other", "kernels.attention=naiv")
+        with pytest.raises(ValueError, match=r"pip install flash-attn"):
+            run("other", "kernels.attention=flash-attn")
+    finally:
+        set_forms({})

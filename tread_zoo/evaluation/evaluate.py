@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,12 @@ from tread_zoo.data import ArrayDataset, ImageData, to_model_range, to_uint8
 from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, generate
 from tread_zoo.errors import unknown_name
 from tread_zoo.evaluation.agreement import digits_agreement, digits_agreement_reference
-from tread_zoo.evaluation.features import DIGITS_EXTRACTOR, INCEPTION_EXTRACTOR
-from tread_zoo.evaluation.metrics import EXTRACTORS, METRICS, score
+from tread_zoo.evaluation.features import (
+    DIGITS_EXTRACTOR,
+    INCEPTION_EXTRACTOR,
+    load_features,
+)
+from tread_zoo.evaluation.metrics import METRICS, check_extractor, is_file, score
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
 
@@ -27,7 +32,8 @@ class EvaluationOptions:
 
     Args:
         num_images: samples to draw; image i has label i mod num_classes.
-        extractor: `digits-cnn-64`, `inception-v3-compat`, or `auto`: the first for digits.
+        extractor: `digits-cnn-64`, `inception-v3-compat`, a file of `scripts/make_features.py`,
+            or `auto`: the first for digits.
         metrics: among fid, kid, precision, recall, isc.
         reference: `train` or `held_out`, the real images to compare with.
         seed: of the samples.
@@ -47,8 +53,7 @@ class EvaluationOptions:
     inception_weights: str | None = None
 
     def __post_init__(self) -> None:
-        if self.extractor not in ("auto", *EXTRACTORS):
-            raise unknown_name("evaluation.extractor", self.extractor, ("auto", *EXTRACTORS))
+        check_extractor("evaluation.extractor", self.extractor, ("auto",))
         for metric in self.metrics:
             if metric not in METRICS:
                 raise unknown_name("evaluation.metrics", metric, METRICS)
@@ -106,6 +111,11 @@ def evaluate(
     if data.name == "digits" and labels is not None and samples.shape[1:] == (1, 8, 8):
         record["values"]["agreement"] = digits_agreement(samples, labels)
         record["real"]["agreement"] = digits_agreement_reference()
+    elif labels is not None and is_file(options.extractor):
+        record["values"]["agreement"] = classifier_agreement(options.extractor, samples, labels)
+        if data.held_out is not None:
+            unseen, true = stack_part(data.held_out, len(data.held_out))  # type: ignore[arg-type]
+            record["real"]["agreement"] = classifier_agreement(options.extractor, unseen, true)
     extractor = _choose_extractor(options, data, record)
     if extractor is not None and options.metrics:
         real = stack_images(reference)
@@ -116,6 +126,26 @@ def evaluate(
             unseen = stack_images(data.held_out)
             record["real"] |= _score(unseen, real, extractor, options)["values"]
     return record
+
+
+@torch.no_grad()
+def classifier_agreement(extractor: str, images: Tensor, labels: Tensor) -> float:
+    """Return the share of images uint8 [N,C,H,W] that a file's classifier reads as `labels` [N].
+
+    Raises:
+        ValueError: the classifier knows fewer classes than the labels have.
+    """
+    network = load_features(Path(extractor))
+    if int(labels.max()) >= network.classify.out_features:
+        raise ValueError(
+            f"extractor={extractor!r} knows {network.classify.out_features} classes, and label "
+            f"{int(labels.max())} is asked for; make features from this data."
+        )
+    right = [
+        (network(some)[1].argmax(dim=1) == some_labels).double().sum()
+        for some, some_labels in zip(images.split(500), labels.split(500), strict=True)
+    ]
+    return float(sum(right) / len(images))
 
 
 def describe_record(record: dict[str, Any]) -> list[str]:
@@ -139,22 +169,45 @@ def describe_record(record: dict[str, Any]) -> list[str]:
 
 @torch.no_grad()
 def held_out_loss(
-    backbone: Backbone, objective: Objective, data: ImageData, *, seed: int, precision: str
-) -> float | None:
-    """Return the dense loss on held-out images at fixed draws of level and noise, or None.
+    backbone: Backbone,
+    objective: Objective,
+    data: ImageData,
+    *,
+    seed: int,
+    precision: str,
+    num_draws: int = 1,
+) -> tuple[float, list[float]] | None:
+    """Return the dense loss on held-out images at fixed draws of level and noise.
 
-    The draws depend on the seed alone, so the numbers of different steps and networks compare.
+    The draws depend on the seed alone, so the numbers of different steps and networks compare, pair
+    by pair.
+
+    Args:
+        backbone, objective, data: the network and what it was trained with.
+        seed: of the draws.
+        precision: resolved, see `tread_zoo.runtime`.
+        num_draws: levels and noises for each image; more of them make the numbers less noisy.
+
+    Returns:
+        The mean, and the means of the fourths of the draws from the lowest levels to the highest;
+        None if nothing was held out.
     """
     if data.held_out is None:
         return None
     images, labels = stack_part(data.held_out, HELD_OUT_IMAGES)
     device = next(backbone.parameters()).device
-    draw = objective.draw(images.shape, make_generator("held_out", seed)).to(device)
     y = labels.to(device) if backbone.num_classes else None
     x = to_model_range(images.to(device))
-    with autocast(device, precision):
-        losses = objective.loss(lambda x_t, t: backbone(x_t, t, y), x, draw)
-    return float(losses.mean())
+    losses, levels = [], []
+    for number in range(num_draws):
+        parts = (seed,) if number == 0 else (seed, number)
+        draw = objective.draw(images.shape, make_generator("held_out", *parts)).to(device)
+        with autocast(device, precision):
+            losses.append(objective.loss(lambda x_t, t: backbone(x_t, t, y), x, draw).float())
+        levels.append(draw.level)
+    by_level = torch.cat(losses)[torch.cat(levels).argsort()]
+    fourths = [float(part.mean()) for part in by_level.tensor_split(4)]
+    return float(by_level.double().mean()), fourths
 
 
 def stack_part(dataset: Dataset, count: int) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,13 @@
-"""Feature extractors: the small one for digits that ships here, and Inception where its file is.
+"""Feature extractors: the small one for digits that ships here, Inception where its file is, and
+classifiers that `scripts/make_features.py` trained on data of one's own.
 
 A score means nothing without the network that it was taken with, so an extractor's name in a
 record carries the hash of its weights. B batch.
 """
 
 import hashlib
+import json
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -47,6 +50,125 @@ class DigitsFeatures(nn.Module):
         x = F.max_pool2d(F.gelu(self.conv2(x)), 2)  # [B,64,4,4]
         features = F.gelu(self.conv3(x)).mean(dim=(2, 3))  # [B,64,2,2] -> [B,64]
         return features, self.classify(features)
+
+
+class ClassifierFeatures(nn.Module):
+    """A classifier of small images: four 3x3 convolutions, pooled features, logits.
+
+    Args:
+        image_size: (H, W), at least 8 each.
+        channels: C.
+        num_classes: of the logits.
+        num_features: of the vector that distances are taken in.
+    """
+
+    def __init__(
+        self, *, image_size: tuple[int, int], channels: int, num_classes: int, num_features: int
+    ) -> None:
+        super().__init__()
+        if min(image_size) < 8 or num_classes < 2:
+            raise ValueError(
+                f"image_size={tuple(image_size)} with num_classes={num_classes} gives no features: "
+                "a classifier of images of 8x8 or more, with two classes or more, is wanted."
+            )
+        self.shape = (channels, *image_size)
+        widths = (channels, 32, 64, num_features, num_features)
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise(widths))
+        self.classify = nn.Linear(num_features, num_classes)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (features [B, num_features], logits [B, num_classes]) of uint8 [B,C,H,W]."""
+        if images.dtype != torch.uint8 or tuple(images.shape[1:]) != self.shape:
+            raise ValueError(
+                f"images has dtype {images.dtype} and shape {tuple(images.shape)}; these features "
+                f"want uint8 [B,{','.join(map(str, self.shape))}]."
+            )
+        x = images.to(self.classify.weight.dtype) / 255
+        for index, conv in enumerate(self.convs):
+            x = F.gelu(conv(x))
+            if index < 2:
+                x = F.max_pool2d(x, 2)
+        features = x.mean(dim=(2, 3))
+        return features, self.classify(features)
+
+
+def save_features(network: ClassifierFeatures, path: Path, about: str) -> None:
+    """Write a classifier's weights and sizes to one safetensors file, which appears whole."""
+    from safetensors.torch import save_file
+
+    channels, *image_size = network.shape
+    facts = {
+        "image_size": image_size,
+        "channels": channels,
+        "num_classes": network.classify.out_features,
+        "num_features": network.classify.in_features,
+        "about": about,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    save_file(network.state_dict(), partial, metadata={"features": json.dumps(facts)})
+    partial.replace(path)
+
+
+def load_features(path: Path) -> ClassifierFeatures:
+    """Return the classifier that `save_features` wrote, frozen.
+
+    Raises:
+        ValueError: there is no such file, or it holds something else.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            facts = json.loads((file.metadata() or {})["features"])
+            state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"extractor={str(path)!r} is no file of features ({type(error).__name__}: {error}). "
+            f"scripts/make_features.py out={path} makes one from labelled images."
+        ) from error
+    facts.pop("about")
+    network = ClassifierFeatures(**facts)
+    network.load_state_dict(state)
+    return network.eval().requires_grad_(False)
+
+
+def register_classifier_extractor(path: Path) -> str:
+    """Make torch-fidelity know the features in a file, and return the name that it has there."""
+    from torch_fidelity import FeatureExtractorBase, register_feature_extractor
+    from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY
+
+    network = load_features(path)
+    identity = extractor_id(path.stem, path)
+    if identity in FEATURE_EXTRACTORS_REGISTRY:
+        return identity
+
+    class ClassifierExtractor(FeatureExtractorBase):
+        """uint8 [B,3,H,W], a grey image three times -> the requested of 'features', 'logits'."""
+
+        def __init__(self, name: str, features_list: list[str], **settings: object) -> None:
+            super().__init__(name, features_list)
+            self.network = network
+
+        @staticmethod
+        def get_provided_features_list() -> tuple[str, ...]:
+            return "features", "logits"
+
+        @staticmethod
+        def get_default_feature_layer_for_metric(metric: str) -> str:
+            return "logits" if metric == "isc" else "features"
+
+        @staticmethod
+        def can_be_compiled() -> bool:
+            return False
+
+        def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+            features, logits = self.network(images[:, : network.shape[0]])
+            named = {"features": features, "logits": logits}
+            return tuple(named[name] for name in self.features_list)
+
+    register_feature_extractor(identity, ClassifierExtractor)
+    return identity
 
 
 def load_digits_features() -> DigitsFeatures:

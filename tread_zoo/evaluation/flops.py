@@ -2,6 +2,11 @@
 
 Matrix products are counted by torch, scans by the formulas that `tread_zoo.kernels` registers;
 elementwise work is not counted, as is usual. A multiply-add is 2 FLOPs.
+
+Over a run of S steps whose step s is routed as r(s) with probability p and dense otherwise, an image
+costs on average
+
+    1/S sum_s (p_s F(r(s)) + (1 - p_s) F(dense)),   p_s = p between the dense ends, else 0
 """
 
 from collections.abc import Sequence
@@ -11,22 +16,49 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tread_zoo.backbone import Backbone
-from tread_zoo.routing import Route
+from tread_zoo.routing import PendingRoute, Route, Routing, resolve_routes
+from tread_zoo.seeding import make_generator
 
 
 def count_flops(
-    backbone: Backbone, *, batch: int = 1, routes: Sequence[Route] = (), backward: bool = False
+    backbone: Backbone,
+    *,
+    batch: int = 1,
+    routes: Sequence[Route | PendingRoute] = (),
+    backward: bool = False,
 ) -> int:
     """Return the FLOPs of one forward pass, or of forward and backward, of `batch` images.
 
-    Nothing is computed: a copy of the network without data is traced.
+    Nothing is computed: a copy of the network without data is traced. A pending route costs what
+    computing the importance costs, too.
     """
     copy = deepcopy(backbone).to("meta").requires_grad_(backward)
     x = torch.empty(batch, copy.in_channels, *copy.input_size, device="meta")
     t = torch.empty(batch, device="meta")
     y = torch.empty(batch, dtype=torch.int64, device="meta") if copy.num_classes else None
+    moved = [route.to("meta") for route in routes]
     with torch.set_grad_enabled(backward), FlopCounterMode(display=False) as counter:
-        out = copy(x, t, y, routes=[route.to("meta") for route in routes])
+        concrete = resolve_routes(moved, lambda start: copy.importance(x, t, y, start))
+        out = copy(x, t, y, routes=concrete)
         if backward:
             out.sum().backward()
     return counter.get_total_flops()
+
+
+def training_flops(backbone: Backbone, routing: Routing, num_steps: int) -> float:
+    """Return the FLOPs of an image, forward and backward, averaged over a run of `num_steps` steps.
+
+    Where a step is routed with a probability, this is the expected value.
+    """
+    dense = count_flops(backbone, backward=True)
+    counted = {(): dense}  # by start, end, and rate of each route
+    total = 0.0
+    for steps, used in routing.stages(num_steps):
+        key = tuple((plan.start, plan.end, plan.selection_rate) for plan in used.plans)
+        if key not in counted:
+            routes = used.draw(1, backbone.grid, make_generator("flops", 0))
+            counted[key] = count_flops(backbone, routes=routes, backward=True)
+        total += len(steps) * (
+            routing.probability * counted[key] + (1 - routing.probability) * dense
+        )
+    return total / num_steps

@@ -27,10 +27,13 @@ from tread_zoo.evaluation.features import (
     INCEPTION_EXTRACTOR,
     extractor_id,
     find_inception_weights,
+    load_features,
+    register_classifier_extractor,
     register_digits_extractor,
 )
 
 EXTRACTORS = (DIGITS_EXTRACTOR, INCEPTION_EXTRACTOR)
+FEATURES_SUFFIX = ".safetensors"  # of the files that scripts/make_features.py writes
 METRICS = ("fid", "kid", "precision", "recall", "isc")
 KID_SUBSETS = 100
 KID_SUBSET_SIZE = 1000
@@ -81,12 +84,11 @@ def score(
             raise unknown_name("metrics", metric, METRICS)
     if not metrics:
         raise ValueError(f"metrics={metrics!r} names none; use some of {', '.join(METRICS)}.")
-    if extractor not in EXTRACTORS:
-        raise unknown_name("extractor", extractor, EXTRACTORS)
+    check_extractor("extractor", extractor)
     if device not in ("cpu", "cuda"):
         raise unknown_name("device", device, ("cpu", "cuda"))
     _check_images(generated, reference, extractor, metrics)
-    weights = _prepare_extractor(extractor, inception_weights)
+    name, weights = _prepare_extractor(extractor, inception_weights)
     subset_size = min(KID_SUBSET_SIZE, len(generated), len(reference))
 
     import torch_fidelity
@@ -103,7 +105,7 @@ def score(
             kid_subsets=KID_SUBSETS,
             kid_subset_size=subset_size,
             prc_neighborhood=_NEIGHBOURS,
-            feature_extractor=extractor,
+            feature_extractor=name,
             feature_extractor_weights_path=str(weights),
             cuda=device == "cuda",
             batch_size=batch_size,
@@ -115,7 +117,7 @@ def score(
     values = {ours: found[theirs] for m in metrics for theirs, ours in _VALUES[m].items()}
     return {
         "values": values,
-        "extractor": extractor_id(extractor, weights),
+        "extractor": extractor_id(weights.stem if is_file(extractor) else extractor, weights),
         "num_generated": len(generated),
         "num_reference": len(reference),
         "image_size": list(generated.shape[2:]),
@@ -124,6 +126,19 @@ def score(
         "kid_subset_size": subset_size if "kid" in metrics else None,
         "torch_fidelity": torch_fidelity.__version__,
     }
+
+
+def is_file(extractor: str) -> bool:
+    """Return whether an extractor is a file that `scripts/make_features.py` wrote."""
+    return extractor.endswith(FEATURES_SUFFIX)
+
+
+def check_extractor(field: str, extractor: str, others: Sequence[str] = ()) -> None:
+    """Raise ValueError unless an extractor is a known name, or a sound file of features."""
+    if is_file(extractor):
+        load_features(Path(extractor))
+    elif extractor not in (*others, *EXTRACTORS):
+        raise unknown_name(field, extractor, (*others, *EXTRACTORS))
 
 
 class _RgbImages(Dataset):
@@ -139,17 +154,19 @@ class _RgbImages(Dataset):
         return self.images[index].expand(3, -1, -1)
 
 
-def _prepare_extractor(extractor: str, inception_weights: str | None) -> Path:
-    """Return the weights file of `extractor`, which torch-fidelity knows from here on."""
+def _prepare_extractor(extractor: str, inception_weights: str | None) -> tuple[str, Path]:
+    """Return the name under which torch-fidelity knows `extractor` from here on, and its file."""
     if extractor == INCEPTION_EXTRACTOR:
-        return find_inception_weights(inception_weights)
+        return extractor, find_inception_weights(inception_weights)
     if inception_weights is not None:
         raise ValueError(
             f"inception_weights={inception_weights!r} is of no use with extractor={extractor!r}; "
             f"leave it out, or set extractor={INCEPTION_EXTRACTOR!r}."
         )
+    if is_file(extractor):
+        return register_classifier_extractor(Path(extractor)), Path(extractor)
     register_digits_extractor()
-    return DIGITS_WEIGHTS
+    return extractor, DIGITS_WEIGHTS
 
 
 def _check_images(
@@ -175,6 +192,14 @@ def _check_images(
             f"generated has images [C,H,W] of {tuple(generated.shape[1:])}, reference of "
             f"{tuple(reference.shape[1:])}; bring both to one size before scoring."
         )
+    if is_file(extractor):
+        wanted = load_features(Path(extractor)).shape
+        if tuple(generated.shape[1:]) != wanted:
+            raise ValueError(
+                f"extractor={extractor!r} was trained on images [C,H,W] of {wanted}, and these are "
+                f"{tuple(generated.shape[1:])}; make features of this size with "
+                "scripts/make_features.py."
+            )
     if extractor == DIGITS_EXTRACTOR and tuple(generated.shape[1:]) != (1, 8, 8):
         raise ValueError(
             f"extractor={DIGITS_EXTRACTOR!r} knows grey 8x8 digits only, and the images [C,H,W] "

@@ -8,7 +8,7 @@ plain torch), `fused.py` (adapters of optional packages, imported when first ask
 from tread_zoo.kernels.attention import attention
 from tread_zoo.kernels.bidirectional_wkv import bidirectional_wkv
 from tread_zoo.kernels.causal_conv1d import causal_conv1d
-from tread_zoo.kernels.dispatch import describe, get_forms, set_form
+from tread_zoo.kernels.dispatch import describe, get_forms, set_form, set_forms
 from tread_zoo.kernels.selective_scan import selective_scan
 from tread_zoo.kernels.ssd import ssd
 
@@ -20,5 +20,6 @@ __all__ = [
     "get_forms",
     "selective_scan",
     "set_form",
+    "set_forms",
     "ssd",
 ]

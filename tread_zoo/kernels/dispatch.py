@@ -4,21 +4,30 @@ An operation registers its forms in the order in which "auto" tries them. A form
 and a CUDA device (`unavailable`), and it may not take every call (`unsuited`). "auto" runs the
 first form that has neither reason against it, and never the naive one. A form set by hand runs or
 raises: it is not replaced silently.
+
+At its first use on a device a form of a package is compared with the torch form on the operation's
+small example, output and gradients; one that differs or fails is refused from then on.
 """
 
 import difflib
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tread_zoo.kernels.verify import TOLERANCE, cast, compare
+
 logger = logging.getLogger(__name__)
 
-AUTO, NAIVE = "auto", "naive"
+AUTO, NAIVE, TORCH = "auto", "naive", "torch"
+
+Example = Callable[[torch.device], tuple[Any, ...]]
 
 
 def _anything_suits(*args: object) -> str | None:
@@ -41,6 +50,7 @@ class Form:
         unsuited: (the call's arguments) -> why `run` cannot or should not take them, or None.
         limits: (device) -> in words, what `unsuited` lets through there, or None for everything.
         fits_all: `unsuited` is about speed only, so that a form set by hand takes every call.
+        check_dtype: in which `run` is compared with the torch form.
     """
 
     name: str
@@ -50,6 +60,7 @@ class Form:
     unsuited: Callable[..., str | None] = _anything_suits
     limits: Callable[[torch.device], str | None] = _no_limits
     fits_all: bool = False
+    check_dtype: torch.dtype = torch.float32
 
     def unavailable(self, device: torch.device) -> str | None:
         """Return why the form cannot run on `device`, or None."""
@@ -61,19 +72,31 @@ class Form:
 
 
 _FORMS: dict[str, tuple[Form, ...]] = {}
+_EXAMPLES: dict[str, Example] = {}
 _CHOICE: dict[str, str] = {}
 _PROBLEMS: dict[str, str | None] = {}
+_REFUSED: dict[tuple[str, str, torch.device], str | None] = {}
 _TOLD: set[tuple[str, str]] = set()
 
 
-def register(op: str, forms: Iterable[Form]) -> None:
-    """Register the forms of `op`, in the order in which "auto" tries them."""
+def register(op: str, forms: Iterable[Form], example: Example) -> None:
+    """Register an operation.
+
+    Args:
+        op: its name.
+        forms: in the order in which "auto" tries them; one is called "torch", one "naive".
+        example: (device) -> the arguments of a small call in float32, as every form's `run` takes
+            them; the same ones each time.
+    """
     _FORMS[op] = tuple(forms)
+    _EXAMPLES[op] = example
     _CHOICE[op] = AUTO
     for form in _FORMS[op]:  # known at once, so that compiled code has nothing left to find out
         package = (form.module or "torch").split(".")[0]
         if form.module is not None and importlib.util.find_spec(package) is None:
             _PROBLEMS[form.module] = f"no module named {package!r}"
+        elif form.module in sys.modules:  # triton: torch imports it
+            _PROBLEMS[form.module] = None
 
 
 def import_problem(module: str) -> str | None:
@@ -106,6 +129,19 @@ def set_form(op: str, form: str) -> None:
     _CHOICE[op] = form
 
 
+def set_forms(forms: Mapping[str, str]) -> None:
+    """Set the form of every operation; those that are not named get "auto".
+
+    Raises:
+        ValueError: for an unknown operation or form, or a form whose package is missing or broken.
+    """
+    try:
+        for op in _FORMS.keys() | forms.keys():
+            set_form(op, forms.get(op, AUTO))
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+
+
 def get_forms() -> dict[str, str]:
     """Return what is set for each operation: "auto" or the name of a form."""
     return dict(_CHOICE)
@@ -118,6 +154,44 @@ def list_forms(op: str) -> tuple[str, ...]:
     return tuple(form.name for form in _FORMS[op])
 
 
+def get_form(op: str, name: str) -> Form:
+    """Return a form by its name."""
+    return next(form for form in _FORMS[op] if form.name == name)
+
+
+def get_example(op: str, device: torch.device) -> tuple[Any, ...]:
+    """Return the arguments of the operation's example."""
+    return _EXAMPLES[op](device)
+
+
+def unusable(op: str, form: Form, device: torch.device) -> str | None:
+    """Return why a form cannot be used on a device, or None: it is missing, or it was refused."""
+    reason = form.unavailable(device)
+    if reason is not None or form.module is None:
+        return reason
+    key = (op, form.name, device)
+    if key not in _REFUSED and not torch.compiler.is_compiling():
+        _REFUSED[key] = _difference_to_torch(op, form, device)
+        if _REFUSED[key] is not None:
+            logger.warning("%s: %s is refused: %s", op, form.name, _REFUSED[key])
+    return _REFUSED.get(key)
+
+
+def _difference_to_torch(op: str, form: Form, device: torch.device) -> str | None:
+    """Return in words that the form fails on the example, or differs from the torch form."""
+    dtype = form.check_dtype
+    args = cast(get_example(op, device), dtype)
+    if form.unsuited(*args) is not None:
+        return None  # it will not be chosen for such a call
+    try:
+        found = max(compare(form.run, get_form(op, TORCH).run, args))
+    except Exception as error:  # a kernel built for another GPU or torch raises anything
+        return f"it failed on a small input, {type(error).__name__}: {error}"
+    if found <= TOLERANCE[dtype]:
+        return None
+    return f"it differs from the torch form by {found:.1e} of the largest value on a small input"
+
+
 def choose(op: str, device: torch.device, *args: object) -> Form:
     """Return the form that takes this call.
 
@@ -125,8 +199,8 @@ def choose(op: str, device: torch.device, *args: object) -> Form:
         ValueError: for a form set by hand that cannot take the call.
     """
     if _CHOICE[op] != AUTO:
-        form = next(form for form in _FORMS[op] if form.name == _CHOICE[op])
-        reason = form.unavailable(device)
+        form = get_form(op, _CHOICE[op])
+        reason = unusable(op, form, device)
         if reason is None and not form.fits_all:
             reason = form.unsuited(*args)
         if reason is not None:
@@ -136,7 +210,7 @@ def choose(op: str, device: torch.device, *args: object) -> Form:
             )
         return form
     for form in _FORMS[op]:
-        if form.name == NAIVE or form.unavailable(device) is not None:
+        if form.name == NAIVE or unusable(op, form, device) is not None:
             continue
         reason = form.unsuited(*args)
         if reason is None:
@@ -156,7 +230,7 @@ def _describe(op: str, device: torch.device) -> str:
         return f"{_CHOICE[op]} (set by hand)"
     limited, reasons = "", []
     for form in _FORMS[op]:
-        if (reason := form.unavailable(device)) is not None:
+        if (reason := unusable(op, form, device)) is not None:
             reasons.append(f"{form.name} not used: {reason}")
         elif (limits := form.limits(device)) is not None:
             limited += f"{form.name} {limits}, else "

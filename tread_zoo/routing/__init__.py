@@ -1,17 +1,34 @@
-"""Which tokens leave which blocks: selectors, routes, placement."""
+"""Which tokens leave which blocks, and when: selectors, routes, placement, schedules, orders."""
 
-from tread_zoo.routing.plan import RoutePlan, Routing, build_routing
+from tread_zoo.routing.orders import ORDERS, inverse, scan_order
+from tread_zoo.routing.pending import PendingRoute, resolve_routes
+from tread_zoo.routing.plan import SELECTOR_NAMES, RoutePlan, Routing, build_routing
 from tread_zoo.routing.routes import Route, check_routes, num_kept_tokens
+from tread_zoo.routing.scans import GAPS, Scan, check_scan, make_scan, reverse_gaps
+from tread_zoo.routing.schedules import SCHEDULES, RateSchedule
 from tread_zoo.routing.selectors import SELECTORS, Selector, build_selector
 
 __all__ = [
+    "GAPS",
+    "ORDERS",
+    "SCHEDULES",
     "SELECTORS",
+    "SELECTOR_NAMES",
+    "PendingRoute",
+    "RateSchedule",
     "Route",
     "RoutePlan",
     "Routing",
+    "Scan",
     "Selector",
     "build_routing",
     "build_selector",
     "check_routes",
+    "check_scan",
+    "inverse",
+    "make_scan",
     "num_kept_tokens",
+    "resolve_routes",
+    "reverse_gaps",
+    "scan_order",
 ]

@@ -1,23 +1,37 @@
 """Route plans: where in the depth the routes lie and how many tokens each lets through.
 
-A plan belongs to a configuration; each training step draws concrete routes from it.
+A plan belongs to a configuration; each training step draws concrete routes from it:
+
+    routing.at(step, num_steps, seed).draw(batch, grid, generator)
+
+`at` is the routing of one step, without a schedule, and a function of (seed, step) alone: the same
+on every rank and for every micro-step of the step. B batch, N tokens, K kept tokens.
 """
 
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from tread_zoo.errors import unknown_name
+from tread_zoo.routing.pending import PendingRoute, draw_pending
 from tread_zoo.routing.routes import Route, num_kept_tokens
+from tread_zoo.routing.schedules import RateSchedule, build_schedule, check_span
 from tread_zoo.routing.selectors import SELECTORS, Selector, build_selector
+from tread_zoo.seeding import make_generator
 
 logger = logging.getLogger(__name__)
 
-_ROUTE_FIELDS = ("start", "end", "selection_rate", "selector", "block_size", "segment_length")
+NORM = "norm"  # keeps by importance, which the network gives
+SELECTOR_NAMES = (*SELECTORS, NORM)
+ROUTE_FIELDS = (
+    "start", "end", "selection_rate", "selector", "block_size", "segment_length", "segment_order",
+    "shared", "schedule", "final_rate", "rate_steps",
+)  # fmt: skip
+GLOBAL_FIELDS = ("warm_start", "dense_tail", "probability")
 
 
 @dataclass(frozen=True)
@@ -26,50 +40,161 @@ class RoutePlan:
 
     Args:
         start, end: blocks start … end-1 run on the kept tokens, counted from 0.
-        selection_rate: fraction of tokens that bypasses, in [0, 1).
-        selector: draws which tokens stay.
+        selection_rate: fraction of tokens that bypasses, in [0, 1); the first one of a schedule.
+        selector: draws which tokens stay; None keeps them by importance (`norm`).
         selector_name: the selector's name, for logs.
+        shared: the whole batch keeps the same tokens.
+        schedule: how the rate changes over training; None: it stays.
     """
 
     start: int
     end: int
     selection_rate: float
-    selector: Selector
+    selector: Selector | None
     selector_name: str
+    shared: bool = False
+    schedule: RateSchedule | None = None
 
     def __post_init__(self) -> None:
         num_kept_tokens(1, self.selection_rate)
         if not 0 <= self.start < self.end:
             raise ValueError(f"route start={self.start}, end={self.end} is empty or negative.")
 
-    def draw(self, batch: int, grid: tuple[int, int], generator: torch.Generator) -> Route:
-        """Draw ids [B, K] for a batch of grids."""
-        num_kept = num_kept_tokens(grid[0] * grid[1], self.selection_rate)
-        return Route(self.start, self.end, self.selector(batch, grid, num_kept, generator))
+    def draw(
+        self, batch: int, grid: tuple[int, int], generator: torch.Generator
+    ) -> Route | PendingRoute:
+        """Draw ids [B, K] for a batch of grids, at `selection_rate`; for `norm` the noise alone."""
+        num_tokens = grid[0] * grid[1]
+        num_kept = num_kept_tokens(num_tokens, self.selection_rate)
+        num_draws = 1 if self.shared else batch
+        if self.selector is None:
+            return draw_pending(
+                self.start, self.end, batch=num_draws, num_tokens=num_tokens, num_kept=num_kept,
+                generator=generator,
+            )  # fmt: skip
+        ids = self.selector(num_draws, grid, num_kept, generator)
+        return Route(self.start, self.end, ids.expand(batch, -1))
+
+    def describe(self, num_tokens: int) -> str:
+        """Return the route in words."""
+        rates = [self.selection_rate]
+        words = [self.selector_name]
+        if self.schedule is not None:
+            rates = [rate for _, rate in self.schedule.stairs(range(1000), 1000)]
+            words.append(self.schedule.describe())
+        if self.shared:
+            words.append("the same for the whole batch")
+        kept = sorted({num_kept_tokens(num_tokens, rate) for rate in (min(rates), max(rates))})
+        return (
+            f"blocks {self.start} … {self.end - 1} see {' … '.join(map(str, kept))} of "
+            f"{num_tokens} tokens ({'; '.join(words)})"
+        )
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The routes of a network, in ascending order and disjoint; none means dense."""
+    """The routes of a network, in ascending order and disjoint, and when they are used.
+
+    Args:
+        plans: none means dense.
+        warm_start: fraction of training at the start without routes.
+        dense_tail: fraction of training at the end without routes.
+        probability: chance that a step between the two is routed.
+    """
 
     plans: tuple[RoutePlan, ...] = ()
+    warm_start: float = 0.0
+    dense_tail: float = 0.0
+    probability: float = 1.0
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether steps differ in more than the tokens drawn."""
+        plain = (self.warm_start, self.dense_tail, self.probability) == (0.0, 0.0, 1.0)
+        return not plain or any(plan.schedule is not None for plan in self.plans)
 
     def draw(
         self, batch: int, grid: tuple[int, int], generator: torch.Generator
-    ) -> tuple[Route, ...]:
-        """Draw one concrete route per plan."""
+    ) -> tuple[Route | PendingRoute, ...]:
+        """Draw one route per plan at its `selection_rate`; of a schedule take `at` a step first."""
         return tuple(plan.draw(batch, grid, generator) for plan in self.plans)
+
+    def at(self, step: int, num_steps: int, seed: int) -> "Routing":
+        """Return the routing of optimizer step `step` of `num_steps`, without a schedule.
+
+        Raises:
+            ValueError: the routing is scheduled and the step is not one of 0 … num_steps-1.
+        """
+        if not self.is_scheduled:
+            return self
+        if not 0 <= step < num_steps:
+            raise ValueError(f"step={step} is not one of the run's {num_steps}, from 0.")
+        routed = self.routed_steps(num_steps)
+        if step not in routed or not self._is_drawn(step, seed):
+            return Routing()
+        return self._if_routed(step, routed, num_steps)
+
+    def routed_steps(self, num_steps: int) -> range:
+        """Return the steps between the dense start and the dense end; empty in a run too short."""
+        return range(
+            round(self.warm_start * num_steps), num_steps - round(self.dense_tail * num_steps)
+        )
+
+    def stages(self, num_steps: int) -> list[tuple[range, "Routing"]]:
+        """Return the run as ranges of steps, each with its routing where a step is routed at all.
+
+        `probability` is left to the caller. A dense stage has no plans.
+        """
+        routed = self.routed_steps(num_steps)
+        if not self.plans or not routed:
+            return [(range(num_steps), Routing())]
+        edges = {routed.start, routed.stop}
+        for plan in self.plans:
+            if plan.schedule is not None:
+                edges |= {step for step, _ in plan.schedule.stairs(routed, num_steps)}
+        bounds = [0, *sorted(edge for edge in edges if edge in routed), routed.stop, num_steps]
+        found = []
+        for begin, end in itertools.pairwise(bounds):
+            if begin < end:
+                inside = begin in routed
+                used = self._if_routed(begin, routed, num_steps) if inside else Routing()
+                found.append((range(begin, end), used))
+        return found
 
     def describe(self, grid: tuple[int, int]) -> str:
         """Return one line for the log."""
         if not self.plans:
             return "none: every block sees every token"
-        num_tokens = grid[0] * grid[1]
-        return "; ".join(
-            f"blocks {p.start} … {p.end - 1} see {num_kept_tokens(num_tokens, p.selection_rate)} "
-            f"of {num_tokens} tokens ({p.selector_name})"
-            for p in self.plans
-        )
+        words = [plan.describe(grid[0] * grid[1]) for plan in self.plans]
+        if self.probability < 1:
+            words.append(f"a step is routed with probability {self.probability:g}")
+        dense = [
+            f"the {where} {share:.3g}%"
+            for where, share in (("first", 100 * self.warm_start), ("last", 100 * self.dense_tail))
+            if share
+        ]
+        if dense:
+            words.append(f"{' and '.join(dense)} of training dense")
+        return "; ".join(words)
+
+    def _is_drawn(self, step: int, seed: int) -> bool:
+        if self.probability == 1.0:
+            return True
+        generator = make_generator("routed", seed, step)
+        return float(torch.rand((), generator=generator)) < self.probability
+
+    def _if_routed(self, step: int, routed: range, num_steps: int) -> "Routing":
+        """Return the plain routing of a routed step."""
+        plans = []
+        for plan in self.plans:
+            if plan.schedule is None:
+                plans.append(plan)
+                continue
+            stairs = plan.schedule.stairs(routed, num_steps)
+            rate = next(rate for begin, rate in reversed(stairs) if begin <= step)
+            if rate > 0:  # a route that keeps all is none
+                plans.append(replace(plan, selection_rate=rate, schedule=None))
+        return Routing(tuple(plans))
 
 
 def build_routing(
@@ -84,6 +209,14 @@ def build_routing(
     selector: str = "auto",
     block_size: int = 2,
     segment_length: int = 4,
+    segment_order: str = "raster",
+    shared: bool = False,
+    schedule: str = "constant",
+    final_rate: float | None = None,
+    rate_steps: Sequence[Sequence[float]] = (),
+    warm_start: float = 0.0,
+    dense_tail: float = 0.0,
+    probability: float = 1.0,
     routes: Sequence[Mapping[str, Any]] = (),
 ) -> Routing:
     """Build the routing of a network with `num_blocks` blocks.
@@ -94,10 +227,21 @@ def build_routing(
         start, end: as in Python slices, negative counts from the end; `auto` is the backbone's own
             range (2 … -4 after TREAD), made shorter, with a message, where the depth is too small.
         selection_rate: fraction of tokens that bypasses.
-        selector: a name in `SELECTORS`, or `auto`.
+        selector: a name in `SELECTORS`, `norm`, or `auto`.
         block_size, segment_length: sizes for the selectors `blocks` and `segments`.
-        routes: several routes in sequence, each a mapping with any of the fields above; what one
-            leaves out it takes from the arguments. Empty: one route from the arguments.
+        segment_order: the curve that `segments` cuts: raster, serpentine or hilbert.
+        shared: the whole batch keeps the same tokens; otherwise each sample its own.
+        schedule: how the rate changes over training: constant; linear or cosine from
+            `selection_rate` to `final_rate`; steps, as `rate_steps` lists.
+        final_rate: for linear and cosine.
+        rate_steps: for steps: [fraction of training, rate from there on], ascending; until the
+            first, `selection_rate`.
+        warm_start, dense_tail: fractions of training at the start and at the end without routing;
+            linear and cosine run between them.
+        probability: chance that a step is routed, in (0, 1].
+        routes: several routes in sequence, each a mapping with any of `ROUTE_FIELDS`; what one
+            leaves out it takes from the arguments. `warm_start`, `dense_tail` and `probability`
+            are of all routes together. Empty: one route from the arguments.
 
     Raises:
         ValueError: a name, field or value that does not work, with the field's name.
@@ -106,6 +250,8 @@ def build_routing(
         raise unknown_name("routing.name", name, ("none", "tread"))
     if name == "none":
         return Routing()
+    check_span(warm_start, dense_tail)
+    _check_probability(probability)
     common = {
         "start": start,
         "end": end,
@@ -113,30 +259,65 @@ def build_routing(
         "selector": selector,
         "block_size": block_size,
         "segment_length": segment_length,
+        "segment_order": segment_order,
+        "shared": shared,
+        "schedule": schedule,
+        "final_rate": final_rate,
+        "rate_steps": rate_steps,
     }
     plans = []
     for index, fields in enumerate(routes or [{}]):
         label = f"routing.routes[{index}]" if routes else "routing"
-        for field in fields:
-            if field not in _ROUTE_FIELDS:
-                raise unknown_name(label, field, _ROUTE_FIELDS)
-        plans.append(
-            _build_plan(label, num_blocks, default_selector, default_range, {**common, **fields})
-        )
+        own = _with_inherited(label, common, fields)
+        first, last = _resolve_range(label, own["start"], own["end"], num_blocks, default_range)
+        plan = _build_plan(label, first, last, default_selector, own)
+        curve = build_schedule(label, own, warm_start=warm_start, dense_tail=dense_tail)
+        plans.append(plan if curve.name == "constant" else replace(plan, schedule=curve))
     for before, after in itertools.pairwise(plans):
         if after.start < before.end:
             raise ValueError(
                 f"routing.routes: [{after.start}, {after.end}) starts before "
                 f"[{before.start}, {before.end}) ends; list disjoint routes in ascending order."
             )
-    return Routing(tuple(plans))
+    return Routing(tuple(plans), float(warm_start), float(dense_tail), float(probability))
+
+
+def _with_inherited(
+    label: str, common: Mapping[str, Any], fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return all fields of a route: its own, and the common ones that it leaves out.
+
+    A route with a schedule of its own takes over only what that schedule reads.
+    """
+    for field in fields:
+        if field in GLOBAL_FIELDS:
+            raise ValueError(
+                f"{label}.{field} is of all routes together, not of one; set routing.{field}."
+            )
+        if field not in ROUTE_FIELDS:
+            raise unknown_name(label, field, ROUTE_FIELDS)
+    inherited = dict(common)
+    if "schedule" in fields:
+        if fields["schedule"] not in ("linear", "cosine"):
+            inherited["final_rate"] = None
+        if fields["schedule"] != "steps":
+            inherited["rate_steps"] = ()
+    return {**inherited, **fields}
+
+
+def _check_probability(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= 1.0:
+        raise ValueError(
+            f"routing.probability={value} must be a number in (0, 1]: the chance that a step is "
+            "routed; routing=none switches routing off."
+        )
 
 
 def _build_plan(
     label: str,
-    num_blocks: int,
+    start: int,
+    end: int,
     default_selector: str,
-    default_range: tuple[int, int],
     fields: Mapping[str, Any],
 ) -> RoutePlan:
     rate = fields["selection_rate"]
@@ -145,15 +326,17 @@ def _build_plan(
             f"{label}.selection_rate={rate} must be a number in [0, 1): the fraction of tokens "
             "that bypass the routed blocks; use 0.5, or routing=none for no routing."
         )
-    first, last = _resolve_range(label, fields["start"], fields["end"], num_blocks, default_range)
+    if not isinstance(fields["shared"], bool):
+        raise ValueError(f"{label}.shared={fields['shared']!r} must be true or false.")
     name = fields["selector"]
-    if name != "auto" and name not in SELECTORS:
-        raise unknown_name(f"{label}.selector", name, ("auto", *SELECTORS))
+    if name != "auto" and name not in SELECTOR_NAMES:
+        raise unknown_name(f"{label}.selector", name, ("auto", *SELECTOR_NAMES))
     name = default_selector if name == "auto" else name
-    chosen = build_selector(
-        name, block_size=fields["block_size"], segment_length=fields["segment_length"]
-    )
-    return RoutePlan(first, last, float(rate), chosen, name)
+    chosen = None
+    if name != NORM:
+        sizes = {field: fields[field] for field in ("block_size", "segment_length")}
+        chosen = build_selector(name, segment_order=fields["segment_order"], **sizes)
+    return RoutePlan(start, end, float(rate), chosen, name, shared=fields["shared"])
 
 
 def _resolve_range(

@@ -69,13 +69,17 @@ class Route:
         """K, the number of tokens that the routed blocks see."""
         return self.ids.shape[1]
 
+    @classmethod
+    def of_sorted(cls, start: int, end: int, ids: Tensor) -> "Route":
+        """Return a route whose ids are known to be right; on a GPU this does not wait for it."""
+        route = object.__new__(cls)
+        for name, value in (("start", start), ("end", end), ("ids", ids)):
+            object.__setattr__(route, name, value)
+        return route
+
     def to(self, device: torch.device | str) -> "Route":
         """Return the same route with its ids on `device`; the values are not checked again."""
-        moved = object.__new__(Route)
-        for name, value in (("start", self.start), ("end", self.end)):
-            object.__setattr__(moved, name, value)
-        object.__setattr__(moved, "ids", self.ids.to(device, non_blocking=True))
-        return moved
+        return Route.of_sorted(self.start, self.end, self.ids.to(device, non_blocking=True))
 
     def row_index(self, num_tokens: int, num_extra: int) -> Tensor:
         """Return int64 [B * (E + K)]: rows of a flattened [B * (E + N), D] stream that are kept."""

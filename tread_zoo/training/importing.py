@@ -246,11 +246,13 @@ def _check_equal(key: str, theirs: Tensor, own: Tensor) -> None:
 def build_for(family: str, keywords: dict[str, Any]) -> Backbone:
     """Build the network under the preset that has these sizes, or else under the smallest one."""
     name = f"{family}_tiny"
-    for candidate in list_backbones(f"{family}_*"):
+    names = list_backbones(f"{family}_*")
+    for candidate in sorted(names, key=lambda each: "matched" in each):  # published names first
         preset = get_backbone_entry(candidate).preset
         defaults = get_backbone_entry(candidate).keywords()
         if all({**defaults, **keywords}[key] == value for key, value in preset.items()):
             name = candidate
+            break
     with torch.device("meta"):
         return create_backbone(name, **keywords)
 

@@ -8,7 +8,7 @@ What step k draws depends on (seed, rank, k) alone: a resumed run equals an unbr
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tread_zoo.runtime import resolve_device, resolve_precision
+from tread_zoo.kernels import set_forms
+from tread_zoo.routing import resolve_routes
+from tread_zoo.runtime import autocast, resolve_device, resolve_precision
 from tread_zoo.training.averaging import WeightAverage
 from tread_zoo.training.checkpoints import (
     Checkpoint,
@@ -56,6 +58,7 @@ def train(
     run_dir: str,
     resume: str | None,
     overwrite: bool,
+    kernels: Mapping[str, str] | None = None,
 ) -> Path:
     """Train, and leave checkpoints, pictures, metrics and a score in `run_dir`, which is returned.
 
@@ -74,6 +77,7 @@ def train(
         resume: None starts afresh; `latest` continues from the newest checkpoint in `run_dir`, if
             there is one; anything else is a path to a checkpoint.
         overwrite: replace a run that is already in `run_dir`.
+        kernels: form by operation, "auto" for those that are not named; None leaves what is set.
 
     Raises:
         ValueError: a setting that cannot work, before anything is written.
@@ -82,6 +86,8 @@ def train(
         Stopped: a signal asked to stop; the run was saved.
     """
     check_tracker(tracker["name"])
+    if kernels is not None:
+        set_forms(kernels)
     options = TrainingOptions(**training)
     place = resolve_device(device)
     precision = resolve_precision(options.precision, place)
@@ -219,10 +225,20 @@ def _optimize(
 
 
 def loss_of(model: torch.nn.Module, parts: Parts, drawn: StepDraw) -> Tensor:
-    """Return the mean loss of one micro-step, a scalar."""
+    """Return the mean loss of one micro-step, a scalar.
+
+    Routes that keep tokens by importance become concrete here, ahead of the forward pass: the
+    importance is computed by the backbone itself, not by what accelerate wrapped around it, in the
+    precision of the run.
+    """
 
     def network(x: Tensor, t: Tensor) -> Tensor:
-        return model(x, t, drawn.labels, routes=drawn.routes)
+        def importance(start: int) -> Tensor:
+            precision = resolve_precision(parts.options.precision, x.device)
+            with autocast(x.device, precision):
+                return parts.backbone.importance(x, t, drawn.labels, start)
+
+        return model(x, t, drawn.labels, routes=resolve_routes(drawn.routes, importance))
 
     return parts.objective.loss(network, drawn.images, drawn.draw).mean()
 

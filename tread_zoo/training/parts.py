@@ -16,7 +16,7 @@ from tread_zoo.data import ImageData, StepBatches, build_data, make_loader, to_m
 from tread_zoo.diffusion import Draw, Objective, SamplingOptions, build_objective
 from tread_zoo.evaluation.evaluate import EvaluationOptions
 from tread_zoo.registry import create_backbone, get_backbone_entry
-from tread_zoo.routing import Route, Routing, build_routing
+from tread_zoo.routing import PendingRoute, Route, Routing, build_routing
 from tread_zoo.seeding import make_generator
 from tread_zoo.training.options import TrainingOptions
 
@@ -64,7 +64,7 @@ class StepDraw:
     images: Tensor  # [B, C, H, W] in [-1, 1]
     labels: Tensor | None  # [B], some replaced by the null label
     draw: Draw
-    routes: tuple[Route, ...]
+    routes: tuple[Route | PendingRoute, ...]
 
 
 def build_parts(
@@ -112,6 +112,12 @@ def build_parts(
         default_selector=network.default_selector,
         default_range=network.default_range,
     )
+    if built_routing.plans and not built_routing.routed_steps(options.num_steps):
+        raise ValueError(
+            f"routing.warm_start={built_routing.warm_start:g} and routing.dense_tail="
+            f"{built_routing.dense_tail:g} leave none of training.num_steps={options.num_steps} to "
+            "route; make them smaller, or set routing=none."
+        )
     settings = {
         "backbone": {"name": network.name, "config": network.config},
         "routing": routing,
@@ -156,12 +162,15 @@ def draw_step(
 
     images uint8 [B, C, H, W] and labels int64 [B], on the CPU. The order of the draws is fixed:
     flips, dropped labels, noise level and noise, kept ids; none depends on an option of another.
+    Whether and how much is routed depends on the optimizer step alone, not on rank or micro-step.
     """
+    step = micro_step // parts.options.gradient_accumulation_steps
+    routing = parts.routing.at(step, parts.options.num_steps, parts.seed)
     generator = make_generator("train", parts.seed, rank, micro_step)
     flipped = torch.rand(len(images), generator=generator) < 0.5
     dropped = torch.rand(len(images), generator=generator) < parts.options.label_dropout
     draw = parts.objective.draw(images.shape, generator)
-    routes = parts.routing.draw(len(images), parts.backbone.grid, generator)
+    routes = routing.draw(len(images), parts.backbone.grid, generator)
     if parts.options.horizontal_flip:
         images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(-1), images)
     y = None

@@ -15,11 +15,10 @@ from tread_zoo.backbone import Backbone
 from tread_zoo.data import to_uint8
 from tread_zoo.diffusion import default_labels, generate
 from tread_zoo.evaluation.evaluate import describe_record, evaluate, held_out_loss
-from tread_zoo.evaluation.flops import count_flops
+from tread_zoo.evaluation.flops import count_flops, training_flops
 from tread_zoo.evaluation.pictures import plot_losses, save_grid
 from tread_zoo.kernels import describe
 from tread_zoo.runtime import describe_device
-from tread_zoo.seeding import make_generator
 from tread_zoo.training.parts import Parts
 from tread_zoo.training.trackers import build_trackers, read_metrics
 
@@ -31,6 +30,7 @@ logger = logging.getLogger(__name__)
 GRID_IMAGES = 100
 GRID_SEED = 0
 HELD_OUT_SEED = 0
+HELD_OUT_DRAWS = 8  # for each image, at the end of a run
 
 
 class Reporter:
@@ -58,6 +58,7 @@ class Reporter:
         from tqdm.auto import tqdm
 
         self.parts, self.folder, self.precision = parts, folder, precision
+        self.machine: dict[str, str | int] = {}
         folder.mkdir(parents=True, exist_ok=True)
         if fresh:
             for name in ("checkpoints", "samples", "generated", "tensorboard", "wandb"):
@@ -78,9 +79,15 @@ class Reporter:
     def begin(self, device: torch.device, num_processes: int, origin: str) -> None:
         """Say what runs, on what, and how much of the work routing leaves."""
         parts, network = self.parts, self.parts.backbone
-        routes = parts.routing.draw(1, network.grid, make_generator("describe", 0))
+        self.machine = {
+            "device": describe_device(device),
+            "precision": self.precision,
+            "num_processes": num_processes,
+            "torch": torch.__version__,
+        }
         dense = count_flops(network, backward=True)
-        routed = count_flops(network, routes=routes, backward=True)
+        routed = training_flops(network, parts.routing, parts.options.num_steps)
+        mean = ", on average over training" if parts.routing.is_scheduled else ""
         facts = parts.settings["data"]
         size = "x".join(map(str, [facts["channels"], *facts["image_size"]]))
         place = f"{describe_device(device)}; {self.precision}; {num_processes} process(es)"
@@ -92,7 +99,7 @@ class Reporter:
                      f"{facts['num_classes']} classes"],
             "backbone": [f"{network.name}: {millions:.2f} M parameters"],
             "routing": [f"{parts.routing.describe(network.grid)}",
-                        f"{routed / 1e6:.1f} MFLOPs an image, forward and backward; "
+                        f"{routed / 1e6:.1f} MFLOPs an image, forward and backward{mean}; "
                         f"dense {dense / 1e6:.1f}"],
             "run": [f"{self.folder} {origin}, {parts.options.num_steps} steps in all"],
         }  # fmt: skip
@@ -130,11 +137,11 @@ class Reporter:
         save_grid(to_uint8(images), path)
         for tracker in self.trackers:
             tracker.image(step, "samples", path)
-        loss = held_out_loss(
+        held_out = held_out_loss(
             network, parts.objective, parts.data, seed=HELD_OUT_SEED, precision=self.precision
         )
-        if loss is not None:
-            self.numbers(step, {"held_out_loss": loss})
+        if held_out is not None:
+            self.numbers(step, {"held_out_loss": held_out[0]})
 
     def finish(self, network: Backbone, step: int) -> None:
         """Plot the losses and score the averaged weights."""
@@ -150,6 +157,15 @@ class Reporter:
             precision=self.precision,
         )
         record["protocol"] |= {"weights": "ema", "step": step}
+        held_out = held_out_loss(
+            network, parts.objective, parts.data,
+            seed=HELD_OUT_SEED, precision=self.precision, num_draws=HELD_OUT_DRAWS,
+        )  # fmt: skip
+        if held_out is not None:
+            record["values"]["held_out_loss"] = held_out[0]
+            record["held_out_loss_by_level"] = held_out[1]
+            record["protocol"]["held_out_draws"] = HELD_OUT_DRAWS
+        record["run"] = self.machine
         (self.folder / "score.json").write_text(json.dumps(record, indent=2))
         values = {f"score/{name}": value for name, value in record["values"].items()}
         if values:

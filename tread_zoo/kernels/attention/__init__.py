@@ -3,12 +3,27 @@
 Dimensions: B batch, H heads, N tokens, Dh width of a head.
 """
 
+import torch
 from torch import Tensor
 
-from tread_zoo.kernels.attention.fused import attention_sdpa, sdpa_limits, sdpa_unsuited
+from tread_zoo.kernels.attention.fused import (
+    FLASH_INSTALL,
+    FLASH_MODULE,
+    attention_flash,
+    attention_sdpa,
+    flash_unsuited,
+    sdpa_limits,
+    sdpa_unsuited,
+)
 from tread_zoo.kernels.attention.naive import attention_naive
 from tread_zoo.kernels.attention.torch_form import attention_torch
 from tread_zoo.kernels.dispatch import Form, choose, register
+
+
+def _example(device: torch.device) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(2, 2, 70, 32, generator=generator).to(device) for _ in range(3))
+
 
 register(
     "attention",
@@ -16,7 +31,16 @@ register(
         Form("sdpa", attention_sdpa, unsuited=sdpa_unsuited, limits=sdpa_limits, fits_all=True),
         Form("torch", attention_torch),
         Form("naive", attention_naive),
+        Form(  # after all others: torch's own has the same kernel, so "auto" needs no package
+            "flash-attn",
+            attention_flash,
+            FLASH_MODULE,
+            FLASH_INSTALL,
+            flash_unsuited,
+            check_dtype=torch.bfloat16,
+        ),
     ],
+    _example,
 )
 
 

@@ -1,15 +1,20 @@
-"""torch's own fused attention, which never stores the N x N weights.
+"""Fused attention, which never stores the N x N weights: torch's own, and the package flash-attn.
 
-On a CPU it is the quicker one in float32. In half precision its backward pass is slow there:
+On a CPU torch's is the quicker one in float32. In half precision its backward pass is slow there:
 forward and backward take 3.6 times as long as two matrix products at 64 tokens, 2 at 256, and as
 long at about 2048.
 """
+
+import importlib
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 CPU_HALF_TOKENS = 1024
+FLASH_MODULE = "flash_attn"
+FLASH_INSTALL = "pip install flash-attn --no-build-isolation"
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def attention_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -22,7 +27,7 @@ def sdpa_unsuited(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if q.device.type != "cpu" or k.shape[-2] > CPU_HALF_TOKENS:
         return None
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else q.dtype
-    if dtype in (torch.bfloat16, torch.float16):
+    if dtype in HALVES:
         return f"half precision on a CPU, at most {CPU_HALF_TOKENS} tokens"
     return None
 
@@ -32,3 +37,18 @@ def sdpa_limits(device: torch.device) -> str | None:
     if device.type != "cpu":
         return None
     return f"for float32 or more than {CPU_HALF_TOKENS} tokens"
+
+
+def attention_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return `flash_attn_func`, which takes and gives [B, N, H, Dh]."""
+    function = importlib.import_module(FLASH_MODULE).flash_attn_func
+    return function(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+def flash_unsuited(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Return why the kernel does not take this call, or None."""
+    if q.dtype not in HALVES:
+        return f"{str(q.dtype).removeprefix('torch.')}, it takes bfloat16 and float16"
+    if q.shape[-1] % 8 or q.shape[-1] > 256:
+        return f"heads of width {q.shape[-1]}, it takes multiples of 8 up to 256"
+    return None

@@ -10,9 +10,19 @@ from tread_zoo.kernels.bidirectional_wkv.naive import bidirectional_wkv_naive
 from tread_zoo.kernels.bidirectional_wkv.torch_form import bidirectional_wkv_torch
 from tread_zoo.kernels.dispatch import Form, choose, register
 
+
+def _example(device: torch.device) -> tuple[Tensor | int | None, ...]:
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(2, 35, 24, generator=generator).to(device) for _ in range(2))
+    w, u = torch.linspace(0, 20, 24, device=device), torch.linspace(-1, 1, 24, device=device)
+    positions = torch.arange(0, 70, 2, device=device).expand(2, -1).contiguous()
+    return k, v, w, u, positions, 70
+
+
 register(
     "bidirectional_wkv",
     [Form("torch", bidirectional_wkv_torch), Form("naive", bidirectional_wkv_naive)],
+    _example,
 )
 
 

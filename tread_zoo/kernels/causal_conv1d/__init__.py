@@ -3,6 +3,7 @@
 Dimensions: B batch, L length, D channels, W taps.
 """
 
+import torch
 from torch import Tensor
 
 from tread_zoo.kernels.causal_conv1d.fused import (
@@ -16,6 +17,15 @@ from tread_zoo.kernels.causal_conv1d.naive import causal_conv1d_naive
 from tread_zoo.kernels.causal_conv1d.torch_form import causal_conv1d_torch
 from tread_zoo.kernels.dispatch import Form, choose, register
 
+
+def _example(device: torch.device) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((2, 70, 16), (16, 4), (16,))
+    x, weight, bias = (torch.randn(size, generator=generator).to(device) for size in sizes)
+    segments = (torch.arange(70, device=device) // 9).expand(2, -1).contiguous()
+    return x, weight, bias, segments
+
+
 register(
     "causal_conv1d",
     [
@@ -23,6 +33,7 @@ register(
         Form("torch", causal_conv1d_torch),
         Form("naive", causal_conv1d_naive),
     ],
+    _example,
 )
 
 

@@ -1,4 +1,11 @@
-"""Adapter of mamba-ssm's CUDA selective scan, which keeps the state in registers."""
+"""Adapter of mamba-ssm's CUDA selective scan, which keeps the state in registers.
+
+The kernel knows no segments. A segment's first token is given a step so long that nothing passes,
+exp(R A) = 4e-18 at most, and the input Δ u / R, with which it adds R B (Δ u / R) = Δ B u as before.
+R is no longer than that needs, and a constant to autograd, because the kernel's backward pass finds
+exp(Δ A) h_{t-1} as h_t - Δ B u and multiplies what rounding leaves of it by the step: R = 1e20
+would make ∂A and ∂Δ 1e11 times too large.
+"""
 
 import importlib
 
@@ -7,6 +14,8 @@ from torch import Tensor
 
 MODULE = "mamba_ssm.ops.selective_scan_interface"
 INSTALL = "pip install mamba-ssm --no-build-isolation"
+
+FORGOTTEN = 40.0  # R |A| at least; exp(-40) is 4e-18, nothing beside what float32 rounds away
 
 
 def selective_scan_fused(
@@ -17,6 +26,30 @@ def selective_scan_fused(
     C: Tensor,
     D: Tensor | None = None,
     segment_ids: Tensor | None = None,
+) -> Tensor:
+    """Return the scan; see `tread_zoo.kernels.selective_scan`. Segments need A < 0."""
+    if segment_ids is None:
+        return _scan(u, delta, A, B, C, D)
+    x = u.float()
+    y = _scan(*restart(x, delta.float(), A, segment_ids), A, B, C)
+    return (y if D is None else y + D.float() * x).to(u.dtype)
+
+
+def restart(u: Tensor, delta: Tensor, A: Tensor, segment_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the u and Δ [B, L, D] with which a scan without segments does what one with them does.
+
+    Args:
+        u, delta: float32 [B, L, D].
+        A: [D, N], below 0.
+        segment_ids: [B, L].
+    """
+    long = FORGOTTEN / A.detach().float().abs().amin(dim=1)
+    begins = (segment_ids != segment_ids.roll(1, dims=1)).unsqueeze(-1)
+    return torch.where(begins, delta * u / long, u), torch.where(begins, long, delta)
+
+
+def _scan(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None
 ) -> Tensor:
     """Return `selective_scan_fn`, which takes u, Δ [B, D, L] and B, C [B, G, N, L], all float32."""
     function = importlib.import_module(MODULE).selective_scan_fn
@@ -41,8 +74,6 @@ def unsuited(
     segment_ids: Tensor | None,
 ) -> str | None:
     """Return why the kernel does not take this call, or None."""
-    if segment_ids is not None:
-        return "segment_ids"
     if A.shape[1] > 256:
         return f"{A.shape[1]} states, more than 256"
     if torch.float64 in (u.dtype, delta.dtype):
@@ -52,4 +83,4 @@ def unsuited(
 
 def limits(device: torch.device) -> str | None:
     """Return the rule of `unsuited` in words."""
-    return "without segment_ids, up to 256 states"
+    return "up to 256 states"

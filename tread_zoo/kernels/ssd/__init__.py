@@ -4,6 +4,7 @@ Dimensions: B batch, L length, H heads, P width of a head, N states, G groups.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tread_zoo.kernels.dispatch import Form, choose, register
@@ -20,14 +21,37 @@ from tread_zoo.kernels.ssd.fused import (
 from tread_zoo.kernels.ssd.naive import ssd_naive
 from tread_zoo.kernels.ssd.torch_form import ssd_torch
 
+
+def _example(device: torch.device) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    batch, length, heads, width, groups, size = 2, 70, 4, 32, 2, 16
+    x = torch.randn(batch, length, heads, width, generator=generator)
+    delta = F.softplus(torch.randn(batch, length, heads, generator=generator) - 2)
+    B, C = (torch.randn(batch, length, groups, size, generator=generator) for _ in range(2))
+    A, D = -torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.ones(heads)
+    segments = (torch.arange(length) // 9 % 3).expand(batch, -1).contiguous()
+    gaps = torch.randint(1, 4, (batch, length), generator=generator)
+    return tuple(v.to(device) for v in (x, delta, A, B, C, D, segments, gaps))
+
+
+# The packages' kernels multiply in TF32, so that they are compared as in half precision.
 register(
     "ssd",
     [
-        Form("mamba-ssm", ssd_mamba, MAMBA_MODULE, MAMBA_INSTALL, unsuited, limits),
-        Form("fla", ssd_fla, FLA_MODULE, FLA_INSTALL, unsuited, limits),
+        Form(
+            "mamba-ssm",
+            ssd_mamba,
+            MAMBA_MODULE,
+            MAMBA_INSTALL,
+            unsuited,
+            limits,
+            check_dtype=torch.bfloat16,
+        ),
+        Form("fla", ssd_fla, FLA_MODULE, FLA_INSTALL, unsuited, limits, check_dtype=torch.bfloat16),
         Form("torch", ssd_torch),
         Form("naive", ssd_naive),
     ],
+    _example,
 )
 
 
@@ -102,6 +126,8 @@ def _check(
             raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be {shape}.")
     if segment_ids is not None and (segment_ids.is_floating_point() or segment_ids.is_complex()):
         raise ValueError(f"segment_ids has dtype {segment_ids.dtype}; it must be of integers.")
+    if gaps is not None and (gaps.is_complex() or gaps.dtype == torch.bool):
+        raise ValueError(f"gaps has dtype {gaps.dtype}; it must be of integers or floating-point.")
     if gaps is not None:
         _check_gaps(gaps)
 

@@ -414,13 +414,13 @@ def _differentiate(ctx: Any, grad_y: Tensor, grad_states: Tensor | None) -> tupl
 _forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def _products(x: tuple[int, ...], B: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return the FLOPs of C Bᵀ, of W x, and of a product with the states between the chunks."""
+def _products(x: tuple[int, ...], B: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """Return the FLOPs of C Bᵀ, of W x, of [Q, Q] on [Q, Q], and of a product with the states."""
     (batch, length, heads, width), (groups, size) = x, B[2:]
     num_chunks, span = _spans(length)
     pairs = 2 * batch * num_chunks * span * span
     between = 2 * batch * (num_chunks - 1) * span * heads * width * size
-    return pairs * groups * size, pairs * heads * width, between
+    return pairs * groups * size, pairs * heads * width, pairs * heads * span, between
 
 
 @register_flop_formula(torch.ops.tread_zoo.ssd)
@@ -433,7 +433,7 @@ def _forward_flops(
     **kwargs: Any,
 ) -> int:
     """The matrix products: C Bᵀ, W x, into the states and out of them."""
-    scores, weighted, between = _products(x, B)
+    scores, weighted, _, between = _products(x, B)
     return scores + weighted + 2 * between
 
 
@@ -448,6 +448,6 @@ def _backward_flops(
     *args: Any,
     **kwargs: Any,
 ) -> int:
-    """C Bᵀ again and its two gradients; those of W and x; five with states or their gradients."""
-    scores, weighted, between = _products(x, B)
-    return 3 * scores + 2 * weighted + 5 * between
+    """C Bᵀ again and its two gradients; those of W and x; ∂l; five with states."""
+    scores, weighted, summed, between = _products(x, B)
+    return 3 * scores + 2 * weighted + summed + 5 * between

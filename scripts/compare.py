@@ -1,0 +1,91 @@
+"""Train a grid of settings, and put their numbers into one table.
+
+python scripts/compare.py                                       # what configs/compare.yaml lists
+python scripts/compare.py backbone=dit_tiny,mamba_tiny routing=none,tread seed=0,1,2
+python scripts/compare.py data=npz data.path=faces.npz training.num_steps=20000 \
+    backbone=dit_matched_s,rwkv_matched_s compare.out=comparisons/faces
+
+Every override of scripts/train.py works; one with several values (hydra's sweep syntax) spans the
+grid. The same command again continues where it stopped: finished runs are read, not repeated.
+The folder compare.out then holds report.md, results.csv, results.json and runs/.
+"""
+
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+
+from tread_zoo.cli import as_keywords, clear_errors, register_configs
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+OWN = "compare."
+
+register_configs()
+
+
+def main() -> None:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(f"{__doc__}\nDefaults:\n{(CONFIGS / 'compare.yaml').read_text()}")
+        return
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    own = [text.removeprefix(OWN) for text in sys.argv[1:] if text.startswith(OWN)]
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            config = compose("compare", overrides=own)
+        clear_errors(run)(config)
+    except HydraException as error:
+        sys.exit(f"error: {error}")
+
+
+def run(config: DictConfig) -> None:
+    from tread_zoo.comparison import expand, read_run, run_grid, write_report
+
+    settings = as_keywords(config)
+    given = [text for text in sys.argv[1:] if not text.startswith(OWN)]
+    sweeps, fixed = split_sweeps(settings["grid"], given)
+    out = Path(settings["out"])
+    cells = expand(sweeps, fixed, out)
+    run_grid(cells, compose_run)
+    if int(os.environ.get("RANK", "0")) > 0:
+        return
+    command = shlex.join(["python", "scripts/compare.py", *sys.argv[1:]])
+    results = [read_run(cell.folder) for cell in cells]
+    print(write_report(cells, results, out, title=settings["title"], command=command))
+    print(f"written to {out}")
+
+
+def split_sweeps(
+    grid: dict[str, list[Any]], overrides: Sequence[str]
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the swept values by field, those of `grid` unless given, and the other overrides."""
+    sweeps = {field: [str(value) for value in values] for field, values in grid.items()}
+    fixed = []
+    for text, parsed in zip(
+        overrides, OverridesParser.create().parse_overrides(list(overrides)), strict=True
+    ):
+        field = parsed.get_key_element()
+        if parsed.is_sweep_override():
+            sweeps[field] = list(parsed.sweep_string_iterator())
+        elif field in sweeps:
+            sweeps[field] = [text.partition("=")[2]]
+        else:
+            fixed.append(text)
+    return sweeps, fixed
+
+
+def compose_run(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the keywords of `train`."""
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return as_keywords(compose("train", overrides=list(overrides)))
+
+
+if __name__ == "__main__":
+    main()

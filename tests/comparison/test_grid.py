@@ -1,0 +1,111 @@
+"""A grid is every combination once, checked before it runs and taken up where it stopped."""
+
+import json
+
+import pytest
+
+from tests.small_run import SMALL, full_settings
+from tread_zoo.comparison import expand, grid, read_run, run_grid
+from tread_zoo.training.stopping import Stopped
+
+SHORT = [*SMALL, "training.num_steps=2", "training.warmup_steps=1"]
+
+
+def compose(overrides):
+    return full_settings(*overrides)
+
+
+def cells_of(tmp_path, **sweeps):
+    return expand(sweeps, SHORT, tmp_path)
+
+
+def test_every_combination_has_a_folder_of_its_own(tmp_path):
+    cells = cells_of(tmp_path, backbone=["dit", "mamba"], seed=["0", "1", "2"])
+    assert len({cell.folder for cell in cells}) == 6
+    assert cells[1].choices == {"backbone": "dit", "seed": "1"}
+    assert cells[1].overrides == (*SHORT, "backbone=dit", "seed=1")
+    odd = expand({"routing.routes": ["[{start: 2, end: 5}]"]}, [], tmp_path)
+    assert odd[0].folder.parent == tmp_path / "runs"
+
+
+@pytest.mark.parametrize(
+    ("sweeps", "fixed", "words"),
+    [
+        ({"seed": ["0", "0"]}, [], "seed=0,0 must list different values"),
+        ({"seed": []}, [], "seed= must list"),
+        ({"seed": ["0"]}, ["run_dir=x"], "run_dir is set by the comparison"),
+        ({"resume": ["latest"]}, [], "resume is set by the comparison"),
+    ],
+)
+def test_a_grid_that_cannot_work_says_why(tmp_path, sweeps, fixed, words):
+    with pytest.raises(ValueError, match=words):
+        expand(sweeps, fixed, tmp_path)
+
+
+def test_a_bad_setting_is_told_before_any_run_starts(tmp_path):
+    cells = cells_of(tmp_path, **{"backbone.patch_size": ["2", "3"]})
+    with pytest.raises(ValueError, match=r"patch_size=3: .*patch_size=3"):
+        run_grid(cells, compose)
+    assert not list(tmp_path.iterdir())
+
+
+def test_finished_runs_are_kept_and_cut_off_ones_continue(tmp_path, monkeypatch):
+    cells = cells_of(tmp_path, routing=["none", "tread"])
+    run_grid(cells, compose)
+    calls = []
+    monkeypatch.setattr(grid, "train", lambda **keywords: calls.append(keywords))
+    run_grid(cells, compose)
+    assert not calls
+    (cells[1].folder / "score.json").unlink()
+    run_grid(cells, compose)
+    assert [(call["run_dir"], call["resume"]) for call in calls] == [
+        (str(cells[1].folder), "latest")
+    ]
+
+
+def test_a_stop_leaves_the_grid(tmp_path, monkeypatch):
+    def stop(**keywords):
+        raise Stopped("asked to")
+
+    monkeypatch.setattr(grid, "train", stop)
+    with pytest.raises(Stopped):
+        run_grid(cells_of(tmp_path, seed=["0"]), compose)
+
+
+def test_a_folder_with_another_run_is_not_taken_for_this_one(tmp_path):
+    run_grid(cells_of(tmp_path, seed=["0"]), compose)
+    other = expand({"seed": ["0"]}, [*SHORT, "training.learning_rate=0.5"], tmp_path)
+    with pytest.raises(ValueError, match=r"holds a run whose training is .*compare\.out"):
+        run_grid(other, compose)
+
+
+def test_a_run_that_diverges_is_noted_and_the_others_go_on(tmp_path, monkeypatch):
+    real = grid.train
+
+    def diverge(**keywords):
+        if keywords["seed"] == 0:
+            real(**{**keywords, "evaluation": {**keywords["evaluation"], "num_images": 1}})
+            raise FloatingPointError("the loss is nan at step 2")
+        return real(**keywords)
+
+    monkeypatch.setattr(grid, "train", diverge)
+    cells = cells_of(tmp_path, seed=["0", "1"])
+    run_grid(cells, compose)
+    assert [read_run(cell.folder).failed for cell in cells] == ["the loss is nan at step 2", ""]
+    assert not read_run(cells[0].folder).values
+
+
+def test_the_numbers_of_a_run_are_those_that_it_wrote(tmp_path):
+    (cell,) = cells_of(tmp_path, routing=["tread"])
+    run_grid([cell], compose)
+    result = read_run(cell.folder)
+    score = json.loads((cell.folder / "score.json").read_text())
+    rows = [json.loads(line) for line in (cell.folder / "metrics.jsonl").open()]
+    assert result.values == score["values"]
+    assert sum(result.by_level) / 4 == pytest.approx(result.values["held_out_loss"], rel=1e-2)
+    (speed,) = [row["images_per_s"] for row in rows if "images_per_s" in row]
+    assert result.seconds == pytest.approx(2 * 8 / speed)
+    assert 0.5 < result.flops / result.flops_dense < 1
+    assert "CPU" in result.machine["device"]
+    with pytest.raises(ValueError, match=r"score\.json is missing"):
+        read_run(tmp_path)

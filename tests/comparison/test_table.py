@@ -1,0 +1,82 @@
+"""The table shows means and ranges of what the runs wrote, and refuses to mix protocols."""
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from tread_zoo.comparison import Cell, RunResult, write_report
+
+RESULT = RunResult(
+    values={"agreement": 0.9, "fid": 1.0, "held_out_loss": 0.4},
+    real={"agreement": 0.986, "fid": 0.39},
+    parameters=1_000_000,
+    flops=3_000_000,
+    flops_dense=4_000_000,
+    seconds=100.0,
+    images_per_s=500.0,
+    protocol={"data": "digits", "extractor": "e", "num_generated": 500, "num_reference": 9,
+              "reference": "train", "sampling": {"sampler": "euler"}, "weights": "ema", "step": 8},
+    machine={"device": "CPU, 1 thread"},
+)  # fmt: skip
+
+
+def cell(routing, seed):
+    return Cell({"routing": routing, "seed": str(seed)}, (), Path(f"{routing}{seed}"))
+
+
+def report(tmp_path, **values):
+    """Write the report of results by (routing, seed) and return it."""
+    cells = [cell(*key) for key in values["results"]]
+    results = list(values["results"].values())
+    return write_report(cells, results, tmp_path, title="Title", command="do it")
+
+
+def with_values(by_level=(), **values):
+    return dataclasses.replace(RESULT, values={**RESULT.values, **values}, by_level=by_level)
+
+
+def test_mean_and_range_over_seeds(tmp_path):
+    text = report(
+        tmp_path,
+        results={
+            ("none", 0): with_values(held_out_loss=0.40, by_level=(0.1, 0.7)),
+            ("none", 1): with_values(held_out_loss=0.42, by_level=(0.1, 0.7)),
+            ("tread", 0): with_values((0.2, 0.6), agreement=0.8, held_out_loss=0.43),
+            ("tread", 1): with_values((0.4, 0.4), agreement=1.0, held_out_loss=0.41),
+        },
+    )
+    rows = {line.split(" | ")[0].strip("| `"): line for line in text.splitlines() if "|" in line}
+    assert "0.4100 (0.4000 … 0.4200)" in text
+    assert "90.0 (80.0 … 100.0)" in text
+    assert rows["held-out real images"].startswith("| held-out real images | 98.6 | 0.39 |")
+    assert "`tread` | +0.0300, -0.0100 | +0.2000, -0.2000 |" in text
+    assert "| 0.75 |" in text
+    assert "do it" in text
+    assert "CPU, 1 thread" in text
+
+
+def test_all_numbers_are_written_for_other_programs(tmp_path):
+    report(tmp_path, results={("none", 0): RESULT})
+    with (tmp_path / "results.csv").open() as stream:
+        (row,) = csv.DictReader(stream)
+    assert (row["routing"], float(row["fid"]), int(row["flops"])) == ("none", 1.0, 3_000_000)
+    (record,) = json.loads((tmp_path / "results.json").read_text())
+    assert record["protocol"] == RESULT.protocol
+
+
+@pytest.mark.parametrize("key", ["extractor", "step", "reference"])
+def test_numbers_of_different_protocols_do_not_share_a_table(tmp_path, key):
+    other = dataclasses.replace(RESULT, protocol={**RESULT.protocol, key: "other"})
+    with pytest.raises(ValueError, match=f"scored with {key}=other"):
+        report(tmp_path, results={("none", 0): RESULT, ("none", 1): other})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_run_is_shown_and_left_out_of_the_mean(tmp_path):
+    failed = dataclasses.replace(RESULT, values={}, protocol={}, failed="loss is nan")
+    text = report(tmp_path, results={("none", 0): RESULT, ("none", 1): failed})
+    assert "a seed failed: loss is nan" in text
+    assert "| `none` | 90.0 |" in text

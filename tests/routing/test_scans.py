@@ -1,0 +1,75 @@
+"""A walk over some tokens is the full walk with the others deleted, and is undone."""
+
+import pytest
+import torch
+
+from tread_zoo.backbone import Layout
+from tread_zoo.routing import ORDERS, check_scan, inverse, make_scan, reverse_gaps, scan_order
+
+CPU = torch.device("cpu")
+GRID = (4, 6)
+
+
+def some_ids(batch, kept, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(batch, GRID[0] * GRID[1], generator=generator).argsort(dim=1)
+    return order[:, :kept].sort(dim=1).values
+
+
+@pytest.mark.parametrize("extra", [0, 2])
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_walk_is_the_full_one_with_the_others_deleted(name, extra):
+    ids, index = some_ids(3, 9), 5
+    scan = make_scan(Layout(GRID, extra, ids), name, index, 3, CPU)
+    tokens = torch.cat([torch.full((3, extra), -1), ids], dim=1).double().unsqueeze(-1)
+    walked = scan.permute(tokens).squeeze(-1).long()
+    rank = inverse(scan_order(name, GRID, index))
+    for row, kept, places in zip(walked, ids, scan.places, strict=True):
+        full = [int(p) for p in scan_order(name, GRID, index) if p in kept]
+        assert row.tolist() == [-1] * extra + full
+        assert places.tolist() == sorted(rank[kept].tolist())
+    assert torch.equal(scan.restore(scan.permute(tokens)), tokens)
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_all_tokens_present(name):
+    scan = make_scan(Layout(GRID, 1), name, 3, 2, CPU)
+    tokens = torch.arange(-1, 24).double().expand(2, -1).unsqueeze(-1)
+    order = scan_order(name, GRID, 3)
+    assert scan.permute(tokens)[1, :, 0].tolist() == [-1, *order.tolist()]
+    assert scan.gaps() is None
+    assert scan.segment_ids() is None
+
+
+def test_the_gradient_goes_the_same_way_back():
+    scan = make_scan(Layout(GRID, 2, some_ids(2, 7)), "hilbert", 0, 2, CPU)
+    x = torch.randn(2, 9, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(scan.permute, (x,))
+    assert torch.autograd.gradcheck(scan.restore, (x,))
+
+
+def test_gaps_count_the_steps_of_the_full_walk():
+    ids = torch.tensor([[0, 1, 4], [2, 3, 7]])
+    scan = make_scan(Layout((2, 4), 2, ids), "raster", 0, 2, CPU)
+    assert scan.gaps().tolist() == [[1, 1, 1, 1, 3], [1, 1, 3, 1, 4]]
+    assert scan.segment_ids().tolist() == [[0, 0, 0, 0, 1], [0, 0, 1, 1, 2]]
+    assert reverse_gaps(scan.gaps()).tolist() == [[1, 3, 1, 1, 1], [1, 4, 1, 3, 1]]
+    alone = make_scan(Layout((2, 4), 0, ids), "raster", 0, 2, CPU)
+    assert alone.gaps().tolist() == [[1, 1, 3], [1, 1, 4]]
+    turned = make_scan(Layout((2, 4), 0, torch.tensor([[3, 4, 7]])), "serpentine", 0, 1, CPU)
+    assert turned.gaps().tolist() == [[1, 1, 3]]  # 0 1 2 3 7 6 5 4
+
+
+def test_a_layout_makes_each_walk_once():
+    layout = Layout(GRID, 0, some_ids(2, 7))
+    walks = [make_scan(layout, "serpentine8", index, 2, CPU) for index in (0, 1, 8)]
+    assert walks[0] is walks[2]
+    assert walks[0] is not walks[1]
+    assert make_scan(layout, "hilbert", 0, 2, CPU) is make_scan(layout, "hilbert", 3, 2, CPU)
+
+
+def test_unknown_names_are_told():
+    with pytest.raises(ValueError, match=r"scan_order='hilbrt'.*hilbert"):
+        check_scan("hilbrt", "reset")
+    with pytest.raises(ValueError, match=r"gaps='decya'.*decay"):
+        check_scan("raster", "decya")

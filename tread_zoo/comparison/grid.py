@@ -1,0 +1,124 @@
+"""A grid of runs: every combination of the values given, one folder each, done once.
+
+A run that is finished is left alone, one that was cut off continues from its newest checkpoint, so
+a comparison is taken up where it stopped by giving the same command again.
+"""
+
+import itertools
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tread_zoo.training import train
+from tread_zoo.training.checkpoints import CheckpointError, find_checkpoint
+from tread_zoo.training.parts import build_parts
+
+logger = logging.getLogger(__name__)
+
+FAILED = "failed.txt"
+OUTSIDE_PARTS = ("tracker", "device", "run_dir", "resume", "overwrite", "kernels")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a grid.
+
+    choices: the swept values by field, as in {"backbone": "dit_tiny", "seed": "0"}.
+    overrides: all that composes the run's settings.
+    folder: the run's own.
+    """
+
+    choices: Mapping[str, str]
+    overrides: tuple[str, ...]
+    folder: Path
+
+
+def expand(sweeps: Mapping[str, Sequence[str]], fixed: Sequence[str], out: Path) -> list[Cell]:
+    """Return a cell for every combination of the swept values, the last field changing fastest.
+
+    Args:
+        sweeps: values by field of `configs/train.yaml`.
+        fixed: overrides that all runs share.
+        out: the comparison's folder; runs go to `runs/` in it.
+
+    Raises:
+        ValueError: a field that the comparison sets itself, a field without values, or values that
+            come twice.
+    """
+    for field in (*sweeps, *(text.partition("=")[0].lstrip("+~") for text in fixed)):
+        if field in ("run_dir", "resume", "overwrite"):
+            raise ValueError(f"{field} is set by the comparison; use compare.out for its folder.")
+    for field, values in sweeps.items():
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"{field}={','.join(values)} must list different values.")
+    cells = []
+    for values in itertools.product(*sweeps.values()):
+        choices = dict(zip(sweeps, values, strict=True))
+        swept = tuple(f"{field}={value}" for field, value in choices.items())
+        name = re.sub(r"[^\w.,=-]+", "_", ",".join(swept)) or "run"
+        cells.append(Cell(choices, (*fixed, *swept), out / "runs" / name))
+    return cells
+
+
+def run_grid(cells: Sequence[Cell], compose: Callable[[Sequence[str]], dict[str, Any]]) -> None:
+    """Train what is not yet trained.
+
+    A run whose loss diverges is noted in its folder and the others go on.
+
+    Args:
+        cells: the runs.
+        compose: overrides -> keywords of `train`.
+
+    Raises:
+        ValueError: settings that cannot work, before any run starts; or a folder that holds a run
+            with other settings.
+    """
+    todo = []
+    for cell in cells:
+        keywords = compose(cell.overrides)
+        parts = {name: value for name, value in keywords.items() if name not in OUTSIDE_PARTS}
+        try:
+            wanted = build_parts(**parts).settings
+        except ValueError as error:
+            raise ValueError(f"{cell.folder.name}: {error}") from error
+        if not _is_done(cell, wanted):
+            todo.append((cell, keywords))
+    logger.info("%d runs, %d of them done", len(cells), len(cells) - len(todo))
+    for number, (cell, keywords) in enumerate(todo, start=1):
+        logger.info("--- %d of %d: %s", number, len(todo), cell.folder.name)
+        keywords |= {"run_dir": str(cell.folder)} | _how_to_start(cell.folder)
+        try:
+            train(**keywords)
+        except FloatingPointError as error:
+            logger.warning("%s: %s", cell.folder.name, error)
+            (cell.folder / FAILED).write_text(str(error))
+
+
+def _is_done(cell: Cell, wanted: dict[str, Any]) -> bool:
+    """Return whether the run has ended, with the settings that are asked for."""
+    config = cell.folder / "config.json"
+    if not config.exists():
+        return False
+    given = json.loads(config.read_text())
+    different = sorted(
+        key for key in wanted.keys() | given.keys() if wanted.get(key) != given.get(key)
+    )
+    if different:
+        raise ValueError(
+            f"{cell.folder} holds a run whose {different[0]} is {given.get(different[0])}, not "
+            f"{wanted.get(different[0])}; choose another compare.out, or remove that folder."
+        )
+    return (cell.folder / "score.json").exists() or (cell.folder / FAILED).exists()
+
+
+def _how_to_start(folder: Path) -> dict[str, Any]:
+    """Return the keywords that continue a run that was cut off, or start it."""
+    try:
+        find_checkpoint(folder)
+    except CheckpointError:
+        return {"resume": None, "overwrite": True}
+    return {"resume": "latest", "overwrite": False}

@@ -1,0 +1,97 @@
+"""What a run left behind, read from its folder as plain numbers."""
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tread_zoo.evaluation.flops import count_flops, training_flops
+from tread_zoo.registry import create_backbone
+from tread_zoo.routing import build_routing
+from tread_zoo.training.trackers import read_metrics
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The numbers of a run.
+
+    Args:
+        values: scores of the averaged weights, `held_out_loss` among them; `real` has what real
+            images score.
+        parameters: of the network.
+        flops: of a training step, forward and backward, an image, as it was routed: the mean over
+            the run where a schedule changes the routing.
+        flops_dense: the same without routes.
+        seconds: of all training steps at the median speed; sampling, saving and scoring excluded.
+        images_per_s: the median over the lines of the log.
+        protocol: how the scores were made.
+        machine: what the run ran on.
+        by_level: the held-out loss of each fourth of the noise levels, the lowest first.
+        failed: why it did not end, or "".
+    """
+
+    values: dict[str, float]
+    real: dict[str, float]
+    parameters: int
+    flops: int
+    flops_dense: int
+    seconds: float
+    images_per_s: float
+    protocol: dict[str, Any]
+    machine: dict[str, Any]
+    by_level: tuple[float, ...] = ()
+    failed: str = ""
+
+
+def read_run(folder: Path) -> RunResult:
+    """Read the folder of a run that has ended.
+
+    Raises:
+        ValueError: the run has not ended.
+    """
+    failed = folder / "failed.txt"
+    if not failed.exists() and not (folder / "score.json").exists():
+        raise ValueError(f"{folder} holds no run that has ended: score.json is missing.")
+    settings = json.loads((folder / "config.json").read_text())
+    score: dict[str, Any] = {"values": {}, "real": {}, "protocol": {}, "run": {}}
+    if not failed.exists():
+        score = json.loads((folder / "score.json").read_text())
+    rows = read_metrics(folder)
+    speed = statistics.median(row["images_per_s"] for row in rows if "images_per_s" in row)
+    training = settings["training"]
+    images = training["batch_size"] * training["gradient_accumulation_steps"]
+    images *= training["num_steps"] * score["run"].get("num_processes", 1)
+    parameters, flops, flops_dense = _cost(settings)
+    return RunResult(
+        values=score["values"],
+        real=score["real"],
+        parameters=parameters,
+        flops=flops,
+        flops_dense=flops_dense,
+        seconds=images / speed,
+        images_per_s=speed,
+        protocol=score["protocol"],
+        machine=score["run"],
+        by_level=tuple(score.get("held_out_loss_by_level", ())),
+        failed=failed.read_text() if failed.exists() else "",
+    )
+
+
+def _cost(settings: dict[str, Any]) -> tuple[int, int, int]:
+    """Return parameters, and the FLOPs of a step an image as routed and dense, from settings."""
+    with torch.device("meta"):
+        network = create_backbone(settings["backbone"]["name"], **settings["backbone"]["config"])
+    routing = build_routing(
+        **settings["routing"],
+        num_blocks=network.num_blocks,
+        default_selector=network.default_selector,
+        default_range=network.default_range,
+    )
+    return (
+        sum(p.numel() for p in network.parameters()),
+        round(training_flops(network, routing, settings["training"]["num_steps"])),
+        count_flops(network, backward=True),
+    )

@@ -1,0 +1,204 @@
+"""One table from many runs: a row for each setting, the mean over seeds and the range beside it."""
+
+import csv
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from tread_zoo.comparison.grid import Cell
+from tread_zoo.comparison.results import RunResult
+
+Column = tuple[str, Callable[[RunResult], float | None], float, str]
+
+SEED = "seed"
+QUALITY: dict[str, tuple[str, float, str]] = {  # name -> title, factor, format
+    "agreement": ("agreement, %", 100, ".1f"),
+    "fid": ("Fréchet distance", 1, ".2f"),
+    "kid": ("kernel distance", 1, ".4f"),
+    "precision": ("precision", 1, ".3f"),
+    "recall": ("recall", 1, ".3f"),
+    "isc": ("inception score", 1, ".2f"),
+    "held_out_loss": ("held-out loss", 1, ".4f"),
+}
+SAME_PROTOCOL = (
+    "data", "reference", "labels", "sampling", "extractor", "weights", "step", "held_out_draws",
+)  # fmt: skip
+
+
+def write_report(
+    cells: Sequence[Cell], results: Sequence[RunResult], out: Path, *, title: str, command: str
+) -> str:
+    """Write `report.md`, `results.csv` and `results.json` to `out`, and return the report.
+
+    Args:
+        cells, results: the runs and their numbers, in the same order.
+        out: folder.
+        title: first line of the report.
+        command: what made it.
+
+    Raises:
+        ValueError: the runs were scored by different protocols.
+    """
+    check_protocols(cells, results)
+    out.mkdir(parents=True, exist_ok=True)
+    report = _report(cells, results, title, command)
+    (out / "report.md").write_text(report)
+    rows = [{**cell.choices, **_flat(result)} for cell, result in zip(cells, results, strict=True)]
+    fields = list(dict.fromkeys(key for row in rows for key in row))
+    with (out / "results.csv").open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, fields, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+    records = [
+        {"choices": dict(cell.choices), **asdict(result)}
+        for cell, result in zip(cells, results, strict=True)
+    ]
+    (out / "results.json").write_text(json.dumps(records, indent=1) + "\n")
+    return report
+
+
+def check_protocols(cells: Sequence[Cell], results: Sequence[RunResult]) -> None:
+    """Raise `ValueError` if numbers that stand in one table were made by different protocols."""
+    scored = [(c, r.protocol) for c, r in zip(cells, results, strict=True) if not r.failed]
+    for cell, protocol in scored[1:]:
+        for key in SAME_PROTOCOL:
+            if protocol.get(key) != scored[0][1].get(key):
+                raise ValueError(
+                    f"{cell.folder.name} was scored with {key}={protocol.get(key)}, "
+                    f"{scored[0][0].folder.name} with {key}={scored[0][1].get(key)}: such numbers "
+                    "do not belong in one table; give all runs the same setting."
+                )
+
+
+def _report(cells: Sequence[Cell], results: Sequence[RunResult], title: str, command: str) -> str:
+    groups: dict[tuple[str, ...], list[RunResult]] = {}
+    fields = [field for field in cells[0].choices if field != SEED]
+    for cell, result in zip(cells, results, strict=True):
+        groups.setdefault(tuple(cell.choices[f] for f in fields), []).append(result)
+    columns = _columns(results)
+    header = [*fields, *(name for name, *_ in columns)]
+    lines = [f"# {title}", "", "```bash", command, "```", "", _protocol(cells, results), ""]
+    lines += [_row(header), _row(["---"] * len(header))]
+    for key, members in groups.items():
+        ended = [result for result in members if not result.failed]
+        numbers = [_spread(ended, *column[1:]) for column in columns]
+        lines.append(_row([*(f"`{part}`" for part in key), *numbers]))
+        for result in members:
+            if result.failed:
+                lines.append(_row([*key, f"a seed failed: {result.failed}"]))
+    real = next((result.real for result in results if result.real), {})
+    if real:
+        names = {title: name for name, (title, *_) in QUALITY.items()}
+        cellular = [
+            f"{real[names[title]] * scale:{form}}" if names.get(title) in real else ""
+            for title, _, scale, form in columns
+        ]
+        lines.append(_row(["held-out real images", *[""] * (len(fields) - 1), *cellular]))
+    lines += ["", *_paired(cells, results, fields)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _columns(results: Sequence[RunResult]) -> list[Column]:
+    """Return (title, value of a run, factor, format) for all that was measured."""
+
+    def score(name: str) -> Callable[[RunResult], float | None]:
+        return lambda result: result.values.get(name)
+
+    present = [name for name in QUALITY if any(name in r.values for r in results)]
+    return [
+        *((QUALITY[name][0], score(name), *QUALITY[name][1:]) for name in present),
+        ("M parameters", lambda r: r.parameters / 1e6, 1, ".2f"),
+        ("MFLOPs an image", lambda r: r.flops / 1e6, 1, ".1f"),
+        ("of dense", lambda r: r.flops / r.flops_dense, 1, ".2f"),
+        ("images/s", lambda r: r.images_per_s, 1, ".0f"),
+        ("seconds", lambda r: r.seconds, 1, ".0f"),
+    ]
+
+
+def _spread(
+    results: Sequence[RunResult],
+    value: Callable[[RunResult], float | None],
+    scale: float,
+    form: str,
+) -> str:
+    """Return the mean, and smallest … largest where they differ as printed."""
+    found = [scale * v for r in results if (v := value(r)) is not None]
+    if not found:
+        return ""
+    low, high = (format(v, form) for v in (min(found), max(found)))
+    mean = format(statistics.mean(found), form)
+    return mean if low == high else f"{mean} ({low} … {high})"
+
+
+def _protocol(cells: Sequence[Cell], results: Sequence[RunResult]) -> str:
+    """Return what all numbers have in common, as a paragraph."""
+    first = next((r for r in results if not r.failed), results[0])
+    protocol, machine = first.protocol, first.machine
+    seeds = sorted({cell.choices[SEED] for cell in cells if SEED in cell.choices})
+    sampling = protocol.get("sampling", {})
+    scored = [
+        f"{protocol['num_generated']} samples against {protocol['num_reference']} images of "
+        f"{protocol['data']} ({protocol['reference']}), features {protocol['extractor']}"
+        if "extractor" in protocol
+        else f"data {protocol.get('data')}",
+        f"{sampling.get('sampler')} {sampling.get('num_steps')} steps, guidance "
+        f"{sampling.get('guidance_scale')}, {protocol.get('weights')} weights at step "
+        f"{protocol.get('step')}",
+        f"{machine.get('num_processes', 1)} process(es) on {machine.get('device')}, "
+        f"{machine.get('precision')}, torch {machine.get('torch')}",
+    ]
+    return (
+        f"Mean over seed {', '.join(seeds) or 'of each run'}, in brackets the smallest and the "
+        f"largest. {'; '.join(scored)}. Held-out loss: the dense network at the same draws of time "
+        "and noise for all. FLOPs: forward and backward of one image, as trained, averaged over the run. Seconds: of the "
+        "training steps at the median speed, nothing else."
+    )
+
+
+def _paired(
+    cells: Sequence[Cell], results: Sequence[RunResult], fields: Sequence[str]
+) -> list[str]:
+    """Return, for each setting with routes, its held-out loss less the dense one's, by seed and by
+    noise level."""
+    if "routing" not in fields:
+        return []
+    by_choices = {tuple(cell.choices.items()): r for cell, r in zip(cells, results, strict=True)}
+    pairs: dict[tuple[str, ...], list[tuple[RunResult, RunResult]]] = {}
+    for cell, result in zip(cells, results, strict=True):
+        base = by_choices.get(tuple({**cell.choices, "routing": "none"}.items()))
+        if cell.choices["routing"] == "none" or base is None:
+            continue
+        if "held_out_loss" in base.values and "held_out_loss" in result.values:
+            key = tuple(cell.choices[field] for field in fields)
+            pairs.setdefault(key, []).append((base, result))
+    if not pairs:
+        return []
+    lines = [
+        "Held-out loss less that of the dense run of the same seed; by level: the mean over seeds, "
+        "for the fourths of the noise levels from the lowest to the highest:",
+        "",
+        _row([*fields, "each seed", "by level"]),
+        _row(["---"] * (len(fields) + 2)),
+    ]
+    for key, found in pairs.items():
+        losses = [r.values["held_out_loss"] - b.values["held_out_loss"] for b, r in found]
+        levels = [[x - y for x, y in zip(r.by_level, b.by_level, strict=True)] for b, r in found]
+        means = [statistics.mean(column) for column in zip(*levels, strict=True)]
+        texts = [", ".join(f"{d:+.4f}" for d in row) for row in (losses, means)]
+        lines.append(_row([*(f"`{part}`" for part in key), *texts]))
+    return lines
+
+
+def _flat(result: RunResult) -> dict[str, object]:
+    plain = {
+        name: getattr(result, name)
+        for name in ("parameters", "flops", "flops_dense", "seconds", "images_per_s", "failed")
+    }
+    levels = {f"held_out_loss_{i}": loss for i, loss in enumerate(result.by_level)}
+    return {**result.values, **levels, **plain}
+
+
+def _row(texts: Sequence[str]) -> str:
+    return "| " + " | ".join(texts) + " |"

@@ -1,0 +1,286 @@
+"""The selective scan in Triton: the states stay in registers, forward and backward.
+
+    h_t = a_t h_{t-1} + x_t B_t,   a_t = exp(Δ_t A),   x_t = Δ_t u_t,   y_t = C_t · h_t + D u_t
+
+and, with g_t the gradient that reaches h_t from y_t and from h_{t+1},
+
+    g_t = C_t ∂y_t + a_{t+1} g_{t+1},        q_t = g_t a_t h_{t-1}   (the gradient of log a_t)
+    ∂x_t = B_t · g_t,   ∂B_t = Σ_d x_t g_t,   ∂C_t = Σ_d ∂y_t h_t
+    ∂Δ_t = Σ_n A q_t + u_t ∂x_t,   ∂u_t = Δ_t ∂x_t + D ∂y_t,   ∂A = Σ_t Δ_t q_t,   ∂D = Σ_t ∂y_t u_t
+
+Autograd keeps the inputs alone. Backward runs the recurrence again and stores the state before
+every BACKWARD_STEPS steps: B L D N / BACKWARD_STEPS float32 values, freed when it ends. From each
+it computes the states of those steps once more, in registers, and then runs through them backwards.
+
+∂B and ∂C are sums over channels and so over programs; ∂A and ∂D over the batch. Every program
+writes its part and the parts are summed afterwards: no atomics, the same bits in every run.
+
+Dimensions: B batch, L length, D channels, N states, G groups.
+"""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+MODULE = "triton"
+INSTALL = "pip install triton"
+
+MAX_STATES = 64
+FORWARD_STEPS = 8  # loads of so many steps are under way at once
+BACKWARD_STEPS = 4  # their states and decays fill half of a thread's registers
+PROGRAM_STATES = 256  # of a program: 8 a thread. Fewer cost more shuffles a state, more spill
+MIN_PROGRAMS = 1024  # two on each quarter of a large GPU's multiprocessors; below, half the block
+# 168 registers a thread, so that 12 programs fit on a multiprocessor; only NVIDIA's can be told.
+BACKWARD_OPTIONS = {"maxnreg": 168} if torch.version.hip is None else {}
+
+
+class _Blocks(NamedTuple):
+    """The block of a program, the number of blocks of a group, and of programs."""
+
+    channels: int
+    states: int
+    parts: int
+    programs: int
+
+
+def selective_scan_triton(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+) -> Tensor:
+    """Return the scan; see `tread_zoo.kernels.selective_scan`. The state is float32."""
+    return _forward(u, delta, A, B, C, D, segment_ids)
+
+
+def unsuited(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    segment_ids: Tensor | None,
+) -> str | None:
+    """Return why the kernel does not take this call, or None."""
+    if A.shape[1] > MAX_STATES:
+        return f"{A.shape[1]} states, more than {MAX_STATES}"
+    if torch.float64 in (u.dtype, delta.dtype):
+        return "float64"
+    return None
+
+
+def limits(device: torch.device) -> str | None:
+    """Return the rule of `unsuited` in words."""
+    return f"up to {MAX_STATES} states"
+
+
+@torch.library.custom_op("tread_zoo::selective_scan_triton", mutates_args=())
+def _forward(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    segment_ids: Tensor | None,
+) -> Tensor:
+    """Return y [B, L, D]."""
+    y = torch.empty_like(u, memory_format=torch.contiguous_format)
+    inputs = _prepare(u, delta, A, B, C, D, segment_ids)
+    _scan(inputs, _blocks(u, A, B), y=y)
+    return y
+
+
+@torch.library.custom_op("tread_zoo::selective_scan_triton_backward", mutates_args=())
+def _backward(
+    grad_y: Tensor,
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    segment_ids: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of u, delta, A, B, C and D (empty where D is None)."""
+    (batch, length, width), size = u.shape, A.shape[1]
+    inputs, blocks = _prepare(u, delta, A, B, C, D, segment_ids), _blocks(u, A, B)
+    num_chunks = -(-length // BACKWARD_STEPS)
+    states = u.new_empty(batch, num_chunks, width, size, dtype=torch.float32)
+    _scan(inputs, blocks, states=states)
+    gu, gdelta = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (u, delta))
+    gA = states.new_empty(batch, width, size)
+    gB, gC = states.new_empty(2, blocks.parts, *B.shape)
+    gD = states.new_empty(batch, 0 if D is None else width)
+    with _on(u.device):
+        _kernels().backward[(blocks.programs,)](
+            grad_y.contiguous(),
+            *inputs,
+            states,
+            *(gu, gdelta, gA, gB, gC, gD),
+            *(length, batch * length),
+            **_sizes(inputs, blocks, BACKWARD_STEPS),
+            **BACKWARD_OPTIONS,
+        )
+    sums = [part.sum(0).to(x.dtype) for part, x in ((gA, A), (gB, B), (gC, C))]
+    return gu, gdelta, sums[0], sums[1], sums[2], gD.sum(0).to(u.dtype if D is None else D.dtype)
+
+
+class _Inputs(NamedTuple):
+    """The inputs as the kernels take them: contiguous, A and D in float32.
+
+    keep: float32 [B, L], 0 where a segment begins, else 1, or None.
+    """
+
+    u: Tensor
+    delta: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None
+    keep: Tensor | None
+
+
+def _prepare(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    segment_ids: Tensor | None,
+) -> _Inputs:
+    keep = None
+    if segment_ids is not None:
+        keep = torch.ones(segment_ids.shape, dtype=torch.float32, device=u.device)
+        keep[:, 1:] = (segment_ids[:, 1:] == segment_ids[:, :-1]).to(keep)
+    D = None if D is None else D.float().contiguous()
+    A = A.float().contiguous()
+    return _Inputs(u.contiguous(), delta.contiguous(), A, B.contiguous(), C.contiguous(), D, keep)
+
+
+def _scan(
+    inputs: _Inputs, blocks: _Blocks, y: Tensor | None = None, states: Tensor | None = None
+) -> None:
+    """Write y, or the states before every BACKWARD_STEPS steps."""
+    length, steps = inputs.u.shape[1], FORWARD_STEPS if states is None else BACKWARD_STEPS
+    with _on(inputs.u.device):
+        _kernels().forward[(blocks.programs,)](
+            *inputs, y, states, length, **_sizes(inputs, blocks, steps)
+        )
+
+
+def _blocks(u: Tensor, A: Tensor, B: Tensor) -> _Blocks:
+    problem = len(u), u.shape[2], B.shape[2], A.shape[1]
+    blocks = _split(*problem, PROGRAM_STATES)
+    return blocks if blocks.programs >= MIN_PROGRAMS else _split(*problem, PROGRAM_STATES // 2)
+
+
+def _split(batch: int, width: int, groups: int, size: int, wanted: int) -> _Blocks:
+    """Return the blocks of programs of `wanted` states, or of all states of a group."""
+    states = _power_of_two(size)
+    channels = min(wanted // states, _power_of_two(width // groups))
+    parts = -(-width // groups // channels)
+    return _Blocks(channels, states, parts, batch * groups * parts)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def _sizes(inputs: _Inputs, blocks: _Blocks, steps: int) -> dict[str, Any]:
+    """Return what a kernel is compiled for: the model, but neither batch nor length."""
+    groups, size = inputs.B.shape[2:]
+    return {
+        "WIDTH": inputs.u.shape[2],
+        "GROUPS": groups,
+        "SIZE": size,
+        "BLOCK_D": blocks.channels,
+        "BLOCK_N": blocks.states,
+        "STEPS": steps,
+        "num_warps": 1,
+        "enable_fp_fusion": True,
+    }
+
+
+def _kernels() -> ModuleType:
+    """Return the device code, whose import needs triton."""
+    from tread_zoo.kernels.selective_scan import triton_kernels
+
+    return triton_kernels
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device; on a CPU it interprets."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@_forward.register_fake
+def _(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    segment_ids: Tensor | None,
+) -> Tensor:
+    return torch.empty_like(u, memory_format=torch.contiguous_format)
+
+
+@_backward.register_fake
+def _(
+    grad_y: Tensor,
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    segment_ids: Tensor | None,
+) -> tuple[Tensor, ...]:
+    inputs = (u, delta, A, B, C, u.new_empty(0) if D is None else D)
+    return tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in inputs)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors  # read once: recomputation in the backward pass allows no more
+    *grads, grad_D = _backward(grad_y, *saved)
+    return *grads, None if saved[5] is None else grad_D, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.tread_zoo.selective_scan_triton)
+def _forward_flops(
+    u: tuple[int, ...], delta: tuple[int, ...], A: tuple[int, ...], *args: Any, **kwargs: Any
+) -> int:
+    """7 B L D N: Δ A 1, exp 1, x B 1, a h + x B 2, C · h 2; what has no N is not counted."""
+    return 7 * math.prod(u) * A[1]
+
+
+@register_flop_formula(torch.ops.tread_zoo.selective_scan_triton_backward)
+def _backward_flops(
+    grad_y: tuple[int, ...],
+    u: tuple[int, ...],
+    delta: tuple[int, ...],
+    A: tuple[int, ...],
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    """25 B L D N: h twice again 10, C ∂y 1, a g + C ∂y 2, ∂x, ∂B, ∂C 2 each, q, ∂A, ∂Δ 2 each."""
+    return 25 * math.prod(u) * A[1]

@@ -1,0 +1,74 @@
+"""Compare two forms of an operation on one call: outputs and every gradient."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+
+
+class Difference(NamedTuple):
+    """Largest difference of the output, and of any gradient, over the largest value there."""
+
+    output: float
+    gradient: float
+
+
+def compare(
+    run: Callable[..., Tensor], truth: Callable[..., Tensor], args: Sequence[Any]
+) -> Difference:
+    """Return how far `run` is from `truth` on `args`, relative to the largest value.
+
+    Floating tensors among the arguments are what is differentiated. Neither autocast, no_grad nor
+    hooks on saved tensors around the call have an effect, and nothing is left in any graph.
+    """
+    device = next(arg.device for arg in args if isinstance(arg, Tensor))
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        torch.autograd.graph.saved_tensors_hooks(_keep, _keep),
+    ):
+        out, grads = outputs_and_gradients(run, args)
+        true_out, true_grads = outputs_and_gradients(truth, args)
+    pairs = zip(grads, true_grads, strict=True)
+    return Difference(_relative(out, true_out), max(_relative(a, b) for a, b in pairs))
+
+
+def outputs_and_gradients(
+    run: Callable[..., Tensor], args: Sequence[Any]
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the output of a call and the gradient of each floating tensor among its arguments."""
+    own = [
+        arg.detach().clone().requires_grad_(arg.is_floating_point())
+        if isinstance(arg, Tensor)
+        else arg
+        for arg in args
+    ]
+    leaves = [arg for arg in own if isinstance(arg, Tensor) and arg.requires_grad]
+    out = run(*own)
+    ramp = torch.arange(out.numel(), device=out.device, dtype=torch.float32).cos()
+    grads = torch.autograd.grad(out, leaves, ramp.view(out.shape).to(out.dtype))
+    return out.detach(), list(grads)
+
+
+def cast(args: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+    """Return the arguments with the floating tensors among them in `dtype`."""
+    return [
+        arg.to(dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg
+        for arg in args
+    ]
+
+
+def _relative(value: Tensor, truth: Tensor) -> float:
+    value, truth = value.double(), truth.double()
+    if not bool(torch.isfinite(value).all()):
+        return float("inf")
+    scale = truth.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    return float((value - truth).abs().max() / scale)
+
+
+def _keep(x: Tensor) -> Tensor:
+    return x

@@ -1,0 +1,102 @@
+"""Routes whose tokens the network itself chooses: kept by importance, drawn without replacement.
+
+    key_i = log importance_i + g_i,  g_i ~ Gumbel(0, 1);  the K tokens with the largest keys stay
+
+which draws token after token with chances in proportion to their importance among those that are
+left (Gumbel top-k; Kool et al. 2019, arXiv 1903.06059, section 3). The noise g is drawn in advance
+with all else of a step; the importance is computed from the noisy images without gradient. What is
+left to forward is a concrete route, so forward draws nothing here either.
+
+B batch, N tokens, K kept tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tread_zoo.routing.routes import Route
+
+
+@dataclass(frozen=True)
+class PendingRoute:
+    """A route that waits for the importance of its tokens.
+
+    Args:
+        start, end: as of `Route`.
+        num_kept: K.
+        noise: Gumbel noise [B, N], or [1, N] where the whole batch keeps the same tokens, by the
+            mean of its importance.
+    """
+
+    start: int
+    end: int
+    num_kept: int
+    noise: Tensor
+
+    @property
+    def ids(self) -> Tensor:
+        """There are none yet.
+
+        Raises:
+            ValueError: always; so a network that is given a pending route says what to do.
+        """
+        raise ValueError(
+            f"route [{self.start}, {self.end}) keeps tokens by their importance, and has no ids "
+            "yet: pass the routes through resolve_routes before the network gets them."
+        )
+
+    def to(self, device: torch.device | str) -> "PendingRoute":
+        """Return the same route with its noise on `device`."""
+        return replace(self, noise=self.noise.to(device, non_blocking=True))
+
+    def resolve(self, importance: Tensor) -> Route:
+        """Return the concrete route for importances [B, N], none negative.
+
+        Raises:
+            ValueError: another number of samples or tokens.
+        """
+        batch, num_tokens = len(self.noise), self.noise.shape[1]
+        shared = batch == 1 < len(importance)
+        if (
+            importance.ndim != 2
+            or importance.shape[1] != num_tokens
+            or not (shared or len(importance) == batch)
+        ):
+            raise ValueError(
+                f"importance has shape {list(importance.shape)}; expected [{batch}, {num_tokens}], "
+                "one for each token."
+            )
+        weight = importance.detach().float()
+        if shared:
+            weight = weight.mean(dim=0, keepdim=True)
+        key = weight.clamp_min(torch.finfo(weight.dtype).tiny).log() + self.noise
+        ids = key.topk(self.num_kept, dim=1).indices.sort(dim=1).values
+        return Route.of_sorted(self.start, self.end, ids.expand(len(importance), -1))
+
+
+def draw_pending(
+    start: int, end: int, *, batch: int, num_tokens: int, num_kept: int, generator: torch.Generator
+) -> PendingRoute:
+    """Draw the noise [batch, num_tokens] of a pending route."""
+    uniform = torch.rand(batch, num_tokens, generator=generator)
+    tiny = torch.finfo(uniform.dtype).tiny
+    noise = -(-uniform.clamp_min(tiny).log()).log()
+    return PendingRoute(start, end, num_kept, noise)
+
+
+def resolve_routes(
+    routes: Sequence[Route | PendingRoute], importance: Callable[[int], Tensor]
+) -> tuple[Route, ...]:
+    """Return concrete routes.
+
+    Args:
+        routes: of one step.
+        importance: start of a route -> importance [B, N] of the tokens there; not called for a
+            route that is concrete already.
+    """
+    return tuple(
+        route.resolve(importance(route.start)) if isinstance(route, PendingRoute) else route
+        for route in routes
+    )

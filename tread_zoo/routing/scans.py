@@ -1,0 +1,134 @@
+"""How a mixer walks over the tokens present: along a curve, and what it makes of the gaps.
+
+The tokens of a block always stand in raster order. A mixer that wants another order permutes them,
+mixes, and puts them back; no block hands permuted tokens to the next. On some of the tokens the
+walk is the full curve with the missing ones deleted, and a gap is the number of steps of the full
+curve from one token present to the next, 1 for neighbours.
+
+Three ways to deal with gaps, which scans, convolutions and shifts share:
+
+    ignore   run over a gap as if its sides were neighbours
+    reset    convolutions and shifts see zeros beyond a gap; the state runs over it
+    decay    as reset, and the state decays by the length of the gap
+
+B batch, N = h * w tokens of the grid, K tokens present, E extra tokens ahead of them, L = E + K.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tread_zoo.errors import unknown_name
+from tread_zoo.routing.orders import ORDERS, inverse, scan_order
+
+GAPS = ("ignore", "reset", "decay")
+PERIODS = {"serpentine8": 8}  # orders that differ between layers
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A walk over the tokens present.
+
+    Args:
+        take: int64 [B * L], rows of the flattened tokens in the order of the walk; None: as they
+            stand.
+        undo: its inverse.
+        places: int64 [B, K] or None, place of each token of the walk along the full curve,
+            ascending; None if all are present.
+        num_extra: E.
+    """
+
+    take: Tensor | None
+    undo: Tensor | None
+    places: Tensor | None
+    num_extra: int
+
+    def permute(self, x: Tensor) -> Tensor:
+        """Return tokens [B, L, D] in the order of the walk."""
+        return x if self.take is None else _Permute.apply(x, self.take, self.undo)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Return tokens [B, L, D] of a walk in raster order."""
+        return x if self.take is None else _Permute.apply(x, self.undo, self.take)
+
+    def gaps(self) -> Tensor | None:
+        """Return int64 [B, L], the steps from the token before, 1 for the first; None if all
+        tokens are present. Extra tokens count as the neighbours of place 0."""
+        if self.places is None:
+            return None
+        steps = torch.diff(self.places, dim=1, prepend=torch.full_like(self.places[:, :1], -1))
+        if self.num_extra == 0:
+            steps = torch.cat([torch.ones_like(steps[:, :1]), steps[:, 1:]], dim=1)
+        return F.pad(steps, (self.num_extra, 0), value=1)
+
+    def segment_ids(self) -> Tensor | None:
+        """Return int64 [B, L], one higher after every gap; None if all tokens are present."""
+        gaps = self.gaps()
+        return None if gaps is None else (gaps > 1).cumsum(dim=1)
+
+
+def reverse_gaps(gaps: Tensor) -> Tensor:
+    """Return the gaps [B, L] of the walk taken backwards."""
+    return torch.cat([torch.ones_like(gaps[:, :1]), gaps[:, 1:].flip(1)], dim=1)
+
+
+def make_scan(layout: Any, name: str, index: int, batch: int, device: torch.device) -> Scan:
+    """Return the walk of layer `index` over the tokens of a `Layout`; made once for a layout.
+
+    Args:
+        layout: with `grid`, `num_extra`, `ids` and `derived`.
+        name: in `ORDERS`.
+        index: of the layer; orders that are alike in all layers do not ask.
+        batch: B.
+        device: of the tokens.
+    """
+    key = ("scan", name, index % PERIODS.get(name, 1), batch)
+    if key not in layout.derived:
+        layout.derived[key] = _make_scan(layout, name, key[2], batch, device)
+    return layout.derived[key]
+
+
+def _make_scan(layout: Any, name: str, index: int, batch: int, device: torch.device) -> Scan:
+    extra, ids = layout.num_extra, layout.ids
+    if name == "raster":
+        return Scan(None, None, ids, extra)
+    order = scan_order(name, layout.grid, index).to(device)
+    places = None
+    if ids is None:
+        walk = order.expand(batch, -1)
+    else:
+        ranks = inverse(order)[ids]
+        places, walk = ranks.sort(dim=1)
+    ahead = torch.arange(extra, device=device).expand(batch, extra)
+    within = torch.cat([ahead, walk + extra], dim=1)
+    first = torch.arange(batch, device=device)[:, None] * within.shape[1]
+    take = (within + first).flatten()
+    return Scan(take, inverse(take), places, extra)
+
+
+def check_scan(scan_order: str, gaps: str) -> None:
+    """Raise `ValueError` for an unknown order, or an unknown way to deal with gaps."""
+    if scan_order not in ORDERS:
+        raise unknown_name("scan_order", scan_order, ORDERS)
+    if gaps not in GAPS:
+        raise unknown_name("gaps", gaps, GAPS)
+
+
+class _Permute(torch.autograd.Function):
+    """Reorder rows of tokens [B, L, D]; the gradient is the opposite gather, not a sum by row."""
+
+    @staticmethod
+    def forward(x: Tensor, take: Tensor, undo: Tensor) -> Tensor:
+        return x.flatten(0, 1).index_select(0, take).view(x.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (undo,) = ctx.saved_tensors
+        return grad.flatten(0, 1).index_select(0, undo).view(grad.shape), None, None
