@@ -27,8 +27,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tread_zoo.backbone import Backbone, Layout, Streams
-from tread_zoo.kernels import causal_conv1d, selective_scan
-from tread_zoo.layers import AdaLNHead, LabelEmbedder, TimestepEmbedder, patchify, unpatchify
+from tread_zoo.kernels import selective_scan
+from tread_zoo.layers import (
+    AdaLNHead,
+    LabelEmbedder,
+    TimestepEmbedder,
+    convolve_both_ways,
+    patchify,
+    unpatchify,
+)
 from tread_zoo.registry import register_backbone
 
 CONV_GAPS = ("ignore", "reset")
@@ -61,7 +68,8 @@ class BidirectionalMixer(nn.Module):
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         u, z = self.in_proj(x).chunk(2, dim=-1)
-        u = F.silu(self.convolve(u, layout))  # [B, L, 2 I]: forward, then backward and flipped
+        segments = layout.segment_ids() if self.conv_gaps == "reset" else None
+        u = F.silu(convolve_both_ways(u, self.conv_weight, self.conv_bias, segments))
         steps, inputs, outputs = [], [], []
         for direction, part in enumerate(u.split(self.inner, dim=-1)):
             selected = F.linear(part, self.select[direction])
@@ -79,23 +87,6 @@ class BidirectionalMixer(nn.Module):
         )
         forward, backward = y.chunk(2, dim=-1)
         return self.out_proj((forward + backward.flip(1)) * F.silu(z))
-
-    def convolve(self, u: Tensor, layout: Layout) -> Tensor:
-        """Return both directions' causal convolutions side by side, [B, L, 2 I]."""
-        segments = layout.segment_ids() if self.conv_gaps == "reset" else None
-        if segments is None:
-            both = torch.cat([u, u.flip(1)], dim=-1)
-            return causal_conv1d(both, self.conv_weight, self.conv_bias)
-        flipped = (segments[:, -1:] - segments).flip(1)
-        weights, biases = self.conv_weight.chunk(2), self.conv_bias.chunk(2)
-        ways = ((u, segments), (u.flip(1), flipped))
-        return torch.cat(
-            [
-                causal_conv1d(way, weight, bias, segment_ids=ids)
-                for (way, ids), weight, bias in zip(ways, weights, biases, strict=True)
-            ],
-            dim=-1,
-        )
 
 
 class MambaBlock(nn.Module):

@@ -41,7 +41,7 @@ def test_the_wheel_works_outside_the_checkout(tmp_path):
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["ran", "dit", "mamba", "rwkv", "uvit"]
+    assert done.stdout.split() == ["ran", "dit", "mamba", "mamba2", "rwkv", "uvit"]
     kit = [
         "pytest",
         "-q",

@@ -1,4 +1,5 @@
-"""Layers that several backbones share: patches, positions, time and labels, modulation, the head.
+"""Layers that several backbones share: patches, positions, time and labels, modulation, the
+convolution ahead of a scan, the head.
 
 B batch, N tokens, D width, C channels, p patch size, h x w grid of patches.
 """
@@ -9,6 +10,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tread_zoo.kernels import causal_conv1d
 
 
 def as_pair(name: str, size: int | tuple[int, int]) -> tuple[int, int]:
@@ -121,6 +124,30 @@ class LabelEmbedder(nn.Module):
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Return x * (1 + scale) + shift for tokens [B, N, D] and conditions [B, D] (adaLN)."""
     return torch.addcmul(shift.unsqueeze(1), x, 1 + scale.unsqueeze(1))
+
+
+def convolve_both_ways(
+    u: Tensor, weight: Tensor, bias: Tensor, segment_ids: Tensor | None = None
+) -> Tensor:
+    """Return causal convolutions of u [B, N, D] in both directions side by side, [B, N, 2 D].
+
+    The second half runs backwards and is left so: its first token is the last of u.
+
+    Args:
+        weight, bias: taps [2 D, W] and [2 D], the forward direction's first.
+        segment_ids: ascending integers [B, N]; no tap reaches into another segment.
+    """
+    if segment_ids is None:
+        return causal_conv1d(torch.cat([u, u.flip(1)], dim=-1), weight, bias)
+    flipped = (segment_ids[:, -1:] - segment_ids).flip(1)
+    ways = ((u, segment_ids), (u.flip(1), flipped))
+    return torch.cat(
+        [
+            causal_conv1d(way, taps, shift, segment_ids=ids)
+            for (way, ids), taps, shift in zip(ways, weight.chunk(2), bias.chunk(2), strict=True)
+        ],
+        dim=-1,
+    )
 
 
 class Mlp(nn.Module):

@@ -17,11 +17,12 @@ from tread_zoo.kernels import (
     get_forms,
     selective_scan,
     set_form,
+    ssd,
 )
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-OPS = ("attention", "bidirectional_wkv", "causal_conv1d", "selective_scan")
-OPTIONAL = {"selective_scan": "mamba-ssm", "causal_conv1d": "causal-conv1d"}
+OPS = ("attention", "bidirectional_wkv", "causal_conv1d", "selective_scan", "ssd")
+OPTIONAL = {"selective_scan": "mamba-ssm", "causal_conv1d": "causal-conv1d", "ssd": "mamba-ssm"}
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +44,8 @@ def call(op: str) -> Tensor:
     if op == "causal_conv1d":
         return causal_conv1d(x, torch.ones(4, 2))
     vector = torch.ones(1, 3, 1, 2)
+    if op == "ssd":
+        return ssd(x.unsqueeze(-1), x, -torch.ones(4), vector, vector)
     return selective_scan(x, x, -torch.ones(4, 2), vector, vector)
 
 
@@ -122,7 +125,7 @@ def test_auto_says_once_why_it_left_a_fused_form(monkeypatch, caplog) -> None:
 
 
 def test_importing_the_kernels_imports_no_optional_package(tmp_path) -> None:
-    for package in ("mamba_ssm", "causal_conv1d"):
+    for package in ("mamba_ssm", "causal_conv1d", "fla"):
         (tmp_path / f"{package}.py").write_text("raise RuntimeError('imported too early')")
     code = "import tread_zoo.kernels, sys; assert 'torch._dynamo' not in sys.modules"
     path = os.pathsep.join([str(tmp_path), *sys.path])

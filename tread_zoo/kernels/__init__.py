@@ -10,6 +10,7 @@ from tread_zoo.kernels.bidirectional_wkv import bidirectional_wkv
 from tread_zoo.kernels.causal_conv1d import causal_conv1d
 from tread_zoo.kernels.dispatch import describe, get_forms, set_form, set_forms
 from tread_zoo.kernels.selective_scan import selective_scan
+from tread_zoo.kernels.ssd import ssd
 
 __all__ = [
     "attention",
@@ -20,4 +21,5 @@ __all__ = [
     "selective_scan",
     "set_form",
     "set_forms",
+    "ssd",
 ]

@@ -131,11 +131,22 @@ def _scan(
     return u, delta, A, *vectors, normal(width), _segments(kept)
 
 
+def _ssd(
+    normal: Any, batch: int, tokens: int, width: int, kept: Tensor | None, length: int
+) -> tuple[Any, ...]:
+    heads = max(1, width // 64)
+    delta, A = F.softplus(normal(batch, tokens, heads) - 2), -torch.exp(normal(heads))
+    vectors = (normal(batch, tokens, 1, 64) for _ in range(2))
+    x = normal(batch, tokens, heads, 64)
+    return x, delta, A, *vectors, normal(heads), _segments(kept), None
+
+
 _ARGS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "attention": _attention,
     "bidirectional_wkv": _wkv,
     "causal_conv1d": _conv,
     "selective_scan": _scan,
+    "ssd": _ssd,
 }
 
 

@@ -1,0 +1,174 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from backbones.mamba2 import BidirectionalSSD
+from tread_zoo import create_backbone
+from tread_zoo.backbone import Layout
+from tread_zoo.testing.conformance import Probe, watching
+
+GRID = (3, 4)
+SIZES = {"input_size": 8, "in_channels": 1, "num_classes": 10}
+SMALL = {"hidden_size": 16, "depth": 4, "expand": 2, "state_size": 4, "head_size": 8}
+
+
+def make_mixer(gaps="ignore"):
+    torch.manual_seed(0)
+    mixer = BidirectionalSSD(
+        8, expand=2, state_size=3, head_size=4, conv_width=4, conv_gaps=gaps
+    ).double()
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return mixer
+
+
+def mix_by_loop(mixer, x, segments):
+    """The mixer written out: one direction, one step, one head at a time.
+
+    Inner width 16 in 4 heads of 4, 3 states; the first projection gives z, (inputs, B, C), steps.
+    """
+    z, u, steps = (x @ mixer.in_proj.weight.T).split([16, 22, 4], dim=-1)
+    total = torch.zeros_like(z)
+    batch, length, _ = x.shape
+    for way in range(2):
+        order = range(length) if way == 0 else range(length - 1, -1, -1)
+        weight, bias = mixer.conv_weight[22 * way :][:22], mixer.conv_bias[22 * way :][:22]
+        own = slice(4 * way, 4 * way + 4)
+        rates, skips = -mixer.A_log[own].exp(), mixer.D[own]
+        for b in range(batch):
+            states = torch.zeros(4, 4, 3, dtype=x.dtype)
+            path = list(order)
+            for step, now in enumerate(path):
+                v = bias.clone()
+                for lag in range(min(4, step + 1)):
+                    before = path[step - lag]
+                    if segments is None or segments[b, before] == segments[b, now]:
+                        v = v + weight[:, 3 - lag] * u[b, before]
+                inputs, inward, outward = F.silu(v).split([16, 3, 3])
+                sizes = F.softplus(steps[b, now] + mixer.step_bias[own])
+                for head in range(4):
+                    fed = inputs[4 * head : 4 * head + 4]
+                    decay = torch.exp(sizes[head] * rates[head])
+                    states[head] = decay * states[head] + sizes[head] * fed[:, None] * inward
+                    y = states[head] @ outward + skips[head] * fed
+                    total[b, now, 4 * head : 4 * head + 4] += y
+    gated = total * F.silu(z)
+    normed = gated / (gated.square().mean(-1, keepdim=True) + 1e-5).sqrt() * mixer.norm.weight
+    return normed @ mixer.out_proj.weight.T
+
+
+@pytest.mark.parametrize("gaps", ["ignore", "reset"])
+def test_mixer_equals_the_written_out_loop(gaps):
+    mixer = make_mixer(gaps)
+    layout = Layout(GRID, 2, torch.tensor([[0, 1, 2, 5, 6, 9], [1, 3, 4, 5, 10, 11]]))
+    x = torch.randn(2, 8, 8, dtype=torch.float64)
+    with torch.no_grad():
+        expected = mix_by_loop(mixer, x, layout.segment_ids() if gaps == "reset" else None)
+        torch.testing.assert_close(mixer(x, layout), expected)
+
+
+def test_block_joins_the_skip_and_adds_to_the_residual():
+    backbone = create_backbone("mamba2_tiny", **SIZES, **SMALL).double()
+    block = backbone.blocks[-1]
+    layout = Layout(GRID, 2)
+    delta, residual, skip = torch.randn(3, 2, 14, 16, dtype=torch.float64)
+    after, whole = block((delta, residual), layout, skip)
+    weight, bias = block.skip_proj.weight, block.skip_proj.bias
+    joined = residual + delta @ weight[:, :16].T + skip @ weight[:, 16:].T + bias
+    torch.testing.assert_close(whole, joined)
+    normed = joined / (joined.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(after, block.mixer(normed, layout))
+
+
+def test_gap_rule_matters_only_at_gaps():
+    contiguous = Layout(GRID, 2, torch.arange(6).expand(2, 6))
+    gapped = Layout(GRID, 2, torch.tensor([[0, 1, 2, 5, 6, 9]]).expand(2, 6))
+    x = torch.randn(2, 8, 8, dtype=torch.float64)
+    ignore, reset = make_mixer("ignore"), make_mixer("reset")
+    torch.testing.assert_close(ignore(x, contiguous), reset(x, contiguous))
+    assert not torch.allclose(ignore(x, gapped), reset(x, gapped))
+
+
+def test_scan_runs_both_ways():
+    mixer = make_mixer()
+    x = torch.randn(1, 14, 8, dtype=torch.float64)
+    changed = x.clone()
+    changed[0, 7] += 1
+    moved = mixer(changed, Layout(GRID, 2)) - mixer(x, Layout(GRID, 2))
+    assert (moved.abs().sum(-1) > 0).all(), "a token reaches those before it and those after it"
+
+
+def test_a_kept_subset_is_scanned_as_if_it_were_alone():
+    mixer = make_mixer()
+    ids = torch.tensor([[1, 2, 6, 7, 8]])
+    x = torch.randn(1, 14, 8, dtype=torch.float64)
+    kept = x[:, [0, 1, *(ids[0] + 2).tolist()]]
+    torch.testing.assert_close(mixer(kept, Layout(GRID, 2, ids)), mixer(kept, Layout((1, 5), 2)))
+
+
+def test_both_streams_are_routed():
+    probe = Probe("mamba2_tiny", overrides=SMALL)
+    backbone = probe.build()
+    route = probe.route(backbone)
+    with watching(backbone) as seen:
+        backbone(*probe.inputs(), routes=[route])
+    assert [s.shape[1] for s in seen[route.start].before] == [2 + route.num_kept] * 2
+
+
+@torch.no_grad()
+def test_initial_steps_and_rates_follow_the_table():
+    backbone = create_backbone("mamba2_tiny", **SIZES, state_size=8, expand=2, head_size=4)
+    mixers = [block.mixer for block in backbone.blocks]
+    steps = F.softplus(torch.cat([mixer.step_bias for mixer in mixers]))
+    assert 0.00099 < steps.min() < 0.0012
+    assert 0.085 < steps.max() < 0.101
+    rates = torch.cat([mixer.A_log for mixer in mixers]).exp()
+    assert 1 <= rates.min() < 1.2
+    assert 15.8 < rates.max() <= 16
+    assert rates.mean() == pytest.approx(8.5, rel=0.05)
+    for mixer in mixers:
+        assert torch.equal(mixer.D, torch.ones_like(mixer.D))
+        assert torch.equal(mixer.conv_bias, torch.zeros_like(mixer.conv_bias))
+        bound = 1 / (mixer.out_proj.in_features * len(mixers)) ** 0.5
+        assert 0.9 * bound < mixer.out_proj.weight.abs().max() <= bound
+
+
+def test_output_is_exactly_zero_at_the_start():
+    backbone = create_backbone("mamba2_tiny", **SIZES)
+    out = backbone(torch.randn(2, 1, 8, 8), torch.rand(2))
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"depth": 5}, "depth=5 must be even"),
+        ({"hidden_size": 15, "head_size": 3}, "hidden_size=15 must be even"),
+        ({"head_size": 5}, "head_size=5 must divide the inner width.* 138"),
+        ({"state_size": 0}, "state_size=0 must be a positive integer"),
+        ({"expand": 1.5}, "expand=1.5 must be a positive integer"),
+        ({"conv_width": -4}, "conv_width=-4 must be a positive integer"),
+        ({"time_scale": 0.0}, "time_scale=0.0 must be positive"),
+        ({"conv_gaps": "zero"}, "conv_gaps='zero'.*reset"),
+    ],
+)
+def test_wrong_sizes(changes, words):
+    with pytest.raises(ValueError, match=words):
+        create_backbone("mamba2_tiny", **SIZES, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("mamba2_matched_s", 32.96), ("mamba2_matched_b", 130.5)]
+)
+def test_matched_sizes_are_those_of_dit(name, millions):
+    with torch.device("meta"):
+        backbone = create_backbone(
+            name, input_size=32, in_channels=4, num_classes=1000, learn_sigma=True
+        )
+    counted = sum(p.numel() for p in backbone.parameters()) / 1e6
+    assert counted == pytest.approx(millions, rel=0.03)
+
+
+def test_tiny_is_of_the_size_of_the_other_tiny_ones():
+    backbone = create_backbone("mamba2_tiny", **SIZES)
+    assert 0.91e6 <= sum(p.numel() for p in backbone.parameters()) <= 0.94e6

@@ -1,0 +1,453 @@
+"""The state-space dual in plain torch: matrix products within chunks, a short scan between them.
+
+    h_t = exp(l_t) h_{t-1} + x_t ⊗ B_t,  y_t = h_t C_t + D u_t,  x_t = Δ_t u_t,  l_t = gaps_t Δ_t A
+
+with u the inputs (Mamba-2, arXiv 2405.21060, section 6). In a chunk of Q steps, with s_i the sum
+l_1 + … + l_i, h the state before the chunk and h' the one after it,
+
+    W_ij = (C_i · B_j) exp(s_i - s_j) for j <= i, else 0
+    y_i  = Σ_j W_ij x_j + exp(s_i) h C_i + D u_i
+    h'   = exp(s_Q) h + Σ_j exp(s_Q - s_j) x_j ⊗ B_j
+
+and backward, with g' the gradient of h' and V_ij = ∂y_i · x_j,
+
+    g    = exp(s_Q) g' + Σ_i exp(s_i) ∂y_i ⊗ C_i
+    ∂x_j = Σ_i W_ij ∂y_i + exp(s_Q - s_j) g' B_j
+    ∂C_i = Σ_heads Σ_j V_ij exp(s_i - s_j) B_j + exp(s_i) hᵀ ∂y_i,   ∂B_j in the same way
+    ∂l_k = Σ_{j < k <= i} V_ij W_ij + Σ_{i >= k} exp(s_i) ∂y_i · h C_i
+           + Σ_{j < k} exp(s_Q - s_j) x_j · g' B_j + exp(s_Q) g' · h
+
+No exponent is above 0 where A < 0. A difference of float32 sums would have lost its digits after
+some strong decays: the sums are taken in float64 and handed on as two float32 values. What a
+segment's start parts is masked, not decayed.
+
+The heads of a group share B and C, so that a product with the states is one for all of them.
+Backward keeps the states between the chunks and computes everything else again.
+
+Dimensions: B batch, L length, H heads, P width of a head, N states, G groups, R = H / G heads of a
+group, T chunks of Q steps. Tensors are chunk-major, [T, K, ...] with K = B G.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+CHUNK = 64  # steps of a chunk at most
+BLOCK_VALUES = 2**17  # B·L·H·P values done at a time on a CPU: what a block makes fits in cache
+
+
+class _Decays(NamedTuple):
+    """What is left of a value some steps later, for some rows of the batch.
+
+    apart: exp(s_i - s_j) at j <= i, 1 above, [T, K, R, Q, Q].
+    since, until: exp(s_i) and exp(s_Q - s_j), 0 across a segment's start, [T, K, R, Q].
+    joined: 1 where j <= i and both are of one segment, else 0, [T or 1, K or 1, Q, Q].
+    """
+
+    apart: Tensor
+    since: Tensor
+    until: Tensor
+    joined: Tensor
+
+
+class _Chunks(NamedTuple):
+    """Some rows of the batch in the state's dtype, cut into chunks.
+
+    u, x: [T, K, R, Q, P]. delta: [T, K, R, Q]. A: [K, R, 1]. B, C: [T, K, Q, N].
+    D: [K, R, 1, 1] or None. gaps: [T, K, 1, Q] or None.
+    """
+
+    u: Tensor
+    x: Tensor
+    delta: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None
+    gaps: Tensor | None
+    decays: _Decays
+
+
+class _Grads(NamedTuple):
+    """Gradients of the inputs, shaped as in `_Chunks`; x is that of u, A and D are [K, R]."""
+
+    x: Tensor
+    delta: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor
+
+
+def ssd_torch(
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    gaps: Tensor | None = None,
+) -> Tensor:
+    """Return the scan; see `tread_zoo.kernels.ssd`."""
+    return _forward(x, delta, A, B, C, D, segment_ids, gaps)[0]
+
+
+@torch.library.custom_op("tread_zoo::ssd", mutates_args=())
+def _forward(
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    segment_ids: Tensor | None,
+    gaps: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return y [B, L, H, P] and the states between the chunks, [T - 1, B, G, N, R P]."""
+    y = _empty_padded(x)
+    states = x.new_empty(_states_shape(x, B), dtype=_state_dtype(x, delta))
+    with torch.autocast(x.device.type, enabled=False):
+        for rows in _blocks(x):
+            chunks = _prepare(x, delta, A, B, C, D, segment_ids, gaps, rows)
+            between = _scan(chunks)
+            _join(_outputs(chunks, between), y[rows], B.shape[2])
+            states[:, rows] = between.view(states[:, rows].shape)
+    return y[:, : x.shape[1]].contiguous(), states
+
+
+@torch.library.custom_op("tread_zoo::ssd_backward", mutates_args=())
+def _backward(
+    grad_y: Tensor,
+    states: Tensor,
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    segment_ids: Tensor | None,
+    gaps: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of x, delta, A, B, C and D (empty where D is None)."""
+    length, groups = x.shape[1], B.shape[2]
+    gx, gd, gB, gC = (_empty_padded(v) for v in (x, delta, B, C))
+    gA, gD = (A.new_zeros(groups, len(A) // groups, dtype=states.dtype) for _ in range(2))
+    with torch.autocast(x.device.type, enabled=False):
+        for rows in _blocks(x):
+            chunks = _prepare(x, delta, A, B, C, D, segment_ids, gaps, rows)
+            between = states[:, rows].contiguous().flatten(1, 2)
+            grads = _gradients(chunks, between, _cut(grad_y[rows], groups, states.dtype))
+            _join(grads.x, gx[rows], groups)
+            _join(grads.delta.unsqueeze(-1), gd[rows].unsqueeze(-1), groups)
+            _join(grads.B.unsqueeze(2), gB[rows], groups)
+            _join(grads.C.unsqueeze(2), gC[rows], groups)
+            gA += grads.A.unflatten(0, (-1, groups)).sum(0)
+            gD += grads.D.unflatten(0, (-1, groups)).sum(0)
+    gx, gd, gB, gC = (v[:, :length].contiguous() for v in (gx, gd, gB, gC))
+    gD = x.new_empty(0) if D is None else gD.flatten().to(D.dtype)
+    return gx, gd, gA.flatten().to(A.dtype), gB, gC, gD
+
+
+def _scan(c: _Chunks) -> Tensor:
+    """Return the states between the chunks, [T - 1, K, N, R P]."""
+    left = _steps_first(c.x[:-1], c.decays.until[:-1])
+    states = _bmm(c.B[:-1].mT, left)
+    parts = states.unflatten(-1, (c.A.shape[1], -1)).unbind(0)
+    for i, total in enumerate(_totals(c)[:, :, None, :, None].unbind(0)):
+        parts[i + 1].addcmul_(parts[i], total)
+    return states
+
+
+def _totals(c: _Chunks) -> Tensor:
+    """Return what the chunks but the first and the last leave of a state, [T - 2, K, R]."""
+    return c.decays.since[1:-1, ..., -1]
+
+
+def _outputs(c: _Chunks, states: Tensor) -> Tensor:
+    """Return y [T, K, R, Q, P] from the states between the chunks; uses up `c.decays.apart`."""
+    y = _bmm(_weights(c, out=c.decays.apart), c.x)
+    if len(states):
+        arriving = _heads_first(_bmm(c.C[1:], states), c.A.shape[1])
+        y[1:].addcmul_(arriving, c.decays.since[1:].unsqueeze(-1))
+    return y if c.D is None else y.addcmul_(c.u, c.D)
+
+
+def _weights(c: _Chunks, out: Tensor | None = None) -> Tensor:
+    """Return W [T, K, R, Q, Q]; `out` is the memory for it, or None."""
+    scores = _bmm(c.C, c.B.mT).mul_(c.decays.joined)
+    return torch.mul(c.decays.apart, scores.unsqueeze(2), out=out)
+
+
+def _gradients(c: _Chunks, states: Tensor, gy: Tensor) -> _Grads:
+    """Return the gradients for that of y, gy [T, K, R, Q, P]; uses up `c.x`."""
+    weights, gw = _weights(c), _bmm(gy, c.x.mT)
+    gx = _bmm(weights.mT, gy)
+    pairs = weights.mul_(gw)
+    gscores = gw.mul_(c.decays.apart).sum(2).mul_(c.decays.joined)
+    gB, gC = _bmm(gscores.mT, c.C), _bmm(gscores, c.B)
+    # Over the pairs that step k lies between, and no others: to take one sum over all later pairs
+    # from another would leave their rounding, and ∂A has it times Δ_k, however large that is.
+    earlier = torch.ones_like(pairs[0, 0, 0]).triu_(1)
+    gfalls = torch.matmul(pairs, earlier, out=gw).tril_().sum(-2)
+    if len(states):
+        _add_between(c, states, gy, gx, gB, gC, gfalls)
+    if c.gaps is not None:
+        gfalls *= c.gaps
+    gA, gD = (gfalls * c.delta).sum((0, 3)), torch.zeros_like(gfalls[0, ..., 0])
+    gdelta = torch.mul(gx, c.u, out=c.x).sum(-1).addcmul_(gfalls, c.A)
+    gx.mul_(c.delta.unsqueeze(-1))
+    if c.D is not None:
+        gx.addcmul_(gy, c.D)
+        gD = torch.mul(gy, c.u, out=c.x).sum((0, 3, 4))
+    return _Grads(gx, gdelta, gA, gB, gC, gD)
+
+
+def _add_between(
+    c: _Chunks, states: Tensor, gy: Tensor, gx: Tensor, gB: Tensor, gC: Tensor, gfalls: Tensor
+) -> None:
+    """Add to the gradients what comes by way of the states; gfalls is ∂l [T, K, R, Q]."""
+    heads, since, until = c.A.shape[1], c.decays.since[1:], c.decays.until[:-1]
+    left, gout = _steps_first(c.x[:-1], until), _steps_first(gy[1:], since)
+    gstates = _bmm(c.C[1:].mT, gout)
+    parts = gstates.unflatten(-1, (heads, -1)).unbind(0)
+    for i, total in reversed(list(enumerate(_totals(c)[:, :, None, :, None].unbind(0)))):
+        parts[i].addcmul_(parts[i + 1], total)
+    gB[:-1] += _bmm(left, gstates.mT)
+    gC[1:] += _bmm(gout, states.mT)
+    arriving = _bmm(c.C[1:], states).mul_(gout)
+    gfalls[1:] += _heads_first(arriving, heads).sum(-1).flip(-1).cumsum(-1).flip(-1)
+    reaching = _bmm(c.B[:-1], gstates)
+    gx[:-1].addcmul_(_heads_first(reaching, heads), until.unsqueeze(-1))
+    entered = _heads_first(reaching.mul_(left), heads).sum(-1).cumsum(-1)
+    gfalls[:-1, ..., 1:] += entered[..., :-1]
+    through = (states[:-1] * gstates[1:]).sum(2).unflatten(-1, (heads, -1)).sum(-1)
+    gfalls[1:-1] += through.mul_(_totals(c)).unsqueeze(-1)
+
+
+def _prepare(
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    segment_ids: Tensor | None,
+    gaps: Tensor | None,
+    rows: slice,
+) -> _Chunks:
+    """Cut some rows of the batch into chunks."""
+    dtype, groups, batch = _state_dtype(x, delta), B.shape[2], len(x[rows])
+    u = _cut(x[rows], groups, dtype)
+    steps = _cut(delta[rows].unsqueeze(-1), groups, dtype).squeeze(-1)
+    rates = _per_head(A, batch, groups, dtype)
+    spread = _cut_tokens(gaps, rows, groups, dtype)
+    falls = steps * rates
+    starts = None
+    if segment_ids is not None:
+        changes = segment_ids[:, 1:] != segment_ids[:, :-1]
+        starts = _cut_tokens(F.pad(changes, (1, 0)), rows, groups, dtype)
+    return _Chunks(
+        u=u,
+        x=u * steps.unsqueeze(-1),
+        delta=steps,
+        A=rates,
+        B=_cut(B[rows], groups, dtype).squeeze(2),
+        C=_cut(C[rows], groups, dtype).squeeze(2),
+        D=None if D is None else _per_head(D, batch, groups, dtype).unsqueeze(-1),
+        gaps=spread,
+        decays=_decay(falls if spread is None else falls * spread, starts),
+    )
+
+
+def _decay(falls: Tensor, starts: Tensor | None) -> _Decays:
+    """Return the decays for l [T, K, R, Q]; `starts` is 1 where a segment begins [T, K, 1, Q]."""
+    wide = torch.float32 if falls.device.type == "mps" else torch.float64  # mps has no float64
+    sums = falls.to(wide).cumsum(-1) / math.log(2)  # 2^x is quicker than e^x on a CPU
+    high = sums.to(falls.dtype)
+    low = (sums - high).to(falls.dtype)
+    apart = high.unsqueeze(-1) - high.unsqueeze(-2)  # exact where it is small
+    apart.add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2)).tril_().exp2_()
+    since, until = high.exp2(), (sums[..., -1:] - sums).to(falls.dtype).exp2_()
+    joined = torch.ones_like(apart[:1, :1, 0]).tril_()
+    if starts is None:
+        return _Decays(apart, since, until, joined)
+    number = starts.cumsum(-1)  # of the segment within the chunk; 0 goes on from before
+    since *= number == 0
+    until *= number == number[..., -1:]
+    same = number.mT == number
+    return _Decays(apart, since, until, joined * same)
+
+
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    product = torch.bmm(a.flatten(0, -3), b.flatten(0, -3))
+    return product.view(*a.shape[:-1], b.shape[-1])
+
+
+def _steps_first(values: Tensor, weights: Tensor) -> Tensor:
+    """Return values [T, K, R, Q, P] times weights [T, K, R, Q], as [T, K, Q, R P]."""
+    num_chunks, num, heads, steps, width = values.shape
+    out = values.new_empty(num_chunks, num, steps, heads, width)
+    torch.mul(values.transpose(2, 3), weights.transpose(2, 3).unsqueeze(-1), out=out)
+    return out.flatten(3)
+
+
+def _heads_first(values: Tensor, heads: int) -> Tensor:
+    """[T, K, Q, R P] -> [T, K, R, Q, P], without a copy."""
+    return values.unflatten(-1, (heads, -1)).transpose(2, 3)
+
+
+def _cut(values: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """[B, L, H, F] -> [T, K, R, Q, F], contiguous, with zeros after the end."""
+    num_chunks, span = _spans(values.shape[1])
+    values = values.to(dtype)
+    if values.shape[1] < num_chunks * span:
+        values = F.pad(values, (0, 0, 0, 0, 0, num_chunks * span - values.shape[1]))
+    return _chunked(values, groups).contiguous().flatten(1, 2)
+
+
+def _cut_tokens(
+    values: Tensor | None, rows: slice, groups: int, dtype: torch.dtype
+) -> Tensor | None:
+    """[B, L] -> [T, K, 1, Q], the same for every group."""
+    if values is None:
+        return None
+    shaped = values[rows, :, None, None].expand(-1, -1, groups, -1)
+    return _cut(shaped, groups, dtype).squeeze(-1)
+
+
+def _per_head(values: Tensor, batch: int, groups: int, dtype: torch.dtype) -> Tensor:
+    """[H] -> [K, R, 1], the same for every row."""
+    heads = values.to(dtype).view(1, groups, -1, 1)
+    return heads.expand(batch, -1, -1, -1).flatten(0, 1)
+
+
+def _join(values: Tensor, out: Tensor, groups: int) -> None:
+    """Write values [T, K, R, Q, F] to out [B, T Q, H, F]."""
+    _chunked(out, groups).copy_(values.unflatten(1, (-1, groups)))
+
+
+def _chunked(values: Tensor, groups: int) -> Tensor:
+    """[B, T Q, H, F] -> [T, B, G, R, Q, F], without a copy."""
+    chunks = values.unflatten(1, _spans(values.shape[1])).unflatten(3, (groups, -1))
+    return chunks.permute(1, 0, 3, 4, 2, 5)
+
+
+def _spans(length: int) -> tuple[int, int]:
+    """Return T and Q: the fewest chunks of at most `CHUNK` steps, of one length."""
+    num_chunks = -(-length // CHUNK)
+    return num_chunks, -(-length // num_chunks)
+
+
+def _empty_padded(values: Tensor) -> Tensor:
+    """Return memory for a tensor like `values` [B, L, ...] with whole chunks, [B, T Q, ...]."""
+    num_chunks, span = _spans(values.shape[1])
+    return values.new_empty(len(values), num_chunks * span, *values.shape[2:])
+
+
+def _states_shape(x: Tensor, B: Tensor) -> tuple[int, ...]:
+    batch, length, heads, width = x.shape
+    groups, size = B.shape[2:]
+    return _spans(length)[0] - 1, batch, groups, size, heads // groups * width
+
+
+def _state_dtype(x: Tensor, delta: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(x.dtype, delta.dtype), torch.float32)
+
+
+def _blocks(x: Tensor) -> list[slice]:
+    """Return the rows of the batch that are done at a time."""
+    num_rows = len(x)
+    if x.device.type == "cpu":
+        num_blocks = -(-x.numel() // BLOCK_VALUES)
+        num_rows = -(-len(x) // min(len(x), num_blocks))
+    return [slice(row, min(row + num_rows, len(x))) for row in range(0, len(x), num_rows)]
+
+
+@_forward.register_fake
+def _(
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    segment_ids: Tensor | None,
+    gaps: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return y, x.new_empty(_states_shape(x, B), dtype=_state_dtype(x, delta))
+
+
+@_backward.register_fake
+def _(
+    grad_y: Tensor,
+    states: Tensor,
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    segment_ids: Tensor | None,
+    gaps: Tensor | None,
+) -> tuple[Tensor, ...]:
+    inputs = (x, delta, A, B, C, x.new_empty(0) if D is None else D)
+    return tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in inputs)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1], *inputs)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, grad_y: Tensor, grad_states: Tensor | None) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors  # read once: recomputation in the backward pass allows no more
+    *grads, grad_D = _backward(grad_y, *saved)
+    return *grads, None if saved[6] is None else grad_D, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _products(x: tuple[int, ...], B: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """Return the FLOPs of C Bᵀ, of W x, of [Q, Q] on [Q, Q], and of a product with the states."""
+    (batch, length, heads, width), (groups, size) = x, B[2:]
+    num_chunks, span = _spans(length)
+    pairs = 2 * batch * num_chunks * span * span
+    between = 2 * batch * (num_chunks - 1) * span * heads * width * size
+    return pairs * groups * size, pairs * heads * width, pairs * heads * span, between
+
+
+@register_flop_formula(torch.ops.tread_zoo.ssd)
+def _forward_flops(
+    x: tuple[int, ...],
+    delta: tuple[int, ...],
+    A: tuple[int, ...],
+    B: tuple[int, ...],
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    """The matrix products: C Bᵀ, W x, into the states and out of them."""
+    scores, weighted, _, between = _products(x, B)
+    return scores + weighted + 2 * between
+
+
+@register_flop_formula(torch.ops.tread_zoo.ssd_backward)
+def _backward_flops(
+    grad_y: tuple[int, ...],
+    states: tuple[int, ...],
+    x: tuple[int, ...],
+    delta: tuple[int, ...],
+    A: tuple[int, ...],
+    B: tuple[int, ...],
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    """C Bᵀ again and its two gradients; those of W and x; ∂l; five with states."""
+    scores, weighted, summed, between = _products(x, B)
+    return 3 * scores + 2 * weighted + summed + 5 * between
