@@ -4,8 +4,9 @@
     residual = residual + delta
     delta    = Mixer(RMSNorm(residual))
 
-Time and label are tokens ahead of the image's. The mixer scans the sequence both ways in raster
-order; the directions share their projections in and out and own everything between:
+Time and label are tokens ahead of the image's. The mixer scans the sequence both ways, in raster
+order or along another curve; the directions share their projections in and out and own everything
+between:
 
     u, z  = Linear(x)
     u_dir = SiLU(conv1d(u, taken in that direction))
@@ -14,7 +15,7 @@ order; the directions share their projections in and out and own everything betw
     out   = Linear(y * SiLU(z))
 
 Two streams travel per token, delta and the residual; a route takes both along. A routed sequence is
-the raster order with the missing tokens deleted, so the scan order is kept.
+walked in the full scan order with the missing tokens deleted; `gaps` says what the gaps are to it.
 
 B batch, L = E + K tokens present, D width, I = expand * D inner width, S state size.
 """
@@ -34,11 +35,11 @@ from tread_zoo.layers import (
     TimestepEmbedder,
     convolve_both_ways,
     patchify,
+    scan_both_ways,
     unpatchify,
 )
 from tread_zoo.registry import register_backbone
-
-CONV_GAPS = ("ignore", "reset")
+from tread_zoo.routing import check_scan, make_scan
 
 
 class BidirectionalMixer(nn.Module):
@@ -49,13 +50,20 @@ class BidirectionalMixer(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, expand: int, state_size: int, conv_width: int, conv_gaps: str
+        self,
+        hidden_size: int,
+        expand: int,
+        state_size: int,
+        conv_width: int,
+        scan_order: str = "raster",
+        index: int = 0,
+        gaps: str = "ignore",
     ) -> None:
         super().__init__()
         inner = expand * hidden_size
         self.inner, self.state_size = inner, state_size
         self.step_rank = math.ceil(hidden_size / 16)
-        self.conv_gaps = conv_gaps
+        self.scan_order, self.index, self.gaps = scan_order, index, gaps
         self.in_proj = nn.Linear(hidden_size, 2 * inner, bias=False)
         self.conv_weight = nn.Parameter(torch.empty(2 * inner, conv_width))
         self.conv_bias = nn.Parameter(torch.empty(2 * inner))
@@ -67,8 +75,9 @@ class BidirectionalMixer(nn.Module):
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        u, z = self.in_proj(x).chunk(2, dim=-1)
-        segments = layout.segment_ids() if self.conv_gaps == "reset" else None
+        scan = make_scan(layout, self.scan_order, self.index, len(x), x.device)
+        u, z = self.in_proj(scan.permute(x)).chunk(2, dim=-1)
+        segments = None if self.gaps == "ignore" else scan.segment_ids()
         u = F.silu(convolve_both_ways(u, self.conv_weight, self.conv_bias, segments))
         steps, inputs, outputs = [], [], []
         for direction, part in enumerate(u.split(self.inner, dim=-1)):
@@ -77,7 +86,7 @@ class BidirectionalMixer(nn.Module):
             steps.append(F.linear(step, self.step_weight[direction]))
             inputs.append(b)
             outputs.append(c)
-        y = selective_scan(
+        scanned = (
             u,
             F.softplus(_full(torch.cat(steps, dim=-1)) + _full(self.step_bias)),
             -torch.exp(_full(self.A_log)),
@@ -85,8 +94,11 @@ class BidirectionalMixer(nn.Module):
             torch.stack(outputs, dim=2),
             _full(self.D),
         )
+        y = scan_both_ways(
+            selective_scan, scanned, scan.gaps_both_ways() if self.gaps == "decay" else None
+        )
         forward, backward = y.chunk(2, dim=-1)
-        return self.out_proj((forward + backward.flip(1)) * F.silu(z))
+        return scan.restore(self.out_proj((forward + backward.flip(1)) * F.silu(z)))
 
 
 class MambaBlock(nn.Module):
@@ -117,13 +129,14 @@ class Mamba(Backbone):
         expand: inner width over D.
         state_size: S.
         conv_width: taps of the causal convolution ahead of the scan.
-        conv_gaps: what the convolution does where a route left tokens out: `ignore` runs over the
-            gap as if its sides were neighbours, `reset` treats the far side as zero. The scan runs
-            over gaps in both.
+        scan_order: of conv and scan, a name in `tread_zoo.routing.ORDERS`.
+        gaps: what a route's gaps are to it. `ignore`: both run over a gap as if its sides were
+            neighbours. `reset`: the convolution sees zeros beyond it. `decay`: so it does, and the
+            state decays by the length of the gap, exp(gap Δ A).
         time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
 
     Raises:
-        ValueError: sizes that do not fit each other, or an unknown `conv_gaps`.
+        ValueError: sizes that do not fit each other, or an unknown scan_order or gaps.
     """
 
     default_selector: ClassVar[str] = "rows"
@@ -140,7 +153,8 @@ class Mamba(Backbone):
         expand: int = 2,
         state_size: int = 16,
         conv_width: int = 4,
-        conv_gaps: str = "ignore",
+        scan_order: str = "raster",
+        gaps: str = "ignore",
         learn_sigma: bool = False,
         time_scale: float = 1000.0,
     ) -> None:
@@ -153,11 +167,12 @@ class Mamba(Backbone):
         )
         if depth < 2 or depth % 2:
             raise ValueError(f"depth={depth} must be even and at least 2: skips join the halves.")
-        if conv_gaps not in CONV_GAPS:
-            raise ValueError(f"conv_gaps={conv_gaps!r} is unknown. Known: {', '.join(CONV_GAPS)}.")
+        check_scan(scan_order, gaps)
         self.num_extra_tokens = 2 if num_classes else 1
         self.skips = {depth - i: i for i in range(depth // 2)}
-        self.block_knows = ("order",) if conv_gaps == "ignore" else ("order", "ids")
+        self.block_knows = ("order",) if gaps == "ignore" else ("order", "ids")
+        if scan_order != "raster":
+            self.block_knows = ("order", "ids", "grid")
         self.patch_embed = nn.Linear(in_channels * patch_size**2, hidden_size)
         self.positions = nn.Parameter(
             torch.empty(self.num_extra_tokens + self.num_tokens, hidden_size)
@@ -169,7 +184,9 @@ class Mamba(Backbone):
         self.blocks = nn.ModuleList(
             MambaBlock(
                 hidden_size,
-                BidirectionalMixer(hidden_size, expand, state_size, conv_width, conv_gaps),
+                BidirectionalMixer(
+                    hidden_size, expand, state_size, conv_width, scan_order, index, gaps
+                ),
                 has_skip=index in self.skips,
             )
             for index in range(depth + 1)

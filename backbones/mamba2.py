@@ -4,8 +4,9 @@
     residual = residual + delta
     delta    = Mixer(RMSNorm(residual))
 
-Time and label are tokens ahead of the image's. The mixer scans the sequence both ways in raster
-order; the directions share their projections in and out and own everything between:
+Time and label are tokens ahead of the image's. The mixer scans the sequence both ways, in raster
+order or along another curve; the directions share their projections in and out and own everything
+between:
 
     z, u, step  = Linear(x)                                  u holds the inputs, B and C
     inputs, B, C = SiLU(conv1d(u, taken in that direction))
@@ -18,7 +19,7 @@ that the scan is made of matrix products and the states can be many; that all it
 out of the first projection, not out of the convolved inputs; and the norm ahead of the last one.
 
 Two streams travel per token, delta and the residual; a route takes both along. A routed sequence is
-the raster order with the missing tokens deleted, so the scan order is kept.
+walked in the full scan order with the missing tokens deleted; `gaps` says what the gaps are to it.
 
 B batch, L = E + K tokens present, D width, I = expand * D inner width, P head size, S state size.
 """
@@ -38,11 +39,11 @@ from tread_zoo.layers import (
     TimestepEmbedder,
     convolve_both_ways,
     patchify,
+    scan_both_ways,
     unpatchify,
 )
 from tread_zoo.registry import register_backbone
-
-CONV_GAPS = ("ignore", "reset")
+from tread_zoo.routing import check_scan, make_scan
 
 
 class BidirectionalSSD(nn.Module):
@@ -59,7 +60,9 @@ class BidirectionalSSD(nn.Module):
         state_size: int,
         head_size: int,
         conv_width: int,
-        conv_gaps: str,
+        scan_order: str = "raster",
+        index: int = 0,
+        gaps: str = "ignore",
     ) -> None:
         super().__init__()
         inner = expand * hidden_size
@@ -67,7 +70,7 @@ class BidirectionalSSD(nn.Module):
         self.head_size = head_size
         self.parts = [inner, mixed, num_heads]
         self.mixed_parts = [inner, state_size, state_size]
-        self.conv_gaps = conv_gaps
+        self.scan_order, self.index, self.gaps = scan_order, index, gaps
         self.in_proj = nn.Linear(hidden_size, sum(self.parts), bias=False)
         self.conv_weight = nn.Parameter(torch.empty(2 * mixed, conv_width))
         self.conv_bias = nn.Parameter(torch.empty(2 * mixed))
@@ -78,12 +81,13 @@ class BidirectionalSSD(nn.Module):
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        z, u, step = self.in_proj(x).split(self.parts, dim=-1)
-        segments = layout.segment_ids() if self.conv_gaps == "reset" else None
+        scan = make_scan(layout, self.scan_order, self.index, len(x), x.device)
+        z, u, step = self.in_proj(scan.permute(x)).split(self.parts, dim=-1)
+        segments = None if self.gaps == "ignore" else scan.segment_ids()
         u = F.silu(convolve_both_ways(u, self.conv_weight, self.conv_bias, segments))
         inputs, b, c = u.unflatten(-1, (2, -1)).split(self.mixed_parts, dim=-1)  # [B, L, 2, ...]
         steps = torch.cat([step, step.flip(1)], dim=-1)
-        y = ssd(
+        scanned = (
             inputs.reshape(*inputs.shape[:2], -1, self.head_size),
             F.softplus(_full(steps) + _full(self.step_bias)),
             -torch.exp(_full(self.A_log)),
@@ -91,9 +95,10 @@ class BidirectionalSSD(nn.Module):
             c,
             _full(self.D),
         )
+        y = scan_both_ways(ssd, scanned, scan.gaps_both_ways() if self.gaps == "decay" else None)
         forward, backward = y.flatten(2).chunk(2, dim=-1)
         y = (forward + backward.flip(1)) * F.silu(z)
-        return self.out_proj(self.norm(_full(y)))
+        return scan.restore(self.out_proj(self.norm(_full(y))))
 
 
 class Mamba2Block(nn.Module):
@@ -125,13 +130,14 @@ class Mamba2(Backbone):
         state_size: S.
         head_size: P, a divisor of the inner width.
         conv_width: taps of the causal convolution ahead of the scan.
-        conv_gaps: what the convolution does where a route left tokens out: `ignore` runs over the
-            gap as if its sides were neighbours, `reset` treats the far side as zero. The scan runs
-            over gaps in both.
+        scan_order: of conv and scan, a name in `tread_zoo.routing.ORDERS`.
+        gaps: what a route's gaps are to it. `ignore`: both run over a gap as if its sides were
+            neighbours. `reset`: the convolution sees zeros beyond it. `decay`: so it does, and the
+            state decays by the length of the gap, exp(gap Δ A).
         time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
 
     Raises:
-        ValueError: sizes that do not fit each other, or an unknown `conv_gaps`.
+        ValueError: sizes that do not fit each other, or an unknown scan_order or gaps.
     """
 
     default_selector: ClassVar[str] = "rows"
@@ -149,7 +155,8 @@ class Mamba2(Backbone):
         state_size: int = 64,
         head_size: int = 64,
         conv_width: int = 4,
-        conv_gaps: str = "ignore",
+        scan_order: str = "raster",
+        gaps: str = "ignore",
         learn_sigma: bool = False,
         time_scale: float = 1000.0,
     ) -> None:
@@ -161,13 +168,14 @@ class Mamba2(Backbone):
             learn_sigma=learn_sigma,
         )
         _check_sizes(hidden_size, depth, expand, state_size, head_size, conv_width)
-        if conv_gaps not in CONV_GAPS:
-            raise ValueError(f"conv_gaps={conv_gaps!r} is unknown. Known: {', '.join(CONV_GAPS)}.")
+        check_scan(scan_order, gaps)
         if not time_scale > 0:
             raise ValueError(f"time_scale={time_scale!r} must be positive.")
         self.num_extra_tokens = 2 if num_classes else 1
         self.skips = {depth - i: i for i in range(depth // 2)}
-        self.block_knows = ("order",) if conv_gaps == "ignore" else ("order", "ids")
+        self.block_knows = ("order",) if gaps == "ignore" else ("order", "ids")
+        if scan_order != "raster":
+            self.block_knows = ("order", "ids", "grid")
         self.patch_embed = nn.Linear(in_channels * patch_size**2, hidden_size)
         self.positions = nn.Parameter(
             torch.empty(self.num_extra_tokens + self.num_tokens, hidden_size)
@@ -176,9 +184,11 @@ class Mamba2(Backbone):
             hidden_size, frequency_size=hidden_size, mlp_size=4 * hidden_size, time_scale=time_scale
         )
         self.label_embed = LabelEmbedder(num_classes, hidden_size) if num_classes else None
-        mixer = (hidden_size, expand, state_size, head_size, conv_width, conv_gaps)
+        mixer = (hidden_size, expand, state_size, head_size, conv_width, scan_order)
         self.blocks = nn.ModuleList(
-            Mamba2Block(hidden_size, BidirectionalSSD(*mixer), has_skip=index in self.skips)
+            Mamba2Block(
+                hidden_size, BidirectionalSSD(*mixer, index, gaps), has_skip=index in self.skips
+            )
             for index in range(depth + 1)
         )
         self.norm = nn.RMSNorm(hidden_size, eps=1e-5)

@@ -150,6 +150,27 @@ def convolve_both_ways(
     )
 
 
+def scan_both_ways(
+    scan: Callable[..., Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    gaps: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Return a state-space scan whose second half of channels, heads and groups runs backwards.
+
+    Without gaps it is one call; each direction has gaps of its own.
+
+    Args:
+        scan: `selective_scan` or `ssd`.
+        inputs: u, delta, A, B, C, D as it takes them.
+        gaps: of the forward and of the backward direction, each [B, N].
+    """
+    if gaps is None:
+        return scan(*inputs)
+    halves = [x.chunk(2, dim) for x, dim in zip(inputs, (2, 2, 0, 2, 2, 0), strict=True)]
+    ways = zip(zip(*halves, strict=True), gaps, strict=True)
+    return torch.cat([scan(*way, gaps=apart) for way, apart in ways], dim=2)
+
+
 class Mlp(nn.Module):
     """Two linear layers [.., D] -> [.., D] with an activation between them."""
 

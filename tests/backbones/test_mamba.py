@@ -1,3 +1,5 @@
+from operator import itemgetter
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -5,59 +7,74 @@ import torch.nn.functional as F
 from backbones.mamba import BidirectionalMixer
 from tread_zoo import create_backbone
 from tread_zoo.backbone import Layout
-from tread_zoo.routing import Route
+from tread_zoo.routing import GAPS, ORDERS, Route, inverse, scan_order
 from tread_zoo.testing.conformance import Probe, watching
 
 GRID = (3, 4)
 
 
-def make_mixer(gaps="ignore"):
+def make_mixer(gaps="ignore", name="raster", index=0):
     torch.manual_seed(0)
-    mixer = BidirectionalMixer(8, expand=2, state_size=3, conv_width=4, conv_gaps=gaps).double()
+    mixer = BidirectionalMixer(
+        8, expand=2, state_size=3, conv_width=4, scan_order=name, index=index, gaps=gaps
+    ).double()
     for parameter in mixer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return mixer
 
 
-def mix_by_loop(mixer, x, segments):
+def walks_of(ids, name, index, num_extra=2):
+    """Return, for each sample, (token, place along the full curve) in the order of the walk."""
+    rank = inverse(scan_order(name, GRID, index))
+    ahead = [(i, i - num_extra) for i in range(num_extra)]
+    return [
+        ahead
+        + sorted(((num_extra + i, int(rank[p])) for i, p in enumerate(row)), key=itemgetter(1))
+        for row in ids.tolist()
+    ]
+
+
+def mix_by_loop(mixer, x, walks):
     """The mixer written out: one direction, one step, one channel at a time."""
     inner, size = mixer.inner, mixer.state_size
     u, z = (x @ mixer.in_proj.weight.T).chunk(2, -1)
     total = torch.zeros_like(u)
-    batch, length, _ = x.shape
     for way in range(2):
         own = slice(way * inner, (way + 1) * inner)
-        order = range(length) if way == 0 else range(length - 1, -1, -1)
-        for b in range(batch):
+        for b, walk in enumerate(walks):
             state = torch.zeros(inner, size, dtype=x.dtype)
-            path = list(order)
-            for step, now in enumerate(path):
+            path = walk if way == 0 else walk[::-1]
+            for step, (now, place) in enumerate(path):
+                gap = abs(place - path[step - 1][1]) if step else 1
                 v = mixer.conv_bias[own].clone()
-                for lag in range(4):
-                    if step - lag < 0:
-                        continue
-                    before = path[step - lag]
-                    if segments is not None and segments[b, before] != segments[b, now]:
+                for lag in range(min(4, step + 1)):
+                    before, there = path[step - lag]
+                    if mixer.gaps != "ignore" and abs(place - there) != lag:
                         continue
                     v = v + mixer.conv_weight[own, 3 - lag] * u[b, before]
                 v = F.silu(v)
                 low, inp, out = (mixer.select[way] @ v).split([mixer.step_rank, size, size])
                 step_size = F.softplus(mixer.step_weight[way] @ low + mixer.step_bias[own])
-                decay = torch.exp(-step_size[:, None] * mixer.A_log[own].exp())
+                length = gap if mixer.gaps == "decay" else 1
+                decay = torch.exp(-length * step_size[:, None] * mixer.A_log[own].exp())
                 state = decay * state + (step_size * v)[:, None] * inp
                 total[b, now] = total[b, now] + state @ out + mixer.D[own] * v
     return (total * F.silu(z)) @ mixer.out_proj.weight.T
 
 
-@pytest.mark.parametrize("gaps", ["ignore", "reset"])
-def test_mixer_equals_the_written_out_loop(gaps):
-    mixer = make_mixer(gaps)
+@pytest.mark.parametrize("gaps", GAPS)
+@pytest.mark.parametrize("name", ORDERS)
+def test_mixer_equals_the_written_out_loop(name, gaps):
+    mixer = make_mixer(gaps, name, index=3)
     ids = torch.tensor([[0, 1, 2, 5, 6, 9], [1, 3, 4, 5, 10, 11]])
-    layout = Layout(GRID, 2, ids)
     x = torch.randn(2, 8, 8, dtype=torch.float64)
-    segments = layout.segment_ids() if gaps == "reset" else None
-    expected = mix_by_loop(mixer, x, segments)
-    torch.testing.assert_close(mixer(x, layout), expected)
+    with torch.no_grad():
+        expected = mix_by_loop(mixer, x, walks_of(ids, name, 3))
+        torch.testing.assert_close(mixer(x, Layout(GRID, 2, ids)), expected)
+        every = torch.arange(12).expand(2, -1)
+        x = torch.randn(2, 14, 8, dtype=torch.float64)
+        expected = mix_by_loop(mixer, x, walks_of(every, name, 3))
+        torch.testing.assert_close(mixer(x, Layout(GRID, 2)), expected)
 
 
 def test_segments_of_a_route():
@@ -161,7 +178,7 @@ def test_output_is_exactly_zero_at_the_start():
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"depth": 5}, "depth=5 must be even"), ({"conv_gaps": "zero"}, "conv_gaps='zero'.*reset")],
+    [({"depth": 5}, "depth=5 must be even"), ({"gaps": "zero"}, "gaps='zero'.*reset")],
 )
 def test_wrong_sizes(changes, words):
     with pytest.raises(ValueError, match=words):

@@ -4,7 +4,9 @@ import torch.nn.functional as F
 
 from backbones.mamba2 import BidirectionalSSD
 from tread_zoo import create_backbone
+from tests.backbones.test_mamba import walks_of
 from tread_zoo.backbone import Layout
+from tread_zoo.routing import GAPS, ORDERS
 from tread_zoo.testing.conformance import Probe, watching
 
 GRID = (3, 4)
@@ -12,43 +14,41 @@ SIZES = {"input_size": 8, "in_channels": 1, "num_classes": 10}
 SMALL = {"hidden_size": 16, "depth": 4, "expand": 2, "state_size": 4, "head_size": 8}
 
 
-def make_mixer(gaps="ignore"):
+def make_mixer(gaps="ignore", name="raster", index=0):
     torch.manual_seed(0)
-    mixer = BidirectionalSSD(
-        8, expand=2, state_size=3, head_size=4, conv_width=4, conv_gaps=gaps
-    ).double()
+    sizes = {"expand": 2, "state_size": 3, "head_size": 4, "conv_width": 4}
+    mixer = BidirectionalSSD(8, **sizes, scan_order=name, index=index, gaps=gaps).double()
     for parameter in mixer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return mixer
 
 
-def mix_by_loop(mixer, x, segments):
+def mix_by_loop(mixer, x, walks):
     """The mixer written out: one direction, one step, one head at a time.
 
     Inner width 16 in 4 heads of 4, 3 states; the first projection gives z, (inputs, B, C), steps.
     """
     z, u, steps = (x @ mixer.in_proj.weight.T).split([16, 22, 4], dim=-1)
     total = torch.zeros_like(z)
-    batch, length, _ = x.shape
     for way in range(2):
-        order = range(length) if way == 0 else range(length - 1, -1, -1)
         weight, bias = mixer.conv_weight[22 * way :][:22], mixer.conv_bias[22 * way :][:22]
         own = slice(4 * way, 4 * way + 4)
         rates, skips = -mixer.A_log[own].exp(), mixer.D[own]
-        for b in range(batch):
+        for b, walk in enumerate(walks):
             states = torch.zeros(4, 4, 3, dtype=x.dtype)
-            path = list(order)
-            for step, now in enumerate(path):
+            path = walk if way == 0 else walk[::-1]
+            for step, (now, place) in enumerate(path):
+                gap = abs(place - path[step - 1][1]) if step and mixer.gaps == "decay" else 1
                 v = bias.clone()
                 for lag in range(min(4, step + 1)):
-                    before = path[step - lag]
-                    if segments is None or segments[b, before] == segments[b, now]:
+                    before, there = path[step - lag]
+                    if mixer.gaps == "ignore" or abs(place - there) == lag:
                         v = v + weight[:, 3 - lag] * u[b, before]
                 inputs, inward, outward = F.silu(v).split([16, 3, 3])
                 sizes = F.softplus(steps[b, now] + mixer.step_bias[own])
                 for head in range(4):
                     fed = inputs[4 * head : 4 * head + 4]
-                    decay = torch.exp(sizes[head] * rates[head])
+                    decay = torch.exp(gap * sizes[head] * rates[head])
                     states[head] = decay * states[head] + sizes[head] * fed[:, None] * inward
                     y = states[head] @ outward + skips[head] * fed
                     total[b, now, 4 * head : 4 * head + 4] += y
@@ -57,14 +57,19 @@ def mix_by_loop(mixer, x, segments):
     return normed @ mixer.out_proj.weight.T
 
 
-@pytest.mark.parametrize("gaps", ["ignore", "reset"])
-def test_mixer_equals_the_written_out_loop(gaps):
-    mixer = make_mixer(gaps)
-    layout = Layout(GRID, 2, torch.tensor([[0, 1, 2, 5, 6, 9], [1, 3, 4, 5, 10, 11]]))
+@pytest.mark.parametrize("gaps", GAPS)
+@pytest.mark.parametrize("name", ORDERS)
+def test_mixer_equals_the_written_out_loop(name, gaps):
+    mixer = make_mixer(gaps, name, index=3)
+    ids = torch.tensor([[0, 1, 2, 5, 6, 9], [1, 3, 4, 5, 10, 11]])
     x = torch.randn(2, 8, 8, dtype=torch.float64)
     with torch.no_grad():
-        expected = mix_by_loop(mixer, x, layout.segment_ids() if gaps == "reset" else None)
-        torch.testing.assert_close(mixer(x, layout), expected)
+        expected = mix_by_loop(mixer, x, walks_of(ids, name, 3))
+        torch.testing.assert_close(mixer(x, Layout(GRID, 2, ids)), expected)
+        every = torch.arange(12).expand(2, -1)
+        x = torch.randn(2, 14, 8, dtype=torch.float64)
+        expected = mix_by_loop(mixer, x, walks_of(every, name, 3))
+        torch.testing.assert_close(mixer(x, Layout(GRID, 2)), expected)
 
 
 def test_block_joins_the_skip_and_adds_to_the_residual():
@@ -149,7 +154,7 @@ def test_output_is_exactly_zero_at_the_start():
         ({"expand": 1.5}, "expand=1.5 must be a positive integer"),
         ({"conv_width": -4}, "conv_width=-4 must be a positive integer"),
         ({"time_scale": 0.0}, "time_scale=0.0 must be positive"),
-        ({"conv_gaps": "zero"}, "conv_gaps='zero'.*reset"),
+        ({"gaps": "zero"}, "gaps='zero'.*reset"),
     ],
 )
 def test_wrong_sizes(changes, words):

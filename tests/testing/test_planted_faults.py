@@ -132,7 +132,7 @@ HEALTHY = [
     (own_loops.Decays, {}),
     (own_loops.DecaysByOwnLength, {}),
     (own_loops.Serpentine, {}),
-    (Mamba, {**MAMBA, "conv_gaps": "reset"}),
+    (Mamba, {**MAMBA, "gaps": "reset"}),
     (UViT, {**UVIT, "time_mlp": True, "final_conv": False, "learn_sigma": True}),
 ]
 

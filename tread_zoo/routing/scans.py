@@ -64,6 +64,11 @@ class Scan:
             steps = torch.cat([torch.ones_like(steps[:, :1]), steps[:, 1:]], dim=1)
         return F.pad(steps, (self.num_extra, 0), value=1)
 
+    def gaps_both_ways(self) -> tuple[Tensor, Tensor] | None:
+        """Return the gaps of the walk, and of the walk taken backwards; None if there are none."""
+        gaps = self.gaps()
+        return None if gaps is None else (gaps, reverse_gaps(gaps))
+
     def segment_ids(self) -> Tensor | None:
         """Return int64 [B, L], one higher after every gap; None if all tokens are present."""
         gaps = self.gaps()
