@@ -22,8 +22,11 @@ from tread_zoo.training.stopping import Stopped
 
 CPU = torch.device("cpu")
 LINEAR = ["routing.schedule=linear", "routing.selection_rate=0.75", "routing.final_rate=0.25"]
+STEPS = [
+    "routing.schedule=steps", "routing.selection_rate=0.75", "routing.rate_steps=[[0.5, 0.25]]",
+]  # fmt: skip
 EVERYTHING = [
-    *LINEAR, "routing.selector=norm", "routing.probability=0.7", "routing.dense_tail=0.2",
+    "routing.selector=norm", "routing.probability=0.7", "routing.dense_tail=0.2",
     "training.gradient_accumulation_steps=2", "training.activation_checkpointing=true",
 ]  # fmt: skip
 
@@ -148,12 +151,12 @@ def test_importance_costs_the_blocks_ahead_of_the_route():
 def test_a_scheduled_run_by_importance_tells_its_cost_and_resumes_to_the_bit(
     run, monkeypatch, caplog
 ):
-    options = [*EVERYTHING, "training.precision=bf16"]
+    options = [*STEPS, *EVERYTHING, "training.precision=bf16"]
     with caplog.at_level(logging.INFO):
         unbroken = run("unbroken", *options)
     parts = parts_of(settings(*options))
     mean = training_flops(parts.backbone, parts.routing, 6)
-    assert "see 4 … 12 of 16 tokens (norm; rate 0.75 to 0.25, linear)" in caplog.text
+    assert "see 4 … 12 of 16 tokens (norm; rate 0.75, from 50% 0.25)" in caplog.text
     assert f"{mean / 1e6:.1f} MFLOPs an image, forward and backward, on average over" in caplog.text
     parts.backbone.checkpoint_blocks = False  # the table leaves out what is computed twice
     assert read_run(unbroken).flops == round(training_flops(parts.backbone, parts.routing, 6))
