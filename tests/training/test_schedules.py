@@ -86,7 +86,7 @@ def test_micro_steps_and_ranks_of_a_step_are_routed_alike():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_norm_keeps_what_the_importance_says_and_sends_gradients(precision):
+def test_norm_keeps_what_the_importance_says_and_sends_gradients(precision, monkeypatch):
     parts = parts_of(settings("routing.selector=norm", f"training.precision={precision}"))
     torch.manual_seed(0)
     for parameter in parts.backbone.parameters():
@@ -94,7 +94,14 @@ def test_norm_keeps_what_the_importance_says_and_sends_gradients(precision):
     (drawn,) = draws(parts, 1)
     (pending,) = drawn.routes
     assert isinstance(pending, PendingRoute)
-    calls = []
+    calls, given = [], []
+    original = parts.backbone.importance
+
+    def importance(*arguments):
+        given.append((torch.is_autocast_enabled("cpu"), original(*arguments)))
+        return given[-1][1]
+
+    monkeypatch.setattr(parts.backbone, "importance", importance)
 
     def model(x, t, y, *, routes):
         calls.append((x, t, y, routes))
@@ -102,9 +109,10 @@ def test_norm_keeps_what_the_importance_says_and_sends_gradients(precision):
 
     loss_of(model, parts, drawn).backward()
     ((x, t, y, (route,)),) = calls
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
-        importance = parts.backbone.importance(x, t, y, route.start)
-    assert torch.equal(route.ids, pending.resolve(importance).ids)
+    ((half, by_norm),) = given
+    assert half == (precision == "bf16")
+    assert torch.equal(route.ids, pending.resolve(by_norm).ids)
+    torch.testing.assert_close(by_norm, original(x, t, y, route.start), atol=0.0, rtol=0.02)
     assert all(torch.isfinite(p.grad).all() for p in parts.backbone.parameters())
 
 
