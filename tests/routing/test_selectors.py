@@ -89,6 +89,7 @@ def test_segments_are_contiguous_along_their_order(order, grid):
     num_tokens = grid[0] * grid[1]
     num_kept = num_tokens // 3 // 4 * 4
     ids = draw("segments", grid=grid, num_kept=num_kept, segment_length=4, segment_order=order)
+    assert (ids.diff(dim=1) > 0).all()
     along = mask(ids, grid).flatten(1)[:, scan_order(order, grid)]
     whole = along[:, : num_tokens // 4 * 4].view(8, -1, 4).sum(-1)
     # The last piece of an odd grid is shorter, and then one segment is cut to reach the count.

@@ -22,8 +22,11 @@ from tread_zoo.training.stopping import Stopped
 
 CPU = torch.device("cpu")
 LINEAR = ["routing.schedule=linear", "routing.selection_rate=0.75", "routing.final_rate=0.25"]
+STEPS = [
+    "routing.schedule=steps", "routing.selection_rate=0.75", "routing.rate_steps=[[0.5, 0.25]]",
+]  # fmt: skip
 EVERYTHING = [
-    *LINEAR, "routing.selector=norm", "routing.probability=0.7", "routing.dense_tail=0.2",
+    "routing.selector=norm", "routing.probability=0.7", "routing.dense_tail=0.2",
     "training.gradient_accumulation_steps=2", "training.activation_checkpointing=true",
 ]  # fmt: skip
 
@@ -83,7 +86,7 @@ def test_micro_steps_and_ranks_of_a_step_are_routed_alike():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_norm_keeps_what_the_importance_says_and_sends_gradients(precision):
+def test_norm_keeps_what_the_importance_says_and_sends_gradients(precision, monkeypatch):
     parts = parts_of(settings("routing.selector=norm", f"training.precision={precision}"))
     torch.manual_seed(0)
     for parameter in parts.backbone.parameters():
@@ -91,7 +94,14 @@ def test_norm_keeps_what_the_importance_says_and_sends_gradients(precision):
     (drawn,) = draws(parts, 1)
     (pending,) = drawn.routes
     assert isinstance(pending, PendingRoute)
-    calls = []
+    calls, given = [], []
+    original = parts.backbone.importance
+
+    def importance(*arguments):
+        given.append((torch.is_autocast_enabled("cpu"), original(*arguments)))
+        return given[-1][1]
+
+    monkeypatch.setattr(parts.backbone, "importance", importance)
 
     def model(x, t, y, *, routes):
         calls.append((x, t, y, routes))
@@ -99,9 +109,10 @@ def test_norm_keeps_what_the_importance_says_and_sends_gradients(precision):
 
     loss_of(model, parts, drawn).backward()
     ((x, t, y, (route,)),) = calls
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
-        importance = parts.backbone.importance(x, t, y, route.start)
-    assert torch.equal(route.ids, pending.resolve(importance).ids)
+    ((half, by_norm),) = given
+    assert half == (precision == "bf16")
+    assert torch.equal(route.ids, pending.resolve(by_norm).ids)
+    torch.testing.assert_close(by_norm, original(x, t, y, route.start), atol=0.0, rtol=0.02)
     assert all(torch.isfinite(p.grad).all() for p in parts.backbone.parameters())
 
 
@@ -148,12 +159,12 @@ def test_importance_costs_the_blocks_ahead_of_the_route():
 def test_a_scheduled_run_by_importance_tells_its_cost_and_resumes_to_the_bit(
     run, monkeypatch, caplog
 ):
-    options = [*EVERYTHING, "training.precision=bf16"]
+    options = [*STEPS, *EVERYTHING, "training.precision=bf16"]
     with caplog.at_level(logging.INFO):
         unbroken = run("unbroken", *options)
     parts = parts_of(settings(*options))
     mean = training_flops(parts.backbone, parts.routing, 6)
-    assert "see 4 … 12 of 16 tokens (norm; rate 0.75 to 0.25, linear)" in caplog.text
+    assert "see 4 … 12 of 16 tokens (norm; rate 0.75, from 50% 0.25)" in caplog.text
     assert f"{mean / 1e6:.1f} MFLOPs an image, forward and backward, on average over" in caplog.text
     parts.backbone.checkpoint_blocks = False  # the table leaves out what is computed twice
     assert read_run(unbroken).flops == round(training_flops(parts.backbone, parts.routing, 6))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tread_zoo.backbone import Backbone
@@ -32,7 +33,44 @@ def count_flops(
     Nothing is computed: a copy of the network without data is traced. A pending route costs what
     computing the importance costs, too.
     """
-    copy = deepcopy(backbone).to("meta").requires_grad_(backward)
+    return _trace(_without_data(backbone), batch, routes, backward)
+
+
+def training_flops(backbone: Backbone, routing: Routing, num_steps: int) -> float:
+    """Return the FLOPs of an image, forward and backward, averaged over a run of `num_steps` steps.
+
+    Where a step is routed with a probability, this is the expected value.
+    """
+    copy = _without_data(backbone)
+    dense = _trace(copy, 1, (), backward=True)
+    counted: dict[tuple, int] = {(): dense}  # by start, end, and rate of each route
+    total = 0.0
+    for steps, used in routing.stages(num_steps):
+        key = tuple((plan.start, plan.end, plan.selection_rate) for plan in used.plans)
+        if key not in counted:
+            routes = used.draw(1, backbone.grid, make_generator("flops", 0))
+            counted[key] = _trace(copy, 1, routes, backward=True)
+        total += len(steps) * (
+            routing.probability * counted[key] + (1 - routing.probability) * dense
+        )
+    return total / num_steps
+
+
+def _without_data(backbone: Backbone) -> Backbone:
+    """Return a copy on the meta device; no weight is copied on the way."""
+    empty: dict[int, object] = {}
+    for parameter in backbone.parameters():
+        empty[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"))
+    for buffer in backbone.buffers():
+        empty[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return deepcopy(backbone, empty)
+
+
+def _trace(
+    copy: Backbone, batch: int, routes: Sequence[Route | PendingRoute], backward: bool
+) -> int:
+    """Run a copy from `_without_data`, and return the FLOPs."""
+    copy.requires_grad_(backward).zero_grad()
     x = torch.empty(batch, copy.in_channels, *copy.input_size, device="meta")
     t = torch.empty(batch, device="meta")
     y = torch.empty(batch, dtype=torch.int64, device="meta") if copy.num_classes else None
@@ -43,22 +81,3 @@ def count_flops(
         if backward:
             out.sum().backward()
     return counter.get_total_flops()
-
-
-def training_flops(backbone: Backbone, routing: Routing, num_steps: int) -> float:
-    """Return the FLOPs of an image, forward and backward, averaged over a run of `num_steps` steps.
-
-    Where a step is routed with a probability, this is the expected value.
-    """
-    dense = count_flops(backbone, backward=True)
-    counted: dict[tuple, int] = {(): dense}  # by start, end, and rate of each route
-    total = 0.0
-    for steps, used in routing.stages(num_steps):
-        key = tuple((plan.start, plan.end, plan.selection_rate) for plan in used.plans)
-        if key not in counted:
-            routes = used.draw(1, backbone.grid, make_generator("flops", 0))
-            counted[key] = count_flops(backbone, routes=routes, backward=True)
-        total += len(steps) * (
-            routing.probability * counted[key] + (1 - routing.probability) * dense
-        )
-    return total / num_steps
