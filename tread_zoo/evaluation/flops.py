@@ -11,11 +11,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tread_zoo.backbone import Backbone
-from tread_zoo.routing import Route
+from tread_zoo.routing import PathDrop, Route
 
 
 def count_flops(
-    backbone: Backbone, *, batch: int = 1, routes: Sequence[Route] = (), backward: bool = False
+    backbone: Backbone,
+    *,
+    batch: int = 1,
+    routes: Sequence[Route | PathDrop] = (),
+    backward: bool = False,
 ) -> int:
     """Return the FLOPs of one forward pass, or of forward and backward, of `batch` images.
 

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from tread_zoo.errors import unknown_name
-from tread_zoo.routing.routes import Route, num_kept_tokens
+from tread_zoo.routing.routes import PathDrop, Route, num_kept_tokens
 from tread_zoo.routing.selectors import SELECTORS, Selector, build_selector
 
 logger = logging.getLogger(__name__)
 
+REJOINS = ("replace", "project")
 _ROUTE_FIELDS = ("start", "end", "selection_rate", "selector", "block_size", "segment_length")
 
 
@@ -50,9 +51,44 @@ class RoutePlan:
 
 @dataclass(frozen=True)
 class Routing:
-    """The routes of a network, in ascending order and disjoint; none means dense."""
+    """The routes of a network, in ascending order and disjoint; none means dense.
+
+    Args:
+        plans: the routes.
+        rejoin: `replace` puts the kept tokens back (TREAD), `project` fuses them with what came
+            (`tread_zoo.routing.fusion`).
+        path_drop_probability: chance that a routed step drops the paths of all routes.
+    """
 
     plans: tuple[RoutePlan, ...] = ()
+    rejoin: str = "replace"
+    path_drop_probability: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rejoin not in REJOINS:
+            raise unknown_name("routing.rejoin", self.rejoin, REJOINS)
+        chance = self.path_drop_probability
+        if (
+            isinstance(chance, bool)
+            or not isinstance(chance, int | float)
+            or not 0.0 <= chance < 1.0
+        ):
+            raise ValueError(
+                f"routing.path_drop_probability={chance!r} must be a number in [0, 1): the chance "
+                "that a step drops the routed path for its whole batch; 0 drops none."
+            )
+        if chance and self.rejoin != "project":
+            raise ValueError(
+                f"routing.path_drop_probability={chance} needs routing.rejoin=project: without a "
+                "fusion nothing tells the later blocks that the path was dropped."
+            )
+
+    @property
+    def fused_ranges(self) -> tuple[tuple[int, int], ...]:
+        """The ranges at whose end the network must fuse: what `Backbone.add_fusions` takes."""
+        if self.rejoin != "project":
+            return ()
+        return tuple((plan.start, plan.end) for plan in self.plans)
 
     def draw(
         self, batch: int, grid: tuple[int, int], generator: torch.Generator
@@ -60,16 +96,32 @@ class Routing:
         """Draw one concrete route per plan."""
         return tuple(plan.draw(batch, grid, generator) for plan in self.plans)
 
+    def drop_paths(
+        self, routes: Sequence[Route], generator: torch.Generator
+    ) -> tuple[Route | PathDrop, ...]:
+        """Return the routes of a step or, with `path_drop_probability`, dropped paths instead.
+
+        One number is drawn whatever the probability, so that it changes nothing else.
+        """
+        if float(torch.rand((), generator=generator)) < self.path_drop_probability:
+            return tuple(PathDrop(route.start, route.end) for route in routes)
+        return tuple(routes)
+
     def describe(self, grid: tuple[int, int]) -> str:
         """Return one line for the log."""
         if not self.plans:
             return "none: every block sees every token"
         num_tokens = grid[0] * grid[1]
-        return "; ".join(
+        text = "; ".join(
             f"blocks {p.start} … {p.end - 1} see {num_kept_tokens(num_tokens, p.selection_rate)} "
             f"of {num_tokens} tokens ({p.selector_name})"
             for p in self.plans
         )
+        if self.rejoin == "project":
+            text += ", fused where they rejoin"
+        if self.path_drop_probability:
+            text += f", dropped in {self.path_drop_probability:.0%} of the steps"
+        return text
 
 
 def build_routing(
@@ -85,6 +137,8 @@ def build_routing(
     block_size: int = 2,
     segment_length: int = 4,
     routes: Sequence[Mapping[str, Any]] = (),
+    rejoin: str = "replace",
+    path_drop_probability: float = 0.0,
 ) -> Routing:
     """Build the routing of a network with `num_blocks` blocks.
 
@@ -98,6 +152,7 @@ def build_routing(
         block_size, segment_length: sizes for the selectors `blocks` and `segments`.
         routes: several routes in sequence, each a mapping with any of the fields above; what one
             leaves out it takes from the arguments. Empty: one route from the arguments.
+        rejoin, path_drop_probability: see `Routing`; of all routes.
 
     Raises:
         ValueError: a name, field or value that does not work, with the field's name.
@@ -129,7 +184,7 @@ def build_routing(
                 f"routing.routes: [{after.start}, {after.end}) starts before "
                 f"[{before.start}, {before.end}) ends; list disjoint routes in ascending order."
             )
-    return Routing(tuple(plans))
+    return Routing(tuple(plans), rejoin, path_drop_probability)
 
 
 def _build_plan(

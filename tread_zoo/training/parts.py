@@ -16,8 +16,9 @@ from tread_zoo.data import ImageData, StepBatches, build_data, make_loader, to_m
 from tread_zoo.diffusion import Draw, Objective, SamplingOptions, build_objective
 from tread_zoo.evaluation.evaluate import EvaluationOptions
 from tread_zoo.registry import create_backbone, get_backbone_entry
-from tread_zoo.routing import Route, Routing, build_routing
+from tread_zoo.routing import PathDrop, Route, Routing, build_routing
 from tread_zoo.seeding import make_generator
+from tread_zoo.training.checkpoints import describe_backbone
 from tread_zoo.training.options import TrainingOptions
 
 
@@ -64,7 +65,7 @@ class StepDraw:
     images: Tensor  # [B, C, H, W] in [-1, 1]
     labels: Tensor | None  # [B], some replaced by the null label
     draw: Draw
-    routes: tuple[Route, ...]
+    routes: tuple[Route | PathDrop, ...]
 
 
 def build_parts(
@@ -112,8 +113,9 @@ def build_parts(
         default_selector=network.default_selector,
         default_range=network.default_range,
     )
+    network.add_fusions(built_routing.fused_ranges)
     settings = {
-        "backbone": {"name": network.name, "config": network.config},
+        "backbone": describe_backbone(network),
         "routing": routing,
         "objective": objective,
         "data": {
@@ -156,12 +158,17 @@ def draw_step(
 
     images uint8 [B, C, H, W] and labels int64 [B], on the CPU. The order of the draws is fixed:
     flips, dropped labels, noise level and noise, kept ids; none depends on an option of another.
+    Whether the step drops its paths is the same on all ranks, for a path saves time only if none
+    waits for another that takes it.
     """
     generator = make_generator("train", parts.seed, rank, micro_step)
     flipped = torch.rand(len(images), generator=generator) < 0.5
     dropped = torch.rand(len(images), generator=generator) < parts.options.label_dropout
     draw = parts.objective.draw(images.shape, generator)
-    routes = parts.routing.draw(len(images), parts.backbone.grid, generator)
+    routes = parts.routing.drop_paths(
+        parts.routing.draw(len(images), parts.backbone.grid, generator),
+        make_generator("path drop", parts.seed, micro_step),
+    )
     if parts.options.horizontal_flip:
         images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(-1), images)
     y = None
