@@ -102,11 +102,11 @@ def test_one_dropped_path_of_two_equals_the_rest_of_the_network(name):
     torch.testing.assert_close(dropped, backbone(*probe.inputs()), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", SHALLOW)  # one stream, and two of different types
 def test_half_precision_is_near(name):
-    probe = probe_of(name)
-    backbone = probe.build_fused((1, 3))
-    for routes in ((), (probe.route(backbone, 1, 3),), (PathDrop(1, 3),)):
+    probe = probe_of(name, SHALLOW)
+    backbone = probe.build_fused((1, 2))
+    for routes in ((), (probe.route(backbone, 1, 2),), (PathDrop(1, 2),)):
         full = backbone(*probe.inputs(), routes=routes)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             half = backbone(*probe.inputs(), routes=routes)
