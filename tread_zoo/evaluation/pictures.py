@@ -62,7 +62,7 @@ def plot_similarity(
 
     Args:
         matrix: [S, S], of the states before block 0 … S - 2 and after the last.
-        changes: [S - 1], by block.
+        changes: [S - 1], by block, at least 3.
         route: [start, end), marked in both.
         path: of the PNG.
         title: above the heat map.
@@ -83,7 +83,10 @@ def plot_similarity(
     inside = [start <= block < end for block in range(len(changes))]
     colours = ["tab:red" if routed else "tab:gray" for routed in inside]
     right.bar(range(len(changes)), changes, color=colours)
-    right.axhline(sum(changes) / len(changes), color="black", lw=1, label="mean")
+    middle = changes[1:-1]
+    right.axhline(
+        sum(middle) / len(middle), color="black", lw=1, label="mean, first and last apart"
+    )
     right.set(xlabel="block", ylabel="change", title=f"proposed route [{start}, {end}) in red")
     right.legend()
     figure.savefig(path, dpi=120)
