@@ -39,7 +39,7 @@ from tread_zoo.errors import unknown_name
 from tread_zoo.evaluation.evaluate import stack_part
 from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.registry import create_backbone
-from tread_zoo.routing import Routing, build_routing
+from tread_zoo.routing import build_routing, num_kept_tokens
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
 
@@ -78,6 +78,7 @@ class PlacementOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+        num_kept_tokens(1, self.selection_rate)
 
 
 @dataclass(frozen=True)
@@ -122,24 +123,6 @@ def probe_placement(
     mean = each.mean(dim=0)
     changes = (1 - mean.diagonal(offset=1)).tolist()
     proposal = propose_route(changes, backbone.skips)
-    network = _without_fusions(backbone)
-    (default,) = _tread(network, options.selection_rate, "auto", "auto").plans
-    dense = count_flops(network, backward=True)
-
-    @functools.cache
-    def numbers(start: int, end: int) -> dict[str, Any]:
-        """Return the likeness at a route's ends, and its FLOPs and saving, by torch's counter."""
-        routing = _tread(network, options.selection_rate, start, end)
-        routes = routing.draw(1, network.grid, make_generator("placement", options.seed))
-        routed = count_flops(network, routes=routes, backward=True)
-        return {
-            "start": start,
-            "end": end,
-            "similarity": float(mean[start, end]),
-            "flops_routed": routed,
-            "saving": 1 - routed / dense,
-        }
-
     return {
         "backbone": backbone.name,
         "source": source,
@@ -152,10 +135,7 @@ def probe_placement(
         "similarity": each.tolist(),
         "mean_similarity": mean.tolist(),
         "changes": changes,
-        "selection_rate": options.selection_rate,
-        "flops_dense": dense,
-        "route": {"gain": proposal.gain, **numbers(proposal.start, proposal.end)},
-        "default_route": numbers(default.start, default.end),
+        **_costs(backbone, mean, options, proposal),
     }
 
 
@@ -313,6 +293,42 @@ def _call(backbone: Backbone, y: Tensor | None, x: Tensor, t: Tensor) -> Tensor:
     return backbone(x, t, y)
 
 
+def _costs(
+    backbone: Backbone, mean: Tensor, options: PlacementOptions, proposal: Proposal
+) -> dict[str, Any]:
+    """Return the FLOPs of a dense training step an image by torch's counter and, of the proposed
+    and of the default route, the likeness at the ends, FLOPs and saving 1 - routed / dense."""
+    network = _without_fusions(backbone)
+    dense = count_flops(network, backward=True)
+
+    def numbers(start: int | str, end: int | str) -> dict[str, Any]:
+        routing = build_routing(
+            "tread",
+            num_blocks=network.num_blocks,
+            default_selector=network.default_selector,
+            default_range=network.default_range,
+            selection_rate=options.selection_rate,
+            start=start,
+            end=end,
+        )
+        (route,) = routing.draw(1, network.grid, make_generator("placement", options.seed))
+        routed = count_flops(network, routes=[route], backward=True)
+        return {
+            "start": route.start,
+            "end": route.end,
+            "similarity": float(mean[route.start, route.end]),
+            "flops_routed": routed,
+            "saving": 1 - routed / dense,
+        }
+
+    return {
+        "selection_rate": options.selection_rate,
+        "flops_dense": dense,
+        "route": {"gain": proposal.gain, **numbers(proposal.start, proposal.end)},
+        "default_route": numbers("auto", "auto"),
+    }
+
+
 def _without_fusions(backbone: Backbone) -> Backbone:
     """Return the network to count FLOPs of: one that can be routed anywhere."""
     if not backbone.fused_ranges:
@@ -320,18 +336,6 @@ def _without_fusions(backbone: Backbone) -> Backbone:
     assert backbone.name is not None, "the registry names what it builds"
     with torch.device("meta"):
         return create_backbone(backbone.name, **backbone.config)
-
-
-def _tread(backbone: Backbone, selection_rate: float, start: int | str, end: int | str) -> Routing:
-    return build_routing(
-        "tread",
-        num_blocks=backbone.num_blocks,
-        default_selector=backbone.default_selector,
-        default_range=backbone.default_range,
-        selection_rate=selection_rate,
-        start=start,
-        end=end,
-    )
 
 
 def _places(backbone: Backbone, num_images: int, options: PlacementOptions) -> Tensor:
