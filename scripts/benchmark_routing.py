@@ -49,13 +49,15 @@ def main(config: DictConfig) -> None:
         in_channels=settings["in_channels"],
         num_classes=settings["num_classes"],
         **settings["backbone"],
-    ).to(device)
+    )
     routing = build_routing(
         **settings["routing"],
         num_blocks=network.num_blocks,
         default_selector=network.default_selector,
         default_range=network.default_range,
     )
+    network.add_fusions(routing.fused_ranges)
+    network.to(device)
     generator = make_generator("benchmark", 0)
     routes = tuple(r.to(device) for r in routing.draw(batch, network.grid, generator))
     x = torch.randn(batch, network.in_channels, *network.input_size, device=device)

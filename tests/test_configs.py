@@ -43,7 +43,7 @@ def test_every_registered_backbone_is_an_option_with_its_sizes(name):
     assert given == {"name": name, **get_backbone_entry(name).keywords()}
 
 
-@pytest.mark.parametrize("script", ["sample", "evaluate"])
+@pytest.mark.parametrize("script", ["sample", "evaluate", "probe_routes"])
 def test_the_other_scripts_compose(script):
     register_configs()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):

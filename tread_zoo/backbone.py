@@ -4,8 +4,9 @@
 
 A backbone says how its input becomes token streams, what one block does, and how the streams become
 the output. The loop below does the rest: it takes tokens out where a route starts, puts them back
-where it ends, and hands each block the skip that it asks for, with the right tokens in it. Forward
-has no randomness of its own: noise, times, dropped labels and kept ids come from outside.
+where it ends, fuses the streams there if the network has a fusion, and hands each block the skip
+that it asks for, with the right tokens in it. Forward has no randomness of its own: noise, times,
+dropped labels and kept ids come from outside.
 
 B batch, N = h * w tokens in raster order, E extra tokens (time, label), K kept tokens, D width.
 """
@@ -20,9 +21,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tread_zoo.layers import as_pair
-from tread_zoo.routing.routes import Route, check_routes, gather_rows, scatter_rows
-
-Streams = tuple[Tensor, ...]
+from tread_zoo.routing.fusion import Fusion, Streams
+from tread_zoo.routing.routes import (
+    PathDrop,
+    Route,
+    check_ranges,
+    check_routes,
+    gather_rows,
+    scatter_rows,
+)
 
 BLOCK_KNOWS = ("order", "ids", "grid")
 
@@ -72,6 +79,10 @@ class Backbone(nn.Module, ABC):
         default_selector: the selector that suits it; `routing.selector=auto` takes it.
         default_range: start and end of its default route, as in Python slices.
 
+    Attributes:
+        fused_ranges: block ranges [start, end) at whose end the streams are fused, in ascending
+            order; `add_fusions` sets them after construction, whatever the subclass.
+
     Subclasses fill `self.blocks` (an `nn.ModuleList`), and may set
 
     - `self.num_extra_tokens`;
@@ -120,6 +131,8 @@ class Backbone(nn.Module, ABC):
         self.skips: dict[int, int] = {}
         self.block_knows: tuple[str, ...] | None = None
         self.checkpoint_blocks = False
+        self.fused_ranges: tuple[tuple[int, int], ...] = ()
+        self.fusions = nn.ModuleDict()  # by range, as in "2_8"
         self.name: str | None = None  # the registry sets this and the next
         self.config: dict[str, Any] = {}
 
@@ -156,8 +169,39 @@ class Backbone(nn.Module, ABC):
         """The label that stands for no label."""
         return self.num_classes
 
+    def add_fusions(self, ranges: Sequence[Sequence[int]]) -> None:
+        """Fuse the streams at the end of each block range [start, end), from now on in every call.
+
+        The fusions are part of the network, also where no route runs. As they start, they change
+        the output by rounding alone. Nothing is drawn from any generator.
+
+        Args:
+            ranges: disjoint, ascending; the network then takes routes there and nowhere else.
+
+        Raises:
+            ValueError: ranges that do not fit the depth, or fusions that are there already.
+        """
+        if not ranges:
+            return
+        if self.fused_ranges:
+            raise ValueError(f"this network has fusions already, at {self.fused_ranges}.")
+        self.fused_ranges = check_ranges(ranges, num_blocks=self.num_blocks)
+        like = next(self.parameters())
+        one = torch.zeros(1, self.in_channels, *self.input_size, device=like.device)
+        with torch.no_grad():
+            streams, _ = self.embed(one.to(like.dtype), torch.zeros_like(one[:, 0, 0, 0]), None)
+        widths = [stream.shape[-1] for stream in streams]
+        for start, end in self.fused_ranges:
+            fusion = Fusion(widths, device=like.device, dtype=like.dtype)
+            self.fusions[f"{start}_{end}"] = fusion
+
     def forward(
-        self, x: Tensor, t: Tensor, y: Tensor | None = None, *, routes: Sequence[Route] = ()
+        self,
+        x: Tensor,
+        t: Tensor,
+        y: Tensor | None = None,
+        *,
+        routes: Sequence[Route | PathDrop] = (),
     ) -> Tensor:
         """Return the raw output [B, C_out, H, W].
 
@@ -165,7 +209,9 @@ class Backbone(nn.Module, ABC):
             x: noisy images [B, C, H, W].
             t: noise labels [B] of order 1, as the objective gives them.
             y: labels [B], int64, in 0 … num_classes; None means no label.
-            routes: disjoint concrete routes in ascending order.
+            routes: disjoint concrete routes in ascending order, and dropped paths among them. In a
+                network with fusions each must be one of `fused_ranges`, the others of which run
+                dense; without fusions no path can be dropped.
 
         Raises:
             ValueError: an input of another shape, labels given to an unconditional network, or a
@@ -173,26 +219,35 @@ class Backbone(nn.Module, ABC):
         """
         routes = self._check(x, t, y, routes)
         streams, condition = self.embed(x, t, y)
+        streams = self._run_blocks(streams, condition, routes, self.num_blocks)
+        return self.head(streams, condition)
+
+    def _run_blocks(
+        self, streams: Streams, condition: Any, routes: Sequence[Route | PathDrop], stop: int
+    ) -> Streams:
+        """Run blocks 0 … stop-1, each on the tokens that are in play; no range may lie across
+        `stop`."""
         dense = Layout(self.grid, self.num_extra_tokens)
-        starts = {route.start: route for route in routes}
+        passages = self._passages(routes)
         consumers = {producer: consumer for consumer, producer in self.skips.items()}
         skips: dict[int, Tensor] = {}  # by producer, with the tokens that are in play
         waiting: _Waiting | None = None
-        for index in range(self.num_blocks):
-            if waiting is not None and index == waiting.route.end:
+        for index in range(stop):
+            if waiting is not None and index == waiting.passage.end:
                 streams, skips = waiting.rejoin(streams, skips)
                 waiting = None
-            if index in starts:
-                waiting = _Waiting(starts[index], streams, skips, consumers, dense)
+            if index in passages:
+                waiting = _Waiting(passages[index], streams, skips, consumers, dense)
                 streams, skips = waiting.leave()
             layout = dense if waiting is None else waiting.layout
             skip = skips.pop(self.skips[index]) if index in self.skips else None
-            streams = self._run_block(index, streams, condition, layout, skip)
+            if layout is not None:  # else the path is dropped, and the streams stay as they are
+                streams = self._run_block(index, streams, condition, layout, skip)
             if index in consumers:
                 skips[index] = streams[0]
         if waiting is not None:
             streams, _ = waiting.rejoin(streams, skips)
-        return self.head(streams, condition)
+        return streams
 
     @torch.no_grad()
     def importance(self, x: Tensor, t: Tensor, y: Tensor | None, start: int) -> Tensor:
@@ -212,14 +267,17 @@ class Backbone(nn.Module, ABC):
         if not 0 <= start <= self.num_blocks:
             raise ValueError(f"start={start} is not in 0 … {self.num_blocks}, the depth.")
         streams, condition = self.embed(x, t, y)
-        dense = Layout(self.grid, self.num_extra_tokens)
-        skips: dict[int, Tensor] = {}
-        for index in range(start):
-            skip = skips.pop(self.skips[index]) if index in self.skips else None
-            streams = self.run_block(index, streams, condition, dense, skip)
-            if index in self.skips.values():
-                skips[index] = streams[0]
+        streams = self._run_blocks(streams, condition, (), start)
         return streams[0][:, self.num_extra_tokens :].float().norm(dim=-1)
+
+    def _passages(self, routes: Sequence[Route | PathDrop]) -> dict[int, "_Passage"]:
+        """Return by start the ranges of the routes, and the fused ones that no route takes."""
+        fusions = dict(zip(self.fused_ranges, self.fusions.values(), strict=True))
+        passages = {start: _Passage(end, None, fusion) for (start, end), fusion in fusions.items()}
+        for route in routes:
+            fusion = fusions.get((route.start, route.end))
+            passages[route.start] = _Passage(route.end, route, fusion)
+        return passages
 
     def _run_block(
         self, index: int, streams: Streams, condition: Any, layout: Layout, skip: Tensor | None
@@ -231,8 +289,8 @@ class Backbone(nn.Module, ABC):
         return self.run_block(index, streams, condition, layout, skip)
 
     def _check(
-        self, x: Tensor, t: Tensor, y: Tensor | None, routes: Sequence[Route]
-    ) -> tuple[Route, ...]:
+        self, x: Tensor, t: Tensor, y: Tensor | None, routes: Sequence[Route | PathDrop]
+    ) -> tuple[Route | PathDrop, ...]:
         expected = (self.in_channels, *self.input_size)
         if x.ndim != 4 or tuple(x.shape[1:]) != expected:
             raise ValueError(f"x has shape {list(x.shape)}; expected [batch, *{list(expected)}].")
@@ -243,46 +301,72 @@ class Backbone(nn.Module, ABC):
         if y is not None and y.shape != (len(x),):
             raise ValueError(f"y has shape {list(y.shape)}; expected [{len(x)}], one per image.")
         return check_routes(
-            routes, num_blocks=self.num_blocks, num_tokens=self.num_tokens, batch=len(x)
+            routes,
+            num_blocks=self.num_blocks,
+            num_tokens=self.num_tokens,
+            batch=len(x),
+            fused_ranges=self.fused_ranges,
         )
 
 
+@dataclass(frozen=True)
+class _Passage:
+    """A range of blocks that begins or ends with work on the streams: it runs up to `end`, with the
+    tokens of a route, with none (a dropped path) or with all (None), and is fused or not."""
+
+    end: int
+    route: Route | PathDrop | None
+    fusion: nn.Module | None
+
+
 class _Waiting:
-    """What waits at full length while a route runs: the streams, and the skips made before it."""
+    """What waits at full length while a passage runs: the streams, and the skips made before it.
+
+    `layout` is what its blocks see; None where the path is dropped, and they do not run.
+    """
 
     def __init__(
         self,
-        route: Route,
+        passage: _Passage,
         streams: Streams,
         skips: dict[int, Tensor],
         consumers: dict[int, int],
         dense: Layout,
     ) -> None:
-        self.route, self.streams = route, streams
-        num_tokens = dense.grid[0] * dense.grid[1]
-        self.rows = route.row_index(num_tokens, dense.num_extra)
-        self.layout = Layout(dense.grid, dense.num_extra, route.ids)
-        self.used_inside = {k: skip for k, skip in skips.items() if consumers[k] < route.end}
-        self.used_after = {k: skip for k, skip in skips.items() if consumers[k] >= route.end}
+        self.passage, self.streams = passage, streams
+        self.rows: Tensor | None = None  # of the tokens that enter; None: they stay as they are
+        self.layout: Layout | None = None if isinstance(passage.route, PathDrop) else dense
+        self.used_inside = {k: skip for k, skip in skips.items() if consumers[k] < passage.end}
+        self.used_after = {k: skip for k, skip in skips.items() if consumers[k] >= passage.end}
+        if isinstance(passage.route, Route):
+            num_tokens = dense.grid[0] * dense.grid[1]
+            self.rows = passage.route.row_index(num_tokens, dense.num_extra)
+            self.layout = Layout(dense.grid, dense.num_extra, passage.route.ids)
 
     def leave(self) -> tuple[Streams, dict[int, Tensor]]:
-        """Return the streams, and the skips that the route consumes, with the kept tokens only."""
+        """Return the streams, and the skips used on the way, with the tokens that enter."""
+        if self.rows is None:
+            return self.streams, dict(self.used_inside)
         streams = tuple(gather_rows(stream, self.rows) for stream in self.streams)
         return streams, {k: gather_rows(skip, self.rows) for k, skip in self.used_inside.items()}
 
     def rejoin(
         self, streams: Streams, made_inside: dict[int, Tensor]
     ) -> tuple[Streams, dict[int, Tensor]]:
-        """Return streams and open skips at full length.
+        """Return streams and open skips at full length, the streams fused if the passage is.
 
         A bypassed token is as it was when the route started, in the streams and in a skip that was
         made on the way; a skip that was made before the route is whole again.
         """
-        full = tuple(
-            scatter_rows(before, self.rows, after)
-            for before, after in zip(self.streams, streams, strict=True)
-        )
-        aligned = {
-            k: scatter_rows(self.streams[0], self.rows, skip) for k, skip in made_inside.items()
-        }
-        return full, {**self.used_after, **aligned}
+        if self.rows is not None:
+            rows = self.rows
+            made_inside = {
+                k: scatter_rows(self.streams[0], rows, skip) for k, skip in made_inside.items()
+            }
+            streams = tuple(
+                scatter_rows(before, rows, after)
+                for before, after in zip(self.streams, streams, strict=True)
+            )
+        if self.passage.fusion is not None:
+            streams = self.passage.fusion(self.streams, streams)
+        return streams, {**self.used_after, **made_inside}

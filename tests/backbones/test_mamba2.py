@@ -3,8 +3,8 @@ import torch
 import torch.nn.functional as F
 
 from backbones.mamba2 import BidirectionalSSD
-from tread_zoo import create_backbone
 from tests.backbones.test_mamba import walks_of
+from tread_zoo import create_backbone
 from tread_zoo.backbone import Layout
 from tread_zoo.routing import GAPS, ORDERS
 from tread_zoo.testing.conformance import Probe, watching

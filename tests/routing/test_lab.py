@@ -42,6 +42,7 @@ def small_parts(backbone, objective):
         settings(
             f"backbone={backbone}", f"objective={objective}", "training.batch_size=3",
             f"training.num_steps={NUM_STEPS}", f"backbone.depth={5 if 'rwkv' in backbone else 4}",
+            *(["backbone.head_size=8"] if "mamba2" in backbone else []),
         )
     )  # fmt: skip
     torch.manual_seed(0)

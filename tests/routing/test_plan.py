@@ -3,7 +3,7 @@ import logging
 import pytest
 import torch
 
-from tread_zoo.routing import SELECTORS, build_routing, build_selector
+from tread_zoo.routing import SELECTORS, PathDrop, build_routing, build_selector
 from tread_zoo.seeding import make_generator
 
 
@@ -115,3 +115,59 @@ def test_unknown_routing_suggests_the_nearest():
 def test_a_depth_of_two_has_no_default_route():
     with pytest.raises(ValueError, match="2 blocks"):
         ranges(2)
+
+
+def fused_routing(**options):
+    return build_routing("tread", num_blocks=12, rejoin="project", **options)
+
+
+def test_fused_ranges_are_those_of_the_routes():
+    several = [{"start": 1, "end": 4}, {"start": 4, "end": 8}]
+    assert fused_routing(routes=several).fused_ranges == ((1, 4), (4, 8))
+    assert build_routing("tread", num_blocks=12).fused_ranges == ()
+    assert build_routing("none", num_blocks=12).fused_ranges == ()
+
+
+def test_paths_are_dropped_as_often_as_asked_all_at_once():
+    routing = fused_routing(
+        routes=[{"start": 1, "end": 4}, {"start": 4, "end": 8}], path_drop_probability=0.25
+    )
+    routes = routing.draw(2, (4, 4), make_generator("test"))
+    drawn = [routing.drop_paths(routes, make_generator("test", step)) for step in range(1000)]
+    dropped = [found for found in drawn if found != routes]
+    assert 200 < len(dropped) < 300  # 250 expected, standard deviation 13.7
+    assert set(dropped) == {(PathDrop(1, 4), PathDrop(4, 8))}
+    assert drawn[7] == routing.drop_paths(routes, make_generator("test", 7))
+
+
+def test_without_a_probability_and_without_routes_nothing_is_dropped():
+    routing = fused_routing()
+    routes = routing.draw(2, (4, 4), make_generator("test"))
+    assert all(routing.drop_paths(routes, make_generator("t", s)) == routes for s in range(50))
+    often = fused_routing(path_drop_probability=0.99)
+    assert all(often.drop_paths((), make_generator("t", s)) == () for s in range(50))
+
+
+def test_the_log_says_how_tokens_rejoin():
+    said = fused_routing(path_drop_probability=0.1).describe((4, 4))
+    assert "fused where they rejoin" in said
+    assert "10%" in said
+    assert "fused" not in build_routing("tread", num_blocks=12).describe((4, 4))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rejoin": "projct"}, ["routing.rejoin='projct'", "'project'"]),
+        ({"path_drop_probability": 0.1}, ["=0.1", "needs routing.rejoin=project"]),
+        (
+            {"rejoin": "project", "path_drop_probability": 1.0},
+            ["routing.path_drop_probability=1.0", "[0, 1)"],
+        ),
+        ({"rejoin": "project", "path_drop_probability": "often"}, ["'often'", "[0, 1)"]),
+    ],
+)
+def test_rejoining_that_cannot_work_is_told(options, words):
+    with pytest.raises(ValueError) as error:
+        build_routing("tread", num_blocks=12, **options)
+    assert all(word in str(error.value) for word in words), str(error.value)

@@ -84,6 +84,21 @@ def test_evaluating_prints_the_numbers_with_their_protocol(trained):
     assert record["protocol"]["weights"] == "ema"
 
 
+def test_probing_routes_leaves_a_picture_and_its_numbers(trained):
+    folder, _ = trained
+    run = "runs/digits_dit_tiny_tread_flow_seed0"
+    said = call(
+        "probe_routes.py", f"checkpoint={run}", "device=cpu", "probe.num_images=8",
+        "probe.num_levels=2", cwd=folder,
+    )  # fmt: skip
+    assert "cosine of 128 token states, 8 held-out images of digits" in said
+    names = {path.name for path in (folder / run / "placement").iterdir()}
+    assert names == {"placement.png", "placement.json"}
+    record = json.loads((folder / run / "placement" / "placement.json").read_text())
+    assert (record["weights"], record["step"], len(record["levels"])) == ("ema", 6, 2)
+    assert f"routing.start={record['route']['start']}" in said
+
+
 @pytest.mark.parametrize(
     ("script", "overrides", "words"),
     [

@@ -4,6 +4,8 @@ can be planted in them one at a time. Without a fault they keep the contract.
 B batch, E extra tokens, N tokens, K kept tokens, L = E + K.
 """
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,24 +13,34 @@ from torch import Tensor, nn
 from backbones.uvit import UViT
 from tread_zoo.backbone import Backbone, Layout
 from tread_zoo.layers import LabelEmbedder, TimestepEmbedder, patchify, unpatchify
+from tread_zoo.routing import PathDrop, Route
 
 
 class OwnLoop(UViT):
-    """U-ViT with a plain block loop for one or more routes in its own words."""
+    """U-ViT with a plain block loop for routes, dropped paths and fusions in its own words."""
 
     def forward(self, x, t, y=None, *, routes=()):
         routes = self._check(x, t, y, routes)
         streams, condition = self.embed(x, t, y)
-        now, skips = streams[0], {}
+        now, skips, dense = streams[0], {}, None
         for index in range(self.num_blocks):
+            if any(index == start for start, _ in self.fused_ranges):
+                dense = now
             route = next((r for r in routes if self.is_inside(r, index)), None)
-            rows = self.rows(now, route)
-            wide = rows[:, :, None].expand(-1, -1, now.shape[2])
-            layout = Layout(self.grid, self.num_extra_tokens, None if route is None else route.ids)
-            skip = self.take_skip(skips, index, wide) if index in self.skips else None
-            (after,) = self.run_block(index, (now.gather(1, wide),), condition, layout, skip)
-            skips[index] = self.make_skip(now, wide, after)
-            now = self.rejoin(now, wide, after, route)
+            if isinstance(route, PathDrop):
+                skips[index] = self.dropped_skip(now)
+            else:
+                rows = self.rows(now, route)
+                wide = rows[:, :, None].expand(-1, -1, now.shape[2])
+                ids = None if route is None else route.ids
+                layout = Layout(self.grid, self.num_extra_tokens, ids)
+                skip = self.take_skip(skips, index, wide) if index in self.skips else None
+                (after,) = self.run_block(index, (now.gather(1, wide),), condition, layout, skip)
+                skips[index] = self.make_skip(now, wide, after)
+                now = self.rejoin(now, wide, after, route)
+            for start, end in self.fused_ranges:
+                if index == end - 1:
+                    now = self.fuse(self.fusions[f"{start}_{end}"], dense, now, route)
         return self.head((now,), condition)
 
     def is_inside(self, route, index):
@@ -48,6 +60,17 @@ class OwnLoop(UViT):
 
     def rejoin(self, now, wide, after, route):
         return now.scatter(1, wide, after)
+
+    def dropped_skip(self, now):
+        return now
+
+    def fuse(self, fusion, dense, now, route):
+        (weight,), (bias,) = fusion.weights, fusion.biases
+        keep, add = weight.chunk(2, dim=1)
+        return dense @ keep.T + self.update(dense, now) @ add.T + bias
+
+    def update(self, dense, now):
+        return now - dense
 
 
 class IgnoresRoutes(OwnLoop):
@@ -120,6 +143,62 @@ class KeepsTheLength(OwnLoop):
 class SwallowsKeywords(OwnLoop):
     def forward(self, x, t, y=None, *, routes=(), **keywords):
         return super().forward(x, t, y, routes=routes)
+
+
+class FusesOutputs(OwnLoop):
+    """Projects cat(dense, output) where cat(dense, update) is meant."""
+
+    def update(self, dense, now):
+        return now
+
+
+class FusesRoutesAlone(OwnLoop):
+    """Leaves the fusion out where no route runs, as if it were an aid of training."""
+
+    def fuse(self, fusion, dense, now, route):
+        return now if route is None else super().fuse(fusion, dense, now, route)
+
+
+class FusesKeptTokensAlone(OwnLoop):
+    def fuse(self, fusion, dense, now, route):
+        fused = super().fuse(fusion, dense, now, route)
+        if not isinstance(route, Route):
+            return fused
+        rows = self.rows(now, route)[:, :, None].expand(-1, -1, now.shape[2])
+        return now.scatter(1, rows, fused.gather(1, rows))
+
+
+class FusesTwiceUnderARoute(OwnLoop):
+    def fuse(self, fusion, dense, now, route):
+        fused = super().fuse(fusion, dense, now, route)
+        return fused if route is None else super().fuse(fusion, dense, fused, route)
+
+
+class DetachesTheDense(OwnLoop):
+    def fuse(self, fusion, dense, now, route):
+        return super().fuse(fusion, dense.detach(), now, route)
+
+
+class FreezesFusions(OwnLoop):
+    def fuse(self, fusion, dense, now, route):
+        (weight,), (bias,) = fusion.weights, fusion.biases
+        frozen = SimpleNamespace(weights=[weight.detach()], biases=[bias])
+        return super().fuse(frozen, dense, now, route)
+
+
+class RunsDroppedBlocks(OwnLoop):
+    def is_inside(self, route, index):
+        return isinstance(route, Route) and super().is_inside(route, index)
+
+
+class SkipOfADroppedPathInZeros(OwnLoop):
+    def dropped_skip(self, now):
+        return torch.zeros_like(now)
+
+
+class ForgetsFusionsWhenRecomputing(OwnLoop):
+    def fuse(self, fusion, dense, now, route):
+        return now if self.checkpoint_blocks else super().fuse(fusion, dense, now, route)
 
 
 class MixingNet(Backbone):

@@ -57,3 +57,15 @@ def test_two_processes_train_and_resume_in_one_folder(tmp_path, free_port):
     assert {p.name for p in tmp_path.iterdir()} == {"run"}
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     assert [row["step"] for row in rows if "loss" in row] == [2, 4, 6]
+
+
+@pytest.mark.slow
+def test_two_processes_train_with_dropped_paths(tmp_path, free_port):
+    """Blocks that did not run have no gradient, and no rank waits for it."""
+    small = [*SMALL, f"run_dir={tmp_path / 'run'}", "training.num_steps=8"]
+    said = launch(
+        "scripts/train.py", *small, "routing.rejoin=project", "routing.path_drop_probability=0.5",
+        port=free_port,
+    )  # fmt: skip
+    assert "2 process(es)" in said
+    assert said.count("saved     ") == 1

@@ -427,6 +427,7 @@ def test_a_known_objective_is_restored(tmp_path, name, objective, expected):
     assert type(run.objective).__name__ == expected
     unset = {"name": None, "num_steps": None}
     assert run.sampling(unset, {"scale": None}).guidance_scale == 1.0
+    assert not run.has_data
     with pytest.raises(CheckpointError, match="was imported, and knows no data"):
         run.data({})
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tread_zoo.evaluation.flops import count_flops, training_flops
-from tread_zoo.registry import create_backbone
 from tread_zoo.routing import build_routing
+from tread_zoo.training.checkpoints import build_described
 from tread_zoo.training.trackers import read_metrics
 
 
@@ -83,7 +83,7 @@ def read_run(folder: Path) -> RunResult:
 def _cost(settings: dict[str, Any]) -> tuple[int, int, int]:
     """Return parameters, and the FLOPs of a step an image as routed and dense, from settings."""
     with torch.device("meta"):
-        network = create_backbone(settings["backbone"]["name"], **settings["backbone"]["config"])
+        network = build_described(settings["backbone"])
     routing = build_routing(
         **settings["routing"],
         num_blocks=network.num_blocks,

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tread_zoo.backbone import Backbone
-from tread_zoo.routing import PendingRoute, Route, Routing, resolve_routes
+from tread_zoo.routing import PathDrop, PendingRoute, Route, Routing, resolve_routes
 from tread_zoo.seeding import make_generator
 
 
@@ -25,7 +25,7 @@ def count_flops(
     backbone: Backbone,
     *,
     batch: int = 1,
-    routes: Sequence[Route | PendingRoute] = (),
+    routes: Sequence[Route | PendingRoute | PathDrop] = (),
     backward: bool = False,
 ) -> int:
     """Return the FLOPs of one forward pass, or of forward and backward, of `batch` images.
@@ -39,17 +39,21 @@ def count_flops(
 def training_flops(backbone: Backbone, routing: Routing, num_steps: int) -> float:
     """Return the FLOPs of an image, forward and backward, averaged over a run of `num_steps` steps.
 
-    Where a step is routed with a probability, this is the expected value.
+    Where a step is routed, or drops its paths, with a probability, this is the expected value.
     """
     copy = _without_data(backbone)
     dense = _trace(copy, 1, (), backward=True)
-    counted: dict[tuple, int] = {(): dense}  # by start, end, and rate of each route
+    counted: dict[tuple, float] = {(): dense}  # by start, end, and rate of each route
     total = 0.0
     for steps, used in routing.stages(num_steps):
         key = tuple((plan.start, plan.end, plan.selection_rate) for plan in used.plans)
         if key not in counted:
             routes = used.draw(1, backbone.grid, make_generator("flops", 0))
             counted[key] = _trace(copy, 1, routes, backward=True)
+            if used.path_drop_probability:
+                dropped = [PathDrop(plan.start, plan.end) for plan in used.plans]
+                share, gone = used.path_drop_probability, _trace(copy, 1, dropped, backward=True)
+                counted[key] = (1 - share) * counted[key] + share * gone
         total += len(steps) * (
             routing.probability * counted[key] + (1 - routing.probability) * dense
         )
@@ -67,7 +71,7 @@ def _without_data(backbone: Backbone) -> Backbone:
 
 
 def _trace(
-    copy: Backbone, batch: int, routes: Sequence[Route | PendingRoute], backward: bool
+    copy: Backbone, batch: int, routes: Sequence[Route | PendingRoute | PathDrop], backward: bool
 ) -> int:
     """Run a copy from `_without_data`, and return the FLOPs."""
     copy.requires_grad_(backward).zero_grad()

@@ -51,6 +51,47 @@ def plot_losses(
     figure.savefig(path, dpi=120)
 
 
+def plot_similarity(
+    matrix: Sequence[Sequence[float]],
+    changes: Sequence[float],
+    route: tuple[int, int],
+    path: Path,
+    title: str,
+) -> None:
+    """Draw the likeness of token states as a heat map and the change of each block as bars.
+
+    Args:
+        matrix: [S, S], of the states before block 0 … S - 2 and after the last.
+        changes: [S - 1], by block, at least 3.
+        route: [start, end), marked in both.
+        path: of the PNG.
+        title: above the heat map.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    start, end = route
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    image = left.imshow(np.asarray(matrix), cmap="viridis", vmax=1.0)
+    side = end - start + 1
+    left.add_patch(
+        Rectangle((start - 0.5, start - 0.5), side, side, fill=False, color="tab:red", lw=2)
+    )
+    left.set(xlabel="state before block", ylabel="state before block", title=title)
+    figure.colorbar(image, ax=left, shrink=0.8)
+    inside = [start <= block < end for block in range(len(changes))]
+    colours = ["tab:red" if routed else "tab:gray" for routed in inside]
+    right.bar(range(len(changes)), changes, color=colours)
+    middle = changes[1:-1]
+    right.axhline(
+        sum(middle) / len(middle), color="black", lw=1, label="mean, first and last apart"
+    )
+    right.set(xlabel="block", ylabel="change", title=f"proposed route [{start}, {end}) in red")
+    right.legend()
+    figure.savefig(path, dpi=120)
+
+
 def _to_picture(pixels: np.ndarray):  # type: ignore[no-untyped-def]
     """Return a PIL image of uint8 [H, W, C]; only the first three of other channel counts."""
     from PIL import Image

@@ -1,9 +1,13 @@
-"""Which tokens leave which blocks, and when: selectors, routes, placement, schedules, orders."""
+"""Which tokens leave which blocks, when, and how they rejoin.
 
+Selectors, routes, placement, schedules, scan orders, fusion.
+"""
+
+from tread_zoo.routing.fusion import Fusion
 from tread_zoo.routing.orders import ORDERS, inverse, scan_order
 from tread_zoo.routing.pending import PendingRoute, resolve_routes
 from tread_zoo.routing.plan import SELECTOR_NAMES, RoutePlan, Routing, build_routing
-from tread_zoo.routing.routes import Route, check_routes, num_kept_tokens
+from tread_zoo.routing.routes import PathDrop, Route, check_routes, num_kept_tokens
 from tread_zoo.routing.scans import GAPS, Scan, check_scan, make_scan, reverse_gaps
 from tread_zoo.routing.schedules import SCHEDULES, RateSchedule
 from tread_zoo.routing.selectors import SELECTORS, Selector, build_selector
@@ -14,6 +18,8 @@ __all__ = [
     "SCHEDULES",
     "SELECTORS",
     "SELECTOR_NAMES",
+    "Fusion",
+    "PathDrop",
     "PendingRoute",
     "RateSchedule",
     "Route",

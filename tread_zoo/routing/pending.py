@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tread_zoo.routing.routes import Route
+from tread_zoo.routing.routes import PathDrop, Route
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ def draw_pending(
 
 
 def resolve_routes(
-    routes: Sequence[Route | PendingRoute], importance: Callable[[int], Tensor]
-) -> tuple[Route, ...]:
-    """Return concrete routes.
+    routes: Sequence[Route | PendingRoute | PathDrop], importance: Callable[[int], Tensor]
+) -> tuple[Route | PathDrop, ...]:
+    """Return concrete routes, and dropped paths as they are.
 
     Args:
         routes: of one step.

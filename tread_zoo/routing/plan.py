@@ -18,7 +18,7 @@ import torch
 
 from tread_zoo.errors import unknown_name
 from tread_zoo.routing.pending import PendingRoute, draw_pending
-from tread_zoo.routing.routes import Route, num_kept_tokens
+from tread_zoo.routing.routes import PathDrop, Route, num_kept_tokens
 from tread_zoo.routing.schedules import RateSchedule, build_schedule, check_span
 from tread_zoo.routing.selectors import SELECTORS, Selector, build_selector
 from tread_zoo.seeding import make_generator
@@ -31,7 +31,10 @@ ROUTE_FIELDS = (
     "start", "end", "selection_rate", "selector", "block_size", "segment_length", "segment_order",
     "shared", "schedule", "final_rate", "rate_steps",
 )  # fmt: skip
-GLOBAL_FIELDS = ("warm_start", "dense_tail", "probability")
+GLOBAL_FIELDS = (
+    "warm_start", "dense_tail", "probability", "rejoin", "path_drop_probability",
+)  # fmt: skip
+REJOINS = ("replace", "project")
 
 
 @dataclass(frozen=True)
@@ -100,12 +103,43 @@ class Routing:
         warm_start: fraction of training at the start without routes.
         dense_tail: fraction of training at the end without routes.
         probability: chance that a step between the two is routed.
+        rejoin: `replace` puts the kept tokens back (TREAD), `project` fuses them with what came
+            (`tread_zoo.routing.fusion`).
+        path_drop_probability: chance that a routed step drops the paths of all routes.
     """
 
     plans: tuple[RoutePlan, ...] = ()
     warm_start: float = 0.0
     dense_tail: float = 0.0
     probability: float = 1.0
+    rejoin: str = "replace"
+    path_drop_probability: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rejoin not in REJOINS:
+            raise unknown_name("routing.rejoin", self.rejoin, REJOINS)
+        chance = self.path_drop_probability
+        if (
+            isinstance(chance, bool)
+            or not isinstance(chance, int | float)
+            or not 0.0 <= chance < 1.0
+        ):
+            raise ValueError(
+                f"routing.path_drop_probability={chance!r} must be a number in [0, 1): the chance "
+                "that a step drops the routed path for its whole batch; 0 drops none."
+            )
+        if chance and self.rejoin != "project":
+            raise ValueError(
+                f"routing.path_drop_probability={chance} needs routing.rejoin=project: without a "
+                "fusion nothing tells the later blocks that the path was dropped."
+            )
+
+    @property
+    def fused_ranges(self) -> tuple[tuple[int, int], ...]:
+        """The ranges at whose end the network must fuse: what `Backbone.add_fusions` takes."""
+        if self.rejoin != "project":
+            return ()
+        return tuple((plan.start, plan.end) for plan in self.plans)
 
     @property
     def is_scheduled(self) -> bool:
@@ -131,7 +165,7 @@ class Routing:
             raise ValueError(f"step={step} is not one of the run's {num_steps}, from 0.")
         routed = self.routed_steps(num_steps)
         if step not in routed or not self._is_drawn(step, seed):
-            return Routing()
+            return self._plain(())
         return self._if_routed(step, routed, num_steps)
 
     def routed_steps(self, num_steps: int) -> range:
@@ -147,7 +181,7 @@ class Routing:
         """
         routed = self.routed_steps(num_steps)
         if not self.plans or not routed:
-            return [(range(num_steps), Routing())]
+            return [(range(num_steps), self._plain(()))]
         edges = {routed.start, routed.stop}
         for plan in self.plans:
             if plan.schedule is not None:
@@ -157,9 +191,20 @@ class Routing:
         for begin, end in itertools.pairwise(bounds):
             if begin < end:
                 inside = begin in routed
-                used = self._if_routed(begin, routed, num_steps) if inside else Routing()
+                used = self._if_routed(begin, routed, num_steps) if inside else self._plain(())
                 found.append((range(begin, end), used))
         return found
+
+    def drop_paths(
+        self, routes: Sequence[Route | PendingRoute], generator: torch.Generator
+    ) -> tuple[Route | PendingRoute | PathDrop, ...]:
+        """Return the routes of a step or, with `path_drop_probability`, dropped paths instead.
+
+        One number is drawn whatever the probability, so that it changes nothing else.
+        """
+        if float(torch.rand((), generator=generator)) < self.path_drop_probability:
+            return tuple(PathDrop(route.start, route.end) for route in routes)
+        return tuple(routes)
 
     def describe(self, grid: tuple[int, int]) -> str:
         """Return one line for the log."""
@@ -175,6 +220,10 @@ class Routing:
         ]
         if dense:
             words.append(f"{' and '.join(dense)} of training dense")
+        if self.rejoin == "project":
+            words.append("fused where they rejoin")
+        if self.path_drop_probability:
+            words.append(f"dropped in {self.path_drop_probability:.0%} of the routed steps")
         return "; ".join(words)
 
     def _is_drawn(self, step: int, seed: int) -> bool:
@@ -194,7 +243,11 @@ class Routing:
             rate = next(rate for begin, rate in reversed(stairs) if begin <= step)
             if rate > 0:  # a route that keeps all is none
                 plans.append(replace(plan, selection_rate=rate, schedule=None))
-        return Routing(tuple(plans))
+        return self._plain(tuple(plans))
+
+    def _plain(self, plans: tuple[RoutePlan, ...]) -> "Routing":
+        """Return the routing of one step by these plans, without a schedule."""
+        return replace(self, plans=plans, warm_start=0.0, dense_tail=0.0, probability=1.0)
 
 
 def build_routing(
@@ -218,6 +271,8 @@ def build_routing(
     dense_tail: float = 0.0,
     probability: float = 1.0,
     routes: Sequence[Mapping[str, Any]] = (),
+    rejoin: str = "replace",
+    path_drop_probability: float = 0.0,
 ) -> Routing:
     """Build the routing of a network with `num_blocks` blocks.
 
@@ -240,8 +295,9 @@ def build_routing(
             linear and cosine run between them.
         probability: chance that a step is routed, in (0, 1].
         routes: several routes in sequence, each a mapping with any of `ROUTE_FIELDS`; what one
-            leaves out it takes from the arguments. `warm_start`, `dense_tail` and `probability`
-            are of all routes together. Empty: one route from the arguments.
+            leaves out it takes from the arguments. `GLOBAL_FIELDS` are of all routes together.
+            Empty: one route from the arguments.
+        rejoin, path_drop_probability: see `Routing`; of all routes.
 
     Raises:
         ValueError: a name, field or value that does not work, with the field's name.
@@ -279,7 +335,14 @@ def build_routing(
                 f"routing.routes: [{after.start}, {after.end}) starts before "
                 f"[{before.start}, {before.end}) ends; list disjoint routes in ascending order."
             )
-    return Routing(tuple(plans), float(warm_start), float(dense_tail), float(probability))
+    return Routing(
+        tuple(plans),
+        float(warm_start),
+        float(dense_tail),
+        float(probability),
+        rejoin,
+        path_drop_probability,
+    )
 
 
 def _with_inherited(

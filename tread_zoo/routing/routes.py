@@ -1,13 +1,16 @@
 """A concrete route (TREAD, arXiv 2501.04765): blocks `start … end-1` see some of the tokens.
 
 Tokens that are not kept leave the sequence before block `start` and rejoin it, unchanged, before
-block `end`. B batch, N tokens of the grid in raster order, K kept tokens, E extra tokens (time,
-label) that stand before the grid's and are never routed.
+block `end`. A dropped path (SPRINT, arXiv 2510.21986) is the limit in which every token bypasses.
+
+B batch, N tokens of the grid in raster order, K kept tokens, E extra tokens (time, label) that
+stand before the grid's and are never routed.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -90,6 +93,36 @@ class Route:
         return (within + first).flatten()
 
 
+@dataclass(frozen=True)
+class PathDrop:
+    """No token takes blocks `start … end-1`, extra tokens included: the blocks do not run.
+
+    Every stream, and every skip that would have been made on the way, is what it was at the start;
+    the fusion at the end of the range still applies, with an update of zero. For the weak branch of
+    a guidance and, now and then, in training, so that the branch is one the network knows.
+
+    Args:
+        start, end: a range that the network fuses (`Backbone.fused_ranges`).
+
+    Raises:
+        ValueError: an empty range.
+    """
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise ValueError(
+                f"path drop start={self.start}, end={self.end} is empty or negative: "
+                "it leaves out blocks start … end-1, counted from 0."
+            )
+
+    def to(self, device: torch.device | str) -> "PathDrop":
+        """Return itself: it holds no tensor; a `Route` in the same list may."""
+        return self
+
+
 def gather_rows(stream: Tensor, rows: Tensor) -> Tensor:
     """Return the kept tokens [B, E+K, D] of a stream [B, E+N, D]; `rows` from `Route.row_index`."""
     batch, _, width = stream.shape
@@ -103,17 +136,28 @@ def scatter_rows(stream: Tensor, rows: Tensor, kept: Tensor) -> Tensor:
 
 
 def check_routes(
-    routes: Sequence[Route], *, num_blocks: int, num_tokens: int, batch: int
-) -> tuple[Route, ...]:
+    routes: Sequence[Route | PathDrop],
+    *,
+    num_blocks: int,
+    num_tokens: int,
+    batch: int,
+    fused_ranges: Sequence[tuple[int, int]] = (),
+) -> tuple[Route | PathDrop, ...]:
     """Return `routes` as a tuple if a network of this size can run them one after the other.
+
+    Args:
+        routes: concrete routes and dropped paths.
+        num_blocks, num_tokens, batch: the network's depth and grid, and the input's size.
+        fused_ranges: where the network fuses; it then takes no route elsewhere.
 
     Raises:
         ValueError: a route outside the depth, overlapping or disordered routes, another batch size,
-            or ids beyond the grid (checked where the ids lie on the CPU).
+            ids beyond the grid (checked where the ids lie on the CPU), a route beside the fused
+            ranges of a network that has some, or a dropped path beside those of any network.
     """
     previous_end = 0
     for route in routes:
-        where = f"route [{route.start}, {route.end})"
+        where = f"{_name(route)} [{route.start}, {route.end})"
         if route.end > num_blocks:
             raise ValueError(f"{where} reaches outside the depth: there are {num_blocks} blocks.")
         if route.start < previous_end:
@@ -121,10 +165,61 @@ def check_routes(
                 f"{where} starts before the one ahead of it ends ({previous_end}): "
                 "routes must be disjoint and in ascending order."
             )
-        if route.ids.shape[0] != batch:
-            raise ValueError(f"{where} has ids for a batch of {route.ids.shape[0]}, not {batch}.")
-        readable = route.ids.device.type == "cpu" and not torch.compiler.is_compiling()
-        if route.num_kept > num_tokens or (readable and int(route.ids[:, -1].max()) >= num_tokens):
-            raise ValueError(f"{where} keeps ids beyond the grid's {num_tokens} tokens.")
+        _check_range_is_fused(where, route, fused_ranges)
+        if not isinstance(route, PathDrop):
+            _check_ids(where, route.ids, num_tokens, batch)
         previous_end = route.end
     return tuple(routes)
+
+
+def check_ranges(
+    ranges: Sequence[Sequence[int]], *, num_blocks: int
+) -> tuple[tuple[int, int], ...]:
+    """Return block ranges [start, end) as pairs if they are disjoint, ascending and in the depth.
+
+    Raises:
+        ValueError: they are not.
+    """
+    pairs = tuple((int(start), int(end)) for start, end in ranges)
+    if any(not 0 <= start < end <= num_blocks for start, end in pairs) or any(
+        after[0] < before[1] for before, after in pairwise(pairs)
+    ):
+        raise ValueError(
+            f"ranges {_listed(pairs)} must be disjoint, ascending, not empty, and within the "
+            f"{num_blocks} blocks."
+        )
+    return pairs
+
+
+def _name(route: Route | PathDrop) -> str:
+    return "route" if isinstance(route, Route) else "path drop"
+
+
+def _listed(ranges: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"[{start}, {end})" for start, end in ranges)
+
+
+def _check_range_is_fused(
+    where: str, route: Route | PathDrop, fused_ranges: Sequence[tuple[int, int]]
+) -> None:
+    if (route.start, route.end) in fused_ranges:
+        return
+    if fused_ranges:
+        raise ValueError(
+            f"{where} is none of the ranges that this network fuses: {_listed(fused_ranges)}. "
+            "Their projections are part of it; route there, or train with routing.rejoin=replace."
+        )
+    if isinstance(route, PathDrop):
+        raise ValueError(
+            f"{where}: this network fuses no range, and without a fusion it has not learnt to go "
+            "on with no update at all. Train with routing.rejoin=project, or call "
+            "backbone.add_fusions first."
+        )
+
+
+def _check_ids(where: str, ids: Tensor, num_tokens: int, batch: int) -> None:
+    if ids.shape[0] != batch:
+        raise ValueError(f"{where} has ids for a batch of {ids.shape[0]}, not {batch}.")
+    readable = ids.device.type == "cpu" and not torch.compiler.is_compiling()
+    if ids.shape[1] > num_tokens or (readable and int(ids[:, -1].max()) >= num_tokens):
+        raise ValueError(f"{where} keeps ids beyond the grid's {num_tokens} tokens.")

@@ -6,17 +6,22 @@ probe therefore gives it random weights first. B batch, N tokens, K kept tokens,
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from tread_zoo.backbone import Backbone
 from tread_zoo.registry import create_backbone
 from tread_zoo.routing import Route
 from tread_zoo.seeding import make_generator
-from tread_zoo.testing import block_checks
-from tread_zoo.testing.probe import BATCH, Probe, bypassed, watching
+from tread_zoo.testing import block_checks, fusion_checks
+from tread_zoo.testing.probe import (
+    BATCH,
+    Probe,
+    bypassed,
+    gradients_equal_differences,
+    output_and_gradients,
+    raises,
+    watching,
+)
 
 
 def check_shapes(probe: Probe) -> None:
@@ -33,7 +38,7 @@ def check_shapes(probe: Probe) -> None:
         lambda: backbone(x, t, y, routes=[probe.route(backbone, batch=BATCH + 1)]),
         lambda: backbone(x, t, y, routes=[probe.route(backbone, 0, backbone.num_blocks + 1)]),
     ):
-        assert _raises(ValueError, bad), "an input that does not fit was accepted"
+        assert raises(ValueError, bad), "an input that does not fit was accepted"
 
 
 def check_pure(probe: Probe) -> None:
@@ -78,10 +83,10 @@ def check_keeping_all_equals_no_route(probe: Probe) -> None:
     """A route that keeps every token changes nothing, to the bit, in output and gradient."""
     backbone = probe.build()
     inputs = probe.inputs()
-    dense, grads = _output_and_gradients(backbone, inputs, ())
+    dense, grads = output_and_gradients(backbone, inputs, ())
     for start, end in ((1, -1), (0, backbone.num_blocks)):
         all_kept = [probe.route(backbone, start, end, rate=0.0)]
-        routed, routed_grads = _output_and_gradients(backbone, inputs, all_kept)
+        routed, routed_grads = output_and_gradients(backbone, inputs, all_kept)
         assert torch.equal(dense, routed), f"route [{start}, {end}) that keeps all changes output"
         for name, grad in grads.items():
             torch.testing.assert_close(grad, routed_grads[name], atol=1e-6, rtol=1e-4, msg=name)
@@ -192,40 +197,17 @@ def check_gradients_flow(probe: Probe) -> None:
 def check_gradients_equal_differences(probe: Probe) -> None:
     """Under a route, gradients predict in float64 how the output moves with inputs and parameters:
     none is cut on the way, and hand-written backward passes are right."""
-    backbone = probe.build().double()
-    x, t, y = probe.inputs()
-    x, t, routes = x.double().requires_grad_(), t.double(), (probe.route(backbone, rate=0.5),)
-    generator = make_generator("probe direction")
-    weight = torch.randn(backbone(x, t, y).shape, generator=generator, dtype=torch.float64)
-    (backbone(x, t, y, routes=routes) * weight).sum().backward()
-    moved = [x, *backbone.parameters()]
-    sizes = [p.detach().square().mean().sqrt() for p in moved]
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in moved]
-    typical = torch.stack([(g.norm() * s) for g, s in zip(grads, sizes, strict=True)]).norm()
-    for _ in range(3):
-        steps = [
-            s * torch.randn(p.shape, generator=generator, dtype=torch.float64)
-            for p, s in zip(moved, sizes, strict=True)
-        ]
-        values = []
-        with torch.no_grad():
-            for distance in (1e-4, -2e-4, 1e-4):  # there, to the other side, and back
-                for p, step in zip(moved, steps, strict=True):
-                    p.add_(step, alpha=distance)
-                values.append((backbone(x, t, y, routes=routes) * weight).sum())
-        slope = (values[0] - values[1]) / 2e-4
-        predicted = sum((g * s).sum() for g, s in zip(grads, steps, strict=True))
-        error = abs(float((slope - predicted) / typical))
-        assert error < 0.01, f"gradients miss {error:.1%} of how the output truly moves"
+    backbone = probe.build()
+    gradients_equal_differences(backbone, probe.inputs(), (probe.route(backbone, rate=0.5),))
 
 
 def check_recomputation(probe: Probe) -> None:
     """Activation checkpointing changes neither output nor gradient."""
     backbone = probe.build()
     inputs, routes = probe.inputs(), (probe.route(backbone),)
-    out, grads = _output_and_gradients(backbone, inputs, routes)
+    out, grads = output_and_gradients(backbone, inputs, routes)
     backbone.checkpoint_blocks = True
-    again, again_grads = _output_and_gradients(backbone, inputs, routes)
+    again, again_grads = output_and_gradients(backbone, inputs, routes)
     assert torch.equal(out, again), "the output differs"
     for name, grad in grads.items():
         assert torch.equal(grad, again_grads[name]), f"the gradient of {name} differs"
@@ -235,7 +217,7 @@ def check_half_precision(probe: Probe) -> None:
     """bfloat16 autocast gives finite gradients and nearly the output of float32."""
     backbone = probe.build()
     inputs, routes = probe.inputs(), (probe.route(backbone),)
-    full, _ = _output_and_gradients(backbone, inputs, routes)
+    full, _ = output_and_gradients(backbone, inputs, routes)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         half = backbone(*inputs, routes=routes)
     half.float().square().mean().backward()
@@ -251,7 +233,7 @@ def check_compiles(probe: Probe) -> None:
     """torch.compile (graph capture; no code generation) gives the same output and gradient."""
     backbone = probe.build()
     inputs, routes = probe.inputs(), (probe.route(backbone),)
-    out, grads = _output_and_gradients(backbone, inputs, routes)
+    out, grads = output_and_gradients(backbone, inputs, routes)
     torch.compiler.reset()
     compiled = torch.compile(backbone, backend="aot_eager")
     again = compiled(*inputs, routes=routes)
@@ -283,11 +265,11 @@ def check_wrong_keyword(probe: Probe) -> None:
     """A misspelt keyword raises, in the constructor and in forward."""
     backbone = probe.build()
     wrong = {**probe.overrides, "hiden_size": 8}
-    assert _raises(
+    assert raises(
         (TypeError, ValueError),
         lambda: create_backbone(probe.name, input_size=8, in_channels=1, num_classes=0, **wrong),
     ), "a misspelt keyword of the constructor passes"
-    assert _raises(TypeError, lambda: backbone(*probe.inputs(), route=())), (
+    assert raises(TypeError, lambda: backbone(*probe.inputs(), route=())), (
         "a misspelt keyword of forward passes"
     )
 
@@ -299,31 +281,12 @@ def check_unconditional(probe: Probe) -> None:
     x, t, _ = free.inputs()
     backbone = free.build()
     labels = torch.zeros(BATCH, dtype=torch.int64)
-    assert _raises(ValueError, lambda: backbone(x, t, labels)), "labels are ignored silently"
+    assert raises(ValueError, lambda: backbone(x, t, labels)), "labels are ignored silently"
 
 
 CHECKS: dict[str, Callable[[Probe], None]] = {
     name.removeprefix("check_"): check
-    for name, check in [*globals().items(), *vars(block_checks).items()]
+    for module in (globals(), vars(block_checks), vars(fusion_checks))
+    for name, check in module.items()
     if name.startswith("check_")
 }
-
-
-def _output_and_gradients(
-    backbone: Backbone, inputs: tuple[Tensor, Tensor, Tensor | None], routes: Any
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the output and the gradient of its mean square for every parameter; clears `.grad`."""
-    backbone.zero_grad()
-    out = backbone(*inputs, routes=routes)
-    out.square().mean().backward()
-    grads = {name: p.grad.clone() for name, p in backbone.named_parameters() if p.grad is not None}
-    backbone.zero_grad()
-    return out.detach(), grads
-
-
-def _raises(kinds: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any]) -> bool:
-    try:
-        call()
-    except kinds:
-        return True
-    return False

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 pytest.register_assert_rewrite(
-    "tread_zoo.testing.conformance", "tread_zoo.testing.block_checks", "tread_zoo.testing.probe"
+    "tread_zoo.testing.conformance",
+    "tread_zoo.testing.block_checks",
+    "tread_zoo.testing.fusion_checks",
+    "tread_zoo.testing.probe",
 )
 
 

@@ -3,7 +3,7 @@
 B batch, N tokens, K kept tokens, E extra tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -49,6 +49,17 @@ class Probe:
             with torch.no_grad():
                 for parameter in backbone.parameters():
                     parameter.add_(0.05 * torch.randn_like(parameter))
+        return backbone
+
+    def build_fused(self, *ranges: tuple[int, int], seed: int = 0, fresh: bool = False) -> Backbone:
+        """Return the same backbone with fusions at block ranges [start, end), random weights there
+        too, or `fresh` ones."""
+        backbone = self.build(seed)
+        backbone.add_fusions(ranges)
+        generator = make_generator("probe fusions", seed)
+        with torch.no_grad():
+            for parameter in () if fresh else backbone.fusions.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
         return backbone
 
     def inputs(self, batch: int = BATCH, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -111,3 +122,56 @@ def bypassed(route: Route, num_tokens: int) -> Tensor:
     """Return bool [B, N]: the tokens that a route leaves out."""
     out = torch.ones(len(route.ids), num_tokens, dtype=torch.bool)
     return out.scatter(1, route.ids, False)
+
+
+def output_and_gradients(
+    backbone: Backbone, inputs: tuple[Tensor, Tensor, Tensor | None], routes: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the output and the gradient of its mean square for every parameter; clears `.grad`."""
+    backbone.zero_grad()
+    out = backbone(*inputs, routes=routes)
+    out.square().mean().backward()
+    grads = {name: p.grad.clone() for name, p in backbone.named_parameters() if p.grad is not None}
+    backbone.zero_grad()
+    return out.detach(), grads
+
+
+def gradients_equal_differences(
+    backbone: Backbone, inputs: tuple[Tensor, Tensor, Tensor | None], routes: Sequence[Any]
+) -> None:
+    """Assert that, in float64, gradients predict how the output moves with inputs and parameters,
+    in three random directions; moves the backbone to float64."""
+    backbone = backbone.double()
+    x, t, y = inputs
+    x, t = x.double().requires_grad_(), t.double()
+    generator = make_generator("probe direction")
+    weight = torch.randn(backbone(x, t, y).shape, generator=generator, dtype=torch.float64)
+    (backbone(x, t, y, routes=routes) * weight).sum().backward()
+    moved = [x, *backbone.parameters()]
+    sizes = [p.detach().square().mean().sqrt() for p in moved]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in moved]
+    typical = torch.stack([(g.norm() * s) for g, s in zip(grads, sizes, strict=True)]).norm()
+    for _ in range(3):
+        steps = [
+            s * torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            for p, s in zip(moved, sizes, strict=True)
+        ]
+        values = []
+        with torch.no_grad():
+            for distance in (1e-4, -2e-4, 1e-4):  # there, to the other side, and back
+                for p, step in zip(moved, steps, strict=True):
+                    p.add_(step, alpha=distance)
+                values.append((backbone(x, t, y, routes=routes) * weight).sum())
+        slope = (values[0] - values[1]) / 2e-4
+        predicted = sum((g * s).sum() for g, s in zip(grads, steps, strict=True))
+        error = abs(float((slope - predicted) / typical))
+        assert error < 0.01, f"gradients miss {error:.1%} of how the output truly moves"
+
+
+def raises(kinds: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any]) -> bool:
+    """Return whether `call` raises one of `kinds`."""
+    try:
+        call()
+    except kinds:
+        return True
+    return False

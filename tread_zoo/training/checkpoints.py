@@ -138,10 +138,24 @@ def load_backbone(checkpoint: Checkpoint, weights: str = "ema") -> Backbone:
     """
     if weights not in ("ema", "model"):
         raise ValueError(f"weights={weights!r} must be ema or model.")
-    saved = checkpoint.meta["backbone"]
-    backbone = create_backbone(saved["name"], **saved["config"])
+    backbone = build_described(checkpoint.meta["backbone"])
     load_weights(backbone, checkpoint, weights)
     return backbone.eval()
+
+
+def describe_backbone(backbone: Backbone) -> dict[str, Any]:
+    """Return what `build_described` needs: `name`, `config`, and `fusions` if there are any."""
+    described: dict[str, Any] = {"name": backbone.name, "config": backbone.config}
+    if backbone.fused_ranges:
+        described["fusions"] = [list(pair) for pair in backbone.fused_ranges]
+    return described
+
+
+def build_described(described: dict[str, Any]) -> Backbone:
+    """Build the backbone that a checkpoint or a run's settings describe, with fresh weights."""
+    backbone = create_backbone(described["name"], **described["config"])
+    backbone.add_fusions(described.get("fusions", ()))
+    return backbone
 
 
 def load_weights(network: nn.Module, checkpoint: Checkpoint, part: str) -> None:
@@ -176,9 +190,11 @@ def check_same_run(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
         for difference in _differences(section, old.get(section), settings[section])
     ]
     if wrong:
+        fusions = "(Fusions follow routing.rejoin and the ranges of the routes.) "
         raise CheckpointError(
-            f"cannot resume from {checkpoint.path}: it was trained with {'; '.join(wrong)}. Resume "
-            "with the same settings, or start a new run in another run_dir."
+            f"cannot resume from {checkpoint.path}: it was trained with {'; '.join(wrong)}. "
+            f"{fusions if 'backbone.fusions' in ''.join(wrong) else ''}Resume with the same "
+            "settings, or start a new run in another run_dir."
         )
     for section in ("routing", "training"):
         for difference in _differences(section, old.get(section), settings[section]):

@@ -100,7 +100,12 @@ def train(
     if checkpoint is not None:
         check_same_run(checkpoint, parts.settings)
 
-    accelerator = _make_accelerator(place, precision, options.gradient_accumulation_steps)
+    accelerator = _make_accelerator(
+        place,
+        precision,
+        options.gradient_accumulation_steps,
+        blocks_may_idle=parts.routing.path_drop_probability > 0,
+    )
     run, step = _start(parts, accelerator, folder, checkpoint, precision, tracker)
     with StopSignals(accelerator) as stop:
         _run_steps(run, step, stop)
@@ -244,9 +249,11 @@ def loss_of(model: torch.nn.Module, parts: Parts, drawn: StepDraw) -> Tensor:
 
 
 def _make_accelerator(
-    place: torch.device, precision: str, accumulation_steps: int
+    place: torch.device, precision: str, accumulation_steps: int, *, blocks_may_idle: bool
 ) -> "Accelerator":
-    from accelerate import Accelerator
+    """Return the accelerator; where blocks may idle for a step, ranks that average gradients are
+    told not to wait for theirs."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs
     from accelerate.state import AcceleratorState
 
     _warn_if_alone()
@@ -255,6 +262,7 @@ def _make_accelerator(
         cpu=place.type == "cpu",
         mixed_precision="no" if precision == "fp32" else precision,
         gradient_accumulation_steps=accumulation_steps,
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=blocks_may_idle)],
     )
 
 

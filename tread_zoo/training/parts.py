@@ -16,8 +16,9 @@ from tread_zoo.data import ImageData, StepBatches, build_data, make_loader, to_m
 from tread_zoo.diffusion import Draw, Objective, SamplingOptions, build_objective
 from tread_zoo.evaluation.evaluate import EvaluationOptions
 from tread_zoo.registry import create_backbone, get_backbone_entry
-from tread_zoo.routing import PendingRoute, Route, Routing, build_routing
+from tread_zoo.routing import PathDrop, PendingRoute, Route, Routing, build_routing
 from tread_zoo.seeding import make_generator
+from tread_zoo.training.checkpoints import describe_backbone
 from tread_zoo.training.options import TrainingOptions
 
 
@@ -64,7 +65,7 @@ class StepDraw:
     images: Tensor  # [B, C, H, W] in [-1, 1]
     labels: Tensor | None  # [B], some replaced by the null label
     draw: Draw
-    routes: tuple[Route | PendingRoute, ...]
+    routes: tuple[Route | PendingRoute | PathDrop, ...]
 
 
 def build_parts(
@@ -118,8 +119,9 @@ def build_parts(
             f"{built_routing.dense_tail:g} leave none of training.num_steps={options.num_steps} to "
             "route; make them smaller, or set routing=none."
         )
+    network.add_fusions(built_routing.fused_ranges)
     settings = {
-        "backbone": {"name": network.name, "config": network.config},
+        "backbone": describe_backbone(network),
         "routing": routing,
         "objective": objective,
         "data": {
@@ -162,7 +164,8 @@ def draw_step(
 
     images uint8 [B, C, H, W] and labels int64 [B], on the CPU. The order of the draws is fixed:
     flips, dropped labels, noise level and noise, kept ids; none depends on an option of another.
-    Whether and how much is routed depends on the optimizer step alone, not on rank or micro-step.
+    Whether and how much is routed, and whether the step drops its paths, depends on the optimizer
+    step alone, not on rank or micro-step: a path saves time only if none waits for another.
     """
     step = micro_step // parts.options.gradient_accumulation_steps
     routing = parts.routing.at(step, parts.options.num_steps, parts.seed)
@@ -170,7 +173,10 @@ def draw_step(
     flipped = torch.rand(len(images), generator=generator) < 0.5
     dropped = torch.rand(len(images), generator=generator) < parts.options.label_dropout
     draw = parts.objective.draw(images.shape, generator)
-    routes = routing.draw(len(images), parts.backbone.grid, generator)
+    routes = routing.drop_paths(
+        routing.draw(len(images), parts.backbone.grid, generator),
+        make_generator("path drop", parts.seed, step),
+    )
     if parts.options.horizontal_flip:
         images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(-1), images)
     y = None

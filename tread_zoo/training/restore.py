@@ -42,6 +42,11 @@ class Restored:
             own["guidance"]["scale"] if scale is None else scale,
         )
 
+    @property
+    def has_data(self) -> bool:
+        """Whether it names the data that it was trained on: an imported checkpoint does not."""
+        return "data" in self.checkpoint.meta
+
     def data(self, changed: dict[str, Any]) -> ImageData:
         """Build the data that it was trained on, with `changed` options.
 
@@ -49,7 +54,7 @@ class Restored:
             ValueError: the data has another size, other channels or other classes.
             CheckpointError: the checkpoint was imported, and names no data.
         """
-        if "data" not in self.checkpoint.meta:
+        if not self.has_data:
             raise CheckpointError(
                 f"{self.checkpoint.path} was imported, and knows no data of its own to be compared "
                 "with. It can be sampled: scripts/sample.py."

@@ -1,0 +1,238 @@
+"""Where to route: the measures against other formulas, planted still blocks, the whole script."""
+
+import json
+import math
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from tests.small_run import parts_of, settings
+from tests.test_contract import SMALL
+from tread_zoo import create_backbone
+from tread_zoo.data import build_data
+from tread_zoo.diffusion import build_objective
+from tread_zoo.evaluation.flops import count_flops
+from tread_zoo.evaluation.pictures import plot_similarity
+from tread_zoo.evaluation.placement import (
+    PlacementOptions,
+    describe_placement,
+    probe_placement,
+    propose_route,
+    recording,
+    similarity,
+    token_states,
+)
+from tread_zoo.routing import build_routing
+from tread_zoo.seeding import make_generator
+from tread_zoo.testing import Probe
+from tread_zoo.testing.probe import watching
+
+
+def options(**changes):
+    given = {
+        "measure": "cosine", "num_images": 6, "num_levels": 2, "max_tokens": 4096, "batch_size": 4,
+        "selection_rate": 0.5, "seed": 0,
+    }  # fmt: skip
+    return PlacementOptions(**{**given, **changes})
+
+
+def states(num_states=4, num_tokens=30, width=8):
+    generator = make_generator("states")
+    return torch.randn(num_states, num_tokens, width, generator=generator) + 0.5
+
+
+def test_cosine_equals_a_loop():
+    found = states().double()
+    measured = similarity(found.float(), "cosine")
+    for i in range(4):
+        for j in range(4):
+            expected = torch.cosine_similarity(found[i], found[j], dim=-1).mean()
+            assert measured[i, j] == pytest.approx(float(expected), 1e-5)
+
+
+def test_cka_equals_the_independence_criterion_of_gram_matrices():
+    """HSIC(K, L) = tr(K H L H), with H the centring matrix (arXiv 1905.00414, equation 3)."""
+    found = states().double()
+    centre = torch.eye(30, dtype=torch.float64) - 1 / 30
+
+    def hsic(x, y):
+        return torch.trace(x @ x.T @ centre @ y @ y.T @ centre)
+
+    measured = similarity(found.float(), "cka")
+    for i in range(4):
+        for j in range(4):
+            x, y = found[i], found[j]
+            expected = hsic(x, y) / (hsic(x, x) * hsic(y, y)).sqrt()
+            assert measured[i, j] == pytest.approx(float(expected), 1e-4)
+
+
+def test_a_turned_state_is_another_to_cosine_and_the_same_to_cka():
+    first = states()[0]
+    turn = torch.linalg.qr(torch.randn(8, 8, generator=make_generator("turn"))).Q
+    both = torch.stack([first, 3 * first @ turn])
+    assert similarity(both, "cka")[0, 1] == pytest.approx(1, abs=1e-5)
+    assert abs(similarity(both, "cosine")[0, 1]) < 0.6
+    assert similarity(torch.stack([first, 3 * first]), "cosine")[0, 1] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "skips", "expected"),
+    [
+        ([0, 0, 0, 0, 0, 0], {}, (1, 5)),
+        ([0, 9, 1, 1, 1, 9, 9, 0], {}, (2, 5)),
+        ([0, 1, 1, 1, 6, 1, 9, 9], {}, (1, 4)),
+        ([0, 1, 1, 4, 1, 1, 9, 9, 9, 9, 0], {}, (1, 6)),  # one stronger block between weak ones
+        ([0, 9, 1, 1, 1, 9, 0], {6: 0, 5: 1, 4: 2}, (2, 5)),
+        ([0, 1, 1, 1, 9, 9, 9], {6: 0, 5: 1, 4: 2}, (3, 4)),  # alone leaves every skip whole
+    ],
+)
+def test_the_rule(changes, skips, expected):
+    found = propose_route(changes, skips)
+    assert (found.start, found.end) == expected
+    middle = changes[1:-1]
+    gain = (found.end - found.start) * sum(middle) / len(middle) - sum(changes[slice(*expected)])
+    assert found.gain == pytest.approx(gain)
+
+
+def test_too_few_blocks_are_told():
+    with pytest.raises(ValueError, match=r"the 2 blocks.*3 blocks or more"):
+        propose_route([0.1, 0.2], {})
+
+
+def changes_of(backbone, dataset, given):
+    _, _, found = token_states(backbone, build_objective("flow"), dataset, given)
+    each = torch.stack([similarity(states, given.measure) for states in found])
+    return (1 - each.mean(dim=0).diagonal(offset=1)).tolist()
+
+
+@contextmanager
+def planted(backbone, still):
+    """Blocks that move each token as far as the others do, but for those in `still`."""
+
+    def moved(stream, index):
+        noise = torch.randn(stream.shape, generator=make_generator("moves", index))
+        return 0.8 * stream + 0.6 * stream.norm(dim=-1, keepdim=True) * F.normalize(noise, dim=-1)
+
+    def run_block(index, streams, condition, layout, skip):
+        return streams if index in still else tuple(moved(stream, index) for stream in streams)
+
+    backbone.run_block = run_block
+    yield
+    del backbone.run_block
+
+
+@pytest.mark.parametrize("measure", ["cosine", "cka"])
+@pytest.mark.parametrize("name", SMALL)
+def test_planted_still_blocks_are_found(name, measure):
+    """Symmetrical in the depth, as networks with long skips ask it to be."""
+    sizes = {**SMALL[name], "depth": 9 if name in ("dit_tiny", "rwkv_tiny") else 8}
+    backbone = Probe(name, input_size=(8, 8), in_channels=1, overrides=sizes).build()
+    assert backbone.num_blocks == 9
+    with planted(backbone, range(3, 6)):
+        changes = changes_of(backbone, None, options(measure=measure))
+    found = propose_route(changes, backbone.skips)
+    assert (found.start, found.end) == (3, 6)
+    assert all(changes[block] > 0.01 for block in (1, 2, 6, 7))
+    assert changes[3:6] == pytest.approx([0, 0, 0], abs=1e-6)
+
+
+def test_blocks_of_a_dit_whose_gates_are_shut_are_found():
+    backbone = Probe("dit_tiny", input_size=(8, 8), in_channels=1, num_classes=10).build()
+    for block in list(backbone.blocks)[4:8]:
+        torch.nn.init.zeros_(block.modulation.weight)
+        torch.nn.init.zeros_(block.modulation.bias)
+    changes = changes_of(backbone, build_data("digits").held_out, options())
+    found = propose_route(changes, {})
+    assert 1 <= found.start <= 4
+    assert 8 <= found.end <= 11
+    assert changes[4:8] == pytest.approx([0] * 4, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_states_are_what_the_blocks_are_given(name):
+    probe = Probe(name, overrides=SMALL[name])
+    backbone = probe.build()
+    places = torch.tensor([0, 7, 23])
+    with watching(backbone) as calls:
+        backbone(*probe.inputs())
+    with torch.no_grad(), recording(backbone, places) as seen:
+        backbone(*probe.inputs())
+        backbone(*probe.inputs())
+    assert "run_block" not in vars(backbone)
+    assert torch.equal(*seen)
+    rows = places + backbone.num_extra_tokens
+    for state, streams in zip(seen[0], [*(c.before for c in calls), calls[-1].after], strict=True):
+        expected = torch.cat([stream[:, rows] for stream in streams], dim=-1)
+        assert torch.equal(state.view_as(expected), expected)
+
+
+@pytest.mark.parametrize("objective", ["flow", "edm"])
+@pytest.mark.parametrize("from_data", [True, False])
+def test_images_and_samples_are_measured_at_the_objectives_levels(objective, from_data):
+    """The labels of the network tell which level each call had."""
+    parts = parts_of(settings(f"objective={objective}"))
+    backbone, dataset = parts.backbone, parts.data.held_out if from_data else None
+    asked = []
+    original = backbone.embed
+    backbone.embed = lambda x, t, y: asked.append(t) or original(x, t, y)
+    given = options(num_levels=3, max_tokens=50)
+    levels, count, found = token_states(backbone, parts.objective, dataset, given)
+    assert levels == parts.objective.levels(3)[:-1].tolist()
+    assert count == 6
+    assert [state.shape for state in found] == 3 * [(5, 6 * (50 // 6), 16)]
+    expected = [math.log(level) / 4 for level in levels] if objective == "edm" else levels
+    torch.testing.assert_close(torch.stack(asked[:3]), torch.tensor(expected)[:, None].expand(3, 4))
+    parted = options(num_levels=3, max_tokens=50, batch_size=6)
+    _, _, again = token_states(backbone, parts.objective, dataset, parted)
+    for one, other in zip(found, again, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_the_saving_is_that_of_a_routed_step():
+    sizes = {"input_size": 8, "in_channels": 1, "num_classes": 0, "hidden_size": 16, "depth": 6}
+    backbone, fused = (create_backbone("dit_tiny", **sizes) for _ in range(2))
+    fused.add_fusions([(2, 4)])
+    given = options(num_images=2, num_levels=1, selection_rate=0.75)
+    for network in (backbone, fused):
+        record = probe_placement(network, build_objective("flow"), None, given)
+        assert record["source"] == "samples on their way from noise"
+        route = record["route"]
+        routing = build_routing(
+            "tread", num_blocks=6, selection_rate=0.75, start=route["start"], end=route["end"]
+        )
+        routes = routing.draw(1, backbone.grid, make_generator("any"))
+        routed = count_flops(backbone, routes=routes, backward=True)
+        dense = count_flops(backbone, backward=True)
+        assert (route["flops_routed"], record["flops_dense"]) == (routed, dense)
+        assert route["saving"] == 1 - routed / dense
+
+
+def test_the_record_is_json_and_the_picture_is_drawn(tmp_path):
+    parts = parts_of(settings())
+    record = probe_placement(parts.backbone, parts.objective, parts.data, options())
+    assert json.loads(json.dumps(record)) == record
+    said = "\n".join(describe_placement(record))
+    route = (record["route"]["start"], record["route"]["end"])
+    assert record["source"] == "held-out images of digits"
+    for words in ("cosine of 96 token states", "proposed", f"routing.start={route[0]}"):
+        assert words in said
+    path = tmp_path / "placement.png"
+    plot_similarity(record["mean_similarity"], record["changes"], route, path, title="x")
+    assert Image.open(path).size == (1320, 600)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"measure": "cosin"}, "measure='cosin'.*'cosine'"),
+        ({"num_levels": 0}, "num_levels=0 must be an integer"),
+        ({"selection_rate": 1.0}, r"selection_rate=1.0 is outside \[0, 1\)"),
+        ({"num_images": 2.5}, "num_images=2.5 must be an integer"),
+    ],
+)
+def test_options_that_cannot_work(changes, words):
+    with pytest.raises(ValueError, match=words):
+        options(**changes)

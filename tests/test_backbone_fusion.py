@@ -1,0 +1,141 @@
+"""Fusions and dropped paths beside what the conformance kit holds every backbone to."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.test_contract import SMALL
+from tread_zoo import create_backbone
+from tread_zoo.evaluation.flops import count_flops
+from tread_zoo.routing import PathDrop
+from tread_zoo.testing import Probe
+
+SHALLOW = {
+    "dit_tiny": {"hidden_size": 16, "depth": 3},
+    "mamba_tiny": {"hidden_size": 16, "depth": 2, "state_size": 2},
+}
+
+
+def probe_of(name, sizes=SMALL):
+    return Probe(name, overrides=sizes[name])
+
+
+def widths_of(backbone, probe):
+    return [stream.shape[-1] for stream in backbone.embed(*probe.inputs())[0]]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_fusions_start_as_identities_and_draw_nothing(name):
+    probe = probe_of(name)
+    backbone = probe.build()
+    before = backbone.state_dict()
+    state = torch.get_rng_state()
+    backbone.add_fusions([(1, 2), (2, 3)])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert backbone.fused_ranges == ((1, 2), (2, 3))
+    after = backbone.state_dict()
+    new = {key: value for key, value in after.items() if key not in before}
+    widths = widths_of(backbone, probe)
+    assert len(new) == 2 * 2 * len(widths)
+    for span, (stream, width) in itertools.product(("1_2", "2_3"), enumerate(widths)):
+        weight = torch.cat([torch.eye(width), torch.eye(width)], dim=1)
+        assert torch.equal(new[f"fusions.{span}.weights.{stream}"], weight)
+        assert torch.equal(new[f"fusions.{span}.biases.{stream}"], torch.zeros(width))
+
+
+def test_a_network_without_fusions_has_no_trace_of_them():
+    backbone = probe_of("dit_tiny").build()
+    backbone.add_fusions(())
+    assert backbone.fused_ranges == ()
+    assert not [key for key in backbone.state_dict() if "fus" in key]
+
+
+@pytest.mark.parametrize("ranges", [[(0, 5)], [(2, 2)], [(-1, 2)], [(1, 3), (2, 4)]])
+def test_ranges_that_do_not_fit_are_refused(ranges):
+    backbone = probe_of("dit_tiny").build()
+    with pytest.raises(ValueError, match=r"disjoint, ascending, not empty.*4 blocks"):
+        backbone.add_fusions(ranges)
+    assert backbone.fused_ranges == ()
+
+
+def test_fusions_are_added_once():
+    backbone = probe_of("dit_tiny").build_fused((1, 3))
+    with pytest.raises(ValueError, match=r"has fusions already, at \(\(1, 3\),\)"):
+        backbone.add_fusions([(1, 2)])
+
+
+def test_routes_and_drops_that_do_not_fit_are_told():
+    probe = probe_of("dit_tiny")
+    plain, fused = probe.build(), probe.build_fused((1, 3))
+    with pytest.raises(ValueError, match=r"path drop \[1, 3\): this network fuses no range.*rej"):
+        plain(*probe.inputs(), routes=[PathDrop(1, 3)])
+    for route in (probe.route(fused, 1, 2), PathDrop(1, 2)):
+        with pytest.raises(ValueError, match=r"\[1, 2\) is none of the ranges.*\[1, 3\)"):
+            fused(*probe.inputs(), routes=[route])
+    with pytest.raises(ValueError, match="empty or negative"):
+        PathDrop(2, 2)
+    with pytest.raises(ValueError, match="starts before the one ahead"):
+        fused(*probe.inputs(), routes=[PathDrop(1, 3), PathDrop(1, 3)])
+
+
+def test_places_and_types_follow_the_network():
+    with torch.device("meta"):
+        backbone = create_backbone("mamba_tiny", input_size=8, in_channels=1, num_classes=3)
+        backbone.add_fusions([(2, 5)])
+    assert all(p.is_meta for p in backbone.fusions.parameters())
+    half = probe_of("uvit_tiny").build().to(torch.bfloat16)
+    half.add_fusions([(1, 3)])
+    assert {p.dtype for p in half.fusions.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_one_dropped_path_of_two_equals_the_rest_of_the_network(name):
+    """With fresh fusions, dropping blocks is the same as blocks that give back what they get."""
+    probe = probe_of(name)
+    backbone = probe.build_fused((1, 2), (2, 4), fresh=True)
+    dropped = backbone(*probe.inputs(), routes=[PathDrop(2, 4)])
+    run_block = backbone.run_block
+    backbone.run_block = lambda index, streams, *rest: (
+        streams if 2 <= index < 4 else run_block(index, streams, *rest)
+    )
+    torch.testing.assert_close(dropped, backbone(*probe.inputs()), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", SHALLOW)  # one stream, and two of different types
+def test_half_precision_is_near(name):
+    probe = probe_of(name, SHALLOW)
+    backbone = probe.build_fused((1, 2))
+    for routes in ((), (probe.route(backbone, 1, 2),), (PathDrop(1, 2),)):
+        full = backbone(*probe.inputs(), routes=routes)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            half = backbone(*probe.inputs(), routes=routes)
+        half.float().square().mean().backward()
+        assert (half.float() - full).norm() < 0.1 * full.norm()
+        for parameter in backbone.fusions.parameters():
+            assert torch.isfinite(parameter.grad).all()
+
+
+@pytest.mark.parametrize("name", SHALLOW)  # one stream, and two with skips
+def test_fusions_and_drops_are_captured_in_whole_graphs(name):
+    probe = probe_of(name, SHALLOW)
+    backbone = probe.build_fused((1, 2))
+    torch.compiler.reset()
+    compiled = torch.compile(backbone, backend="eager")
+    for routes in ((probe.route(backbone, 1, 2),), (PathDrop(1, 2),)):
+        expected = backbone(*probe.inputs(), routes=routes)
+        torch.testing.assert_close(compiled(*probe.inputs(), routes=routes), expected)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_flops_of_a_fusion_are_those_of_its_products(name):
+    probe = probe_of(name)
+    plain, fused = probe.build(), probe.build_fused((1, 3))
+    length = plain.num_extra_tokens + plain.num_tokens
+    price = sum(2 * length * 2 * width * width for width in widths_of(plain, probe))
+    route = probe.route(plain, 1, 3, rate=0.5, batch=1)
+    assert count_flops(fused) - count_flops(plain) == price
+    assert count_flops(fused, routes=[route]) - count_flops(plain, routes=[route]) == price
+    both = count_flops(fused, backward=True) - count_flops(plain, backward=True)
+    assert both == 3 * price
+    assert count_flops(fused, routes=[PathDrop(1, 3)]) < count_flops(fused, routes=[route])
