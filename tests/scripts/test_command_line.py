@@ -14,6 +14,7 @@ from PIL import Image
 from tests.small_run import SMALL
 
 ROOT = Path(__file__).parents[2]
+RUN = "runs/digits_dit_tiny_tread_flow_seed0"
 
 
 def call(script, *overrides, cwd, expect=0):
@@ -80,8 +81,40 @@ def test_evaluating_prints_the_numbers_with_their_protocol(trained):
     for words in ("agreement", "fid", "digits-cnn-64@", "40 samples", "guidance 1.5"):
         assert words in said
     record = json.loads((folder / "score.json").read_text())
-    assert record["protocol"]["sampling"]["guidance_scale"] == 1.5
+    sampling = record["protocol"]["sampling"]
+    assert (sampling["guidance"], sampling["guidance_scale"]) == ("cfg", 1.5)
+    assert (sampling["sampler"], sampling["num_steps"], sampling["nfe"]) == ("euler", 2, 4)
+    run = json.loads((folder / RUN / "score.json").read_text())["protocol"]["sampling"]
+    assert sampling["flops_per_image"] == 2 * run["flops_per_image"] > 0
     assert record["protocol"]["weights"] == "ema"
+
+
+def test_another_guidance_and_sampler_on_the_command_line(trained):
+    folder, _ = trained
+    said = call(
+        "sample.py", f"checkpoint={RUN}", "guidance=sparse", "guidance.weak_rate=0.6",
+        "sampler=dpmpp_2m", "sampler.num_steps=3", "num_images=2", "out=sparse", "device=cpu",
+        cwd=folder,
+    )  # fmt: skip
+    for words in ("dpmpp_2m 3 steps, sparse guidance 2, 6 evaluations", "MFLOPs an image"):
+        assert words in said
+    assert (folder / "sparse" / "grid.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["guidance=path_drop"], ["guidance=path_drop needs a network", "rejoin=project"]),
+        (["guidance=auto"], ["guidance.checkpoint is not set: add guidance.checkpoint="]),
+        (["guidance=sparse", "guidance.strong_rate=0.8"], ["strong_rate < weak_rate < 1"]),
+    ],
+)
+def test_bad_guidance_is_one_clear_message(trained, overrides, words):
+    folder, _ = trained
+    said = call("sample.py", f"checkpoint={RUN}", *overrides, "out=bad", cwd=folder, expect=1)
+    assert all(word in said for word in ("error: ", *words)), said
+    assert "Traceback" not in said
+    assert not (folder / "bad").exists()
 
 
 @pytest.mark.parametrize(
