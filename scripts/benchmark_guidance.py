@@ -84,8 +84,7 @@ def main(config: DictConfig) -> None:
     images = ImageBatch(network, objective, labels, range(batch), seed=0)
     drifts = {name: guidance.drift(images) for name, guidance in kinds.items()}
     forms: dict[str, Callable[[], torch.Tensor]] = {
-        name: (lambda drift=drift: drift(x, level))  # type: ignore[misc]
-        for name, drift in drifts.items()
+        name: (lambda drift=drift: drift(x, level)) for name, drift in drifts.items()
     }
     forms["cfg doubled"] = doubled
 

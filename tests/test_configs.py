@@ -90,6 +90,25 @@ def test_the_other_scripts_compose(script):
     assert given["checkpoint"] == "x"
 
 
+@pytest.mark.parametrize("script", ["sample", "evaluate"])
+def test_sampling_is_as_the_run_unless_a_kind_or_a_value_is_given(script):
+    register_configs()
+
+    def composed(*overrides):
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            return as_keywords(compose(script, overrides=["checkpoint=x", *overrides]))
+
+    given = composed("guidance.scale=3", "sampler.num_steps=9")
+    for group, own in (("guidance", {"scale": 3}), ("sampler", {"num_steps": 9})):
+        assert {key: value for key, value in given[group].items() if value is not None} == own
+    sparse = composed("guidance=sparse", "guidance.weak_rate=0.6")["guidance"]
+    assert (sparse["name"], sparse["scale"], sparse["weak_rate"]) == ("sparse", 2.0, 0.6)
+    with pytest.raises(Exception, match="weak_rat"):
+        composed("guidance=sparse", "guidance.weak_rat=0.6")
+    with pytest.raises(ValueError, match=r"guidance.checkpoint is not set: add guidance.check"):
+        composed("guidance=auto")
+
+
 def test_the_import_composes():
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         given = compose("import_checkpoint", overrides=["format=sit", "in=a.pt", "out=b"])

@@ -277,7 +277,7 @@ def tiny(name="dit_tiny", **options):
             "in_channels": 1,
             "num_classes": 10,
             "hidden_size": 16,
-            "depth": 7,
+            "depth": 8,
         }
         network = create_backbone(name, **{**sizes, **options})
         for parameter in network.parameters():
@@ -332,7 +332,7 @@ def draw(network, options, indices, *, batch_size=8, objective=None, **more):
 
 @pytest.mark.parametrize("name", list_backbones("*_tiny"))
 def test_sparse_guidance_runs_on_every_backbone(name):
-    network = tiny(name)
+    network = tiny(name, depth=7 if name == "rwkv_tiny" else 8)  # skips: odd there, even elsewhere
     images = draw(network, SamplingOptions(Euler(), 2, guidance=SparseGuidance()), [0, 1, 2])
     assert images.isfinite().all()
     dense = draw(network, SamplingOptions(Euler(), 2), [0, 1, 2])

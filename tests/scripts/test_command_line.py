@@ -101,19 +101,12 @@ def test_another_guidance_and_sampler_on_the_command_line(trained):
     assert (folder / "sparse" / "grid.png").exists()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["guidance=path_drop"], ["guidance=path_drop needs a network", "rejoin=project"]),
-        (["guidance=auto"], ["guidance.checkpoint is not set: add guidance.checkpoint="]),
-        (["guidance=sparse", "guidance.strong_rate=0.8"], ["strong_rate < weak_rate < 1"]),
-    ],
-)
-def test_bad_guidance_is_one_clear_message(trained, overrides, words):
+def test_guidance_that_the_network_cannot_take_is_one_clear_message(trained):
     folder, _ = trained
-    said = call("sample.py", f"checkpoint={RUN}", *overrides, "out=bad", cwd=folder, expect=1)
-    assert all(word in said for word in ("error: ", *words)), said
-    assert "Traceback" not in said
+    overrides = (f"checkpoint={RUN}", "guidance=path_drop", "out=bad")
+    said = call("sample.py", *overrides, cwd=folder, expect=1)
+    assert said.startswith("error: guidance=path_drop needs a network")
+    assert len(said.splitlines()) == 1
     assert not (folder / "bad").exists()
 
 
