@@ -21,7 +21,11 @@ from tread_zoo.kernels import (
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 OPS = ("attention", "bidirectional_wkv", "causal_conv1d", "selective_scan")
-OPTIONAL = {"selective_scan": "mamba-ssm", "causal_conv1d": "causal-conv1d"}
+OPTIONAL = {
+    "selective_scan": "mamba-ssm",
+    "causal_conv1d": "causal-conv1d",
+    "bidirectional_wkv": "triton",
+}
 
 
 @pytest.fixture(autouse=True)
