@@ -1,6 +1,11 @@
-"""The bidirectional WKV: torch form equals the formula in output and gradients, near and far."""
+"""The bidirectional WKV: torch form equals the formula in output and gradients, near and far.
+
+The torch form has two ways, one for inputs of a bounded spread; a test that is given `way` runs
+both and fails if another one ran.
+"""
 
 import math
+from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
@@ -9,12 +14,37 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tread_zoo.kernels import bidirectional_wkv
+from tread_zoo.kernels.bidirectional_wkv import one_maximum, running_maximum
 from tread_zoo.kernels.bidirectional_wkv.naive import bidirectional_wkv_naive
 from tread_zoo.kernels.bidirectional_wkv.torch_form import bidirectional_wkv_torch
 
 torch_form = import_module("tread_zoo.kernels.bidirectional_wkv.torch_form")
 
-SHAPES = [(1, 2, 4), (3, 7, 5), (2, 33, 8), (16, 18, 24)]  # B, L, C
+SHAPES = [(1, 2, 4), (3, 7, 5), (2, 16, 3), (2, 33, 8), (16, 18, 24)]  # B, L, C
+ONE, RUNNING = "one_maximum", "running_maximum"
+
+
+@pytest.fixture
+def taken(monkeypatch) -> list[str]:
+    """Return a list to which every block of rows adds the way that it takes."""
+    names: list[str] = []
+
+    def watched(name, function):
+        return lambda *args: (names.append(name), function(*args))[1]
+
+    for name, module in ((ONE, one_maximum), (RUNNING, running_maximum)):
+        for verb in ("forward", "backward"):
+            monkeypatch.setattr(module, verb, watched(name, getattr(module, verb)))
+    return names
+
+
+@pytest.fixture(params=[ONE, RUNNING])
+def way(request, taken, monkeypatch) -> Iterator[str]:
+    """Have the torch form go one way; the inputs must be such that they may go either."""
+    if request.param == RUNNING:
+        monkeypatch.setattr(one_maximum, "SPREAD", -1.0)
+    yield request.param
+    assert set(taken) == {request.param}
 
 
 def make_inputs(
@@ -74,7 +104,7 @@ def test_formula_by_hand() -> None:
 @pytest.mark.parametrize("subset", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_torch_form_equals_formula(shape, dtype, subset) -> None:
+def test_torch_form_equals_formula(shape, dtype, subset, way) -> None:
     batch, num_tokens, _ = shape
     length = 3 * num_tokens if subset else num_tokens
     positions = make_positions(batch, num_tokens, length) if subset else None
@@ -87,11 +117,26 @@ def test_torch_form_equals_formula(shape, dtype, subset) -> None:
 
 
 @pytest.mark.parametrize("subset", [False, True])
+@pytest.mark.parametrize("way", [ONE, RUNNING], indirect=True)
 @pytest.mark.parametrize(
-    ("reach", "keys"), [(1000, 1), (1e-3, 25), (3, 25), (1000, 25), (1e6, 25), (1e6, 1)]
+    ("reach", "keys"), [(0, 1), (1e-3, 8), (3, 8), (-3, 7), (1000, 8), (1e6, 8), (1e6, 1)]
 )
-def test_long_decays_and_large_keys_stay_exact(reach, keys, subset) -> None:
-    """Log-decays that sum to -1000 and keys of ±50, where sums taken at face value are 0/0."""
+def test_long_decays_stay_exact(reach, keys, subset, way) -> None:
+    """Log-decays that sum to -1000 and more, none at all, and growth, with keys of ±16."""
+    check_exactness(reach, keys, subset)
+
+
+@pytest.mark.parametrize("subset", [False, True])
+@pytest.mark.parametrize(
+    ("reach", "keys"), [(0, 25), (1e-3, 25), (3, 25), (-3, 25), (1000, 25), (1e6, 25), (-25, 7)]
+)
+def test_large_keys_stay_exact(reach, keys, subset, taken) -> None:
+    """Keys of ±50, or of ±14 and growth by e^25, where one maximum a channel would not do."""
+    check_exactness(reach, keys, subset)
+    assert set(taken) == {RUNNING}
+
+
+def check_exactness(reach: float, keys: float, subset: bool) -> None:
     shape, length = (2, 64, 16), 256 if subset else 64
     positions = make_positions(2, 64, 256) if subset else None
     exact = make_inputs(shape, reach=reach, keys=keys)
@@ -104,7 +149,55 @@ def test_long_decays_and_large_keys_stay_exact(reach, keys, subset) -> None:
         assert relative_error(mine, true) <= 1e-5
 
 
-def test_bar_shape_in_float32_is_as_exact_as_promised() -> None:
+@pytest.mark.parametrize("subset", [False, True])
+@pytest.mark.parametrize(
+    ("keys", "bonus", "decay"),
+    [(1, 0, 2), (0, 1, 2), (0, -1, 2), (0.5, -0.2, -0.3), (0.2, -0.5, -0.3)],
+)
+def test_both_ways_are_exact_up_to_the_bound(keys, bonus, decay, subset, taken, monkeypatch):
+    """The spread of one channel is all of `SPREAD`, shared by keys, u and a negative w."""
+    shape, length = (2, 40, 6), 90 if subset else 40
+    positions = make_positions(2, 40, 90) if subset else None
+    exact = [x.detach() for x in make_inputs(shape)]
+    share = torch.linspace(0.1, 1, 6, dtype=torch.float64) * one_maximum.SPREAD * (1 - 1e-5)
+    exact[0].uniform_(-0.5, 0.5, generator=torch.Generator().manual_seed(3))
+    exact[0][:, 3], exact[0][:, 31] = -0.5, 0.5
+    exact[0].mul_(keys * share)
+    exact[2], exact[3] = decay * share, bonus * share
+    inputs = [x.float().requires_grad_() for x in exact]
+    truth = run(bidirectional_wkv_naive, [x.requires_grad_() for x in exact], positions, length)
+    results = [run(bidirectional_wkv_torch, inputs, positions, length)]
+    assert set(taken) == {ONE}
+    monkeypatch.setattr(one_maximum, "SPREAD", one_maximum.SPREAD * (1 - 2e-5))
+    results.append(run(bidirectional_wkv_torch, inputs, positions, length))
+    assert set(taken[2:]) == {RUNNING}
+    for ours in results:
+        for mine, true in zip(ours, truth, strict=True):
+            assert relative_error(mine, true) <= 1e-5
+
+
+def test_each_block_of_rows_takes_its_own_way(taken, monkeypatch) -> None:
+    monkeypatch.setattr(torch_form, "BLOCK_VALUES", 2 * 7 * 4)
+    inputs = make_inputs((6, 7, 4))
+    with torch.no_grad():
+        inputs[0][2, 1, 3] = 60.0  # of the second block of two rows
+    truth = run(bidirectional_wkv_naive, inputs, None, 7)
+    for mine, true in zip(run(bidirectional_wkv_torch, inputs, None, 7), truth, strict=True):
+        torch.testing.assert_close(mine, true)
+    assert taken == [ONE, RUNNING, ONE] * 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_key_that_is_no_number_is_seen(value, taken) -> None:
+    k, v, w, u = (x.detach() for x in make_inputs((1, 5, 2), torch.float32))
+    k[0, 2, 1] = value
+    out = bidirectional_wkv(k, v, w, u)
+    assert taken == [RUNNING]
+    assert out[..., 0].isfinite().all()
+    assert out[..., 1].isnan().all()
+
+
+def test_bar_shape_in_float32_is_as_exact_as_promised(way) -> None:
     shape = (1, 256, 48)
     truth = run(bidirectional_wkv_naive, make_inputs(shape, reach=30), None, 256)
     ours = run(bidirectional_wkv_torch, make_inputs(shape, torch.float32, reach=30), None, 256)
@@ -133,14 +226,21 @@ def test_tokens_without_weight_may_as_well_be_left_out() -> None:
     torch.testing.assert_close(part, whole.gather(1, index))
 
 
-def test_all_positions_equal_none_to_the_bit() -> None:
-    inputs = make_inputs((3, 9, 4), torch.float32)
-    everywhere = torch.arange(9).expand(3, 9)
-    for form in (bidirectional_wkv_torch, bidirectional_wkv_naive):
-        assert torch.equal(form(*inputs, everywhere, 9), form(*inputs, None, 9))
+@pytest.mark.parametrize("shape", [(3, 9, 4), (2, 37, 20)])
+def test_all_positions_equal_none_to_the_bit(shape, way) -> None:
+    batch, length, _ = shape
+    inputs = make_inputs(shape, torch.float32)
+    everywhere = torch.arange(length).expand(batch, length)
+    listed, unlisted = (
+        run(bidirectional_wkv_torch, inputs, places, length) for places in (everywhere, None)
+    )
+    for one, other in zip(listed, unlisted, strict=True):
+        assert torch.equal(one, other)
+    naive = bidirectional_wkv_naive
+    assert torch.equal(naive(*inputs, everywhere, length), naive(*inputs, None, length))
 
 
-def test_one_token_gives_its_value() -> None:
+def test_one_token_gives_its_value(way) -> None:
     out, *grads = run(bidirectional_wkv_torch, make_inputs((2, 1, 3)), torch.tensor([[4], [0]]), 9)
     torch.testing.assert_close(out, make_inputs((2, 1, 3))[1].detach())
     for grad in (grads[0], grads[2], grads[3]):
@@ -154,7 +254,8 @@ def test_the_mirror_image_gives_the_mirror_image() -> None:
 
 
 @pytest.mark.parametrize("subset", [False, True])
-def test_gradcheck(subset, monkeypatch) -> None:
+def test_gradcheck(subset, way, monkeypatch) -> None:
+    monkeypatch.setattr(one_maximum, "CHUNK", 4)
     monkeypatch.setattr(torch_form, "BLOCK_VALUES", 40)
     positions = make_positions(3, 6, 15) if subset else None
     length = 15 if subset else 6
@@ -164,11 +265,21 @@ def test_gradcheck(subset, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("values", [1, 100, 10**9])
-def test_blocks_do_not_matter(values, monkeypatch) -> None:
+def test_blocks_do_not_matter(values, way, monkeypatch) -> None:
     inputs, positions = make_inputs((5, 9, 4)), make_positions(5, 9, 20)
     truth = run(bidirectional_wkv_naive, inputs, positions, 20)
     monkeypatch.setattr(torch_form, "BLOCK_VALUES", values)
     for mine, true in zip(run(bidirectional_wkv_torch, inputs, positions, 20), truth, strict=True):
+        torch.testing.assert_close(mine, true)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 100])
+@pytest.mark.parametrize("subset", [False, True])
+def test_chunks_do_not_matter(subset, chunk, monkeypatch) -> None:
+    inputs, positions = make_inputs((2, 23, 4)), make_positions(2, 23, 50) if subset else None
+    truth = run(bidirectional_wkv_naive, inputs, positions, 50)
+    monkeypatch.setattr(one_maximum, "CHUNK", chunk)
+    for mine, true in zip(run(bidirectional_wkv_torch, inputs, positions, 50), truth, strict=True):
         torch.testing.assert_close(mine, true)
 
 
@@ -186,7 +297,7 @@ def test_keeps_its_inputs_alone() -> None:
     assert sum(kept.values()) == sum(x.nbytes for x in inputs)
 
 
-def test_half_precision_inputs_keep_float32_sums() -> None:
+def test_half_precision_inputs_keep_float32_sums(way) -> None:
     k, v, w, u = make_inputs((2, 70, 8), torch.float32, keys=3)
     inputs = [*(x.detach().bfloat16().requires_grad_() for x in (k, v)), w, u]
     exact = [x.detach().double().requires_grad_() for x in inputs]
@@ -215,7 +326,7 @@ def test_autocast_changes_nothing_in_float32() -> None:
         assert torch.equal(mine, true)
 
 
-def test_views_are_taken_as_inputs() -> None:
+def test_views_are_taken_as_inputs(way) -> None:
     inputs, positions = make_inputs((2, 9, 4)), make_positions(2, 9, 12)
     strided = [
         x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_() for x in inputs

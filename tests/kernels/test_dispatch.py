@@ -22,7 +22,12 @@ from tread_zoo.kernels import (
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 OPS = ("attention", "bidirectional_wkv", "causal_conv1d", "selective_scan", "ssd")
-OPTIONAL = {"selective_scan": "mamba-ssm", "causal_conv1d": "causal-conv1d", "ssd": "mamba-ssm"}
+OPTIONAL = {
+    "selective_scan": "mamba-ssm",
+    "causal_conv1d": "causal-conv1d",
+    "bidirectional_wkv": "triton",
+    "ssd": "mamba-ssm",
+}
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,10 @@ Dimensions: B batch, L length, C channels.
 import torch
 from torch import Tensor
 
+from tread_zoo.kernels.bidirectional_wkv import triton_form
 from tread_zoo.kernels.bidirectional_wkv.naive import bidirectional_wkv_naive
 from tread_zoo.kernels.bidirectional_wkv.torch_form import bidirectional_wkv_torch
+from tread_zoo.kernels.bidirectional_wkv.triton_form import bidirectional_wkv_triton
 from tread_zoo.kernels.dispatch import Form, choose, register
 
 
@@ -21,7 +23,17 @@ def _example(device: torch.device) -> tuple[Tensor | int | None, ...]:
 
 register(
     "bidirectional_wkv",
-    [Form("torch", bidirectional_wkv_torch), Form("naive", bidirectional_wkv_naive)],
+    [
+        Form(
+            "triton",
+            bidirectional_wkv_triton,
+            triton_form.MODULE,
+            triton_form.INSTALL,
+            triton_form.unsuited,
+        ),
+        Form("torch", bidirectional_wkv_torch),
+        Form("naive", bidirectional_wkv_naive),
+    ],
     _example,
 )
 

@@ -1,0 +1,180 @@
+"""The bidirectional WKV in Triton: a running maximum in registers, forward and backward.
+
+With p_t the positions, s = w/T, the state of some steps seen from step j, at or after all of them,
+
+    m = max_i k_i - (p_j - p_i) s,     (N, D) = Σ_i exp(k_i - (p_j - p_i) s - m) (v_i, 1)
+
+and two states make one: the older decays by the distance, both go over the larger maximum. The
+state of all steps before t, seen from t-1 and decayed by d = p_t - p_{t-1} less one, the same from
+the other side, and the step's own term, exp(u + k_t) (v_t, 1), are put on their largest exponent:
+their sum is exp(r_t) (N_t, D_t). Nothing overflows and no quotient is 0/0, as in the torch form.
+
+    out_t = N_t / D_t,     ℓ_t = r_t + log D_t,     W_ti = exp(k_i - (|p_t - p_i| - 1) s - ℓ_t) <= 1
+
+are the output, the logarithm of its denominator, and the weight of i in t (W_tt = exp(u + k_t -
+ℓ_t)). With them the gradients are sums over t like those over i above, with keys -ℓ_t and values
+∂out_t (1, out_t), and with their first moment in the distance for ∂s:
+
+    (A_i, Z_i) = Σ_t W_ti ∂out_t (1, out_t),     ∂v_i = A_i,   ∂k_i = v_i A_i - Z_i
+    ∂u = Σ_i W_ii ∂out_i (v_i - out_i)
+    ∂s = -Σ_{t≠i} (|p_t - p_i| - 1) W_ti ∂out_t (v_i - out_t)
+
+Autograd keeps the inputs, the output and ℓ (float32). ∂s and ∂u are sums over the batch and the
+steps, so over programs: each writes its part and the parts are summed afterwards, without atomics,
+to the same bits in every run.
+
+Dimensions: B batch, L length, C channels, n chunks of L.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from tread_zoo.kernels.bidirectional_wkv.torch_form import backward_flops, forward_flops
+
+MODULE = "triton"
+INSTALL = "pip install triton"
+
+CHUNK = 16  # steps of a program. More fill its registers; with fewer it has more chunks to merge
+BLOCK = 32  # channels of a program, one a thread
+OPTIONS = {"num_warps": 1, "enable_fp_fusion": True}
+if torch.version.hip is None:
+    # 16 programs fit on a multiprocessor, and only NVIDIA's can be told. Of itself the last kernel
+    # takes 200; so it puts some values aside, at most 5 % of what it executes.
+    OPTIONS["maxnreg"] = 128
+
+
+def bidirectional_wkv_triton(
+    k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
+) -> Tensor:
+    """Return the WKV; see `tread_zoo.kernels.bidirectional_wkv`. The state is float32."""
+    return _forward(k, v, w, u, positions, length)[0]
+
+
+def unsuited(
+    k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
+) -> str | None:
+    """Return why the kernels do not take this call, or None."""
+    if torch.float64 in (k.dtype, v.dtype, w.dtype, u.dtype):
+        return "float64"
+    return None
+
+
+@torch.library.custom_op("tread_zoo::bidirectional_wkv_triton", mutates_args=())
+def _forward(
+    k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
+) -> tuple[Tensor, Tensor]:
+    """Return out [B, L, C] and ℓ, float32."""
+    k, v, w, u = (x.contiguous() for x in (k, v, w, u))
+    places = None if positions is None else positions.contiguous()
+    out, lse = torch.empty_like(v), torch.empty_like(k, dtype=torch.float32)
+    edges = _edges(k, size=3)
+    _launch("summarise", k, length, k, v, w, places, edges)
+    _launch("average", k, length, k, v, w, u, places, edges, out, lse)
+    return out, lse
+
+
+@torch.library.custom_op("tread_zoo::bidirectional_wkv_triton_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    positions: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    length: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of k, v, w and u."""
+    grad, k, v, w, u = (x.contiguous() for x in (grad, k, v, w, u))
+    places = None if positions is None else positions.contiguous()
+    gk, gv, edges = torch.empty_like(k), torch.empty_like(v), _edges(k, size=5)
+    gs, gu = lse.new_empty(2, len(k), edges.shape[1], k.shape[2])
+    _launch("summarise_grads", k, length, grad, out, lse, w, places, edges)
+    arguments = (grad, out, lse, k, v, w, u, places, edges, gk, gv, gs, gu)
+    _launch("differentiate", k, length, *arguments)
+    return gk, gv, (gs.sum((0, 1)) / length).to(w.dtype), gu.sum((0, 1)).to(u.dtype)
+
+
+def _edges(k: Tensor, size: int) -> Tensor:
+    """Return memory for states of `size` values at both edges of each chunk."""
+    batch, num_tokens, channels = k.shape
+    num_chunks = -(-num_tokens // CHUNK)
+    return k.new_empty(batch, num_chunks, 2, size, channels, dtype=torch.float32)
+
+
+def _launch(kernel: str, k: Tensor, length: int, *tensors: Tensor | None) -> None:
+    """Run a kernel for all chunks of k [B, L, C] and all channels."""
+    batch, num_tokens, channels = k.shape
+    num_chunks = -(-num_tokens // CHUNK)
+    grid = (batch * num_chunks, -(-channels // BLOCK))
+    with _on(k.device):
+        getattr(_kernels(), kernel)[grid](
+            *tensors,
+            num_tokens,
+            float(length),
+            channels,
+            num_chunks,
+            CHUNK=CHUNK,
+            BLOCK=BLOCK,
+            **OPTIONS,
+        )
+
+
+def _kernels() -> ModuleType:
+    """Return the device code, whose import needs triton."""
+    from tread_zoo.kernels.bidirectional_wkv import triton_kernels
+
+    return triton_kernels
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device; on a CPU it interprets."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@_forward.register_fake
+def _(
+    k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
+) -> tuple[Tensor, Tensor]:
+    contiguous = torch.contiguous_format
+    lse = torch.empty_like(k, dtype=torch.float32, memory_format=contiguous)
+    return torch.empty_like(v, memory_format=contiguous), lse
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    positions: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    length: int,
+) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v, w, u))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.length = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors  # read once: recomputation in the backward pass allows no more
+    return *_backward(grad, *saved, ctx.length), None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+# FLOPs are those of the operation: they do not depend on the form that runs.
+register_flop_formula(torch.ops.tread_zoo.bidirectional_wkv_triton)(forward_flops)
+register_flop_formula(torch.ops.tread_zoo.bidirectional_wkv_triton_backward)(backward_flops)
