@@ -7,7 +7,7 @@ from tests.backbones.test_mamba import walks_of
 from tread_zoo import create_backbone
 from tread_zoo.backbone import Layout
 from tread_zoo.routing import GAPS, ORDERS
-from tread_zoo.testing.conformance import Probe, watching
+from tread_zoo.testing.conformance import CHECKS, Probe, watching
 
 GRID = (3, 4)
 SIZES = {"input_size": 8, "in_channels": 1, "num_classes": 10}
@@ -92,6 +92,12 @@ def test_gap_rule_matters_only_at_gaps():
     ignore, reset = make_mixer("ignore"), make_mixer("reset")
     torch.testing.assert_close(ignore(x, contiguous), reset(x, contiguous))
     assert not torch.allclose(ignore(x, gapped), reset(x, gapped))
+
+
+def test_a_block_that_resets_knows_the_ids():
+    probe = Probe("mamba2_tiny", overrides={**SMALL, "conv_gaps": "reset"})
+    assert probe.build().block_knows == ("order", "ids")
+    CHECKS["blocks_know_what_they_declare"](probe)
 
 
 def test_scan_runs_both_ways():
