@@ -131,7 +131,7 @@ class Routing:
             raise ValueError(f"step={step} is not one of the run's {num_steps}, from 0.")
         routed = self.routed_steps(num_steps)
         if step not in routed or not self._is_drawn(step, seed):
-            return Routing()
+            return self._plain(())
         return self._if_routed(step, routed, num_steps)
 
     def routed_steps(self, num_steps: int) -> range:
@@ -147,7 +147,7 @@ class Routing:
         """
         routed = self.routed_steps(num_steps)
         if not self.plans or not routed:
-            return [(range(num_steps), Routing())]
+            return [(range(num_steps), self._plain(()))]
         edges = {routed.start, routed.stop}
         for plan in self.plans:
             if plan.schedule is not None:
@@ -157,7 +157,7 @@ class Routing:
         for begin, end in itertools.pairwise(bounds):
             if begin < end:
                 inside = begin in routed
-                used = self._if_routed(begin, routed, num_steps) if inside else Routing()
+                used = self._if_routed(begin, routed, num_steps) if inside else self._plain(())
                 found.append((range(begin, end), used))
         return found
 
@@ -194,7 +194,11 @@ class Routing:
             rate = next(rate for begin, rate in reversed(stairs) if begin <= step)
             if rate > 0:  # a route that keeps all is none
                 plans.append(replace(plan, selection_rate=rate, schedule=None))
-        return Routing(tuple(plans))
+        return self._plain(plans)
+
+    def _plain(self, plans: Sequence[RoutePlan]) -> "Routing":
+        """Return this routing with other plans and without a schedule."""
+        return replace(self, plans=tuple(plans), warm_start=0.0, dense_tail=0.0, probability=1.0)
 
 
 def build_routing(
@@ -279,7 +283,12 @@ def build_routing(
                 f"routing.routes: [{after.start}, {after.end}) starts before "
                 f"[{before.start}, {before.end}) ends; list disjoint routes in ascending order."
             )
-    return Routing(tuple(plans), float(warm_start), float(dense_tail), float(probability))
+    return Routing(
+        tuple(plans),
+        warm_start=float(warm_start),
+        dense_tail=float(dense_tail),
+        probability=float(probability),
+    )
 
 
 def _with_inherited(
