@@ -95,7 +95,7 @@ def test_gap_rule_matters_only_at_gaps():
 
 
 def test_a_block_that_resets_knows_the_ids():
-    probe = Probe("mamba2_tiny", overrides={**SMALL, "conv_gaps": "reset"})
+    probe = Probe("mamba2_tiny", overrides={**SMALL, "gaps": "reset"})
     assert probe.build().block_knows == ("order", "ids")
     CHECKS["blocks_know_what_they_declare"](probe)
 

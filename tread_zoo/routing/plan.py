@@ -243,11 +243,11 @@ class Routing:
             rate = next(rate for begin, rate in reversed(stairs) if begin <= step)
             if rate > 0:  # a route that keeps all is none
                 plans.append(replace(plan, selection_rate=rate, schedule=None))
-        return self._plain(tuple(plans))
+        return self._plain(plans)
 
-    def _plain(self, plans: tuple[RoutePlan, ...]) -> "Routing":
-        """Return the routing of one step by these plans, without a schedule."""
-        return replace(self, plans=plans, warm_start=0.0, dense_tail=0.0, probability=1.0)
+    def _plain(self, plans: Sequence[RoutePlan]) -> "Routing":
+        """Return this routing with other plans and without a schedule."""
+        return replace(self, plans=tuple(plans), warm_start=0.0, dense_tail=0.0, probability=1.0)
 
 
 def build_routing(
@@ -337,11 +337,11 @@ def build_routing(
             )
     return Routing(
         tuple(plans),
-        float(warm_start),
-        float(dense_tail),
-        float(probability),
-        rejoin,
-        path_drop_probability,
+        warm_start=float(warm_start),
+        dense_tail=float(dense_tail),
+        probability=float(probability),
+        rejoin=rejoin,
+        path_drop_probability=path_drop_probability,
     )
 
 
