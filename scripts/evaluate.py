@@ -1,6 +1,7 @@
 """Score a checkpoint: distances to real images and, for digits, agreement with the asked label.
 
 python scripts/evaluate.py checkpoint=runs/digits_dit_tiny_tread_flow_seed0
+python scripts/evaluate.py checkpoint=… guidance=sparse guidance.weak_rate=0.8 sampler=dpmpp_2m
 """
 
 import json
@@ -33,13 +34,15 @@ def main(config: DictConfig) -> None:
         device=settings["device"],
         precision=settings["precision"],
     )
+    sampling = run.sampling(settings["sampler"], settings["guidance"])
     record = evaluate(
         run.backbone,
         run.objective,
         run.data(settings["data"]),
-        run.sampling(settings["sampler"], settings["guidance"]),
+        sampling,
         options,
         precision=run.precision,
+        weak=run.weak(sampling),
     )
     record["protocol"] |= {"weights": settings["weights"], "step": run.checkpoint.step}
     out = Path(settings["out"] or run.run_dir / f"score_{run.checkpoint.step:08d}.json")

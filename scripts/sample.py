@@ -2,6 +2,7 @@
 
 python scripts/sample.py checkpoint=runs/digits_dit_tiny_tread_flow_seed0 num_images=64
 python scripts/sample.py checkpoint=… guidance.scale=2 label=3 sampler.name=heun
+python scripts/sample.py checkpoint=… guidance=sparse guidance.weak_rate=0.8 sampler=dpmpp_2m
 
 A network that works on latents, of neither 1 nor 3 channels, gives latents.npz for its autoencoder.
 """
@@ -27,6 +28,7 @@ def main(config: DictConfig) -> None:
 
     from tread_zoo.data import to_uint8
     from tread_zoo.diffusion import default_labels, generate
+    from tread_zoo.evaluation.evaluate import describe_sampling, sampling_record
     from tread_zoo.evaluation.pictures import save_grid, save_png
     from tread_zoo.kernels import set_forms
     from tread_zoo.runtime import describe_device
@@ -43,12 +45,14 @@ def main(config: DictConfig) -> None:
         precision=settings["precision"],
     )
     sampling = run.sampling(settings["sampler"], settings["guidance"])
+    weak = run.weak(sampling)
     indices = range(settings["first_index"], settings["first_index"] + settings["num_images"])
     labels = default_labels(indices, run.backbone.num_classes)
     if settings["label"] is not None:
         labels = torch.full((len(indices),), settings["label"])
     place = describe_device(next(run.backbone.parameters()).device)
-    logger.info("%s, step %d, on %s, %s", run.backbone.name, run.checkpoint.step, place, sampling)
+    words = describe_sampling(sampling_record(run.backbone, run.objective, sampling, weak=weak))
+    logger.info("%s, step %d, on %s; %s", run.backbone.name, run.checkpoint.step, place, words)
     x = generate(
         run.backbone,
         run.objective,
@@ -58,6 +62,7 @@ def main(config: DictConfig) -> None:
         seed=settings["seed"],
         batch_size=settings["batch_size"],
         precision=run.precision,
+        weak=weak,
     )
     out = Path(settings["out"] or run.run_dir / "generated")
     out.mkdir(parents=True, exist_ok=True)

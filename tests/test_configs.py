@@ -1,24 +1,63 @@
 """Every YAML composes, and what it composes is built."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from tests.small_run import CONFIGS, full_settings, parts_of, settings
 from tread_zoo import list_backbones
 from tread_zoo.cli import as_keywords, register_configs
+from tread_zoo.diffusion import GUIDANCE, SAMPLERS
 from tread_zoo.kernels import get_forms
 from tread_zoo.registry import get_backbone_entry
 
+GRID = ("num_steps", "grid", "shift", "rho")
 GROUPS = ("backbone", "routing", "objective", "sampler", "guidance", "training", "evaluation")
 OPTIONS = [(g, p.stem) for g in GROUPS for p in sorted((CONFIGS / g).glob("*.yaml"))]
 
 
+# What an option needs beside itself; and what refuses it where a new network is trained on the
+# defaults, for it asks for what is not there.
+BESIDE = {("sampler", "edm_stochastic"): ["objective=edm"]}
+REFUSED = {
+    ("sampler", "as_run"): "sampler=as_run repeats",
+    ("guidance", "as_run"): "guidance=as_run repeats",
+    ("guidance", "auto"): "guidance.checkpoint is not set",
+    ("guidance", "path_drop"): "rejoin=project",
+}
+
+
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_builds(group, option):
-    parts_of(full_settings(f"{group}={option}"))
+    beside = BESIDE.get((group, option), [])
+    if (group, option) not in REFUSED:
+        parts_of(full_settings(f"{group}={option}", *beside))
+        return
+    with pytest.raises(ValueError, match=REFUSED[group, option]):
+        parts_of(full_settings(f"{group}={option}"))
+
+
+@pytest.mark.parametrize(("group", "names"), [("sampler", SAMPLERS), ("guidance", GUIDANCE)])
+def test_every_kind_is_an_option_with_its_defaults(group, names):
+    """What a YAML says is what the code defaults to, but for steps; as_run has every field."""
+    files = {
+        path.stem: yaml.safe_load(path.read_text()) for path in (CONFIGS / group).glob("*.yaml")
+    }
+    assert set(files) == {"as_run", *names}
+    fields = set()
+    for name, kind in names.items():
+        given = {key: value for key, value in files[name].items() if key not in GRID}
+        assert given.pop("name") == name
+        given = {key: None if value == "???" else value for key, value in given.items()}
+        known = {field.name: field.default for field in dataclasses.fields(kind)}
+        assert given == {**known, **({"checkpoint": None} if "checkpoint" in known else {})}
+        fields |= set(files[name])
+    assert set(files["as_run"]) == fields
+    assert set(files["as_run"].values()) == {None}
 
 
 @pytest.mark.parametrize("option", [p.stem for p in sorted((CONFIGS / "tracker").glob("*.yaml"))])
@@ -49,6 +88,25 @@ def test_the_other_scripts_compose(script):
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         given = as_keywords(compose(script, overrides=["checkpoint=x"]))
     assert given["checkpoint"] == "x"
+
+
+@pytest.mark.parametrize("script", ["sample", "evaluate"])
+def test_sampling_is_as_the_run_unless_a_kind_or_a_value_is_given(script):
+    register_configs()
+
+    def composed(*overrides):
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            return as_keywords(compose(script, overrides=["checkpoint=x", *overrides]))
+
+    given = composed("guidance.scale=3", "sampler.num_steps=9")
+    for group, own in (("guidance", {"scale": 3}), ("sampler", {"num_steps": 9})):
+        assert {key: value for key, value in given[group].items() if value is not None} == own
+    sparse = composed("guidance=sparse", "guidance.weak_rate=0.6")["guidance"]
+    assert (sparse["name"], sparse["scale"], sparse["weak_rate"]) == ("sparse", 2.0, 0.6)
+    with pytest.raises(Exception, match="weak_rat"):
+        composed("guidance=sparse", "guidance.weak_rat=0.6")
+    with pytest.raises(ValueError, match=r"guidance.checkpoint is not set: add guidance.check"):
+        composed("guidance=auto")
 
 
 def test_the_import_composes():

@@ -79,6 +79,21 @@ def test_a_folder_with_another_run_is_not_taken_for_this_one(tmp_path):
         run_grid(other, compose)
 
 
+def test_a_finished_run_from_before_samplers_had_grids_is_kept(tmp_path, monkeypatch):
+    """Its settings say the same in fewer words; another scale is another run."""
+    cells = cells_of(tmp_path, seed=["0"])
+    run_grid(cells, compose)
+    config = cells[0].folder / "config.json"
+    old = json.loads(config.read_text())
+    old |= {"sampler": {"name": "euler", "num_steps": 2}, "guidance": {"scale": 1.0}}
+    config.write_text(json.dumps(old))
+    monkeypatch.setattr(grid, "train", None)
+    run_grid(cells, compose)
+    config.write_text(json.dumps({**old, "guidance": {"scale": 1.5}}))
+    with pytest.raises(ValueError, match=r"holds a run whose guidance is \{'scale': 1.5\}"):
+        run_grid(cells, compose)
+
+
 def test_a_run_that_diverges_is_noted_and_the_others_go_on(tmp_path, monkeypatch):
     real = grid.train
 

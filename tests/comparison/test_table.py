@@ -75,6 +75,28 @@ def test_numbers_of_different_protocols_do_not_share_a_table(tmp_path, key):
     assert not list(tmp_path.iterdir())
 
 
+def sampled(**sampling):
+    sampling = {"sampler": "euler", "num_steps": 25, "guidance": "cfg", "guidance_scale": 2.0,
+                "nfe": 50, "flops_per_image": 7e6, **sampling}  # fmt: skip
+    return dataclasses.replace(RESULT, protocol={**RESULT.protocol, "sampling": sampling})
+
+
+def test_networks_of_different_cost_share_a_table_with_a_column_for_it(tmp_path):
+    results = {("none", 0): sampled(), ("tread", 0): sampled(flops_per_image=9e6)}
+    text = report(tmp_path, results=results)
+    assert "euler 25 steps, cfg guidance 2" in text
+    header, *rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    place = header.index("MFLOPs a sample")
+    assert [row[place] for row in rows[1:3]] == ["7", "9"]
+
+
+@pytest.mark.parametrize("changed", [{"guidance_scale": 3.0}, {"guidance": "sparse"}, {"nfe": 49}])
+def test_another_guidance_is_another_protocol(tmp_path, changed):
+    results = {("none", 0): sampled(), ("tread", 0): sampled(**changed)}
+    with pytest.raises(ValueError, match="scored with sampling="):
+        report(tmp_path, results=results)
+
+
 def test_a_failed_run_is_shown_and_left_out_of_the_mean(tmp_path):
     failed = dataclasses.replace(RESULT, values={}, protocol={}, failed="loss is nan")
     text = report(tmp_path, results={("none", 0): RESULT, ("none", 1): failed})

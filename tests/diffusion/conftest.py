@@ -5,6 +5,7 @@ b = t), x has variance a^2 std^2 + b^2, and an ODE path keeps its z-score: (x - 
 root. Everything here is derived from that, in other words than the code under test.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -59,6 +60,16 @@ class GaussianProblem:
         return flow if isinstance(objective, FlowMatching) else edm
 
 
+def _problem(name: str) -> GaussianProblem:
+    return GaussianProblem(EDM() if name == "edm" else FlowMatching())
+
+
 @pytest.fixture(params=["edm", "flow"])
 def problem(request: pytest.FixtureRequest) -> GaussianProblem:
-    return GaussianProblem(EDM() if request.param == "edm" else FlowMatching())
+    return _problem(request.param)
+
+
+@pytest.fixture
+def gaussian() -> Callable[[str], GaussianProblem]:
+    """Return the problem of an objective by its name, for what fits only one."""
+    return _problem

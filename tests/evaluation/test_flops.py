@@ -2,7 +2,20 @@ import pytest
 import torch
 
 from tread_zoo import create_backbone
-from tread_zoo.evaluation.flops import count_flops
+from tread_zoo.diffusion import (
+    EDM,
+    AutoGuidance,
+    ClassifierFree,
+    Euler,
+    FlowMatching,
+    Heun,
+    IntervalGuidance,
+    NoGuidance,
+    PathDropGuidance,
+    SamplingOptions,
+    SparseGuidance,
+)
+from tread_zoo.evaluation.flops import count_flops, count_sampling
 from tread_zoo.routing import Route
 
 
@@ -49,3 +62,82 @@ def test_the_meta_device_counts_what_the_cpu_does(name):
 def test_flops_grow_with_the_batch_alone():
     backbone = create_backbone("mamba_tiny", input_size=8, in_channels=1, num_classes=10)
     assert count_flops(backbone, batch=6) == 6 * count_flops(backbone)
+
+
+# Sampling -----------------------------------------------------------------------------------------
+
+
+def digits_network(**options):
+    return create_backbone("dit_tiny", input_size=8, in_channels=1, num_classes=10, **options)
+
+
+EULER, FLOW = Euler(), FlowMatching()
+
+
+def cost(network, guidance, sampler=EULER, *, num_steps=5, objective=FLOW, **weak):
+    found = count_sampling(
+        network, objective, SamplingOptions(sampler, num_steps, guidance=guidance), **weak
+    )
+    return found.evaluations, found.flops
+
+
+DENSE = dit_forward_flops(16, 64, 12, 16, 0, patch_values=4)
+
+
+@pytest.mark.parametrize(
+    ("guidance", "evaluations"),
+    [
+        (NoGuidance(), 5),
+        (ClassifierFree(scale=2.0), 10),
+        (ClassifierFree(scale=1.0), 5),
+        (ClassifierFree(scale=0.0), 5),
+        (IntervalGuidance(scale=2.0, low=0.1, high=0.5), 7),  # at 0.4 and 0.2 of 1, .8, …
+        (SparseGuidance(scale=1.0), 5),
+    ],
+)
+def test_sampling_costs_the_calls_that_happen(guidance, evaluations):
+    assert cost(digits_network(), guidance) == (evaluations, evaluations * DENSE)
+
+
+def test_heun_evaluates_twice_but_for_the_last_step():
+    network = digits_network()
+    assert cost(network, NoGuidance(), Heun(), objective=EDM()) == (9, 9 * DENSE)
+    assert cost(network, ClassifierFree(), Heun()) == (18, 18 * DENSE)
+
+
+def test_sparse_guidance_costs_its_share_of_classifier_free_guidance():
+    """At rates 0 and 0.7 a route of blocks 2 … 7 keeps 16 - 11 tokens, by hand."""
+    network = digits_network()
+    routed = dit_forward_flops(16, 64, 12, 5, 6, patch_values=4)
+    evaluations, flops = cost(network, SparseGuidance(strong_rate=0.0, weak_rate=0.7))
+    assert (evaluations, flops) == (10, 5 * (DENSE + routed))
+    share = flops / cost(network, ClassifierFree())[1]
+    assert share == pytest.approx((1 + routed / DENSE) / 2, rel=1e-12)
+    both = cost(network, SparseGuidance(strong_rate=0.25, weak_rate=0.7))[1]
+    assert both == 5 * (dit_forward_flops(16, 64, 12, 12, 6, patch_values=4) + routed)
+
+
+def test_autoguidance_costs_both_networks():
+    network, weak = digits_network(), digits_network(depth=3)
+    small = dit_forward_flops(16, 64, 3, 16, 0, patch_values=4)
+    guidance = AutoGuidance(scale=2.0, checkpoint="x")
+    assert cost(network, guidance, weak=weak) == (10, 5 * (DENSE + small))
+
+
+def test_path_drop_costs_what_is_left():
+    """Blocks 2 … 7 are skipped in the weak call; both calls pay for the fusion behind them."""
+    network = digits_network()
+    network.add_fusions([(2, 8)])
+    fusion = 2 * 16 * (2 * 64) * 64  # 16 tokens, from two streams of 64 to one
+    short = dit_forward_flops(16, 64, 6, 16, 0, patch_values=4)
+    found = cost(network, PathDropGuidance(scale=2.0))
+    assert found == (10, 5 * (DENSE + fusion + short + fusion))
+
+
+def test_counting_leaves_the_network_as_it_was():
+    network = digits_network()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    cost(network, ClassifierFree())
+    assert "forward" not in vars(network)
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    assert network(torch.zeros(1, 1, 8, 8), torch.ones(1)).device.type == "cpu"

@@ -14,6 +14,7 @@ from PIL import Image
 from tests.small_run import SMALL
 
 ROOT = Path(__file__).parents[2]
+RUN = "runs/digits_dit_tiny_tread_flow_seed0"
 
 
 def call(script, *overrides, cwd, expect=0):
@@ -80,7 +81,11 @@ def test_evaluating_prints_the_numbers_with_their_protocol(trained):
     for words in ("agreement", "fid", "digits-cnn-64@", "40 samples", "guidance 1.5"):
         assert words in said
     record = json.loads((folder / "score.json").read_text())
-    assert record["protocol"]["sampling"]["guidance_scale"] == 1.5
+    sampling = record["protocol"]["sampling"]
+    assert (sampling["guidance"], sampling["guidance_scale"]) == ("cfg", 1.5)
+    assert (sampling["sampler"], sampling["num_steps"], sampling["nfe"]) == ("euler", 2, 4)
+    run = json.loads((folder / RUN / "score.json").read_text())["protocol"]["sampling"]
+    assert sampling["flops_per_image"] == 2 * run["flops_per_image"] > 0
     assert record["protocol"]["weights"] == "ema"
 
 
@@ -97,6 +102,27 @@ def test_probing_routes_leaves_a_picture_and_its_numbers(trained):
     record = json.loads((folder / run / "placement" / "placement.json").read_text())
     assert (record["weights"], record["step"], len(record["levels"])) == ("ema", 6, 2)
     assert f"routing.start={record['route']['start']}" in said
+
+
+def test_another_guidance_and_sampler_on_the_command_line(trained):
+    folder, _ = trained
+    said = call(
+        "sample.py", f"checkpoint={RUN}", "guidance=sparse", "guidance.weak_rate=0.6",
+        "sampler=dpmpp_2m", "sampler.num_steps=3", "num_images=2", "out=sparse", "device=cpu",
+        cwd=folder,
+    )  # fmt: skip
+    for words in ("dpmpp_2m 3 steps, sparse guidance 2, 6 evaluations", "MFLOPs an image"):
+        assert words in said
+    assert (folder / "sparse" / "grid.png").exists()
+
+
+def test_guidance_that_the_network_cannot_take_is_one_clear_message(trained):
+    folder, _ = trained
+    overrides = (f"checkpoint={RUN}", "guidance=path_drop", "out=bad")
+    said = call("sample.py", *overrides, cwd=folder, expect=1)
+    assert said.startswith("error: guidance=path_drop needs a network")
+    assert len(said.splitlines()) == 1
+    assert not (folder / "bad").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@ import logging
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from tests.small_run import settings
+from tread_zoo.diffusion import AutoGuidance, ClassifierFree, NoGuidance
 from tread_zoo.training.checkpoints import (
     CheckpointError,
     find_checkpoint,
@@ -138,13 +140,97 @@ def test_restore_gives_back_what_sampling_needs(run):
     restored = restore(folder, weights="ema", device="cpu", precision="fp32")
     unset = {"name": None, "num_steps": None}
     sampling = restored.sampling(unset, {"scale": None})
-    assert (sampling.sampler, sampling.num_steps, sampling.guidance_scale) == ("heun", 3, 1.0)
+    assert (sampling.sampler.name, sampling.num_steps) == ("heun", 3)
+    assert sampling.guidance == NoGuidance()
     changed = restored.sampling({"name": "euler", "num_steps": 9}, {"scale": 2.0})
-    assert (changed.sampler, changed.num_steps, changed.guidance_scale) == ("euler", 9, 2.0)
+    assert (changed.sampler.name, changed.num_steps) == ("euler", 9)
+    assert changed.guidance == ClassifierFree(scale=2.0)
     assert type(restored.objective).__name__ == "EDM"
     assert len(restored.data({}).train) == 1438
     with pytest.raises(ValueError, match="weights='last' must be ema or model"):
         restore(folder, weights="last", device="cpu", precision="fp32")
+
+
+NOTHING = {"name": None, "num_steps": None}
+
+
+def sampled_as(restored, sampler=NOTHING, guidance=NOTHING):
+    """Return all settings of `restored` with changes, as one mapping."""
+    return restored.sampling(sampler, guidance).as_dict()
+
+
+def test_sampling_as_the_run_had_it_but_for_a_value(run):
+    folder = run(
+        "run", "training.num_steps=1", "sampler=flow_sde", "sampler.num_steps=3",
+        "sampler.shift=2", "guidance=sparse", "guidance.weak_rate=0.6",
+    )  # fmt: skip
+    restored = restore(folder, weights="ema", device="cpu", precision="fp32")
+    own = sampled_as(restored)
+    assert (own["sampler"], own["num_steps"], own["shift"], own["diffusion"]) == (
+        "flow_sde", 3, 2, 1.0,
+    )  # fmt: skip
+    assert (own["guidance"], own["guidance_scale"], own["guidance_weak_rate"]) == ("sparse", 2, 0.6)
+    assert sampled_as(restored, {"diffusion": 0.5}) == {**own, "diffusion": 0.5}
+    assert sampled_as(restored, guidance={"scale": 3.0}) == {**own, "guidance_scale": 3.0}
+    other = sampled_as(restored, {"name": "dpmpp_2m"}, {"name": "cfg", "scale": None})
+    assert other == {
+        "sampler": "dpmpp_2m", "num_steps": 3, "grid": "auto", "shift": 2, "rho": "auto",
+        "guidance": "cfg", "guidance_scale": 2.0,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"guidance=sparse: field='low' is unknown"):
+        sampled_as(restored, guidance={"low": 0.1})
+    with pytest.raises(ValueError, match=r"sampler=edm_stochastic is for objective=edm"):
+        sampled_as(restored, {"name": "edm_stochastic"})
+    score = json.loads((folder / "score.json").read_text())["protocol"]["sampling"]
+    assert score.items() >= own.items()
+    assert score["nfe"] == 6
+
+
+def test_a_checkpoint_from_before_guidance_had_kinds(run):
+    folder = run("run", "training.num_steps=1")
+    file = find_checkpoint(folder).path / "checkpoint.json"
+    for scale, kind in ((1.0, NoGuidance()), (1.5, ClassifierFree(scale=1.5))):
+        meta = {**json.loads(file.read_text()), "guidance": {"scale": scale}}
+        file.write_text(json.dumps({**meta, "sampler": {"name": "heun", "num_steps": 2}}))
+        restored = restore(folder, weights="ema", device="cpu", precision="fp32")
+        assert restored.sampling(NOTHING, NOTHING).guidance == kind
+        changed = restored.sampling(NOTHING, {"scale": 2.0})
+        assert changed.guidance == ClassifierFree(scale=2.0)
+
+
+def test_autoguidance_takes_an_earlier_or_smaller_network(run, tmp_path):
+    weak = run("weak", "training.num_steps=1", "backbone.depth=3")
+    folder = run(
+        "run", "training.num_steps=1", "guidance=auto", f"guidance.checkpoint={weak}",
+        "guidance.weights=model",
+    )  # fmt: skip
+    restored = restore(folder, weights="ema", device="cpu", precision="fp32")
+    options = restored.sampling(NOTHING, NOTHING)
+    assert options.guidance == AutoGuidance(checkpoint=str(weak), weights="model")
+    network = restored.weak(options)
+    expected = load_backbone(find_checkpoint(weak), "model").state_dict()
+    assert network.num_blocks == 3
+    assert all(torch.equal(value, expected[k]) for k, value in network.state_dict().items())
+    assert restored.weak(restored.sampling(NOTHING, {"name": "none", "scale": 1.0})) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["objective=edm"], "objective edm, the network that it is to guide flow"),
+        (["data.pad_to=12"], r"size \(12, 12\), the network that it is to guide \(8, 8\)"),
+        (["data.num_classes=5"], "classes 5, the network that it is to guide 4"),
+    ],
+)
+def test_a_weak_network_of_another_kind_is_refused_before_training(run, tmp_path, overrides, words):
+    file = tmp_path / "four.npz"
+    images = np.random.default_rng(0).integers(0, 255, (40, 8, 8), np.uint8)
+    np.savez(file, images=images, labels=np.arange(40) % 4)
+    data = ["data=npz", f"data.path={file}", "training.num_steps=1"]
+    weak = run("weak", *data, *overrides)
+    with pytest.raises(ValueError, match=words):
+        run("run", *data, "guidance=auto", f"guidance.checkpoint={weak}")
+    assert not (tmp_path / "run").exists()
 
 
 def test_weights_that_do_not_fit_are_named(run):

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from tests.published_tensors import SHAPES, dit_shapes, theirs
 from tread_zoo import create_backbone, list_backbones
+from tread_zoo.diffusion import NoGuidance
 from tread_zoo.training.checkpoints import CheckpointError, find_checkpoint, load_backbone
 from tread_zoo.training.importing import build_for, import_checkpoint, read_parts
 from tread_zoo.training.published import FORMATS, Choices, recognize
@@ -426,7 +427,7 @@ def test_a_known_objective_is_restored(tmp_path, name, objective, expected):
     run = restore(tmp_path / "out", weights="ema", device="cpu", precision="fp32")
     assert type(run.objective).__name__ == expected
     unset = {"name": None, "num_steps": None}
-    assert run.sampling(unset, {"scale": None}).guidance_scale == 1.0
+    assert run.sampling(unset, {"scale": None}).guidance == NoGuidance()
     assert not run.has_data
     with pytest.raises(CheckpointError, match="was imported, and knows no data"):
         run.data({})

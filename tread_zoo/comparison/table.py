@@ -3,12 +3,14 @@
 import csv
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tread_zoo.comparison.grid import Cell
 from tread_zoo.comparison.results import RunResult
+from tread_zoo.evaluation.evaluate import describe_sampling
 
 Column = tuple[str, Callable[[RunResult], float | None], float, str]
 
@@ -22,6 +24,7 @@ QUALITY: dict[str, tuple[str, float, str]] = {  # name -> title, factor, format
     "isc": ("inception score", 1, ".2f"),
     "held_out_loss": ("held-out loss", 1, ".4f"),
 }
+# Of the sampling, what it costs is left out: that is the network's, and has a column of its own.
 SAME_PROTOCOL = (
     "data", "reference", "labels", "sampling", "extractor", "weights", "step", "held_out_draws",
 )  # fmt: skip
@@ -64,12 +67,21 @@ def check_protocols(cells: Sequence[Cell], results: Sequence[RunResult]) -> None
     scored = [(c, r.protocol) for c, r in zip(cells, results, strict=True) if not r.failed]
     for cell, protocol in scored[1:]:
         for key in SAME_PROTOCOL:
-            if protocol.get(key) != scored[0][1].get(key):
+            own, first = (_settings_of(p, key) for p in (protocol, scored[0][1]))
+            if own != first:
                 raise ValueError(
-                    f"{cell.folder.name} was scored with {key}={protocol.get(key)}, "
-                    f"{scored[0][0].folder.name} with {key}={scored[0][1].get(key)}: such numbers "
+                    f"{cell.folder.name} was scored with {key}={own}, "
+                    f"{scored[0][0].folder.name} with {key}={first}: such numbers "
                     "do not belong in one table; give all runs the same setting."
                 )
+
+
+def _settings_of(protocol: Mapping[str, Any], key: str) -> Any:
+    """Return what `protocol` says of `key`, without costs."""
+    value = protocol.get(key)
+    if not isinstance(value, dict):
+        return value
+    return {name: entry for name, entry in value.items() if name != "flops_per_image"}
 
 
 def _report(cells: Sequence[Cell], results: Sequence[RunResult], title: str, command: str) -> str:
@@ -106,12 +118,18 @@ def _columns(results: Sequence[RunResult]) -> list[Column]:
     def score(name: str) -> Callable[[RunResult], float | None]:
         return lambda result: result.values.get(name)
 
+    def sampling_flops(result: RunResult) -> float | None:
+        flops = result.protocol.get("sampling", {}).get("flops_per_image")
+        return None if flops is None else flops / 1e6
+
     present = [name for name in QUALITY if any(name in r.values for r in results)]
+    sampled = [("MFLOPs a sample", sampling_flops, 1.0, ".0f")]
     return [
         *((QUALITY[name][0], score(name), *QUALITY[name][1:]) for name in present),
         ("M parameters", lambda r: r.parameters / 1e6, 1, ".2f"),
         ("MFLOPs an image", lambda r: r.flops / 1e6, 1, ".1f"),
         ("of dense", lambda r: r.flops / r.flops_dense, 1, ".2f"),
+        *(column for column in sampled if any(sampling_flops(r) is not None for r in results)),
         ("images/s", lambda r: r.images_per_s, 1, ".0f"),
         ("seconds", lambda r: r.seconds, 1, ".0f"),
     ]
@@ -143,9 +161,8 @@ def _protocol(cells: Sequence[Cell], results: Sequence[RunResult]) -> str:
         f"{protocol['data']} ({protocol['reference']}), features {protocol['extractor']}"
         if "extractor" in protocol
         else f"data {protocol.get('data')}",
-        f"{sampling.get('sampler')} {sampling.get('num_steps')} steps, guidance "
-        f"{sampling.get('guidance_scale')}, {protocol.get('weights')} weights at step "
-        f"{protocol.get('step')}",
+        f"{describe_sampling({k: v for k, v in sampling.items() if k != 'nfe'})}, "
+        f"{protocol.get('weights')} weights at step {protocol.get('step')}",
         f"{machine.get('num_processes', 1)} process(es) on {machine.get('device')}, "
         f"{machine.get('precision')}, torch {machine.get('torch')}",
     ]
@@ -153,7 +170,8 @@ def _protocol(cells: Sequence[Cell], results: Sequence[RunResult]) -> str:
         f"Mean over seed {', '.join(seeds) or 'of each run'}, in brackets the smallest and the "
         f"largest. {'; '.join(scored)}. Held-out loss: the dense network at the same draws of time "
         "and noise for all. FLOPs: forward and backward of one image, as trained, averaged over "
-        "the run. Seconds: of the training steps at the median speed, nothing else."
+        "the run; of a sample, all evaluations from noise to data. Seconds: of the training steps "
+        "at the median speed, nothing else."
     )
 
 

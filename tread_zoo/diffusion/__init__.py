@@ -3,8 +3,9 @@
 objective.py    what an objective is: `Objective`, `Draw`, `Network`
 edm.py          EDM: noise level sigma, preconditioned denoiser
 flow.py         flow matching: time t, velocity
-samplers.py     Euler and Heun over a drift; the initial noise of an image
-guidance.py     combining two drifts; classifier-free guidance
+grids.py        how the levels of sampling are spread
+samplers.py     rules that integrate a drift, ODEs and SDEs; the noise of an image
+guidance.py     combining a weak and a strong drift: the kinds of guidance
 generate.py     from seeds and labels to images
 """
 
@@ -13,42 +14,87 @@ from typing import Any
 
 from tread_zoo.diffusion.edm import EDM
 from tread_zoo.diffusion.flow import FlowMatching
-from tread_zoo.diffusion.generate import SamplingOptions, default_labels, generate
-from tread_zoo.diffusion.guidance import classifier_free, combine
+from tread_zoo.diffusion.generate import (
+    SamplingOptions,
+    build_sampling,
+    default_labels,
+    generate,
+    named_guidance,
+    sampler_fields,
+)
+from tread_zoo.diffusion.grids import TimeGrid
+from tread_zoo.diffusion.guidance import (
+    GUIDANCE,
+    AutoGuidance,
+    ClassifierFree,
+    Guidance,
+    ImageBatch,
+    IntervalGuidance,
+    NoGuidance,
+    PathDropGuidance,
+    SparseGuidance,
+    build_guidance,
+    combine,
+    guidance_options,
+)
 from tread_zoo.diffusion.objective import Draw, Network, Objective
 from tread_zoo.diffusion.samplers import (
     SAMPLERS,
+    DPMSolver2M,
     Drift,
+    EDMStochastic,
+    Euler,
+    FlowSDE,
+    Heun,
+    Problem,
     Sampler,
     build_sampler,
-    euler,
-    heun,
     initial_noise,
     num_evaluations,
+    step_noise,
 )
 from tread_zoo.errors import unknown_name
 
 __all__ = [
     "EDM",
+    "GUIDANCE",
     "OBJECTIVES",
     "SAMPLERS",
+    "AutoGuidance",
+    "ClassifierFree",
+    "DPMSolver2M",
     "Draw",
     "Drift",
+    "EDMStochastic",
+    "Euler",
     "FlowMatching",
+    "FlowSDE",
+    "Guidance",
+    "Heun",
+    "ImageBatch",
+    "IntervalGuidance",
     "Network",
+    "NoGuidance",
     "Objective",
+    "PathDropGuidance",
+    "Problem",
     "Sampler",
     "SamplingOptions",
+    "SparseGuidance",
+    "TimeGrid",
+    "build_guidance",
     "build_objective",
     "build_sampler",
-    "classifier_free",
+    "build_sampling",
     "combine",
     "default_labels",
-    "euler",
     "generate",
-    "heun",
+    "guidance_options",
     "initial_noise",
+    "named_guidance",
     "num_evaluations",
+    "sampler_fields",
+    "step_noise",
 ]
 
 OBJECTIVES: dict[str, type[EDM] | type[FlowMatching]] = {"edm": EDM, "flow": FlowMatching}

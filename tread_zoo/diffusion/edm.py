@@ -19,11 +19,12 @@ Dimensions: B batch, C channels, H height, W width. A level is sigma > 0.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tread_zoo.diffusion.grids import DEFAULT_GRID, EDM_GRIDS, TimeGrid
 from tread_zoo.diffusion.objective import (
     Draw,
     Network,
@@ -61,6 +62,8 @@ class EDM:
         ValueError: a number that is not finite, or one (other than p_mean) that is not positive,
             or sigma_min not below sigma_max.
     """
+
+    name: ClassVar[str] = "edm"
 
     sigma_data: float = 0.5
     p_mean: float = -1.2
@@ -125,13 +128,34 @@ class EDM:
         """Return dx/dsigma [B,C,H,W] at `level` = sigma [B] > 0 (eq. 4); undefined at 0."""
         return (x_t - self.denoise(network, x_t, level)) / per_sample(level)
 
-    def levels(self, num_steps: int) -> Tensor:
+    def estimate(self, x_t: Tensor, drift: Tensor, level: Tensor) -> Tensor:
+        """Return x_t - sigma drift [B,C,H,W], which is D, at `level` = sigma [B]."""
+        return x_t - per_sample(level) * drift
+
+    def signal(self, level: Tensor) -> Tensor:
+        """Return 1: the data is not scaled."""
+        return torch.ones_like(level)
+
+    def noise(self, level: Tensor) -> Tensor:
+        """Return sigma."""
+        return level
+
+    def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:
         """Return sigma_max = s_0 > ... > s_(n-1) = sigma_min > 0: float64 [num_steps + 1] (eq. 5).
 
-        A single step goes from sigma_max to 0.
+        A single step goes from sigma_max to 0. `grid` is `rho`, or `log` for even ln sigma.
+
+        Raises:
+            ValueError: no steps, another grid, or a shift.
         """
         check_num_steps(num_steps)
-        low, high = self.sigma_min ** (1 / self.rho), self.sigma_max ** (1 / self.rho)
+        grid.refuse("shift", self.name, "whose levels crowd by sampler.rho")
         fraction = torch.linspace(0, 1, num_steps, dtype=torch.float64)
-        sigma = (high + fraction * (low - high)) ** self.rho
+        if grid.choose(EDM_GRIDS, self.name) == "log":
+            grid.refuse("rho", self.name, "with sampler.grid=log")
+            sigma = self.sigma_max * (self.sigma_min / self.sigma_max) ** fraction
+        else:
+            rho = self.rho if isinstance(grid.rho, str) else grid.rho
+            low, high = self.sigma_min ** (1 / rho), self.sigma_max ** (1 / rho)
+            sigma = (high + fraction * (low - high)) ** rho
         return torch.cat([sigma, sigma.new_zeros(1)])

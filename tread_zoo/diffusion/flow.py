@@ -13,10 +13,12 @@ Dimensions: B batch, C channels, H height, W width. A level is t.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from tread_zoo.diffusion.grids import DEFAULT_GRID, FLOW_GRIDS, TimeGrid
 from tread_zoo.diffusion.objective import (
     Draw,
     Network,
@@ -45,6 +47,8 @@ class FlowMatching:
         ValueError: an unknown distribution, a number that is not finite, a logit_std that is not
             positive, or a mean or a deviation given to "uniform", which would not use it.
     """
+
+    name: ClassVar[str] = "flow"
 
     time_distribution: str = "uniform"
     logit_mean: float = 0.0
@@ -89,13 +93,36 @@ class FlowMatching:
 
     def denoise(self, network: Network, x_t: Tensor, level: Tensor) -> Tensor:
         """Return x_t - t v [B,C,H,W] at `level` = t [B]."""
-        return x_t - per_sample(level) * self.drift(network, x_t, level)
+        return self.estimate(x_t, self.drift(network, x_t, level), level)
 
     def drift(self, network: Network, x_t: Tensor, level: Tensor) -> Tensor:
         """Return the velocity dx/dt [B,C,H,W] at `level` = t [B]."""
         return prediction(network(x_t, level), x_t.shape[1])
 
-    def levels(self, num_steps: int) -> Tensor:
-        """Return even times from 1 to 0: float64 [num_steps + 1]."""
+    def estimate(self, x_t: Tensor, drift: Tensor, level: Tensor) -> Tensor:
+        """Return x_t - t v [B,C,H,W] for the velocity v = `drift` at `level` = t [B]."""
+        return x_t - per_sample(level) * drift
+
+    def signal(self, level: Tensor) -> Tensor:
+        """Return 1 - t."""
+        return 1 - level
+
+    def noise(self, level: Tensor) -> Tensor:
+        """Return t."""
+        return level
+
+    def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:
+        """Return times from 1 to 0, even unless `grid` spreads them: float64 [num_steps + 1].
+
+        Raises:
+            ValueError: no steps, a grid that is not one of `FLOW_GRIDS`, or a rho.
+        """
         check_num_steps(num_steps)
-        return torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
+        grid.refuse("rho", self.name, "whose times crowd by sampler.grid and sampler.shift")
+        t = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
+        shape = grid.choose(FLOW_GRIDS, self.name)
+        if shape == "quadratic":
+            t = t.square()
+        elif shape == "logit_normal":
+            t = torch.special.ndtri(t).sigmoid()
+        return grid.shift * t / (1 + (grid.shift - 1) * t)

@@ -4,8 +4,8 @@
     noise -> a sampler integrates `drift` over `levels`, from high to 0 -> x         (sampling)
 
 A level is sigma for EDM and t for flow matching. Both grow with the noise, and 0 is clean data.
-The probability-flow ODE is written in the level itself, dx/dlevel, so a sampler needs to know
-nothing else.
+The probability-flow ODE is written in the level itself, dx/dlevel, and most samplers need to know
+nothing else; some also ask for `signal` and `noise`: x_t = signal(level) x + noise(level) n.
 
 Dimensions: B batch, C channels of the data, C_out channels of the network (C or 2C), H height,
 W width.
@@ -14,10 +14,13 @@ W width.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from tread_zoo.diffusion.grids import TimeGrid
 
 # (x [B,C,H,W], noise label [B], of order one) -> [B,C_out,H,W]; the caller has already bound
 # the class labels and the routes.
@@ -39,6 +42,8 @@ class Draw:
 class Objective(Protocol):
     """What training and sampling may ask of an objective."""
 
+    name: ClassVar[str]
+
     @property
     def initial_std(self) -> float:
         """Standard deviation of the noise that sampling starts from, at `levels(n)[0]`."""
@@ -55,8 +60,21 @@ class Objective(Protocol):
     def drift(self, network: Network, x_t: Tensor, level: Tensor) -> Tensor:
         """Return dx/dlevel [B,C,H,W] of the probability-flow ODE at `level` [B] > 0."""
 
-    def levels(self, num_steps: int) -> Tensor:
-        """Return the float64 grid [num_steps + 1] that falls strictly, and ends at exactly 0."""
+    def estimate(self, x_t: Tensor, drift: Tensor, level: Tensor) -> Tensor:
+        """Return the clean data [B,C,H,W] behind `x_t` whose drift is `drift`: `drift` undone."""
+
+    def signal(self, level: Tensor) -> Tensor:
+        """Return the factor of the clean data in x_t at `level`, of the same shape."""
+
+    def noise(self, level: Tensor) -> Tensor:
+        """Return the factor of the noise in x_t at `level`, of the same shape."""
+
+    def levels(self, num_steps: int, grid: "TimeGrid" = ...) -> Tensor:
+        """Return the float64 grid [num_steps + 1] that falls strictly, and ends at exactly 0.
+
+        Raises:
+            ValueError: no steps, or a grid that this objective does not have.
+        """
 
 
 def prediction(output: Tensor, num_channels: int) -> Tensor:

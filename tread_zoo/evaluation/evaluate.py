@@ -1,7 +1,7 @@
 """Score a backbone's samples against real images, with the protocol beside each number."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tread_zoo.evaluation.features import (
     INCEPTION_EXTRACTOR,
     load_features,
 )
+from tread_zoo.evaluation.flops import count_sampling
 from tread_zoo.evaluation.metrics import METRICS, check_extractor, is_file, score
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
@@ -72,6 +73,7 @@ def evaluate(
     options: EvaluationOptions,
     *,
     precision: str = "fp32",
+    weak: Backbone | None = None,
 ) -> dict[str, Any]:
     """Sample, score, and return `{"values": …, "real": …, "protocol": …}`.
 
@@ -80,12 +82,16 @@ def evaluate(
     on real digits reads as the label they were asked for. Without Inception's weights,
     `extractor=auto` leaves the distances of other data out and says why in `not_scored`.
 
+    `protocol["sampling"]` is what `sampling_record` returns. `weak` is the weak network of
+    guidance=auto.
+
     Raises:
         ValueError: the reference is missing, there are too few images, or weights are absent.
     """
     reference = data.train if options.reference == "train" else data.held_out
     if reference is None:
         raise ValueError(f"evaluation.reference=held_out, but {data.name} has no held-out part.")
+    settings = sampling_record(backbone, objective, sampling, weak=weak)
     indices = range(options.num_images)
     labels = default_labels(indices, backbone.num_classes)
     samples = to_uint8(
@@ -98,6 +104,7 @@ def evaluate(
             seed=options.seed,
             batch_size=options.batch_size,
             precision=precision,
+            weak=weak,
         )
     )
     record: dict[str, Any] = {"values": {}, "real": {}}
@@ -105,7 +112,7 @@ def evaluate(
         "data": data.name,
         "reference": options.reference,
         "labels": "i mod num_classes" if backbone.num_classes else "none",
-        "sampling": asdict(sampling),
+        "sampling": settings,
         "precision": precision,
     }
     if data.name == "digits" and labels is not None and samples.shape[1:] == (1, 8, 8):
@@ -161,10 +168,42 @@ def describe_record(record: dict[str, Any]) -> list[str]:
         lines.append(
             f"features {protocol['extractor']}, {protocol['num_generated']} samples against "
             f"{protocol['num_reference']} of {protocol['data']} ({protocol['reference']}), "
-            f"{protocol['sampling']['sampler']} {protocol['sampling']['num_steps']} steps, "
-            f"guidance {protocol['sampling']['guidance_scale']:g}"
+            f"{describe_sampling(protocol['sampling'])}"
         )
     return lines
+
+
+def sampling_record(
+    backbone: Backbone,
+    objective: Objective,
+    sampling: SamplingOptions,
+    *,
+    weak: Backbone | None = None,
+) -> dict[str, Any]:
+    """Return every setting of the sampler and the guidance, and what an image costs with them.
+
+    `nfe` counts the evaluations of a network and `flops_per_image` their FLOPs, from noise to data.
+
+    Raises:
+        ValueError: options that do not fit the network or the objective.
+    """
+    cost = count_sampling(backbone, objective, sampling, weak=weak)
+    return {**sampling.as_dict(), "nfe": cost.evaluations, "flops_per_image": cost.flops}
+
+
+def describe_sampling(sampling: dict[str, Any]) -> str:
+    """Return the settings and the cost of a record's sampling as a few words.
+
+    What an older record does not have is left out.
+    """
+    scale = sampling.get("guidance_scale", 1.0)
+    words = [f"{sampling.get('sampler')} {sampling.get('num_steps')} steps"]
+    kind = sampling.get("guidance", "none" if scale == 1 else "cfg")
+    words.append("no guidance" if kind == "none" else f"{kind} guidance {scale:g}")
+    if "nfe" in sampling:
+        megaflops = sampling["flops_per_image"] / 1e6
+        words.append(f"{sampling['nfe']} evaluations, {megaflops:.1f} MFLOPs an image")
+    return ", ".join(words)
 
 
 @torch.no_grad()

@@ -10,13 +10,16 @@ an image costs on average
 """
 
 from collections.abc import Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tread_zoo.backbone import Backbone
+from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, generate
 from tread_zoo.routing import PathDrop, PendingRoute, Route, Routing, resolve_routes
 from tread_zoo.seeding import make_generator
 
@@ -41,23 +44,82 @@ def training_flops(backbone: Backbone, routing: Routing, num_steps: int) -> floa
 
     Where a step is routed, or drops its paths, with a probability, this is the expected value.
     """
-    copy = _without_data(backbone)
-    dense = _trace(copy, 1, (), backward=True)
+    meta = _without_data(backbone)
+    dense = _trace(meta, 1, (), backward=True)
     counted: dict[tuple, float] = {(): dense}  # by start, end, and rate of each route
     total = 0.0
     for steps, used in routing.stages(num_steps):
         key = tuple((plan.start, plan.end, plan.selection_rate) for plan in used.plans)
         if key not in counted:
             routes = used.draw(1, backbone.grid, make_generator("flops", 0))
-            counted[key] = _trace(copy, 1, routes, backward=True)
+            counted[key] = _trace(meta, 1, routes, backward=True)
             if used.path_drop_probability:
                 dropped = [PathDrop(plan.start, plan.end) for plan in used.plans]
-                share, gone = used.path_drop_probability, _trace(copy, 1, dropped, backward=True)
+                share, gone = used.path_drop_probability, _trace(meta, 1, dropped, backward=True)
                 counted[key] = (1 - share) * counted[key] + share * gone
         total += len(steps) * (
             routing.probability * counted[key] + (1 - routing.probability) * dense
         )
     return total / num_steps
+
+
+@dataclass(frozen=True)
+class SamplingCost:
+    """What one image costs from noise to data.
+
+    evaluations: calls of a network, of the strong and the weak one.
+    flops: of all of them.
+    """
+
+    evaluations: int
+    flops: int
+
+
+def count_sampling(
+    backbone: Backbone,
+    objective: Objective,
+    options: SamplingOptions,
+    *,
+    weak: Backbone | None = None,
+) -> SamplingCost:
+    """Return what sampling one image with `options` costs.
+
+    `generate` itself runs, with networks whose forward does nothing but say what it was called
+    with: so a branch that a level or a scale leaves out is not counted. Each kind of call (which
+    network, which routes) is traced once, as `count_flops` does.
+
+    Raises:
+        ValueError: options that do not fit the network or the objective.
+    """
+    calls: list[int] = []
+    generate(
+        _stand_in(backbone, calls),
+        objective,
+        options,
+        indices=[0],
+        labels=default_labels([0], backbone.num_classes),
+        seed=0,
+        batch_size=1,
+        weak=None if weak is None else _stand_in(weak, calls),
+    )
+    return SamplingCost(len(calls), sum(calls))
+
+
+def _stand_in(network: Backbone, calls: list[int]) -> Backbone:
+    """Return `network` with a forward that appends its FLOPs to `calls` and computes nothing."""
+    meta = _without_data(network)
+    traced: dict[Any, int] = {}
+
+    def forward(x: Tensor, t: Tensor, y: Tensor | None = None, *, routes: Any = ()) -> Tensor:
+        kind = tuple((type(r), r.start, r.end, getattr(r, "num_kept", None)) for r in routes)
+        if kind not in traced:
+            traced[kind] = _trace(meta, len(x), routes, False)
+        calls.append(traced[kind])
+        return x.new_zeros(len(x), network.out_channels, *network.input_size)
+
+    stand_in = copy(network)
+    stand_in.forward = forward  # type: ignore[method-assign]
+    return stand_in
 
 
 def _without_data(backbone: Backbone) -> Backbone:
@@ -71,17 +133,17 @@ def _without_data(backbone: Backbone) -> Backbone:
 
 
 def _trace(
-    copy: Backbone, batch: int, routes: Sequence[Route | PendingRoute | PathDrop], backward: bool
+    meta: Backbone, batch: int, routes: Sequence[Route | PendingRoute | PathDrop], backward: bool
 ) -> int:
     """Run a copy from `_without_data`, and return the FLOPs."""
-    copy.requires_grad_(backward).zero_grad()
-    x = torch.empty(batch, copy.in_channels, *copy.input_size, device="meta")
+    meta.requires_grad_(backward).zero_grad()
+    x = torch.empty(batch, meta.in_channels, *meta.input_size, device="meta")
     t = torch.empty(batch, device="meta")
-    y = torch.empty(batch, dtype=torch.int64, device="meta") if copy.num_classes else None
+    y = torch.empty(batch, dtype=torch.int64, device="meta") if meta.num_classes else None
     moved = [route.to("meta") for route in routes]
     with torch.set_grad_enabled(backward), FlopCounterMode(display=False) as counter:
-        concrete = resolve_routes(moved, lambda start: copy.importance(x, t, y, start))
-        out = copy(x, t, y, routes=concrete)
+        concrete = resolve_routes(moved, lambda start: meta.importance(x, t, y, start))
+        out = meta(x, t, y, routes=concrete)
         if backward:
             out.sum().backward()
     return counter.get_total_flops()

@@ -34,7 +34,7 @@ from torch.utils.data import Dataset
 from tread_zoo.backbone import Backbone, Layout, Streams
 from tread_zoo.data import ImageData, to_model_range
 from tread_zoo.diffusion import Draw, Objective, default_labels
-from tread_zoo.diffusion.samplers import euler, initial_noise
+from tread_zoo.diffusion.samplers import Euler, Problem, initial_noise
 from tread_zoo.errors import unknown_name
 from tread_zoo.evaluation.evaluate import stack_part
 from tread_zoo.evaluation.flops import count_flops
@@ -171,7 +171,8 @@ def token_states(
         with autocast(device, precision), recording(backbone, places) as seen:
             if images is None:
                 drift = functools.partial(objective.drift, network)
-                euler(drift, noise * objective.initial_std, levels)
+                problem = Problem(drift, objective, lambda step, own=noise: own)  # type: ignore[misc]
+                Euler()(problem, noise * objective.initial_std, levels)
             else:
                 x = to_model_range(images[first : indices.stop].to(device))
                 for level in levels[:-1].tolist():

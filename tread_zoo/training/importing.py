@@ -113,7 +113,7 @@ def import_checkpoint(
         "backbone": {"name": backbone.name, "config": backbone.config},
         "objective": {"name": kind},
         "sampler": {"name": sampler, "num_steps": num_steps},
-        "guidance": {"scale": 1.0},
+        "guidance": {"name": "none", "scale": 1.0},
         "imported": {"format": format, "file": Path(file).name},
     }
     tensors = {part: found.tensors for part, found in converted.items()}

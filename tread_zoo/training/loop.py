@@ -68,7 +68,7 @@ def train(
         routing: keywords of `build_routing`, with its `name`.
         objective, data: `name` and keywords of `build_objective`, `build_data`.
         training: fields of `TrainingOptions`.
-        sampler: `name` and `num_steps`; guidance: `scale`.
+        sampler, guidance: see `tread_zoo.diffusion.build_sampling`.
         evaluation: fields of `EvaluationOptions`.
         tracker: `name` and, for wandb, `project`.
         seed: of weights, data order and every draw.
@@ -145,6 +145,8 @@ def _start(
         The run, and the optimizer steps that it has done.
     """
     network = parts.backbone.to(accelerator.device)
+    if parts.weak is not None:
+        parts.weak.to(accelerator.device)
     average = WeightAverage(network, parts.options.ema_decay)
     optimizer = _make_optimizer(network, parts.options)
     step, origin = 0, "starts"

@@ -13,20 +13,22 @@ from torch import Tensor
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.data import ImageData, StepBatches, build_data, make_loader, to_model_range
-from tread_zoo.diffusion import Draw, Objective, SamplingOptions, build_objective
+from tread_zoo.diffusion import Draw, Objective, SamplingOptions, build_objective, build_sampling
 from tread_zoo.evaluation.evaluate import EvaluationOptions
 from tread_zoo.registry import create_backbone, get_backbone_entry
 from tread_zoo.routing import PathDrop, PendingRoute, Route, Routing, build_routing
 from tread_zoo.seeding import make_generator
 from tread_zoo.training.checkpoints import describe_backbone
 from tread_zoo.training.options import TrainingOptions
+from tread_zoo.training.restore import load_weak
 
 
 @dataclass(frozen=True)
 class Parts:
     """The parts of a run, built and checked before anything is written.
 
-    `settings` is all that made them, as plain values: what a checkpoint remembers.
+    `settings` is all that made them, as plain values: what a checkpoint remembers. `weak` is the
+    network that guidance=auto names.
     """
 
     data: ImageData
@@ -38,6 +40,7 @@ class Parts:
     options: TrainingOptions
     seed: int
     settings: dict[str, Any]
+    weak: Backbone | None = None
 
     def batches(self, rank: int, num_ranks: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Return (images uint8 [B,C,H,W], labels [B]) of every micro-step from `step` on."""
@@ -88,8 +91,9 @@ def build_parts(
         ValueError: a setting that cannot work, with its name.
     """
     options = TrainingOptions(**training)
-    sampling = SamplingOptions(sampler["name"], sampler["num_steps"], guidance["scale"])
+    sampling = build_sampling(sampler, guidance)
     built_objective = build_objective(**objective)
+    sampling.levels(built_objective)
     scoring = EvaluationOptions(**evaluation)
     get_backbone_entry(backbone["name"])  # an unknown name fails before the data is read
     images = build_data(**data)
@@ -102,11 +106,7 @@ def build_parts(
             **backbone,
         )
     network.checkpoint_blocks = options.activation_checkpointing
-    if not network.num_classes and sampling.guidance_scale != 1.0:
-        raise ValueError(
-            f"guidance.scale={sampling.guidance_scale} needs labels, but {images.name} has none; "
-            "use guidance=none."
-        )
+    sampling.check(network, built_objective)
     built_routing = build_routing(
         **routing,
         num_blocks=network.num_blocks,
@@ -148,6 +148,7 @@ def build_parts(
         options=options,
         seed=seed,
         settings=json.loads(json.dumps(settings)),
+        weak=load_weak(sampling, network, built_objective),
     )
 
 

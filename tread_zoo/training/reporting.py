@@ -131,6 +131,7 @@ class Reporter:
             seed=GRID_SEED,
             batch_size=parts.evaluation.batch_size,
             precision=self.precision,
+            weak=parts.weak,
         )
         path = self.folder / "samples" / f"step_{step:08d}.png"
         path.parent.mkdir(exist_ok=True)
@@ -155,6 +156,7 @@ class Reporter:
             parts.sampling,
             parts.evaluation,
             precision=self.precision,
+            weak=parts.weak,
         )
         record["protocol"] |= {"weights": "ema", "step": step}
         held_out = held_out_loss(

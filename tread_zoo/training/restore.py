@@ -1,12 +1,23 @@
 """From a checkpoint back to what samples and scores need."""
 
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.data import ImageData, build_data
-from tread_zoo.diffusion import OBJECTIVES, Objective, SamplingOptions, build_objective
+from tread_zoo.diffusion import (
+    OBJECTIVES,
+    AutoGuidance,
+    Objective,
+    SamplingOptions,
+    build_objective,
+    build_sampling,
+    guidance_options,
+    named_guidance,
+    sampler_fields,
+)
 from tread_zoo.runtime import resolve_device, resolve_precision
 from tread_zoo.training.checkpoints import (
     Checkpoint,
@@ -30,17 +41,31 @@ class Restored:
         """The folder of the run that saved the checkpoint."""
         return self.checkpoint.path.parent.parent
 
-    def sampling(self, sampler: dict[str, Any], guidance: dict[str, Any]) -> SamplingOptions:
-        """Return the run's own sampling options, with the values that are not None in place."""
-        own = self.checkpoint.meta
-        name = sampler["name"] or own["sampler"]["name"]
-        num_steps = sampler["num_steps"]
-        scale = guidance["scale"]
-        return SamplingOptions(
-            name,
-            own["sampler"]["num_steps"] if num_steps is None else num_steps,
-            own["guidance"]["scale"] if scale is None else scale,
+    def sampling(self, sampler: Mapping[str, Any], guidance: Mapping[str, Any]) -> SamplingOptions:
+        """Return the run's own sampling options, with the values that are not None in place.
+
+        Another `name` keeps what both the run's and the new one know. A run without guidance takes
+        a scale alone as that of classifier-free guidance.
+
+        Raises:
+            ValueError: an unknown name or field, or options that do not fit the network.
+        """
+        own = named_guidance(self.checkpoint.meta["guidance"])
+        if own["name"] == "none":
+            own = {"name": "none"}
+            if guidance.get("name") is None and guidance.get("scale") is not None:
+                guidance = {**guidance, "name": "cfg"}
+        options = build_sampling(
+            _overlay(self.checkpoint.meta["sampler"], sampler, sampler_fields),
+            _overlay(own, guidance, guidance_options),
         )
+        options.check(self.backbone, self.objective)
+        return options
+
+    def weak(self, options: SamplingOptions) -> Backbone | None:
+        """Return the weak network that `options` guide with, beside this one, or None."""
+        weak = load_weak(options, self.backbone, self.objective)
+        return None if weak is None else weak.to(next(self.backbone.parameters()).device)
 
     @property
     def has_data(self) -> bool:
@@ -95,3 +120,31 @@ def restore(path: str | Path, *, weights: str, device: str, precision: str) -> R
         )
     backbone = load_backbone(checkpoint, weights).to(place)
     return Restored(checkpoint, backbone, build_objective(**objective), chosen)
+
+
+def load_weak(
+    options: SamplingOptions, backbone: Backbone, objective: Objective
+) -> Backbone | None:
+    """Return the weak network that guidance=auto names, on the CPU; None for other guidance.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        ValueError: it is of other data or another objective than `backbone`.
+    """
+    guidance = options.guidance
+    if not isinstance(guidance, AutoGuidance):
+        return None
+    found = restore(guidance.checkpoint, weights=guidance.weights, device="cpu", precision="fp32")
+    guidance.check_weak(backbone, objective, found.backbone, found.objective)
+    return found.backbone
+
+
+def _overlay(
+    own: Mapping[str, Any], changed: Mapping[str, Any], known: Callable[[str], Collection[str]]
+) -> dict[str, Any]:
+    """Return `own` with what `changed` has that is not None; `known` are the fields of a name."""
+    given = {field: value for field, value in changed.items() if value is not None}
+    name = given.get("name", own["name"])
+    if name == own["name"]:
+        return {**own, **given}
+    return {**{field: own[field] for field in own if field in known(name)}, **given}
