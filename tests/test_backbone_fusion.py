@@ -10,6 +10,7 @@ from tread_zoo import create_backbone
 from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.routing import PathDrop
 from tread_zoo.testing import Probe
+from tread_zoo.testing.probe import watching
 
 SHALLOW = {
     "dit_tiny": {"hidden_size": 16, "depth": 3},
@@ -139,3 +140,16 @@ def test_flops_of_a_fusion_are_those_of_its_products(name):
     both = count_flops(fused, backward=True) - count_flops(plain, backward=True)
     assert both == 3 * price
     assert count_flops(fused, routes=[PathDrop(1, 3)]) < count_flops(fused, routes=[route])
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_importance_is_that_of_the_fused_network(name):
+    """What `norm` keeps tokens by is what a route's first block is given, fusions before it too."""
+    probe = probe_of(name)
+    backbone = probe.build_fused((1, 2), (2, 4))
+    with torch.no_grad(), watching(backbone) as seen:
+        backbone(*probe.inputs())
+    for start in range(backbone.num_blocks):  # block 3 lies within a fused range
+        tokens = seen[start].before[0][:, backbone.num_extra_tokens :]
+        found = backbone.importance(*probe.inputs(), start)
+        torch.testing.assert_close(found, tokens.norm(dim=-1))

@@ -225,8 +225,8 @@ class Backbone(nn.Module, ABC):
     def _run_blocks(
         self, streams: Streams, condition: Any, routes: Sequence[Route | PathDrop], stop: int
     ) -> Streams:
-        """Run blocks 0 … stop-1, each on the tokens that are in play; no range may lie across
-        `stop`."""
+        """Run blocks 0 … stop-1, each on the tokens that are in play; no route may lie across
+        `stop`, and a fused range that does is not fused yet."""
         dense = Layout(self.grid, self.num_extra_tokens)
         passages = self._passages(routes)
         consumers = {producer: consumer for consumer, producer in self.skips.items()}
@@ -245,7 +245,7 @@ class Backbone(nn.Module, ABC):
                 streams = self._run_block(index, streams, condition, layout, skip)
             if index in consumers:
                 skips[index] = streams[0]
-        if waiting is not None:
+        if waiting is not None and waiting.passage.end <= stop:
             streams, _ = waiting.rejoin(streams, skips)
         return streams
 

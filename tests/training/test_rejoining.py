@@ -7,8 +7,9 @@ import torch
 
 from tests.small_run import parts_of, settings
 from tread_zoo.comparison.results import read_run
-from tread_zoo.evaluation.flops import count_flops
-from tread_zoo.routing import PathDrop
+from tread_zoo.evaluation.flops import count_flops, training_flops
+from tread_zoo.routing import PathDrop, PendingRoute
+from tread_zoo.seeding import make_generator
 from tread_zoo.training import train
 from tread_zoo.training.checkpoints import (
     CheckpointError,
@@ -16,6 +17,7 @@ from tread_zoo.training.checkpoints import (
     find_checkpoint,
     load_backbone,
 )
+from tread_zoo.training.loop import loss_of
 from tread_zoo.training.parts import draw_step
 
 SHORT = ("backbone=mamba", "training.num_steps=2", "evaluation.num_images=1")
@@ -121,3 +123,29 @@ def test_a_checkpoint_from_before_there_were_fusions_loads_and_resumes(trained):
     assert "fusions" not in checkpoint.meta["backbone"]
     assert load_backbone(checkpoint).fused_ranges == ()
     check_same_run(checkpoint, parts_of(settings(*SHORT)).settings)
+
+
+def test_dropped_paths_and_schedules_count_in_the_flops_of_a_run():
+    """Half the run dense; of the routed steps a quarter drops the path, of the fused network."""
+    halves = ["routing.dense_tail=0.5", "routing.path_drop_probability=0.25"]
+    parts = parts_of(settings(PROJECT, *halves))
+    network, grid = parts.backbone, parts.backbone.grid
+    routes = parts.routing.draw(1, grid, make_generator("any"))
+    dense, routed, dropped = (
+        count_flops(network, routes=used, backward=True)
+        for used in ((), routes, [PathDrop(*network.fused_ranges[0])])
+    )
+    assert dropped < routed < dense
+    expected = 0.5 * dense + 0.5 * (0.75 * routed + 0.25 * dropped)
+    assert training_flops(network, parts.routing, 6) == pytest.approx(expected)
+    assert drawn(parts, 0, 5).routes == ()
+
+
+def test_tokens_kept_by_importance_are_fused_and_dropped_like_others():
+    parts = parts_of(settings(PROJECT, DROP, "routing.selector=norm"))
+    kinds = set()
+    for step in range(4):
+        found = drawn(parts, 0, step)
+        kinds.add(type(found.routes[0]))
+        assert torch.isfinite(loss_of(parts.backbone, parts, found))
+    assert kinds == {PathDrop, PendingRoute}

@@ -192,7 +192,7 @@ def check_ranges(
 
 
 def _name(route: Route | PathDrop) -> str:
-    return "route" if isinstance(route, Route) else "path drop"
+    return "path drop" if isinstance(route, PathDrop) else "route"
 
 
 def _listed(ranges: Sequence[tuple[int, int]]) -> str:
