@@ -82,9 +82,10 @@ def sampled(**sampling):
 
 
 def test_networks_of_different_cost_share_a_table_with_a_column_for_it(tmp_path):
-    results = {("none", 0): sampled(), ("tread", 0): sampled(flops_per_image=9e6)}
+    grid = {"grid": "auto", "shift": 3.0, "rho": "auto"}
+    results = {("none", 0): sampled(**grid), ("tread", 0): sampled(**grid, flops_per_image=9e6)}
     text = report(tmp_path, results=results)
-    assert "euler 25 steps, cfg guidance 2" in text
+    assert "euler 25 steps, shift 3.0, cfg guidance 2" in text
     header, *rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
     place = header.index("MFLOPs a sample")
     assert [row[place] for row in rows[1:3]] == ["7", "9"]

@@ -16,7 +16,8 @@ with the same coefficients in both branches; so guiding drifts is guiding estima
 channels.
 
 The branches are two calls of B images rather than one of 2B: a sparse or a smaller branch cannot
-share a call, and the memory stays that of unguided sampling.
+share a call, the memory stays that of unguided sampling, and on a CPU one call of 2B was measured
+slower (scripts/benchmark_guidance.py times it as `cfg doubled`).
 
 Dimensions: B batch, C channels, H height, W width, K kept tokens.
 """

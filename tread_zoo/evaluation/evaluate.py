@@ -198,6 +198,8 @@ def describe_sampling(sampling: dict[str, Any]) -> str:
     """
     scale = sampling.get("guidance_scale", 1.0)
     words = [f"{sampling.get('sampler')} {sampling.get('num_steps')} steps"]
+    grid = {"grid": "auto", "shift": 1.0, "rho": "auto"}
+    words += [f"{k} {sampling[k]}" for k, usual in grid.items() if sampling.get(k, usual) != usual]
     kind = sampling.get("guidance", "none" if scale == 1 else "cfg")
     words.append("no guidance" if kind == "none" else f"{kind} guidance {scale:g}")
     if "nfe" in sampling:
