@@ -24,13 +24,12 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from tread_zoo.diffusion.checks import check_num_steps, check_number
 from tread_zoo.diffusion.grids import DEFAULT_GRID, EDM_GRIDS, TimeGrid
 from tread_zoo.diffusion.objective import (
     Draw,
     Network,
     check_draw,
-    check_num_steps,
-    check_number,
     check_shape,
     per_sample,
     prediction,

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from tread_zoo.backbone import Backbone
+from tread_zoo.diffusion.checks import check_num_steps
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
 from tread_zoo.diffusion.guidance import Guidance, ImageBatch, NoGuidance, build_guidance
-from tread_zoo.diffusion.objective import Objective, check_num_steps
+from tread_zoo.diffusion.objective import Objective
 from tread_zoo.diffusion.samplers import (
     Problem,
     Sampler,

@@ -13,7 +13,7 @@ which grids its level has (`Objective.levels`); `auto` is the first named for it
 
 from dataclasses import dataclass
 
-from tread_zoo.diffusion.objective import check_number
+from tread_zoo.diffusion.checks import check_number
 from tread_zoo.errors import unknown_name
 
 FLOW_GRIDS = ("uniform", "quadratic", "logit_normal")

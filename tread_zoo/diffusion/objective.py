@@ -11,16 +11,14 @@ Dimensions: B batch, C channels of the data, C_out channels of the network (C or
 W width.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from tread_zoo.diffusion.grids import TimeGrid
+from tread_zoo.diffusion.grids import TimeGrid
 
 # (x [B,C,H,W], noise label [B], of order one) -> [B,C_out,H,W]; the caller has already bound
 # the class labels and the routes.
@@ -69,7 +67,7 @@ class Objective(Protocol):
     def noise(self, level: Tensor) -> Tensor:
         """Return the factor of the noise in x_t at `level`, of the same shape."""
 
-    def levels(self, num_steps: int, grid: "TimeGrid" = ...) -> Tensor:
+    def levels(self, num_steps: int, grid: TimeGrid = ...) -> Tensor:
         """Return the float64 grid [num_steps + 1] that falls strictly, and ends at exactly 0.
 
         Raises:
@@ -114,18 +112,3 @@ def check_draw(x: Tensor, draw: Draw) -> None:
             f"draw.noise {tuple(draw.noise.shape)} and draw.level {tuple(draw.level.shape)} do not "
             f"fit x {tuple(x.shape)}. Draw with objective.draw(x.shape, generator)."
         )
-
-
-def check_number(field: str, value: object, *, default: object, above: float = -math.inf) -> None:
-    """Raise `ValueError` unless `value` is a finite number greater than `above`."""
-    if not isinstance(value, int | float) or not math.isfinite(value) or value <= above:
-        bound = "" if above == -math.inf else f" above {above:g}"
-        raise ValueError(
-            f"{field}={value!r} must be a finite number{bound}; the default is {default}."
-        )
-
-
-def check_num_steps(num_steps: int) -> None:
-    """Raise `ValueError` unless there is at least one step."""
-    if num_steps < 1:
-        raise ValueError(f"num_steps={num_steps} must be at least 1.")

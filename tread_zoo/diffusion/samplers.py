@@ -32,7 +32,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from tread_zoo.diffusion.objective import check_num_steps, check_number, per_sample
+from tread_zoo.diffusion.checks import check_num_steps, check_number
+from tread_zoo.diffusion.objective import per_sample
 from tread_zoo.errors import unknown_name
 from tread_zoo.seeding import make_generator
 
