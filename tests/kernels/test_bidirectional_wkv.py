@@ -137,8 +137,8 @@ def test_large_keys_stay_exact(reach, keys, subset, taken) -> None:
 
 
 def check_exactness(reach: float, keys: float, subset: bool) -> None:
-    shape, length = (2, 64, 16), 256 if subset else 64
-    positions = make_positions(2, 64, 256) if subset else None
+    shape, length = (2, 61, 16), 256 if subset else 61  # no whole number of chunks
+    positions = make_positions(2, 61, 256) if subset else None
     exact = make_inputs(shape, reach=reach, keys=keys)
     truth = run(bidirectional_wkv_naive, exact, positions, length)
     inputs = make_inputs(shape, torch.float32, reach=reach, keys=keys)
@@ -174,6 +174,21 @@ def test_both_ways_are_exact_up_to_the_bound(keys, bonus, decay, subset, taken, 
     for ours in results:
         for mine, true in zip(ours, truth, strict=True):
             assert relative_error(mine, true) <= 1e-5
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1e15])
+def test_gradients_of_any_size_are_exact_up_to_the_bound(scale, taken) -> None:
+    """1/D is up to e^40 there; a loss may be scaled, and a gradient small."""
+    exact = [x.detach() for x in make_inputs((2, 40, 6))]
+    exact[0] = torch.linspace(-20, 19.9, 40, dtype=torch.float64).view(1, 40, 1).expand(2, 40, 6)
+    exact[3].zero_()
+    inputs = [x.float().requires_grad_() for x in exact]
+    exact = [x.requires_grad_() for x in exact]
+    truth = run(lambda *args: scale * bidirectional_wkv_naive(*args), exact, None, 40)
+    ours = run(lambda *args: scale * bidirectional_wkv_torch(*args), inputs, None, 40)
+    for mine, true in zip(ours, truth, strict=True):
+        assert relative_error(mine / scale, true / scale) <= 1e-5
+    assert set(taken) == {ONE}
 
 
 def test_each_block_of_rows_takes_its_own_way(taken, monkeypatch) -> None:

@@ -12,17 +12,19 @@ That is y = K x with K symmetric, so the gradient of x is K applied to that of y
     ∂k_t = v_t ∂v_t + z_t,            ∂u = e^u Σ x_t · g_t
     -∂s = Σ P_t · (d_{t-1} e^-s S'_t + (d_{t-1} - 1) g_t) + S_t · (d_t e^-s P'_t + (d_t - 1) g_t)
 
-(The part of P_t in ∂s: a path from i to t, cut at any step between, is a sum that arrives there
-and one that goes on; exactly those products are in it, so nothing cancels but by sign.)
+(The distance of a pair is the sum of the gaps between, so ∂s adds up what passes over each gap: a
+sum that arrives at t, times one that goes on from there or g_t itself.)
 
-Where this may run: let the spread of a row and channel be max k - min k + |u| + max(-w, 0), and
-at most 40. The exponentials of keys, of u and the growth under a negative w all lie within e^±40.
-D_t is at least its own term, at least e^-40 = 4e-18, and what a decay makes vanish from a sum is
-below 1e-38: nothing that D_t could show. All terms of D are positive, so each sum keeps the
-relative accuracy of its terms; N and P · S' have the signs of v and g and are exact relative to
-the sums of sizes, as in the formula itself. 1/D_t is at most 3e17 and h at most L e^40 times the
-size of g's numerator: float32 ends at 3e38, 20 powers of ten on. Sizes come back into range with
-the factor exp(k_t - M).
+Where this may run: let the spread of a row and channel be max k - min k + |u| + max(-w, 0), and at
+most 40. Then exp(k_t - M) lies in [e^-40, 1], and e^u and the growth under a negative w, alone and
+together with it, within e^±40; all are normal float32 numbers. All terms of D_t are positive, so it
+has the relative accuracy of its terms. It is at least its own term, e^-40 = 4e-18: what long decays
+let vanish from the other sums, below 1e-38, is nothing to it. N_t is exact relative to the sum of
+its terms' sizes, which D_t max|v| bounds: the accuracy of a mean. 1/D_t is at most 2e17, and h_t at
+most L e^40 max |∂out| (1, |out|): that overflows only where L max |∂out| (1, |out|) passes 1e21.
+The factor exp(k_t - M) brings it back: x_t · h_t, and so each product P · S' too, is a sum of
+gradients times weights below 1. D_t is at most (L + 1) e^40, so that g_t stays a normal number for
+gradients down to 1e-18.
 
 A scan goes in chunks of Q steps. h_q = x_q + exp(-d s) h_{q-1} runs within all chunks at once; then
 the chunks' ends go on from one chunk to the next; then each step receives its share of the end
