@@ -1,6 +1,13 @@
+import os
 import socket
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: one thread each
+    import torch
+
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

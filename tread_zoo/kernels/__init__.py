@@ -1,8 +1,9 @@
 """Operations with several forms of one signature: the truth, plain torch, fused.
 
 Each folder holds one operation: `naive.py` (the formula, float64-capable), `torch_form.py` (fast
-plain torch), `fused.py` (adapters of optional packages, imported when first asked for).
-`dispatch.py` decides which runs, and says why.
+plain torch), `triton_form.py` (our own for a GPU), `fused.py` (adapters of optional packages); what
+needs a package is imported when it is first asked for. `dispatch.py` decides which runs, and says
+why. `verify.py` compares two forms, `benchmark.py` times them against the loops of `loops.py`.
 """
 
 from tread_zoo.kernels.attention import attention
