@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.scripts.test_command_line import call
-from tread_zoo.kernels import dispatch, get_forms
+from tread_zoo.kernels import benchmark, dispatch, get_forms
 from tread_zoo.kernels.benchmark import LOOP, Row, list_runs, make_case, measure, slopes
 from tread_zoo.kernels.verify import cast, compare
 
@@ -48,10 +48,12 @@ def test_a_wrong_form_shows_its_error(monkeypatch):
     assert row.error == pytest.approx(0.5)
 
 
-def test_what_would_hold_all_pairs_is_left_out():
-    case = make_case("attention", 2049, batch=1, width=64)
-    rows = measure(case, device=CPU, forms=["naive"], rounds=1)
-    assert [row.skipped for row in rows] == ["holds all pairs of tokens: too large"]
+def test_what_would_hold_all_pairs_is_left_out(monkeypatch):
+    monkeypatch.setattr(benchmark, "LARGEST_PAIRS", 2 * 3 * 9**2 * 4)
+    for length, words in ((9, ""), (10, "holds all pairs of tokens: too large")):
+        case = make_case("attention", length, batch=2, width=192)
+        rows = measure(case, device=CPU, forms=["naive"], rounds=1)
+        assert [row.skipped for row in rows] == [words]
 
 
 def test_the_slope_of_linear_time_is_one():

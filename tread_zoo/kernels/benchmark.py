@@ -25,13 +25,16 @@ from tread_zoo.kernels.loops import bidirectional_wkv_loop, selective_scan_loop
 from tread_zoo.kernels.verify import cast, outputs_and_gradients
 
 LOOP = "unbind loop"
-SQUARE_ROOT_OF_LIMIT = 2048  # tokens up to which a quadratic naive form is timed
+LARGEST_PAIRS = 2**30  # bytes that a naive form may take for one tensor of all pairs of tokens
 
 _LOOPS: dict[str, Callable[..., Tensor]] = {
     "selective_scan": selective_scan_loop,
     "bidirectional_wkv": bidirectional_wkv_loop,
 }
-_QUADRATIC = ("attention", "bidirectional_wkv")  # naive forms that hold all pairs of tokens
+_PAIRS_FOR_EACH: dict[str, Callable[[Tensor], int]] = {  # naive forms that hold all pairs of tokens
+    "attention": lambda q: q.shape[0] * q.shape[1],
+    "bidirectional_wkv": lambda k: k.shape[0] * k.shape[2],
+}
 
 
 @dataclass(frozen=True)
@@ -223,8 +226,10 @@ def slopes(rows: Sequence[Row]) -> dict[tuple[str, str, int], float]:
 
 def _against(case: Case, name: str, args: Sequence[Any], device: torch.device) -> str:
     """Return why a form is not measured, or ""."""
-    if name == NAIVE and case.op in _QUADRATIC and case.tokens > SQUARE_ROOT_OF_LIMIT:
-        return "holds all pairs of tokens: too large"
+    if name == NAIVE and case.op in _PAIRS_FOR_EACH:
+        each = _PAIRS_FOR_EACH[case.op](args[0])
+        if each * case.tokens**2 * args[0].element_size() > LARGEST_PAIRS:
+            return "holds all pairs of tokens: too large"
     if name == LOOP:
         return ""
     form = get_form(case.op, name)
