@@ -10,6 +10,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: one thread 
     torch.set_num_threads(1)
 
 
+def pytest_configure(config):
+    """Let tests that run pytest do so in one process, but not this run's own workers."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", 0):
+        os.environ["PYTEST_ADDOPTS"] = "-n 0"
+
+
 @pytest.fixture
 def free_port():
     """Return a port that nothing listens on."""

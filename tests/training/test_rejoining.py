@@ -1,5 +1,6 @@
 """Fusions on their way through a run: built, averaged, saved, resumed, restored, counted."""
 
+import json
 import logging
 
 import pytest
@@ -149,3 +150,9 @@ def test_tokens_kept_by_importance_are_fused_and_dropped_like_others():
         kinds.add(type(found.routes[0]))
         assert torch.isfinite(loss_of(parts.backbone, parts, found))
     assert kinds == {PathDrop, PendingRoute}
+
+
+def test_a_fused_run_samples_with_its_path_dropped(run):
+    folder = run("run", "routing.rejoin=project", "guidance=path_drop", "guidance.scale=1.5")
+    sampling = json.loads((folder / "score.json").read_text())["protocol"]["sampling"]
+    assert (sampling["guidance"], sampling["nfe"]) == ("path_drop", 4)

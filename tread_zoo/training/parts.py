@@ -106,7 +106,6 @@ def build_parts(
             **backbone,
         )
     network.checkpoint_blocks = options.activation_checkpointing
-    sampling.check(network, built_objective)
     built_routing = build_routing(
         **routing,
         num_blocks=network.num_blocks,
@@ -120,6 +119,7 @@ def build_parts(
             "route; make them smaller, or set routing=none."
         )
     network.add_fusions(built_routing.fused_ranges)
+    sampling.check(network, built_objective)
     settings = {
         "backbone": describe_backbone(network),
         "routing": routing,
