@@ -30,7 +30,7 @@ def main(config: DictConfig) -> None:
 
     from tread_zoo.errors import unknown_name
     from tread_zoo.kernels import get_forms
-    from tread_zoo.kernels.benchmark import make_case, measure, slopes
+    from tread_zoo.kernels.benchmark import make_case, measure
     from tread_zoo.runtime import describe_device, resolve_device
 
     settings = as_keywords(config)
@@ -41,7 +41,12 @@ def main(config: DictConfig) -> None:
     for op in ops:
         if op not in get_forms():
             raise unknown_name("ops", op, get_forms())
-    rows = []
+    command = shlex.join(["python", "scripts/benchmark_kernels.py", *sys.argv[1:]])
+    facts = (
+        f"torch {torch.__version__}, batch {settings['batch']}, width {settings['width']}, "
+        f"{settings['dtype']}, {settings['rounds']} rounds"
+    )
+    rows, out = [], settings["out"] and Path(settings["out"])
     for threads in settings["threads"] or [torch.get_num_threads()]:
         torch.set_num_threads(threads)
         for op in ops:
@@ -58,22 +63,28 @@ def main(config: DictConfig) -> None:
                         rounds=settings["rounds"],
                     )
                     print(f"{op}: {case.tokens} of {length} tokens", file=sys.stderr)
-    command = shlex.join(["python", "scripts/benchmark_kernels.py", *sys.argv[1:]])
-    facts = f"{describe_device(device)}, torch {torch.__version__}, batch {settings['batch']}, "
-    facts += f"width {settings['width']}, {settings['dtype']}, {settings['rounds']} rounds"
-    lines = ["```bash", command, "```", "", facts, "", *table(rows), "", *fits(slopes(rows))]
-    report = "\n".join(lines)
-    print(report)
-    if settings["out"]:
-        out = Path(settings["out"])
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "report.md").write_text(f"# Forms of the kernels\n\n{report}\n")
-        with (out / "results.csv").open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, list(asdict(rows[0])))
-            writer.writeheader()
-            writer.writerows(asdict(row) for row in rows)
-        plot(rows, out / "time.png")
+            if out:  # after each operation, so that a run that is cut short leaves what it has
+                write(rows, out, command, f"{describe_device(device)}, {facts}")
+    print(report(rows, command, f"{describe_device(device)}, {facts}"))
+    if out:
         print(f"written to {out}")
+
+
+def report(rows: list, command: str, facts: str) -> str:
+    """Return command, machine, table and growth with the length as Markdown."""
+    lines = ["```bash", command, "```", "", facts, "", *table(rows), "", *fits(rows)]
+    return "\n".join(lines)
+
+
+def write(rows: list, out: Path, command: str, facts: str) -> None:
+    """Write report.md, results.csv and time.png."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "report.md").write_text(f"# Forms of the kernels\n\n{report(rows, command, facts)}\n")
+    with (out / "results.csv").open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, list(asdict(rows[0])))
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    plot(rows, out / "time.png")
 
 
 def table(rows: list) -> list[str]:
@@ -98,8 +109,11 @@ def table(rows: list) -> list[str]:
     return ["| " + " | ".join(line) + " |" for line in lines]
 
 
-def fits(found: dict) -> list[str]:
+def fits(rows: list) -> list[str]:
     """Return the growth of time with length."""
+    from tread_zoo.kernels.benchmark import slopes
+
+    found = slopes(rows)
     if not found:
         return []
     return ["Time grows with the length to the power of:", ""] + [

@@ -70,6 +70,7 @@ def test_unknown_forms_are_told():
         list_runs("selective_scan", ["loop"])
 
 
+@pytest.mark.slow
 def test_the_script_writes_table_plot_and_numbers(tmp_path):
     small = ("lengths=[8,16]", "width=64", "batch=1", "rounds=1", "ops=[selective_scan]", "out=b")
     said = call("benchmark_kernels.py", *small, cwd=tmp_path)

@@ -2,12 +2,15 @@
 
 import os
 
+import pytest
+
 from tests.scripts.test_command_line import call
 from tests.small_run import SMALL
 
 SHORT = [*SMALL, "training.num_steps=2", "training.warmup_steps=1", "compare.out=out"]
 
 
+@pytest.mark.slow
 def test_one_command_makes_the_table_and_again_only_reads(tmp_path):
     grid = ("backbone=dit_tiny", "routing=none,tread_random", "seed=3")
     said = call("compare.py", *SHORT, *grid, cwd=tmp_path)

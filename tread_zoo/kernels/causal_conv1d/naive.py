@@ -11,12 +11,15 @@ def causal_conv1d_naive(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, segment_ids: Tensor | None = None
 ) -> Tensor:
     """Return the convolution by its formula; see `tread_zoo.kernels.causal_conv1d`."""
-    length, width = x.shape[1], weight.shape[1]
+    steps, taps = (
+        x.unbind(1),
+        weight.unbind(1),
+    )  # an index in the loop would make backward quadratic
     outputs = []
-    for t in range(length):
-        y = torch.zeros_like(x[:, 0]) if bias is None else bias.expand_as(x[:, 0])
-        for back in range(min(width, t + 1)):
-            tap = weight[:, width - 1 - back] * x[:, t - back]
+    for t in range(len(steps)):
+        y = torch.zeros_like(steps[0]) if bias is None else bias.expand_as(steps[0])
+        for back in range(min(len(taps), t + 1)):
+            tap = taps[-1 - back] * steps[t - back]
             if segment_ids is not None:
                 tap = tap * (segment_ids[:, t] == segment_ids[:, t - back]).unsqueeze(-1)
             y = y + tap
