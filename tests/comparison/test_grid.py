@@ -1,6 +1,7 @@
 """A grid is every combination once, checked before it runs and taken up where it stopped."""
 
 import json
+import math
 
 import pytest
 
@@ -108,6 +109,8 @@ def test_a_run_that_diverges_is_noted_and_the_others_go_on(tmp_path, monkeypatch
     run_grid(cells, compose)
     assert [read_run(cell.folder).failed for cell in cells] == ["the loss is nan at step 2", ""]
     assert not read_run(cells[0].folder).values
+    (cells[0].folder / "metrics.jsonl").write_text("")  # diverged before its first line
+    assert math.isnan(read_run(cells[0].folder).images_per_s)
 
 
 def test_the_numbers_of_a_run_are_those_that_it_wrote(tmp_path):

@@ -1,6 +1,7 @@
 """What a run left behind, read from its folder as plain numbers."""
 
 import json
+import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,8 @@ def read_run(folder: Path) -> RunResult:
     if not failed.exists():
         score = json.loads((folder / "score.json").read_text())
     rows = read_metrics(folder)
-    speed = statistics.median(row["images_per_s"] for row in rows if "images_per_s" in row)
+    speeds = [row["images_per_s"] for row in rows if "images_per_s" in row]
+    speed = statistics.median(speeds) if speeds else math.nan  # it may fail before its first line
     training = settings["training"]
     images = training["batch_size"] * training["gradient_accumulation_steps"]
     images *= training["num_steps"] * score["run"].get("num_processes", 1)

@@ -135,40 +135,45 @@ def load_features(path: Path) -> ClassifierFeatures:
 
 def register_classifier_extractor(path: Path) -> str:
     """Make torch-fidelity know the features in a file, and return the name that it has there."""
+    network = load_features(path)
+    identity = extractor_id(path.stem, path)
+    _register(identity, network, channels=network.shape[0], features="features")
+    return identity
+
+
+def _register(name: str, network: nn.Module, *, channels: int, features: str) -> None:
+    """Make torch-fidelity know a network that gives features and logits; again does nothing."""
     from torch_fidelity import FeatureExtractorBase, register_feature_extractor
     from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY
 
-    network = load_features(path)
-    identity = extractor_id(path.stem, path)
-    if identity in FEATURE_EXTRACTORS_REGISTRY:
-        return identity
+    if name in FEATURE_EXTRACTORS_REGISTRY:
+        return
 
-    class ClassifierExtractor(FeatureExtractorBase):
-        """uint8 [B,3,H,W], a grey image three times -> the requested of 'features', 'logits'."""
+    class Extractor(FeatureExtractorBase):
+        """uint8 [B,3,H,W], a grey image three times -> the requested of features and logits."""
 
+        # torch-fidelity hands every extractor all of its own settings.
         def __init__(self, name: str, features_list: list[str], **settings: object) -> None:
             super().__init__(name, features_list)
             self.network = network
 
         @staticmethod
         def get_provided_features_list() -> tuple[str, ...]:
-            return "features", "logits"
+            return features, "logits"
 
         @staticmethod
         def get_default_feature_layer_for_metric(metric: str) -> str:
-            return "logits" if metric == "isc" else "features"
+            return "logits" if metric == "isc" else features
 
         @staticmethod
         def can_be_compiled() -> bool:
             return False
 
         def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-            features, logits = self.network(images[:, : network.shape[0]])
-            named = {"features": features, "logits": logits}
-            return tuple(named[name] for name in self.features_list)
+            named = dict(zip((features, "logits"), self.network(images[:, :channels]), strict=True))
+            return tuple(named[each] for each in self.features_list)
 
-    register_feature_extractor(identity, ClassifierExtractor)
-    return identity
+    register_feature_extractor(name, Extractor)
 
 
 def load_digits_features() -> DigitsFeatures:
@@ -188,38 +193,7 @@ def extractor_id(name: str, weights: Path) -> str:
 
 def register_digits_extractor() -> None:
     """Make torch-fidelity know `digits-cnn-64`; a second call does nothing."""
-    from torch_fidelity import FeatureExtractorBase, register_feature_extractor
-    from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY
-
-    if DIGITS_EXTRACTOR in FEATURE_EXTRACTORS_REGISTRY:
-        return
-
-    class DigitsExtractor(FeatureExtractorBase):
-        """uint8 [B,3,8,8], a grey image three times -> the requested of '64' and 'logits'."""
-
-        # torch-fidelity hands every extractor all of its own settings.
-        def __init__(self, name: str, features_list: list[str], **settings: object) -> None:
-            super().__init__(name, features_list)
-            self.network = load_digits_features()
-
-        @staticmethod
-        def get_provided_features_list() -> tuple[str, ...]:
-            return "64", "logits"
-
-        @staticmethod
-        def get_default_feature_layer_for_metric(metric: str) -> str:
-            return "logits" if metric == "isc" else "64"
-
-        @staticmethod
-        def can_be_compiled() -> bool:
-            return False
-
-        def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-            features, logits = self.network(images[:, :1])
-            named = {"64": features, "logits": logits}
-            return tuple(named[name] for name in self.features_list)
-
-    register_feature_extractor(DIGITS_EXTRACTOR, DigitsExtractor)
+    _register(DIGITS_EXTRACTOR, load_digits_features(), channels=1, features="64")
 
 
 def find_inception_weights(path: str | None) -> Path:
