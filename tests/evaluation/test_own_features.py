@@ -41,7 +41,9 @@ def test_distances_are_those_of_its_features(file):
     from scipy.linalg import sqrtm
 
     a, b = images(200, 1), images(300, 2) // 2
+    state = torch.get_rng_state()
     record = score(a, b, extractor=str(file), metrics=["fid"])
+    assert torch.equal(torch.get_rng_state(), state)
     x, y = (load_features(file)(part)[0].double().numpy() for part in (a, b))
     s, t = np.cov(x.T), np.cov(y.T)
     expected = ((x.mean(0) - y.mean(0)) ** 2).sum() + np.trace(s + t - 2 * sqrtm(s @ t).real)

@@ -128,8 +128,9 @@ def load_features(path: Path) -> ClassifierFeatures:
             f"scripts/make_features.py out={path} makes one from labelled images."
         ) from error
     facts.pop("about")
-    network = ClassifierFeatures(**facts)
-    network.load_state_dict(state)
+    with torch.device("meta"):  # no weights are drawn: the caller's random numbers stay as they are
+        network = ClassifierFeatures(**facts)
+    network.load_state_dict(state, assign=True)
     return network.eval().requires_grad_(False)
 
 
@@ -180,8 +181,9 @@ def load_digits_features() -> DigitsFeatures:
     """Return the network with the weights that ship with the package, frozen."""
     from safetensors.torch import load_file
 
-    network = DigitsFeatures()
-    network.load_state_dict(load_file(DIGITS_WEIGHTS))
+    with torch.device("meta"):
+        network = DigitsFeatures()
+    network.load_state_dict(load_file(DIGITS_WEIGHTS), assign=True)
     return network.eval().requires_grad_(False)
 
 
