@@ -1,13 +1,15 @@
-"""Train a grid of settings, and put their numbers into one table.
+"""Train grids of settings, and put their numbers into one table.
 
-python scripts/compare.py                                       # what configs/compare.yaml lists
+python scripts/compare.py                                       # the study architectures
 python scripts/compare.py backbone=dit_tiny,mamba_tiny routing=none,tread seed=0,1,2
+python scripts/compare.py compare.study=selectors backbone=mamba_tiny     # configs/study/ has them
 python scripts/compare.py data=npz data.path=faces.npz training.num_steps=20000 \
     backbone=dit_matched_s,rwkv_matched_s compare.out=comparisons/faces
 
-Every override of scripts/train.py works; one with several values (hydra's sweep syntax) spans the
-grid. The same command again continues where it stopped: finished runs are read, not repeated.
-The folder compare.out then holds report.md, results.csv, results.json and runs/.
+Every override of scripts/train.py works; one with several values (hydra's sweep syntax) takes the
+place of the study's values for that field, or spans the study's grids further. The same command
+again continues where it stopped: finished runs are read, not repeated. The folder compare.out then
+holds report.md, results.csv, results.json and runs/.
 """
 
 import logging
@@ -46,13 +48,13 @@ def main() -> None:
 
 
 def run(config: DictConfig) -> None:
-    from tread_zoo.comparison import expand, read_run, run_grid, write_report
+    from tread_zoo.comparison import expand_all, read_run, run_grid, write_report
 
     settings = as_keywords(config)
     given = [text for text in sys.argv[1:] if not text.startswith(OWN)]
-    sweeps, fixed = split_sweeps(settings["grid"], given)
+    grids, fixed = split_sweeps(settings["grids"], given)
     out = Path(settings["out"])
-    cells = expand(sweeps, fixed, out)
+    cells = expand_all(grids, fixed, out)
     run_grid(cells, compose_run)
     if int(os.environ.get("RANK", "0")) > 0:
         return
@@ -63,20 +65,25 @@ def run(config: DictConfig) -> None:
 
 
 def split_sweeps(
-    grid: dict[str, list[Any]], overrides: Sequence[str]
-) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the swept values by field, those of `grid` unless given, and the other overrides."""
-    sweeps = {field: [str(value) for value in values] for field, values in grid.items()}
+    grids: Sequence[dict[str, list[Any]]], overrides: Sequence[str]
+) -> tuple[list[dict[str, list[str]]], list[str]]:
+    """Return the swept values by field of each grid, and the other overrides.
+
+    Values from `overrides` replace those of every grid that has the field. A sweep over a field
+    that no grid has spans all of them.
+    """
+    sweeps = [{f: [str(v) for v in values] for f, values in grid.items()} for grid in grids]
     fixed = []
     for text, parsed in zip(
         overrides, OverridesParser.create().parse_overrides(list(overrides)), strict=True
     ):
         field = parsed.get_key_element()
-        if parsed.is_sweep_override():
-            sweeps[field] = list(parsed.sweep_string_iterator())
-        elif field in sweeps:
-            sweeps[field] = [text.partition("=")[2]]
-        else:
+        spans = parsed.is_sweep_override()
+        values = list(parsed.sweep_string_iterator()) if spans else [text.partition("=")[2]]
+        having = [grid for grid in sweeps if field in grid]
+        for grid in having or (sweeps if spans else []):
+            grid[field] = values
+        if not having and not spans:
             fixed.append(text)
     return sweeps, fixed
 

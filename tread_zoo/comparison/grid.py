@@ -1,4 +1,4 @@
-"""A grid of runs: every combination of the values given, one folder each, done once.
+"""Grids of runs: every combination of the values given, one folder each, done once.
 
 A run that is finished is left alone, one that was cut off continues from its newest checkpoint, so
 a comparison is taken up where it stopped by giving the same command again.
@@ -21,6 +21,7 @@ from tread_zoo.training.parts import build_parts
 logger = logging.getLogger(__name__)
 
 FAILED = "failed.txt"
+SEED = "seed"
 OUTSIDE_PARTS = ("tracker", "device", "run_dir", "resume", "overwrite", "kernels")
 
 
@@ -28,7 +29,8 @@ OUTSIDE_PARTS = ("tracker", "device", "run_dir", "resume", "overwrite", "kernels
 class Cell:
     """One run of a grid.
 
-    choices: the swept values by field, as in {"backbone": "dit_tiny", "seed": "0"}.
+    choices: the swept values by field, as in {"backbone": "dit_tiny", "seed": "0"}; cells of
+        different grids may have different fields.
     overrides: all that composes the run's settings.
     folder: the run's own.
     """
@@ -63,6 +65,22 @@ def expand(sweeps: Mapping[str, Sequence[str]], fixed: Sequence[str], out: Path)
         name = re.sub(r"[^\w.,=-]+", "_", ",".join(swept)) or "run"
         cells.append(Cell(choices, (*fixed, *swept), out / "runs" / name))
     return cells
+
+
+def expand_all(
+    grids: Sequence[Mapping[str, Sequence[str]]], fixed: Sequence[str], out: Path
+) -> list[Cell]:
+    """Return the cells of several grids, those of a seed together and each one once.
+
+    The first seed of all settings comes before the second of any, so that a comparison that is cut
+    off has all settings to show.
+
+    Raises:
+        ValueError: as `expand`.
+    """
+    cells = {cell.folder: cell for grid in grids for cell in expand(grid, fixed, out)}
+    seeds = list(dict.fromkeys(cell.choices.get(SEED) for cell in cells.values()))
+    return sorted(cells.values(), key=lambda cell: seeds.index(cell.choices.get(SEED)))
 
 
 def run_grid(cells: Sequence[Cell], compose: Callable[[Sequence[str]], dict[str, Any]]) -> None:

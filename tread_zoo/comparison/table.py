@@ -8,13 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tread_zoo.comparison.grid import Cell
+from tread_zoo.comparison.grid import SEED, Cell
 from tread_zoo.comparison.results import RunResult
 from tread_zoo.evaluation.evaluate import describe_sampling
 
 Column = tuple[str, Callable[[RunResult], float | None], float, str]
 
-SEED = "seed"
 QUALITY: dict[str, tuple[str, float, str]] = {  # name -> title, factor, format
     "agreement": ("agreement, %", 100, ".1f"),
     "fid": ("Fréchet distance", 1, ".2f"),
@@ -86,9 +85,9 @@ def _settings_of(protocol: Mapping[str, Any], key: str) -> Any:
 
 def _report(cells: Sequence[Cell], results: Sequence[RunResult], title: str, command: str) -> str:
     groups: dict[tuple[str, ...], list[RunResult]] = {}
-    fields = [field for field in cells[0].choices if field != SEED]
+    fields = list(dict.fromkeys(f for cell in cells for f in cell.choices if f != SEED))
     for cell, result in zip(cells, results, strict=True):
-        groups.setdefault(tuple(cell.choices[f] for f in fields), []).append(result)
+        groups.setdefault(_key(cell, fields), []).append(result)
     columns = _columns(results)
     header = [*fields, *(name for name, *_ in columns)]
     lines = [f"# {title}", "", "```bash", command, "```", "", _protocol(cells, results), ""]
@@ -96,7 +95,7 @@ def _report(cells: Sequence[Cell], results: Sequence[RunResult], title: str, com
     for key, members in groups.items():
         ended = [result for result in members if not result.failed]
         numbers = [_spread(ended, *column[1:]) for column in columns]
-        lines.append(_row([*(f"`{part}`" for part in key), *numbers]))
+        lines.append(_row([*_code(key), *numbers]))
         for result in members:
             if result.failed:
                 lines.append(_row([*key, f"a seed failed: {result.failed}"]))
@@ -182,15 +181,14 @@ def _paired(
     noise level."""
     if "routing" not in fields:
         return []
-    by_choices = {tuple(cell.choices.items()): r for cell, r in zip(cells, results, strict=True)}
+    dense = [(c, r) for c, r in zip(cells, results, strict=True) if _is_dense(c)]
     pairs: dict[tuple[str, ...], list[tuple[RunResult, RunResult]]] = {}
     for cell, result in zip(cells, results, strict=True):
-        base = by_choices.get(tuple({**cell.choices, "routing": "none"}.items()))
-        if cell.choices["routing"] == "none" or base is None:
+        base = next((r for c, r in dense if _differ_in_routing(c, cell)), None)
+        if _is_dense(cell) or base is None:
             continue
         if "held_out_loss" in base.values and "held_out_loss" in result.values:
-            key = tuple(cell.choices[field] for field in fields)
-            pairs.setdefault(key, []).append((base, result))
+            pairs.setdefault(_key(cell, fields), []).append((base, result))
     if not pairs:
         return []
     lines = [
@@ -205,8 +203,27 @@ def _paired(
         levels = [[x - y for x, y in zip(r.by_level, b.by_level, strict=True)] for b, r in found]
         means = [statistics.mean(column) for column in zip(*levels, strict=True)]
         texts = [", ".join(f"{d:+.4f}" for d in row) for row in (losses, means)]
-        lines.append(_row([*(f"`{part}`" for part in key), *texts]))
+        lines.append(_row([*_code(key), *texts]))
     return lines
+
+
+def _is_dense(cell: Cell) -> bool:
+    return cell.choices.get("routing") == "none"
+
+
+def _differ_in_routing(dense: Cell, routed: Cell) -> bool:
+    """Return whether all that the dense run chose, but for its routing, is as in the routed one."""
+    chosen = {field: value for field, value in dense.choices.items() if field != "routing"}
+    return all(routed.choices.get(field) == value for field, value in chosen.items())
+
+
+def _key(cell: Cell, fields: Sequence[str]) -> tuple[str, ...]:
+    """Return what the cell chose of `fields`, "" for those of other grids."""
+    return tuple(cell.choices.get(field, "") for field in fields)
+
+
+def _code(key: Sequence[str]) -> list[str]:
+    return [f"`{part}`" if part else "" for part in key]
 
 
 def _flat(result: RunResult) -> dict[str, object]:

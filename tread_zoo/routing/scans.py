@@ -11,6 +11,11 @@ Three ways to deal with gaps, which scans, convolutions and shifts share:
     reset    convolutions and shifts see zeros beyond a gap; the state runs over it
     decay    as reset, and the state decays by the length of the gap
 
+A port of routing to a scan that leaves the kept ids in the order in which they were drawn walks
+over them in no order. `unsorted` is that port, to compare with and for nothing else: all tokens in
+raster order where none are missing, else the kept tokens in an order drawn from their ids, which
+all layers share.
+
 B batch, N = h * w tokens of the grid, K tokens present, E extra tokens ahead of them, L = E + K.
 """
 
@@ -26,6 +31,8 @@ from tread_zoo.routing.orders import ORDERS, inverse, scan_order
 
 GAPS = ("ignore", "reset", "decay")
 PERIODS = {"serpentine8": 8}  # orders that differ between layers
+UNSORTED = "unsorted"
+PRIME = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ def make_scan(layout: Any, name: str, index: int, batch: int, device: torch.devi
 
     Args:
         layout: with `grid`, `num_extra`, `ids` and `derived`.
-        name: in `ORDERS`.
+        name: in `ORDERS`, or `unsorted`.
         index: of the layer; orders that are alike in all layers do not ask.
         batch: B.
         device: of the tokens.
@@ -98,14 +105,15 @@ def make_scan(layout: Any, name: str, index: int, batch: int, device: torch.devi
 
 def _make_scan(layout: Any, name: str, index: int, batch: int, device: torch.device) -> Scan:
     extra, ids = layout.num_extra, layout.ids
-    if name == "raster":
+    if name == "raster" or (name == UNSORTED and ids is None):
         return Scan(None, None, ids, extra)
-    order = scan_order(name, layout.grid, index).to(device)
     places = None
-    if ids is None:
-        walk = order.expand(batch, -1)
+    if name == UNSORTED:
+        walk = _shuffle(ids)
+    elif ids is None:
+        walk = scan_order(name, layout.grid, index).to(device).expand(batch, -1)
     else:
-        ranks = inverse(order)[ids]
+        ranks = inverse(scan_order(name, layout.grid, index).to(device))[ids]
         places, walk = ranks.sort(dim=1)
     ahead = torch.arange(extra, device=device).expand(batch, extra)
     within = torch.cat([ahead, walk + extra], dim=1)
@@ -115,11 +123,28 @@ def _make_scan(layout: Any, name: str, index: int, batch: int, device: torch.dev
 
 
 def check_scan(scan_order: str, gaps: str) -> None:
-    """Raise `ValueError` for an unknown order, or an unknown way to deal with gaps."""
-    if scan_order not in ORDERS:
-        raise unknown_name("scan_order", scan_order, ORDERS)
+    """Raise `ValueError` for an unknown order, an unknown way to deal with gaps, or `unsorted` with
+    gaps to be dealt with: it has none."""
+    if scan_order not in (*ORDERS, UNSORTED):
+        raise unknown_name("scan_order", scan_order, (*ORDERS, UNSORTED))
     if gaps not in GAPS:
         raise unknown_name("gaps", gaps, GAPS)
+    if scan_order == UNSORTED and gaps != "ignore":
+        raise ValueError(
+            f"gaps={gaps} needs tokens in order, and scan_order=unsorted has none; use gaps=ignore."
+        )
+
+
+def _shuffle(ids: Tensor) -> Tensor:
+    """Return a permutation [B, K] that looks random and depends on the kept ids [B, K] alone.
+
+    A sum over the ids, each with a weight of its own, makes a sample's key; the tokens are ranked
+    by key * (id + 1)^2 mod p, p prime and all numbers below 2^31, so that products fit in int64.
+    """
+    weights = (torch.arange(ids.shape[1], device=ids.device) + 1) * 1_103_515_245 % PRIME
+    key = ((ids + 1) * weights % PRIME).sum(dim=1, keepdim=True) % PRIME
+    squares = (ids + 1) * (ids + 1) % PRIME
+    return ((key + 12_345) % PRIME * squares % PRIME).argsort(dim=1)
 
 
 class _Permute(torch.autograd.Function):
