@@ -6,7 +6,7 @@ import math
 import pytest
 
 from tests.small_run import SMALL, full_settings
-from tread_zoo.comparison import expand, grid, read_run, run_grid
+from tread_zoo.comparison import expand, expand_all, grid, read_run, run_grid
 from tread_zoo.training.stopping import Stopped
 
 SHORT = [*SMALL, "training.num_steps=2", "training.warmup_steps=1"]
@@ -27,6 +27,16 @@ def test_every_combination_has_a_folder_of_its_own(tmp_path):
     assert cells[1].overrides == (*SHORT, "backbone=dit", "seed=1")
     odd = expand({"routing.routes": ["[{start: 2, end: 5}]"]}, [], tmp_path)
     assert odd[0].folder.parent == tmp_path / "runs"
+
+
+def test_several_grids_share_cells_and_go_seed_by_seed(tmp_path):
+    grids = [
+        {"routing": ["none"], "seed": ["0", "1"]},
+        {"routing": ["none", "tread"], "seed": ["1"]},
+        {"routing.selection_rate": ["0.25"], "seed": ["0", "1"]},
+    ]
+    found = [tuple(cell.choices.values()) for cell in expand_all(grids, SHORT, tmp_path)]
+    assert found == [("none", "0"), ("0.25", "0"), ("none", "1"), ("tread", "1"), ("0.25", "1")]
 
 
 @pytest.mark.parametrize(
