@@ -119,5 +119,5 @@ def test_another_guidance_is_another_protocol(tmp_path, changed):
 def test_a_failed_run_is_shown_and_left_out_of_the_mean(tmp_path):
     failed = dataclasses.replace(RESULT, values={}, protocol={}, failed="loss is nan")
     text = report(tmp_path, results={("none", 0): RESULT, ("none", 1): failed})
-    assert "a seed failed: loss is nan" in text
+    assert "none: seed 1 failed: loss is nan" in text
     assert "| `none` | 90.0 |" in text

@@ -16,7 +16,7 @@ from typing import Any
 from tread_zoo.diffusion import build_sampling
 from tread_zoo.training import train
 from tread_zoo.training.checkpoints import CheckpointError, find_checkpoint
-from tread_zoo.training.parts import build_parts
+from tread_zoo.training.parts import Parts, build_parts
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,44 @@ class Cell:
     choices: Mapping[str, str]
     overrides: tuple[str, ...]
     folder: Path
+
+    @property
+    def setting(self) -> str:
+        """What it chose, its seed apart."""
+        return ",".join(f"{f}={value}" for f, value in self.choices.items() if f != SEED)
+
+
+def collect(folders: Sequence[Path]) -> list[Cell]:
+    """Return the cells of runs that are there, whatever made them; what tells them apart is read
+    from their settings.
+
+    Raises:
+        ValueError: a folder that holds no run, or runs that cannot be told apart.
+    """
+    described = []
+    for folder in folders:
+        config = folder / "config.json"
+        if not config.exists():
+            raise ValueError(f"compare.runs: {folder} holds no run: config.json is missing.")
+        settings = json.loads(config.read_text())
+        facts = {"backbone": settings["backbone"]["name"], "routing": settings["routing"]["name"]}
+        for group in ("backbone", "routing", "objective", "training", "sampler", "guidance"):
+            values = settings[group].get("config", settings[group])
+            facts |= {f"{group}.{key}": str(v) for key, v in values.items() if key != "name"}
+        described.append({**facts, SEED: str(settings["seed"])})
+    fields = list(dict.fromkeys(field for facts in described for field in facts))
+    always = ("backbone", "routing", SEED)
+    told = [f for f in fields if f in always or len({facts.get(f) for facts in described}) > 1]
+    cells = [
+        Cell({f: facts.get(f, "") for f in told}, (), folder)
+        for facts, folder in zip(described, folders, strict=True)
+    ]
+    for index, cell in enumerate(cells):
+        if any(cell.choices == other.choices for other in cells[:index]):
+            raise ValueError(
+                f"compare.runs: {cell.folder} has the settings and the seed of another."
+            )
+    return cells
 
 
 def expand(sweeps: Mapping[str, Sequence[str]], fixed: Sequence[str], out: Path) -> list[Cell]:
@@ -99,9 +137,8 @@ def run_grid(cells: Sequence[Cell], compose: Callable[[Sequence[str]], dict[str,
     todo = []
     for cell in cells:
         keywords = compose(cell.overrides)
-        parts = {name: value for name, value in keywords.items() if name not in OUTSIDE_PARTS}
         try:
-            wanted = build_parts(**parts).settings
+            wanted = parts_of(keywords).settings
         except ValueError as error:
             raise ValueError(f"{cell.folder.name}: {error}") from error
         if not _is_done(cell, wanted):
@@ -115,6 +152,11 @@ def run_grid(cells: Sequence[Cell], compose: Callable[[Sequence[str]], dict[str,
         except FloatingPointError as error:
             logger.warning("%s: %s", cell.folder.name, error)
             (cell.folder / FAILED).write_text(str(error))
+
+
+def parts_of(keywords: Mapping[str, Any]) -> Parts:
+    """Return the parts of a run, from the keywords of `train`."""
+    return build_parts(**{key: v for key, v in keywords.items() if key not in OUTSIDE_PARTS})
 
 
 def _is_done(cell: Cell, wanted: dict[str, Any]) -> bool:
