@@ -5,8 +5,8 @@ python scripts/compare.py backbone=dit_tiny,mamba_tiny routing=none,tread seed=0
 python scripts/compare.py compare.study=selectors backbone=mamba_tiny     # configs/study/ has them
 python scripts/compare.py data=npz data.path=faces.npz training.num_steps=20000 \
     backbone=dit_matched_s,rwkv_matched_s compare.out=comparisons/faces
-python scripts/compare.py compare.equal=flops                 # or compare.equal=seconds compare.seconds=240
-python scripts/compare.py compare.runs=[runs/a,runs/b] compare.out=comparisons/mine   # runs that are there
+python scripts/compare.py compare.equal=flops           # or equal=seconds compare.seconds=240
+python scripts/compare.py compare.runs=[runs/a,runs/b] compare.out=comparisons/mine
 
 Every override of scripts/train.py works; one with several values (hydra's sweep syntax) takes the
 place of the study's values for that field, or spans the study's grids further. The same command

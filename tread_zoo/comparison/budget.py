@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,8 @@ def equalise(
         raise unknown_name("compare.equal", equal, EQUAL)
     if (seconds is not None) != (equal == "seconds") or (seconds is not None and seconds <= 0):
         raise ValueError(
-            f"compare.seconds={seconds} with compare.equal={equal}: equal=seconds needs a number of "
-            "seconds for each run, the others take none."
+            f"compare.seconds={seconds} with compare.equal={equal}: equal=seconds needs a number "
+            "of seconds for each run, the others take none."
         )
     if equal == "steps":
         return list(cells)
@@ -110,7 +111,7 @@ def time_a_step(parts: Parts, device: str) -> float:
     network = parts.backbone.to(place)
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.0)
     first = parts.options.num_steps // 2 * parts.options.gradient_accumulation_steps
-    batches = parts.batches(0, 1, 0)
+    batches = cycle(islice(parts.batches(0, 1, 0), WARM_UP_STEPS))
     times = []
     for step in range(TIMED_STEPS + WARM_UP_STEPS):
         began = time.perf_counter()

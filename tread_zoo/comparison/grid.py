@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 FAILED = "failed.txt"
 SEED = "seed"
+NAMED = ("backbone", "routing")  # of these a run is first known by the name
 OUTSIDE_PARTS = ("tracker", "device", "run_dir", "resume", "overwrite", "kernels")
 
 
@@ -52,30 +53,47 @@ def collect(folders: Sequence[Path]) -> list[Cell]:
     Raises:
         ValueError: a folder that holds no run, or runs that cannot be told apart.
     """
-    described = []
-    for folder in folders:
-        config = folder / "config.json"
-        if not config.exists():
-            raise ValueError(f"compare.runs: {folder} holds no run: config.json is missing.")
-        settings = json.loads(config.read_text())
-        facts = {"backbone": settings["backbone"]["name"], "routing": settings["routing"]["name"]}
-        for group in ("backbone", "routing", "objective", "training", "sampler", "guidance"):
-            values = settings[group].get("config", settings[group])
-            facts |= {f"{group}.{key}": str(v) for key, v in values.items() if key != "name"}
-        described.append({**facts, SEED: str(settings["seed"])})
+    described = [_describe(folder) for folder in folders]
     fields = list(dict.fromkeys(field for facts in described for field in facts))
-    always = ("backbone", "routing", SEED)
-    told = [f for f in fields if f in always or len({facts.get(f) for facts in described}) > 1]
+    told = [f for f in fields if f in (*NAMED, SEED) or _tells_apart(f, described)]
     cells = [
-        Cell({f: facts.get(f, "") for f in told}, (), folder)
+        Cell({field: facts[field] for field in told if field in facts}, (), folder)
         for facts, folder in zip(described, folders, strict=True)
     ]
     for index, cell in enumerate(cells):
-        if any(cell.choices == other.choices for other in cells[:index]):
+        twin = next((c for c in cells[:index] if c.choices == cell.choices), None)
+        if twin is not None:
             raise ValueError(
-                f"compare.runs: {cell.folder} has the settings and the seed of another."
+                f"compare.runs: {cell.folder} has the same settings and seed as {twin.folder}; "
+                "give one of them."
             )
     return cells
+
+
+def _describe(folder: Path) -> dict[str, str]:
+    """Return the settings of a run by field, those that have a name under it too."""
+    config = folder / "config.json"
+    if not config.exists():
+        raise ValueError(f"compare.runs: {folder} holds no run: config.json is missing.")
+    settings = json.loads(config.read_text())
+    facts = {group: str(settings[group]["name"]) for group in NAMED}
+    for group in (*NAMED, "objective", "training", "sampler", "guidance"):
+        values = settings[group]
+        for key, value in {**values, **values.get("config", {})}.items():
+            if key not in ("name", "config") or group not in NAMED:
+                facts[f"{group}.{key}"] = str(value)
+    return {**facts, SEED: str(settings["seed"])}
+
+
+def _tells_apart(field: str, described: Sequence[Mapping[str, str]]) -> bool:
+    """Return whether two runs, of the same backbone or routing if it is one of its fields, have
+    different values; what one architecture has and another has not is said by their names."""
+    group = field.partition(".")[0]
+    values: dict[str, set[str]] = {}
+    for facts in described:
+        if field in facts:
+            values.setdefault(facts.get(group, ""), set()).add(facts[field])
+    return any(len(found) > 1 for found in values.values())
 
 
 def expand(sweeps: Mapping[str, Sequence[str]], fixed: Sequence[str], out: Path) -> list[Cell]:

@@ -34,7 +34,7 @@ def _against_dense(group: Group, pairs: Sequence[tuple[RunResult, RunResult]]) -
         f"{share:.2f} of its training FLOPs."
     )
     at_equal = [loss_at_flops(d, r.flops * r.images) for d, r in pairs]
-    if all(math.isfinite(value) for value in at_equal) and share < 1:
+    if all(map(math.isfinite, at_equal)) and all(run.curve for run in routed) and share < 1:
         curves = [r.curve[-1][1] for r in routed]
         gains = [mine - dense_loss for mine, dense_loss in zip(curves, at_equal, strict=True)]
         mean = sum(at_equal) / len(at_equal)
