@@ -3,26 +3,17 @@
 import csv
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from tread_zoo.comparison.grid import SEED, Cell
+from tread_zoo.comparison.markdown import QUALITY, check_same, row, spread
 from tread_zoo.comparison.results import RunResult
 from tread_zoo.evaluation.evaluate import describe_sampling
 
 Column = tuple[str, Callable[[RunResult], float | None], float, str]
 
-QUALITY: dict[str, tuple[str, float, str]] = {  # name -> title, factor, format
-    "agreement": ("agreement, %", 100, ".1f"),
-    "fid": ("Fréchet distance", 1, ".2f"),
-    "kid": ("kernel distance", 1, ".4f"),
-    "precision": ("precision", 1, ".3f"),
-    "recall": ("recall", 1, ".3f"),
-    "isc": ("inception score", 1, ".2f"),
-    "held_out_loss": ("held-out loss", 1, ".4f"),
-}
 # Of the sampling, what it costs is left out: that is the network's, and has a column of its own.
 SAME_PROTOCOL = (
     "data", "reference", "labels", "sampling", "extractor", "weights", "step", "held_out_draws",
@@ -63,24 +54,8 @@ def write_report(
 
 def check_protocols(cells: Sequence[Cell], results: Sequence[RunResult]) -> None:
     """Raise `ValueError` if numbers that stand in one table were made by different protocols."""
-    scored = [(c, r.protocol) for c, r in zip(cells, results, strict=True) if not r.failed]
-    for cell, protocol in scored[1:]:
-        for key in SAME_PROTOCOL:
-            own, first = (_settings_of(p, key) for p in (protocol, scored[0][1]))
-            if own != first:
-                raise ValueError(
-                    f"{cell.folder.name} was scored with {key}={own}, "
-                    f"{scored[0][0].folder.name} with {key}={first}: such numbers "
-                    "do not belong in one table; give all runs the same setting."
-                )
-
-
-def _settings_of(protocol: Mapping[str, Any], key: str) -> Any:
-    """Return what `protocol` says of `key`, without costs."""
-    value = protocol.get(key)
-    if not isinstance(value, dict):
-        return value
-    return {name: entry for name, entry in value.items() if name != "flops_per_image"}
+    ended = [(c, r) for c, r in zip(cells, results, strict=True) if not r.failed]
+    check_same([(c.folder.name, r.protocol) for c, r in ended], SAME_PROTOCOL)
 
 
 def _report(cells: Sequence[Cell], results: Sequence[RunResult], title: str, command: str) -> str:
@@ -91,14 +66,14 @@ def _report(cells: Sequence[Cell], results: Sequence[RunResult], title: str, com
     columns = _columns(results)
     header = [*fields, *(name for name, *_ in columns)]
     lines = [f"# {title}", "", "```bash", command, "```", "", _protocol(cells, results), ""]
-    lines += [_row(header), _row(["---"] * len(header))]
+    lines += [row(header), row(["---"] * len(header))]
     for key, members in groups.items():
         ended = [result for result in members if not result.failed]
         numbers = [_spread(ended, *column[1:]) for column in columns]
-        lines.append(_row([*_code(key), *numbers]))
+        lines.append(row([*_code(key), *numbers]))
         for result in members:
             if result.failed:
-                lines.append(_row([*key, f"a seed failed: {result.failed}"]))
+                lines.append(row([*key, f"a seed failed: {result.failed}"]))
     real = next((result.real for result in results if result.real), {})
     if real:
         names = {title: name for name, (title, *_) in QUALITY.items()}
@@ -106,7 +81,7 @@ def _report(cells: Sequence[Cell], results: Sequence[RunResult], title: str, com
             f"{real[names[title]] * scale:{form}}" if names.get(title) in real else ""
             for title, _, scale, form in columns
         ]
-        lines.append(_row(["held-out real images", *[""] * (len(fields) - 1), *cellular]))
+        lines.append(row(["held-out real images", *[""] * (len(fields) - 1), *cellular]))
     lines += ["", *_paired(cells, results, fields)]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -140,13 +115,8 @@ def _spread(
     scale: float,
     form: str,
 ) -> str:
-    """Return the mean, and smallest … largest where they differ as printed."""
-    found = [scale * v for r in results if (v := value(r)) is not None]
-    if not found:
-        return ""
-    low, high = (format(v, form) for v in (min(found), max(found)))
-    mean = format(statistics.mean(found), form)
-    return mean if low == high else f"{mean} ({low} … {high})"
+    """Return the mean over the results that have the value, and its range."""
+    return spread([v for r in results if (v := value(r)) is not None], scale, form)
 
 
 def _protocol(cells: Sequence[Cell], results: Sequence[RunResult]) -> str:
@@ -195,15 +165,15 @@ def _paired(
         "Held-out loss less that of the dense run of the same seed; by level: the mean over seeds, "
         "for the fourths of the noise levels from the lowest to the highest:",
         "",
-        _row([*fields, "each seed", "by level"]),
-        _row(["---"] * (len(fields) + 2)),
+        row([*fields, "each seed", "by level"]),
+        row(["---"] * (len(fields) + 2)),
     ]
     for key, found in pairs.items():
         losses = [r.values["held_out_loss"] - b.values["held_out_loss"] for b, r in found]
         levels = [[x - y for x, y in zip(r.by_level, b.by_level, strict=True)] for b, r in found]
         means = [statistics.mean(column) for column in zip(*levels, strict=True)]
         texts = [", ".join(f"{d:+.4f}" for d in row) for row in (losses, means)]
-        lines.append(_row([*_code(key), *texts]))
+        lines.append(row([*_code(key), *texts]))
     return lines
 
 
@@ -233,7 +203,3 @@ def _flat(result: RunResult) -> dict[str, object]:
     }
     levels = {f"held_out_loss_{i}": loss for i, loss in enumerate(result.by_level)}
     return {**result.values, **levels, **plain}
-
-
-def _row(texts: Sequence[str]) -> str:
-    return "| " + " | ".join(texts) + " |"

@@ -20,7 +20,13 @@ from tread_zoo.evaluation.features import (
     load_features,
 )
 from tread_zoo.evaluation.flops import count_sampling
-from tread_zoo.evaluation.metrics import METRICS, check_extractor, is_file, score
+from tread_zoo.evaluation.metrics import (
+    METRICS,
+    check_extractor,
+    check_scoring,
+    is_file,
+    score,
+)
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
 
@@ -133,6 +139,22 @@ def evaluate(
             unseen = stack_images(data.held_out)
             record["real"] |= _score(unseen, real, extractor, options)["values"]
     return record
+
+
+def check_evaluation(options: EvaluationOptions, data: ImageData) -> None:
+    """Raise `ValueError` if samples like `data` cannot be scored so; no image is drawn or read."""
+    reference = data.train if options.reference == "train" else data.held_out
+    if reference is None:
+        raise ValueError(f"evaluation.reference=held_out, but {data.name} has no held-out part.")
+    extractor = _choose_extractor(options, data, {})
+    if extractor is None or not options.metrics:
+        return
+    one = torch.zeros(1, data.channels, *data.image_size, dtype=torch.uint8)
+    generated, real = (
+        one.expand(count, -1, -1, -1)
+        for count in (options.num_images, len(reference))  # type: ignore[arg-type]
+    )
+    check_scoring(generated, real, extractor, options.metrics, options.inception_weights)
 
 
 @torch.no_grad()

@@ -141,6 +141,21 @@ def check_extractor(field: str, extractor: str, others: Sequence[str] = ()) -> N
         raise unknown_name(field, extractor, (*others, *EXTRACTORS))
 
 
+def check_scoring(
+    generated: Tensor,
+    reference: Tensor,
+    extractor: str,
+    metrics: Sequence[str],
+    inception_weights: str | None = None,
+) -> None:
+    """Raise ValueError where the two sets cannot be scored against each other; see `score`.
+
+    Only dtypes and shapes are looked at, and whether the extractor's weights are there.
+    """
+    _check_images(generated, reference, extractor, metrics)
+    _prepare_extractor(extractor, inception_weights)
+
+
 class _RgbImages(Dataset):
     """Images uint8 [N,C,H,W] as torch-fidelity wants them: items uint8 [3,H,W]."""
 
