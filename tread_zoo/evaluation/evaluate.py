@@ -1,6 +1,6 @@
 """Score a backbone's samples against real images, with the protocol beside each number."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,8 @@ def evaluate(
     *,
     precision: str = "fp32",
     weak: Backbone | None = None,
+    real: Mapping[str, float] | None = None,
+    cache: Path | None = None,
 ) -> dict[str, Any]:
     """Sample, score, and return `{"values": …, "real": …, "protocol": …}`.
 
@@ -89,7 +91,8 @@ def evaluate(
     `extractor=auto` leaves the distances of other data out and says why in `not_scored`.
 
     `protocol["sampling"]` is what `sampling_record` returns. `weak` is the weak network of
-    guidance=auto.
+    guidance=auto. Scoring the same data again, `real` is what an earlier record says of real
+    images, which is then not measured anew, and `cache` a folder for their features (see `score`).
 
     Raises:
         ValueError: the reference is missing, there are too few images, or weights are absent.
@@ -113,7 +116,7 @@ def evaluate(
             weak=weak,
         )
     )
-    record: dict[str, Any] = {"values": {}, "real": {}}
+    record: dict[str, Any] = {"values": {}, "real": dict(real or {})}
     record["protocol"] = {
         "data": data.name,
         "reference": options.reference,
@@ -126,18 +129,18 @@ def evaluate(
         record["real"]["agreement"] = digits_agreement_reference()
     elif labels is not None and is_file(options.extractor):
         record["values"]["agreement"] = classifier_agreement(options.extractor, samples, labels)
-        if data.held_out is not None:
+        if data.held_out is not None and real is None:
             unseen, true = stack_part(data.held_out, len(data.held_out))  # type: ignore[arg-type]
             record["real"]["agreement"] = classifier_agreement(options.extractor, unseen, true)
     extractor = _choose_extractor(options, data, record)
     if extractor is not None and options.metrics:
-        real = stack_images(reference)
-        scored = _score(samples, real, extractor, options)
+        others = stack_images(reference)
+        scored = _score(samples, others, extractor, options, cache)
         record["values"] |= scored.pop("values")
         record["protocol"] |= scored
-        if options.reference == "train" and data.held_out is not None:
+        if options.reference == "train" and data.held_out is not None and real is None:
             unseen = stack_images(data.held_out)
-            record["real"] |= _score(unseen, real, extractor, options)["values"]
+            record["real"] |= _score(unseen, others, extractor, options, cache)["values"]
     return record
 
 
@@ -306,15 +309,20 @@ def _choose_extractor(
 
 
 def _score(
-    samples: Tensor, real: Tensor, extractor: str, options: EvaluationOptions
+    samples: Tensor,
+    reference: Tensor,
+    extractor: str,
+    options: EvaluationOptions,
+    cache: Path | None,
 ) -> dict[str, Any]:
     return score(
         samples,
-        real,
+        reference,
         extractor=extractor,
         metrics=options.metrics,
         seed=options.seed,
         batch_size=options.batch_size,
         inception_weights=options.inception_weights,
         device="cuda" if torch.cuda.is_available() else "cpu",
+        cache=cache,
     )

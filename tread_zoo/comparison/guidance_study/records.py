@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -151,20 +152,31 @@ def run_jobs(jobs: Sequence[Job], scoring: Scoring) -> list[Record]:
         "%d records, %d of them done; the others sample %d images each, %.2f TFLOPs in all",
         len(jobs), len(jobs) - len(todo), images, teraflops,
     )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="tread_zoo_") as cache:
+        _make_all(todo, found, scoring, Path(cache))
+    return [one for job in jobs if (one := found[job.file]) is not None]
+
+
+def _make_all(
+    todo: Sequence[Job], found: dict[Path, Record | None], scoring: Scoring, cache: Path
+) -> None:
+    """Make records and add them to `found`; what real images score is measured once a group."""
+    real = {one.group: one.real for one in found.values() if one is not None}
     run, data = None, None
     for number, job in enumerate(todo, start=1):
         if run is None or data is None or run.checkpoint.path != job.checkpoint.path:
             run = scoring.restore(job.checkpoint)
             data = run.data(scoring.data)
         began = time.perf_counter()
-        record = _make(job, run, data, scoring)
+        group = job.plan.group.label
+        record = _make(job, run, data, scoring, real=real.get(group), cache=cache)
         found[job.file] = record
+        real[group] = record.real
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in record.values.items())
         logger.info(
             "%d of %d: %s  %s  (%.0f s)",
             number, len(todo), job.file.stem, numbers, time.perf_counter() - began,
         )  # fmt: skip
-    return [one for job in jobs if (one := found[job.file]) is not None]
 
 
 def _job(
@@ -192,11 +204,27 @@ def _job(
     return Job(plan, trial, checkpoint, sampling, setting, out / "records" / f"{name}.json")
 
 
-def _make(job: Job, run: Restored, data: ImageData, scoring: Scoring) -> Record:
+def _make(
+    job: Job,
+    run: Restored,
+    data: ImageData,
+    scoring: Scoring,
+    *,
+    real: dict[str, float] | None,
+    cache: Path,
+) -> Record:
     """Sample and score; write the images, then the record."""
     options, weak = scoring.options, run.weak(job.sampling)
     scored = evaluate(
-        run.backbone, run.objective, data, job.sampling, options, precision=run.precision, weak=weak
+        run.backbone,
+        run.objective,
+        data,
+        job.sampling,
+        options,
+        precision=run.precision,
+        weak=weak,
+        real=real,
+        cache=cache,
     )
     scored["protocol"] |= {"weights": scoring.weights, "step": run.checkpoint.step}
     indices = range(scoring.num_pictures)

@@ -24,9 +24,14 @@ def metrics_of(records: Sequence[Record]) -> list[str]:
     return [name for name in QUALITY if any(name in record.values for record in records)]
 
 
+def values_of(records: Sequence[Record], trial: Trial, metric: str) -> list[float]:
+    """Return a metric of each seed of a trial that has it."""
+    return [r.values[metric] for r in records if r.key == trial.key and metric in r.values]
+
+
 def mean_of(records: Sequence[Record], trial: Trial, metric: str) -> float | None:
     """Return the mean of a metric over the seeds of a trial, None where it is missing."""
-    values = _values(records, trial, metric)
+    values = values_of(records, trial, metric)
     return statistics.mean(values) if values else None
 
 
@@ -49,6 +54,11 @@ def by_guidance(trials: Sequence[Trial]) -> dict[tuple[str, str], list[Trial]]:
     return found
 
 
+def several_samplers(plan: Plan) -> bool:
+    """Return whether tables must say which sampler a row is of."""
+    return len({one.sampler.label for one in plan.trials} | {r.sampler for r in plan.refusals}) > 1
+
+
 def records_of(group: RunGroup, records: Sequence[Record]) -> list[Record]:
     """Return the records of a group."""
     return [record for record in records if record.group == group.label]
@@ -61,7 +71,7 @@ def write_report(
     *,
     title: str,
     command: str,
-    pictures: Sequence[Sequence[str]] = (),
+    pictures: Sequence[Sequence[tuple[str, str]]] = (),
 ) -> str:
     """Write `report.md`, `results.csv` and `results.json` to `out`, and return the report.
 
@@ -70,7 +80,7 @@ def write_report(
         records: of all groups.
         title: first line of the report.
         command: what made it.
-        pictures: for each plan, names of pictures in `out` that the report shows.
+        pictures: for each plan, what the report shows: words and a file's name in `out`.
 
     Raises:
         ValueError: records of one group were scored by different protocols.
@@ -81,8 +91,8 @@ def write_report(
         named = [(f"{r.guidance} of {r.run}", r.protocol) for r in own]
         check_same(named, SAME_PROTOCOL)
         lines += _section(plan, own)
-        for name in pictures[number] if pictures else ():
-            lines += [f"![{plan.group.label}]({name})", ""]
+        for text, name in pictures[number] if pictures else ():
+            lines += [f"{text}:", "", f"![{plan.group.label}]({name})", ""]
     report = "\n".join(lines).rstrip() + "\n"
     out.mkdir(parents=True, exist_ok=True)
     (out / "report.md").write_text(report)
@@ -126,7 +136,7 @@ def _section(plan: Plan, records: Sequence[Record]) -> list[str]:
 
 
 def _table(plan: Plan, records: Sequence[Record]) -> list[str]:
-    metrics, several = metrics_of(records), _several_samplers(plan)
+    metrics, several = metrics_of(records), several_samplers(plan)
     header = ["guidance", *(["sampler"] if several else []), "scale", "steps", "NFE"]
     header += ["MFLOPs an image", "of the budget", *(QUALITY[name][0] for name in metrics)]
     lines = [row(header), row(["---"] * len(header))]
@@ -140,7 +150,7 @@ def _table(plan: Plan, records: Sequence[Record]) -> list[str]:
             cells += [f"{trial.scale:g}", str(trial.num_steps), str(trial.cost.evaluations)]
             cells += [f"{trial.cost.flops / 1e6:.1f}", f"{trial.cost.flops / plan.budget:.3f}"]
             for name in metrics:
-                text = spread(_values(records, trial, name), *QUALITY[name][1:])
+                text = spread(values_of(records, trial, name), *QUALITY[name][1:])
                 bold = len(trials) > 1 and best[name] is trial
                 cells.append(f"**{text}**" if bold else text)
             lines.append(row(cells))
@@ -156,7 +166,7 @@ def _table(plan: Plan, records: Sequence[Record]) -> list[str]:
 
 def _refusals(plan: Plan) -> list[str]:
     """Return what is not possible and why."""
-    several = _several_samplers(plan)
+    several = several_samplers(plan)
     lines = [
         f"- `{refusal.guidance}`{f' with `{refusal.sampler}`' if several else ''} is not possible: "
         f"{refusal.why}"
@@ -167,7 +177,7 @@ def _refusals(plan: Plan) -> list[str]:
 
 def _best(plan: Plan, records: Sequence[Record], metrics: Sequence[str]) -> list[str]:
     """Return the best mean of each guidance and its scale; in bold the best of all."""
-    several = _several_samplers(plan)
+    several = several_samplers(plan)
     header = [
         "guidance",
         *(["sampler"] if several else []),
@@ -194,14 +204,6 @@ def _best(plan: Plan, records: Sequence[Record], metrics: Sequence[str]) -> list
             cells.append(f"**{text}**" if overall[name] is best else text)
         lines.append(row(cells))
     return lines
-
-
-def _values(records: Sequence[Record], trial: Trial, metric: str) -> list[float]:
-    return [r.values[metric] for r in records if r.key == trial.key and metric in r.values]
-
-
-def _several_samplers(plan: Plan) -> bool:
-    return len({one.sampler.label for one in plan.trials} | {r.sampler for r in plan.refusals}) > 1
 
 
 def _write_numbers(plans: Sequence[Plan], records: Sequence[Record], out: Path) -> None:

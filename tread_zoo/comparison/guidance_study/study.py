@@ -23,6 +23,7 @@ from tread_zoo.comparison.guidance_study.report import (
     records_of,
     write_report,
 )
+from tread_zoo.comparison.markdown import QUALITY
 from tread_zoo.evaluation.evaluate import EvaluationOptions, check_evaluation
 from tread_zoo.runtime import resolve_device, resolve_precision
 
@@ -108,17 +109,19 @@ def compare_guidance(
 
 def _draw(
     plan: Plan, records: Sequence[Record], options: EvaluationOptions, out: Path
-) -> list[str]:
-    """Write the pictures of a group, and return their names."""
+) -> list[tuple[str, str]]:
+    """Write the pictures of a group, and return what each shows, and its name."""
     own, drawn = records_of(plan.group, records), []
     slug = re.sub(r"[^\w.,=-]+", "_", plan.group.label)
     metrics = metrics_of(own)
     if metrics:
-        drawn.append(f"scales_{slug}.png")
-        plot_scales(plan, own, out / drawn[-1])
-    wanted = next((name for name in options.metrics if name in metrics), None)
-    metric = wanted or next(iter(metrics), None)
-    name = f"samples_{slug}.png"
-    if draw_samples(plan, own, metric, out / "records", out / name):
-        drawn.append(name)
+        drawn.append(("Each metric against the scale", f"scales_{slug}.png"))
+        plot_scales(plan, own).savefig(out / drawn[-1][1], dpi=120)
+    judge = next((name for name in (*options.metrics, *metrics) if name in metrics), None)
+    samples = draw_samples(plan, own, judge, out / "records")
+    if samples is not None:
+        scale = f"best scale by {QUALITY[judge][0]}" if judge else "first scale"
+        text = f"The first images of seed {options.seed}, each guidance at its {scale}"
+        drawn.append((text, f"samples_{slug}.png"))
+        samples.savefig(out / drawn[-1][1], dpi=150)
     return drawn
