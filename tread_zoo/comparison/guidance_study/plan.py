@@ -20,7 +20,7 @@ from tread_zoo.comparison.guidance_study.asked import (
 )
 from tread_zoo.comparison.guidance_study.groups import RunGroup, run_name
 from tread_zoo.diffusion import AutoGuidance, SamplingOptions, build_sampling
-from tread_zoo.evaluation.flops import SamplingCost, count_sampling
+from tread_zoo.evaluation.flops import SamplingCost, SamplingCounter, count_sampling
 from tread_zoo.training.checkpoints import find_checkpoint
 from tread_zoo.training.restore import Restored
 
@@ -99,12 +99,13 @@ def plan_group(
         ValueError: a budget that pays no step, or the only guidance cannot be.
     """
     budget = study_budget(runs[0], samplers[0], num_steps=num_steps, flops=flops)
+    counter = SamplingCounter(runs[0].backbone, runs[0].objective)
     trials: list[Trial] = []
     refusals: list[Refusal] = []
     for sampler in samplers:
         for guidance in guidances:
             try:
-                cost = _checked_cost(runs, guidance, sampler)
+                cost = _checked_cost(runs, guidance, sampler, counter)
             except ValueError as error:
                 if len(guidances) * len(samplers) == 1:
                     raise
@@ -144,9 +145,15 @@ def study_budget(
 
 
 def _checked_cost(
-    runs: Sequence[Restored], guidance: AskedGuidance, sampler: AskedSampler
+    runs: Sequence[Restored],
+    guidance: AskedGuidance,
+    sampler: AskedSampler,
+    unpaired: SamplingCounter,
 ) -> Callable[[float, int], SamplingCost]:
     """Return the cost as a function of scale and steps, once every run of the group can be so.
+
+    Args:
+        unpaired: counts for the first run without a weak network.
 
     Raises:
         ValueError: one cannot, or the seeds' weak networks are of different steps.
@@ -170,10 +177,17 @@ def _checked_cost(
         )
     first = runs[0]
     weak = first.weak(options_of(first, guidance.scales[0], 1))
+    counter = SamplingCounter(first.backbone, first.objective, weak=weak) if weak else unpaired
+
+    counted: dict[tuple[float | None, int], SamplingCost] = {}
 
     def cost(scale: float, num_steps: int) -> SamplingCost:
-        options = options_of(first, scale, num_steps)
-        return count_sampling(first.backbone, first.objective, options, weak=weak)
+        # All scales cost the same, but 0 and 1, which need one branch alone.
+        key = (scale if scale in (0, 1) else None, num_steps)
+        if key not in counted:
+            options = options_of(first, scale, num_steps)
+            counted[key] = counter.count(options)
+        return counted[key]
 
     cost(guidance.scales[0], 1)  # a route that the network refuses is told here
     return cost
@@ -187,20 +201,17 @@ def _trials(
 ) -> list[Trial]:
     """Return a trial for each scale, at most `budget` each.
 
-    All scales cost the same, but 0 and 1, which need one branch alone.
+    Raises:
+        ValueError: the budget pays no step.
     """
-    chosen: dict[float | None, tuple[int, SamplingCost]] = {}
     trials = []
     for scale in guidance.scales:
-        kind = scale if scale in (0, 1) else None
-        if kind not in chosen:
-            steps = choose_num_steps(lambda n, scale=scale: cost(scale, n).flops, budget)  # type: ignore[misc]
-            if not steps:
-                raise ValueError(
-                    f"flops={budget} pays no step of guidance {guidance.label} with sampler "
-                    f"{sampler.label}, which costs {cost(scale, 1).flops} an image; give more, or "
-                    "leave it out."
-                )
-            chosen[kind] = steps, cost(scale, steps)
-        trials.append(Trial(guidance, sampler, scale, *chosen[kind]))
+        steps = choose_num_steps(lambda n, at=scale: cost(at, n).flops, budget)  # type: ignore[misc]
+        if not steps:
+            raise ValueError(
+                f"flops={budget} pays no step of guidance {guidance.label} with sampler "
+                f"{sampler.label}, which costs {cost(scale, 1).flops} an image; give more, or "
+                "leave it out."
+            )
+        trials.append(Trial(guidance, sampler, scale, steps, cost(scale, steps)))
     return trials
