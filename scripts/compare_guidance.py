@@ -1,9 +1,9 @@
 """Which guidance is best at equal network cost? Sweep kinds and scales for trained networks.
 
 run=runs/digits_dit_tiny_tread_flow_seed0
-python scripts/compare_guidance.py runs=[$run] plan_only=true        # steps and cost, no samples
-python scripts/compare_guidance.py runs=[$run] scales=[1.5,2,3]
-python scripts/compare_guidance.py runs=[runs/a_seed0,runs/a_seed1] \
+python scripts/compare_guidance.py "runs=[$run]" plan_only=true      # steps and cost, no samples
+python scripts/compare_guidance.py "runs=[$run]" 'scales=[1.5,2,3]'
+python scripts/compare_guidance.py 'runs=[runs/a_seed0,runs/a_seed1]' \
     'guidances=[none,cfg,{name: sparse, weak_rate: 0.5},{name: interval, high: 0.5, scales: [2,4]}]'
 
 Each setting takes as many steps as the budget of FLOPs an image pays. The same command again
