@@ -1,9 +1,9 @@
 """Runs that differ in their seed alone, as one setting with a spread."""
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tread_zoo.comparison import markdown
 from tread_zoo.comparison.grid import SEED, Cell
 from tread_zoo.comparison.results import RunResult
 
@@ -63,9 +63,4 @@ def spread(
     form: str = ".4f",
 ) -> str:
     """Return the mean, and smallest … largest where they differ as printed; "" if none has it."""
-    found = [scale * v for r in results if (v := value(r)) is not None]
-    if not found:
-        return ""
-    low, high = (format(v, form) for v in (min(found), max(found)))
-    mean = format(statistics.mean(found), form)
-    return mean if low == high else f"{mean} ({low} … {high})"
+    return markdown.spread([v for r in results if (v := value(r)) is not None], scale, form)

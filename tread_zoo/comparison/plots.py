@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tread_zoo.comparison.groups import Group
+from tread_zoo.comparison.markdown import QUALITY
 from tread_zoo.comparison.results import RunResult
-from tread_zoo.comparison.table import QUALITY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -3,28 +3,20 @@
 import csv
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tread_zoo.comparison.grid import Cell
 from tread_zoo.comparison.groups import Group, group_runs, spread
+from tread_zoo.comparison.markdown import QUALITY, check_same, row
 from tread_zoo.comparison.results import RunResult
 from tread_zoo.evaluation.evaluate import describe_sampling
 
 Column = tuple[str, Callable[[RunResult], float | None], float, str]
 Table = tuple[list[str], list[list[str]]]  # header, rows
 
-QUALITY: dict[str, tuple[str, float, str]] = {  # name -> title, factor, format
-    "agreement": ("agreement, %", 100, ".1f"),
-    "fid": ("Fréchet distance", 1, ".2f"),
-    "kid": ("kernel distance", 1, ".4f"),
-    "precision": ("precision", 1, ".3f"),
-    "recall": ("recall", 1, ".3f"),
-    "isc": ("inception score", 1, ".2f"),
-    "held_out_loss": ("held-out loss", 1, ".4f"),
-}
 # Of the sampling, what it costs is left out: that is the network's, and has a column of its own.
 SAME_PROTOCOL = (
     "data", "reference", "labels", "sampling", "extractor", "weights", "step", "held_out_draws",
@@ -85,15 +77,8 @@ def check_protocols(
     The step may differ where the runs were to be equal in something else.
     """
     scored = [(c, r.protocol) for c, r in zip(cells, results, strict=True) if not r.failed]
-    for cell, protocol in scored[1:]:
-        for key in SAME_PROTOCOL:
-            own, first = (_settings_of(p, key) for p in (protocol, scored[0][1]))
-            if own != first and not (key == "step" and equal != "steps"):
-                raise ValueError(
-                    f"{cell.folder.name} was scored with {key}={own}, "
-                    f"{scored[0][0].folder.name} with {key}={first}: such numbers "
-                    "do not belong in one table; give all runs the same setting."
-                )
+    keys = [key for key in SAME_PROTOCOL if key != "step" or equal == "steps"]
+    check_same([(cell.folder.name, protocol) for cell, protocol in scored], keys)
 
 
 def describe_protocol(groups: Sequence[Group], equal: str = "steps") -> str:
@@ -179,14 +164,6 @@ def pairs_with_dense(group: Group, groups: Sequence[Group]) -> list[tuple[RunRes
     ]
 
 
-def _settings_of(protocol: Mapping[str, Any], key: str) -> Any:
-    """Return what `protocol` says of `key`, without costs."""
-    value = protocol.get(key)
-    if not isinstance(value, dict):
-        return value
-    return {name: entry for name, entry in value.items() if name != "flops_per_image"}
-
-
 def _columns(results: Sequence[RunResult]) -> list[Column]:
     """Return (title, value of a run, factor, format) for all that was measured."""
 
@@ -229,7 +206,7 @@ def _failures(groups: Sequence[Group]) -> list[str]:
 
 def _markdown(table: Table) -> list[str]:
     header, rows = table
-    return ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
+    return [row(texts) for texts in (header, ["---"] * len(header), *rows)]
 
 
 def _code(group: Group) -> list[str]:

@@ -1,6 +1,6 @@
 """Score a backbone's samples against real images, with the protocol beside each number."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,13 @@ from tread_zoo.evaluation.features import (
     load_features,
 )
 from tread_zoo.evaluation.flops import count_sampling
-from tread_zoo.evaluation.metrics import METRICS, check_extractor, is_file, score
+from tread_zoo.evaluation.metrics import (
+    METRICS,
+    check_extractor,
+    check_scoring,
+    is_file,
+    score,
+)
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
 
@@ -74,6 +80,8 @@ def evaluate(
     *,
     precision: str = "fp32",
     weak: Backbone | None = None,
+    real: Mapping[str, float] | None = None,
+    cache: Path | None = None,
 ) -> dict[str, Any]:
     """Sample, score, and return `{"values": …, "real": …, "protocol": …}`.
 
@@ -83,7 +91,8 @@ def evaluate(
     `extractor=auto` leaves the distances of other data out and says why in `not_scored`.
 
     `protocol["sampling"]` is what `sampling_record` returns. `weak` is the weak network of
-    guidance=auto.
+    guidance=auto. Scoring the same data again, `real` is what an earlier record says of real
+    images, which is then not measured anew, and `cache` a folder for their features (see `score`).
 
     Raises:
         ValueError: the reference is missing, there are too few images, or weights are absent.
@@ -107,7 +116,7 @@ def evaluate(
             weak=weak,
         )
     )
-    record: dict[str, Any] = {"values": {}, "real": {}}
+    record: dict[str, Any] = {"values": {}, "real": dict(real or {})}
     record["protocol"] = {
         "data": data.name,
         "reference": options.reference,
@@ -120,19 +129,35 @@ def evaluate(
         record["real"]["agreement"] = digits_agreement_reference()
     elif labels is not None and is_file(options.extractor):
         record["values"]["agreement"] = classifier_agreement(options.extractor, samples, labels)
-        if data.held_out is not None:
+        if data.held_out is not None and real is None:
             unseen, true = stack_part(data.held_out, len(data.held_out))  # type: ignore[arg-type]
             record["real"]["agreement"] = classifier_agreement(options.extractor, unseen, true)
     extractor = _choose_extractor(options, data, record)
     if extractor is not None and options.metrics:
-        real = stack_images(reference)
-        scored = _score(samples, real, extractor, options)
+        others = stack_images(reference)
+        scored = _score(samples, others, extractor, options, cache)
         record["values"] |= scored.pop("values")
         record["protocol"] |= scored
-        if options.reference == "train" and data.held_out is not None:
+        if options.reference == "train" and data.held_out is not None and real is None:
             unseen = stack_images(data.held_out)
-            record["real"] |= _score(unseen, real, extractor, options)["values"]
+            record["real"] |= _score(unseen, others, extractor, options, cache)["values"]
     return record
+
+
+def check_evaluation(options: EvaluationOptions, data: ImageData) -> None:
+    """Raise `ValueError` if samples like `data` cannot be scored so; no image is drawn or read."""
+    reference = data.train if options.reference == "train" else data.held_out
+    if reference is None:
+        raise ValueError(f"evaluation.reference=held_out, but {data.name} has no held-out part.")
+    extractor = _choose_extractor(options, data, {})
+    if extractor is None or not options.metrics:
+        return
+    one = torch.zeros(1, data.channels, *data.image_size, dtype=torch.uint8)
+    generated, real = (
+        one.expand(count, -1, -1, -1)
+        for count in (options.num_images, len(reference))  # type: ignore[arg-type]
+    )
+    check_scoring(generated, real, extractor, options.metrics, options.inception_weights)
 
 
 @torch.no_grad()
@@ -284,15 +309,20 @@ def _choose_extractor(
 
 
 def _score(
-    samples: Tensor, real: Tensor, extractor: str, options: EvaluationOptions
+    samples: Tensor,
+    reference: Tensor,
+    extractor: str,
+    options: EvaluationOptions,
+    cache: Path | None,
 ) -> dict[str, Any]:
     return score(
         samples,
-        real,
+        reference,
         extractor=extractor,
         metrics=options.metrics,
         seed=options.seed,
         batch_size=options.batch_size,
         inception_weights=options.inception_weights,
         device="cuda" if torch.cuda.is_available() else "cpu",
+        cache=cache,
     )
