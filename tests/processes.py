@@ -6,6 +6,7 @@ output, and imports all of this project anew. Two things differ from `python …
 `PRELOADED` is there already, and atexit handlers do not run; tests of either take a fresh process.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -52,6 +53,7 @@ def run_python(*arguments, cwd=None, env=None, fresh=False, timeout=240):
 
 def _run(command, cwd, env, folder):
     """Become `python *command` in a forked process."""
+    gc.freeze()  # what was imported before is never looked through again
     for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
         file = os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, 1 if stream is sys.stdout else 2)

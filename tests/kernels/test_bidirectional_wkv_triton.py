@@ -1,9 +1,7 @@
-"""The Triton form of the WKV: interpreted on a CPU, compiled for a GPU, run on one."""
+"""The Triton form of the WKV: compiled for a GPU, run on one."""
 
-import os
 import re
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,13 +10,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.kernels.test_bidirectional_wkv import make_inputs, make_positions, relative_error, run
+from tests.processes import run_python
 from tread_zoo.kernels import bidirectional_wkv, dispatch, set_form
 from tread_zoo.kernels.bidirectional_wkv import triton_form
 from tread_zoo.kernels.bidirectional_wkv.naive import bidirectional_wkv_naive
 from tread_zoo.kernels.bidirectional_wkv.torch_form import bidirectional_wkv_torch
 from tread_zoo.kernels.bidirectional_wkv.triton_form import bidirectional_wkv_triton, unsuited
 
-ROOT = Path(__file__).parents[2]
 KERNELS = ("summarise", "average", "summarise_grads", "differentiate")
 LOADED = ("k_ptr", "v_ptr", "grad_ptr", "out_ptr", "gk_ptr", "gv_ptr")  # of the inputs' dtypes
 
@@ -29,25 +27,6 @@ on_a_gpu = pytest.mark.skipif(
 )
 
 
-def python(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *args],
-        cwd=ROOT,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-@needs_triton
-def test_equals_the_formula_under_the_interpreter() -> None:
-    tests = "tests/kernels/interpreted/bidirectional_wkv.py"
-    done = python("-m", "pytest", "-q", tests, TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^\d\d passed", done.stdout, re.MULTILINE), done.stdout  # none skipped
-
-
 def test_nothing_needs_triton_before_it_is_used() -> None:
     code = (
         "import sys; sys.modules['triton'] = None; import tread_zoo.kernels as kernels, torch\n"
@@ -55,7 +34,7 @@ def test_nothing_needs_triton_before_it_is_used() -> None:
         "try: kernels.set_form('bidirectional_wkv', 'triton')\n"
         "except ImportError as error: print(error)"
     )
-    done = python("-c", code)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     assert "Install it with `pip install triton`" in done.stdout
 

@@ -1,9 +1,7 @@
-"""The Triton form of the selective scan: interpreted on a CPU, compiled for a GPU, run on one."""
+"""The Triton form of the selective scan: compiled for a GPU, run on one."""
 
-import os
 import re
 import subprocess
-import sys
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -14,37 +12,18 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.kernels.test_selective_scan import make_inputs, make_segments, relative_error, run
+from tests.processes import run_python
 from tread_zoo.kernels import selective_scan, set_form
 from tread_zoo.kernels.dispatch import choose
 from tread_zoo.kernels.selective_scan import triton_form
 from tread_zoo.kernels.selective_scan.naive import selective_scan_naive
 from tread_zoo.kernels.selective_scan.triton_form import selective_scan_triton, unsuited
 
-ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="no module named 'triton'")
 on_a_gpu = pytest.mark.skipif(
     find_spec("triton") is None or not torch.cuda.is_available(),
     reason="the Triton form needs triton and a CUDA device",
 )
-
-
-def python(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *args],
-        cwd=ROOT,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-@needs_triton
-def test_equals_the_formula_under_the_interpreter() -> None:
-    tests = "tests/kernels/interpreted/selective_scan.py"
-    done = python("-m", "pytest", "-q", tests, TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^\d\d passed", done.stdout, re.MULTILINE), done.stdout  # none skipped
 
 
 def test_nothing_needs_triton_before_it_is_used() -> None:
@@ -55,7 +34,7 @@ def test_nothing_needs_triton_before_it_is_used() -> None:
         "try: kernels.set_form('selective_scan', 'triton')\n"
         "except ImportError as error: print(error)"
     )
-    done = python("-c", code)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     assert "Install it with `pip install triton`" in done.stdout
 
