@@ -1,4 +1,4 @@
-"""The Triton form on a CPU: run by `test_triton_interpreted` with TRITON_INTERPRET=1.
+"""The Triton form on a CPU: run by `test_bidirectional_wkv_triton` with TRITON_INTERPRET=1.
 
 Triton reads that variable when it is imported, and torch imports Triton: so these tests have a
 process of their own, and a name that pytest does not collect by itself.

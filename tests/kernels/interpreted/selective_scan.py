@@ -1,4 +1,4 @@
-"""The Triton form on a CPU: run by `test_triton_interpreted` with TRITON_INTERPRET=1.
+"""The Triton form on a CPU: run by `test_selective_scan_triton` with TRITON_INTERPRET=1.
 
 Triton reads that variable when it is imported, and torch imports Triton: so these tests have a
 process of their own, and a name that pytest does not collect by itself.
@@ -17,7 +17,6 @@ from tread_zoo.kernels.selective_scan.naive import selective_scan_naive
 from tread_zoo.kernels.selective_scan.triton_form import selective_scan_triton
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run with TRITON_INTERPRET=1"
-
 
 
 def check(inputs: list[Tensor], segment_ids: Tensor | None = None) -> None:
