@@ -16,7 +16,9 @@ import tempfile
 import traceback
 from pathlib import Path
 
-PRELOADED = ["torch", "torchvision", "accelerate", "hydra", "sklearn.datasets", "pytest"]
+PRELOADED = [
+    "torch", "torchvision", "accelerate", "hydra", "matplotlib.figure", "sklearn.datasets", "pytest"
+]  # fmt: skip
 
 
 def run_python(*arguments, cwd=None, env=None, fresh=False, timeout=240):

@@ -62,3 +62,9 @@ def test_what_hangs_is_killed():
 def test_nothing_of_this_project_is_there_before():
     code = "import sys; print([n in sys.modules for n in ('torch', 'tread_zoo', 'backbones')])"
     assert run_python("-c", code).stdout == "[True, False, False]\n"
+
+
+def test_a_cuda_device_could_still_be_used():
+    """No import of the server asked for devices: after that, a fork cannot."""
+    code = "import torch; print(torch.cuda._is_in_bad_fork())"
+    assert run_python("-c", code).stdout == "False\n"
