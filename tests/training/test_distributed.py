@@ -2,11 +2,13 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.processes import run_python
 from tests.small_run import SMALL
 from tests.training.worker import first_draw, join, make_parts
 from tread_zoo.training.loop import loss_of
@@ -29,8 +31,24 @@ def launch(*command, port):
     return finished.stdout + finished.stderr
 
 
+def run_ranks(*command, port):
+    """Run `python *command` as two ranks: what accelerate's launcher sets, without the launcher."""
+    shared = {
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+    def run_rank(rank):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return run_python(*command, cwd=ROOT, env={**os.environ, **shared, **own})
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in pool.map(run_rank, range(2)):
+            assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_the_averaged_gradient_equals_that_of_the_double_batch(tmp_path, free_port):
-    launch("-m", "tests.training.worker", "mamba", str(tmp_path), port=free_port)
+    run_ranks("-m", "tests.training.worker", "mamba", tmp_path, port=free_port)
     ranks = [torch.load(tmp_path / f"rank_{r}.pt", weights_only=True) for r in range(2)]
     assert ranks[0]["world"] == 2
     parts = make_parts("mamba")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.small_run import parts_of, settings
+from tests.small_run import parts_of, settings, train_small
 from tests.training.worker import join
 from tread_zoo.training import loop as module
 from tread_zoo.training import train
@@ -36,9 +36,15 @@ def test_a_run_leaves_what_it_should(run, caplog):
         assert words in caplog.text
 
 
-def test_checkpoints_rotate(run):
-    folder = run("run", "training.checkpoint_every=1", "training.keep_checkpoints=3")
-    assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == [
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Return the folder of a run that saved at each step and kept three."""
+    options = ("training.checkpoint_every=1", "training.keep_checkpoints=3")
+    return train_small(tmp_path_factory.mktemp("finished"), *options)
+
+
+def test_checkpoints_rotate(finished):
+    assert [p.name for p in sorted((finished / "checkpoints").iterdir())] == [
         f"step_{step:08d}" for step in (4, 5, 6)
     ]
 
@@ -65,9 +71,8 @@ def test_sizes_channels_and_classes_reach_the_backbone(run, tmp_path):
     assert (backbone.input_size, backbone.in_channels, backbone.num_classes) == ((12, 8), 3, 3)
 
 
-def test_the_checkpoint_holds_what_was_trained(run):
-    folder = run("run")
-    checkpoint = find_checkpoint(folder)
+def test_the_checkpoint_holds_what_was_trained(finished):
+    checkpoint = find_checkpoint(finished)
     averaged, last = (load_backbone(checkpoint, weights) for weights in ("ema", "model"))
     pairs = list(zip(averaged.parameters(), last.parameters(), strict=True))
     assert any(not torch.equal(a, b) for a, b in pairs)
@@ -179,8 +184,8 @@ def test_bad_settings_raise_before_anything_is_written(tmp_path, overrides, word
     assert not folder.exists()
 
 
-def test_a_finished_run_is_not_replaced_by_accident(run):
-    folder = run("run")
+def test_a_finished_run_is_not_replaced_by_accident(run, finished, copy_of):
+    folder = copy_of(finished)
     before = (folder / "metrics.jsonl").read_text()
     with pytest.raises(ValueError, match=r"resume=latest.*overwrite=true"):
         run("run", "seed=1")

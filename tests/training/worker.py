@@ -1,4 +1,4 @@
-"""Run by `accelerate launch` in test_distributed.py: dump the first step's averaged gradient."""
+"""Run as two ranks by test_distributed.py: dump the first step's averaged gradient."""
 
 import sys
 from pathlib import Path
