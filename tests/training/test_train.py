@@ -100,7 +100,7 @@ def test_the_average_follows_its_formula():
     expected = weight.detach().clone()
     for step in range(1, 6):
         torch.nn.init.normal_(weight)
-        average.update(network, step)
+        average.update(network, step, torch.ones(()))
         decay = min(0.5, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * weight.detach()
         torch.testing.assert_close(averaged, expected)
@@ -187,13 +187,6 @@ def test_a_finished_run_is_not_replaced_by_accident(run):
     assert (folder / "metrics.jsonl").read_text() == before
     run("run", "seed=1", "overwrite=true")
     assert (folder / "metrics.jsonl").read_text() != before
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(run, monkeypatch):
-    original = module.loss_of
-    monkeypatch.setattr(module, "loss_of", lambda *a: original(*a) * float("nan"))
-    with pytest.raises(FloatingPointError, match=r"loss is nan at step 2.*learning_rate"):
-        run("run")
 
 
 def test_forms_set_on_the_command_line_run_and_are_told(run, caplog):

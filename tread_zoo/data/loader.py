@@ -1,5 +1,6 @@
 """From batches of indices to batches of images. B batch, C channels, H height, W width."""
 
+import signal
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -31,10 +32,19 @@ def make_loader(
             batch_sampler=batches,
             num_workers=num_workers,
             pin_memory=torch.cuda.is_available(),
+            worker_init_fn=_leave_signals_to_the_run,
             # DataLoader draws its workers' seed, else from the global generator.
             generator=make_generator("workers"),
         )
     )
+
+
+def _leave_signals_to_the_run(worker: int) -> None:
+    """Ctrl-C and clusters signal every process; a worker that dies of it takes the run along,
+    before it could save. Workers end when the run closes them or is gone."""
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
 def _gather_batches(
