@@ -26,7 +26,8 @@ def main(config: DictConfig) -> None:
     from tread_zoo.testing.soak import soak
 
     settings = as_keywords(config)
-    settings["run"] = as_keywords(compose("train", overrides=settings.pop("overrides")))
+    overrides = settings.pop("small") + settings.pop("overrides")
+    settings["run"] = as_keywords(compose("train", overrides=overrides))
     settings["out"] = Path(settings["out"])
     if not soak(**settings):
         sys.exit(1)

@@ -4,9 +4,9 @@
                  -> resume to the last step -> compare
 
 Every process is a real one, and so is every signal: SIGKILL and SIGTERM in turn, to one process or
-to all, at a step or while a checkpoint is being written. Processes are forked from a server that has
-loaded the libraries, so a start costs a second. Which images a step reads is written down by each
-process before it reads them.
+to all, at a step or while a checkpoint is being written. Processes are forked from a server that
+has loaded the libraries, so a start costs a second. Which images a step reads is written down by
+each process before it reads them.
 """
 
 import ast
@@ -33,6 +33,11 @@ logger = logging.getLogger(__name__)
 
 END_SECONDS = 60.0  # in which all processes must end once one was told to, or died
 START_SECONDS = 180.0
+PRELOAD = (  # what a run imports on its way
+    "tread_zoo.training.loop", "accelerate", "matplotlib.figure", "sklearn.datasets", "sklearn.svm",
+    "torch._dynamo", "torch.utils.flop_counter",
+)  # fmt: skip
+RUNS = ("unbroken", "broken")
 FILES = ("model.safetensors", "ema.safetensors", "optimizer.safetensors")
 
 
@@ -49,7 +54,7 @@ class Soak:
     def start(self, name: str, resume: str | None) -> list[BaseProcess]:
         """Start all processes of a run in `out/name`."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "tread_zoo.training.loop", "accelerate"])
+        context.set_forkserver_preload([__name__, *PRELOAD])
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]
@@ -136,7 +141,7 @@ def soak(
     """
     began = time.monotonic()
     test = Soak(run, out, num_processes, random.Random(seed))
-    for name in ("unbroken", "broken"):
+    for name in RUNS:
         for file in out.glob(f"{name}/read_by_*"):
             file.unlink()
     if any(test.end(test.start("unbroken", None), limit_s)):
@@ -214,7 +219,7 @@ def _check_folder(test: Soak) -> int:
 
 def _compare(test: Soak) -> None:
     """Note every difference between the two runs' ends, and in what their steps read."""
-    ends = [find_checkpoint(test.out / name) for name in ("unbroken", "broken")]
+    ends = [find_checkpoint(test.out / name) for name in RUNS]
     if ends[0].step != ends[1].step:
         test.problems.append(f"it ended at step {ends[1].step}, not {ends[0].step}")
     for name in FILES:
@@ -224,12 +229,10 @@ def _compare(test: Soak) -> None:
     losses = [row["step"] for row in read_metrics(test.out / "broken") if "loss" in row]
     if losses != sorted(set(losses)):
         test.problems.append(f"metrics.jsonl has steps twice or out of order: {losses}")
-    broken, unbroken = (
-        _read(test.out / name, test.num_processes) for name in ("broken", "unbroken")
-    )
-    test.problems += [
-        f"micro-step {key}: other images" for key in unbroken if broken.get(key) != unbroken[key]
-    ]
+    unbroken, broken = (_read(test.out / name, test.num_processes) for name in RUNS)
+    for rank, step in unbroken:
+        if broken.get((rank, step)) != unbroken[rank, step]:
+            test.problems.append(f"micro-step {step} of rank {rank} read other images, or none")
     options = json.loads((test.out / "broken" / "config.json").read_text())
     num_images, batch = options["data"]["num_images"], options["training"]["batch_size"]
     per_epoch = num_images // (batch * test.num_processes)
@@ -237,8 +240,8 @@ def _compare(test: Soak) -> None:
     for (_, step), several in broken.items():
         for indices in several:
             seen.setdefault(step // per_epoch, []).extend(indices)
-    for epoch, indices in seen.items():
-        if len(set(indices)) != len(indices):
+    for epoch, images in seen.items():
+        if len(set(images)) != len(images):
             test.problems.append(f"epoch {epoch} read an image twice")
 
 

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -284,7 +285,8 @@ def _verify(path: Path) -> Checkpoint:
     own = meta.pop(META_CHECKSUM, None)  # checkpoints of earlier versions have none
     if own is not None and own != _meta_checksum(meta):
         raise CheckpointError(
-            f"{path} is damaged: {META_NAME} differs from what was saved (sha256). {advice}"
+            f"{path} is damaged: {META_NAME} differs from what was saved (sha256). {advice} If you "
+            f"changed it yourself, remove {META_CHECKSUM} from it."
         )
     check_plain(meta, str(path / META_NAME))
     for name, expected in meta["sha256"].items():
@@ -318,13 +320,12 @@ def _sync(folder: Path) -> None:
 
 def _sync_entries(folder: Path) -> None:
     """Wait until the names in a folder are on the disk, where the system can wait for that."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _is_full(folder: Path) -> bool:

@@ -77,8 +77,8 @@ class StopSignals:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, self._before[number])
             self._handle(_REQUEUE, self._leave_now)
-        for number in self.received:  # came after the last step had asked
-            signal.raise_signal(number)
+        for late in self.received:  # came after the last step had asked
+            signal.raise_signal(late)
 
     def requested(self, accelerator: "Accelerator") -> bool:
         """Return whether any rank was asked to stop; every rank must call this at each step."""
