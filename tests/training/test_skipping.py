@@ -3,6 +3,8 @@
 import copy
 import json
 import math
+import multiprocessing
+import os
 
 import pytest
 import torch
@@ -190,3 +192,43 @@ def test_spoiling_leaves_finite_losses_alone_to_the_bit():
         (given,) = torch.autograd.grad(spoil(value), x, retain_graph=True)
         assert torch.equal(spoil(value), value)
         assert torch.equal(given, expected)
+
+
+def be_a_rank(rank, port, to_parent):
+    """Step 0 is good, in step 1 the loss of rank 1 is nan; then the same with an fp16 scaler."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    accelerator = Accelerator(cpu=True)
+    told = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=8.0)):
+        network, optimizer = small(fused=True)
+        model = torch.nn.parallel.DistributedDataParallel(network)
+        accelerator.scaler = scaler
+        guard = StepGuard(optimizer, accelerator, limit=9)
+        one_step(model, optimizer, guard, lambda loss: loss * (1 + rank), scaler)
+        before = copy.deepcopy((network.state_dict(), optimizer.state_dict()["state"]))
+        one_step(model, optimizer, guard, overflow if rank else lambda loss: loss, scaler)
+        moments = optimizer.state_dict()["state"]
+        untouched = same(before[0], network.state_dict())
+        untouched &= all(same(before[1][index], moments[index]) for index in moments)
+        told.append((untouched, float(guard.applied), guard.state()))
+        one_step(model, optimizer, guard, lambda loss: loss, scaler)
+        told.append(bool(guard.applied) and not same(before[0], network.state_dict()))
+    to_parent.put((rank, told))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_all_ranks_skip_what_one_cannot_compute(free_port):
+    context = multiprocessing.get_context("spawn")
+    to_parent = context.Queue()
+    ranks = [context.Process(target=be_a_rank, args=(r, free_port, to_parent)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    told = dict(to_parent.get(timeout=100) for _ in ranks)
+    for process in ranks:
+        process.join(60)
+    skipped = (True, 0.0, {"total": 1, "in_a_row": 1, "since_last": 1})
+    assert told == {rank: [skipped, True, skipped, True] for rank in range(2)}
