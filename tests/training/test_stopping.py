@@ -46,7 +46,7 @@ def test_the_step_ends_first_and_the_status_says_why(numbers, status):
         send(*numbers)
         assert stop.requested(Alone())
         with pytest.raises(Stopped) as stopped:
-            stop.leave("somewhere")
+            stop.leave("somewhere", Alone())
         stop.received.clear()
     assert stopped.value.code == status
 
@@ -90,7 +90,7 @@ def test_who_handled_it_before_gets_it_after_saving():
             send(signal.SIGUSR2)
             assert got == []
             with pytest.raises(Stopped):
-                stop.leave("somewhere")
+                stop.leave("somewhere", Alone())
             stop.received.clear()
         assert got == [signal.SIGUSR2]
     finally:

@@ -218,7 +218,7 @@ def _run_steps(run: Run, step: int, stop: StopSignals) -> None:
         if stopping:
             if reporter:
                 reporter.close()
-            stop.leave(f"{run.folder} at step {step}; continue with resume=latest")
+            stop.leave(f"{run.folder} at step {step}; continue with resume=latest", accelerator)
 
 
 def _optimize(

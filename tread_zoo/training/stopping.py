@@ -88,16 +88,20 @@ class StopSignals:
             self.received.setdefault(_ORDER[agreed - 1], time.monotonic())
         return agreed > 0
 
-    def leave(self, where: str) -> NoReturn:
-        """End the process after the run was saved to `where`.
+    def leave(self, where: str, accelerator: "Accelerator") -> NoReturn:
+        """End the process after the run was saved to `where`; every rank must call this.
 
-        Whoever handled the signal before, as submitit does to requeue its job, gets it first.
+        Whoever handled the signal before, as submitit does to requeue its job, gets it first, and
+        no rank ends before all have been here: a task that ends may take its job along.
         """
         number = max(self.received, key=_ORDER.index)
         logger.info("stopped   by %s; saved %s", signal.Signals(number).name, where)
         before = self._before[number]
-        if number in _REQUEUE and callable(before):
-            before(number, None)
+        try:
+            if number in _REQUEUE and callable(before):
+                before(number, None)
+        finally:
+            largest(accelerator, 0)
         raise Stopped(_status(number))
 
     def _handle(self, numbers: tuple[int, ...], handler: Any) -> None:
