@@ -51,8 +51,11 @@ EVERY = ["training.checkpoint_every=1", "training.keep_checkpoints=9", "training
     "options",
     [
         ["training.gradient_accumulation_steps=2"],
-        ["training.gradient_accumulation_steps=2", "training.max_grad_norm=0"],
-        ["training.gradient_accumulation_steps=2", "training.precision=bf16"],
+        [
+            "training.gradient_accumulation_steps=2",
+            "training.max_grad_norm=0",
+            "training.precision=bf16",
+        ],
     ],
 )
 def test_one_bad_micro_step_spoils_its_step_and_no_other(run, plan_losses, options):
