@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.small_run import settings
 from tread_zoo.testing.soak import Soak, _compare
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +47,27 @@ def test_a_short_soak(tmp_path):
     found = " ".join(problems(tmp_path / "soak"))
     for words in ("optimizer.safetensors of step 60 differs", "twice", "micro-step 59 of rank 0"):
         assert words in found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="forks")
+def test_a_process_that_no_longer_answers(tmp_path):
+    """It is not dead, so no connection breaks: training.timeout_s ends the wait for it."""
+    run = settings("training.num_steps=100000", "training.timeout_s=4")
+    test = Soak(run, tmp_path, 2, None)
+    ranks = test.start("broken", None)
+    try:
+        assert test._wait(ranks, 5, while_saving=False)
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        ranks[0].join(60)
+        assert ranks[0].exitcode == 1
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    said = (tmp_path / "broken/log_0.txt").read_text()
+    assert "rank 0 of 2 stops: another process of this run ended or no longer answers" in said
+    assert test.problems == []
 
 
 def problems(out):

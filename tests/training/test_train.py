@@ -133,6 +133,8 @@ def test_learning_rate_schedules():
         ({"label_dropout": 1.5}, "training.label_dropout=1.5"),
         ({"schedule": "cosin"}, "training.schedule='cosin'.*'cosine'"),
         ({"keep_checkpoints": 0}, "training.keep_checkpoints=0"),
+        ({"max_skipped_in_a_row": 0}, "training.max_skipped_in_a_row=0"),
+        ({"timeout_s": 0.5}, "training.timeout_s=0.5"),
     ],
 )
 def test_options_that_cannot_work(changes, words):

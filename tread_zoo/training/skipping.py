@@ -112,7 +112,7 @@ class StepGuard:
             raise FloatingPointError(
                 f"the loss or its gradient is not finite: {most} steps in a row were skipped, seen "
                 f"at step {step} (training.max_skipped_in_a_row={self.limit}). Training diverged. "
-                "The weights from before are kept: lower training.learning_rate or "
+                "Checkpoints from before are kept: lower training.learning_rate or "
                 "training.max_grad_norm, and resume=latest."
             )
         if total > self._told and self.accelerator.is_main_process:
