@@ -41,10 +41,15 @@ def make_loader(
 
 def _leave_signals_to_the_run(worker: int) -> None:
     """Ctrl-C and clusters signal every process; a worker that dies of it takes the run along,
-    before it could save. Workers end when the run closes them or is gone."""
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
+    before it could save.
+
+    Workers end when the run closes them or is gone. One that hangs in a read is ended by torch
+    with SIGTERM, of which therefore only the first is passed over.
+    """
+    for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
 
 
 def _gather_batches(

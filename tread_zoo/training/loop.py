@@ -37,7 +37,7 @@ from tread_zoo.training.parts import Parts, StepDraw, build_parts, draw_step
 from tread_zoo.training.ranks import told_when_one_is_lost
 from tread_zoo.training.reporting import Reporter, Window
 from tread_zoo.training.saving import SaveAttempts
-from tread_zoo.training.skipping import StepGuard, gradient_norm, spoil, whole
+from tread_zoo.training.skipping import StepGuard, gradient_norm, spoil, whole_norm
 from tread_zoo.training.stopping import StopSignals
 from tread_zoo.training.trackers import check_tracker
 
@@ -253,7 +253,7 @@ def _clip(run: Run) -> Tensor:
     """Clip the gradients, if that is asked for, and return the norm that they had, a scalar."""
     parameters, limit = list(run.model.parameters()), run.parts.options.max_grad_norm
     if limit:
-        return whole(run.accelerator.clip_grad_norm_(parameters, limit))
+        return whole_norm(run.accelerator.clip_grad_norm_(parameters, limit))
     run.accelerator.unscale_gradients(run.stepper)
     return gradient_norm(parameters)
 

@@ -34,10 +34,10 @@ def spoil(loss: Tensor) -> Tensor:
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the norm of all gradients, a scalar; not finite if any number in them is not."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    return whole(norm)
+    return whole_norm(norm)
 
 
-def whole(norm: Tensor) -> Tensor:
+def whole_norm(norm: Tensor) -> Tensor:
     """Return a norm as a plain tensor, where sharding left each rank a part of it."""
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
