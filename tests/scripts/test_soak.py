@@ -62,9 +62,7 @@ def test_a_process_that_no_longer_answers(tmp_path):
         ranks[0].join(60)
         assert ranks[0].exitcode == 1
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
+        test.close()
     said = (tmp_path / "broken/log_0.txt").read_text()
     assert "rank 0 of 2 stops: another process of this run ended or no longer answers" in said
     assert test.problems == []

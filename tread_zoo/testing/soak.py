@@ -50,6 +50,7 @@ class Soak:
     num_processes: int
     random: random.Random
     problems: list[str] = field(default_factory=list)
+    started: list[BaseProcess] = field(default_factory=list)
 
     def start(self, name: str, resume: str | None) -> list[BaseProcess]:
         """Start all processes of a run in `out/name`."""
@@ -68,7 +69,15 @@ class Soak:
         ]
         for process in processes:
             process.start()
+            self.started.append(process)
         return processes
+
+    def close(self) -> None:
+        """Leave no process behind."""
+        for process in self.started:
+            if process.is_alive():
+                process.kill()
+                process.join()
 
     def end(self, processes: list[BaseProcess], seconds: float) -> list[int]:
         """Wait until all have ended; return their exit codes. What does not end is a problem."""
@@ -85,7 +94,8 @@ class Soak:
         """Start or resume, kill, and return what happened; None if the run ended first."""
         kind = (signal.SIGKILL, signal.SIGTERM)[number % 2]
         while_saving = number % 3 == 2
-        victims = self.random.choice([[rank] for rank in range(self.num_processes)] + [None])
+        one = [0] if while_saving else [self.random.randrange(self.num_processes)]  # rank 0 saves
+        victims = self.random.choice([one, None])
         ahead = self.random.randint(1, 2 * self.run["training"]["checkpoint_every"])
         pause = self.random.uniform(0, 0.03)
         processes = self.start("broken", None if number == 0 else "latest")
@@ -139,8 +149,15 @@ def soak(
         num_processes: of each run.
         limit_s: no new round after so many seconds.
     """
-    began = time.monotonic()
     test = Soak(run, out, num_processes, random.Random(seed))
+    try:
+        return _soak(test, rounds, limit_s)
+    finally:
+        test.close()
+
+
+def _soak(test: Soak, rounds: int, limit_s: float) -> bool:
+    began, run, out = time.monotonic(), test.run, test.out
     for name in RUNS:
         for file in out.glob(f"{name}/read_by_*"):
             file.unlink()
