@@ -1,5 +1,6 @@
 """From batches of indices to batches of images. B batch, C channels, H height, W width."""
 
+import signal
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -31,10 +32,24 @@ def make_loader(
             batch_sampler=batches,
             num_workers=num_workers,
             pin_memory=torch.cuda.is_available(),
+            worker_init_fn=_leave_signals_to_the_run,
             # DataLoader draws its workers' seed, else from the global generator.
             generator=make_generator("workers"),
         )
     )
+
+
+def _leave_signals_to_the_run(worker: int) -> None:
+    """Ctrl-C and clusters signal every process; a worker that dies of it takes the run along,
+    before it could save.
+
+    Workers end when the run closes them or is gone. One that hangs in a read is ended by torch
+    with SIGTERM, of which therefore only the first is passed over.
+    """
+    for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
 
 
 def _gather_batches(

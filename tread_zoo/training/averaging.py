@@ -12,7 +12,8 @@ class WeightAverage:
     """Keep a copy of a network whose parameters average those of the trained one.
 
     After step k (from 1): average += (1 - d_k) * (weights - average), with
-    d_k = min(decay, (1 + k) / (10 + k)), so that early averages forget the random start.
+    d_k = min(decay, (1 + k) / (10 + k)), so that early averages forget the random start. A step
+    that was skipped leaves them as they are.
 
     Args:
         network: copied; must not yet be wrapped by accelerate.
@@ -24,9 +25,13 @@ class WeightAverage:
         self.decay = decay
 
     @torch.no_grad()
-    def update(self, network: Backbone, step: int) -> None:
-        """Take in the weights after optimizer step `step`, counted from 1."""
+    def update(self, network: Backbone, step: int, applied: Tensor) -> None:
+        """Take in the weights after optimizer step `step`, counted from 1.
+
+        applied: scalar on the weights' device, 1, or 0 if the step was skipped.
+        """
         decay = min(self.decay, (1 + step) / (10 + step))
         averages: list[Tensor] = list(self.network.parameters())
         weights: list[Tensor] = list(network.parameters())
-        torch._foreach_lerp_(averages, weights, 1 - decay)
+        share = applied * (1 - decay)
+        torch._foreach_lerp_(averages, weights, [share] * len(weights))

@@ -5,7 +5,7 @@ B batch, C channels, H height, W width.
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -132,7 +132,7 @@ def build_parts(
             "num_images": len(images.train),  # type: ignore[arg-type]
         },
         "data_options": data,
-        "training": asdict(options),
+        "training": options.as_settings(),
         "sampler": sampler,
         "guidance": guidance,
         "evaluation": evaluation,
