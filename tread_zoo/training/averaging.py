@@ -1,9 +1,11 @@
 """The exponential moving average of the weights, in float32."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tread_zoo.backbone import Backbone
 
@@ -27,6 +29,14 @@ class WeightAverage:
     def update(self, network: Backbone, step: int) -> None:
         """Take in the weights after optimizer step `step`, counted from 1."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        averages: list[Tensor] = list(self.network.parameters())
-        weights: list[Tensor] = list(network.parameters())
-        torch._foreach_lerp_(averages, weights, 1 - decay)
+        torch._foreach_lerp_(_local(self.network), _local(network), 1 - decay)
+
+    @contextmanager
+    def whole(self) -> Iterator[Backbone | None]:
+        """Give the averaged network; where it is sharded, to the main process alone."""
+        yield self.network
+
+
+def _local(network: nn.Module) -> list[Tensor]:
+    """Return the parameters, or this rank's slices of them: an average needs no other's."""
+    return [p.to_local() if hasattr(p, "to_local") else p for p in network.parameters()]

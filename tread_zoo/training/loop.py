@@ -9,7 +9,7 @@ What step k draws depends on (seed, rank, k) alone: a resumed run equals an unbr
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,13 @@ from tread_zoo.training.checkpoints import (
 from tread_zoo.training.options import TrainingOptions
 from tread_zoo.training.parts import Parts, StepDraw, build_parts, draw_step
 from tread_zoo.training.reporting import Reporter, Window
+from tread_zoo.training.sharding import (
+    ShardedAverage,
+    compute_in,
+    shard,
+    sharding_asked_for,
+    whole_tensors,
+)
 from tread_zoo.training.stopping import StopSignals
 from tread_zoo.training.trackers import check_tracker
 
@@ -109,9 +116,10 @@ def train(
     run, step = _start(parts, accelerator, folder, checkpoint, precision, tracker)
     with StopSignals(accelerator) as stop:
         _run_steps(run, step, stop)
-    if run.reporter:
-        run.reporter.finish(run.average.network, options.num_steps)
-        run.reporter.close()
+    with run.average.whole() as averaged:
+        if run.reporter and averaged is not None:
+            run.reporter.finish(averaged, options.num_steps)
+            run.reporter.close()
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return folder
@@ -144,18 +152,33 @@ def _start(
     Returns:
         The run, and the optimizer steps that it has done.
     """
-    network = parts.backbone.to(accelerator.device)
+    device, num_ranks = accelerator.device, accelerator.num_processes
+    network = parts.backbone
     if parts.weak is not None:
-        parts.weak.to(accelerator.device)
+        parts.weak.to(device)
     average = WeightAverage(network, parts.options.ema_decay)
-    optimizer = _make_optimizer(network, parts.options)
     step, origin = 0, "starts"
     if checkpoint is not None:
         step, origin = checkpoint.step, f"resumes {checkpoint.path}"
         load_weights(network, checkpoint, "model")
         load_weights(average.network, checkpoint, "ema")
+    shown = parts  # with a whole network, to count and to sample with
+    if sharding_asked_for():
+        average = ShardedAverage(average, device, num_ranks, is_main=accelerator.is_main_process)
+        shown = replace(parts, backbone=average.template)
+        shard(network, device, num_ranks)
+        compute_in(network, device, precision)
+    else:
+        network.to(device)
+        average.network.to(device)
+    optimizer = _make_optimizer(network, parts.options)
+    if checkpoint is not None:
         load_optimizer(optimizer, checkpoint.tensors("optimizer"))
-    model, stepper = accelerator.prepare(network, optimizer)
+    model: torch.nn.Module = network
+    if sharding_asked_for():
+        stepper = accelerator.prepare_optimizer(optimizer, device_placement=False)
+    else:
+        model, stepper = accelerator.prepare(network, optimizer)
     if checkpoint is not None and accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(checkpoint.meta["scaler"])
     parts.check_batches(accelerator.num_processes)
@@ -164,7 +187,7 @@ def _start(
     if accelerator.is_main_process:
         fresh = checkpoint is None
         reporter = Reporter(
-            parts, folder, precision=precision, step=step, fresh=fresh, tracker=tracker
+            shown, folder, precision=precision, step=step, fresh=fresh, tracker=tracker
         )
         reporter.begin(accelerator.device, accelerator.num_processes, origin)
     return Run(parts, accelerator, model, optimizer, stepper, average, folder, reporter), step
@@ -189,12 +212,12 @@ def _run_steps(run: Run, step: int, stop: StopSignals) -> None:
             if reporter:
                 reporter.numbers(step, values)
         if last or _due(step, options.sample_every):
-            if reporter:
-                reporter.samples(run.average.network, step)
+            with run.average.whole() as averaged:
+                if reporter and averaged is not None:
+                    reporter.samples(averaged, step)
             window.restart()
         if last or stopping or _due(step, options.checkpoint_every):
-            if reporter:
-                _save(run, step)
+            _save(run, step)
             accelerator.wait_for_everyone()
             window.restart()
         if reporter:
@@ -316,15 +339,19 @@ def _due(step: int, every: int) -> bool:
 
 
 def _save(run: Run, step: int) -> None:
-    """Save weights, averages, the optimizer's state and the settings."""
-    scaler = run.accelerator.scaler
+    """Save weights, averages, the optimizer's state and the settings; every rank must call this."""
+    scaler, is_main = run.accelerator.scaler, run.accelerator.is_main_process
+    tensors = {
+        "model": run.parts.backbone.state_dict(),
+        "ema": run.average.network.state_dict(),
+        "optimizer": optimizer_tensors(run.optimizer),
+    }
+    parts = {name: whole_tensors(part, keep=is_main) for name, part in tensors.items()}
+    if not is_main:
+        return
     path = save_checkpoint(
         run.folder,
-        {
-            "model": run.parts.backbone.state_dict(),
-            "ema": run.average.network.state_dict(),
-            "optimizer": optimizer_tensors(run.optimizer),
-        },
+        parts,
         {**run.parts.settings, "step": step, "scaler": scaler.state_dict() if scaler else None},
         keep=run.parts.options.keep_checkpoints,
     )
