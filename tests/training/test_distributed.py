@@ -1,3 +1,5 @@
+"""Several processes train as one does: averaged gradients, DDP against FSDP2, resuming."""
+
 import json
 import os
 import subprocess
@@ -7,19 +9,35 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.small_run import SMALL
+from tests.small_run import SMALL, settings
 from tests.training.worker import first_draw, join, make_parts
+from tread_zoo.training import train
+from tread_zoo.training.checkpoints import find_checkpoint
 from tread_zoo.training.loop import loss_of
+from tread_zoo.training.trackers import read_metrics
 
 ROOT = Path(__file__).parents[2]
+EACH_STEP = ("training.log_every=1", "training.schedule=constant", "evaluation.num_images=1")
+FUSED = ("backbone=mamba", "routing.rejoin=project", "routing.path_drop_probability=0.5")
+EVERY_ARCHITECTURE = {
+    "dit": ["backbone=dit"],
+    "uvit": ["backbone=uvit"],
+    "mamba": ["backbone=mamba"],
+    "mamba2": ["backbone=mamba2", "backbone.head_size=16"],
+    "rwkv": ["backbone=rwkv", "backbone.depth=5"],
+    "fused": list(FUSED),
+    "half": ["training.precision=bf16", "training.gradient_accumulation_steps=2"],
+    "recomputed": ["training.activation_checkpointing=true", "routing.selector=norm"],
+    "dit_tiny": ["backbone=dit", "backbone.depth=12", "backbone.hidden_size=64"],
+}
 
 
-def launch(*command, port):
+def launch(*command, port, config="cpu"):
     """Run a script in two CPU processes; return what it printed."""
     finished = subprocess.run(
         [
             sys.executable, "-m", "accelerate.commands.launch",
-            "--config_file", "configs/accelerate/cpu.yaml",
+            "--config_file", f"configs/accelerate/{config}.yaml",
             "--num_cpu_threads_per_process", "1", "--main_process_port", str(port), *command,
         ],
         cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
@@ -29,9 +47,59 @@ def launch(*command, port):
     return finished.stdout + finished.stderr
 
 
-def test_the_averaged_gradient_equals_that_of_the_double_batch(tmp_path, free_port):
-    launch("-m", "tests.training.worker", "mamba", str(tmp_path), port=free_port)
-    ranks = [torch.load(tmp_path / f"rank_{r}.pt", weights_only=True) for r in range(2)]
+def work(jobs, folder, port):
+    """Have two processes do the jobs of `worker.main`."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    launch("-m", "tests.training.worker", str(folder / "jobs.json"), port=port)
+
+
+def both_ways(folder, name, overrides, num_steps):
+    """Return two jobs: a run under DDP, and the same under FSDP2."""
+    more = [*EACH_STEP, f"training.num_steps={num_steps}"]
+    return [
+        {"train": [*more, *overrides, f"run_dir={folder / name / kind}"], "sharded": kind == "fsdp"}
+        for kind in ("ddp", "fsdp")
+    ]
+
+
+def numbers(folder):
+    """Return (loss, gradient's norm) of each step of a run."""
+    return [(row["loss"], row["grad_norm"]) for row in read_metrics(folder) if "loss" in row]
+
+
+def assert_same_weights(one, other, atol):
+    """Check that two checkpoints hold the same tensors, but for rounding."""
+    first, second = find_checkpoint(one), find_checkpoint(other)
+    for part in ("model", "ema", "optimizer"):
+        left, right = first.tensors(part), second.tensors(part)
+        assert left.keys() == right.keys()
+        for key, tensor in left.items():
+            torch.testing.assert_close(tensor, right[key], atol=atol, rtol=0)
+
+
+def assert_same_run(folder, num_steps):
+    """Check that the runs of `both_ways` went the same way, and left the same."""
+    ddp, fsdp = numbers(folder / "ddp"), numbers(folder / "fsdp")
+    assert len(ddp) == num_steps
+    assert len({loss for loss, _ in ddp}) == num_steps
+    torch.testing.assert_close(torch.tensor(ddp), torch.tensor(fsdp), atol=1e-5, rtol=0)
+    assert_same_weights(folder / "ddp", folder / "fsdp", atol=1e-4)
+    scores = [json.loads((folder / kind / "score.json").read_text()) for kind in ("ddp", "fsdp")]
+    first, second = (score["values"]["held_out_loss"] for score in scores)
+    assert first == pytest.approx(second, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory, free_port):
+    """Return the folder of what two processes did, started once."""
+    folder = tmp_path_factory.mktemp("two")
+    jobs = [{"gradient": "mamba", "out": str(folder)}, *both_ways(folder, "fused", FUSED, 4)]
+    work(jobs, folder, free_port)
+    return folder
+
+
+def test_the_averaged_gradient_equals_that_of_the_double_batch(together):
+    ranks = [torch.load(together / f"rank_{r}.pt", weights_only=True) for r in range(2)]
     assert ranks[0]["world"] == 2
     parts = make_parts("mamba")
     draws = [first_draw(parts, rank, 2) for rank in range(2)]
@@ -45,6 +113,48 @@ def test_the_averaged_gradient_equals_that_of_the_double_batch(tmp_path, free_po
         torch.testing.assert_close(one, parameter.grad, atol=1e-6, rtol=1e-4)
 
 
+def test_sharded_training_equals_ddp(together):
+    assert_same_run(together / "fused", 4)
+
+
+def test_two_processes_equal_one_with_the_double_batch(together, tmp_path):
+    """Draws belong to the image, not to the rank that sees it."""
+    alone = [*EACH_STEP, *FUSED, "training.num_steps=4", "training.batch_size=16"]
+    train(**settings(*alone, f"run_dir={tmp_path}"))
+    two, one = numbers(together / "fused" / "ddp"), numbers(tmp_path)
+    torch.testing.assert_close(torch.tensor(two), torch.tensor(one), atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_sharded_training_equals_ddp_for_every_architecture(tmp_path, free_port):
+    jobs = [
+        job
+        for name, options in EVERY_ARCHITECTURE.items()
+        for job in both_ways(tmp_path, name, options, 20)
+    ]
+    work(jobs, tmp_path, free_port)
+    for name in EVERY_ARCHITECTURE:
+        assert_same_run(tmp_path / name, 20)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_ddp_fsdp2_and_alone(tmp_path, free_port):
+    """Steps 1-3 under DDP, 4-6 under FSDP2, 7-9 in one process, against nine in one process."""
+    jobs = [
+        {
+            "train": [*EACH_STEP, f"run_dir={tmp_path / 'run'}", "resume=latest", f"training.num_steps={n}"],
+            "sharded": sharded,
+        }
+        for n, sharded in ((3, False), (6, True))
+    ]  # fmt: skip
+    work(jobs, tmp_path, free_port)
+    alone = [*EACH_STEP, "training.num_steps=9", "training.batch_size=16"]
+    train(**settings(*alone, f"run_dir={tmp_path / 'run'}", "resume=latest"))
+    train(**settings(*alone, f"run_dir={tmp_path / 'unbroken'}"))
+    broken, unbroken = numbers(tmp_path / "run"), numbers(tmp_path / "unbroken")
+    assert len(broken) == 9
+    torch.testing.assert_close(torch.tensor(broken), torch.tensor(unbroken), atol=1e-5, rtol=0)
+    assert_same_weights(tmp_path / "run", tmp_path / "unbroken", atol=1e-4)
 @pytest.mark.slow
 def test_two_processes_train_and_resume_in_one_folder(tmp_path, free_port):
     folder = tmp_path / "run"

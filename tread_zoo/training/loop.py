@@ -3,7 +3,8 @@
     images -> objective draws levels and noise, routing draws kept ids -> backbone -> loss -> AdamW
            -> averaged weights -> samples, held-out loss, checkpoints -> score
 
-What step k draws depends on (seed, rank, k) alone: a resumed run equals an unbroken one.
+What image i of step k draws depends on (seed, k, i) and the size of the step's batch alone: a resumed
+run equals an unbroken one, also on another number of processes, but for rounding.
 """
 
 import logging
@@ -240,6 +241,7 @@ def _optimize(
             run.parts,
             *next(batches),
             rank=accelerator.process_index,
+            num_ranks=accelerator.num_processes,
             micro_step=step * options.gradient_accumulation_steps + micro,
             device=accelerator.device,
         )
