@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from tests.small_run import parts_of, settings
 from tread_zoo.diffusion import Draw
 from tread_zoo.routing import Route
-from tread_zoo.training import train
+from tread_zoo.training import compiling, train
 from tread_zoo.training.loop import loss_of
 from tread_zoo.training.parts import StepDraw, draw_step
 
@@ -68,7 +68,8 @@ def save_gradient(backbone, out):
 
 def main(jobs):
     """Do the jobs of a file: `{"gradient": backbone, "out": folder}`, or `{"train": overrides,
-    "sharded": bool}`, which is a run with or without FSDP2."""
+    "sharded": bool}`, which is a run with or without FSDP2. Graphs are captured, not translated."""
+    compiling.BACKEND = "eager"
     Accelerator.end_training = lambda self: None  # it would take the process group along
     os.environ["FSDP_VERSION"] = "2"
     for job in json.loads(Path(jobs).read_text()):

@@ -31,6 +31,7 @@ from tread_zoo.training.checkpoints import (
     optimizer_tensors,
     save_checkpoint,
 )
+from tread_zoo.training.compiling import check_compiler, compile_blocks
 from tread_zoo.training.options import TrainingOptions
 from tread_zoo.training.parts import Parts, StepDraw, build_parts, draw_step
 from tread_zoo.training.reporting import Reporter, Window
@@ -100,6 +101,8 @@ def train(
     place = resolve_device(device)
     precision = resolve_precision(options.precision, place)
     folder = Path(run_dir)
+    if options.compile:
+        check_compiler(place)
     checkpoint = _checkpoint_to_resume(folder, resume, overwrite)
     parts = build_parts(
         backbone=backbone, routing=routing, objective=objective, data=data, training=training,
@@ -164,6 +167,8 @@ def _start(
         load_weights(network, checkpoint, "model")
         load_weights(average.network, checkpoint, "ema")
     shown = parts  # with a whole network, to count and to sample with
+    if parts.options.compile:
+        compile_blocks(network)
     if sharding_asked_for():
         average = ShardedAverage(average, device, num_ranks, is_main=accelerator.is_main_process)
         shown = replace(parts, backbone=average.template)

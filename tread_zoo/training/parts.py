@@ -105,7 +105,7 @@ def build_parts(
             num_classes=images.num_classes,
             **backbone,
         )
-    network.checkpoint_blocks = options.activation_checkpointing
+    network.checkpoint_blocks = int(options.activation_checkpointing)
     built_routing = build_routing(
         **routing,
         num_blocks=network.num_blocks,
