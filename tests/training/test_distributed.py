@@ -142,21 +142,21 @@ def test_sharded_training_equals_ddp_for_every_architecture(tmp_path, free_port)
 @pytest.mark.slow
 def test_a_run_goes_on_under_ddp_fsdp2_and_alone(tmp_path, free_port):
     """Steps 1-3 under DDP, 4-6 under FSDP2, 7-9 in one process, against nine in one process."""
+    again = [*EACH_STEP, f"run_dir={tmp_path / 'run'}", "resume=latest"]
     jobs = [
-        {
-            "train": [*EACH_STEP, f"run_dir={tmp_path / 'run'}", "resume=latest", f"training.num_steps={n}"],
-            "sharded": sharded,
-        }
+        {"train": [*again, f"training.num_steps={n}"], "sharded": sharded}
         for n, sharded in ((3, False), (6, True))
-    ]  # fmt: skip
+    ]
     work(jobs, tmp_path, free_port)
-    alone = [*EACH_STEP, "training.num_steps=9", "training.batch_size=16"]
-    train(**settings(*alone, f"run_dir={tmp_path / 'run'}", "resume=latest"))
-    train(**settings(*alone, f"run_dir={tmp_path / 'unbroken'}"))
+    alone = ["training.num_steps=9", "training.batch_size=16"]
+    train(**settings(*again, *alone))
+    train(**settings(*EACH_STEP, *alone, f"run_dir={tmp_path / 'unbroken'}"))
     broken, unbroken = numbers(tmp_path / "run"), numbers(tmp_path / "unbroken")
     assert len(broken) == 9
     torch.testing.assert_close(torch.tensor(broken), torch.tensor(unbroken), atol=1e-5, rtol=0)
     assert_same_weights(tmp_path / "run", tmp_path / "unbroken")
+
+
 @pytest.mark.slow
 def test_two_processes_train_and_resume_in_one_folder(tmp_path, free_port):
     folder = tmp_path / "run"

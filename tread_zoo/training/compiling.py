@@ -2,10 +2,10 @@
 
     embed -> block 0 … block depth-1 -> head           (each block compiled, the rest as it is)
 
-Blocks of one shape share their graphs, so that compiling takes as long for 28 blocks as for 2. Which
-tokens a route keeps is data, not code; how many there are is a dynamic size from the second number
-on. So a step may be routed or dense, and its rate may follow a schedule, without compiling anew: at
-most one graph for each block and number of tokens, and in practice far fewer.
+Blocks of one kind share their graphs, so that compiling takes as long for 28 blocks as for 2.
+Which tokens a route keeps is data, not code; how many there are is a dynamic size from the second
+number on. So a step may be routed or dense, and its rate may follow a schedule, without compiling
+anew: at most one graph for each block and number of tokens, and in practice far fewer.
 """
 
 import importlib.util
@@ -35,8 +35,8 @@ def check_compiler(device: torch.device) -> None:
     known = (os.environ.get("CXX"), "g++", "clang++", "cl")
     if device.type == "cpu" and not any(name and shutil.which(name) for name in known):
         raise ValueError(
-            "training.compile=true needs a C++ compiler on a CPU (g++, clang++, or what CXX names); "
-            "install one, or set training.compile=false."
+            "training.compile=true needs a C++ compiler on a CPU (g++, clang++, or what CXX "
+            "names); install one, or set training.compile=false."
         )
 
 
@@ -47,9 +47,9 @@ def compile_blocks(network: Backbone) -> None:
     are not compiled. Call it before sharding.
     """
     config = torch._dynamo.config
-    # Blocks of every kind (with a skip or without, routed or dense, first or later) share one cache.
+    # Blocks of every kind (with a skip or without, routed or dense) share one cache.
     config.recompile_limit = max(config.recompile_limit, 8 * network.num_blocks)
-    # DDP would cut the graphs at its buckets; blocks are cuts enough for it to send gradients early.
+    # DDP would cut graphs at its buckets; between blocks it can send gradients early as it is.
     config.optimize_ddp = False
     for block in network.blocks:
         block.compile(backend=BACKEND)

@@ -3,8 +3,8 @@
     images -> objective draws levels and noise, routing draws kept ids -> backbone -> loss -> AdamW
            -> averaged weights -> samples, held-out loss, checkpoints -> score
 
-What image i of step k draws depends on (seed, k, i) and the size of the step's batch alone: a resumed
-run equals an unbroken one, also on another number of processes, but for rounding.
+What image i of step k draws depends on (seed, k, i) and on the size of the step's batch alone: a
+resumed run equals an unbroken one, on another number of processes but for rounding.
 """
 
 import logging
@@ -35,13 +35,8 @@ from tread_zoo.training.compiling import check_compiler, compile_blocks
 from tread_zoo.training.options import TrainingOptions
 from tread_zoo.training.parts import Parts, StepDraw, build_parts, draw_step
 from tread_zoo.training.reporting import Reporter, Window
-from tread_zoo.training.sharding import (
-    ShardedAverage,
-    compute_in,
-    shard,
-    sharding_asked_for,
-    whole_tensors,
-)
+from tread_zoo.training.sharding import place, prepare, sharding_asked_for, whole_tensors
+from tread_zoo.training.slurm import join_slurm_step
 from tread_zoo.training.stopping import StopSignals
 from tread_zoo.training.trackers import check_tracker
 
@@ -98,11 +93,12 @@ def train(
     if kernels is not None:
         set_forms(kernels)
     options = TrainingOptions(**training)
-    place = resolve_device(device)
-    precision = resolve_precision(options.precision, place)
+    on = resolve_device(device)
+    precision = resolve_precision(options.precision, on)
     folder = Path(run_dir)
+    sharding_asked_for()  # its errors come before any work
     if options.compile:
-        check_compiler(place)
+        check_compiler(on)
     checkpoint = _checkpoint_to_resume(folder, resume, overwrite)
     parts = build_parts(
         backbone=backbone, routing=routing, objective=objective, data=data, training=training,
@@ -112,7 +108,7 @@ def train(
         check_same_run(checkpoint, parts.settings)
 
     accelerator = _make_accelerator(
-        place,
+        on,
         precision,
         options.gradient_accumulation_steps,
         blocks_may_idle=parts.routing.path_drop_probability > 0,
@@ -156,44 +152,31 @@ def _start(
     Returns:
         The run, and the optimizer steps that it has done.
     """
-    device, num_ranks = accelerator.device, accelerator.num_processes
     network = parts.backbone
     if parts.weak is not None:
-        parts.weak.to(device)
+        parts.weak.to(accelerator.device)
     average = WeightAverage(network, parts.options.ema_decay)
     step, origin = 0, "starts"
     if checkpoint is not None:
         step, origin = checkpoint.step, f"resumes {checkpoint.path}"
         load_weights(network, checkpoint, "model")
         load_weights(average.network, checkpoint, "ema")
-    shown = parts  # with a whole network, to count and to sample with
     if parts.options.compile:
         compile_blocks(network)
-    if sharding_asked_for():
-        average = ShardedAverage(average, device, num_ranks, is_main=accelerator.is_main_process)
-        shown = replace(parts, backbone=average.template)
-        shard(network, device, num_ranks)
-        compute_in(network, device, precision)
-    else:
-        network.to(device)
-        average.network.to(device)
+    average, whole = place(network, average, accelerator, precision)
     optimizer = _make_optimizer(network, parts.options)
     if checkpoint is not None:
         load_optimizer(optimizer, checkpoint.tensors("optimizer"))
-    model: torch.nn.Module = network
-    if sharding_asked_for():
-        stepper = accelerator.prepare_optimizer(optimizer, device_placement=False)
-    else:
-        model, stepper = accelerator.prepare(network, optimizer)
+    model, stepper = prepare(network, optimizer, accelerator)
     if checkpoint is not None and accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(checkpoint.meta["scaler"])
     parts.check_batches(accelerator.num_processes)
     accelerator.wait_for_everyone()  # all have read what is there; now it may change
     reporter = None
     if accelerator.is_main_process:
-        fresh = checkpoint is None
+        fresh, parts_shown = checkpoint is None, replace(parts, backbone=whole)
         reporter = Reporter(
-            shown, folder, precision=precision, step=step, fresh=fresh, tracker=tracker
+            parts_shown, folder, precision=precision, step=step, fresh=fresh, tracker=tracker
         )
         reporter.begin(accelerator.device, accelerator.num_processes, origin)
     return Run(parts, accelerator, model, optimizer, stepper, average, folder, reporter), step
@@ -288,6 +271,7 @@ def _make_accelerator(
     from accelerate import Accelerator, DistributedDataParallelKwargs
     from accelerate.state import AcceleratorState
 
+    join_slurm_step()
     _warn_if_alone()
     AcceleratorState._reset_state()  # another run of a sweep may have had another precision
     return Accelerator(
