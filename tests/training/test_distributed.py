@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,14 +24,14 @@ FUSED = ("backbone=mamba", "routing.rejoin=project", "routing.path_drop_probabil
 EVERY_ARCHITECTURE = {
     "dit": ["backbone=dit", "training.gradient_accumulation_steps=2"],
     "uvit": ["backbone=uvit", "training.precision=bf16"],
-    "mamba": ["backbone=mamba", "training.activation_checkpointing=2"],
+    "mamba": [*FUSED, "training.activation_checkpointing=2"],
     "mamba2": ["backbone=mamba2", "backbone.head_size=16", "training.compile=true"],
     "rwkv": ["backbone=rwkv", "backbone.depth=5", "routing.selector=norm"],
 }
 
 
-def launch(*command, port, config="cpu"):
-    """Run a script in two CPU processes; return what it printed."""
+def start(*command, port, config="cpu"):
+    """Run a script in two CPU processes; return its status and what it printed."""
     finished = subprocess.run(
         [
             sys.executable, "-m", "accelerate.commands.launch",
@@ -40,8 +41,14 @@ def launch(*command, port, config="cpu"):
         cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return finished.stdout + finished.stderr
+    return finished.returncode, finished.stdout + finished.stderr
+
+
+def launch(*command, port, config="cpu"):
+    """Run a script in two CPU processes to its end; return what it printed."""
+    status, said = start(*command, port=port, config=config)
+    assert status == 0, said[-3000:]
+    return said
 
 
 def work(jobs, folder, port):
@@ -95,8 +102,8 @@ def assert_same_run(folder, num_steps):
 def together(tmp_path_factory, free_port):
     """Return the folder of what two processes did, started once."""
     folder = tmp_path_factory.mktemp("two")
-    jobs = [{"gradient": "mamba", "out": str(folder)}, *both_ways(folder, "fused", FUSED, 4)]
-    work(jobs, folder, free_port)
+    sharded = both_ways(folder, "fused", FUSED, 4)[1]
+    work([{"gradient": "mamba", "out": str(folder)}, sharded], folder, free_port)
     return folder
 
 
@@ -115,16 +122,21 @@ def test_the_averaged_gradient_equals_that_of_the_double_batch(together):
         torch.testing.assert_close(one, parameter.grad, atol=1e-6, rtol=1e-4)
 
 
-def test_sharded_training_equals_ddp(together):
-    assert_same_run(together / "fused", 4)
-
-
-def test_two_processes_equal_one_with_the_double_batch(together, tmp_path):
-    """Draws belong to the image, not to the rank that sees it."""
+def test_sharded_training_equals_one_process_with_the_double_batch(together, tmp_path):
+    """With fusions and dropped paths; draws belong to the image, not to the rank that sees it."""
     alone = [*EACH_STEP, *FUSED, "training.num_steps=4", "training.batch_size=16"]
     train(**settings(*alone, f"run_dir={tmp_path}"))
-    two, one = numbers(together / "fused" / "ddp"), numbers(tmp_path)
+    two, one = numbers(together / "fused" / "fsdp"), numbers(tmp_path)
+    assert len({loss for loss, _ in one}) == 4
     torch.testing.assert_close(torch.tensor(two), torch.tensor(one), atol=1e-5, rtol=0)
+    assert_same_weights(together / "fused" / "fsdp", tmp_path)
+
+
+def test_the_main_process_alone_writes(together):
+    by_rank = [json.loads((together / f"written_by_{rank}.json").read_text()) for rank in range(2)]
+    runs = [[path for path in paths if "/fused/" in path] for paths in by_rank]
+    assert any("checkpoints" in path for path in runs[0])
+    assert runs[1] == []
 
 
 @pytest.mark.slow
@@ -159,12 +171,14 @@ def test_a_run_goes_on_under_ddp_fsdp2_and_alone(tmp_path, free_port):
 
 @pytest.mark.slow
 def test_two_processes_train_and_resume_in_one_folder(tmp_path, free_port):
+    """Through the command line, first as DDP, then as FSDP2."""
     folder = tmp_path / "run"
     small = [*SMALL, f"run_dir={folder}", "training.schedule=constant"]
     said = launch("scripts/train.py", *small, "training.num_steps=4", port=free_port)
     assert "2 process(es)" in said
     assert said.count("saved     ") == 1
-    said = launch("scripts/train.py", *small, "resume=latest", port=free_port)
+    again = [*small, "resume=latest"]
+    said = launch("scripts/train.py", *again, port=free_port, config="cpu_fsdp2")
     assert "resumes" in said
     assert {p.name for p in tmp_path.iterdir()} == {"run"}
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
@@ -172,12 +186,15 @@ def test_two_processes_train_and_resume_in_one_folder(tmp_path, free_port):
 
 
 @pytest.mark.slow
-def test_two_processes_train_with_dropped_paths(tmp_path, free_port):
-    """Blocks that did not run have no gradient, and no rank waits for it."""
-    small = [*SMALL, f"run_dir={tmp_path / 'run'}", "training.num_steps=8"]
-    said = launch(
-        "scripts/train.py", *small, "routing.rejoin=project", "routing.path_drop_probability=0.5",
-        port=free_port,
+def test_a_rank_that_cannot_start_ends_the_run(tmp_path, free_port):
+    """Data that one rank does not find: all end, the cause is told, nothing is written."""
+    np.savez(tmp_path / "data_0.npz", images=np.zeros((40, 8, 8, 1), np.uint8))
+    path = f"data.path={tmp_path}/data_${{oc.env:RANK}}.npz"
+    small = [o for o in SMALL if not o.startswith("data")]
+    status, said = start(
+        "scripts/train.py", *small, "data=npz", path, "backbone.patch_size=2",
+        f"run_dir={tmp_path / 'run'}", port=free_port,
     )  # fmt: skip
-    assert "2 process(es)" in said
-    assert said.count("saved     ") == 1
+    assert status != 0
+    assert "data_1.npz" in said
+    assert not (tmp_path / "run").exists()

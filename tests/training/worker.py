@@ -66,11 +66,28 @@ def save_gradient(backbone, out):
     )
 
 
+def watch_writes(folder):
+    """Return a list that grows with what this process makes, opens to write, or removes there."""
+    seen = []
+
+    def hook(event, args):
+        opened = event == "open" and bool((args[2] or 0) & (os.O_WRONLY | os.O_RDWR))
+        if opened or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir"):
+            path = str(args[0])
+            if path.startswith(str(folder)):
+                seen.append(path)
+
+    sys.addaudithook(hook)
+    return seen
+
+
 def main(jobs):
     """Do the jobs of a file: `{"gradient": backbone, "out": folder}`, or `{"train": overrides,
     "sharded": bool}`, which is a run with or without FSDP2. Graphs are captured, not translated."""
     compiling.BACKEND = "eager"
     Accelerator.end_training = lambda self: None  # it would take the process group along
+    folder, rank = Path(jobs).parent, os.environ["RANK"]
+    written = watch_writes(folder)
     os.environ["FSDP_VERSION"] = "2"
     for job in json.loads(Path(jobs).read_text()):
         if "gradient" in job:
@@ -78,6 +95,7 @@ def main(jobs):
         else:
             os.environ["ACCELERATE_USE_FSDP"] = str(job["sharded"]).lower()
             train(**settings(*job["train"]))
+            (folder / f"written_by_{rank}.json").write_text(json.dumps(written))
 
 
 if __name__ == "__main__":
