@@ -16,7 +16,7 @@ def pytest_configure(config):
         os.environ["PYTEST_ADDOPTS"] = "-n 0"
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def free_port():
     """Return a port that nothing listens on."""
     with socket.socket() as found:

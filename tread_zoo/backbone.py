@@ -130,7 +130,7 @@ class Backbone(nn.Module, ABC):
         self.num_extra_tokens = 0
         self.skips: dict[int, int] = {}
         self.block_knows: tuple[str, ...] | None = None
-        self.checkpoint_blocks = False
+        self.checkpoint_blocks = 0  # n: blocks 0, n, 2n, … are computed again in the backward pass
         self.fused_ranges: tuple[tuple[int, int], ...] = ()
         self.fusions = nn.ModuleDict()  # by range, as in "2_8"
         self.name: str | None = None  # the registry sets this and the next
@@ -282,7 +282,8 @@ class Backbone(nn.Module, ABC):
     def _run_block(
         self, index: int, streams: Streams, condition: Any, layout: Layout, skip: Tensor | None
     ) -> Streams:
-        if self.checkpoint_blocks and torch.is_grad_enabled():
+        every = self.checkpoint_blocks
+        if every and index % every == 0 and torch.is_grad_enabled():
             return checkpoint(
                 self.run_block, index, streams, condition, layout, skip, use_reentrant=False
             )

@@ -1,6 +1,6 @@
 """Random numbers as a function of named integers.
 
-What step k of a run draws depends on (seed, rank, k) alone, so nothing about generators has to be
+What step k of a run draws depends on (seed, k) alone, so nothing about generators has to be
 saved: a resumed run draws what the unbroken one would have drawn.
 """
 

@@ -27,8 +27,10 @@ DROP = "routing.path_drop_probability=0.5"
 
 def drawn(parts, rank, micro_step):
     images, labels = next(parts.batches(0, 1, 0))
-    device = torch.device("cpu")
-    return draw_step(parts, images, labels, rank=rank, micro_step=micro_step, device=device)
+    return draw_step(
+        parts, images, labels, rank=rank, num_ranks=2, micro_step=micro_step,
+        device=torch.device("cpu"),
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

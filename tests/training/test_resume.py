@@ -133,8 +133,9 @@ def test_seeds_and_ranks_draw_apart():
         parts = parts_of(settings(f"seed={seed}"))
         images, labels = next(parts.batches(0, 1, 0))
         return draw_step(
-            parts, images, labels, rank=rank, micro_step=micro_step, device=torch.device("cpu")
-        )
+            parts, images, labels, rank=rank, num_ranks=2, micro_step=micro_step,
+            device=torch.device("cpu"),
+        )  # fmt: skip
 
     base, again = draw(0, 0, 0), draw(0, 0, 0)
     assert torch.equal(base.draw.noise, again.draw.noise)

@@ -35,7 +35,9 @@ def draws(parts, num_micro_steps, rank=0):
     """Return what a rank draws at each micro-step of a run."""
     images, labels = next(parts.batches(0, 1, 0))
     return [
-        draw_step(parts, images, labels, rank=rank, micro_step=micro, device=CPU)
+        draw_step(
+            parts, images, labels, rank=rank, num_ranks=rank + 1, micro_step=micro, device=CPU
+        )
         for micro in range(num_micro_steps)
     ]
 

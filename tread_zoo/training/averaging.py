@@ -1,9 +1,11 @@
 """The exponential moving average of the weights, in float32."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tread_zoo.backbone import Backbone
 
@@ -31,7 +33,16 @@ class WeightAverage:
         applied: scalar on the weights' device, 1, or 0 if the step was skipped.
         """
         decay = min(self.decay, (1 + step) / (10 + step))
-        averages: list[Tensor] = list(self.network.parameters())
-        weights: list[Tensor] = list(network.parameters())
+        averages, weights = _local(self.network), _local(network)
         share = applied * (1 - decay)
         torch._foreach_lerp_(averages, weights, [share] * len(weights))
+
+    @contextmanager
+    def whole(self) -> Iterator[Backbone | None]:
+        """Give the averaged network; where it is sharded, to the main process alone."""
+        yield self.network
+
+
+def _local(network: nn.Module) -> list[Tensor]:
+    """Return the parameters, or this rank's slices of them: an average needs no other's."""
+    return [p.to_local() if hasattr(p, "to_local") else p for p in network.parameters()]

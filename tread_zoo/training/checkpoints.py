@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from tread_zoo.backbone import Backbone
 from tread_zoo.plain import check_plain
 from tread_zoo.registry import create_backbone
+from tread_zoo.training.sharding import slice_like
 
 logger = logging.getLogger(__name__)
 
@@ -220,11 +221,12 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Restore what `optimizer_tensors` gave."""
+    """Restore what `optimizer_tensors` gave, whole; of a sharded optimizer each rank its slice."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         index, _, name = key.partition(".")
-        state.setdefault(int(index), {})[name] = value
+        state.setdefault(int(index), {})[name] = slice_like(value, parameters[int(index)])
     optimizer.load_state_dict(
         {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
     )

@@ -3,13 +3,14 @@
     images -> objective draws levels and noise, routing draws kept ids -> backbone -> loss -> AdamW
            -> averaged weights -> samples, held-out loss, checkpoints -> score
 
-What step k draws depends on (seed, rank, k) alone: a resumed run equals an unbroken one.
+What image i of step k draws depends on (seed, k, i) and on the size of the step's batch alone: a
+resumed run equals an unbroken one, on another number of processes but for rounding.
 """
 
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,12 +33,15 @@ from tread_zoo.training.checkpoints import (
     optimizer_tensors,
     save_checkpoint,
 )
+from tread_zoo.training.compiling import check_compiler, compile_blocks
 from tread_zoo.training.options import TrainingOptions
 from tread_zoo.training.parts import Parts, StepDraw, build_parts, draw_step
 from tread_zoo.training.ranks import told_when_one_is_lost
 from tread_zoo.training.reporting import Reporter, Window
 from tread_zoo.training.saving import SaveAttempts
+from tread_zoo.training.sharding import place, prepare, sharding_asked_for, whole_tensors
 from tread_zoo.training.skipping import StepGuard, gradient_norm, spoil, whole_norm
+from tread_zoo.training.slurm import join_slurm_step
 from tread_zoo.training.stopping import StopSignals
 from tread_zoo.training.trackers import check_tracker
 
@@ -95,9 +99,12 @@ def train(
     if kernels is not None:
         set_forms(kernels)
     options = TrainingOptions(**training)
-    place = resolve_device(device)
-    precision = resolve_precision(options.precision, place)
+    on = resolve_device(device)
+    precision = resolve_precision(options.precision, on)
     folder = Path(run_dir)
+    sharding_asked_for()  # its errors come before any work
+    if options.compile:
+        check_compiler(on)
     checkpoint = _checkpoint_to_resume(folder, resume, overwrite)
     parts = build_parts(
         backbone=backbone, routing=routing, objective=objective, data=data, training=training,
@@ -107,7 +114,7 @@ def train(
         check_same_run(checkpoint, parts.settings)
 
     accelerator = _make_accelerator(
-        place,
+        on,
         precision,
         options,
         blocks_may_idle=parts.routing.path_drop_probability > 0,
@@ -116,9 +123,10 @@ def train(
         run, step = _start(parts, accelerator, folder, checkpoint, precision, tracker)
         with stop.deferred():
             _run_steps(run, step, stop)
-        if run.reporter:
-            run.reporter.finish(run.average.network, options.num_steps)
-            run.reporter.close()
+        with run.average.whole() as averaged:
+            if run.reporter and averaged is not None:
+                run.reporter.finish(averaged, options.num_steps)
+                run.reporter.close()
         accelerator.wait_for_everyone()
         accelerator.end_training()
     return folder
@@ -153,18 +161,22 @@ def _start(
     Returns:
         The run, and the optimizer steps that it has done.
     """
-    network = parts.backbone.to(accelerator.device)
+    network = parts.backbone
     if parts.weak is not None:
         parts.weak.to(accelerator.device)
     average = WeightAverage(network, parts.options.ema_decay)
-    optimizer = _make_optimizer(network, parts.options)
     step, origin = 0, "starts"
     if checkpoint is not None:
         step, origin = checkpoint.step, f"resumes {checkpoint.path}"
         load_weights(network, checkpoint, "model")
         load_weights(average.network, checkpoint, "ema")
+    if parts.options.compile:
+        compile_blocks(network)
+    average, whole = place(network, average, accelerator, precision)
+    optimizer = _make_optimizer(network, parts.options)
+    if checkpoint is not None:
         load_optimizer(optimizer, checkpoint.tensors("optimizer"))
-    model, stepper = accelerator.prepare(network, optimizer)
+    model, stepper = prepare(network, optimizer, accelerator)
     if checkpoint is not None and accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(checkpoint.meta["scaler"])
     guard = StepGuard(
@@ -178,9 +190,9 @@ def _start(
     accelerator.wait_for_everyone()  # all have read what is there; now it may change
     reporter = None
     if accelerator.is_main_process:
-        fresh = checkpoint is None
+        fresh, parts_shown = checkpoint is None, replace(parts, backbone=whole)
         reporter = Reporter(
-            parts, folder, precision=precision, step=step, fresh=fresh, tracker=tracker
+            parts_shown, folder, precision=precision, step=step, fresh=fresh, tracker=tracker
         )
         reporter.begin(accelerator.device, accelerator.num_processes, origin)
     run = Run(
@@ -207,8 +219,9 @@ def _run_steps(run: Run, step: int, stop: StopSignals) -> None:
             if reporter:
                 reporter.numbers(step, values | skipped)
         if last or _due(step, options.sample_every):
-            if reporter:
-                reporter.samples(run.average.network, step)
+            with run.average.whole() as averaged:
+                if reporter and averaged is not None:
+                    reporter.samples(averaged, step)
             window.restart()
         if last or stopping or _due(step, options.checkpoint_every):
             run.saves.attempt(partial(_save, run, step), must=last or stopping)
@@ -233,6 +246,7 @@ def _optimize(
             run.parts,
             *next(batches),
             rank=accelerator.process_index,
+            num_ranks=accelerator.num_processes,
             micro_step=step * options.gradient_accumulation_steps + micro,
             device=accelerator.device,
         )
@@ -289,6 +303,7 @@ def _make_accelerator(
     )
     from accelerate.state import AcceleratorState
 
+    join_slurm_step()
     _warn_if_alone()
     AcceleratorState._reset_state()  # another run of a sweep may have had another precision
     return Accelerator(
@@ -350,17 +365,20 @@ def _due(step: int, every: int) -> bool:
 
 
 def _save(run: Run, step: int) -> None:
-    """Save weights, averages, the optimizer's state and the settings, on the main process."""
-    scaler, skipped = run.accelerator.scaler, run.guard.state()
-    if run.reporter is None:
+    """Save weights, averages, the optimizer's state and the settings; every rank must call this."""
+    scaler, is_main = run.accelerator.scaler, run.accelerator.is_main_process
+    skipped = run.guard.state()
+    tensors = {
+        "model": run.parts.backbone.state_dict(),
+        "ema": run.average.network.state_dict(),
+        "optimizer": optimizer_tensors(run.optimizer),
+    }
+    parts = {name: whole_tensors(part, keep=is_main) for name, part in tensors.items()}
+    if not is_main:
         return
     path = save_checkpoint(
         run.folder,
-        {
-            "model": run.parts.backbone.state_dict(),
-            "ema": run.average.network.state_dict(),
-            "optimizer": optimizer_tensors(run.optimizer),
-        },
+        parts,
         {
             **run.parts.settings,
             "step": step,

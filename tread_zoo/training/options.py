@@ -29,7 +29,9 @@ class TrainingOptions:
         label_dropout: share of labels replaced by the null label, for classifier-free guidance.
         horizontal_flip: mirror each image with probability one half.
         precision: auto, fp32, bf16 or fp16; weights stay float32.
-        activation_checkpointing: recompute each block in the backward pass to save memory.
+        activation_checkpointing: recompute blocks in the backward pass to save memory: true for
+            every block, n for blocks 0, n, 2n, … alone; false or 0 for none.
+        compile: compile each block with torch.compile, at its first step.
         num_workers: loader processes, for data that is not in memory.
         log_every, sample_every, checkpoint_every: in optimizer steps; 0 switches samples or
             checkpoints on the way off (the last step always leaves both).
@@ -56,7 +58,8 @@ class TrainingOptions:
     label_dropout: float
     horizontal_flip: bool
     precision: str
-    activation_checkpointing: bool
+    activation_checkpointing: bool | int
+    compile: bool
     num_workers: int
     log_every: int
     sample_every: int
@@ -76,6 +79,14 @@ class TrainingOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"training.{name}={value!r} must be an integer >= {least}.")
+        if not isinstance(self.compile, bool):
+            raise ValueError(f"training.compile={self.compile!r} must be true or false.")
+        every = self.activation_checkpointing
+        if not isinstance(every, int) or every < 0:
+            raise ValueError(
+                f"training.activation_checkpointing={every!r} must be true, false or an integer: "
+                "every how many blocks one is computed again."
+            )
         for name, low, high in (
             ("learning_rate", 0.0, math.inf),
             ("weight_decay", 0.0, math.inf),

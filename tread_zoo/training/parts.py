@@ -5,7 +5,7 @@ B batch, C channels, H height, W width.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ def build_parts(
             num_classes=images.num_classes,
             **backbone,
         )
-    network.checkpoint_blocks = options.activation_checkpointing
+    network.checkpoint_blocks = int(options.activation_checkpointing)
     built_routing = build_routing(
         **routing,
         num_blocks=network.num_blocks,
@@ -160,22 +160,29 @@ def draw_step(
     rank: int,
     micro_step: int,
     device: torch.device,
+    num_ranks: int = 1,
 ) -> StepDraw:
     """Draw all that micro-step `micro_step` of a rank needs, from a generator of its own.
 
-    images uint8 [B, C, H, W] and labels int64 [B], on the CPU. The order of the draws is fixed:
-    flips, dropped labels, noise level and noise, kept ids; none depends on an option of another.
+    images uint8 [B, C, H, W] and labels int64 [B], on the CPU. Every rank draws for the images of
+    all of them, num_ranks B, and takes its own share: the same images get the same draws on
+    whatever number of ranks. The order of the draws is fixed: flips, dropped labels, noise level
+    and noise, kept ids; none depends on an option of another.
     Whether and how much is routed, and whether the step drops its paths, depends on the optimizer
     step alone, not on rank or micro-step: a path saves time only if none waits for another.
     """
+    if not 0 <= rank < num_ranks:
+        raise ValueError(f"rank={rank} is not in 0 … num_ranks - 1 = {num_ranks - 1}.")
     step = micro_step // parts.options.gradient_accumulation_steps
     routing = parts.routing.at(step, parts.options.num_steps, parts.seed)
-    generator = make_generator("train", parts.seed, rank, micro_step)
-    flipped = torch.rand(len(images), generator=generator) < 0.5
-    dropped = torch.rand(len(images), generator=generator) < parts.options.label_dropout
-    draw = parts.objective.draw(images.shape, generator)
+    generator = make_generator("train", parts.seed, 0, micro_step)  # 0: the same on every rank
+    batch, total = len(images), num_ranks * len(images)
+    own = slice(rank * batch, (rank + 1) * batch)
+    flipped = (torch.rand(total, generator=generator) < 0.5)[own]
+    dropped = (torch.rand(total, generator=generator) < parts.options.label_dropout)[own]
+    draw = parts.objective.draw((total, *images.shape[1:]), generator)
     routes = routing.drop_paths(
-        routing.draw(len(images), parts.backbone.grid, generator),
+        routing.draw(total, parts.backbone.grid, generator),
         make_generator("path drop", parts.seed, step),
     )
     if parts.options.horizontal_flip:
@@ -186,6 +193,17 @@ def draw_step(
     return StepDraw(
         to_model_range(images.to(device)),
         y,
-        draw.to(device),
-        tuple(route.to(device) for route in routes),
+        Draw(draw.noise[own], draw.level[own]).to(device),
+        tuple(_own_rows(route, own).to(device) for route in routes),
     )
+
+
+def _own_rows(
+    route: Route | PendingRoute | PathDrop, own: slice
+) -> Route | PendingRoute | PathDrop:
+    """Return a route of the images `own` of its batch."""
+    if isinstance(route, Route):
+        return Route.of_sorted(route.start, route.end, route.ids[own])
+    if isinstance(route, PendingRoute) and len(route.noise) > 1:  # else all images share it
+        return replace(route, noise=route.noise[own])
+    return route

@@ -1,0 +1,132 @@
+"""SLURM's variables become torch's, and the launcher's preset composes and starts a job."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from tests.small_run import CONFIGS, SMALL
+from tread_zoo.cli import register_configs
+from tread_zoo.training.checkpoints import find_checkpoint
+from tread_zoo.training.slurm import join_slurm_step
+
+ROOT = Path(__file__).parents[2]
+STEP = {
+    "SLURM_JOB_ID": "123456", "SLURM_PROCID": "11", "SLURM_LOCALID": "3", "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "12", "SLURM_STEP_TASKS_PER_NODE": "8,4",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}  # fmt: skip
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """Put a `scontrol` on the path that knows one list of hosts."""
+    program = tmp_path / "scontrol"
+    program.write_text('#!/bin/sh\n[ "$3" = "gpu[07-08]" ] && printf "gpu07\\ngpu08\\n"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+
+def test_a_task_becomes_a_rank(scontrol):
+    environment = dict(STEP)
+    join_slurm_step(environment)
+    found = {name: value for name, value in environment.items() if name not in STEP}
+    assert found == {
+        "RANK": "11", "WORLD_SIZE": "12", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "gpu07", "MASTER_PORT": "23456",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("per_node", "node", "count"), [("8(x2),4", "1", "8"), ("8(x2),4", "2", "4"), ("6", "0", "6")]
+)
+def test_tasks_are_counted_by_node(per_node, node, count):
+    environment = {
+        **STEP, "SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_NODEID": node,
+        "SLURM_STEP_NODELIST": "gpu-7.cluster",
+    }  # fmt: skip
+    join_slurm_step(environment)
+    assert (environment["LOCAL_WORLD_SIZE"], environment["MASTER_ADDR"]) == (count, "gpu-7.cluster")
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {**STEP, "SLURM_STEP_NUM_TASKS": "1"},
+        {k: v for k, v in STEP.items() if "STEP" not in k} | {"SLURM_NTASKS": "12"},
+        {**STEP, "RANK": "0", "WORLD_SIZE": "2"},
+    ],
+    ids=["no SLURM", "one task", "a batch script", "a launcher's process"],
+)
+def test_what_is_no_task_of_several_stays_as_it_is(environment):
+    before = dict(environment)
+    join_slurm_step(environment)
+    assert environment == before
+
+
+def test_without_scontrol_the_remedy_is_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="Set MASTER_ADDR to it"):
+        join_slurm_step(dict(STEP))
+    environment = {**STEP, "MASTER_ADDR": "gpu07"}
+    join_slurm_step(environment)
+    assert environment["MASTER_ADDR"] == "gpu07"
+
+
+def test_the_preset_composes():
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    register_configs()
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        given = compose(
+            "train",
+            overrides=["hydra/launcher=slurm", "hydra.launcher.partition=gpu"],
+            return_hydra_config=True,
+        )
+    launcher = given.hydra.launcher
+    assert launcher._target_.endswith("SlurmLauncher")
+    assert launcher.tasks_per_node == launcher.gpus_per_node == 8
+    assert (launcher.partition, launcher.additional_parameters.requeue) == ("gpu", True)
+    assert launcher.max_num_timeout > 0
+
+
+@pytest.mark.slow
+def test_tasks_of_a_step_train_together(tmp_path, free_port):
+    """What srun starts: the script itself, once for each task."""
+    small = [*SMALL, "training.num_steps=2", f"run_dir={tmp_path / 'run'}"]
+    step = {
+        "SLURM_JOB_ID": str(free_port), "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0",
+        "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(free_port),
+    }  # fmt: skip
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "scripts/train.py", *small], cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env={**os.environ, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [task.communicate(timeout=240)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], said
+    assert "2 process(es)" in said[0] + said[1]
+    assert find_checkpoint(tmp_path / "run").step == 2
+
+
+@pytest.mark.slow
+def test_the_launcher_runs_a_job(tmp_path):
+    """Through submitit's local executor: what is submitted is unpickled and trains."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    small = [*SMALL, "training.num_steps=2", f"run_dir={tmp_path / 'run'}", "resume=latest"]
+    finished = subprocess.run(
+        [
+            sys.executable, "scripts/train.py", "-m", "hydra/launcher=submitit_local",
+            f"hydra.sweep.dir={tmp_path / 'sweep'}", *small,
+        ],
+        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert find_checkpoint(tmp_path / "run").step == 2

@@ -1,0 +1,67 @@
+"""From SLURM's variables to torch's: `srun python scripts/train.py` starts all ranks of a run.
+
+    SLURM_PROCID, SLURM_STEP_NUM_TASKS   -> RANK, WORLD_SIZE
+    SLURM_LOCALID                        -> LOCAL_RANK (and LOCAL_WORLD_SIZE, by node)
+    SLURM_STEP_NODELIST, its first host  -> MASTER_ADDR
+    SLURM_JOB_ID                         -> MASTER_PORT, one of 20000 … 59999
+
+Jobs of `hydra/launcher=slurm` are started by srun, too. Processes that a launcher started have
+their variables already, and keep them.
+"""
+
+import os
+import re
+import subprocess
+from collections.abc import MutableMapping
+
+
+def join_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set torch's variables where this process is one of several tasks of a SLURM step.
+
+    A batch script's own shell is no step, so that a launcher or a single process in it starts as
+    anywhere else. Variables that are set stay.
+
+    Raises:
+        ValueError: the first host cannot be found out.
+    """
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    if tasks < 2 or "RANK" in environment:
+        return
+    hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    found = {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(_tasks_on_node(environment, tasks)),
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or _first_host(hosts),
+        "MASTER_PORT": str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 40000),
+    }
+    for name, value in found.items():
+        environment.setdefault(name, value)
+
+
+def _tasks_on_node(environment: MutableMapping[str, str], tasks: int) -> int:
+    """Return how many tasks run on this node, from `8(x2),4`: eight on two nodes, four on one."""
+    counts: list[int] = []
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", str(tasks)).split(","):
+        count, _, repeated = part.partition("(x")
+        counts += [int(count)] * int(repeated.rstrip(")") or 1)
+    node = int(environment.get("SLURM_NODEID", "0"))
+    return counts[node] if node < len(counts) else counts[0]
+
+
+def _first_host(hosts: str) -> str:
+    """Return the first host of SLURM's list; a plain name needs no help of SLURM's."""
+    if re.fullmatch(r"[\w.-]+", hosts):
+        return hosts
+    try:
+        listed = subprocess.run(
+            ["scontrol", "show", "hostnames", hosts],
+            capture_output=True, text=True, timeout=30, check=True,
+        )  # fmt: skip
+        return listed.stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError) as error:
+        raise ValueError(
+            f"SLURM_STEP_NODELIST={hosts!r}: the first host is not known ({error}). "
+            "Set MASTER_ADDR to it: export MASTER_ADDR=$(scontrol show hostnames | head -n 1)."
+        ) from error
