@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from tread_zoo.data import StepBatches, build_data, image_folder, make_loader
-from tread_zoo.data.from_folder import resize_and_crop
+from tread_zoo.data.pictures import resize_and_crop
 
 
 def _write(file, height=8, width=8, mode="RGB", value=None, **options):

@@ -3,7 +3,10 @@
 from tread_zoo.data.batches import StepBatches
 from tread_zoo.data.build import SOURCES, build_data
 from tread_zoo.data.dataset import ArrayDataset, ImageData
+from tread_zoo.data.from_cifar10 import cifar10
+from tread_zoo.data.from_fashion_mnist import fashion_mnist
 from tread_zoo.data.from_folder import image_folder
+from tread_zoo.data.from_hf import hf
 from tread_zoo.data.from_npz import npz
 from tread_zoo.data.from_sklearn import digits
 from tread_zoo.data.loader import make_loader
@@ -15,7 +18,10 @@ __all__ = [
     "ImageData",
     "StepBatches",
     "build_data",
+    "cifar10",
     "digits",
+    "fashion_mnist",
+    "hf",
     "image_folder",
     "make_loader",
     "npz",
