@@ -75,7 +75,7 @@ class FileDataset(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """Return (image uint8 [C,H,W], label). Raises ValueError naming an unreadable file."""
         file = self.files[index]
-        image = read_picture(file, name=file, image_size=self.image_size, channels=self.channels)
+        image = read_picture(file, file, self.image_size, self.channels)
         return image, self.labels[index]
 
     def item_name(self, index: int) -> str:

@@ -155,7 +155,7 @@ class HFDataset(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """Return (image uint8 [C,H,W], label). Raises ValueError naming an unreadable picture."""
         name, source = self.source(index)
-        image = read_picture(source, name=name, image_size=self.image_size, channels=self.channels)
+        image = read_picture(source, name, self.image_size, self.channels)
         return image, int(self.labels[index])
 
     def source(self, index: int) -> tuple[str, str | bytes]:

@@ -5,7 +5,7 @@ C channels, H height, W width.
 
 import io
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import torch
@@ -28,12 +28,12 @@ def check_picture_options(image_size: int | None, channels: int) -> None:
 
 
 def read_picture(
-    source: str | bytes, *, name: str, image_size: int | None, channels: int
+    source: str | bytes | BinaryIO, name: str, image_size: int | None, channels: int
 ) -> Tensor:
     """Return a picture as uint8 [C,H,W].
 
     Args:
-        source: a path, or a file's content.
+        source: a path, an open file, or a file's content.
         name: what an error calls it.
         image_size: resize and crop to this square; None leaves the size.
         channels: 1 (grey) or 3 (RGB).
@@ -55,7 +55,7 @@ def read_picture(
     return pixels.reshape(*pixels.shape[:2], channels).permute(2, 0, 1).contiguous()
 
 
-def picture_size(source: str | bytes, *, name: str) -> tuple[int, int]:
+def picture_size(source: str | bytes | BinaryIO, name: str) -> tuple[int, int]:
     """Return (H, W) of a picture as it is seen, from its header; raises as `read_picture` does."""
     with naming(name), _open(source) as image:
         width, height = image.size
@@ -73,7 +73,7 @@ def common_size(sources: Iterable[tuple[str, str | bytes]]) -> tuple[int, int]:
     """
     first: tuple[int, int] | None = None
     for name, source in sources:
-        size = picture_size(source, name=name)
+        size = picture_size(source, name)
         if first is None:
             first, first_name = size, name
         if size != first:
@@ -107,7 +107,7 @@ def resize_and_crop(image: "Image.Image", size: int) -> "Image.Image":
     return image.crop((left, top, left + size, top + size))
 
 
-def _open(source: str | bytes) -> "Image.Image":
+def _open(source: str | bytes | BinaryIO) -> "Image.Image":
     from PIL import Image
 
     return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tread_zoo.data import told_of_dead_workers
 from tread_zoo.kernels import set_forms
 from tread_zoo.routing import resolve_routes
 from tread_zoo.runtime import autocast, resolve_device, resolve_precision
@@ -30,6 +31,7 @@ from tread_zoo.training.checkpoints import (
     optimizer_tensors,
     save_checkpoint,
 )
+from tread_zoo.training.corruption import CorruptItems
 from tread_zoo.training.options import TrainingOptions
 from tread_zoo.training.parts import Parts, StepDraw, build_parts, draw_step
 from tread_zoo.training.reporting import Reporter, Window
@@ -107,7 +109,7 @@ def train(
         blocks_may_idle=parts.routing.path_drop_probability > 0,
     )
     run, step = _start(parts, accelerator, folder, checkpoint, precision, tracker)
-    with StopSignals(accelerator) as stop:
+    with StopSignals(accelerator) as stop, told_of_dead_workers():
         _run_steps(run, step, stop)
     if run.reporter:
         run.reporter.finish(run.average.network, options.num_steps)
@@ -173,7 +175,9 @@ def _start(
 def _run_steps(run: Run, step: int, stop: StopSignals) -> None:
     """Train from optimizer step `step` to the last, leaving numbers, samples and checkpoints."""
     options, accelerator, reporter = run.parts.options, run.accelerator, run.reporter
-    batches = run.parts.batches(accelerator.process_index, accelerator.num_processes, step)
+    rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    corrupt = CorruptItems.of_run(run.parts, accelerator, run.folder, resumed=step > 0)
+    batches = run.parts.batches(rank, num_ranks, step, corrupt.add)
     window = Window()
     while step < options.num_steps:
         rate = options.learning_rate_at(step)
@@ -186,6 +190,7 @@ def _run_steps(run: Run, step: int, stop: StopSignals) -> None:
             values = window.close(accelerator, step) | {"learning_rate": rate}
             if norm is not None:
                 values["grad_norm"] = float(norm)
+            values |= corrupt.settle()
             if reporter:
                 reporter.numbers(step, values)
         if last or _due(step, options.sample_every):

@@ -28,6 +28,8 @@ class TrainingOptions:
         precision: auto, fp32, bf16 or fp16; weights stay float32.
         activation_checkpointing: recompute each block in the backward pass to save memory.
         num_workers: loader processes, for data that is not in memory.
+        max_corrupt_share: share of the training images that may be unreadable, each replaced by
+            another; past it the run ends. 0 ends it at the first.
         log_every, sample_every, checkpoint_every: in optimizer steps; 0 switches samples or
             checkpoints on the way off (the last step always leaves both).
         keep_checkpoints: how many of the newest to keep.
@@ -52,6 +54,7 @@ class TrainingOptions:
     precision: str
     activation_checkpointing: bool
     num_workers: int
+    max_corrupt_share: float
     log_every: int
     sample_every: int
     checkpoint_every: int
@@ -76,6 +79,7 @@ class TrainingOptions:
             ("beta2", 0.0, 1.0),
             ("ema_decay", 0.0, 1.0),
             ("label_dropout", 0.0, 1.0),
+            ("max_corrupt_share", 0.0, 1.0),
         ):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not low <= value < high:
