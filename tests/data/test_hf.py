@@ -41,7 +41,7 @@ def test_a_saved_set_with_its_own_test_split(tmp_path):
     data = build_data("hf", path=str(tmp_path / "set"))
     assert (data.image_size, data.channels, data.num_classes) == ((8, 8), 3, 3)
     assert data.class_names == ("ant", "bee", "cat")
-    assert data.name == f"hf:{tmp_path / 'set'}"
+    assert data.name == "hf:set"
     for part, expected in ((data.train, pixels), (data.held_out, test_pixels)):
         assert torch.equal(torch.stack([part[i][0] for i in range(len(part))]), expected)
         assert [part[i][1] for i in range(len(part))] == [i % 3 for i in range(len(part))]

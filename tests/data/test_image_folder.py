@@ -48,6 +48,14 @@ def test_classes_are_sub_folders_by_name(folder):
     ]
 
 
+def test_the_labels_can_be_dropped(folder):
+    data = image_folder(str(folder), held_out=0.0, num_classes=0)
+    assert (data.num_classes, data.class_names, len(data.train)) == (0, (), 10)
+    assert {data.train[i][1] for i in range(10)} == {0}
+    with pytest.raises(ValueError, match=r"data.num_classes=3: the set has 2 classes"):
+        image_folder(str(folder), num_classes=3)
+
+
 def test_the_held_out_part_is_the_same_each_time(folder):
     first, second = (image_folder(str(folder), held_out=0.4) for _ in range(2))
     assert first.held_out.files == second.held_out.files

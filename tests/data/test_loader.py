@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from tread_zoo.data import ArrayDataset, StepBatches, make_loader, read_items
+from tread_zoo.data import (
+    ArrayDataset,
+    StepBatches,
+    make_loader,
+    read_items,
+    told_of_dead_workers,
+)
 from tread_zoo.data.loader import MAX_TRIES
 
 
@@ -118,6 +124,14 @@ def test_a_worker_that_is_killed_is_told_in_one_line(tmp_path):
 
     with pytest.raises(ChildProcessError, match=r"died .*worker.*lower training.num_workers"):
         labels_of(Watched(tmp_path, doing=die), num_workers=1)
+
+
+def test_the_death_of_a_worker_is_told_wherever_torch_raises_it():
+    words = "DataLoader worker (pid 7) is killed by signal: Killed. "
+    with pytest.raises(ChildProcessError, match=r"pid 7.*resume=latest"), told_of_dead_workers():
+        raise RuntimeError(words)
+    with pytest.raises(RuntimeError, match=r"^a matter of the network$"), told_of_dead_workers():
+        raise RuntimeError("a matter of the network")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

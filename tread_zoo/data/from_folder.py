@@ -13,13 +13,17 @@ from torch.utils.data import Dataset
 
 from tread_zoo.data.dataset import ImageData
 from tread_zoo.data.pictures import check_picture_options, common_size, read_picture
-from tread_zoo.data.split import split_held_out
+from tread_zoo.data.split import choose_num_classes, split_held_out
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 
 def image_folder(
-    path: str, image_size: int | None = None, channels: int = 3, held_out: float = 0.1
+    path: str,
+    image_size: int | None = None,
+    channels: int = 3,
+    held_out: float = 0.1,
+    num_classes: int | None = None,
 ) -> ImageData:
     """Return the pictures under `path`, read from disk as they are asked for.
 
@@ -30,10 +34,13 @@ def image_folder(
       all pictures must have one size, which is checked here by reading every header.
     channels: 1 (grey) or 3 (RGB).
     held_out: the fraction split off, the same files in every run.
+    num_classes: None for the number of sub-folders; 0 drops the labels.
     """
     root = Path(path).expanduser()
     check_picture_options(image_size, channels)
     files, labels, class_names = _find_files(root)
+    if choose_num_classes(num_classes, len(class_names)) == 0:
+        labels, class_names = [0] * len(files), ()
     size = (
         common_size(zip(files, files, strict=True))
         if image_size is None

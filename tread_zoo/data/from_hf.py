@@ -100,7 +100,7 @@ def hf(
         test = train.subset(split_off) if len(split_off) else None
         train = train.subset(kept)
     return ImageData(
-        name=f"hf:{path}",
+        name=f"hf:{splits.name}",  # never mistaken for a built-in source
         train=train,
         held_out=test,
         image_size=(image_size, image_size) if image_size else common_size(_sources(train, test)),
@@ -198,6 +198,7 @@ class _Splits:
             ) from error
         self.saved = any((folder / name).exists() for name in ("dataset_dict.json", "state.json"))
         self.folder = str(folder) if folder.exists() else path
+        self.name = folder.resolve().name if folder.exists() else path
         found = self._load(None)
         if isinstance(found, datasets.Dataset):  # saved without splits
             found = {str(found.split or "train"): found}

@@ -44,7 +44,8 @@ def read_picture(
     from PIL import ImageOps
 
     with naming(name), _open(source) as opened:
-        image = ImageOps.exif_transpose(opened)
+        ImageOps.exif_transpose(opened, in_place=True)  # without a copy of those that are upright
+        image: Image.Image = opened
         if image.mode.startswith(("I", "F")):  # convert() would clip it, not scale it
             raise ValueError(f"{image.mode!r} pixels, more than 8 bits a channel")
         if image.mode != MODES[channels]:
@@ -103,6 +104,8 @@ def resize_and_crop(image: "Image.Image", size: int) -> "Image.Image":
     width, height = (max(size, round(side * scale)) for side in image.size)
     if (width, height) != image.size:
         image = image.resize((width, height), Image.Resampling.BICUBIC)
+    if width == height:
+        return image
     left, top = (width - size) // 2, (height - size) // 2
     return image.crop((left, top, left + size, top + size))
 
