@@ -37,6 +37,9 @@ class CorruptItem:
     reason: str
 
 
+OnCorrupt = Callable[[CorruptItem], None]
+
+
 def warn_of(item: CorruptItem) -> None:
     """Say which item could not be read, and that another is taken."""
     logger.warning(
@@ -50,7 +53,7 @@ def make_loader(
     num_workers: int = 0,
     *,
     seed: int = 0,
-    on_corrupt: Callable[[CorruptItem], None] = warn_of,
+    on_corrupt: OnCorrupt = warn_of,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Return an iterator of (images [B,C,H,W], labels int64 [B]), in the order of `batches`.
 
@@ -150,7 +153,7 @@ def _read_batches(
     reader: BatchReader,
     batches: Iterable[list[int]],
     num_workers: int,
-    on_corrupt: Callable[[CorruptItem], None],
+    on_corrupt: OnCorrupt,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     # With batch_size=None what the sampler gives, a list of indices, is handed to the reader.
     loader = DataLoader(

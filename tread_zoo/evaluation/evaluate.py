@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tread_zoo.backbone import Backbone
-from tread_zoo.data import ArrayDataset, ImageData, read_items, to_model_range, to_uint8
+from tread_zoo.data import ArrayDataset, ImageData, to_model_range, to_uint8
+from tread_zoo.data.loader import read_items
 from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, generate
 from tread_zoo.errors import unknown_name
 from tread_zoo.evaluation.agreement import digits_agreement, digits_agreement_reference

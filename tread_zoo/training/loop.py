@@ -109,7 +109,7 @@ def train(
         blocks_may_idle=parts.routing.path_drop_probability > 0,
     )
     run, step = _start(parts, accelerator, folder, checkpoint, precision, tracker)
-    with StopSignals(accelerator) as stop, told_of_dead_workers():
+    with StopSignals(accelerator) as stop:
         _run_steps(run, step, stop)
     if run.reporter:
         run.reporter.finish(run.average.network, options.num_steps)
@@ -172,6 +172,7 @@ def _start(
     return Run(parts, accelerator, model, optimizer, stepper, average, folder, reporter), step
 
 
+@told_of_dead_workers()
 def _run_steps(run: Run, step: int, stop: StopSignals) -> None:
     """Train from optimizer step `step` to the last, leaving numbers, samples and checkpoints."""
     options, accelerator, reporter = run.parts.options, run.accelerator, run.reporter

@@ -4,7 +4,7 @@ B batch, C channels, H height, W width.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.data import ImageData, StepBatches, build_data, make_loader, to_model_range
-from tread_zoo.data.loader import CorruptItem, warn_of
+from tread_zoo.data.loader import OnCorrupt, warn_of
 from tread_zoo.diffusion import Draw, Objective, SamplingOptions, build_objective, build_sampling
 from tread_zoo.evaluation.evaluate import EvaluationOptions
 from tread_zoo.registry import create_backbone, get_backbone_entry
@@ -48,7 +48,7 @@ class Parts:
         rank: int,
         num_ranks: int,
         step: int,
-        on_corrupt: Callable[[CorruptItem], None] = warn_of,
+        on_corrupt: OnCorrupt = warn_of,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Return (images uint8 [B,C,H,W], labels [B]) of every micro-step from `step` on."""
         micro_steps = self.options.gradient_accumulation_steps
