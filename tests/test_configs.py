@@ -71,6 +71,10 @@ def test_every_data_option_is_complete_but_for_its_path(option):
     if option == "digits":
         assert full_settings()["data"]["name"] == "digits"
         return
+    if option in ("cifar10", "fashion_mnist"):  # their path is a cache folder unless it is given
+        with pytest.raises(ValueError, match=r"/nowhere' lacks .*data.download=true"):
+            parts_of(full_settings(f"data={option}", "data.path=/nowhere", "data.download=false"))
+        return
     with pytest.raises(ValueError, match=r"data.path is not set: add data.path="):
         full_settings(f"data={option}")
     with pytest.raises(ValueError, match="/nowhere"):

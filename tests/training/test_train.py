@@ -136,6 +136,7 @@ def test_learning_rate_schedules():
         ({"learning_rate": -1.0}, "training.learning_rate=-1.0"),
         ({"ema_decay": 1.0}, "training.ema_decay=1.0"),
         ({"label_dropout": 1.5}, "training.label_dropout=1.5"),
+        ({"max_corrupt_share": 1}, "training.max_corrupt_share=1 "),
         ({"schedule": "cosin"}, "training.schedule='cosin'.*'cosine'"),
         ({"keep_checkpoints": 0}, "training.keep_checkpoints=0"),
         ({"max_skipped_in_a_row": 0}, "training.max_skipped_in_a_row=0"),

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.data import ArrayDataset, ImageData, to_model_range, to_uint8
+from tread_zoo.data.loader import read_items
 from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, generate
 from tread_zoo.errors import unknown_name
 from tread_zoo.evaluation.agreement import digits_agreement, digits_agreement_reference
@@ -281,8 +282,7 @@ def stack_part(dataset: Dataset, count: int) -> tuple[Tensor, Tensor]:
     if isinstance(dataset, ArrayDataset):
         return dataset.images[:count], dataset.labels[:count]
     size = min(count, len(dataset))  # type: ignore[arg-type]
-    items = [dataset[index] for index in range(size)]
-    return torch.stack([image for image, _ in items]), torch.tensor([label for _, label in items])
+    return read_items(dataset, range(size))
 
 
 def stack_images(dataset: Dataset) -> Tensor:

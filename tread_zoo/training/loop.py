@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tread_zoo.data import told_of_dead_workers
 from tread_zoo.kernels import set_forms
 from tread_zoo.routing import resolve_routes
 from tread_zoo.runtime import autocast, resolve_device, resolve_precision
@@ -34,6 +35,7 @@ from tread_zoo.training.checkpoints import (
     save_checkpoint,
 )
 from tread_zoo.training.compiling import check_compiler, compile_blocks
+from tread_zoo.training.corruption import CorruptItems
 from tread_zoo.training.options import TrainingOptions
 from tread_zoo.training.parts import Parts, StepDraw, build_parts, draw_step
 from tread_zoo.training.ranks import told_when_one_is_lost
@@ -201,10 +203,13 @@ def _start(
     return run, step
 
 
+@told_of_dead_workers()
 def _run_steps(run: Run, step: int, stop: StopSignals) -> None:
     """Train from optimizer step `step` to the last, leaving numbers, samples and checkpoints."""
     options, accelerator, reporter = run.parts.options, run.accelerator, run.reporter
-    batches = run.parts.batches(accelerator.process_index, accelerator.num_processes, step)
+    rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    corrupt = CorruptItems.of_run(run.parts, accelerator, run.folder, resumed=step > 0)
+    batches = run.parts.batches(rank, num_ranks, step, corrupt.add)
     window = Window()
     while step < options.num_steps:
         rate = options.learning_rate_at(step)
@@ -214,10 +219,10 @@ def _run_steps(run: Run, step: int, stop: StopSignals) -> None:
 
         last, stopping = step == options.num_steps, stop.requested(accelerator)
         if last or step % options.log_every == 0:
-            skipped = run.guard.check(step)
+            faults = run.guard.check(step) | corrupt.settle()
             values = window.close(accelerator) | {"learning_rate": rate, "grad_norm": float(norm)}
             if reporter:
-                reporter.numbers(step, values | skipped)
+                reporter.numbers(step, values | faults)
         if last or _due(step, options.sample_every):
             with run.average.whole() as averaged:
                 if reporter and averaged is not None:

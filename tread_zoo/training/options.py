@@ -33,6 +33,8 @@ class TrainingOptions:
             every block, n for blocks 0, n, 2n, … alone; false or 0 for none.
         compile: compile each block with torch.compile, at its first step.
         num_workers: loader processes, for data that is not in memory.
+        max_corrupt_share: share of the training images that may be unreadable, each replaced by
+            another; past it the run ends. 0 ends it at the first.
         log_every, sample_every, checkpoint_every: in optimizer steps; 0 switches samples or
             checkpoints on the way off (the last step always leaves both).
         keep_checkpoints: how many of the newest to keep.
@@ -61,6 +63,7 @@ class TrainingOptions:
     activation_checkpointing: bool | int
     compile: bool
     num_workers: int
+    max_corrupt_share: float
     log_every: int
     sample_every: int
     checkpoint_every: int
@@ -95,6 +98,7 @@ class TrainingOptions:
             ("beta2", 0.0, 1.0),
             ("ema_decay", 0.0, 1.0),
             ("label_dropout", 0.0, 1.0),
+            ("max_corrupt_share", 0.0, 1.0),
         ):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not low <= value < high:

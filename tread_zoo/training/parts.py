@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.data import ImageData, StepBatches, build_data, make_loader, to_model_range
+from tread_zoo.data.loader import OnCorrupt, warn_of
 from tread_zoo.diffusion import Draw, Objective, SamplingOptions, build_objective, build_sampling
 from tread_zoo.evaluation.evaluate import EvaluationOptions
 from tread_zoo.registry import create_backbone, get_backbone_entry
@@ -42,7 +43,13 @@ class Parts:
     settings: dict[str, Any]
     weak: Backbone | None = None
 
-    def batches(self, rank: int, num_ranks: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(
+        self,
+        rank: int,
+        num_ranks: int,
+        step: int,
+        on_corrupt: OnCorrupt = warn_of,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Return (images uint8 [B,C,H,W], labels [B]) of every micro-step from `step` on."""
         micro_steps = self.options.gradient_accumulation_steps
         plan = StepBatches(
@@ -54,7 +61,8 @@ class Parts:
             start_step=step * micro_steps,
             num_steps=max(step, self.options.num_steps) * micro_steps,
         )
-        return make_loader(self.data.train, plan, self.options.num_workers)
+        workers = self.options.num_workers
+        return make_loader(self.data.train, plan, workers, seed=self.seed, on_corrupt=on_corrupt)
 
     def check_batches(self, num_ranks: int) -> None:
         """Raise `ValueError` if the data cannot fill a batch on each rank."""

@@ -66,7 +66,7 @@ class Reporter:
         if fresh:
             for name in ("checkpoints", "samples", "generated", "tensorboard", "wandb"):
                 shutil.rmtree(folder / name, ignore_errors=True)
-            for name in ("metrics.jsonl", "loss.png", "score.json", "wandb_id"):
+            for name in ("metrics.jsonl", "loss.png", "score.json", "wandb_id", "corrupt.txt"):
                 (folder / name).unlink(missing_ok=True)
         write_text(folder / "config.json", json.dumps(parts.settings, indent=2))
         self.trackers = build_trackers(
