@@ -7,6 +7,7 @@ from collections.abc import Callable
 from tread_zoo.data.dataset import ImageData
 from tread_zoo.data.from_folder import image_folder
 from tread_zoo.data.from_npz import npz
+from tread_zoo.data.from_shards import webdataset
 from tread_zoo.data.from_sklearn import digits
 from tread_zoo.errors import unknown_name
 
@@ -14,6 +15,7 @@ SOURCES: dict[str, Callable[..., ImageData]] = {
     "digits": digits,
     "image_folder": image_folder,
     "npz": npz,
+    "webdataset": webdataset,
 }
 
 

@@ -6,7 +6,7 @@ C channels, H height, W width.
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import torch
@@ -39,10 +39,7 @@ def image_folder(
     held_out: the fraction split off, the same files in every run.
     """
     root = Path(path).expanduser()
-    if channels not in _MODES:
-        raise ValueError(f"data.channels={channels!r} must be 1 (grey) or 3 (RGB).")
-    if image_size is not None and image_size < 1:
-        raise ValueError(f"data.image_size={image_size!r} must be 1 or more pixels.")
+    check_picture_options(image_size, channels)
     files, labels, class_names = _find_files(root)
     size = _common_size(files) if image_size is None else (image_size, image_size)
     kept, split_off = split_held_out(torch.tensor(labels), held_out)
@@ -64,6 +61,14 @@ def image_folder(
     )
 
 
+def check_picture_options(image_size: int | None, channels: int) -> None:
+    """Raise ValueError for a size or a number of channels that pictures cannot have."""
+    if channels not in _MODES:
+        raise ValueError(f"data.channels={channels!r} must be 1 (grey) or 3 (RGB).")
+    if image_size is not None and image_size < 1:
+        raise ValueError(f"data.image_size={image_size!r} must be 1 or more pixels.")
+
+
 class FileDataset(Dataset):
     """Picture files and their labels; see `image_folder` for `image_size` and `channels`."""
 
@@ -83,17 +88,30 @@ class FileDataset(Dataset):
         return self._read(self.files[index]), self.labels[index]
 
     def _read(self, file: str) -> Tensor:
-        from PIL import ImageOps
+        return read_picture(file, file, self.image_size, self.channels)
 
-        with _naming(file), _open(file) as opened:
-            image = ImageOps.exif_transpose(opened)
-            if image.mode.startswith(("I", "F")):  # convert() would clip it, not scale it
-                raise ValueError(f"{image.mode!r} pixels, more than 8 bits a channel")
-            image = image.convert(_MODES[self.channels])
-        if self.image_size is not None:
-            image = resize_and_crop(image, self.image_size)
-        pixels = torch.from_numpy(np.array(image, dtype=np.uint8))
-        return pixels.reshape(*pixels.shape[:2], self.channels).permute(2, 0, 1).contiguous()
+
+def read_picture(
+    source: str | BinaryIO, name: str, image_size: int | None, channels: int
+) -> Tensor:
+    """Return a picture, uint8 [C,H,W]; see `image_folder` for `image_size` and `channels`.
+
+    source: a path, or an open file.
+    name: of the picture, for messages.
+
+    Raises ValueError naming a picture that cannot be read.
+    """
+    from PIL import ImageOps
+
+    with naming(name), _open(source) as opened:
+        image = ImageOps.exif_transpose(opened)
+        if image.mode.startswith(("I", "F")):  # convert() would clip it, not scale it
+            raise ValueError(f"{image.mode!r} pixels, more than 8 bits a channel")
+        image = image.convert(_MODES[channels])
+    if image_size is not None:
+        image = resize_and_crop(image, image_size)
+    pixels = torch.from_numpy(np.array(image, dtype=np.uint8))
+    return pixels.reshape(*pixels.shape[:2], channels).permute(2, 0, 1).contiguous()
 
 
 def resize_and_crop(image: "Image.Image", size: int) -> "Image.Image":
@@ -183,19 +201,24 @@ def _common_size(files: Sequence[str]) -> tuple[int, int]:
 
 
 def _header_size(file: str) -> tuple[int, int]:
-    with _naming(file), _open(file) as image:
+    return picture_size(file, file)
+
+
+def picture_size(source: str | BinaryIO, name: str) -> tuple[int, int]:
+    """Return the (H, W) that a picture's header tells, turned as a camera was held."""
+    with naming(name), _open(source) as image:
         width, height = image.size
         turned = image.getexif().get(_ORIENTATION) in _TURNED
     return (width, height) if turned else (height, width)
 
 
-def _open(file: str) -> "Image.Image":
+def _open(file: str | BinaryIO) -> "Image.Image":
     from PIL import Image
 
     return Image.open(file)
 
 
-class _naming:
+class naming:
     """Turn whatever a picture's decoder raises into a ValueError that names the file."""
 
     def __init__(self, file: str):

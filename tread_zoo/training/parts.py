@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tread_zoo.backbone import Backbone
-from tread_zoo.data import ImageData, StepBatches, build_data, make_loader, to_model_range
+from tread_zoo.data import ImageData, StepBatches, build_data, make_loader
 from tread_zoo.diffusion import Draw, Objective, SamplingOptions, build_objective, build_sampling
 from tread_zoo.evaluation.evaluate import EvaluationOptions
 from tread_zoo.registry import create_backbone, get_backbone_entry
@@ -43,7 +43,7 @@ class Parts:
     weak: Backbone | None = None
 
     def batches(self, rank: int, num_ranks: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return (images uint8 [B,C,H,W], labels [B]) of every micro-step from `step` on."""
+        """Return (images as stored, labels [B]) of every micro-step from `step` on."""
         micro_steps = self.options.gradient_accumulation_steps
         plan = StepBatches(
             len(self.data.train),  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ class Parts:
 class StepDraw:
     """The input of one micro-step, with all that is random in it, on the device."""
 
-    images: Tensor  # [B, C, H, W] in [-1, 1]
+    images: Tensor  # [B, C, H, W] as the model sees them: in [-1, 1], or normalised latents
     labels: Tensor | None  # [B], some replaced by the null label
     draw: Draw
     routes: tuple[Route | PendingRoute | PathDrop, ...]
@@ -97,6 +97,7 @@ def build_parts(
     scoring = EvaluationOptions(**evaluation)
     get_backbone_entry(backbone["name"])  # an unknown name fails before the data is read
     images = build_data(**data)
+    images.codec.prepare(flip=options.horizontal_flip)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(make_generator("weights", seed).initial_seed())
         network = create_backbone(
@@ -130,6 +131,7 @@ def build_parts(
             "channels": images.channels,
             "num_classes": images.num_classes,
             "num_images": len(images.train),  # type: ignore[arg-type]
+            **({"codec": images.codec.facts} if images.codec.facts else {}),
         },
         "data_options": data,
         "training": asdict(options),
@@ -163,28 +165,30 @@ def draw_step(
 ) -> StepDraw:
     """Draw all that micro-step `micro_step` of a rank needs, from a generator of its own.
 
-    images uint8 [B, C, H, W] and labels int64 [B], on the CPU. The order of the draws is fixed:
-    flips, dropped labels, noise level and noise, kept ids; none depends on an option of another.
+    images as stored (uint8 [B, C, H, W]; see `parts.data.codec`) and labels int64 [B], on the CPU.
+    The order of the draws is fixed: flips, dropped labels, noise level and noise, kept ids, and
+    last what the codec draws; none depends on an option of another.
     Whether and how much is routed, and whether the step drops its paths, depends on the optimizer
     step alone, not on rank or micro-step: a path saves time only if none waits for another.
     """
     step = micro_step // parts.options.gradient_accumulation_steps
     routing = parts.routing.at(step, parts.options.num_steps, parts.seed)
     generator = make_generator("train", parts.seed, rank, micro_step)
+    codec = parts.data.codec
     flipped = torch.rand(len(images), generator=generator) < 0.5
     dropped = torch.rand(len(images), generator=generator) < parts.options.label_dropout
-    draw = parts.objective.draw(images.shape, generator)
+    draw = parts.objective.draw(codec.model_shape(images.shape), generator)
     routes = routing.drop_paths(
         routing.draw(len(images), parts.backbone.grid, generator),
         make_generator("path drop", parts.seed, step),
     )
-    if parts.options.horizontal_flip:
-        images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(-1), images)
+    flip = flipped if parts.options.horizontal_flip else None
+    x = codec.to_model(images, device=device, generator=generator, flip=flip)
     y = None
     if parts.backbone.num_classes:
         y = labels.masked_fill(dropped, parts.backbone.null_label).to(device)
     return StepDraw(
-        to_model_range(images.to(device)),
+        x,
         y,
         draw.to(device),
         tuple(route.to(device) for route in routes),

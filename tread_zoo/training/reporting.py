@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tread_zoo.backbone import Backbone
-from tread_zoo.data import to_uint8
 from tread_zoo.diffusion import default_labels, generate
 from tread_zoo.evaluation.evaluate import describe_record, evaluate, held_out_loss
 from tread_zoo.evaluation.flops import count_flops, training_flops
@@ -135,7 +134,8 @@ class Reporter:
         )
         path = self.folder / "samples" / f"step_{step:08d}.png"
         path.parent.mkdir(exist_ok=True)
-        save_grid(to_uint8(images), path)
+        device = next(network.parameters()).device
+        save_grid(parts.data.codec.to_pixels(images, device=device), path)
         for tracker in self.trackers:
             tracker.image(step, "samples", path)
         held_out = held_out_loss(

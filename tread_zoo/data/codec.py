@@ -1,0 +1,103 @@
+"""Between what a data set stores, what a model sees, and pixels.
+
+    stored batch  --to_model-->  x float32 [B,C,H,W]  --to_pixels-->  images uint8
+
+Images are stored as bytes and seen in [-1, 1]; latents (`tread_zoo.data.latents`) are stored as an
+autoencoder gave them and seen normalised. What of it is random is drawn from the caller's
+generator, never here and never in a loader.
+
+Dimensions: B batch, C channels, H height, W width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tread_zoo.data.ranges import to_model_range, to_uint8
+
+
+class Codec(Protocol):
+    """How stored items become what a model sees, and what it makes becomes pixels."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint remembers, as plain values; empty for pixels."""
+
+    @property
+    def has_pixels(self) -> bool:
+        """Whether `to_pixels` gives images: False for latents without their autoencoder."""
+
+    def prepare(self, *, flip: bool = False) -> None:
+        """Check that all that is asked for is there, flips among it.
+
+        Raises:
+            ValueError: what is missing, with the remedy.
+        """
+
+    def model_shape(self, stored: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape that `to_model` gives a batch of shape `stored`."""
+
+    def to_model(
+        self,
+        stored: Tensor,
+        *,
+        device: torch.device,
+        generator: torch.Generator | None = None,
+        flip: Tensor | None = None,
+    ) -> Tensor:
+        """Return a stored batch, on the CPU, as the model sees it: float32 [B,C,H,W] on `device`.
+
+        Args:
+            stored: as the loader gave it.
+            device: where to.
+            generator: of what is random in it; without one, its mean.
+            flip: bool [B], which items are mirrored.
+        """
+
+    def to_pixels(self, x: Tensor, *, device: torch.device) -> Tensor:
+        """Return x float [B,C,H,W] of the model's range as images uint8 on the CPU."""
+
+
+@dataclass(frozen=True)
+class PixelCodec:
+    """Images uint8 [B,C,H,W]: seen as x / 127.5 - 1."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Nothing: every version reads bytes the same way."""
+        return {}
+
+    @property
+    def has_pixels(self) -> bool:
+        """True."""
+        return True
+
+    def prepare(self, *, flip: bool = False) -> None:
+        """Nothing is needed."""
+
+    def model_shape(self, stored: Sequence[int]) -> tuple[int, ...]:
+        """Return the same shape."""
+        return tuple(stored)
+
+    def to_model(
+        self,
+        stored: Tensor,
+        *,
+        device: torch.device,
+        generator: torch.Generator | None = None,
+        flip: Tensor | None = None,
+    ) -> Tensor:
+        """Return images in [-1, 1], some mirrored; draws nothing."""
+        if flip is not None:
+            stored = torch.where(flip.view(-1, 1, 1, 1), stored.flip(-1), stored)
+        return to_model_range(stored.to(device))
+
+    def to_pixels(self, x: Tensor, *, device: torch.device) -> Tensor:
+        """Return the nearest bytes."""
+        return to_uint8(x).cpu()
+
+
+PIXELS = PixelCodec()
