@@ -35,10 +35,12 @@ def main(config: DictConfig) -> None:
         precision=settings["precision"],
     )
     sampling = run.sampling(settings["sampler"], settings["guidance"])
+    run.codec(settings["vae"]).prepare(next(run.backbone.parameters()).device)
+    moved = {} if settings["vae"] is None else {"vae": settings["vae"]}
     record = evaluate(
         run.backbone,
         run.objective,
-        run.data(settings["data"]),
+        run.data({**settings["data"], **moved}),
         sampling,
         options,
         precision=run.precision,

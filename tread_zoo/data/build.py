@@ -9,11 +9,13 @@ from tread_zoo.data.from_folder import image_folder
 from tread_zoo.data.from_npz import npz
 from tread_zoo.data.from_shards import webdataset
 from tread_zoo.data.from_sklearn import digits
+from tread_zoo.data.latents import latents
 from tread_zoo.errors import unknown_name
 
 SOURCES: dict[str, Callable[..., ImageData]] = {
     "digits": digits,
     "image_folder": image_folder,
+    "latents": latents,
     "npz": npz,
     "webdataset": webdataset,
 }

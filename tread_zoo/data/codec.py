@@ -30,8 +30,19 @@ class Codec(Protocol):
     def has_pixels(self) -> bool:
         """Whether `to_pixels` gives images: False for latents without their autoencoder."""
 
-    def prepare(self, *, flip: bool = False) -> None:
-        """Check that all that is asked for is there, flips among it.
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the data, resolved, that a checkpoint needs to find it again."""
+
+    def check(self, *, flip: bool = False) -> None:
+        """Check what costs nothing: that items can be mirrored, that packages are there.
+
+        Raises:
+            ValueError: what is missing, with the remedy.
+        """
+
+    def prepare(self, device: torch.device) -> None:
+        """Load what `to_pixels` needs.
 
         Raises:
             ValueError: what is missing, with the remedy.
@@ -75,7 +86,15 @@ class PixelCodec:
         """True."""
         return True
 
-    def prepare(self, *, flip: bool = False) -> None:
+    @property
+    def options(self) -> dict[str, Any]:
+        """None."""
+        return {}
+
+    def check(self, *, flip: bool = False) -> None:
+        """Every image can be mirrored."""
+
+    def prepare(self, device: torch.device) -> None:
         """Nothing is needed."""
 
     def model_shape(self, stored: Sequence[int]) -> tuple[int, ...]:

@@ -312,7 +312,7 @@ def write_shard(
 
     The bytes are a function of the samples alone. `payload` is the suffix whose spans are returned.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.partial")  # one writer a shard
     offsets, sizes = [], []
     with partial.open("wb") as stream:
         hashing = _Hashing(stream)
@@ -326,7 +326,7 @@ def write_shard(
                     info = tarfile.TarInfo(f"{key}.{suffix}")
                     info.size = len(content)
                     tar.addfile(info, io.BytesIO(content))
-                    tar.members = []  # type: ignore[attr-defined]
+                    tar.members = []
                     if suffix == payload:
                         offsets.append(tar.offset - -(-len(content) // _BLOCK) * _BLOCK)
                         sizes.append(len(content))

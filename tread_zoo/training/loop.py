@@ -163,6 +163,7 @@ def _start(
     reporter = None
     if accelerator.is_main_process:
         fresh = checkpoint is None
+        parts.data.codec.prepare(accelerator.device)
         reporter = Reporter(
             parts, folder, precision=precision, step=step, fresh=fresh, tracker=tracker
         )

@@ -97,7 +97,7 @@ def build_parts(
     scoring = EvaluationOptions(**evaluation)
     get_backbone_entry(backbone["name"])  # an unknown name fails before the data is read
     images = build_data(**data)
-    images.codec.prepare(flip=options.horizontal_flip)
+    images.codec.check(flip=options.horizontal_flip)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(make_generator("weights", seed).initial_seed())
         network = create_backbone(
@@ -133,7 +133,7 @@ def build_parts(
             "num_images": len(images.train),  # type: ignore[arg-type]
             **({"codec": images.codec.facts} if images.codec.facts else {}),
         },
-        "data_options": data,
+        "data_options": {**data, **images.codec.options},
         "training": asdict(options),
         "sampler": sampler,
         "guidance": guidance,
