@@ -167,9 +167,10 @@ def encode_latents(
         return Encoded(read_manifest(out), 0, 0.0, 0.0)
     shards = plan_shards(plan["counts"], options.shard_size)
     missing = [shard for shard in shards if not _is_done(out, shard)]
-    wait()  # all have seen the same before it changes
     if rank == 0:
         _write_json(out / PLAN, plan)
+    wait()  # all have seen the same shards before there are more
+    if rank == 0:
         there = len(shards) - len(missing)
         logger.info("%-9s %d of %d shards are there already", "encoding", there, len(shards))
     encoder = _Encoder(vae, options, plan["content"], precision)
