@@ -53,9 +53,9 @@ def main(config: DictConfig) -> None:
         num_ranks=state.num_processes,
         wait=state.wait_for_everyone,
     )
-    if done.images:
+    if done.images and state.is_main_process:
         logger.info(
-            "%-9s %d images, %.1f images/s: %.3f of the speed of the bare autoencoder",
+            "%-9s %d images here, %.1f images/s: %.3f of the speed of the bare autoencoder",
             "encoded", done.images, done.images_per_s, done.vae_share,
         )  # fmt: skip
     if done.manifest is not None:

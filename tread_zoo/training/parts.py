@@ -4,6 +4,7 @@ B batch, C channels, H height, W width.
 """
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from tread_zoo.seeding import make_generator
 from tread_zoo.training.checkpoints import describe_backbone
 from tread_zoo.training.options import TrainingOptions
 from tread_zoo.training.restore import load_weak
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ def build_parts(
     get_backbone_entry(backbone["name"])  # an unknown name fails before the data is read
     images = build_data(**data)
     images.codec.check(flip=options.horizontal_flip)
+    _warn_of_deviation(built_objective, images)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(make_generator("weights", seed).initial_seed())
         network = create_backbone(
@@ -152,6 +156,16 @@ def build_parts(
         settings=json.loads(json.dumps(settings)),
         weak=load_weak(sampling, network, built_objective),
     )
+
+
+def _warn_of_deviation(objective: Objective, data: ImageData) -> None:
+    """Say so where EDM is told of data with another deviation than standardized latents have."""
+    expected = getattr(objective, "sigma_data", 1.0)
+    if data.codec.facts.get("normalization") == "standardize" and expected != 1.0:
+        logger.warning(
+            "objective.sigma_data=%g, but these latents have a deviation of 1: set "
+            "objective.sigma_data=1", expected,
+        )  # fmt: skip
 
 
 def draw_step(
