@@ -1,15 +1,24 @@
 """Training on latents: exact resume, the order of draws, decoding, and what is refused later."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from tests.data.vaes import save_vaes
 from tests.small_run import parts_of, settings
 from tests.training.test_resume import assert_same_end
+from tread_zoo.data import build_data, to_uint8
 from tread_zoo.data.codec import PIXELS
+from tread_zoo.data.latents import load_vae
+from tread_zoo.data.latents.encode import EncodingOptions, encode_latents
 from tread_zoo.evaluation.evaluate import evaluate, held_out_loss
 from tread_zoo.seeding import make_generator
 from tread_zoo.training import loop as module
@@ -18,6 +27,7 @@ from tread_zoo.training.restore import restore
 from tread_zoo.training.stopping import Stopped
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -176,3 +186,44 @@ def test_samples_and_references_are_decoded_and_the_protocol_says_so(
         expected = ((mean.clamp(-1, 1) + 1) * 127.5).round()
         gap = reference[number, :2, ::2, ::2].float() - expected
         assert gap.abs().max() <= 1
+
+
+def call(script, *overrides, expect=0):
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / script, *overrides, "device=cpu"],
+        capture_output=True, text=True, check=False, timeout=240,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert done.returncode == expect, said[-3000:]
+    return said
+
+
+@pytest.mark.slow
+def test_from_encoded_digits_to_decoded_samples(run, tmp_path):
+    vaes = save_vaes(tmp_path)
+    source = {"name": "digits"}
+    vae = load_vae(vaes["AutoencoderKL"])
+    given = EncodingOptions(batch_size=200, flips=True)
+    encode_latents(build_data("digits"), vae, tmp_path / "latents", given, source=source)
+    folder = run(
+        "run", "backbone=mamba", "data=latents", f"data.path={tmp_path / 'latents'}",
+        "training.horizontal_flip=true", "evaluation.num_reference=20",
+    )  # fmt: skip
+    picture = np.asarray(Image.open(folder / "samples" / "step_00000006.png"))
+    assert picture.shape[-1] == 3  # decoded: grey digits came back in colour
+    score = json.loads((folder / "score.json").read_text())
+    assert score["protocol"]["reference"] == "train, decoded latents"
+    moved = (tmp_path / "AutoencoderKL").rename(tmp_path / "moved")
+    said = call("sample.py", f"checkpoint={folder}", "num_images=3", expect=1)
+    assert "AutoencoderKL' does not exist. Where it has moved" in said
+    other = f"vae={vaes['AutoencoderTiny']}"
+    said = call("sample.py", f"checkpoint={folder}", "num_images=3", other, expect=1)
+    assert "is another autoencoder" in said
+    said = call("sample.py", f"checkpoint={folder}", "num_images=3", f"vae={moved}")
+    images = np.load(folder / "generated" / "samples.npz")["arr_0"]
+    assert images.shape == (3, 8, 8, 3)
+    call("sample.py", f"checkpoint={folder}", "num_images=3", "vae=none")
+    raw = torch.from_numpy(np.load(folder / "generated" / "latents.npz")["arr_0"])
+    decoded = to_uint8(load_vae(str(moved)).decode(raw)).permute(0, 2, 3, 1).numpy()
+    assert np.abs(decoded.astype(int) - images.astype(int)).max() <= 1

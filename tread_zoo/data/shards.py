@@ -149,10 +149,13 @@ def open_index(
     Raises:
         ValueError: a shard is damaged, or its samples lack the payload.
     """
+    name = f"index_{payload[0].replace('.', '_')}"
     if stamp is None:
+        names = hashlib.sha256(repr([p.name for p in shards]).encode()).hexdigest()
+        name += f"_{names[:8]}"  # of these: a folder may hold several sets of shards
         facts = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in shards]
         stamp = hashlib.sha256(repr((facts, tuple(payload))).encode()).hexdigest()
-    cache = shards[0].parent / f"index_{payload[0].replace('.', '_')}.npz"
+    cache = shards[0].parent / f"{name}.npz"
     columns = _load_columns(cache, stamp)
     if columns is None:
         if len(shards) > 1:
