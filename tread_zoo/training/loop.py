@@ -193,6 +193,7 @@ def _start(
     reporter = None
     if accelerator.is_main_process:
         fresh, parts_shown = checkpoint is None, replace(parts, backbone=whole)
+        parts.data.codec.prepare(accelerator.device)
         reporter = Reporter(
             parts_shown, folder, precision=precision, step=step, fresh=fresh, tracker=tracker
         )

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from tread_zoo.backbone import Backbone
-from tread_zoo.data import to_uint8
 from tread_zoo.diffusion import default_labels, generate
 from tread_zoo.evaluation.evaluate import describe_record, evaluate, held_out_loss
 from tread_zoo.evaluation.flops import count_flops, training_flops
@@ -138,9 +137,10 @@ class Reporter:
             weak=parts.weak,
         )
         path = self.folder / "samples" / f"step_{step:08d}.png"
+        device = next(network.parameters()).device
         with told_if_not_written(path):
             path.parent.mkdir(exist_ok=True)
-            save_grid(to_uint8(images), path)
+            save_grid(parts.data.codec.to_pixels(images, device=device), path)
             for tracker in self.trackers:
                 tracker.image(step, "samples", path)
         held_out = held_out_loss(
