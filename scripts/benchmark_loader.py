@@ -15,6 +15,7 @@ before: what a cold disk or a network adds is not in the numbers. The last line 
 import io
 import json
 import logging
+import os
 import tarfile
 import tempfile
 import time
@@ -57,6 +58,7 @@ def main(config: DictConfig) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(settings["keep"] or temporary)
+        os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")  # read as datasets is imported
         for source in settings["sources"]:
             if source not in SOURCES:
                 logger.info("%-13s not in this version", source)
