@@ -7,19 +7,21 @@ Crops of two photographs that come with scikit-learn are written as PNG files, p
 on. For every source, number of files and number of workers, the loader alone and training steps
 (forward, backward, AdamW; dense, fixed input) take turns, so that a machine whose speed drifts
 slows both; `ratio` is the median of their ratios: above 1 training waits for its first batch only.
-`open_s` is what it takes to open the source. The files have been read before: what a cold disk or
-a network adds is not in the numbers. The last line is JSON.
+`cpu_us` is the processor time an image, which a busy machine changes little: a core reads a million
+divided by it in a second. `open_s` is what it takes to open the source. The files have been read
+before: what a cold disk or a network adds is not in the numbers. The last line is JSON.
 """
 
 import io
 import json
 import logging
-import statistics
+import os
 import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import hydra
@@ -30,6 +32,8 @@ from tread_zoo.cli import as_keywords, clear_errors, register_configs
 
 register_configs()
 logger = logging.getLogger(__name__)
+
+LINE = "%-13s %6s %8s %7s %9s %7s %7s"
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="benchmark_loader")
@@ -50,12 +54,11 @@ def main(config: DictConfig) -> None:
         describe_device(resolve_device(settings["device"])), settings["batch_size"],
         settings["image_size"],
     )  # fmt: skip
-    logger.info(
-        "%-13s %6s %8s %7s %10s %7s", "source", "files", "workers", "open_s", "images/s", "ratio"
-    )
+    logger.info(LINE, "source", "files", "workers", "open_s", "images/s", "cpu_us", "ratio")
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(settings["keep"] or temporary)
+        os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")  # read as datasets is imported
         for source in settings["sources"]:
             if source not in SOURCES:
                 logger.info("%-13s not in this version", source)
@@ -63,11 +66,12 @@ def main(config: DictConfig) -> None:
             try:
                 for row in measure_source(source, pictures, train, folder, settings):
                     rows.append(row)
-                    logger.info("%-13s %6d %8d %7.2f %10.0f %7.1f", *row.values())
+                    logger.info(LINE, *(_short(value) for value in row.values()))
             except (ImportError, ValueError) as error:
                 logger.info("%-13s not measured: %s", source, error)
-    logger.info("training: %.0f images/s", train.median())
-    logger.info("%s", json.dumps({"rows": rows, "training_images_per_s": train.median()}))
+    trained = {"images_per_s": median(train.speeds), "cpu_us": median(train.cpu_us)}
+    logger.info("training: %(images_per_s).0f images/s, %(cpu_us).0f us CPU an image", trained)
+    logger.info("%s", json.dumps({"rows": rows, "training": trained}))
 
 
 def measure_source(
@@ -92,17 +96,17 @@ def measure_source(
         data = build_data(name=source, path=path, held_out=0.0, **given)
         opening = time.perf_counter() - began
         for workers in [0] if in_memory else settings["workers"]:
-            speed, ratio = measure(data.train, workers, train, settings)
             yield {
                 "source": source, "files": num_files, "workers": workers, "open_s": opening,
-                "images_per_s": speed, "ratio": ratio,
+                **measure(data.train, workers, train, settings),
             }  # fmt: skip
 
 
 def measure(
     dataset: Any, workers: int, train: "TrainingSteps", settings: dict[str, Any]
-) -> tuple[float, float]:
-    """Return the loader's images per second, and their ratio to those of training."""
+) -> dict[str, float | None]:
+    """Return the loader's images per second, its processor time an image where it has no workers,
+    and the ratio of its speed to that of training."""
     from tread_zoo.data import StepBatches, make_loader
 
     count, rounds, ahead = settings["num_batches"], settings["num_rounds"], 2 * workers
@@ -118,13 +122,19 @@ def measure(
         return len(next(loaded)[0])
 
     load()  # starts the workers
-    speeds, ratios = [], []
+    speeds, times, ratios = [], [], []
     for _ in range(rounds):
         for _ in range(ahead):  # read while training ran, so not counted
             load()
-        speeds.append(images_per_s(load, count))
-        ratios.append(speeds[-1] / train.round())
-    return statistics.median(speeds), statistics.median(ratios)
+        speed, cpu_us = timed(load, count)
+        speeds.append(speed)
+        times.append(cpu_us)
+        ratios.append(speed / train.round())
+    return {
+        "images_per_s": median(speeds),
+        "cpu_us": None if workers else median(times),
+        "ratio": median(ratios),
+    }
 
 
 class TrainingSteps:
@@ -148,6 +158,7 @@ class TrainingSteps:
         self.y = torch.randint(10, (batch,), device=self.device)
         self.optimizer = torch.optim.AdamW(self.network.parameters(), lr=1e-4, fused=True)
         self.speeds: list[float] = []
+        self.cpu_us: list[float] = []
         self.step()
 
     def step(self) -> int:
@@ -166,20 +177,23 @@ class TrainingSteps:
         return len(self.x)
 
     def round(self) -> float:
-        """Do some; return images per second."""
-        self.speeds.append(images_per_s(self.step, 1))
-        return self.speeds[-1]
-
-    def median(self) -> float:
-        """Return images per second over all rounds."""
-        return statistics.median(self.speeds)
+        """Do one more, and note it; return images per second."""
+        speed, cpu_us = timed(self.step, 1)
+        self.speeds.append(speed)
+        self.cpu_us.append(cpu_us)
+        return speed
 
 
-def images_per_s(step: Callable[[], int], count: int) -> float:
-    """Return images per second of `count` calls, each of which returns its number of images."""
-    began = time.perf_counter()
+def timed(step: Callable[[], int], count: int) -> tuple[float, float]:
+    """Call `step`, which returns its number of images, `count` times.
+
+    Returns:
+        Images per second, and microseconds of this process's processor time an image.
+    """
+    began, began_cpu = time.perf_counter(), time.process_time()
     images = sum(step() for _ in range(count))
-    return images / (time.perf_counter() - began)
+    cpu_us = 1e6 * (time.process_time() - began_cpu) / images
+    return images / (time.perf_counter() - began), cpu_us
 
 
 def crop_photographs(count: int, side: int) -> np.ndarray:
@@ -194,6 +208,14 @@ def crop_photographs(count: int, side: int) -> np.ndarray:
         top, left = (rng.integers(0, length - side + 1) for length in photograph.shape[:2])
         crops.append(photograph[top : top + side, left : left + side])
     return np.stack(crops)
+
+
+def _short(value: str | float | None) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+    return str(value)
 
 
 def _png(picture: np.ndarray) -> bytes:

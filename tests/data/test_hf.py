@@ -50,6 +50,14 @@ def test_a_saved_set_with_its_own_test_split(tmp_path):
     assert (len(other.train), len(other.held_out), other.num_classes) == (3, 3, 0)
 
 
+def test_what_is_trained_on_is_never_what_is_held_out(tmp_path):
+    (train, _), (test, _) = _table(12), _table(20)
+    datasets.DatasetDict(train=train, test=test).save_to_disk(tmp_path / "set")
+    data = build_data("hf", path=str(tmp_path / "set"), split="test")
+    assert (len(data.train), len(data.held_out)) == (18, 2)
+    assert not set(data.train.rows.tolist()) & set(data.held_out.rows.tolist())
+
+
 def test_a_saved_set_without_splits_and_its_fixed_tenth(tmp_path):
     table, pixels = _table(20)
     table.save_to_disk(tmp_path / "set")
@@ -101,6 +109,7 @@ def test_a_folder_of_pictures_and_a_cut_one(tmp_path):
         ({"num_classes": -1}, r"data.num_classes=-1 must be"),
         ({"test_split": "valid"}, r"data.test_split='valid' is unknown"),
         ({"test_split": "train", "held_out": 0.1}, r"exclude each other"),
+        ({"test_split": "train"}, r"data.test_split='train' is what is trained on"),
         ({"channels": 2}, r"data.channels=2"),
     ],
 )

@@ -84,8 +84,14 @@ def hf(
     splits = _Splits(path, config)
     split = split or splits.only() or "train"
     table = splits.table(split, "data.split")
+    if split == test_split:
+        raise ValueError(
+            f"data.test_split={test_split!r} is what is trained on; name another, or set "
+            "data.held_out=0.1 to split a tenth off."
+        )
     if test_split is None and held_out is None:
-        test_split = next((name for name in TEST_SPLITS if name in splits.names()), None)
+        others = set(splits.names()) - {split.partition("[")[0]}
+        test_split = next((name for name in TEST_SPLITS if name in others), None)
     images = _find_image_column(table, image_column)
     labels = None if num_classes == 0 else _find_label_column(table, label_column)
     num_classes, class_names = _find_classes(table, labels, num_classes)

@@ -119,14 +119,22 @@ class BatchReader(Dataset):
         """Return item `index`, or what replaces it; note what is corrupt."""
         wanted = index
         for number in range(MAX_TRIES):
-            try:
-                return self.dataset[wanted]
-            except (ValueError, OSError) as error:
-                name_of = getattr(self.dataset, "item_name", "item {}".format)
-                corrupt.append(CorruptItem(wanted, name_of(wanted), str(error)))
+            found = read_item(self.dataset, wanted)
+            if not isinstance(found, CorruptItem):
+                return found
+            corrupt.append(found)
             generator = make_generator("replacement", self.seed, index, number)
             wanted = int(torch.randint(self.num_items, (), generator=generator))
         return None
+
+
+def read_item(dataset: Dataset, index: int) -> tuple[Tensor, int] | CorruptItem:
+    """Return an item, or what is wrong with it."""
+    try:
+        return dataset[index]
+    except (ValueError, OSError) as error:
+        name_of = getattr(dataset, "item_name", "item {}".format)
+        return CorruptItem(index, name_of(index), str(error))
 
 
 @contextmanager

@@ -6,20 +6,18 @@ part, its name and the reason, with tabs between. An item counts once, however o
 the share is that of the data set and not of what was read so far.
 """
 
-import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from tread_zoo.data import CorruptItem
-from tread_zoo.data.loader import warn_of
+from tread_zoo.data.loader import read_item, warn_of
 from tread_zoo.training.parts import Parts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-logger = logging.getLogger(__name__)
 
 FILE = "corrupt.txt"
 
@@ -29,7 +27,7 @@ class CorruptItems:
 
     Args:
         accelerator: of the run.
-        file: the list; a resumed run goes on from what it has.
+        file: the list.
         num_items: of the training part; 0 where its images lie in memory, so that none can fail.
         max_share: training.max_corrupt_share.
     """
@@ -39,24 +37,30 @@ class CorruptItems:
     ) -> None:
         self.accelerator, self.file = accelerator, file
         self.num_items, self.max_share = num_items, max_share
-        self.known: dict[int, str] = {}  # names by index
+        self.known: dict[int, CorruptItem] = {}  # by index
         self._met: list[CorruptItem] = []  # by this rank, since the last `settle`
+        self._outdated = False  # the list is that of the run before the resume
 
     @classmethod
     def of_run(
         cls, parts: Parts, accelerator: "Accelerator", folder: Path, *, resumed: bool
     ) -> "CorruptItems":
-        """Return those of a run in `folder`; a resumed one knows what is listed there."""
-        in_memory = hasattr(parts.data.train, "gather")
+        """Return those of a run in `folder`; a resumed one tries anew what is listed there."""
+        dataset = parts.data.train
+        in_memory = hasattr(dataset, "gather")
         items = cls(
             accelerator,
             folder / FILE,
-            num_items=0 if in_memory else len(parts.data.train),  # type: ignore[arg-type]
+            num_items=0 if in_memory else len(dataset),  # type: ignore[arg-type]
             max_share=parts.options.max_corrupt_share,
         )
-        if resumed and items.file.exists():
-            rows = [line.split("\t") for line in items.file.read_text().splitlines()]
-            items.known = {int(row[0]): row[1] for row in rows}
+        if resumed and not in_memory and items.file.exists():
+            items._outdated = True
+            indices = [int(row.split("\t")[0]) for row in items.file.read_text().splitlines()]
+            for index in indices[accelerator.process_index :: accelerator.num_processes]:
+                found = read_item(dataset, index)
+                if isinstance(found, CorruptItem):  # else it was repaired
+                    items.add(found)
         return items
 
     def add(self, item: CorruptItem) -> None:
@@ -75,15 +79,24 @@ class CorruptItems:
         if not self.num_items:
             return {}
         new = {item.index: item for item in self._from_all_ranks() if item.index not in self.known}
-        self.known |= {index: item.name for index, item in new.items()}
-        if new and self.accelerator.is_main_process:
-            with self.file.open("a") as stream:
-                for item in new.values():
-                    warn_of(item)
-                    stream.write(f"{item.index}\t{_plain(item.name)}\t{_plain(item.reason)}\n")
+        self.known |= new
+        if self.accelerator.is_main_process and (new or self._outdated):
+            for item in new.values():
+                warn_of(item)
+            self._write()
+        self._outdated = False
         if len(self.known) > self.max_share * self.num_items:
             raise ValueError(self._too_many())
         return {"corrupt_items": len(self.known)} if self.known else {}
+
+    def _write(self) -> None:
+        """Write the list beside, and rename it: whole at any time."""
+        rows = [(str(i), _plain(k.name), _plain(k.reason)) for i, k in self.known.items()]
+        partial = self.file.with_name(f".partial_{self.file.name}")
+        partial.write_text("".join("\t".join(row) + "\n" for row in rows))
+        os.replace(partial, self.file)
+        if not rows:
+            self.file.unlink()
 
     def _from_all_ranks(self) -> list[CorruptItem]:
         met, self._met = self._met, []
@@ -97,7 +110,7 @@ class CorruptItems:
         return gather_object(met)
 
     def _too_many(self) -> str:
-        examples = "; ".join(list(self.known.values())[:3])
+        examples = "; ".join([item.name for item in self.known.values()][:3])
         return (
             f"{len(self.known)} of {self.num_items} training images cannot be read, more than "
             f"training.max_corrupt_share={self.max_share:g} allows: {examples}. {self.file} lists "
