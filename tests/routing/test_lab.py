@@ -13,7 +13,7 @@ from tests.small_run import parts_of, settings
 from tread_zoo import list_backbones
 from tread_zoo.diffusion import OBJECTIVES
 from tread_zoo.routing import SELECTOR_NAMES, build_routing, num_kept_tokens
-from tread_zoo.training.loop import loss_of
+from tread_zoo.training.loop import losses_of
 from tread_zoo.training.parts import draw_step
 
 NUM_STEPS = 8
@@ -75,7 +75,7 @@ def step_of(parts, step):
         return parts.backbone(x, t, y, routes=routes)
 
     parts.backbone.zero_grad()
-    loss = loss_of(model, parts, drawn)
+    loss = losses_of(model, parts, drawn).mean()
     loss.backward()
     return got, loss.detach(), [p.grad for p in parts.backbone.parameters()]
 

@@ -10,7 +10,7 @@ from tests.small_run import parts_of, settings
 from tests.training.test_distributed import EVERY_ARCHITECTURE
 from tread_zoo.training import compiling, train
 from tread_zoo.training.compiling import compile_blocks
-from tread_zoo.training.loop import loss_of
+from tread_zoo.training.loop import losses_of
 from tread_zoo.training.parts import draw_step
 
 RATES = [0.5, 0.0, 0.25, 0.6]  # of 16 tokens 8, 16, 12 and 7 stay
@@ -36,7 +36,7 @@ def step(parts, other=None):
         other or parts, images, labels, rank=0, micro_step=0, device=torch.device("cpu")
     )
     parts.backbone.zero_grad()
-    loss = loss_of(parts.backbone, parts, drawn)
+    loss = losses_of(parts.backbone, parts, drawn).mean()
     loss.backward()
     return loss.detach(), [p.grad.clone() for p in parts.backbone.parameters()]
 

@@ -14,7 +14,7 @@ from tests.small_run import SMALL, settings
 from tests.training.worker import first_draw, join, make_parts
 from tread_zoo.training import train
 from tread_zoo.training.checkpoints import find_checkpoint
-from tread_zoo.training.loop import loss_of
+from tread_zoo.training.loop import losses_of
 from tread_zoo.training.trackers import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +114,7 @@ def test_the_averaged_gradient_equals_that_of_the_double_batch(together):
     draws = [first_draw(parts, rank, 2) for rank in range(2)]
     assert not torch.equal(draws[0].images, draws[1].images)
     assert not torch.equal(draws[0].routes[0].ids, draws[1].routes[0].ids)
-    loss_of(parts.backbone, parts, join(draws)).backward()
+    losses_of(parts.backbone, parts, join(draws)).mean().backward()
     for one, other, parameter in zip(
         ranks[0]["grads"], ranks[1]["grads"], parts.backbone.parameters(), strict=True
     ):

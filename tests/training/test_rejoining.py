@@ -17,7 +17,7 @@ from tread_zoo.training.checkpoints import (
     find_checkpoint,
     load_backbone,
 )
-from tread_zoo.training.loop import loss_of
+from tread_zoo.training.loop import losses_of
 from tread_zoo.training.parts import draw_step
 
 SHORT = ("backbone=mamba", "training.num_steps=2", "evaluation.num_images=1")
@@ -149,7 +149,7 @@ def test_tokens_kept_by_importance_are_fused_and_dropped_like_others():
     for step in range(4):
         found = drawn(parts, 0, step)
         kinds.add(type(found.routes[0]))
-        assert torch.isfinite(loss_of(parts.backbone, parts, found))
+        assert torch.isfinite(losses_of(parts.backbone, parts, found).mean())
     assert kinds == {PathDrop, PendingRoute}
 
 

@@ -16,7 +16,7 @@ from tread_zoo.kernels import set_forms
 from tread_zoo.routing import PendingRoute, build_selector, num_kept_tokens
 from tread_zoo.seeding import make_generator
 from tread_zoo.training import loop as module
-from tread_zoo.training.loop import loss_of
+from tread_zoo.training.loop import losses_of
 from tread_zoo.training.parts import draw_step
 from tread_zoo.training.stopping import Stopped
 
@@ -109,7 +109,7 @@ def test_norm_keeps_what_the_importance_says_and_sends_gradients(precision, monk
         calls.append((x, t, y, routes))
         return parts.backbone(x, t, y, routes=routes)
 
-    loss_of(model, parts, drawn).backward()
+    losses_of(model, parts, drawn).mean().backward()
     ((x, t, y, (route,)),) = calls
     ((half, by_norm),) = given
     assert half == (precision == "bf16")
@@ -131,7 +131,7 @@ def test_the_flops_of_a_run_are_the_mean_over_its_steps(options, plain_attention
     total = 0
     for drawn in draws(parts, 6):
         with FlopCounterMode(display=False) as counter:
-            loss_of(parts.backbone, parts, drawn).backward()
+            losses_of(parts.backbone, parts, drawn).mean().backward()
         total += counter.get_total_flops()
     assert training_flops(parts.backbone, parts.routing, 6) == pytest.approx(total / 6 / 8)
 

@@ -22,9 +22,9 @@ def plan_losses(monkeypatch):
     """Multiply the loss of given micro-steps; leave the scoring out."""
 
     def arrange(factors):
-        original, count = module.loss_of, iter(range(1000))
+        original, count = module.losses_of, iter(range(1000))
         monkeypatch.setattr(
-            module, "loss_of", lambda *a: original(*a) * factors.get(next(count), 1.0)
+            module, "losses_of", lambda *a: original(*a) * factors.get(next(count), 1.0)
         )
         monkeypatch.setattr(Reporter, "finish", lambda *a: None)
 

@@ -90,10 +90,10 @@ def test_gradient_accumulation_equals_the_larger_batch():
         for m in range(2)
     ]
     for drawn in draws:
-        (module.loss_of(parts.backbone, parts, drawn) / 2).backward()
+        (module.losses_of(parts.backbone, parts, drawn).mean() / 2).backward()
     small = [p.grad.clone() for p in parts.backbone.parameters()]
     parts.backbone.zero_grad()
-    module.loss_of(parts.backbone, parts, join(draws)).backward()
+    module.losses_of(parts.backbone, parts, join(draws)).mean().backward()
     for a, p in zip(small, parts.backbone.parameters(), strict=True):
         torch.testing.assert_close(a, p.grad, atol=1e-6, rtol=1e-4)
 

@@ -16,7 +16,7 @@ from tests.small_run import parts_of, settings
 from tread_zoo.diffusion import Draw
 from tread_zoo.routing import Route
 from tread_zoo.training import compiling, train
-from tread_zoo.training.loop import loss_of
+from tread_zoo.training.loop import losses_of
 from tread_zoo.training.parts import StepDraw, draw_step
 
 
@@ -59,7 +59,7 @@ def save_gradient(backbone, out):
     parts = make_parts(backbone)
     model = accelerator.prepare(parts.backbone)
     drawn = first_draw(parts, accelerator.process_index, accelerator.num_processes)
-    accelerator.backward(loss_of(model, parts, drawn))
+    accelerator.backward(losses_of(model, parts, drawn).mean())
     torch.save(
         {"world": accelerator.num_processes, "grads": [p.grad for p in model.parameters()]},
         Path(out) / f"rank_{accelerator.process_index}.pt",

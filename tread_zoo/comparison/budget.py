@@ -22,7 +22,7 @@ from tread_zoo.comparison.grid import Cell, parts_of
 from tread_zoo.errors import unknown_name
 from tread_zoo.evaluation.flops import training_flops
 from tread_zoo.runtime import autocast, resolve_device, resolve_precision
-from tread_zoo.training.loop import loss_of
+from tread_zoo.training.loop import losses_of
 from tread_zoo.training.parts import Parts, draw_step
 
 EQUAL = ("steps", "flops", "seconds")
@@ -118,7 +118,7 @@ def time_a_step(parts: Parts, device: str) -> float:
         for _ in range(parts.options.gradient_accumulation_steps):
             drawn = draw_step(parts, *next(batches), rank=0, micro_step=first, device=place)
             with autocast(place, precision):
-                loss = loss_of(network, parts, drawn)
+                loss = losses_of(network, parts, drawn).mean()
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -10,7 +10,7 @@ resumed run equals an unbroken one, on another number of processes but for round
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -39,13 +39,14 @@ from tread_zoo.training.corruption import CorruptItems
 from tread_zoo.training.options import TrainingOptions
 from tread_zoo.training.parts import Parts, StepDraw, build_parts, draw_step
 from tread_zoo.training.ranks import told_when_one_is_lost
-from tread_zoo.training.reporting import Reporter, Window
+from tread_zoo.training.reporting import Reporter
 from tread_zoo.training.saving import SaveAttempts
 from tread_zoo.training.sharding import place, prepare, sharding_asked_for, whole_tensors
 from tread_zoo.training.skipping import StepGuard, gradient_norm, spoil, whole_norm
 from tread_zoo.training.slurm import join_slurm_step
 from tread_zoo.training.stopping import StopSignals
 from tread_zoo.training.trackers import check_tracker
+from tread_zoo.training.window import Clock, Window, peak_memory
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -127,7 +128,7 @@ def train(
             _run_steps(run, step, stop)
         with run.average.whole() as averaged:
             if run.reporter and averaged is not None:
-                run.reporter.finish(averaged, options.num_steps)
+                run.reporter.finish(averaged, options.num_steps, run.clock)
                 run.reporter.close()
         accelerator.wait_for_everyone()
         accelerator.end_training()
@@ -148,6 +149,7 @@ class Run:
     saves: SaveAttempts
     folder: Path
     reporter: Reporter | None
+    clock: Clock = field(default_factory=Clock)
 
 
 def _start(
@@ -214,23 +216,28 @@ def _run_steps(run: Run, step: int, stop: StopSignals) -> None:
     window = Window()
     while step < options.num_steps:
         rate = options.learning_rate_at(step)
-        norm = _optimize(run, batches, step, rate, window)
+        with run.clock.timing("training"):
+            norm = _optimize(run, batches, step, rate, window)
         step += 1
         run.average.update(run.parts.backbone, step, run.guard.applied)
 
         last, stopping = step == options.num_steps, stop.requested(accelerator)
         if last or step % options.log_every == 0:
             faults = run.guard.check(step) | corrupt.settle()
-            values = window.close(accelerator) | {"learning_rate": rate, "grad_norm": float(norm)}
+            with run.clock.timing("training"):
+                values = window.close(accelerator)
+            values |= {"learning_rate": rate, "grad_norm": float(norm)}
+            values |= {"peak_memory": peak_memory(accelerator.device)}
             if reporter:
                 reporter.numbers(step, values | faults)
         if last or _due(step, options.sample_every):
-            with run.average.whole() as averaged:
+            with run.clock.timing("samples"), run.average.whole() as averaged:
                 if reporter and averaged is not None:
                     reporter.samples(averaged, step)
             window.restart()
         if last or stopping or _due(step, options.checkpoint_every):
-            run.saves.attempt(partial(_save, run, step), must=last or stopping)
+            with run.clock.timing("saving"):
+                run.saves.attempt(partial(_save, run, step), must=last or stopping)
             window.restart()
         if reporter:
             reporter.bar.update(1)
@@ -248,16 +255,19 @@ def _optimize(
     for group in run.optimizer.param_groups:
         group["lr"] = rate
     for micro in range(options.gradient_accumulation_steps):
+        with run.clock.timing("data"):
+            batch = next(batches)
         drawn = draw_step(
             run.parts,
-            *next(batches),
+            *batch,
             rank=accelerator.process_index,
             num_ranks=accelerator.num_processes,
             micro_step=step * options.gradient_accumulation_steps + micro,
             device=accelerator.device,
         )
         with accelerator.accumulate(run.model):
-            loss = loss_of(run.model, run.parts, drawn)
+            losses = losses_of(run.model, run.parts, drawn)
+            loss = losses.mean()
             run.guard.see(loss)
             accelerator.backward(spoil(loss))
             if accelerator.sync_gradients:
@@ -265,7 +275,7 @@ def _optimize(
                 run.guard.decide(norm)
             run.stepper.step()
             run.stepper.zero_grad()
-        window.add(loss, len(drawn.images) * accelerator.num_processes)
+        window.add(losses, drawn.draw.level, len(drawn.images) * accelerator.num_processes)
     return norm
 
 
@@ -278,8 +288,8 @@ def _clip(run: Run) -> Tensor:
     return gradient_norm(parameters)
 
 
-def loss_of(model: torch.nn.Module, parts: Parts, drawn: StepDraw) -> Tensor:
-    """Return the mean loss of one micro-step, a scalar.
+def losses_of(model: torch.nn.Module, parts: Parts, drawn: StepDraw) -> Tensor:
+    """Return the loss of each image of a micro-step, [B]; their mean is what is minimised.
 
     Routes that keep tokens by importance become concrete here, ahead of the forward pass: the
     importance is computed by the backbone itself, not by what accelerate wrapped around it, in the
@@ -294,7 +304,7 @@ def loss_of(model: torch.nn.Module, parts: Parts, drawn: StepDraw) -> Tensor:
 
         return model(x, t, drawn.labels, routes=resolve_routes(drawn.routes, importance))
 
-    return parts.objective.loss(network, drawn.images, drawn.draw).mean()
+    return parts.objective.loss(network, drawn.images, drawn.draw)
 
 
 def _make_accelerator(

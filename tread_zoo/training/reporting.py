@@ -5,14 +5,12 @@ import logging
 import math
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.diffusion import default_labels, generate
@@ -20,12 +18,13 @@ from tread_zoo.evaluation.evaluate import describe_record, evaluate, held_out_lo
 from tread_zoo.evaluation.flops import count_flops, training_flops
 from tread_zoo.evaluation.pictures import plot_losses, save_grid
 from tread_zoo.kernels import describe
-from tread_zoo.runtime import describe_device
+from tread_zoo.runtime import describe_device, matmul_speed
 from tread_zoo.training.parts import Parts
 from tread_zoo.training.trackers import build_trackers, read_metrics
+from tread_zoo.training.window import Clock, peak_memory
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +32,7 @@ GRID_IMAGES = 100
 GRID_SEED = 0
 HELD_OUT_SEED = 0
 HELD_OUT_DRAWS = 8  # for each image, at the end of a run
+QUIET = ("loss_level_", "peak_memory")  # for the trackers alone
 
 
 class Reporter:
@@ -114,7 +114,8 @@ class Reporter:
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         for tracker in self.trackers:
             tracker.log(step, values)
-        text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        shown = {name: value for name, value in values.items() if not name.startswith(QUIET)}
+        text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
         if self.bar.disable:
             logger.info("step %5d  %s", step, text)
         elif "loss" in values:
@@ -149,31 +150,39 @@ class Reporter:
         if held_out is not None:
             self.numbers(step, {"held_out_loss": held_out[0]})
 
-    def finish(self, network: Backbone, step: int) -> None:
-        """Plot the losses and score the averaged weights."""
+    def finish(self, network: Backbone, step: int, clock: Clock) -> None:
+        """Plot the losses and score the averaged weights; `clock` has what the run's time went
+        into, since it was started or resumed."""
         self.bar.close()
         parts = self.parts
         with told_if_not_written(self.folder / "loss.png"):
             plot_losses(read_metrics(self.folder), self.folder / "loss.png")
-        record = evaluate(
-            network,
-            parts.objective,
-            parts.data,
-            parts.sampling,
-            parts.evaluation,
-            precision=self.precision,
-            weak=parts.weak,
-        )
+        with clock.timing("score"):
+            record = evaluate(
+                network,
+                parts.objective,
+                parts.data,
+                parts.sampling,
+                parts.evaluation,
+                precision=self.precision,
+                weak=parts.weak,
+            )
+            held_out = held_out_loss(
+                network, parts.objective, parts.data,
+                seed=HELD_OUT_SEED, precision=self.precision, num_draws=HELD_OUT_DRAWS,
+            )  # fmt: skip
         record["protocol"] |= {"weights": "ema", "step": step}
-        held_out = held_out_loss(
-            network, parts.objective, parts.data,
-            seed=HELD_OUT_SEED, precision=self.precision, num_draws=HELD_OUT_DRAWS,
-        )  # fmt: skip
         if held_out is not None:
             record["values"]["held_out_loss"] = held_out[0]
             record["held_out_loss_by_level"] = held_out[1]
             record["protocol"]["held_out_draws"] = HELD_OUT_DRAWS
-        record["run"] = self.machine
+        device = next(network.parameters()).device
+        record["run"] = {
+            **self.machine,
+            "seconds": {name: round(value, 3) for name, value in clock.seconds.items()},
+            "peak_memory": peak_memory(device),
+            "matmul_flops_per_s": round(matmul_speed(device, self.precision)),
+        }
         write_text(self.folder / "score.json", json.dumps(record, indent=2))
         values = {f"score/{name}": value for name, value in record["values"].items()}
         if values:
@@ -188,36 +197,6 @@ class Reporter:
         self.bar.close()
         for tracker in self.trackers:
             tracker.close()
-
-
-class Window:
-    """Mean loss and speed since the last line of the log; waits for the device once a line."""
-
-    def __init__(self) -> None:
-        self.losses: list[Tensor] = []
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget the time and images so far: sampling and saving do not count as training."""
-        self.images, self.began = 0, time.perf_counter()
-
-    def add(self, loss: Tensor, images: int) -> None:
-        """Take in the loss of a micro-step and how many images all ranks saw."""
-        self.losses.append(loss.detach())
-        self.images += images
-
-    def close(self, accelerator: "Accelerator") -> dict[str, float]:
-        """Return images per second, and the window's mean loss over all ranks and over the steps
-        where it was finite; nan if it never was."""
-        losses = torch.stack(self.losses).float()
-        finite = losses.isfinite()
-        sums = torch.stack((losses.where(finite, 0).sum(), finite.sum().float()))
-        total, count = accelerator.reduce(sums, reduction="sum").tolist()
-        mean = total / count if count else math.nan
-        speed = self.images / (time.perf_counter() - self.began)
-        self.losses = []
-        self.restart()
-        return {"loss": mean, "images_per_s": speed}
 
 
 @contextmanager
