@@ -7,6 +7,7 @@ import io
 import struct
 import tarfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -148,19 +149,20 @@ def test_cifar10_that_is_damaged(cifar):
 
 @pytest.fixture
 def server(tmp_path):
-    """Serve `tmp_path`; return the address."""
+    """Serve `tmp_path`; return the address, and the list of what was asked for."""
+    asked = []
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def __init__(self, *args):
             super().__init__(*args, directory=str(tmp_path))
 
         def log_message(self, *args):
-            pass
+            asked.append(self.command)
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield f"http://127.0.0.1:{running.server_address[1]}"
+        yield f"http://127.0.0.1:{running.server_address[1]}", asked
         running.shutdown()
         thread.join()
 
@@ -170,9 +172,15 @@ def test_files_are_fetched_once_checked_and_whole(tmp_path, server):
     source = tmp_path / "there" / "a.bin"
     source.parent.mkdir()
     source.write_bytes(b"content")
-    file = RemoteFile("a.bin", f"{server}/there/a.bin", hashlib.md5(b"content").hexdigest())
+    address, asked = server
+    file = RemoteFile("a.bin", f"{address}/there/a.bin", hashlib.md5(b"content").hexdigest())
     here = tmp_path / "here"
-    fetch("some", [file], here, download=True)
+    fetch("some", [file], tmp_path / "alone", download=True)
+    once = len(asked)
+    with ThreadPoolExecutor(3) as pool:  # as several ranks would
+        tasks = [pool.submit(fetch, "some", [file], here, download=True) for _ in range(3)]
+    assert [task.result() for task in tasks] == [None] * 3
+    assert len(asked) == 2 * once
     assert (here / "a.bin").read_bytes() == b"content"
     source.unlink()
     fetch("some", [file], here, download=True)  # it is there
