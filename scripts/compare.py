@@ -5,11 +5,13 @@ python scripts/compare.py backbone=dit_tiny,mamba_tiny routing=none,tread seed=0
 python scripts/compare.py compare.study=selectors backbone=mamba_tiny     # configs/study/ has them
 python scripts/compare.py data=npz data.path=faces.npz training.num_steps=20000 \
     backbone=dit_matched_s,rwkv_matched_s compare.out=comparisons/faces
+python scripts/compare.py compare.equal=flops           # or equal=seconds compare.seconds=240
+python scripts/compare.py compare.runs=[runs/a,runs/b] compare.out=comparisons/mine
 
 Every override of scripts/train.py works; one with several values (hydra's sweep syntax) takes the
 place of the study's values for that field, or spans the study's grids further. The same command
 again continues where it stopped: finished runs are read, not repeated. The folder compare.out then
-holds report.md, results.csv, results.json and runs/.
+holds index.html (one page, self-contained), plots/, report.md, results.csv, results.json and runs/.
 """
 
 import logging
@@ -48,20 +50,36 @@ def main() -> None:
 
 
 def run(config: DictConfig) -> None:
-    from tread_zoo.comparison import expand_all, read_run, run_grid, write_report
+    from tread_zoo.comparison import (
+        collect,
+        equalise,
+        expand_all,
+        read_run,
+        run_grid,
+        write_page,
+        write_report,
+    )
 
     settings = as_keywords(config)
     given = [text for text in sys.argv[1:] if not text.startswith(OWN)]
-    grids, fixed = split_sweeps(settings["grids"], given)
-    out = Path(settings["out"])
-    cells = expand_all(grids, fixed, out)
-    run_grid(cells, compose_run)
+    out, equal = Path(settings["out"]), settings["equal"]
+    if settings["runs"]:
+        if given:
+            raise ValueError(f"{given[0]}: compare.runs collects runs as they are; leave it out.")
+        cells = collect([Path(folder) for folder in settings["runs"]])
+    else:
+        grids, fixed = split_sweeps(settings["grids"], given)
+        cells = expand_all(grids, fixed, out)
+        cells = equalise(cells, compose_run, equal=equal, seconds=settings["seconds"], out=out)
+        run_grid(cells, compose_run)
     if int(os.environ.get("RANK", "0")) > 0:
         return
     command = shlex.join(["python", "scripts/compare.py", *sys.argv[1:]])
     results = [read_run(cell.folder) for cell in cells]
-    print(write_report(cells, results, out, title=settings["title"], command=command))
-    print(f"written to {out}")
+    about = {"title": settings["title"], "command": command, "equal": equal}
+    print(write_report(cells, results, out, **about))
+    write_page(cells, results, out, **about)
+    print(f"written to {out}: index.html, plots/, report.md, results.csv, results.json")
 
 
 def split_sweeps(

@@ -35,10 +35,13 @@ def main(config: DictConfig) -> None:
         precision=settings["precision"],
     )
     sampling = run.sampling(settings["sampler"], settings["guidance"])
+    moved = {} if settings["vae"] is None else {"vae": settings["vae"]}
+    data = run.data({**settings["data"], **moved})
+    data.codec.prepare(next(run.backbone.parameters()).device)
     record = evaluate(
         run.backbone,
         run.objective,
-        run.data(settings["data"]),
+        data,
         sampling,
         options,
         precision=run.precision,

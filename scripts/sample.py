@@ -4,7 +4,8 @@ python scripts/sample.py checkpoint=runs/digits_dit_tiny_tread_flow_seed0 num_im
 python scripts/sample.py checkpoint=… guidance.scale=2 label=3 sampler.name=heun
 python scripts/sample.py checkpoint=… guidance=sparse guidance.weak_rate=0.8 sampler=dpmpp_2m
 
-A network that works on latents, of neither 1 nor 3 channels, gives latents.npz for its autoencoder.
+A network on latents is decoded with the autoencoder of its data; vae=path where that has moved, or
+for an imported network; without one, and with vae=none, it gives latents.npz.
 """
 
 import logging
@@ -26,7 +27,6 @@ def main(config: DictConfig) -> None:
     import numpy as np
     import torch
 
-    from tread_zoo.data import to_uint8
     from tread_zoo.diffusion import default_labels, generate
     from tread_zoo.evaluation.evaluate import describe_sampling, sampling_record
     from tread_zoo.evaluation.pictures import save_grid, save_png
@@ -46,11 +46,13 @@ def main(config: DictConfig) -> None:
     )
     sampling = run.sampling(settings["sampler"], settings["guidance"])
     weak = run.weak(sampling)
+    codec, device = run.codec(settings["vae"]), next(run.backbone.parameters()).device
+    codec.prepare(device)
     indices = range(settings["first_index"], settings["first_index"] + settings["num_images"])
     labels = default_labels(indices, run.backbone.num_classes)
     if settings["label"] is not None:
         labels = torch.full((len(indices),), settings["label"])
-    place = describe_device(next(run.backbone.parameters()).device)
+    place = describe_device(device)
     words = describe_sampling(sampling_record(run.backbone, run.objective, sampling, weak=weak))
     logger.info("%s, step %d, on %s; %s", run.backbone.name, run.checkpoint.step, place, words)
     x = generate(
@@ -66,14 +68,14 @@ def main(config: DictConfig) -> None:
     )
     out = Path(settings["out"] or run.run_dir / "generated")
     out.mkdir(parents=True, exist_ok=True)
-    if run.backbone.in_channels not in (1, 3):
-        arrays = {"arr_0": x.numpy()}
+    if not codec.has_pixels:
+        arrays = {"arr_0": codec.to_latents(x).numpy()}
         if labels is not None:
             arrays["arr_1"] = labels.numpy()
         np.savez(out / "latents.npz", **arrays)
         logger.info("%d latents %s in %s", len(x), list(x.shape[1:]), out / "latents.npz")
         return
-    images = to_uint8(x)
+    images = codec.to_pixels(x, device=device)
     for index, image in zip(indices, images, strict=True):
         save_png(image, out / f"{index:06d}.png")
     save_grid(images, out / "grid.png")

@@ -82,7 +82,9 @@ def test_routes_and_drops_that_do_not_fit_are_told():
 
 def test_places_and_types_follow_the_network():
     with torch.device("meta"):
-        backbone = create_backbone("mamba_tiny", input_size=8, in_channels=1, num_classes=3)
+        backbone = create_backbone(
+            "mamba_tiny", input_size=8, in_channels=1, num_classes=3, hidden_size=16, depth=6
+        )
         backbone.add_fusions([(2, 5)])
     assert all(p.is_meta for p in backbone.fusions.parameters())
     half = probe_of("uvit_tiny").build().to(torch.bfloat16)

@@ -1,11 +1,9 @@
 """The doctor tells the truth about what is there, what is wrong and what to do."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from tests.processes import run_python
 from tests.scripts.test_command_line import call
 from tread_zoo import diagnosis
 from tread_zoo.kernels import dispatch, get_forms, set_forms
@@ -89,7 +87,7 @@ device = torch.device("cpu")
 assert all(c.fine for c in diagnosis.check_kernels(device) + diagnosis.check_backbones(device))
 print("fine")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_python("-c", code, fresh=True)
     assert done.stdout.strip() == "fine", done.stderr
 
 

@@ -1,6 +1,7 @@
 """The example package: a backbone from outside, in every place where ours are."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,17 @@ def test_the_guide_fits_its_promise_and_quotes_the_code():
     ):
         assert quoted in code
         assert quoted in guide
+
+
+@pytest.mark.parametrize("backbone", ["dit_tiny", "mamba_tiny"])
+def test_the_quickstart_is_short_and_runs(backbone, tmp_path, monkeypatch, capsys):
+    code = (ROOT / "examples" / "quickstart.py").read_text().split('"""', 2)[2]
+    assert len([line for line in code.splitlines() if line.strip()]) < 40
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", backbone, "20"])
+    runpy.run_path(str(ROOT / "examples" / "quickstart.py"))
+    assert float(capsys.readouterr().out.split()[3]) < 1.5, "it learns: the first loss is about 2"
+    assert (tmp_path / "quickstart.png").stat().st_size > 1000
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from tread_zoo.plain import check_plain
+
 
 def register_configs() -> None:
     """Make what the code knows known to hydra: backbones and kernels.
@@ -33,13 +35,14 @@ def as_keywords(config: DictConfig) -> dict[str, Any]:
     """Return a composed configuration as plain keywords.
 
     Raises:
-        ValueError: a value that must be given is missing.
+        ValueError: a value that must be given is missing, or one names code to be run.
     """
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ValueError(f"{missing[0]} is not set: add {missing[0]}=… to the command line.")
     keywords = OmegaConf.to_container(config, resolve=True)
     assert isinstance(keywords, dict)
+    check_plain(keywords, "the configuration")
     return {str(key): value for key, value in keywords.items()}
 
 

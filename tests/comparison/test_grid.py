@@ -2,11 +2,12 @@
 
 import json
 import math
+import shutil
 
 import pytest
 
-from tests.small_run import SMALL, full_settings
-from tread_zoo.comparison import expand, grid, read_run, run_grid
+from tests.small_run import SMALL, counting_once, full_settings
+from tread_zoo.comparison import expand, expand_all, grid, read_run, run_grid
 from tread_zoo.training.stopping import Stopped
 
 SHORT = [*SMALL, "training.num_steps=2", "training.warmup_steps=1"]
@@ -20,6 +21,21 @@ def cells_of(tmp_path, **sweeps):
     return expand(sweeps, SHORT, tmp_path)
 
 
+@pytest.fixture(scope="module")
+def finished_grid(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    with counting_once():
+        run_grid(cells_of(folder, routing=["none", "tread"]), compose)
+    return folder
+
+
+@pytest.fixture
+def finished(finished_grid, tmp_path):
+    """Copy a finished grid into `tmp_path`; return its two cells, without and with routes."""
+    shutil.copytree(finished_grid, tmp_path, dirs_exist_ok=True)
+    return cells_of(tmp_path, routing=["none", "tread"])
+
+
 def test_every_combination_has_a_folder_of_its_own(tmp_path):
     cells = cells_of(tmp_path, backbone=["dit", "mamba"], seed=["0", "1", "2"])
     assert len({cell.folder for cell in cells}) == 6
@@ -27,6 +43,16 @@ def test_every_combination_has_a_folder_of_its_own(tmp_path):
     assert cells[1].overrides == (*SHORT, "backbone=dit", "seed=1")
     odd = expand({"routing.routes": ["[{start: 2, end: 5}]"]}, [], tmp_path)
     assert odd[0].folder.parent == tmp_path / "runs"
+
+
+def test_several_grids_share_cells_and_go_seed_by_seed(tmp_path):
+    grids = [
+        {"routing": ["none"], "seed": ["0", "1"]},
+        {"routing": ["none", "tread"], "seed": ["1"]},
+        {"routing.selection_rate": ["0.25"], "seed": ["0", "1"]},
+    ]
+    found = [tuple(cell.choices.values()) for cell in expand_all(grids, SHORT, tmp_path)]
+    assert found == [("none", "0"), ("0.25", "0"), ("none", "1"), ("tread", "1"), ("0.25", "1")]
 
 
 @pytest.mark.parametrize(
@@ -50,17 +76,15 @@ def test_a_bad_setting_is_told_before_any_run_starts(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_finished_runs_are_kept_and_cut_off_ones_continue(tmp_path, monkeypatch):
-    cells = cells_of(tmp_path, routing=["none", "tread"])
-    run_grid(cells, compose)
+def test_finished_runs_are_kept_and_cut_off_ones_continue(finished, monkeypatch):
     calls = []
     monkeypatch.setattr(grid, "train", lambda **keywords: calls.append(keywords))
-    run_grid(cells, compose)
+    run_grid(finished, compose)
     assert not calls
-    (cells[1].folder / "score.json").unlink()
-    run_grid(cells, compose)
+    (finished[1].folder / "score.json").unlink()
+    run_grid(finished, compose)
     assert [(call["run_dir"], call["resume"]) for call in calls] == [
-        (str(cells[1].folder), "latest")
+        (str(finished[1].folder), "latest")
     ]
 
 
@@ -73,17 +97,16 @@ def test_a_stop_leaves_the_grid(tmp_path, monkeypatch):
         run_grid(cells_of(tmp_path, seed=["0"]), compose)
 
 
-def test_a_folder_with_another_run_is_not_taken_for_this_one(tmp_path):
-    run_grid(cells_of(tmp_path, seed=["0"]), compose)
-    other = expand({"seed": ["0"]}, [*SHORT, "training.learning_rate=0.5"], tmp_path)
+def test_a_folder_with_another_run_is_not_taken_for_this_one(finished, tmp_path):
+    other = expand({"routing": ["tread"]}, [*SHORT, "training.learning_rate=0.5"], tmp_path)
+    assert other[0].folder == finished[1].folder
     with pytest.raises(ValueError, match=r"holds a run whose training is .*compare\.out"):
         run_grid(other, compose)
 
 
-def test_a_finished_run_from_before_samplers_had_grids_is_kept(tmp_path, monkeypatch):
+def test_a_finished_run_from_before_samplers_had_grids_is_kept(finished, monkeypatch):
     """Its settings say the same in fewer words; another scale is another run."""
-    cells = cells_of(tmp_path, seed=["0"])
-    run_grid(cells, compose)
+    cells = finished[1:]
     config = cells[0].folder / "config.json"
     old = json.loads(config.read_text())
     old |= {"sampler": {"name": "euler", "num_steps": 2}, "guidance": {"scale": 1.0}}
@@ -106,16 +129,16 @@ def test_a_run_that_diverges_is_noted_and_the_others_go_on(tmp_path, monkeypatch
 
     monkeypatch.setattr(grid, "train", diverge)
     cells = cells_of(tmp_path, seed=["0", "1"])
-    run_grid(cells, compose)
+    with counting_once():
+        run_grid(cells, compose)
     assert [read_run(cell.folder).failed for cell in cells] == ["the loss is nan at step 2", ""]
     assert not read_run(cells[0].folder).values
     (cells[0].folder / "metrics.jsonl").write_text("")  # diverged before its first line
     assert math.isnan(read_run(cells[0].folder).images_per_s)
 
 
-def test_the_numbers_of_a_run_are_those_that_it_wrote(tmp_path):
-    (cell,) = cells_of(tmp_path, routing=["tread"])
-    run_grid([cell], compose)
+def test_the_numbers_of_a_run_are_those_that_it_wrote(finished, tmp_path):
+    cell = finished[1]
     result = read_run(cell.folder)
     score = json.loads((cell.folder / "score.json").read_text())
     rows = [json.loads(line) for line in (cell.folder / "metrics.jsonl").open()]

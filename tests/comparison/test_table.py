@@ -58,6 +58,24 @@ def test_mean_and_range_over_seeds(tmp_path):
     assert "CPU, 1 thread" in text
 
 
+def test_cells_of_several_grids_share_a_table_and_their_dense_runs(tmp_path):
+    choices = [
+        {"backbone": "dit", "routing": "none", "seed": "0"},
+        {"backbone": "rwkv", "routing": "none", "seed": "0"},
+        {"backbone": "rwkv", "routing.selector": "rows", "seed": "0"},
+        {"backbone": "rwkv", "routing.selector": "rows", "seed": "1"},
+    ]
+    losses = (0.1, 0.2, 0.25, 0.9)
+    text = write_report(
+        [Cell(choice, (), Path(str(index))) for index, choice in enumerate(choices)],
+        [with_values((loss,), held_out_loss=loss) for loss in losses],
+        tmp_path, title="Title", command="do it",
+    )  # fmt: skip
+    assert "| backbone | routing | routing.selector | agreement" in text
+    assert "| `rwkv` | `none` |  | 90.0 |" in text
+    assert "| `rwkv` |  | `rows` | +0.0500 | +0.0500 |" in text, "seed 1 has no dense run"
+
+
 def test_all_numbers_are_written_for_other_programs(tmp_path):
     report(tmp_path, results={("none", 0): RESULT})
     with (tmp_path / "results.csv").open() as stream:
@@ -101,5 +119,5 @@ def test_another_guidance_is_another_protocol(tmp_path, changed):
 def test_a_failed_run_is_shown_and_left_out_of_the_mean(tmp_path):
     failed = dataclasses.replace(RESULT, values={}, protocol={}, failed="loss is nan")
     text = report(tmp_path, results={("none", 0): RESULT, ("none", 1): failed})
-    assert "a seed failed: loss is nan" in text
+    assert "none: seed 1 failed: loss is nan" in text
     assert "| `none` | 90.0 |" in text

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from tread_zoo.data import StepBatches, build_data, image_folder, make_loader
-from tread_zoo.data.from_folder import resize_and_crop
+from tread_zoo.data.pictures import resize_and_crop
 
 
 def _write(file, height=8, width=8, mode="RGB", value=None, **options):
@@ -46,6 +46,14 @@ def test_classes_are_sub_folders_by_name(folder):
         *range(100, 105),
         *range(5),
     ]
+
+
+def test_the_labels_can_be_dropped(folder):
+    data = image_folder(str(folder), held_out=0.0, num_classes=0)
+    assert (data.num_classes, data.class_names, len(data.train)) == (0, (), 10)
+    assert {data.train[i][1] for i in range(10)} == {0}
+    with pytest.raises(ValueError, match=r"data.num_classes=3: the set has 2 classes"):
+        image_folder(str(folder), num_classes=3)
 
 
 def test_the_held_out_part_is_the_same_each_time(folder):

@@ -143,7 +143,7 @@ def test_both_ways_of_loading_give_the_same():
 
 
 def test_the_loader_refuses_negative_workers():
-    with pytest.raises(ValueError, match=r"data.num_workers=-1"):
+    with pytest.raises(ValueError, match=r"training.num_workers=-1"):
         make_loader(_Counting(), StepBatches(20, 4, seed=0, num_steps=1), -1)
 
 

@@ -72,7 +72,7 @@ def test_other_sizes_and_other_files_are_refused(file, tmp_path):
 
 
 def test_the_script_makes_features_that_a_run_is_scored_with(tmp_path):
-    said = call("make_features.py", "out=f.safetensors", "num_steps=150", cwd=tmp_path)
+    said = call("make_features.py", "out=f.safetensors", "num_steps=60", cwd=tmp_path)
     assert float(said.split("held-out accuracy ")[1].split()[0]) > 0.8
     call(
         "train.py", *SMALL, "evaluation.extractor=f.safetensors", "evaluation.metrics=[fid]",

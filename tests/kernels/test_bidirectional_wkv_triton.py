@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.kernels.test_bidirectional_wkv import make_inputs, make_positions, relative_error, run
+from tests.processes import run_python
 from tread_zoo.kernels import bidirectional_wkv, dispatch, set_form
 from tread_zoo.kernels.bidirectional_wkv import triton_form
 from tread_zoo.kernels.bidirectional_wkv.naive import bidirectional_wkv_naive
@@ -29,21 +29,11 @@ on_a_gpu = pytest.mark.skipif(
 )
 
 
-def python(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *args],
-        cwd=ROOT,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @needs_triton
 def test_equals_the_formula_under_the_interpreter() -> None:
     tests = "tests/kernels/interpreted/bidirectional_wkv.py"
-    done = python("-m", "pytest", "-q", tests, TRITON_INTERPRET="1")
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = run_python("-m", "pytest", "-q", tests, cwd=ROOT, env=env, fresh=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^\d\d passed", done.stdout, re.MULTILINE), done.stdout  # none skipped
 
@@ -55,7 +45,7 @@ def test_nothing_needs_triton_before_it_is_used() -> None:
         "try: kernels.set_form('bidirectional_wkv', 'triton')\n"
         "except ImportError as error: print(error)"
     )
-    done = python("-c", code)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     assert "Install it with `pip install triton`" in done.stdout
 

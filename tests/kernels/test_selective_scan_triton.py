@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.kernels.test_selective_scan import make_inputs, make_segments, relative_error, run
+from tests.processes import run_python
 from tread_zoo.kernels import selective_scan, set_form
 from tread_zoo.kernels.dispatch import choose
 from tread_zoo.kernels.selective_scan import triton_form
@@ -28,21 +28,11 @@ on_a_gpu = pytest.mark.skipif(
 )
 
 
-def python(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *args],
-        cwd=ROOT,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @needs_triton
 def test_equals_the_formula_under_the_interpreter() -> None:
     tests = "tests/kernels/interpreted/selective_scan.py"
-    done = python("-m", "pytest", "-q", tests, TRITON_INTERPRET="1")
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = run_python("-m", "pytest", "-q", tests, cwd=ROOT, env=env, fresh=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^\d\d passed", done.stdout, re.MULTILINE), done.stdout  # none skipped
 
@@ -55,7 +45,7 @@ def test_nothing_needs_triton_before_it_is_used() -> None:
         "try: kernels.set_form('selective_scan', 'triton')\n"
         "except ImportError as error: print(error)"
     )
-    done = python("-c", code)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     assert "Install it with `pip install triton`" in done.stdout
 

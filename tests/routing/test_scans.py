@@ -73,3 +73,22 @@ def test_unknown_names_are_told():
         check_scan("hilbrt", "reset")
     with pytest.raises(ValueError, match=r"gaps='decya'.*decay"):
         check_scan("raster", "decya")
+    with pytest.raises(ValueError, match=r"gaps=decay needs tokens in order.*gaps=ignore"):
+        check_scan("unsorted", "decay")
+    check_scan("unsorted", "ignore")
+
+
+def test_the_port_without_care_walks_in_no_order_that_depends_on_the_ids_alone():
+    ids = some_ids(200, 12)
+    walk = make_scan(Layout(GRID, 1, ids), "unsorted", 0, 200, CPU)
+    tokens = torch.cat([torch.full((200, 1), -1), ids], dim=1).double().unsqueeze(-1)
+    walked = walk.permute(tokens).squeeze(-1).long()
+    assert torch.equal(walk.restore(walk.permute(tokens)), tokens)
+    assert (walked[:, 0] == -1).all()
+    assert torch.equal(walked[:, 1:].sort(dim=1).values, ids)
+    steps = torch.diff(walked[:, 1:], dim=1)
+    assert 0.45 < (steps > 0).double().mean() < 0.55, "as often down as up"
+    assert walk.gaps() is None
+    other = make_scan(Layout(GRID, 1, ids), "unsorted", 3, 200, CPU)
+    assert torch.equal(other.take, walk.take), "all layers share it"
+    assert make_scan(Layout(GRID, 1), "unsorted", 0, 2, CPU).take is None, "dense: raster"

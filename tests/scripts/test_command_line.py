@@ -1,7 +1,6 @@
 """The scripts as a user meets them: exit status, one clear line, pictures on the disk."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -11,18 +10,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.processes import run_python
 from tests.small_run import SMALL
 
 ROOT = Path(__file__).parents[2]
 RUN = "runs/digits_dit_tiny_tread_flow_seed0"
 
 
-def call(script, *overrides, cwd, expect=0):
-    """Run a script in `cwd`; return all that it printed."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / script, *overrides],
-        cwd=cwd, capture_output=True, text=True, check=False, timeout=240, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+def call(script, *overrides, cwd, expect=0, fresh=False):
+    """Run a script in `cwd`, with a fresh interpreter if asked to; return all that it printed."""
+    done = run_python(ROOT / "scripts" / script, *overrides, cwd=cwd, fresh=fresh)
     said = done.stdout + done.stderr
     assert done.returncode == expect, said[-3000:]
     return said
@@ -156,7 +153,7 @@ def test_a_label_beyond_the_classes(trained):
 @pytest.mark.slow
 def test_a_run_killed_from_outside_resumes_to_the_same_weights(tmp_path):
     long = [*SMALL, "training.num_steps=400", "training.log_every=5"]
-    call("train.py", *long, "run_dir=unbroken", cwd=tmp_path)
+    call("train.py", *long, "run_dir=unbroken", cwd=tmp_path, fresh=True)
     process = subprocess.Popen(
         [sys.executable, ROOT / "scripts/train.py", *long, "run_dir=broken"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -171,7 +168,7 @@ def test_a_run_killed_from_outside_resumes_to_the_same_weights(tmp_path):
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 143, said
     assert "continue with resume=latest" in said
-    call("train.py", *long, "run_dir=broken", "resume=latest", cwd=tmp_path)
+    call("train.py", *long, "run_dir=broken", "resume=latest", cwd=tmp_path, fresh=True)
     ends = [tmp_path / r / "checkpoints" / "step_00000400" for r in ("unbroken", "broken")]
     for name in ("model", "ema", "optimizer"):
         one, other = ((end / f"{name}.safetensors").read_bytes() for end in ends)
@@ -185,13 +182,7 @@ def test_a_sweep_makes_a_folder_for_each_job(tmp_path):
     assert names == {f"digits_dit_tiny_tread_flow_seed{seed}" for seed in (0, 1)}
 
 
-def test_help_lists_the_groups(tmp_path):
-    said = call("train.py", "--help", cwd=tmp_path)
-    for words in ("backbone: ", "mamba_b_2", "routing: none, tread"):
-        assert words in said
-
-
-def test_help_imports_no_heavy_library(tmp_path):
+def test_help_lists_the_groups_and_imports_no_heavy_library(tmp_path):
     """Start-up stays short because these are imported where they are used."""
     code = (
         "import sys, runpy; sys.argv = ['train.py', '--help']\n"
@@ -200,11 +191,9 @@ def test_help_imports_no_heavy_library(tmp_path):
         "heavy = 'accelerate sklearn torch_fidelity matplotlib torchvision wandb'.split()\n"
         "print('loaded:', [name for name in heavy if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True,
-        env=os.environ.copy(),
-    )  # fmt: skip
-    assert "loaded: []" in done.stdout
+    done = run_python("-c", code, cwd=tmp_path, fresh=True)
+    for words in ("loaded: []", "backbone: ", "mamba_b_2", "routing: none, tread"):
+        assert words in done.stdout
 
 
 def test_the_table_of_backbones(tmp_path):

@@ -3,9 +3,13 @@
 import os
 
 import pytest
+from hydra import compose, initialize_config_dir
 
+from scripts.compare import CONFIGS, split_sweeps
 from tests.scripts.test_command_line import call
-from tests.small_run import SMALL
+from tests.small_run import SMALL, full_settings, parts_of
+from tread_zoo.cli import as_keywords
+from tread_zoo.comparison import expand_all
 
 SHORT = [*SMALL, "training.num_steps=2", "training.warmup_steps=1", "compare.out=out"]
 
@@ -24,6 +28,29 @@ def test_one_command_makes_the_table_and_again_only_reads(tmp_path):
     again = call("compare.py", *SHORT, *grid, cwd=tmp_path)
     assert "2 runs, 2 of them done" in again
     assert (tmp_path / "out" / "report.md").read_text() == text
+
+
+def test_values_of_the_command_line_take_the_place_of_the_study_s():
+    grids = [{"backbone": ["a", "b"], "seed": [0, 1]}, {"routing.selector": ["rows"], "seed": [0]}]
+    given = ["seed=2,3", "backbone=dit_tiny", "data=npz", "objective=edm,flow"]
+    sweeps, fixed = split_sweeps(grids, given)
+    assert fixed == ["data=npz"]
+    spanned = {"seed": ["2", "3"], "objective": ["edm", "flow"]}
+    assert sweeps == [
+        {"backbone": ["dit_tiny"], **spanned},
+        {"routing.selector": ["rows"], **spanned},
+    ]
+
+
+@pytest.mark.parametrize("study", sorted(path.stem for path in (CONFIGS / "study").glob("*.yaml")))
+def test_every_study_is_a_set_of_settings_that_can_be_built(study, tmp_path):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = compose("compare", overrides=[f"study={study}"])
+    grids, _ = split_sweeps(as_keywords(config)["grids"], [])
+    kinds = {cell.overrides[:-1]: cell for cell in expand_all(grids, [], tmp_path)}
+    assert config.title
+    for cell in kinds.values():  # one seed of each
+        assert parts_of(full_settings(*cell.overrides)).settings
 
 
 def test_bad_words_are_one_line(tmp_path):

@@ -1,12 +1,11 @@
 """The kit as another package uses it: from a folder of its own, by pytest's command line."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import run_python
 from tread_zoo.testing import CHECKS
 
 ROOT = Path(__file__).parents[2]
@@ -38,13 +37,9 @@ def folder(tmp_path):
 
 
 def run_kit(folder, *arguments):
-    path = os.pathsep.join([str(ROOT), str(folder.parent)])
-    command = [sys.executable, "-m", "pytest", "-p", "tread_zoo.testing.plugin", "-q", "-rA"]
-    done = subprocess.run(
-        [*command, "--pyargs", "tread_zoo.testing", *arguments],
-        cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder.parent)])}
+    kit = ["-m", "pytest", "-p", "tread_zoo.testing.plugin", "-q", "-rA"]
+    done = run_python(*kit, "--pyargs", "tread_zoo.testing", *arguments, cwd=folder, env=env)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -85,14 +80,11 @@ def test_what_is_wrong_is_said_at_once(folder, arguments, words):
 def test_the_plugin_is_light():
     """Every pytest run where tread_zoo is installed imports it."""
     code = "import sys, tread_zoo.testing.plugin; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python("-c", code, fresh=True)
     assert done.stdout.strip() == "False"
 
 
 def test_our_own_run_does_not_collect_the_kit(pytestconfig):
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", ".", "--ignore=tests"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_python("-m", "pytest", "--collect-only", "-q", ".", "--ignore=tests", cwd=ROOT)
     assert "no tests" in done.stdout, done.stdout
     assert "tests" in pytestconfig.getini("testpaths")

@@ -1,14 +1,18 @@
+import shutil
+from pathlib import Path
+
 import pytest
 
-from tests.small_run import settings
+from tests.small_run import train_small
 
 
 @pytest.fixture
 def run(tmp_path):
     """Train in `tmp_path/<name>` with overrides; return the run's folder."""
-    from tread_zoo.training import train
+    return lambda name, *overrides: train_small(tmp_path / name, *overrides)
 
-    def start(name, *overrides):
-        return train(**settings(*overrides, f"run_dir={tmp_path / name}"))
 
-    return start
+@pytest.fixture
+def copy_of(tmp_path):
+    """Return a function that copies a run that several tests share, for one to change."""
+    return lambda folder: Path(shutil.copytree(folder, tmp_path / "run"))

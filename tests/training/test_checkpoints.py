@@ -1,13 +1,12 @@
 import json
 import logging
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 
-from tests.small_run import settings
+from tests.processes import run_python
+from tests.small_run import train_small
 from tread_zoo.diffusion import AutoGuidance, ClassifierFree, NoGuidance
 from tread_zoo.training.checkpoints import (
     CheckpointError,
@@ -94,18 +93,19 @@ except CheckpointError as error:
 
 def test_a_disk_that_is_full_while_saving_keeps_the_previous_checkpoint(tmp_path):
     """The limit on file size makes the write itself fail, as a full disk does."""
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python("-c", FULL_DISK, tmp_path)
     assert done.returncode == 3, done.stderr
     assert "could not save" in done.stdout
     assert "step_00000001 is intact" in done.stdout
     assert "resume=latest" in done.stdout
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
     assert find_checkpoint(tmp_path).step == 1
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory):
+    """Return the folder of a run of one step."""
+    return train_small(tmp_path_factory.mktemp("one_step"), "training.num_steps=1")
 
 
 @pytest.mark.parametrize(
@@ -118,20 +118,16 @@ def test_a_disk_that_is_full_while_saving_keeps_the_previous_checkpoint(tmp_path
         (["data.held_out=0.5"], ["data.num_images=1438"]),
     ],
 )
-def test_resuming_something_else_names_the_difference(run, tmp_path, overrides, words):
-    from tread_zoo.training import train
-
-    folder = run("run", "training.num_steps=1")
+def test_resuming_something_else_names_the_difference(one_step, overrides, words):
     with pytest.raises(CheckpointError) as error:
-        train(**settings("resume=latest", f"run_dir={folder}", *overrides))
+        train_small(one_step, "resume=latest", *overrides)
     assert all(word in str(error.value) for word in words), str(error.value)
-    assert find_checkpoint(folder).step == 1
+    assert find_checkpoint(one_step).step == 1
 
 
-def test_finetuning_with_another_routing_is_allowed_and_said(run, caplog):
-    run("run", "training.num_steps=1")
+def test_finetuning_with_another_routing_is_allowed_and_said(one_step, copy_of, caplog):
     with caplog.at_level(logging.WARNING):
-        run("run", "routing=none", "resume=latest")
+        train_small(copy_of(one_step), "routing=none", "resume=latest")
     assert "routing.name='tread', not 'none'" in caplog.text
 
 
@@ -186,11 +182,12 @@ def test_sampling_as_the_run_had_it_but_for_a_value(run):
     assert score["nfe"] == 6
 
 
-def test_a_checkpoint_from_before_guidance_had_kinds(run):
-    folder = run("run", "training.num_steps=1")
+def test_a_checkpoint_from_before_guidance_had_kinds(one_step, copy_of):
+    folder = copy_of(one_step)
     file = find_checkpoint(folder).path / "checkpoint.json"
     for scale, kind in ((1.0, NoGuidance()), (1.5, ClassifierFree(scale=1.5))):
         meta = {**json.loads(file.read_text()), "guidance": {"scale": scale}}
+        meta.pop("checkpoint_sha256", None)
         file.write_text(json.dumps({**meta, "sampler": {"name": "heun", "num_steps": 2}}))
         restored = restore(folder, weights="ema", device="cpu", precision="fp32")
         assert restored.sampling(NOTHING, NOTHING).guidance == kind
@@ -233,9 +230,8 @@ def test_a_weak_network_of_another_kind_is_refused_before_training(run, tmp_path
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_that_do_not_fit_are_named(run):
-    folder = run("run", "training.num_steps=1")
-    checkpoint = find_checkpoint(folder)
+def test_weights_that_do_not_fit_are_named(one_step):
+    checkpoint = find_checkpoint(one_step)
     checkpoint.meta["backbone"]["config"]["depth"] = 6
     with pytest.raises(CheckpointError, match=r"does not fit.*blocks\.4"):
         load_backbone(checkpoint)

@@ -6,12 +6,11 @@ import logging
 import pytest
 import torch
 
-from tests.small_run import parts_of, settings
+from tests.small_run import parts_of, settings, train_small
 from tread_zoo.comparison.results import read_run
 from tread_zoo.evaluation.flops import count_flops, training_flops
 from tread_zoo.routing import PathDrop, PendingRoute
 from tread_zoo.seeding import make_generator
-from tread_zoo.training import train
 from tread_zoo.training.checkpoints import (
     CheckpointError,
     check_same_run,
@@ -39,7 +38,7 @@ def trained(tmp_path_factory):
     """Return the folders of a fused run and of a plain one."""
     folder = tmp_path_factory.mktemp("runs")
     return [
-        train(**settings(*SHORT, *options, f"run_dir={folder / name}"))
+        train_small(folder / name, *SHORT, *options)
         for name, options in (("fused", [PROJECT]), ("plain", []))
     ]
 

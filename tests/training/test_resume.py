@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.small_run import parts_of, settings
+from tests.small_run import parts_of, settings, train_small
 from tread_zoo.training import loop as module
 from tread_zoo.training.checkpoints import find_checkpoint
 from tread_zoo.training.parts import draw_step
@@ -43,8 +43,7 @@ def stop_at(monkeypatch):
     return arrange
 
 
-@pytest.mark.parametrize("backbone", ["dit", "mamba"])
-@pytest.mark.parametrize("objective", ["flow", "edm"])
+@pytest.mark.parametrize(("backbone", "objective"), [("dit", "edm"), ("mamba", "flow")])
 def test_a_run_that_is_killed_and_resumed(run, stop_at, backbone, objective, monkeypatch):
     options = [f"backbone={backbone}", f"objective={objective}", "training.horizontal_flip=true"]
     unbroken = run("unbroken", *options)
@@ -59,12 +58,17 @@ def test_a_run_that_is_killed_and_resumed(run, stop_at, backbone, objective, mon
     assert_same_end(unbroken, broken)
 
 
-def test_twice_n_steps_equal_n_then_n_more(run):
-    constant = "training.schedule=constant"
-    unbroken = run("unbroken", constant)
-    run("parts", constant, "training.num_steps=3")
-    parts = run("parts", constant, "resume=latest")
-    assert_same_end(unbroken, parts)
+@pytest.fixture(scope="module")
+def in_two_parts(tmp_path_factory):
+    """Return the folder of a run of 3 steps that was taken up for 3 more."""
+    folder = tmp_path_factory.mktemp("in_two_parts")
+    first = ("training.num_steps=3", "training.checkpoint_every=3")
+    train_small(folder, "training.schedule=constant", *first)
+    return train_small(folder, "training.schedule=constant", "resume=latest")
+
+
+def test_twice_n_steps_equal_n_then_n_more(run, in_two_parts):
+    assert_same_end(run("unbroken", "training.schedule=constant"), in_two_parts)
 
 
 def test_accumulation_and_half_precision_resume_exactly(run, stop_at, monkeypatch):
@@ -78,10 +82,8 @@ def test_accumulation_and_half_precision_resume_exactly(run, stop_at, monkeypatc
     assert_same_end(unbroken, run("broken", *options, "resume=latest"))
 
 
-def test_metrics_of_a_resumed_run_have_each_step_once(run, monkeypatch):
-    run("run", "training.checkpoint_every=3", "training.num_steps=3", "training.schedule=constant")
-    folder = run("run", "training.schedule=constant", "resume=latest")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def test_metrics_of_a_resumed_run_have_each_step_once(in_two_parts):
+    rows = [json.loads(line) for line in (in_two_parts / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if "loss" in row]
     assert steps == sorted(set(steps))
     assert steps[-1] == 6
@@ -108,16 +110,22 @@ def test_a_crash_between_checkpoints_loses_only_what_came_after(run, monkeypatch
     assert [s for s in steps if s == 4] == [4]
 
 
-def test_resuming_a_finished_run_changes_nothing(run):
-    folder = run("run")
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Return the folder of a run that was started with resume=latest."""
+    return train_small(tmp_path_factory.mktemp("finished"), "resume=latest")
+
+
+def test_latest_without_a_checkpoint_starts(finished):
+    assert find_checkpoint(finished).step == 6
+
+
+def test_resuming_a_finished_run_changes_nothing(run, finished, copy_of):
+    folder = copy_of(finished)
     before = load_file(find_checkpoint(folder).path / "model.safetensors")
     run("run", "resume=latest")
     after = load_file(find_checkpoint(folder).path / "model.safetensors")
     assert all(torch.equal(before[key], after[key]) for key in before)
-
-
-def test_latest_without_a_checkpoint_starts(run):
-    assert find_checkpoint(run("new", "resume=latest")).step == 6
 
 
 def test_seeds_and_ranks_draw_apart():

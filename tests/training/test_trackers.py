@@ -1,8 +1,10 @@
+import importlib.machinery
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -70,3 +72,59 @@ def test_wandb_works_offline_and_never_asks(tmp_path):
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     assert rows[-1]["step"] == 6
+
+
+@pytest.fixture
+def broken_wandb(monkeypatch):
+    """A wandb whose call of a given name raises; its list of calls is returned."""
+
+    def install(broken):
+        calls = []
+
+        def call(name):
+            def called(*a, **k):
+                calls.append(name)
+                if name == broken:
+                    raise ConnectionError("the service is down")
+                return types.SimpleNamespace(log=call("log"), finish=call("finish"))
+
+            return called
+
+        fake = types.ModuleType("wandb")
+        fake.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+        fake.init, fake.Image = call("init"), call("image")
+        monkeypatch.setitem(sys.modules, "wandb", fake)
+        return calls
+
+    return install
+
+
+@pytest.mark.parametrize("broken", ["init", "log", "image", "finish"])
+def test_a_tracker_that_is_down_is_one_warning_and_is_left_alone(
+    tmp_path, broken_wandb, caplog, broken
+):
+    calls = broken_wandb(broken)
+    trackers = build_trackers("wandb", tmp_path, 0, {}, "project")
+    for step in (1, 2):
+        for tracker in trackers:
+            tracker.log(step, {"loss": 1.0})
+            tracker.image(step, "samples", tmp_path / "x.png")
+    for tracker in trackers:
+        tracker.close()
+    assert calls.count(broken) == 1
+    assert calls[-1] == broken, "it was called again after it had failed"
+    assert caplog.text.count("tracker=wandb failed") == 1
+    assert "ConnectionError: the service is down" in caplog.text
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_a_run_goes_on_without_its_tracker(run, broken_wandb, caplog):
+    broken_wandb("log")
+    folder = run("run", "tracker=wandb")
+    assert (folder / "score.json").exists()
+    assert caplog.text.count("tracker=wandb failed") == 1
+
+
+def test_lines_that_were_cut_short_are_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n{"st')
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 3]

@@ -1,7 +1,24 @@
-"""Compare settings: grids of runs, what each one left, and one table."""
+"""Compare settings: grids of runs at equal budgets, what each one left, one table and one page."""
 
-from tread_zoo.comparison.grid import Cell, expand, expand_all, run_grid
+from tread_zoo.comparison.budget import EQUAL, equalise
+from tread_zoo.comparison.grid import Cell, collect, expand, expand_all, run_grid
+from tread_zoo.comparison.groups import Group, group_runs
+from tread_zoo.comparison.page import write_page
 from tread_zoo.comparison.results import RunResult, read_run
 from tread_zoo.comparison.table import write_report
 
-__all__ = ["Cell", "RunResult", "expand", "expand_all", "read_run", "run_grid", "write_report"]
+__all__ = [
+    "EQUAL",
+    "Cell",
+    "Group",
+    "RunResult",
+    "collect",
+    "equalise",
+    "expand",
+    "expand_all",
+    "group_runs",
+    "read_run",
+    "run_grid",
+    "write_page",
+    "write_report",
+]

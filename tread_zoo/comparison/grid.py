@@ -16,12 +16,13 @@ from typing import Any
 from tread_zoo.diffusion import build_sampling
 from tread_zoo.training import train
 from tread_zoo.training.checkpoints import CheckpointError, find_checkpoint
-from tread_zoo.training.parts import build_parts
+from tread_zoo.training.parts import Parts, build_parts
 
 logger = logging.getLogger(__name__)
 
 FAILED = "failed.txt"
 SEED = "seed"
+NAMED = ("backbone", "routing")  # of these a run is first known by the name
 OUTSIDE_PARTS = ("tracker", "device", "run_dir", "resume", "overwrite", "kernels")
 
 
@@ -38,6 +39,61 @@ class Cell:
     choices: Mapping[str, str]
     overrides: tuple[str, ...]
     folder: Path
+
+    @property
+    def setting(self) -> str:
+        """What it chose, its seed apart."""
+        return ",".join(f"{f}={value}" for f, value in self.choices.items() if f != SEED)
+
+
+def collect(folders: Sequence[Path]) -> list[Cell]:
+    """Return the cells of runs that are there, whatever made them; what tells them apart is read
+    from their settings.
+
+    Raises:
+        ValueError: a folder that holds no run, or runs that cannot be told apart.
+    """
+    described = [_describe(folder) for folder in folders]
+    fields = list(dict.fromkeys(field for facts in described for field in facts))
+    told = [f for f in fields if f in (*NAMED, SEED) or _tells_apart(f, described)]
+    cells = [
+        Cell({field: facts[field] for field in told if field in facts}, (), folder)
+        for facts, folder in zip(described, folders, strict=True)
+    ]
+    for index, cell in enumerate(cells):
+        twin = next((c for c in cells[:index] if c.choices == cell.choices), None)
+        if twin is not None:
+            raise ValueError(
+                f"compare.runs: {cell.folder} has the same settings and seed as {twin.folder}; "
+                "give one of them."
+            )
+    return cells
+
+
+def _describe(folder: Path) -> dict[str, str]:
+    """Return the settings of a run by field, those that have a name under it too."""
+    config = folder / "config.json"
+    if not config.exists():
+        raise ValueError(f"compare.runs: {folder} holds no run: config.json is missing.")
+    settings = json.loads(config.read_text())
+    facts = {group: str(settings[group]["name"]) for group in NAMED}
+    for group in (*NAMED, "objective", "training", "sampler", "guidance"):
+        values = settings[group]
+        for key, value in {**values, **values.get("config", {})}.items():
+            if key not in ("name", "config") or group not in NAMED:
+                facts[f"{group}.{key}"] = str(value)
+    return {**facts, SEED: str(settings["seed"])}
+
+
+def _tells_apart(field: str, described: Sequence[Mapping[str, str]]) -> bool:
+    """Return whether two runs, of the same backbone or routing if it is one of its fields, have
+    different values; what one architecture has and another has not is said by their names."""
+    group = field.partition(".")[0]
+    values: dict[str, set[str]] = {}
+    for facts in described:
+        if field in facts:
+            values.setdefault(facts.get(group, ""), set()).add(facts[field])
+    return any(len(found) > 1 for found in values.values())
 
 
 def expand(sweeps: Mapping[str, Sequence[str]], fixed: Sequence[str], out: Path) -> list[Cell]:
@@ -99,9 +155,8 @@ def run_grid(cells: Sequence[Cell], compose: Callable[[Sequence[str]], dict[str,
     todo = []
     for cell in cells:
         keywords = compose(cell.overrides)
-        parts = {name: value for name, value in keywords.items() if name not in OUTSIDE_PARTS}
         try:
-            wanted = build_parts(**parts).settings
+            wanted = parts_of(keywords).settings
         except ValueError as error:
             raise ValueError(f"{cell.folder.name}: {error}") from error
         if not _is_done(cell, wanted):
@@ -115,6 +170,11 @@ def run_grid(cells: Sequence[Cell], compose: Callable[[Sequence[str]], dict[str,
         except FloatingPointError as error:
             logger.warning("%s: %s", cell.folder.name, error)
             (cell.folder / FAILED).write_text(str(error))
+
+
+def parts_of(keywords: Mapping[str, Any]) -> Parts:
+    """Return the parts of a run, from the keywords of `train`."""
+    return build_parts(**{key: v for key, v in keywords.items() if key not in OUTSIDE_PARTS})
 
 
 def _is_done(cell: Cell, wanted: dict[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,14 @@ class RunResult:
         seconds: of all training steps at the median speed; sampling, saving and scoring excluded.
         images_per_s: the median over the lines of the log.
         protocol: how the scores were made.
-        machine: what the run ran on.
+        machine: what the run ran on; newer runs add the speed of a plain matrix product there,
+            `matmul_flops_per_s`, and the `peak_memory` in bytes.
         by_level: the held-out loss of each fourth of the noise levels, the lowest first.
         failed: why it did not end, or "".
+        num_steps, images: optimizer steps, and the images that they saw.
+        curve: (step, held-out loss) on the way, one draw of level and noise an image.
+        phases: seconds by what they went into (training, data, samples, score, saving).
+        picture: the last grid of samples, from the same seeds in every run; "" if there is none.
     """
 
     values: dict[str, float]
@@ -45,6 +50,17 @@ class RunResult:
     machine: dict[str, Any]
     by_level: tuple[float, ...] = ()
     failed: str = ""
+    num_steps: int = 0
+    images: int = 0
+    curve: tuple[tuple[int, float], ...] = ()
+    phases: dict[str, float] = field(default_factory=dict)
+    picture: str = ""
+
+    @property
+    def utilisation(self) -> float | None:
+        """FLOPs of training a second over what a plain matrix product does on that machine."""
+        peak = self.machine.get("matmul_flops_per_s")
+        return self.flops * self.images_per_s / peak if peak else None
 
 
 def read_run(folder: Path) -> RunResult:
@@ -67,6 +83,7 @@ def read_run(folder: Path) -> RunResult:
     images = training["batch_size"] * training["gradient_accumulation_steps"]
     images *= training["num_steps"] * score["run"].get("num_processes", 1)
     parameters, flops, flops_dense = _cost(settings)
+    pictures = sorted((folder / "samples").glob("step_*.png"))
     return RunResult(
         values=score["values"],
         real=score["real"],
@@ -79,6 +96,11 @@ def read_run(folder: Path) -> RunResult:
         machine=score["run"],
         by_level=tuple(score.get("held_out_loss_by_level", ())),
         failed=failed.read_text() if failed.exists() else "",
+        num_steps=training["num_steps"],
+        images=images,
+        curve=tuple((r["step"], r["held_out_loss"]) for r in rows if "held_out_loss" in r),
+        phases=score["run"].get("seconds", {}),
+        picture=str(pictures[-1]) if pictures else "",
     )
 
 

@@ -1,28 +1,22 @@
-"""One table from many runs: a row for each setting, the mean over seeds and the range beside it."""
+"""Tables from many runs: a row for each setting, the mean over seeds and the range beside it."""
 
 import csv
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tread_zoo.comparison.grid import SEED, Cell
+from tread_zoo.comparison.grid import Cell
+from tread_zoo.comparison.groups import Group, group_runs, spread
+from tread_zoo.comparison.markdown import QUALITY, check_same, row
 from tread_zoo.comparison.results import RunResult
 from tread_zoo.evaluation.evaluate import describe_sampling
 
 Column = tuple[str, Callable[[RunResult], float | None], float, str]
+Table = tuple[list[str], list[list[str]]]  # header, rows
 
-QUALITY: dict[str, tuple[str, float, str]] = {  # name -> title, factor, format
-    "agreement": ("agreement, %", 100, ".1f"),
-    "fid": ("Fréchet distance", 1, ".2f"),
-    "kid": ("kernel distance", 1, ".4f"),
-    "precision": ("precision", 1, ".3f"),
-    "recall": ("recall", 1, ".3f"),
-    "isc": ("inception score", 1, ".2f"),
-    "held_out_loss": ("held-out loss", 1, ".4f"),
-}
 # Of the sampling, what it costs is left out: that is the network's, and has a column of its own.
 SAME_PROTOCOL = (
     "data", "reference", "labels", "sampling", "extractor", "weights", "step", "held_out_draws",
@@ -30,7 +24,13 @@ SAME_PROTOCOL = (
 
 
 def write_report(
-    cells: Sequence[Cell], results: Sequence[RunResult], out: Path, *, title: str, command: str
+    cells: Sequence[Cell],
+    results: Sequence[RunResult],
+    out: Path,
+    *,
+    title: str,
+    command: str,
+    equal: str = "steps",
 ) -> str:
     """Write `report.md`, `results.csv` and `results.json` to `out`, and return the report.
 
@@ -39,13 +39,21 @@ def write_report(
         out: folder.
         title: first line of the report.
         command: what made it.
+        equal: what all runs had the same of: steps, flops or seconds.
 
     Raises:
         ValueError: the runs were scored by different protocols.
     """
-    check_protocols(cells, results)
+    check_protocols(cells, results, equal)
     out.mkdir(parents=True, exist_ok=True)
-    report = _report(cells, results, title, command)
+    groups = group_runs(cells, results)
+    lines = [f"# {title}", "", "```bash", command, "```", "", describe_protocol(groups, equal), ""]
+    lines += _markdown(scores_table(groups))
+    lines += ["", *_failures(groups)]
+    pairs = paired_table(groups)
+    if pairs[1]:
+        lines += [PAIRED, "", *_markdown(pairs)]
+    report = "\n".join(lines).rstrip() + "\n"
     (out / "report.md").write_text(report)
     rows = [{**cell.choices, **_flat(result)} for cell, result in zip(cells, results, strict=True)]
     fields = list(dict.fromkeys(key for row in rows for key in row))
@@ -54,114 +62,40 @@ def write_report(
         writer.writeheader()
         writer.writerows(rows)
     records = [
-        {"choices": dict(cell.choices), **asdict(result)}
+        {"choices": dict(cell.choices), **_record(result)}
         for cell, result in zip(cells, results, strict=True)
     ]
     (out / "results.json").write_text(json.dumps(records, indent=1) + "\n")
     return report
 
 
-def check_protocols(cells: Sequence[Cell], results: Sequence[RunResult]) -> None:
-    """Raise `ValueError` if numbers that stand in one table were made by different protocols."""
+def check_protocols(
+    cells: Sequence[Cell], results: Sequence[RunResult], equal: str = "steps"
+) -> None:
+    """Raise `ValueError` if numbers that stand in one table were made by different protocols.
+
+    The step may differ where the runs were to be equal in something else.
+    """
     scored = [(c, r.protocol) for c, r in zip(cells, results, strict=True) if not r.failed]
-    for cell, protocol in scored[1:]:
-        for key in SAME_PROTOCOL:
-            own, first = (_settings_of(p, key) for p in (protocol, scored[0][1]))
-            if own != first:
-                raise ValueError(
-                    f"{cell.folder.name} was scored with {key}={own}, "
-                    f"{scored[0][0].folder.name} with {key}={first}: such numbers "
-                    "do not belong in one table; give all runs the same setting."
-                )
+    keys = [key for key in SAME_PROTOCOL if key != "step" or equal == "steps"]
+    check_same([(cell.folder.name, protocol) for cell, protocol in scored], keys)
 
 
-def _settings_of(protocol: Mapping[str, Any], key: str) -> Any:
-    """Return what `protocol` says of `key`, without costs."""
-    value = protocol.get(key)
-    if not isinstance(value, dict):
-        return value
-    return {name: entry for name, entry in value.items() if name != "flops_per_image"}
-
-
-def _report(cells: Sequence[Cell], results: Sequence[RunResult], title: str, command: str) -> str:
-    groups: dict[tuple[str, ...], list[RunResult]] = {}
-    fields = list(dict.fromkeys(f for cell in cells for f in cell.choices if f != SEED))
-    for cell, result in zip(cells, results, strict=True):
-        groups.setdefault(_key(cell, fields), []).append(result)
-    columns = _columns(results)
-    header = [*fields, *(name for name, *_ in columns)]
-    lines = [f"# {title}", "", "```bash", command, "```", "", _protocol(cells, results), ""]
-    lines += [_row(header), _row(["---"] * len(header))]
-    for key, members in groups.items():
-        ended = [result for result in members if not result.failed]
-        numbers = [_spread(ended, *column[1:]) for column in columns]
-        lines.append(_row([*_code(key), *numbers]))
-        for result in members:
-            if result.failed:
-                lines.append(_row([*key, f"a seed failed: {result.failed}"]))
-    real = next((result.real for result in results if result.real), {})
-    if real:
-        names = {title: name for name, (title, *_) in QUALITY.items()}
-        cellular = [
-            f"{real[names[title]] * scale:{form}}" if names.get(title) in real else ""
-            for title, _, scale, form in columns
-        ]
-        lines.append(_row(["held-out real images", *[""] * (len(fields) - 1), *cellular]))
-    lines += ["", *_paired(cells, results, fields)]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _columns(results: Sequence[RunResult]) -> list[Column]:
-    """Return (title, value of a run, factor, format) for all that was measured."""
-
-    def score(name: str) -> Callable[[RunResult], float | None]:
-        return lambda result: result.values.get(name)
-
-    def sampling_flops(result: RunResult) -> float | None:
-        flops = result.protocol.get("sampling", {}).get("flops_per_image")
-        return None if flops is None else flops / 1e6
-
-    present = [name for name in QUALITY if any(name in r.values for r in results)]
-    sampled = [("MFLOPs a sample", sampling_flops, 1.0, ".0f")]
-    return [
-        *((QUALITY[name][0], score(name), *QUALITY[name][1:]) for name in present),
-        ("M parameters", lambda r: r.parameters / 1e6, 1, ".2f"),
-        ("MFLOPs an image", lambda r: r.flops / 1e6, 1, ".1f"),
-        ("of dense", lambda r: r.flops / r.flops_dense, 1, ".2f"),
-        *(column for column in sampled if any(sampling_flops(r) is not None for r in results)),
-        ("images/s", lambda r: r.images_per_s, 1, ".0f"),
-        ("seconds", lambda r: r.seconds, 1, ".0f"),
-    ]
-
-
-def _spread(
-    results: Sequence[RunResult],
-    value: Callable[[RunResult], float | None],
-    scale: float,
-    form: str,
-) -> str:
-    """Return the mean, and smallest … largest where they differ as printed."""
-    found = [scale * v for r in results if (v := value(r)) is not None]
-    if not found:
-        return ""
-    low, high = (format(v, form) for v in (min(found), max(found)))
-    mean = format(statistics.mean(found), form)
-    return mean if low == high else f"{mean} ({low} … {high})"
-
-
-def _protocol(cells: Sequence[Cell], results: Sequence[RunResult]) -> str:
+def describe_protocol(groups: Sequence[Group], equal: str = "steps") -> str:
     """Return what all numbers have in common, as a paragraph."""
+    results = [r for group in groups for r in group.results]
     first = next((r for r in results if not r.failed), results[0])
     protocol, machine = first.protocol, first.machine
-    seeds = sorted({cell.choices[SEED] for cell in cells if SEED in cell.choices})
+    seeds = sorted({seed for group in groups for seed in group.seeds if seed})
     sampling = protocol.get("sampling", {})
+    step = f"at step {protocol.get('step')}" if equal == "steps" else f"at equal {equal}"
     scored = [
         f"{protocol['num_generated']} samples against {protocol['num_reference']} images of "
         f"{protocol['data']} ({protocol['reference']}), features {protocol['extractor']}"
         if "extractor" in protocol
         else f"data {protocol.get('data')}",
         f"{describe_sampling({k: v for k, v in sampling.items() if k != 'nfe'})}, "
-        f"{protocol.get('weights')} weights at step {protocol.get('step')}",
+        f"{protocol.get('weights')} weights {step}",
         f"{machine.get('num_processes', 1)} process(es) on {machine.get('device')}, "
         f"{machine.get('precision')}, torch {machine.get('torch')}",
     ]
@@ -174,66 +108,123 @@ def _protocol(cells: Sequence[Cell], results: Sequence[RunResult]) -> str:
     )
 
 
-def _paired(
-    cells: Sequence[Cell], results: Sequence[RunResult], fields: Sequence[str]
-) -> list[str]:
-    """Return, for each setting with routes, its held-out loss less the dense one's, by seed and by
-    noise level."""
-    if "routing" not in fields:
-        return []
-    dense = [(c, r) for c, r in zip(cells, results, strict=True) if _is_dense(c)]
-    pairs: dict[tuple[str, ...], list[tuple[RunResult, RunResult]]] = {}
-    for cell, result in zip(cells, results, strict=True):
-        base = next((r for c, r in dense if _differ_in_routing(c, cell)), None)
-        if _is_dense(cell) or base is None:
+def scores_table(groups: Sequence[Group]) -> Table:
+    """Return a row for each setting, and one for real images where they were scored."""
+    results = [result for group in groups for result in group.results]
+    columns = _columns(results)
+    fields = list(groups[0].choices)
+    rows = []
+    for group in groups:
+        ended = list(group.ended.values())
+        rows.append([*_code(group), *(spread(ended, *column[1:]) for column in columns)])
+    real = next((result.real for result in results if result.real), {})
+    if real:
+        names = {title: name for name, (title, *_) in QUALITY.items()}
+        cellular = [
+            f"{real[names[title]] * scale:{form}}" if names.get(title) in real else ""
+            for title, _, scale, form in columns
+        ]
+        rows.append(["held-out real images", *[""] * (len(fields) - 1), *cellular])
+    return [*fields, *(title for title, *_ in columns)], rows
+
+
+PAIRED = (
+    "Held-out loss less that of the dense run of the same seed; by level: the mean over seeds, for "
+    "the fourths of the noise levels from the lowest to the highest:"
+)
+
+
+def paired_table(groups: Sequence[Group]) -> Table:
+    """Return, for each setting that has a dense one beside it, the differences by seed and level;
+    no rows if there is none."""
+    rows = []
+    for group in groups:
+        pairs = pairs_with_dense(group, groups)
+        if not pairs:
             continue
-        if "held_out_loss" in base.values and "held_out_loss" in result.values:
-            pairs.setdefault(_key(cell, fields), []).append((base, result))
-    if not pairs:
-        return []
-    lines = [
-        "Held-out loss less that of the dense run of the same seed; by level: the mean over seeds, "
-        "for the fourths of the noise levels from the lowest to the highest:",
-        "",
-        _row([*fields, "each seed", "by level"]),
-        _row(["---"] * (len(fields) + 2)),
-    ]
-    for key, found in pairs.items():
-        losses = [r.values["held_out_loss"] - b.values["held_out_loss"] for b, r in found]
-        levels = [[x - y for x, y in zip(r.by_level, b.by_level, strict=True)] for b, r in found]
+        losses = [r.values["held_out_loss"] - b.values["held_out_loss"] for b, r in pairs]
+        levels = [[x - y for x, y in zip(r.by_level, b.by_level, strict=True)] for b, r in pairs]
         means = [statistics.mean(column) for column in zip(*levels, strict=True)]
         texts = [", ".join(f"{d:+.4f}" for d in row) for row in (losses, means)]
-        lines.append(_row([*_code(key), *texts]))
+        rows.append([*_code(group), *texts])
+    return [*(groups[0].choices if groups else ()), "each seed", "by level"], rows
+
+
+def pairs_with_dense(group: Group, groups: Sequence[Group]) -> list[tuple[RunResult, RunResult]]:
+    """Return (dense run, run of `group`) of each seed that both have a held-out loss of."""
+    dense = next((other for other in groups if other.is_dense_of(group)), None)
+    if dense is None:
+        return []
+    return [
+        (dense.ended[seed], result)
+        for seed, result in group.ended.items()
+        if "held_out_loss" in result.values
+        and seed in dense.ended
+        and "held_out_loss" in dense.ended[seed].values
+    ]
+
+
+def _columns(results: Sequence[RunResult]) -> list[Column]:
+    """Return (title, value of a run, factor, format) for all that was measured."""
+
+    def score(name: str) -> Callable[[RunResult], float | None]:
+        return lambda result: result.values.get(name)
+
+    def sampling_flops(result: RunResult) -> float | None:
+        return result.protocol.get("sampling", {}).get("flops_per_image")
+
+    def memory(result: RunResult) -> float | None:
+        return result.machine.get("peak_memory")
+
+    measured: list[Column] = [
+        ("MFLOPs a sample", sampling_flops, 1e-6, ".0f"),
+        ("images/s", lambda r: r.images_per_s, 1, ".0f"),
+        ("of peak FLOPs, %", lambda r: r.utilisation, 100, ".0f"),
+        ("peak memory, MiB", memory, 2**-20, ".0f"),
+        ("seconds", lambda r: r.seconds, 1, ".0f"),
+    ]
+    present = [name for name in QUALITY if any(name in r.values for r in results)]
+    steps: list[Column] = [("steps", lambda r: r.num_steps or None, 1, ".0f")]
+    return [
+        *((QUALITY[name][0], score(name), *QUALITY[name][1:]) for name in present),
+        ("M parameters", lambda r: r.parameters / 1e6, 1, ".2f"),
+        ("MFLOPs an image", lambda r: r.flops / 1e6, 1, ".1f"),
+        ("of dense", lambda r: r.flops / r.flops_dense, 1, ".2f"),
+        *(steps if len({r.num_steps for r in results}) > 1 else []),
+        *(column for column in measured if any(column[1](r) is not None for r in results)),
+    ]
+
+
+def _failures(groups: Sequence[Group]) -> list[str]:
+    lines = []
+    for group in groups:
+        for seed, result in zip(group.seeds, group.results, strict=True):
+            if result.failed:
+                lines += [f"{group.label}: seed {seed} failed: {result.failed}", ""]
     return lines
 
 
-def _is_dense(cell: Cell) -> bool:
-    return cell.choices.get("routing") == "none"
+def _markdown(table: Table) -> list[str]:
+    header, rows = table
+    return [row(texts) for texts in (header, ["---"] * len(header), *rows)]
 
 
-def _differ_in_routing(dense: Cell, routed: Cell) -> bool:
-    """Return whether all that the dense run chose, but for its routing, is as in the routed one."""
-    chosen = {field: value for field, value in dense.choices.items() if field != "routing"}
-    return all(routed.choices.get(field) == value for field, value in chosen.items())
+def _code(group: Group) -> list[str]:
+    return [f"`{value}`" if value else "" for value in group.choices.values()]
 
 
-def _key(cell: Cell, fields: Sequence[str]) -> tuple[str, ...]:
-    """Return what the cell chose of `fields`, "" for those of other grids."""
-    return tuple(cell.choices.get(field, "") for field in fields)
-
-
-def _code(key: Sequence[str]) -> list[str]:
-    return [f"`{part}`" if part else "" for part in key]
+def _record(result: RunResult) -> dict[str, Any]:
+    """Return all of a result but where its picture lies."""
+    record = asdict(result)
+    del record["picture"]
+    return record
 
 
 def _flat(result: RunResult) -> dict[str, object]:
     plain = {
         name: getattr(result, name)
-        for name in ("parameters", "flops", "flops_dense", "seconds", "images_per_s", "failed")
-    }
+        for name in ("parameters", "flops", "flops_dense", "seconds", "images_per_s", "num_steps",
+                     "images", "failed")
+    }  # fmt: skip
     levels = {f"held_out_loss_{i}": loss for i, loss in enumerate(result.by_level)}
     return {**result.values, **levels, **plain}
-
-
-def _row(texts: Sequence[str]) -> str:
-    return "| " + " | ".join(texts) + " |"

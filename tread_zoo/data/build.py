@@ -5,15 +5,25 @@ import inspect
 from collections.abc import Callable
 
 from tread_zoo.data.dataset import ImageData
+from tread_zoo.data.from_cifar10 import cifar10
+from tread_zoo.data.from_fashion_mnist import fashion_mnist
 from tread_zoo.data.from_folder import image_folder
+from tread_zoo.data.from_hf import hf
 from tread_zoo.data.from_npz import npz
+from tread_zoo.data.from_shards import webdataset
 from tread_zoo.data.from_sklearn import digits
+from tread_zoo.data.latents import latents
 from tread_zoo.errors import unknown_name
 
 SOURCES: dict[str, Callable[..., ImageData]] = {
+    "cifar10": cifar10,
     "digits": digits,
+    "fashion_mnist": fashion_mnist,
+    "hf": hf,
     "image_folder": image_folder,
+    "latents": latents,
     "npz": npz,
+    "webdataset": webdataset,
 }
 
 

@@ -1,5 +1,7 @@
 """What a data set is here: map-style, an item is (image uint8 [C,H,W], label int).
 
+Other items than images come with a `codec` that says what a model sees of them.
+
 Dimensions: N images, C channels, H height, W width, B batch.
 """
 
@@ -9,13 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from tread_zoo.data.codec import PIXELS, Codec
+
 
 @dataclass(frozen=True)
 class ImageData:
     """A training part, a held-out part, and what a model has to know of them.
 
     `num_classes` is 0 where the images carry no labels; each label is then 0. `held_out` is None
-    where nothing was held out.
+    where nothing was held out. `image_size` and `channels` are those that the model sees.
     """
 
     name: str
@@ -25,6 +29,7 @@ class ImageData:
     channels: int
     num_classes: int
     class_names: tuple[str, ...]
+    codec: Codec = PIXELS
 
 
 class ArrayDataset(Dataset):

@@ -6,27 +6,24 @@ C channels, H height, W width.
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from tread_zoo.data.dataset import ImageData
-from tread_zoo.data.split import split_held_out
-
-if TYPE_CHECKING:
-    from PIL import Image
+from tread_zoo.data.pictures import check_picture_options, common_size, read_picture
+from tread_zoo.data.split import choose_num_classes, split_held_out
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-_MODES = {1: "L", 3: "RGB"}
-_ORIENTATION = 0x0112  # the EXIF tag
-_TURNED = (5, 6, 7, 8)  # its values that swap height and width
 
 
 def image_folder(
-    path: str, image_size: int | None = None, channels: int = 3, held_out: float = 0.1
+    path: str,
+    image_size: int | None = None,
+    channels: int = 3,
+    held_out: float = 0.1,
+    num_classes: int | None = None,
 ) -> ImageData:
     """Return the pictures under `path`, read from disk as they are asked for.
 
@@ -37,14 +34,18 @@ def image_folder(
       all pictures must have one size, which is checked here by reading every header.
     channels: 1 (grey) or 3 (RGB).
     held_out: the fraction split off, the same files in every run.
+    num_classes: None for the number of sub-folders; 0 drops the labels.
     """
     root = Path(path).expanduser()
-    if channels not in _MODES:
-        raise ValueError(f"data.channels={channels!r} must be 1 (grey) or 3 (RGB).")
-    if image_size is not None and image_size < 1:
-        raise ValueError(f"data.image_size={image_size!r} must be 1 or more pixels.")
+    check_picture_options(image_size, channels)
     files, labels, class_names = _find_files(root)
-    size = _common_size(files) if image_size is None else (image_size, image_size)
+    if choose_num_classes(num_classes, len(class_names)) == 0:
+        labels, class_names = [0] * len(files), ()
+    size = (
+        common_size(zip(files, files, strict=True))
+        if image_size is None
+        else (image_size, image_size)
+    )
     kept, split_off = split_held_out(torch.tensor(labels), held_out)
 
     def subset(indices: Tensor) -> FileDataset:
@@ -80,41 +81,13 @@ class FileDataset(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """Return (image uint8 [C,H,W], label). Raises ValueError naming an unreadable file."""
-        return self._read(self.files[index]), self.labels[index]
+        file = self.files[index]
+        image = read_picture(file, file, self.image_size, self.channels)
+        return image, self.labels[index]
 
-    def _read(self, file: str) -> Tensor:
-        from PIL import ImageOps
-
-        with _naming(file), _open(file) as opened:
-            image = ImageOps.exif_transpose(opened)
-            if image.mode.startswith(("I", "F")):  # convert() would clip it, not scale it
-                raise ValueError(f"{image.mode!r} pixels, more than 8 bits a channel")
-            image = image.convert(_MODES[self.channels])
-        if self.image_size is not None:
-            image = resize_and_crop(image, self.image_size)
-        pixels = torch.from_numpy(np.array(image, dtype=np.uint8))
-        return pixels.reshape(*pixels.shape[:2], self.channels).permute(2, 0, 1).contiguous()
-
-
-def resize_and_crop(image: "Image.Image", size: int) -> "Image.Image":
-    """Return `image` with its shorter side resized to `size`, centre-cropped to a square.
-
-    Box averages by the largest power of two that leaves the shorter side at `size` or more, then
-    bicubic: no aliasing, and little blur. A smaller picture is enlarged.
-    """
-    from PIL import Image
-
-    factor = 1
-    while min(image.size) >= 2 * factor * size:
-        factor *= 2
-    if factor > 1:
-        image = image.reduce(factor)
-    scale = size / min(image.size)
-    width, height = (max(size, round(side * scale)) for side in image.size)
-    if (width, height) != image.size:
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
-    left, top = (width - size) // 2, (height - size) // 2
-    return image.crop((left, top, left + size, top + size))
+    def item_name(self, index: int) -> str:
+        """Return the file of item `index`."""
+        return self.files[index]
 
 
 def _find_files(root: Path) -> tuple[list[str], list[int], tuple[str, ...]]:
@@ -166,49 +139,3 @@ def _pictures_under(folder: Path) -> list[str]:
         for name in names
         if _is_picture(name)
     )
-
-
-def _common_size(files: Sequence[str]) -> tuple[int, int]:
-    """Return the (H, W) that all files share, read from their headers."""
-    first = _header_size(files[0])
-    for file in files[1:]:
-        size = _header_size(file)
-        if size != first:
-            raise ValueError(
-                f"the pictures differ in size: {files[0]!r} is {first[0]}x{first[1]}, {file!r} "
-                f"is {size[0]}x{size[1]} (height x width). Set data.image_size to resize and "
-                "crop them all to one square."
-            )
-    return first
-
-
-def _header_size(file: str) -> tuple[int, int]:
-    with _naming(file), _open(file) as image:
-        width, height = image.size
-        turned = image.getexif().get(_ORIENTATION) in _TURNED
-    return (width, height) if turned else (height, width)
-
-
-def _open(file: str) -> "Image.Image":
-    from PIL import Image
-
-    return Image.open(file)
-
-
-class _naming:
-    """Turn whatever a picture's decoder raises into a ValueError that names the file."""
-
-    def __init__(self, file: str):
-        self.file = file
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # Decoders raise OSError, SyntaxError, ValueError, struct.error, zlib.error and more.
-        if isinstance(error, Exception):
-            raise ValueError(
-                f"the picture {self.file!r} cannot be read ({error}). It may be cut short or of "
-                "another kind than its name says: write it again as an 8-bit PNG or JPEG, or "
-                "remove it."
-            ) from error

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tread_zoo.data.dataset import ArrayDataset, ImageData
+from tread_zoo.data.padding import pad_images
 from tread_zoo.data.split import split_held_out
 
 _KEY_SETS = (("x_train", "y_train"), ("images", "labels"), ("arr_0", "arr_1"))
@@ -175,7 +176,7 @@ def _as_images(
             )
         if last:
             images = images.permute(0, 3, 1, 2)
-    return _pad(where, images, pad_to).contiguous()
+    return pad_images(where, images, pad_to).contiguous()
 
 
 def _describe_dtype(array: np.ndarray) -> str:
@@ -195,22 +196,6 @@ def _describe_dtype(array: np.ndarray) -> str:
         f"has dtype {array.dtype} with values from {low:g} to {high:g}; images must be uint8 "
         f"0 … 255. Convert them once, with {remedy}, and save the file again."
     )
-
-
-def _pad(where: str, images: Tensor, pad_to: int | Sequence[int] | None) -> Tensor:
-    """Return `images` [N,C,H,W] with zeros around them, centred, up to `pad_to`."""
-    if pad_to is None:
-        return images
-    sides = (pad_to, pad_to) if isinstance(pad_to, int) else tuple(pad_to)
-    height, width = images.shape[2:]
-    if len(sides) != 2 or sides[0] < height or sides[1] < width:
-        raise ValueError(
-            f"data.pad_to={pad_to!r} does not fit: {where} has images of {height}x{width}; give "
-            f"one side or [height, width], at least {height}x{width}."
-        )
-    top, left = (sides[0] - height) // 2, (sides[1] - width) // 2
-    edges = (left, sides[1] - width - left, top, sides[0] - height - top)
-    return torch.nn.functional.pad(images, edges)
 
 
 def _as_labels(file: Path, key: str, array: np.ndarray, num_images: int) -> Tensor:

@@ -1,44 +1,213 @@
-"""From batches of indices to batches of images. B batch, C channels, H height, W width."""
+"""From batches of indices to batches of images, past items that cannot be read.
 
-from collections.abc import Iterable, Iterator
+A data set says that an item is corrupt by raising `ValueError` or `OSError` when it is read. The
+item's place is then taken by another, which (seed, index) alone decides:
+
+    index -> first readable of  draw(seed, index, 0), draw(seed, index, 1), …
+
+so a batch is the same in a resumed run, in another worker, and at another time.
+
+B batch, C channels, H height, W width.
+"""
+
+import logging
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from tread_zoo.data.dataset import ArrayDataset
 from tread_zoo.seeding import make_generator
 
+logger = logging.getLogger(__name__)
 
-def make_loader(
-    dataset: Dataset, batches: Iterable[list[int]], num_workers: int = 0
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return an iterator of (images uint8 [B,C,H,W], labels int64 [B]), in the order of `batches`.
+MAX_TRIES = 16  # of one item's replacements, before the data as a whole are given up
 
-    Images in memory are indexed directly, with no worker, since one would only copy them. All
-    others go through torch's DataLoader with `num_workers` processes. Draws nothing from the
-    global generators.
-    """
-    if num_workers < 0:
-        raise ValueError(
-            f"data.num_workers={num_workers} must be 0 (read in the training process) or more."
-        )
-    if isinstance(dataset, ArrayDataset):
-        return _gather_batches(dataset, batches)
-    return iter(
-        DataLoader(
-            dataset,
-            batch_sampler=batches,
-            num_workers=num_workers,
-            pin_memory=torch.cuda.is_available(),
-            # DataLoader draws its workers' seed, else from the global generator.
-            generator=make_generator("workers"),
-        )
+
+@dataclass(frozen=True)
+class CorruptItem:
+    """An item that could not be read: its index, its name in the data set, and the reason."""
+
+    index: int
+    name: str
+    reason: str
+
+
+OnCorrupt = Callable[[CorruptItem], None]
+
+
+def warn_of(item: CorruptItem) -> None:
+    """Say which item could not be read, and that another is taken."""
+    logger.warning(
+        "corrupt   %s; another item takes its place. %s", item.name, item.reason.splitlines()[0]
     )
 
 
-def _gather_batches(
-    dataset: ArrayDataset, batches: Iterable[list[int]]
+def make_loader(
+    dataset: Dataset,
+    batches: Iterable[list[int]],
+    num_workers: int = 0,
+    *,
+    seed: int = 0,
+    on_corrupt: OnCorrupt = warn_of,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    for indices in batches:
-        yield dataset.gather(torch.tensor(indices, dtype=torch.int64))
+    """Return an iterator of (images [B,C,H,W], labels int64 [B]), in the order of `batches`.
+
+    Images in memory (a data set with `gather`) are indexed directly, with no worker, since one
+    would only copy them. All others are read by `num_workers` processes, which live as long as
+    the iterator, each two batches ahead, into pinned memory where there is a GPU. Nothing is read
+    or started before the first batch is asked for. Draws nothing from the global generators.
+
+    Args:
+        dataset: items (image, label); `item_name(index)`, if it has that, names one in a message.
+        batches: lists of indices.
+        num_workers: 0 reads in this process.
+        seed: decides, with its index, what replaces a corrupt item.
+        on_corrupt: called in this process, once for each corrupt item.
+
+    Raises:
+        ValueError: a negative num_workers; later, items of which no replacement can be read.
+        ChildProcessError: later, a worker died.
+    """
+    if num_workers < 0:
+        raise ValueError(
+            f"training.num_workers={num_workers} must be 0 (read in the training process) or more."
+        )
+    gather = getattr(dataset, "gather", None)
+    if gather is not None:
+        return (gather(torch.tensor(indices, dtype=torch.int64)) for indices in batches)
+    return _read_batches(BatchReader(dataset, seed), batches, num_workers, on_corrupt)
+
+
+def read_items(dataset: Dataset, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return (images [B,…], labels int64 [B]) of some items, read in this process.
+
+    As in `make_loader`, a corrupt item is told of and another takes its place.
+    """
+    images, labels, corrupt = BatchReader(dataset, seed=0)[indices]
+    for item in corrupt:
+        warn_of(item)
+    return _whole(images, labels, corrupt)
+
+
+class BatchReader(Dataset):
+    """Reads whole batches: item `indices` is (images [B,…], labels int64 [B], corrupt items).
+
+    Where an item and all of its replacements are corrupt, the images are None.
+    """
+
+    def __init__(self, dataset: Dataset, seed: int):
+        self.dataset, self.seed = dataset, seed
+        self.num_items = len(dataset)  # type: ignore[arg-type]
+
+    def __getitem__(
+        self, indices: Sequence[int]
+    ) -> tuple[Tensor | None, Tensor | None, list[CorruptItem]]:
+        corrupt: list[CorruptItem] = []
+        items = [self._read(index, corrupt) for index in indices]
+        whole = [item for item in items if item is not None]
+        if len(whole) < len(items):
+            return None, None, corrupt
+        images, labels = zip(*whole, strict=True)
+        return torch.stack(images), torch.tensor(labels, dtype=torch.int64), corrupt
+
+    def _read(self, index: int, corrupt: list[CorruptItem]) -> tuple[Tensor, int] | None:
+        """Return item `index`, or what replaces it; note what is corrupt."""
+        wanted = index
+        for number in range(MAX_TRIES):
+            found = read_item(self.dataset, wanted)
+            if not isinstance(found, CorruptItem):
+                return found
+            corrupt.append(found)
+            generator = make_generator("replacement", self.seed, index, number)
+            wanted = int(torch.randint(self.num_items, (), generator=generator))
+        return None
+
+
+def read_item(dataset: Dataset, index: int) -> tuple[Tensor, int] | CorruptItem:
+    """Return an item, or what is wrong with it."""
+    try:
+        return dataset[index]
+    except (ValueError, OSError) as error:
+        name_of = getattr(dataset, "item_name", "item {}".format)
+        return CorruptItem(index, name_of(index), str(error))
+
+
+@contextmanager
+def told_of_dead_workers() -> Iterator[None]:
+    """Turn what torch raises when a loader's worker died into one line that says so.
+
+    Raises:
+        ChildProcessError: a worker died.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise ChildProcessError(
+            f"a process that reads the data died ({str(error).strip().splitlines()[0]}). It is "
+            "often killed for want of memory, or of shared memory (/dev/shm): lower "
+            "training.num_workers or training.batch_size. The last checkpoint is kept; continue "
+            "with resume=latest."
+        ) from error
+
+
+def _read_batches(
+    reader: BatchReader,
+    batches: Iterable[list[int]],
+    num_workers: int,
+    on_corrupt: OnCorrupt,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    # With batch_size=None what the sampler gives, a list of indices, is handed to the reader.
+    loader = DataLoader(
+        reader,
+        sampler=batches,
+        batch_size=None,
+        num_workers=num_workers,
+        collate_fn=_as_it_is,
+        pin_memory=torch.cuda.is_available(),
+        worker_init_fn=_leave_signals_to_the_run,
+        # DataLoader draws its workers' seed, else from the global generator.
+        generator=make_generator("workers"),
+    )
+    told: set[int] = set()
+    with told_of_dead_workers():
+        for images, labels, corrupt in loader:
+            for item in corrupt:
+                if item.index not in told:
+                    told.add(item.index)
+                    on_corrupt(item)
+            yield _whole(images, labels, corrupt)
+
+
+def _whole(
+    images: Tensor | None, labels: Tensor | None, corrupt: list[CorruptItem]
+) -> tuple[Tensor, Tensor]:
+    if images is None or labels is None:
+        raise ValueError(
+            f"{MAX_TRIES} items in a row cannot be read, among them {corrupt[-1].name} "
+            f"({corrupt[-1].reason}). Look whether the disk or the folder is there."
+        )
+    return images, labels
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _leave_signals_to_the_run(worker: int) -> None:
+    """Ctrl-C and clusters signal every process; a worker that dies of it takes the run along,
+    before it could save.
+
+    Workers end when the run closes them or is gone. One that hangs in a read is ended by torch
+    with SIGTERM, of which therefore only the first is passed over.
+    """
+    for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tread_zoo.data.dataset import ArrayDataset
 from tread_zoo.seeding import make_generator
 
 
@@ -33,3 +34,33 @@ def split_held_out(labels: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
     is_held_out = torch.zeros(num_items, dtype=torch.bool)
     is_held_out[chosen] = True
     return (~is_held_out).nonzero().squeeze(1), is_held_out.nonzero().squeeze(1)
+
+
+def choose_parts(
+    train: ArrayDataset, test: ArrayDataset, held_out: float | None
+) -> tuple[ArrayDataset, ArrayDataset | None]:
+    """Return what is trained on and what is held out, of a set that has a test part of its own.
+
+    held_out: None holds out `test`; a fraction is split off `train` instead, and `test` left alone.
+    """
+    if held_out is None:
+        return train, test
+    kept, split_off = split_held_out(train.labels, held_out)
+    return (
+        ArrayDataset(*train.gather(kept)),
+        ArrayDataset(*train.gather(split_off)) if len(split_off) else None,
+    )
+
+
+def choose_num_classes(num_classes: int | None, own: int) -> int:
+    """Return the number of classes of a set with `own`: None keeps them, 0 drops the labels.
+
+    Raises:
+        ValueError: another number.
+    """
+    if num_classes not in (None, 0, own):
+        raise ValueError(
+            f"data.num_classes={num_classes!r}: the set has {own} classes. Leave it out, or set 0 "
+            "to train without labels."
+        )
+    return own if num_classes is None else num_classes

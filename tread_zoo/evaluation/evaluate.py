@@ -1,6 +1,6 @@
 """Score a backbone's samples against real images, with the protocol beside each number."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tread_zoo.backbone import Backbone
-from tread_zoo.data import ArrayDataset, ImageData, to_model_range, to_uint8
+from tread_zoo.data import ArrayDataset, ImageData
+from tread_zoo.data.codec import PixelCodec
+from tread_zoo.data.loader import read_items
 from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, generate
 from tread_zoo.errors import unknown_name
 from tread_zoo.evaluation.agreement import digits_agreement, digits_agreement_reference
@@ -20,11 +22,18 @@ from tread_zoo.evaluation.features import (
     load_features,
 )
 from tread_zoo.evaluation.flops import count_sampling
-from tread_zoo.evaluation.metrics import METRICS, check_extractor, is_file, score
+from tread_zoo.evaluation.metrics import (
+    METRICS,
+    check_extractor,
+    check_scoring,
+    is_file,
+    score,
+)
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
 
 HELD_OUT_IMAGES = 512  # of the held-out loss
+DECODED_AT_ONCE = 1000  # stored latents that are in memory while a reference is decoded
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,7 @@ class EvaluationOptions:
         seed: of the samples.
         batch_size: images at a time.
         inception_weights: file of the Inception weights; null looks in torch's hub folder.
+        num_reference: real images to compare with, evenly spaced in their part; null takes all.
 
     Raises:
         ValueError: a value that cannot work.
@@ -52,6 +62,7 @@ class EvaluationOptions:
     seed: int
     batch_size: int
     inception_weights: str | None = None
+    num_reference: int | None = None
 
     def __post_init__(self) -> None:
         check_extractor("evaluation.extractor", self.extractor, ("auto",))
@@ -63,6 +74,11 @@ class EvaluationOptions:
         for name in ("num_images", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"evaluation.{name}={getattr(self, name)} must be at least 1.")
+        if self.num_reference is not None and self.num_reference < 1:
+            raise ValueError(
+                f"evaluation.num_reference={self.num_reference} must be at least 1, or null for "
+                "every image of the part."
+            )
 
 
 def evaluate(
@@ -74,6 +90,8 @@ def evaluate(
     *,
     precision: str = "fp32",
     weak: Backbone | None = None,
+    real: Mapping[str, float] | None = None,
+    cache: Path | None = None,
 ) -> dict[str, Any]:
     """Sample, score, and return `{"values": …, "real": …, "protocol": …}`.
 
@@ -81,9 +99,11 @@ def evaluate(
     sampler can hope for. For digits, `agreement` is the share of samples that a classifier trained
     on real digits reads as the label they were asked for. Without Inception's weights,
     `extractor=auto` leaves the distances of other data out and says why in `not_scored`.
+    Where the model works on latents, samples and real latents are decoded, and images are compared.
 
     `protocol["sampling"]` is what `sampling_record` returns. `weak` is the weak network of
-    guidance=auto.
+    guidance=auto. Scoring the same data again, `real` is what an earlier record says of real
+    images, which is then not measured anew, and `cache` a folder for their features (see `score`).
 
     Raises:
         ValueError: the reference is missing, there are too few images, or weights are absent.
@@ -94,7 +114,20 @@ def evaluate(
     settings = sampling_record(backbone, objective, sampling, weak=weak)
     indices = range(options.num_images)
     labels = default_labels(indices, backbone.num_classes)
-    samples = to_uint8(
+    record: dict[str, Any] = {"values": {}, "real": dict(real or {})}
+    decoded = "" if isinstance(data.codec, PixelCodec) else ", decoded latents"
+    record["protocol"] = {
+        "data": data.name,
+        "reference": f"{options.reference}{decoded}",
+        "labels": "i mod num_classes" if backbone.num_classes else "none",
+        "sampling": settings,
+        "precision": precision,
+    }
+    if not data.codec.has_pixels:
+        record["not_scored"] = "latents are not images: name their autoencoder with data.vae=…"
+        return record
+    device = next(backbone.parameters()).device
+    samples = data.codec.to_pixels(
         generate(
             backbone,
             objective,
@@ -105,34 +138,44 @@ def evaluate(
             batch_size=options.batch_size,
             precision=precision,
             weak=weak,
-        )
+        ),
+        device=device,
     )
-    record: dict[str, Any] = {"values": {}, "real": {}}
-    record["protocol"] = {
-        "data": data.name,
-        "reference": options.reference,
-        "labels": "i mod num_classes" if backbone.num_classes else "none",
-        "sampling": settings,
-        "precision": precision,
-    }
     if data.name == "digits" and labels is not None and samples.shape[1:] == (1, 8, 8):
         record["values"]["agreement"] = digits_agreement(samples, labels)
         record["real"]["agreement"] = digits_agreement_reference()
     elif labels is not None and is_file(options.extractor):
         record["values"]["agreement"] = classifier_agreement(options.extractor, samples, labels)
-        if data.held_out is not None:
-            unseen, true = stack_part(data.held_out, len(data.held_out))  # type: ignore[arg-type]
+        if data.held_out is not None and real is None:
+            unseen = stack_images(data, data.held_out, options.num_reference, device)
+            true = stack_labels(data.held_out, options.num_reference)
             record["real"]["agreement"] = classifier_agreement(options.extractor, unseen, true)
     extractor = _choose_extractor(options, data, record)
     if extractor is not None and options.metrics:
-        real = stack_images(reference)
-        scored = _score(samples, real, extractor, options)
+        others = stack_images(data, reference, options.num_reference, device)
+        scored = _score(samples, others, extractor, options, cache)
         record["values"] |= scored.pop("values")
         record["protocol"] |= scored
-        if options.reference == "train" and data.held_out is not None:
-            unseen = stack_images(data.held_out)
-            record["real"] |= _score(unseen, real, extractor, options)["values"]
+        if options.reference == "train" and data.held_out is not None and real is None:
+            unseen = stack_images(data, data.held_out, options.num_reference, device)
+            record["real"] |= _score(unseen, others, extractor, options, cache)["values"]
     return record
+
+
+def check_evaluation(options: EvaluationOptions, data: ImageData) -> None:
+    """Raise `ValueError` if samples like `data` cannot be scored so; no image is drawn or read."""
+    reference = data.train if options.reference == "train" else data.held_out
+    if reference is None:
+        raise ValueError(f"evaluation.reference=held_out, but {data.name} has no held-out part.")
+    extractor = _choose_extractor(options, data, {})
+    if extractor is None or not options.metrics or not isinstance(data.codec, PixelCodec):
+        return  # the size of decoded images is known once one is decoded
+    one = torch.zeros(1, data.channels, *data.image_size, dtype=torch.uint8)
+    generated, real = (
+        one.expand(count, -1, -1, -1)
+        for count in (options.num_images, len(reference))  # type: ignore[arg-type]
+    )
+    check_scoring(generated, real, extractor, options.metrics, options.inception_weights)
 
 
 @torch.no_grad()
@@ -238,13 +281,19 @@ def held_out_loss(
     images, labels = stack_part(data.held_out, HELD_OUT_IMAGES)
     device = next(backbone.parameters()).device
     y = labels.to(device) if backbone.num_classes else None
-    x = to_model_range(images.to(device))
+
+    def network(x_t: Tensor, t: Tensor) -> Tensor:
+        return backbone(x_t, t, y)
+
     losses, levels = [], []
     for number in range(num_draws):
         parts = (seed,) if number == 0 else (seed, number)
-        draw = objective.draw(images.shape, make_generator("held_out", *parts)).to(device)
+        generator = make_generator("held_out", *parts)
+        draw = objective.draw(data.codec.model_shape(images.shape), generator).to(device)
+        noise = data.codec.draw(images.shape, generator)
+        x = data.codec.to_model(images, device=device, noise=noise)
         with autocast(device, precision):
-            losses.append(objective.loss(lambda x_t, t: backbone(x_t, t, y), x, draw).float())
+            losses.append(objective.loss(network, x, draw).float())
         levels.append(draw.level)
     by_level = torch.cat(losses)[torch.cat(levels).argsort()]
     fourths = [float(part.mean()) for part in by_level.tensor_split(4)]
@@ -252,17 +301,42 @@ def held_out_loss(
 
 
 def stack_part(dataset: Dataset, count: int) -> tuple[Tensor, Tensor]:
-    """Return the first `count` images uint8 [n, C, H, W] of a data set and their labels [n]."""
+    """Return the first `count` items of a data set as stored [n, …] and their labels [n]."""
     if isinstance(dataset, ArrayDataset):
         return dataset.images[:count], dataset.labels[:count]
     size = min(count, len(dataset))  # type: ignore[arg-type]
-    items = [dataset[index] for index in range(size)]
-    return torch.stack([image for image, _ in items]), torch.tensor([label for _, label in items])
+    return read_items(dataset, range(size))
 
 
-def stack_images(dataset: Dataset) -> Tensor:
-    """Return all images of a data set, uint8 [N, C, H, W]."""
-    return stack_part(dataset, len(dataset))[0]  # type: ignore[arg-type]
+def stack_images(data: ImageData, part: Dataset, count: int | None, device: torch.device) -> Tensor:
+    """Return `count` evenly spaced images of a part of `data`, uint8 [n, C, H, W]; None: all.
+
+    Latents are decoded on `device`, some at a time.
+    """
+    chosen = _spread(len(part), count)  # type: ignore[arg-type]
+    if isinstance(part, ArrayDataset):
+        return part.images if len(chosen) == len(part) else part.images[chosen]
+    if isinstance(data.codec, PixelCodec):
+        return read_items(part, chosen)[0]
+    groups = [chosen[i : i + DECODED_AT_ONCE] for i in range(0, len(chosen), DECODED_AT_ONCE)]
+    stored = (read_items(part, group)[0] for group in groups)
+    models = (data.codec.to_model(some, device=device) for some in stored)
+    return torch.cat([data.codec.to_pixels(x, device=device) for x in models])
+
+
+def stack_labels(part: Dataset, count: int | None) -> Tensor:
+    """Return the labels [n] of the images that `stack_images` returns."""
+    chosen = _spread(len(part), count)  # type: ignore[arg-type]
+    labels = getattr(part, "labels", None)
+    if labels is None:
+        labels = [part[index][1] for index in range(len(part))]  # type: ignore[arg-type]
+    return torch.as_tensor(labels)[chosen]
+
+
+def _spread(size: int, count: int | None) -> list[int]:
+    """Return `count` indices, evenly spaced over 0 … size - 1; None or more than there are: all."""
+    count = size if count is None else min(count, size)
+    return [index * size // count for index in range(count)]
 
 
 def _choose_extractor(
@@ -284,15 +358,20 @@ def _choose_extractor(
 
 
 def _score(
-    samples: Tensor, real: Tensor, extractor: str, options: EvaluationOptions
+    samples: Tensor,
+    reference: Tensor,
+    extractor: str,
+    options: EvaluationOptions,
+    cache: Path | None,
 ) -> dict[str, Any]:
     return score(
         samples,
-        real,
+        reference,
         extractor=extractor,
         metrics=options.metrics,
         seed=options.seed,
         batch_size=options.batch_size,
         inception_weights=options.inception_weights,
         device="cuda" if torch.cuda.is_available() else "cpu",
+        cache=cache,
     )

@@ -91,18 +91,38 @@ def count_sampling(
     Raises:
         ValueError: options that do not fit the network or the objective.
     """
-    calls: list[int] = []
-    generate(
-        _stand_in(backbone, calls),
-        objective,
-        options,
-        indices=[0],
-        labels=default_labels([0], backbone.num_classes),
-        seed=0,
-        batch_size=1,
-        weak=None if weak is None else _stand_in(weak, calls),
-    )
-    return SamplingCost(len(calls), sum(calls))
+    return SamplingCounter(backbone, objective, weak=weak).count(options)
+
+
+class SamplingCounter:
+    """`count_sampling` for several options of the same networks; a kind of call is traced once."""
+
+    def __init__(
+        self, backbone: Backbone, objective: Objective, *, weak: Backbone | None = None
+    ) -> None:
+        self._calls: list[int] = []
+        self._backbone = _stand_in(backbone, self._calls)
+        self._weak = None if weak is None else _stand_in(weak, self._calls)
+        self._objective = objective
+
+    def count(self, options: SamplingOptions) -> SamplingCost:
+        """Return what sampling one image with `options` costs.
+
+        Raises:
+            ValueError: options that do not fit the network or the objective.
+        """
+        self._calls.clear()
+        generate(
+            self._backbone,
+            self._objective,
+            options,
+            indices=[0],
+            labels=default_labels([0], self._backbone.num_classes),
+            seed=0,
+            batch_size=1,
+            weak=self._weak,
+        )
+        return SamplingCost(len(self._calls), sum(self._calls))
 
 
 def _stand_in(network: Backbone, calls: list[int]) -> Backbone:

@@ -12,6 +12,7 @@ isc, isc_std: exp of the mean KL of the class given an image from the class at l
 Dimensions: N generated images, M reference images, C channels, H height, W width.
 """
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -64,13 +65,16 @@ def score(
     batch_size: int = 64,
     inception_weights: str | None = None,
     device: Literal["cpu", "cuda"] = "cpu",
+    cache: Path | None = None,
 ) -> dict[str, object]:
     """Return a record: the values and all that they depend on.
 
     generated uint8 [N,C,H,W], reference uint8 [M,C,H,W]; grey images (C = 1) are repeated to 3
     channels. `seed` chooses the subsets of kid and the parts of isc. kid's subsets have 1000
-    images, or all of the smaller set where it has fewer: the size is in the record. Nothing is
-    cached on disk, and the global random numbers are left as they were.
+    images, or all of the smaller set where it has fewer: the size is in the record. The
+    features of the reference are kept in the folder `cache` and taken from there where its images
+    and the extractor are the same; None keeps nothing. Only a folder of one's own will do: its
+    files are pickles. The global random numbers are left as they were.
 
     The record: values {name: float}, extractor (name@hash of its weights), num_generated,
     num_reference, image_size [H, W], channels, seed, kid_subset_size (None without kid),
@@ -110,7 +114,9 @@ def score(
             cuda=device == "cuda",
             batch_size=batch_size,
             rng_seed=seed,
-            cache=False,
+            cache=cache is not None,
+            cache_root=None if cache is None else str(cache),
+            input2_cache_name=None if cache is None else _content_name(reference),
             save_cpu_ram=True,
             verbose=False,
         )
@@ -141,6 +147,21 @@ def check_extractor(field: str, extractor: str, others: Sequence[str] = ()) -> N
         raise unknown_name(field, extractor, (*others, *EXTRACTORS))
 
 
+def check_scoring(
+    generated: Tensor,
+    reference: Tensor,
+    extractor: str,
+    metrics: Sequence[str],
+    inception_weights: str | None = None,
+) -> None:
+    """Raise ValueError where the two sets cannot be scored against each other; see `score`.
+
+    Only dtypes and shapes are looked at, and whether the extractor's weights are there.
+    """
+    _check_images(generated, reference, extractor, metrics)
+    _prepare_extractor(extractor, inception_weights)
+
+
 class _RgbImages(Dataset):
     """Images uint8 [N,C,H,W] as torch-fidelity wants them: items uint8 [3,H,W]."""
 
@@ -152,6 +173,12 @@ class _RgbImages(Dataset):
 
     def __getitem__(self, index: int) -> Tensor:
         return self.images[index].expand(3, -1, -1)
+
+
+def _content_name(images: Tensor) -> str:
+    """Return a name that only these images have."""
+    digest = hashlib.sha256(images.cpu().contiguous().numpy().tobytes())
+    return f"{'x'.join(map(str, images.shape))}-{digest.hexdigest()}"
 
 
 def _prepare_extractor(extractor: str, inception_weights: str | None) -> tuple[str, Path]:

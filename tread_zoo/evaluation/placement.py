@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tread_zoo.backbone import Backbone, Layout, Streams
-from tread_zoo.data import ImageData, to_model_range
+from tread_zoo.data import PIXELS, Codec, ImageData
 from tread_zoo.diffusion import Draw, Objective, default_labels
 from tread_zoo.diffusion.samplers import Euler, Problem, initial_noise
 from tread_zoo.errors import unknown_name
@@ -117,8 +117,9 @@ def probe_placement(
         part, kind = (data.held_out, "held-out") if held_out else (data.train, "training")
         source = f"{kind} images of {data.name}"
     levels, num_images, states = token_states(
-        backbone, objective, part, options, precision=precision
-    )
+        backbone, objective, part, options,
+        precision=precision, codec=PIXELS if data is None else data.codec,
+    )  # fmt: skip
     each = torch.stack([similarity(found, options.measure) for found in states])
     mean = each.mean(dim=0)
     changes = (1 - mean.diagonal(offset=1)).tolist()
@@ -147,11 +148,13 @@ def token_states(
     options: PlacementOptions,
     *,
     precision: str = "fp32",
+    codec: Codec = PIXELS,
 ) -> tuple[list[float], int, list[Tensor]]:
     """Return the noise levels, the number of images, and for each level the states [S, n, D],
     float32 on the CPU.
 
-    Extra tokens are left out: they are never routed. `dataset` None starts from noise.
+    Extra tokens are left out: they are never routed. `dataset` None starts from noise. `codec` is
+    the data's; latents with moments are taken at their mean.
     """
     device = next(backbone.parameters()).device
     levels = objective.levels(options.num_levels)
@@ -174,7 +177,7 @@ def token_states(
                 problem = Problem(drift, objective, lambda step, own=noise: own)  # type: ignore[misc]
                 Euler()(problem, noise * objective.initial_std, levels)
             else:
-                x = to_model_range(images[first : indices.stop].to(device))
+                x = codec.to_model(images[first : indices.stop], device=device)
                 for level in levels[:-1].tolist():
                     objective.loss(network, x, Draw(noise, noise.new_full((len(x),), level)))
         batches.append(seen)

@@ -14,7 +14,8 @@ class WeightAverage:
     """Keep a copy of a network whose parameters average those of the trained one.
 
     After step k (from 1): average += (1 - d_k) * (weights - average), with
-    d_k = min(decay, (1 + k) / (10 + k)), so that early averages forget the random start.
+    d_k = min(decay, (1 + k) / (10 + k)), so that early averages forget the random start. A step
+    that was skipped leaves them as they are.
 
     Args:
         network: copied; must not yet be wrapped by accelerate.
@@ -26,10 +27,15 @@ class WeightAverage:
         self.decay = decay
 
     @torch.no_grad()
-    def update(self, network: Backbone, step: int) -> None:
-        """Take in the weights after optimizer step `step`, counted from 1."""
+    def update(self, network: Backbone, step: int, applied: Tensor) -> None:
+        """Take in the weights after optimizer step `step`, counted from 1.
+
+        applied: scalar on the weights' device, 1, or 0 if the step was skipped.
+        """
         decay = min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(_local(self.network), _local(network), 1 - decay)
+        averages, weights = _local(self.network), _local(network)
+        share = applied * (1 - decay)
+        torch._foreach_lerp_(averages, weights, [share] * len(weights))
 
     @contextmanager
     def whole(self) -> Iterator[Backbone | None]:

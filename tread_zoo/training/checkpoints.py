@@ -4,17 +4,19 @@
         model.safetensors       weights
         ema.safetensors         averaged weights, which are sampled and scored
         optimizer.safetensors   `<parameter>.<state>` tensors
-        checkpoint.json         step, backbone, objective, data facts, sha256 of the files above
+        checkpoint.json         step, backbone, objective, data facts, sha256 of all of these
 
 A checkpoint exists once its folder has its final name; a crash or a full disk on the way leaves the
-one before untouched.
+one before untouched. Folders that begin with a dot are what it left; the next save clears them.
 """
 
+import errno
 import hashlib
 import json
 import logging
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tread_zoo.backbone import Backbone
+from tread_zoo.plain import check_plain
 from tread_zoo.registry import create_backbone
 from tread_zoo.training.sharding import slice_like
 
@@ -32,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 META_NAME = "checkpoint.json"
+META_CHECKSUM = "checkpoint_sha256"
 
 
 class CheckpointError(ValueError):
@@ -68,6 +72,8 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint of `meta["step"]`, then delete all but the newest `keep`.
 
+    The newest one before which no step was skipped (`meta["skipped_steps"]`) is kept beside them.
+
     Raises:
         CheckpointError: it could not be written; nothing half-written is left, older ones stay.
     """
@@ -75,29 +81,32 @@ def save_checkpoint(
     final = folder / f"step_{meta['step']:08d}"
     partial = folder / f".partial_{final.name}"
     try:
-        shutil.rmtree(partial, ignore_errors=True)
+        _clear_leftovers(folder)
         partial.mkdir(parents=True)
         checksums = {}
         for part, tensors in parts.items():
             file = partial / f"{part}.safetensors"
             save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
             checksums[file.name] = _checksum(file)
-        text = json.dumps({"format": FORMAT, **meta, "sha256": checksums}, indent=2)
+        meta = {"format": FORMAT, **meta, "sha256": checksums}
+        text = json.dumps({**meta, META_CHECKSUM: _meta_checksum(meta)}, indent=2)
         (partial / META_NAME).write_text(text)
         _sync(partial)
         if final.exists():  # the same step, saved again after a resume
-            shutil.rmtree(final)
+            _put_aside(final)
         os.rename(partial, final)
+        _sync_entries(folder)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        _clear_leftovers(folder)
         older = _folders(folder)
         kept = f"{older[-1]} is intact" if older else "there is no earlier checkpoint"
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "Free some space" if full or _is_full(folder) else "Make the folder writable"
         raise CheckpointError(
-            f"could not save {final}: {error}. Nothing half-written is left; {kept}. Free some "
-            "space and continue with resume=latest."
+            f"could not save {final}: {error}. Nothing half-written is left; {kept}. {remedy} "
+            "and continue with resume=latest."
         ) from error
-    for old in _folders(folder)[:-keep]:
-        shutil.rmtree(old)
+    _rotate(folder, keep)
     return final
 
 
@@ -227,6 +236,42 @@ def _folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_*") if path.is_dir())
 
 
+def _rotate(folder: Path, keep: int) -> None:
+    """Delete all but the newest `keep` and the newest that was saved while all was well.
+
+    What cannot be deleted stays, with a warning: the new checkpoint is there all the same.
+    """
+    folders = _folders(folder)
+    sound = next((path for path in reversed(folders) if _no_step_was_skipped(path)), None)
+    try:
+        for old in folders[:-keep]:
+            if old != sound:
+                _put_aside(old)
+        _clear_leftovers(folder)
+    except OSError as error:
+        logger.warning("an old checkpoint could not be deleted: %s", error)
+
+
+def _no_step_was_skipped(path: Path) -> bool:
+    """Return whether all went well between this checkpoint and the one before."""
+    try:
+        skipped = json.loads((path / META_NAME).read_text()).get("skipped_steps")
+        return not (skipped and skipped["since_last"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return False
+
+
+def _put_aside(path: Path) -> None:
+    """Give a checkpoint a name that none has, at once: deleting its files takes a while."""
+    os.rename(path, path.with_name(f".removed_{path.name}"))
+
+
+def _clear_leftovers(folder: Path) -> None:
+    """Delete what is half-written or half-deleted."""
+    for path in (*folder.glob(".partial_*"), *folder.glob(".removed_*")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def _verify(path: Path) -> Checkpoint:
     """Return the checkpoint in `path` if every file is what it was when it was saved."""
     advice = "Use another checkpoint of the run, or train again."
@@ -236,10 +281,16 @@ def _verify(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} is no checkpoint: {error}. {advice}") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {META_NAME} is no JSON. {advice}") from error
-    if meta.get("format") != FORMAT:
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        found = meta.get("format") if isinstance(meta, dict) else None
+        raise CheckpointError(f"{path} has format {found!r}; this version reads {FORMAT}. {advice}")
+    own = meta.pop(META_CHECKSUM, None)  # checkpoints of earlier versions have none
+    if own is not None and own != _meta_checksum(meta):
         raise CheckpointError(
-            f"{path} has format {meta.get('format')!r}; this version reads {FORMAT}. {advice}"
+            f"{path} is damaged: {META_NAME} differs from what was saved (sha256). {advice} If you "
+            f"changed it yourself, remove {META_CHECKSUM} from it."
         )
+    check_plain(meta, str(path / META_NAME))
     for name, expected in meta["sha256"].items():
         if not (path / name).exists():
             raise CheckpointError(f"{path} is damaged: {name} is missing. {advice}")
@@ -255,11 +306,36 @@ def _checksum(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def _meta_checksum(meta: dict[str, Any]) -> str:
+    """Return the sha256 of all that `checkpoint.json` says but this itself."""
+    as_read = json.loads(json.dumps(meta))
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
+
+
 def _sync(folder: Path) -> None:
     """Wait until the folder's files are on the disk, so that the rename cannot outrun them."""
     for file in folder.iterdir():
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
+    _sync_entries(folder)
+
+
+def _sync_entries(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, where the system can wait for that."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _is_full(folder: Path) -> bool:
+    """Return whether hardly anything is left: safetensors says that writing failed, not why."""
+    try:
+        return shutil.disk_usage(folder).free < 1 << 20
+    except OSError:
+        return False
 
 
 def _differences(name: str, old: Any, new: Any) -> list[str]:

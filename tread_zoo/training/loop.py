@@ -11,12 +11,15 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from tread_zoo.data import told_of_dead_workers
 from tread_zoo.kernels import set_forms
 from tread_zoo.routing import resolve_routes
 from tread_zoo.runtime import autocast, resolve_device, resolve_precision
@@ -32,10 +35,14 @@ from tread_zoo.training.checkpoints import (
     save_checkpoint,
 )
 from tread_zoo.training.compiling import check_compiler, compile_blocks
+from tread_zoo.training.corruption import CorruptItems
 from tread_zoo.training.options import TrainingOptions
 from tread_zoo.training.parts import Parts, StepDraw, build_parts, draw_step
+from tread_zoo.training.ranks import told_when_one_is_lost
 from tread_zoo.training.reporting import Reporter, Window
+from tread_zoo.training.saving import SaveAttempts
 from tread_zoo.training.sharding import place, prepare, sharding_asked_for, whole_tensors
+from tread_zoo.training.skipping import StepGuard, gradient_norm, spoil, whole_norm
 from tread_zoo.training.slurm import join_slurm_step
 from tread_zoo.training.stopping import StopSignals
 from tread_zoo.training.trackers import check_tracker
@@ -85,8 +92,9 @@ def train(
 
     Raises:
         ValueError: a setting that cannot work, before anything is written.
-        CheckpointError: a checkpoint cannot be read or written.
+        CheckpointError: a checkpoint cannot be read, or not be written time and again.
         FloatingPointError: the loss is no longer finite.
+        ConnectionError: another process of the run is gone.
         Stopped: a signal asked to stop; the run was saved.
     """
     check_tracker(tracker["name"])
@@ -110,18 +118,19 @@ def train(
     accelerator = _make_accelerator(
         on,
         precision,
-        options.gradient_accumulation_steps,
+        options,
         blocks_may_idle=parts.routing.path_drop_probability > 0,
     )
-    run, step = _start(parts, accelerator, folder, checkpoint, precision, tracker)
-    with StopSignals(accelerator) as stop:
-        _run_steps(run, step, stop)
-    with run.average.whole() as averaged:
-        if run.reporter and averaged is not None:
-            run.reporter.finish(averaged, options.num_steps)
-            run.reporter.close()
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+    with StopSignals() as stop, told_when_one_is_lost(accelerator):
+        run, step = _start(parts, accelerator, folder, checkpoint, precision, tracker)
+        with stop.deferred():
+            _run_steps(run, step, stop)
+        with run.average.whole() as averaged:
+            if run.reporter and averaged is not None:
+                run.reporter.finish(averaged, options.num_steps)
+                run.reporter.close()
+        accelerator.wait_for_everyone()
+        accelerator.end_training()
     return folder
 
 
@@ -135,6 +144,8 @@ class Run:
     optimizer: torch.optim.Optimizer
     stepper: Any  # the optimizer as accelerate wraps it
     average: WeightAverage
+    guard: StepGuard
+    saves: SaveAttempts
     folder: Path
     reporter: Reporter | None
 
@@ -170,58 +181,70 @@ def _start(
     model, stepper = prepare(network, optimizer, accelerator)
     if checkpoint is not None and accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(checkpoint.meta["scaler"])
+    guard = StepGuard(
+        optimizer,
+        accelerator,
+        min(parts.options.max_skipped_in_a_row, parts.options.num_steps),
+        None if checkpoint is None else checkpoint.meta.get("skipped_steps"),
+    )
+    saves = SaveAttempts(accelerator)
     parts.check_batches(accelerator.num_processes)
     accelerator.wait_for_everyone()  # all have read what is there; now it may change
     reporter = None
     if accelerator.is_main_process:
         fresh, parts_shown = checkpoint is None, replace(parts, backbone=shown)
+        parts.data.codec.prepare(accelerator.device)
         reporter = Reporter(
             parts_shown, folder, precision=precision, step=step, fresh=fresh, tracker=tracker
         )
         reporter.begin(accelerator.device, accelerator.num_processes, origin)
-    return Run(parts, accelerator, model, optimizer, stepper, average, folder, reporter), step
+    run = Run(
+        parts, accelerator, model, optimizer, stepper, average, guard, saves, folder, reporter
+    )
+    return run, step
 
 
+@told_of_dead_workers()
 def _run_steps(run: Run, step: int, stop: StopSignals) -> None:
     """Train from optimizer step `step` to the last, leaving numbers, samples and checkpoints."""
     options, accelerator, reporter = run.parts.options, run.accelerator, run.reporter
-    batches = run.parts.batches(accelerator.process_index, accelerator.num_processes, step)
+    rank, num_ranks = accelerator.process_index, accelerator.num_processes
+    corrupt = CorruptItems.of_run(run.parts, accelerator, run.folder, resumed=step > 0)
+    batches = run.parts.batches(rank, num_ranks, step, corrupt.add)
     window = Window()
     while step < options.num_steps:
         rate = options.learning_rate_at(step)
         norm = _optimize(run, batches, step, rate, window)
         step += 1
-        run.average.update(run.parts.backbone, step)
+        run.average.update(run.parts.backbone, step, run.guard.applied)
 
-        last, stopping = step == options.num_steps, stop.requested()
+        last, stopping = step == options.num_steps, stop.requested(accelerator)
         if last or step % options.log_every == 0:
-            values = window.close(accelerator, step) | {"learning_rate": rate}
-            if norm is not None:
-                values["grad_norm"] = float(norm)
+            faults = run.guard.check(step) | corrupt.settle()
+            values = window.close(accelerator) | {"learning_rate": rate, "grad_norm": float(norm)}
             if reporter:
-                reporter.numbers(step, values)
+                reporter.numbers(step, values | faults)
         if last or _due(step, options.sample_every):
             with run.average.whole() as averaged:
                 if reporter and averaged is not None:
                     reporter.samples(averaged, step)
             window.restart()
         if last or stopping or _due(step, options.checkpoint_every):
-            _save(run, step)
-            accelerator.wait_for_everyone()
+            run.saves.attempt(partial(_save, run, step), must=last or stopping)
             window.restart()
         if reporter:
             reporter.bar.update(1)
-        if stopping and not last:
+        if stopping:
             if reporter:
                 reporter.close()
-            stop.leave(f"{run.folder} at step {step}; continue with resume=latest")
+            stop.leave(f"{run.folder} at step {step}; continue with resume=latest", accelerator)
 
 
 def _optimize(
     run: Run, batches: Iterator[tuple[Tensor, Tensor]], step: int, rate: float, window: Window
-) -> Tensor | None:
-    """Do optimizer step `step`, counted from 0; return the gradient's norm if it was clipped."""
-    options, accelerator, norm = run.parts.options, run.accelerator, None
+) -> Tensor:
+    """Do optimizer step `step`, counted from 0; return the gradient's norm before clipping."""
+    options, accelerator, norm = run.parts.options, run.accelerator, torch.tensor(torch.nan)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
     for micro in range(options.gradient_accumulation_steps):
@@ -235,13 +258,24 @@ def _optimize(
         )
         with accelerator.accumulate(run.model):
             loss = loss_of(run.model, run.parts, drawn)
-            accelerator.backward(loss)
-            if accelerator.sync_gradients and options.max_grad_norm:
-                norm = accelerator.clip_grad_norm_(run.model.parameters(), options.max_grad_norm)
+            run.guard.see(loss)
+            accelerator.backward(spoil(loss))
+            if accelerator.sync_gradients:
+                norm = _clip(run)
+                run.guard.decide(norm)
             run.stepper.step()
             run.stepper.zero_grad()
         window.add(loss, len(drawn.images) * accelerator.num_processes)
     return norm
+
+
+def _clip(run: Run) -> Tensor:
+    """Clip the gradients, if that is asked for, and return the norm that they had, a scalar."""
+    parameters, limit = list(run.model.parameters()), run.parts.options.max_grad_norm
+    if limit:
+        return whole_norm(run.accelerator.clip_grad_norm_(parameters, limit))
+    run.accelerator.unscale_gradients(run.stepper)
+    return gradient_norm(parameters)
 
 
 def loss_of(model: torch.nn.Module, parts: Parts, drawn: StepDraw) -> Tensor:
@@ -264,11 +298,15 @@ def loss_of(model: torch.nn.Module, parts: Parts, drawn: StepDraw) -> Tensor:
 
 
 def _make_accelerator(
-    place: torch.device, precision: str, accumulation_steps: int, *, blocks_may_idle: bool
+    place: torch.device, precision: str, options: TrainingOptions, *, blocks_may_idle: bool
 ) -> "Accelerator":
     """Return the accelerator; where blocks may idle for a step, ranks that average gradients are
     told not to wait for theirs."""
-    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate import (
+        Accelerator,
+        DistributedDataParallelKwargs,
+        InitProcessGroupKwargs,
+    )
     from accelerate.state import AcceleratorState
 
     join_slurm_step()
@@ -277,8 +315,11 @@ def _make_accelerator(
     return Accelerator(
         cpu=place.type == "cpu",
         mixed_precision="no" if precision == "fp32" else precision,
-        gradient_accumulation_steps=accumulation_steps,
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=blocks_may_idle)],
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(find_unused_parameters=blocks_may_idle),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=options.timeout_s)),
+        ],
     )
 
 
@@ -332,6 +373,7 @@ def _due(step: int, every: int) -> bool:
 def _save(run: Run, step: int) -> None:
     """Save weights, averages, the optimizer's state and the settings; every rank must call this."""
     scaler, is_main = run.accelerator.scaler, run.accelerator.is_main_process
+    skipped = run.guard.state()
     tensors = {
         "model": run.parts.backbone.state_dict(),
         "ema": run.average.network.state_dict(),
@@ -343,7 +385,12 @@ def _save(run: Run, step: int) -> None:
     path = save_checkpoint(
         run.folder,
         parts,
-        {**run.parts.settings, "step": step, "scaler": scaler.state_dict() if scaler else None},
+        {
+            **run.parts.settings,
+            "step": step,
+            "scaler": scaler.state_dict() if scaler else None,
+            "skipped_steps": skipped,
+        },
         keep=run.parts.options.keep_checkpoints,
     )
     logger.info("%-9s %s", "saved", path)

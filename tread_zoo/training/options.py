@@ -1,11 +1,14 @@
 """The knobs of a training run, checked before any work is done."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from tread_zoo.errors import unknown_name
 
 SCHEDULES = ("constant", "linear", "cosine")
+# How a run meets faults; not part of what it computes, so a resumed run may have others.
+FAULTS = ("max_skipped_in_a_row", "timeout_s")
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,14 @@ class TrainingOptions:
             every block, n for blocks 0, n, 2n, … alone; false or 0 for none.
         compile: compile each block with torch.compile, at its first step.
         num_workers: loader processes, for data that is not in memory.
+        max_corrupt_share: share of the training images that may be unreadable, each replaced by
+            another; past it the run ends. 0 ends it at the first.
         log_every, sample_every, checkpoint_every: in optimizer steps; 0 switches samples or
             checkpoints on the way off (the last step always leaves both).
         keep_checkpoints: how many of the newest to keep.
+        max_skipped_in_a_row: steps whose loss or gradient is not finite are skipped; so many in a
+            row end the run.
+        timeout_s: seconds after which a process that waits for another gives up.
 
     Raises:
         ValueError: a value that cannot work, with the field's name.
@@ -55,15 +63,18 @@ class TrainingOptions:
     activation_checkpointing: bool | int
     compile: bool
     num_workers: int
+    max_corrupt_share: float
     log_every: int
     sample_every: int
     checkpoint_every: int
     keep_checkpoints: int
+    max_skipped_in_a_row: int
+    timeout_s: int
 
     def __post_init__(self) -> None:
         at_least_one = (
             "num_steps", "batch_size", "gradient_accumulation_steps", "log_every",
-            "keep_checkpoints",
+            "keep_checkpoints", "max_skipped_in_a_row", "timeout_s",
         )  # fmt: skip
         not_negative = ("warmup_steps", "num_workers", "sample_every", "checkpoint_every")
         for name in (*at_least_one, *not_negative):
@@ -87,12 +98,17 @@ class TrainingOptions:
             ("beta2", 0.0, 1.0),
             ("ema_decay", 0.0, 1.0),
             ("label_dropout", 0.0, 1.0),
+            ("max_corrupt_share", 0.0, 1.0),
         ):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not low <= value < high:
                 raise ValueError(f"training.{name}={value!r} must be a number in [{low}, {high}).")
         if self.schedule not in SCHEDULES:
             raise unknown_name("training.schedule", self.schedule, SCHEDULES)
+
+    def as_settings(self) -> dict[str, Any]:
+        """Return what decides what a run computes, as plain values."""
+        return {name: value for name, value in asdict(self).items() if name not in FAULTS}
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of optimizer step `step`, counted from 0."""

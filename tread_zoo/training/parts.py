@@ -4,15 +4,17 @@ B batch, C channels, H height, W width.
 """
 
 import json
+import logging
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tread_zoo.backbone import Backbone
-from tread_zoo.data import ImageData, StepBatches, build_data, make_loader, to_model_range
+from tread_zoo.data import ImageData, StepBatches, build_data, make_loader
+from tread_zoo.data.loader import OnCorrupt, warn_of
 from tread_zoo.diffusion import Draw, Objective, SamplingOptions, build_objective, build_sampling
 from tread_zoo.evaluation.evaluate import EvaluationOptions
 from tread_zoo.registry import create_backbone, get_backbone_entry
@@ -21,6 +23,8 @@ from tread_zoo.seeding import make_generator
 from tread_zoo.training.checkpoints import describe_backbone
 from tread_zoo.training.options import TrainingOptions
 from tread_zoo.training.restore import load_weak
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,14 @@ class Parts:
     settings: dict[str, Any]
     weak: Backbone | None = None
 
-    def batches(self, rank: int, num_ranks: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return (images uint8 [B,C,H,W], labels [B]) of every micro-step from `step` on."""
+    def batches(
+        self,
+        rank: int,
+        num_ranks: int,
+        step: int,
+        on_corrupt: OnCorrupt = warn_of,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return (images as stored, labels [B]) of every micro-step from `step` on."""
         micro_steps = self.options.gradient_accumulation_steps
         plan = StepBatches(
             len(self.data.train),  # type: ignore[arg-type]
@@ -54,7 +64,8 @@ class Parts:
             start_step=step * micro_steps,
             num_steps=max(step, self.options.num_steps) * micro_steps,
         )
-        return make_loader(self.data.train, plan, self.options.num_workers)
+        workers = self.options.num_workers
+        return make_loader(self.data.train, plan, workers, seed=self.seed, on_corrupt=on_corrupt)
 
     def check_batches(self, num_ranks: int) -> None:
         """Raise `ValueError` if the data cannot fill a batch on each rank."""
@@ -65,7 +76,7 @@ class Parts:
 class StepDraw:
     """The input of one micro-step, with all that is random in it, on the device."""
 
-    images: Tensor  # [B, C, H, W] in [-1, 1]
+    images: Tensor  # [B, C, H, W] as the model sees them: in [-1, 1], or normalised latents
     labels: Tensor | None  # [B], some replaced by the null label
     draw: Draw
     routes: tuple[Route | PendingRoute | PathDrop, ...]
@@ -97,6 +108,8 @@ def build_parts(
     scoring = EvaluationOptions(**evaluation)
     get_backbone_entry(backbone["name"])  # an unknown name fails before the data is read
     images = build_data(**data)
+    images.codec.check(flip=options.horizontal_flip)
+    _warn_of_deviation(built_objective, images)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(make_generator("weights", seed).initial_seed())
         network = create_backbone(
@@ -130,9 +143,10 @@ def build_parts(
             "channels": images.channels,
             "num_classes": images.num_classes,
             "num_images": len(images.train),  # type: ignore[arg-type]
+            **({"codec": images.codec.facts} if images.codec.facts else {}),
         },
-        "data_options": data,
-        "training": asdict(options),
+        "data_options": {**data, **images.codec.options},
+        "training": options.as_settings(),
         "sampler": sampler,
         "guidance": guidance,
         "evaluation": evaluation,
@@ -152,6 +166,16 @@ def build_parts(
     )
 
 
+def _warn_of_deviation(objective: Objective, data: ImageData) -> None:
+    """Say so where EDM is told of data with another deviation than standardized latents have."""
+    expected = getattr(objective, "sigma_data", 1.0)
+    if data.codec.facts.get("normalization") == "standardize" and expected != 1.0:
+        logger.warning(
+            "objective.sigma_data=%g, but these latents have a deviation of 1: set "
+            "objective.sigma_data=1", expected,
+        )  # fmt: skip
+
+
 def draw_step(
     parts: Parts,
     images: Tensor,
@@ -164,10 +188,11 @@ def draw_step(
 ) -> StepDraw:
     """Draw all that micro-step `micro_step` of a rank needs, from a generator of its own.
 
-    images uint8 [B, C, H, W] and labels int64 [B], on the CPU. Every rank draws for the images of
-    all of them, num_ranks B, and takes its own share: the same images get the same draws on
-    whatever number of ranks. The order of the draws is fixed: flips, dropped labels, noise level
-    and noise, kept ids; none depends on an option of another.
+    images as stored (uint8 [B, C, H, W]; see `parts.data.codec`) and labels int64 [B], on the CPU.
+    Every rank draws for the images of all of them, num_ranks B, and takes its own share: the same
+    images get the same draws on whatever number of ranks. The order of the draws is fixed: flips,
+    dropped labels, noise level and noise, kept ids, and last what the codec draws; none depends on
+    an option of another.
     Whether and how much is routed, and whether the step drops its paths, depends on the optimizer
     step alone, not on rank or micro-step: a path saves time only if none waits for another.
     """
@@ -176,22 +201,27 @@ def draw_step(
     step = micro_step // parts.options.gradient_accumulation_steps
     routing = parts.routing.at(step, parts.options.num_steps, parts.seed)
     generator = make_generator("train", parts.seed, 0, micro_step)  # 0: the same on every rank
-    batch, total = len(images), num_ranks * len(images)
-    own = slice(rank * batch, (rank + 1) * batch)
+    codec, batch, total = parts.data.codec, len(images), num_ranks * len(images)
+    own, stored = slice(rank * batch, (rank + 1) * batch), (total, *images.shape[1:])
     flipped = (torch.rand(total, generator=generator) < 0.5)[own]
     dropped = (torch.rand(total, generator=generator) < parts.options.label_dropout)[own]
-    draw = parts.objective.draw((total, *images.shape[1:]), generator)
+    draw = parts.objective.draw(codec.model_shape(stored), generator)
     routes = routing.drop_paths(
         routing.draw(total, parts.backbone.grid, generator),
         make_generator("path drop", parts.seed, step),
     )
-    if parts.options.horizontal_flip:
-        images = torch.where(flipped.view(-1, 1, 1, 1), images.flip(-1), images)
+    noise = codec.draw(stored, generator)
+    x = codec.to_model(
+        images,
+        device=device,
+        noise=None if noise is None else noise[own],
+        flip=flipped if parts.options.horizontal_flip else None,
+    )
     y = None
     if parts.backbone.num_classes:
         y = labels.masked_fill(dropped, parts.backbone.null_label).to(device)
     return StepDraw(
-        to_model_range(images.to(device)),
+        x,
         y,
         Draw(draw.noise[own], draw.level[own]).to(device),
         tuple(_own_rows(route, own).to(device) for route in routes),

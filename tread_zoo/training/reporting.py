@@ -2,9 +2,12 @@
 
 import json
 import logging
+import math
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +15,6 @@ import torch
 from torch import Tensor
 
 from tread_zoo.backbone import Backbone
-from tread_zoo.data import to_uint8
 from tread_zoo.diffusion import default_labels, generate
 from tread_zoo.evaluation.evaluate import describe_record, evaluate, held_out_loss
 from tread_zoo.evaluation.flops import count_flops, training_flops
@@ -63,9 +65,9 @@ class Reporter:
         if fresh:
             for name in ("checkpoints", "samples", "generated", "tensorboard", "wandb"):
                 shutil.rmtree(folder / name, ignore_errors=True)
-            for name in ("metrics.jsonl", "loss.png", "score.json", "wandb_id"):
+            for name in ("metrics.jsonl", "loss.png", "score.json", "wandb_id", "corrupt.txt"):
                 (folder / name).unlink(missing_ok=True)
-        (folder / "config.json").write_text(json.dumps(parts.settings, indent=2))
+        write_text(folder / "config.json", json.dumps(parts.settings, indent=2))
         self.trackers = build_trackers(
             tracker["name"], folder, step, parts.settings, tracker.get("project", "tread_zoo")
         )
@@ -108,7 +110,8 @@ class Reporter:
                 logger.info("%-9s %s", name, text)
 
     def numbers(self, step: int, values: dict[str, float]) -> None:
-        """Hand numbers to the trackers, and to the bar or the log."""
+        """Hand numbers that are finite to the trackers, and to the bar or the log."""
+        values = {name: value for name, value in values.items() if math.isfinite(value)}
         for tracker in self.trackers:
             tracker.log(step, values)
         text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
@@ -134,10 +137,12 @@ class Reporter:
             weak=parts.weak,
         )
         path = self.folder / "samples" / f"step_{step:08d}.png"
-        path.parent.mkdir(exist_ok=True)
-        save_grid(to_uint8(images), path)
-        for tracker in self.trackers:
-            tracker.image(step, "samples", path)
+        device = next(network.parameters()).device
+        with told_if_not_written(path):
+            path.parent.mkdir(exist_ok=True)
+            save_grid(parts.data.codec.to_pixels(images, device=device), path)
+            for tracker in self.trackers:
+                tracker.image(step, "samples", path)
         held_out = held_out_loss(
             network, parts.objective, parts.data, seed=HELD_OUT_SEED, precision=self.precision
         )
@@ -148,7 +153,8 @@ class Reporter:
         """Plot the losses and score the averaged weights."""
         self.bar.close()
         parts = self.parts
-        plot_losses(read_metrics(self.folder), self.folder / "loss.png")
+        with told_if_not_written(self.folder / "loss.png"):
+            plot_losses(read_metrics(self.folder), self.folder / "loss.png")
         record = evaluate(
             network,
             parts.objective,
@@ -168,7 +174,7 @@ class Reporter:
             record["held_out_loss_by_level"] = held_out[1]
             record["protocol"]["held_out_draws"] = HELD_OUT_DRAWS
         record["run"] = self.machine
-        (self.folder / "score.json").write_text(json.dumps(record, indent=2))
+        write_text(self.folder / "score.json", json.dumps(record, indent=2))
         values = {f"score/{name}": value for name, value in record["values"].items()}
         if values:
             for tracker in self.trackers:
@@ -200,19 +206,35 @@ class Window:
         self.losses.append(loss.detach())
         self.images += images
 
-    def close(self, accelerator: "Accelerator", step: int) -> dict[str, float]:
-        """Return the window's mean loss over all ranks, and images per second.
-
-        Raises:
-            FloatingPointError: the loss is not finite.
-        """
-        mean = accelerator.reduce(torch.stack(self.losses).float().mean(), reduction="mean")
-        if not torch.isfinite(mean):
-            raise FloatingPointError(
-                f"the loss is {float(mean)} at step {step}: training diverged. Checkpoints from "
-                "before are kept; lower training.learning_rate or training.max_grad_norm."
-            )
+    def close(self, accelerator: "Accelerator") -> dict[str, float]:
+        """Return images per second, and the window's mean loss over all ranks and over the steps
+        where it was finite; nan if it never was."""
+        losses = torch.stack(self.losses).float()
+        finite = losses.isfinite()
+        sums = torch.stack((losses.where(finite, 0).sum(), finite.sum().float()))
+        total, count = accelerator.reduce(sums, reduction="sum").tolist()
+        mean = total / count if count else math.nan
         speed = self.images / (time.perf_counter() - self.began)
         self.losses = []
         self.restart()
-        return {"loss": float(mean), "images_per_s": speed}
+        return {"loss": mean, "images_per_s": speed}
+
+
+@contextmanager
+def told_if_not_written(path: Path) -> Iterator[None]:
+    """Turn a failure to write a file that the run can do without into a warning."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s could not be written (%s); the run goes on without it", path, error)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file beside and rename it, so that no half of it is ever read."""
+    partial = path.with_name(f".partial_{path.name}")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tread_zoo.backbone import Backbone
-from tread_zoo.data import ImageData, build_data
+from tread_zoo.data import PIXELS, Codec, ImageData, build_data
+from tread_zoo.data.latents import imported_codec, restore_codec
 from tread_zoo.diffusion import (
     OBJECTIVES,
     AutoGuidance,
@@ -86,6 +87,7 @@ class Restored:
             )
         own = self.checkpoint.meta["data"]
         data = build_data(**{**self.checkpoint.meta["data_options"], **changed})
+        self._check_codec(data.codec)
         facts = (list(data.image_size), data.channels, data.num_classes)
         expected = (own["image_size"], own["channels"], own["num_classes"])
         if facts != expected:
@@ -94,6 +96,42 @@ class Restored:
                 f"{expected}. Set data.path and its options to data of the same kind."
             )
         return data
+
+    def codec(self, vae: str | None) -> Codec:
+        """Return what makes images of what the network makes.
+
+        Args:
+            vae: where the autoencoder is, if not where the run had it; `none` leaves latents. An
+                imported network on latents has none but the one that is named here.
+
+        Raises:
+            ValueError: an autoencoder is named for a network on pixels.
+        """
+        facts = self.checkpoint.meta.get("data", {}).get("codec")
+        if facts is not None:
+            return restore_codec(facts, vae or self.checkpoint.meta["data_options"]["vae"])
+        channels = self.backbone.in_channels
+        if not self.has_data and channels not in (1, 3):
+            return imported_codec(vae or "none", channels)
+        if vae is not None:
+            raise ValueError(
+                f"vae={vae!r}, but {self.checkpoint.path} works on pixels; leave it out."
+            )
+        return PIXELS
+
+    def _check_codec(self, codec: Codec) -> None:
+        """Raise `ValueError` if the data are seen otherwise than in training."""
+        own = self.checkpoint.meta["data"].get("codec", {})
+        wrong = [
+            f"{key}={own.get(key)!r}, not {codec.facts.get(key)!r}"
+            for key in sorted(own.keys() | codec.facts.keys())
+            if own.get(key) != codec.facts.get(key)
+        ]
+        if wrong:
+            raise ValueError(
+                f"the checkpoint was trained on data with {'; '.join(wrong)}: what it makes means "
+                "nothing for others. Set data.path and its options to data of the same kind."
+            )
 
 
 def restore(path: str | Path, *, weights: str, device: str, precision: str) -> Restored:

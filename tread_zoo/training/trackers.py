@@ -9,6 +9,8 @@ import json
 import logging
 import os
 import uuid
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,24 +35,74 @@ class Tracker(Protocol):
 
 
 class LocalTracker:
-    """`metrics.jsonl` in the run's folder; lines after `step` are dropped when a run resumes."""
+    """`metrics.jsonl` in the run's folder; lines after `step` are dropped when a run resumes.
+
+    A line that cannot be written is lost with a warning, and the next one is tried again.
+    """
 
     def __init__(self, run_dir: Path, step: int) -> None:
         self.path = run_dir / "metrics.jsonl"
         lines = [row for row in read_metrics(run_dir) if row["step"] <= step]
-        partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in lines))
-        partial.replace(self.path)
-        self.stream = self.path.open("a", buffering=1)
+        beside = self.path.with_suffix(".partial")
+        beside.write_text("".join(json.dumps(row) + "\n" for row in lines))
+        beside.replace(self.path)
+        self.failed = False
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        self.stream.write(json.dumps({"step": step, **values}) + "\n")
+        line = json.dumps({"step": step, **values}) + "\n"
+        try:
+            with self.path.open("a") as stream:
+                stream.write("\n" + line if self.failed else line)  # half a line may be there
+            self.failed = False
+        except OSError as error:
+            if not self.failed:
+                logger.warning("%s lacks lines from step %d on: %s", self.path, step, error)
+            self.failed = True
 
     def image(self, step: int, name: str, path: Path) -> None:
         pass  # it already lies in the run's folder
 
     def close(self) -> None:
-        self.stream.close()
+        pass
+
+
+class Dispensable:
+    """Passes all on to another tracker until it fails once; the run goes on without it.
+
+    It is not tried again before the run resumes: a service that is down answers slowly, and what it
+    missed is in the local file.
+
+    Args:
+        name: of the tracker, for the warning.
+        build: makes it.
+    """
+
+    def __init__(self, name: str, build: Callable[[], Tracker]) -> None:
+        self.name = name
+        self.tracker: Tracker | None = None
+        self._try(lambda: setattr(self, "tracker", build()))
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        if self.tracker:
+            self._try(partial(self.tracker.log, step, values))
+
+    def image(self, step: int, name: str, path: Path) -> None:
+        if self.tracker:
+            self._try(partial(self.tracker.image, step, name, path))
+
+    def close(self) -> None:
+        if self.tracker:
+            self._try(self.tracker.close)
+
+    def _try(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:  # whatever a service and its client may raise
+            self.tracker = None
+            logger.warning(
+                "tracker=%s failed and gets no more of this run, which goes on; metrics.jsonl has "
+                "all of it (%s: %s)", self.name, type(error).__name__, error,
+            )  # fmt: skip
 
 
 class WandbTracker:
@@ -135,21 +187,22 @@ def build_trackers(
     """Return the local tracker and, if another is named, that one too."""
     trackers: list[Tracker] = [LocalTracker(run_dir, step)]
     if name == "wandb":
-        trackers.append(WandbTracker(run_dir, config, project))
+        trackers.append(Dispensable(name, lambda: WandbTracker(run_dir, config, project)))
     if name == "tensorboard":
-        trackers.append(TensorboardTracker(run_dir, step))
+        trackers.append(Dispensable(name, lambda: TensorboardTracker(run_dir, step)))
     return trackers
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's `metrics.jsonl`; a last line cut short by a crash is left out."""
+    """Return the rows of a run's `metrics.jsonl`; lines that a crash or a full disk cut short are
+    left out."""
     path = run_dir / "metrics.jsonl"
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             rows.append(json.loads(line))
         except ValueError:
-            break
+            continue
     return rows
 
 

@@ -38,7 +38,7 @@ def short_chunks(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("shape", "length"),
     [
-        pytest.param((1, 21, 3), None, id="two chunks, the last one not whole"),
+        pytest.param((1, 19, 3), None, id="two chunks, the last one not whole"),
         pytest.param((1, 16, 35), 40, id="two blocks of channels"),
     ],
 )
@@ -47,12 +47,11 @@ def test_equals_formula(shape, length) -> None:
     check(make_inputs(shape), positions, length or shape[1])
 
 
-@pytest.mark.parametrize("subset", [False, True])
-@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize(("chunk", "subset"), [(1, True), (3, False), (3, True)])
 def test_chunks_do_not_matter(chunk, subset, monkeypatch) -> None:
     monkeypatch.setattr(triton_form, "CHUNK", chunk)
-    positions = make_positions(1, 8, 30) if subset else None
-    check(make_inputs((1, 8, 3)), positions, 30)
+    positions = make_positions(1, 5, 30) if subset else None
+    check(make_inputs((1, 5, 3)), positions, 30)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +69,8 @@ def test_chunks_do_not_matter(chunk, subset, monkeypatch) -> None:
 )
 def test_long_decays_and_large_keys_stay_exact(reach, keys, subset, short_chunks) -> None:
     """Log-decays that sum to -1000, growth, and keys of ±50."""
-    positions = make_positions(1, 11, 40) if subset else None
-    check(make_inputs((1, 11, 16), reach=reach, keys=keys), positions, 40 if subset else 11)
+    positions = make_positions(1, 9, 40) if subset else None
+    check(make_inputs((1, 9, 16), reach=reach, keys=keys), positions, 40 if subset else 9)
 
 
 def test_the_largest_key_may_be_far_away(short_chunks) -> None:
@@ -92,9 +91,9 @@ def test_one_token_gives_its_value(short_chunks) -> None:
 
 
 def test_all_positions_equal_none_to_the_bit(short_chunks) -> None:
-    inputs = make_inputs((1, 9, 4), torch.float32)
+    inputs = make_inputs((1, 6, 4), torch.float32)
     listed, unlisted = (
-        run(bidirectional_wkv_triton, inputs, places, 9) for places in (torch.arange(9)[None], None)
+        run(bidirectional_wkv_triton, inputs, places, 6) for places in (torch.arange(6)[None], None)
     )
     for one, other in zip(listed, unlisted, strict=True):
         assert torch.equal(one, other)

@@ -1,0 +1,139 @@
+"""The page shows all that was measured, needs nothing beside itself, and claims what follows."""
+
+import base64
+import dataclasses
+import json
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from tests.comparison.test_table import cell, with_values
+from tread_zoo.comparison import group_runs, write_page
+from tread_zoo.comparison.words import loss_at_flops, read_out
+from tread_zoo.evaluation.pictures import save_grid
+
+STEPS = 10
+
+
+def run(loss, *, flops=4, curve=(), phases=None, picture=""):
+    return dataclasses.replace(
+        with_values((loss, loss), held_out_loss=loss),
+        flops=flops, flops_dense=4, num_steps=STEPS, images=100, curve=curve,
+        phases=phases or {}, picture=picture,
+    )  # fmt: skip
+
+
+CURVE = ((2, 0.8), (6, 0.6), (10, 0.4))
+RUNS = {
+    ("none", 0): run(0.40, curve=CURVE, phases={"training": 9.0, "data": 1.0}),
+    ("none", 1): run(0.42, curve=CURVE),
+    ("tread", 0): run(0.43, flops=3, curve=((5, 0.7), (10, 0.5)), phases={"training": 1.0,
+                                                                         "data": 1.0}),
+    ("tread", 1): run(0.44, flops=3, curve=((5, 0.7), (10, 0.52))),
+    ("own", 0): run(0.39, flops=3),
+    ("own", 1): run(0.43, flops=3),
+}  # fmt: skip
+
+
+def groups_of(runs):
+    return group_runs([cell(*key) for key in runs], list(runs.values()))
+
+
+def test_sentences_follow_from_the_numbers():
+    tread, own, *bound = read_out(groups_of(RUNS))
+    assert tread.startswith(
+        "tread: held-out loss 0.4350 (0.4300 … 0.4400) against 0.4100 (0.4000 … 0.4200) dense, "
+        "higher with every seed, for 0.75 of its training FLOPs."
+    )
+    # 100 * 3 FLOPs are 7.5 steps of the dense run: 0.6 - 0.2 * 1.5 / 4
+    assert "its loss was 0.5250, against 0.5100 by the same single draw, lower with every seed" in (
+        tread
+    )
+    assert "which the seeds do not settle, for 0.75" in own
+    assert "as many FLOPs" not in own, "it logged nothing on its way"
+    assert bound == [
+        "none: bound by the network's own steps (training 90 %, data 10 % of 10 s).",
+        "tread: bound by data (training 50 %, data 50 % of 2 s).",
+    ]
+
+
+def test_the_loss_at_a_cost_is_read_between_the_logged_steps():
+    dense = run(0.4, curve=CURVE)
+    assert loss_at_flops(dense, 400 * 0.4) == pytest.approx(0.7)
+    assert math.isnan(loss_at_flops(dense, 400 * 0.1)), "before the first"
+    assert math.isnan(loss_at_flops(dense, 400 * 1.1)), "after the last"
+
+
+class Images(HTMLParser):
+    """Collects the pictures, and what a page would load from elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.pictures, self.outside = {}, []
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        source = given.get("src") or (given.get("href") if tag == "link" else None)
+        if source and not source.startswith("data:"):
+            self.outside.append(source)
+        if tag == "img":
+            self.pictures[given["alt"]] = base64.b64decode(source.partition(",")[2])
+
+
+def make_page(folder):
+    import torch
+
+    picture = folder / "samples.png"
+    save_grid(torch.randint(0, 256, (4, 1, 8, 8), dtype=torch.uint8), picture)
+    shown = dataclasses.replace(RUNS[("none", 0)], picture=str(picture))
+    runs = {**RUNS, ("none", 0): shown}
+    keys = [cell(*key) for key in runs]
+    return write_page(keys, list(runs.values()), folder, title="A <b>", command="do it")
+
+
+def test_the_page_has_every_plot_and_stands_alone(tmp_path):
+    parser = Images()
+    text = make_page(tmp_path).read_text()
+    parser.feed(text)
+    assert not parser.outside
+    titles = {
+        "Held-out loss against optimizer steps", "Held-out loss against training FLOPs",
+        "Held-out loss against seconds of training steps", "Agreement, %", "Fréchet distance",
+        "Held-out loss", "none",
+    }  # fmt: skip
+    assert set(parser.pictures) == titles
+    assert all(data.startswith(b"\x89PNG") for data in parser.pictures.values())
+    assert len(list((tmp_path / "plots").glob("*.png"))) == len(titles) - 1
+    assert "A &lt;b&gt;" in text
+    assert "<td>0.4350 (0.4300 … 0.4400)</td>" in text
+    assert "-0.0100, +0.0100" in text, "own against dense, by seed"
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, to open the page as a reader would")
+def test_a_browser_shows_every_plot_without_an_error(tmp_path):
+    page = make_page(tmp_path)
+    probe = """<script>
+      window.addEventListener("load", () => {
+        document.querySelector("th").click();
+        const shown = [...document.images].filter(i => i.complete && i.naturalWidth > 0);
+        const first = document.querySelector("tbody tr td").textContent;
+        document.title = JSON.stringify({shown: shown.length, all: document.images.length, first});
+      });
+    </script></body>"""
+    page.write_text(page.read_text().replace("</body>", probe))
+    done = subprocess.run(
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+         f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    found = json.loads(re.search(r"<title>(.*?)</title>", done.stdout).group(1))
+    assert found == {"shown": 7, "all": 7, "first": "held-out real images"}
+    assert "CONSOLE" not in done.stderr

@@ -1,0 +1,243 @@
+"""Encoding: what lies in the shards is what the autoencoder gave, and a stop loses nothing."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.vaes import image_data, save_vaes
+from tread_zoo.data import build_data
+from tread_zoo.data.latents import encode as module
+from tread_zoo.data.latents import load_vae, read_manifest
+from tread_zoo.data.latents.encode import EncodingOptions, encode_latents, psnr
+from tread_zoo.data.latents.vae import check_vae
+
+ROOT = Path(__file__).parents[2]
+SHARED = ROOT.parent / "shared"
+SOURCE = {"name": "made"}
+
+
+def encode(out, vae, data=None, **options):
+    given = {"batch_size": 2, "shard_size": 4, **options}
+    ranks = {key: given.pop(key) for key in ("rank", "num_ranks", "wait") if key in given}
+    return encode_latents(
+        data or image_data(), vae, out, EncodingOptions(**given), source=SOURCE, **ranks
+    )
+
+
+def read_tar(folder, part):
+    """Return all latents and labels of a part, by tarfile and NumPy alone."""
+    latents, labels = [], []
+    for file in sorted(folder.glob(f"{part}-*.tar")):
+        with tarfile.open(file) as tar:
+            for member in tar:
+                content = tar.extractfile(member).read()
+                if member.name.endswith(".latent.npy"):
+                    latents.append(np.load(io.BytesIO(content)))
+                else:
+                    labels.append(int(content))
+    return np.stack(latents), labels
+
+
+def files(folder):
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.suffix == ".tar"}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    return save_vaes(tmp_path_factory.mktemp("vaes"))
+
+
+@pytest.fixture(scope="module")
+def kl(paths):
+    return load_vae(paths["AutoencoderKL"])
+
+
+def test_moments_and_flips_are_those_of_the_bare_autoencoder(tmp_path, kl):
+    data = image_data()
+    done = encode(tmp_path, kl, data, flips=True, dtype="float32")
+    for part, dataset in (("train", data.train), ("held_out", data.held_out)):
+        found, labels = read_tar(tmp_path, part)
+        assert labels == dataset.labels.tolist()
+        x = dataset.images.float() / 127.5 - 1
+        for copy, images in enumerate((x, x.flip(-1))):
+            with torch.no_grad():
+                posterior = kl.network.encode(images).latent_dist
+            expected = torch.cat([posterior.mean, posterior.logvar], dim=1)
+            torch.testing.assert_close(torch.from_numpy(found[:, copy]), expected)
+    m = done.manifest
+    assert (m.image_size, m.latent_shape, m.content) == ((8, 8), (2, 4, 4), "mean_logvar")
+    assert [(s.name, s.count) for s in m.shards] == [
+        ("train-000000.tar", 4), ("train-000001.tar", 4), ("train-000002.tar", 3),
+        ("held_out-000000.tar", 4), ("held_out-000001.tar", 1),
+    ]  # fmt: skip
+    assert (m.num_classes, m.class_names) == (4, tuple("abcd"))
+    assert m == read_manifest(tmp_path)
+    assert done.images == 16
+
+
+def test_mean_and_deviation_are_those_of_what_is_drawn(tmp_path, kl):
+    m = encode(tmp_path, kl, flips=True).manifest
+    moments = read_tar(tmp_path, "train")[0].astype(np.float64)
+    mean, logvar = moments[:, :, :2], moments[:, :, 2:]
+    noise = np.random.default_rng(0).standard_normal((4000, *mean.shape))
+    axes = (0, 1, 2, 4, 5)
+    drawn = mean + np.exp(0.5 * logvar) * noise
+    np.testing.assert_allclose(m.mean, drawn.mean(axis=axes), atol=2e-3)
+    np.testing.assert_allclose(m.std, drawn.std(axis=axes), rtol=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["AutoencoderTiny", "AutoencoderDC"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_autoencoders_without_a_posterior_and_half_precision(tmp_path, paths, kind, dtype):
+    vae = load_vae(paths[kind])
+    m = encode(tmp_path, vae, image_data(channels=1), dtype=dtype).manifest
+    assert m.content == "mode"
+    data = build_data("latents", path=str(tmp_path), vae="none")
+    x = image_data(channels=1).train.images.float() / 127.5 - 1
+    with torch.no_grad():
+        encoded = vae.network.encode(x.repeat(1, 3, 1, 1))
+    exact = encoded.latents if kind == "AutoencoderTiny" else encoded.latent
+    found = torch.cat([data.train[i][0] for i in range(11)])
+    assert found.dtype == getattr(torch, dtype)
+    step = {"float16": 2**-10, "bfloat16": 2**-7}[dtype]
+    torch.testing.assert_close(found.float(), exact, rtol=step, atol=1e-5)
+    values = found.double()
+    np.testing.assert_allclose(m.mean, values.mean((0, 2, 3)), rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(m.std, values.std((0, 2, 3), correction=0), rtol=1e-6)
+
+
+def test_samples_depend_on_the_image_alone_not_on_batches(tmp_path, kl):
+    encode(tmp_path / "a", kl, content="samples", dtype="float32")
+    encode(tmp_path / "b", kl, content="samples", dtype="float32", batch_size=3, shard_size=5)
+    encode(tmp_path / "m", kl, content="mode", dtype="float32")
+    a, b, mode = (read_tar(tmp_path / name, "train")[0] for name in "abm")
+    np.testing.assert_allclose(a, b, atol=1e-5)
+    assert np.abs(a - mode).min(axis=(1, 2, 3)).max() > 0
+
+
+def test_what_was_stopped_goes_on_with_what_is_missing(tmp_path, kl, monkeypatch):
+    encode(tmp_path / "unbroken", kl)
+    original, seen = module._Encoder.encode, []
+
+    def failing(self, images, part, first):
+        seen.append((part, first))
+        if len(seen) == 4:
+            raise RuntimeError("power cut")
+        return original(self, images, part, first)
+
+    monkeypatch.setattr(module._Encoder, "encode", failing)
+    with pytest.raises(RuntimeError, match="power cut"):
+        encode(tmp_path / "broken", kl)
+    assert list(files(tmp_path / "broken")) == ["train-000000.tar"]
+    with pytest.raises(
+        ValueError, match=r"no manifest.json. If scripts/encode_latents.py was stop"
+    ):
+        build_data("latents", path=str(tmp_path / "broken"))
+    with pytest.raises(ValueError, match=r"flips=False, not True"):
+        encode(tmp_path / "broken", kl, flips=True)
+    assert encode(tmp_path / "broken", kl).images == 12
+    assert files(tmp_path / "broken") == files(tmp_path / "unbroken")
+    assert {p.name for p in (tmp_path / "broken").iterdir()} == {
+        *files(tmp_path / "unbroken"), "manifest.json", "index_latent_npy.npz",
+    }  # fmt: skip
+    assert encode(tmp_path / "broken", kl).images == 0
+    with pytest.raises(ValueError, match=r"dtype='float16', not 'float32'"):
+        encode(tmp_path / "broken", kl, dtype="float32")
+
+
+def test_processes_share_the_shards(tmp_path, kl):
+    encode(tmp_path / "one", kl)
+    barrier = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        both = [
+            pool.submit(encode, tmp_path / "two", kl, rank=r, num_ranks=2, wait=barrier.wait)
+            for r in (0, 1)
+        ]
+    assert [one.result().images for one in both] == [4 + 3 + 1, 4 + 4]
+    assert [one.result().manifest is None for one in both] == [False, True]
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+    read = [json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("one", "two")]
+    assert read[0] == read[1]
+
+
+def test_images_are_resized_and_psnr_is_what_it_says(tmp_path, kl):
+    m = encode(tmp_path, kl, image_data(size=20), image_size=8).manifest
+    assert (m.image_size, m.latent_shape) == ((8, 8), (2, 4, 4))
+    assert 0 < m.psnr_db < 30
+    assert m.psnr_images == 5
+    black, grey = torch.zeros(1, 3, 2, 2, dtype=torch.uint8), torch.full((1, 3, 2, 2), 51)
+    assert psnr(black, grey).item() == pytest.approx(13.9794, abs=1e-4)  # 20 log10(255 / 51)
+    assert psnr(black, black).item() == 100
+
+
+def test_what_does_not_fit_is_refused(tmp_path, paths, kl, monkeypatch):
+    tiny = load_vae(paths["AutoencoderTiny"])
+    for vae, data, options, message in [
+        (tiny, None, {"content": "moments"}, "AutoencoderTiny gives one latent.*content=mode"),
+        (kl, image_data(channels=2), {}, "has 2 channels; .* takes 3"),
+        (kl, image_data(size=9), {}, r"9x9 do not come back.*Set image_size"),
+        (kl, None, {"dtype": "float8"}, "dtype='float8' is unknown"),
+        (kl, None, {"batch_size": 0}, "batch_size=0 must be 1 or more"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            encode(tmp_path / "out", vae, data, **options)
+    encode(tmp_path / "out", kl)
+    with pytest.raises(ValueError, match="holds latents already"):
+        encode(tmp_path / "new", kl, build_data("latents", path=str(tmp_path / "out"), vae="none"))
+    with pytest.raises(ValueError, match=r"'/nowhere/vae' does not exist.*data.vae="):
+        load_vae("/nowhere/vae")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty' cannot be loaded .*config.json"):
+        load_vae(str(tmp_path / "empty"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r'pip install "tread-zoo\[latents\]"'):
+        check_vae(paths["AutoencoderKL"])
+
+
+def test_latents_beyond_the_dtype_are_refused(tmp_path, kl, monkeypatch):
+    monkeypatch.setattr(kl, "encode", lambda x: (x[:, :2, ::2, ::2] * 1e5, x[:, :2, ::2, ::2]))
+    with pytest.raises(ValueError, match=r"train images 0 … 1 are not finite as float16.*float32"):
+        encode(tmp_path, kl)
+
+
+def call(*overrides, **options):
+    command = [sys.executable, ROOT / "scripts" / "encode_latents.py", "device=cpu", *overrides]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_script_killed_for_real_and_started_again(tmp_path):
+    """On real images with a real autoencoder."""
+    vae = SHARED / "weights" / "taesd"
+    if not vae.exists():
+        pytest.skip("the weights of TAESD are not here")
+    options = ["data=digits", "image_size=16", f"vae={vae}", "shard_size=100", "batch_size=50"]
+    broken = tmp_path / "broken"
+    started = call(*options, f"out={broken}")
+    while not list(broken.glob(".train-000001.tar.npz")) and started.poll() is None:
+        time.sleep(0.05)
+    started.send_signal(signal.SIGKILL)
+    started.wait()
+    left = len(files(broken))
+    assert 2 <= left < 19
+    for out in (broken, tmp_path / "unbroken"):
+        said, _ = call(*options, f"out={out}").communicate()
+        assert "1438 + 359 latents [4, 2, 2]" in said, said[-2000:]
+    assert f"{left - 1} of 19" in said or "0 of 19" in said
+    assert files(broken) == files(tmp_path / "unbroken")
+    assert not list(broken.glob(".*"))

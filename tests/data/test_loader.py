@@ -1,0 +1,172 @@
+"""The loader: corrupt items, workers that live, fall silent or die, and reads that are counted."""
+
+import os
+import signal
+from itertools import chain
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from tread_zoo.data import (
+    ArrayDataset,
+    StepBatches,
+    make_loader,
+    read_items,
+    told_of_dead_workers,
+)
+from tread_zoo.data.loader import MAX_TRIES
+
+
+class Watched(Dataset):
+    """30 items of value and label i; reads are noted in a file, some items are corrupt."""
+
+    def __init__(self, folder, corrupt=(), doing=lambda index: None):
+        self.log, self.corrupt, self.doing = folder / "reads", set(corrupt), doing
+        self.log.touch()
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, index):
+        with self.log.open("a") as stream:
+            stream.write(f"{index} {os.getpid()}\n")
+        self.doing(index)
+        if index in self.corrupt:
+            raise OSError(f"no {index}")
+        return torch.full((1, 2, 2), index, dtype=torch.uint8), index
+
+    def item_name(self, index):
+        return f"file_{index}"
+
+    def reads(self):
+        return [int(line.split()[0]) for line in self.log.read_text().splitlines()]
+
+    def pids(self):
+        return {int(line.split()[1]) for line in self.log.read_text().splitlines()}
+
+
+def labels_of(dataset, *, num_workers=0, met=None, seed=3, start=0):
+    batches = StepBatches(30, 5, seed=3, num_steps=18, start_step=start)
+    met = [] if met is None else met
+    loaded = make_loader(dataset, batches, num_workers, seed=seed, on_corrupt=met.append)
+    found = []
+    for images, labels in loaded:
+        assert images[:, 0, 0, 0].tolist() == labels.tolist()
+        found.append(labels.tolist())
+    return found
+
+
+def test_a_corrupt_item_is_replaced_by_one_that_seed_and_index_decide(tmp_path):
+    clean = labels_of(Watched(tmp_path))
+    bad = {4, 17, 20}
+    met = []
+    found = labels_of(Watched(tmp_path, bad), met=met)
+    by_item = {}
+    for one, other in zip(chain(*clean), chain(*found), strict=True):
+        by_item.setdefault(one, set()).add(other)
+    for index, seen in by_item.items():
+        assert len(seen) == 1, "the replacement of an item differs between epochs"
+        assert seen.isdisjoint(bad) if index in bad else seen == {index}
+    assert sorted(item.index for item in met) == sorted(bad), "told more or less than once"
+    assert {(item.name, item.reason) for item in met} == {(f"file_{i}", f"no {i}") for i in bad}
+    assert labels_of(Watched(tmp_path, bad), num_workers=2) == found
+    assert labels_of(Watched(tmp_path, bad), start=7) == found[7:]
+    assert labels_of(Watched(tmp_path, bad), seed=4) != found
+
+
+def test_ranks_read_together_what_one_process_reads(tmp_path):
+    dataset = Watched(tmp_path, {4, 17, 20})
+
+    def read(size, rank, num_ranks):
+        plan = StepBatches(30, size, seed=3, num_steps=9, rank=rank, num_ranks=num_ranks)
+        return [labels.tolist() for _, labels in make_loader(dataset, plan, seed=3)]
+
+    one, other = (read(5, rank, 2) for rank in range(2))
+    assert [a + b for a, b in zip(one, other, strict=True)] == read(10, 0, 1)
+
+
+def test_what_workers_meet_reaches_the_main_process(tmp_path):
+    met = []
+    labels_of(Watched(tmp_path, {4, 17}), num_workers=2, met=met)
+    assert sorted(item.index for item in met) == [4, 17]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_when_nothing_can_be_read_it_says_so(tmp_path, num_workers):
+    with pytest.raises(ValueError, match=rf"^{MAX_TRIES} items in a row .*file_.*no .*disk"):
+        labels_of(Watched(tmp_path, range(30)), num_workers=num_workers)
+
+
+def test_errors_that_are_no_corrupt_items_pass(tmp_path):
+    def fault(index):
+        raise TypeError("a programming error")
+
+    with pytest.raises(TypeError, match="a programming error"):
+        labels_of(Watched(tmp_path, doing=fault))
+
+
+def test_a_resume_reads_nothing_twice(tmp_path):
+    """Step 400 000 of a run, in the middle of an epoch, is read at once."""
+    dataset = Watched(tmp_path)
+    start = 400_000
+    batches = StepBatches(30, 5, seed=0, num_steps=start + 100, start_step=start)
+    loaded = make_loader(dataset, batches)
+    assert dataset.reads() == [], "read before the first batch was asked for"
+    _, labels = next(loaded)
+    assert dataset.reads() == labels.tolist() == next(iter(batches))
+
+
+def test_workers_live_for_the_whole_run_and_start_when_they_are_needed(tmp_path):
+    dataset = Watched(tmp_path)
+    batches = StepBatches(30, 5, seed=0, num_steps=18)  # three epochs
+    loaded = make_loader(dataset, batches, 2)
+    assert dataset.reads() == []
+    next(loaded)
+    assert len(dataset.reads()) <= (1 + 2 * 2) * 5, "more than two batches ahead for each worker"
+    list(loaded)
+    assert len(dataset.pids()) == 2
+    assert os.getpid() not in dataset.pids()
+
+
+def test_a_worker_that_is_killed_is_told_in_one_line(tmp_path):
+    def die(index):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(ChildProcessError, match=r"died .*worker.*lower training.num_workers"):
+        labels_of(Watched(tmp_path, doing=die), num_workers=1)
+
+
+def test_the_death_of_a_worker_is_told_wherever_torch_raises_it():
+    words = "DataLoader worker (pid 7) is killed by signal: Killed. "
+    with pytest.raises(ChildProcessError, match=r"pid 7.*resume=latest"), told_of_dead_workers():
+        raise RuntimeError(words)
+    with pytest.raises(RuntimeError, match=r"^a matter of the network$"), told_of_dead_workers():
+        raise RuntimeError("a matter of the network")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_leaves_the_workers_alive(tmp_path, number):
+    sent = tmp_path / "sent"
+
+    def stop(index):
+        if not sent.exists():
+            sent.touch()
+            os.kill(os.getpid(), number)
+
+    assert labels_of(Watched(tmp_path, doing=stop), num_workers=1) == labels_of(Watched(tmp_path))
+    assert sent.exists()
+
+
+def test_items_in_memory_are_gathered(tmp_path, monkeypatch):
+    memory = ArrayDataset(torch.arange(30, dtype=torch.uint8).view(30, 1, 1, 1), torch.arange(30))
+    monkeypatch.setattr(ArrayDataset, "__getitem__", None)  # no item is read by itself
+    assert labels_of(memory, num_workers=2) == labels_of(Watched(tmp_path))
+
+
+def test_items_read_at_once_are_replaced_too(tmp_path, caplog):
+    images, labels = read_items(Watched(tmp_path, {2}), range(4))
+    assert labels.tolist()[:2] + labels.tolist()[3:] == [0, 1, 3]
+    assert images.shape == (4, 1, 2, 2)
+    assert labels[2] != 2
+    assert caplog.text.count("file_2; another item takes its place. no 2") == 1

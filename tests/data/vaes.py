@@ -1,0 +1,46 @@
+"""Images and autoencoders of a few thousand weights, made from diffusers' configurations."""
+
+import pytest
+import torch
+
+from tread_zoo.data import ArrayDataset, ImageData
+
+
+def save_vaes(folder):
+    """Save one of each class into `folder`; return their paths by class."""
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    torch.manual_seed(0)
+    networks = [
+        diffusers.AutoencoderKL(
+            block_out_channels=(4, 4), latent_channels=2, norm_num_groups=2,
+            down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+            scaling_factor=0.5, shift_factor=0.25, mid_block_add_attention=False,
+        ),
+        diffusers.AutoencoderTiny(
+            encoder_block_out_channels=(4, 4), decoder_block_out_channels=(4, 4),
+            num_encoder_blocks=(1, 1), num_decoder_blocks=(1, 1), latent_channels=2,
+        ),
+        diffusers.AutoencoderDC(
+            latent_channels=4, attention_head_dim=4,
+            encoder_block_out_channels=(4, 4), decoder_block_out_channels=(4, 4),
+            encoder_layers_per_block=(1, 1), decoder_layers_per_block=(1, 1),
+            encoder_qkv_multiscales=((), ()), decoder_qkv_multiscales=((), ()),
+        ),
+    ]  # fmt: skip
+    paths = {}
+    for network in networks:
+        paths[type(network).__name__] = str(folder / type(network).__name__)
+        network.save_pretrained(paths[type(network).__name__])
+    return paths
+
+
+def image_data(num_train=11, num_held_out=5, channels=3, size=8):
+    """Random images, labels 0 … 3."""
+
+    def part(count, seed):
+        generator = torch.Generator().manual_seed(seed)
+        images = torch.randint(0, 256, (count, channels, size, size), generator=generator)
+        return ArrayDataset(images.to(torch.uint8), torch.arange(count) % 4)
+
+    held_out = part(num_held_out, 1) if num_held_out else None
+    return ImageData("made", part(num_train, 0), held_out, (size, size), channels, 4, tuple("abcd"))

@@ -1,0 +1,86 @@
+"""How a run ends, as whoever started it sees it: docs/faults.md has the table."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.small_run import SMALL
+from tread_zoo.training.checkpoints import find_checkpoint
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+def start(*command, cwd):
+    """Start a command as the leader of a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, *command], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+def signal_all_once_it_trains(process, metrics, number):
+    """Send a signal to every process of the group, as a terminal or a cluster does."""
+    deadline = time.monotonic() + 200
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline, "the run did not start"
+        time.sleep(0.02)
+    os.killpg(process.pid, number)
+    said, _ = process.communicate(timeout=100)
+    return said
+
+
+LONG = [*SMALL, "training.num_steps=100000", "training.log_every=1", "training.warmup_steps=9"]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 75)])
+def test_a_signal_to_every_process_even_the_loaders_workers(tmp_path, number, status):
+    (tmp_path / "photos").mkdir()
+    rng = np.random.default_rng(0)
+    for index in range(40):
+        pixels = rng.integers(0, 255, (16, 16, 3), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"photos/{index}.png")
+    process = start(
+        str(ROOT / "scripts/train.py"), *LONG, "data=image_folder", "data.path=photos",
+        "data.image_size=16", "training.num_workers=1", "run_dir=run", cwd=tmp_path,
+    )  # fmt: skip
+    said = signal_all_once_it_trains(process, tmp_path / "run/metrics.jsonl", number)
+    assert process.returncode == status, said
+    assert "continue with resume=latest" in said
+    assert "Traceback" not in said
+    assert f"step_{find_checkpoint(tmp_path / 'run').step:08d}" in said
+
+
+def test_ctrl_c_to_a_launcher_and_all_it_started(tmp_path, free_port):
+    """The launcher hands it on to processes that the terminal told already."""
+    process = start(
+        "-m", "accelerate.commands.launch", "--config_file",
+        str(ROOT / "configs/accelerate/cpu.yaml"), "--num_cpu_threads_per_process", "1",
+        "--main_process_port", str(free_port), str(ROOT / "scripts/train.py"), *LONG,
+        "run_dir=run", cwd=tmp_path,
+    )  # fmt: skip
+    said = signal_all_once_it_trains(process, tmp_path / "run/metrics.jsonl", signal.SIGINT)
+    assert process.returncode != 0
+    assert said.count("saved     ") == 1, said
+    assert said.count("stopped   by SIGINT") == 2, said
+    find_checkpoint(tmp_path / "run")
+
+
+def test_errors_are_1(tmp_path):
+    process = start(
+        str(ROOT / "scripts/train.py"), *SMALL, "training.learning_rate=1e38",
+        "training.warmup_steps=0", "training.max_skipped_in_a_row=2", "training.max_grad_norm=0",
+        "run_dir=run", cwd=tmp_path,
+    )  # fmt: skip
+    said, _ = process.communicate(timeout=200)
+    assert process.returncode == 1
+    assert "error: the loss or its gradient is not finite: " in said
+    assert "Traceback" not in said

@@ -1,0 +1,122 @@
+"""Runs on folders with pictures that cannot be read."""
+
+import json
+import logging
+from itertools import chain
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.small_run import SMALL
+from tests.training.test_distributed import launch
+from tests.training.test_resume import assert_same_end
+from tread_zoo.data import StepBatches
+from tread_zoo.training.checkpoints import find_checkpoint
+from tread_zoo.training.reporting import Reporter
+
+CUT = (3, 11)
+
+
+@pytest.fixture(autouse=True)
+def _no_samples(monkeypatch):
+    """Leave out what takes the most time of such short runs."""
+    for name in ("samples", "finish"):
+        monkeypatch.setattr(Reporter, name, lambda *args: None)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """40 pictures, 8x8, two of them cut short."""
+    root = tmp_path / "pictures"
+    root.mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 8, 8), np.uint8)
+    for i, one in enumerate(pixels):
+        Image.fromarray(one).save(root / f"{i:02d}.png")
+    for i in CUT:
+        file = root / f"{i:02d}.png"
+        file.write_bytes(file.read_bytes()[:60])
+    return root
+
+
+def options(folder, *more):
+    return [
+        "data=image_folder", f"data.path={folder}", "data.channels=1", "data.image_size=8",
+        "data.held_out=0", "routing=none", "backbone.depth=1",
+        "training.max_corrupt_share=0.05", "training.schedule=constant", *more,
+    ]  # fmt: skip
+
+
+def listed(run_folder):
+    rows = [line.split("\t") for line in (run_folder / "corrupt.txt").read_text().splitlines()]
+    assert all(len(row) == 3 and "cannot be read" in row[2] for row in rows)
+    return [row[1] for row in rows]
+
+
+def test_corrupt_pictures_are_counted_told_and_listed(run, folder, caplog):
+    with caplog.at_level(logging.INFO):
+        done = run("run", *options(folder, "training.num_steps=10"))  # 5 steps an epoch: all, twice
+    names = [str(folder / f"{i:02d}.png") for i in CUT]
+    assert sorted(listed(done)) == names
+    for name in names:
+        assert caplog.text.count(f"{name}; another item takes its place") == 1
+    rows = [json.loads(line) for line in (done / "metrics.jsonl").open()]
+    counts = [row.get("corrupt_items") for row in rows if "loss" in row]
+    assert counts[-1] == 2
+    assert counts == sorted(counts, key=lambda count: count or 0), "it does not only grow"
+
+
+def test_a_run_with_corrupt_pictures_resumes_exactly(run, folder):
+    unbroken = run("unbroken", *options(folder, "training.num_steps=8"))
+    first = run("parts", *options(folder, "training.num_steps=4"))
+    assert len(listed(first)) < 3
+    parts = run(
+        "parts", *options(folder, "training.num_steps=8", "training.num_workers=2"), "resume=latest"
+    )
+    assert_same_end(unbroken, parts)
+    assert sorted(listed(parts)) == sorted(listed(unbroken))
+
+
+@pytest.mark.parametrize("share", [0, 0.03])
+def test_past_the_share_the_run_ends_and_can_be_continued(run, folder, share):
+    strict = [f"training.max_corrupt_share={share}", "training.num_steps=10"]
+    checkpoints = ["training.checkpoint_every=1", "training.log_every=5"]
+    with pytest.raises(
+        ValueError, match=r"of 40 training images .*allows: .*png.*resume=latest"
+    ) as e:
+        run("run", *options(folder, *strict, *checkpoints))
+    assert f"training.max_corrupt_share={share:g}" in str(e.value)
+    stopped = folder.parent / "run"
+    assert find_checkpoint(stopped).step == 4
+    assert set(listed(stopped)) <= {str(folder / f"{i:02d}.png") for i in CUT}
+    for i in CUT:  # repaired, as the error says: the same command goes on
+        (folder / f"{i:02d}.png").write_bytes((folder / "00.png").read_bytes())
+    done = run("run", *options(folder, *strict), "resume=latest")
+    assert find_checkpoint(done).step == 10
+    assert not (done / "corrupt.txt").exists()
+
+
+def test_a_new_run_on_whole_pictures_has_no_trace_of_them(run, folder):
+    run("run", *options(folder))
+    for i in CUT:
+        (folder / f"{i:02d}.png").write_bytes((folder / "00.png").read_bytes())
+    done = run("run", *options(folder), "overwrite=true")
+    assert not (done / "corrupt.txt").exists()
+    assert "corrupt" not in (done / "metrics.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_two_processes_count_together_and_stop_together(tmp_path, folder, free_port):
+    """Each rank meets one of the two in its own half of the first epoch; only together are they
+    too many."""
+    for rank in range(2):
+        half = chain(*StepBatches(40, 4, seed=0, num_steps=5, rank=rank, num_ranks=2))
+        assert len(set(CUT) & set(half)) == 1
+    strict = ["training.batch_size=4", "training.log_every=5", "training.max_corrupt_share=0.03"]
+    with pytest.raises(AssertionError) as failed:
+        launch(
+            "scripts/train.py", *SMALL, *options(folder, *strict), f"run_dir={tmp_path / 'run'}",
+            port=free_port,
+        )  # fmt: skip
+    assert "2 of 40 training images cannot be read" in str(failed.value)
+    assert sorted(listed(tmp_path / "run")) == [str(folder / f"{i:02d}.png") for i in CUT]

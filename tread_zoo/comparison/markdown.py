@@ -1,0 +1,57 @@
+"""What all tables share: rows in markdown, a mean with its range, how each metric is shown."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+QUALITY: dict[str, tuple[str, float, str]] = {  # name -> title, factor, format
+    "agreement": ("agreement, %", 100, ".1f"),
+    "fid": ("Fréchet distance", 1, ".2f"),
+    "kid": ("kernel distance", 1, ".4f"),
+    "precision": ("precision", 1, ".3f"),
+    "recall": ("recall", 1, ".3f"),
+    "isc": ("inception score", 1, ".2f"),
+    "held_out_loss": ("held-out loss", 1, ".4f"),
+}
+LOWER_IS_BETTER = ("fid", "kid", "held_out_loss")
+
+
+def row(texts: Sequence[str]) -> str:
+    """Return one row of a table."""
+    return "| " + " | ".join(texts) + " |"
+
+
+def spread(values: Sequence[float], scale: float, form: str) -> str:
+    """Return the mean of `scale * values`, and smallest … largest where they differ as printed."""
+    if not values:
+        return ""
+    scaled = [scale * value for value in values]
+    low, high = (format(v, form) for v in (min(scaled), max(scaled)))
+    mean = format(statistics.mean(scaled), form)
+    return mean if low == high else f"{mean} ({low} … {high})"
+
+
+def check_same(protocols: Sequence[tuple[str, Mapping[str, Any]]], keys: Sequence[str]) -> None:
+    """Raise `ValueError` if numbers that stand in one table were made by different protocols.
+
+    Args:
+        protocols: what made the numbers, each with its name for the message.
+        keys: what must be equal; of entries that are mappings, `flops_per_image` may differ.
+    """
+    for name, protocol in protocols[1:]:
+        first_name, first_protocol = protocols[0]
+        for key in keys:
+            own, first = (_settings_of(p, key) for p in (protocol, first_protocol))
+            if own != first:
+                raise ValueError(
+                    f"{name} was scored with {key}={own}, {first_name} with {key}={first}: such "
+                    "numbers do not belong in one table; give all runs the same setting."
+                )
+
+
+def _settings_of(protocol: Mapping[str, Any], key: str) -> Any:
+    """Return what `protocol` says of `key`, without costs."""
+    value = protocol.get(key)
+    if not isinstance(value, dict):
+        return value
+    return {name: entry for name, entry in value.items() if name != "flops_per_image"}

@@ -1,0 +1,129 @@
+"""Between what a data set stores, what a model sees, and pixels.
+
+    stored batch  --to_model-->  x float32 [B,C,H,W]  --to_pixels-->  images uint8
+
+Images are stored as bytes and seen in [-1, 1]; latents (`tread_zoo.data.latents`) are stored as an
+autoencoder gave them and seen normalised. What of it is random is drawn from the caller's
+generator, a row for each item, and never in a loader.
+
+Dimensions: B batch, C channels, H height, W width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tread_zoo.data.ranges import to_model_range, to_uint8
+
+
+class Codec(Protocol):
+    """How stored items become what a model sees, and what it makes becomes pixels."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint remembers, as plain values; empty for pixels."""
+
+    @property
+    def has_pixels(self) -> bool:
+        """Whether `to_pixels` gives images: False for latents without their autoencoder."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the data, resolved, that a checkpoint needs to find it again."""
+
+    def check(self, *, flip: bool = False) -> None:
+        """Check what costs nothing: that items can be mirrored, that packages are there.
+
+        Raises:
+            ValueError: what is missing, with the remedy.
+        """
+
+    def prepare(self, device: torch.device) -> None:
+        """Load what `to_pixels` needs.
+
+        Raises:
+            ValueError: what is missing, with the remedy.
+        """
+
+    def model_shape(self, stored: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape that `to_model` gives a batch of shape `stored`."""
+
+    def draw(self, stored: Sequence[int], generator: torch.Generator) -> Tensor | None:
+        """Return what is random in a batch of shape `stored`, [B,C,H,W] on the CPU, or None."""
+
+    def to_model(
+        self,
+        stored: Tensor,
+        *,
+        device: torch.device,
+        noise: Tensor | None = None,
+        flip: Tensor | None = None,
+    ) -> Tensor:
+        """Return a stored batch, on the CPU, as the model sees it: float32 [B,C,H,W] on `device`.
+
+        Args:
+            stored: as the loader gave it.
+            device: where to.
+            noise: what `draw` gave, or the rows of these items; without it, the mean.
+            flip: bool [B], which items are mirrored.
+        """
+
+    def to_pixels(self, x: Tensor, *, device: torch.device) -> Tensor:
+        """Return x float [B,C,H,W] of the model's range as images uint8 on the CPU."""
+
+
+@dataclass(frozen=True)
+class PixelCodec:
+    """Images uint8 [B,C,H,W]: seen as x / 127.5 - 1."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Nothing: every version reads bytes the same way."""
+        return {}
+
+    @property
+    def has_pixels(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """None."""
+        return {}
+
+    def check(self, *, flip: bool = False) -> None:
+        """Every image can be mirrored."""
+
+    def prepare(self, device: torch.device) -> None:
+        """Nothing is needed."""
+
+    def model_shape(self, stored: Sequence[int]) -> tuple[int, ...]:
+        """Return the same shape."""
+        return tuple(stored)
+
+    def draw(self, stored: Sequence[int], generator: torch.Generator) -> Tensor | None:
+        """Nothing is random."""
+        return None
+
+    def to_model(
+        self,
+        stored: Tensor,
+        *,
+        device: torch.device,
+        noise: Tensor | None = None,
+        flip: Tensor | None = None,
+    ) -> Tensor:
+        """Return images in [-1, 1], some mirrored."""
+        if flip is not None:
+            stored = torch.where(flip.view(-1, 1, 1, 1), stored.flip(-1), stored)
+        return to_model_range(stored.to(device))
+
+    def to_pixels(self, x: Tensor, *, device: torch.device) -> Tensor:
+        """Return the nearest bytes."""
+        return to_uint8(x).cpu()
+
+
+PIXELS = PixelCodec()

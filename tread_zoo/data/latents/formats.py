@@ -1,0 +1,329 @@
+"""Latents in the files that people have: one function a format, all of which return `Stored`.
+
+`shards`, this project's: `manifest.json` and tar shards (`manifest.py`).
+
+`npz`, for moments as MaskDiT computes them: one file with `moments` (mean and logvar) or `latents`,
+both [N,C',h,w], and if there are any `latents_flip` and `labels` [N].
+
+`npy_folder`, after REPA and EDM2: `**/*.npy`, each [C',h,w], and `dataset.json`, `{"labels":
+[["00000/img-mean-std-00000000.npy", 3], …]}`; without it, a sub-folder a class.
+
+`safetensors`, after LightningDiT: `latents_rank*_shard*.safetensors` with `latents` [n,C,h,w],
+`latents_flip` and `labels` [n], and `latents_stats.pt` with `mean` and `std`.
+
+No pickle is read: arrays of objects are refused, and .pt files are loaded as weights alone.
+
+Dimensions: N samples, K copies (as it is, mirrored), C' channels as stored, h height, w width.
+"""
+
+import io
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tread_zoo.data.latents.manifest import (
+    LATENT,
+    NAME,
+    Manifest,
+    check_shards,
+    read_manifest,
+)
+from tread_zoo.data.shards import ShardReader, open_index
+
+_FLOATS = (np.float16, np.float32)
+_LIGHTNING = "latents_rank*_shard*.safetensors"
+_MOST_OPEN = 64
+
+
+class Items(Protocol):
+    """Stored latents by number; can be pickled."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, item: int) -> Tensor:
+        """Return one, [K,C',h,w]. Raises ValueError naming where it lies if it cannot be read."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a format gives: the items, and what it knows of them.
+
+    `labels` is int64 [N], -1 where there is none. `content`, `mean` and `std` [C] are None where
+    the files do not tell, `manifest` where there is none.
+    """
+
+    items: Items
+    labels: np.ndarray
+    content: str | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    manifest: Manifest | None = None
+
+
+def guess_format(path: Path) -> str:
+    """Return the format of what lies at `path`.
+
+    Raises:
+        ValueError: nothing does, or nothing that is known.
+    """
+    if path.is_dir():
+        for name, pattern in (
+            ("shards", NAME), ("safetensors", _LIGHTNING), ("npy_folder", "**/*.npy"),
+            ("shards", "train-*.tar"),
+        ):  # fmt: skip
+            if next(path.glob(pattern), None) is not None:
+                return name
+    elif path.suffix == ".npz" and path.is_file():
+        return "npz"
+    what = "holds none of them" if path.exists() else "does not exist"
+    raise ValueError(
+        f"data.path={str(path)!r} {what}: a folder of scripts/encode_latents.py, an .npz of "
+        f"moments or latents, a folder of .npy files, or one of {_LIGHTNING} is wanted."
+    )
+
+
+def read_shards(path: Path, verify: str) -> Stored:
+    """Return what `scripts/encode_latents.py` wrote; the training part comes first."""
+    manifest = read_manifest(path)
+    check_shards(path, manifest, verify)
+    paths = [path / shard.name for shard in manifest.shards]
+    index = open_index(paths, (LATENT,), manifest.stamp)
+    if len(index) != manifest.count("train") + manifest.count("held_out"):
+        raise ValueError(f"{str(path / NAME)!r} and its shards differ in count. Encode again.")
+    channels, height, width = manifest.latent_shape
+    stored = (channels * (2 if manifest.content == "mean_logvar" else 1), height, width)
+    items = _TarItems(
+        ShardReader(index), (2, *stored) if manifest.flips else stored, manifest.dtype
+    )
+    content = "samples" if manifest.content == "mode" else manifest.content
+    return Stored(items, index.label, content, manifest.mean, manifest.std, manifest)
+
+
+class _TarItems:
+    """.npy members of shards, all of one shape and kind, whose header is compared, not parsed."""
+
+    def __init__(self, reader: ShardReader, shape: tuple[int, ...], dtype: str):
+        self.reader, self.shape, self.dtype = reader, shape, dtype
+        stream = io.BytesIO()
+        np.save(stream, np.zeros(shape, numpy_dtype(dtype)))
+        size = int(np.prod(shape)) * numpy_dtype(dtype).itemsize
+        self.header, self.num_bytes = stream.getvalue()[:-size], len(stream.getvalue())
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def __getitem__(self, item: int) -> Tensor:
+        content = bytearray(self.reader.read(item))
+        if len(content) != self.num_bytes or not content.startswith(self.header):
+            raise ValueError(
+                f"{self.reader.where(item)} holds no {self.dtype} latent {list(self.shape)}: the "
+                "shard is damaged. Copy it again."
+            )
+        dtype = getattr(torch, self.dtype)
+        found = torch.frombuffer(content, dtype=dtype, offset=len(self.header)).view(self.shape)
+        return found.view(-1, *self.shape[-3:])
+
+
+def numpy_dtype(dtype: str) -> np.dtype:
+    """Return what a `DTYPES` name is stored as: bfloat16, which NumPy lacks, as its bits."""
+    return np.dtype({"float16": "<f2", "bfloat16": "<u2", "float32": "<f4"}[dtype])
+
+
+def read_npz(path: Path) -> Stored:
+    """Return `moments` (mean and logvar) or `latents`, `latents_flip` and `labels` of one file."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            found = {key: archive[key] for key in archive.files}
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"data.path={str(path)!r} cannot be read as an .npz file of plain arrays ({error})."
+        ) from error
+    keys = [key for key in ("moments", "latents") if key in found]
+    if len(keys) != 1:
+        raise ValueError(
+            f"data.path={str(path)!r} must have one of the arrays 'moments' and 'latents'; it has "
+            f"{', '.join(sorted(found)) or 'nothing'}."
+        )
+    arrays = [found[key] for key in (keys[0], "latents_flip") if key in found]
+    for array in arrays:
+        if array.ndim != 4 or array.shape != arrays[0].shape or array.dtype not in _FLOATS:
+            raise ValueError(
+                f"data.path={str(path)!r}: an array has shape {array.shape} and dtype "
+                f"{array.dtype}; latents must be float16 or float32 [N,C,h,w], all alike."
+            )
+    labels = _labels(found.get("labels"), len(arrays[0]), path)
+    content = "mean_logvar" if keys == ["moments"] else "samples"
+    return Stored(_ArrayItems([torch.from_numpy(a) for a in arrays]), labels, content)
+
+
+class _ArrayItems:
+    """Arrays [N,C',h,w] in memory, one a copy."""
+
+    def __init__(self, copies: Sequence[Tensor]):
+        self.copies = copies
+
+    def __len__(self) -> int:
+        return len(self.copies[0])
+
+    def __getitem__(self, item: int) -> Tensor:
+        return torch.stack([copy[item] for copy in self.copies])
+
+
+def read_npy_folder(path: Path) -> Stored:
+    """Return the .npy files of a folder, in the order of their names.
+
+    Files named `img-mean-std-…` hold mean and deviation, as EDM2 writes them. Labels come from
+    `dataset.json`, else from sub-folders with more than one of which each is a class.
+    """
+    files = _some(path, [p for p in path.rglob("*.npy") if not p.name.startswith(".")])
+    labels = np.full(len(files), -1, np.int64)
+    table = path / "dataset.json"
+    if table.exists():
+        try:
+            given = dict(json.loads(table.read_text())["labels"] or [])
+            names = [file.relative_to(path).as_posix() for file in files]
+            missing = [name for name in names if name not in given] if given else []
+            if missing:
+                raise ValueError(f"it has no label of {missing[0]!r} and {len(missing) - 1} others")
+            if given:
+                labels = _labels(np.array([given[name] for name in names]), len(files), table)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{str(table)!r} cannot be used ({error}).") from error
+    else:
+        folders = sorted({file.relative_to(path).parts[0] for file in files if file.parent != path})
+        loose = [file for file in files if file.parent == path]
+        if folders and loose:
+            raise ValueError(
+                f"data.path={str(path)!r} has {loose[0].name!r} beside sub-folders, and no "
+                "dataset.json; sort all files into sub-folders, one a class, or none."
+            )
+        if folders:
+            labels = np.array([folders.index(f.relative_to(path).parts[0]) for f in files])
+    described = files[0].name.startswith("img-mean-std-")
+    return Stored(_FileItems(files), labels, "mean_std" if described else None)
+
+
+class _FileItems:
+    """One .npy file a latent, [C',h,w] or [1,C',h,w]."""
+
+    def __init__(self, files: Sequence[Path]):
+        self.files = [str(file) for file in files]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, item: int) -> Tensor:
+        file = self.files[item]
+        try:
+            array = np.load(file, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise ValueError(f"the latent {file!r} cannot be read ({error}).") from error
+        if array.ndim == 4 and len(array) == 1:
+            array = array[0]
+        if array.ndim != 3 or array.dtype not in _FLOATS:
+            raise ValueError(
+                f"the latent {file!r} has shape {array.shape} and dtype {array.dtype}; it must be "
+                "float16 or float32 [C,h,w]."
+            )
+        return torch.from_numpy(array)[None]
+
+
+def read_safetensors(path: Path) -> Stored:
+    """Return LightningDiT's shards, by name and row; mean and deviation from `latents_stats.pt`."""
+    from safetensors import SafetensorError, safe_open
+
+    files, rows, labels, flips = _some(path, path.glob(_LIGHTNING)), [], [], set()
+    for number, file in enumerate(files):
+        try:
+            with safe_open(file, "pt") as opened:
+                keys = set(opened.keys())
+                count = opened.get_slice("latents").get_shape()[0]
+                found = opened.get_tensor("labels").numpy() if "labels" in keys else None
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"the shard {str(file)!r} cannot be read ({error}).") from error
+        flips.add("latents_flip" in keys)
+        labels.append(_labels(found, count, file))
+        rows.append(np.stack([np.full(count, number), np.arange(count)], axis=1))
+    if len(flips) > 1:
+        raise ValueError(
+            f"data.path={str(path)!r}: some shards have latents_flip, and some do not."
+        )
+    mean, std = _read_stats(path / "latents_stats.pt")
+    items = _TensorItems(files, np.concatenate(rows), flips.pop())
+    return Stored(items, np.concatenate(labels), "samples", mean, std)
+
+
+class _TensorItems:
+    """Rows of safetensors files, opened when first read, in each process anew."""
+
+    def __init__(self, files: Sequence[Path], rows: np.ndarray, flips: bool):
+        self.files, self.rows = [str(file) for file in files], rows
+        self.names = ("latents", "latents_flip") if flips else ("latents",)
+        self._open: OrderedDict[tuple[int, int], Any] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_open": OrderedDict()}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, item: int) -> Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        number, row = (int(value) for value in self.rows[item])
+        key = (os.getpid(), number)
+        try:
+            if key not in self._open:
+                if len(self._open) >= _MOST_OPEN:
+                    self._open.popitem(last=False)
+                self._open[key] = safe_open(self.files[number], "pt")
+            slices = (self._open[key].get_slice(name) for name in self.names)
+            return torch.cat([found[row : row + 1] for found in slices])
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"the shard {self.files[number]!r} cannot be read ({error})."
+            ) from error
+
+
+def _some(path: Path, files: Iterable[Path]) -> list[Path]:
+    """Return files by name. Raises ValueError if there is none."""
+    found = sorted(files)
+    if not found:
+        raise ValueError(f"data.path={str(path)!r} holds no latents of this data.format.")
+    return found
+
+
+def _read_stats(
+    file: Path,
+) -> tuple[tuple[float, ...], tuple[float, ...]] | tuple[None, None]:
+    if not file.exists():
+        return None, None
+    try:
+        stats = torch.load(file, map_location="cpu", weights_only=True)
+        mean, std = (tuple(stats[key].double().flatten().tolist()) for key in ("mean", "std"))
+    except Exception as error:  # torch raises what pickle, zip and its own reader raise
+        raise ValueError(
+            f"{str(file)!r} cannot be read as tensors 'mean' and 'std' ({type(error).__name__}); "
+            "remove it to have them measured."
+        ) from error
+    return mean, std
+
+
+def _labels(found: np.ndarray | None, count: int, path: Path) -> np.ndarray:
+    """Return int64 [N], -1 where there are no labels."""
+    if found is None:
+        return np.full(count, -1, np.int64)
+    if found.shape != (count,) or found.dtype.kind not in "iu" or (count and found.min() < 0):
+        raise ValueError(
+            f"{str(path)!r}: labels have shape {found.shape} and dtype {found.dtype} for {count} "
+            "latents; there must be one whole number from 0 on a latent."
+        )
+    return found.astype(np.int64)

@@ -1,0 +1,145 @@
+"""`manifest.json`: what a folder of encoded latents holds, and what made them.
+
+    <folder>/manifest.json            this
+             train-000000.tar …       samples `<key>.latent.npy` and `<key>.cls`
+             held_out-000000.tar …
+             index_latent_npy.npz     where each sample lies; made anew where it is missing
+
+Latents lie there as the autoencoder gave them, before any scaling, [C',h,w] or, with mirrored
+copies, [2,C',h,w]; C' is 2 C where mean and logvar are kept. bfloat16 is stored as its bits, `<u2`.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+NAME = "manifest.json"
+PARTS = ("train", "held_out")
+LATENT = "latent.npy"  # the suffix of a sample's latent
+DTYPES = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class ShardFacts:
+    """One shard: file name, samples, length in bytes, sha256."""
+
+    name: str
+    count: int
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a folder of latents holds.
+
+    Args:
+        vae: class, name, sha256 of the weights, latent_channels, scaling_factor, shift_factor.
+        image_size: (H, W) of the encoded images.
+        latent_shape: (C, h, w).
+        content: `mean_logvar`, `samples` or `mode`.
+        dtype: float16, bfloat16 or float32.
+        flips: whether each latent has that of the mirrored image beside it.
+        num_classes, class_names: of the labels; 0 without.
+        mean, std: by channel, over the training part, flips included.
+        source: name and options of the data that was encoded.
+        psnr_db, psnr_images: of decoded latents against their images, a mean over some.
+        parts: the shards of `train` and `held_out`, in order.
+    """
+
+    vae: dict[str, Any]
+    image_size: tuple[int, int]
+    latent_shape: tuple[int, int, int]
+    content: str
+    dtype: str
+    flips: bool
+    num_classes: int
+    class_names: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    source: dict[str, Any]
+    psnr_db: float
+    psnr_images: int
+    parts: dict[str, tuple[ShardFacts, ...]]
+
+    @property
+    def shards(self) -> list[ShardFacts]:
+        """Those of the training part, then those of the held-out part."""
+        return [shard for part in PARTS for shard in self.parts[part]]
+
+    @property
+    def stamp(self) -> str:
+        """What tells that an index belongs to these shards."""
+        return hashlib.sha256("".join(s.sha256 for s in self.shards).encode()).hexdigest()
+
+    def count(self, part: str) -> int:
+        """Return the number of samples of `train` or `held_out`."""
+        return sum(shard.count for shard in self.parts[part])
+
+    def write(self, folder: Path) -> None:
+        """Write it, beside and renamed."""
+        partial = folder / f".{NAME}.partial"
+        counts = {part: self.count(part) for part in PARTS}
+        partial.write_text(
+            json.dumps({"format": FORMAT, "counts": counts, **asdict(self)}, indent=2)
+        )
+        partial.replace(folder / NAME)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a folder.
+
+    Raises:
+        ValueError: there is none, or it is of another format, or damaged.
+    """
+    file = folder / NAME
+    try:
+        found = json.loads(file.read_text())
+        if found["format"] != FORMAT:
+            raise ValueError(f"it has format {found['format']!r}; this version reads {FORMAT}")
+        del found["format"], found["counts"]
+        parts = {
+            part: tuple(ShardFacts(**shard) for shard in found["parts"][part]) for part in PARTS
+        }
+        tuples = ("image_size", "latent_shape", "class_names", "mean", "std")
+        return Manifest(**{**found, **{key: tuple(found[key]) for key in tuples}, "parts": parts})
+    except FileNotFoundError:
+        raise ValueError(
+            f"data.path={str(folder)!r} has no {NAME}. If scripts/encode_latents.py was stopped, "
+            "the same command again finishes it."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{str(file)!r} cannot be used ({error}). Encode again.") from error
+
+
+def check_shards(folder: Path, manifest: Manifest, verify: str) -> None:
+    """Check that every shard is there as the manifest has it.
+
+    Args:
+        folder, manifest: whose.
+        verify: `size`, or `sha256`, which reads every byte.
+
+    Raises:
+        ValueError: a shard is missing or differs.
+    """
+    remedy = "Copy it again, or remove it and run scripts/encode_latents.py again."
+    for shard in manifest.shards:
+        file = folder / shard.name
+        if not file.is_file():
+            raise ValueError(f"the shard {str(file)!r} of the manifest is missing. {remedy}")
+        size = file.stat().st_size
+        if size != shard.num_bytes:
+            raise ValueError(
+                f"the shard {str(file)!r} has {size} bytes, and {shard.num_bytes} in the manifest: "
+                f"it is cut short, or another one. {remedy}"
+            )
+        if verify == "sha256":
+            with file.open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            if digest != shard.sha256:
+                raise ValueError(
+                    f"the shard {str(file)!r} differs from what was written (sha256). {remedy}"
+                )

@@ -1,0 +1,247 @@
+"""The data source `latents`: stored latents of any known format, as a model sees them.
+
+Items are read as they lie, by random access; what is random (which copy, the noise of moments) is
+drawn with all else that a training step draws, in `LatentCodec.to_model`.
+
+Dimensions: N samples, K copies, C channels (C' as stored), h height, w width.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from tread_zoo.data.dataset import ImageData
+from tread_zoo.data.from_shards import count_classes
+from tread_zoo.data.latents.codec import (
+    LatentCodec,
+    decoder_at,
+    normalizing,
+    num_moments,
+    split_moments,
+)
+from tread_zoo.data.latents.formats import (
+    Items,
+    Stored,
+    guess_format,
+    read_npy_folder,
+    read_npz,
+    read_safetensors,
+    read_shards,
+)
+from tread_zoo.data.latents.manifest import Manifest
+from tread_zoo.data.latents.vae import load_vae
+from tread_zoo.data.split import split_held_out
+from tread_zoo.errors import unknown_name
+
+FORMATS = ("auto", "shards", "npz", "npy_folder", "safetensors")
+VERIFY = ("size", "sha256")
+HELD_OUT = 0.1
+MEASURED = 10_000  # latents, evenly spaced, of formats without statistics
+
+
+def latents(
+    path: str,
+    format: str = "auto",
+    content: str | None = None,
+    normalization: str = "standardize",
+    vae: str | None = None,
+    held_out: float | None = None,
+    num_classes: int | None = None,
+    verify: str = "size",
+) -> ImageData:
+    """Return the latents at `path`.
+
+    path: a folder, or an .npz file.
+    format: `auto`, or one of `shards`, `npz`, `npy_folder`, `safetensors`; see `formats.py`.
+    content: `samples`, `mean_logvar` or `mean_std`, where the files do not tell.
+    normalization: `standardize` (mean 0, deviation 1 by channel) or `scale` (the autoencoder's).
+    vae: a diffusers autoencoder for pictures and scores, a folder or a hub's name; not given, that
+      of the manifest; `none` goes without pictures.
+    held_out: the fraction split off (0.1) where the files have no such part of their own.
+    num_classes: the manifest's or the largest label + 1 unless given; 0 drops the labels.
+    verify: `size`, or `sha256`, which reads every byte of the shards once, first.
+
+    Raises ValueError, naming the file and the option, for whatever does not fit this.
+    """
+    root = Path(path).expanduser()
+    stored = _read(root, format, verify)
+    stored_shape = tuple(stored.items[0].shape)
+    chosen = _content(stored, content, root)
+    channels = stored_shape[1] // num_moments(chosen)
+    name, facts = _autoencoder(stored.manifest, vae)
+    _check_channels(stored_shape[1], chosen, facts, root)
+    manifest = stored.manifest
+    if num_classes is None and manifest is not None:
+        num_classes = manifest.num_classes
+    num_classes = count_classes([stored.labels], num_classes, root)
+    labels = stored.labels if num_classes else np.zeros(len(stored.items), np.int64)
+    train, test = _split(stored, labels, held_out)
+    mean, std = stored.mean, stored.std
+    if mean is None or std is None:
+        mean, std = measure(stored.items, train, chosen)
+    shift, scale = normalizing(normalization, mean=mean, std=std, vae=facts)
+
+    def subset(indices: np.ndarray) -> LatentDataset:
+        return LatentDataset(stored.items, indices, labels[indices], stored_shape)
+
+    named = manifest is not None and len(manifest.class_names) == num_classes
+    return ImageData(
+        name=f"{root.name} (latents)",  # never mistaken for a built-in source
+        train=subset(train),
+        held_out=subset(test) if len(test) else None,
+        image_size=(stored_shape[2], stored_shape[3]),
+        channels=channels,
+        num_classes=num_classes,
+        class_names=manifest.class_names
+        if named and manifest is not None
+        else tuple(str(label) for label in range(num_classes)),
+        codec=LatentCodec(
+            content=chosen,
+            flips=stored_shape[0] == 2,
+            normalization=normalization,
+            shift=shift,
+            scale=scale,
+            vae={key: facts[key] for key in ("class", "sha256")} if facts else None,
+            decoder=decoder_at(name, facts),
+        ),
+    )
+
+
+class LatentDataset(Dataset):
+    """Some of the items, [K,C',h,w] as stored, with their labels.
+
+    shape: that each must have.
+    """
+
+    def __init__(self, items: Items, indices: np.ndarray, labels: np.ndarray, shape: Sequence[int]):
+        self.items, self.indices, self.labels, self.shape = items, indices, labels, tuple(shape)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """Return (latent, label). Raises ValueError naming an unreadable or odd one."""
+        found = self.items[int(self.indices[index])]
+        if tuple(found.shape) != self.shape:
+            raise ValueError(
+                f"latent {int(self.indices[index])} has shape {list(found.shape)}, and the first "
+                f"{list(self.shape)} (copies, channels, height, width); all must be alike."
+            )
+        return found, int(self.labels[index])
+
+
+def measure(
+    items: Items, indices: np.ndarray, content: str
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and deviation by channel, in float64, of up to `MEASURED` evenly spaced items."""
+    count = min(len(indices), MEASURED)
+    total = Moments()
+    for number in range(count):
+        total.add(items[int(indices[number * len(indices) // count])][None], content)
+    return total.result()
+
+
+class Moments:
+    """Mean and deviation by channel, streamed in float64; of moments, over what they draw:
+    E[z] = E[mean], E[z^2] = E[mean^2] + E[std^2]."""
+
+    def __init__(self) -> None:
+        self.count, self.total, self.square = 0, np.zeros(1), np.zeros(1)
+
+    def add(self, stored: Tensor, content: str) -> None:
+        """Take in [B,K,C',h,w]."""
+        mean, spread = split_moments(stored, content)
+        mean = mean.double()
+        square = mean.square() if spread is None else mean.square() + spread.double().square()
+        axes = (0, 1, 3, 4)
+        self.count += mean.numel() // mean.shape[2]
+        self.total = self.total + mean.sum(axes).numpy()
+        self.square = self.square + square.sum(axes).numpy()
+
+    def result(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return mean and deviation, C numbers each."""
+        mean = self.total / self.count
+        variance = np.maximum(self.square / self.count - mean**2, 0)
+        return tuple(mean.tolist()), tuple(np.sqrt(variance).tolist())
+
+
+def _read(root: Path, format: str, verify: str) -> Stored:
+    if format not in FORMATS:
+        raise unknown_name("data.format", format, FORMATS)
+    if verify not in VERIFY:
+        raise unknown_name("data.verify", verify, VERIFY)
+    chosen = guess_format(root) if format == "auto" else format
+    if chosen != "shards" and verify != "size":
+        raise ValueError(f"data.verify={verify} is for format=shards; {chosen} has no checksums.")
+    if chosen == "shards":
+        stored = read_shards(root, verify)
+    else:
+        readers = {"npz": read_npz, "npy_folder": read_npy_folder, "safetensors": read_safetensors}
+        stored = readers[chosen](root)
+    if not len(stored.items):
+        raise ValueError(f"data.path={str(root)!r} has no latents.")
+    return stored
+
+
+def _content(stored: Stored, content: str | None, root: Path) -> str:
+    """Return what the channels are, from the files or from the option."""
+    if content is None and stored.content is None:
+        raise ValueError(
+            f"data.path={str(root)!r} does not tell what its {stored.items[0].shape[1]} channels "
+            "are: set data.content=samples, mean_logvar or mean_std."
+        )
+    chosen = content or stored.content
+    assert chosen is not None
+    if stored.manifest is not None and chosen != stored.content:
+        raise ValueError(
+            f"data.content={chosen}, but the manifest says {stored.content}; leave it out."
+        )
+    if num_moments(chosen) == 2 and stored.items[0].shape[1] % 2:
+        raise ValueError(
+            f"data.content={chosen} wants an even number of channels, mean and spread; "
+            f"data.path={str(root)!r} has {stored.items[0].shape[1]}."
+        )
+    return chosen
+
+
+def _autoencoder(manifest: Manifest | None, vae: str | None) -> tuple[str, dict[str, Any] | None]:
+    """Return where the autoencoder is (`none`: nowhere) and what is known of it."""
+    if manifest is not None:
+        return vae or manifest.vae["name"], manifest.vae
+    if vae is None or vae == "none":
+        return "none", None
+    return vae, load_vae(vae).facts
+
+
+def _check_channels(stored: int, content: str, vae: dict[str, Any] | None, root: Path) -> None:
+    if vae is None or stored // num_moments(content) == vae["latent_channels"]:
+        return
+    hint = ""
+    if content == "samples" and stored == 2 * vae["latent_channels"]:
+        hint = " They look like moments: set data.content=mean_logvar or mean_std."
+    raise ValueError(
+        f"data.path={str(root)!r} has {stored} channels as data.content={content}; the autoencoder "
+        f"{vae['name']!r} has latents of {vae['latent_channels']}.{hint}"
+    )
+
+
+def _split(
+    stored: Stored, labels: np.ndarray, held_out: float | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of the training and the held-out part."""
+    if stored.manifest is None:
+        fraction = HELD_OUT if held_out is None else held_out
+        kept, split_off = split_held_out(torch.from_numpy(labels), fraction)
+        return kept.numpy(), split_off.numpy()
+    if held_out is not None:
+        raise ValueError(
+            f"data.held_out={held_out:g}, but these latents were split when they were encoded; "
+            "leave it out, or encode with data.held_out=…"
+        )
+    every, first = np.arange(len(labels)), stored.manifest.count("train")
+    return every[:first], every[first:]

@@ -1,0 +1,359 @@
+"""Tar shards as WebDataset lays them out, read by random access.
+
+A sample is a run of members that share a key, the name up to the first dot of its last part:
+`train/000123.jpg` and `train/000123.cls` are sample `train/000123`. An index says in which shard
+and where each sample's bytes lie. It is built by reading the headers once and cached in one file,
+so that neither opening a data set nor reading a sample costs more with more shards. Nothing is
+ever extracted: names of members are keys, whatever they look like.
+
+Dimensions: N samples.
+"""
+
+import hashlib
+import io
+import logging
+import os
+import re
+import tarfile
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+LABEL = "cls"
+_BLOCK = tarfile.BLOCKSIZE
+_MOST_OPEN = 128  # files at a time and reader
+_INDEX_FORMAT = 1
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2")
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """Where each sample lies: int64 arrays [N], `shard` counting in `paths`; label -1: none."""
+
+    paths: tuple[str, ...]
+    shard: np.ndarray
+    offset: np.ndarray
+    size: np.ndarray
+    label: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+
+class ShardReader:
+    """The bytes of samples. Files are opened when first read, in each process anew."""
+
+    def __init__(self, index: ShardIndex):
+        self.index = index
+        self._files: OrderedDict[int, BinaryIO] = OrderedDict()
+        self._process = os.getpid()
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getstate__(self) -> dict[str, ShardIndex]:
+        return {"index": self.index}
+
+    def __setstate__(self, state: dict[str, ShardIndex]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def where(self, item: int) -> str:
+        """Return in words where sample `item` lies, for messages."""
+        return f"{self.index.paths[self.index.shard[item]]!r} at byte {self.index.offset[item]}"
+
+    def read(self, item: int) -> bytes:
+        """Return the bytes of sample `item`.
+
+        Raises:
+            ValueError: the shard is gone or has become shorter.
+        """
+        shard, size = int(self.index.shard[item]), int(self.index.size[item])
+        try:
+            file = self._open(shard)
+            file.seek(int(self.index.offset[item]))
+            found = file.read(size)
+        except OSError as error:
+            raise ValueError(f"the shard {self.where(item)} cannot be read ({error}).") from error
+        if len(found) < size:
+            raise ValueError(
+                f"the shard {self.where(item)} ends {size - len(found)} bytes too early; it was "
+                "cut short after the run began. Copy it again."
+            )
+        return found
+
+    def _open(self, shard: int) -> BinaryIO:
+        if self._process != os.getpid():  # a forked worker shares its parent's file positions
+            self._files, self._process = OrderedDict(), os.getpid()
+        if shard in self._files:
+            self._files.move_to_end(shard)
+        else:
+            if len(self._files) >= _MOST_OPEN:
+                self._files.popitem(last=False)[1].close()
+            self._files[shard] = open(self.index.paths[shard], "rb", buffering=0)  # noqa: SIM115
+        return self._files[shard]
+
+
+def find_shards(path: str) -> list[Path]:
+    """Return the tar files that `path` names: a folder's, one file, or a pattern's.
+
+    A pattern has `*`, `?` or a range `{000..127}`, of which every number must be there.
+
+    Raises:
+        ValueError: there is none, one of a range is missing, or they are not local plain tar files.
+    """
+    if "://" in path or path.startswith("pipe:"):
+        raise ValueError(
+            f"data.path={path!r} is no local path. Shards are read by random access, which is what "
+            "lets a run resume in the middle of an epoch: copy them first (curl -O, "
+            "aws s3 cp --recursive, gsutil cp), then set data.path to their folder."
+        )
+    root = Path(path).expanduser()
+    if root.is_dir():
+        shards = sorted(p for p in root.glob("*.tar") if not p.name.startswith("."))
+        packed = sorted(p.name for p in root.iterdir() if p.name.endswith(_COMPRESSED))
+        if not shards and packed:
+            raise _compressed(root / packed[0])
+    else:
+        shards = [found for name in _expand_ranges(str(root)) for found in _expand_globs(name)]
+    if not shards:
+        raise ValueError(
+            f"data.path={path!r} has no tar shards; set data.path to their folder, or to a pattern "
+            "such as 'shards/train-{000..127}.tar' or 'shards/train-*.tar'."
+        )
+    for shard in shards:
+        if not shard.is_file():
+            raise ValueError(f"data.path={path!r}: the shard {str(shard)!r} does not exist.")
+        if shard.name.endswith(_COMPRESSED):
+            raise _compressed(shard)
+    return shards
+
+
+def open_index(
+    shards: Sequence[Path], payload: Sequence[str], stamp: str | None = None
+) -> ShardIndex:
+    """Return the index of `shards`, from its cache beside the first one if that is still true.
+
+    Args:
+        shards: tar files.
+        payload: suffixes, without their first dot, of the member to index; one of them a sample.
+        stamp: what tells that the shards are those that were indexed; not given, it is made of
+            their names, sizes and times of change.
+
+    Raises:
+        ValueError: a shard is damaged, or its samples lack the payload.
+    """
+    name = f"index_{payload[0].replace('.', '_')}"
+    if stamp is None:
+        names = hashlib.sha256(repr([p.name for p in shards]).encode()).hexdigest()
+        name += f"_{names[:8]}"  # of these: a folder may hold several sets of shards
+        facts = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in shards]
+        stamp = hashlib.sha256(repr((facts, tuple(payload))).encode()).hexdigest()
+    cache = shards[0].parent / f"{name}.npz"
+    columns = _load_columns(cache, stamp)
+    if columns is None:
+        if len(shards) > 1:
+            logger.info("%-9s %d shards, once", "indexing", len(shards))
+        scanned = [scan_shard(shard, payload) for shard in shards]
+        counts = [len(found["label"]) for found in scanned]
+        columns = {key: np.concatenate([s[key] for s in scanned]) for key in scanned[0]}
+        columns["shard"] = np.repeat(np.arange(len(shards)), counts)
+        save_columns(cache, stamp, columns)
+    return ShardIndex(tuple(str(shard) for shard in shards), **columns)
+
+
+def save_columns(cache: Path, stamp: str, columns: Mapping[str, np.ndarray]) -> None:
+    """Write an index's arrays; a folder that cannot be written to is left without its cache."""
+    partial = cache.with_name(f".{cache.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as stream:
+            facts = {"format": np.array(_INDEX_FORMAT), "stamp": np.array(stamp)}
+            np.savez(stream, **{**columns, **facts})  # type: ignore[arg-type]
+        partial.replace(cache)
+    except OSError as error:
+        logger.warning("the index could not be kept in %s (%s); each start makes it", cache, error)
+
+
+def _load_columns(cache: Path, stamp: str) -> dict[str, np.ndarray] | None:
+    """Return the arrays of a cache that is whole and true, or None."""
+    try:
+        with np.load(cache, allow_pickle=False) as stored:
+            if int(stored["format"]) != _INDEX_FORMAT or str(stored["stamp"]) != stamp:
+                return None
+            return {key: stored[key] for key in ("shard", "offset", "size", "label")}
+    except (OSError, ValueError, KeyError, EOFError):
+        return None
+
+
+def scan_shard(path: Path, payload: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return `offset`, `size` and `label`, int64 [n], of the samples of one shard.
+
+    Raises:
+        ValueError: the shard is damaged or compressed, or a sample has no payload or several.
+    """
+    offsets, sizes, labels = [], [], []
+    try:
+        with path.open("rb") as stream:
+            for key, run in groupby(_members(stream), key=lambda found: found[0]):
+                members = _unique(path, key, run)
+                present = [suffix for suffix in payload if suffix in members]
+                if len(present) != 1:
+                    what = "none" if not present else " and ".join(present)
+                    raise ValueError(
+                        f"sample {key!r} has {what} of .{', .'.join(payload)}, but it must have "
+                        f"one. Its members: {', '.join(sorted(members))}"
+                    )
+                offset, size = members[present[0]]
+                offsets.append(offset)
+                sizes.append(size)
+                labels.append(_read_label(stream, key, members.get(LABEL)))
+    except (tarfile.TarError, EOFError, ValueError, OSError) as error:
+        raise ValueError(
+            f"the shard {str(path)!r} cannot be indexed: {error}. If it was cut short, copy it "
+            "again."
+        ) from error
+    return {
+        "offset": np.array(offsets, np.int64),
+        "size": np.array(sizes, np.int64),
+        "label": np.array(labels, np.int64),
+    }
+
+
+def _members(stream: BinaryIO) -> Iterator[tuple[str, str, int, int]]:
+    """Yield (key, suffix, offset, size) of the plain files in a tar, reading headers alone."""
+    length = stream.seek(0, os.SEEK_END)
+    stream.seek(0)
+    if length == 0:
+        raise ValueError("it is empty")
+    with tarfile.open(fileobj=stream, mode="r:") as tar:
+        while (member := tar.next()) is not None:
+            tar.members = []  # type: ignore[attr-defined]  # tarfile would keep them all
+            folder, _, name = member.name.rpartition("/")
+            if not member.isreg() or name.startswith((".", "__")):
+                continue
+            if member.sparse is not None:
+                raise ValueError(f"the member {member.name!r} is sparse; write it as a plain file")
+            if member.offset_data + member.size > length:
+                raise ValueError(f"it ends in the middle of the member {member.name!r}")
+            stem, _, suffix = name.partition(".")
+            yield f"{folder}/{stem}".lstrip("/"), suffix.lower(), member.offset_data, member.size
+        # tarfile takes a header that it cannot read, or a missing one, for the end.
+        stream.seek(tar.offset)
+        if stream.read(_BLOCK) != bytes(_BLOCK):
+            raise ValueError(
+                f"byte {tar.offset} is neither a readable header nor the end mark of an archive"
+            )
+
+
+def _unique(
+    path: Path, key: str, run: Iterable[tuple[str, str, int, int]]
+) -> dict[str, tuple[int, int]]:
+    members: dict[str, tuple[int, int]] = {}
+    for _, suffix, offset, size in run:
+        if suffix in members:
+            raise ValueError(f"sample {key!r} has two members .{suffix}; keys must differ")
+        members[suffix] = (offset, size)
+    return members
+
+
+def _read_label(stream: BinaryIO, key: str, span: tuple[int, int] | None) -> int:
+    """Return the class in a .cls member, or -1 where there is none; keeps the file's position."""
+    if span is None:
+        return -1
+    place = stream.tell()
+    stream.seek(span[0])
+    text = stream.read(min(span[1], 32))
+    stream.seek(place)
+    if not re.fullmatch(rb"\s*\d{1,9}\s*", text):
+        raise ValueError(f"sample {key!r} has .{LABEL} {text!r}; it must be a whole number >= 0")
+    return int(text)
+
+
+def _expand_ranges(pattern: str) -> list[str]:
+    """Return `a{08..10}b` as a08b, a09b, a10b; what has no range, as it is."""
+    found = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
+    if found is None:
+        return [pattern]
+    first, last = found.groups()
+    numbers = [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    head, tail = pattern[: found.start()], pattern[found.end() :]
+    return [name for number in numbers for name in _expand_ranges(f"{head}{number}{tail}")]
+
+
+def _expand_globs(name: str) -> list[Path]:
+    path = Path(name)
+    return sorted(path.parent.glob(path.name)) if re.search(r"[*?\[]", path.name) else [path]
+
+
+def _compressed(shard: Path) -> ValueError:
+    return ValueError(
+        f"the shard {str(shard)!r} is compressed, and has no random access; unpack it (gunzip, "
+        "unzstd) to a plain .tar. Pictures hardly shrink."
+    )
+
+
+@dataclass(frozen=True)
+class WrittenShard:
+    """A shard on the disk: its length in bytes, its sha256, and the spans [n] of its payload."""
+
+    num_bytes: int
+    sha256: str
+    offset: np.ndarray
+    size: np.ndarray
+
+
+def write_shard(
+    path: Path, samples: Iterable[tuple[str, Mapping[str, bytes]]], payload: str
+) -> WrittenShard:
+    """Write samples (key, bytes by suffix) as a tar, beside and renamed: it is there whole or not.
+
+    The bytes are a function of the samples alone. `payload` is the suffix whose spans are returned.
+    """
+    partial = path.with_name(f".{path.name}.partial")  # one writer a shard
+    offsets, sizes = [], []
+    with partial.open("wb") as stream:
+        hashing = _Hashing(stream)
+        with tarfile.open(
+            fileobj=hashing,  # type: ignore[call-overload]
+            mode="w:",
+            format=tarfile.USTAR_FORMAT,
+        ) as tar:
+            for key, members in samples:
+                for suffix, content in members.items():
+                    info = tarfile.TarInfo(f"{key}.{suffix}")
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+                    tar.members = []
+                    if suffix == payload:
+                        offsets.append(tar.offset - -(-len(content) // _BLOCK) * _BLOCK)
+                        sizes.append(len(content))
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(path)
+    return WrittenShard(
+        hashing.length,
+        hashing.digest.hexdigest(),
+        np.array(offsets, np.int64),
+        np.array(sizes, np.int64),
+    )
+
+
+class _Hashing:
+    """A file to write to that keeps the sha256 of what was written."""
+
+    def __init__(self, stream: BinaryIO):
+        self.stream, self.digest, self.length = stream, hashlib.sha256(), 0
+
+    def write(self, content: bytes) -> int:
+        self.digest.update(content)
+        self.length += len(content)
+        return self.stream.write(content)
+
+    def tell(self) -> int:
+        return self.length
