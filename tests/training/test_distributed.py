@@ -23,25 +23,30 @@ FUSED = ("backbone=mamba", "routing.rejoin=project", "routing.path_drop_probabil
 # Each with an option that sharding has to get right, too.
 EVERY_ARCHITECTURE = {
     "dit": ["backbone=dit", "training.gradient_accumulation_steps=2"],
-    "uvit": ["backbone=uvit", "training.precision=bf16"],
+    "uvit": ["backbone=uvit"],
     "mamba": [*FUSED, "training.activation_checkpointing=2"],
     "mamba2": ["backbone=mamba2", "backbone.head_size=16", "training.compile=true"],
     "rwkv": ["backbone=rwkv", "backbone.depth=5", "routing.selector=norm"],
+    "half": ["backbone=dit", "backbone.depth=2", "routing=none", "training.precision=bf16"],
 }
 
 
 def start(*command, port, config="cpu"):
     """Run a script in two CPU processes; return its status and what it printed."""
-    finished = subprocess.run(
+    launched = subprocess.Popen(
         [
             sys.executable, "-m", "accelerate.commands.launch",
             "--config_file", f"configs/accelerate/{config}.yaml",
             "--num_cpu_threads_per_process", "1", "--main_process_port", str(port), *command,
         ],
-        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    return finished.returncode, finished.stdout + finished.stderr
+    try:
+        said, _ = launched.communicate(timeout=600)
+    finally:
+        launched.terminate()  # it ends its processes, which a kill would leave behind
+    return launched.returncode, said
 
 
 def launch(*command, port, config="cpu"):
@@ -71,7 +76,7 @@ def numbers(folder):
     return [(row["loss"], row["grad_norm"]) for row in read_metrics(folder) if "loss" in row]
 
 
-def assert_same_weights(one, other):
+def assert_same_weights(one, other, share=1e-3):
     """Check that two checkpoints hold the same tensors, but for rounding, by their distance.
 
     Not number by number: the bias of keys has no gradient but rounding, which Adam scales up.
@@ -83,19 +88,24 @@ def assert_same_weights(one, other):
         assert {k: v.shape for k, v in left.items()} == {k: v.shape for k, v in right.items()}
         apart = sum(float((left[key] - right[key]).double().square().sum()) for key in left)
         size = sum(float(tensor.double().square().sum()) for tensor in left.values())
-        assert apart**0.5 < 1e-3 * size**0.5, f"{part}: {apart**0.5} of {size**0.5}"
+        assert apart**0.5 < share * size**0.5, f"{part}: {apart**0.5} of {size**0.5}"
 
 
-def assert_same_run(folder, num_steps):
-    """Check that the runs of `both_ways` went the same way, and left the same."""
+def assert_same_run(folder, num_steps, atol=1e-5):
+    """Check that the runs of `both_ways` went the same way, and left the same.
+
+    In bf16 one rounding of a sum more or less shows after some steps: `atol` is larger there, and
+    the first loss, which no sum of ranks has touched but its own mean, is the same all the same.
+    """
     ddp, fsdp = numbers(folder / "ddp"), numbers(folder / "fsdp")
     assert len(ddp) == num_steps
     assert len({loss for loss, _ in ddp}) == num_steps
-    torch.testing.assert_close(torch.tensor(ddp), torch.tensor(fsdp), atol=1e-5, rtol=0)
-    assert_same_weights(folder / "ddp", folder / "fsdp")
+    torch.testing.assert_close(torch.tensor(ddp), torch.tensor(fsdp), atol=atol, rtol=0)
+    assert ddp[0][0] == pytest.approx(fsdp[0][0], abs=1e-6)
+    assert_same_weights(folder / "ddp", folder / "fsdp", 100 * atol)
     scores = [json.loads((folder / kind / "score.json").read_text()) for kind in ("ddp", "fsdp")]
     first, second = (score["values"]["held_out_loss"] for score in scores)
-    assert first == pytest.approx(second, abs=1e-5)
+    assert first == pytest.approx(second, abs=atol)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +158,7 @@ def test_sharded_training_equals_ddp_for_every_architecture(tmp_path, free_port)
     ]
     work(jobs, tmp_path, free_port)
     for name in EVERY_ARCHITECTURE:
-        assert_same_run(tmp_path / name, 20)
+        assert_same_run(tmp_path / name, 20, atol=1e-3 if name == "half" else 1e-5)
 
 
 @pytest.mark.slow

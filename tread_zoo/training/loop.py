@@ -176,7 +176,7 @@ def _start(
         load_weights(average.network, checkpoint, "ema")
     if parts.options.compile:
         compile_blocks(network)
-    average, whole = place(network, average, accelerator, precision)
+    average, shown = place(network, average, accelerator, precision)
     optimizer = _make_optimizer(network, parts.options)
     if checkpoint is not None:
         load_optimizer(optimizer, checkpoint.tensors("optimizer"))
@@ -194,7 +194,7 @@ def _start(
     accelerator.wait_for_everyone()  # all have read what is there; now it may change
     reporter = None
     if accelerator.is_main_process:
-        fresh, parts_shown = checkpoint is None, replace(parts, backbone=whole)
+        fresh, parts_shown = checkpoint is None, replace(parts, backbone=shown)
         parts.data.codec.prepare(accelerator.device)
         reporter = Reporter(
             parts_shown, folder, precision=precision, step=step, fresh=fresh, tracker=tracker
