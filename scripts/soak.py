@@ -23,6 +23,7 @@ register_configs()
 @clear_errors
 def main(config: DictConfig) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes, before they load torch
+    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"  # what was killed put nothing away
     from tread_zoo.testing.soak import soak
 
     settings = as_keywords(config)

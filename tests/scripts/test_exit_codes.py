@@ -26,14 +26,15 @@ def start(*command, cwd):
     )  # fmt: skip
 
 
-def signal_all_once_it_trains(process, metrics, number):
-    """Send a signal to every process of the group, as a terminal or a cluster does."""
+def signal_all_once_it_trains(process, metrics, *numbers):
+    """Send signals to every process of the group, as a terminal or a cluster does."""
     deadline = time.monotonic() + 200
     while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < deadline, "the run did not start"
         time.sleep(0.02)
-    os.killpg(process.pid, number)
+    for number in numbers:
+        os.killpg(process.pid, number)
     said, _ = process.communicate(timeout=100)
     return said
 
@@ -41,8 +42,8 @@ def signal_all_once_it_trains(process, metrics, number):
 LONG = [*SMALL, "training.num_steps=100000", "training.log_every=1", "training.warmup_steps=9"]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 75)])
-def test_a_signal_to_every_process_even_the_loaders_workers(tmp_path, number, status):
+def test_signals_to_every_process_even_the_loaders_workers(tmp_path):
+    """SIGTERM, which would end a worker and with it the run, and the signal that requeues."""
     (tmp_path / "photos").mkdir()
     rng = np.random.default_rng(0)
     for index in range(40):
@@ -52,8 +53,10 @@ def test_a_signal_to_every_process_even_the_loaders_workers(tmp_path, number, st
         str(ROOT / "scripts/train.py"), *LONG, "data=image_folder", "data.path=photos",
         "data.image_size=16", "training.num_workers=1", "run_dir=run", cwd=tmp_path,
     )  # fmt: skip
-    said = signal_all_once_it_trains(process, tmp_path / "run/metrics.jsonl", number)
-    assert process.returncode == status, said
+    said = signal_all_once_it_trains(
+        process, tmp_path / "run/metrics.jsonl", signal.SIGTERM, signal.SIGUSR1
+    )
+    assert process.returncode == 75, said
     assert "continue with resume=latest" in said
     assert "Traceback" not in said
     assert f"step_{find_checkpoint(tmp_path / 'run').step:08d}" in said

@@ -53,7 +53,7 @@ def test_a_short_soak(tmp_path):
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")
 def test_a_process_that_no_longer_answers(tmp_path):
     """It is not dead, so no connection breaks: training.timeout_s ends the wait for it."""
-    run = settings("training.num_steps=100000", "training.timeout_s=4")
+    run = settings("training.num_steps=100000", "training.timeout_s=15")
     test = Soak(run, tmp_path, 2, None)
     ranks = test.start("broken", None)
     try:

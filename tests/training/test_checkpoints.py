@@ -97,7 +97,7 @@ def test_a_disk_that_is_full_while_saving_keeps_the_previous_checkpoint(tmp_path
     assert done.returncode == 3, done.stderr
     assert "could not save" in done.stdout
     assert "step_00000001 is intact" in done.stdout
-    assert "resume=latest" in done.stdout
+    assert "Free some space and continue with resume=latest" in done.stdout
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
     assert find_checkpoint(tmp_path).step == 1
 

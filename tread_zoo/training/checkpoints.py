@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 META_NAME = "checkpoint.json"
 META_CHECKSUM = "checkpoint_sha256"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # safetensors' errors have but their words
 
 
 class CheckpointError(ValueError):
@@ -100,8 +101,8 @@ def save_checkpoint(
         _clear_leftovers(folder)
         older = _folders(folder)
         kept = f"{older[-1]} is intact" if older else "there is no earlier checkpoint"
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = "Free some space" if full or _is_full(folder) else "Make the folder writable"
+        full = any(os.strerror(number) in str(error) for number in _FULL)
+        remedy = "Free some space" if full else "Make the folder writable"
         raise CheckpointError(
             f"could not save {final}: {error}. Nothing half-written is left; {kept}. {remedy} "
             "and continue with resume=latest."
@@ -328,14 +329,6 @@ def _sync_entries(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def _is_full(folder: Path) -> bool:
-    """Return whether hardly anything is left: safetensors says that writing failed, not why."""
-    try:
-        return shutil.disk_usage(folder).free < 1 << 20
-    except OSError:
-        return False
 
 
 def _differences(name: str, old: Any, new: Any) -> list[str]:
