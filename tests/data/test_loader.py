@@ -164,6 +164,15 @@ def test_items_in_memory_are_gathered(tmp_path, monkeypatch):
     assert labels_of(memory, num_workers=2) == labels_of(Watched(tmp_path))
 
 
+def test_an_error_without_words_is_told_by_its_kind(tmp_path, caplog):
+    def fail(index):
+        if index == 1:
+            raise OSError
+
+    read_items(Watched(tmp_path, doing=fail), [1])
+    assert "file_1; another item takes its place. OSError" in caplog.text
+
+
 def test_items_read_at_once_are_replaced_too(tmp_path, caplog):
     images, labels = read_items(Watched(tmp_path, {2}), range(4))
     assert labels.tolist()[:2] + labels.tolist()[3:] == [0, 1, 3]

@@ -134,7 +134,7 @@ def read_item(dataset: Dataset, index: int) -> tuple[Tensor, int] | CorruptItem:
         return dataset[index]
     except (ValueError, OSError) as error:
         name_of = getattr(dataset, "item_name", "item {}".format)
-        return CorruptItem(index, name_of(index), str(error))
+        return CorruptItem(index, name_of(index), str(error) or type(error).__name__)
 
 
 @contextmanager
