@@ -8,7 +8,7 @@ from tread_zoo.errors import unknown_name
 
 SCHEDULES = ("constant", "linear", "cosine")
 # How a run meets faults; not part of what it computes, so a resumed run may have others.
-FAULTS = ("max_skipped_in_a_row", "timeout_s")
+FAULTS = ("max_corrupt_share", "max_skipped_in_a_row", "timeout_s")
 
 
 @dataclass(frozen=True)
