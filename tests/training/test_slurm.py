@@ -14,6 +14,7 @@ from tread_zoo.training.checkpoints import find_checkpoint
 from tread_zoo.training.slurm import join_slurm_step
 
 ROOT = Path(__file__).parents[2]
+SHARDED = "hydra.launcher.setup=['export ACCELERATE_USE_FSDP=true FSDP_VERSION=2']"
 STEP = {
     "SLURM_JOB_ID": "123456", "SLURM_PROCID": "11", "SLURM_LOCALID": "3", "SLURM_NODEID": "1",
     "SLURM_STEP_NUM_TASKS": "12", "SLURM_STEP_TASKS_PER_NODE": "8,4",
@@ -83,7 +84,7 @@ def test_the_preset_composes():
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         given = compose(
             "train",
-            overrides=["hydra/launcher=slurm", "hydra.launcher.partition=gpu"],
+            overrides=["hydra/launcher=slurm", "hydra.launcher.partition=gpu", SHARDED],
             return_hydra_config=True,
         )
     launcher = given.hydra.launcher
@@ -91,6 +92,7 @@ def test_the_preset_composes():
     assert launcher.tasks_per_node == launcher.gpus_per_node == 8
     assert (launcher.partition, launcher.additional_parameters.requeue) == ("gpu", True)
     assert launcher.max_num_timeout > 0
+    assert launcher.setup == ["export ACCELERATE_USE_FSDP=true FSDP_VERSION=2"]
 
 
 @pytest.mark.slow
