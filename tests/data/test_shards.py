@@ -128,9 +128,9 @@ def test_what_are_no_local_plain_tars_is_refused(tmp_path):
     (tmp_path / "packed").mkdir()
     (tmp_path / "packed" / "a.tar.gz").write_bytes(b"")
     for path, message in [
-        ("s3://bucket/a.tar", "no local path.*copy them first"),
-        ("https://host/{0..3}.tar", "no local path"),
-        ("pipe:cat a.tar", "no local path"),
+        ("pipe:curl https://host/a.tar", "a pipe has no random access"),
+        ("s3://bucket/*.tar", "named one by one"),
+        ("https://host/{0..3}.tar.gz", "is compressed"),
         (str(tmp_path / "packed"), "compressed.*gunzip"),
         (str(tmp_path / "a-{00..01}.tar"), r"a-01.tar' does not exist"),
         (str(tmp_path / "b-*.tar"), "has no tar shards"),

@@ -24,6 +24,8 @@ from typing import BinaryIO
 
 import numpy as np
 
+from tread_zoo.data.remote import fetch_shards, is_remote
+
 logger = logging.getLogger(__name__)
 
 LABEL = "cls"
@@ -103,17 +105,19 @@ class ShardReader:
 def find_shards(path: str) -> list[Path]:
     """Return the tar files that `path` names: a folder's, one file, or a pattern's.
 
-    A pattern has `*`, `?` or a range `{000..127}`, of which every number must be there.
+    A pattern has `*`, `?` or a range `{000..127}`, of which every number must be there. Addresses
+    with a protocol (https, s3, gs) are fetched into this machine's cache first, each shard once.
 
     Raises:
-        ValueError: there is none, one of a range is missing, or they are not local plain tar files.
+        ValueError: there is none, one of a range is missing, or they are no plain tar files.
     """
-    if "://" in path or path.startswith("pipe:"):
+    if path.startswith("pipe:"):
         raise ValueError(
-            f"data.path={path!r} is no local path. Shards are read by random access, which is what "
-            "lets a run resume in the middle of an epoch: copy them first (curl -O, "
-            "aws s3 cp --recursive, gsutil cp), then set data.path to their folder."
+            f"data.path={path!r}: a pipe has no random access, which is what lets a run resume in "
+            "the middle of an epoch. Give the shards' addresses (https://, s3://) or their folder."
         )
+    if is_remote(path):
+        return fetch_shards(_addresses(path))
     root = Path(path).expanduser()
     if root.is_dir():
         shards = sorted(p for p in root.glob("*.tar") if not p.name.startswith("."))
@@ -286,12 +290,26 @@ def _expand_ranges(pattern: str) -> list[str]:
     return [name for number in numbers for name in _expand_ranges(f"{head}{number}{tail}")]
 
 
+def _addresses(path: str) -> list[str]:
+    """Return the addresses of remote shards that `path` names, one or a range of them."""
+    urls = _expand_ranges(path)
+    for url in urls:
+        if url.endswith(_COMPRESSED):
+            raise _compressed(url)
+        if not url.endswith(".tar") or re.search(r"[*?\[]", url):
+            raise ValueError(
+                f"data.path={path!r}: shards from elsewhere are named one by one, as in "
+                "'https://host/set/train-{000..127}.tar'."
+            )
+    return urls
+
+
 def _expand_globs(name: str) -> list[Path]:
     path = Path(name)
     return sorted(path.parent.glob(path.name)) if re.search(r"[*?\[]", path.name) else [path]
 
 
-def _compressed(shard: Path) -> ValueError:
+def _compressed(shard: Path | str) -> ValueError:
     return ValueError(
         f"the shard {str(shard)!r} is compressed, and has no random access; unpack it (gunzip, "
         "unzstd) to a plain .tar. Pictures hardly shrink."
