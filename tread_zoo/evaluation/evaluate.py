@@ -1,6 +1,10 @@
-"""Score a backbone's samples against real images, with the protocol beside each number."""
+"""Score a backbone's samples against real images, with the protocol beside each number.
 
-from collections.abc import Sequence
+Samples become features batch by batch, and are not kept; several processes share them by their
+numbers (`tread_zoo.evaluation.sharing`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +16,41 @@ from torch.utils.data import Dataset
 from tread_zoo.backbone import Backbone
 from tread_zoo.data import ArrayDataset, ImageData, to_model_range, to_uint8
 from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, generate
-from tread_zoo.errors import unknown_name
 from tread_zoo.evaluation.agreement import digits_agreement, digits_agreement_reference
+from tread_zoo.evaluation.extraction import ALONE, Collector, FeatureSet, Needs, extract
+from tread_zoo.evaluation.extractors import (
+    LOGITS,
+    Extractor,
+    Weights,
+    check_extractor,
+    find_weights,
+    is_file,
+    open_extractor,
+)
 from tread_zoo.evaluation.features import (
     DIGITS_EXTRACTOR,
     INCEPTION_EXTRACTOR,
+    find_inception_weights,
     load_features,
 )
 from tread_zoo.evaluation.flops import count_sampling
-from tread_zoo.evaluation.metrics import METRICS, check_extractor, is_file, score
+from tread_zoo.evaluation.kept_images import check_empty, save_images
+from tread_zoo.evaluation.metrics import (
+    check_counts,
+    check_metrics,
+    needs_of,
+    score_features,
+    scoring_record,
+)
+from tread_zoo.evaluation.references import (
+    Reference,
+    check_reference,
+    check_reference_name,
+    open_reference,
+    reference_features,
+)
+from tread_zoo.evaluation.sharing import Share
+from tread_zoo.evaluation.sources import PartImages, labels_of
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
 
@@ -33,13 +63,16 @@ class EvaluationOptions:
 
     Args:
         num_images: samples to draw; image i has label i mod num_classes.
-        extractor: `digits-cnn-64`, `inception-v3-compat`, a file of `scripts/make_features.py`,
-            or `auto`: the first for digits.
-        metrics: among fid, kid, precision, recall, isc.
-        reference: `train` or `held_out`, the real images to compare with.
+        extractor: `digits-cnn-64`, `inception-v3-compat`, `dinov2-vit-l-14`, a file of
+            `scripts/make_features.py`, or `auto`: the first for digits, else the second.
+        metrics: among fid, sfid, fd_dinov2, kid, precision, recall, isc.
+        reference: the real images to compare with: `train`, `held_out`, or a path, see
+            `tread_zoo.evaluation.references`.
         seed: of the samples.
         batch_size: images at a time.
         inception_weights: file of the Inception weights; null looks in torch's hub folder.
+        dinov2_weights: file of DINOv2's weights; null looks in torch's hub folder.
+        keep_images: a folder, new or empty, for the samples as PNG files; null keeps none.
 
     Raises:
         ValueError: a value that cannot work.
@@ -52,17 +85,18 @@ class EvaluationOptions:
     seed: int
     batch_size: int
     inception_weights: str | None = None
+    dinov2_weights: str | None = None
+    keep_images: str | None = None
 
     def __post_init__(self) -> None:
         check_extractor("evaluation.extractor", self.extractor, ("auto",))
-        for metric in self.metrics:
-            if metric not in METRICS:
-                raise unknown_name("evaluation.metrics", metric, METRICS)
-        if self.reference not in ("train", "held_out"):
-            raise unknown_name("evaluation.reference", self.reference, ("train", "held_out"))
+        check_metrics("evaluation.metrics", self.metrics, self.extractor)
+        check_reference_name(self.reference)
         for name in ("num_images", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"evaluation.{name}={getattr(self, name)} must be at least 1.")
+        if self.keep_images is not None:
+            check_empty(self.keep_images)
 
 
 def evaluate(
@@ -74,6 +108,9 @@ def evaluate(
     *,
     precision: str = "fp32",
     weak: Backbone | None = None,
+    share: Share = ALONE,
+    real: Mapping[str, float] | None = None,
+    cache: Path | None = None,
 ) -> dict[str, Any]:
     """Sample, score, and return `{"values": …, "real": …, "protocol": …}`.
 
@@ -83,56 +120,231 @@ def evaluate(
     `extractor=auto` leaves the distances of other data out and says why in `not_scored`.
 
     `protocol["sampling"]` is what `sampling_record` returns. `weak` is the weak network of
-    guidance=auto.
+    guidance=auto. With `share`, every process of a group calls this, and the main one's record has
+    the values; without it, nothing is communicated. Scoring the same data again, `real` is what an
+    earlier record says of real images, which is then not measured anew, and `cache` a folder for
+    the reference's features (see `reference_features`).
 
     Raises:
         ValueError: the reference is missing, there are too few images, or weights are absent.
     """
-    reference = data.train if options.reference == "train" else data.held_out
-    if reference is None:
-        raise ValueError(f"evaluation.reference=held_out, but {data.name} has no held-out part.")
+    plan = check_evaluation(options, data, labelled=bool(backbone.num_classes))
     settings = sampling_record(backbone, objective, sampling, weak=weak)
-    indices = range(options.num_images)
-    labels = default_labels(indices, backbone.num_classes)
-    samples = to_uint8(
-        generate(
-            backbone,
-            objective,
-            sampling,
-            indices=indices,
-            labels=labels,
-            seed=options.seed,
-            batch_size=options.batch_size,
-            precision=precision,
-            weak=weak,
+    labels = default_labels(range(options.num_images), backbone.num_classes)
+    extractor = plan.open(next(backbone.parameters()).device)
+    share.wait()  # all have seen that options.keep_images is empty
+
+    def draw(chosen: range) -> Tensor:
+        return to_uint8(
+            generate(
+                backbone,
+                objective,
+                sampling,
+                indices=chosen,
+                labels=None if labels is None else labels[chosen.start : chosen.stop],
+                seed=options.seed,
+                batch_size=options.batch_size,
+                precision=precision,
+                weak=weak,
+            )
         )
-    )
-    record: dict[str, Any] = {"values": {}, "real": {}}
+
+    samples, right = _collect(plan, extractor, draw, labels, share)
+    reference, held_out = _real_sets(plan, extractor, share, known=real is not None, cache=cache)
+    record: dict[str, Any] = {"values": {}, "real": dict(real or {})}
     record["protocol"] = {
         "data": data.name,
-        "reference": options.reference,
+        "reference": plan.reference.name,
         "labels": "i mod num_classes" if backbone.num_classes else "none",
         "sampling": settings,
         "precision": precision,
     }
-    if data.name == "digits" and labels is not None and samples.shape[1:] == (1, 8, 8):
-        record["values"]["agreement"] = digits_agreement(samples, labels)
-        record["real"]["agreement"] = digits_agreement_reference()
-    elif labels is not None and is_file(options.extractor):
-        record["values"]["agreement"] = classifier_agreement(options.extractor, samples, labels)
-        if data.held_out is not None:
-            unseen, true = stack_part(data.held_out, len(data.held_out))  # type: ignore[arg-type]
-            record["real"]["agreement"] = classifier_agreement(options.extractor, unseen, true)
-    extractor = _choose_extractor(options, data, record)
-    if extractor is not None and options.metrics:
-        real = stack_images(reference)
-        scored = _score(samples, real, extractor, options)
-        record["values"] |= scored.pop("values")
-        record["protocol"] |= scored
-        if options.reference == "train" and data.held_out is not None:
-            unseen = stack_images(data.held_out)
-            record["real"] |= _score(unseen, real, extractor, options)["values"]
+    if plan.not_scored:
+        record["not_scored"] = plan.not_scored
+    if share.is_main:
+        _add_agreement(record, plan, samples, held_out, labels, right)
+        _add_distances(record, plan, extractor, samples, reference, held_out)
     return record
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an evaluation will do, checked.
+
+    Args:
+        options, data: that it was made of.
+        reference: opened.
+        weights: of the extractor; None where nothing is to be extracted.
+        metrics: those that will be scored.
+        judge: who reads the samples' labels: `svm`, `classifier` or nobody, "".
+        not_scored: why there are no distances, or "".
+    """
+
+    options: EvaluationOptions
+    data: ImageData
+    reference: Reference
+    weights: Weights | None
+    metrics: Sequence[str]
+    judge: str
+    not_scored: str
+
+    def needs(self, *, generated: bool) -> Needs:
+        """Return what is to be extracted of samples, or of the reference."""
+        needs = needs_of(self.metrics, generated=generated)
+        judged = generated and self.judge == "classifier"
+        return needs | Needs(rows=frozenset({LOGITS} if judged else ()))
+
+    def open(self, device: torch.device) -> Extractor | None:
+        """Load the extractor, onto the GPU if networks are on one."""
+        if self.weights is None:
+            return None
+        place = device if device.type == "cuda" else torch.device("cpu")
+        return open_extractor(self.weights, self.needs(generated=True).names, place)
+
+
+def check_evaluation(
+    options: EvaluationOptions, data: ImageData, *, labelled: bool | None = None
+) -> Plan:
+    """Return what an evaluation will do; no image is drawn or read.
+
+    Args:
+        labelled: samples are asked for by label; None: where the data have classes.
+
+    Raises:
+        ValueError: samples like `data` cannot be scored so.
+    """
+    shape, not_scored = (data.channels, *data.image_size), ""
+    labelled = data.num_classes > 0 if labelled is None else labelled
+    reference = open_reference(options.reference, data)
+    judge = ""
+    if labelled and data.name == "digits" and shape == (1, 8, 8):
+        judge = "svm"
+    elif labelled and is_file(options.extractor):
+        judge = "classifier"
+    metrics, name = options.metrics, options.extractor
+    if name == "auto":
+        name, not_scored = _choose_extractor(options, data)
+        metrics = () if not_scored else metrics
+    weights = None
+    if metrics or judge == "classifier":
+        weights = find_weights(
+            name,
+            inception_weights=options.inception_weights,
+            dinov2_weights=options.dinov2_weights,
+        )
+        weights.check_shape(shape)
+    if weights is not None and metrics:
+        check_metrics("evaluation.metrics", metrics, name)
+        check_counts("evaluation.num_images", options.num_images, metrics, generated=True)
+        check_reference(reference, weights, metrics, shape)
+    if judge == "classifier":
+        _check_classes(name, data.num_classes)
+    if options.keep_images is not None:
+        check_empty(options.keep_images)
+    return Plan(options, data, reference, weights, metrics, judge, not_scored)
+
+
+def _collect(
+    plan: Plan,
+    extractor: Extractor | None,
+    draw: Callable[[range], Tensor],
+    labels: Tensor | None,
+    share: Share,
+) -> tuple[FeatureSet | None, int | None]:
+    """Return the features of the samples that `draw` gives by number, and how many of them the SVM
+    reads as their labels; None for what nobody asked for."""
+    options = plan.options
+    collector = None
+    if extractor is not None:
+        collector = Collector(extractor, plan.needs(generated=True))
+    right, shape = 0, (plan.data.channels, *plan.data.image_size)
+    for chosen in share.batches(options.num_images, options.batch_size):
+        images = draw(chosen)
+        if options.keep_images is not None:
+            save_images(images, chosen, options.keep_images)
+        if collector is not None:
+            collector.add(images)
+        if plan.judge == "svm" and labels is not None:
+            part = labels[chosen.start : chosen.stop]
+            right += round(digits_agreement(images, part) * len(images))
+    counts = share.gather(torch.tensor([right])) if plan.judge == "svm" else []
+    found = None
+    if collector is not None:
+        found = collector.finish(options.num_images, options.batch_size, shape, share)
+    return found, int(torch.cat(counts).sum()) if counts else None
+
+
+def _real_sets(
+    plan: Plan, extractor: Extractor | None, share: Share, *, known: bool, cache: Path | None
+) -> tuple[FeatureSet | None, FeatureSet | None]:
+    """Return the features of the reference, and of the images held out, where they are asked for.
+
+    Args:
+        known: what real images score is known already.
+    """
+    reference = held_out = None
+    batch_size = plan.options.batch_size
+    if extractor is None:
+        return None, None
+    if plan.metrics:
+        needs = plan.needs(generated=False)
+        reference = reference_features(
+            plan.reference, extractor, needs, batch_size=batch_size, share=share, cache=cache
+        )
+    unseen = plan.data.held_out
+    if unseen is not None and not known:
+        needs = plan.needs(generated=True)
+        if plan.options.reference != "train":  # others may have these images among them
+            needs = Needs(rows=needs.rows & {LOGITS} if plan.judge == "classifier" else frozenset())
+        if needs.names:
+            source = PartImages(unseen, (plan.data.channels, *plan.data.image_size))
+            held_out = extract(source, extractor, needs, batch_size=batch_size, share=share)
+    return reference, held_out
+
+
+def _add_agreement(
+    record: dict[str, Any],
+    plan: Plan,
+    samples: FeatureSet | None,
+    held_out: FeatureSet | None,
+    labels: Tensor | None,
+    right: int | None,
+) -> None:
+    """Add the share of samples, and of real images, that are read as their labels."""
+    if right is not None:
+        record["values"]["agreement"] = right / plan.options.num_images
+        record["real"].setdefault("agreement", digits_agreement_reference())
+    if plan.judge != "classifier" or samples is None or labels is None:
+        return
+
+    def agreement(features: FeatureSet, labels: Tensor) -> float:
+        return float((features.rows[LOGITS].argmax(dim=1) == labels).double().mean())
+
+    record["values"]["agreement"] = agreement(samples, labels)
+    if held_out is not None and plan.data.held_out is not None:
+        true = labels_of(plan.data.held_out)
+        record["real"]["agreement"] = agreement(held_out, true)
+
+
+def _add_distances(
+    record: dict[str, Any],
+    plan: Plan,
+    extractor: Extractor | None,
+    samples: FeatureSet | None,
+    reference: FeatureSet | None,
+    held_out: FeatureSet | None,
+) -> None:
+    """Add the metrics of the samples, and of real images, and what they depend on."""
+    if extractor is None or samples is None or reference is None:
+        return
+    seed, metrics = plan.options.seed, plan.metrics
+    values, notes = score_features(samples, reference, metrics, seed=seed)
+    record["values"] |= values
+    record["protocol"] |= scoring_record(
+        samples, reference, extractor, metrics, seed=seed, notes=notes
+    )
+    if held_out is not None and plan.options.reference == "train":
+        record["real"] |= score_features(held_out, reference, metrics, seed=seed)[0]
 
 
 @torch.no_grad()
@@ -260,39 +472,22 @@ def stack_part(dataset: Dataset, count: int) -> tuple[Tensor, Tensor]:
     return torch.stack([image for image, _ in items]), torch.tensor([label for _, label in items])
 
 
-def stack_images(dataset: Dataset) -> Tensor:
-    """Return all images of a data set, uint8 [N, C, H, W]."""
-    return stack_part(dataset, len(dataset))[0]  # type: ignore[arg-type]
-
-
-def _choose_extractor(
-    options: EvaluationOptions, data: ImageData, record: dict[str, Any]
-) -> str | None:
-    """Return the extractor; `auto` passes over Inception, and says so, without its weights."""
-    if options.extractor != "auto":
-        return options.extractor
+def _choose_extractor(options: EvaluationOptions, data: ImageData) -> tuple[str, str]:
+    """Return what `auto` is for these data, and "" or why it cannot be: Inception is passed over
+    without its weights."""
     if data.name == "digits":
-        return DIGITS_EXTRACTOR
-    from tread_zoo.evaluation.features import find_inception_weights
-
+        return DIGITS_EXTRACTOR, ""
     try:
         find_inception_weights(options.inception_weights)
     except ValueError as error:
-        record["not_scored"] = str(error)
-        return None
-    return INCEPTION_EXTRACTOR
+        return INCEPTION_EXTRACTOR, str(error)
+    return INCEPTION_EXTRACTOR, ""
 
 
-def _score(
-    samples: Tensor, real: Tensor, extractor: str, options: EvaluationOptions
-) -> dict[str, Any]:
-    return score(
-        samples,
-        real,
-        extractor=extractor,
-        metrics=options.metrics,
-        seed=options.seed,
-        batch_size=options.batch_size,
-        inception_weights=options.inception_weights,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-    )
+def _check_classes(extractor: str, num_classes: int) -> None:
+    known = load_features(Path(extractor)).classify.out_features
+    if known < num_classes:
+        raise ValueError(
+            f"extractor={extractor!r} knows {known} classes, and the data have {num_classes}; make "
+            "features from this data."
+        )
