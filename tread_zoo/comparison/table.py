@@ -19,6 +19,8 @@ Table = tuple[list[str], list[list[str]]]  # header, rows
 QUALITY: dict[str, tuple[str, float, str]] = {  # name -> title, factor, format
     "agreement": ("agreement, %", 100, ".1f"),
     "fid": ("Fréchet distance", 1, ".2f"),
+    "sfid": ("spatial Fréchet distance", 1, ".2f"),
+    "fd_dinov2": ("Fréchet distance in DINOv2's features", 1, ".1f"),
     "kid": ("kernel distance", 1, ".4f"),
     "precision": ("precision", 1, ".3f"),
     "recall": ("recall", 1, ".3f"),
@@ -28,7 +30,9 @@ QUALITY: dict[str, tuple[str, float, str]] = {  # name -> title, factor, format
 # Of the sampling, what it costs is left out: that is the network's, and has a column of its own.
 SAME_PROTOCOL = (
     "data", "reference", "labels", "sampling", "extractor", "weights", "step", "held_out_draws",
+    "num_generated", "num_reference", "reference_sha256", "resize", "uint8",
 )  # fmt: skip
+NEWER = ("reference_sha256", "resize", "uint8")  # older records do not say, and are believed
 
 
 def write_report(
@@ -88,6 +92,8 @@ def check_protocols(
     for cell, protocol in scored[1:]:
         for key in SAME_PROTOCOL:
             own, first = (_settings_of(p, key) for p in (protocol, scored[0][1]))
+            if key in NEWER and None in (own, first):
+                continue
             if own != first and not (key == "step" and equal != "steps"):
                 raise ValueError(
                     f"{cell.folder.name} was scored with {key}={own}, "

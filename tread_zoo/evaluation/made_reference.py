@@ -11,10 +11,12 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tread_zoo.evaluation.extraction import FeatureSet
-from tread_zoo.evaluation.extractors import Extractor
+from tread_zoo.evaluation.extraction import FeatureSet, Needs
+from tread_zoo.evaluation.extractors import FEATURES, SPATIAL, Extractor
+from tread_zoo.evaluation.features import INCEPTION_EXTRACTOR
 from tread_zoo.evaluation.frechet import Statistics
 
+MADE_SUFFIX = ".safetensors"
 _KEY = "reference"
 
 
@@ -44,6 +46,22 @@ class Made:
     torch_fidelity: str
     statistics: frozenset[str]
     rows: frozenset[str]
+
+
+def reference_needs(extractor: str, *, keep_features: bool) -> Needs:
+    """Return what a reference is made of: all statistics that the extractor has, and, if they are
+    to be kept, the features of every image."""
+    spatial = {SPATIAL} if extractor == INCEPTION_EXTRACTOR else set()
+    rows = frozenset({FEATURES} if keep_features else ())
+    return Needs(frozenset({FEATURES, *spatial}), rows)
+
+
+def check_out(path: Path) -> None:
+    """Raise ValueError unless a reference can be written to `path` and found again by its name."""
+    if path.suffix != MADE_SUFFIX:
+        raise ValueError(f"out={str(path)!r} must end in {MADE_SUFFIX}, as references do.")
+    if path.exists():
+        raise ValueError(f"out={str(path)!r} is there already; remove it, or name another file.")
 
 
 def write_made(path: Path, found: FeatureSet, extractor: Extractor, about: str) -> Made:

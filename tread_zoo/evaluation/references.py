@@ -38,7 +38,13 @@ from tread_zoo.evaluation.extractors import (
 )
 from tread_zoo.evaluation.features import INCEPTION_EXTRACTOR
 from tread_zoo.evaluation.frechet import Statistics
-from tread_zoo.evaluation.made_reference import Made, read_made, read_made_facts, write_made
+from tread_zoo.evaluation.made_reference import (
+    MADE_SUFFIX,
+    Made,
+    read_made,
+    read_made_facts,
+    write_made,
+)
 from tread_zoo.evaluation.metrics import FRECHET, check_counts, needs_of
 from tread_zoo.evaluation.sharing import Share
 from tread_zoo.evaluation.sources import (
@@ -51,7 +57,6 @@ from tread_zoo.evaluation.sources import (
 )
 
 PARTS = ("train", "held_out")
-MADE_SUFFIX = ".safetensors"
 # name of features -> arrays of ADM's files, and how many features Inception has there
 _ADM = {FEATURES: ("mu", "sigma", 2048), SPATIAL: ("mu_s", "sigma_s", 2023)}
 
@@ -90,6 +95,21 @@ def check_reference_name(value: str) -> None:
     )
 
 
+def open_part(field: str, value: str, data: ImageData) -> Reference:
+    """Return a part of the data as a reference.
+
+    Raises:
+        ValueError: an unknown part, or one that the data do not have.
+    """
+    if value not in PARTS:
+        raise unknown_name(field, value, PARTS)
+    part = data.train if value == "train" else data.held_out
+    if part is None:
+        raise ValueError(f"{field}=held_out, but {data.name} has no held-out part.")
+    shape = (data.channels, *data.image_size)
+    return Reference(f"{field}={value!r}", value, shape, PartImages(part, shape))
+
+
 def open_reference(value: str, data: ImageData) -> Reference:
     """Return the reference that the setting `value` names; of files, little more than headers is
     read.
@@ -99,14 +119,8 @@ def open_reference(value: str, data: ImageData) -> Reference:
     """
     check_reference_name(value)
     field = f"evaluation.reference={value!r}"
-    shape = (data.channels, *data.image_size)
     if value in PARTS:
-        part = data.train if value == "train" else data.held_out
-        if part is None:
-            raise ValueError(
-                f"evaluation.reference=held_out, but {data.name} has no held-out part."
-            )
-        return Reference(field, value, shape, PartImages(part, shape))
+        return open_part("evaluation.reference", value, data)
     path = Path(value).expanduser()
     if path.is_dir():
         try:

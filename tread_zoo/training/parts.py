@@ -14,7 +14,7 @@ from torch import Tensor
 from tread_zoo.backbone import Backbone
 from tread_zoo.data import ImageData, StepBatches, build_data, make_loader, to_model_range
 from tread_zoo.diffusion import Draw, Objective, SamplingOptions, build_objective, build_sampling
-from tread_zoo.evaluation.evaluate import EvaluationOptions
+from tread_zoo.evaluation.evaluate import EvaluationOptions, check_evaluation
 from tread_zoo.registry import create_backbone, get_backbone_entry
 from tread_zoo.routing import PathDrop, PendingRoute, Route, Routing, build_routing
 from tread_zoo.seeding import make_generator
@@ -97,6 +97,7 @@ def build_parts(
     scoring = EvaluationOptions(**evaluation)
     get_backbone_entry(backbone["name"])  # an unknown name fails before the data is read
     images = build_data(**data)
+    check_evaluation(scoring, images)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(make_generator("weights", seed).initial_seed())
         network = create_backbone(
