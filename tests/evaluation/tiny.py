@@ -25,6 +25,9 @@ def write_features(path, seed=0, shape=(1, 8, 8), num_classes=3):
     network = ClassifierFeatures(
         image_size=tuple(size), channels=channels, num_classes=num_classes, num_features=16
     )
+    with torch.no_grad():  # as drawn, images would hardly differ in their features
+        for conv in network.convs:
+            conv.weight.mul_(3)
     save_features(network, path, "a test's")
     return str(path)
 

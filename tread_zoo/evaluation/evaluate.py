@@ -377,11 +377,16 @@ def describe_record(record: dict[str, Any]) -> list[str]:
         lines.append(f"not scored: {record['not_scored']}")
     protocol = record["protocol"]
     if "extractor" in protocol:
+        count = protocol["num_reference"]
+        real = f"{count} images" if count is not None else "statistics"
+        digest = protocol.get("reference_sha256", "")[:8]
+        digest = f", sha256 {digest}" if digest else ""
         lines.append(
-            f"features {protocol['extractor']}, {protocol['num_generated']} samples against "
-            f"{protocol['num_reference']} of {protocol['data']} ({protocol['reference']}), "
+            f"features {protocol['extractor']}, {protocol['num_generated']} samples against {real} "
+            f"of {protocol['data']} ({protocol['reference']}{digest}), "
             f"{describe_sampling(protocol['sampling'])}"
         )
+        lines += [f"note: {text}" for text in protocol.get("notes", ())]
     return lines
 
 

@@ -194,11 +194,11 @@ def _check_enough(reference: Reference, metrics: Collection[str]) -> None:
                 "evaluation.metrics, or give the images themselves."
             )
         if missing or not needs.rows <= (made.rows if made else frozenset()):
-            possible = [m for m in FRECHET if FRECHET[m] in reference.statistics]
+            asked = [m for m in metrics if FRECHET.get(m, "") in reference.statistics]
             raise ValueError(
                 f"{field} has statistics alone, and {metric!r} compares images with images: make "
                 "it with keep_features=true (scripts/make_reference.py), give the images "
-                f"themselves, or keep to {', '.join(possible)} in evaluation.metrics."
+                f"themselves, or set evaluation.metrics=[{','.join(asked) or 'fid'}]."
             )
 
 

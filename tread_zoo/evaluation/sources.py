@@ -89,7 +89,10 @@ class NpzImages:
     def __init__(self, file: Path):
         self.file = file
         self._stream: Any = None
-        shape, fortran, kind, self._begin = npy_header(file, ADM_IMAGES)
+        try:
+            shape, fortran, kind, self._begin = npy_header(file, ADM_IMAGES)
+        except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
+            raise ValueError(self._damaged(str(error))) from error
         if kind != np.uint8 or fortran or len(shape) != 4 or shape[3] not in (1, 3) or not shape[0]:
             raise ValueError(
                 f"evaluation.reference={str(file)!r}: {ADM_IMAGES!r} is {kind} {list(shape)}; "
