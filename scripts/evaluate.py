@@ -2,6 +2,10 @@
 
 python scripts/evaluate.py checkpoint=runs/digits_dit_tiny_tread_flow_seed0
 python scripts/evaluate.py checkpoint=… guidance=sparse guidance.weak_rate=0.8 sampler=dpmpp_2m
+python scripts/evaluate.py checkpoint=… evaluation.reference=VIRTUAL_imagenet256_labeled.npz
+accelerate launch --multi_gpu scripts/evaluate.py checkpoint=… evaluation.num_images=50000
+
+Several processes share the samples, and the numbers are those of one. See docs/evaluation.md.
 """
 
 import json
@@ -22,12 +26,15 @@ register_configs()
 @clear_errors
 def main(config: DictConfig) -> None:
     from tread_zoo.evaluation.evaluate import EvaluationOptions, describe_record, evaluate
+    from tread_zoo.evaluation.sharing import end_share, start_share
     from tread_zoo.kernels import set_forms
+    from tread_zoo.runtime import resolve_device
     from tread_zoo.training.restore import restore
 
     settings = as_keywords(config)
     set_forms(settings["kernels"])
     options = EvaluationOptions(**settings["evaluation"])
+    share = start_share(resolve_device(settings["device"]))
     run = restore(
         settings["checkpoint"],
         weights=settings["weights"],
@@ -46,7 +53,11 @@ def main(config: DictConfig) -> None:
         options,
         precision=run.precision,
         weak=run.weak(sampling),
+        share=share,
     )
+    end_share(share)
+    if not share.is_main:
+        return
     record["protocol"] |= {"weights": settings["weights"], "step": run.checkpoint.step}
     out = Path(settings["out"] or run.run_dir / f"score_{run.checkpoint.step:08d}.json")
     out.parent.mkdir(parents=True, exist_ok=True)

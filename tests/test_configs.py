@@ -127,6 +127,12 @@ def test_the_import_composes():
     }  # fmt: skip
 
 
+def test_the_reference_composes():
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        given = as_keywords(compose("make_reference", overrides=["out=r.safetensors"]))
+    assert (given["part"], given["extractor"], given["keep_features"]) == ("train", "auto", False)
+
+
 def test_a_missing_checkpoint_is_asked_for():
     register_configs()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):

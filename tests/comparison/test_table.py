@@ -93,6 +93,21 @@ def test_numbers_of_different_protocols_do_not_share_a_table(tmp_path, key):
     assert not list(tmp_path.iterdir())
 
 
+def test_another_reference_is_another_protocol_but_older_records_are_believed(tmp_path):
+    def told(**fields):
+        return dataclasses.replace(RESULT, protocol={**RESULT.protocol, **fields})
+
+    new = told(reference_sha256="a", resize="none", uint8="nearest")
+    report(tmp_path, results={("none", 0): RESULT, ("none", 1): RESULT})
+    report(tmp_path, results={("none", 0): RESULT, ("none", 1): new})
+    for changed in ({"reference_sha256": "b"}, {"resize": "bicubic"}, {"uint8": "floor"}):
+        other = told(**{"reference_sha256": "a", "resize": "none", "uint8": "nearest", **changed})
+        with pytest.raises(ValueError, match=f"scored with {next(iter(changed))}="):
+            report(tmp_path, results={("none", 0): new, ("none", 1): other})
+    with pytest.raises(ValueError, match="scored with num_generated=100"):
+        report(tmp_path, results={("none", 0): RESULT, ("none", 1): told(num_generated=100)})
+
+
 def sampled(**sampling):
     sampling = {"sampler": "euler", "num_steps": 25, "guidance": "cfg", "guidance_scale": 2.0,
                 "nfe": 50, "flops_per_image": 7e6, **sampling}  # fmt: skip

@@ -140,28 +140,6 @@ def test_inception_weights_that_are_none(tmp_path):
         score(_GREY, _GREY, extractor="inception-v3-compat", inception_weights=str(file))
 
 
-@pytest.mark.slow
-def test_inception_runs_from_a_file(tmp_path, monkeypatch):
-    """The file's path is used; its weights here are random, so the values mean nothing."""
-    from torch_fidelity import feature_extractor_inceptionv3 as inception
-
-    network = inception.FeatureExtractorInceptionV3
-    with monkeypatch.context() as patch:
-        patch.setattr(inception, "load_state_dict_from_url", lambda *_, **__: {})
-        patch.setattr(network, "load_state_dict", lambda *_: None)
-        state = network("inception-v3-compat", ["2048"]).state_dict()
-    file = tmp_path / "weights.pth"
-    torch.save(state, file)
-    record = score(
-        HELD_OUT.images[:6],
-        TRAIN.images[:6],
-        extractor="inception-v3-compat",
-        inception_weights=str(file),
-    )
-    assert record["extractor"].startswith("inception-v3-compat@")
-    assert record["values"]["fid"] >= 0
-
-
 def test_the_held_out_loss_is_that_of_fixed_draws_by_level():
     """Against a network whose loss is known at each level: it predicts nothing."""
     from tests.small_run import parts_of, settings

@@ -7,13 +7,15 @@ from typing import Any
 QUALITY: dict[str, tuple[str, float, str]] = {  # name -> title, factor, format
     "agreement": ("agreement, %", 100, ".1f"),
     "fid": ("Fréchet distance", 1, ".2f"),
+    "sfid": ("spatial Fréchet distance", 1, ".2f"),
+    "fd_dinov2": ("Fréchet distance in DINOv2's features", 1, ".1f"),
     "kid": ("kernel distance", 1, ".4f"),
     "precision": ("precision", 1, ".3f"),
     "recall": ("recall", 1, ".3f"),
     "isc": ("inception score", 1, ".2f"),
     "held_out_loss": ("held-out loss", 1, ".4f"),
 }
-LOWER_IS_BETTER = ("fid", "kid", "held_out_loss")
+LOWER_IS_BETTER = ("fid", "sfid", "fd_dinov2", "kid", "held_out_loss")
 
 
 def row(texts: Sequence[str]) -> str:
@@ -31,17 +33,24 @@ def spread(values: Sequence[float], scale: float, form: str) -> str:
     return mean if low == high else f"{mean} ({low} … {high})"
 
 
-def check_same(protocols: Sequence[tuple[str, Mapping[str, Any]]], keys: Sequence[str]) -> None:
+def check_same(
+    protocols: Sequence[tuple[str, Mapping[str, Any]]],
+    keys: Sequence[str],
+    newer: Sequence[str] = (),
+) -> None:
     """Raise `ValueError` if numbers that stand in one table were made by different protocols.
 
     Args:
         protocols: what made the numbers, each with its name for the message.
         keys: what must be equal; of entries that are mappings, `flops_per_image` may differ.
+        newer: keys that older records lack; they must be equal where both have them.
     """
     for name, protocol in protocols[1:]:
         first_name, first_protocol = protocols[0]
         for key in keys:
             own, first = (_settings_of(p, key) for p in (protocol, first_protocol))
+            if key in newer and None in (own, first):
+                continue
             if own != first:
                 raise ValueError(
                     f"{name} was scored with {key}={own}, {first_name} with {key}={first}: such "

@@ -1,6 +1,10 @@
-"""Score a backbone's samples against real images, with the protocol beside each number."""
+"""Score a backbone's samples against real images, with the protocol beside each number.
 
-from collections.abc import Mapping, Sequence
+Samples become features batch by batch, and are not kept; several processes share them by their
+numbers (`tread_zoo.evaluation.sharing`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,26 +18,45 @@ from tread_zoo.data import ArrayDataset, ImageData
 from tread_zoo.data.codec import PixelCodec
 from tread_zoo.data.loader import read_items
 from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, generate
-from tread_zoo.errors import unknown_name
 from tread_zoo.evaluation.agreement import digits_agreement, digits_agreement_reference
+from tread_zoo.evaluation.extraction import ALONE, Collector, FeatureSet, Needs, extract
+from tread_zoo.evaluation.extractors import (
+    LOGITS,
+    Extractor,
+    Weights,
+    check_extractor,
+    find_weights,
+    is_file,
+    open_extractor,
+)
 from tread_zoo.evaluation.features import (
     DIGITS_EXTRACTOR,
     INCEPTION_EXTRACTOR,
+    find_inception_weights,
     load_features,
 )
 from tread_zoo.evaluation.flops import count_sampling
+from tread_zoo.evaluation.kept_images import check_empty, save_images
 from tread_zoo.evaluation.metrics import (
-    METRICS,
-    check_extractor,
-    check_scoring,
-    is_file,
-    score,
+    check_counts,
+    check_metrics,
+    needs_of,
+    score_features,
+    scoring_record,
 )
+from tread_zoo.evaluation.references import (
+    Reference,
+    check_reference,
+    check_reference_name,
+    open_reference,
+    reference_features,
+)
+from tread_zoo.evaluation.sharing import Share
+from tread_zoo.evaluation.sources import PartImages, labels_of, pixel_shape
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
 
 HELD_OUT_IMAGES = 512  # of the held-out loss
-DECODED_AT_ONCE = 1000  # stored latents that are in memory while a reference is decoded
 
 
 @dataclass(frozen=True)
@@ -42,14 +65,17 @@ class EvaluationOptions:
 
     Args:
         num_images: samples to draw; image i has label i mod num_classes.
-        extractor: `digits-cnn-64`, `inception-v3-compat`, a file of `scripts/make_features.py`,
-            or `auto`: the first for digits.
-        metrics: among fid, kid, precision, recall, isc.
-        reference: `train` or `held_out`, the real images to compare with.
+        extractor: `digits-cnn-64`, `inception-v3-compat`, `dinov2-vit-l-14`, a file of
+            `scripts/make_features.py`, or `auto`: the first for digits, else the second.
+        metrics: among fid, sfid, fd_dinov2, kid, precision, recall, isc.
+        reference: the real images to compare with: `train`, `held_out`, or a path, see
+            `tread_zoo.evaluation.references`.
+        num_reference: real images of a part, evenly spaced; null takes all of them.
         seed: of the samples.
         batch_size: images at a time.
         inception_weights: file of the Inception weights; null looks in torch's hub folder.
-        num_reference: real images to compare with, evenly spaced in their part; null takes all.
+        dinov2_weights: file of DINOv2's weights; null looks in torch's hub folder.
+        keep_images: a folder, new or empty, for the samples as PNG files; null keeps none.
 
     Raises:
         ValueError: a value that cannot work.
@@ -62,23 +88,21 @@ class EvaluationOptions:
     seed: int
     batch_size: int
     inception_weights: str | None = None
+    dinov2_weights: str | None = None
+    keep_images: str | None = None
     num_reference: int | None = None
 
     def __post_init__(self) -> None:
         check_extractor("evaluation.extractor", self.extractor, ("auto",))
-        for metric in self.metrics:
-            if metric not in METRICS:
-                raise unknown_name("evaluation.metrics", metric, METRICS)
-        if self.reference not in ("train", "held_out"):
-            raise unknown_name("evaluation.reference", self.reference, ("train", "held_out"))
+        check_metrics("evaluation.metrics", self.metrics, self.extractor)
+        check_reference_name(self.reference)
         for name in ("num_images", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"evaluation.{name}={getattr(self, name)} must be at least 1.")
         if self.num_reference is not None and self.num_reference < 1:
-            raise ValueError(
-                f"evaluation.num_reference={self.num_reference} must be at least 1, or null for "
-                "every image of the part."
-            )
+            raise ValueError(f"evaluation.num_reference={self.num_reference} must be at least 1.")
+        if self.keep_images is not None:
+            check_empty(self.keep_images)
 
 
 def evaluate(
@@ -90,6 +114,7 @@ def evaluate(
     *,
     precision: str = "fp32",
     weak: Backbone | None = None,
+    share: Share = ALONE,
     real: Mapping[str, float] | None = None,
     cache: Path | None = None,
 ) -> dict[str, Any]:
@@ -98,84 +123,263 @@ def evaluate(
     `real` has what real images that were not trained on score in the same place: the best that a
     sampler can hope for. For digits, `agreement` is the share of samples that a classifier trained
     on real digits reads as the label they were asked for. Without Inception's weights,
-    `extractor=auto` leaves the distances of other data out and says why in `not_scored`.
-    Where the model works on latents, samples and real latents are decoded, and images are compared.
+    `extractor=auto` leaves the distances of other data out and says why in `not_scored`. Where the
+    model works on latents, samples and real latents are decoded, and images are compared.
 
     `protocol["sampling"]` is what `sampling_record` returns. `weak` is the weak network of
-    guidance=auto. Scoring the same data again, `real` is what an earlier record says of real
-    images, which is then not measured anew, and `cache` a folder for their features (see `score`).
+    guidance=auto. With `share`, every process of a group calls this, and the main one's record has
+    the values; without it, nothing is communicated. Scoring the same data again, `real` is what an
+    earlier record says of real images, which is then not measured anew, and `cache` a folder for
+    the reference's features (see `reference_features`).
 
     Raises:
         ValueError: the reference is missing, there are too few images, or weights are absent.
     """
-    reference = data.train if options.reference == "train" else data.held_out
-    if reference is None:
-        raise ValueError(f"evaluation.reference=held_out, but {data.name} has no held-out part.")
+    device = next(backbone.parameters()).device
+    shape = pixel_shape(data, device) if data.codec.has_pixels else None
+    plan = check_evaluation(
+        options, data, labelled=bool(backbone.num_classes), shape=shape, device=device
+    )
     settings = sampling_record(backbone, objective, sampling, weak=weak)
-    indices = range(options.num_images)
-    labels = default_labels(indices, backbone.num_classes)
+    labels = default_labels(range(options.num_images), backbone.num_classes)
+    extractor = plan.open(device)
+    share.wait()  # all have seen that options.keep_images is empty
+
+    def draw(chosen: range) -> Tensor:
+        return data.codec.to_pixels(
+            generate(
+                backbone,
+                objective,
+                sampling,
+                indices=chosen,
+                labels=None if labels is None else labels[chosen.start : chosen.stop],
+                seed=options.seed,
+                batch_size=options.batch_size,
+                precision=precision,
+                weak=weak,
+            ),
+            device=device,
+        )
+
+    samples, right = _collect(plan, extractor, draw, labels, share)
+    reference, held_out = _real_sets(plan, extractor, share, known=real is not None, cache=cache)
     record: dict[str, Any] = {"values": {}, "real": dict(real or {})}
-    decoded = "" if isinstance(data.codec, PixelCodec) else ", decoded latents"
     record["protocol"] = {
         "data": data.name,
-        "reference": f"{options.reference}{decoded}",
+        "reference": plan.reference.name,
         "labels": "i mod num_classes" if backbone.num_classes else "none",
         "sampling": settings,
         "precision": precision,
     }
-    if not data.codec.has_pixels:
-        record["not_scored"] = "latents are not images: name their autoencoder with data.vae=…"
-        return record
-    device = next(backbone.parameters()).device
-    samples = data.codec.to_pixels(
-        generate(
-            backbone,
-            objective,
-            sampling,
-            indices=indices,
-            labels=labels,
-            seed=options.seed,
-            batch_size=options.batch_size,
-            precision=precision,
-            weak=weak,
-        ),
-        device=device,
-    )
-    if data.name == "digits" and labels is not None and samples.shape[1:] == (1, 8, 8):
-        record["values"]["agreement"] = digits_agreement(samples, labels)
-        record["real"]["agreement"] = digits_agreement_reference()
-    elif labels is not None and is_file(options.extractor):
-        record["values"]["agreement"] = classifier_agreement(options.extractor, samples, labels)
-        if data.held_out is not None and real is None:
-            unseen = stack_images(data, data.held_out, options.num_reference, device)
-            true = stack_labels(data.held_out, options.num_reference)
-            record["real"]["agreement"] = classifier_agreement(options.extractor, unseen, true)
-    extractor = _choose_extractor(options, data, record)
-    if extractor is not None and options.metrics:
-        others = stack_images(data, reference, options.num_reference, device)
-        scored = _score(samples, others, extractor, options, cache)
-        record["values"] |= scored.pop("values")
-        record["protocol"] |= scored
-        if options.reference == "train" and data.held_out is not None and real is None:
-            unseen = stack_images(data, data.held_out, options.num_reference, device)
-            record["real"] |= _score(unseen, others, extractor, options, cache)["values"]
+    if plan.not_scored:
+        record["not_scored"] = plan.not_scored
+    if share.is_main:
+        _add_agreement(record, plan, samples, held_out, labels, right)
+        _add_distances(record, plan, extractor, samples, reference, held_out)
     return record
 
 
-def check_evaluation(options: EvaluationOptions, data: ImageData) -> None:
-    """Raise `ValueError` if samples like `data` cannot be scored so; no image is drawn or read."""
-    reference = data.train if options.reference == "train" else data.held_out
-    if reference is None:
-        raise ValueError(f"evaluation.reference=held_out, but {data.name} has no held-out part.")
-    extractor = _choose_extractor(options, data, {})
-    if extractor is None or not options.metrics or not isinstance(data.codec, PixelCodec):
-        return  # the size of decoded images is known once one is decoded
-    one = torch.zeros(1, data.channels, *data.image_size, dtype=torch.uint8)
-    generated, real = (
-        one.expand(count, -1, -1, -1)
-        for count in (options.num_images, len(reference))  # type: ignore[arg-type]
+@dataclass(frozen=True)
+class Plan:
+    """What an evaluation will do, checked.
+
+    Args:
+        options, data: that it was made of.
+        reference: opened.
+        weights: of the extractor; None where nothing is to be extracted.
+        metrics: those that will be scored.
+        shape: [C,H,W] of the images; None for latents that cannot be decoded, or are not yet.
+        judge: who reads the samples' labels: `svm`, `classifier` or nobody, "".
+        not_scored: why there are no distances, or "".
+    """
+
+    options: EvaluationOptions
+    data: ImageData
+    reference: Reference
+    weights: Weights | None
+    metrics: Sequence[str]
+    shape: tuple[int, int, int] | None
+    judge: str
+    not_scored: str
+
+    def needs(self, *, generated: bool) -> Needs:
+        """Return what is to be extracted of samples, or of the reference."""
+        needs = needs_of(self.metrics, generated=generated)
+        judged = generated and self.judge == "classifier"
+        return needs | Needs(rows=frozenset({LOGITS} if judged else ()))
+
+    def open(self, device: torch.device) -> Extractor | None:
+        """Load the extractor, onto the GPU if networks are on one."""
+        if self.weights is None:
+            return None
+        place = device if device.type == "cuda" else torch.device("cpu")
+        return open_extractor(self.weights, self.needs(generated=True).names, place)
+
+
+def check_evaluation(
+    options: EvaluationOptions,
+    data: ImageData,
+    *,
+    labelled: bool | None = None,
+    shape: tuple[int, int, int] | None = None,
+    device: torch.device | None = None,
+) -> Plan:
+    """Return what an evaluation will do; no image is drawn or read.
+
+    Args:
+        labelled: samples are asked for by label; None: where the data have classes.
+        shape: [C,H,W] of the images; None: as they are stored. Of latents it is known once one is
+            decoded: what depends on it is then not checked.
+        device: where latents are decoded.
+
+    Raises:
+        ValueError: samples like `data` cannot be scored so.
+    """
+    not_scored = ""
+    if shape is None and isinstance(data.codec, PixelCodec):
+        shape = (data.channels, *data.image_size)
+    labelled = data.num_classes > 0 if labelled is None else labelled
+    reference = open_reference(
+        options.reference, data, shape=shape, count=options.num_reference, device=device
     )
-    check_scoring(generated, real, extractor, options.metrics, options.inception_weights)
+    if not data.codec.has_pixels:
+        why = "latents are not images: name their autoencoder with data.vae=…"
+        return Plan(options, data, reference, None, (), None, "", why)
+    judge = ""
+    if labelled and data.name == "digits" and shape == (1, 8, 8):
+        judge = "svm"
+    elif labelled and is_file(options.extractor):
+        judge = "classifier"
+    metrics, name = options.metrics, options.extractor
+    if name == "auto":
+        name, not_scored = _choose_extractor(options, data)
+        metrics = () if not_scored else metrics
+    weights = None
+    if metrics or judge == "classifier":
+        weights = find_weights(
+            name,
+            inception_weights=options.inception_weights,
+            dinov2_weights=options.dinov2_weights,
+        )
+        if shape is not None:
+            weights.check_shape(shape)
+    if weights is not None and metrics:
+        check_metrics("evaluation.metrics", metrics, name)
+        check_counts("evaluation.num_images", options.num_images, metrics, generated=True)
+        if shape is not None:
+            check_reference(reference, weights, metrics, shape)
+    if judge == "classifier":
+        _check_classes(name, data.num_classes)
+    if options.keep_images is not None:
+        check_empty(options.keep_images)
+    return Plan(options, data, reference, weights, metrics, shape, judge, not_scored)
+
+
+def _collect(
+    plan: Plan,
+    extractor: Extractor | None,
+    draw: Callable[[range], Tensor],
+    labels: Tensor | None,
+    share: Share,
+) -> tuple[FeatureSet | None, int | None]:
+    """Return the features of the samples that `draw` gives by number, and how many of them the SVM
+    reads as their labels; None for what nobody asked for."""
+    options = plan.options
+    collector = None
+    if extractor is not None:
+        collector = Collector(extractor, plan.needs(generated=True))
+    right = 0
+    if plan.shape is None:
+        return None, None
+    for chosen in share.batches(options.num_images, options.batch_size):
+        images = draw(chosen)
+        if options.keep_images is not None:
+            save_images(images, chosen, options.keep_images)
+        if collector is not None:
+            collector.add(images)
+        if plan.judge == "svm" and labels is not None:
+            part = labels[chosen.start : chosen.stop]
+            right += round(digits_agreement(images, part) * len(images))
+    counts = share.gather(torch.tensor([right])) if plan.judge == "svm" else []
+    found = None
+    if collector is not None:
+        found = collector.finish(options.num_images, options.batch_size, plan.shape, share)
+    return found, int(torch.cat(counts).sum()) if counts else None
+
+
+def _real_sets(
+    plan: Plan, extractor: Extractor | None, share: Share, *, known: bool, cache: Path | None
+) -> tuple[FeatureSet | None, FeatureSet | None]:
+    """Return the features of the reference, and of the images held out, where they are asked for.
+
+    Args:
+        known: what real images score is known already.
+    """
+    reference = held_out = None
+    batch_size = plan.options.batch_size
+    if extractor is None:
+        return None, None
+    if plan.metrics:
+        needs = plan.needs(generated=False)
+        reference = reference_features(
+            plan.reference, extractor, needs, batch_size=batch_size, share=share, cache=cache
+        )
+    unseen = plan.data.held_out
+    if unseen is not None and not known:
+        needs = plan.needs(generated=True)
+        if plan.options.reference != "train":  # others may have these images among them
+            needs = Needs(rows=needs.rows & {LOGITS} if plan.judge == "classifier" else frozenset())
+        if needs.names:
+            assert plan.shape is not None, "an extractor was opened for images of some shape"
+            count = plan.options.num_reference
+            source = PartImages(plan.data, unseen, plan.shape, count, extractor.device)
+            held_out = extract(source, extractor, needs, batch_size=batch_size, share=share)
+    return reference, held_out
+
+
+def _add_agreement(
+    record: dict[str, Any],
+    plan: Plan,
+    samples: FeatureSet | None,
+    held_out: FeatureSet | None,
+    labels: Tensor | None,
+    right: int | None,
+) -> None:
+    """Add the share of samples, and of real images, that are read as their labels."""
+    if right is not None:
+        record["values"]["agreement"] = right / plan.options.num_images
+        record["real"].setdefault("agreement", digits_agreement_reference())
+    if plan.judge != "classifier" or samples is None or labels is None:
+        return
+
+    def agreement(features: FeatureSet, labels: Tensor) -> float:
+        return float((features.rows[LOGITS].argmax(dim=1) == labels).double().mean())
+
+    record["values"]["agreement"] = agreement(samples, labels)
+    if held_out is not None and plan.data.held_out is not None:
+        true = labels_of(plan.data.held_out, plan.options.num_reference)
+        record["real"]["agreement"] = agreement(held_out, true)
+
+
+def _add_distances(
+    record: dict[str, Any],
+    plan: Plan,
+    extractor: Extractor | None,
+    samples: FeatureSet | None,
+    reference: FeatureSet | None,
+    held_out: FeatureSet | None,
+) -> None:
+    """Add the metrics of the samples, and of real images, and what they depend on."""
+    if extractor is None or samples is None or reference is None:
+        return
+    seed, metrics = plan.options.seed, plan.metrics
+    values, notes = score_features(samples, reference, metrics, seed=seed)
+    record["values"] |= values
+    record["protocol"] |= scoring_record(
+        samples, reference, extractor, metrics, seed=seed, notes=notes
+    )
+    if held_out is not None and plan.options.reference == "train":
+        record["real"] |= score_features(held_out, reference, metrics, seed=seed)[0]
 
 
 @torch.no_grad()
@@ -208,11 +412,16 @@ def describe_record(record: dict[str, Any]) -> list[str]:
         lines.append(f"not scored: {record['not_scored']}")
     protocol = record["protocol"]
     if "extractor" in protocol:
+        count = protocol["num_reference"]
+        real = f"{count} images" if count is not None else "statistics"
+        digest = protocol.get("reference_sha256", "")[:8]
+        digest = f", sha256 {digest}" if digest else ""
         lines.append(
-            f"features {protocol['extractor']}, {protocol['num_generated']} samples against "
-            f"{protocol['num_reference']} of {protocol['data']} ({protocol['reference']}), "
+            f"features {protocol['extractor']}, {protocol['num_generated']} samples against {real} "
+            f"of {protocol['data']} ({protocol['reference']}{digest}), "
             f"{describe_sampling(protocol['sampling'])}"
         )
+        lines += [f"note: {text}" for text in protocol.get("notes", ())]
     return lines
 
 
@@ -308,70 +517,22 @@ def stack_part(dataset: Dataset, count: int) -> tuple[Tensor, Tensor]:
     return read_items(dataset, range(size))
 
 
-def stack_images(data: ImageData, part: Dataset, count: int | None, device: torch.device) -> Tensor:
-    """Return `count` evenly spaced images of a part of `data`, uint8 [n, C, H, W]; None: all.
-
-    Latents are decoded on `device`, some at a time.
-    """
-    chosen = _spread(len(part), count)  # type: ignore[arg-type]
-    if isinstance(part, ArrayDataset):
-        return part.images if len(chosen) == len(part) else part.images[chosen]
-    if isinstance(data.codec, PixelCodec):
-        return read_items(part, chosen)[0]
-    groups = [chosen[i : i + DECODED_AT_ONCE] for i in range(0, len(chosen), DECODED_AT_ONCE)]
-    stored = (read_items(part, group)[0] for group in groups)
-    models = (data.codec.to_model(some, device=device) for some in stored)
-    return torch.cat([data.codec.to_pixels(x, device=device) for x in models])
-
-
-def stack_labels(part: Dataset, count: int | None) -> Tensor:
-    """Return the labels [n] of the images that `stack_images` returns."""
-    chosen = _spread(len(part), count)  # type: ignore[arg-type]
-    labels = getattr(part, "labels", None)
-    if labels is None:
-        labels = [part[index][1] for index in range(len(part))]  # type: ignore[arg-type]
-    return torch.as_tensor(labels)[chosen]
-
-
-def _spread(size: int, count: int | None) -> list[int]:
-    """Return `count` indices, evenly spaced over 0 … size - 1; None or more than there are: all."""
-    count = size if count is None else min(count, size)
-    return [index * size // count for index in range(count)]
-
-
-def _choose_extractor(
-    options: EvaluationOptions, data: ImageData, record: dict[str, Any]
-) -> str | None:
-    """Return the extractor; `auto` passes over Inception, and says so, without its weights."""
-    if options.extractor != "auto":
-        return options.extractor
+def _choose_extractor(options: EvaluationOptions, data: ImageData) -> tuple[str, str]:
+    """Return what `auto` is for these data, and "" or why it cannot be: Inception is passed over
+    without its weights."""
     if data.name == "digits":
-        return DIGITS_EXTRACTOR
-    from tread_zoo.evaluation.features import find_inception_weights
-
+        return DIGITS_EXTRACTOR, ""
     try:
         find_inception_weights(options.inception_weights)
     except ValueError as error:
-        record["not_scored"] = str(error)
-        return None
-    return INCEPTION_EXTRACTOR
+        return INCEPTION_EXTRACTOR, str(error)
+    return INCEPTION_EXTRACTOR, ""
 
 
-def _score(
-    samples: Tensor,
-    reference: Tensor,
-    extractor: str,
-    options: EvaluationOptions,
-    cache: Path | None,
-) -> dict[str, Any]:
-    return score(
-        samples,
-        reference,
-        extractor=extractor,
-        metrics=options.metrics,
-        seed=options.seed,
-        batch_size=options.batch_size,
-        inception_weights=options.inception_weights,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        cache=cache,
-    )
+def _check_classes(extractor: str, num_classes: int) -> None:
+    known = load_features(Path(extractor)).classify.out_features
+    if known < num_classes:
+        raise ValueError(
+            f"extractor={extractor!r} knows {known} classes, and the data have {num_classes}; make "
+            "features from this data."
+        )

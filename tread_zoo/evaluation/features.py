@@ -134,49 +134,6 @@ def load_features(path: Path) -> ClassifierFeatures:
     return network.eval().requires_grad_(False)
 
 
-def register_classifier_extractor(path: Path) -> str:
-    """Make torch-fidelity know the features in a file, and return the name that it has there."""
-    network = load_features(path)
-    identity = extractor_id(path.stem, path)
-    _register(identity, network, channels=network.shape[0], features="features")
-    return identity
-
-
-def _register(name: str, network: nn.Module, *, channels: int, features: str) -> None:
-    """Make torch-fidelity know a network that gives features and logits; again does nothing."""
-    from torch_fidelity import FeatureExtractorBase, register_feature_extractor
-    from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY
-
-    if name in FEATURE_EXTRACTORS_REGISTRY:
-        return
-
-    class Extractor(FeatureExtractorBase):
-        """uint8 [B,3,H,W], a grey image three times -> the requested of features and logits."""
-
-        # torch-fidelity hands every extractor all of its own settings.
-        def __init__(self, name: str, features_list: list[str], **settings: object) -> None:
-            super().__init__(name, features_list)
-            self.network = network
-
-        @staticmethod
-        def get_provided_features_list() -> tuple[str, ...]:
-            return features, "logits"
-
-        @staticmethod
-        def get_default_feature_layer_for_metric(metric: str) -> str:
-            return "logits" if metric == "isc" else features
-
-        @staticmethod
-        def can_be_compiled() -> bool:
-            return False
-
-        def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-            named = dict(zip((features, "logits"), self.network(images[:, :channels]), strict=True))
-            return tuple(named[each] for each in self.features_list)
-
-    register_feature_extractor(name, Extractor)
-
-
 def load_digits_features() -> DigitsFeatures:
     """Return the network with the weights that ship with the package, frozen."""
     from safetensors.torch import load_file
@@ -191,11 +148,6 @@ def extractor_id(name: str, weights: Path) -> str:
     """Return `name`@<first 8 hex digits of the weights file's sha256>: the name for records."""
     with weights.open("rb") as file:
         return f"{name}@{hashlib.file_digest(file, 'sha256').hexdigest()[:8]}"
-
-
-def register_digits_extractor() -> None:
-    """Make torch-fidelity know `digits-cnn-64`; a second call does nothing."""
-    _register(DIGITS_EXTRACTOR, load_digits_features(), channels=1, features="64")
 
 
 def find_inception_weights(path: str | None) -> Path:

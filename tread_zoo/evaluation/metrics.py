@@ -1,7 +1,10 @@
 """Distances between generated and real images, with the protocol that makes them comparable.
 
 fid: Fréchet distance of two Gaussians, |m1 - m2|^2 + tr(S1 + S2 - 2 (S1 S2)^(1/2)) (Heusel et al.
-  2017). kid, kid_std: squared kernel distance, cubic kernel, mean and deviation over 100 subsets
+  2017), in the extractor's features; fd_dinov2: the same in DINOv2's (Stein et al. 2023); sfid: in
+  features that keep where in the image they were found (Nash et al. 2021), as ADM's evaluator has
+  them.
+kid, kid_std: squared kernel distance, cubic kernel, mean and deviation over 100 subsets
   (Bińkowski et al. 2018). Unbiased, so it may fall below 0; between sets that share images, or
   that have each class in one proportion, it does.
 precision, recall: fraction of generated images that lie in the ball of some real one, out to its
@@ -12,47 +15,59 @@ isc, isc_std: exp of the mean KL of the class given an image from the class at l
 Dimensions: N generated images, M reference images, C channels, H height, W width.
 """
 
-import hashlib
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Literal
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from tread_zoo.errors import unknown_name
-from tread_zoo.evaluation.features import (
-    DIGITS_EXTRACTOR,
-    DIGITS_WEIGHTS,
-    INCEPTION_EXTRACTOR,
-    extractor_id,
-    find_inception_weights,
-    load_features,
-    register_classifier_extractor,
-    register_digits_extractor,
+from tread_zoo.evaluation.dinov2 import DINOV2_EXTRACTORS
+from tread_zoo.evaluation.extraction import FeatureSet, Needs, extract
+from tread_zoo.evaluation.extractors import (
+    EXTRACTORS,
+    FEATURES,
+    LOGITS,
+    SPATIAL,
+    Extractor,
+    check_extractor,
+    find_weights,
+    is_file,
+    open_extractor,
 )
+from tread_zoo.evaluation.features import DIGITS_EXTRACTOR, INCEPTION_EXTRACTOR
+from tread_zoo.evaluation.frechet import frechet_distance
+from tread_zoo.evaluation.sources import TensorImages
 
-EXTRACTORS = (DIGITS_EXTRACTOR, INCEPTION_EXTRACTOR)
-FEATURES_SUFFIX = ".safetensors"  # of the files that scripts/make_features.py writes
-METRICS = ("fid", "kid", "precision", "recall", "isc")
+__all__ = [
+    "EXTRACTORS",
+    "FRECHET",
+    "METRICS",
+    "check_counts",
+    "check_extractor",
+    "check_metrics",
+    "is_file",
+    "needs_of",
+    "score",
+    "score_features",
+    "scoring_record",
+]
+
+FRECHET = {"fid": FEATURES, "sfid": SPATIAL, "fd_dinov2": FEATURES}  # metric -> its features
+METRICS = (*FRECHET, "kid", "precision", "recall", "isc")
 KID_SUBSETS = 100
 KID_SUBSET_SIZE = 1000
+UINT8_RULE = "clamp to [-1, 1], then the nearest of 256 values"
 _ISC_PARTS = 10
 _NEIGHBOURS = 3
+_ROWS_AT_ONCE = 10_000  # of the distances between all pairs
 
 # The fewest images with which each is defined.
-_FEWEST = {"fid": 2, "kid": 2, "precision": _NEIGHBOURS + 1, "recall": _NEIGHBOURS + 1}
-_FEWEST_GENERATED = {**_FEWEST, "isc": _ISC_PARTS}
-
-# torch-fidelity's names -> ours, with the metric that asks for each.
-_VALUES = {
-    "fid": {"frechet_inception_distance": "fid"},
-    "kid": {"kernel_inception_distance_mean": "kid", "kernel_inception_distance_std": "kid_std"},
-    "precision": {"precision": "precision"},
-    "recall": {"recall": "recall"},
-    "isc": {"inception_score_mean": "isc", "inception_score_std": "isc_std"},
+_FEWEST = {
+    **dict.fromkeys((*FRECHET, "kid"), 2),
+    **dict.fromkeys(("precision", "recall"), _NEIGHBOURS + 1),
 }
+_FEWEST_GENERATED = {**_FEWEST, "isc": _ISC_PARTS}
 
 
 def score(
@@ -64,171 +79,191 @@ def score(
     seed: int = 0,
     batch_size: int = 64,
     inception_weights: str | None = None,
+    dinov2_weights: str | None = None,
     device: Literal["cpu", "cuda"] = "cpu",
-    cache: Path | None = None,
 ) -> dict[str, object]:
     """Return a record: the values and all that they depend on.
 
     generated uint8 [N,C,H,W], reference uint8 [M,C,H,W]; grey images (C = 1) are repeated to 3
     channels. `seed` chooses the subsets of kid and the parts of isc. kid's subsets have 1000
-    images, or all of the smaller set where it has fewer: the size is in the record. The
-    features of the reference are kept in the folder `cache` and taken from there where its images
-    and the extractor are the same; None keeps nothing. Only a folder of one's own will do: its
-    files are pickles. The global random numbers are left as they were.
+    images, or all of the smaller set where it has fewer: the size is in the record. Nothing is
+    cached on disk, and the global random numbers are left as they were.
 
-    The record: values {name: float}, extractor (name@hash of its weights), num_generated,
-    num_reference, image_size [H, W], channels, seed, kid_subset_size (None without kid),
-    torch_fidelity (version).
+    The record: values {name: float}, and what `scoring_record` returns.
 
     Raises ValueError for unknown names, images that do not fit, too few of them, or weights that
     are not there.
     """
-    for metric in metrics:
-        if metric not in METRICS:
-            raise unknown_name("metrics", metric, METRICS)
     if not metrics:
         raise ValueError(f"metrics={metrics!r} names none; use some of {', '.join(METRICS)}.")
     check_extractor("extractor", extractor)
+    check_metrics("metrics", metrics, extractor)
     if device not in ("cpu", "cuda"):
         raise unknown_name("device", device, ("cpu", "cuda"))
-    _check_images(generated, reference, extractor, metrics)
-    name, weights = _prepare_extractor(extractor, inception_weights)
-    subset_size = min(KID_SUBSET_SIZE, len(generated), len(reference))
+    _check_images(generated, reference, metrics)
+    weights = find_weights(
+        extractor, inception_weights=inception_weights, dinov2_weights=dinov2_weights
+    )
+    weights.check_shape(tuple(generated.shape[1:]))
+    needs = [needs_of(metrics, generated=own) for own in (True, False)]
+    opened = open_extractor(weights, (needs[0] | needs[1]).names, torch.device(device))
+    one, other = (
+        extract(TensorImages(images), opened, need, batch_size=batch_size)
+        for images, need in zip((generated, reference), needs, strict=True)
+    )
+    values, notes = score_features(one, other, metrics, seed=seed)
+    return {"values": values, **scoring_record(one, other, opened, metrics, seed=seed, notes=notes)}
 
-    import torch_fidelity
 
-    with torch.random.fork_rng(devices=[]):
-        found = torch_fidelity.calculate_metrics(
-            input1=_RgbImages(generated),
-            input2=_RgbImages(reference),
-            fid="fid" in metrics,
-            kid="kid" in metrics,
-            prc="precision" in metrics or "recall" in metrics,
-            isc="isc" in metrics,
-            isc_splits=_ISC_PARTS,
+def needs_of(metrics: Collection[str], *, generated: bool) -> Needs:
+    """Return what metrics ask for on the side of the generated images, or of the reference."""
+    rows = {FEATURES} if {"kid", "precision", "recall"} & set(metrics) else set()
+    if generated and "isc" in metrics:
+        rows.add(LOGITS)
+    return Needs(frozenset(FRECHET[m] for m in metrics if m in FRECHET), frozenset(rows))
+
+
+def score_features(
+    generated: FeatureSet, reference: FeatureSet, metrics: Collection[str], *, seed: int
+) -> tuple[dict[str, float], list[str]]:
+    """Return the values, and notes on what makes them doubtful.
+
+    Args:
+        generated, reference: with what `needs_of` says.
+        metrics: names in `METRICS`.
+        seed: of kid's subsets and isc's parts.
+    """
+    from torch_fidelity import metric_isc, metric_kid, metric_prc
+
+    values: dict[str, float] = {}
+    notes: list[str] = []
+    for metric in metrics:
+        if metric in FRECHET:
+            pair = [s.statistics[FRECHET[metric]] for s in (generated, reference)]
+            said: list[str] = []
+            values[metric] = frechet_distance(*pair, names=("samples'", "reference"), notes=said)
+            notes += [f"{metric}: {text}" for text in said]
+    if "kid" in metrics:
+        found = metric_kid.kid_features_to_metric(
+            generated.rows[FEATURES],
+            reference.rows[FEATURES],
             kid_subsets=KID_SUBSETS,
-            kid_subset_size=subset_size,
-            prc_neighborhood=_NEIGHBOURS,
-            feature_extractor=name,
-            feature_extractor_weights_path=str(weights),
-            cuda=device == "cuda",
-            batch_size=batch_size,
+            kid_subset_size=kid_subset_size(generated, reference),
             rng_seed=seed,
-            cache=cache is not None,
-            cache_root=None if cache is None else str(cache),
-            input2_cache_name=None if cache is None else _content_name(reference),
-            save_cpu_ram=True,
             verbose=False,
         )
-    values = {ours: found[theirs] for m in metrics for theirs, ours in _VALUES[m].items()}
-    return {
-        "values": values,
-        "extractor": extractor_id(weights.stem if is_file(extractor) else extractor, weights),
-        "num_generated": len(generated),
-        "num_reference": len(reference),
-        "image_size": list(generated.shape[2:]),
-        "channels": generated.shape[1],
-        "seed": seed,
-        "kid_subset_size": subset_size if "kid" in metrics else None,
-        "torch_fidelity": torch_fidelity.__version__,
-    }
-
-
-def is_file(extractor: str) -> bool:
-    """Return whether an extractor is a file that `scripts/make_features.py` wrote."""
-    return extractor.endswith(FEATURES_SUFFIX)
-
-
-def check_extractor(field: str, extractor: str, others: Sequence[str] = ()) -> None:
-    """Raise ValueError unless an extractor is a known name, or a sound file of features."""
-    if is_file(extractor):
-        load_features(Path(extractor))
-    elif extractor not in (*others, *EXTRACTORS):
-        raise unknown_name(field, extractor, (*others, *EXTRACTORS))
-
-
-def check_scoring(
-    generated: Tensor,
-    reference: Tensor,
-    extractor: str,
-    metrics: Sequence[str],
-    inception_weights: str | None = None,
-) -> None:
-    """Raise ValueError where the two sets cannot be scored against each other; see `score`.
-
-    Only dtypes and shapes are looked at, and whether the extractor's weights are there.
-    """
-    _check_images(generated, reference, extractor, metrics)
-    _prepare_extractor(extractor, inception_weights)
-
-
-class _RgbImages(Dataset):
-    """Images uint8 [N,C,H,W] as torch-fidelity wants them: items uint8 [3,H,W]."""
-
-    def __init__(self, images: Tensor):
-        self.images = images.cpu()
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.images[index].expand(3, -1, -1)
-
-
-def _content_name(images: Tensor) -> str:
-    """Return a name that only these images have."""
-    digest = hashlib.sha256(images.cpu().contiguous().numpy().tobytes())
-    return f"{'x'.join(map(str, images.shape))}-{digest.hexdigest()}"
-
-
-def _prepare_extractor(extractor: str, inception_weights: str | None) -> tuple[str, Path]:
-    """Return the name under which torch-fidelity knows `extractor` from here on, and its file."""
-    if extractor == INCEPTION_EXTRACTOR:
-        return extractor, find_inception_weights(inception_weights)
-    if inception_weights is not None:
-        raise ValueError(
-            f"inception_weights={inception_weights!r} is of no use with extractor={extractor!r}; "
-            f"leave it out, or set extractor={INCEPTION_EXTRACTOR!r}."
+        values["kid"] = found["kernel_inception_distance_mean"]
+        values["kid_std"] = found["kernel_inception_distance_std"]
+    if {"precision", "recall"} & set(metrics):
+        precision, recall = metric_prc.calculate_precision_recall_part(
+            generated.rows[FEATURES], reference.rows[FEATURES], _NEIGHBOURS, _ROWS_AT_ONCE
         )
-    if is_file(extractor):
-        return register_classifier_extractor(Path(extractor)), Path(extractor)
-    register_digits_extractor()
-    return extractor, DIGITS_WEIGHTS
+        both = {"precision": precision, "recall": recall}
+        values |= {name: value for name, value in both.items() if name in metrics}
+    if "isc" in metrics:
+        found = metric_isc.isc_features_to_metric(
+            generated.rows[LOGITS], splits=_ISC_PARTS, rng_seed=seed
+        )
+        values["isc"] = found["inception_score_mean"]
+        values["isc_std"] = found["inception_score_std"]
+    return values, notes
 
 
-def _check_images(
-    generated: Tensor, reference: Tensor, extractor: str, metrics: Sequence[str]
-) -> None:
+def scoring_record(
+    generated: FeatureSet,
+    reference: FeatureSet,
+    extractor: Extractor,
+    metrics: Collection[str],
+    *,
+    seed: int,
+    notes: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return what values depend on.
+
+    extractor (name@hash of its weights), extractor_sha256, resize, uint8 (the rule by which samples
+    become bytes), num_generated, num_reference (None: a file of statistics that does not say),
+    reference_sha256, image_size [H, W], channels, seed, kid_subset_size (None without kid),
+    torch, torch_fidelity (versions), device (its kind), and notes, if there are any.
+    """
+    import torch_fidelity
+
+    assert generated.shape is not None, "samples have a shape"
+    record = {
+        "extractor": extractor.label,
+        "extractor_sha256": extractor.sha256,
+        "resize": extractor.weights.resize,
+        "uint8": UINT8_RULE,
+        "num_generated": generated.count,
+        "num_reference": reference.count,
+        "reference_sha256": reference.sha256,
+        "image_size": list(generated.shape[1:]),
+        "channels": generated.shape[0],
+        "seed": seed,
+        "kid_subset_size": kid_subset_size(generated, reference) if "kid" in metrics else None,
+        "torch": torch.__version__,
+        "torch_fidelity": torch_fidelity.__version__,
+        "device": extractor.device.type,
+    }
+    return record | ({"notes": list(notes)} if notes else {})
+
+
+def kid_subset_size(generated: FeatureSet, reference: FeatureSet) -> int:
+    """Return the images of each of kid's subsets."""
+    return min(KID_SUBSET_SIZE, len(generated.rows[FEATURES]), len(reference.rows[FEATURES]))
+
+
+def check_metrics(field: str, metrics: Collection[str], extractor: str) -> None:
+    """Raise ValueError for an unknown metric, or one that has no meaning in these features.
+
+    What `extractor=auto` will be is not known here; it fits all but fd_dinov2.
+    """
+    for metric in metrics:
+        if metric not in METRICS:
+            raise unknown_name(field, metric, METRICS)
+    transformer = extractor in DINOV2_EXTRACTORS
+    if "fd_dinov2" in metrics and not transformer:
+        raise ValueError(
+            f"{field} has 'fd_dinov2', which is a distance in DINOv2's features, and "
+            f"extractor={extractor!r}: set extractor={next(iter(DINOV2_EXTRACTORS))!r}, or leave "
+            "it out."
+        )
+    if "sfid" in metrics and extractor not in ("auto", INCEPTION_EXTRACTOR):
+        raise ValueError(
+            f"{field} has 'sfid', which is defined on layers of Inception, and "
+            f"extractor={extractor!r}: set extractor={INCEPTION_EXTRACTOR!r}, or leave it out."
+        )
+    for metric in ("fid", "isc"):
+        if metric in metrics and transformer:
+            remedy = "call it 'fd_dinov2'" if metric == "fid" else "leave it out: it has no classes"
+            raise ValueError(
+                f"{field} has {metric!r}, and extractor={extractor!r}: {remedy}. "
+                "fd_dinov2, kid, precision and recall go with it."
+            )
+
+
+def check_counts(name: str, count: int, metrics: Collection[str], *, generated: bool) -> None:
+    """Raise ValueError where a set has fewer images than a metric is defined for."""
+    fewest = _FEWEST_GENERATED if generated else _FEWEST
+    for metric in metrics:
+        if count < fewest.get(metric, 0):
+            raise ValueError(
+                f"{name} has {count} image(s); {metric} takes at least {fewest[metric]}, and some "
+                f"hundreds before it says much. Give more images, or leave {metric!r} out of "
+                "metrics."
+            )
+
+
+def _check_images(generated: Tensor, reference: Tensor, metrics: Sequence[str]) -> None:
     """Raise ValueError where the two sets cannot be scored against each other."""
-    sets = (("generated", generated, _FEWEST_GENERATED), ("reference", reference, _FEWEST))
-    for name, images, fewest in sets:
+    for name, images in (("generated", generated), ("reference", reference)):
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
             raise ValueError(
                 f"{name} has dtype {images.dtype} and shape {tuple(images.shape)}; score wants "
                 "uint8 [N,C,H,W] with 1 or 3 channels (tread_zoo.data.to_uint8 converts)."
             )
-        for metric in metrics:
-            if len(images) < fewest.get(metric, 0):
-                raise ValueError(
-                    f"{name} has {len(images)} image(s); {metric} takes at least {fewest[metric]}, "
-                    "and some hundreds before it says much. Give more images, or leave "
-                    f"{metric!r} out of metrics."
-                )
+        check_counts(name, len(images), metrics, generated=name == "generated")
     if generated.shape[1:] != reference.shape[1:]:
         raise ValueError(
             f"generated has images [C,H,W] of {tuple(generated.shape[1:])}, reference of "
             f"{tuple(reference.shape[1:])}; bring both to one size before scoring."
-        )
-    if is_file(extractor):
-        wanted = load_features(Path(extractor)).shape
-        if tuple(generated.shape[1:]) != wanted:
-            raise ValueError(
-                f"extractor={extractor!r} was trained on images [C,H,W] of {wanted}, and these are "
-                f"{tuple(generated.shape[1:])}; make features of this size with "
-                "scripts/make_features.py."
-            )
-    if extractor == DIGITS_EXTRACTOR and tuple(generated.shape[1:]) != (1, 8, 8):
-        raise ValueError(
-            f"extractor={DIGITS_EXTRACTOR!r} knows grey 8x8 digits only, and the images [C,H,W] "
-            f"are {tuple(generated.shape[1:])}; use extractor={INCEPTION_EXTRACTOR!r}."
         )

@@ -16,7 +16,7 @@ from tread_zoo.backbone import Backbone
 from tread_zoo.data import ImageData, StepBatches, build_data, make_loader
 from tread_zoo.data.loader import OnCorrupt, warn_of
 from tread_zoo.diffusion import Draw, Objective, SamplingOptions, build_objective, build_sampling
-from tread_zoo.evaluation.evaluate import EvaluationOptions
+from tread_zoo.evaluation.evaluate import EvaluationOptions, check_evaluation
 from tread_zoo.registry import create_backbone, get_backbone_entry
 from tread_zoo.routing import PathDrop, PendingRoute, Route, Routing, build_routing
 from tread_zoo.seeding import make_generator
@@ -110,6 +110,7 @@ def build_parts(
     images = build_data(**data)
     images.codec.check(flip=options.horizontal_flip)
     _warn_of_deviation(built_objective, images)
+    check_evaluation(scoring, images)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(make_generator("weights", seed).initial_seed())
         network = create_backbone(

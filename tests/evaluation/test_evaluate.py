@@ -1,0 +1,244 @@
+"""Whole scores: against torch-fidelity on the same images, streamed, shared by processes."""
+
+import json
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.evaluation.tiny import METRICS, Tiny, write_data, write_features
+from tests.scripts.test_command_line import call
+from tests.small_run import SMALL
+from tests.training.test_distributed import launch
+from tread_zoo.data import digits, to_uint8
+from tread_zoo.diffusion import generate
+from tread_zoo.evaluation import score
+from tread_zoo.evaluation.evaluate import classifier_agreement, describe_record
+from tread_zoo.evaluation.extraction import Needs, extract
+from tread_zoo.evaluation.extractors import FEATURES, find_weights, open_extractor
+from tread_zoo.evaluation.features import load_digits_features
+from tread_zoo.evaluation.sharing import Share
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return Tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def samples(tiny):
+    """What the evaluation draws, drawn in one go: images and labels."""
+    labels = torch.arange(23) % 3
+    parts = tiny.parts
+    x = generate(
+        tiny.backbone, parts.objective, parts.sampling, indices=range(23), labels=labels, seed=1,
+        batch_size=7,
+    )  # fmt: skip
+    return to_uint8(x), labels
+
+
+def test_metrics_equal_those_of_torch_fidelity_on_the_same_images():
+    """Its own loop over the images, its own statistics and metrics, around the same network."""
+    import torch_fidelity
+    from torch.utils.data import Dataset
+
+    network = load_digits_features()
+
+    class Images(Dataset):
+        def __init__(self, images):
+            self.images = images
+
+        def __len__(self):
+            return len(self.images)
+
+        def __getitem__(self, index):
+            return self.images[index].expand(3, -1, -1)
+
+    class Digits(torch_fidelity.FeatureExtractorBase):
+        def __init__(self, name, features_list, **settings):
+            super().__init__(name, features_list)
+
+        @staticmethod
+        def get_provided_features_list():
+            return "64", "logits"
+
+        @staticmethod
+        def get_default_feature_layer_for_metric(metric):
+            return "logits" if metric == "isc" else "64"
+
+        def forward(self, images):
+            found = dict(zip(("64", "logits"), network(images[:, :1]), strict=True))
+            return tuple(found[name] for name in self.features_list)
+
+    torch_fidelity.register_feature_extractor("of-a-test", Digits)
+    data = digits()
+    generated, real = data.held_out.images[:200], data.train.images[:300]
+    theirs = torch_fidelity.calculate_metrics(
+        input1=Images(generated), input2=Images(real), feature_extractor="of-a-test", batch_size=50,
+        fid=True, kid=True, prc=True, isc=True, kid_subset_size=200, rng_seed=3, cuda=False,
+        cache=False, save_cpu_ram=True, verbose=False,
+    )  # fmt: skip
+    ours = score(generated, real, metrics=METRICS, seed=3, batch_size=50)["values"]
+    assert ours["fid"] == pytest.approx(theirs["frechet_inception_distance"], rel=1e-3)
+    for name, other in (
+        ("kid", "kernel_inception_distance_mean"), ("kid_std", "kernel_inception_distance_std"),
+        ("precision", "precision"), ("recall", "recall"), ("isc", "inception_score_mean"),
+        ("isc_std", "inception_score_std"),
+    ):  # fmt: skip
+        assert ours[name] == pytest.approx(theirs[other], rel=1e-5, abs=1e-8), name
+
+
+def test_streamed_samples_score_as_if_they_were_all_there(tiny, samples):
+    images, labels = samples
+    record = tiny.score()
+    whole = score(
+        images, tiny.real, extractor=tiny.extractor, metrics=METRICS, seed=1, batch_size=7
+    )
+    values = dict(record["values"])
+    assert values.pop("agreement") == classifier_agreement(tiny.extractor, images, labels)
+    assert values == whole["values"]
+    for field in ("extractor_sha256", "reference_sha256", "num_generated", "num_reference"):
+        assert record["protocol"][field] == whole[field]
+    held_out = tiny.parts.data.held_out
+    real = score(
+        held_out.images, tiny.real, extractor=tiny.extractor, metrics=METRICS, seed=1, batch_size=7
+    )["values"]
+    agreed = classifier_agreement(tiny.extractor, held_out.images, held_out.labels)
+    assert record["real"] == {"agreement": agreed, **real}
+
+
+def test_the_record_is_json_and_has_the_protocol(tiny):
+    record = tiny.score()
+    assert json.loads(json.dumps(record)) == record
+    protocol = record["protocol"]
+    assert protocol["extractor"] == f"own@{protocol['extractor_sha256'][:8]}"
+    assert (protocol["resize"], protocol["device"], protocol["precision"]) == (
+        "none",
+        "cpu",
+        "fp32",
+    )
+    assert protocol["uint8"].startswith("clamp to [-1, 1]")
+    assert (protocol["torch"], protocol["seed"]) == (torch.__version__, 1)
+    assert len(protocol["reference_sha256"]) == 64
+    assert protocol["sampling"]["nfe"] == 2
+    said = "\n".join(describe_record(record))
+    assert f"tiny.npz (train, sha256 {protocol['reference_sha256'][:8]})" in said
+    assert "notes" not in protocol, "23 and 45 images are more than 16 features"
+    few = tiny.score(num_images=12, metrics=["fid"])
+    assert "note: fid: the samples' covariance, of 16 features, is singular" in "\n".join(
+        describe_record(few)
+    )
+
+
+def test_samples_are_kept_where_asked_and_never_mixed(tiny, samples, tmp_path):
+    folder = tmp_path / "kept"
+    tiny.score(metrics=[], keep_images=str(folder))
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [f"{number:06d}.png" for number in range(23)]
+    found = np.stack([np.asarray(Image.open(folder / name)) for name in names])
+    assert np.array_equal(found, samples[0][:, 0].numpy())
+    with pytest.raises(ValueError, match=r"keep_images=.*kept' is not empty"):
+        tiny.score(metrics=[], keep_images=str(folder))
+
+
+def test_a_network_that_gives_nan_is_told(tiny):
+    head = list(tiny.backbone.parameters())[-1]
+    kept = head.detach().clone()
+    with torch.no_grad():
+        head.fill_(float("nan"))
+    try:
+        with pytest.raises(ValueError, match=r"has NaN; no image can be made of it"):
+            tiny.score()
+    finally:
+        with torch.no_grad():
+            head.copy_(kept)
+
+
+def test_too_few_images_are_told_before_any_work(tiny, monkeypatch):
+    monkeypatch.setattr("tread_zoo.evaluation.evaluate.generate", None)
+    with pytest.raises(ValueError, match=r"evaluation.num_images has 9 image\(s\); isc takes at"):
+        tiny.score(num_images=9)
+    few = write_features(tiny.folder / "few.safetensors", num_classes=2)
+    with pytest.raises(ValueError, match="knows 2 classes, and the data have 3"):
+        tiny.score(extractor=few)
+    wide = write_features(tiny.folder / "wide.safetensors", shape=(1, 8, 12))
+    with pytest.raises(ValueError, match=r"trained on images \[C,H,W\] of \(1, 8, 12\)"):
+        tiny.score(extractor=wide)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"metrics": ["sfid"]}, r"'sfid', which is defined on layers of Inception"),
+        ({"metrics": ["fd_dinov2"]}, r"'fd_dinov2'.*set extractor='dinov2-vit-l-14'"),
+        ({"metrics": ["fid"], "extractor": "dinov2-vit-l-14"}, r"call it 'fd_dinov2'"),
+        ({"metrics": ["isc"], "extractor": "dinov2-vit-l-14"}, r"it has no classes"),
+        ({"metrics": ["fdi"]}, r"evaluation.metrics='fdi' is unknown. Did you mean 'fid'"),
+    ],
+)
+def test_metrics_that_do_not_fit_the_features(tiny, changes, words):
+    with pytest.raises(ValueError, match=words):
+        tiny.options(**changes)
+
+
+def test_no_more_than_three_batches_are_in_memory(tiny):
+    """A set of any size can be gone through: what was read is let go."""
+    alive, most = weakref.WeakSet(), []
+
+    class Many:
+        shape = (1, 8, 8)
+
+        def __len__(self):
+            return 100
+
+        def read(self, chosen):
+            images = torch.full((len(chosen), 1, 8, 8), chosen.start, dtype=torch.uint8)
+            alive.add(images)
+            most.append(len(alive))
+            return images
+
+    extractor = open_extractor(find_weights(tiny.extractor), [FEATURES], torch.device("cpu"))
+    found = extract(Many(), extractor, Needs(frozenset({FEATURES})), batch_size=5)
+    assert (found.count, found.rows) == (100, {})
+    assert len(most) == 20
+    assert max(most) <= 3
+
+
+def test_every_image_is_of_one_process():
+    for count, size, world in ((23, 7, 2), (20, 10, 3), (3, 10, 2), (0, 5, 2)):
+        ranges = [list(Share(rank, world).batches(count, size)) for rank in range(world)]
+        numbers = [number for own in ranges for chosen in own for number in chosen]
+        assert sorted(numbers) == list(range(count))
+        assert [chosen for own in ranges for chosen in own if len(chosen) == size] or count < size
+
+
+@pytest.mark.slow
+def test_two_processes_score_as_one(tmp_path, free_port):
+    write_data(tmp_path / "tiny.npz")
+    features = write_features(tmp_path / "own.safetensors")
+    data = ["data=npz", f"data.path={tmp_path / 'tiny.npz'}", "data.held_out=0.25"]
+    call("train.py", *SMALL, *data, f"run_dir={tmp_path / 'run'}", cwd=tmp_path)
+    asked = [
+        f"checkpoint={tmp_path / 'run'}", "device=cpu", f"evaluation.extractor={features}",
+        f"evaluation.metrics=[{','.join(METRICS)}]", "evaluation.num_images=33",
+        "evaluation.batch_size=8",
+    ]  # fmt: skip
+
+    def keeping(name):
+        return [*asked, f"out={tmp_path / name}.json", f"evaluation.keep_images={tmp_path / name}"]
+
+    call("evaluate.py", *keeping("one"), cwd=tmp_path)
+    said = launch("scripts/evaluate.py", *keeping("two"), port=free_port)
+    assert said.count("written to") == 1
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    for part in ("values", "real"):
+        assert one[part].keys() == two[part].keys() >= set(METRICS)
+        for name, value in one[part].items():
+            # statistics are summed in another order; all else is the same to the bit
+            assert two[part][name] == (pytest.approx(value, rel=1e-9) if name == "fid" else value)
+    assert one["protocol"] == two["protocol"]
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+    assert len(list((tmp_path / "two").iterdir())) == 33

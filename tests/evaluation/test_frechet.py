@@ -1,0 +1,120 @@
+"""The distance against closed forms and other formulas, and what it says of doubtful statistics."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from scipy.linalg import sqrtm
+
+from tread_zoo.evaluation.frechet import RunningStatistics, Statistics, frechet_distance
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def statistics_of(rows):
+    return Statistics(rows.mean(0), torch.cov(rows.T), len(rows))
+
+
+def test_gaussians_with_common_axes_have_a_closed_form():
+    """|m1 - m2|^2 + sum (sqrt(a_i) - sqrt(b_i))^2, whatever way the axes are turned."""
+    turn = torch.linalg.qr(normal(4, 4)).Q
+    a, b = (torch.tensor(v, dtype=torch.float64) for v in ([1.0, 4.0, 9.0, 0.0], [4.0, 4, 1, 1]))
+    means = torch.zeros(4).double(), torch.tensor([3.0, 0, 0, 4]).double()
+    pair = [
+        Statistics(turn @ m, turn @ torch.diag(v) @ turn.T, 1000)
+        for m, v in zip(means, (a, b), strict=True)
+    ]
+    assert frechet_distance(*pair) == pytest.approx(25 + 1 + 0 + 4 + 1, rel=1e-12)
+    assert frechet_distance(pair[0], pair[0]) == pytest.approx(0, abs=1e-12)
+
+
+def test_gaussians_without_common_axes_equal_the_general_square_root():
+    one, other = statistics_of(normal(50, 6)), statistics_of(normal(60, 6, seed=1) * 3 + 1)
+    s, t = one.covariance.numpy(), other.covariance.numpy()
+    expected = float((one.mean - other.mean).square().sum()) + (s + t - 2 * sqrtm(s @ t)).trace()
+    assert frechet_distance(one, other) == pytest.approx(expected.real, rel=1e-10)
+    assert frechet_distance(other, one) == pytest.approx(expected.real, rel=1e-10)
+
+
+def test_fewer_images_than_features_give_a_number_and_a_note():
+    """tr (S1^(1/2) S2 S1^(1/2))^(1/2) is the nuclear norm of A B^T for S1 = A^T A, S2 = B^T B."""
+    x, y = normal(8, 40), normal(12, 40, seed=1) + 0.3
+    a, b = ((z - z.mean(0)) / math.sqrt(len(z) - 1) for z in (x, y))
+    cross = torch.linalg.matrix_norm(a @ b.T, "nuc")
+    expected = (x.mean(0) - y.mean(0)).square().sum() + a.square().sum() + b.square().sum()
+    notes = []
+    found = frechet_distance(
+        statistics_of(x), statistics_of(y), names=("samples'", "real"), notes=notes
+    )
+    assert found == pytest.approx(float(expected - 2 * cross), rel=1e-6)
+    assert [note.partition(";")[0] for note in notes] == [
+        f"the {name} covariance, of 40 features, is singular: it is of {count} images. The "
+        "distance depends strongly on how many"
+        for name, count in (("samples'", 8), ("real", 12))
+    ]
+
+
+def test_no_covariance_is_told():
+    good = Statistics(torch.zeros(2), torch.eye(2), None)
+    for covariance, words in (
+        (torch.diag(torch.tensor([1.0, -0.5])), "negative eigenvalues.*0.33 of all"),
+        (torch.tensor([[1.0, 0.5], [0.0, 1.0]]), "not symmetric"),
+    ):
+        with pytest.warns(RuntimeWarning, match=words):
+            frechet_distance(Statistics(torch.zeros(2), covariance, None), good)
+    # what float32 arithmetic leaves is passed over
+    nearly = torch.tensor([[1.0, 1e-8], [0.0, -1e-9]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert frechet_distance(Statistics(torch.zeros(2), nearly, None), good) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("mean", "covariance", "words"),
+    [
+        (torch.zeros(3), torch.eye(3), "the first statistics are of 3 features.*of 2"),
+        (torch.zeros(2), torch.eye(3), r"mean of shape \(2,\) and a covariance of shape \(3, 3\)"),
+        (torch.tensor([0.0, math.nan]), torch.eye(2), "the first statistics are not finite"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(mean, covariance, words):
+    with pytest.raises(ValueError, match=words):
+        frechet_distance(
+            Statistics(mean, covariance, None), Statistics(torch.zeros(2), torch.eye(2), None)
+        )
+
+
+def test_statistics_are_the_same_however_rows_are_parted():
+    """Far from 0, where sums of squares would cancel to nothing."""
+    rows = normal(101, 5) + 1e7
+    expected = torch.cov(rows.T)
+    for sizes in ([101], [1, 100], [7] * 14 + [3]):
+        running = RunningStatistics()
+        for part in rows.split(sizes):
+            running.add(part)
+        found = running.finish()
+        torch.testing.assert_close(found.covariance, expected, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(found.mean, rows.mean(0), rtol=1e-15, atol=0)
+        assert found.count == 101
+
+
+def test_parts_of_several_processes_merge_to_the_whole():
+    rows, parts = normal(20, 3), []
+    for part in rows.split([12, 8]):
+        running = RunningStatistics()
+        running.add(part)
+        parts.append(running)
+    merged = RunningStatistics()
+    for part in (RunningStatistics(), *parts):
+        merged.merge(part.count, part.mean, part.squares)
+    torch.testing.assert_close(merged.finish().covariance, torch.cov(rows.T))
+
+
+def test_one_row_has_no_covariance():
+    running = RunningStatistics()
+    running.add(normal(1, 3))
+    with pytest.raises(ValueError, match=r"1 row\(s\) of features have no covariance"):
+        running.finish()
