@@ -1,6 +1,7 @@
 """Real images as a data set, a folder, an .npz or a file: one number; others are refused."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from tests.evaluation.tiny import METRICS, Tiny, write_features
 from tests.scripts.test_command_line import call
+from tread_zoo.data.codec import PIXELS
 from tread_zoo.evaluation import evaluate as evaluate_module
 from tread_zoo.evaluation.extraction import Needs, extract
 from tread_zoo.evaluation.extractors import FEATURES, SPATIAL, find_weights, open_extractor
@@ -165,7 +167,8 @@ def test_images_of_an_npz_are_read_in_any_order_and_a_cut_is_told(tmp_path):
 def test_the_hash_is_of_the_pixels_in_their_order(tiny):
     images = tiny.real
     expected = source_sha256(TensorImages(images), 10)
-    part = PartImages([(image, 0) for image in images], (1, 8, 8))
+    data = SimpleNamespace(codec=PIXELS)
+    part = PartImages(data, [(image, 0) for image in images], (1, 8, 8))
     assert source_sha256(part, 7) == expected
     assert source_sha256(TensorImages(images.flip(0)), 10) != expected
     changed = images.clone()

@@ -20,6 +20,8 @@ from tread_zoo.data.codec import PIXELS
 from tread_zoo.data.latents import load_vae
 from tread_zoo.data.latents.encode import EncodingOptions, encode_latents
 from tread_zoo.evaluation.evaluate import evaluate, held_out_loss
+from tread_zoo.evaluation.extraction import Collector
+from tread_zoo.evaluation.features import ClassifierFeatures, save_features
 from tread_zoo.seeding import make_generator
 from tread_zoo.training import loop as module
 from tread_zoo.training.parts import draw_step
@@ -167,18 +169,24 @@ def test_samples_and_references_are_decoded_and_the_protocol_says_so(
     monkeypatch.setattr("tread_zoo.data.latents.codec.check_vae", lambda name: None)
     parts = parts_of(settings(*options(tmp_path, "data.vae=d/d")))
     assert parts.settings["data_options"]["vae"] == "d/d"
-    scored = []
+    torch.manual_seed(0)
+    features = ClassifierFeatures(image_size=(16, 16), channels=3, num_classes=4, num_features=8)
+    save_features(features, tmp_path / "features.safetensors", "nothing")
+    original, seen = Collector.add, []
 
-    def score(generated, reference, **keywords):
-        scored.append((generated, reference))
-        return {"values": {"fid": 0.0}}
+    def add(self, images, digests=None):
+        seen.append(images)
+        return original(self, images, digests)
 
-    monkeypatch.setattr("tread_zoo.evaluation.evaluate.score", score)
+    monkeypatch.setattr(Collector, "add", add)
     given = settings("evaluation.num_reference=5", "evaluation.metrics=[fid]")["evaluation"]
-    evaluation = type(parts.evaluation)(**{**given, "extractor": "inception-v3-compat"})
+    own = {"extractor": str(tmp_path / "features.safetensors")}
+    evaluation = type(parts.evaluation)(**{**given, **own})
     record = evaluate(parts.backbone, parts.objective, parts.data, parts.sampling, evaluation)
     assert record["protocol"]["reference"] == "train, decoded latents"
-    (generated, reference), (unseen, _) = scored
+    assert record["protocol"]["num_reference"] == 5
+    assert record["values"].keys() == {"fid", "agreement"}
+    generated, reference, unseen = seen
     assert (generated.shape, reference.shape) == ((20, 3, 16, 16), (5, 3, 16, 16))
     assert len(unseen) == 5  # of 8 held out
     train = parts.data.train
