@@ -1,5 +1,6 @@
 """Whole scores: against torch-fidelity on the same images, streamed, shared by processes."""
 
+import dataclasses
 import json
 import weakref
 
@@ -12,7 +13,7 @@ from tests.evaluation.tiny import METRICS, Tiny, write_data, write_features
 from tests.scripts.test_command_line import call
 from tests.small_run import SMALL
 from tests.training.test_distributed import launch
-from tread_zoo.data import digits, to_uint8
+from tread_zoo.data import ArrayDataset, digits, to_uint8
 from tread_zoo.diffusion import generate
 from tread_zoo.evaluation import score
 from tread_zoo.evaluation.evaluate import classifier_agreement, describe_record
@@ -107,6 +108,17 @@ def test_streamed_samples_score_as_if_they_were_all_there(tiny, samples):
     )["values"]
     agreed = classifier_agreement(tiny.extractor, held_out.images, held_out.labels)
     assert record["real"] == {"agreement": agreed, **real}
+
+
+def test_few_images_held_out_are_scored_by_what_they_allow(tiny):
+    whole = tiny.parts.data
+    for count, allowed in ((1, set()), (3, {"fid", "kid", "kid_std"})):
+        few = dataclasses.replace(
+            whole, held_out=ArrayDataset(*whole.held_out.gather(torch.arange(count)))
+        )
+        record = tiny.score(data=few)
+        assert record["real"].keys() == {"agreement", *allowed}
+        assert record["values"].keys() > set(METRICS)
 
 
 def test_the_record_is_json_and_has_the_protocol(tiny):

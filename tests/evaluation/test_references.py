@@ -13,7 +13,7 @@ from tread_zoo.data.codec import PIXELS
 from tread_zoo.evaluation import evaluate as evaluate_module
 from tread_zoo.evaluation.extraction import Needs, extract
 from tread_zoo.evaluation.extractors import FEATURES, SPATIAL, find_weights, open_extractor
-from tread_zoo.evaluation.made_reference import read_made, write_made
+from tread_zoo.evaluation.made_reference import check_out, read_made, write_made
 from tread_zoo.evaluation.pictures import save_png
 from tread_zoo.evaluation.references import open_reference, reference_features
 from tread_zoo.evaluation.sharing import Share
@@ -211,7 +211,8 @@ def test_the_script_makes_what_the_evaluation_takes(tiny):
     made = read_made(tiny.folder / "r.safetensors")
     sha256 = source_sha256(TensorImages(tiny.real), 10)
     assert (made.count, made.sha256, made.rows[FEATURES].shape) == (45, sha256, (45, 16))
-    said = call("make_reference.py", *data, *out, cwd=tiny.folder, expect=1)
-    assert said.startswith("error: out='r.safetensors' is there already")
+    for name, words in (("r.safetensors", "is there already"), ("r.npz", "must end in")):
+        with pytest.raises(ValueError, match=words):
+            check_out(tiny.folder / name)
     record = json.loads(json.dumps(tiny.score(reference=str(tiny.folder / "r.safetensors"))))
     assert record["protocol"]["reference_sha256"] == sha256

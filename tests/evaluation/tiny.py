@@ -58,11 +58,10 @@ class Tiny:
         }  # fmt: skip
         return EvaluationOptions(**{**given, **changes})
 
-    def score(self, *, share=None, real=None, cache=None, **changes):
+    def score(self, *, data=None, real=None, cache=None, **changes):
         """Return the record of an evaluation."""
         parts = self.parts
-        more = {} if share is None else {"share": share}
         return evaluate(
-            self.backbone, parts.objective, parts.data, parts.sampling, self.options(**changes),
-            real=real, cache=cache, **more,
+            self.backbone, parts.objective, data or parts.data, parts.sampling,
+            self.options(**changes), real=real, cache=cache,
         )  # fmt: skip

@@ -5,7 +5,7 @@ numbers (`tread_zoo.evaluation.sharing`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from tread_zoo.evaluation.metrics import (
     check_counts,
     check_metrics,
     needs_of,
+    possible_metrics,
     score_features,
     scoring_record,
 )
@@ -326,9 +327,10 @@ def _real_sets(
         )
     unseen = plan.data.held_out
     if unseen is not None and not known:
-        needs = plan.needs(generated=True)
-        if plan.options.reference != "train":  # others may have these images among them
-            needs = Needs(rows=needs.rows & {LOGITS} if plan.judge == "classifier" else frozenset())
+        # Other references may have these images among them.
+        metrics = plan.metrics if plan.options.reference == "train" else ()
+        metrics = possible_metrics(len(unseen), metrics)  # type: ignore[arg-type]
+        needs = replace(plan, metrics=metrics).needs(generated=True)
         if needs.names:
             assert plan.shape is not None, "an extractor was opened for images of some shape"
             count = plan.options.num_reference
@@ -379,7 +381,9 @@ def _add_distances(
         samples, reference, extractor, metrics, seed=seed, notes=notes
     )
     if held_out is not None and plan.options.reference == "train":
-        record["real"] |= score_features(held_out, reference, metrics, seed=seed)[0]
+        assert held_out.count is not None
+        possible = possible_metrics(held_out.count, metrics)
+        record["real"] |= score_features(held_out, reference, possible, seed=seed)[0]
 
 
 @torch.no_grad()

@@ -72,7 +72,7 @@ class Collector:
 
     def add(self, images: Tensor, digests: Tensor | None = None) -> dict[str, Tensor]:
         """Take in images uint8 [B,C,H,W], and return their features by name."""
-        found = self.extractor(images)
+        found = self.extractor(images) if self.needs.names else {}
         for name, running in self._running.items():
             running.add(found[name])
         for name, rows in self._rows.items():

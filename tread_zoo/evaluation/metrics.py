@@ -48,6 +48,7 @@ __all__ = [
     "check_metrics",
     "is_file",
     "needs_of",
+    "possible_metrics",
     "score",
     "score_features",
     "scoring_record",
@@ -239,6 +240,11 @@ def check_metrics(field: str, metrics: Collection[str], extractor: str) -> None:
                 f"{field} has {metric!r}, and extractor={extractor!r}: {remedy}. "
                 "fd_dinov2, kid, precision and recall go with it."
             )
+
+
+def possible_metrics(count: int, metrics: Collection[str]) -> list[str]:
+    """Return those of `metrics` that are defined for `count` generated images."""
+    return [metric for metric in metrics if count >= _FEWEST_GENERATED[metric]]
 
 
 def check_counts(name: str, count: int, metrics: Collection[str], *, generated: bool) -> None:

@@ -259,7 +259,7 @@ def reference_features(
         given = _read_adm(reference.file, needs.statistics & reference.statistics)
     rest = Needs(needs.statistics - given.keys(), needs.rows)
     found = FeatureSet(None, reference.shape, "")
-    if reference.source is not None and (rest.names or not given):
+    if reference.source is not None and (rest.names or reference.file is None):
         take = functools.partial(
             extract, reference.source, extractor, rest, batch_size=batch_size, share=share
         )
@@ -274,9 +274,8 @@ def reference_features(
             if not file.exists():
                 write_made(file, take(), extractor, reference.name)
             found = read_made(file)
-    if not given:
+    if reference.file is None:
         return found
-    assert reference.file is not None
     statistics = {**found.statistics, **given}
     return replace(found, statistics=statistics, sha256=file_sha256(reference.file))
 
