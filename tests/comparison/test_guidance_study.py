@@ -197,9 +197,7 @@ def test_what_cannot_work_is_told_before_anything_is_sampled(runs, changed, word
 
 def test_scores_that_cannot_be_are_told_before_anything_is_sampled(runs, tmp_path):
     few = scoring(metrics=["precision"], num_images=2)
-    with pytest.raises(
-        ValueError, match=r"has 2 image\(s\); precision takes at least 4"
-    ):
+    with pytest.raises(ValueError, match=r"has 2 image\(s\); precision takes at least 4"):
         compare_guidance(study(runs), few, tmp_path)
     with pytest.raises(ValueError, match="num_pictures=-1 must be at least 0"):
         compare_guidance(study(runs), scoring(num_pictures=-1), tmp_path)

@@ -12,7 +12,7 @@ import torch
 from tests.small_run import parts_of, settings
 from tread_zoo import list_backbones
 from tread_zoo.diffusion import OBJECTIVES
-from tread_zoo.routing import SELECTOR_NAMES, build_routing, num_kept_tokens
+from tread_zoo.routing import GAPS, ORDERS, SELECTOR_NAMES, build_routing, num_kept_tokens
 from tread_zoo.training.loop import losses_of
 from tread_zoo.training.parts import draw_step
 
@@ -38,14 +38,22 @@ CASES = {
 }
 
 
+WALKS = {  # of the scans
+    **{gaps: [f"backbone.gaps={gaps}"] for gaps in GAPS},
+    **{name: [f"backbone.scan_order={name}", "backbone.gaps=decay"] for name in ORDERS},
+    "unsorted": ["backbone.scan_order=unsorted", "backbone.gaps=ignore"],
+}
+RATES = (0.25, 0.5, 0.625, 0.75)
+
+
 @functools.cache
-def small_parts(backbone, objective):
+def small_parts(backbone, objective, *more):
     """Return the parts of a tiny run whose weights are random everywhere."""
     parts = parts_of(
         settings(
             f"backbone={backbone}", f"objective={objective}", "training.batch_size=3",
             f"training.num_steps={NUM_STEPS}", f"backbone.depth={5 if 'rwkv' in backbone else 4}",
-            *(["backbone.head_size=8"] if "mamba2" in backbone else []),
+            *(["backbone.head_size=8"] if "mamba2" in backbone else []), *more,
         )
     )  # fmt: skip
     torch.manual_seed(0)
@@ -93,7 +101,22 @@ def in_turns():
 @pytest.mark.parametrize(("backbone", "objective", "case"), in_turns())
 def test_one_step(backbone, objective, case):
     fields, step, rate = CASES[case]
-    parts = with_routing(small_parts(backbone, objective), fields)
+    check_step(with_routing(small_parts(backbone, objective), fields), step, rate, case)
+
+
+@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("backbone", ["mamba_tiny", "mamba2_tiny", "rwkv_tiny"])
+def test_one_step_of_every_walk(backbone, walk):
+    turn = list(WALKS).index(walk) + len(backbone)
+    objective = sorted(OBJECTIVES)[turn % len(OBJECTIVES)]
+    parts = small_parts(backbone, objective, *WALKS[walk])
+    for rate in RATES:
+        selector = SELECTOR_NAMES[(turn + RATES.index(rate)) % len(SELECTOR_NAMES)]
+        fields = {"selector": selector, "selection_rate": rate}
+        check_step(with_routing(parts, fields), 3, rate, walk)
+
+
+def check_step(parts, step, rate, case):
     routes, loss, grads = step_of(parts, step)
     again, same_loss, _ = step_of(parts, step)
     num_tokens = parts.backbone.num_tokens
