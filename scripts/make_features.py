@@ -26,8 +26,9 @@ def main(config: DictConfig) -> None:
     import torch.nn.functional as F
 
     from tread_zoo.data import StepBatches, build_data, make_loader
-    from tread_zoo.evaluation.evaluate import classifier_agreement, stack_part
+    from tread_zoo.evaluation.evaluate import classifier_agreement
     from tread_zoo.evaluation.features import ClassifierFeatures, extractor_id, save_features
+    from tread_zoo.evaluation.held_out import stack_part
     from tread_zoo.runtime import resolve_device
 
     settings = as_keywords(config)

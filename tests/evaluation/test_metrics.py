@@ -144,7 +144,7 @@ def test_the_held_out_loss_is_that_of_fixed_draws_by_level():
     """Against a network whose loss is known at each level: it predicts nothing."""
     from tests.small_run import parts_of, settings
     from tread_zoo.data import to_model_range
-    from tread_zoo.evaluation.evaluate import held_out_loss
+    from tread_zoo.evaluation.held_out import held_out_loss
     from tread_zoo.seeding import make_generator
 
     parts = parts_of(settings())
@@ -159,3 +159,14 @@ def test_the_held_out_loss_is_that_of_fixed_draws_by_level():
     several = held_out_loss(network, parts.objective, parts.data, num_draws=4, **given)
     assert several != one
     assert several == held_out_loss(network, parts.objective, parts.data, num_draws=4, **given)
+
+
+def test_few_of_a_sorted_set_are_of_all_its_classes():
+    from tread_zoo.data import ArrayDataset
+    from tread_zoo.evaluation.held_out import stack_part
+
+    labels = torch.arange(10).repeat_interleave(30)
+    images = labels.to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 2, 2)
+    some, found = stack_part(ArrayDataset(images, labels), 20)
+    assert found.bincount().tolist() == [2] * 10
+    assert torch.equal(some[:, 0, 0, 0].long(), found)

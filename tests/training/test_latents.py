@@ -19,9 +19,10 @@ from tread_zoo.data import build_data, to_uint8
 from tread_zoo.data.codec import PIXELS
 from tread_zoo.data.latents import load_vae
 from tread_zoo.data.latents.encode import EncodingOptions, encode_latents
-from tread_zoo.evaluation.evaluate import evaluate, held_out_loss
+from tread_zoo.evaluation.evaluate import evaluate
 from tread_zoo.evaluation.extraction import Collector
 from tread_zoo.evaluation.features import ClassifierFeatures, save_features
+from tread_zoo.evaluation.held_out import held_out_loss
 from tread_zoo.seeding import make_generator
 from tread_zoo.training import loop as module
 from tread_zoo.training.parts import draw_step

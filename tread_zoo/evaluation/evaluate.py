@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from tread_zoo.backbone import Backbone
-from tread_zoo.data import ArrayDataset, ImageData
+from tread_zoo.data import ImageData
 from tread_zoo.data.codec import PixelCodec
-from tread_zoo.data.loader import read_items
 from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, generate
 from tread_zoo.evaluation.agreement import digits_agreement, digits_agreement_reference
 from tread_zoo.evaluation.extraction import ALONE, Collector, FeatureSet, Needs, extract
@@ -54,10 +52,6 @@ from tread_zoo.evaluation.references import (
 )
 from tread_zoo.evaluation.sharing import Share
 from tread_zoo.evaluation.sources import PartImages, labels_of, pixel_shape
-from tread_zoo.runtime import autocast
-from tread_zoo.seeding import make_generator
-
-HELD_OUT_IMAGES = 512  # of the held-out loss
 
 
 @dataclass(frozen=True)
@@ -462,63 +456,6 @@ def describe_sampling(sampling: dict[str, Any]) -> str:
         megaflops = sampling["flops_per_image"] / 1e6
         words.append(f"{sampling['nfe']} evaluations, {megaflops:.1f} MFLOPs an image")
     return ", ".join(words)
-
-
-@torch.no_grad()
-def held_out_loss(
-    backbone: Backbone,
-    objective: Objective,
-    data: ImageData,
-    *,
-    seed: int,
-    precision: str,
-    num_draws: int = 1,
-) -> tuple[float, list[float]] | None:
-    """Return the dense loss on held-out images at fixed draws of level and noise.
-
-    The draws depend on the seed alone, so the numbers of different steps and networks compare, pair
-    by pair.
-
-    Args:
-        backbone, objective, data: the network and what it was trained with.
-        seed: of the draws.
-        precision: resolved, see `tread_zoo.runtime`.
-        num_draws: levels and noises for each image; more of them make the numbers less noisy.
-
-    Returns:
-        The mean, and the means of the fourths of the draws from the lowest levels to the highest;
-        None if nothing was held out.
-    """
-    if data.held_out is None:
-        return None
-    images, labels = stack_part(data.held_out, HELD_OUT_IMAGES)
-    device = next(backbone.parameters()).device
-    y = labels.to(device) if backbone.num_classes else None
-
-    def network(x_t: Tensor, t: Tensor) -> Tensor:
-        return backbone(x_t, t, y)
-
-    losses, levels = [], []
-    for number in range(num_draws):
-        parts = (seed,) if number == 0 else (seed, number)
-        generator = make_generator("held_out", *parts)
-        draw = objective.draw(data.codec.model_shape(images.shape), generator).to(device)
-        noise = data.codec.draw(images.shape, generator)
-        x = data.codec.to_model(images, device=device, noise=noise)
-        with autocast(device, precision):
-            losses.append(objective.loss(network, x, draw).float())
-        levels.append(draw.level)
-    by_level = torch.cat(losses)[torch.cat(levels).argsort()]
-    fourths = [float(part.mean()) for part in by_level.tensor_split(4)]
-    return float(by_level.double().mean()), fourths
-
-
-def stack_part(dataset: Dataset, count: int) -> tuple[Tensor, Tensor]:
-    """Return the first `count` items of a data set as stored [n, …] and their labels [n]."""
-    if isinstance(dataset, ArrayDataset):
-        return dataset.images[:count], dataset.labels[:count]
-    size = min(count, len(dataset))  # type: ignore[arg-type]
-    return read_items(dataset, range(size))
 
 
 def _choose_extractor(options: EvaluationOptions, data: ImageData) -> tuple[str, str]:

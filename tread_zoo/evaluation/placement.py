@@ -36,8 +36,8 @@ from tread_zoo.data import PIXELS, Codec, ImageData
 from tread_zoo.diffusion import Draw, Objective, default_labels
 from tread_zoo.diffusion.samplers import Euler, Problem, initial_noise
 from tread_zoo.errors import unknown_name
-from tread_zoo.evaluation.evaluate import stack_part
 from tread_zoo.evaluation.flops import count_flops
+from tread_zoo.evaluation.held_out import stack_part
 from tread_zoo.registry import create_backbone
 from tread_zoo.routing import build_routing, num_kept_tokens
 from tread_zoo.runtime import autocast

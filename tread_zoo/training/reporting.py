@@ -14,8 +14,9 @@ import torch
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.diffusion import default_labels, generate
-from tread_zoo.evaluation.evaluate import describe_record, evaluate, held_out_loss
+from tread_zoo.evaluation.evaluate import describe_record, evaluate
 from tread_zoo.evaluation.flops import count_flops, training_flops
+from tread_zoo.evaluation.held_out import held_out_loss
 from tread_zoo.evaluation.pictures import plot_losses, save_grid
 from tread_zoo.kernels import describe
 from tread_zoo.runtime import describe_device, matmul_speed

@@ -1,0 +1,75 @@
+"""The loss of a network on images held out, at fixed draws: what compares runs pair by pair."""
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from tread_zoo.backbone import Backbone
+from tread_zoo.data import ArrayDataset, ImageData
+from tread_zoo.data.loader import read_items
+from tread_zoo.diffusion import Objective
+from tread_zoo.evaluation.sources import spread
+from tread_zoo.runtime import autocast
+from tread_zoo.seeding import make_generator
+
+HELD_OUT_IMAGES = 512
+
+
+@torch.no_grad()
+def held_out_loss(
+    backbone: Backbone,
+    objective: Objective,
+    data: ImageData,
+    *,
+    seed: int,
+    precision: str,
+    num_draws: int = 1,
+) -> tuple[float, list[float]] | None:
+    """Return the dense loss on held-out images at fixed draws of level and noise.
+
+    The draws depend on the seed alone, so the numbers of different steps and networks compare, pair
+    by pair.
+
+    Args:
+        backbone, objective, data: the network and what it was trained with.
+        seed: of the draws.
+        precision: resolved, see `tread_zoo.runtime`.
+        num_draws: levels and noises for each image; more of them make the numbers less noisy.
+
+    Returns:
+        The mean, and the means of the fourths of the draws from the lowest levels to the highest;
+        None if nothing was held out.
+    """
+    if data.held_out is None:
+        return None
+    images, labels = stack_part(data.held_out, HELD_OUT_IMAGES)
+    device = next(backbone.parameters()).device
+    y = labels.to(device) if backbone.num_classes else None
+
+    def network(x_t: Tensor, t: Tensor) -> Tensor:
+        return backbone(x_t, t, y)
+
+    losses, levels = [], []
+    for number in range(num_draws):
+        parts = (seed,) if number == 0 else (seed, number)
+        generator = make_generator("held_out", *parts)
+        draw = objective.draw(data.codec.model_shape(images.shape), generator).to(device)
+        noise = data.codec.draw(images.shape, generator)
+        x = data.codec.to_model(images, device=device, noise=noise)
+        with autocast(device, precision):
+            losses.append(objective.loss(network, x, draw).float())
+        levels.append(draw.level)
+    by_level = torch.cat(losses)[torch.cat(levels).argsort()]
+    fourths = [float(part.mean()) for part in by_level.tensor_split(4)]
+    return float(by_level.double().mean()), fourths
+
+
+def stack_part(dataset: Dataset, count: int) -> tuple[Tensor, Tensor]:
+    """Return `count` items of a data set, evenly spaced, as stored [n, …] and their labels [n].
+
+    Evenly spaced, for the first ones of a set that is sorted by class are of few classes.
+    """
+    chosen = spread(len(dataset), count)  # type: ignore[arg-type]
+    if isinstance(dataset, ArrayDataset):
+        return dataset.images[chosen], dataset.labels[chosen]
+    return read_items(dataset, chosen)
