@@ -99,7 +99,9 @@ def save_checkpoint(
         _sync_entries(folder)
     except (OSError, SafetensorError) as error:
         _clear_leftovers(folder)
-        older = _folders(folder)
+        older: list[Path] = []
+        with suppress(OSError):  # it may not even be read
+            older = _folders(folder)
         kept = f"{older[-1]} is intact" if older else "there is no earlier checkpoint"
         full = any(os.strerror(number) in str(error) for number in _FULL)
         remedy = "Free some space" if full else "Make the folder writable"
@@ -268,9 +270,10 @@ def _put_aside(path: Path) -> None:
 
 
 def _clear_leftovers(folder: Path) -> None:
-    """Delete what is half-written or half-deleted."""
-    for path in (*folder.glob(".partial_*"), *folder.glob(".removed_*")):
-        shutil.rmtree(path, ignore_errors=True)
+    """Delete what is half-written or half-deleted, as far as this process may."""
+    with suppress(OSError):
+        for path in (*folder.glob(".partial_*"), *folder.glob(".removed_*")):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _verify(path: Path) -> Checkpoint:

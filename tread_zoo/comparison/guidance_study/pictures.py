@@ -72,7 +72,7 @@ def draw_samples(
     for key, trials in by_guidance(plan.trials).items():
         best = (best_trial(trials, records, metric) if metric else None) or trials[0]
         record = next(r for r in records if r.key == best.key)  # of the first seed
-        with np.load(folder / record.images) as file:
+        with np.load(folder / record.images, allow_pickle=False) as file:
             images = file["images"]  # [n, C, H, W]
         steps = f"{best.num_steps} step{'s' if best.num_steps > 1 else ''}"
         rows.append((f"{_name(plan, key)}\nscale {best.scale:g}, {steps}", images))
