@@ -136,3 +136,12 @@ def test_a_failed_run_is_shown_and_left_out_of_the_mean(tmp_path):
     text = report(tmp_path, results={("none", 0): RESULT, ("none", 1): failed})
     assert "none: seed 1 failed: loss is nan" in text
     assert "| `none` | 90.0 |" in text
+
+
+def test_settings_of_fewer_runs_than_others_say_so(tmp_path):
+    results = {("none", 0): RESULT, ("none", 1): RESULT, ("tread", 0): RESULT}
+    text = report(tmp_path, results=results)
+    assert "| routing | runs | agreement, % |" in text
+    assert "| `none` | 2 | 90.0 |" in text
+    assert "| `tread` | 1 | 90.0 |" in text
+    assert "| held-out real images |  | 98.6 |" in text

@@ -115,10 +115,12 @@ def scores_table(groups: Sequence[Group]) -> Table:
     results = [result for group in groups for result in group.results]
     columns = _columns(results)
     fields = list(groups[0].choices)
+    uneven = len({len(group.ended) for group in groups}) > 1
     rows = []
     for group in groups:
         ended = list(group.ended.values())
-        rows.append([*_code(group), *(spread(ended, *column[1:]) for column in columns)])
+        numbers = [spread(ended, *column[1:]) for column in columns]
+        rows.append([*_code(group), *([str(len(ended))] if uneven else []), *numbers])
     real = next((result.real for result in results if result.real), {})
     if real:
         names = {title: name for name, (title, *_) in QUALITY.items()}
@@ -126,8 +128,8 @@ def scores_table(groups: Sequence[Group]) -> Table:
             f"{real[names[title]] * scale:{form}}" if names.get(title) in real else ""
             for title, _, scale, form in columns
         ]
-        rows.append(["held-out real images", *[""] * (len(fields) - 1), *cellular])
-    return [*fields, *(title for title, *_ in columns)], rows
+        rows.append(["held-out real images", *[""] * (len(fields) - 1 + uneven), *cellular])
+    return [*fields, *(["runs"] if uneven else []), *(title for title, *_ in columns)], rows
 
 
 PAIRED = (
