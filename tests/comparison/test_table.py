@@ -71,8 +71,8 @@ def test_cells_of_several_grids_share_a_table_and_their_dense_runs(tmp_path):
         [with_values((loss,), held_out_loss=loss) for loss in losses],
         tmp_path, title="Title", command="do it",
     )  # fmt: skip
-    assert "| backbone | routing | routing.selector | agreement" in text
-    assert "| `rwkv` | `none` |  | 90.0 |" in text
+    assert "| backbone | routing | routing.selector | runs | agreement" in text
+    assert "| `rwkv` | `none` |  | 1 | 90.0 |" in text
     assert "| `rwkv` |  | `rows` | +0.0500 | +0.0500 |" in text, "seed 1 has no dense run"
 
 
