@@ -45,7 +45,7 @@ def test_equal_seconds_times_each_setting_once(tmp_path, monkeypatch):
 def test_a_step_is_timed_as_it_runs():
     parts = parts_of(compose(SHORT))
     before = [p.clone() for p in parts.backbone.parameters()]
-    assert 0 < budget.time_a_step(parts, "cpu") < 60
+    assert budget.time_a_step(parts, "cpu") > 0
     assert all(map(lambda a, b: a.equal(b), before, parts.backbone.parameters()))
 
 
@@ -61,6 +61,12 @@ def test_a_step_is_timed_as_it_runs():
 def test_budgets_that_cannot_be(tmp_path, equal, seconds, words):
     with pytest.raises(ValueError, match=words):
         equalise(cells_of(tmp_path), compose, equal=equal, seconds=seconds, out=tmp_path)
+
+
+def test_several_processes_do_not_each_find_their_own_number(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="times the steps of one process"):
+        equalise(cells_of(tmp_path), compose, equal="seconds", seconds=9.0, out=tmp_path)
 
 
 def test_runs_that_are_there_are_told_apart_by_what_differs(tmp_path):

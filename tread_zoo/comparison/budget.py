@@ -8,6 +8,7 @@ A learning-rate schedule then ends with its own run, as it should: none is cut o
 """
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -47,8 +48,8 @@ def equalise(
             numbers of steps.
 
     Raises:
-        ValueError: an unknown `equal`, seconds missing or not positive, or settings that cannot
-            work.
+        ValueError: an unknown `equal`, seconds missing or not positive, seconds with several
+            processes, or settings that cannot work.
     """
     if equal not in EQUAL:
         raise unknown_name("compare.equal", equal, EQUAL)
@@ -56,6 +57,11 @@ def equalise(
         raise ValueError(
             f"compare.seconds={seconds} with compare.equal={equal}: equal=seconds needs a number "
             "of seconds for each run, the others take none."
+        )
+    if equal == "seconds" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "compare.equal=seconds times the steps of one process, and each of several would find "
+            "other numbers; start one process, or use compare.equal=flops."
         )
     if equal == "steps":
         return list(cells)
