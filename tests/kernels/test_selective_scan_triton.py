@@ -78,7 +78,7 @@ def test_blocks_fill_the_device_first() -> None:
     assert blocks(1, 6, 4, groups=2) == (4, 4, 1, 2)
 
 
-def test_flops_are_counted_once() -> None:
+def test_flops_are_those_of_the_torch_form() -> None:
     shape = (2, 5, 8, 4, 2)
     inputs = [x.detach().to("meta").requires_grad_() for x in make_inputs(shape, torch.float32)]
     elements = 2 * 5 * 8 * 4
@@ -87,7 +87,7 @@ def test_flops_are_counted_once() -> None:
     assert counter.get_total_flops() == 7 * elements
     with FlopCounterMode(display=False) as counter:
         y.sum().backward()
-    assert counter.get_total_flops() == 25 * elements
+    assert counter.get_total_flops() == 20 * elements
 
 
 class Launcher:

@@ -1,7 +1,16 @@
 """FLOPs of the code that runs, counted by torch's flop counter on the meta device.
 
-Matrix products are counted by torch, scans by the formulas that `tread_zoo.kernels` registers;
-elementwise work is not counted, as is usual. A multiply-add is 2 FLOPs.
+Matrix products are counted by torch, scans and the convolutions ahead of them by the formulas that
+`tread_zoo.kernels` registers; elementwise work is not counted, as is usual. A multiply-add is 2.
+Every operation is counted in its torch form, whichever form runs, so that machines agree:
+
+    attention           its two matrix products, and four more in the backward pass
+    causal_conv1d       2 a tap and channel; twice that backward
+    selective_scan      7 a token, channel and state: Δ A, 2^x, (Δ u) B, a h + b, C · h; 20 backward
+    ssd                 the matrix products of its chunks of at most 64 tokens
+    bidirectional_wkv   54 a token and channel, two scans carried in log space; 94 backward
+
+What a block computes again because of activation checkpointing counts, too.
 
 Over a run of S steps, of which step s is routed as r(s) with probability p_s and dense otherwise,
 an image costs on average
@@ -20,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, generate
+from tread_zoo.kernels import plain_forms
 from tread_zoo.routing import PathDrop, PendingRoute, Route, Routing, resolve_routes
 from tread_zoo.seeding import make_generator
 
@@ -161,7 +171,8 @@ def _trace(
     t = torch.empty(batch, device="meta")
     y = torch.empty(batch, dtype=torch.int64, device="meta") if meta.num_classes else None
     moved = [route.to("meta") for route in routes]
-    with torch.set_grad_enabled(backward), FlopCounterMode(display=False) as counter:
+    mode = FlopCounterMode(display=False)
+    with plain_forms(), torch.set_grad_enabled(backward), mode as counter:
         concrete = resolve_routes(moved, lambda start: meta.importance(x, t, y, start))
         out = meta(x, t, y, routes=concrete)
         if backward:

@@ -14,7 +14,8 @@ import importlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +141,17 @@ def set_forms(forms: Mapping[str, str]) -> None:
             set_form(op, forms.get(op, AUTO))
     except ImportError as error:
         raise ValueError(str(error)) from error
+
+
+@contextmanager
+def plain_forms() -> Iterator[None]:
+    """Let every operation run its torch form for a while, whatever is set for it."""
+    before = get_forms()
+    _CHOICE.update(dict.fromkeys(_FORMS, TORCH))
+    try:
+        yield
+    finally:
+        _CHOICE.update(before)
 
 
 def get_forms() -> dict[str, str]:

@@ -7,50 +7,112 @@ A tap into another segment is multiplied by zero. Sums are float32 (float64 for 
 Dimensions: B batch, L length, D channels, W taps.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 
 def causal_conv1d_torch(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, segment_ids: Tensor | None = None
 ) -> Tensor:
     """Return the convolution; see `tread_zoo.kernels.causal_conv1d`."""
-    return _CausalConv1d.apply(x, weight, bias, segment_ids)
+    if torch.compiler.is_compiling():  # as an operator of its own it could not be fused
+        return _Fusible.apply(x, weight, bias, segment_ids)
+    return _forward(x, weight, bias, segment_ids)
 
 
-class _CausalConv1d(torch.autograd.Function):
-    """Keeps the inputs only, and adds all taps into one buffer."""
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None) -> Tensor:
+    """Return y [B, L, D]; all taps are added into one buffer."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    inputs, taps = x.to(dtype), weight.to(dtype).t().contiguous().flip(0)
+    y = inputs * taps[0] if bias is None else torch.addcmul(bias.to(dtype), inputs, taps[0])
+    for back in range(1, min(weight.shape[1], x.shape[1])):
+        source = _inside(inputs[:, :-back], segment_ids, back)
+        y[:, back:].addcmul_(source, taps[back])
+    return y.to(x.dtype)
+
+
+def _gradients(
+    grad_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, weight and bias (empty where there is none)."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    grad, inputs = grad_y.to(dtype), x.to(dtype)
+    taps = weight.to(dtype).t().contiguous().flip(0)
+    grad_x, grad_taps = grad * taps[0], torch.zeros_like(taps)
+    grad_taps[0] = (grad * inputs).sum((0, 1))
+    for back in range(1, min(weight.shape[1], x.shape[1])):
+        sink = _inside(grad[:, back:], segment_ids, back)
+        grad_x[:, :-back].addcmul_(sink, taps[back])
+        grad_taps[back] = (sink * inputs[:, :-back]).sum((0, 1))
+    grad_bias = x.new_empty(0) if bias is None else grad.sum((0, 1)).to(bias.dtype)
+    return grad_x.to(x.dtype), grad_taps.flip(0).t().to(weight.dtype).contiguous(), grad_bias
+
+
+_forward = torch.library.custom_op("tread_zoo::causal_conv1d", _convolve, mutates_args=())
+_backward = torch.library.custom_op(
+    "tread_zoo::causal_conv1d_backward", _gradients, mutates_args=()
+)
+
+
+@_forward.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@_backward.register_fake
+def _(
+    grad_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None
+) -> tuple[Tensor, ...]:
+    inputs = (x, weight, x.new_empty(0) if bias is None else bias)
+    return tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in inputs)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors  # read once: recomputation in the backward pass allows no more
+    *grads, grad_bias = _backward(grad_y, *saved)
+    return *grads, None if saved[2] is None else grad_bias, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+class _Fusible(torch.autograd.Function):
+    """The same, which a compiler looks into."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, segment_ids)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        inputs, taps = x.to(dtype), weight.to(dtype).t().contiguous().flip(0)
-        y = inputs * taps[0] if bias is None else torch.addcmul(bias.to(dtype), inputs, taps[0])
-        for back in range(1, min(weight.shape[1], x.shape[1])):
-            source = _inside(inputs[:, :-back], segment_ids, back)
-            y[:, back:].addcmul_(source, taps[back])
-        return y.to(x.dtype)
+        ctx.save_for_backward(x, weight, bias, segment_ids)
+        return _convolve(x, weight, bias, segment_ids)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        x, weight, segment_ids = ctx.saved_tensors
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        grad, inputs = grads[0].to(dtype), x.to(dtype)
-        taps = weight.to(dtype).t().contiguous().flip(0)
-        grad_x, grad_taps = grad * taps[0], torch.zeros_like(taps)
-        grad_taps[0] = (grad * inputs).sum((0, 1))
-        for back in range(1, min(weight.shape[1], x.shape[1])):
-            sink = _inside(grad[:, back:], segment_ids, back)
-            grad_x[:, :-back].addcmul_(sink, taps[back])
-            grad_taps[back] = (sink * inputs[:, :-back]).sum((0, 1))
-        grad_bias = None if ctx.bias_dtype is None else grad.sum((0, 1)).to(ctx.bias_dtype)
-        return grad_x.to(x.dtype), grad_taps.flip(0).t().to(weight.dtype), grad_bias, None
+        saved = ctx.saved_tensors
+        grad_x, grad_weight, grad_bias = _gradients(grads[0], *saved)
+        return grad_x, grad_weight, None if saved[2] is None else grad_bias, None
+
+
+@register_flop_formula(torch.ops.tread_zoo.causal_conv1d)
+def _forward_flops(x: tuple[int, ...], weight: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
+    """2 B L D W: a convolution, as torch counts its own, with the zeros before the start."""
+    return 2 * math.prod(x) * weight[1]
+
+
+@register_flop_formula(torch.ops.tread_zoo.causal_conv1d_backward)
+def _backward_flops(
+    grad_y: tuple[int, ...], x: tuple[int, ...], weight: tuple[int, ...], *args: Any, **kwargs: Any
+) -> int:
+    """4 B L D W: ∂x and ∂w."""
+    return 4 * math.prod(x) * weight[1]
 
 
 def _inside(values: Tensor, segment_ids: Tensor | None, back: int) -> Tensor:

@@ -347,16 +347,14 @@ def _differentiate(ctx: Any, grad_y: Tensor, grad_states: Tensor | None) -> tupl
 _forward.register_autograd(_differentiate, setup_context=_save)
 
 
-@register_flop_formula(torch.ops.tread_zoo.selective_scan)
-def _forward_flops(
+def forward_flops(
     u: tuple[int, ...], delta: tuple[int, ...], A: tuple[int, ...], *args: Any, **kwargs: Any
 ) -> int:
     """7 B L D N: Δ A 1, exp 1, x B 1, a h + x B 2, C · h 2; what has no N is not counted."""
     return 7 * math.prod(u) * A[1]
 
 
-@register_flop_formula(torch.ops.tread_zoo.selective_scan_backward)
-def _backward_flops(
+def backward_flops(
     grad_y: tuple[int, ...],
     states: tuple[int, ...],
     u: tuple[int, ...],
@@ -367,3 +365,7 @@ def _backward_flops(
 ) -> int:
     """20 B L D N: h again 5, C ∂y 1, a g + C ∂y 2, ∂x, ∂B, ∂C 2 each, q 2, ∂A 2, ∂Δ 2."""
     return 20 * math.prod(u) * A[1]
+
+
+register_flop_formula(torch.ops.tread_zoo.selective_scan)(forward_flops)
+register_flop_formula(torch.ops.tread_zoo.selective_scan_backward)(backward_flops)

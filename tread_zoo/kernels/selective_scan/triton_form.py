@@ -18,7 +18,6 @@ writes its part and the parts are summed afterwards: no atomics, the same bits i
 Dimensions: B batch, L length, D channels, N states, G groups.
 """
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -26,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+
+from tread_zoo.kernels.selective_scan.torch_form import backward_flops, forward_flops
 
 MODULE = "triton"
 INSTALL = "pip install triton"
@@ -265,22 +266,10 @@ def _differentiate(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
 _forward.register_autograd(_differentiate, setup_context=_save)
 
 
-@register_flop_formula(torch.ops.tread_zoo.selective_scan_triton)
-def _forward_flops(
-    u: tuple[int, ...], delta: tuple[int, ...], A: tuple[int, ...], *args: Any, **kwargs: Any
-) -> int:
-    """7 B L D N: Δ A 1, exp 1, x B 1, a h + x B 2, C · h 2; what has no N is not counted."""
-    return 7 * math.prod(u) * A[1]
+register_flop_formula(torch.ops.tread_zoo.selective_scan_triton)(forward_flops)
 
 
 @register_flop_formula(torch.ops.tread_zoo.selective_scan_triton_backward)
-def _backward_flops(
-    grad_y: tuple[int, ...],
-    u: tuple[int, ...],
-    delta: tuple[int, ...],
-    A: tuple[int, ...],
-    *args: Any,
-    **kwargs: Any,
-) -> int:
-    """25 B L D N: h twice again 10, C ∂y 1, a g + C ∂y 2, ∂x, ∂B, ∂C 2 each, q, ∂A, ∂Δ 2 each."""
-    return 25 * math.prod(u) * A[1]
+def _backward_flops(grad_y: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
+    """Those of the torch form, though the states are computed twice again here: once counts."""
+    return backward_flops(grad_y, (), *args, **kwargs)
