@@ -1,0 +1,113 @@
+"""The shell of the scans, with the mixer that the guide writes."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from backbones.scan_shell import check_positive, init_step_bias
+from tread_zoo.backbone import Backbone
+from tread_zoo.routing import Route
+
+GUIDE = Path(__file__).parents[2] / "docs/adding_a_backbone.md"
+IMPORTS = """
+import torch
+from torch import nn
+from tread_zoo.routing import make_scan
+"""
+SIZES = {"input_size": 8, "in_channels": 1, "num_classes": 10, "hidden_size": 8, "depth": 4}
+
+
+@pytest.fixture(scope="module")
+def guide():
+    """Return what the guide's code defines."""
+    (code,) = re.findall(r"```python\n(from backbones.scan_shell.*?)```", GUIDE.read_text(), re.S)
+    names = {"__name__": "guide"}
+    exec(IMPORTS + code, names)
+    return names
+
+
+@pytest.fixture
+def network(guide):
+    torch.manual_seed(0)
+    network = guide["Mean"](**SIZES)
+    for parameter in network.final.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return network.double()
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 1, 8, 8, generator=generator, dtype=torch.float64)
+    return x, torch.tensor([0.2, 0.7], dtype=torch.float64), torch.tensor([3, 10])
+
+
+def test_a_network_of_the_guide_by_its_formula(network):
+    """Two streams, skips and tokens ahead, written out for a network on all its tokens."""
+    x, t, y = inputs()
+    time, label = network.time_embed(t), network.label_embed(y, 2)
+    patches = x.view(2, 1, 4, 2, 4, 2).permute(0, 2, 4, 1, 3, 5).reshape(2, 16, 4)
+    patches = patches @ network.patch_embed.weight.T + network.patch_embed.bias
+    delta = torch.cat([label[:, None], time[:, None], patches], dim=1) + network.positions
+    residual, made = torch.zeros_like(delta), {}
+    for i, block in enumerate(network.blocks):
+        if i > 2:
+            delta = block.skip_proj(torch.cat([delta, made[4 - i]], dim=-1))
+        residual = residual + delta
+        means = torch.stack([block.norm(residual)[:, : n + 1].mean(1) for n in range(18)], dim=1)
+        delta = made[i] = means @ block.mixer.linear.weight.T + block.mixer.linear.bias
+    condition = torch.nn.functional.silu(time + label)
+    out = network.final(network.norm(residual + delta)[:, 2:], condition)
+    expected = out.view(2, 4, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(2, 1, 8, 8)
+    torch.testing.assert_close(network(x, t, y), expected)
+
+
+def test_it_routes(network):
+    """A route that keeps all is none; along another one the walk is that of the tokens kept."""
+    every = torch.arange(16).expand(2, -1)
+    assert torch.equal(network(*inputs(), routes=[Route(1, 4, every)]), network(*inputs()))
+    seen = []
+    for block in network.blocks:
+        block.mixer.register_forward_hook(lambda mixer, args, out: seen.append(out.shape[1]))
+    network(*inputs(), routes=[Route(1, 4, every[:, 3:9])])
+    assert seen == [18, 8, 8, 8, 18]
+
+
+def test_what_it_knows_follows_from_the_order(guide):
+    assert guide["Mean"](**SIZES).block_knows == ("order",)
+    assert guide["Mean"](**SIZES, scan_order="hilbert").block_knows == ("order", "ids", "grid")
+    assert issubclass(guide["Mean"], Backbone)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"depth": 3}, "depth=3 must be even"),
+        ({"depth": 0}, "depth=0 must be a positive integer"),
+        ({"hidden_size": 7}, "hidden_size=7 must be even"),
+        ({"scan_order": "hilbrt"}, "scan_order='hilbrt'.*hilbert"),
+    ],
+)
+def test_wrong_sizes(guide, changes, words):
+    with pytest.raises(ValueError, match=words):
+        guide["Mean"](**{**SIZES, **changes})
+
+
+def test_sizes_are_named():
+    check_positive(expand=2, state_size=1)
+    for wrong in (0, -1, 1.5, True, "2"):
+        with pytest.raises(ValueError, match=re.escape(f"state_size={wrong!r} must be a positive")):
+            check_positive(expand=2, state_size=wrong)
+
+
+def test_steps_start_log_uniform():
+    bias = torch.nn.Parameter(torch.empty(20_000))
+    init_step_bias(bias)
+    step = torch.nn.functional.softplus(bias.detach().double())
+    assert step.min() > 0.000999
+    assert step.max() < 0.1001
+    quarters = step.log10().sort().values[[5000, 10_000, 15_000]]
+    torch.testing.assert_close(
+        quarters, torch.tensor([-2.5, -2.0, -1.5]).double(), atol=0.05, rtol=0
+    )
