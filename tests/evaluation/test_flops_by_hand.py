@@ -196,6 +196,8 @@ def test_compiled_blocks_and_the_mode_of_gradients_change_nothing(name):
     network.requires_grad_(False)
     with torch.no_grad():
         check_both_passes(network, hand())
+    with torch.inference_mode():
+        assert count_flops(network, backward=True) == hand().both
     assert count_flops(network.requires_grad_(True)) == hand().forward
 
 

@@ -54,6 +54,18 @@ def call(op: str) -> Tensor:
     return selective_scan(x, x, -torch.ones(4, 2), vector, vector)
 
 
+def test_plain_forms_hold_for_a_while() -> None:
+    """Where a form set by hand cannot run they do, and it is set again after an error, too."""
+    dispatch._CHOICE["selective_scan"] = "mamba-ssm"
+    with pytest.raises(ValueError, match="cannot run"):
+        call("selective_scan")
+    with pytest.raises(RuntimeError, match="inside"), dispatch.plain_forms():
+        assert get_forms() == dict.fromkeys(OPS, "torch")
+        call("selective_scan")
+        raise RuntimeError("inside")
+    assert get_forms() == {**dict.fromkeys(OPS, "auto"), "selective_scan": "mamba-ssm"}
+
+
 def test_auto_is_the_default_of_every_op() -> None:
     assert get_forms() == dict.fromkeys(OPS, "auto")
 

@@ -152,6 +152,7 @@ def _stand_in(network: Backbone, calls: list[int]) -> Backbone:
     return stand_in
 
 
+@torch.inference_mode(False)
 def _without_data(backbone: Backbone) -> Backbone:
     """Return a copy on the meta device; no weight is copied on the way."""
     empty: dict[int, object] = {}
@@ -162,6 +163,7 @@ def _without_data(backbone: Backbone) -> Backbone:
     return deepcopy(backbone, empty)
 
 
+@torch.inference_mode(False)
 def _trace(
     meta: Backbone, batch: int, routes: Sequence[Route | PendingRoute | PathDrop], backward: bool
 ) -> int:
