@@ -59,10 +59,11 @@ def test_plain_forms_hold_for_a_while() -> None:
     dispatch._CHOICE["selective_scan"] = "mamba-ssm"
     with pytest.raises(ValueError, match="cannot run"):
         call("selective_scan")
-    with pytest.raises(RuntimeError, match="inside"), dispatch.plain_forms():
+    with dispatch.plain_forms():
         assert get_forms() == dict.fromkeys(OPS, "torch")
         call("selective_scan")
-        raise RuntimeError("inside")
+    with pytest.raises(ValueError, match="must be"), dispatch.plain_forms():
+        selective_scan(*[torch.ones(1)] * 5)
     assert get_forms() == {**dict.fromkeys(OPS, "auto"), "selective_scan": "mamba-ssm"}
 
 
