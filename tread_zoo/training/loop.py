@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tread_zoo.data import told_of_dead_workers
 from tread_zoo.kernels import set_forms
+from tread_zoo.process_group import leave_connections, take_connections
 from tread_zoo.routing import resolve_routes
 from tread_zoo.runtime import autocast, resolve_device, resolve_precision
 from tread_zoo.training.averaging import WeightAverage
@@ -131,7 +132,7 @@ def train(
                 run.reporter.finish(averaged, options.num_steps, run.clock)
                 run.reporter.close()
         accelerator.wait_for_everyone()
-        accelerator.end_training()
+        leave_connections()
     return folder
 
 
@@ -317,18 +318,18 @@ def _make_accelerator(
         DistributedDataParallelKwargs,
         InitProcessGroupKwargs,
     )
-    from accelerate.state import AcceleratorState
 
     join_slurm_step()
     _warn_if_alone()
-    AcceleratorState._reset_state()  # another run of a sweep may have had another precision
+    timeout = timedelta(seconds=options.timeout_s)
+    take_connections(place, timeout)
     return Accelerator(
         cpu=place.type == "cpu",
         mixed_precision="no" if precision == "fp32" else precision,
         gradient_accumulation_steps=options.gradient_accumulation_steps,
         kwargs_handlers=[
             DistributedDataParallelKwargs(find_unused_parameters=blocks_may_idle),
-            InitProcessGroupKwargs(timeout=timedelta(seconds=options.timeout_s)),
+            InitProcessGroupKwargs(timeout=timeout),
         ],
     )
 
