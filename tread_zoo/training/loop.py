@@ -104,6 +104,7 @@ def train(
         set_forms(kernels)
     options = TrainingOptions(**training)
     on = resolve_device(device)
+    take_connections(on, timedelta(seconds=options.timeout_s))
     precision = resolve_precision(options.precision, on)
     folder = Path(run_dir)
     sharding_asked_for()  # its errors come before any work
@@ -321,15 +322,13 @@ def _make_accelerator(
 
     join_slurm_step()
     _warn_if_alone()
-    timeout = timedelta(seconds=options.timeout_s)
-    take_connections(place, timeout)
     return Accelerator(
         cpu=place.type == "cpu",
         mixed_precision="no" if precision == "fp32" else precision,
         gradient_accumulation_steps=options.gradient_accumulation_steps,
         kwargs_handlers=[
             DistributedDataParallelKwargs(find_unused_parameters=blocks_may_idle),
-            InitProcessGroupKwargs(timeout=timeout),
+            InitProcessGroupKwargs(timeout=timedelta(seconds=options.timeout_s)),
         ],
     )
 
