@@ -3,7 +3,6 @@ the values mean nothing: what is shown is which network runs, on what, and what 
 
 import pytest
 import torch
-from torch import nn
 
 from tread_zoo.evaluation import score
 from tread_zoo.evaluation.extractors import (
@@ -14,6 +13,7 @@ from tread_zoo.evaluation.extractors import (
     find_weights,
     open_extractor,
 )
+from tread_zoo.evaluation.random_inception import write_random_inception
 
 HUBCONF = """
 import torch
@@ -93,27 +93,6 @@ def test_dinov2_says_what_is_missing_and_never_downloads(hub, tmp_path):
         score(some, some, dinov2_weights="x")
 
 
-def random_inception(file):
-    """Write a file of Inception's weights, random but of a size that keeps signals alive."""
-    from torch_fidelity import feature_extractor_inceptionv3 as inception
-
-    class Random(inception.FeatureExtractorInceptionV3):
-        def load_state_dict(self, state_dict):
-            pass
-
-    original = inception.load_state_dict_from_url
-    inception.load_state_dict_from_url = lambda *_, **__: {}
-    try:
-        torch.manual_seed(0)
-        network = Random("inception-v3-compat", ["2048"])
-    finally:
-        inception.load_state_dict_from_url = original
-    for module in network.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight)
-    torch.save(network.state_dict(), file)
-
-
 @pytest.mark.slow
 def test_inception_gives_what_torch_fidelity_gives_and_the_spatial_features(tmp_path):
     """The spatial ones by hand: ADM's mixed_6/conv is the 1x1 branch of the 7th block, after ReLU,
@@ -124,7 +103,7 @@ def test_inception_gives_what_torch_fidelity_gives_and_the_spatial_features(tmp_
     )
 
     file = tmp_path / "weights.pth"
-    random_inception(file)
+    write_random_inception(file)
     state = torch.get_rng_state()
     weights = find_weights("inception-v3-compat", inception_weights=str(file))
     extractor = open_extractor(weights, [FEATURES, SPATIAL, LOGITS], torch.device("cpu"))

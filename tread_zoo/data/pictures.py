@@ -64,6 +64,13 @@ def picture_size(source: str | bytes | BinaryIO, name: str) -> tuple[int, int]:
     return (width, height) if turned else (height, width)
 
 
+def picture_channels(source: str | bytes | BinaryIO, name: str) -> int:
+    """Return 1 for a grey picture, else 3, from its header; raises as `read_picture` does."""
+    with naming(name), _open(source) as image:
+        mode = image.mode
+    return 1 if mode in ("1", "L", "LA") else 3
+
+
 def common_size(sources: Iterable[tuple[str, str | bytes]]) -> tuple[int, int]:
     """Return the (H, W) that all pictures share, read from their headers.
 

@@ -53,6 +53,8 @@ from tread_zoo.evaluation.references import (
 from tread_zoo.evaluation.sharing import Share
 from tread_zoo.evaluation.sources import PartImages, labels_of, pixel_shape
 
+UNKNOWN = "unknown"  # in records: what images do not tell of themselves
+
 
 @dataclass(frozen=True)
 class EvaluationOptions:
@@ -157,7 +159,7 @@ def evaluate(
         )
 
     samples, right = _collect(plan, extractor, draw, labels, share)
-    reference, held_out = _real_sets(plan, extractor, share, known=real is not None, cache=cache)
+    reference, held_out = real_sets(plan, extractor, share, known=real is not None, cache=cache)
     record: dict[str, Any] = {"values": {}, "real": dict(real or {})}
     record["protocol"] = {
         "data": data.name,
@@ -169,8 +171,8 @@ def evaluate(
     if plan.not_scored:
         record["not_scored"] = plan.not_scored
     if share.is_main:
-        _add_agreement(record, plan, samples, held_out, labels, right)
-        _add_distances(record, plan, extractor, samples, reference, held_out)
+        add_agreement(record, plan, samples, held_out, labels, right)
+        add_distances(record, plan, extractor, samples, reference, held_out)
     return record
 
 
@@ -302,7 +304,7 @@ def _collect(
     return found, int(torch.cat(counts).sum()) if counts else None
 
 
-def _real_sets(
+def real_sets(
     plan: Plan, extractor: Extractor | None, share: Share, *, known: bool, cache: Path | None
 ) -> tuple[FeatureSet | None, FeatureSet | None]:
     """Return the features of the reference, and of the images held out, where they are asked for.
@@ -333,7 +335,7 @@ def _real_sets(
     return reference, held_out
 
 
-def _add_agreement(
+def add_agreement(
     record: dict[str, Any],
     plan: Plan,
     samples: FeatureSet | None,
@@ -357,7 +359,7 @@ def _add_agreement(
         record["real"]["agreement"] = agreement(held_out, true)
 
 
-def _add_distances(
+def add_distances(
     record: dict[str, Any],
     plan: Plan,
     extractor: Extractor | None,
@@ -446,6 +448,8 @@ def describe_sampling(sampling: dict[str, Any]) -> str:
 
     What an older record does not have is left out.
     """
+    if sampling.get("sampler") == UNKNOWN:
+        return "sampler unknown"
     scale = sampling.get("guidance_scale", 1.0)
     words = [f"{sampling.get('sampler')} {sampling.get('num_steps')} steps"]
     grid = {"grid": "auto", "shift": 1.0, "rho": "auto"}

@@ -93,12 +93,14 @@ class Extractor:
     device: torch.device
     network: Callable[[Tensor], dict[str, Tensor]]
 
+    def prepare(self, images: Tensor) -> Tensor:
+        """Return images as the network takes them: on its device, in its channels."""
+        images = images.to(self.device, non_blocking=True)
+        return images.expand(-1, 3, -1, -1) if self.weights.shape is None else images
+
     @torch.no_grad()
     def __call__(self, images: Tensor) -> dict[str, Tensor]:
-        images = images.to(self.device, non_blocking=True)
-        if self.weights.shape is None:
-            images = images.expand(-1, 3, -1, -1)
-        return self.network(images)
+        return self.network(self.prepare(images))
 
 
 def is_file(extractor: str) -> bool:

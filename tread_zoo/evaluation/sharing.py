@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tread_zoo.process_group import leave_connections, take_connections
+
 
 @dataclass(frozen=True)
 class Share:
@@ -92,13 +94,12 @@ def start_share(device: torch.device) -> Share:
         return Share()
     from accelerate import PartialState
 
+    take_connections(device)
     state = PartialState(cpu=device.type == "cpu")
     return Share(state.process_index, state.num_processes)
 
 
 def end_share(share: Share) -> None:
-    """Close the connections between processes."""
+    """Say that all went well: the connections between processes are closed when this one ends."""
     if share.num_processes > 1:
-        from accelerate import PartialState
-
-        PartialState().destroy_process_group()
+        leave_connections()

@@ -124,12 +124,16 @@ def labels_of(part: Dataset, count: int | None = None) -> Tensor:
 class NpzImages:
     """The images `arr_0` of an .npz file, uint8 [N,H,W,C], read in order without unpacking all.
 
+    Args:
+        file: the .npz.
+        field: how errors name it.
+
     Raises:
         ValueError: the array is of another kind, or the file is cut short.
     """
 
-    def __init__(self, file: Path):
-        self.file = file
+    def __init__(self, file: Path, field: str = "evaluation.reference"):
+        self.file, self.field = file, field
         self._stream: Any = None
         try:
             shape, fortran, kind, self._begin = npy_header(file, ADM_IMAGES)
@@ -137,7 +141,7 @@ class NpzImages:
             raise ValueError(self._damaged(str(error))) from error
         if kind != np.uint8 or fortran or len(shape) != 4 or shape[3] not in (1, 3) or not shape[0]:
             raise ValueError(
-                f"evaluation.reference={str(file)!r}: {ADM_IMAGES!r} is {kind} {list(shape)}; "
+                f"{field}={str(file)!r}: {ADM_IMAGES!r} is {kind} {list(shape)}; "
                 "images are wanted as uint8 [N,H,W,C] with 1 or 3 channels."
             )
         self.count, height, width, channels = shape
@@ -160,16 +164,16 @@ class NpzImages:
             raise ValueError(self._damaged(f"image {chosen.start} is cut short"))
         channels, height, width = self.shape
         images = torch.frombuffer(bytearray(found), dtype=torch.uint8)
-        return images.view(-1, height, width, channels).permute(0, 3, 1, 2).contiguous()
+        images = images.view(-1, height, width, channels).permute(0, 3, 1, 2)
+        # Flattened on the way: of one channel, the strides would stay those of [N,H,W,C], and a
+        # convolution would take another kernel, with other last bits.
+        return images.flatten().view(-1, *self.shape)
 
     def _open(self) -> Any:
         return zipfile.ZipFile(self.file).open(f"{ADM_IMAGES}.npy")
 
     def _damaged(self, why: str) -> str:
-        return (
-            f"evaluation.reference={str(self.file)!r} is damaged ({why}); copy or download it "
-            "again."
-        )
+        return f"{self.field}={str(self.file)!r} is damaged ({why}); copy or download it again."
 
 
 def npy_header(file: Path, name: str) -> tuple[tuple[int, ...], bool, np.dtype, int]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tread_zoo.data import told_of_dead_workers
 from tread_zoo.kernels import set_forms
+from tread_zoo.process_group import leave_connections, take_connections
 from tread_zoo.routing import resolve_routes
 from tread_zoo.runtime import autocast, resolve_device, resolve_precision
 from tread_zoo.training.averaging import WeightAverage
@@ -103,6 +104,7 @@ def train(
         set_forms(kernels)
     options = TrainingOptions(**training)
     on = resolve_device(device)
+    take_connections(on, timedelta(seconds=options.timeout_s))
     precision = resolve_precision(options.precision, on)
     folder = Path(run_dir)
     sharding_asked_for()  # its errors come before any work
@@ -131,7 +133,7 @@ def train(
                 run.reporter.finish(averaged, options.num_steps, run.clock)
                 run.reporter.close()
         accelerator.wait_for_everyone()
-        accelerator.end_training()
+        leave_connections()
     return folder
 
 
@@ -317,11 +319,9 @@ def _make_accelerator(
         DistributedDataParallelKwargs,
         InitProcessGroupKwargs,
     )
-    from accelerate.state import AcceleratorState
 
     join_slurm_step()
     _warn_if_alone()
-    AcceleratorState._reset_state()  # another run of a sweep may have had another precision
     return Accelerator(
         cpu=place.type == "cpu",
         mixed_precision="no" if precision == "fp32" else precision,
