@@ -234,7 +234,7 @@ def test_scores_that_cannot_be_are_refused_before_training(tmp_path, monkeypatch
     file = tmp_path / "grey.npz"
     np.savez(file, images=np.zeros((40, 8, 8), np.uint8))
     data = ("data=npz", f"data.path={file}", "evaluation.metrics=[fid]")
-    with pytest.raises(ValueError, match=r"training.score_every=2 asks .*inception-v3.*score_every=0"):
+    with pytest.raises(ValueError, match=r"score_every=2 asks .*inception-v3.*score_every=0"):
         train_small(tmp_path / "run", *data, "training.score_every=2")
     with pytest.raises(ValueError, match=r"evaluation.metrics=\[\] leaves none"):
         train_small(tmp_path / "run", *data, "evaluation.metrics=[]", "training.score_every=2")

@@ -35,15 +35,16 @@ def check_scoring(score_every: int, plan: Plan) -> None:
     """Raise `ValueError` if scores are asked for on the way and there is nothing to measure."""
     if not score_every or plan.metrics or (plan.judge and plan.shape is not None):
         return
-    if plan.not_scored:
+    asked = f"training.score_every={score_every} asks for scores on the way"
+    if not plan.options.metrics:
         raise ValueError(
-            f"training.score_every={score_every} asks for scores on the way, and there can be none "
-            f"but the held-out loss: {plan.not_scored} Or set training.score_every=0."
+            f"{asked}, and evaluation.metrics=[] leaves none but the held-out loss: name some, as "
+            "in evaluation.metrics=[fid], or set training.score_every=0 (training.sample_every "
+            "logs the held-out loss)."
         )
     raise ValueError(
-        f"training.score_every={score_every} asks for scores on the way, and evaluation.metrics=[] "
-        "leaves none but the held-out loss: name some, as in evaluation.metrics=[fid], or set "
-        "training.score_every=0 (training.sample_every logs the held-out loss)."
+        f"{asked}, and there can be none but the held-out loss: {plan.not_scored} Or set "
+        "training.score_every=0."
     )
 
 
