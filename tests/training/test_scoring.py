@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.small_run import counting_once, parts_of, settings, train_small
+from tread_zoo.comparison import read_run
 from tread_zoo.evaluation import evaluate as evaluate_module
 from tread_zoo.evaluation.evaluate import evaluate
 from tread_zoo.evaluation.naming import score_names
@@ -71,6 +72,13 @@ def test_each_score_is_that_of_the_weights_of_its_step(scored):
         assert {**record["protocol"], "step": 6} == ended["protocol"]
         assert record["protocol"]["step"] == step
     assert len({record["values"]["fid"] for record in records.values()}) == 3
+
+
+def test_a_comparison_reads_the_curves(scored):
+    result = read_run(scored[0])
+    assert result.scores["fid"][-1] == (6, result.values["fid"])
+    for name, curve in result.scores.items():
+        assert dict(curve) == {step: found[name] for step, found in values(scored[0]).items()}
 
 
 def test_real_images_are_seen_once_in_a_run(scored):
