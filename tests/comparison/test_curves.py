@@ -102,8 +102,15 @@ def test_each_score_is_drawn_against_steps_flops_and_seconds(tmp_path, monkeypat
         assert found["tread"][0] == pytest.approx(places)
         assert found["tread"][1] == pytest.approx([3.3, 1.1])
         assert found["none"][1] == pytest.approx([3.3, 1.1])
-        assert found["held-out real images"][1] == [0.39, 0.39]
+        assert found["held-out real images: 0.39"][1] == [0.39, 0.39]
     assert drawn["fid_flops.png"]["none"][0] == pytest.approx([200e-12, 400e-12])
+
+
+def test_real_images_far_from_all_curves_are_said_and_not_drawn(tmp_path, monkeypatch):
+    far = {key: dataclasses.replace(run, real={"fid": 0.01}) for key, run in RUNS.items()}
+    far = {k: dataclasses.replace(r, scores={"fid": ((5, 9.0), (10, 8.0))}) for k, r in far.items()}
+    style = lines_of(tmp_path, far, monkeypatch)["fid_steps.png"]
+    assert style["held-out real images: 0.01 (not drawn)"][3] == "None"
 
 
 def test_a_backbone_has_one_colour_and_only_dense_runs_are_solid(tmp_path, monkeypatch):

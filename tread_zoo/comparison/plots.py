@@ -4,6 +4,7 @@ One colour a backbone (or the first field that was compared); dense runs are dra
 broken. Lines are means over seeds, bands reach from the smallest to the largest.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -77,8 +78,8 @@ def _draw_curves(
     """Draw a score against what was spent: means at the steps that all seeds of a group have."""
     figure, axes = _new_axes((9.0, 4.5))
     label, spent = AXES[axis]
-    title, factor, _ = QUALITY[name]
-    lowest = float("inf")
+    title, factor, form = QUALITY[name]
+    seen: list[float] = []
     for group, look in zip(groups, looks, strict=True):
         runs = [run for run in group.ended.values() if curve(run)]
         shared = set.intersection(*({s for s, _ in curve(run)} for run in runs)) if runs else set()
@@ -92,20 +93,45 @@ def _draw_curves(
         axes.plot(places, means, label=group.label, lw=1.5, marker=marker, ms=5, **look)
         low, high = [min(x) for x in values], [max(x) for x in values]
         axes.fill_between(places, low, high, color=look["color"], alpha=0.12, lw=0)
-        lowest = min(lowest, *low)
-    real = _of_real_images(groups, name)
-    if real is not None:
-        axes.axhline(factor * real, color="gray", ls=":", lw=1, label="held-out real images")
-        lowest = min(lowest, factor * real)
+        seen += [*low, *high]
     lower = name in LOWER_IS_BETTER
     notes = ["dense, averaged weights"] if name == HELD_OUT else []
     notes.append("lower is better" if lower else "higher is better")
-    axes.set(xlabel=label, ylabel=f"{title} ({'; '.join(notes)})")
-    if lower and lowest > 0:
-        axes.set_yscale("log")
+    axes.set(xlabel=label, ylabel=f"{title}\n({'; '.join(notes)})")
+    if lower and min(seen, default=0) > 0:
+        _logarithmic(axes, math.log10(max(seen) / min(seen)))
+    _draw_real(axes, _of_real_images(groups, name), factor, form, seen)
     axes.grid(alpha=0.3, which="both")
     figure.legend(fontsize=8, loc="outside right upper", handlelength=3)
     figure.savefig(path, dpi=100)
+
+
+def _logarithmic(axes: "Axes", decades: float) -> None:
+    """Make the y axis, which spans so many decades, logarithmic, with plain numbers at ticks."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades > 1 else range(1, 10)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _draw_real(
+    axes: "Axes", real: float | None, factor: float, form: str, seen: Sequence[float]
+) -> None:
+    """Say what real images score, and draw it where it would not press the curves together."""
+    if real is None or not seen:
+        return
+    value, low, high = factor * real, min(seen), max(seen)
+    if axes.get_yscale() == "log":
+        near = low * low / high <= value <= high * high / low
+    else:
+        near = low - (high - low) <= value <= high + (high - low)
+    text = f"held-out real images: {value:{form}}"
+    axes.axhline(
+        value if near else low, color="gray", ls=":" if near else "", lw=1,
+        label=text if near else f"{text} (not drawn)",
+    )  # fmt: skip
 
 
 def _of_real_images(groups: Sequence[Group], name: str) -> float | None:

@@ -48,13 +48,13 @@ def _at_equal_flops(pairs: Sequence[tuple[RunResult, RunResult]]) -> str:
         dense = [value_at_flops(d, curve(d), r.flops * r.images) for d, r in pairs]
         if len(ends) < len(pairs) or not all(map(math.isfinite, dense)):
             continue
-        word, (_, factor, form) = ("loss", QUALITY[HELD_OUT]) if name == HELD_OUT else (
-            QUALITY[name][0], QUALITY[name])  # fmt: skip
+        title, factor, form = QUALITY[name]
         means = [format(factor * sum(values) / len(values), form) for values in (dense, ends)]
         single = all(curve(run) is run.curve for pair in pairs for run in pair)
-        by = " by the same single draw" if name == HELD_OUT and single else ""
+        what = f"its {'loss' if name == HELD_OUT else title} was {means[0]}, against {means[1]}"
+        by = " by the same single draw" if single else ""
         verdict = _verdict([mine - other for mine, other in zip(ends, dense, strict=True)])
-        clauses.append(f"its {word} was {means[0]}, against {means[1]}{by}, {verdict}")
+        clauses.append(f"{what}{by}, {verdict}")
     if not clauses:
         return ""
     return (

@@ -33,7 +33,7 @@ HELD_OUT_DRAWS = 8  # for each image
 
 def check_scoring(score_every: int, plan: Plan) -> None:
     """Raise `ValueError` if scores are asked for on the way and there is nothing to measure."""
-    if not score_every or plan.metrics or (plan.judge and plan.shape is not None):
+    if not score_every or plan.metrics or plan.judge:
         return
     asked = f"training.score_every={score_every} asks for scores on the way"
     if not plan.options.metrics:
