@@ -13,7 +13,8 @@ import pytest
 
 from tests.comparison.test_table import cell, with_values
 from tread_zoo.comparison import group_runs, write_page
-from tread_zoo.comparison.words import loss_at_flops, read_out
+from tread_zoo.comparison.curves import value_at_flops
+from tread_zoo.comparison.words import read_out
 from tread_zoo.evaluation.pictures import save_grid
 
 STEPS = 10
@@ -63,9 +64,9 @@ def test_sentences_follow_from_the_numbers():
 
 def test_the_loss_at_a_cost_is_read_between_the_logged_steps():
     dense = run(0.4, curve=CURVE)
-    assert loss_at_flops(dense, 400 * 0.4) == pytest.approx(0.7)
-    assert math.isnan(loss_at_flops(dense, 400 * 0.1)), "before the first"
-    assert math.isnan(loss_at_flops(dense, 400 * 1.1)), "after the last"
+    assert value_at_flops(dense, CURVE, 400 * 0.4) == pytest.approx(0.7)
+    assert math.isnan(value_at_flops(dense, CURVE, 400 * 0.1)), "before the first"
+    assert math.isnan(value_at_flops(dense, CURVE, 400 * 1.1)), "after the last"
 
 
 class Images(HTMLParser):

@@ -19,7 +19,7 @@ def test_one_command_makes_the_table_and_again_only_reads(tmp_path):
     grid = ("backbone=dit_tiny", "routing=none,tread_random", "seed=3")
     said = call("compare.py", *SHORT, *grid, cwd=tmp_path)
     assert sorted(os.listdir(tmp_path / "out")) == [
-        "index.html", "plots", "report.md", "results.csv", "results.json", "runs",
+        "curves.csv", "index.html", "plots", "report.md", "results.csv", "results.json", "runs",
     ]  # fmt: skip
     text = (tmp_path / "out" / "report.md").read_text()
     assert text in said

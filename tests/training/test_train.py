@@ -21,6 +21,7 @@ def test_a_run_leaves_what_it_should(run, caplog):
     names = {path.name for path in folder.iterdir()}
     assert names == {
         "checkpoints", "samples", "config.json", "metrics.jsonl", "loss.png", "score.json",
+        "scores.jsonl",
     }  # fmt: skip
     assert [p.name for p in sorted((folder / "samples").iterdir())] == [
         "step_00000003.png", "step_00000006.png",
@@ -141,6 +142,8 @@ def test_learning_rate_schedules():
         ({"keep_checkpoints": 0}, "training.keep_checkpoints=0"),
         ({"max_skipped_in_a_row": 0}, "training.max_skipped_in_a_row=0"),
         ({"timeout_s": 0.5}, "training.timeout_s=0.5"),
+        ({"score_every": -1}, "training.score_every=-1 must be an integer >= 0"),
+        ({"score_every": True}, "training.score_every=True"),
     ],
 )
 def test_options_that_cannot_work(changes, words):

@@ -15,6 +15,14 @@ QUALITY: dict[str, tuple[str, float, str]] = {  # name -> title, factor, format
     "isc": ("inception score", 1, ".2f"),
     "held_out_loss": ("held-out loss", 1, ".4f"),
 }
+# What numbers in one table must agree in. Of the sampling, what it costs is left out: that is the
+# network's.
+SAME_PROTOCOL = (
+    "data", "reference", "labels", "sampling", "extractor", "weights", "step", "held_out_draws",
+    "num_generated", "num_reference", "reference_sha256", "resize", "uint8", "judge",
+)  # fmt: skip
+# Older records do not say, and are believed. (Those without distances said nothing of the number.)
+NEWER = ("reference_sha256", "resize", "uint8", "judge", "num_generated")
 LOWER_IS_BETTER = ("fid", "sfid", "fd_dinov2", "kid", "held_out_loss")
 
 

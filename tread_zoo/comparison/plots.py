@@ -1,87 +1,141 @@
 """Curves of quality against what it took, and scores with their spread.
 
-One colour a backbone (the first field that was compared); dense runs are drawn solid, the others
+One colour a backbone (or the first field that was compared); dense runs are drawn solid, the others
 broken. Lines are means over seeds, bands reach from the smallest to the largest.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tread_zoo.comparison.curves import AXES, HELD_OUT, CurveOf, drawn_curves
 from tread_zoo.comparison.groups import Group
-from tread_zoo.comparison.markdown import QUALITY
-from tread_zoo.comparison.results import RunResult
+from tread_zoo.comparison.markdown import LOWER_IS_BETTER, QUALITY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 STYLES = ("--", ":", "-.", (0, (1, 3)), (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
-# name -> label, what a run had spent of it at step k
-AXES: dict[str, tuple[str, Callable[[RunResult, int], float]]] = {
-    "steps": ("optimizer steps", lambda run, step: step),
-    "flops": (
-        "training FLOPs, 10^12",
-        lambda run, step: run.flops * run.images * step / run.num_steps / 1e12,
-    ),
-    "seconds": ("seconds of training steps", lambda run, step: run.seconds * step / run.num_steps),
-}
+FEW_POINTS = 30  # so many are marked
 
 
 def draw_plots(groups: Sequence[Group], folder: Path) -> dict[str, Path]:
-    """Draw PNGs into `folder`, and return them by title: the held-out loss against steps, FLOPs and
-    seconds, where the runs logged it on their way, and every score that they have."""
+    """Draw PNGs into `folder`, and return them by title: what was measured on the way against
+    steps, FLOPs and seconds, and every score at the end."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = {}
-    looks = _looks(groups)
-    if any(len(run.curve) > 1 for group in groups for run in group.ended.values()):
+    made, looks = {}, _looks(groups)
+    runs = [run for group in groups for run in group.ended.values()]
+    for name, curve in drawn_curves(runs).items():
         for axis, (label, _) in AXES.items():
-            path = folder / f"held_out_loss_{axis}.png"
-            _draw_curves(groups, looks, axis, path)
-            made[f"Held-out loss against {label.partition(',')[0]}"] = path
+            path = folder / f"{name}_{axis}.png"
+            _draw_curves(groups, looks, name, curve, axis, path)
+            made[f"{_capital(QUALITY[name][0])} against {label.partition(',')[0]}"] = path
     for name, (title, factor, _) in QUALITY.items():
-        if any(name in run.values for group in groups for run in group.ended.values()):
+        if any(name in run.values for run in runs):
             path = folder / f"{name}.png"
             _draw_scores(groups, looks, name, title, factor, path)
-            made[title[0].upper() + title[1:]] = path
+            made[_capital(title)] = path
     return made
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _looks(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Return colour and line style of each group."""
-    firsts = list(dict.fromkeys(next(iter(group.choices.values()), "") for group in groups))
-    rests = dict.fromkeys(tuple(g.choices.values())[1:] for g in groups if not g.is_dense)
+    coloured = [_coloured_by(group.choices) for group in groups]
+    colours = list(dict.fromkeys(colour for colour, _ in coloured))
+    pairs = list(zip(groups, coloured, strict=True))
+    rests = dict.fromkeys(rest for group, (_, rest) in pairs if not group.is_dense)
     styles = dict(zip(rests, cycle(STYLES), strict=False))
     return [
         {
-            "color": f"C{firsts.index(next(iter(group.choices.values()), '')) % 10}",
-            "linestyle": "-" if group.is_dense else styles[tuple(group.choices.values())[1:]],
+            "color": f"C{colours.index(colour) % 10}",
+            "linestyle": "-" if group.is_dense else styles[rest],
         }
-        for group in groups
+        for group, (colour, rest) in pairs
     ]
 
 
+def _coloured_by(choices: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
+    """Return the choice that a colour stands for, and the others."""
+    field = "backbone" if "backbone" in choices else next(iter(choices), "")
+    return choices.get(field, ""), tuple(v for f, v in choices.items() if f != field)
+
+
 def _draw_curves(
-    groups: Sequence[Group], looks: Sequence[dict[str, Any]], axis: str, path: Path
+    groups: Sequence[Group],
+    looks: Sequence[dict[str, Any]],
+    name: str,
+    curve: CurveOf,
+    axis: str,
+    path: Path,
 ) -> None:
-    figure, axes = _new_axes((7.5, 4.5))
+    """Draw a score against what was spent: means at the steps that all seeds of a group have."""
+    figure, axes = _new_axes((9.0, 4.5))
     label, spent = AXES[axis]
+    title, factor, form = QUALITY[name]
+    seen: list[float] = []
     for group, look in zip(groups, looks, strict=True):
-        runs = [run for run in group.ended.values() if run.curve]
-        shared = set.intersection(*({s for s, _ in run.curve} for run in runs)) if runs else set()
+        runs = [run for run in group.ended.values() if curve(run)]
+        shared = set.intersection(*({s for s, _ in curve(run)} for run in runs)) if runs else set()
         if not shared:
             continue
         steps = sorted(shared)
-        losses = [[dict(run.curve)[step] for run in runs] for step in steps]
+        values = [[factor * dict(curve(run))[step] for run in runs] for step in steps]
         places = [sum(spent(run, step) for run in runs) / len(runs) for step in steps]
-        axes.plot(places, [sum(x) / len(x) for x in losses], label=group.label, lw=1.5, **look)
-        low, high = [min(x) for x in losses], [max(x) for x in losses]
+        marker = "." if len(steps) <= FEW_POINTS else ""
+        means = [sum(x) / len(x) for x in values]
+        axes.plot(places, means, label=group.label, lw=1.5, marker=marker, ms=5, **look)
+        low, high = [min(x) for x in values], [max(x) for x in values]
         axes.fill_between(places, low, high, color=look["color"], alpha=0.12, lw=0)
-    axes.set(xlabel=label, ylabel="held-out loss (dense, averaged weights)", yscale="log")
+        seen += [*low, *high]
+    lower = name in LOWER_IS_BETTER
+    notes = ["dense, averaged weights"] if name == HELD_OUT else []
+    notes.append("lower is better" if lower else "higher is better")
+    axes.set(xlabel=label, ylabel=f"{title}\n({'; '.join(notes)})")
+    if lower and min(seen, default=0) > 0:
+        _logarithmic(axes, math.log10(max(seen) / min(seen)))
+    _draw_real(axes, _of_real_images(groups, name), factor, form, seen)
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside right upper", handlelength=3)
     figure.savefig(path, dpi=100)
+
+
+def _logarithmic(axes: "Axes", decades: float) -> None:
+    """Make the y axis, which spans so many decades, logarithmic, with plain numbers at ticks."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades > 1 else range(1, 10)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _draw_real(
+    axes: "Axes", real: float | None, factor: float, form: str, seen: Sequence[float]
+) -> None:
+    """Say what real images score, and draw it where it would not press the curves together."""
+    if real is None or not seen:
+        return
+    value, low, high = factor * real, min(seen), max(seen)
+    if axes.get_yscale() == "log":
+        near = low * low / high <= value <= high * high / low
+    else:
+        near = low - (high - low) <= value <= high + (high - low)
+    text = f"held-out real images: {value:{form}}"
+    axes.axhline(
+        value if near else low, color="gray", ls=":" if near else "", lw=1,
+        label=text if near else f"{text} (not drawn)",
+    )  # fmt: skip
+
+
+def _of_real_images(groups: Sequence[Group], name: str) -> float | None:
+    return next((r.real[name] for g in groups for r in g.results if name in r.real), None)
 
 
 def _draw_scores(
@@ -101,7 +155,7 @@ def _draw_scores(
         )
         if values:
             axes.plot(sum(values) / len(values), place, "|", color=look["color"], ms=14)
-    real = next((r.real[name] for g in groups for r in g.results if name in r.real), None)
+    real = _of_real_images(groups, name)
     if real is not None:
         axes.axvline(factor * real, color="gray", ls=":", label="held-out real images")
         axes.legend(fontsize=8)

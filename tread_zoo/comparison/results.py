@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tread_zoo.comparison.curves import Curve, score_curves
 from tread_zoo.evaluation.flops import count_flops, training_flops
 from tread_zoo.routing import build_routing
 from tread_zoo.training.checkpoints import build_described
@@ -35,6 +36,7 @@ class RunResult:
         failed: why it did not end, or "".
         num_steps, images: optimizer steps, and the images that they saw.
         curve: (step, held-out loss) on the way, one draw of level and noise an image.
+        scores: (step, value) of each score on the way and at the end, made as `values` are.
         phases: seconds by what they went into (training, data, samples, score, saving).
         picture: the last grid of samples, from the same seeds in every run; "" if there is none.
     """
@@ -52,7 +54,8 @@ class RunResult:
     failed: str = ""
     num_steps: int = 0
     images: int = 0
-    curve: tuple[tuple[int, float], ...] = ()
+    curve: Curve = ()
+    scores: dict[str, Curve] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     picture: str = ""
 
@@ -67,7 +70,7 @@ def read_run(folder: Path) -> RunResult:
     """Read the folder of a run that has ended.
 
     Raises:
-        ValueError: the run has not ended.
+        ValueError: the run has not ended, or was scored by different protocols on its way.
     """
     failed = folder / "failed.txt"
     if not failed.exists() and not (folder / "score.json").exists():
@@ -99,6 +102,7 @@ def read_run(folder: Path) -> RunResult:
         num_steps=training["num_steps"],
         images=images,
         curve=tuple((r["step"], r["held_out_loss"]) for r in rows if "held_out_loss" in r),
+        scores=score_curves(folder),
         phases=score["run"].get("seconds", {}),
         picture=str(pictures[-1]) if pictures else "",
     )

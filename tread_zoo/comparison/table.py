@@ -8,21 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tread_zoo.comparison.curves import write_curves
 from tread_zoo.comparison.grid import Cell
 from tread_zoo.comparison.groups import Group, group_runs, spread
-from tread_zoo.comparison.markdown import QUALITY, check_same, row
+from tread_zoo.comparison.markdown import NEWER, QUALITY, SAME_PROTOCOL, check_same, row
 from tread_zoo.comparison.results import RunResult
 from tread_zoo.evaluation.evaluate import describe_sampling
 
 Column = tuple[str, Callable[[RunResult], float | None], float, str]
 Table = tuple[list[str], list[list[str]]]  # header, rows
-
-# Of the sampling, what it costs is left out: that is the network's, and has a column of its own.
-SAME_PROTOCOL = (
-    "data", "reference", "labels", "sampling", "extractor", "weights", "step", "held_out_draws",
-    "num_generated", "num_reference", "reference_sha256", "resize", "uint8",
-)  # fmt: skip
-NEWER = ("reference_sha256", "resize", "uint8")  # older records do not say, and are believed
 
 
 def write_report(
@@ -34,7 +28,8 @@ def write_report(
     command: str,
     equal: str = "steps",
 ) -> str:
-    """Write `report.md`, `results.csv` and `results.json` to `out`, and return the report.
+    """Write `report.md`, `results.csv`, `results.json` and `curves.csv` to `out`, and return the
+    report.
 
     Args:
         cells, results: the runs and their numbers, in the same order.
@@ -63,6 +58,7 @@ def write_report(
         writer = csv.DictWriter(stream, fields, restval="")
         writer.writeheader()
         writer.writerows(rows)
+    write_curves(cells, results, out / "curves.csv")
     records = [
         {"choices": dict(cell.choices), **_record(result)}
         for cell, result in zip(cells, results, strict=True)

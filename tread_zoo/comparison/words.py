@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 
+from tread_zoo.comparison.curves import HELD_OUT, CurveOf, drawn_curves, value_at_flops
 from tread_zoo.comparison.groups import Group, spread
+from tread_zoo.comparison.markdown import LOWER_IS_BETTER, QUALITY
 from tread_zoo.comparison.results import RunResult
 from tread_zoo.comparison.table import pairs_with_dense
 
@@ -33,17 +34,40 @@ def _against_dense(group: Group, pairs: Sequence[tuple[RunResult, RunResult]]) -
         f"{group.label}: held-out loss {loss} against {other} dense, {_verdict(differences)}, for "
         f"{share:.2f} of its training FLOPs."
     )
-    at_equal = [loss_at_flops(d, r.flops * r.images) for d, r in pairs]
-    if all(map(math.isfinite, at_equal)) and all(run.curve for run in routed) and share < 1:
-        curves = [r.curve[-1][1] for r in routed]
-        gains = [mine - dense_loss for mine, dense_loss in zip(curves, at_equal, strict=True)]
-        mean = sum(at_equal) / len(at_equal)
-        text += (
-            f" When the dense run had spent as many FLOPs, its loss was {mean:.4f}, against "
-            f"{sum(curves) / len(curves):.4f} by the same single draw, {_verdict(gains)}; its "
-            "learning rate had not come to its end there, which favours the routed run."
-        )
+    if share < 1:
+        text += _at_equal_flops(pairs)
     return text
+
+
+def _at_equal_flops(pairs: Sequence[tuple[RunResult, RunResult]]) -> str:
+    """Compare the ends of routed runs with the dense ones when they had spent as much; "" where
+    nothing was measured on the way."""
+    clauses = []
+    for name, curve in _compared_curves(pairs).items():
+        ends = [curve(r)[-1][1] for _, r in pairs if curve(r)]
+        dense = [value_at_flops(d, curve(d), r.flops * r.images) for d, r in pairs]
+        if len(ends) < len(pairs) or not all(map(math.isfinite, dense)):
+            continue
+        title, factor, form = QUALITY[name]
+        means = [format(factor * sum(values) / len(values), form) for values in (dense, ends)]
+        single = all(curve(run) is run.curve for pair in pairs for run in pair)
+        what = f"its {'loss' if name == HELD_OUT else title} was {means[0]}, against {means[1]}"
+        by = " by the same single draw" if single else ""
+        verdict = _verdict([mine - other for mine, other in zip(ends, dense, strict=True)])
+        clauses.append(f"{what}{by}, {verdict}")
+    if not clauses:
+        return ""
+    return (
+        f" When the dense run had spent as many FLOPs, {'; '.join(clauses)}; its learning rate had "
+        "not come to its end there, which favours the routed run."
+    )
+
+
+def _compared_curves(pairs: Sequence[tuple[RunResult, RunResult]]) -> dict[str, CurveOf]:
+    """Return the held-out loss, and the first distance that was scored on the way."""
+    found = drawn_curves([run for pair in pairs for run in pair])
+    distance = next((name for name in LOWER_IS_BETTER if name in found and name != HELD_OUT), None)
+    return {name: found[name] for name in (HELD_OUT, distance) if name in found}
 
 
 def _verdict(differences: Sequence[float]) -> str:
@@ -54,16 +78,6 @@ def _verdict(differences: Sequence[float]) -> str:
     if all(d < 0 for d in differences):
         return "lower with every seed"
     return "which the seeds do not settle"
-
-
-def loss_at_flops(run: RunResult, flops: float) -> float:
-    """Return the held-out loss of the run when it had spent `flops`, straight between the logged
-    steps; NaN outside of them."""
-    step = flops / (run.flops * run.images / run.num_steps) if run.num_steps else math.nan
-    for (before, first), (after, second) in pairwise(run.curve):
-        if before <= step <= after:
-            return first + (second - first) * (step - before) / (after - before)
-    return math.nan
 
 
 def _what_bound(groups: Sequence[Group]) -> list[str]:

@@ -35,6 +35,7 @@ from tread_zoo.evaluation.features import (
 )
 from tread_zoo.evaluation.flops import count_sampling
 from tread_zoo.evaluation.kept_images import check_empty, save_images
+from tread_zoo.evaluation.known import Known
 from tread_zoo.evaluation.metrics import (
     check_counts,
     check_metrics,
@@ -114,6 +115,7 @@ def evaluate(
     share: Share = ALONE,
     real: Mapping[str, float] | None = None,
     cache: Path | None = None,
+    known: Known | None = None,
 ) -> dict[str, Any]:
     """Sample, score, and return `{"values": …, "real": …, "protocol": …}`.
 
@@ -127,7 +129,8 @@ def evaluate(
     guidance=auto. With `share`, every process of a group calls this, and the main one's record has
     the values; without it, nothing is communicated. Scoring the same data again, `real` is what an
     earlier record says of real images, which is then not measured anew, and `cache` a folder for
-    the reference's features (see `reference_features`).
+    the reference's features (see `reference_features`). `known` keeps both in memory instead, for
+    who scores one network time and again: the first call fills it, the others take what it has.
 
     Raises:
         ValueError: the reference is missing, there are too few images, or weights are absent.
@@ -137,7 +140,10 @@ def evaluate(
     plan = check_evaluation(
         options, data, labelled=bool(backbone.num_classes), shape=shape, device=device
     )
-    settings = sampling_record(backbone, objective, sampling, weak=weak)
+    known = Known() if known is None else known
+    if known.sampling is None:
+        known.sampling = sampling_record(backbone, objective, sampling, weak=weak)
+    real = known.real if real is None else real
     labels = default_labels(range(options.num_images), backbone.num_classes)
     extractor = plan.open(device)
     share.wait()  # all have seen that options.keep_images is empty
@@ -159,20 +165,23 @@ def evaluate(
         )
 
     samples, right = _collect(plan, extractor, draw, labels, share)
-    reference, held_out = real_sets(plan, extractor, share, known=real is not None, cache=cache)
+    reference, held_out = real_sets(
+        plan, extractor, share, known, with_held_out=real is None, cache=cache
+    )
     record: dict[str, Any] = {"values": {}, "real": dict(real or {})}
     record["protocol"] = {
         "data": data.name,
         "reference": plan.reference.name,
         "labels": "i mod num_classes" if backbone.num_classes else "none",
-        "sampling": settings,
+        "sampling": dict(known.sampling),
         "precision": precision,
     }
     if plan.not_scored:
         record["not_scored"] = plan.not_scored
     if share.is_main:
-        add_agreement(record, plan, samples, held_out, labels, right)
+        add_agreement(record, plan, extractor, samples, held_out, labels, right)
         add_distances(record, plan, extractor, samples, reference, held_out)
+    known.real = dict(record["real"])
     return record
 
 
@@ -305,24 +314,34 @@ def _collect(
 
 
 def real_sets(
-    plan: Plan, extractor: Extractor | None, share: Share, *, known: bool, cache: Path | None
+    plan: Plan,
+    extractor: Extractor | None,
+    share: Share,
+    known: Known,
+    *,
+    with_held_out: bool,
+    cache: Path | None,
 ) -> tuple[FeatureSet | None, FeatureSet | None]:
     """Return the features of the reference, and of the images held out, where they are asked for.
 
     Args:
-        known: what real images score is known already.
+        known: has the reference's from a call before, or gets them.
+        with_held_out: what real images score is not known yet.
     """
     reference = held_out = None
     batch_size = plan.options.batch_size
     if extractor is None:
         return None, None
-    if plan.metrics:
+    if plan.metrics and known.reference is None:
         needs = plan.needs(generated=False)
         reference = reference_features(
             plan.reference, extractor, needs, batch_size=batch_size, share=share, cache=cache
         )
+        known.keep_reference(reference, share)
+    elif plan.metrics:
+        reference = known.reference
     unseen = plan.data.held_out
-    if unseen is not None and not known:
+    if unseen is not None and with_held_out:
         # Other references may have these images among them.
         metrics = plan.metrics if plan.options.reference == "train" else ()
         metrics = possible_metrics(len(unseen), metrics)  # type: ignore[arg-type]
@@ -338,21 +357,25 @@ def real_sets(
 def add_agreement(
     record: dict[str, Any],
     plan: Plan,
+    extractor: Extractor | None,
     samples: FeatureSet | None,
     held_out: FeatureSet | None,
     labels: Tensor | None,
     right: int | None,
 ) -> None:
     """Add the share of samples, and of real images, that are read as their labels."""
+    judged = {"num_generated": plan.options.num_images}
     if right is not None:
+        record["protocol"] |= judged | {"judge": "svm"}
         record["values"]["agreement"] = right / plan.options.num_images
         record["real"].setdefault("agreement", digits_agreement_reference())
-    if plan.judge != "classifier" or samples is None or labels is None:
+    if plan.judge != "classifier" or extractor is None or samples is None or labels is None:
         return
 
     def agreement(features: FeatureSet, labels: Tensor) -> float:
         return float((features.rows[LOGITS].argmax(dim=1) == labels).double().mean())
 
+    record["protocol"] |= judged | {"judge": extractor.label}
     record["values"]["agreement"] = agreement(samples, labels)
     if held_out is not None and plan.data.held_out is not None:
         true = labels_of(plan.data.held_out, plan.options.num_reference)

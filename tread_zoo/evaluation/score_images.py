@@ -34,6 +34,7 @@ from tread_zoo.evaluation.evaluate import (
     real_sets,
 )
 from tread_zoo.evaluation.extraction import ALONE, extract
+from tread_zoo.evaluation.known import Known
 from tread_zoo.evaluation.references import PARTS
 from tread_zoo.evaluation.sharing import Share
 from tread_zoo.evaluation.sources import ADM_IMAGES, ImageSource, NpzImages, pixel_shape
@@ -137,7 +138,7 @@ def score_images(
     if extractor is not None:
         needs = plan.needs(generated=True)
         found = extract(samples.source, extractor, needs, batch_size=batch_size, share=share)
-    reference, held_out = real_sets(plan, extractor, share, known=False, cache=None)
+    reference, held_out = real_sets(plan, extractor, share, Known(), with_held_out=True, cache=None)
     record: dict[str, Any] = {"values": {}, "real": {}}
     record["protocol"] = {
         "data": plan.reference.name if data is None else data.name,
@@ -150,7 +151,7 @@ def score_images(
     if not share.is_main:
         return record
     right = _count_right(samples, batch_size) if plan.judge == "svm" else None
-    add_agreement(record, plan, found, held_out, samples.labels, right)
+    add_agreement(record, plan, extractor, found, held_out, samples.labels, right)
     add_distances(record, plan, extractor, found, reference, held_out)
     if found is not None:
         record["protocol"] |= {"uint8": AS_GIVEN, "samples_sha256": found.sha256}

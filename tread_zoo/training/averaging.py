@@ -38,8 +38,13 @@ class WeightAverage:
         torch._foreach_lerp_(averages, weights, [share] * len(weights))
 
     @contextmanager
-    def whole(self) -> Iterator[Backbone | None]:
-        """Give the averaged network; where it is sharded, to the main process alone."""
+    def whole(self, *, everywhere: bool = False) -> Iterator[Backbone | None]:
+        """Give the averaged network, whole.
+
+        Args:
+            everywhere: to every process; else, where it is sharded, to the main one alone, and None
+                to the others.
+        """
         yield self.network
 
 

@@ -1,7 +1,7 @@
 """The training run, read top to bottom.
 
     images -> objective draws levels and noise, routing draws kept ids -> backbone -> loss -> AdamW
-           -> averaged weights -> samples, held-out loss, checkpoints -> score
+           -> averaged weights -> samples, held-out loss, checkpoints, scores
 
 What image i of step k draws depends on (seed, k, i) and on the size of the step's batch alone: a
 resumed run equals an unbroken one, on another number of processes but for rounding.
@@ -42,6 +42,7 @@ from tread_zoo.training.parts import Parts, StepDraw, build_parts, draw_step
 from tread_zoo.training.ranks import told_when_one_is_lost
 from tread_zoo.training.reporting import Reporter
 from tread_zoo.training.saving import SaveAttempts
+from tread_zoo.training.scoring import Scorer
 from tread_zoo.training.sharding import place, prepare, sharding_asked_for, whole_tensors
 from tread_zoo.training.skipping import StepGuard, gradient_norm, spoil, whole_norm
 from tread_zoo.training.slurm import join_slurm_step
@@ -128,10 +129,11 @@ def train(
         run, step = _start(parts, accelerator, folder, checkpoint, precision, tracker)
         with stop.deferred():
             _run_steps(run, step, stop)
-        with run.average.whole() as averaged:
-            if run.reporter and averaged is not None:
-                run.reporter.finish(averaged, options.num_steps, run.clock)
-                run.reporter.close()
+        if run.reporter:
+            run.reporter.trained()
+        _score(run, options.num_steps)
+        if run.reporter:
+            run.reporter.close()
         accelerator.wait_for_everyone()
         leave_connections()
     return folder
@@ -150,6 +152,7 @@ class Run:
     guard: StepGuard
     saves: SaveAttempts
     folder: Path
+    scorer: Scorer
     reporter: Reporter | None
     clock: Clock = field(default_factory=Clock)
 
@@ -193,18 +196,20 @@ def _start(
     )
     saves = SaveAttempts(accelerator)
     parts.check_batches(accelerator.num_processes)
+    parts.data.codec.prepare(accelerator.device)
     accelerator.wait_for_everyone()  # all have read what is there; now it may change
     reporter = None
     if accelerator.is_main_process:
         fresh, parts_shown = checkpoint is None, replace(parts, backbone=shown)
-        parts.data.codec.prepare(accelerator.device)
         reporter = Reporter(
             parts_shown, folder, precision=precision, step=step, fresh=fresh, tracker=tracker
         )
         reporter.begin(accelerator.device, accelerator.num_processes, origin)
+    scorer = Scorer(parts, accelerator, precision)
     run = Run(
-        parts, accelerator, model, optimizer, stepper, average, guard, saves, folder, reporter
-    )
+        parts, accelerator, model, optimizer, stepper, average, guard, saves, folder, scorer,
+        reporter,
+    )  # fmt: skip
     return run, step
 
 
@@ -215,6 +220,8 @@ def _run_steps(run: Run, step: int, stop: StopSignals) -> None:
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
     corrupt = CorruptItems.of_run(run.parts, accelerator, run.folder, resumed=step > 0)
     batches = run.parts.batches(rank, num_ranks, step, corrupt.add)
+    if run.scorer.is_missing(step, reporter.scores if reporter else None):
+        _score(run, step)
     window = Window()
     while step < options.num_steps:
         rate = options.learning_rate_at(step)
@@ -240,6 +247,9 @@ def _run_steps(run: Run, step: int, stop: StopSignals) -> None:
         if last or stopping or _due(step, options.checkpoint_every):
             with run.clock.timing("saving"):
                 run.saves.attempt(partial(_save, run, step), must=last or stopping)
+            window.restart()
+        if _due(step, options.score_every) and not (last or stopping):
+            _score(run, step)
             window.restart()
         if reporter:
             reporter.bar.update(1)
@@ -378,6 +388,19 @@ def _warn_if_alone() -> None:
 
 def _due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
+
+
+def _score(run: Run, step: int) -> None:
+    """Score the averaged weights on the way or, at the last step, for good; every rank must call
+    this. A checkpoint that is due is written first, so that a failure here cannot cost it."""
+    last = step == run.parts.options.num_steps
+    with run.clock.timing("score"), run.average.whole(everywhere=True) as averaged:
+        assert averaged is not None, "asked for everywhere"
+        record = run.scorer.score(averaged, step, last=last)
+    if run.reporter and last:
+        run.reporter.finish(record, run.clock, run.accelerator.device)
+    elif run.reporter:
+        run.reporter.score(record, run.clock)
 
 
 def _save(run: Run, step: int) -> None:

@@ -35,8 +35,8 @@ class TrainingOptions:
         num_workers: loader processes, for data that is not in memory.
         max_corrupt_share: share of the training images that may be unreadable, each replaced by
             another; past it the run ends. 0 ends it at the first.
-        log_every, sample_every, checkpoint_every: in optimizer steps; 0 switches samples or
-            checkpoints on the way off (the last step always leaves both).
+        log_every, sample_every, score_every, checkpoint_every: in optimizer steps; 0 switches
+            samples, scores or checkpoints on the way off (the last step always leaves them).
         keep_checkpoints: how many of the newest to keep.
         max_skipped_in_a_row: steps whose loss or gradient is not finite are skipped; so many in a
             row end the run.
@@ -66,6 +66,7 @@ class TrainingOptions:
     max_corrupt_share: float
     log_every: int
     sample_every: int
+    score_every: int
     checkpoint_every: int
     keep_checkpoints: int
     max_skipped_in_a_row: int
@@ -76,7 +77,9 @@ class TrainingOptions:
             "num_steps", "batch_size", "gradient_accumulation_steps", "log_every",
             "keep_checkpoints", "max_skipped_in_a_row", "timeout_s",
         )  # fmt: skip
-        not_negative = ("warmup_steps", "num_workers", "sample_every", "checkpoint_every")
+        not_negative = (
+            "warmup_steps", "num_workers", "sample_every", "score_every", "checkpoint_every",
+        )  # fmt: skip
         for name in (*at_least_one, *not_negative):
             least = 1 if name in at_least_one else 0
             value = getattr(self, name)
@@ -107,8 +110,12 @@ class TrainingOptions:
             raise unknown_name("training.schedule", self.schedule, SCHEDULES)
 
     def as_settings(self) -> dict[str, Any]:
-        """Return what decides what a run computes, as plain values."""
-        return {name: value for name, value in asdict(self).items() if name not in FAULTS}
+        """Return what decides what a run computes, as plain values.
+
+        `score_every` is named where it is set: runs from before it was there are runs without it.
+        """
+        left_out = (*FAULTS, *(() if self.score_every else ("score_every",)))
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of optimizer step `step`, counted from 0."""

@@ -23,6 +23,7 @@ from tread_zoo.seeding import make_generator
 from tread_zoo.training.checkpoints import describe_backbone
 from tread_zoo.training.options import TrainingOptions
 from tread_zoo.training.restore import load_weak
+from tread_zoo.training.scoring import check_scoring
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ def build_parts(
     images = build_data(**data)
     images.codec.check(flip=options.horizontal_flip)
     _warn_of_deviation(built_objective, images)
-    check_evaluation(scoring, images)
+    check_scoring(options.score_every, check_evaluation(scoring, images))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(make_generator("weights", seed).initial_seed())
         network = create_backbone(

@@ -5,34 +5,31 @@ import logging
 import math
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.diffusion import default_labels, generate
-from tread_zoo.evaluation.evaluate import describe_record, evaluate
+from tread_zoo.evaluation.evaluate import describe_record
 from tread_zoo.evaluation.flops import count_flops, training_flops
 from tread_zoo.evaluation.held_out import held_out_loss
+from tread_zoo.evaluation.naming import score_names
 from tread_zoo.evaluation.pictures import plot_losses, save_grid
 from tread_zoo.kernels import describe
 from tread_zoo.runtime import describe_device, matmul_speed
+from tread_zoo.training.files import told_if_not_written, write_text
 from tread_zoo.training.parts import Parts
+from tread_zoo.training.scoring import FILE as SCORES
+from tread_zoo.training.scoring import HELD_OUT_SEED, Scores
 from tread_zoo.training.trackers import build_trackers, read_metrics
 from tread_zoo.training.window import Clock, peak_memory
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
 GRID_IMAGES = 100
 GRID_SEED = 0
-HELD_OUT_SEED = 0
-HELD_OUT_DRAWS = 8  # for each image, at the end of a run
 QUIET = ("loss_level_", "peak_memory")  # for the trackers alone
 
 
@@ -46,6 +43,9 @@ class Reporter:
         step: optimizer steps done so far.
         fresh: the run starts anew; what another left in the folder is taken away.
         tracker: `name`, and `project` for wandb.
+
+    Attributes:
+        scores: the records so far.
     """
 
     def __init__(
@@ -66,8 +66,11 @@ class Reporter:
         if fresh:
             for name in ("checkpoints", "samples", "generated", "tensorboard", "wandb"):
                 shutil.rmtree(folder / name, ignore_errors=True)
-            for name in ("metrics.jsonl", "loss.png", "score.json", "wandb_id", "corrupt.txt"):
+            for name in (
+                "metrics.jsonl", "loss.png", "score.json", SCORES, "wandb_id", "corrupt.txt",
+            ):  # fmt: skip
                 (folder / name).unlink(missing_ok=True)
+        self.scores = Scores(folder, step)
         write_text(folder / "config.json", json.dumps(parts.settings, indent=2))
         self.trackers = build_trackers(
             tracker["name"], folder, step, parts.settings, tracker.get("project", "tread_zoo")
@@ -151,70 +154,45 @@ class Reporter:
         if held_out is not None:
             self.numbers(step, {"held_out_loss": held_out[0]})
 
-    def finish(self, network: Backbone, step: int, clock: Clock) -> None:
-        """Plot the losses and score the averaged weights; `clock` has what the run's time went
-        into, since it was started or resumed."""
+    def score(self, record: dict[str, Any], clock: Clock) -> None:
+        """Keep a record of the averaged weights on the way, and hand its numbers to the trackers.
+
+        `clock` has what the run's time went into, since it was started or resumed.
+        """
+        self._keep(record, clock)
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in record["values"].items())
+        logger.info("%-9s step %d  %s", "score", record["protocol"]["step"], shown)
+
+    def trained(self) -> None:
+        """Plot the losses; the last step is done."""
         self.bar.close()
-        parts = self.parts
         with told_if_not_written(self.folder / "loss.png"):
             plot_losses(read_metrics(self.folder), self.folder / "loss.png")
-        with clock.timing("score"):
-            record = evaluate(
-                network,
-                parts.objective,
-                parts.data,
-                parts.sampling,
-                parts.evaluation,
-                precision=self.precision,
-                weak=parts.weak,
-            )
-            held_out = held_out_loss(
-                network, parts.objective, parts.data,
-                seed=HELD_OUT_SEED, precision=self.precision, num_draws=HELD_OUT_DRAWS,
-            )  # fmt: skip
-        record["protocol"] |= {"weights": "ema", "step": step}
-        if held_out is not None:
-            record["values"]["held_out_loss"] = held_out[0]
-            record["held_out_loss_by_level"] = held_out[1]
-            record["protocol"]["held_out_draws"] = HELD_OUT_DRAWS
-        device = next(network.parameters()).device
-        record["run"] = {
-            **self.machine,
-            "seconds": {name: round(value, 3) for name, value in clock.seconds.items()},
-            "peak_memory": peak_memory(device),
-            "matmul_flops_per_s": round(matmul_speed(device, self.precision)),
-        }
+
+    def finish(self, record: dict[str, Any], clock: Clock, device: torch.device) -> None:
+        """Leave the last score of the run that was trained on `device`; `clock` as in `score`."""
+        self.machine["matmul_flops_per_s"] = round(matmul_speed(device, self.precision))
+        self.machine["peak_memory"] = peak_memory(device)
+        self._keep(record, clock)
         write_text(self.folder / "score.json", json.dumps(record, indent=2))
-        values = {f"score/{name}": value for name, value in record["values"].items()}
-        if values:
-            for tracker in self.trackers:
-                tracker.log(step, values)
         for line in describe_record(record):
             logger.info("%-9s %s", "score", line)
         logger.info("%-9s %s: samples/, loss.png, score.json, checkpoints/", "done", self.folder)
+
+    def _keep(self, record: dict[str, Any], clock: Clock) -> None:
+        """Add what the record ran on, write it, and log what is not logged yet."""
+        step, names = record["protocol"]["step"], score_names(record)
+        seconds = {name: round(value, 3) for name, value in clock.seconds.items()}
+        record["run"] = {**self.machine, "seconds": seconds}
+        before = self.scores.get(step)  # a finished run that is resumed scores its end again
+        self.scores.add(record)
+        values = {name: value for name, value in names.items() if math.isfinite(value)}
+        if values and (before is None or score_names(before) != names):
+            for tracker in self.trackers:
+                tracker.log(step, values)
 
     def close(self) -> None:
         """Finish writing."""
         self.bar.close()
         for tracker in self.trackers:
             tracker.close()
-
-
-@contextmanager
-def told_if_not_written(path: Path) -> Iterator[None]:
-    """Turn a failure to write a file that the run can do without into a warning."""
-    try:
-        yield
-    except OSError as error:
-        logger.warning("%s could not be written (%s); the run goes on without it", path, error)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file beside and rename it, so that no half of it is ever read."""
-    partial = path.with_name(f".partial_{path.name}")
-    try:
-        partial.write_text(text)
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise

@@ -8,7 +8,8 @@ Accelerate launches the ranks and says whether to shard; torch's `fully_shard` d
 each block, whatever the architecture, and once for what stands around the blocks. Weights,
 gradients and their mean stay float32, and autocast computes as it does without sharding, so the
 numbers are those of DDP up to the order of sums. What leaves a run (checkpoints, samples) is whole:
-slices are joined one tensor at a time, and the main process alone keeps the result, on its CPU.
+slices are joined one tensor at a time, and the main process alone keeps the result, on its CPU. To
+be scored, the averaged weights are whole in every process for as long as it takes.
 """
 
 import os
@@ -58,7 +59,7 @@ def place(
     Every rank must call this, with the same weights.
 
     Returns:
-        The average, and a network on the main process that is whole, to be counted and described.
+        The average, and a network that is whole, to be counted and described.
     """
     device = accelerator.device
     if not (sharding_asked_for() and torch.distributed.is_initialized()):
@@ -68,7 +69,7 @@ def place(
     sharded = ShardedAverage(average, device, is_main=accelerator.is_main_process)
     shard(network, device)
     _compute_in(network, device, precision)
-    return sharded, sharded.template or network
+    return sharded, sharded.template
 
 
 def prepare(
@@ -119,22 +120,26 @@ class ShardedAverage(WeightAverage):
         is_main: this is the process that samples and saves.
 
     Attributes:
-        template: on the main process a whole network on the CPU, filled when it is asked for.
+        template: a whole network on the CPU, filled when it is asked for.
     """
 
     def __init__(self, average: WeightAverage, device: torch.device, *, is_main: bool) -> None:
         self.network, self.decay, self.device = average.network, average.decay, device
-        self.template = deepcopy(average.network).cpu() if is_main else None
+        self.is_main = is_main
+        self.template = deepcopy(average.network).cpu()
         shard(self.network, device)
 
     @contextmanager
-    def whole(self) -> Iterator[Backbone | None]:
-        """Give the whole averaged network on the main process's device, and None elsewhere.
+    def whole(self, *, everywhere: bool = False) -> Iterator[Backbone | None]:
+        """Give the whole averaged network on this process's device: to the main process, to every
+        one if `everywhere`, and None to those that do not get it.
 
-        Every rank must enter. Afterwards the device's memory is free again.
+        Every rank must enter, and slices are sent to all of them either way. Afterwards the
+        device's memory is free again.
         """
-        tensors = whole_tensors(self.network.state_dict(), keep=self.template is not None)
-        if self.template is None:
+        keep = everywhere or self.is_main
+        tensors = whole_tensors(self.network.state_dict(), keep=keep)
+        if not keep:
             yield None
             return
         self.template.load_state_dict(tensors)

@@ -1,0 +1,120 @@
+"""Scores that were measured on the way of a run, against what the run had spent by then.
+
+steps      optimizer steps
+FLOPs      of training: forward and backward, as routed, of all images so far
+seconds    of training steps at the run's median speed; sampling, saving and scoring excluded
+"""
+
+import csv
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tread_zoo.comparison.markdown import NEWER, QUALITY, SAME_PROTOCOL, check_same
+from tread_zoo.training.scoring import FILE, read_scores
+
+if TYPE_CHECKING:
+    from tread_zoo.comparison.grid import Cell
+    from tread_zoo.comparison.results import RunResult
+
+Curve = tuple[tuple[int, float], ...]  # (step, value), by step
+CurveOf = Callable[["RunResult"], Curve]
+
+HELD_OUT = "held_out_loss"
+SINGLE_DRAW = "held_out_loss_single_draw"  # as training.sample_every logs it
+# name -> label, what a run had spent of it at step k
+AXES: dict[str, tuple[str, Callable[["RunResult", int], float]]] = {
+    "steps": ("optimizer steps", lambda run, step: step),
+    "flops": ("training FLOPs, 10^12", lambda run, step: _flops(run, step) / 1e12),
+    "seconds": ("seconds of training steps", lambda run, step: run.seconds * step / run.num_steps),
+}
+
+
+def score_curves(folder: Path) -> dict[str, Curve]:
+    """Return the curve of each score of a run, by its name in `score.json`; {} without records.
+
+    Raises:
+        ValueError: a line that is no record, or scores by different protocols, as a run has that
+            was resumed with another sampler or evaluation.
+    """
+    records = read_scores(folder)
+    keys = [key for key in SAME_PROTOCOL if key != "step"]
+    try:
+        check_same([(f"step {s}", r["protocol"]) for s, r in records.items()], keys, NEWER)
+    except ValueError as error:
+        raise ValueError(
+            f"{folder / FILE}: {error} Of a run that is there: keep the lines of one setting."
+        ) from error
+    names = dict.fromkeys(name for record in records.values() for name in record["values"])
+    return {
+        name: tuple(
+            (step, record["values"][name])
+            for step, record in records.items()
+            if math.isfinite(record["values"].get(name, math.nan))
+        )
+        for name in names
+    }
+
+
+def drawn_curves(runs: Sequence["RunResult"]) -> dict[str, CurveOf]:
+    """Return what to plot, by name of the score: all that some run measured more than once.
+
+    The held-out loss is that of the scores where all runs that have a curve have that one, else
+    the one that was logged with the samples, by a single draw: the two are not the same number.
+    """
+
+    def scored(name: str) -> CurveOf:
+        return lambda run: run.scores.get(name, ())
+
+    found = {
+        name: scored(name)
+        for name in QUALITY
+        if name != HELD_OUT and any(len(run.scores.get(name, ())) > 1 for run in runs)
+    }
+    held_out = held_out_curves(runs)
+    return {**found, **({HELD_OUT: held_out} if held_out else {})}
+
+
+def held_out_curves(runs: Sequence["RunResult"]) -> CurveOf | None:
+    """Return the curve of held-out losses that can be compared over all runs; None: no run has
+    one."""
+    having = [run for run in runs if max(len(run.curve), len(run.scores.get(HELD_OUT, ()))) > 1]
+    if not having:
+        return None
+    if all(len(run.scores.get(HELD_OUT, ())) > 1 for run in having):
+        return lambda run: run.scores.get(HELD_OUT, ())
+    return lambda run: run.curve
+
+
+def value_at_flops(run: "RunResult", curve: Curve, flops: float) -> float:
+    """Return the value of a curve when its run had spent `flops`, straight between the measured
+    steps; NaN outside of them."""
+    step = flops / (run.flops * run.images / run.num_steps) if run.num_steps else math.nan
+    for (before, first), (after, second) in pairwise(curve):
+        if before <= step <= after:
+            return first + (second - first) * (step - before) / (after - before)
+    return math.nan
+
+
+def write_curves(cells: Sequence["Cell"], results: Sequence["RunResult"], path: Path) -> None:
+    """Write every point of every curve as a row: what the run chose, the score, the step, what was
+    spent by then (FLOPs, seconds) and the value."""
+    rows: list[Mapping[str, object]] = []
+    for cell, run in zip(cells, results, strict=True):
+        for name, curve in {**run.scores, SINGLE_DRAW: run.curve}.items():
+            for step, value in curve:
+                flops, seconds = _flops(run, step), AXES["seconds"][1](run, step)
+                spent = {"step": step, "training_flops": round(flops), "seconds": seconds}
+                rows.append({**cell.choices, "score": name, **spent, "value": value})
+    choices = dict.fromkeys(field for cell in cells for field in cell.choices)
+    fields = [*choices, "score", "step", "training_flops", "seconds", "value"]
+    with path.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, fields, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _flops(run: "RunResult", step: int) -> float:
+    return run.flops * run.images * step / run.num_steps

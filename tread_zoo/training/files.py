@@ -1,0 +1,28 @@
+"""Writing what a run leaves beside its checkpoints."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def told_if_not_written(path: Path) -> Iterator[None]:
+    """Turn a failure to write a file that the run can do without into a warning."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s could not be written (%s); the run goes on without it", path, error)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file beside and rename it, so that no half of it is ever read."""
+    partial = path.with_name(f".partial_{path.name}")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
