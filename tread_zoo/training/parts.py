@@ -53,7 +53,8 @@ class Parts:
         step: int,
         on_corrupt: OnCorrupt = warn_of,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return (images as stored, conditions [B] or [B,T,S]) of every micro-step from `step` on."""
+        """Return (images as stored, labels [B]) of every micro-step from `step` on; where the data
+        have contexts, these [B,T,S] in place of labels."""
         micro_steps = self.options.gradient_accumulation_steps
         plan = StepBatches(
             len(self.data.train),  # type: ignore[arg-type]
