@@ -124,13 +124,14 @@ class ColumnContexts:
     def __init__(self, tables: Sequence["datasets.Dataset"], column: str, length: int | None):
         self.name = f"data.context_column={column!r}"
         kind = tables[0].features[column]
-        lengths = [n for table in tables for n in _lengths(table, column)]
-        if not lengths:
-            raise ValueError(f"{self.name} is {kind}; embeddings are lists of numbers, or of them.")
-        self.column = column
+        longest, self.column = 0, column
+        if length is None:
+            lengths = [n for table in tables for n in _lengths(table, column)]
+            if not lengths:
+                raise ValueError(f"{self.name} is {kind}; lists of numbers, or of such are wanted.")
+            longest = int(np.argmax(lengths))
         self.tables = [table.select_columns([column]).with_format("numpy") for table in tables]
         self.ends = np.cumsum([len(table) for table in tables])
-        longest = int(np.argmax(lengths))
         self.shape = _shape_of(*self._read(longest), length)
 
     def __getitem__(self, item: int) -> Tensor:
@@ -244,7 +245,7 @@ def _rows(array: Any, name: str) -> np.ndarray:
     array = np.asarray(array)
     if array.ndim == 1:
         array = array[None]
-    if array.ndim != 2 or array.dtype.kind != "f" or not array.size:
+    if array.ndim != 2 or array.dtype.kind != "f" or not array.shape[1]:
         raise ValueError(
             f"the context {name} has shape {array.shape} and dtype {array.dtype}; it must be "
             "floats [number of embeddings, width]."
@@ -253,9 +254,9 @@ def _rows(array: Any, name: str) -> np.ndarray:
 
 
 def _shape_of(array: np.ndarray, name: str, length: int | None) -> tuple[int, int]:
-    """Return T and S by the longest context."""
+    """Return T, unless it is given, and S by the longest context."""
     rows = _rows(array, name)
-    return (len(rows) if length is None else length), rows.shape[1]
+    return (max(len(rows), 1) if length is None else length), rows.shape[1]
 
 
 def _file_size(file: str) -> int:
