@@ -37,11 +37,12 @@ class BackboneEntry:
     preset: dict[str, Any]
 
     def keywords(self) -> dict[str, Any]:
-        """Return every keyword of the constructor with this variant's value; required ones are
-        left out."""
+        """Return every keyword of the constructor with this variant's value; required ones and
+        those of contexts, which come from the data, are left out."""
         parameters = inspect.signature(self.cls).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-        return {**defaults, **self.preset}
+        keywords = {**defaults, **self.preset}
+        return {key: value for key, value in keywords.items() if key not in CONTEXT_KEYWORDS}
 
     @property
     def takes_contexts(self) -> bool:
