@@ -161,6 +161,7 @@ def test_contexts_that_do_not_fit_are_named_and_nothing_is_unpickled(tmp_path):
         (npy(np.zeros((1, 5))), "has 1 embeddings of width 5"),
         (npy(np.zeros((1, 4), int)), r"dtype int64; it must be floats"),
         (npy(np.full((1, 4), np.nan)), "numbers that are not finite"),
+        (npy(np.full((1, 4), 1e300)), "numbers that are not finite"),
         (npy(np.zeros((2, 4), np.float32))[:-3], "cannot be read as an .npy file"),
         (pickle.dumps(Trap(str(tmp_path / "sprung"))), "cannot be read as an .npy file"),
         (npy(np.array([Trap(str(tmp_path / "sprung"))])), "cannot be read as an .npy file"),

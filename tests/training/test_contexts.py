@@ -15,6 +15,7 @@ from tests.data.contexts import (
     with_contexts,
     write_latents,
 )
+from tests.data.test_contexts import ragged, write_folder
 from tests.processes import run_python
 from tests.small_run import counting_once, parts_of, settings, train_small
 from tests.training.test_resume import assert_same_end
@@ -108,7 +109,7 @@ def test_losses_importance_and_held_out_loss_see_the_contexts(folder):
 def test_a_killed_run_resumes_to_the_bit_in_the_middle_of_an_epoch(
     run, folder, monkeypatch, copy_of
 ):
-    options = given(folder, "routing.selector=norm", "training.num_workers=1", "guidance=interval")
+    options = given(folder, "routing.selector=norm", "guidance=interval")
     unbroken = run("unbroken", *options)  # 3 steps an epoch
     original = module.draw_step
 
@@ -141,6 +142,19 @@ def test_backbones_that_take_none_refuse_contexts_and_say_which_do(folder):
         assert "data.context=false" in str(e.value)
     without = given(folder, "backbone=dit", "data.context=false")
     assert parts_of(settings(*without)).backbone.context_size == 0
+
+
+def test_pictures_with_files_beside_them_are_trained_on_as_they_are(run, tmp_path):
+    path = write_folder(tmp_path / "pictures", ragged())
+    options = ["backbone=uvit", "data=image_folder", f"data.path={path}", "data.held_out=0.25"]
+    options += ["data.context=context.npy", "training.batch_size=4", "training.num_steps=2"]
+    folder = run("run", *options)
+    score = json.loads((folder / "score.json").read_text())
+    assert score["protocol"]["labels"] == "contexts of held-out images, evenly spaced"
+    found = restore(folder, weights="ema", device="cpu", precision="fp32")
+    assert (found.backbone.in_channels, found.backbone.context_length) == (3, 3)
+    with pytest.raises(ValueError, match=r"has contexts of 5 embeddings .* trained with cont"):
+        found.data({"context_length": 5})
 
 
 def test_contexts_come_from_the_data_alone(folder):

@@ -196,12 +196,13 @@ def as_context(array: np.ndarray, name: str, shape: tuple[int, int]) -> Tensor:
     if rows.shape[1] != size or len(rows) > length:
         raise ValueError(
             f"the context {name} has {len(rows)} embeddings of width {rows.shape[1]}; at most "
-            f"{length} of width {size} fit here. data.context_length=… sets another number."
+            f"{length} of width {size} fit (data.context_length is that number in training)."
         )
-    if not np.isfinite(rows).all():
-        raise ValueError(f"the context {name} has numbers that are not finite.")
     context = torch.zeros(length, size)
-    context[: len(rows)] = torch.from_numpy(rows.astype(np.float32))
+    with np.errstate(over="ignore"):
+        context[: len(rows)] = torch.from_numpy(rows.astype(np.float32))
+    if not torch.isfinite(context).all():
+        raise ValueError(f"the context {name} has numbers that are not finite as float32.")
     return context
 
 
