@@ -76,6 +76,7 @@ class DiT(Backbone):
     """
 
     default_selector: ClassVar[str] = "random"
+    why_no_context: ClassVar[str] = "adaLN takes one vector for all tokens"
 
     def __init__(
         self,

@@ -260,6 +260,9 @@ class RWKV(Backbone):
 
     default_selector: ClassVar[str] = "blocks"
     default_range: ClassVar[tuple[int, int]] = (2, -2)
+    why_no_context: ClassVar[str] = (
+        "adaLN takes one vector for all tokens, and its shifts know the tokens of the grid alone"
+    )
 
     def __init__(
         self,

@@ -80,6 +80,9 @@ class ScanBackbone(Backbone):
     """
 
     default_selector: ClassVar[str] = "rows"
+    why_no_context: ClassVar[str] = (
+        "tokens ahead of a scan reach the image's in one direction alone, and fade on the way"
+    )
 
     def __init__(
         self,

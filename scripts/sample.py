@@ -3,18 +3,25 @@
 python scripts/sample.py checkpoint=runs/digits_dit_tiny_tread_flow_seed0 num_images=64
 python scripts/sample.py checkpoint=… guidance.scale=2 label=3 sampler.name=heun
 python scripts/sample.py checkpoint=… guidance=sparse guidance.weak_rate=0.8 sampler=dpmpp_2m
+python scripts/sample.py checkpoint=… contexts=prompts.npy
 
 A network on latents is decoded with the autoencoder of its data; vae=path where that has moved, or
-for an imported network; without one, and with vae=none, it gives latents.npz.
+for an imported network; without one, and with vae=none, it gives latents.npz. A network that takes
+contexts is given those of held-out images, or those of a file.
 """
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from omegaconf import DictConfig
 
 from tread_zoo.cli import as_keywords, clear_errors, register_configs
+
+if TYPE_CHECKING:
+    from tread_zoo.evaluation.conditions import Conditions
+    from tread_zoo.training.restore import Restored
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +34,7 @@ def main(config: DictConfig) -> None:
     import numpy as np
     import torch
 
-    from tread_zoo.diffusion import default_labels, generate
+    from tread_zoo.diffusion import generate
     from tread_zoo.evaluation.evaluate import describe_sampling, sampling_record
     from tread_zoo.evaluation.pictures import save_grid, save_png
     from tread_zoo.kernels import set_forms
@@ -49,7 +56,7 @@ def main(config: DictConfig) -> None:
     codec, device = run.codec(settings["vae"]), next(run.backbone.parameters()).device
     codec.prepare(device)
     indices = range(settings["first_index"], settings["first_index"] + settings["num_images"])
-    labels = default_labels(indices, run.backbone.num_classes)
+    labels = _conditions(run, settings).of(indices)
     if settings["label"] is not None:
         labels = torch.full((len(indices),), settings["label"])
     place = describe_device(device)
@@ -70,7 +77,7 @@ def main(config: DictConfig) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if not codec.has_pixels:
         arrays = {"arr_0": codec.to_latents(x).numpy()}
-        if labels is not None:
+        if run.backbone.num_classes and labels is not None:
             arrays["arr_1"] = labels.numpy()
         np.savez(out / "latents.npz", **arrays)
         logger.info("%d latents %s in %s", len(x), list(x.shape[1:]), out / "latents.npz")
@@ -80,10 +87,31 @@ def main(config: DictConfig) -> None:
         save_png(image, out / f"{index:06d}.png")
     save_grid(images, out / "grid.png")
     arrays = {"arr_0": images.permute(0, 2, 3, 1).numpy()}
-    if labels is not None:
+    if run.backbone.num_classes and labels is not None:
         arrays["arr_1"] = labels.numpy()
     np.savez(out / "samples.npz", **arrays)
     logger.info("%d images, grid.png and samples.npz in %s", len(images), out)
+
+
+def _conditions(run: "Restored", settings: dict[str, Any]) -> "Conditions":
+    """Return the labels, or the contexts of a file or of the data that the run was trained on."""
+    from tread_zoo.evaluation.conditions import conditions_of, contexts_in, label_conditions
+
+    if settings["contexts"] is not None:
+        return contexts_in(settings["contexts"], run.backbone)
+    if not run.backbone.context_size:
+        return label_conditions(run.backbone)
+    if settings["label"] is not None:
+        raise ValueError(
+            f"label={settings['label']}, but {run.backbone.name} was trained with contexts; give "
+            "contexts=FILE.npy."
+        )
+    try:
+        return conditions_of(run.backbone, run.data({}))
+    except ValueError as error:
+        raise ValueError(
+            f"{error} The contexts are those of held-out images; for others: contexts=FILE.npy"
+        ) from error
 
 
 if __name__ == "__main__":

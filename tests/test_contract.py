@@ -12,6 +12,7 @@ SMALL = {
     "rwkv_tiny": {"hidden_size": 32, "depth": 5},
     "uvit_tiny": {"hidden_size": 32, "depth": 4},
 }
+CONTEXTS = {**SMALL["uvit_tiny"], "hidden_size": 16, "context_length": 3, "context_size": 4}
 
 
 def test_every_architecture_is_checked():
@@ -25,3 +26,11 @@ def test_every_architecture_is_checked():
 @pytest.mark.parametrize("name", SMALL)
 def test_contract(name, check):
     CHECKS[check](Probe(name, overrides=SMALL[name]))
+
+
+SLOW = {"compiles": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("check", [pytest.param(c, marks=SLOW.get(c, ())) for c in CHECKS])
+def test_contract_with_contexts(check):
+    CHECKS[check](Probe("uvit_tiny", overrides=CONTEXTS))

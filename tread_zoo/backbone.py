@@ -8,7 +8,8 @@ where it ends, fuses the streams there if the network has a fusion, and hands ea
 that it asks for, with the right tokens in it. Forward has no randomness of its own: noise, times,
 dropped labels and kept ids come from outside.
 
-B batch, N = h * w tokens in raster order, E extra tokens (time, label), K kept tokens, D width.
+B batch, N = h * w tokens in raster order, E extra tokens (time, label, context), K kept tokens,
+D width; a context has T embeddings of width S.
 """
 
 from abc import ABC, abstractmethod
@@ -74,10 +75,13 @@ class Backbone(nn.Module, ABC):
         patch_size: side of a patch in pixels.
         learn_sigma: give 2 C output channels, as some published checkpoints have; objectives use
             the first C.
+        context_length, context_size: T and S of contexts, float [T, S], which take the place of
+            labels; 0 and 0 without. A subclass whose constructor lacks these keywords takes none.
 
     Class attributes:
         default_selector: the selector that suits it; `routing.selector=auto` takes it.
         default_range: start and end of its default route, as in Python slices.
+        why_no_context: for the error of one that takes no contexts.
 
     Attributes:
         fused_ranges: block ranges [start, end) at whose end the streams are fused, in ascending
@@ -97,6 +101,7 @@ class Backbone(nn.Module, ABC):
 
     default_selector: ClassVar[str] = "random"
     default_range: ClassVar[tuple[int, int]] = (2, -4)
+    why_no_context: ClassVar[str] = "its condition is a label"
 
     blocks: nn.ModuleList
 
@@ -108,6 +113,8 @@ class Backbone(nn.Module, ABC):
         num_classes: int,
         patch_size: int,
         learn_sigma: bool = False,
+        context_length: int = 0,
+        context_size: int = 0,
     ) -> None:
         super().__init__()
         self.input_size = as_pair("input_size", input_size)
@@ -115,6 +122,8 @@ class Backbone(nn.Module, ABC):
             ("in_channels", in_channels, 1),
             ("num_classes", num_classes, 0),
             ("patch_size", patch_size, 1),
+            ("context_length", context_length, 0),
+            ("context_size", context_size, 0),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
@@ -123,7 +132,18 @@ class Backbone(nn.Module, ABC):
                 f"input_size={self.input_size} is not divisible by patch_size={patch_size}; "
                 "choose another patch_size, or pad or resize the images."
             )
+        if bool(context_length) != bool(context_size):
+            raise ValueError(
+                f"context_length={context_length} and context_size={context_size} go together: the "
+                "number of embeddings of an image, and the width of one."
+            )
+        if num_classes and context_size:
+            raise ValueError(
+                f"num_classes={num_classes} and context_size={context_size} exclude each other: "
+                "the condition is a label or a context. Set num_classes=0."
+            )
         self.in_channels, self.num_classes = in_channels, num_classes
+        self.context_length, self.context_size = context_length, context_size
         self.patch_size = patch_size
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
         self.grid = (self.input_size[0] // patch_size, self.input_size[1] // patch_size)
@@ -169,6 +189,16 @@ class Backbone(nn.Module, ABC):
         """The label that stands for no label."""
         return self.num_classes
 
+    @property
+    def is_conditional(self) -> bool:
+        """Whether it takes a condition: labels or contexts."""
+        return bool(self.num_classes or self.context_size)
+
+    def null_like(self, y: Tensor) -> Tensor:
+        """Return the condition that stands for none, in the shape of `y`: null labels [B], or zeros
+        [B, T, S]."""
+        return torch.full_like(y, 0 if self.context_size else self.null_label)
+
     def add_fusions(self, ranges: Sequence[Sequence[int]]) -> None:
         """Fuse the streams at the end of each block range [start, end), from now on in every call.
 
@@ -208,14 +238,15 @@ class Backbone(nn.Module, ABC):
         Args:
             x: noisy images [B, C, H, W].
             t: noise labels [B] of order 1, as the objective gives them.
-            y: labels [B], int64, in 0 … num_classes; None means no label.
+            y: labels [B], int64, in 0 … num_classes, or contexts [B, T, S], floats of any
+                precision, shorter ones filled up with zeros; None means no label, or all zeros.
             routes: disjoint concrete routes in ascending order, and dropped paths among them. In a
                 network with fusions each must be one of `fused_ranges`, the others of which run
                 dense; without fusions no path can be dropped.
 
         Raises:
-            ValueError: an input of another shape, labels given to an unconditional network, or a
-                route that does not fit.
+            ValueError: an input of another shape, a condition given to an unconditional network, or
+                a route that does not fit.
         """
         routes = self._check(x, t, y, routes)
         streams, condition = self.embed(x, t, y)
@@ -297,10 +328,8 @@ class Backbone(nn.Module, ABC):
             raise ValueError(f"x has shape {list(x.shape)}; expected [batch, *{list(expected)}].")
         if t.shape != (len(x),):
             raise ValueError(f"t has shape {list(t.shape)}; expected [{len(x)}], one per image.")
-        if y is not None and not self.num_classes:
-            raise ValueError("y was given, but num_classes=0 makes an unconditional network.")
-        if y is not None and y.shape != (len(x),):
-            raise ValueError(f"y has shape {list(y.shape)}; expected [{len(x)}], one per image.")
+        if y is not None:
+            self._check_condition(y, len(x))
         return check_routes(
             routes,
             num_blocks=self.num_blocks,
@@ -308,6 +337,19 @@ class Backbone(nn.Module, ABC):
             batch=len(x),
             fused_ranges=self.fused_ranges,
         )
+
+    def _check_condition(self, y: Tensor, batch: int) -> None:
+        if not self.is_conditional:
+            raise ValueError("y was given, but num_classes=0 makes an unconditional network.")
+        if self.context_size:
+            expected = [batch, self.context_length, self.context_size]
+            if list(y.shape) != expected or not y.is_floating_point():
+                raise ValueError(
+                    f"y has shape {list(y.shape)} and dtype {y.dtype}; expected contexts, floats "
+                    f"{expected}: {self.context_length} embeddings per image."
+                )
+        elif y.shape != (batch,):
+            raise ValueError(f"y has shape {list(y.shape)}; expected [{batch}], one per image.")
 
 
 @dataclass(frozen=True)

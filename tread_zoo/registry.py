@@ -23,6 +23,7 @@ from tread_zoo.errors import unknown_name
 
 ENTRY_POINT_GROUP = "tread_zoo.backbones"
 ZOO_PACKAGE = "backbones"  # loaded by name at first use: the method does not depend on the zoo
+CONTEXT_KEYWORDS = ("context_length", "context_size")
 
 BackboneClass = TypeVar("BackboneClass", bound=type[Backbone])
 
@@ -36,11 +37,17 @@ class BackboneEntry:
     preset: dict[str, Any]
 
     def keywords(self) -> dict[str, Any]:
-        """Return every keyword of the constructor with this variant's value; required ones are
-        left out."""
+        """Return every keyword of the constructor with this variant's value; required ones and
+        those of contexts, which come from the data, are left out."""
         parameters = inspect.signature(self.cls).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-        return {**defaults, **self.preset}
+        keywords = {**defaults, **self.preset}
+        return {key: value for key, value in keywords.items() if key not in CONTEXT_KEYWORDS}
+
+    @property
+    def takes_contexts(self) -> bool:
+        """Whether its constructor has the keywords for contexts."""
+        return set(CONTEXT_KEYWORDS) <= inspect.signature(self.cls).parameters.keys()
 
 
 _entries: dict[str, BackboneEntry] = {}
@@ -101,10 +108,17 @@ def create_backbone(
         overrides: any other keyword of its constructor, in place of the preset's value.
 
     Raises:
-        ValueError: an unknown name or keyword (the nearest is suggested), or a value that the
-            constructor refuses.
+        ValueError: an unknown name or keyword (the nearest is suggested), contexts for one that
+            takes none, or a value that the constructor refuses.
     """
     entry = get_backbone_entry(name)
+    if not entry.takes_contexts and any(overrides.pop(key, 0) for key in CONTEXT_KEYWORDS):
+        able = sorted(other.name for other in _entries.values() if other.takes_contexts)
+        raise ValueError(
+            f"{name} takes no contexts (context_size): {entry.cls.why_no_context}. "
+            f"Those that do: {', '.join(able)}. Or leave the contexts out: data.context=false for "
+            "latents, null for images."
+        )
     known = inspect.signature(entry.cls).parameters
     for key in overrides:
         if key not in known:

@@ -245,3 +245,28 @@ def test_ids_of_one_image_do_not_reach_another():
     two = backbone(*inputs, routes=[Route(route.start, route.end, other)])
     same = (one == two).flatten(1).all(dim=1)
     assert same.tolist() == [True, torch.equal(other[1], route.ids[1]), True]
+
+
+def test_a_context_is_tokens_between_the_times_and_the_images():
+    backbone = build(**SMALL, num_classes=0, context_length=3, context_size=5)
+    x, t, y = torch.randn(2, 3, 8, 8), torch.rand(2), torch.randn(2, 3, 5)
+    layer = backbone.context_embed
+    with torch.no_grad():
+        for given, full in ((y, y), (y.half(), y.half().float()), (None, torch.zeros_like(y))):
+            tokens = backbone.embed(x, t, given)[0][0]
+            assert tokens.shape == (2, 1 + 3 + 16, 8)
+            expected = full @ layer.weight.T + layer.bias + backbone.positions[1:4]
+            torch.testing.assert_close(tokens[:, 1:4], expected)
+            time = time_sinusoids(t, 8, 1000.0) + backbone.positions[0]
+            torch.testing.assert_close(tokens[:, 0], time)
+
+
+def test_the_text_to_image_network_has_its_published_size():
+    """U-ViT-S/2 on MS-COCO: 77 embeddings of width 768, latents 4x32x32; 45 M in the paper."""
+    with torch.device("meta"):
+        backbone = create_backbone(
+            "uvit_s_2", input_size=32, in_channels=4, num_classes=0,
+            context_length=77, context_size=768,
+        )  # fmt: skip
+    assert backbone.num_extra_tokens == 78
+    assert round(sum(p.numel() for p in backbone.parameters()) / 1e6) == 45

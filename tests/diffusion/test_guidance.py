@@ -49,13 +49,16 @@ GUIDED = [
 class Spy:
     """A backbone that depends on label, routes and itself in every channel, and says its calls."""
 
-    num_classes, null_label = NULL, NULL
+    num_classes, context_length, context_size = NULL, 0, 0
     in_channels, input_size, grid, num_blocks = 5, (4, 4), (4, 4), 12
     default_selector, default_range = "random", (2, -4)
     fused_ranges = ((2, 5), (6, 9))
 
     def __init__(self, factor=1.0):
         self.factor, self.calls = factor, []
+
+    def null_like(self, y):
+        return torch.full_like(y, NULL)
 
     def __call__(self, x, t, y=None, *, routes=()):
         self.calls.append((None if y is None else y.tolist(), tuple(routes)))

@@ -87,6 +87,41 @@ class IgnoresTheLabel(DiT):
         return super().embed(x, t, None)
 
 
+class IgnoresContexts(UViT):
+    def embed(self, x, t, y):
+        return super().embed(x, t, None)
+
+
+class ReadsOneEmbedding(UViT):
+    def embed(self, x, t, y):
+        return super().embed(x, t, y if y is None else y[:, :1].expand_as(y))
+
+
+class HasANullOfItsOwn(UViT):
+    """No context is another condition than zeros, which an image without text has."""
+
+    def embed(self, x, t, y):
+        streams, condition = super().embed(x, t, y)
+        return (streams[0] + (y is None),), condition
+
+
+class CentresContexts(UViT):
+    def embed(self, x, t, y):
+        return super().embed(x, t, y if y is None else y - 0.1 * y.mean(dim=0))
+
+
+class TakesAnyShape(UViT):
+    def _check_condition(self, y, batch):
+        pass
+
+    def embed(self, x, t, y):
+        y = torch.zeros(len(x), self.context_length, self.context_size) if y is None else y
+        full = torch.zeros(len(x), self.context_length, self.context_size)
+        if y.ndim == 3:
+            full[:, : y.shape[1], : y.shape[2]] = y
+        return super().embed(x, t, full)
+
+
 class ScansInHalf(Mamba):
     """Two streams, of which one is routed by hand and dropped."""
 
@@ -106,6 +141,12 @@ FAULTS = [
     (SeesTheBypassed, DIT, "bypassed_tokens_are_unseen"),
     (HasAnUnsavedTable, DIT, "save_and_load"),
     (IgnoresTheLabel, DIT, "conditions_matter"),
+    (IgnoresContexts, UVIT, "contexts_condition_or_are_refused"),
+    (ReadsOneEmbedding, UVIT, "contexts_condition_or_are_refused"),
+    (HasANullOfItsOwn, UVIT, "contexts_condition_or_are_refused"),
+    (TakesAnyShape, UVIT, "contexts_condition_or_are_refused"),
+    (CentresContexts, UVIT, "contexts_do_not_mix"),
+    (own_loops.RoutesExtraTokens, UVIT, "contexts_are_not_routed"),
     (ScansInHalf, MAMBA, "tokens_stay_in_place"),
     (own_loops.IgnoresRoutes, UVIT, "ids_matter"),
     (own_loops.IgnoresRoutes, UVIT, "blocks_see_kept_tokens"),

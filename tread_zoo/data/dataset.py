@@ -1,8 +1,9 @@
 """What a data set is here: map-style, an item is (image uint8 [C,H,W], label int).
 
-Other items than images come with a `codec` that says what a model sees of them.
+Other items than images come with a `codec` that says what a model sees of them; where images are
+made for embeddings, a context float [T,S] takes the place of the label (`contexts.py`).
 
-Dimensions: N images, C channels, H height, W width, B batch.
+Dimensions: N images, C channels, H height, W width, B batch, T embeddings of width S.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ class ImageData:
     """A training part, a held-out part, and what a model has to know of them.
 
     `num_classes` is 0 where the images carry no labels; each label is then 0. `held_out` is None
-    where nothing was held out. `image_size` and `channels` are those that the model sees.
+    where nothing was held out. `image_size` and `channels` are those that the model sees. `context`
+    is None unless an item's condition is a context; there are no classes then.
     """
 
     name: str
@@ -30,6 +32,14 @@ class ImageData:
     num_classes: int
     class_names: tuple[str, ...]
     codec: Codec = PIXELS
+    context: tuple[int, int] | None = None  # T, S
+
+    @property
+    def context_keywords(self) -> dict[str, int]:
+        """Return what `create_backbone` is told of the contexts; nothing where there are none."""
+        if self.context is None:
+            return {}
+        return dict(zip(("context_length", "context_size"), self.context, strict=True))
 
 
 class ArrayDataset(Dataset):

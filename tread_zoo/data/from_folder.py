@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from tread_zoo.data.contexts import FileContexts, WithContexts, check_context_options
 from tread_zoo.data.dataset import ImageData
 from tread_zoo.data.pictures import check_picture_options, common_size, read_picture
 from tread_zoo.data.split import choose_num_classes, split_held_out
@@ -24,6 +25,8 @@ def image_folder(
     channels: int = 3,
     held_out: float = 0.1,
     num_classes: int | None = None,
+    context: str | None = None,
+    context_length: int | None = None,
 ) -> ImageData:
     """Return the pictures under `path`, read from disk as they are asked for.
 
@@ -35,10 +38,16 @@ def image_folder(
     channels: 1 (grey) or 3 (RGB).
     held_out: the fraction split off, the same files in every run.
     num_classes: None for the number of sub-folders; 0 drops the labels.
+    context: what follows a picture's name in that of its embeddings: `context.npy` finds
+      cat.context.npy beside cat.png. They take the place of the labels.
+    context_length: embeddings of an image, others filled up with zeros; None is the most there are.
     """
     root = Path(path).expanduser()
     check_picture_options(image_size, channels)
+    check_context_options(context, context_length, num_classes)
     files, labels, class_names = _find_files(root)
+    if context is not None:
+        num_classes = 0
     if choose_num_classes(num_classes, len(class_names)) == 0:
         labels, class_names = [0] * len(files), ()
     size = (
@@ -47,12 +56,17 @@ def image_folder(
         else (image_size, image_size)
     )
     kept, split_off = split_held_out(torch.tensor(labels), held_out)
+    contexts = None
+    if context is not None:
+        beside = [f"{os.path.splitext(file)[0]}.{context.lstrip('.')}" for file in files]
+        contexts = FileContexts(beside, context_length)
 
-    def subset(indices: Tensor) -> FileDataset:
+    def subset(indices: Tensor) -> Dataset:
         chosen = indices.tolist()
-        return FileDataset(
+        pictures = FileDataset(
             [files[i] for i in chosen], [labels[i] for i in chosen], image_size, channels
         )
+        return pictures if contexts is None else WithContexts(pictures, contexts, chosen)
 
     return ImageData(
         name=f"{root.name}/",  # never mistaken for a built-in source
@@ -62,6 +76,7 @@ def image_folder(
         channels=channels,
         num_classes=len(class_names),
         class_names=class_names,
+        context=None if contexts is None else contexts.shape,
     )
 
 

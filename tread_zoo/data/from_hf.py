@@ -6,7 +6,7 @@ and are decoded here as they are asked for. C channels, H height, W width.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from tread_zoo.data.contexts import ColumnContexts, WithContexts, check_context_options
 from tread_zoo.data.dataset import ImageData
 from tread_zoo.data.pictures import check_picture_options, common_size, read_picture
 from tread_zoo.data.split import choose_num_classes, split_held_out
@@ -40,6 +41,8 @@ def hf(
     image_size: int | None = None,
     channels: int = 3,
     streaming: bool = False,
+    context_column: str | None = None,
+    context_length: int | None = None,
 ) -> ImageData:
     """Return a data set that the `datasets` library reads.
 
@@ -59,6 +62,8 @@ def hf(
       must have one size, which is checked here by reading every picture's header.
     channels: 1 (grey) or 3 (RGB).
     streaming: refused when true, see below.
+    context_column: embeddings, one or a list of them a row; they take the place of the labels.
+    context_length: embeddings of an image, others filled up with zeros; None is the most there are.
 
     Raises ValueError, naming the field, for what does not fit, and where `datasets` is missing.
 
@@ -67,6 +72,9 @@ def hf(
     inexactly.
     """
     check_picture_options(image_size, channels)
+    check_context_options(context_column, context_length, num_classes)
+    if context_column is not None:
+        num_classes = 0
     if streaming:
         raise ValueError(
             "data.streaming=true cannot be trained on: a resumed run would not see what the "
@@ -98,21 +106,31 @@ def hf(
     columns = _Columns(images, labels, num_classes)
     train = HFDataset(f"{path}, split {split}", table, columns, image_size, channels)
     test: HFDataset | None = None
+    tables = [table]
     if test_split is not None:
         table = splits.table(test_split, "data.test_split")
         test = HFDataset(f"{path}, split {test_split}", table, columns, image_size, channels)
+        tables.append(table)
     else:
         kept, split_off = split_held_out(train.labels, FRACTION if held_out is None else held_out)
         test = train.subset(split_off) if len(split_off) else None
         train = train.subset(kept)
+    contexts = _find_contexts(tables, context_column, context_length)
+
+    def conditioned(part: HFDataset, before: int) -> Dataset:
+        if contexts is None:
+            return part
+        return WithContexts(part, contexts, (part.rows + before).tolist())
+
     return ImageData(
         name=f"hf:{splits.name}",  # never mistaken for a built-in source
-        train=train,
-        held_out=test,
+        train=conditioned(train, 0),
+        held_out=None if test is None else conditioned(test, sum(map(len, tables[:-1]))),
         image_size=(image_size, image_size) if image_size else common_size(_sources(train, test)),
         channels=channels,
         num_classes=num_classes,
         class_names=class_names,
+        context=None if contexts is None else contexts.shape,
     )
 
 
@@ -278,6 +296,17 @@ def _find_label_column(table: "datasets.Dataset", column: str | None) -> str | N
             "Name one of them, or set data.num_classes=0 to train without labels."
         )
     return next(iter([*usual, *named]), None)
+
+
+def _find_contexts(
+    tables: Sequence["datasets.Dataset"], column: str | None, length: int | None
+) -> ColumnContexts | None:
+    if column is None:
+        return None
+    for table in tables:
+        if column not in table.features:
+            raise unknown_name("data.context_column", column, table.features)
+    return ColumnContexts(tables, column, length)
 
 
 def _is_whole_number(kind: object) -> bool:

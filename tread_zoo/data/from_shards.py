@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from tread_zoo.data.contexts import MemberContexts, WithContexts, check_context_options
 from tread_zoo.data.dataset import ImageData
 from tread_zoo.data.from_folder import SUFFIXES
 from tread_zoo.data.pictures import check_picture_options, picture_size, read_picture
@@ -29,6 +30,8 @@ def webdataset(
     held_out: float = 0.1,
     held_out_path: str | None = None,
     num_classes: int | None = None,
+    context: str | None = None,
+    context_length: int | None = None,
 ) -> ImageData:
     """Return the pictures in local tar shards.
 
@@ -37,16 +40,27 @@ def webdataset(
     held_out: the fraction split off, the same samples in every run.
     held_out_path: shards of their own for the held-out part, in place of the fraction.
     num_classes: the largest label + 1 unless given; 0 drops the labels.
+    context: the suffix of a sample's embeddings, `context.npy`; they take the place of the labels.
+    context_length: embeddings of an image, others filled up with zeros; None is the most there are.
 
     Raises ValueError, naming the shard, for whatever does not fit this.
     """
     check_picture_options(image_size, channels)
-    shards = find_shards(path)
+    check_context_options(context, context_length, num_classes)
+    shards, test_shards = find_shards(path), []
     reader = ShardReader(open_index(shards, _PAYLOAD))
     test = None
     if held_out_path is not None:
-        test = ShardReader(open_index(find_shards(held_out_path), _PAYLOAD))
+        test_shards = find_shards(held_out_path)
+        test = ShardReader(open_index(test_shards, _PAYLOAD))
     readers = [reader] if test is None else [reader, test]
+    contexts = None
+    if context is not None:
+        num_classes, suffix = 0, (context.lstrip("."),)
+        parts = [part for part in (shards, test_shards) if part]
+        contexts = MemberContexts(
+            [ShardReader(open_index(part, suffix)) for part in parts], context_length
+        )
     num_classes = count_classes([found.index.label for found in readers], num_classes, path)
     if image_size is None:
         sizes = [_common_size(found) for found in readers]
@@ -59,23 +73,27 @@ def webdataset(
     else:
         size = (image_size, image_size)
 
-    def subset(of: ShardReader, indices: np.ndarray) -> ShardImages:
-        return ShardImages(of, indices, size, image_size, channels, labelled=num_classes > 0)
+    def subset(of: ShardReader, indices: np.ndarray) -> Dataset:
+        pictures = ShardImages(of, indices, size, image_size, channels, labelled=num_classes > 0)
+        if contexts is None:
+            return pictures
+        return WithContexts(pictures, contexts, indices + (len(reader) if of is test else 0))
 
     if test is None:
         labels = torch.from_numpy(reader.index.label if num_classes else 0 * reader.index.label)
         kept, split_off = (part.numpy() for part in split_held_out(labels, held_out))
-        parts = subset(reader, kept), subset(reader, split_off) if len(split_off) else None
+        train, unseen = subset(reader, kept), subset(reader, split_off) if len(split_off) else None
     else:
-        parts = subset(reader, np.arange(len(reader))), subset(test, np.arange(len(test)))
+        train, unseen = subset(reader, np.arange(len(reader))), subset(test, np.arange(len(test)))
     return ImageData(
         name=f"{shards[0].parent.name}/*.tar",  # never mistaken for a built-in source
-        train=parts[0],
-        held_out=parts[1],
+        train=train,
+        held_out=unseen,
         image_size=size,
         channels=channels,
         num_classes=num_classes,
         class_names=tuple(str(label) for label in range(num_classes)),
+        context=None if contexts is None else contexts.shape,
     )
 
 

@@ -7,7 +7,8 @@ item's place is then taken by another, which (seed, index) alone decides:
 
 so a batch is the same in a resumed run, in another worker, and at another time.
 
-B batch, C channels, H height, W width.
+B batch, C channels, H height, W width; where items have contexts, float [T, S], these are read in
+place of labels.
 """
 
 import logging
@@ -113,7 +114,9 @@ class BatchReader(Dataset):
         if len(whole) < len(items):
             return None, None, corrupt
         images, labels = zip(*whole, strict=True)
-        return torch.stack(images), torch.tensor(labels, dtype=torch.int64), corrupt
+        contexts = isinstance(labels[0], Tensor)
+        stacked = torch.stack(labels) if contexts else torch.tensor(labels, dtype=torch.int64)
+        return torch.stack(images), stacked, corrupt
 
     def _read(self, index: int, corrupt: list[CorruptItem]) -> tuple[Tensor, int] | None:
         """Return item `index`, or what replaces it; note what is corrupt."""

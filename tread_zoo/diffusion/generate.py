@@ -156,7 +156,8 @@ def generate(
         backbone: on the device to sample on.
         objective: the one it was trained with.
         indices: which images of the seed's sequence.
-        labels: int64, one per index, in 0 … num_classes; None for an unconditional network.
+        labels: int64, one per index, in 0 … num_classes, or contexts [n, T, S], one per index; None
+            for an unconditional network.
         seed: of the sequence.
         batch_size: images at a time.
         precision: resolved, see `tread_zoo.runtime`.
@@ -164,7 +165,7 @@ def generate(
 
     Raises:
         ValueError: options that do not fit the network or the objective, a label outside the range,
-            or a count that differs.
+            contexts of another shape, or a count that differs.
     """
     options.check(backbone, objective)
     _check_labels(backbone, indices, labels)
@@ -195,6 +196,14 @@ def _check_labels(backbone: Backbone, indices: Sequence[int], labels: Tensor | N
         return
     if len(labels) != len(indices):
         raise ValueError(f"{len(labels)} labels were given for {len(indices)} images.")
+    if backbone.context_size:
+        expected = (len(labels), backbone.context_length, backbone.context_size)
+        if labels.shape != expected or not labels.is_floating_point():
+            raise ValueError(
+                f"the conditions have shape {list(labels.shape)} and dtype {labels.dtype}; this "
+                f"network takes contexts, floats {list(expected)}."
+            )
+        return
     if not backbone.num_classes:
         raise ValueError("labels were given, but the network is unconditional (num_classes=0).")
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) <= backbone.num_classes:

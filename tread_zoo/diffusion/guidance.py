@@ -4,12 +4,13 @@
 
     kind        weak prediction                                             after
     none        -                                                           the network as it is
-    cfg         without the label                                           arXiv 2207.12598
+    cfg         without the condition                                       arXiv 2207.12598
     interval    cfg where low < level <= high, the network alone elsewhere  arXiv 2404.07724
-    sparse      the label kept, more tokens bypass                          arXiv 2601.01608
+    sparse      the condition kept, more tokens bypass                      arXiv 2601.01608
     auto        a smaller or an earlier network                             arXiv 2406.02507
-    path_drop   the label kept, the middle of the network skipped           arXiv 2510.21986
+    path_drop   the condition kept, the middle of the network skipped       arXiv 2510.21986
 
+The condition is a label or a context; the null label or zeros stand for none.
 w counts as in the formula above for all of them; the first paper's w is ours less 1. At one (x,
 level) the drift is an affine function of the estimate (EDM's denoiser D, flow matching's velocity),
 with the same coefficients in both branches; so guiding drifts is guiding estimates, of all C
@@ -77,7 +78,7 @@ class ImageBatch:
     Args:
         backbone: the network that is sampled.
         objective: the one it was trained with.
-        labels: [B] on the network's device, or None for an unconditional one.
+        labels: [B], or contexts [B, T, S], on the network's device; None for no condition.
         indices: B places in the seed's sequence of images.
         seed: of that sequence.
         weak: the weak network of guidance by another one.
@@ -177,7 +178,7 @@ class ClassifierFree:
     def drift(self, batch: ImageBatch) -> Drift:
         if batch.labels is None:  # scale 1, or `check` would have raised
             return batch.drift()
-        null = torch.full_like(batch.labels, batch.backbone.null_label)
+        null = batch.backbone.null_like(batch.labels)
         return combine(batch.drift_of(batch.backbone, null), batch.drift(), self.scale)
 
 
@@ -346,6 +347,7 @@ class AutoGuidance:
                 "size": network.input_size,
                 "channels": network.in_channels,
                 "classes": network.num_classes,
+                "contexts": (network.context_length, network.context_size),
                 "objective": trained.name,
                 "sigma_data": getattr(trained, "sigma_data", None),
             }
@@ -431,10 +433,11 @@ def guidance_options(name: str) -> tuple[str, ...]:
 
 
 def _check_labels(name: str, scale: float, backbone: Backbone) -> None:
-    if not backbone.num_classes and scale != 1:
+    if not backbone.is_conditional and scale != 1:
         raise ValueError(
-            f"guidance={name} with guidance.scale={scale} needs labels, and this network is "
-            "unconditional; use guidance=none, or sparse, auto or path_drop, which need none."
+            f"guidance={name} with guidance.scale={scale} needs labels or contexts, and this "
+            "network is unconditional; use guidance=none, or sparse, auto or path_drop, which need "
+            "none."
         )
 
 

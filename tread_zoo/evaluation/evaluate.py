@@ -17,6 +17,7 @@ from tread_zoo.data import ImageData
 from tread_zoo.data.codec import PixelCodec
 from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, generate
 from tread_zoo.evaluation.agreement import digits_agreement, digits_agreement_reference
+from tread_zoo.evaluation.conditions import conditions_of
 from tread_zoo.evaluation.extraction import ALONE, Collector, FeatureSet, Needs, extract
 from tread_zoo.evaluation.extractors import (
     LOGITS,
@@ -62,7 +63,8 @@ class EvaluationOptions:
     """What to score.
 
     Args:
-        num_images: samples to draw; image i has label i mod num_classes.
+        num_images: samples to draw; image i has label i mod num_classes, or the context of a
+            held-out image.
         extractor: `digits-cnn-64`, `inception-v3-compat`, `dinov2-vit-l-14`, a file of
             `scripts/make_features.py`, or `auto`: the first for digits, else the second.
         metrics: among fid, sfid, fd_dinov2, kid, precision, recall, isc.
@@ -144,6 +146,7 @@ def evaluate(
     if known.sampling is None:
         known.sampling = sampling_record(backbone, objective, sampling, weak=weak)
     real = known.real if real is None else real
+    conditions = conditions_of(backbone, data)
     labels = default_labels(range(options.num_images), backbone.num_classes)
     extractor = plan.open(device)
     share.wait()  # all have seen that options.keep_images is empty
@@ -155,7 +158,7 @@ def evaluate(
                 objective,
                 sampling,
                 indices=chosen,
-                labels=None if labels is None else labels[chosen.start : chosen.stop],
+                labels=conditions.of(chosen),
                 seed=options.seed,
                 batch_size=options.batch_size,
                 precision=precision,
@@ -172,7 +175,7 @@ def evaluate(
     record["protocol"] = {
         "data": data.name,
         "reference": plan.reference.name,
-        "labels": "i mod num_classes" if backbone.num_classes else "none",
+        "labels": conditions.rule,
         "sampling": dict(known.sampling),
         "precision": precision,
     }

@@ -122,12 +122,16 @@ class SamplingCounter:
             ValueError: options that do not fit the network or the objective.
         """
         self._calls.clear()
+        network = self._backbone
+        labels = default_labels([0], network.num_classes)
+        if network.context_size:
+            labels = torch.zeros(1, network.context_length, network.context_size)
         generate(
-            self._backbone,
+            network,
             self._objective,
             options,
             indices=[0],
-            labels=default_labels([0], self._backbone.num_classes),
+            labels=labels,
             seed=0,
             batch_size=1,
             weak=self._weak,

@@ -44,7 +44,7 @@ def held_out_loss(
         return None
     images, labels = stack_part(data.held_out, HELD_OUT_IMAGES)
     device = next(backbone.parameters()).device
-    y = labels.to(device) if backbone.num_classes else None
+    y = labels.to(device) if backbone.is_conditional else None
 
     def network(x_t: Tensor, t: Tensor) -> Tensor:
         return backbone(x_t, t, y)
@@ -65,7 +65,8 @@ def held_out_loss(
 
 
 def stack_part(dataset: Dataset, count: int) -> tuple[Tensor, Tensor]:
-    """Return `count` items of a data set, evenly spaced, as stored [n, …] and their labels [n].
+    """Return `count` items of a data set, evenly spaced, as stored [n, …] and their labels [n], or
+    contexts [n, T, S].
 
     Evenly spaced, for the first ones of a set that is sorted by class are of few classes.
     """

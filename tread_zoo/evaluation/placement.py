@@ -161,7 +161,7 @@ def token_states(
     images, labels = None, default_labels(range(options.num_images), backbone.num_classes)
     if dataset is not None:
         images, found = stack_part(dataset, options.num_images)
-        labels = found if backbone.num_classes else None
+        labels = found if backbone.is_conditional else None
     count = options.num_images if images is None else len(images)
     shape = (backbone.in_channels, *backbone.input_size)
     places, batches = _places(backbone, count, options), []

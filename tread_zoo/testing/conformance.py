@@ -12,7 +12,7 @@ import torch
 from tread_zoo.registry import create_backbone
 from tread_zoo.routing import Route
 from tread_zoo.seeding import make_generator
-from tread_zoo.testing import block_checks, fusion_checks
+from tread_zoo.testing import block_checks, context_checks, fusion_checks
 from tread_zoo.testing.probe import (
     BATCH,
     Probe,
@@ -73,8 +73,9 @@ def check_conditions_matter(probe: Probe) -> None:
     out = backbone(x, t, y)
     assert not torch.equal(backbone(x, t + 0.1, y), out), "t is ignored"
     if y is not None:
-        assert not torch.equal(backbone(x, t, (y + 1) % probe.num_classes), out), "y is ignored"
-        null = backbone(x, t, torch.full_like(y, backbone.null_label))
+        other = y + 1 if probe.context else (y + 1) % probe.num_classes
+        assert not torch.equal(backbone(x, t, other), out), "y is ignored"
+        null = backbone(x, t, backbone.null_like(y))
         assert torch.equal(backbone(x, t), null), "y=None is not the null label"
         assert not torch.equal(null, out), "the null label equals a class"
 
@@ -276,7 +277,7 @@ def check_wrong_keyword(probe: Probe) -> None:
 
 def check_unconditional(probe: Probe) -> None:
     """num_classes=0 makes a network without labels, whose parameters all get a gradient."""
-    free = Probe(probe.name, probe.input_size, probe.in_channels, 0, probe.overrides)
+    free = probe.without_condition()
     check_gradients_flow(free)
     x, t, _ = free.inputs()
     backbone = free.build()
@@ -286,7 +287,7 @@ def check_unconditional(probe: Probe) -> None:
 
 CHECKS: dict[str, Callable[[Probe], None]] = {
     name.removeprefix("check_"): check
-    for module in (globals(), vars(block_checks), vars(fusion_checks))
+    for module in (globals(), vars(block_checks), vars(context_checks), vars(fusion_checks))
     for name, check in module.items()
     if name.startswith("check_")
 }

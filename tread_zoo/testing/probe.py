@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tread_zoo.backbone import Backbone, Layout, Streams
-from tread_zoo.registry import create_backbone
+from tread_zoo.registry import CONTEXT_KEYWORDS, create_backbone
 from tread_zoo.routing import Route, num_kept_tokens
 from tread_zoo.seeding import make_generator
 
@@ -26,7 +26,8 @@ class Probe:
     Args:
         name: registered name.
         input_size: height and width of the inputs; not square, to catch swapped axes.
-        overrides: keywords for `create_backbone`.
+        overrides: keywords for `create_backbone`; with context_length and context_size there are
+            contexts in place of the classes.
     """
 
     name: str
@@ -34,6 +35,26 @@ class Probe:
     in_channels: int = 2
     num_classes: int = 5
     overrides: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.context:
+            self.num_classes = 0
+
+    @property
+    def context(self) -> tuple[int, int] | None:
+        """T and S of the contexts; None without."""
+        found = tuple(self.overrides.get(key, 0) for key in CONTEXT_KEYWORDS)
+        return (found[0], found[1]) if any(found) else None
+
+    def with_contexts(self) -> "Probe":
+        """Return a probe of the same backbone with contexts of 3 embeddings of width 4."""
+        overrides = {**self.overrides, **dict(zip(CONTEXT_KEYWORDS, (3, 4), strict=True))}
+        return Probe(self.name, self.input_size, self.in_channels, 0, overrides)
+
+    def without_condition(self) -> "Probe":
+        """Return a probe of the same backbone without classes and contexts."""
+        overrides = {k: v for k, v in self.overrides.items() if k not in CONTEXT_KEYWORDS}
+        return Probe(self.name, self.input_size, self.in_channels, 0, overrides)
 
     def build(self, seed: int = 0) -> Backbone:
         """Return the backbone with random weights everywhere, in float32."""
@@ -63,10 +84,12 @@ class Probe:
         return backbone
 
     def inputs(self, batch: int = BATCH, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return x [B, C, H, W], t [B], y [B]."""
+        """Return x [B, C, H, W], t [B], y [B] or [B, T, S]."""
         generator = make_generator("probe", seed)
         x = torch.randn(batch, self.in_channels, *self.input_size, generator=generator)
         t = torch.rand(batch, generator=generator)
+        if self.context:
+            return x, t, torch.randn(batch, *self.context, generator=generator)
         y = torch.randint(max(self.num_classes, 1), (batch,), generator=generator)
         return x, t, y if self.num_classes else None
 

@@ -77,8 +77,8 @@ def train(
     """Train, and leave checkpoints, pictures, metrics and a score in `run_dir`, which is returned.
 
     Args:
-        backbone: `name` and keywords of `create_backbone`; sizes, channels and classes come from
-            the data.
+        backbone: `name` and keywords of `create_backbone`; sizes, channels, classes and contexts
+            come from the data.
         routing: keywords of `build_routing`, with its `name`.
         objective, data: `name` and keywords of `build_objective`, `build_data`.
         training: fields of `TrainingOptions`.

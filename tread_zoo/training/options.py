@@ -26,7 +26,8 @@ class TrainingOptions:
         max_grad_norm: gradients are clipped to this norm; 0 switches clipping off.
         ema_decay: of the averaged weights, which are what is sampled and scored; it grows to this
             as (1 + k) / (10 + k) at step k.
-        label_dropout: share of labels replaced by the null label, for classifier-free guidance.
+        label_dropout: share of labels replaced by the null label, or of contexts replaced by zeros,
+            for classifier-free guidance.
         horizontal_flip: mirror each image with probability one half.
         precision: auto, fp32, bf16 or fp16; weights stay float32.
         activation_checkpointing: recompute blocks in the backward pass to save memory: true for

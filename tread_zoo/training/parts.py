@@ -54,7 +54,8 @@ class Parts:
         step: int,
         on_corrupt: OnCorrupt = warn_of,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return (images as stored, labels [B]) of every micro-step from `step` on."""
+        """Return (images as stored, labels [B]) of every micro-step from `step` on; where the data
+        have contexts, these [B,T,S] in place of labels."""
         micro_steps = self.options.gradient_accumulation_steps
         plan = StepBatches(
             len(self.data.train),  # type: ignore[arg-type]
@@ -78,7 +79,7 @@ class StepDraw:
     """The input of one micro-step, with all that is random in it, on the device."""
 
     images: Tensor  # [B, C, H, W] as the model sees them: in [-1, 1], or normalised latents
-    labels: Tensor | None  # [B], some replaced by the null label
+    labels: Tensor | None  # [B], some replaced by the null label; or contexts [B,T,S], some 0
     draw: Draw
     routes: tuple[Route | PendingRoute | PathDrop, ...]
 
@@ -118,8 +119,9 @@ def build_parts(
             input_size=images.image_size,
             in_channels=images.channels,
             num_classes=images.num_classes,
-            **backbone,
+            **{**images.context_keywords, **backbone},
         )
+    _check_contexts(network, images)
     network.checkpoint_blocks = int(options.activation_checkpointing)
     built_routing = build_routing(
         **routing,
@@ -146,6 +148,7 @@ def build_parts(
             "num_classes": images.num_classes,
             "num_images": len(images.train),  # type: ignore[arg-type]
             **({"codec": images.codec.facts} if images.codec.facts else {}),
+            **({"context": images.context} if images.context else {}),
         },
         "data_options": {**data, **images.codec.options},
         "training": options.as_settings(),
@@ -178,6 +181,17 @@ def _warn_of_deviation(objective: Objective, data: ImageData) -> None:
         )  # fmt: skip
 
 
+def _check_contexts(network: Backbone, data: ImageData) -> None:
+    """Raise `ValueError` where the backbone was told of other contexts than the data have."""
+    length, size = data.context or (0, 0)
+    if (network.context_length, network.context_size) != (length, size):
+        raise ValueError(
+            f"backbone.context_length={network.context_length}, backbone.context_size="
+            f"{network.context_size}, but the data have {length} embeddings of width {size}. Leave "
+            "both out: they come from the data."
+        )
+
+
 def draw_step(
     parts: Parts,
     images: Tensor,
@@ -190,7 +204,8 @@ def draw_step(
 ) -> StepDraw:
     """Draw all that micro-step `micro_step` of a rank needs, from a generator of its own.
 
-    images as stored (uint8 [B, C, H, W]; see `parts.data.codec`) and labels int64 [B], on the CPU.
+    images as stored (uint8 [B, C, H, W]; see `parts.data.codec`) and labels int64 [B], or contexts
+    [B, T, S], on the CPU.
     Every rank draws for the images of all of them, num_ranks B, and takes its own share: the same
     images get the same draws on whatever number of ranks. The order of the draws is fixed: flips,
     dropped labels, noise level and noise, kept ids, and last what the codec draws; none depends on
@@ -220,8 +235,9 @@ def draw_step(
         flip=flipped if parts.options.horizontal_flip else None,
     )
     y = None
-    if parts.backbone.num_classes:
-        y = labels.masked_fill(dropped, parts.backbone.null_label).to(device)
+    if parts.backbone.is_conditional:
+        dropped = dropped.view(-1, *[1] * (labels.ndim - 1))
+        y = torch.where(dropped, parts.backbone.null_like(labels), labels).to(device)
     return StepDraw(
         x,
         y,

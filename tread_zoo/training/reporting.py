@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from tread_zoo.backbone import Backbone
-from tread_zoo.diffusion import default_labels, generate
+from tread_zoo.diffusion import generate
+from tread_zoo.evaluation.conditions import conditions_of
 from tread_zoo.evaluation.evaluate import describe_record
 from tread_zoo.evaluation.flops import count_flops, training_flops
 from tread_zoo.evaluation.held_out import held_out_loss
@@ -96,13 +97,15 @@ class Reporter:
         mean = ", on average over training" if parts.routing.is_scheduled else ""
         facts = parts.settings["data"]
         size = "x".join(map(str, [facts["channels"], *facts["image_size"]]))
+        condition = f"{facts['num_classes']} classes"
+        if parts.data.context is not None:
+            condition = "contexts of {} embeddings of width {}".format(*parts.data.context)
         place = f"{describe_device(device)}; {self.precision}; {num_processes} process(es)"
         millions = sum(p.numel() for p in network.parameters()) / 1e6
         lines = {
             "device": [place],
             "kernel": describe(device),
-            "data": [f"{facts['name']}: {facts['num_images']} images {size}, "
-                     f"{facts['num_classes']} classes"],
+            "data": [f"{facts['name']}: {facts['num_images']} images {size}, {condition}"],
             "backbone": [f"{network.name}: {millions:.2f} M parameters"],
             "routing": [f"{parts.routing.describe(network.grid)}",
                         f"{routed / 1e6:.1f} MFLOPs an image, forward and backward{mean}; "
@@ -135,7 +138,7 @@ class Reporter:
             parts.objective,
             parts.sampling,
             indices=indices,
-            labels=default_labels(indices, network.num_classes),
+            labels=conditions_of(network, parts.data).of(indices),
             seed=GRID_SEED,
             batch_size=parts.evaluation.batch_size,
             precision=self.precision,

@@ -1,6 +1,6 @@
 """From a checkpoint back to what samples and scores need."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ class Restored:
         """Build the data that it was trained on, with `changed` options.
 
         Raises:
-            ValueError: the data has another size, other channels or other classes.
+            ValueError: the data has another size, other channels, classes or contexts.
             CheckpointError: the checkpoint was imported, and names no data.
         """
         if not self.has_data:
@@ -88,6 +88,7 @@ class Restored:
         own = self.checkpoint.meta["data"]
         data = build_data(**{**self.checkpoint.meta["data_options"], **changed})
         self._check_codec(data.codec)
+        _check_contexts(data.context, own.get("context"))
         facts = (list(data.image_size), data.channels, data.num_classes)
         expected = (own["image_size"], own["channels"], own["num_classes"])
         if facts != expected:
@@ -158,6 +159,19 @@ def restore(path: str | Path, *, weights: str, device: str, precision: str) -> R
         )
     backbone = load_backbone(checkpoint, weights).to(place)
     return Restored(checkpoint, backbone, build_objective(**objective), chosen)
+
+
+def _check_contexts(found: Sequence[int] | None, own: Sequence[int] | None) -> None:
+    """Raise `ValueError` if the data have other contexts than a checkpoint was trained with."""
+    words = [
+        "no contexts" if shape is None else "contexts of {} embeddings of width {}".format(*shape)
+        for shape in (found, own)
+    ]
+    if words[0] != words[1]:
+        raise ValueError(
+            f"the data has {words[0]}; the checkpoint was trained with {words[1]}. Set data.path "
+            "and its options (data.context, data.context_length) to data of the same kind."
+        )
 
 
 def load_weak(

@@ -24,7 +24,8 @@ from tread_zoo.comparison.guidance_study.asked import sampling_options
 from tread_zoo.comparison.guidance_study.groups import run_name, seed_of
 from tread_zoo.comparison.guidance_study.plan import Plan, Trial
 from tread_zoo.data import ImageData, to_uint8
-from tread_zoo.diffusion import AutoGuidance, SamplingOptions, default_labels, generate
+from tread_zoo.diffusion import AutoGuidance, SamplingOptions, generate
+from tread_zoo.evaluation.conditions import conditions_of
 from tread_zoo.evaluation.evaluate import EvaluationOptions, evaluate
 from tread_zoo.training.checkpoints import Checkpoint, find_checkpoint
 from tread_zoo.training.restore import Restored, restore
@@ -233,7 +234,7 @@ def _make(
         run.objective,
         job.sampling,
         indices=indices,
-        labels=default_labels(indices, run.backbone.num_classes),
+        labels=conditions_of(run.backbone, data).of(indices),
         seed=options.seed,
         batch_size=options.batch_size,
         precision=run.precision,

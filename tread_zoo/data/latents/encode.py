@@ -24,9 +24,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tread_zoo.data.codec import PixelCodec
+from tread_zoo.data.contexts import to_half
 from tread_zoo.data.dataset import ImageData
 from tread_zoo.data.latents.formats import numpy_dtype
 from tread_zoo.data.latents.manifest import (
+    CONTEXT,
     DTYPES,
     LATENT,
     NAME,
@@ -39,7 +41,7 @@ from tread_zoo.data.latents.source import Moments
 from tread_zoo.data.latents.vae import Vae
 from tread_zoo.data.pictures import resize_and_crop
 from tread_zoo.data.ranges import to_model_range, to_uint8
-from tread_zoo.data.shards import save_columns, write_shard
+from tread_zoo.data.shards import open_index, save_columns, write_shard
 from tread_zoo.errors import unknown_name
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
@@ -216,7 +218,7 @@ class _Encoder:
                 if chosen:
                     batches = self._batches(_part(data, part), chosen)
                     for shard in chosen:
-                        self._write_shard(shard, batches, out, data.num_classes > 0, bar)
+                        self._write_shard(shard, batches, out, data, bar)
 
     def _batches(
         self, dataset: Dataset, shards: Sequence[Shard]
@@ -238,10 +240,11 @@ class _Encoder:
         shard: Shard,
         batches: Iterator[tuple[Tensor, Tensor]],
         out: Path,
-        labelled: bool,
+        data: ImageData,
         bar: Any,
     ) -> None:
         moments, labels = Moments(), []
+        labelled = data.num_classes > 0
 
         def samples() -> Iterator[tuple[str, dict[str, bytes]]]:
             item = shard.first
@@ -249,13 +252,15 @@ class _Encoder:
                 images, targets = next(batches)
                 stored = self.encode(images, shard.part, item)
                 moments.add(stored, self.stored_content)
-                for latent, label in zip(_as_arrays(stored), targets.tolist(), strict=True):
-                    labels.append(label if labelled else -1)
+                for latent, target in zip(_as_arrays(stored), targets, strict=True):
                     members = {LATENT: _npy(latent if self.options.flips else latent[0])}
-                    yield (
-                        f"{shard.part}_{item:09d}",
-                        {**members, "cls": b"%d" % label} if labelled else members,
-                    )
+                    if labelled:
+                        members["cls"] = b"%d" % int(target)
+                    if data.context is not None:
+                        half = to_half(target, f"of {shard.part} image {item}")
+                        members[CONTEXT] = _npy(half.numpy())
+                    labels.append(int(target) if labelled else -1)
+                    yield f"{shard.part}_{item:09d}", members
                     item += 1
                 bar.update(len(images))
 
@@ -362,6 +367,8 @@ def _plan(
             f"data={data.name!r} has {data.channels} channels; {vae.name!r} takes "
             f"{vae.in_channels}."
         )
+    # Unset, they leave the plan what it was before there were contexts.
+    source = {k: v for k, v in source.items() if v is not None or not k.startswith("context")}
     side, content = options.image_size, options.resolved_content(vae)
     size = data.image_size if side is None else (side, side)
     plan = {
@@ -378,6 +385,7 @@ def _plan(
         "shard_size": options.shard_size,
         "batch_size": options.batch_size,
         "precision": precision,
+        **({} if data.context is None else {"context": data.context}),
     }
     return json.loads(json.dumps(plan))
 
@@ -439,12 +447,15 @@ def _finish(
         psnr_db=decibels,
         psnr_images=num_images,
         parts={part: tuple(found) for part, found in parts.items()},
+        context=data.context,
     )
     columns = {
         key: np.concatenate([r[key] for r in records]) for key in ("offset", "size", "label")
     }
     columns["shard"] = np.repeat(np.arange(len(shards)), [len(r["label"]) for r in records])
     save_columns(out / f"index_{LATENT.replace('.', '_')}.npz", manifest.stamp, columns)
+    if manifest.context is not None:
+        open_index([out / shard.name for shard in shards], (CONTEXT,), manifest.stamp)
     manifest.write(out)
     for file in (out / PLAN, *(_record(out, shard) for shard in shards)):
         file.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """Latents in the files that people have: one function a format, all of which return `Stored`.
 
-`shards`, this project's: `manifest.json` and tar shards (`manifest.py`).
+`shards`, this project's: `manifest.json` and tar shards (`manifest.py`), with contexts if there are
+any.
 
 `npz`, for moments as MaskDiT computes them: one file with `moments` (mean and logvar) or `latents`,
 both [N,C',h,w], and if there are any `latents_flip` and `labels` [N].
@@ -29,7 +30,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tread_zoo.data.contexts import Contexts
 from tread_zoo.data.latents.manifest import (
+    CONTEXT,
     LATENT,
     NAME,
     Manifest,
@@ -57,7 +60,7 @@ class Stored:
     """What a format gives: the items, and what it knows of them.
 
     `labels` is int64 [N], -1 where there is none. `content`, `mean` and `std` [C] are None where
-    the files do not tell, `manifest` where there is none.
+    the files do not tell, `manifest` and `contexts` where there are none.
     """
 
     items: Items
@@ -66,6 +69,7 @@ class Stored:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     manifest: Manifest | None = None
+    contexts: Contexts | None = None
 
 
 def guess_format(path: Path) -> str:
@@ -104,14 +108,18 @@ def read_shards(path: Path, verify: str) -> Stored:
         ShardReader(index), (2, *stored) if manifest.flips else stored, manifest.dtype
     )
     content = "samples" if manifest.content == "mode" else manifest.content
-    return Stored(items, index.label, content, manifest.mean, manifest.std, manifest)
+    contexts = None
+    if manifest.context is not None:
+        of_contexts = open_index(paths, (CONTEXT,), manifest.stamp)
+        contexts = _TarMembers(ShardReader(of_contexts), manifest.context, "float16", "context")
+    return Stored(items, index.label, content, manifest.mean, manifest.std, manifest, contexts)
 
 
-class _TarItems:
+class _TarMembers:
     """.npy members of shards, all of one shape and kind, whose header is compared, not parsed."""
 
-    def __init__(self, reader: ShardReader, shape: tuple[int, ...], dtype: str):
-        self.reader, self.shape, self.dtype = reader, shape, dtype
+    def __init__(self, reader: ShardReader, shape: tuple[int, ...], dtype: str, what: str):
+        self.reader, self.shape, self.dtype, self.what = reader, shape, dtype, what
         stream = io.BytesIO()
         np.save(stream, np.zeros(shape, numpy_dtype(dtype)))
         size = int(np.prod(shape)) * numpy_dtype(dtype).itemsize
@@ -124,12 +132,21 @@ class _TarItems:
         content = bytearray(self.reader.read(item))
         if len(content) != self.num_bytes or not content.startswith(self.header):
             raise ValueError(
-                f"{self.reader.where(item)} holds no {self.dtype} latent {list(self.shape)}: the "
-                "shard is damaged. Copy it again."
+                f"{self.reader.where(item)} holds no {self.dtype} {self.what} "
+                f"{list(self.shape)}: the shard is damaged. Copy it again."
             )
         dtype = getattr(torch, self.dtype)
-        found = torch.frombuffer(content, dtype=dtype, offset=len(self.header)).view(self.shape)
-        return found.view(-1, *self.shape[-3:])
+        return torch.frombuffer(content, dtype=dtype, offset=len(self.header)).view(self.shape)
+
+
+class _TarItems(_TarMembers):
+    """Latents [C',h,w] or, with mirrored copies, [2,C',h,w]."""
+
+    def __init__(self, reader: ShardReader, shape: tuple[int, ...], dtype: str):
+        super().__init__(reader, shape, dtype, "latent")
+
+    def __getitem__(self, item: int) -> Tensor:
+        return super().__getitem__(item).view(-1, *self.shape[-3:])
 
 
 def numpy_dtype(dtype: str) -> np.dtype:

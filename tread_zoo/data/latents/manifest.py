@@ -1,12 +1,14 @@
 """`manifest.json`: what a folder of encoded latents holds, and what made them.
 
     <folder>/manifest.json            this
-             train-000000.tar …       samples `<key>.latent.npy` and `<key>.cls`
+             train-000000.tar …       samples `<key>.latent.npy`, and `<key>.cls` or
+                                      `<key>.context.npy`
              held_out-000000.tar …
-             index_latent_npy.npz     where each sample lies; made anew where it is missing
+             index_latent_npy.npz …   where each sample lies; made anew where it is missing
 
 Latents lie there as the autoencoder gave them, before any scaling, [C',h,w] or, with mirrored
 copies, [2,C',h,w]; C' is 2 C where mean and logvar are kept. bfloat16 is stored as its bits, `<u2`.
+Contexts are float16 [T,S], filled up with zeros.
 """
 
 import hashlib
@@ -19,6 +21,7 @@ FORMAT = 1
 NAME = "manifest.json"
 PARTS = ("train", "held_out")
 LATENT = "latent.npy"  # the suffix of a sample's latent
+CONTEXT = "context.npy"  # and of its context
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -48,6 +51,7 @@ class Manifest:
         source: name and options of the data that was encoded.
         psnr_db, psnr_images: of decoded latents against their images, a mean over some.
         parts: the shards of `train` and `held_out`, in order.
+        context: (T, S) of the contexts; None without, and then it is not in the file.
     """
 
     vae: dict[str, Any]
@@ -64,6 +68,7 @@ class Manifest:
     psnr_db: float
     psnr_images: int
     parts: dict[str, tuple[ShardFacts, ...]]
+    context: tuple[int, int] | None = None
 
     @property
     def shards(self) -> list[ShardFacts]:
@@ -83,9 +88,10 @@ class Manifest:
         """Write it, beside and renamed."""
         partial = folder / f".{NAME}.partial"
         counts = {part: self.count(part) for part in PARTS}
-        partial.write_text(
-            json.dumps({"format": FORMAT, "counts": counts, **asdict(self)}, indent=2)
-        )
+        content = {"format": FORMAT, "counts": counts, **asdict(self)}
+        if self.context is None:
+            del content["context"]
+        partial.write_text(json.dumps(content, indent=2))
         partial.replace(folder / NAME)
 
 
@@ -104,7 +110,8 @@ def read_manifest(folder: Path) -> Manifest:
         parts = {
             part: tuple(ShardFacts(**shard) for shard in found["parts"][part]) for part in PARTS
         }
-        tuples = ("image_size", "latent_shape", "class_names", "mean", "std")
+        tuples = ["image_size", "latent_shape", "class_names", "mean", "std"]
+        tuples += ["context"] if "context" in found else []
         return Manifest(**{**found, **{key: tuple(found[key]) for key in tuples}, "parts": parts})
     except FileNotFoundError:
         raise ValueError(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from tread_zoo.data.contexts import WithContexts, check_context_options
 from tread_zoo.data.dataset import ImageData
 from tread_zoo.data.from_shards import count_classes
 from tread_zoo.data.latents.codec import (
@@ -53,6 +54,7 @@ def latents(
     held_out: float | None = None,
     num_classes: int | None = None,
     verify: str = "size",
+    context: bool = True,
 ) -> ImageData:
     """Return the latents at `path`.
 
@@ -65,6 +67,7 @@ def latents(
     held_out: the fraction split off (0.1) where the files have no such part of their own.
     num_classes: the manifest's or the largest label + 1 unless given; 0 drops the labels.
     verify: `size`, or `sha256`, which reads every byte of the shards once, first.
+    context: contexts, where the manifest has any, are the condition; false drops them.
 
     Raises ValueError, naming the file and the option, for whatever does not fit this.
     """
@@ -76,6 +79,11 @@ def latents(
     name, facts = _autoencoder(stored.manifest, vae)
     _check_channels(stored_shape[1], chosen, facts, root)
     manifest = stored.manifest
+    if not isinstance(context, bool):
+        raise ValueError(f"data.context={context!r} must be true or false for latents.")
+    contexts = stored.contexts if context else None
+    if contexts is not None:
+        check_context_options("of the manifest; data.context=false drops them", None, num_classes)
     if num_classes is None and manifest is not None:
         num_classes = manifest.num_classes
     num_classes = count_classes([stored.labels], num_classes, root)
@@ -86,8 +94,9 @@ def latents(
         mean, std = measure(stored.items, train, chosen)
     shift, scale = normalizing(normalization, mean=mean, std=std, vae=facts)
 
-    def subset(indices: np.ndarray) -> LatentDataset:
-        return LatentDataset(stored.items, indices, labels[indices], stored_shape)
+    def subset(indices: np.ndarray) -> Dataset:
+        found = LatentDataset(stored.items, indices, labels[indices], stored_shape)
+        return found if contexts is None else WithContexts(found, contexts, indices)
 
     named = manifest is not None and len(manifest.class_names) == num_classes
     return ImageData(
@@ -109,6 +118,7 @@ def latents(
             vae={key: facts[key] for key in ("class", "sha256")} if facts else None,
             decoder=decoder_at(name, facts),
         ),
+        context=manifest.context if manifest is not None and contexts is not None else None,
     )
 
 

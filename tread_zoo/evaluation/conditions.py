@@ -1,0 +1,77 @@
+"""What samples are asked for, by their numbers: a label, a context, or nothing.
+
+    sample i    label      i mod num_classes
+                context    that of a held-out image: order[i mod n] of n, where any first numbers of
+                           `order` lie evenly spaced over the part
+
+So sample i is asked for the same thing whatever the number of samples, in every run on the same
+data. Dimensions: n contexts, T embeddings, S width of one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tread_zoo.backbone import Backbone
+from tread_zoo.data import ImageData
+from tread_zoo.data.contexts import as_context, read_npy, spread_order
+from tread_zoo.data.loader import read_items
+from tread_zoo.diffusion import default_labels
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The rule in words, and the conditions of samples by number: labels [B], contexts [B, T, S],
+    or None for an unconditional network."""
+
+    rule: str
+    of: Callable[[Sequence[int]], Tensor | None]
+
+
+def conditions_of(backbone: Backbone, data: ImageData) -> Conditions:
+    """Return what samples of a network trained on `data` are asked for."""
+    if not backbone.context_size:
+        return label_conditions(backbone)
+    part, kind = data.held_out, "held-out"
+    if part is None:
+        part, kind = data.train, "training"
+    order = spread_order(len(part))  # type: ignore[arg-type]
+
+    def of(indices: Sequence[int]) -> Tensor:
+        return read_items(part, [order[index % len(order)] for index in indices])[1]
+
+    return Conditions(f"contexts of {kind} images, evenly spaced", of)
+
+
+def label_conditions(backbone: Backbone) -> Conditions:
+    """Return sample i's label, i mod num_classes; None without classes."""
+    num_classes = backbone.num_classes
+    rule = "i mod num_classes" if num_classes else "none"
+    return Conditions(rule, lambda indices: default_labels(indices, num_classes))
+
+
+def contexts_in(file: str, backbone: Backbone) -> Conditions:
+    """Return the contexts of an .npy file [n, t, S], t <= T, or of one alone [t, S]: sample i gets
+    that of row i mod n.
+
+    Raises:
+        ValueError: the network takes none, or the file does not fit it.
+    """
+    if not backbone.context_size:
+        raise ValueError(
+            f"contexts={file!r}, but {backbone.name} was trained without contexts; leave it out."
+        )
+    array = read_npy(Path(file).expanduser().read_bytes, repr(file))
+    rows = array if array.ndim == 3 else array[None]
+    if not len(rows):
+        raise ValueError(f"contexts={file!r} holds none: it has shape {array.shape}.")
+    shape = (backbone.context_length, backbone.context_size)
+    found = torch.stack(
+        [as_context(row, f"{file!r}, row {i}", shape) for i, row in enumerate(rows)]
+    )
+    return Conditions(
+        f"contexts of {file}", lambda indices: found[[index % len(found) for index in indices]]
+    )
