@@ -33,7 +33,7 @@ GRID_IMAGES = 100
 GRID_SEED = 0
 HELD_OUT_SEED = 0
 HELD_OUT_DRAWS = 8  # for each image, at the end of a run
-QUIET = ("loss_level_", "peak_memory")  # for the trackers alone
+QUIET = ("loss_level_", "held_out_loss_level_", "peak_memory")  # for the trackers alone
 
 
 class Reporter:
@@ -149,7 +149,8 @@ class Reporter:
             network, parts.objective, parts.data, seed=HELD_OUT_SEED, precision=self.precision
         )
         if held_out is not None:
-            self.numbers(step, {"held_out_loss": held_out[0]})
+            levels = {f"held_out_loss_level_{i}": loss for i, loss in enumerate(held_out[1], 1)}
+            self.numbers(step, {"held_out_loss": held_out[0], **levels})
 
     def finish(self, network: Backbone, step: int, clock: Clock) -> None:
         """Plot the losses and score the averaged weights; `clock` has what the run's time went
