@@ -61,15 +61,22 @@ class Verdict:
         return (self.value - self.mean) / self.band if self.points else 0.0
 
     @property
+    def is_finite(self) -> bool:
+        """Whether the run has a number there."""
+        return math.isfinite(self.value)
+
+    @property
     def is_off(self) -> bool:
         """Whether it lies outside; what is not finite does."""
         return self.points > 0 and not abs(self.bands) <= 1
 
     @property
     def word(self) -> str:
-        """on, above, below, or that it was not compared."""
+        """on, above, below, not finite, or that it was not compared."""
         if not self.points:
             return "not compared"
+        if not self.is_finite:
+            return "not finite"
         return ("above" if self.bands > 0 else "below") if self.is_off else "on"
 
 
@@ -98,7 +105,7 @@ def judge_curve(run: Trace, curve: Curve, name: str) -> Verdict:
         for step, mean, band in zip(steps, means, bands, strict=True)
         if step in values
     ]
-    return max(found, key=lambda verdict: abs(verdict.bands))
+    return max(found, key=lambda verdict: abs(verdict.bands) if verdict.is_finite else math.inf)
 
 
 def band_of(curve: Curve, name: str) -> tuple[list[int], list[float], list[float]]:

@@ -173,11 +173,13 @@ def _draw_curve(axes: "Axes", comparison: Comparison, name: str) -> None:
     steps, means, bands = band_of(curve, name)
     low, high = ([m + s * b for m, b in zip(means, bands, strict=True)] for s in (-1, 1))
     axes.fill_between(steps, low, high, color="gray", alpha=0.25, lw=0, label="band")
+    windows = name in TRAINING
     for seed in curve.runs:
-        axes.plot(curve.steps_of(name), seed.curves[name], color="gray", lw=0.8)
-    own = at_steps(run.rows.get(name, ()), curve.steps_of(name), windows=name in TRAINING)
+        points = at_steps(curve.points_of(name, seed), steps, windows=windows)
+        axes.plot(list(points), list(points.values()), color="gray", lw=0.8)
+    own = at_steps(run.rows.get(name, ()), steps, windows=windows)
     word = next((v.word for v in comparison.verdicts if v.name == name), "")
-    colour = "C3" if word in ("above", "below") else "C0"
+    colour = "C0" if word == "on" else "C3"
     axes.plot(list(own), list(own.values()), color=colour, lw=1.5, marker=".", ms=4)
     axes.set_title(f"{_words(name)}: {word}", fontsize=9)
     axes.set_xlabel("step", fontsize=8)
