@@ -3,16 +3,17 @@
 At point p of a curve, S seeds have the values y_sp with the mean m_p. Relative to that mean,
 
     spread_p = sqrt(1/(S-1) sum_s (y_sp - m_p)^2) / |m_p|        of the seeds, at p
-    between_p = max(rms of spread over the curve, rms of spread over the five points around p)
+    between_p = max(rms of spread over a curve and its levels, rms over the five points around p)
     noise    = median |y_p-1 - 2 y_p + y_p+1| / |m_p| / (0.6745 sqrt 6)      from point to point
     scale_p  = |m_p| max(between_p, noise, floor)
     band_p   = Z sqrt(1 + 1/S) scale_p                           around m_p
 
 A new run is off a mean of S runs by its own deviation and by the mean's: sqrt(1 + 1/S). Two seeds
-that happen to agree would make a band of nothing; so the spread is pooled over the curve, is never
-less than the noise that the second differences show (they see no slow change), and never less than
-a floor: what the seeds of the runs in docs/comparison deviate from each other, 38 pairs. Training
-losses are judged in tenths of the run, for a line of the log is mostly noise.
+that happen to agree would make a band of nothing. So the spread is pooled over all points of a loss
+and its four levels; it is never less than the noise that the second differences show (they see no
+slow change), and never less than a floor: what the seeds of the runs in docs/comparison deviate
+from each other, 38 pairs. Training losses are judged in tenths of the run, for a line of the log is
+mostly noise.
 """
 
 import math
@@ -110,21 +111,32 @@ def judge_curve(run: Trace, curve: Curve, name: str) -> Verdict:
 
 def band_of(curve: Curve, name: str) -> tuple[list[int], list[float], list[float]]:
     """Return the steps at which a curve is judged, the mean there and half of the band's width."""
-    steps, windows = list(curve.steps_of(name)), name in TRAINING
-    if windows:
-        steps = steps[:: -math.ceil(len(steps) / TENTHS)][::-1]
-    rows = [
-        list(at_steps(curve.points_of(name, run), steps, windows=windows).values())
-        for run in curve.runs
-    ]
-    columns = list(zip(*rows, strict=True))
-    means = [statistics.fmean(values) for values in columns]
-    spreads = [statistics.stdev(v) / abs(m) for v, m in zip(columns, means, strict=True)]
-    floor = max(_noise(rows, means), FLOOR_OF_A_LEVEL if "level" in name else FLOOR, _rms(spreads))
+    group = TRAINING if name in TRAINING else HELD_OUT
+    steps, rows = _judged(curve, name)
+    means, spreads = _means_and_spreads(rows)
+    related = [_means_and_spreads(_judged(curve, n)[1])[1] for n in group if n in curve.names]
+    pooled = _rms([spread for found in related for spread in found])
+    floor = max(_noise(rows, means), FLOOR_OF_A_LEVEL if "level" in name else FLOOR, pooled)
     widen = Z * math.sqrt(1 + 1 / len(rows))
     around = [_rms(spreads[max(0, p - WINDOW) : p + WINDOW + 1]) for p in range(len(spreads))]
     bands = [widen * abs(m) * max(floor, near) for m, near in zip(means, around, strict=True)]
     return steps, means, bands
+
+
+def _judged(curve: Curve, name: str) -> tuple[list[int], list[list[float]]]:
+    """Return the steps at which a curve is judged, and the values of each seed there."""
+    steps, windows = list(curve.steps_of(name)), name in TRAINING
+    if windows:
+        steps = steps[:: -math.ceil(len(steps) / TENTHS)][::-1]
+    points = [curve.points_of(name, run) for run in curve.runs]
+    return steps, [list(at_steps(found, steps, windows=windows).values()) for found in points]
+
+
+def _means_and_spreads(rows: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
+    """Return mean and relative deviation over the seeds, at each point."""
+    columns = list(zip(*rows, strict=True))
+    means = [statistics.fmean(values) for values in columns]
+    return means, [statistics.stdev(v) / abs(m) for v, m in zip(columns, means, strict=True)]
 
 
 def _noise(rows: Sequence[Sequence[float]], means: Sequence[float]) -> float:
