@@ -7,11 +7,17 @@ python scripts/compare.py data=npz data.path=faces.npz training.num_steps=20000 
     backbone=dit_matched_s,rwkv_matched_s compare.out=comparisons/faces
 python scripts/compare.py compare.equal=flops           # or equal=seconds compare.seconds=240
 python scripts/compare.py compare.runs=[runs/a,runs/b] compare.out=comparisons/mine
+python scripts/compare.py compare.study=fashion_mnist data=npz data.path=fashion_mnist.npz
+python scripts/compare.py compare.to=reference compare.runs=[runs/mine]       # docs/recipes.md
 
 Every override of scripts/train.py works; one with several values (hydra's sweep syntax) takes the
 place of the study's values for that field, or spans the study's grids further. The same command
 again continues where it stopped: finished runs are read, not repeated. The folder compare.out then
 holds index.html (one page, self-contained), plots/, report.md, results.csv, results.json and runs/.
+
+compare.to=reference says of each run whether it lies on the curve of its recipe, as far as it got;
+reference.md and reference.png go to the run's folder, or to compare.out if that is given. The exit
+status is 0 if all do and 1 if one does not.
 """
 
 import logging
@@ -30,7 +36,9 @@ from omegaconf import DictConfig
 from tread_zoo.cli import as_keywords, clear_errors, register_configs
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+CURVES = CONFIGS / "experiment" / "curves"
 OWN = "compare."
+TO = ("reference",)
 
 register_configs()
 
@@ -63,12 +71,18 @@ def run(config: DictConfig) -> None:
     settings = as_keywords(config)
     given = [text for text in sys.argv[1:] if not text.startswith(OWN)]
     out, equal = Path(settings["out"]), settings["equal"]
+    if settings["runs"] and given:
+        raise ValueError(
+            f"{given[0]}: compare.runs takes runs as they are; leave it out. (What belongs to the "
+            f"comparison begins with {OWN}: {OWN}to=reference.)"
+        )
+    if settings["to"] is not None or settings["recipe"] is not None:
+        to_reference(settings)
+        return
     if settings["runs"]:
-        if given:
-            raise ValueError(f"{given[0]}: compare.runs collects runs as they are; leave it out.")
         cells = collect([Path(folder) for folder in settings["runs"]])
     else:
-        grids, fixed = split_sweeps(settings["grids"], given)
+        grids, fixed = split_sweeps(settings["grids"], given, settings["fixed"])
         cells = expand_all(grids, fixed, out)
         cells = equalise(cells, compose_run, equal=equal, seconds=settings["seconds"], out=out)
         run_grid(cells, compose_run)
@@ -82,19 +96,50 @@ def run(config: DictConfig) -> None:
     print(f"written to {out}: index.html, plots/, report.md, results.csv, results.json")
 
 
+def to_reference(settings: dict[str, Any]) -> None:
+    """Compare each of the runs with its recipe's curve; leave with status 1 if one is off it."""
+    from tread_zoo.comparison.reference import compare_run, load_curves, write_comparison
+    from tread_zoo.errors import unknown_name
+
+    if settings["to"] not in TO:
+        raise unknown_name("compare.to", settings["to"], TO)
+    if not settings["runs"]:
+        raise ValueError("compare.to=reference needs runs: add compare.runs=[runs/mine].")
+    if int(os.environ.get("RANK", "0")) > 0:
+        return
+    curves = load_curves(CURVES)
+    folders = [Path(folder) for folder in settings["runs"]]
+    found = [compare_run(folder, curves, settings["recipe"]) for folder in folders]
+    out_is_given = any(text.startswith(f"{OWN}out=") for text in sys.argv[1:])
+    for folder, comparison in zip(folders, found, strict=True):
+        place = folder
+        if out_is_given:
+            place = Path(settings["out"]) / (folder.name if len(folders) > 1 else "")
+        print(write_comparison(comparison, place))
+        print(f"written to {place}: reference.md, reference.png")
+    off = [comparison.run.folder for comparison in found if comparison.is_off]
+    if off:
+        sys.exit(f"off the curve: {', '.join(off)}")
+
+
 def split_sweeps(
-    grids: Sequence[dict[str, list[Any]]], overrides: Sequence[str]
+    grids: Sequence[dict[str, list[Any]]], overrides: Sequence[str], shared: Sequence[str] = ()
 ) -> tuple[list[dict[str, list[str]]], list[str]]:
     """Return the swept values by field of each grid, and the other overrides.
 
-    Values from `overrides` replace those of every grid that has the field. A sweep over a field
-    that no grid has spans all of them.
+    Values from `overrides` replace those of every grid that has the field, and of `shared`, what
+    all runs of a study have. A sweep over a field that no grid has spans all of them.
     """
     sweeps = [{f: [str(v) for v in values] for f, values in grid.items()} for grid in grids]
-    fixed = []
-    for text, parsed in zip(
-        overrides, OverridesParser.create().parse_overrides(list(overrides)), strict=True
-    ):
+    parser = OverridesParser.create()
+    parsed_overrides = parser.parse_overrides(list(overrides))
+    given = {parsed.get_key_element() for parsed in parsed_overrides}
+    fixed = [
+        text
+        for text, parsed in zip(shared, parser.parse_overrides(list(shared)), strict=True)
+        if parsed.get_key_element() not in given
+    ]
+    for text, parsed in zip(overrides, parsed_overrides, strict=True):
         field = parsed.get_key_element()
         spans = parsed.is_sweep_override()
         values = list(parsed.sweep_string_iterator()) if spans else [text.partition("=")[2]]

@@ -3,8 +3,6 @@
 import gzip
 import hashlib
 import http.server
-import io
-import struct
 import tarfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,44 +11,21 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data.published_files import idx, write_cifar10, write_fashion_mnist
 from tread_zoo.data import build_data
 from tread_zoo.data.download import RemoteFile, cache_folder, fetch
-
-NAMES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-
-
-def _idx(array):
-    header = struct.pack(">HBB", 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
-    return gzip.compress(header + array.tobytes())
 
 
 @pytest.fixture
 def fashion(tmp_path):
     """40 + 20 images in the four files; returns the folder and the arrays."""
-    rng = np.random.default_rng(0)
-    arrays = [
-        rng.integers(0, 256, (40, 28, 28), np.uint8), np.arange(40, dtype=np.uint8) % 10,
-        rng.integers(0, 256, (20, 28, 28), np.uint8), np.arange(20, dtype=np.uint8) % 10,
-    ]  # fmt: skip
-    for name, array in zip(NAMES, arrays, strict=True):
-        (tmp_path / f"{name}-ubyte.gz").write_bytes(_idx(array))
-    return tmp_path, arrays
+    return tmp_path, write_fashion_mnist(tmp_path)
 
 
 @pytest.fixture
 def cifar(tmp_path):
     """Five files of 4 records and one of 2, in an archive; returns its folder and the records."""
-    rng = np.random.default_rng(0)
-    records = {}
-    with tarfile.open(tmp_path / "cifar-10-binary.tar.gz", "w:gz") as archive:
-        for name in (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"):
-            labels = rng.integers(0, 10, (2 if "test" in name else 4, 1), np.uint8)
-            pixels = rng.integers(0, 256, (len(labels), 3072), np.uint8)
-            records[name] = np.concatenate([labels, pixels], axis=1)
-            entry = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
-            entry.size = records[name].nbytes
-            archive.addfile(entry, io.BytesIO(records[name].tobytes()))
-    return tmp_path, records
+    return tmp_path, write_cifar10(tmp_path)
 
 
 def test_fashion_mnist_is_what_was_written(fashion):
@@ -93,9 +68,9 @@ def test_a_folder_that_torchvision_made_will_do(fashion, tmp_path):
         (lambda whole: whole[: len(whole) // 2], "no whole gzipped IDX file"),
         (lambda whole: b"<html>not found</html>", "no whole gzipped IDX file"),
         (lambda whole: gzip.compress(gzip.decompress(whole)[:-1]), r"shape \[40\] and 39 values"),
-        (lambda whole: _idx(np.zeros((4, 4), np.uint8)), "a file of 1 axes"),
-        (lambda whole: _idx(np.arange(39, dtype=np.uint8) % 10), "40 images.* 39 labels"),
-        (lambda whole: _idx(np.full(40, 10, np.uint8)), "one label from 0 to 9"),
+        (lambda whole: idx(np.zeros((4, 4), np.uint8)), "a file of 1 axes"),
+        (lambda whole: idx(np.arange(39, dtype=np.uint8) % 10), "40 images.* 39 labels"),
+        (lambda whole: idx(np.full(40, 10, np.uint8)), "one label from 0 to 9"),
     ],
 )
 def test_a_damaged_file_is_named_with_its_remedy(fashion, damage, words):

@@ -8,6 +8,7 @@ from hydra import compose, initialize_config_dir
 from scripts.compare import CONFIGS, split_sweeps
 from tests.scripts.test_command_line import call
 from tests.small_run import SMALL, full_settings, parts_of
+from tests.test_experiments import data_for
 from tread_zoo.cli import as_keywords
 from tread_zoo.comparison import expand_all
 
@@ -46,11 +47,20 @@ def test_values_of_the_command_line_take_the_place_of_the_study_s():
 def test_every_study_is_a_set_of_settings_that_can_be_built(study, tmp_path):
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         config = compose("compare", overrides=[f"study={study}"])
-    grids, _ = split_sweeps(as_keywords(config)["grids"], [])
-    kinds = {cell.overrides[:-1]: cell for cell in expand_all(grids, [], tmp_path)}
+    grids, fixed = split_sweeps(as_keywords(config)["grids"], [], config.fixed)
+    fixed += data_for(study, tmp_path)
+    kinds = {cell.overrides[:-1]: cell for cell in expand_all(grids, fixed, tmp_path)}
     assert config.title
     for cell in kinds.values():  # one seed of each
         assert parts_of(full_settings(*cell.overrides)).settings
+
+
+def test_what_a_study_fixes_gives_way_to_the_command_line():
+    grids = [{"backbone": ["a"], "seed": [0]}]
+    shared = ["experiment=base/cifar10", "training.num_steps=5"]
+    sweeps, fixed = split_sweeps(grids, ["training.num_steps=7", "device=cpu"], shared)
+    assert sweeps == [{"backbone": ["a"], "seed": ["0"]}]
+    assert fixed == ["experiment=base/cifar10", "training.num_steps=7", "device=cpu"]
 
 
 def test_bad_words_are_one_line(tmp_path):

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 GRID_IMAGES = 100
 GRID_SEED = 0
-QUIET = ("loss_level_", "peak_memory")  # for the trackers alone
+QUIET = ("loss_level_", "held_out_loss_level_", "peak_memory")  # for the trackers alone
 
 
 class Reporter:
@@ -155,7 +155,8 @@ class Reporter:
             network, parts.objective, parts.data, seed=HELD_OUT_SEED, precision=self.precision
         )
         if held_out is not None:
-            self.numbers(step, {"held_out_loss": held_out[0]})
+            levels = {f"held_out_loss_level_{i}": loss for i, loss in enumerate(held_out[1], 1)}
+            self.numbers(step, {"held_out_loss": held_out[0], **levels})
 
     def score(self, record: dict[str, Any], clock: Clock) -> None:
         """Keep a record of the averaged weights on the way, and hand its numbers to the trackers.
