@@ -12,12 +12,14 @@ from scripts.compare import split_sweeps
 from tests.data.published_files import write_cifar10, write_fashion_mnist
 from tests.small_run import CONFIGS, SMALL, full_settings, parts_of, train_small
 from tread_zoo import create_backbone
-from tread_zoo.comparison.reference import differences
+from tread_zoo.comparison.reference import differences, load_curves, wanted_settings
+from tread_zoo.comparison.reference.settings import KNOWN_DATA
 from tread_zoo.training import train
 from tread_zoo.training.trackers import read_metrics
 
 RECIPES = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
 DOWNLOADED = {"fashion_mnist": write_fashion_mnist, "cifar10": write_cifar10}
+CURVES = load_curves(CONFIGS / "experiment" / "curves")
 IMAGENET = [name for name in RECIPES if name.startswith("imagenet256")]
 TINY = ["backbone.hidden_size=16", "training.num_steps=2", "training.batch_size=2",
         "training.num_workers=0", "training.precision=fp32", "sampler.num_steps=2",
@@ -81,9 +83,19 @@ def test_a_recipe_says_how_it_is_run_and_what_it_is(recipe, tmp_path):
             count = sum(parameter.numel() for parameter in network.parameters()) / 1e6
             assert float(millions.group(1)) == pytest.approx(count, abs=0.06)
     else:
-        assert parts_of(keywords).settings
+        settings = parts_of(keywords).settings
+        wanted = wanted_settings(keywords, settings["data"] if set_of(recipe) else {})
+        known = KNOWN_DATA[keywords["data"]["name"]][-1]
+        assert wanted["data"]["num_images"] == known
+        settings["data"] |= {"num_images": known} if set_of(recipe) else {}  # the files are small
+        assert {**wanted, "data": {"name": settings["data"]["name"], **wanted["data"]}} == {
+            name: settings[name] for name in wanted
+        }
         points = keywords["training"]["num_steps"] // keywords["training"]["sample_every"]
         assert points >= 6 or set_of(recipe) is None
+    if recipe in CURVES:
+        curve = CURVES[recipe].settings
+        assert differences(curve, wanted_settings(keywords, curve["data"]), scoring=True) == []
     if set_of(recipe) == "cifar10":
         assert "colour and texture only" in head
 

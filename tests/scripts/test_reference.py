@@ -19,6 +19,7 @@ def as_list(folders):
     return f"[{','.join(map(str, folders))}]"
 
 
+@pytest.mark.slow
 def test_a_curve_made_of_its_own_runs_is_that_curve_again(tmp_path):
     """Every number of the committed curve goes into run folders, and comes out of the script."""
     runs = [run_from_curve(tmp_path / f"seed{i}", CURVE, i) for i in range(len(CURVE.runs))]
