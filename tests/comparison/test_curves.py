@@ -65,25 +65,28 @@ def test_runs_of_different_protocols_share_no_plot(tmp_path):
 
 
 def lines_of(path, runs, monkeypatch):
-    """Draw the plots of runs, and return the lines of one by label: places, values, style."""
+    """Draw the plots of runs; return the lines of each panel by label: places, values, style."""
     drawn = {}
     original = plots._new_axes
 
-    def watched(size):
-        figure, axes = original(size)
+    def watched(*size):
+        figure, panels = original(*size)
         saved = figure.savefig
 
         def save(to, **more):
-            drawn[to.name] = {
-                line.get_label(): (list(line.get_xdata()), list(line.get_ydata()),
-                                   line.get_color(), line.get_linestyle())
-                for line in axes.lines
+            drawn[to.stem] = {
+                axes.get_xlabel().partition(" ")[0]: {
+                    line.get_label(): (list(line.get_xdata()), list(line.get_ydata()),
+                                       line.get_color(), line.get_linestyle())
+                    for line in axes.lines
+                }
+                for axes in panels
             }  # fmt: skip
             if to.name.startswith("fid_"):
                 saved(to, **more)
 
         figure.savefig = save
-        return figure, axes
+        return figure, panels
 
     monkeypatch.setattr(plots, "_new_axes", watched)
     plots.draw_plots(groups_of(runs), path)
@@ -93,24 +96,25 @@ def lines_of(path, runs, monkeypatch):
 def test_each_score_is_drawn_against_steps_flops_and_seconds(tmp_path, monkeypatch):
     """Places by hand: 10 images a step of 4 or 3 FLOPs; 5 seconds a step."""
     drawn = lines_of(tmp_path, RUNS, monkeypatch)
-    for axis in ("steps", "flops", "seconds"):
-        assert (tmp_path / f"fid_{axis}.png").read_bytes().startswith(b"\x89PNG")
-        assert f"held_out_loss_{axis}.png" in drawn
-    expected = {"steps": [5, 10], "flops": [150e-12, 300e-12], "seconds": [25, 50]}
+    assert (tmp_path / "fid_on_the_way.png").read_bytes().startswith(b"\x89PNG")
+    assert "held_out_loss_on_the_way" in drawn
+    panels = drawn["fid_on_the_way"]
+    expected = {"optimizer": [5, 10], "training": [150e-12, 300e-12], "seconds": [25, 50]}
+    assert panels.keys() == expected.keys()
     for axis, places in expected.items():
-        found = drawn[f"fid_{axis}.png"]
+        found = panels[axis]
         assert found["tread"][0] == pytest.approx(places)
         assert found["tread"][1] == pytest.approx([3.3, 1.1])
         assert found["none"][1] == pytest.approx([3.3, 1.1])
         assert found["held-out real images: 0.39"][1] == [0.39, 0.39]
-    assert drawn["fid_flops.png"]["none"][0] == pytest.approx([200e-12, 400e-12])
+    assert panels["training"]["none"][0] == pytest.approx([200e-12, 400e-12])
 
 
 def test_real_images_far_from_all_curves_are_said_and_not_drawn(tmp_path, monkeypatch):
     far = {key: dataclasses.replace(run, real={"fid": 0.01}) for key, run in RUNS.items()}
     far = {k: dataclasses.replace(r, scores={"fid": ((5, 9.0), (10, 8.0))}) for k, r in far.items()}
-    style = lines_of(tmp_path, far, monkeypatch)["fid_steps.png"]
-    assert style["held-out real images: 0.01 (not drawn)"][3] == "None"
+    panels = lines_of(tmp_path, far, monkeypatch)["fid_on_the_way"]
+    assert panels["optimizer"]["held-out real images: 0.01 (not drawn)"][3] == "None"
 
 
 def test_a_backbone_has_one_colour_and_only_dense_runs_are_solid(tmp_path, monkeypatch):
@@ -135,6 +139,8 @@ def test_losses_by_one_draw_and_by_eight_share_no_plot():
     assert drawn_curves(runs)["held_out_loss"](runs[0]) == runs[0].scores["held_out_loss"]
     runs[1] = dataclasses.replace(runs[1], scores={})
     assert {drawn_curves(runs)["held_out_loss"](run) for run in runs} == {single}
+    often = [dataclasses.replace(run, curve=(*single, (15, 0.7))) for run in RUNS.values()]
+    assert drawn_curves(often)["held_out_loss"](often[0]) == often[0].curve, "more points"
     ended = [dataclasses.replace(run, scores={"fid": ((10, 1.0),)}) for run in RUNS.values()]
     assert drawn_curves(ended) == {}, "a score at the end alone is no curve"
 

@@ -61,8 +61,8 @@ def score_curves(folder: Path) -> dict[str, Curve]:
 def drawn_curves(runs: Sequence["RunResult"]) -> dict[str, CurveOf]:
     """Return what to plot, by name of the score: all that some run measured more than once.
 
-    The held-out loss is that of the scores where all runs that have a curve have that one, else
-    the one that was logged with the samples, by a single draw: the two are not the same number.
+    The held-out loss is either that of the scores or the one that was logged with the samples, by a
+    single draw, which is not the same number: see `held_out_curves`. It comes first.
     """
 
     def scored(name: str) -> CurveOf:
@@ -74,17 +74,25 @@ def drawn_curves(runs: Sequence["RunResult"]) -> dict[str, CurveOf]:
         if name != HELD_OUT and any(len(run.scores.get(name, ())) > 1 for run in runs)
     }
     held_out = held_out_curves(runs)
-    return {**found, **({HELD_OUT: held_out} if held_out else {})}
+    return {**({HELD_OUT: held_out} if held_out else {}), **found}
 
 
 def held_out_curves(runs: Sequence["RunResult"]) -> CurveOf | None:
-    """Return the curve of held-out losses that can be compared over all runs; None: no run has
-    one."""
-    having = [run for run in runs if max(len(run.curve), len(run.scores.get(HELD_OUT, ()))) > 1]
+    """Return the curve of held-out losses that can be compared over all runs; None: no run has one.
+
+    Of the two that a run may have, scored and logged, the one that has more points in the run that
+    has fewest of it; the scored one, which is of more draws, where they have as many.
+    """
+
+    def scored(run: "RunResult") -> Curve:
+        return run.scores.get(HELD_OUT, ())
+
+    having = [run for run in runs if max(len(run.curve), len(scored(run))) > 1]
     if not having:
         return None
-    if all(len(run.scores.get(HELD_OUT, ())) > 1 for run in having):
-        return lambda run: run.scores.get(HELD_OUT, ())
+    fewest = min(len(scored(run)) for run in having)
+    if fewest > 1 and fewest >= min(len(run.curve) for run in having):
+        return scored
     return lambda run: run.curve
 
 

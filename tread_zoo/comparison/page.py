@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tread_zoo.comparison.grid import Cell
 from tread_zoo.comparison.groups import Group, group_runs
-from tread_zoo.comparison.plots import draw_plots
+from tread_zoo.comparison.plots import AGAINST, draw_plots
 from tread_zoo.comparison.results import RunResult
 from tread_zoo.comparison.table import (
     PAIRED,
@@ -26,7 +26,8 @@ h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2rem }
 pre { background: #f4f4f4; padding: .7rem; overflow-x: auto }
 .plots, .samples { display: flex; flex-wrap: wrap; gap: 1rem }
 figure { margin: 0 } figcaption { font-size: .85rem; color: #555 }
-.plots img { width: 37rem; max-width: 100% } .samples img { image-rendering: pixelated }
+.plots img { width: 37rem; max-width: 100% } .plots .whole img { width: 75rem }
+.samples img { image-rendering: pixelated }
 .wide { overflow-x: auto } table { border-collapse: collapse; font-size: .85rem }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; white-space: nowrap }
 th { text-align: left; cursor: pointer }
@@ -78,7 +79,7 @@ def write_page(
         *_sentences(read_out(groups)),
         "<h2>Plots</h2>",
         '<div class="plots">',
-        *(_figure(path, name) for name, path in plots.items()),
+        *(_figure(path, name, whole=name.endswith(AGAINST)) for name, path in plots.items()),
         "</div>",
         "<h2>Numbers</h2>",
         _table(scores_table(groups)),
@@ -112,10 +113,12 @@ def _sentences(lines: Sequence[str]) -> list[str]:
     return ["<h2>In words</h2>", "<ul>", *(f"<li>{escape(line)}</li>" for line in lines), "</ul>"]
 
 
-def _figure(path: Path, caption: str) -> str:
+def _figure(path: Path, caption: str, *, whole: bool = False) -> str:
+    """Return a picture as HTML, over the whole width or half of it."""
     data = base64.b64encode(path.read_bytes()).decode()
+    kind = ' class="whole"' if whole else ""
     return (
-        f'<figure><img alt="{escape(caption)}" src="data:image/png;base64,{data}">'
+        f'<figure{kind}><img alt="{escape(caption)}" src="data:image/png;base64,{data}">'
         f"<figcaption>{escape(caption)}</figcaption></figure>"
     )
 

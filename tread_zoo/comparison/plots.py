@@ -20,19 +20,20 @@ if TYPE_CHECKING:
 
 STYLES = ("--", ":", "-.", (0, (1, 3)), (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
 FEW_POINTS = 30  # so many are marked
+CURVES = "_on_the_way"  # in the names of files
+AGAINST = "against steps, FLOPs and seconds"
 
 
 def draw_plots(groups: Sequence[Group], folder: Path) -> dict[str, Path]:
-    """Draw PNGs into `folder`, and return them by title: what was measured on the way against
-    steps, FLOPs and seconds, and every score at the end."""
+    """Draw PNGs into `folder`, and return them by title: what was measured on the way, against
+    steps, FLOPs and seconds side by side, and every score at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     made, looks = {}, _looks(groups)
     runs = [run for group in groups for run in group.ended.values()]
     for name, curve in drawn_curves(runs).items():
-        for axis, (label, _) in AXES.items():
-            path = folder / f"{name}_{axis}.png"
-            _draw_curves(groups, looks, name, curve, axis, path)
-            made[f"{_capital(QUALITY[name][0])} against {label.partition(',')[0]}"] = path
+        path = folder / f"{name}{CURVES}.png"
+        _draw_curves(groups, looks, name, curve, path)
+        made[f"{_capital(QUALITY[name][0])} {AGAINST}"] = path
     for name, (title, factor, _) in QUALITY.items():
         if any(name in run.values for run in runs):
             path = folder / f"{name}.png"
@@ -72,12 +73,11 @@ def _draw_curves(
     looks: Sequence[dict[str, Any]],
     name: str,
     curve: CurveOf,
-    axis: str,
     path: Path,
 ) -> None:
-    """Draw a score against what was spent: means at the steps that all seeds of a group have."""
-    figure, axes = _new_axes((9.0, 4.5))
-    label, spent = AXES[axis]
+    """Draw a score against all that was spent for it, a panel each: means at the steps that all
+    seeds of a group have."""
+    figure, panels = _new_axes((15.0, 4.5), len(AXES))
     title, factor, form = QUALITY[name]
     seen: list[float] = []
     for group, look in zip(groups, looks, strict=True):
@@ -87,22 +87,28 @@ def _draw_curves(
             continue
         steps = sorted(shared)
         values = [[factor * dict(curve(run))[step] for run in runs] for step in steps]
-        places = [sum(spent(run, step) for run in runs) / len(runs) for step in steps]
-        marker = "." if len(steps) <= FEW_POINTS else ""
         means = [sum(x) / len(x) for x in values]
-        axes.plot(places, means, label=group.label, lw=1.5, marker=marker, ms=5, **look)
         low, high = [min(x) for x in values], [max(x) for x in values]
-        axes.fill_between(places, low, high, color=look["color"], alpha=0.12, lw=0)
+        marker = "." if len(steps) <= FEW_POINTS else ""
+        for axes, (_, spent) in zip(panels, AXES.values(), strict=True):
+            places = [sum(spent(run, step) for run in runs) / len(runs) for step in steps]
+            axes.plot(places, means, label=group.label, lw=1.5, marker=marker, ms=5, **look)
+            axes.fill_between(places, low, high, color=look["color"], alpha=0.12, lw=0)
         seen += [*low, *high]
     lower = name in LOWER_IS_BETTER
     notes = ["dense, averaged weights"] if name == HELD_OUT else []
     notes.append("lower is better" if lower else "higher is better")
-    axes.set(xlabel=label, ylabel=f"{title}\n({'; '.join(notes)})")
-    if lower and min(seen, default=0) > 0:
-        _logarithmic(axes, math.log10(max(seen) / min(seen)))
-    _draw_real(axes, _of_real_images(groups, name), factor, form, seen)
-    axes.grid(alpha=0.3, which="both")
-    figure.legend(fontsize=8, loc="outside right upper", handlelength=3)
+    panels[0].set_ylabel(f"{title}\n({'; '.join(notes)})")
+    for axes, (label, _) in zip(panels, AXES.values(), strict=True):
+        axes.set_xlabel(label)
+        if lower and min(seen, default=0) > 0:
+            _logarithmic(axes, math.log10(max(seen) / min(seen)))
+        _draw_real(axes, _of_real_images(groups, name), factor, form, seen)
+        axes.grid(alpha=0.3, which="both")
+    figure.legend(
+        *panels[0].get_legend_handles_labels(),
+        fontsize=8, loc="outside right upper", handlelength=3,
+    )  # fmt: skip
     figure.savefig(path, dpi=100)
 
 
@@ -146,7 +152,7 @@ def _draw_scores(
     factor: float,
     path: Path,
 ) -> None:
-    figure, axes = _new_axes((7.5, 0.8 + 0.3 * len(groups)))
+    figure, (axes,) = _new_axes((7.5, 0.8 + 0.3 * len(groups)))
     for place, (group, look) in enumerate(zip(groups, looks, strict=True)):
         values = [factor * r.values[name] for r in group.ended.values() if name in r.values]
         filled = look["color"] if group.is_dense else "none"
@@ -165,8 +171,9 @@ def _draw_scores(
     figure.savefig(path, dpi=100)
 
 
-def _new_axes(size: tuple[float, float]) -> "tuple[Figure, Axes]":
+def _new_axes(size: tuple[float, float], columns: int = 1) -> "tuple[Figure, Sequence[Axes]]":
+    """Return a figure and its panels, which share the y axis."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.add_subplot()
+    return figure, figure.subplots(1, columns, sharey=True, squeeze=False)[0]
