@@ -10,7 +10,8 @@ from tests.comparison.test_page import groups_of
 from tests.comparison.test_page import run as end_of
 from tests.comparison.test_table import cell
 from tread_zoo.comparison import plots, write_page, write_report
-from tread_zoo.comparison.curves import drawn_curves, score_curves
+from tread_zoo.comparison.curves import drawn_curves
+from tread_zoo.comparison.results import score_curves
 from tread_zoo.comparison.words import read_out
 
 

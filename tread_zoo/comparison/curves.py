@@ -10,55 +10,24 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tread_zoo.comparison.markdown import NEWER, QUALITY, SAME_PROTOCOL, check_same
-from tread_zoo.training.scoring import FILE, read_scores
+from tread_zoo.comparison.grid import Cell
+from tread_zoo.comparison.markdown import QUALITY
+from tread_zoo.comparison.results import Curve, RunResult
 
-if TYPE_CHECKING:
-    from tread_zoo.comparison.grid import Cell
-    from tread_zoo.comparison.results import RunResult
-
-Curve = tuple[tuple[int, float], ...]  # (step, value), by step
-CurveOf = Callable[["RunResult"], Curve]
+CurveOf = Callable[[RunResult], Curve]
 
 HELD_OUT = "held_out_loss"
 SINGLE_DRAW = "held_out_loss_single_draw"  # as training.sample_every logs it
 # name -> label, what a run had spent of it at step k
-AXES: dict[str, tuple[str, Callable[["RunResult", int], float]]] = {
+AXES: dict[str, tuple[str, Callable[[RunResult, int], float]]] = {
     "steps": ("optimizer steps", lambda run, step: step),
     "flops": ("training FLOPs, 10^12", lambda run, step: _flops(run, step) / 1e12),
     "seconds": ("seconds of training steps", lambda run, step: run.seconds * step / run.num_steps),
 }
 
 
-def score_curves(folder: Path) -> dict[str, Curve]:
-    """Return the curve of each score of a run, by its name in `score.json`; {} without records.
-
-    Raises:
-        ValueError: a line that is no record, or scores by different protocols, as a run has that
-            was resumed with another sampler or evaluation.
-    """
-    records = read_scores(folder)
-    keys = [key for key in SAME_PROTOCOL if key != "step"]
-    try:
-        check_same([(f"step {s}", r["protocol"]) for s, r in records.items()], keys, NEWER)
-    except ValueError as error:
-        raise ValueError(
-            f"{folder / FILE}: {error} Of a run that is there: keep the lines of one setting."
-        ) from error
-    names = dict.fromkeys(name for record in records.values() for name in record["values"])
-    return {
-        name: tuple(
-            (step, record["values"][name])
-            for step, record in records.items()
-            if math.isfinite(record["values"].get(name, math.nan))
-        )
-        for name in names
-    }
-
-
-def drawn_curves(runs: Sequence["RunResult"]) -> dict[str, CurveOf]:
+def drawn_curves(runs: Sequence[RunResult]) -> dict[str, CurveOf]:
     """Return what to plot, by name of the score: all that some run measured more than once.
 
     The held-out loss is either that of the scores or the one that was logged with the samples, by a
@@ -77,14 +46,14 @@ def drawn_curves(runs: Sequence["RunResult"]) -> dict[str, CurveOf]:
     return {**({HELD_OUT: held_out} if held_out else {}), **found}
 
 
-def held_out_curves(runs: Sequence["RunResult"]) -> CurveOf | None:
+def held_out_curves(runs: Sequence[RunResult]) -> CurveOf | None:
     """Return the curve of held-out losses that can be compared over all runs; None: no run has one.
 
     Of the two that a run may have, scored and logged, the one that has more points in the run that
     has fewest of it; the scored one, which is of more draws, where they have as many.
     """
 
-    def scored(run: "RunResult") -> Curve:
+    def scored(run: RunResult) -> Curve:
         return run.scores.get(HELD_OUT, ())
 
     having = [run for run in runs if max(len(run.curve), len(scored(run))) > 1]
@@ -96,7 +65,7 @@ def held_out_curves(runs: Sequence["RunResult"]) -> CurveOf | None:
     return lambda run: run.curve
 
 
-def value_at_flops(run: "RunResult", curve: Curve, flops: float) -> float:
+def value_at_flops(run: RunResult, curve: Curve, flops: float) -> float:
     """Return the value of a curve when its run had spent `flops`, straight between the measured
     steps; NaN outside of them."""
     step = flops / (run.flops * run.images / run.num_steps) if run.num_steps else math.nan
@@ -106,7 +75,7 @@ def value_at_flops(run: "RunResult", curve: Curve, flops: float) -> float:
     return math.nan
 
 
-def write_curves(cells: Sequence["Cell"], results: Sequence["RunResult"], path: Path) -> None:
+def write_curves(cells: Sequence[Cell], results: Sequence[RunResult], path: Path) -> None:
     """Write every point of every curve as a row: what the run chose, the score, the step, what was
     spent by then (FLOPs, seconds) and the value."""
     rows: list[Mapping[str, object]] = []
@@ -124,5 +93,5 @@ def write_curves(cells: Sequence["Cell"], results: Sequence["RunResult"], path: 
         writer.writerows(rows)
 
 
-def _flops(run: "RunResult", step: int) -> float:
+def _flops(run: RunResult, step: int) -> float:
     return run.flops * run.images * step / run.num_steps

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
-from tread_zoo.comparison.curves import Curve, score_curves
+from tread_zoo.comparison.markdown import NEWER, SAME_PROTOCOL, check_same
 from tread_zoo.evaluation.flops import count_flops, training_flops
 from tread_zoo.routing import build_routing
 from tread_zoo.training.checkpoints import build_described
+from tread_zoo.training.scoring import FILE, read_scores
 from tread_zoo.training.trackers import read_metrics
+
+Curve = tuple[tuple[int, float], ...]  # (step, value), by step
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,32 @@ def read_run(folder: Path) -> RunResult:
         phases=score["run"].get("seconds", {}),
         picture=str(pictures[-1]) if pictures else "",
     )
+
+
+def score_curves(folder: Path) -> dict[str, Curve]:
+    """Return the curve of each score of a run, by its name in `score.json`; {} without records.
+
+    Raises:
+        ValueError: a line that is no record, or scores by different protocols, as a run has that
+            was resumed with another sampler or evaluation.
+    """
+    records = read_scores(folder)
+    keys = [key for key in SAME_PROTOCOL if key != "step"]
+    try:
+        check_same([(f"step {s}", r["protocol"]) for s, r in records.items()], keys, NEWER)
+    except ValueError as error:
+        raise ValueError(
+            f"{folder / FILE}: {error} Of a run that is there: keep the lines of one setting."
+        ) from error
+    names = dict.fromkeys(name for record in records.values() for name in record["values"])
+    return {
+        name: tuple(
+            (step, record["values"][name])
+            for step, record in records.items()
+            if math.isfinite(record["values"].get(name, math.nan))
+        )
+        for name in names
+    }
 
 
 def _cost(settings: dict[str, Any]) -> tuple[int, int, int]:

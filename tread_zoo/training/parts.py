@@ -16,14 +16,13 @@ from tread_zoo.backbone import Backbone
 from tread_zoo.data import ImageData, StepBatches, build_data, make_loader
 from tread_zoo.data.loader import OnCorrupt, warn_of
 from tread_zoo.diffusion import Draw, Objective, SamplingOptions, build_objective, build_sampling
-from tread_zoo.evaluation.evaluate import EvaluationOptions, check_evaluation
+from tread_zoo.evaluation.evaluate import EvaluationOptions, Plan, check_evaluation
 from tread_zoo.registry import create_backbone, get_backbone_entry
 from tread_zoo.routing import PathDrop, PendingRoute, Route, Routing, build_routing
 from tread_zoo.seeding import make_generator
 from tread_zoo.training.checkpoints import describe_backbone
 from tread_zoo.training.options import TrainingOptions
 from tread_zoo.training.restore import load_weak
-from tread_zoo.training.scoring import check_scoring
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +111,7 @@ def build_parts(
     images = build_data(**data)
     images.codec.check(flip=options.horizontal_flip)
     _warn_of_deviation(built_objective, images)
-    check_scoring(options.score_every, check_evaluation(scoring, images))
+    _check_scoring(options.score_every, check_evaluation(scoring, images))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(make_generator("weights", seed).initial_seed())
         network = create_backbone(
@@ -168,6 +167,23 @@ def build_parts(
         seed=seed,
         settings=json.loads(json.dumps(settings)),
         weak=load_weak(sampling, network, built_objective),
+    )
+
+
+def _check_scoring(score_every: int, plan: Plan) -> None:
+    """Raise `ValueError` if scores are asked for on the way and there is nothing to measure."""
+    if not score_every or plan.metrics or plan.judge:
+        return
+    asked = f"training.score_every={score_every} asks for scores on the way"
+    if not plan.options.metrics:
+        raise ValueError(
+            f"{asked}, and evaluation.metrics=[] leaves none but the held-out loss: name some, as "
+            "in evaluation.metrics=[fid], or set training.score_every=0 (training.sample_every "
+            "logs the held-out loss)."
+        )
+    raise ValueError(
+        f"{asked}, and there can be none but the held-out loss: {plan.not_scored} Or set "
+        "training.score_every=0."
     )
 
 

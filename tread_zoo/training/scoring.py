@@ -14,38 +14,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tread_zoo.backbone import Backbone
-from tread_zoo.evaluation.evaluate import Plan, evaluate
+from tread_zoo.evaluation.evaluate import evaluate
 from tread_zoo.evaluation.held_out import held_out_loss
 from tread_zoo.evaluation.known import Known
 from tread_zoo.evaluation.sharing import Share
 from tread_zoo.training.files import told_if_not_written, write_text
+from tread_zoo.training.parts import Parts
 from tread_zoo.training.ranks import largest
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from tread_zoo.training.parts import Parts
-
 FILE = "scores.jsonl"
 HELD_OUT_SEED = 0
 HELD_OUT_DRAWS = 8  # for each image
-
-
-def check_scoring(score_every: int, plan: Plan) -> None:
-    """Raise `ValueError` if scores are asked for on the way and there is nothing to measure."""
-    if not score_every or plan.metrics or plan.judge:
-        return
-    asked = f"training.score_every={score_every} asks for scores on the way"
-    if not plan.options.metrics:
-        raise ValueError(
-            f"{asked}, and evaluation.metrics=[] leaves none but the held-out loss: name some, as "
-            "in evaluation.metrics=[fid], or set training.score_every=0 (training.sample_every "
-            "logs the held-out loss)."
-        )
-    raise ValueError(
-        f"{asked}, and there can be none but the held-out loss: {plan.not_scored} Or set "
-        "training.score_every=0."
-    )
 
 
 class Scorer:
@@ -57,7 +39,7 @@ class Scorer:
         precision: resolved.
     """
 
-    def __init__(self, parts: "Parts", accelerator: "Accelerator", precision: str) -> None:
+    def __init__(self, parts: Parts, accelerator: "Accelerator", precision: str) -> None:
         self.parts, self.accelerator, self.precision = parts, accelerator, precision
         self.share = Share(accelerator.process_index, accelerator.num_processes)
         self.known = Known()
