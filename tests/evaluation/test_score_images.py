@@ -99,12 +99,13 @@ def test_the_record_has_the_protocol_and_says_what_nobody_knows(tiny, scored):
     found = scores_of(tiny, folder, tiny.parts.data)
     assert json.loads(json.dumps(found)) == found
     mine, theirs = found["protocol"], own["protocol"]
-    unknown = {"labels", "sampling", "weights", "step", "precision", "uint8"}
+    unknown = {"labels", "sampling", "weights", "step", "precision", "uint8", "judge"}
     for name in theirs.keys() - unknown:
         assert mine[name] == theirs[name], name
     assert [mine[name] for name in ("labels", "weights", "step", "precision")] == ["unknown"] * 4
     assert mine["sampling"] == {"sampler": "unknown"}
     assert mine["uint8"] == "bytes as they were given"
+    assert "judge" not in mine, "nobody knows what these samples should show"
     said = "\n".join(describe_record(found))
     assert "sampler unknown" in said
     assert "guidance" not in said
