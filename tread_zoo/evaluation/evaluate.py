@@ -54,6 +54,7 @@ from tread_zoo.evaluation.references import (
 )
 from tread_zoo.evaluation.sharing import Share
 from tread_zoo.evaluation.sources import PartImages, labels_of, pixel_shape
+from tread_zoo.kinds import check_fields
 
 UNKNOWN = "unknown"  # in records: what images do not tell of themselves
 
@@ -93,6 +94,7 @@ class EvaluationOptions:
     num_reference: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields("evaluation", self)
         check_extractor("evaluation.extractor", self.extractor, ("auto",))
         check_metrics("evaluation.metrics", self.metrics, self.extractor)
         check_reference_name(self.reference)
