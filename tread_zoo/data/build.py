@@ -31,7 +31,7 @@ SOURCES: dict[str, Callable[..., ImageData]] = {
 def build_data(name: str, **options: object) -> ImageData:
     """Return the data called `name`; `options` are the keywords of its function in `SOURCES`.
 
-    Raises ValueError for an unknown name, an unknown option, one that is missing or of another kind.
+    Raises ValueError for an unknown name or option, one that is missing, or one of another kind.
     """
     if name not in SOURCES:
         raise unknown_name("data.name", name, SOURCES)

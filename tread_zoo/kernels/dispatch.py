@@ -217,7 +217,7 @@ def choose(op: str, device: torch.device, *args: object) -> Form:
             reason = form.unsuited(*args)
         if reason is not None:
             raise ValueError(
-                f"kernels.{op}={form.name} was set, but this form cannot run: {reason}. "
+                f"kernels.{op}: form {form.name!r} was set but cannot run: {reason}. "
                 f"kernels.{op}=auto chooses one that can (from Python: set_form({op!r}, 'auto'))."
             )
         return form

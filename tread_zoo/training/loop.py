@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from tread_zoo.data import told_of_dead_workers
-from tread_zoo.kinds import check_keywords
 from tread_zoo.kernels import set_forms
+from tread_zoo.kinds import check_keywords
 from tread_zoo.process_group import leave_connections, take_connections
 from tread_zoo.routing import resolve_routes
 from tread_zoo.runtime import autocast, resolve_device, resolve_precision
