@@ -11,6 +11,7 @@ fails between `keep` and `saved`, leaves the older run in `.replaced`.
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -182,7 +183,7 @@ class RunFolder:
 
 
 def _there(folder: Path) -> list[str]:
-    return [name for name in OF_A_RUN if (folder / name).exists()]
+    return [name for name in OF_A_RUN if os.path.lexists(folder / name)]
 
 
 def _entries(folder: Path) -> Iterator[Path]:

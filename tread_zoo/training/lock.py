@@ -2,7 +2,8 @@
 
 The lock is the system's (POSIX record locks), not the file: whatever ends the process releases it,
 and a file that a killed run leaves behind locks nothing. Processes that were forked, such as the
-loader's workers, do not inherit it. Where the file system has no locks, a warning says so.
+loader's workers, do not inherit it. (The process itself would lose it by opening and closing the
+file once more; nothing here does.) Where the file system has no locks, a warning says so.
 """
 
 import errno
