@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -74,7 +74,7 @@ def clear_errors(main: Callable[[DictConfig], None]) -> Callable[[DictConfig], N
         except (ValueError, FloatingPointError, OSError) as error:
             if _is_in_a_sweep():
                 logger.error("error: %s", error)
-                raise HydraException(f"error: {error}") from None
+                raise CompactHydraException(f"error: {error}") from None
             sys.exit(f"error: {error}")
         except KeyboardInterrupt:
             _leave_interrupted("; continue with resume=latest" if "resume" in config else "")
