@@ -71,7 +71,8 @@ class EvaluationOptions:
         metrics: among fid, sfid, fd_dinov2, kid, precision, recall, isc.
         reference: the real images to compare with: `train`, `held_out`, or a path, see
             `tread_zoo.evaluation.references`.
-        num_reference: real images of a part, evenly spaced; null takes all of them.
+        num_reference: real images of a part, evenly spaced, at most as many as it has; null takes
+            all of them.
         seed: of the samples.
         batch_size: images at a time.
         inception_weights: file of the Inception weights; null looks in torch's hub folder.
