@@ -28,6 +28,7 @@ def main(config: DictConfig) -> None:
     from tread_zoo.data import build_data
     from tread_zoo.data.latents.encode import EncodingOptions, encode_latents
     from tread_zoo.data.latents.vae import load_vae
+    from tread_zoo.process_group import leave_connections, take_connections
     from tread_zoo.runtime import describe_device, resolve_device, resolve_precision
 
     settings = as_keywords(config)
@@ -35,8 +36,9 @@ def main(config: DictConfig) -> None:
     place = resolve_device(settings.pop("device"))
     precision = resolve_precision(settings.pop("precision"), place)
     options = EncodingOptions(**settings)
-    # A process may wait long for the others' last shards.
-    state = PartialState(cpu=place.type == "cpu", timeout=timedelta(days=1))
+    patience = timedelta(days=1)  # a process may wait long for the others' last shards
+    take_connections(place, patience)
+    state = PartialState(cpu=place.type == "cpu", timeout=patience)
     vae = load_vae(name).to(state.device)
     if state.is_main_process:
         where = f"{describe_device(state.device)}; {precision}; {state.num_processes} process(es)"
@@ -64,7 +66,7 @@ def main(config: DictConfig) -> None:
             "%-9s %s: %d + %d latents %s, PSNR %.1f dB on %d images", "done", out,
             m.count("train"), m.count("held_out"), list(m.latent_shape), m.psnr_db, m.psnr_images,
         )  # fmt: skip
-    state.destroy_process_group()
+    leave_connections()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ Several processes share the samples, and the numbers are those of one. See docs/
 import json
 import logging
 from pathlib import Path
+from typing import Any, TypedDict
 
 import hydra
 from omegaconf import DictConfig
@@ -22,16 +23,30 @@ logger = logging.getLogger(__name__)
 register_configs()
 
 
+class Settings(TypedDict):
+    """The kinds of configs/evaluate.yaml's own fields."""
+
+    checkpoint: str
+    out: str | None
+    data: dict[str, Any]
+    vae: str | None
+    weights: str
+    device: str
+    precision: str
+
+
 @hydra.main(version_base="1.3", config_path="../configs", config_name="evaluate")
 @clear_errors
 def main(config: DictConfig) -> None:
     from tread_zoo.evaluation.evaluate import EvaluationOptions, describe_record, evaluate
     from tread_zoo.evaluation.sharing import end_share, start_share
     from tread_zoo.kernels import set_forms
+    from tread_zoo.kinds import check_typed
     from tread_zoo.runtime import resolve_device
     from tread_zoo.training.restore import restore
 
     settings = as_keywords(config)
+    check_typed(settings, Settings)
     set_forms(settings["kernels"])
     options = EvaluationOptions(**settings["evaluation"])
     share = start_share(resolve_device(settings["device"]))

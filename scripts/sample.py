@@ -12,7 +12,7 @@ contexts is given those of held-out images, or those of a file.
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import hydra
 from omegaconf import DictConfig
@@ -28,6 +28,23 @@ logger = logging.getLogger(__name__)
 register_configs()
 
 
+class Settings(TypedDict):
+    """The kinds of configs/sample.yaml's own fields."""
+
+    checkpoint: str
+    out: str | None
+    num_images: int
+    first_index: int
+    label: int | None
+    contexts: str | None
+    seed: int
+    batch_size: int
+    weights: str
+    vae: str | None
+    device: str
+    precision: str
+
+
 @hydra.main(version_base="1.3", config_path="../configs", config_name="sample")
 @clear_errors
 def main(config: DictConfig) -> None:
@@ -38,10 +55,12 @@ def main(config: DictConfig) -> None:
     from tread_zoo.evaluation.evaluate import describe_sampling, sampling_record
     from tread_zoo.evaluation.pictures import save_grid, save_png
     from tread_zoo.kernels import set_forms
+    from tread_zoo.kinds import check_typed
     from tread_zoo.runtime import describe_device
     from tread_zoo.training.restore import restore
 
     settings = as_keywords(config)
+    check_typed(settings, Settings)
     set_forms(settings["kernels"])
     if settings["num_images"] < 1:
         raise ValueError(f"num_images={settings['num_images']} must be at least 1.")

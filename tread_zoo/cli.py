@@ -1,14 +1,25 @@
-"""What the scripts share: configurations for every backbone, and errors as one clear line."""
+"""What the scripts share: configurations for every backbone, and ends in one clear line.
+
+An error that names its remedy, and Ctrl-C, are told in a line; so is Ctrl-C while a script still
+imports, from the import of this module on. HYDRA_FULL_ERROR=1 shows tracebacks instead.
+"""
 
 import functools
+import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
+from typing import Any, NoReturn
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from tread_zoo.plain import check_plain
+
+logger = logging.getLogger(__name__)
 
 
 def register_configs() -> None:
@@ -47,18 +58,58 @@ def as_keywords(config: DictConfig) -> dict[str, Any]:
 
 
 def clear_errors(main: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
-    """Turn an error that names its remedy into one line and exit status 1.
+    """Turn an error that names its remedy into one line and exit status 1, Ctrl-C into one and 130.
 
-    HYDRA_FULL_ERROR=1 shows the whole traceback instead.
+    In a sweep of a single process an error ends its job alone: it is told, the others go on, and
+    hydra ends with status 1. Several processes end, for some of them may still be in the job.
     """
 
     @functools.wraps(main)
     def wrapped(config: DictConfig) -> None:
+        if _shows_tracebacks():
+            main(config)
+            return
         try:
             main(config)
         except (ValueError, FloatingPointError, OSError) as error:
-            if os.environ.get("HYDRA_FULL_ERROR") == "1":
-                raise
+            if _is_in_a_sweep():
+                logger.error("error: %s", error)
+                raise CompactHydraException(f"error: {error}") from None
             sys.exit(f"error: {error}")
+        except KeyboardInterrupt:
+            _leave_interrupted("; continue with resume=latest" if "resume" in config else "")
 
     return wrapped
+
+
+def _is_in_a_sweep() -> bool:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or not HydraConfig.initialized():
+        return False
+    return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def _shows_tracebacks() -> bool:
+    return os.environ.get("HYDRA_FULL_ERROR") == "1"
+
+
+def _leave_interrupted(remedy: str = "") -> NoReturn:
+    print(f"stopped by Ctrl-C{remedy}", file=sys.stderr)
+    sys.exit(130)
+
+
+def _tell_uncaught(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Take the place of `sys.excepthook`: Ctrl-C where no script's main is under way yet."""
+    if issubclass(kind, KeyboardInterrupt) and not _shows_tracebacks():
+        _leave_interrupted()
+    sys.__excepthook__(kind, error, trace)
+
+
+def _docstring_of_the_script() -> str:
+    """Return what `--help` begins with: see configs/hydra/help/script.yaml."""
+    return (sys.modules["__main__"].__doc__ or "").replace("$", "$$")
+
+
+sys.excepthook = _tell_uncaught
+OmegaConf.register_new_resolver("script", _docstring_of_the_script, replace=True)

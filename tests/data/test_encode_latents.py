@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.data.vaes import image_data, save_vaes
+from tread_zoo import process_group
 from tread_zoo.data import build_data
 from tread_zoo.data.latents import encode as module
 from tread_zoo.data.latents import load_vae, read_manifest
@@ -218,6 +221,26 @@ def call(*overrides, **options):
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)}, **options,
     )  # fmt: skip
+
+
+def test_the_script_leaves_the_connections_for_what_follows(tmp_path, paths, monkeypatch):
+    """Alone in a group here, as `accelerate launch` would make it of several."""
+    script = str(ROOT / "scripts" / "encode_latents.py")
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    group, registered = dist.group.WORLD, []
+    monkeypatch.setattr(process_group.atexit, "register", registered.append)
+    try:
+        for out in ("one", "other"):
+            overrides = ["data=digits", f"vae={paths['AutoencoderTiny']}", f"out={tmp_path / out}"]
+            sizes = ["image_size=8", "batch_size=300", "shard_size=2000", "device=cpu"]
+            monkeypatch.setattr(sys, "argv", [script, *overrides, *sizes])
+            runpy.run_path(script, run_name="__main__")
+            assert dist.group.WORLD is group
+        assert registered.count(process_group._close) == 2
+    finally:
+        dist.destroy_process_group()
+    assert files(tmp_path / "one") == files(tmp_path / "other") != {}
 
 
 @pytest.mark.slow

@@ -230,7 +230,7 @@ def test_the_record_is_json_and_the_picture_is_drawn(tmp_path):
         ({"measure": "cosin"}, "measure='cosin'.*'cosine'"),
         ({"num_levels": 0}, "num_levels=0 must be an integer"),
         ({"selection_rate": 1.0}, r"selection_rate=1.0 is outside \[0, 1\)"),
-        ({"num_images": 2.5}, "num_images=2.5 must be an integer"),
+        ({"num_images": 2.5}, "num_images=2.5 must be a whole number"),
     ],
 )
 def test_options_that_cannot_work(changes, words):

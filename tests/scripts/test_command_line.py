@@ -129,6 +129,9 @@ def test_guidance_that_the_network_cannot_take_is_one_clear_message(trained):
         ("train.py", ["routing.selectr=rows"], ["selectr"]),
         ("train.py", ["routing.selector=rnd"], ["error: routing.selector='rnd'", "'random'"]),
         ("train.py", ["data=npz"], ["error: data.path is not set"]),
+        ("train.py", ["overwrite=no"], ["error: overwrite='no' must be true or false"]),
+        ("evaluate.py", ["checkpoint=a", "evaluation.seed=abc"], ["error: evaluation.seed='abc'"]),
+        ("sample.py", ["checkpoint=a", "label=abc"], ["error: label='abc' must be a whole number"]),
         ("sample.py", ["checkpoint=nowhere"], ["error: checkpoint='nowhere'"]),
         ("sample.py", [], ["error: checkpoint is not set"]),
     ],
@@ -175,6 +178,14 @@ def test_a_run_killed_from_outside_resumes_to_the_same_weights(tmp_path):
         assert one == other, f"{name} differs"
 
 
+def test_a_sweep_goes_on_after_a_job_that_failed(tmp_path):
+    jobs = ["training.num_steps=0,2", "run_dir=of_${training.num_steps}"]
+    said = call("train.py", "-m", *SMALL, *jobs, cwd=tmp_path, expect=1)
+    assert "error: training.num_steps=0 must be" in said
+    assert "Traceback" not in said
+    assert (tmp_path / "of_2" / "score.json").exists()
+
+
 @pytest.mark.slow
 def test_a_sweep_makes_a_folder_for_each_job(tmp_path):
     call("train.py", "-m", *SMALL, "seed=0,1", "training.precision=fp32", cwd=tmp_path)
@@ -192,7 +203,13 @@ def test_help_lists_the_groups_and_imports_no_heavy_library(tmp_path):
         "print('loaded:', [name for name in heavy if name in sys.modules])"
     )
     done = run_python("-c", code, cwd=tmp_path, fresh=True)
-    for words in ("loaded: []", "backbone: ", "mamba_b_2", "routing: none, tread"):
+    for words in (
+        "Train a backbone.\n",
+        "loaded: []",
+        "backbone: ",
+        "mamba_b_2",
+        "routing: none, tread",
+    ):
         assert words in done.stdout
 
 

@@ -13,16 +13,18 @@ from PIL import Image
 
 from tests.small_run import SMALL
 from tread_zoo.training.checkpoints import find_checkpoint
+from tread_zoo.training.lock import RunLock
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
-def start(*command, cwd):
+def start(*command, cwd, **environment):
     """Start a command as the leader of a process group of its own."""
     return subprocess.Popen(
         [sys.executable, *command], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, start_new_session=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
     )  # fmt: skip
 
 
@@ -87,3 +89,36 @@ def test_errors_are_1(tmp_path):
     assert process.returncode == 1
     assert "error: the loss or its gradient is not finite: " in said
     assert "Traceback" not in said
+
+
+def test_a_folder_in_which_another_process_trains_is_refused_by_every_rank(tmp_path, free_port):
+    """Without a launcher that would end the second process: it must not wait for the first."""
+    lock = RunLock(tmp_path)
+    lock.take()
+    ranks = []
+    for rank in range(2):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+        ranks.append(
+            start(
+                str(ROOT / "scripts/train.py"), *SMALL, f"run_dir={tmp_path}", cwd=ROOT,
+                **own, **place,
+            )
+        )  # fmt: skip
+    said = [process.communicate(timeout=200)[0] for process in ranks]
+    lock.release()
+    assert [process.returncode for process in ranks] == [1, 1], said
+    assert f"error: another process (process {os.getpid()} on " in said[0]
+    assert "another process of this run could not start" in said[1]
+    assert not any("Traceback" in each for each in said)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_a_script_still_imports(tmp_path):
+    """The signal comes when torch is being imported, as register_configs does first."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n"
+    )
+    process = start(str(ROOT / "scripts/train.py"), cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    said, _ = process.communicate(timeout=100)
+    assert (process.returncode, said) == (130, "stopped by Ctrl-C\n")

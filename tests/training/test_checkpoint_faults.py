@@ -236,6 +236,9 @@ def test_a_full_disk_loses_lines_and_pictures_but_not_the_run(run, monkeypatch, 
 
     def numbers(self, step, values):
         metrics = folder / "metrics.jsonl"
+        if step == 1:
+            (folder / "samples").mkdir()
+            (folder / "loss.png").symlink_to("/dev/full")
         if step == 3 and "loss" in values:
             metrics.rename(folder / "aside")
             metrics.symlink_to("/dev/full")
@@ -246,10 +249,7 @@ def test_a_full_disk_loses_lines_and_pictures_but_not_the_run(run, monkeypatch, 
             (folder / "aside").rename(metrics)
         original(self, step, values)
 
-    (folder / "samples").mkdir(parents=True)
-    (folder / "loss.png").symlink_to("/dev/full")
     monkeypatch.setattr(Reporter, "numbers", numbers)
-    monkeypatch.setattr(module.shutil, "rmtree", lambda path, **k: None)
     with caplog.at_level(logging.WARNING):
         run("run", "training.log_every=1", "training.sample_every=3", "resume=latest")
     monkeypatch.undo()

@@ -162,7 +162,7 @@ def test_options_that_cannot_work(changes, words):
         (["training.precision=fp16"], ["precision=fp16", "bf16 or fp32"]),
         (["device=cuda:0"], ["device='cuda:0'", "device=cpu"]),
         (["sampler.name=hune"], ["'hune'", "'heun'"]),
-        (["sampler.num_steps=0"], ["num_steps=0"]),
+        (["sampler.num_steps=0"], ["sampler.num_steps=0 must"]),
         (["evaluation.extractor=vgg"], ["evaluation.extractor='vgg'", "inception"]),
         (["objective=edm", "objective.sigma_data=0"], ["sigma_data=0"]),
         (["guidance.scale=-1"], ["scale=-1"]),
@@ -177,6 +177,9 @@ def test_options_that_cannot_work(changes, words):
         (["objective=edm", "sampler=flow_sde"], ["sampler=flow_sde is for objective=flow"]),
         (["sampler.grid=rho"], ["sampler.grid='rho'", "objective=flow", "uniform"]),
         (["resume=/nowhere"], ["checkpoint='/nowhere'", "holds no checkpoint"]),
+        (["resume=Latest"], ["resume='Latest'", "Did you mean 'latest'?"]),
+        (["resume=latest", "overwrite=true"], ["resume=latest", "overwrite=true", "leave one"]),
+        (["evaluation.num_reference=999999"], ["evaluation.num_reference=999999", "1438"]),
         (["data=npz", "data.path=/nowhere.npz"], ["/nowhere.npz"]),
     ],
 )
@@ -190,6 +193,40 @@ def test_bad_settings_raise_before_anything_is_written(tmp_path, overrides, word
     assert not folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("overwrite", "no", "overwrite='no' must be true or false"),
+        ("seed", "abc", "seed='abc' must be a whole number"),
+        ("seed", 1.5, "seed=1.5 must be a whole number"),
+        ("seed", None, "seed=None must be a whole number"),
+        ("device", None, "device=None must be text"),
+        ("run_dir", None, "run_dir=None must be text"),
+        ("resume", True, "resume=True must be text or null"),
+        ("training.horizontal_flip", "no", "training.horizontal_flip='no' must be true or false"),
+        ("training.activation_checkpointing", "half", "training.activation_checkpointing='half'"),
+        ("evaluation.seed", "abc", "evaluation.seed='abc' must be a whole number"),
+        ("evaluation.batch_size", "abc", "evaluation.batch_size='abc' must be a whole number"),
+        ("evaluation.num_reference", "abc", "evaluation.num_reference='abc' must be a whole"),
+        ("evaluation.metrics", None, "evaluation.metrics=None must be a list"),
+        ("evaluation.metrics", "fid", r"as in evaluation.metrics=\[fid\]"),
+        ("evaluation.keep_images", __file__, "evaluation.keep_images=.* is a file"),
+        ("sampler.num_steps", 2.5, "sampler.num_steps=2.5 must be a whole number"),
+        ("sampler.num_steps", "abc", "sampler.num_steps='abc' must be a whole number"),
+        ("routing.routes", 5, "routing.routes=5 must be a list"),
+        ("routing.routes", [3], r"routing.routes\[0\]=3 must be a group of settings"),
+        ("data.held_out", "abc", "data.held_out='abc' must be a number"),
+    ],
+)
+def test_values_of_another_kind_are_told_by_their_field(tmp_path, field, value, words):
+    given = settings(f"run_dir={tmp_path / 'run'}")
+    group, _, name = field.rpartition(".")
+    (given[group] if group else given)[name] = value
+    with pytest.raises(ValueError, match=words):
+        train(**given)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_finished_run_is_not_replaced_by_accident(run, finished, copy_of):
     folder = copy_of(finished)
     before = (folder / "metrics.jsonl").read_text()
@@ -198,6 +235,7 @@ def test_a_finished_run_is_not_replaced_by_accident(run, finished, copy_of):
     assert (folder / "metrics.jsonl").read_text() == before
     run("run", "seed=1", "overwrite=true")
     assert (folder / "metrics.jsonl").read_text() != before
+    assert not any(path.name.startswith(".") for path in folder.iterdir())
 
 
 def test_forms_set_on_the_command_line_run_and_are_told(run, caplog):

@@ -194,7 +194,8 @@ def _whole(
     if images is None or labels is None:
         raise ValueError(
             f"{MAX_TRIES} items in a row cannot be read, among them {corrupt[-1].name} "
-            f"({corrupt[-1].reason}). Look whether the disk or the folder is there."
+            f"({corrupt[-1].reason}). If all are like it, convert or replace them; if not, look "
+            "whether the disk or the folder is there."
         )
     return images, labels
 

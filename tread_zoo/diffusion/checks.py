@@ -2,6 +2,8 @@
 
 import math
 
+from tread_zoo.kinds import check_kind
+
 
 def check_number(field: str, value: object, *, default: object, above: float = -math.inf) -> None:
     """Raise `ValueError` unless `value` is a finite number greater than `above`."""
@@ -12,7 +14,8 @@ def check_number(field: str, value: object, *, default: object, above: float = -
         )
 
 
-def check_num_steps(num_steps: int) -> None:
-    """Raise `ValueError` unless there is at least one step."""
+def check_num_steps(num_steps: int, field: str = "num_steps") -> None:
+    """Raise `ValueError`, naming `field`, unless there is at least one step."""
+    check_kind(field, num_steps, int)
     if num_steps < 1:
-        raise ValueError(f"num_steps={num_steps} must be at least 1.")
+        raise ValueError(f"{field}={num_steps} must be at least 1.")

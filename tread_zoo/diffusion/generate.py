@@ -47,7 +47,7 @@ class SamplingOptions:
     guidance: Guidance = NO_GUIDANCE
 
     def __post_init__(self) -> None:
-        check_num_steps(self.num_steps)
+        check_num_steps(self.num_steps, "sampler.num_steps")
 
     def levels(self, objective: Objective) -> Tensor:
         """Return the levels of all steps: float64 [num_steps + 1].

@@ -54,6 +54,7 @@ from tread_zoo.evaluation.references import (
 )
 from tread_zoo.evaluation.sharing import Share
 from tread_zoo.evaluation.sources import PartImages, labels_of, pixel_shape
+from tread_zoo.kinds import check_fields
 
 UNKNOWN = "unknown"  # in records: what images do not tell of themselves
 
@@ -70,7 +71,8 @@ class EvaluationOptions:
         metrics: among fid, sfid, fd_dinov2, kid, precision, recall, isc.
         reference: the real images to compare with: `train`, `held_out`, or a path, see
             `tread_zoo.evaluation.references`.
-        num_reference: real images of a part, evenly spaced; null takes all of them.
+        num_reference: real images of a part, evenly spaced, at most as many as it has; null takes
+            all of them.
         seed: of the samples.
         batch_size: images at a time.
         inception_weights: file of the Inception weights; null looks in torch's hub folder.
@@ -93,6 +95,7 @@ class EvaluationOptions:
     num_reference: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields("evaluation", self)
         check_extractor("evaluation.extractor", self.extractor, ("auto",))
         check_metrics("evaluation.metrics", self.metrics, self.extractor)
         check_reference_name(self.reference)

@@ -13,7 +13,9 @@ from tread_zoo.evaluation.pictures import save_png
 def check_empty(folder: str) -> None:
     """Raise ValueError unless `folder` is new or empty: samples of two networks must not mix."""
     path = Path(folder).expanduser()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"evaluation.keep_images={folder!r} is a file; name a new folder.")
+    if path.exists() and any(path.iterdir()):
         raise ValueError(
             f"evaluation.keep_images={folder!r} is not empty, and samples of several networks must "
             "not mix; name another folder, or empty it."

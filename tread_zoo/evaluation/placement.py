@@ -38,6 +38,7 @@ from tread_zoo.diffusion.samplers import Euler, Problem, initial_noise
 from tread_zoo.errors import unknown_name
 from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.evaluation.held_out import stack_part
+from tread_zoo.kinds import check_fields
 from tread_zoo.registry import create_backbone
 from tread_zoo.routing import build_routing, num_kept_tokens
 from tread_zoo.runtime import autocast
@@ -72,11 +73,12 @@ class PlacementOptions:
     seed: int
 
     def __post_init__(self) -> None:
+        check_fields("probe", self)
         if self.measure not in MEASURES:
             raise unknown_name("measure", self.measure, MEASURES)
         for name in ("num_images", "num_levels", "max_tokens", "batch_size"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if value < 1:
                 raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
         num_kept_tokens(1, self.selection_rate)
 

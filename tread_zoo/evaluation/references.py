@@ -123,6 +123,12 @@ def open_part(
     part = data.train if value == "train" else data.held_out
     if part is None:
         raise ValueError(f"{field}=held_out, but {data.name} has no held-out part.")
+    size = len(part)  # type: ignore[arg-type]
+    if count is not None and count > size:
+        raise ValueError(
+            f"evaluation.num_reference={count}, but the part {value} of {data.name} has {size} "
+            "images; null takes all of them."
+        )
     shape = shape or (data.channels, *data.image_size)
     source = PartImages(data, part, shape, count, device)
     decoded = "" if isinstance(data.codec, PixelCodec) else ", decoded latents"

@@ -217,8 +217,8 @@ def choose(op: str, device: torch.device, *args: object) -> Form:
             reason = form.unsuited(*args)
         if reason is not None:
             raise ValueError(
-                f"{op}: form {form.name!r} was set but cannot run: {reason}. "
-                f"set_form({op!r}, 'auto') chooses one that can."
+                f"kernels.{op}: form {form.name!r} was set but cannot run: {reason}. "
+                f"kernels.{op}=auto chooses one that can (from Python: set_form({op!r}, 'auto'))."
             )
         return form
     for form in _FORMS[op]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+CONFIG = "config.json"  # a run's settings
+
 
 @contextmanager
 def told_if_not_written(path: Path) -> Iterator[None]:

@@ -7,6 +7,7 @@ What image i of step k draws depends on (seed, k, i) and on the size of the step
 resumed run equals an unbroken one, on another number of processes but for rounding.
 """
 
+import difflib
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from tread_zoo.data import told_of_dead_workers
 from tread_zoo.kernels import set_forms
+from tread_zoo.kinds import check_keywords
 from tread_zoo.process_group import leave_connections, take_connections
 from tread_zoo.routing import resolve_routes
 from tread_zoo.runtime import autocast, resolve_device, resolve_precision
@@ -37,9 +39,10 @@ from tread_zoo.training.checkpoints import (
 )
 from tread_zoo.training.compiling import check_compiler, compile_blocks
 from tread_zoo.training.corruption import CorruptItems
+from tread_zoo.training.folder import RunFolder, check_folder, is_in
 from tread_zoo.training.options import TrainingOptions
 from tread_zoo.training.parts import Parts, StepDraw, build_parts, draw_step
-from tread_zoo.training.ranks import told_when_one_is_lost
+from tread_zoo.training.ranks import failing_together, told_when_one_is_lost
 from tread_zoo.training.reporting import Reporter
 from tread_zoo.training.saving import SaveAttempts
 from tread_zoo.training.scoring import Scorer
@@ -87,7 +90,7 @@ def train(
         tracker: `name` and, for wandb, `project`.
         seed: of weights, data order and every draw.
         device: auto, cpu, cuda.
-        run_dir: the run's folder.
+        run_dir: the run's folder; see `tread_zoo.training.folder`.
         resume: None starts afresh; `latest` continues from the newest checkpoint in `run_dir`, if
             there is one; anything else is a path to a checkpoint.
         overwrite: replace a run that is already in `run_dir`.
@@ -100,6 +103,7 @@ def train(
         ConnectionError: another process of the run is gone.
         Stopped: a signal asked to stop; the run was saved.
     """
+    check_keywords("", train, locals())
     check_tracker(tracker["name"])
     if kernels is not None:
         set_forms(kernels)
@@ -107,11 +111,11 @@ def train(
     on = resolve_device(device)
     take_connections(on, timedelta(seconds=options.timeout_s))
     precision = resolve_precision(options.precision, on)
-    folder = Path(run_dir)
     sharding_asked_for()  # its errors come before any work
     if options.compile:
         check_compiler(on)
-    checkpoint = _checkpoint_to_resume(folder, resume, overwrite)
+    checkpoint = _checkpoint_to_resume(Path(run_dir), resume, overwrite, options.num_steps)
+    check_folder(run_dir, checkpoint, overwrite=overwrite)
     parts = build_parts(
         backbone=backbone, routing=routing, objective=objective, data=data, training=training,
         sampler=sampler, guidance=guidance, evaluation=evaluation, seed=seed,
@@ -125,7 +129,8 @@ def train(
         options,
         blocks_may_idle=parts.routing.path_drop_probability > 0,
     )
-    with StopSignals() as stop, told_when_one_is_lost(accelerator):
+    folder = RunFolder(run_dir, checkpoint, overwrite=overwrite)
+    with StopSignals() as stop, folder, told_when_one_is_lost(accelerator):
         run, step = _start(parts, accelerator, folder, checkpoint, precision, tracker)
         with stop.deferred():
             _run_steps(run, step, stop)
@@ -136,7 +141,7 @@ def train(
             run.reporter.close()
         accelerator.wait_for_everyone()
         leave_connections()
-    return folder
+    return folder.path
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,7 @@ class Run:
     average: WeightAverage
     guard: StepGuard
     saves: SaveAttempts
-    folder: Path
+    folder: RunFolder
     scorer: Scorer
     reporter: Reporter | None
     clock: Clock = field(default_factory=Clock)
@@ -160,7 +165,7 @@ class Run:
 def _start(
     parts: Parts,
     accelerator: "Accelerator",
-    folder: Path,
+    folder: RunFolder,
     checkpoint: Checkpoint | None,
     precision: str,
     tracker: dict[str, Any],
@@ -199,12 +204,15 @@ def _start(
     parts.data.codec.prepare(accelerator.device)
     accelerator.wait_for_everyone()  # all have read what is there; now it may change
     reporter = None
-    if accelerator.is_main_process:
-        fresh, parts_shown = checkpoint is None, replace(parts, backbone=shown)
-        reporter = Reporter(
-            parts_shown, folder, precision=precision, step=step, fresh=fresh, tracker=tracker
-        )
-        reporter.begin(accelerator.device, accelerator.num_processes, origin)
+    with failing_together(accelerator):
+        if accelerator.is_main_process:
+            folder.open()
+            parts_shown = replace(parts, backbone=shown)
+            reporter = Reporter(
+                parts_shown, folder.path, precision=precision, step=step, tracker=tracker
+            )
+            folder.before_undo = reporter.close
+            reporter.begin(accelerator.device, accelerator.num_processes, origin)
     scorer = Scorer(parts, accelerator, precision)
     run = Run(
         parts, accelerator, model, optimizer, stepper, average, guard, saves, folder, scorer,
@@ -218,7 +226,7 @@ def _run_steps(run: Run, step: int, stop: StopSignals) -> None:
     """Train from optimizer step `step` to the last, leaving numbers, samples and checkpoints."""
     options, accelerator, reporter = run.parts.options, run.accelerator, run.reporter
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
-    corrupt = CorruptItems.of_run(run.parts, accelerator, run.folder, resumed=step > 0)
+    corrupt = CorruptItems.of_run(run.parts, accelerator, run.folder.path, resumed=step > 0)
     batches = run.parts.batches(rank, num_ranks, step, corrupt.add)
     if run.scorer.is_missing(step, reporter.scores if reporter else None):
         _score(run, step)
@@ -227,6 +235,7 @@ def _run_steps(run: Run, step: int, stop: StopSignals) -> None:
         rate = options.learning_rate_at(step)
         with run.clock.timing("training"):
             norm = _optimize(run, batches, step, rate, window)
+        run.folder.keep()
         step += 1
         run.average.update(run.parts.backbone, step, run.guard.applied)
 
@@ -256,7 +265,9 @@ def _run_steps(run: Run, step: int, stop: StopSignals) -> None:
         if stopping:
             if reporter:
                 reporter.close()
-            stop.leave(f"{run.folder} at step {step}; continue with resume=latest", accelerator)
+            stop.leave(
+                f"{run.folder.path} at step {step}; continue with resume=latest", accelerator
+            )
 
 
 def _optimize(
@@ -354,25 +365,35 @@ def _make_optimizer(network: torch.nn.Module, options: TrainingOptions) -> torch
     )
 
 
-def _checkpoint_to_resume(folder: Path, resume: str | None, overwrite: bool) -> Checkpoint | None:
+def _checkpoint_to_resume(
+    folder: Path, resume: str | None, overwrite: bool, num_steps: int
+) -> Checkpoint | None:
     """Return the checkpoint to continue from, or None for a run that starts afresh.
 
     Raises:
-        ValueError: a run is already in the folder, and nothing says what to do with it.
+        ValueError: it has done more than `num_steps`, or is to be replaced as well as continued.
         CheckpointError: no checkpoint is there, or none that is sound.
     """
-    if resume is not None and resume != "latest":
-        return find_checkpoint(resume)
-    if not has_checkpoints(folder):
-        return None
-    if resume == "latest":
-        return find_checkpoint(folder)
-    if not overwrite:
+    if resume is None or (resume == "latest" and not has_checkpoints(folder)):
+        checkpoint = None
+    elif resume == "latest":
+        checkpoint = find_checkpoint(folder)
+    else:
+        if not Path(resume).exists() and difflib.get_close_matches(resume.lower(), ["latest"]):
+            raise ValueError(f"resume={resume!r} is no checkpoint. Did you mean 'latest'?")
+        checkpoint = find_checkpoint(resume)
+    if overwrite and (resume == "latest" or (checkpoint and is_in(checkpoint, folder))):
         raise ValueError(
-            f"run_dir={str(folder)!r} already holds a run. Continue it with resume=latest, "
-            "replace it with overwrite=true, or choose another run_dir."
+            f"resume={resume} continues the run in run_dir={str(folder)!r}, and overwrite=true "
+            "replaces it: leave one of them out."
         )
-    return None
+    if checkpoint is not None and checkpoint.step > num_steps:
+        raise ValueError(
+            f"training.num_steps={num_steps}, and {checkpoint.path} has done {checkpoint.step} "
+            f"already: set training.num_steps={checkpoint.step} or more, or resume from an earlier "
+            "checkpoint, resume=RUN/checkpoints/step_…"
+        )
+    return checkpoint
 
 
 def _warn_if_alone() -> None:
@@ -416,7 +437,7 @@ def _save(run: Run, step: int) -> None:
     if not is_main:
         return
     path = save_checkpoint(
-        run.folder,
+        run.folder.path,
         parts,
         {
             **run.parts.settings,
@@ -426,4 +447,5 @@ def _save(run: Run, step: int) -> None:
         },
         keep=run.parts.options.keep_checkpoints,
     )
+    run.folder.saved()
     logger.info("%-9s %s", "saved", path)

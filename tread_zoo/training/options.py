@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tread_zoo.errors import unknown_name
+from tread_zoo.kinds import check_fields
 
 SCHEDULES = ("constant", "linear", "cosine")
 # How a run meets faults; not part of what it computes, so a resumed run may have others.
@@ -74,6 +75,7 @@ class TrainingOptions:
     timeout_s: int
 
     def __post_init__(self) -> None:
+        check_fields("training", self)
         at_least_one = (
             "num_steps", "batch_size", "gradient_accumulation_steps", "log_every",
             "keep_checkpoints", "max_skipped_in_a_row", "timeout_s",
@@ -84,12 +86,10 @@ class TrainingOptions:
         for name in (*at_least_one, *not_negative):
             least = 1 if name in at_least_one else 0
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if value < least:
                 raise ValueError(f"training.{name}={value!r} must be an integer >= {least}.")
-        if not isinstance(self.compile, bool):
-            raise ValueError(f"training.compile={self.compile!r} must be true or false.")
         every = self.activation_checkpointing
-        if not isinstance(every, int) or every < 0:
+        if every < 0:
             raise ValueError(
                 f"training.activation_checkpointing={every!r} must be true, false or an integer: "
                 "every how many blocks one is computed again."
@@ -105,7 +105,7 @@ class TrainingOptions:
             ("max_corrupt_share", 0.0, 1.0),
         ):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not low <= value < high:
+            if not low <= value < high:
                 raise ValueError(f"training.{name}={value!r} must be a number in [{low}, {high}).")
         if self.schedule not in SCHEDULES:
             raise unknown_name("training.schedule", self.schedule, SCHEDULES)

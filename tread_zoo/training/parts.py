@@ -17,6 +17,7 @@ from tread_zoo.data import ImageData, StepBatches, build_data, make_loader
 from tread_zoo.data.loader import OnCorrupt, warn_of
 from tread_zoo.diffusion import Draw, Objective, SamplingOptions, build_objective, build_sampling
 from tread_zoo.evaluation.evaluate import EvaluationOptions, Plan, check_evaluation
+from tread_zoo.kinds import check_keywords
 from tread_zoo.registry import create_backbone, get_backbone_entry
 from tread_zoo.routing import PathDrop, PendingRoute, Route, Routing, build_routing
 from tread_zoo.seeding import make_generator
@@ -102,6 +103,8 @@ def build_parts(
     Raises:
         ValueError: a setting that cannot work, with its name.
     """
+    check_keywords("", build_parts, locals())
+    check_keywords("routing", build_routing, routing)
     options = TrainingOptions(**training)
     sampling = build_sampling(sampler, guidance)
     built_objective = build_objective(**objective)

@@ -23,6 +23,29 @@ def largest(accelerator: "Accelerator", number: int) -> int:
 
 
 @contextmanager
+def failing_together(accelerator: "Accelerator") -> Iterator[None]:
+    """Let no process wait for one that fails inside; every rank must enter this, and leaves it
+    when all have come to its end.
+
+    Raises:
+        ConnectionError: another process failed; its own log says why.
+    """
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    failed = largest(accelerator, int(error is not None))
+    if error is not None:
+        raise error
+    if failed:
+        raise ConnectionError(
+            f"rank {accelerator.process_index} of {accelerator.num_processes} stops: another "
+            "process of this run could not start. Its own log has the cause."
+        )
+
+
+@contextmanager
 def told_when_one_is_lost(accelerator: "Accelerator") -> Iterator[None]:
     """Turn what a backend raises when another process died into one line that says so.
 

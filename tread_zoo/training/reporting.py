@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ from tread_zoo.evaluation.naming import score_names
 from tread_zoo.evaluation.pictures import plot_losses, save_grid
 from tread_zoo.kernels import describe
 from tread_zoo.runtime import describe_device, matmul_speed
-from tread_zoo.training.files import told_if_not_written, write_text
+from tread_zoo.training.files import CONFIG, told_if_not_written, write_text
 from tread_zoo.training.parts import Parts
-from tread_zoo.training.scoring import FILE as SCORES
 from tread_zoo.training.scoring import HELD_OUT_SEED, Scores
 from tread_zoo.training.trackers import build_trackers, read_metrics
 from tread_zoo.training.window import Clock, peak_memory
@@ -39,10 +37,9 @@ class Reporter:
 
     Args:
         parts: the run's.
-        folder: the run's; made here.
+        folder: the run's; it is there.
         precision: resolved.
         step: optimizer steps done so far.
-        fresh: the run starts anew; what another left in the folder is taken away.
         tracker: `name`, and `project` for wandb.
 
     Attributes:
@@ -56,23 +53,14 @@ class Reporter:
         *,
         precision: str,
         step: int,
-        fresh: bool,
         tracker: dict[str, str],
     ) -> None:
         from tqdm.auto import tqdm
 
         self.parts, self.folder, self.precision = parts, folder, precision
         self.machine: dict[str, str | int] = {}
-        folder.mkdir(parents=True, exist_ok=True)
-        if fresh:
-            for name in ("checkpoints", "samples", "generated", "tensorboard", "wandb"):
-                shutil.rmtree(folder / name, ignore_errors=True)
-            for name in (
-                "metrics.jsonl", "loss.png", "score.json", SCORES, "wandb_id", "corrupt.txt",
-            ):  # fmt: skip
-                (folder / name).unlink(missing_ok=True)
         self.scores = Scores(folder, step)
-        write_text(folder / "config.json", json.dumps(parts.settings, indent=2))
+        write_text(folder / CONFIG, json.dumps(parts.settings, indent=2))
         self.trackers = build_trackers(
             tracker["name"], folder, step, parts.settings, tracker.get("project", "tread_zoo")
         )

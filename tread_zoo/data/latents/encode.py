@@ -43,6 +43,7 @@ from tread_zoo.data.pictures import resize_and_crop
 from tread_zoo.data.ranges import to_model_range, to_uint8
 from tread_zoo.data.shards import open_index, save_columns, write_shard
 from tread_zoo.errors import unknown_name
+from tread_zoo.kinds import check_fields
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
 
@@ -80,6 +81,7 @@ class EncodingOptions:
     num_workers: int = 0
 
     def __post_init__(self) -> None:
+        check_fields("", self)
         if self.content not in CONTENTS:
             raise unknown_name("content", self.content, CONTENTS)
         if self.dtype not in DTYPES:
