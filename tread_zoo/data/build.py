@@ -14,6 +14,7 @@ from tread_zoo.data.from_shards import webdataset
 from tread_zoo.data.from_sklearn import digits
 from tread_zoo.data.latents import latents
 from tread_zoo.errors import unknown_name
+from tread_zoo.kinds import check_kinds
 
 SOURCES: dict[str, Callable[..., ImageData]] = {
     "cifar10": cifar10,
@@ -30,7 +31,8 @@ SOURCES: dict[str, Callable[..., ImageData]] = {
 def build_data(name: str, **options: object) -> ImageData:
     """Return the data called `name`; `options` are the keywords of its function in `SOURCES`.
 
-    Raises ValueError for an unknown name, an unknown option or one that is missing.
+    Raises ValueError for an unknown name, an unknown option, one that is missing or one of another
+    kind than its annotation.
     """
     if name not in SOURCES:
         raise unknown_name("data.name", name, SOURCES)
@@ -49,4 +51,5 @@ def build_data(name: str, **options: object) -> ImageData:
                 f"data.{option} is missing; data.name={name!r} needs it. "
                 f"Set data.{option}=… on the command line or in the data configuration."
             )
+    check_kinds("data", SOURCES[name], options)
     return SOURCES[name](**options)
