@@ -18,8 +18,10 @@ SCRIPT = re.compile(rf"scripts/({'|'.join(NAMES)})\.py")
 def documented():
     """Yield (where, text) of all that may hold commands."""
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
-        blocks = re.findall(r"```(?:bash)?\n(.*?)```", page.read_text(), flags=re.DOTALL)
-        inline = re.findall(r"`((?:python|accelerate|torchrun)[^`]*)`", page.read_text())
+        fenced = re.compile(r"^```\w*\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+        blocks = fenced.findall(page.read_text())
+        rest = fenced.sub("", page.read_text())
+        inline = re.findall(r"`((?:python|accelerate|torchrun)[^`]*)`", rest)
         yield from ((page.name, text) for text in (*blocks, *inline))
     for script in sorted((ROOT / "scripts").glob("*.py")):
         yield script.name, ast.get_docstring(ast.parse(script.read_text())) or ""

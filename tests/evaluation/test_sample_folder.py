@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tread_zoo.evaluation.sample_folder import SampleFolder
+from tread_zoo.evaluation.sample_folder import SampleFolder, check_request, folder_name
 from tread_zoo.outputs import check_out_file, check_out_folder
 
 ONE, OTHER = {"sampler": "euler", "seed": 0}, {"sampler": "euler", "seed": 1}
@@ -66,3 +66,36 @@ def test_a_place_is_tried_and_left_as_it_was(tmp_path):
         with pytest.raises(ValueError, match=rf"out='{bad}'"):
             check_out_folder("out", bad)
     assert names(tmp_path) == ["file"]
+
+
+ASKED = {
+    "num_images": 4, "batch_size": 2, "first_index": 0, "seed": 0, "label": None, "overwrite": False
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"first_index": -3}, "first_index=-3 must be an integer >= 0"),
+        ({"num_images": "abc"}, "num_images='abc' must be an integer >= 1"),
+        ({"num_images": 0}, "num_images=0 must be an integer >= 1"),
+        ({"batch_size": 2.0}, "batch_size=2.0 must be an integer >= 1"),
+        ({"seed": None}, "seed=None must be an integer"),
+        ({"label": "abc"}, "label='abc' must be an integer >= 0"),
+        ({"overwrite": "no"}, "overwrite='no' must be true or false"),
+    ],
+)
+def test_what_is_asked_of_sampling_is_checked_first(changes, words):
+    check_request({**ASKED, "seed": -1, "label": 3})
+    with pytest.raises(ValueError) as error:
+        check_request({**ASKED, **changes})
+    assert str(error.value).startswith(words)
+
+
+def test_a_folder_is_named_by_its_settings_alone():
+    settings = {"step": 750, "sampler": "heun", "num_steps": 18, "guidance": "cfg", "seed": 1,
+                "guidance_scale": 2.0, "label": None, "shift": 1.0}  # fmt: skip
+    name = folder_name(settings)
+    assert name.startswith("step750_heun18_cfg2_seed1_")
+    assert folder_name(dict(reversed(settings.items()))) == name
+    assert folder_name({**settings, "shift": 3.0}) != name

@@ -85,24 +85,25 @@ def test_images_of_two_settings_never_mix(trained):
     assert len(list(made[1].glob("*.png"))) == 3
 
 
-@pytest.mark.parametrize("field", ["first_index=-3", "num_images=abc", "label=abc", "overwrite=no"])
-def test_what_is_asked_of_sampling_is_checked_first(tmp_path, field):
-    said = call("sample.py", "checkpoint=nowhere", field, cwd=tmp_path, expect=1)
-    name, _, value = field.partition("=")
-    assert said.startswith(
-        f"error: {name}={value}" if value == "-3" else f"error: {name}='{value}'"
-    )
-
-
-@pytest.mark.parametrize("script", ["sample.py", "evaluate.py", "probe_routes.py"])
-def test_an_out_that_cannot_be_written_is_told_before_any_work(trained, script):
+@pytest.mark.parametrize(
+    ("script", "given"),
+    [
+        ("sample.py", [f"checkpoint={RUN}"]),
+        ("evaluate.py", [f"checkpoint={RUN}"]),
+        ("probe_routes.py", [f"checkpoint={RUN}"]),
+        ("make_features.py", []),
+        ("make_reference.py", []),
+        ("score_images.py", ["samples=images.npz", "evaluation.reference=images.npz"]),
+    ],
+)
+def test_an_out_that_cannot_be_written_is_told_before_any_work(trained, script, given):
     folder, _ = trained
     (folder / "file").write_text("mine")
-    out = "file" if script == "sample.py" else "file/x.json"
-    said = call(script, f"checkpoint={RUN}", f"out={out}", "device=cpu", cwd=folder, expect=1)
-    assert said.startswith(f"error: out='{out}'"), said
-    assert "is a file" in said
-    assert "samples" not in said, "it worked before it looked"
+    np.savez(folder / "images.npz", arr_0=np.zeros((2, 8, 8, 1), np.uint8))
+    said = call(script, *given, "out=file/x.json", "device=cpu", cwd=folder, expect=1)
+    assert said.startswith("error: out='file/x.json'"), said
+    assert "file' is a file, not a folder" in said
+    assert len(said.splitlines()) == 1, "it worked before it looked"
     assert (folder / "file").read_text() == "mine"
 
 
