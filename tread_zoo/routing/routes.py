@@ -156,9 +156,8 @@ def check_routes(
             beside the fused ranges of a network that has some, or a dropped path beside those of
             any network.
     """
-    if not isinstance(routes, list | tuple) or not all(
-        isinstance(route, Route | PathDrop) for route in routes
-    ):
+    listed = isinstance(routes, list | tuple)
+    if not listed or not all(hasattr(route, "end") for route in routes):  # pending ones say more
         kind = type(routes).__name__
         raise ValueError(
             f"routes is a {kind}; expected a list of Route and PathDrop, () for none of them: "
