@@ -22,6 +22,8 @@ from tread_zoo.layers import (
     LabelEmbedder,
     Mlp,
     TimestepEmbedder,
+    check_mlp_ratio,
+    check_positive,
     gelu_tanh,
     modulate,
     patchify,
@@ -99,6 +101,8 @@ class DiT(Backbone):
             patch_size=patch_size,
             learn_sigma=learn_sigma,
         )
+        check_positive(hidden_size=hidden_size, depth=depth, num_heads=num_heads)
+        check_mlp_ratio(mlp_ratio, hidden_size)
         if hidden_size % num_heads:
             raise ValueError(
                 f"hidden_size={hidden_size} is not divisible by num_heads={num_heads}."

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from backbones.scan_shell import (
     ScanBackbone,
     ScanMixer,
-    check_positive,
     full,
     init_convolution,
     init_step_bias,
@@ -34,7 +33,7 @@ from backbones.scan_shell import (
 )
 from tread_zoo.backbone import Layout
 from tread_zoo.kernels import selective_scan
-from tread_zoo.layers import convolve_both_ways, scan_both_ways
+from tread_zoo.layers import check_positive, convolve_both_ways, scan_both_ways
 from tread_zoo.registry import register_backbone
 from tread_zoo.routing import make_scan
 

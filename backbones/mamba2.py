@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from backbones.scan_shell import (
     ScanBackbone,
     ScanMixer,
-    check_positive,
     full,
     init_convolution,
     init_step_bias,
@@ -36,7 +35,7 @@ from backbones.scan_shell import (
 )
 from tread_zoo.backbone import Layout
 from tread_zoo.kernels import ssd
-from tread_zoo.layers import convolve_both_ways, scan_both_ways
+from tread_zoo.layers import check_positive, convolve_both_ways, scan_both_ways
 from tread_zoo.registry import register_backbone
 from tread_zoo.routing import make_scan
 
@@ -93,7 +92,10 @@ class BidirectionalSSD(ScanMixer):
         y = scan_both_ways(ssd, scanned, scan.gaps_both_ways() if self.gaps == "decay" else None)
         forward, backward = y.flatten(2).chunk(2, dim=-1)
         y = (forward + backward.flip(1)) * F.silu(z)
-        return scan.restore(self.out_proj(self.norm(full(y))))
+        norm = self.norm
+        y = F.rms_norm(full(y), norm.normalized_shape, full(norm.weight), norm.eps)
+        # Weights may be stored in half precision; under autocast both are float32 here.
+        return scan.restore(self.out_proj(y.to(self.out_proj.weight.dtype)))
 
     def initialize(self, num_blocks: int) -> None:
         """Set every weight.

@@ -35,6 +35,8 @@ from tread_zoo.layers import (
     AdaLNHead,
     LabelEmbedder,
     TimestepEmbedder,
+    check_mlp_ratio,
+    check_positive,
     modulate,
     patchify,
     unpatchify,
@@ -286,6 +288,8 @@ class RWKV(Backbone):
             patch_size=patch_size,
             learn_sigma=learn_sigma,
         )
+        check_positive(hidden_size=hidden_size, depth=depth)
+        check_mlp_ratio(mlp_ratio, hidden_size)
         if hidden_size % 4:
             raise ValueError(
                 f"hidden_size={hidden_size} must be divisible by 4: a quarter of the channels "

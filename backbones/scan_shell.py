@@ -29,7 +29,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tread_zoo.backbone import Backbone, Layout, Streams
-from tread_zoo.layers import AdaLNHead, LabelEmbedder, TimestepEmbedder, patchify, unpatchify
+from tread_zoo.layers import (
+    AdaLNHead,
+    LabelEmbedder,
+    TimestepEmbedder,
+    check_positive,
+    patchify,
+    unpatchify,
+)
 from tread_zoo.routing import check_scan
 
 
@@ -183,13 +190,6 @@ class ScanBackbone(Backbone):
 
 
 # For mixers ---------------------------------------------------------------------------------------
-
-
-def check_positive(**sizes: int) -> None:
-    """Raise `ValueError` for the first of the named sizes that is no positive integer."""
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} must be a positive integer.")
 
 
 def init_uniform(weight: Tensor, fan_in: int) -> None:

@@ -27,6 +27,8 @@ from tread_zoo.layers import (
     LabelEmbedder,
     Mlp,
     TimestepEmbedder,
+    check_mlp_ratio,
+    check_positive,
     patchify,
     time_sinusoids,
     unpatchify,
@@ -117,6 +119,8 @@ class UViT(Backbone):
             context_length=context_length,
             context_size=context_size,
         )
+        check_positive(hidden_size=hidden_size, depth=depth, num_heads=num_heads)
+        check_mlp_ratio(mlp_ratio, hidden_size)
         if depth < 2 or depth % 2:
             raise ValueError(f"depth={depth} must be even and at least 2: skips join the halves.")
         if hidden_size % 2 or hidden_size % num_heads:

@@ -10,7 +10,6 @@ Several processes share the samples, and the numbers are those of one. See docs/
 
 import json
 import logging
-from pathlib import Path
 from typing import Any, TypedDict
 
 import hydra
@@ -42,6 +41,7 @@ def main(config: DictConfig) -> None:
     from tread_zoo.evaluation.sharing import end_share, start_share
     from tread_zoo.kernels import set_forms
     from tread_zoo.kinds import check_typed
+    from tread_zoo.outputs import check_out_file, write_out_file
     from tread_zoo.runtime import resolve_device
     from tread_zoo.training.restore import restore
 
@@ -56,6 +56,9 @@ def main(config: DictConfig) -> None:
         device=settings["device"],
         precision=settings["precision"],
     )
+    out = settings["out"] or run.run_dir / f"score_{run.checkpoint.step:08d}.json"
+    if share.is_main:
+        out = check_out_file("out", out)
     sampling = run.sampling(settings["sampler"], settings["guidance"])
     moved = {} if settings["vae"] is None else {"vae": settings["vae"]}
     data = run.data({**settings["data"], **moved})
@@ -74,11 +77,9 @@ def main(config: DictConfig) -> None:
     if not share.is_main:
         return
     record["protocol"] |= {"weights": settings["weights"], "step": run.checkpoint.step}
-    out = Path(settings["out"] or run.run_dir / f"score_{run.checkpoint.step:08d}.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=2))
     for line in describe_record(record):
         logger.info(line)
+    write_out_file(out, json.dumps(record, indent=2))
     logger.info("written to %s", out)
 
 

@@ -9,7 +9,6 @@ one file compare with each other alone: each record names the file and the hash 
 
 import logging
 import math
-from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
@@ -29,9 +28,11 @@ def main(config: DictConfig) -> None:
     from tread_zoo.evaluation.evaluate import classifier_agreement
     from tread_zoo.evaluation.features import ClassifierFeatures, extractor_id, save_features
     from tread_zoo.evaluation.held_out import stack_part
+    from tread_zoo.outputs import check_out_file
     from tread_zoo.runtime import resolve_device
 
     settings = as_keywords(config)
+    out = check_out_file("out", settings["out"])
     data, device = build_data(**settings["data"]), resolve_device(settings["device"])
     torch.manual_seed(settings["seed"])
     network = ClassifierFeatures(
@@ -54,7 +55,6 @@ def main(config: DictConfig) -> None:
         optimizer.step()
         if (step + 1) % 100 == 0:
             logger.info("step %5d  loss %.3f", step + 1, float(loss))
-    out = Path(settings["out"])
     about = f"trained on {data.name}, {num_steps} steps of {settings['batch_size']}"
     save_features(network.cpu(), out, about)
     if data.held_out is not None:

@@ -11,7 +11,6 @@ which size, and their hash; another extractor or size is refused. See docs/evalu
 """
 
 import logging
-from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
@@ -34,10 +33,11 @@ def main(config: DictConfig) -> None:
     from tread_zoo.evaluation.references import open_part
     from tread_zoo.evaluation.sharing import end_share, start_share
     from tread_zoo.evaluation.sources import pixel_shape
+    from tread_zoo.outputs import check_out_file
     from tread_zoo.runtime import resolve_device
 
     settings = as_keywords(config)
-    device, out = resolve_device(settings["device"]), Path(settings["out"])
+    device, out = resolve_device(settings["device"]), check_out_file("out", settings["out"])
     check_out(out)
     data = build_data(**settings["data"])
     data.codec.prepare(device)

@@ -10,7 +10,6 @@ tread_zoo/evaluation/placement.py. A dense run tells most: a routed one has lear
 
 import json
 import logging
-from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
@@ -32,6 +31,7 @@ def main(config: DictConfig) -> None:
         probe_placement,
     )
     from tread_zoo.kernels import set_forms
+    from tread_zoo.outputs import check_out_folder, write_out_file
     from tread_zoo.training.restore import restore
 
     settings = as_keywords(config)
@@ -43,12 +43,13 @@ def main(config: DictConfig) -> None:
         device=settings["device"],
         precision=settings["precision"],
     )
+    out = check_out_folder("out", settings["out"] or run.run_dir / "placement")
     data = run.data(settings["data"]) if run.has_data else None
     record = probe_placement(run.backbone, run.objective, data, options, precision=run.precision)
     record |= {"weights": settings["weights"], "step": run.checkpoint.step}
-    out = Path(settings["out"] or run.run_dir / "placement")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "placement.json").write_text(json.dumps(record, indent=2))
+    for line in describe_placement(record):
+        logger.info("%s", line)
+    write_out_file(out / "placement.json", json.dumps(record, indent=2))
     route = record["route"]
     plot_similarity(
         record["mean_similarity"],
@@ -57,8 +58,6 @@ def main(config: DictConfig) -> None:
         out / "placement.png",
         title=f"{record['backbone']}, step {record['step']}: {record['measure']} of token states",
     )
-    for line in describe_placement(record):
-        logger.info("%s", line)
     logger.info("written to %s: placement.png, placement.json", out)
 
 

@@ -1,8 +1,12 @@
 """Sample images from a checkpoint: numbered PNG files, a grid, and an .npz with images and labels.
 
+They lie in <run>/generated, in a folder for each kind of settings, or in out=folder. A set is
+continued by first_index=…; images of other settings are never mixed in.
+
 python scripts/sample.py checkpoint=runs/digits_dit_tiny_tread_flow_seed0 num_images=64
 python scripts/sample.py checkpoint=… guidance.scale=2 label=3 sampler.name=heun
 python scripts/sample.py checkpoint=… guidance=sparse guidance.weak_rate=0.8 sampler=dpmpp_2m
+python scripts/sample.py checkpoint=… first_index=64 out=samples    # images 64 … 127 of the set
 python scripts/sample.py checkpoint=… contexts=prompts.npy
 
 A network on latents is decoded with the autoencoder of its data; vae=path where that has moved, or
@@ -10,6 +14,7 @@ for an imported network; without one, and with vae=none, it gives latents.npz. A
 contexts is given those of held-out images, or those of a file.
 """
 
+import hashlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -20,7 +25,9 @@ from omegaconf import DictConfig
 from tread_zoo.cli import as_keywords, clear_errors, register_configs
 
 if TYPE_CHECKING:
+    from tread_zoo.data import Codec
     from tread_zoo.evaluation.conditions import Conditions
+    from tread_zoo.evaluation.sample_folder import SampleFolder
     from tread_zoo.training.restore import Restored
 
 logger = logging.getLogger(__name__)
@@ -33,6 +40,7 @@ class Settings(TypedDict):
 
     checkpoint: str
     out: str | None
+    overwrite: bool
     num_images: int
     first_index: int
     label: int | None
@@ -48,12 +56,11 @@ class Settings(TypedDict):
 @hydra.main(version_base="1.3", config_path="../configs", config_name="sample")
 @clear_errors
 def main(config: DictConfig) -> None:
-    import numpy as np
     import torch
 
     from tread_zoo.diffusion import generate
     from tread_zoo.evaluation.evaluate import describe_sampling, sampling_record
-    from tread_zoo.evaluation.pictures import save_grid, save_png
+    from tread_zoo.evaluation.sample_folder import check_request
     from tread_zoo.kernels import set_forms
     from tread_zoo.kinds import check_typed
     from tread_zoo.runtime import describe_device
@@ -62,8 +69,7 @@ def main(config: DictConfig) -> None:
     settings = as_keywords(config)
     check_typed(settings, Settings)
     set_forms(settings["kernels"])
-    if settings["num_images"] < 1:
-        raise ValueError(f"num_images={settings['num_images']} must be at least 1.")
+    check_request(settings)
     run = restore(
         settings["checkpoint"],
         weights=settings["weights"],
@@ -74,12 +80,13 @@ def main(config: DictConfig) -> None:
     weak = run.weak(sampling)
     codec, device = run.codec(settings["vae"]), next(run.backbone.parameters()).device
     codec.prepare(device)
+    record = sampling_record(run.backbone, run.objective, sampling, weak=weak)
+    folder = _open_folder(run, codec, settings, record)
     indices = range(settings["first_index"], settings["first_index"] + settings["num_images"])
     labels = _conditions(run, settings).of(indices)
     if settings["label"] is not None:
         labels = torch.full((len(indices),), settings["label"])
-    place = describe_device(device)
-    words = describe_sampling(sampling_record(run.backbone, run.objective, sampling, weak=weak))
+    place, words = describe_device(device), describe_sampling(record)
     logger.info("%s, step %d, on %s; %s", run.backbone.name, run.checkpoint.step, place, words)
     x = generate(
         run.backbone,
@@ -92,24 +99,38 @@ def main(config: DictConfig) -> None:
         precision=run.precision,
         weak=weak,
     )
-    out = Path(settings["out"] or run.run_dir / "generated")
-    out.mkdir(parents=True, exist_ok=True)
+    labels = labels if run.backbone.num_classes else None
     if not codec.has_pixels:
-        arrays = {"arr_0": codec.to_latents(x).numpy()}
-        if run.backbone.num_classes and labels is not None:
-            arrays["arr_1"] = labels.numpy()
-        np.savez(out / "latents.npz", **arrays)
-        logger.info("%d latents %s in %s", len(x), list(x.shape[1:]), out / "latents.npz")
+        folder.save_latents(indices, codec.to_latents(x), labels)
+        logger.info("%d latents %s: latents.npz in %s", len(x), list(x.shape[1:]), folder.path)
         return
-    images = codec.to_pixels(x, device=device)
-    for index, image in zip(indices, images, strict=True):
-        save_png(image, out / f"{index:06d}.png")
-    save_grid(images, out / "grid.png")
-    arrays = {"arr_0": images.permute(0, 2, 3, 1).numpy()}
-    if run.backbone.num_classes and labels is not None:
-        arrays["arr_1"] = labels.numpy()
-    np.savez(out / "samples.npz", **arrays)
-    logger.info("%d images, grid.png and samples.npz in %s", len(images), out)
+    folder.save(indices, codec.to_pixels(x, device=device), labels)
+    logger.info("%d images and samples.npz in %s", len(x), folder.path)
+    logger.info("a grid of them is %s", folder.grid_path)
+
+
+def _open_folder(
+    run: "Restored", codec: "Codec", settings: dict[str, Any], record: dict[str, Any]
+) -> "SampleFolder":
+    """Return the folder of the images, `out` or one of the run's that these settings name."""
+    from tread_zoo.evaluation.sample_folder import SampleFolder, folder_name
+
+    cost = {name: record[name] for name in ("nfe", "flops_per_image")}
+    made_with = {name: value for name, value in record.items() if name not in cost}
+    made_with |= {name: settings[name] for name in ("seed", "label", "contexts", "weights")}
+    if settings["contexts"] is not None:
+        content = Path(settings["contexts"]).expanduser().read_bytes()
+        made_with["contexts"] = hashlib.sha256(content).hexdigest()
+    file = f"{settings['weights']}.safetensors"
+    made_with |= {
+        "weights_sha256": run.checkpoint.meta["sha256"].get(file),
+        "step": run.checkpoint.step,
+        "precision": run.precision,
+        "decoded_by": codec.facts.get("vae") if codec.has_pixels else None,
+    }
+    facts = {"checkpoint": str(run.checkpoint.path), "backbone": run.backbone.name, **cost}
+    out = settings["out"] or run.run_dir / "generated" / folder_name(made_with)
+    return SampleFolder(out, made_with, facts, overwrite=settings["overwrite"])
 
 
 def _conditions(run: "Restored", settings: dict[str, Any]) -> "Conditions":

@@ -27,6 +27,7 @@ def main(config: DictConfig) -> None:
     from tread_zoo.evaluation.evaluate import EvaluationOptions, describe_record
     from tread_zoo.evaluation.score_images import open_samples, score_images
     from tread_zoo.evaluation.sharing import end_share, start_share
+    from tread_zoo.outputs import check_out_file, write_out_file
     from tread_zoo.runtime import resolve_device
 
     settings = as_keywords(config)
@@ -39,16 +40,17 @@ def main(config: DictConfig) -> None:
         asked["num_images"] = len(samples.source)
     options = EvaluationOptions(**asked)
     share = start_share(device)
+    place = Path(settings["samples"]).expanduser()
+    out = settings["out"] or place.with_name(f"{place.stem}_score.json")
+    if share.is_main:
+        out = check_out_file("out", out)
     record = score_images(samples, options, data, device=device, share=share)
     end_share(share)
     if not share.is_main:
         return
-    place = Path(settings["samples"]).expanduser()
-    out = Path(settings["out"] or place.with_name(f"{place.stem}_score.json"))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=2))
     for line in describe_record(record):
         logger.info(line)
+    write_out_file(out, json.dumps(record, indent=2))
     logger.info("written to %s", out)
 
 

@@ -233,7 +233,7 @@ class Backbone(nn.Module, ABC):
         *,
         routes: Sequence[Route | PathDrop] = (),
     ) -> Tensor:
-        """Return the raw output [B, C_out, H, W].
+        """Return the raw output [B, C_out, H, W]; of an empty batch an empty one, with no gradient.
 
         Args:
             x: noisy images [B, C, H, W].
@@ -245,10 +245,12 @@ class Backbone(nn.Module, ABC):
                 dense; without fusions no path can be dropped.
 
         Raises:
-            ValueError: an input of another shape, a condition given to an unconditional network, or
-                a route that does not fit.
+            ValueError: an input of another type or shape, a label out of range (checked on the CPU
+                alone), a condition given to an unconditional network, or a route that does not fit.
         """
         routes = self._check(x, t, y, routes)
+        if not len(x):  # kernels take no empty batch
+            return x.new_zeros(0, self.out_channels, *self.input_size)
         streams, condition = self.embed(x, t, y)
         streams = self._run_blocks(streams, condition, routes, self.num_blocks)
         return self.head(streams, condition)
@@ -323,6 +325,7 @@ class Backbone(nn.Module, ABC):
     def _check(
         self, x: Tensor, t: Tensor, y: Tensor | None, routes: Sequence[Route | PathDrop]
     ) -> tuple[Route | PathDrop, ...]:
+        self._check_tensors(x, t, y)
         expected = (self.in_channels, *self.input_size)
         if x.ndim != 4 or tuple(x.shape[1:]) != expected:
             raise ValueError(f"x has shape {list(x.shape)}; expected [batch, *{list(expected)}].")
@@ -338,6 +341,37 @@ class Backbone(nn.Module, ABC):
             fused_ranges=self.fused_ranges,
         )
 
+    def _check_tensors(self, x: Tensor, t: Tensor, y: Tensor | None) -> None:
+        """Raise `ValueError` for what is no tensor or of a type that blocks cannot take."""
+        for name, value in (("x", x), ("t", t), ("y", y)):
+            if not isinstance(value, Tensor) and (name != "y" or value is not None):
+                raise ValueError(
+                    f"{name} is a {type(value).__name__}; expected a tensor with one entry per "
+                    "image in its first dimension."
+                )
+        own = next(self.parameters()).dtype
+        # Half precision and float32 meet under autocast and in sharded networks; float64 never.
+        doubles = (x.dtype == torch.float64, own == torch.float64)
+        if not x.is_floating_point() or doubles[0] != doubles[1]:
+            raise ValueError(f"x is {x.dtype}; this network's weights are {own}: use x.to({own}).")
+
+    def _check_labels(self, y: Tensor, batch: int) -> None:
+        """Raise `ValueError` unless y has a label for each image. Values are looked at where that
+        is cheap: on the CPU, and not while compiling."""
+        if y.shape != (batch,) or y.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"y has shape {list(y.shape)} and dtype {y.dtype}; expected labels, int64 "
+                f"[{batch}], one per image."
+            )
+        if y.device.type != "cpu" or torch.compiler.is_compiling() or not batch:
+            return
+        low, high = int(y.min()), int(y.max())
+        if low < 0 or high > self.num_classes:
+            raise ValueError(
+                f"y reaches from {low} to {high}; labels are 0 … {self.num_classes - 1}, and "
+                f"{self.num_classes} is the null label."
+            )
+
     def _check_condition(self, y: Tensor, batch: int) -> None:
         if not self.is_conditional:
             raise ValueError("y was given, but num_classes=0 makes an unconditional network.")
@@ -348,8 +382,8 @@ class Backbone(nn.Module, ABC):
                     f"y has shape {list(y.shape)} and dtype {y.dtype}; expected contexts, floats "
                     f"{expected}: {self.context_length} embeddings per image."
                 )
-        elif y.shape != (batch,):
-            raise ValueError(f"y has shape {list(y.shape)}; expected [{batch}], one per image.")
+        else:
+            self._check_labels(y, batch)
 
 
 @dataclass(frozen=True)

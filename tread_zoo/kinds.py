@@ -59,14 +59,21 @@ def check_typed(settings: Mapping[str, Any], kinds: type) -> None:
 
 
 def check_keywords(prefix: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Check keywords against a function's signature, before it is called with them.
+    """Check keywords against the signature of a function or a class, before it is called with them.
+
+    Annotations that cannot be resolved, as of types that are imported for a checker alone, are left
+    to the function.
 
     Raises:
         ValueError: a keyword that it does not have (the nearest is suggested), or a value of
             another kind than the annotation of its keyword.
     """
     known = inspect.signature(function).parameters
-    hints = get_type_hints(function)
+    target = function.__init__ if inspect.isclass(function) else function
+    try:
+        hints = get_type_hints(target)
+    except NameError:
+        hints = {}
     for name, value in given.items():
         if name not in known:
             raise unknown_name(f"{prefix}: field", name, known)

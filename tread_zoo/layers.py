@@ -5,7 +5,7 @@ B batch, N tokens, D width, C channels, p patch size, h x w grid of patches.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,27 @@ def as_pair(name: str, size: int | tuple[int, int]) -> tuple[int, int]:
     Raises:
         ValueError: not one or two positive integers.
     """
-    pair = (size, size) if isinstance(size, int) else tuple(size)
-    if len(pair) != 2 or any(not isinstance(s, int) or s < 1 for s in pair):
+    pair = tuple(size) if isinstance(size, Sequence) else (size, size)
+    if len(pair) != 2 or any(type(s) is not int or s < 1 for s in pair):
         raise ValueError(f"{name}={size!r} must be one positive integer or two (height, width).")
     return pair[0], pair[1]
+
+
+def check_positive(**sizes: int) -> None:
+    """Raise `ValueError` for the first of the named sizes that is no positive integer."""
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} must be a positive integer.")
+
+
+def check_mlp_ratio(mlp_ratio: float, hidden_size: int) -> None:
+    """Raise `ValueError` unless an MLP of so many times D has a width."""
+    is_number = isinstance(mlp_ratio, int | float) and math.isfinite(mlp_ratio)
+    if not is_number or int(hidden_size * mlp_ratio) < 1:
+        raise ValueError(
+            f"mlp_ratio={mlp_ratio!r} must be a positive number: the width of the MLP over "
+            f"hidden_size={hidden_size}."
+        )
 
 
 def patchify(x: Tensor, patch_size: int) -> Tensor:
@@ -31,7 +48,8 @@ def patchify(x: Tensor, patch_size: int) -> Tensor:
     batch, channels, height, width = x.shape
     p = patch_size
     x = x.reshape(batch, channels, height // p, p, width // p, p)
-    return x.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * p * p)
+    num_patches = (height // p) * (width // p)  # -1 would be ambiguous in an empty batch
+    return x.permute(0, 2, 4, 1, 3, 5).reshape(batch, num_patches, channels * p * p)
 
 
 def unpatchify(tokens: Tensor, patch_size: int, grid: tuple[int, int]) -> Tensor:

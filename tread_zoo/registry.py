@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.errors import unknown_name
+from tread_zoo.kinds import check_keywords
 
 ENTRY_POINT_GROUP = "tread_zoo.backbones"
 ZOO_PACKAGE = "backbones"  # loaded by name at first use: the method does not depend on the zoo
@@ -109,7 +110,8 @@ def create_backbone(
 
     Raises:
         ValueError: an unknown name or keyword (the nearest is suggested), contexts for one that
-            takes none, or a value that the constructor refuses.
+            takes none, a value of another kind than the constructor's annotation, or one that it
+            refuses.
     """
     entry = get_backbone_entry(name)
     if not entry.takes_contexts and any(overrides.pop(key, 0) for key in CONTEXT_KEYWORDS):
@@ -123,6 +125,7 @@ def create_backbone(
     for key in overrides:
         if key not in known:
             raise unknown_name(f"{name} keyword", key, known)
+    check_keywords("backbone", entry.cls, overrides)
     config = {
         "input_size": input_size,
         "in_channels": in_channels,

@@ -97,6 +97,6 @@ def test_wrong_values_are_named(field, value, words):
 
 
 def test_order_of_sigmas():
-    with pytest.raises(ValueError, match=r"sigma_min=2.0 must be below sigma_max=1.0"):
+    with pytest.raises(ValueError, match=r"sigma_min=2.0 must be below objective.sigma_max=1.0"):
         EDM(sigma_min=2.0, sigma_max=1.0)
     assert EDM(p_mean=-3.0).p_mean == -3.0

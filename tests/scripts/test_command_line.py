@@ -47,7 +47,8 @@ def test_sampling_writes_pictures_grid_and_arrays(trained):
     call("sample.py", run, "num_images=7", "batch_size=3", "out=a", "device=cpu", cwd=folder)
     call("sample.py", run, "num_images=7", "batch_size=7", "out=b", "device=cpu", cwd=folder)
     names = sorted(p.name for p in (folder / "a").iterdir())
-    assert names == [*(f"{i:06d}.png" for i in range(7)), "grid.png", "samples.npz"]
+    assert names == [*(f"{i:06d}.png" for i in range(7)), "samples.npz", "sampling.json"]
+    assert (folder / "a_grid.png").exists()
     one, other = (np.load(folder / out / "samples.npz") for out in "ab")
     assert one["arr_0"].shape == (7, 8, 8, 1)
     assert one["arr_1"].tolist() == list(range(7))
@@ -67,6 +68,43 @@ def test_sampling_continues_a_sequence(trained):
     assert "2 images" in said
     whole, rest = (np.load(folder / out / "samples.npz")["arr_0"] for out in ("all", "rest"))
     assert np.abs(whole[3:].astype(int) - rest.astype(int)).max() <= 1
+
+
+def test_images_of_two_settings_never_mix(trained):
+    folder, _ = trained
+    run = [f"checkpoint={RUN}", "device=cpu"]
+    call("sample.py", *run, "num_images=3", cwd=folder)
+    call("sample.py", *run, "num_images=2", "guidance.scale=3", cwd=folder)
+    made = sorted(path for path in (folder / RUN / "generated").iterdir() if path.is_dir())
+    assert [len(list(path.glob("*.png"))) for path in made] == [2, 3]  # …_cfg3_…, …_seed0_…
+    assert "cfg3" in made[0].name
+    assert json.loads((made[0] / "sampling.json").read_text())["settings"]["guidance_scale"] == 3.0
+    out = [*run, f"out={made[1]}"]
+    said = call("sample.py", *out, "guidance.scale=3", "num_images=1", cwd=folder, expect=1)
+    assert "guidance='none', not 'cfg'" in said
+    assert len(list(made[1].glob("*.png"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("script", "given"),
+    [
+        ("sample.py", [f"checkpoint={RUN}"]),
+        ("evaluate.py", [f"checkpoint={RUN}"]),
+        ("probe_routes.py", [f"checkpoint={RUN}"]),
+        ("make_features.py", []),
+        ("make_reference.py", []),
+        ("score_images.py", ["samples=images.npz", "evaluation.reference=images.npz"]),
+    ],
+)
+def test_an_out_that_cannot_be_written_is_told_before_any_work(trained, script, given):
+    folder, _ = trained
+    (folder / "file").write_text("mine")
+    np.savez(folder / "images.npz", arr_0=np.zeros((2, 8, 8, 1), np.uint8))
+    said = call(script, *given, "out=file/x.json", "device=cpu", cwd=folder, expect=1)
+    assert said.startswith("error: out='file/x.json'"), said
+    assert "file' is a file, not a folder" in said
+    assert len(said.splitlines()) == 1, "it worked before it looked"
+    assert (folder / "file").read_text() == "mine"
 
 
 def test_evaluating_prints_the_numbers_with_their_protocol(trained):
@@ -110,7 +148,7 @@ def test_another_guidance_and_sampler_on_the_command_line(trained):
     )  # fmt: skip
     for words in ("dpmpp_2m 3 steps, sparse guidance 2, 6 evaluations", "MFLOPs an image"):
         assert words in said
-    assert (folder / "sparse" / "grid.png").exists()
+    assert (folder / "sparse_grid.png").exists()
 
 
 def test_guidance_that_the_network_cannot_take_is_one_clear_message(trained):

@@ -42,6 +42,13 @@ class DetachesABlock(DiT):
         return (streams[0] + (after - streams[0]).detach() if index == 2 else after,)
 
 
+class NeedsAutocast(DiT):
+    """The next layer is given float32, whatever its weights are stored in."""
+
+    def head(self, streams, condition):
+        return super().head((streams[0].float(),), condition.float())
+
+
 class HalvesAGradient(DiT):
     """A backward pass that was derived wrongly."""
 
@@ -148,6 +155,7 @@ FAULTS = [
     (CentresContexts, UVIT, "contexts_do_not_mix"),
     (own_loops.RoutesExtraTokens, UVIT, "contexts_are_not_routed"),
     (ScansInHalf, MAMBA, "tokens_stay_in_place"),
+    (NeedsAutocast, DIT, "stored_half_precision"),
     (own_loops.IgnoresRoutes, UVIT, "ids_matter"),
     (own_loops.IgnoresRoutes, UVIT, "blocks_see_kept_tokens"),
     (own_loops.KeepsTheLength, UVIT, "blocks_see_kept_tokens"),

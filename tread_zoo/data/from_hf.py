@@ -79,8 +79,8 @@ def hf(
         raise ValueError(
             "data.streaming=true cannot be trained on: a resumed run would not see what the "
             "unbroken one sees, or read its epoch again. Leave it out, and the set is downloaded "
-            "once and memory-mapped; take a part of a large one (data.split='train[:10%]'), or "
-            "write it into tar shards and train with data=webdataset."
+            "once and memory-mapped; take a part of a large one (\"data.split='train[:10%]'\"), "
+            "or write it into tar shards and train with data=webdataset."
         )
     if test_split is not None and held_out is not None:
         raise ValueError(

@@ -5,7 +5,7 @@ C channels, H height, W width.
 
 import io
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, BinaryIO
+from typing import IO, TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 MODES = {1: "L", 3: "RGB"}  # Pillow's name of what so many channels hold
 _ORIENTATION = 0x0112  # the EXIF tag
+_PNG_START = 8  # bytes of the signature, ahead of a PNG's first chunk
+_EXIF_TEXTS = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0")  # PNG's other places for it
 _TURNED = (5, 6, 7, 8)  # its values that swap height and width
 
 
@@ -60,7 +62,7 @@ def picture_size(source: str | bytes | BinaryIO, name: str) -> tuple[int, int]:
     """Return (H, W) of a picture as it is seen, from its header; raises as `read_picture` does."""
     with naming(name), _open(source) as image:
         width, height = image.size
-        turned = image.getexif().get(_ORIENTATION) in _TURNED
+        turned = width != height and _orientation(image) in _TURNED
     return (width, height) if turned else (height, width)
 
 
@@ -115,6 +117,48 @@ def resize_and_crop(image: "Image.Image", size: int) -> "Image.Image":
         return image
     left, top = (width - size) // 2, (height - size) // 2
     return image.crop((left, top, left + size, top + size))
+
+
+def _orientation(image: "Image.Image") -> int | None:
+    """Return the EXIF orientation of a picture that was just opened, without decoding it.
+
+    Pillow decodes a PNG to look for EXIF behind its pixels. Here the chunks behind them are looked
+    through by their headers, and only a picture that has some there is decoded.
+    """
+    from PIL import Image
+
+    if image.format != "PNG":
+        return image.getexif().get(_ORIENTATION)
+    if _has_exif_behind_pixels(image):
+        image.load()
+    return Image.Image.getexif(image).get(_ORIENTATION)  # PNG's own would decode
+
+
+def _has_exif_behind_pixels(image: "Image.Image") -> bool:
+    """Return whether a PNG has EXIF, or text that stands for it, behind its pixels.
+
+    The file is left where it was. One that is cut short has nothing behind them.
+    """
+    file = image.fp  # type: ignore[attr-defined]
+    place = file.tell()
+    try:
+        file.seek(_PNG_START)
+        behind_pixels = False
+        while len(header := file.read(8)) == 8:
+            length, kind = int.from_bytes(header[:4], "big"), header[4:]
+            behind_pixels = behind_pixels or kind == b"IDAT"
+            end = file.tell() + length + 4  # a checksum follows
+            if behind_pixels and (kind == b"eXIf" or _is_text_of_exif(kind, file)):
+                return True
+            file.seek(end)
+        return False
+    finally:
+        file.seek(place)
+
+
+def _is_text_of_exif(kind: bytes, file: "IO[bytes]") -> bool:
+    """Return whether the PNG chunk whose content comes next in `file` is text that holds EXIF."""
+    return kind.endswith(b"Xt") and file.read(len(_EXIF_TEXTS[0])).startswith(_EXIF_TEXTS)
 
 
 def _open(source: str | bytes | BinaryIO) -> "Image.Image":

@@ -128,8 +128,9 @@ def find_shards(path: str) -> list[Path]:
         shards = [found for name in _expand_ranges(str(root)) for found in _expand_globs(name)]
     if not shards:
         raise ValueError(
-            f"data.path={path!r} has no tar shards; set data.path to their folder, or to a pattern "
-            "such as 'shards/train-{000..127}.tar' or 'shards/train-*.tar'."
+            f"data.path={path!r} has no tar shards; set data.path to their folder, or to a "
+            "pattern: \"data.path='shards/train-{000..127}.tar'\" or "
+            "\"data.path='shards/train-*.tar'\"."
         )
     for shard in shards:
         if not shard.is_file():
@@ -299,7 +300,7 @@ def _addresses(path: str) -> list[str]:
         if not url.endswith(".tar") or re.search(r"[*?\[]", url):
             raise ValueError(
                 f"data.path={path!r}: shards from elsewhere are named one by one, as in "
-                "'https://host/set/train-{000..127}.tar'."
+                "\"data.path='https://host/set/train-{000..127}.tar'\"."
             )
     return urls
 

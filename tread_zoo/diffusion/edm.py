@@ -75,10 +75,11 @@ class EDM:
         for field in fields(self):
             above = -math.inf if field.name == "p_mean" else 0.0
             value = getattr(self, field.name)
-            check_number(field.name, value, default=field.default, above=above)
+            check_number(f"objective.{field.name}", value, default=field.default, above=above)
         if self.sigma_min >= self.sigma_max:
             raise ValueError(
-                f"sigma_min={self.sigma_min} must be below sigma_max={self.sigma_max}; "
+                f"objective.sigma_min={self.sigma_min} must be below "
+                f"objective.sigma_max={self.sigma_max}; "
                 "the defaults are 0.002 and 80."
             )
 

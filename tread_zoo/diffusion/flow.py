@@ -55,9 +55,11 @@ class FlowMatching:
 
     def __post_init__(self) -> None:
         if self.time_distribution not in TIME_DISTRIBUTIONS:
-            raise unknown_name("time_distribution", self.time_distribution, TIME_DISTRIBUTIONS)
-        check_number("logit_mean", self.logit_mean, default=0.0)
-        check_number("logit_std", self.logit_std, default=1.0, above=0.0)
+            raise unknown_name(
+                "objective.time_distribution", self.time_distribution, TIME_DISTRIBUTIONS
+            )
+        check_number("objective.logit_mean", self.logit_mean, default=0.0)
+        check_number("objective.logit_std", self.logit_std, default=1.0, above=0.0)
         if self.time_distribution == "uniform" and (self.logit_mean, self.logit_std) != (0, 1):
             raise ValueError(
                 f"logit_mean={self.logit_mean}, logit_std={self.logit_std} mean nothing to "

@@ -432,6 +432,35 @@ def guidance_options(name: str) -> tuple[str, ...]:
     return tuple(field.name for field in fields(GUIDANCE[name]))  # type: ignore[arg-type]
 
 
+def check_trained(
+    guidance: Guidance, *, conditional: bool, label_dropout: float, has_routes: bool
+) -> None:
+    """Check that training has shown the network what `guidance` asks of its weak prediction.
+
+    Args:
+        conditional: whether it takes labels or contexts.
+        label_dropout: share of them that training left out.
+        has_routes: whether training routed at all.
+
+    Raises:
+        ValueError: the weak prediction would be one that was never trained.
+    """
+    if isinstance(guidance, ClassifierFree | IntervalGuidance):
+        if conditional and guidance.scale != 1 and label_dropout == 0:
+            raise ValueError(
+                f"guidance={guidance.name} with guidance.scale={guidance.scale} guides away from "
+                "no label, which training.label_dropout=0 never shows the network. Train with "
+                "training.label_dropout=0.1, or use guidance=none, sparse, auto or path_drop."
+            )
+    elif isinstance(guidance, SparseGuidance):
+        strong_alone = guidance.scale == 1 and guidance.strong_rate == 0
+        if not has_routes and not strong_alone:
+            raise ValueError(
+                "guidance=sparse lets tokens bypass blocks, which routing=none never shows the "
+                "network. Train with routing=tread, or use guidance=cfg, interval or auto."
+            )
+
+
 def _check_labels(name: str, scale: float, backbone: Backbone) -> None:
     if not backbone.is_conditional and scale != 1:
         raise ValueError(

@@ -151,10 +151,18 @@ def check_routes(
         fused_ranges: where the network fuses; it then takes no route elsewhere.
 
     Raises:
-        ValueError: a route outside the depth, overlapping or disordered routes, another batch size,
-            ids beyond the grid (checked where the ids lie on the CPU), a route beside the fused
-            ranges of a network that has some, or a dropped path beside those of any network.
+        ValueError: no list of routes, a route outside the depth, overlapping or disordered routes,
+            another batch size, ids beyond the grid (checked where the ids lie on the CPU), a route
+            beside the fused ranges of a network that has some, or a dropped path beside those of
+            any network.
     """
+    listed = isinstance(routes, list | tuple)
+    if not listed or not all(hasattr(route, "end") for route in routes):  # pending ones say more
+        kind = type(routes).__name__
+        raise ValueError(
+            f"routes is a {kind}; expected a list of Route and PathDrop, () for none of them: "
+            "routes=[route]."
+        )
     previous_end = 0
     for route in routes:
         where = f"{_name(route)} [{route.start}, {route.end})"
@@ -220,6 +228,6 @@ def _check_range_is_fused(
 def _check_ids(where: str, ids: Tensor, num_tokens: int, batch: int) -> None:
     if ids.shape[0] != batch:
         raise ValueError(f"{where} has ids for a batch of {ids.shape[0]}, not {batch}.")
-    readable = ids.device.type == "cpu" and not torch.compiler.is_compiling()
+    readable = bool(batch) and ids.device.type == "cpu" and not torch.compiler.is_compiling()
     if ids.shape[1] > num_tokens or (readable and int(ids[:, -1].max()) >= num_tokens):
         raise ValueError(f"{where} keeps ids beyond the grid's {num_tokens} tokens.")

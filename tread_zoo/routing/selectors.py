@@ -51,8 +51,7 @@ def rows_selector() -> Selector:
 
 def blocks_selector(block_size: int = 2) -> Selector:
     """Keep square blocks of the grid, for shifts and for scans of several directions."""
-    if block_size < 1:
-        raise ValueError(f"routing.block_size={block_size} must be at least 1.")
+    _check_size("routing.block_size", block_size)
     return _grouped(
         lambda row, col, grid: (
             row // block_size * (-(-grid[1] // block_size)) + torch.floor_divide(col, block_size)
@@ -65,8 +64,7 @@ def segments_selector(segment_length: int = 4, segment_order: str = "raster") ->
 
     The longer a segment, the fewer gaps a scan in that order meets.
     """
-    if segment_length < 1:
-        raise ValueError(f"routing.segment_length={segment_length} must be at least 1.")
+    _check_size("routing.segment_length", segment_length)
     if segment_order not in SEGMENT_ORDERS:
         raise unknown_name("routing.segment_order", segment_order, SEGMENT_ORDERS)
     along_the_curve = _grouped(lambda row, col, grid: (row * grid[1] + col) // segment_length)
@@ -112,6 +110,11 @@ def structured_selector() -> Selector:
         return stays.nonzero()[:, 1].view(batch, num_kept)
 
     return select
+
+
+def _check_size(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{field}={value!r} must be an integer, at least 1.")
 
 
 def _grouped(group_of: Callable[[Tensor, Tensor, tuple[int, int]], Tensor]) -> Selector:

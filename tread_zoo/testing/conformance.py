@@ -230,6 +230,27 @@ def check_half_precision(probe: Probe) -> None:
         assert torch.isfinite(grad).all(), f"the bfloat16 gradient of {name} is not finite"
 
 
+def check_stored_half_precision(probe: Probe) -> None:
+    """Weights and images stored in bfloat16, without autocast, give nearly the output of float32,
+    in bfloat16, and finite gradients."""
+    backbone = probe.build()
+    (x, t, y), routes = probe.inputs(), (probe.route(backbone),)
+    full, _ = output_and_gradients(backbone, (x, t, y), routes)
+    backbone = backbone.to(torch.bfloat16)
+    backbone.zero_grad()
+    try:
+        half = backbone(x.bfloat16(), t, y, routes=routes)
+    except RuntimeError as error:
+        raise AssertionError(f"weights stored in bfloat16 do not run: {error}") from error
+    assert half.dtype == torch.bfloat16, f"the output is {half.dtype}, not bfloat16 as the weights"
+    half.float().square().mean().backward()
+    gap = (half.float() - full).norm() / full.norm()
+    assert gap < 0.1, f"stored bfloat16 differs by {float(gap):.3f} of the output's norm"
+    for name, parameter in backbone.named_parameters():
+        grad = parameter.grad
+        assert grad is None or torch.isfinite(grad).all(), f"the gradient of {name} is not finite"
+
+
 def check_compiles(probe: Probe) -> None:
     """torch.compile (graph capture; no code generation) gives the same output and gradient."""
     backbone = probe.build()

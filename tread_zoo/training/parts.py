@@ -16,6 +16,7 @@ from tread_zoo.backbone import Backbone
 from tread_zoo.data import ImageData, StepBatches, build_data, make_loader
 from tread_zoo.data.loader import OnCorrupt, warn_of
 from tread_zoo.diffusion import Draw, Objective, SamplingOptions, build_objective, build_sampling
+from tread_zoo.diffusion.guidance import check_trained
 from tread_zoo.evaluation.evaluate import EvaluationOptions, Plan, check_evaluation
 from tread_zoo.kinds import check_keywords
 from tread_zoo.registry import create_backbone, get_backbone_entry
@@ -139,6 +140,12 @@ def build_parts(
         )
     network.add_fusions(built_routing.fused_ranges)
     sampling.check(network, built_objective)
+    check_trained(
+        sampling.guidance,
+        conditional=network.is_conditional,
+        label_dropout=options.label_dropout,
+        has_routes=bool(built_routing.plans),
+    )
     settings = {
         "backbone": describe_backbone(network),
         "routing": routing,

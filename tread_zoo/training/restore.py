@@ -19,6 +19,7 @@ from tread_zoo.diffusion import (
     named_guidance,
     sampler_fields,
 )
+from tread_zoo.diffusion.guidance import check_trained
 from tread_zoo.runtime import resolve_device, resolve_precision
 from tread_zoo.training.checkpoints import (
     Checkpoint,
@@ -49,7 +50,8 @@ class Restored:
         a scale alone as that of classifier-free guidance.
 
         Raises:
-            ValueError: an unknown name or field, or options that do not fit the network.
+            ValueError: an unknown name or field, or options that do not fit the network or how it
+                was trained.
         """
         own = named_guidance(self.checkpoint.meta["guidance"])
         if own["name"] == "none":
@@ -61,6 +63,13 @@ class Restored:
             _overlay(own, guidance, guidance_options),
         )
         options.check(self.backbone, self.objective)
+        meta = self.checkpoint.meta
+        check_trained(  # of an imported network nobody knows, and older runs had the default
+            options.guidance,
+            conditional=self.backbone.is_conditional,
+            label_dropout=meta.get("training", {}).get("label_dropout", 0.1),
+            has_routes=meta.get("routing", {}).get("name") != "none",
+        )
         return options
 
     def weak(self, options: SamplingOptions) -> Backbone | None:
