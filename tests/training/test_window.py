@@ -11,7 +11,13 @@ from tread_zoo.comparison import read_run
 from tread_zoo.runtime import matmul_speed
 from tread_zoo.training import train, window
 from tread_zoo.training.trackers import read_metrics
-from tread_zoo.training.window import Clock, Window, peak_memory
+from tread_zoo.training.window import (
+    CLEAR_REFS,
+    Clock,
+    Window,
+    forget_peak_memory,
+    peak_memory,
+)
 
 CPU = torch.device("cpu")
 
@@ -57,7 +63,7 @@ def test_a_run_tells_its_memory_its_time_and_the_speed_it_could_have(tmp_path):
     found = json.loads((folder / "score.json").read_text())["run"]
     assert set(found["seconds"]) == {"data", "training", "samples", "saving", "score"}
     assert all(value >= 0 for value in found["seconds"].values())
-    assert 2**26 < found["peak_memory"] <= peak_memory(CPU)
+    assert 2**26 < found["peak_memory_bytes"] <= peak_memory(CPU)
     rows = [row for row in read_metrics(folder) if "loss" in row]
     assert all({"peak_memory", "loss_level_1", "loss_level_4"} <= row.keys() for row in rows)
     result = read_run(folder)
@@ -66,6 +72,16 @@ def test_a_run_tells_its_memory_its_time_and_the_speed_it_could_have(tmp_path):
         result.flops * result.images_per_s / found["matmul_flops_per_s"]
     )
     assert result.picture.endswith("step_00000006.png")
+
+
+@pytest.mark.skipif(not CLEAR_REFS.exists(), reason="needs Linux, to watch memory anew")
+def test_a_run_is_not_charged_for_the_memory_of_the_one_before():
+    forget_peak_memory(CPU)
+    before = peak_memory(CPU)
+    torch.ones(2**28, dtype=torch.uint8)  # 256 MiB, gone at once
+    assert peak_memory(CPU) > before + 2**27
+    forget_peak_memory(CPU)
+    assert peak_memory(CPU) < before + 2**27
 
 
 @pytest.mark.gpu

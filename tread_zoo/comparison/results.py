@@ -34,7 +34,8 @@ class RunResult:
         images_per_s: the median over the lines of the log.
         protocol: how the scores were made.
         machine: what the run ran on; newer runs add the speed of a plain matrix product there,
-            `matmul_flops_per_s`, and the `peak_memory` in bytes.
+            `matmul_flops_per_s`, and `peak_memory_bytes` (earlier ones have a `peak_memory` that
+            takes in the runs before them in one process, and is not read).
         by_level: the held-out loss of each fourth of the noise levels, the lowest first.
         failed: why it did not end, or "".
         num_steps, images: optimizer steps, and the images that they saw.

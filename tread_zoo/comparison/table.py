@@ -174,7 +174,7 @@ def _columns(results: Sequence[RunResult]) -> list[Column]:
         return result.protocol.get("sampling", {}).get("flops_per_image")
 
     def memory(result: RunResult) -> float | None:
-        return result.machine.get("peak_memory")
+        return result.machine.get("peak_memory_bytes")
 
     measured: list[Column] = [
         ("MFLOPs a sample", sampling_flops, 1e-6, ".0f"),

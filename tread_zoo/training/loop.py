@@ -51,7 +51,7 @@ from tread_zoo.training.skipping import StepGuard, gradient_norm, spoil, whole_n
 from tread_zoo.training.slurm import join_slurm_step
 from tread_zoo.training.stopping import StopSignals
 from tread_zoo.training.trackers import check_tracker
-from tread_zoo.training.window import Clock, Window, peak_memory
+from tread_zoo.training.window import Clock, Window, forget_peak_memory, peak_memory
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -110,6 +110,7 @@ def train(
     options = TrainingOptions(**training)
     on = resolve_device(device)
     take_connections(on, timedelta(seconds=options.timeout_s))
+    forget_peak_memory(on)
     precision = resolve_precision(options.precision, on)
     sharding_asked_for()  # its errors come before any work
     if options.compile:

@@ -163,8 +163,8 @@ class Reporter:
 
     def finish(self, record: dict[str, Any], clock: Clock, device: torch.device) -> None:
         """Leave the last score of the run that was trained on `device`; `clock` as in `score`."""
+        self.machine["peak_memory_bytes"] = peak_memory(device)
         self.machine["matmul_flops_per_s"] = round(matmul_speed(device, self.precision))
-        self.machine["peak_memory"] = peak_memory(device)
         self._keep(record, clock)
         write_text(self.folder / "score.json", json.dumps(record, indent=2))
         for line in describe_record(record):

@@ -8,7 +8,8 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 NUM_LEVELS = 4
+STATUS = Path("/proc/self/status")
+CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class Clock:
@@ -83,15 +86,27 @@ class Window:
         return {"loss": total / count if count else math.nan, "images_per_s": speed, **named}
 
 
+def forget_peak_memory(device: torch.device) -> None:
+    """Begin to watch anew, so that the peak of a run is not that of another before it in the same
+    process. On a CPU this is possible on Linux alone; elsewhere earlier peaks stay."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with suppress(OSError):
+        CLEAR_REFS.write_text("5")  # see proc(5): the resident set's peak becomes what it is now
+
+
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that this process has used so far: on a GPU what tensors took there,
-    else all of the process."""
+    """Return the most bytes that were used since `forget_peak_memory`: on a GPU what tensors took
+    there, else what all of the process did."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":
         import psutil
 
         return psutil.Process().memory_info().peak_wset
+    with suppress(OSError, StopIteration):
+        lines = STATUS.read_text().splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("VmHWM:"))) * 1024
     import resource
 
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
