@@ -92,15 +92,58 @@ def test_training_losses_are_judged_in_tenths():
 
 
 @pytest.mark.parametrize(
-    ("every", "expected"), [(10, {20: 15.0, 40: 35.0, 60: 55.0}), (40, {40: 40.0})]
+    ("every", "expected"),
+    [
+        (10, {20: 15.0, 40: 35.0, 60: 55.0}),
+        (20, {20: 20.0, 40: 40.0, 60: 60.0}),
+        (40, {}),
+        (15, {}),
+    ],
 )
 def test_windows_of_another_length_are_means_of_what_lies_within(every, expected):
-    """The value of a line is its step: of steps 10 and 20 the mean is 15. What no line ends is
-    left out."""
+    """The value of a line is its step: of steps 10 and 20 the mean is 15. What no line begins or
+    ends is left out: that of step 40 would be of steps 1 to 40."""
     points = [(step, float(step)) for step in range(every, 70, every)]
     assert at_steps(points, [20, 40, 60, 80], windows=True) == expected
     at = at_steps(points, [20, 40, 60, 80], windows=False)
     assert at == {step: float(step) for step in (20, 40, 60) if step % every == 0}
+
+
+def test_lines_of_a_window_count_by_their_steps():
+    """A run of 70 steps with a line every 30: the last is of 10 steps."""
+    points = [(30, 1.0), (60, 2.0), (70, 4.0)]
+    assert at_steps(points, [70], windows=True)[70] == pytest.approx((30 + 60 + 40) / 70)
+
+
+def logged(every, *, seed=0, num_steps=800):
+    """A run whose training loss falls steeply at first, logged as a run does: means since the line
+    before, and a line at the end."""
+    loss = [0.3 + 2.0 * math.exp(-step / 60) for step in range(1, num_steps + 1)]
+    ends = [*range(every, num_steps, every), num_steps]
+    lines = [(b, float(np.mean(loss[a:b]))) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    whole = trace(straight(1.0), seed=seed)
+    return dataclasses.replace(whole, rows={**whole.rows, **dict.fromkeys(TRAINING, tuple(lines))})
+
+
+@pytest.mark.parametrize("every", [7, 16, 20, 30, 40, 50, 80, 100, 160, 250, 800])
+def test_how_often_was_logged_does_not_move_a_run_off_its_curve(every):
+    """The very losses of the reference, at another training.log_every."""
+    curve = curve_of(logged(20), logged(20, seed=1))
+    verdict = judge_curve(logged(every, seed=2), curve, "loss")
+    assert abs(verdict.bands) < 0.01
+    if verdict.points == 0:
+        assert verdict.note.startswith("logged at other steps")
+    else:
+        assert 800 % every == 0 or every in (30, 50)
+
+
+@pytest.mark.parametrize("lines", [51, 53, 61, 97])
+def test_a_curve_of_thinned_lines_is_on_its_own_runs(lines):
+    """More lines than points, and not a multiple: the first point is of fewer lines."""
+    runs = [logged(10, seed=seed, num_steps=10 * lines) for seed in (0, 1)]
+    verdict = judge_curve(runs[0], curve_of(*runs), "loss")
+    assert verdict.points >= 8
+    assert abs(verdict.bands) < 0.01
 
 
 def family(rng, *, shift=1.0, spread=0.008, noise=0.02):

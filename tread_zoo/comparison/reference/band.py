@@ -100,13 +100,19 @@ def judge_curve(run: Trace, curve: Curve, name: str) -> Verdict:
     steps, means, bands = band_of(curve, name)
     values = at_steps(run.rows.get(name, ()), steps, windows=name in TRAINING)
     if not values:
-        return Verdict(name, note="nothing logged at the steps of the reference yet")
+        last = max((step for step, _ in run.rows.get(name, ())), default=0)
+        note = "logged at other steps" if last >= steps[0] else "not logged so far"
+        return Verdict(name, note=f"{note}; the reference has {_listed(steps)}")
     found = [
         Verdict(name, len(values), step, values[step], mean, band, note)
         for step, mean, band in zip(steps, means, bands, strict=True)
         if step in values
     ]
     return max(found, key=lambda verdict: abs(verdict.bands) if verdict.is_finite else math.inf)
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps[:3])) + (" …" if len(steps) > 3 else "")
 
 
 def band_of(curve: Curve, name: str) -> tuple[list[int], list[float], list[float]]:

@@ -10,6 +10,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,20 +99,23 @@ def read_trace(folder: Path) -> Trace:
 def at_steps(
     points: Sequence[tuple[int, float]], steps: Sequence[int], *, windows: bool
 ) -> dict[int, float]:
-    """Return the values of `points` at `steps`, of those that they reach.
+    """Return the values of `points` at `steps`, of those that they have.
 
     Args:
-        points: (step, value).
+        points: (step, value), ascending.
         steps: where; ascending.
-        windows: a value is a mean since the line before, so the value at a step is the mean of all
-            lines after the step before it; else it is the line of that very step.
+        windows: a value is a mean since the line before, so the value at a step is the mean over
+            all steps since the one before it: lines count by the steps that they are of. Both ends
+            must be lines, or a line would be taken for steps that it does not mean. Else it is the
+            line of that very step.
     """
     known = dict(points)
     if not windows:
         return {step: known[step] for step in steps if step in known}
-    last, found = max(known, default=0), {}
-    for before, step in zip((0, *steps), steps, strict=False):
-        inside = [value for at, value in points if before < at <= step]
-        if inside and step <= last:
-            found[step] = statistics.fmean(inside)
+    lengths = {step: step - before for before, step in pairwise((0, *known))}
+    found = {}
+    for before, step in pairwise((0, *steps)):
+        if step in known and (before == 0 or before in known):
+            inside = [at for at in known if before < at <= step]
+            found[step] = statistics.fmean([known[at] for at in inside], [lengths[at] for at in inside])
     return found
