@@ -25,12 +25,13 @@ logger = logging.getLogger(__name__)
 def main(config: DictConfig) -> None:
     from tread_zoo.data import build_data
     from tread_zoo.evaluation.evaluate import EvaluationOptions, describe_record
-    from tread_zoo.evaluation.score_images import open_samples, score_images
+    from tread_zoo.evaluation.score_images import open_samples, record_path, score_images
     from tread_zoo.evaluation.sharing import end_share, start_share
     from tread_zoo.runtime import resolve_device
 
     settings = as_keywords(config)
     device, asked = resolve_device(settings["device"]), settings["evaluation"]
+    share = start_share(device)
     data = build_data(**settings["data"]) if "data" in settings else None
     if data is not None:
         data.codec.prepare(device)
@@ -38,13 +39,11 @@ def main(config: DictConfig) -> None:
     if asked["num_images"] is None:
         asked["num_images"] = len(samples.source)
     options = EvaluationOptions(**asked)
-    share = start_share(device)
     record = score_images(samples, options, data, device=device, share=share)
     end_share(share)
     if not share.is_main:
         return
-    place = Path(settings["samples"]).expanduser()
-    out = Path(settings["out"] or place.with_name(f"{place.stem}_score.json"))
+    out = Path(settings["out"] or record_path(settings["samples"]))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(record, indent=2))
     for line in describe_record(record):

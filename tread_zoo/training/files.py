@@ -7,6 +7,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+FAILED = "failed.txt"  # why a run of a comparison did not end
+
 
 @contextmanager
 def told_if_not_written(path: Path) -> Iterator[None]:

@@ -20,7 +20,7 @@ from tread_zoo.evaluation.naming import score_names
 from tread_zoo.evaluation.pictures import plot_losses, save_grid
 from tread_zoo.kernels import describe
 from tread_zoo.runtime import describe_device, matmul_speed
-from tread_zoo.training.files import told_if_not_written, write_text
+from tread_zoo.training.files import FAILED, told_if_not_written, write_text
 from tread_zoo.training.parts import Parts
 from tread_zoo.training.scoring import FILE as SCORES
 from tread_zoo.training.scoring import HELD_OUT_SEED, Scores
@@ -69,8 +69,10 @@ class Reporter:
                 shutil.rmtree(folder / name, ignore_errors=True)
             for name in (
                 "metrics.jsonl", "loss.png", "score.json", SCORES, "wandb_id", "corrupt.txt",
+                "reference.md", "reference.png",
             ):  # fmt: skip
                 (folder / name).unlink(missing_ok=True)
+        (folder / FAILED).unlink(missing_ok=True)
         self.scores = Scores(folder, step)
         write_text(folder / "config.json", json.dumps(parts.settings, indent=2))
         self.trackers = build_trackers(

@@ -11,8 +11,9 @@ SETTINGS = {
     "data": {"name": "digits", "image_size": [8, 8], "channels": 1, "num_classes": 10,
              "num_images": 1438},
     "data_options": {"name": "digits"},
-    "training": {"num_steps": 100, "learning_rate": 0.006, "log_every": 10, "precision": "auto",
-                 "sample_every": 20},
+    "training": {"num_steps": 100, "batch_size": 64, "gradient_accumulation_steps": 1,
+                 "learning_rate": 0.006, "log_every": 10,
+                 "precision": "auto", "sample_every": 20},
     "sampler": {"name": "euler", "num_steps": 25},
     "guidance": {"name": "none", "scale": 1.0},
     "evaluation": {"num_images": 500},
@@ -72,7 +73,7 @@ def run_from_curve(folder, curve, index, *, factor=1.0):
         "values": values,
         "held_out_loss_by_level": by_level,
         "protocol": curve.protocol,
-        "run": {**seed.machine, "seconds": seed.seconds},
+        "run": seed.machine,
     }
     folder.mkdir(parents=True)
     write_json(folder / "config.json", settings)

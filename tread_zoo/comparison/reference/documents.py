@@ -72,7 +72,7 @@ def _data(curve: Curve) -> str:
 
 
 def _seconds(curve: Curve) -> str:
-    return spread([run.seconds.get("training", float("nan")) for run in curve.runs], 1, ".0f")
+    return spread([curve.seconds_of(run) for run in curve.runs], 1, ".0f")
 
 
 def _speed(curve: Curve) -> str:

@@ -7,6 +7,7 @@ Levels are fourths of the noise levels, the lowest first.
 """
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tread_zoo.training.files import FAILED
 from tread_zoo.training.trackers import read_metrics
 from tread_zoo.training.window import NUM_LEVELS
 
@@ -35,7 +37,6 @@ class Trace:
         protocol: how the scores were made.
         machine: what it ran on.
         images_per_s: the median over the lines of its log; None before the first.
-        seconds: by what they went into.
         peak_memory: bytes, of the last line.
         failed: why it did not end, or "".
     """
@@ -47,7 +48,6 @@ class Trace:
     protocol: Mapping[str, Any]
     machine: Mapping[str, Any]
     images_per_s: float | None
-    seconds: Mapping[str, float]
     peak_memory: float | None
     failed: str = ""
 
@@ -70,9 +70,9 @@ def read_trace(folder: Path) -> Trace:
     """
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} holds no run: config.json is missing.")
-    score, failed = folder / "score.json", folder / "failed.txt"
+    score, failed = folder / "score.json", folder / FAILED
     record: dict[str, Any] = json.loads(score.read_text()) if score.exists() else {}
-    lines = read_metrics(folder)
+    lines = [_with_lost(line) for line in read_metrics(folder)]
     rows = {
         name: [(line["step"], line[name]) for line in lines if name in line]
         for name in (*TRAINING, *HELD_OUT)
@@ -90,10 +90,19 @@ def read_trace(folder: Path) -> Trace:
         machine={key: run[key] for key in ("device", "precision", "num_processes", "torch")
                  if key in run},
         images_per_s=statistics.median(speeds) if speeds else None,
-        seconds=run.get("seconds", {}),
         peak_memory=memory[-1] if memory else None,
         failed=failed.read_text() if failed.exists() else "",
     )  # fmt: skip
+
+
+def _with_lost(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of the log with NaN for losses that were not finite: a run writes none then,
+    but what else is in such a line."""
+    if "learning_rate" in line and "loss" not in line:
+        return {**line, **dict.fromkeys(TRAINING, math.nan)}
+    if line.keys() <= {"step", *HELD_OUT[1:]}:
+        return {**line, **dict.fromkeys(HELD_OUT, math.nan)}
+    return line
 
 
 def at_steps(
@@ -117,5 +126,7 @@ def at_steps(
     for before, step in pairwise((0, *steps)):
         if step in known and (before == 0 or before in known):
             inside = [at for at in known if before < at <= step]
-            found[step] = statistics.fmean([known[at] for at in inside], [lengths[at] for at in inside])
+            found[step] = statistics.fmean(
+                [known[at] for at in inside], [lengths[at] for at in inside]
+            )
     return found
