@@ -134,7 +134,7 @@ def test_a_scheduled_run():
     expected = (3 * dense + 3 * (few + dense) / 2 + 4 * (many + dense) / 2) / 10
     assert training_flops(network, routing, 10) == pytest.approx(expected, rel=1e-12)
     assert stage_flops(network, routing, 10) == [
-        (range(0, 2), dense),
+        (range(2), dense),
         (range(2, 5), (few + dense) / 2),
         (range(5, 9), (many + dense) / 2),
         (range(9, 10), dense),

@@ -75,7 +75,6 @@ def test_the_exit_status_says_whether_a_run_is_on_its_curve(tmp_path):
             ["compare.to=reference", "compare.runs=[a]", "compare.study=rates"],
             "compare.study=rates",
         ),
-        (["compare.to=reference", "compare.runs=[a]", "compare.no=1"], "compare"),
     ],
 )
 def test_what_cannot_be_compared_is_said_in_one_line(given, words, monkeypatch, tmp_path, capsys):
