@@ -17,7 +17,7 @@ holds index.html (one page, self-contained), plots/, report.md, results.csv, res
 
 compare.to=reference says of each run whether it lies on the curve of its recipe, as far as it got;
 reference.md and reference.png go to the run's folder, or to compare.out if that is given. The exit
-status is 0 if all do and 1 if one does not.
+status is 0 if all do, 1 if one does not, and 2 after an error.
 """
 
 import logging
@@ -26,7 +26,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -39,6 +39,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 CURVES = CONFIGS / "experiment" / "curves"
 OWN = "compare."
 TO = ("reference",)
+TO_TAKES = ("to", "recipe", "runs", "out")  # what compare.to goes with
 
 register_configs()
 
@@ -54,7 +55,17 @@ def main() -> None:
             config = compose("compare", overrides=own)
         clear_errors(run)(config)
     except HydraException as error:
-        sys.exit(f"error: {error}")
+        leave(f"error: {error}", own)
+    except SystemExit as left:
+        if not str(left.code).startswith("error: "):
+            raise
+        leave(str(left.code), own)
+
+
+def leave(error: str, own: Sequence[str]) -> NoReturn:
+    """Say an error and leave: with status 2 beside compare.to, where 1 is a run off its curve."""
+    print(error, file=sys.stderr)
+    sys.exit(2 if any(text.startswith(("to=", "recipe=")) for text in own) else 1)
 
 
 def run(config: DictConfig) -> None:
@@ -103,18 +114,32 @@ def to_reference(settings: dict[str, Any]) -> None:
 
     if settings["to"] not in TO:
         raise unknown_name("compare.to", settings["to"], TO)
+    own = [text.removeprefix(OWN) for text in sys.argv[1:] if text.startswith(OWN)]
+    for text in own:
+        if text.partition("=")[0] not in TO_TAKES:
+            raise ValueError(
+                f"{OWN}{text} says nothing of a run that is there: leave it out; compare.to goes "
+                f"with {', '.join(OWN + name for name in TO_TAKES[1:])}."
+            )
     if not settings["runs"]:
         raise ValueError("compare.to=reference needs runs: add compare.runs=[runs/mine].")
     if int(os.environ.get("RANK", "0")) > 0:
         return
     curves = load_curves(CURVES)
     folders = [Path(folder) for folder in settings["runs"]]
+    out_is_given = any(text.startswith("out=") for text in own)
+    names = [folder.resolve().name for folder in folders]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if out_is_given and twice is not None:
+        raise ValueError(
+            f"compare.runs has two folders of the name {twice!r}, and their reports in compare.out "
+            "would be one: leave compare.out out, or compare them one by one."
+        )
     found = [compare_run(folder, curves, settings["recipe"]) for folder in folders]
-    out_is_given = any(text.startswith(f"{OWN}out=") for text in sys.argv[1:])
-    for folder, comparison in zip(folders, found, strict=True):
+    for folder, name, comparison in zip(folders, names, found, strict=True):
         place = folder
         if out_is_given:
-            place = Path(settings["out"]) / (folder.name if len(folders) > 1 else "")
+            place = Path(settings["out"]) / (name if len(folders) > 1 else "")
         print(write_comparison(comparison, place))
         print(f"written to {place}: reference.md, reference.png")
     off = [comparison.run.folder for comparison in found if comparison.is_off]

@@ -10,7 +10,6 @@ The numbers are those that scripts/evaluate.py gives for the same images. See do
 
 import json
 import logging
-from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
@@ -25,13 +24,14 @@ logger = logging.getLogger(__name__)
 def main(config: DictConfig) -> None:
     from tread_zoo.data import build_data
     from tread_zoo.evaluation.evaluate import EvaluationOptions, describe_record
-    from tread_zoo.evaluation.score_images import open_samples, score_images
+    from tread_zoo.evaluation.score_images import open_samples, record_path, score_images
     from tread_zoo.evaluation.sharing import end_share, start_share
     from tread_zoo.outputs import check_out_file, write_out_file
     from tread_zoo.runtime import resolve_device
 
     settings = as_keywords(config)
     device, asked = resolve_device(settings["device"]), settings["evaluation"]
+    share = start_share(device)
     data = build_data(**settings["data"]) if "data" in settings else None
     if data is not None:
         data.codec.prepare(device)
@@ -39,9 +39,7 @@ def main(config: DictConfig) -> None:
     if asked["num_images"] is None:
         asked["num_images"] = len(samples.source)
     options = EvaluationOptions(**asked)
-    share = start_share(device)
-    place = Path(settings["samples"]).expanduser()
-    out = settings["out"] or place.with_name(f"{place.stem}_score.json")
+    out = settings["out"] or record_path(settings["samples"])
     if share.is_main:
         out = check_out_file("out", out)
     record = score_images(samples, options, data, device=device, share=share)

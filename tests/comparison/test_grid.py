@@ -4,7 +4,9 @@ import json
 import math
 import shutil
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.small_run import SMALL, counting_once, full_settings
 from tread_zoo.comparison import expand, expand_all, grid, read_run, run_grid
@@ -118,6 +120,31 @@ def test_a_finished_run_from_before_samplers_had_grids_is_kept(finished, monkeyp
         run_grid(cells, compose)
 
 
+@pytest.mark.parametrize("changed", [{}, {"context": None, "context_length": None}])
+def test_a_finished_run_from_before_there_were_contexts_is_kept(tmp_path, monkeypatch, changed):
+    """Its settings do not name them, or name them as they are by themselves."""
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for index in range(20):
+        Image.fromarray(np.full((8, 8, 3), index, np.uint8)).save(photos / f"{index}.png")
+    given = ["data=image_folder", f"data.path={photos}"]
+    (cell,) = expand({"seed": ["0"]}, [*SHORT, *given], tmp_path / "out")
+    settings = grid.parts_of(full_settings(*cell.overrides)).settings
+    options = {"name": "image_folder", "path": str(photos), "image_size": None, "channels": 3,
+               "held_out": 0.1, "num_classes": None}  # fmt: skip
+    assert settings["data_options"] == options
+    cell.folder.mkdir(parents=True)
+    old = {**settings, "data_options": {**options, **changed}}
+    (cell.folder / "config.json").write_text(json.dumps(old))
+    (cell.folder / "score.json").write_text("{}")
+    monkeypatch.setattr(grid, "train", None)
+    run_grid([cell], compose)
+    old["data_options"]["context"] = "context.npy"
+    (cell.folder / "config.json").write_text(json.dumps(old))
+    with pytest.raises(ValueError, match="holds a run whose data_options"):
+        run_grid([cell], compose)
+
+
 def test_a_run_that_diverges_is_noted_and_the_others_go_on(tmp_path, monkeypatch):
     real = grid.train
 
@@ -135,6 +162,19 @@ def test_a_run_that_diverges_is_noted_and_the_others_go_on(tmp_path, monkeypatch
     assert not read_run(cells[0].folder).values
     (cells[0].folder / "metrics.jsonl").write_text("")  # diverged before its first line
     assert math.isnan(read_run(cells[0].folder).images_per_s)
+
+
+@pytest.mark.parametrize("how", [{"overwrite": True}, {"resume": "latest"}])
+def test_a_run_that_is_trained_again_has_not_failed(finished, how):
+    """What a comparison noted in its folder is of the run that was there before."""
+    folder = finished[1].folder
+    for name in ("failed.txt", "reference.md", "reference.png"):
+        (folder / name).write_text("of before")
+    with counting_once():
+        grid.train(**{**full_settings(*finished[1].overrides), "run_dir": str(folder), **how})
+    assert not read_run(folder).failed
+    assert (folder / "reference.md").exists() == ("resume" in how)
+    assert (folder / "reference.png").exists() == ("resume" in how)
 
 
 def test_the_numbers_of_a_run_are_those_that_it_wrote(finished, tmp_path):

@@ -64,6 +64,10 @@ def test_sentences_follow_from_the_numbers():
 
 def test_the_loss_at_a_cost_is_read_between_the_logged_steps():
     dense = run(0.4, curve=CURVE)
+    warm = dataclasses.replace(dense, stages=((5, 6), (10, 2)))  # 10 images a step
+    assert [warm.flops_by(step) for step in (0, 4, 5, 6, 10)] == [0, 240, 300, 320, 400]
+    # From step 2 to 6, 120 to 320 FLOPs.
+    assert value_at_flops(warm, CURVE, 220) == pytest.approx(0.7)
     assert value_at_flops(dense, CURVE, 400 * 0.4) == pytest.approx(0.7)
     assert math.isnan(value_at_flops(dense, CURVE, 400 * 0.1)), "before the first"
     assert math.isnan(value_at_flops(dense, CURVE, 400 * 1.1)), "after the last"

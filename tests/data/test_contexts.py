@@ -15,7 +15,7 @@ from tests.data.contexts import SHAPE, made_contexts, with_contexts, write_laten
 from tests.data.test_shards import make_tar, picture
 from tests.data.vaes import image_data
 from tread_zoo.data import StepBatches, build_data, make_loader
-from tread_zoo.data.contexts import WithContexts, spread_order
+from tread_zoo.data.contexts import ColumnContexts, WithContexts, spread_order
 
 LENGTHS = [2, 1, 3, 2, 1, 2, 1, 2]  # embeddings of width 4 an image; T is 3
 
@@ -141,6 +141,18 @@ class Trap:
         import os
 
         return os.mkdir, (self.folder,)
+
+
+def test_a_column_of_more_numbers_than_one_array_holds(tmp_path):
+    """2^31 numbers and more, of which a chunk lies in memory once, as parts of a file do."""
+    pyarrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
+    edges = np.arange(0, 2**20 + 1, 2**18, dtype=np.int32)
+    lists = pyarrow.ListArray.from_arrays(edges, np.zeros(2**20, np.float32))
+    chunk = pyarrow.ListArray.from_arrays(np.array([0, 1, 4], np.int32), lists)
+    column = pyarrow.chunked_array([chunk] * 2049)
+    table = datasets.Dataset(pyarrow.table({"text": column}), fingerprint="made")
+    contexts = ColumnContexts([table], "text", None)
+    assert contexts.shape == (3, 2**18)
 
 
 def test_contexts_that_do_not_fit_are_named_and_nothing_is_unpickled(tmp_path):

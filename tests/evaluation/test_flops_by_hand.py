@@ -22,7 +22,7 @@ from tread_zoo.diffusion import (
     SamplingOptions,
     SparseGuidance,
 )
-from tread_zoo.evaluation.flops import SamplingCounter, count_flops, training_flops
+from tread_zoo.evaluation.flops import SamplingCounter, count_flops, stage_flops, training_flops
 from tread_zoo.kernels import get_forms, set_forms
 from tread_zoo.routing import Route, build_routing
 from tread_zoo.training.compiling import compile_blocks
@@ -133,6 +133,12 @@ def test_a_scheduled_run():
     )
     expected = (3 * dense + 3 * (few + dense) / 2 + 4 * (many + dense) / 2) / 10
     assert training_flops(network, routing, 10) == pytest.approx(expected, rel=1e-12)
+    assert stage_flops(network, routing, 10) == [
+        (range(2), dense),
+        (range(2, 5), (few + dense) / 2),
+        (range(5, 9), (many + dense) / 2),
+        (range(9, 10), dense),
+    ]
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from tread_zoo.data import digits
 from tread_zoo.evaluation import score
 from tread_zoo.evaluation.evaluate import EvaluationOptions, classifier_agreement, describe_record
 from tread_zoo.evaluation.pictures import save_png
-from tread_zoo.evaluation.score_images import open_samples, score_images
+from tread_zoo.evaluation.score_images import open_samples, record_path, score_images
 from tread_zoo.evaluation.sources import TensorImages, source_sha256
 
 
@@ -249,6 +249,18 @@ def test_samples_that_are_none(tmp_path):
     for name, words in cases.items():
         with pytest.raises(ValueError, match=words):
             open_samples(str(tmp_path / name))
+
+
+def test_a_record_lies_beside_its_samples_by_their_whole_name(tmp_path, monkeypatch):
+    """The name of a folder has no suffix to be cut off; "." has a name, too."""
+    for name in ("cfg_1.0", "cfg_1.5"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a.npz").write_bytes(b"")
+    monkeypatch.chdir(tmp_path / "cfg_1.0")
+    found = [record_path(path) for path in (".", "../cfg_1.5", "../cfg_1.5/", "../a.npz")]
+    assert found == [
+        tmp_path / f"{name}_score.json" for name in ("cfg_1.0", "cfg_1.5", "cfg_1.5", "a")
+    ]
 
 
 def test_the_script_composes_with_data_and_without():

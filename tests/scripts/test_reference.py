@@ -66,12 +66,24 @@ def test_the_exit_status_says_whether_a_run_is_on_its_curve(tmp_path):
         (["compare.recipe=x", "compare.runs=[a]"], "compare.to=None"),
         (["to=reference", "compare.runs=[a]"], "compare.to=reference"),
         (["compare.to=reference", "compare.runs=[a]"], "a holds no run: config.json is missing"),
+        (["compare.to=reference", "compare.runs=[x/a,y/a]", "compare.out=o"], "the name 'a'"),
+        (
+            ["compare.to=reference", "compare.runs=[a]", "compare.equal=flops"],
+            "compare.equal=flops",
+        ),
+        (
+            ["compare.to=reference", "compare.runs=[a]", "compare.study=rates"],
+            "compare.study=rates",
+        ),
     ],
 )
-def test_what_cannot_be_compared_is_said_in_one_line(given, words, monkeypatch, tmp_path):
+def test_what_cannot_be_compared_is_said_in_one_line(given, words, monkeypatch, tmp_path, capsys):
+    """With status 2: that of a run off its curve is 1."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["compare.py", *given])
     with pytest.raises(SystemExit) as left:
         compare.main()
-    assert words in str(left.value)
-    assert "\n" not in str(left.value)
+    assert left.value.code == (1 if given[0] == "to=reference" else 2)
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1

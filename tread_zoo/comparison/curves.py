@@ -22,7 +22,7 @@ SINGLE_DRAW = "held_out_loss_single_draw"  # as training.sample_every logs it
 # name -> label, what a run had spent of it at step k
 AXES: dict[str, tuple[str, Callable[[RunResult, int], float]]] = {
     "steps": ("optimizer steps", lambda run, step: step),
-    "flops": ("training FLOPs, 10^12", lambda run, step: _flops(run, step) / 1e12),
+    "flops": ("training FLOPs, 10^12", lambda run, step: run.flops_by(step) / 1e12),
     "seconds": ("seconds of training steps", lambda run, step: run.seconds * step / run.num_steps),
 }
 
@@ -68,10 +68,10 @@ def held_out_curves(runs: Sequence[RunResult]) -> CurveOf | None:
 def value_at_flops(run: RunResult, curve: Curve, flops: float) -> float:
     """Return the value of a curve when its run had spent `flops`, straight between the measured
     steps; NaN outside of them."""
-    step = flops / (run.flops * run.images / run.num_steps) if run.num_steps else math.nan
     for (before, first), (after, second) in pairwise(curve):
-        if before <= step <= after:
-            return first + (second - first) * (step - before) / (after - before)
+        low, high = run.flops_by(before), run.flops_by(after)
+        if low <= flops <= high:
+            return first + (second - first) * (flops - low) / (high - low)
     return math.nan
 
 
@@ -82,7 +82,7 @@ def write_curves(cells: Sequence[Cell], results: Sequence[RunResult], path: Path
     for cell, run in zip(cells, results, strict=True):
         for name, curve in {**run.scores, SINGLE_DRAW: run.curve}.items():
             for step, value in curve:
-                flops, seconds = _flops(run, step), AXES["seconds"][1](run, step)
+                flops, seconds = run.flops_by(step), AXES["seconds"][1](run, step)
                 spent = {"step": step, "training_flops": round(flops), "seconds": seconds}
                 rows.append({**cell.choices, "score": name, **spent, "value": value})
     choices = dict.fromkeys(field for cell in cells for field in cell.choices)
@@ -91,7 +91,3 @@ def write_curves(cells: Sequence[Cell], results: Sequence[RunResult], path: Path
         writer = csv.DictWriter(stream, fields, restval="")
         writer.writeheader()
         writer.writerows(rows)
-
-
-def _flops(run: RunResult, step: int) -> float:
-    return run.flops * run.images * step / run.num_steps

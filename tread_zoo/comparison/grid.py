@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tread_zoo.data.build import SOURCES, as_set
 from tread_zoo.diffusion import build_sampling
 from tread_zoo.training import train
 from tread_zoo.training.checkpoints import CheckpointError, find_checkpoint
+from tread_zoo.training.files import FAILED
 from tread_zoo.training.parts import Parts, build_parts
 
 logger = logging.getLogger(__name__)
 
-FAILED = "failed.txt"
 SEED = "seed"
 NAMED = ("backbone", "routing")  # of these a run is first known by the name
 OUTSIDE_PARTS = ("tracker", "device", "run_dir", "resume", "overwrite", "kernels")
@@ -183,6 +184,8 @@ def _is_done(cell: Cell, wanted: dict[str, Any]) -> bool:
     if not config.exists():
         return False
     given = json.loads(config.read_text())
+    if given.get("data_options", {}).get("name") in SOURCES:
+        given["data_options"] = as_set(given["data_options"])
     different = sorted(
         key for key in wanted.keys() | given.keys() if wanted.get(key) != given.get(key)
     )

@@ -56,7 +56,7 @@ def check_same(
     for name, protocol in protocols[1:]:
         first_name, first_protocol = protocols[0]
         for key in keys:
-            own, first = (_settings_of(p, key) for p in (protocol, first_protocol))
+            own, first = (settings_of(p, key) for p in (protocol, first_protocol))
             if key in newer and None in (own, first):
                 continue
             if own != first:
@@ -66,7 +66,7 @@ def check_same(
                 )
 
 
-def _settings_of(protocol: Mapping[str, Any], key: str) -> Any:
+def settings_of(protocol: Mapping[str, Any], key: str) -> Any:
     """Return what `protocol` says of `key`, without costs."""
     value = protocol.get(key)
     if not isinstance(value, dict):

@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 
 from tread_zoo.comparison.markdown import NEWER, SAME_PROTOCOL, check_same
-from tread_zoo.evaluation.flops import count_flops, training_flops
+from tread_zoo.evaluation.flops import count_flops, stage_flops
 from tread_zoo.routing import build_routing
 from tread_zoo.training.checkpoints import build_described
+from tread_zoo.training.files import FAILED
 from tread_zoo.training.scoring import FILE, read_scores
 from tread_zoo.training.trackers import read_metrics
 
@@ -39,6 +41,8 @@ class RunResult:
         by_level: the held-out loss of each fourth of the noise levels, the lowest first.
         failed: why it did not end, or "".
         num_steps, images: optimizer steps, and the images that they saw.
+        stages: (step, FLOPs of a training step an image up to it, from the stage before), as the
+            routing changes; () where it does not.
         curve: (step, held-out loss) on the way, one draw of level and noise an image.
         scores: (step, value) of each score on the way and at the end, made as `values` are.
         phases: seconds by what they went into (training, data, samples, score, saving).
@@ -58,6 +62,7 @@ class RunResult:
     failed: str = ""
     num_steps: int = 0
     images: int = 0
+    stages: Curve = ()
     curve: Curve = ()
     scores: dict[str, Curve] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
@@ -69,6 +74,14 @@ class RunResult:
         peak = self.machine.get("matmul_flops_per_s")
         return self.flops * self.images_per_s / peak if peak else None
 
+    def flops_by(self, step: int) -> float:
+        """Return the FLOPs of training of all images up to a step, as they were routed."""
+        total, begin = 0.0, 0
+        for end, flops in self.stages or ((self.num_steps, self.flops),):
+            total += flops * max(0, min(step, end) - begin)
+            begin = end
+        return total * self.images / self.num_steps
+
 
 def read_run(folder: Path) -> RunResult:
     """Read the folder of a run that has ended.
@@ -76,7 +89,7 @@ def read_run(folder: Path) -> RunResult:
     Raises:
         ValueError: the run has not ended, or was scored by different protocols on its way.
     """
-    failed = folder / "failed.txt"
+    failed = folder / FAILED
     if not failed.exists() and not (folder / "score.json").exists():
         raise ValueError(f"{folder} holds no run that has ended: score.json is missing.")
     settings = json.loads((folder / "config.json").read_text())
@@ -87,15 +100,14 @@ def read_run(folder: Path) -> RunResult:
     speeds = [row["images_per_s"] for row in rows if "images_per_s" in row]
     speed = statistics.median(speeds) if speeds else math.nan  # it may fail before its first line
     training = settings["training"]
-    images = training["batch_size"] * training["gradient_accumulation_steps"]
-    images *= training["num_steps"] * score["run"].get("num_processes", 1)
-    parameters, flops, flops_dense = _cost(settings)
+    images = seen_images(training, score["run"])
+    parameters, stages, flops_dense = _cost(settings)
     pictures = sorted((folder / "samples").glob("step_*.png"))
     return RunResult(
         values=score["values"],
         real=score["real"],
         parameters=parameters,
-        flops=flops,
+        flops=round(_mean(stages)),
         flops_dense=flops_dense,
         seconds=images / speed,
         images_per_s=speed,
@@ -105,11 +117,19 @@ def read_run(folder: Path) -> RunResult:
         failed=failed.read_text() if failed.exists() else "",
         num_steps=training["num_steps"],
         images=images,
+        stages=stages,
         curve=tuple((r["step"], r["held_out_loss"]) for r in rows if "held_out_loss" in r),
         scores=score_curves(folder),
         phases=score["run"].get("seconds", {}),
         picture=str(pictures[-1]) if pictures else "",
     )
+
+
+def seen_images(training: Mapping[str, Any], machine: Mapping[str, Any]) -> int:
+    """Return the images that the steps of a run see; older runs do not say of how many processes,
+    and had one."""
+    batch = training["batch_size"] * training["gradient_accumulation_steps"]
+    return batch * training["num_steps"] * machine.get("num_processes", 1)
 
 
 def score_curves(folder: Path) -> dict[str, Curve]:
@@ -138,8 +158,8 @@ def score_curves(folder: Path) -> dict[str, Curve]:
     }
 
 
-def _cost(settings: dict[str, Any]) -> tuple[int, int, int]:
-    """Return parameters, and the FLOPs of a step an image as routed and dense, from settings."""
+def _cost(settings: dict[str, Any]) -> tuple[int, Curve, int]:
+    """Return parameters, and the FLOPs of a step an image as routed (by stage) and dense."""
     with torch.device("meta"):
         network = build_described(settings["backbone"])
     routing = build_routing(
@@ -150,6 +170,16 @@ def _cost(settings: dict[str, Any]) -> tuple[int, int, int]:
     )
     return (
         sum(p.numel() for p in network.parameters()),
-        round(training_flops(network, routing, settings["training"]["num_steps"])),
+        tuple(
+            (steps.stop, flops)
+            for steps, flops in stage_flops(network, routing, settings["training"]["num_steps"])
+        ),
         count_flops(network, backward=True),
     )
+
+
+def _mean(stages: Curve) -> float:
+    """Return the mean over the steps of all stages."""
+    begins = [0, *(end for end, _ in stages)]
+    total = sum((end - begin) * flops for begin, (end, flops) in zip(begins, stages, strict=False))
+    return total / begins[-1]

@@ -214,9 +214,9 @@ def _code(group: Group) -> list[str]:
 
 
 def _record(result: RunResult) -> dict[str, Any]:
-    """Return all of a result but where its picture lies."""
+    """Return all of a result but where its picture lies, and what curves.csv has summed up."""
     record = asdict(result)
-    del record["picture"]
+    del record["picture"], record["stages"]
     return record
 
 

@@ -2,7 +2,8 @@
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from tread_zoo.data.dataset import ImageData
 from tread_zoo.data.from_cifar10 import cifar10
@@ -26,6 +27,20 @@ SOURCES: dict[str, Callable[..., ImageData]] = {
     "npz": npz,
     "webdataset": webdataset,
 }
+
+
+CONTEXTS = ("context", "context_length", "context_column")  # options that older runs lack
+
+
+def as_set(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of data by which runs are told apart: those of contexts only where they
+    are not the usual ones, for runs from before they were there are runs without them."""
+    parameters = inspect.signature(SOURCES[options["name"]]).parameters
+    return {
+        name: value
+        for name, value in options.items()
+        if name not in CONTEXTS or name not in parameters or value != parameters[name].default
+    }
 
 
 def build_data(name: str, **options: object) -> ImageData:

@@ -147,18 +147,22 @@ class ColumnContexts:
 
 
 def _lengths(table: "datasets.Dataset", column: str) -> list[int]:
-    """Return how long the list in each row is; nothing if the column has no lists."""
+    """Return how long the list in each row is; nothing if the column has no lists.
+
+    Chunk by chunk: as one array, a column has at most 2^31 numbers, and is copied.
+    """
     import pyarrow
     import pyarrow.compute
 
-    values = table.select_columns([column]).with_format("arrow")[:].column(column).combine_chunks()
-    if isinstance(values, pyarrow.ExtensionArray):  # Array2D
-        values = values.storage
-    try:
-        lengths = pyarrow.compute.list_value_length(values).to_numpy(zero_copy_only=False)
-    except (pyarrow.ArrowNotImplementedError, pyarrow.ArrowInvalid):
-        return []
-    return np.nan_to_num(lengths, nan=0).astype(int).tolist()
+    lengths: list[int] = []
+    for chunk in table.select_columns([column]).with_format("arrow")[:].column(column).chunks:
+        values = chunk.storage if isinstance(chunk, pyarrow.ExtensionArray) else chunk  # Array2D
+        try:
+            found = pyarrow.compute.list_value_length(values).to_numpy(zero_copy_only=False)
+        except (pyarrow.ArrowNotImplementedError, pyarrow.ArrowInvalid):
+            return []
+        lengths += np.nan_to_num(found, nan=0).astype(int).tolist()
+    return lengths
 
 
 def read_npy(read: Callable[[], bytes], name: str) -> np.ndarray:

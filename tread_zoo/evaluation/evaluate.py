@@ -405,6 +405,8 @@ def add_distances(
     record["protocol"] |= scoring_record(
         samples, reference, extractor, metrics, seed=seed, notes=notes
     )
+    if plan.options.num_reference is not None:
+        record["protocol"]["num_reference_asked"] = plan.options.num_reference
     if held_out is not None and plan.options.reference == "train":
         assert held_out.count is not None
         possible = possible_metrics(held_out.count, metrics)

@@ -54,10 +54,16 @@ def training_flops(backbone: Backbone, routing: Routing, num_steps: int) -> floa
 
     Where a step is routed, or drops its paths, with a probability, this is the expected value.
     """
+    stages = stage_flops(backbone, routing, num_steps)
+    return sum(len(steps) * flops for steps, flops in stages) / num_steps
+
+
+def stage_flops(backbone: Backbone, routing: Routing, num_steps: int) -> list[tuple[range, float]]:
+    """Return the steps of each stage of a run, and the FLOPs of an image, as `training_flops`."""
     meta = _without_data(backbone)
     dense = _trace(meta, 1, (), backward=True)
     counted: dict[tuple, float] = {(): dense}  # by start, end, and rate of each route
-    total = 0.0
+    found = []
     for steps, used in routing.stages(num_steps):
         key = tuple((plan.start, plan.end, plan.selection_rate) for plan in used.plans)
         if key not in counted:
@@ -67,10 +73,9 @@ def training_flops(backbone: Backbone, routing: Routing, num_steps: int) -> floa
                 dropped = [PathDrop(plan.start, plan.end) for plan in used.plans]
                 share, gone = used.path_drop_probability, _trace(meta, 1, dropped, backward=True)
                 counted[key] = (1 - share) * counted[key] + share * gone
-        total += len(steps) * (
-            routing.probability * counted[key] + (1 - routing.probability) * dense
-        )
-    return total / num_steps
+        flops = routing.probability * counted[key] + (1 - routing.probability) * dense
+        found.append((steps, flops))
+    return found
 
 
 @dataclass(frozen=True)

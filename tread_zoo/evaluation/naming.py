@@ -3,12 +3,14 @@
     score / what the number depends on / name in the record
 
     score/digits-cnn-64/train/500/fid             extractor, reference, number of samples
+    score/digits-cnn-64/train-100/500/fid         of a part, 100 images alone (num_reference)
     score/faces-1b2c3d4e/photos-5f6a7b8c/500/kid  what is a file has 8 digits of its hash
     score/svm/500/agreement                       who reads the labels, number of samples
     score/8-draws/held_out_loss                   draws of level and noise for each held-out image
 
-The name is the same in every run that measures the same; sampler, guidance and the rest of the
-protocol are in the record. Characters are those that every tracker takes: letters, digits, `_.-/`.
+The name is the same in every run on the same data that measures the same; which data a part is of,
+sampler, guidance and the rest of the protocol are in the record. Characters are those that every
+tracker takes: letters, digits, `_.-/`.
 """
 
 import re
@@ -45,7 +47,9 @@ def _features(label: str) -> str:
 def _reference(protocol: Mapping[str, Any]) -> str:
     name = protocol["reference"]
     if name.partition(",")[0] in PARTS:  # "train, decoded latents", too
-        return _clean(name)
+        asked = protocol.get("num_reference_asked")
+        is_less = asked is not None and asked == protocol["num_reference"]
+        return _clean(f"{name}-{asked}" if is_less else name)
     return _clean(f"{name.rstrip('/')}-{protocol['reference_sha256'][:8]}")
 
 

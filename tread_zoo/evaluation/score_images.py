@@ -108,6 +108,13 @@ def open_samples(path: str, data: ImageData | None = None) -> Samples:
     )
 
 
+def record_path(samples: str) -> Path:
+    """Return where the record of samples goes if nobody says: beside them, by their name."""
+    place = Path(samples).expanduser().resolve()
+    name = place.name if place.is_dir() else place.stem  # a folder's name has no suffix
+    return place.with_name(f"{name}_score.json")
+
+
 def score_images(
     samples: Samples,
     options: EvaluationOptions,

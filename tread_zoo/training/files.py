@@ -8,6 +8,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"  # a run's settings
+FAILED = "failed.txt"  # why a run of a comparison did not end
 
 
 @contextmanager

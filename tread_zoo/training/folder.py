@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tread_zoo.training.checkpoints import META_NAME, Checkpoint, has_checkpoints
-from tread_zoo.training.files import CONFIG
+from tread_zoo.training.files import CONFIG, FAILED
 from tread_zoo.training.lock import RunLock
 from tread_zoo.training.scoring import FILE as SCORES
 
@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 # All that a run writes, and what sample.py adds to it.
 OF_A_RUN = (
     "checkpoints", "samples", "generated", "tensorboard", "wandb", "wandb_id", "metrics.jsonl",
-    "loss.png", "score.json", SCORES, "corrupt.txt", CONFIG,
+    "loss.png", "score.json", SCORES, "corrupt.txt", CONFIG, FAILED, "reference.md",
+    "reference.png",
 )  # fmt: skip
 # Without checkpoints, too, these are worth more than what a run that was cut off leaves.
 RESULTS = ("score.json", "generated")

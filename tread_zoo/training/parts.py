@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.data import ImageData, StepBatches, build_data, make_loader
+from tread_zoo.data.build import as_set
 from tread_zoo.data.loader import OnCorrupt, warn_of
 from tread_zoo.diffusion import Draw, Objective, SamplingOptions, build_objective, build_sampling
 from tread_zoo.diffusion.guidance import check_trained
@@ -159,7 +160,7 @@ def build_parts(
             **({"codec": images.codec.facts} if images.codec.facts else {}),
             **({"context": images.context} if images.context else {}),
         },
-        "data_options": {**data, **images.codec.options},
+        "data_options": {**as_set(data), **images.codec.options},
         "training": options.as_settings(),
         "sampler": sampler,
         "guidance": guidance,

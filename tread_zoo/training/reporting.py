@@ -19,7 +19,7 @@ from tread_zoo.evaluation.naming import score_names
 from tread_zoo.evaluation.pictures import plot_losses, save_grid
 from tread_zoo.kernels import describe
 from tread_zoo.runtime import describe_device, matmul_speed
-from tread_zoo.training.files import CONFIG, told_if_not_written, write_text
+from tread_zoo.training.files import CONFIG, FAILED, told_if_not_written, write_text
 from tread_zoo.training.parts import Parts
 from tread_zoo.training.scoring import HELD_OUT_SEED, Scores
 from tread_zoo.training.trackers import build_trackers, read_metrics
@@ -59,6 +59,7 @@ class Reporter:
 
         self.parts, self.folder, self.precision = parts, folder, precision
         self.machine: dict[str, str | int] = {}
+        (folder / FAILED).unlink(missing_ok=True)
         self.scores = Scores(folder, step)
         write_text(folder / CONFIG, json.dumps(parts.settings, indent=2))
         self.trackers = build_trackers(

@@ -11,8 +11,9 @@ SETTINGS = {
     "data": {"name": "digits", "image_size": [8, 8], "channels": 1, "num_classes": 10,
              "num_images": 1438},
     "data_options": {"name": "digits"},
-    "training": {"num_steps": 100, "learning_rate": 0.006, "log_every": 10, "precision": "auto",
-                 "sample_every": 20},
+    "training": {"num_steps": 100, "batch_size": 64, "gradient_accumulation_steps": 1,
+                 "learning_rate": 0.006, "log_every": 10,
+                 "precision": "auto", "sample_every": 20},
     "sampler": {"name": "euler", "num_steps": 25},
     "guidance": {"name": "none", "scale": 1.0},
     "evaluation": {"num_images": 500},
@@ -25,7 +26,7 @@ SCORE = {
                  "num_generated": 500, "held_out_draws": 8,
                  "sampling": {"sampler": "euler", "num_steps": 25, "nfe": 25}},
     "run": {"device": "a CPU", "precision": "fp32", "num_processes": 1, "torch": "2.0",
-            "seconds": {"training": 12.5}},
+            "seconds": {"training": 12.5}, "peak_memory_bytes": 2**21},
 }  # fmt: skip
 
 
@@ -39,7 +40,7 @@ def write_run(folder, *, seed=0, losses=None, held_out=None, score=SCORE, **sett
     """
     folder.mkdir(parents=True)
     write_json(folder / "config.json", {**SETTINGS, **settings, "seed": seed})
-    measured = {"images_per_s": 100.0, "peak_memory": 2.0**21}
+    measured = {"images_per_s": 100.0}
     rows = [
         {"step": step, **dict.fromkeys(TRAINING, value), **measured}
         for step, value in (losses or {}).items()
@@ -65,14 +66,14 @@ def run_from_curve(folder, curve, index, *, factor=1.0):
             rows.setdefault((step, "held" in name), {"step": step})[name] = value * factor
     for (_, held), row in rows.items():
         if not held:
-            row |= {"images_per_s": seed.images_per_s, "peak_memory": seed.peak_memory}
+            row |= {"images_per_s": seed.images_per_s}
     by_level = [seed.scores[name] for name in HELD_OUT[1:]]
     values = {name: v for name, v in seed.scores.items() if name not in HELD_OUT[1:]}
     record = {
         "values": values,
         "held_out_loss_by_level": by_level,
         "protocol": curve.protocol,
-        "run": {**seed.machine, "seconds": seed.seconds},
+        "run": {**seed.machine, "peak_memory_bytes": seed.peak_memory},
     }
     folder.mkdir(parents=True)
     write_json(folder / "config.json", settings)

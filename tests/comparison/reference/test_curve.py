@@ -1,13 +1,15 @@
 """Curves are made of runs of one recipe, and say all that others compare with."""
 
 import json
+import shlex
 
 import pytest
 
 from tests.comparison.reference.runs import SCORE, SETTINGS, write_run
-from tests.small_run import CONFIGS
+from tests.small_run import CONFIGS, full_settings
 from tread_zoo.comparison.reference import (
     compare_run,
+    differences,
     find_recipe,
     load_curve,
     load_curves,
@@ -16,6 +18,7 @@ from tread_zoo.comparison.reference import (
     recipe_block,
     recipe_table,
     replace_between,
+    wanted_settings,
     write_comparison,
 )
 from tread_zoo.comparison.reference.curve import MAX_POINTS
@@ -50,16 +53,15 @@ def test_a_curve_has_every_number_of_its_runs(runs, tmp_path):
     assert curve.held_out_steps == (20, 40, 100)
     assert curve.runs[1].curves["held_out_loss_level_3"] == (0.9, 0.61, 0.4)
     assert curve.runs[1].scores["held_out_loss_level_2"] == 0.5
-    assert curve.runs[0].seconds == {"training": 12.5}
+    assert curve.seconds_of(curve.runs[0]) == 100 * 64 / 100, "100 steps of 64, 100 images/s"
     assert (curve.runs[0].images_per_s, curve.runs[0].peak_memory) == (100.0, 2**21)
-    record = json.loads(curve.as_text())
-    assert record["summary"]["curves"]["held_out_loss"] == {
-        "mean": [0.9, 0.605, 0.4], "low": [0.9, 0.6, 0.4], "high": [0.9, 0.61, 0.4],
-    }  # fmt: skip
-    assert record["summary"]["scores"]["kid"] == [0.5, 0.5, 0.5]
     file = tmp_path / "curve.json"
     file.write_text(curve.as_text())
     assert load_curve(file).as_text() == curve.as_text()
+    old = json.loads(curve.as_text()) | {"summary": {}}
+    old["runs"][0]["seconds"] = {"training": 12.5}
+    file.write_text(json.dumps(old))
+    assert load_curve(file) == curve, "as older versions wrote it"
     assert curve.command == "python scripts/train.py -m experiment=recipe seed=0,1"
 
 
@@ -109,8 +111,45 @@ def test_what_does_not_decide_what_is_learnt_may_differ(runs, tmp_path):
     )  # fmt: skip
     assert curve_of([other, runs[1]]).command == (
         "python scripts/train.py -m experiment=recipe data=npz data.path=mine.npz "
-        'training.precision="fp32" seed=5,1'
+        "training.precision=fp32 evaluation.num_images=7 seed=5,1"
     )
+
+
+def test_the_command_has_what_the_scores_need(tmp_path):
+    """Options that only the run or only the recipe says, a list, and no path of a machine."""
+    asked = {"num_images": 9, "metrics": ["fid", "kid"], "extractor": "/home/me/features v2.npz",
+             "keep_images": "/there"}  # fmt: skip
+    usual = {"num_images": 500, "metrics": [], "extractor": "auto", "keep_images": None}
+    folders = [
+        write_run(tmp_path / f"seed{seed}", seed=seed, losses=losses(1.0), evaluation=asked,
+                  training={**SETTINGS["training"], "score_every": 50})
+        for seed in (0, 1)
+    ]  # fmt: skip
+    traces = [read_trace(folder) for folder in folders]
+    command = make_curve("recipe", {**SETTINGS, "evaluation": usual}, traces).command
+    assert shlex.split(command)[4:] == [
+        "training.score_every=50", "evaluation.num_images=9", "evaluation.metrics=[fid,kid]",
+        'evaluation.extractor="features v2.npz"', "seed=0,1",
+    ]  # fmt: skip
+    scored = {**SETTINGS, "evaluation": asked}
+    scored["training"] = {**SETTINGS["training"], "score_every": 20}
+    folder = write_run(tmp_path / "none", seed=2, losses=losses(1.0), evaluation=asked)
+    command = make_curve("recipe", scored, [read_trace(folder), traces[0]]).command
+    assert "training.score_every=0" in command
+    assert "evaluation" not in command
+
+
+def test_contexts_are_a_difference():
+    """Only a run that has them says so: of labels, nothing says that they are none."""
+    data = {**SETTINGS["data"], "context": [77, 768]}
+    backbone = {"name": "dit_tiny", "config": {**SETTINGS["backbone"]["config"],
+                                               "context_length": 77}}  # fmt: skip
+    other = {**SETTINGS, "data": data, "backbone": backbone}
+    assert differences(other, SETTINGS) == ["data.context is [77, 768], not None"]
+    assert differences(SETTINGS, other) == ["data.context is None, not [77, 768]"]
+    assert differences(other, other) == differences(SETTINGS, SETTINGS) == []
+    digits = full_settings()
+    assert "context" not in wanted_settings(digits, data)["data"]
 
 
 def test_the_recipe_of_a_run_is_found_by_its_settings():

@@ -20,10 +20,13 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from tread_zoo.comparison.markdown import SAME_PROTOCOL, settings_of
 from tread_zoo.comparison.reference.curve import Curve
+from tread_zoo.comparison.reference.settings import differences
 from tread_zoo.comparison.reference.traces import HELD_OUT, TRAINING, Trace, at_steps
-from tread_zoo.comparison.table import SAME_PROTOCOL
+from tread_zoo.evaluation.metrics import KID_SUBSET_SIZE
 
 Z = 4.0  # standard deviations: many points and curves are looked at, so one alone must be far off
 WINDOW = 2  # points to either side
@@ -92,21 +95,27 @@ def judge(run: Trace, curve: Curve) -> list[Verdict]:
 def judge_curve(run: Trace, curve: Curve, name: str) -> Verdict:
     """Return the verdict of one curve; routed training losses compare with the same routing."""
     note = ""
-    routing, reference = (s["routing"] for s in (run.settings, curve.settings))
-    if name in TRAINING and routing["name"] != "none":
+    routing, reference = ({"routing": s["routing"]} for s in (run.settings, curve.settings))
+    if name in TRAINING and routing["routing"]["name"] != "none":
         note = HIGHER
-    if name in TRAINING and routing != reference:
+    if name in TRAINING and differences(routing, reference):
         return Verdict(name, note="another routing: its training loss compares with no dense one's")
     steps, means, bands = band_of(curve, name)
     values = at_steps(run.rows.get(name, ()), steps, windows=name in TRAINING)
     if not values:
-        return Verdict(name, note="nothing logged at the steps of the reference yet")
+        last = max((step for step, _ in run.rows.get(name, ())), default=0)
+        note = "logged at other steps" if last >= steps[0] else "not logged so far"
+        return Verdict(name, note=f"{note}; the reference has {_listed(steps)}")
     found = [
         Verdict(name, len(values), step, values[step], mean, band, note)
         for step, mean, band in zip(steps, means, bands, strict=True)
         if step in values
     ]
     return max(found, key=lambda verdict: abs(verdict.bands) if verdict.is_finite else math.inf)
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps[:3])) + (" …" if len(steps) > 3 else "")
 
 
 def band_of(curve: Curve, name: str) -> tuple[list[int], list[float], list[float]]:
@@ -161,6 +170,8 @@ def _judge_scores(run: Trace, curve: Curve) -> list[Verdict]:
     for name in wanted:
         values, title = curve.scores_of(name), f"score: {name}"
         if name not in run.scores or len(values) < 2:
+            missing = "not scored" if name not in run.scores else "one reference seed alone has it"
+            verdicts.append(Verdict(title, note=missing))
             continue
         other = _other_protocol(run.protocol, curve.protocol, loss=name in HELD_OUT)
         if other:
@@ -168,6 +179,8 @@ def _judge_scores(run: Trace, curve: Curve) -> list[Verdict]:
             continue
         mean = statistics.fmean(values)
         scale = max(statistics.stdev(values), _floor_of(name, mean, run.protocol))
+        if name == "kid":
+            scale = max(scale, _noise_of_kid(curve, run.protocol))
         band = Z * math.sqrt(1 + 1 / len(values)) * scale
         step = int(run.protocol.get("step", run.last_step))
         verdicts.append(Verdict(title, 1, step, run.scores[name], mean, band))
@@ -184,23 +197,31 @@ def _floor_of(name: str, mean: float, protocol: Mapping[str, object]) -> float:
     return abs(mean) * relative
 
 
+def _noise_of_kid(curve: Curve, protocol: Mapping[str, Any]) -> float:
+    """Return how far the kernel distance of another draw of N samples is off: near 0, a share of
+    the mean is no floor.
+
+    kid_std is the deviation of one subset of m samples. The mean over 100 subsets deviates by less,
+    but they share their samples: by kid_std sqrt(m / N), as if N / m of them were of their own.
+    """
+    deviations = curve.scores_of("kid_std")
+    count = protocol.get("num_generated") or KID_SUBSET_SIZE
+    size = protocol.get("kid_subset_size") or KID_SUBSET_SIZE
+    share = min(1.0, size / count)
+    return statistics.fmean(deviations) * math.sqrt(share) if deviations else 0.0
+
+
 def _other_protocol(
     given: Mapping[str, object], wanted: Mapping[str, object], *, loss: bool
 ) -> str:
     """Return the first key that makes two scores incomparable, with both values; "" if none does.
+    What only one of them says is passed over, and what the data are called.
 
     Loss: of all the protocol it depends on the step, the weights and the draws alone.
     """
     keys = ("weights", "step", "held_out_draws") if loss else SAME_PROTOCOL
     for key in keys:
-        ours, theirs = (_plain(protocol.get(key)) for protocol in (given, wanted))
+        ours, theirs = (settings_of(protocol, key) for protocol in (given, wanted))
         if key != "data" and None not in (ours, theirs) and ours != theirs:
             return f"{key} is {ours}, not {theirs}"
     return ""
-
-
-def _plain(value: object) -> object:
-    """Return a setting without its cost."""
-    if not isinstance(value, Mapping):
-        return value
-    return {k: v for k, v in value.items() if k not in ("flops_per_image", "nfe")}

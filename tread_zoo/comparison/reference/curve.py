@@ -8,15 +8,17 @@ lines are left out. All numbers have five significant digits.
 
 import json
 import math
-import statistics
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tread_zoo.comparison.markdown import SAME_PROTOCOL
 from tread_zoo.comparison.reference.settings import COMPARED, differences
 from tread_zoo.comparison.reference.traces import HELD_OUT, TRAINING, Trace, at_steps
-from tread_zoo.comparison.table import SAME_PROTOCOL
+from tread_zoo.comparison.results import seen_images
 
 MAX_POINTS = 50  # of a curve
 
@@ -29,7 +31,7 @@ class SeedCurve:
         seed: its own.
         curves: values by name, at the steps of the whole curve.
         scores: at the end.
-        images_per_s, seconds, peak_memory: measured; bytes.
+        images_per_s, peak_memory: measured; bytes, None if the run does not say.
         machine: device, precision, num_processes, torch.
     """
 
@@ -37,8 +39,7 @@ class SeedCurve:
     curves: Mapping[str, tuple[float, ...]]
     scores: Mapping[str, float]
     images_per_s: float
-    seconds: Mapping[str, float]
-    peak_memory: float
+    peak_memory: float | None
     machine: Mapping[str, Any]
 
 
@@ -89,18 +90,14 @@ class Curve:
         """Return a score of the runs that have it."""
         return [run.scores[name] for run in self.runs if name in run.scores]
 
-    def as_record(self) -> dict[str, Any]:
-        """Return all of it, and mean, smallest and largest over the seeds, as plain values."""
-        scores = [name for name in self.runs[0].scores if len(self.scores_of(name)) > 1]
-        summary = {
-            "curves": {n: _summary([run.curves[n] for run in self.runs]) for n in self.names},
-            "scores": {n: [_round(v) for v in _spread(self.scores_of(n))] for n in scores},
-        }
-        return {**asdict(self), "summary": summary}
+    def seconds_of(self, run: SeedCurve) -> float:
+        """Return the seconds of all training steps of a run at its median speed: what its clock
+        says is of the time since it was resumed."""
+        return seen_images(self.settings["training"], run.machine) / run.images_per_s
 
     def as_text(self) -> str:
         """Return the file's text: a line for each list."""
-        return _compact(self.as_record()) + "\n"
+        return _compact(asdict(self)) + "\n"
 
 
 def make_curve(
@@ -142,7 +139,7 @@ def make_curve(
     settings = {name: first[name] for name in COMPARED}
     return Curve(
         recipe=recipe,
-        command=_command(recipe, wanted, settings, first, seeds),
+        command=_command(recipe, wanted, first, seeds),
         hardware=hardware or str(traces[0].machine.get("device", "")),
         package=package or {},
         settings=settings,
@@ -157,6 +154,12 @@ def _check_run(recipe: str, wanted: Mapping[str, Any], trace: Trace, first: Trac
     if trace.failed or not trace.has_ended:
         why = trace.failed or "score.json is missing"
         raise ValueError(f"{trace.folder} is no run that has ended: {why}.")
+    for points in trace.rows.values():
+        lost = next((step for step, value in points if not math.isfinite(value)), None)
+        if lost is not None:
+            raise ValueError(
+                f"{trace.folder} has a loss that is not finite, at step {lost}: it is no reference."
+            )
     for field in COMPARED:
         if field not in trace.settings:
             raise ValueError(f"{trace.folder}: config.json says nothing of {field}.")
@@ -198,8 +201,7 @@ def _seed_curve(
         curves=curves,
         scores={name: _round(value) for name, value in trace.scores.items()},
         images_per_s=_round(trace.images_per_s),
-        seconds={name: round(value, 1) for name, value in trace.seconds.items()},
-        peak_memory=trace.peak_memory or 0,
+        peak_memory=trace.peak_memory,
         machine=trace.machine,
     )
 
@@ -207,22 +209,37 @@ def _seed_curve(
 def _command(
     recipe: str,
     wanted: Mapping[str, Any],
-    settings: Mapping[str, Any],
     run: Mapping[str, Any],
     seeds: Sequence[int],
 ) -> str:
     """Return what makes such runs: the recipe, the free settings that were not its own, the seeds.
 
-    Where data of the user lie is left to the user.
+    Where files of the user lie is left to the user. What only one of both settings has is of
+    another version; but see `TrainingOptions.as_settings` of score_every.
     """
-    name = settings["data"]["name"]
+    name = run["data"]["name"]
+    given = {"data.path": name} if name.endswith(".npz") else {}
+    for group, usual in (("training", {"score_every": 0}), ("evaluation", {})):
+        ours, theirs = ({**usual, **s.get(group, {})} for s in (run, wanted))
+        given |= {
+            f"{group}.{field}": value
+            for field, value in ours.items()
+            if field in theirs and value != theirs[field] and field != "keep_images"
+        }
     texts = ["python scripts/train.py -m", f"experiment={recipe}"]
-    if name.endswith(".npz"):
-        texts += ["data=npz", f"data.path={name}"]
-    for field, value in settings["training"].items():
-        if field in wanted["training"] and value != wanted["training"][field]:
-            texts.append(f"training.{field}={json.dumps(value)}")
+    texts += ["data=npz"] if "data.path" in given else []
+    texts += [shlex.quote(f"{field}={_as_override(value)}") for field, value in given.items()]
     return " ".join([*texts, f"seed={','.join(map(str, seeds))}"])
+
+
+def _as_override(value: Any) -> str:
+    """Return a value as the command line takes it; of a path its name."""
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(_as_override, value))}]"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    name = Path(value).name
+    return name if re.fullmatch(r"[\w.@+-]+", name) else json.dumps(name)
 
 
 def load_curve(file: Path) -> Curve:
@@ -233,11 +250,12 @@ def load_curve(file: Path) -> Curve:
     """
     try:
         record = json.loads(file.read_text())
-        record.pop("summary")
-        runs = [
-            SeedCurve(**{**run, "curves": {n: tuple(v) for n, v in run["curves"].items()}})
-            for run in record.pop("runs")
-        ]
+        record.pop("summary", None)  # older files have what follows from the rest
+        runs = []
+        for run in record.pop("runs"):
+            run.pop("seconds", None)
+            run["curves"] = {name: tuple(values) for name, values in run["curves"].items()}
+            runs.append(SeedCurve(**run))
         for name in ("training_steps", "held_out_steps"):
             record[name] = tuple(record[name])
         return Curve(**record, runs=tuple(runs))
@@ -250,18 +268,6 @@ def load_curve(file: Path) -> Curve:
 def load_curves(folder: Path) -> dict[str, Curve]:
     """Return the curves of a folder, by recipe."""
     return {path.stem: load_curve(path) for path in sorted(folder.glob("*.json"))}
-
-
-def _summary(rows: Sequence[Sequence[float]]) -> dict[str, list[float]]:
-    points = [_spread(values) for values in zip(*rows, strict=True)]
-    return {
-        name: [_round(point[index]) for point in points]
-        for index, name in enumerate(("mean", "low", "high"))
-    }
-
-
-def _spread(values: Sequence[float]) -> tuple[float, float, float]:
-    return statistics.fmean(values), min(values), max(values)
 
 
 def _round(value: float) -> float:

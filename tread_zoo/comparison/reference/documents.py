@@ -43,7 +43,7 @@ def recipe_block(curve: Curve) -> list[str]:
         curve.command,
         f"{curve.hardware}, {machine.get('precision')}, torch {machine.get('torch')}"
         f"{f', {processes} processes' if processes > 1 else ''}; data {_data(curve)}: "
-        f"{_seconds(curve)} s of training, {_speed(curve)} images/s, {_memory(curve)} MiB.",
+        f"{_seconds(curve)} s of training, {_speed(curve)} images/s{_memory(curve)}.",
         f"{_result(curve)}.",
         f"Mean of {len(curve.runs)} seeds, smallest and largest in brackets: the curve is "
         f"curves/{curve.recipe}.json.",
@@ -72,7 +72,7 @@ def _data(curve: Curve) -> str:
 
 
 def _seconds(curve: Curve) -> str:
-    return spread([run.seconds.get("training", float("nan")) for run in curve.runs], 1, ".0f")
+    return spread([curve.seconds_of(run) for run in curve.runs], 1, ".0f")
 
 
 def _speed(curve: Curve) -> str:
@@ -80,7 +80,8 @@ def _speed(curve: Curve) -> str:
 
 
 def _memory(curve: Curve) -> str:
-    return format(statistics.fmean(run.peak_memory for run in curve.runs) / 2**20, ".0f")
+    known = [run.peak_memory for run in curve.runs if run.peak_memory is not None]
+    return f", {statistics.fmean(known) / 2**20:.0f} MiB" if known else ""
 
 
 def _result(curve: Curve) -> str:

@@ -42,13 +42,17 @@ def wanted_settings(keywords: Mapping[str, Any], run_data: Mapping[str, Any]) ->
         run_data: what a run says of its data (`data` in its settings): taken for what the recipe
             leaves open, which is all of data that only the user has.
     """
-    data = {**run_data, **_known_data(keywords["data"])}
+    known = _known_data(keywords["data"])
+    data = {**run_data, **known}
+    if known or not any(keywords["data"].get(name) for name in ("context", "context_column")):
+        data.pop("context", None)
+    contexts = dict(zip(("context_length", "context_size"), data.get("context", ()), strict=False))
     with torch.device("meta"):
         network = create_backbone(
             input_size=tuple(data["image_size"]),
             in_channels=data["channels"],
             num_classes=data["num_classes"],
-            **keywords["backbone"],
+            **{**contexts, **keywords["backbone"]},
         )
     routing = build_routing(
         **keywords["routing"],
@@ -61,7 +65,7 @@ def wanted_settings(keywords: Mapping[str, Any], run_data: Mapping[str, Any]) ->
         "backbone": describe_backbone(network),
         "data": data,
         "training": TrainingOptions(**keywords["training"]).as_settings(),
-        **{name: keywords[name] for name in ("routing", "objective", *SCORING)},
+        **{name: keywords[name] for name in ("routing", "objective", *SCORING, "evaluation")},
     }
     return json.loads(json.dumps(settings))
 
@@ -86,7 +90,8 @@ def differences(
 ) -> list[str]:
     """Return how `given` differs from `wanted` in what is learnt, a phrase for each field.
 
-    Fields that only one of them has are passed over: an older version did not have them.
+    Fields that only one of them has are passed over: an older version did not have them. But that
+    one has contexts, which the other has not, is a difference.
 
     Args:
         given, wanted: settings of a run, or of a recipe.
@@ -97,6 +102,8 @@ def differences(
         _flat({name: settings[name] for name in groups if name in settings})
         for settings in (given, wanted)
     )
+    if "data.context" in {**ours, **theirs}:
+        ours, theirs = ({"data.context": None, **values} for values in (ours, theirs))
     return [
         f"{field} is {value}, not {theirs[field]}"
         for field, value in ours.items()

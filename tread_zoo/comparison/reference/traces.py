@@ -7,12 +7,15 @@ Levels are fourths of the noise levels, the lowest first.
 """
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tread_zoo.training.files import FAILED
 from tread_zoo.training.trackers import read_metrics
 from tread_zoo.training.window import NUM_LEVELS
 
@@ -34,8 +37,7 @@ class Trace:
         protocol: how the scores were made.
         machine: what it ran on.
         images_per_s: the median over the lines of its log; None before the first.
-        seconds: by what they went into.
-        peak_memory: bytes, of the last line.
+        peak_memory: bytes, of the whole run; None if it has not ended, or is older than that.
         failed: why it did not end, or "".
     """
 
@@ -46,7 +48,6 @@ class Trace:
     protocol: Mapping[str, Any]
     machine: Mapping[str, Any]
     images_per_s: float | None
-    seconds: Mapping[str, float]
     peak_memory: float | None
     failed: str = ""
 
@@ -69,15 +70,14 @@ def read_trace(folder: Path) -> Trace:
     """
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} holds no run: config.json is missing.")
-    score, failed = folder / "score.json", folder / "failed.txt"
+    score, failed = folder / "score.json", folder / FAILED
     record: dict[str, Any] = json.loads(score.read_text()) if score.exists() else {}
-    lines = read_metrics(folder)
+    lines = [_with_lost(line) for line in read_metrics(folder)]
     rows = {
         name: [(line["step"], line[name]) for line in lines if name in line]
         for name in (*TRAINING, *HELD_OUT)
     }
     speeds = [line["images_per_s"] for line in lines if "images_per_s" in line]
-    memory = [line["peak_memory"] for line in lines if "peak_memory" in line]
     run = record.get("run", {})
     by_level = record.get("held_out_loss_by_level", ())
     return Trace(
@@ -89,29 +89,43 @@ def read_trace(folder: Path) -> Trace:
         machine={key: run[key] for key in ("device", "precision", "num_processes", "torch")
                  if key in run},
         images_per_s=statistics.median(speeds) if speeds else None,
-        seconds=run.get("seconds", {}),
-        peak_memory=memory[-1] if memory else None,
+        peak_memory=run.get("peak_memory_bytes"),
         failed=failed.read_text() if failed.exists() else "",
     )  # fmt: skip
+
+
+def _with_lost(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of the log with NaN for losses that were not finite: a run writes none then,
+    but what else is in such a line."""
+    if "learning_rate" in line and "loss" not in line:
+        return {**line, **dict.fromkeys(TRAINING, math.nan)}
+    if line.keys() <= {"step", *HELD_OUT[1:]}:
+        return {**line, **dict.fromkeys(HELD_OUT, math.nan)}
+    return line
 
 
 def at_steps(
     points: Sequence[tuple[int, float]], steps: Sequence[int], *, windows: bool
 ) -> dict[int, float]:
-    """Return the values of `points` at `steps`, of those that they reach.
+    """Return the values of `points` at `steps`, of those that they have.
 
     Args:
-        points: (step, value).
+        points: (step, value), ascending.
         steps: where; ascending.
-        windows: a value is a mean since the line before, so the value at a step is the mean of all
-            lines after the step before it; else it is the line of that very step.
+        windows: a value is a mean since the line before, so the value at a step is the mean over
+            all steps since the one before it: lines count by the steps that they are of. Both ends
+            must be lines, or a line would be taken for steps that it does not mean. Else it is the
+            line of that very step.
     """
     known = dict(points)
     if not windows:
         return {step: known[step] for step in steps if step in known}
-    last, found = max(known, default=0), {}
-    for before, step in zip((0, *steps), steps, strict=False):
-        inside = [value for at, value in points if before < at <= step]
-        if inside and step <= last:
-            found[step] = statistics.fmean(inside)
+    lengths = {step: step - before for before, step in pairwise((0, *known))}
+    found = {}
+    for before, step in pairwise((0, *steps)):
+        if step in known and (before == 0 or before in known):
+            inside = [at for at in known if before < at <= step]
+            found[step] = statistics.fmean(
+                [known[at] for at in inside], [lengths[at] for at in inside]
+            )
     return found
