@@ -68,28 +68,21 @@ def test_runs_of_different_protocols_share_no_plot(tmp_path):
 def lines_of(path, runs, monkeypatch):
     """Draw the plots of runs; return the lines of each panel by label: places, values, style."""
     drawn = {}
-    original = plots._new_axes
+    original = plots._save
 
-    def watched(*size):
-        figure, panels = original(*size)
-        saved = figure.savefig
+    def watched(figure, to):
+        drawn[to.stem] = {
+            axes.get_xlabel().partition(" ")[0]: {
+                line.get_label(): (list(line.get_xdata()), list(line.get_ydata()),
+                                   line.get_color(), line.get_linestyle())
+                for line in axes.lines
+            }
+            for axes in figure.axes
+        }  # fmt: skip
+        if to.name.startswith("fid_"):
+            original(figure, to)
 
-        def save(to, **more):
-            drawn[to.stem] = {
-                axes.get_xlabel().partition(" ")[0]: {
-                    line.get_label(): (list(line.get_xdata()), list(line.get_ydata()),
-                                       line.get_color(), line.get_linestyle())
-                    for line in axes.lines
-                }
-                for axes in panels
-            }  # fmt: skip
-            if to.name.startswith("fid_"):
-                saved(to, **more)
-
-        figure.savefig = save
-        return figure, panels
-
-    monkeypatch.setattr(plots, "_new_axes", watched)
+    monkeypatch.setattr(plots, "_save", watched)
     plots.draw_plots(groups_of(runs), path)
     return drawn
 

@@ -58,7 +58,7 @@ def test_sentences_follow_from_the_numbers():
     assert "as many FLOPs" not in own, "it logged nothing on its way"
     assert bound == [
         "none: bound by the network's own steps (training 90 %, data 10 % of 10 s).",
-        "tread: bound by data (training 50 %, data 50 % of 2 s).",
+        "tread: bound by the network's own steps, then by data (training 50 %, data 50 % of 2 s).",
     ]
 
 

@@ -6,6 +6,7 @@ broken. Lines are means over seeds, bands reach from the smallest to the largest
 
 import math
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,7 +110,7 @@ def _draw_curves(
         *panels[0].get_legend_handles_labels(),
         fontsize=8, loc="outside right upper", handlelength=3,
     )  # fmt: skip
-    figure.savefig(path, dpi=100)
+    _save(figure, path)
 
 
 def _logarithmic(axes: "Axes", decades: float) -> None:
@@ -168,7 +169,7 @@ def _draw_scores(
     axes.set_yticks(range(len(groups)), [group.label for group in groups], fontsize=8)
     axes.set(xlabel=title, ylim=(len(groups) - 0.5, -0.5))
     axes.grid(alpha=0.3, axis="x")
-    figure.savefig(path, dpi=100)
+    _save(figure, path)
 
 
 def _new_axes(size: tuple[float, float], columns: int = 1) -> "tuple[Figure, Sequence[Axes]]":
@@ -177,3 +178,13 @@ def _new_axes(size: tuple[float, float], columns: int = 1) -> "tuple[Figure, Seq
 
     figure = Figure(figsize=size, layout="constrained")
     return figure, figure.subplots(1, columns, sharey=True, squeeze=False)[0]
+
+
+def _save(figure: "Figure", path: Path) -> None:
+    """Write a PNG of 256 colours, a third of the bytes of one that has all shades of its bands."""
+    from PIL import Image
+
+    drawn = BytesIO()
+    figure.savefig(drawn, dpi=100, format="png")
+    image = Image.open(drawn).convert("RGB")
+    image.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)

@@ -9,7 +9,7 @@ from tread_zoo.comparison.markdown import LOWER_IS_BETTER, QUALITY
 from tread_zoo.comparison.results import RunResult
 from tread_zoo.comparison.table import pairs_with_dense
 
-SHARE_THAT_BINDS = 0.25  # of the wall-clock, beside training itself
+SHARE_THAT_BINDS = 0.25  # of the wall-clock, beside the largest
 
 
 def read_out(groups: Sequence[Group]) -> list[str]:
@@ -93,9 +93,11 @@ def _what_bound(groups: Sequence[Group]) -> list[str]:
         }
         whole = sum(seconds.values())
         parts = ", ".join(f"{name} {100 * s / whole:.0f} %" for name, s in seconds.items())
-        others = {name: s for name, s in seconds.items() if name != "training"}
-        largest = max(others, key=lambda name: others[name], default="")
-        binds = largest and others[largest] > SHARE_THAT_BINDS * whole
-        bound = largest if binds else "the network's own steps"
+        largest = max(seconds, key=lambda name: seconds[name])
+        binds = [largest, *(name for name, s in seconds.items()
+                            if name != largest and s > SHARE_THAT_BINDS * whole)]  # fmt: skip
+        bound = ", then by ".join(
+            "the network's own steps" if b == "training" else b for b in binds
+        )
         lines.append(f"{group.label}: bound by {bound} ({parts} of {whole / len(runs):.0f} s).")
     return lines
