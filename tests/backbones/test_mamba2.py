@@ -157,7 +157,7 @@ def test_output_is_exactly_zero_at_the_start():
         ({"hidden_size": 15, "head_size": 3}, "hidden_size=15 must be even"),
         ({"head_size": 5}, "head_size=5 must divide the inner width.* 138"),
         ({"state_size": 0}, "state_size=0 must be a positive integer"),
-        ({"expand": 1.5}, "expand=1.5 must be an integer"),
+        ({"expand": 1.5}, "expand=1.5 must be a whole number"),
         ({"conv_width": -4}, "conv_width=-4 must be a positive integer"),
         ({"time_scale": 0.0}, "time_scale=0.0 must be positive"),
         ({"gaps": "zero"}, "gaps='zero'.*reset"),

@@ -17,15 +17,16 @@ def test_import_and_sample(tmp_path, channels):
     assert "num_heads=1 is what the published sizes have" in said
     call(
         "sample.py", "checkpoint=runs/sit", "num_images=3", "sampler.num_steps=2", "device=cpu",
-        cwd=tmp_path,
+        "out=made", cwd=tmp_path,
     )  # fmt: skip
-    names = {path.name for path in (tmp_path / "runs/sit/generated").iterdir()}
+    names = {path.name for path in (tmp_path / "made").iterdir()} - {"sampling.json"}
     if channels == 3:
-        assert names == {"grid.png", "samples.npz", *(f"{i:06d}.png" for i in range(3))}
+        assert names == {"samples.npz", *(f"{i:06d}.png" for i in range(3))}
+        assert (tmp_path / "made_grid.png").exists()
     else:
         assert "latents of 4 channels" in said
         assert names == {"latents.npz"}
-        latents = np.load(tmp_path / "runs/sit/generated/latents.npz")
+        latents = np.load(tmp_path / "made/latents.npz")
         assert latents["arr_0"].shape == (3, 4, 8, 8)
         assert latents["arr_0"].dtype == np.float32
         assert latents["arr_1"].tolist() == [0, 1, 2]

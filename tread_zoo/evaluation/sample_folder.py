@@ -140,7 +140,7 @@ class SampleFolder:
             arrays["arr_1"] = labels.numpy()
         file = self.path / name
         if file.exists():
-            with np.load(file) as earlier:
+            with np.load(file, allow_pickle=False) as earlier:
                 older = ~np.isin(earlier["numbers"], arrays["numbers"])
                 arrays = {k: np.concatenate([earlier[k][older], arrays[k]]) for k in arrays}
             order = arrays["numbers"].argsort()
