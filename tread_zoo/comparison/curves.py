@@ -88,6 +88,6 @@ def write_curves(cells: Sequence[Cell], results: Sequence[RunResult], path: Path
     choices = dict.fromkeys(field for cell in cells for field in cell.choices)
     fields = [*choices, "score", "step", "training_flops", "seconds", "value"]
     with path.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, fields, restval="")
+        writer = csv.DictWriter(stream, fields, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
