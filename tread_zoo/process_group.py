@@ -2,8 +2,12 @@
 
 Runs of a sweep follow one another in the same processes. A group that is destroyed cannot be made
 anew there (the launcher's store still has the addresses of the first), so none is: each run takes
-the group that it finds, with its own time limit, and a process that ends well closes it. One that
-ends by an error does not: the others may be waiting for it, and its launcher ends them all.
+the group that it finds, with its own time limit.
+
+Processes that come to an end together, be it a good one or not, close the group at exit. Left open,
+its threads may still give back a tensor while the interpreter is being taken down, which aborts the
+process: its exit status would be lost. One that ends alone, by an error, does not close it: that
+would wait for the others, which wait for it, and its launcher ends them all.
 """
 
 import atexit
@@ -25,7 +29,7 @@ def take_connections(device: torch.device, timeout: timedelta | None = None) -> 
     """
     from accelerate.state import AcceleratorState, PartialState
 
-    atexit.unregister(_close)  # until this run, too, has ended well
+    atexit.unregister(_close)  # until this run, too, is at its end
     connected = dist.is_available() and dist.is_initialized()
     # What an earlier run of this process had set, as its precision; alone, its device too.
     AcceleratorState._reset_state(reset_partial_state=not connected)
@@ -45,7 +49,8 @@ def take_connections(device: torch.device, timeout: timedelta | None = None) -> 
 
 
 def leave_connections() -> None:
-    """Say that a run has ended well: without another, the process closes what connects it."""
+    """Say that every process is at the end of a run, with nothing more to tell the others: without
+    another run, this one closes what connects it."""
     atexit.unregister(_close)
     atexit.register(_close)
 

@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from tests.small_run import SMALL
 from tests.training.test_distributed import launch
 from tread_zoo.process_group import leave_connections, take_connections
 from tread_zoo.training.checkpoints import find_checkpoint
+from tread_zoo.training.ranks import failing_together
+from tread_zoo.training.stopping import Stopped, StopSignals
 
 
 @pytest.mark.slow
@@ -49,7 +53,8 @@ def connected(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield dist.group.WORLD
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def test_a_run_takes_the_group_that_it_finds_with_its_own_time_limit(connected):
@@ -64,3 +69,30 @@ def test_a_run_takes_the_group_that_it_finds_with_its_own_time_limit(connected):
 def test_another_device_in_connected_processes_is_refused(connected):
     with pytest.raises(ValueError, match=r"device=cuda cannot follow a run on device=cpu"):
         take_connections(torch.device("cuda"))
+
+
+def fail(accelerator):
+    with failing_together(accelerator):
+        raise ValueError("cannot start")
+
+
+def stop(accelerator):
+    with StopSignals() as signals, signals.deferred():
+        signals.received[signal.SIGUSR1] = 0.0
+        signals.leave("run at step 1", accelerator)
+
+
+@pytest.mark.parametrize(("end", "raised"), [(fail, ValueError), (stop, Stopped)])
+def test_processes_that_end_together_close_the_group_at_exit(connected, monkeypatch, end, raised):
+    """A group left open to the interpreter's end aborted one process in thirty, with status -6
+    instead of 1 or 75, when its threads were slow."""
+    at_exit = []
+    fake = SimpleNamespace(register=at_exit.append, unregister=lambda each: at_exit.clear())
+    monkeypatch.setattr("tread_zoo.process_group.atexit", fake)
+    device = torch.device("cpu")
+    with pytest.raises(raised):
+        end(SimpleNamespace(num_processes=2, process_index=0, device=device))
+    assert dist.is_initialized()
+    for each in at_exit:
+        each()
+    assert not dist.is_initialized()

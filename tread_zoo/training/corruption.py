@@ -14,6 +14,7 @@ import torch
 
 from tread_zoo.data import CorruptItem
 from tread_zoo.data.loader import read_item, warn_of
+from tread_zoo.process_group import leave_connections
 from tread_zoo.training.parts import Parts
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class CorruptItems:
             self._write()
         self._outdated = False
         if len(self.known) > self.max_share * self.num_items:
+            leave_connections()
             raise ValueError(self._too_many())
         return {"corrupt_items": len(self.known)} if self.known else {}
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tread_zoo.process_group import leave_connections
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
@@ -36,6 +38,8 @@ def failing_together(accelerator: "Accelerator") -> Iterator[None]:
     except Exception as caught:
         error = caught
     failed = largest(accelerator, int(error is not None))
+    if failed:
+        leave_connections()
     if error is not None:
         raise error
     if failed:

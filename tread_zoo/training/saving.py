@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from tread_zoo.process_group import leave_connections
 from tread_zoo.training.checkpoints import CheckpointError
 from tread_zoo.training.ranks import largest
 
@@ -48,6 +49,7 @@ class SaveAttempts:
             return
         self.failed_in_a_row += 1
         if must or self.failed_in_a_row >= MAX_FAILED_IN_A_ROW:
+            leave_connections()
             raise error or CheckpointError("another process of this run could not save.")
         if error:
             logger.warning(

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tread_zoo.process_group import leave_connections
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
@@ -105,10 +107,11 @@ class StepGuard:
         """Return `skipped_steps` so far, if any; waits for the device.
 
         Raises:
-            FloatingPointError: too many in a row.
+            FloatingPointError: too many in a row; on every rank, for all have seen the same.
         """
         total, _, most = self._counts.tolist()
         if most >= self.limit:
+            leave_connections()
             raise FloatingPointError(
                 f"the loss or its gradient is not finite: {most} steps in a row were skipped, seen "
                 f"at step {step} (training.max_skipped_in_a_row={self.limit}). Training diverged. "

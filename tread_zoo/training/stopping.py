@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from tread_zoo.process_group import leave_connections
 from tread_zoo.training.ranks import largest
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class StopSignals:
                 before(number, None)
         finally:
             largest(accelerator, 0)
+            leave_connections()
         raise Stopped(_status(number))
 
     def _handle(self, numbers: tuple[int, ...], handler: Any) -> None:
