@@ -170,17 +170,23 @@ class UViT(Backbone):
         | linear layers | normal, std `init_std`, cut at -2 and 2 | 0 |
         | positions, label table | the same | |
         | norms | 1 | 0 |
-        | 3x3 convolution | uniform within 1/sqrt(9 C_out) | the same |
+        | 3x3 convolution | the identity | 0 |
 
-        Nothing starts at zero: the untrained output is small, not 0.
+        Nothing else starts at zero: the untrained output is small, not 0. The convolution is where
+        this departs from the authors, who draw it at random. What it takes away at the start, in
+        fine detail above all, the network must learn to give back, and with one channel it is a
+        single kernel: how well a run went hung on that one draw (docs/recipes.md has the numbers).
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=self.init_std)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.LayerNorm | nn.Conv2d):
+            elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
+        if self.conv is not None:
+            nn.init.dirac_(self.conv.weight)
+            nn.init.zeros_(self.conv.bias)
         nn.init.trunc_normal_(self.positions, std=self.init_std)
         if self.label_embed is not None:
             nn.init.trunc_normal_(self.label_embed.table.weight, std=self.init_std)
