@@ -186,6 +186,7 @@ class UViT(Backbone):
                 module.reset_parameters()
         if self.conv is not None:
             nn.init.dirac_(self.conv.weight)
+            assert self.conv.bias is not None
             nn.init.zeros_(self.conv.bias)
         nn.init.trunc_normal_(self.positions, std=self.init_std)
         if self.label_embed is not None:

@@ -55,6 +55,7 @@ def main(config: DictConfig) -> None:
         wanted,
         traces,
         hardware=settings["hardware"] or "",
+        data_note=settings["data_note"] or "",
         package={"version": __version__, "commit": commit()},
     )
     head = replace_between(yaml.read_text(), BEGIN, END, recipe_block(curve), str(yaml))

@@ -48,7 +48,8 @@ def curve_of(folders, **given):
 
 
 def test_a_curve_has_every_number_of_its_runs(runs, tmp_path):
-    curve = curve_of(runs, hardware="a laptop", package={"version": "1", "commit": None})
+    package = {"version": "1", "commit": None}
+    curve = curve_of(runs, hardware="a laptop", data_note="every other one", package=package)
     assert curve.training_steps == tuple(STEPS)
     assert curve.held_out_steps == (20, 40, 100)
     assert curve.runs[1].curves["held_out_loss_level_3"] == (0.9, 0.61, 0.4)
@@ -168,7 +169,7 @@ def test_the_recipe_of_a_run_is_found_by_its_settings():
 
 
 def test_a_comparison_says_data_settings_speed_and_verdict(runs, tmp_path):
-    curves = {"recipe": curve_of(runs, hardware="a laptop")}
+    curves = {"recipe": curve_of(runs, hardware="a laptop", data_note="every other one")}
     data = {**SETTINGS["data"], "name": "mine.npz"}
     run = write_run(tmp_path / "mine", seed=7, losses=losses(1.0), held_out={20: 0.9}, data=data)
     comparison = compare_run(run, curves)
@@ -176,7 +177,7 @@ def test_a_comparison_says_data_settings_speed_and_verdict(runs, tmp_path):
     text = write_comparison(comparison, tmp_path / "out")
     assert text == (tmp_path / "out" / "reference.md").read_text()
     assert "mine against recipe: on the curve" in text
-    assert "Data: mine.npz; the reference had digits." in text
+    assert "Data: mine.npz; the reference had digits (every other one)." in text
     assert "100 images/s on a CPU, 1.00 of the reference's 100 on a laptop" in text
     assert (tmp_path / "out" / "reference.png").stat().st_size > 10_000
     assert not comparison.is_own

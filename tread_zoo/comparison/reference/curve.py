@@ -56,6 +56,7 @@ class Curve:
         protocol: how the scores were made.
         training_steps, held_out_steps: where the curves have their points.
         runs: at least two.
+        data_note: what their data's name does not say, in words; "" if there is nothing.
     """
 
     recipe: str
@@ -67,6 +68,13 @@ class Curve:
     training_steps: tuple[int, ...]
     held_out_steps: tuple[int, ...]
     runs: tuple[SeedCurve, ...]
+    data_note: str = ""
+
+    @property
+    def data(self) -> str:
+        """The data's name and the note on them."""
+        name = str(self.settings["data"]["name"])
+        return f"{name} ({self.data_note})" if self.data_note else name
 
     @property
     def seeds(self) -> str:
@@ -97,7 +105,10 @@ class Curve:
 
     def as_text(self) -> str:
         """Return the file's text: a line for each list."""
-        return _compact(asdict(self)) + "\n"
+        record = asdict(self)
+        if not self.data_note:
+            del record["data_note"]
+        return _compact(record) + "\n"
 
 
 def make_curve(
@@ -106,6 +117,7 @@ def make_curve(
     traces: Sequence[Trace],
     *,
     hardware: str = "",
+    data_note: str = "",
     package: Mapping[str, str | None] | None = None,
 ) -> Curve:
     """Return the curve of a recipe from runs of it.
@@ -115,6 +127,7 @@ def make_curve(
         wanted: its settings, see `wanted_settings`.
         traces: runs that have ended, of different seeds.
         hardware: in words; "" takes what the runs say.
+        data_note: see `Curve`.
         package: version and commit.
 
     Raises:
@@ -147,6 +160,7 @@ def make_curve(
         training_steps=training_steps,
         held_out_steps=held_out_steps,
         runs=tuple(_seed_curve(trace, training_steps, held_out_steps) for trace in traces),
+        data_note=data_note,
     )
 
 

@@ -59,7 +59,7 @@ def recipe_table(curves: Mapping[str, Curve]) -> list[str]:
             f"{curve.hardware}, {curve.runs[0].machine.get('precision')}",
             _seconds(curve),
             _speed(curve),
-            _result(curve),
+            f"{_result(curve)}{f'; data: {curve.data_note}' if curve.data_note else ''}",
         )
         for name, curve in sorted(curves.items())
     ]
@@ -67,8 +67,8 @@ def recipe_table(curves: Mapping[str, Curve]) -> list[str]:
 
 
 def _data(curve: Curve) -> str:
-    facts = curve.settings["data"]
-    return f"{facts['name']} ({facts['num_images']} images)"
+    facts, note = curve.settings["data"], curve.data_note
+    return f"{facts['name']} ({facts['num_images']} images{f'; {note}' if note else ''})"
 
 
 def _seconds(curve: Curve) -> str:

@@ -98,9 +98,9 @@ def describe(comparison: Comparison) -> str:
         "The band is the spread of the reference seeds, widened: docs/recipes.md.",
         "",
     ]
-    names = run.settings["data"]["name"], curve.settings["data"]["name"]
-    if names[0] != names[1]:
-        lines += [f"Data: {names[0]}; the reference had {names[1]}.", ""]
+    own = run.settings["data"]["name"]
+    if own != curve.data:
+        lines += [f"Data: {own}; the reference had {curve.data}.", ""]
     if comparison.differences:
         lines += [f"Other settings: {'; '.join(comparison.differences)}.", ""]
     if comparison.is_own:
