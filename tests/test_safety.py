@@ -4,10 +4,13 @@ import ast
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from tests.small_run import CONFIGS
-from tread_zoo.cli import as_keywords
+from tread_zoo.cli import as_keywords, register_configs
+from tread_zoo.plain import check_hydra
 
 ROOT = Path(__file__).parents[1]
 TOPS = ("tread_zoo", "backbones", "scripts")
@@ -95,3 +98,38 @@ def test_a_configuration_with_code_is_refused(place):
     with pytest.raises(ValueError, match=r"_target_='os.system'") as error:
         as_keywords(OmegaConf.create(config))
     assert f"the configuration.{place} holds" in str(error.value)
+
+
+EVIL = {"_target_": "torch.load", "f": "evil.pt", "weights_only": False}
+
+
+@pytest.mark.parametrize(
+    ("node", "field"),
+    [
+        ({"callbacks": {"x": EVIL}}, "hydra.callbacks"),
+        ({"callbacks": "${elsewhere}"}, "hydra.callbacks"),
+        ({"launcher": EVIL}, "hydra.launcher._target_='torch.load'"),
+        ({"launcher": "${elsewhere}"}, "hydra.launcher._target_"),
+        ({"sweeper": {**EVIL, "_target_": "${elsewhere}"}}, "hydra.sweeper._target_"),
+        ({"job_logging": {"handlers": {"x": {"()": "os.system"}}}}, r"handlers.x.\(\)='os.system'"),
+        ({"hydra_logging": {"formatters": {"x": {"class": "torch.load"}}}}, "formatters.x.class"),
+        ({"job_logging": {"handlers": {"x": "${elsewhere}"}}}, "handlers.x="),
+        ({"help": EVIL}, "hydra.help holds _target_"),
+    ],
+)
+def test_hydras_own_node_names_known_code_alone(node, field):
+    with pytest.raises(ValueError, match=field):
+        check_hydra(node)
+
+
+@pytest.mark.parametrize("given", [[], ["hydra/launcher=slurm"], ["hydra/job_logging=default"]])
+def test_what_hydra_brings_is_allowed(given):
+    """And the loader that every script composes with is the one that checks."""
+    if given == ["hydra/launcher=slurm"]:
+        pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the extra slurm")
+    register_configs()
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        node = compose("train", [*given], return_hydra_config=True).hydra
+        assert node.launcher._target_.startswith("hydra")
+        with pytest.raises(ConfigCompositionException, match=r"hydra.callbacks=.*torch.load"):
+            compose("train", ["+hydra.callbacks.x={_target_: torch.load, f: evil.pt}"])

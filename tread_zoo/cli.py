@@ -12,12 +12,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException
+from hydra.errors import CompactHydraException, ConfigCompositionException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from tread_zoo.plain import check_plain
+from tread_zoo.plain import check_hydra, check_plain
 
 logger = logging.getLogger(__name__)
 
@@ -111,5 +112,26 @@ def _docstring_of_the_script() -> str:
     return (sys.modules["__main__"].__doc__ or "").replace("$", "$$")
 
 
+def _checked(load: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
+    """Check what hydra composed before hydra acts on it: it calls what its own node names."""
+
+    @functools.wraps(load)
+    def wrapped(*args: Any, **kwargs: Any) -> DictConfig:
+        config = load(*args, **kwargs)
+        if "hydra" in config:
+            node = OmegaConf.to_container(config.hydra, resolve=False)
+            try:
+                check_hydra(node)
+            except ValueError as error:
+                raise ConfigCompositionException(str(error)) from None
+        return config
+
+    return wrapped
+
+
 sys.excepthook = _tell_uncaught
+# For runs, sweeps and hydra.compose alike, and for every job of a sweep.
+ConfigLoaderImpl.load_configuration = _checked(  # type: ignore[method-assign]
+    ConfigLoaderImpl.load_configuration
+)
 OmegaConf.register_new_resolver("script", _docstring_of_the_script, replace=True)
