@@ -3,8 +3,10 @@
 `shards`, this project's: `manifest.json` and tar shards (`manifest.py`), with contexts if there are
 any.
 
-`npz`, for moments as MaskDiT computes them: one file with `moments` (mean and logvar) or `latents`,
-both [N,C',h,w], and if there are any `latents_flip` and `labels` [N].
+`npz`: one file with `moments` (mean and logvar) or `latents`, both [N,C',h,w], and if there are any
+`latents_flip` and `labels` [N].
+
+`lmdb`, MaskDiT's: `data.mdb` (`from_lmdb.py`).
 
 `npy_folder`, after REPA and EDM2: `**/*.npy`, each [C',h,w], and `dataset.json`, `{"labels":
 [["00000/img-mean-std-00000000.npy", 3], …]}`; without it, a sub-folder a class.
@@ -80,8 +82,8 @@ def guess_format(path: Path) -> str:
     """
     if path.is_dir():
         for name, pattern in (
-            ("shards", NAME), ("safetensors", _LIGHTNING), ("npy_folder", "**/*.npy"),
-            ("shards", "train-*.tar"),
+            ("shards", NAME), ("lmdb", "data.mdb"), ("lmdb", "train/data.mdb"),
+            ("safetensors", _LIGHTNING), ("npy_folder", "**/*.npy"), ("shards", "train-*.tar"),
         ):  # fmt: skip
             if next(path.glob(pattern), None) is not None:
                 return name
@@ -90,7 +92,7 @@ def guess_format(path: Path) -> str:
     what = "holds none of them" if path.exists() else "does not exist"
     raise ValueError(
         f"data.path={str(path)!r} {what}: a folder of scripts/encode_latents.py, an .npz of "
-        f"moments or latents, a folder of .npy files, or one of {_LIGHTNING} is wanted."
+        f"moments or latents, a folder of .npy files, of data.mdb or of {_LIGHTNING} is wanted."
     )
 
 

@@ -34,12 +34,13 @@ from tread_zoo.data.latents.formats import (
     read_safetensors,
     read_shards,
 )
+from tread_zoo.data.latents.from_lmdb import read_lmdb
 from tread_zoo.data.latents.manifest import Manifest
 from tread_zoo.data.latents.vae import load_vae
 from tread_zoo.data.split import split_held_out
 from tread_zoo.errors import unknown_name
 
-FORMATS = ("auto", "shards", "npz", "npy_folder", "safetensors")
+FORMATS = ("auto", "shards", "npz", "npy_folder", "safetensors", "lmdb")
 VERIFY = ("size", "sha256")
 HELD_OUT = 0.1
 MEASURED = 10_000  # latents, evenly spaced, of formats without statistics
@@ -59,7 +60,8 @@ def latents(
     """Return the latents at `path`.
 
     path: a folder, or an .npz file.
-    format: `auto`, or one of `shards`, `npz`, `npy_folder`, `safetensors`; see `formats.py`.
+    format: `auto`, or one of `shards`, `npz`, `npy_folder`, `safetensors`, `lmdb`; see
+      `formats.py`.
     content: `samples`, `mean_logvar` or `mean_std`, where the files do not tell.
     normalization: `standardize` (mean 0, deviation 1 by channel) or `scale` (the autoencoder's).
     vae: a diffusers autoencoder for pictures and scores, a folder or a hub's name; not given, that
@@ -191,7 +193,10 @@ def _read(root: Path, format: str, verify: str) -> Stored:
     if chosen == "shards":
         stored = read_shards(root, verify)
     else:
-        readers = {"npz": read_npz, "npy_folder": read_npy_folder, "safetensors": read_safetensors}
+        readers = {
+            "npz": read_npz, "npy_folder": read_npy_folder, "safetensors": read_safetensors,
+            "lmdb": read_lmdb,
+        }  # fmt: skip
         stored = readers[chosen](root)
     if not len(stored.items):
         raise ValueError(f"data.path={str(root)!r} has no latents.")
