@@ -62,6 +62,23 @@ def test_sentences_follow_from_the_numbers():
     ]
 
 
+def test_runs_at_equal_flops_differ_by_rounding_and_a_tie_is_one():
+    runs = {("none", 0): run(0.4, curve=CURVE), ("tread", 0): run(0.4, flops=3.9993, curve=CURVE)}
+    (line,) = read_out(groups_of(runs))
+    assert "the same with the only seed" in line
+    assert "had not come to its end" not in line
+
+
+def test_what_bound_a_run_is_not_told_by_a_part_of_it():
+    whole = run(0.4, phases={"training": 9.0, "data": 1.0})
+    part = dataclasses.replace(run(0.4, phases={"data": 5.0}), phases_since=8)
+    found = read_out(groups_of({("none", 0): whole, ("none", 1): part}))
+    assert found[0] == "none: bound by the network's own steps (training 90 %, data 10 % of 10 s)."
+    assert found[1].startswith("none: of 1 run(s) it is not known")
+    assert "after 8 alone" in found[1]
+    assert len(found) == 2
+
+
 def test_the_loss_at_a_cost_is_read_between_the_logged_steps():
     dense = run(0.4, curve=CURVE)
     warm = dataclasses.replace(dense, stages=((5, 6), (10, 2)))  # 10 images a step
