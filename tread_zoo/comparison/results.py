@@ -105,8 +105,8 @@ def read_run(folder: Path) -> RunResult:
     failed = folder / FAILED
     if not failed.exists() and not (folder / "score.json").exists():
         raise ValueError(
-            f"{folder} holds no run that has ended: score.json is missing. Let it end (the command "
-            f"that began it with resume=latest added), or leave it out."
+            f"{folder} holds no run that has ended: score.json is missing. Let it end, by the "
+            "command that began it and resume=latest, or leave it out."
         )
     settings = json.loads((folder / "config.json").read_text())
     score: dict[str, Any] = {"values": {}, "real": {}, "protocol": {}, "run": {}}
