@@ -86,13 +86,13 @@ def runs(tmp_path):
 
 def test_runs_that_are_there_are_given_by_a_pattern_or_by_name(runs, monkeypatch, tmp_path, capsys):
     out = f"compare.out={tmp_path / 'out'}"
+    monkeypatch.setattr("tread_zoo.comparison.write_page", lambda *given, **keywords: None)
     with counting_once():
         main(f"compare.runs={runs}/*", out, "compare.equal=flops", monkeypatch=monkeypatch)
         assert capsys.readouterr().out.startswith("# 2 runs compared\n")
         one = runs / "backbone=dit_tiny,seed=1"
         main(f"compare.runs={one}", out, "compare.title=Mine", monkeypatch=monkeypatch)
         assert capsys.readouterr().out.startswith("# Mine\n")
-        main(f"compare.runs=['{one}']", out, monkeypatch=monkeypatch)
     with pytest.raises(SystemExit):
         main(f"compare.runs=[{one}]", out, monkeypatch=monkeypatch)
     assert "need quotes in a list" in capsys.readouterr().err
