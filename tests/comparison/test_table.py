@@ -203,13 +203,15 @@ def test_only_seeds_still_have_a_column_of_names(tmp_path):
 
 def test_the_exports_have_all_that_was_measured_and_are_json(tmp_path):
     run = dataclasses.replace(
-        ran_on(peak_memory_bytes=7), phases={"data": 1.5}, images_per_s=math.nan
-    )
+        ran_on(peak_memory_bytes=7), phases={"data": 1.5}, images_per_s=math.nan,
+        values={"precision": 0.25},
+    )  # fmt: skip
     report(tmp_path, results={("none", 0): run})
     with (tmp_path / "results.csv").open() as stream:
         (row,) = csv.DictReader(stream)
     assert (row["peak_memory_bytes"], row["seconds_data"]) == ("7", "1.5")
     assert (row["device"], row["images_per_s"]) == ("CPU, 1 thread", "")
+    assert (row["precision"], row["machine_precision"]) == ("0.25", "fp32")
 
     def refuse(word):
         raise AssertionError(f"{word} is no JSON")

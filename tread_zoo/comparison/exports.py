@@ -16,7 +16,12 @@ PLAIN = (
     "parameters", "flops", "flops_dense", "flops_per_sample", "seconds", "images_per_s",
     "peak_memory_bytes", "num_steps", "images", "num_processes", "failed",
 )  # fmt: skip
-MACHINE = ("device", "precision", "torch", "matmul_flops_per_s")
+MACHINE = {  # column -> what the machine says; `precision` is a score
+    "device": "device",
+    "machine_precision": "precision",
+    "torch": "torch",
+    "matmul_flops_per_s": "matmul_flops_per_s",
+}
 
 
 def write_exports(cells: Sequence[Cell], results: Sequence[RunResult], out: Path) -> None:
@@ -56,7 +61,7 @@ def _row(result: RunResult, machines: Machines) -> dict[str, object]:
         **levels,
         **{name: getattr(result, name) for name in PLAIN},
         "of_peak_flops": machines.utilisation(result),
-        **{key: result.machine[key] for key in MACHINE if key in result.machine},
+        **{name: result.machine[key] for name, key in MACHINE.items() if key in result.machine},
         **{f"seconds_{phase}": seconds for phase, seconds in result.phases.items()},
     }
 
