@@ -7,6 +7,7 @@ python scripts/compare.py data=npz data.path=faces.npz training.num_steps=20000 
     backbone=dit_matched_s,rwkv_matched_s compare.out=comparisons/faces
 python scripts/compare.py compare.equal=flops           # or equal=seconds compare.seconds=240
 python scripts/compare.py compare.runs=[runs/a,runs/b] compare.out=comparisons/mine
+python scripts/compare.py compare.runs="comparisons/faces/runs/*seed=0" compare.out=comparisons/one
 python scripts/compare.py compare.study=fashion_mnist data=npz data.path=fashion_mnist.npz
 python scripts/compare.py compare.to=reference compare.runs=[runs/mine]       # docs/recipes.md
 
@@ -39,6 +40,11 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 CURVES = CONFIGS / "experiment" / "curves"
 OWN = "compare."
 TO = ("reference",)
+QUOTING = (
+    "\nFolders with = or a comma in their names need quotes in a list: "
+    """compare.runs="['runs/seed=0','runs/seed=1']"; one, or a pattern, needs no list: """
+    'compare.runs="runs/*".'
+)
 TO_TAKES = ("to", "recipe", "runs", "out")  # what compare.to goes with
 
 register_configs()
@@ -49,17 +55,39 @@ def main() -> None:
         print(f"{__doc__}\nDefaults:\n{(CONFIGS / 'compare.yaml').read_text()}")
         return
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    own = [text.removeprefix(OWN) for text in sys.argv[1:] if text.startswith(OWN)]
+    own = [quoted(text.removeprefix(OWN)) for text in sys.argv[1:] if text.startswith(OWN)]
     try:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             config = compose("compare", overrides=own)
-        clear_errors(run)(config)
+        clear_errors(run_to_the_end)(config)
     except HydraException as error:
-        leave(f"error: {error}", own)
+        quoting = any(text.startswith("runs=[") for text in own)
+        leave(f"error: {error}{QUOTING if quoting else ''}", own)
     except SystemExit as left:
         if not str(left.code).startswith("error: "):
             raise
         leave(str(left.code), own)
+
+
+def quoted(text: str) -> str:
+    """Return a word of the command line as hydra reads it: one folder, or one pattern, of runs may
+    have = and commas in its name."""
+    field, _, value = text.partition("=")
+    if field != "runs" or not value or value[0] in "['\"":
+        return text
+    return "runs='{}'".format(value.replace("'", "\\'"))
+
+
+def run_to_the_end(config: DictConfig) -> None:
+    """Run, and know that what was printed has been read before the exit status is decided."""
+    try:
+        try:
+            run(config)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        sys.exit("error: what reads the output was closed before its end (broken pipe).")
 
 
 def leave(error: str, own: Sequence[str]) -> NoReturn:
@@ -70,9 +98,12 @@ def leave(error: str, own: Sequence[str]) -> NoReturn:
 
 def run(config: DictConfig) -> None:
     from tread_zoo.comparison import (
+        check_equal,
+        check_equal_runs,
         collect,
         equalise,
         expand_all,
+        find_runs,
         read_run,
         run_grid,
         write_page,
@@ -90,8 +121,12 @@ def run(config: DictConfig) -> None:
     if settings["to"] is not None or settings["recipe"] is not None:
         to_reference(settings)
         return
+    check_equal(equal, settings["seconds"], collected=bool(settings["runs"]))
+    title = settings["title"]
     if settings["runs"]:
-        cells = collect([Path(folder) for folder in settings["runs"]])
+        cells = collect(find_runs(settings["runs"]))
+        if not any(text.startswith(f"{OWN}title=") for text in sys.argv[1:]):
+            title = f"{len(cells)} runs compared"  # the study's is of others
     else:
         grids, fixed = split_sweeps(settings["grids"], given, settings["fixed"])
         cells = expand_all(grids, fixed, out)
@@ -101,7 +136,9 @@ def run(config: DictConfig) -> None:
         return
     command = shlex.join(["python", "scripts/compare.py", *sys.argv[1:]])
     results = [read_run(cell.folder) for cell in cells]
-    about = {"title": settings["title"], "command": command, "equal": equal}
+    if settings["runs"]:
+        check_equal_runs(cells, results, equal)
+    about = {"title": title, "command": command, "equal": equal}
     print(write_report(cells, results, out, **about))
     write_page(cells, results, out, **about)
     print(f"written to {out}: index.html, plots/, report.md, results.csv, results.json")
@@ -109,6 +146,7 @@ def run(config: DictConfig) -> None:
 
 def to_reference(settings: dict[str, Any]) -> None:
     """Compare each of the runs with its recipe's curve; leave with status 1 if one is off it."""
+    from tread_zoo.comparison import find_runs
     from tread_zoo.comparison.reference import compare_run, load_curves, write_comparison
     from tread_zoo.errors import unknown_name
 
@@ -126,7 +164,7 @@ def to_reference(settings: dict[str, Any]) -> None:
     if int(os.environ.get("RANK", "0")) > 0:
         return
     curves = load_curves(CURVES)
-    folders = [Path(folder) for folder in settings["runs"]]
+    folders = find_runs(settings["runs"])
     out_is_given = any(text.startswith("out=") for text in own)
     names = [folder.resolve().name for folder in folders]
     twice = next((name for name in names if names.count(name) > 1), None)

@@ -3,13 +3,14 @@
 import json
 import math
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from tests.small_run import SMALL, counting_once, full_settings
-from tread_zoo.comparison import expand, expand_all, grid, read_run, run_grid
+from tread_zoo.comparison import expand, expand_all, find_runs, grid, read_run, run_grid
 from tread_zoo.training.stopping import Stopped
 
 SHORT = [*SMALL, "training.num_steps=2", "training.warmup_steps=1"]
@@ -45,6 +46,37 @@ def test_every_combination_has_a_folder_of_its_own(tmp_path):
     assert cells[1].overrides == (*SHORT, "backbone=dit", "seed=1")
     odd = expand({"routing.routes": ["[{start: 2, end: 5}]"]}, [], tmp_path)
     assert odd[0].folder.parent == tmp_path / "runs"
+
+
+def test_names_that_are_alike_as_folders_have_folders_of_their_own(tmp_path):
+    paths = ["a/b.npz", "a b.npz", "a:b.npz", "x" * 300 + "1", "x" * 300 + "2", "plain.npz"]
+    cells = expand_all([{"data.path": paths}], [], tmp_path)
+    assert [cell.choices["data.path"] for cell in cells] == paths
+    names = [cell.folder.name for cell in cells]
+    assert len(set(names)) == len(paths)
+    assert max(len(name.encode()) for name in names) <= 150
+    assert names[0].startswith("data.path=a_b.npz-")
+    assert names[-1] == "data.path=plain.npz"
+    for name in names:
+        (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=r"compare\.grids=\[\] has no run"):
+        expand_all([], [], tmp_path)
+
+
+def test_runs_are_named_by_folder_or_pattern(tmp_path):
+    names = ["backbone=dit,seed=0", "backbone=dit,seed=1", "[odd]"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    (tmp_path / "no_run").mkdir()
+    first, second, odd = (tmp_path / name for name in names)
+    assert find_runs(str(first)) == [first]
+    assert find_runs(str(odd)) == [odd]
+    assert find_runs(str(tmp_path / "*seed*")) == [first, second]
+    assert find_runs([str(second), str(tmp_path / "*")]) == [second, odd, first]
+    assert find_runs(["missing"]) == [Path("missing")], "collect says what is wrong with it"
+    with pytest.raises(ValueError, match="no run matches 'missing"):
+        find_runs("missing/*")
 
 
 def test_several_grids_share_cells_and_go_seed_by_seed(tmp_path):

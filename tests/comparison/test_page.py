@@ -8,12 +8,14 @@ import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from tests.comparison.test_table import cell, with_values
 from tread_zoo.comparison import group_runs, write_page
 from tread_zoo.comparison.curves import value_at_flops
+from tread_zoo.comparison.markdown import QUALITY
 from tread_zoo.comparison.words import read_out
 from tread_zoo.evaluation.pictures import save_grid
 
@@ -60,6 +62,23 @@ def test_sentences_follow_from_the_numbers():
         "none: bound by the network's own steps (training 90 %, data 10 % of 10 s).",
         "tread: bound by the network's own steps, then by data (training 50 %, data 50 % of 2 s).",
     ]
+
+
+def test_runs_at_equal_flops_differ_by_rounding_and_a_tie_is_one():
+    runs = {("none", 0): run(0.4, curve=CURVE), ("tread", 0): run(0.4, flops=3.9993, curve=CURVE)}
+    (line,) = read_out(groups_of(runs))
+    assert "the same with the only seed" in line
+    assert "had not come to its end" not in line
+
+
+def test_what_bound_a_run_is_not_told_by_a_part_of_it():
+    whole = run(0.4, phases={"training": 9.0, "data": 1.0})
+    part = dataclasses.replace(run(0.4, phases={"data": 5.0}), phases_since=8)
+    found = read_out(groups_of({("none", 0): whole, ("none", 1): part}))
+    assert found[0] == "none: bound by the network's own steps (training 90 %, data 10 % of 10 s)."
+    assert found[1].startswith("none: of 1 run(s) it is not known")
+    assert "after 8 alone" in found[1]
+    assert len(found) == 2
 
 
 def test_the_loss_at_a_cost_is_read_between_the_logged_steps():
@@ -118,26 +137,59 @@ def test_the_page_has_every_plot_and_stands_alone(tmp_path):
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+with_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs chromium, to open the page as a reader would"
+)
+PROBE = """<script>
+  window.addEventListener("load", () => {
+    document.querySelector("th").click();
+    const shown = [...document.images].filter(i => i.complete && i.naturalWidth > 0);
+    const first = document.querySelector("tbody tr td").textContent;
+    const plots = shown.filter(i => i.closest(".plots")).length;
+    document.title = JSON.stringify(
+      {shown: shown.length, all: document.images.length, plots, first});
+  });
+</script></body>"""
+
+
+def open_in_browser(text, folder):
+    """Return what a browser shows of a page, and what it says of it."""
+    page = folder / "opened.html"
+    page.write_text(text.replace("</body>", PROBE))
+    done = subprocess.run(
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+         f"--user-data-dir={folder / 'profile'}", "--dump-dom", page.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    return json.loads(re.search(r"<title>(.*?)</title>", done.stdout).group(1)), done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium, to open the page as a reader would")
+@with_browser
 def test_a_browser_shows_every_plot_without_an_error(tmp_path):
-    page = make_page(tmp_path)
-    probe = """<script>
-      window.addEventListener("load", () => {
-        document.querySelector("th").click();
-        const shown = [...document.images].filter(i => i.complete && i.naturalWidth > 0);
-        const first = document.querySelector("tbody tr td").textContent;
-        document.title = JSON.stringify({shown: shown.length, all: document.images.length, first});
-      });
-    </script></body>"""
-    page.write_text(page.read_text().replace("</body>", probe))
-    done = subprocess.run(
-        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
-         f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    found = json.loads(re.search(r"<title>(.*?)</title>", done.stdout).group(1))
-    assert found == {"shown": 5, "all": 5, "first": "held-out real images"}
-    assert "CONSOLE" not in done.stderr
+    found, said = open_in_browser(make_page(tmp_path).read_text(), tmp_path)
+    assert found == {"shown": 5, "all": 5, "plots": 4, "first": "held-out real images"}
+    assert "CONSOLE" not in said
+
+
+COMMITTED = Path(__file__).parents[2] / "docs" / "comparison"
+PAGES = sorted(COMMITTED.glob("**/index.html"))
+
+
+@with_browser
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+def test_a_browser_shows_every_plot_of_a_committed_page(page, tmp_path):
+    """Those of all scores that its runs have, and of what they measured on their way."""
+    runs = json.loads((page.parent / "results.json").read_text())
+    ended = {name for run in runs if not run["failed"] for name in run["values"]}
+    on_the_way = {name for run in runs for name, curve in run["scores"].items() if len(curve) > 1}
+    found, said = open_in_browser(page.read_text(), tmp_path)
+    assert found["plots"] == len(ended & QUALITY.keys()) + len(on_the_way & QUALITY.keys())
+    assert found["shown"] == found["all"] > found["plots"] > 0
+    assert "CONSOLE" not in said
+
+
+def test_the_committed_pages_are_small():
+    assert PAGES, "there is one"
+    files = [path for path in COMMITTED.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 3e6

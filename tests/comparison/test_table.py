@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,89 @@ def test_settings_of_fewer_runs_than_others_say_so(tmp_path):
     assert "| `none` | 2 | 90.0 |" in text
     assert "| `tread` | 1 | 90.0 |" in text
     assert "| held-out real images |  | 98.6 |" in text
+
+
+def ran_on(speed=500.0, peak=3e9, **machine):
+    machine = {"device": "CPU, 1 thread", "num_processes": 1, "precision": "fp32", "torch": "2",
+               "matmul_flops_per_s": peak, **machine}  # fmt: skip
+    return dataclasses.replace(RESULT, images_per_s=speed, machine=machine)
+
+
+def column_of(text, title):
+    header, _, *rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return [row[header.index(title)] for row in rows if len(row) == len(header)]
+
+
+def test_the_peak_is_the_largest_of_the_page_and_of_one_process(tmp_path):
+    """3 MFLOPs * 500 images/s are 1.5 GFLOPs/s: half of 3, a quarter by each of two processes."""
+    results = {
+        ("none", 0): ran_on(),
+        ("tread", 0): ran_on(peak=1.5e9),  # timed beside a busy neighbour
+        ("own", 0): ran_on(num_processes=2),
+        ("other", 0): ran_on(device="GPU", peak=6e9),
+    }
+    text = report(tmp_path, results=results)
+    assert column_of(text, "of peak FLOPs, %")[:4] == ["50 [1]", "50 [1]", "25 [2]", "25 [3]"]
+    assert "the largest matrix product that these runs timed on the same device" in text
+    with (tmp_path / "results.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [float(row["of_peak_flops"]) for row in rows] == [0.5, 0.5, 0.25, 0.25]
+
+
+def test_seconds_of_different_machines_are_apart(tmp_path):
+    results = {
+        ("none", 0): ran_on(500),
+        ("none", 1): ran_on(600),
+        ("none", 2): ran_on(90, torch="1"),
+        ("tread", 0): ran_on(80, torch="1"),
+    }
+    text = report(tmp_path, results=results)
+    assert column_of(text, "images/s")[:2] == ["550 (500 … 600) [1]; 90 [2]", "80 [2]"]
+    assert "machines [1] 1 process(es) on CPU, 1 thread, fp32, torch 2, [2] 1 process(es)" in text
+    assert "apart" in text
+    del results["none", 2], results["tread", 0]
+    text = report(tmp_path, results=results)
+    assert column_of(text, "images/s")[0] == "550 (500 … 600)"
+    assert "apart" not in text
+
+
+def test_only_seeds_still_have_a_column_of_names(tmp_path):
+    cells = [Cell({"seed": str(seed)}, (), Path(str(seed))) for seed in range(2)]
+    text = write_report(cells, [RESULT, RESULT], tmp_path, title="Title", command="do it")
+    rows = [line.count("|") for line in text.splitlines() if line.startswith("| ")]
+    assert len(rows) == 4
+    assert len(set(rows)) == 1
+    assert "| setting | agreement, % |" in text
+
+
+def test_the_exports_have_all_that_was_measured_and_are_json(tmp_path):
+    run = dataclasses.replace(
+        ran_on(peak_memory_bytes=7), phases={"data": 1.5}, images_per_s=math.nan,
+        values={"precision": 0.25},
+    )  # fmt: skip
+    report(tmp_path, results={("none", 0): run})
+    with (tmp_path / "results.csv").open() as stream:
+        (row,) = csv.DictReader(stream)
+    assert (row["peak_memory_bytes"], row["seconds_data"]) == ("7", "1.5")
+    assert (row["device"], row["images_per_s"]) == ("CPU, 1 thread", "")
+    assert (row["precision"], row["machine_precision"]) == ("0.25", "fp32")
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    (record,) = json.loads((tmp_path / "results.json").read_text(), parse_constant=refuse)
+    assert record["images_per_s"] is None
+
+
+def test_that_no_run_ended_is_said(tmp_path):
+    failed = dataclasses.replace(RESULT, values={}, protocol={}, machine={}, failed="loss is nan")
+    text = report(tmp_path, results={("none", 0): failed})
+    assert "No run ended" in text
+    assert "None" not in text
+
+
+def test_each_note_of_a_score_is_shown_once_with_its_runs(tmp_path):
+    few = dataclasses.replace(RESULT, protocol={**RESULT.protocol, "notes": ["fid: few images."]})
+    text = report(tmp_path, results={("none", 0): few, ("none", 1): RESULT, ("tread", 0): few})
+    assert text.count("few images") == 1
+    assert "Note: fid: few images. (In none: seed 0; tread: seed 0.)" in text

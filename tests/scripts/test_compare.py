@@ -1,16 +1,21 @@
 """The comparison as a user meets it: one command, a table, the same command again."""
 
 import os
+import sys
 
 import pytest
 from hydra import compose, initialize_config_dir
 
+from scripts import compare
 from scripts.compare import CONFIGS, split_sweeps
-from tests.scripts.test_command_line import call
-from tests.small_run import SMALL, full_settings, parts_of
+from tests.comparison.reference.runs import run_from_curve
+from tests.scripts.test_command_line import ROOT, call
+from tests.small_run import SMALL, counting_once, full_settings, parts_of
 from tread_zoo.cli import as_keywords
 from tread_zoo.comparison import expand_all
+from tread_zoo.comparison.reference import load_curve
 
+CURVE = load_curve(ROOT / "configs" / "experiment" / "curves" / "digits_dit_tread.json")
 SHORT = [*SMALL, "training.num_steps=2", "training.warmup_steps=1", "compare.out=out"]
 
 
@@ -64,6 +69,52 @@ def test_what_a_study_fixes_gives_way_to_the_command_line():
     sweeps, fixed = split_sweeps(grids, ["training.num_steps=7", "device=cpu"], shared)
     assert sweeps == [{"backbone": ["a"], "seed": ["0"]}]
     assert fixed == ["experiment=base/cifar10", "training.num_steps=7", "device=cpu"]
+
+
+def main(*given, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, given)])
+    compare.main()
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Two runs whose folders are named as a comparison names them."""
+    for seed in range(2):
+        run_from_curve(tmp_path / "runs" / f"backbone=dit_tiny,seed={seed}", CURVE, seed)
+    return tmp_path / "runs"
+
+
+def test_runs_that_are_there_are_given_by_a_pattern_or_by_name(runs, monkeypatch, tmp_path, capsys):
+    out = f"compare.out={tmp_path / 'out'}"
+    monkeypatch.setattr("tread_zoo.comparison.write_page", lambda *given, **keywords: None)
+    with counting_once():
+        main(f"compare.runs={runs}/*", out, "compare.equal=flops", monkeypatch=monkeypatch)
+        assert capsys.readouterr().out.startswith("# 2 runs compared\n")
+        one = runs / "backbone=dit_tiny,seed=1"
+        main(f"compare.runs={one}", out, "compare.title=Mine", monkeypatch=monkeypatch)
+        assert capsys.readouterr().out.startswith("# Mine\n")
+    with pytest.raises(SystemExit):
+        main(f"compare.runs=[{one}]", out, monkeypatch=monkeypatch)
+    assert "need quotes in a list" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(f"compare.runs={runs}/*", out, "compare.equal=flop", monkeypatch=monkeypatch)
+    assert "Did you mean 'flops'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("to", "status"), [([], 1), (["compare.to=reference"], 2)])
+def test_a_closed_pipe_is_an_error_and_no_verdict(monkeypatch, to, status):
+    def off_its_curve(config):
+        print("some words")
+        sys.exit("off the curve: a")
+
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(compare, "run", off_its_curve)
+        with pytest.raises(SystemExit) as left:
+            main(*to, monkeypatch=monkeypatch)
+    assert left.value.code == status
 
 
 def test_bad_words_are_one_line(tmp_path):

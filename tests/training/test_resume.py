@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -80,6 +81,25 @@ def test_accumulation_and_half_precision_resume_exactly(run, stop_at, monkeypatc
     assert stopped.value.code == 128 + signal.SIGINT
     monkeypatch.undo()
     assert_same_end(unbroken, run("broken", *options, "resume=latest"))
+
+
+def test_a_resumed_run_knows_what_all_of_its_time_went_into(in_two_parts, tmp_path):
+    """Of the first part the checkpoint tells; one of an earlier version did not."""
+    first = find_checkpoint(in_two_parts / "checkpoints" / "step_00000003").meta["clock"]
+    assert first["since"] == 0
+    record = json.loads((in_two_parts / "score.json").read_text())["run"]
+    assert "seconds_since_step" not in record
+    assert all(record["seconds"][name] > first["seconds"][name] for name in ("training", "data"))
+
+    shutil.copytree(in_two_parts, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
+    file = tmp_path / "run" / "checkpoints" / "step_00000003" / "checkpoint.json"
+    meta = json.loads(file.read_text())
+    del meta["clock"], meta["checkpoint_sha256"]
+    file.write_text(json.dumps(meta))
+    folder = train_small(tmp_path / "run", "training.schedule=constant", "resume=latest")
+    assert json.loads((folder / "score.json").read_text())["run"]["seconds_since_step"] == 3
+    assert find_checkpoint(folder).meta["clock"]["since"] == 3
 
 
 def test_metrics_of_a_resumed_run_have_each_step_once(in_two_parts):

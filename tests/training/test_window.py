@@ -8,6 +8,7 @@ import torch
 
 from tests.small_run import settings
 from tread_zoo.comparison import read_run
+from tread_zoo.comparison.machines import Machines
 from tread_zoo.runtime import matmul_speed
 from tread_zoo.training import train, window
 from tread_zoo.training.trackers import read_metrics
@@ -68,7 +69,7 @@ def test_a_run_tells_its_memory_its_time_and_the_speed_it_could_have(tmp_path):
     assert all({"peak_memory", "loss_level_1", "loss_level_4"} <= row.keys() for row in rows)
     result = read_run(folder)
     assert [step for step, _ in result.curve] == [3, 6]
-    assert result.utilisation == pytest.approx(
+    assert Machines([result]).utilisation(result) == pytest.approx(
         result.flops * result.images_per_s / found["matmul_flops_per_s"]
     )
     assert result.picture.endswith("step_00000006.png")

@@ -4,6 +4,8 @@ A run that is finished is left alone, one that was cut off continues from its ne
 a comparison is taken up where it stopped by giving the same command again.
 """
 
+import glob
+import hashlib
 import itertools
 import json
 import logging
@@ -23,6 +25,7 @@ from tread_zoo.training.parts import Parts, build_parts
 logger = logging.getLogger(__name__)
 
 SEED = "seed"
+LONGEST_NAME = 150  # bytes of a folder's name; file systems take 255
 NAMED = ("backbone", "routing")  # of these a run is first known by the name
 OUTSIDE_PARTS = ("tracker", "device", "run_dir", "resume", "overwrite", "kernels")
 
@@ -45,6 +48,30 @@ class Cell:
     def setting(self) -> str:
         """What it chose, its seed apart."""
         return ",".join(f"{f}={value}" for f, value in self.choices.items() if f != SEED)
+
+
+def find_runs(given: str | Sequence[str]) -> list[Path]:
+    """Return the folders that `compare.runs` names: one, or several, each a path or a pattern as in
+    "runs/*", whose matches that hold a run come in the order of their names.
+
+    Raises:
+        ValueError: a pattern that no run matches.
+    """
+    found: list[Path] = []
+    for text in [given] if isinstance(given, str) else given:
+        path = Path(text)
+        if path.exists() or not glob.has_magic(text):  # a folder's name may have brackets
+            found.append(path)
+            continue
+        matches = sorted(Path(match) for match in glob.glob(text))
+        runs = [match for match in matches if (match / "config.json").exists()]
+        if not runs:
+            raise ValueError(
+                f"compare.runs: no run matches {text!r}; give the folders of runs, as in "
+                'compare.runs="comparisons/digits/runs/*".'
+            )
+        found += [run for run in runs if run not in found]
+    return found
 
 
 def collect(folders: Sequence[Path]) -> list[Cell]:
@@ -119,9 +146,19 @@ def expand(sweeps: Mapping[str, Sequence[str]], fixed: Sequence[str], out: Path)
     for values in itertools.product(*sweeps.values()):
         choices = dict(zip(sweeps, values, strict=True))
         swept = tuple(f"{field}={value}" for field, value in choices.items())
-        name = re.sub(r"[^\w.,=-]+", "_", ",".join(swept)) or "run"
+        name = _folder_name(",".join(swept) or "run")
         cells.append(Cell(choices, (*fixed, *swept), out / "runs" / name))
     return cells
+
+
+def _folder_name(text: str) -> str:
+    """Return `text` as the name of a folder; where it cannot be one as it is, what tells it from
+    others is its digest."""
+    name = re.sub(r"[^\w.,=-]+", "_", text)
+    if name == text and len(name.encode()) <= LONGEST_NAME:
+        return name
+    short = name.encode()[: LONGEST_NAME - 9].decode(errors="ignore")
+    return f"{short}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def expand_all(
@@ -133,8 +170,13 @@ def expand_all(
     off has all settings to show.
 
     Raises:
-        ValueError: as `expand`.
+        ValueError: as `expand`, or there is no grid.
     """
+    if not grids:
+        raise ValueError(
+            "compare.grids=[] has no run: choose a study, as in compare.study=architectures, or "
+            "give a grid, compare.grids=[{backbone:[dit_tiny],seed:[0]}]."
+        )
     cells = {cell.folder: cell for grid in grids for cell in expand(grid, fixed, out)}
     seeds = list(dict.fromkeys(cell.choices.get(SEED) for cell in cells.values()))
     return sorted(cells.values(), key=lambda cell: seeds.index(cell.choices.get(SEED)))

@@ -15,6 +15,7 @@ from tread_zoo.comparison.table import (
     check_protocols,
     describe_protocol,
     paired_table,
+    remarks,
     scores_table,
 )
 from tread_zoo.comparison.words import read_out
@@ -83,6 +84,7 @@ def write_page(
         "</div>",
         "<h2>Numbers</h2>",
         _table(scores_table(groups)),
+        *(f"<p>{escape(text)}</p>" for text in remarks(groups)),
     ]
     pairs = paired_table(groups)
     if pairs[1]:

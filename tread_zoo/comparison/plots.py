@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tread_zoo.comparison.curves import AXES, HELD_OUT, CurveOf, drawn_curves
 from tread_zoo.comparison.groups import Group
+from tread_zoo.comparison.machines import Machines
 from tread_zoo.comparison.markdown import LOWER_IS_BETTER, QUALITY
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ def _draw_curves(
     seeds of a group have."""
     figure, panels = _new_axes((15.0, 4.5), len(AXES))
     title, factor, form = QUALITY[name]
-    seen: list[float] = []
+    seen, apart = list[float](), False
+    machines = Machines([run for group in groups for run in group.results])
     for group, look in zip(groups, looks, strict=True):
         runs = [run for run in group.ended.values() if curve(run)]
         shared = set.intersection(*({s for s, _ in curve(run)} for run in runs)) if runs else set()
@@ -91,7 +93,10 @@ def _draw_curves(
         means = [sum(x) / len(x) for x in values]
         low, high = [min(x) for x in values], [max(x) for x in values]
         marker = "." if len(steps) <= FEW_POINTS else ""
-        for axes, (_, spent) in zip(panels, AXES.values(), strict=True):
+        for axes, (axis, (_, spent)) in zip(panels, AXES.items(), strict=True):
+            if axis == "seconds" and len(machines.split(runs)) > 1:
+                apart = True  # theirs are no seconds of one clock
+                continue
             places = [sum(spent(run, step) for run in runs) / len(runs) for step in steps]
             axes.plot(places, means, label=group.label, lw=1.5, marker=marker, ms=5, **look)
             axes.fill_between(places, low, high, color=look["color"], alpha=0.12, lw=0)
@@ -100,8 +105,9 @@ def _draw_curves(
     notes = ["dense, averaged weights"] if name == HELD_OUT else []
     notes.append("lower is better" if lower else "higher is better")
     panels[0].set_ylabel(f"{title}\n({'; '.join(notes)})")
-    for axes, (label, _) in zip(panels, AXES.values(), strict=True):
-        axes.set_xlabel(label)
+    for axes, (axis, (label, _)) in zip(panels, AXES.items(), strict=True):
+        note = "\n(without settings of several machines)" if apart and axis == "seconds" else ""
+        axes.set_xlabel(label + note)
         if lower and min(seen, default=0) > 0:
             _logarithmic(axes, math.log10(max(seen) / min(seen)))
         _draw_real(axes, _of_real_images(groups, name), factor, form, seen)

@@ -35,9 +35,10 @@ class RunResult:
         seconds: of all training steps at the median speed; sampling, saving and scoring excluded.
         images_per_s: the median over the lines of the log.
         protocol: how the scores were made.
-        machine: what the run ran on; newer runs add the speed of a plain matrix product there,
-            `matmul_flops_per_s`, and `peak_memory_bytes` (earlier ones have a `peak_memory` that
-            takes in the runs before them in one process, and is not read).
+        machine: what the run ran on; newer runs add the speed of a plain matrix product on one
+            device there, `matmul_flops_per_s`, and `peak_memory_bytes` of the process that used
+            most (of the main one in earlier runs; those before have a `peak_memory` that takes in
+            the runs before them in one process, and is not read).
         by_level: the held-out loss of each fourth of the noise levels, the lowest first.
         failed: why it did not end, or "".
         num_steps, images: optimizer steps, and the images that they saw.
@@ -46,6 +47,8 @@ class RunResult:
         curve: (step, held-out loss) on the way, one draw of level and noise an image.
         scores: (step, value) of each score on the way and at the end, made as `values` are.
         phases: seconds by what they went into (training, data, samples, score, saving).
+        phases_since: the step after which they were counted; beyond 0 in a run that was resumed
+            from a checkpoint without them.
         picture: the last grid of samples, from the same seeds in every run; "" if there is none.
     """
 
@@ -66,13 +69,23 @@ class RunResult:
     curve: Curve = ()
     scores: dict[str, Curve] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
+    phases_since: int = 0
     picture: str = ""
 
     @property
-    def utilisation(self) -> float | None:
-        """FLOPs of training a second over what a plain matrix product does on that machine."""
-        peak = self.machine.get("matmul_flops_per_s")
-        return self.flops * self.images_per_s / peak if peak else None
+    def num_processes(self) -> int:
+        """How many trained together; older runs do not say, and were one."""
+        return self.machine.get("num_processes", 1)
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """Of the process that used most; None if the run does not say."""
+        return self.machine.get("peak_memory_bytes")
+
+    @property
+    def flops_per_sample(self) -> int | None:
+        """FLOPs of all evaluations from noise to data; None if the run does not say."""
+        return self.protocol.get("sampling", {}).get("flops_per_image")
 
     def flops_by(self, step: int) -> float:
         """Return the FLOPs of training of all images up to a step, as they were routed."""
@@ -91,7 +104,10 @@ def read_run(folder: Path) -> RunResult:
     """
     failed = folder / FAILED
     if not failed.exists() and not (folder / "score.json").exists():
-        raise ValueError(f"{folder} holds no run that has ended: score.json is missing.")
+        raise ValueError(
+            f"{folder} holds no run that has ended: score.json is missing. Let it end, by the "
+            "command that began it and resume=latest, or leave it out."
+        )
     settings = json.loads((folder / "config.json").read_text())
     score: dict[str, Any] = {"values": {}, "real": {}, "protocol": {}, "run": {}}
     if not failed.exists():
@@ -121,6 +137,7 @@ def read_run(folder: Path) -> RunResult:
         curve=tuple((r["step"], r["held_out_loss"]) for r in rows if "held_out_loss" in r),
         scores=score_curves(folder),
         phases=score["run"].get("seconds", {}),
+        phases_since=score["run"].get("seconds_since_step", 0),
         picture=str(pictures[-1]) if pictures else "",
     )
 

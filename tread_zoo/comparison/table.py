@@ -1,22 +1,34 @@
 """Tables from many runs: a row for each setting, the mean over seeds and the range beside it."""
 
-import csv
-import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tread_zoo.comparison.curves import write_curves
+from tread_zoo.comparison.exports import write_exports
 from tread_zoo.comparison.grid import Cell
 from tread_zoo.comparison.groups import Group, group_runs, spread
+from tread_zoo.comparison.machines import LEGEND, Machines
 from tread_zoo.comparison.markdown import NEWER, QUALITY, SAME_PROTOCOL, check_same, row
 from tread_zoo.comparison.results import RunResult
 from tread_zoo.evaluation.evaluate import describe_sampling
 
-Column = tuple[str, Callable[[RunResult], float | None], float, str]
 Table = tuple[list[str], list[list[str]]]  # header, rows
+
+
+@dataclass(frozen=True)
+class Column:
+    """A number of a run, shown as `form` of `scale` times it.
+
+    of_machine: it depends on what the run ran on.
+    """
+
+    title: str
+    value: Callable[[RunResult], float | None]
+    scale: float
+    form: str
+    of_machine: bool = False
 
 
 def write_report(
@@ -46,24 +58,14 @@ def write_report(
     groups = group_runs(cells, results)
     lines = [f"# {title}", "", "```bash", command, "```", "", describe_protocol(groups, equal), ""]
     lines += _markdown(scores_table(groups))
-    lines += ["", *_failures(groups)]
+    lines += ["", *(line for text in remarks(groups) for line in (text, ""))]
     pairs = paired_table(groups)
     if pairs[1]:
         lines += [PAIRED, "", *_markdown(pairs)]
     report = "\n".join(lines).rstrip() + "\n"
     (out / "report.md").write_text(report)
-    rows = [{**cell.choices, **_flat(result)} for cell, result in zip(cells, results, strict=True)]
-    fields = list(dict.fromkeys(key for row in rows for key in row))
-    with (out / "results.csv").open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, fields, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_exports(cells, results, out)
     write_curves(cells, results, out / "curves.csv")
-    records = [
-        {"choices": dict(cell.choices), **_record(result)}
-        for cell, result in zip(cells, results, strict=True)
-    ]
-    (out / "results.json").write_text(json.dumps(records, indent=1) + "\n")
     return report
 
 
@@ -82,8 +84,10 @@ def check_protocols(
 def describe_protocol(groups: Sequence[Group], equal: str = "steps") -> str:
     """Return what all numbers have in common, as a paragraph."""
     results = [r for group in groups for r in group.results]
-    first = next((r for r in results if not r.failed), results[0])
-    protocol, machine = first.protocol, first.machine
+    first = next((r for r in results if not r.failed), None)
+    if first is None:  # all failed
+        return "No run ended: there is nothing to compare."
+    protocol, machines = first.protocol, Machines(results)
     seeds = sorted({seed for group in groups for seed in group.seeds if seed})
     sampling = protocol.get("sampling", {})
     step = f"at step {protocol.get('step')}" if equal == "steps" else f"at equal {equal}"
@@ -94,40 +98,49 @@ def describe_protocol(groups: Sequence[Group], equal: str = "steps") -> str:
         else f"data {protocol.get('data')}",
         f"{describe_sampling({k: v for k, v in sampling.items() if k != 'nfe'})}, "
         f"{protocol.get('weights')} weights {step}",
-        f"{machine.get('num_processes', 1)} process(es) on {machine.get('device')}, "
-        f"{machine.get('precision')}, torch {machine.get('torch')}",
+        machines.describe(),
     ]
+    measured = any(r.peak_memory_bytes or machines.utilisation(r) for r in results if not r.failed)
     return (
         f"Mean over seed {', '.join(seeds) or 'of each run'}, in brackets the smallest and the "
         f"largest. {'; '.join(scored)}. Held-out loss: the dense network at the same draws of time "
         "and noise for all. FLOPs: forward and backward of one image, as trained, averaged over "
         "the run; of a sample, all evaluations from noise to data. Seconds: of the training steps "
         "at the median speed, nothing else."
+        + (f" {LEGEND}" if measured else "")
+        + (f" {APART}" if machines.differ else "")
     )
 
 
 def scores_table(groups: Sequence[Group]) -> Table:
     """Return a row for each setting, and one for real images where they were scored."""
     results = [result for group in groups for result in group.results]
-    columns = _columns(results)
-    fields = list(groups[0].choices)
+    machines = Machines(results)
+    columns = _columns(results, machines)
+    fields = list(groups[0].choices) or ["setting"]
     uneven = len({len(group.ended) for group in groups}) > 1
     rows = []
     for group in groups:
         ended = list(group.ended.values())
-        numbers = [spread(ended, *column[1:]) for column in columns]
+        numbers = [
+            (machines.spread if column.of_machine else spread)(
+                ended, column.value, column.scale, column.form
+            )
+            for column in columns
+        ]
         rows.append([*_code(group), *([str(len(ended))] if uneven else []), *numbers])
     real = next((result.real for result in results if result.real), {})
     if real:
         names = {title: name for name, (title, *_) in QUALITY.items()}
         cellular = [
-            f"{real[names[title]] * scale:{form}}" if names.get(title) in real else ""
-            for title, _, scale, form in columns
+            f"{real[names[c.title]] * c.scale:{c.form}}" if names.get(c.title) in real else ""
+            for c in columns
         ]
         rows.append(["held-out real images", *[""] * (len(fields) - 1 + uneven), *cellular])
-    return [*fields, *(["runs"] if uneven else []), *(title for title, *_ in columns)], rows
+    return [*fields, *(["runs"] if uneven else []), *(c.title for c in columns)], rows
 
 
+APART = "What depends on the machine is apart for each, with its number in brackets."
 PAIRED = (
     "Held-out loss less that of the dense run of the same seed; by level: the mean over seeds, for "
     "the fourths of the noise levels from the lowest to the highest:"
@@ -164,43 +177,47 @@ def pairs_with_dense(group: Group, groups: Sequence[Group]) -> list[tuple[RunRes
     ]
 
 
-def _columns(results: Sequence[RunResult]) -> list[Column]:
+def _columns(results: Sequence[RunResult], machines: Machines) -> list[Column]:
     """Return (title, value of a run, factor, format) for all that was measured."""
 
     def score(name: str) -> Callable[[RunResult], float | None]:
         return lambda result: result.values.get(name)
 
-    def sampling_flops(result: RunResult) -> float | None:
-        return result.protocol.get("sampling", {}).get("flops_per_image")
-
-    def memory(result: RunResult) -> float | None:
-        return result.machine.get("peak_memory_bytes")
-
-    measured: list[Column] = [
-        ("MFLOPs a sample", sampling_flops, 1e-6, ".0f"),
-        ("images/s", lambda r: r.images_per_s, 1, ".0f"),
-        ("of peak FLOPs, %", lambda r: r.utilisation, 100, ".0f"),
-        ("peak memory, MiB", memory, 2**-20, ".0f"),
-        ("seconds", lambda r: r.seconds, 1, ".0f"),
+    measured = [
+        Column("MFLOPs a sample", lambda r: r.flops_per_sample, 1e-6, ".0f"),
+        Column("images/s", lambda r: r.images_per_s, 1, ".0f", of_machine=True),
+        Column("of peak FLOPs, %", machines.utilisation, 100, ".0f", of_machine=True),
+        Column("peak memory, MiB", lambda r: r.peak_memory_bytes, 2**-20, ".0f", of_machine=True),
+        Column("seconds", lambda r: r.seconds, 1, ".0f", of_machine=True),
     ]
     present = [name for name in QUALITY if any(name in r.values for r in results)]
-    steps: list[Column] = [("steps", lambda r: r.num_steps or None, 1, ".0f")]
+    steps = [Column("steps", lambda r: r.num_steps or None, 1, ".0f")]
+    ended = [result for result in results if not result.failed]
     return [
-        *((QUALITY[name][0], score(name), *QUALITY[name][1:]) for name in present),
-        ("M parameters", lambda r: r.parameters / 1e6, 1, ".2f"),
-        ("MFLOPs an image", lambda r: r.flops / 1e6, 1, ".1f"),
-        ("of dense", lambda r: r.flops / r.flops_dense, 1, ".2f"),
+        *(Column(QUALITY[name][0], score(name), *QUALITY[name][1:]) for name in present),
+        Column("M parameters", lambda r: r.parameters / 1e6, 1, ".2f"),
+        Column("MFLOPs an image", lambda r: r.flops / 1e6, 1, ".1f"),
+        Column("of dense", lambda r: r.flops / r.flops_dense, 1, ".2f"),
         *(steps if len({r.num_steps for r in results}) > 1 else []),
-        *(column for column in measured if any(column[1](r) is not None for r in results)),
+        *(column for column in measured if any(column.value(r) is not None for r in ended)),
     ]
 
 
-def _failures(groups: Sequence[Group]) -> list[str]:
-    lines = []
+def remarks(groups: Sequence[Group]) -> list[str]:
+    """Return what is to be known beside the numbers: runs that failed, and the notes of scores
+    that are doubtful, each one once, with the runs that have it."""
+    lines, noted = [], dict[str, list[str]]()
     for group in groups:
         for seed, result in zip(group.seeds, group.results, strict=True):
+            name = f"{group.label}: seed {seed}" if seed else group.label
             if result.failed:
-                lines += [f"{group.label}: seed {seed} failed: {result.failed}", ""]
+                lines.append(f"{name} failed: {result.failed}")
+            for note in result.protocol.get("notes", ()):
+                noted.setdefault(note, []).append(name)
+    ended = sum(len(group.ended) for group in groups)
+    for note, names in noted.items():
+        of = "all runs" if len(names) == ended else "; ".join(names)
+        lines.append(f"Note: {note} (In {of}.)")
     return lines
 
 
@@ -210,21 +227,5 @@ def _markdown(table: Table) -> list[str]:
 
 
 def _code(group: Group) -> list[str]:
-    return [f"`{value}`" if value else "" for value in group.choices.values()]
-
-
-def _record(result: RunResult) -> dict[str, Any]:
-    """Return all of a result but where its picture lies, and what curves.csv has summed up."""
-    record = asdict(result)
-    del record["picture"], record["stages"]
-    return record
-
-
-def _flat(result: RunResult) -> dict[str, object]:
-    plain = {
-        name: getattr(result, name)
-        for name in ("parameters", "flops", "flops_dense", "seconds", "images_per_s", "num_steps",
-                     "images", "failed")
-    }  # fmt: skip
-    levels = {f"held_out_loss_{i}": loss for i, loss in enumerate(result.by_level)}
-    return {**result.values, **levels, **plain}
+    values = group.choices.values() or [group.label]
+    return [f"`{value}`" if value else "" for value in values]

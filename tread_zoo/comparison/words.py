@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Sequence
+from operator import eq, gt, lt
 
 from tread_zoo.comparison.curves import HELD_OUT, CurveOf, drawn_curves, value_at_flops
 from tread_zoo.comparison.groups import Group, spread
+from tread_zoo.comparison.machines import Machines
 from tread_zoo.comparison.markdown import LOWER_IS_BETTER, QUALITY
 from tread_zoo.comparison.results import RunResult
 from tread_zoo.comparison.table import pairs_with_dense
 
 SHARE_THAT_BINDS = 0.25  # of the wall-clock, beside the largest
+CHEAPER = 0.98  # of the dense run's FLOPs; runs at equal FLOPs differ by a step's
 
 
 def read_out(groups: Sequence[Group]) -> list[str]:
@@ -34,7 +37,7 @@ def _against_dense(group: Group, pairs: Sequence[tuple[RunResult, RunResult]]) -
         f"{group.label}: held-out loss {loss} against {other} dense, {_verdict(differences)}, for "
         f"{share:.2f} of its training FLOPs."
     )
-    if share < 1:
+    if share < CHEAPER:
         text += _at_equal_flops(pairs)
     return text
 
@@ -71,33 +74,42 @@ def _compared_curves(pairs: Sequence[tuple[RunResult, RunResult]]) -> dict[str, 
 
 
 def _verdict(differences: Sequence[float]) -> str:
-    if len(differences) < 2:
-        return f"{'higher' if differences[0] > 0 else 'lower'} with the only seed"
-    if all(d > 0 for d in differences):
-        return "higher with every seed"
-    if all(d < 0 for d in differences):
-        return "lower with every seed"
+    seeds = "every seed" if len(differences) > 1 else "the only seed"
+    for word, holds in (("higher", gt), ("lower", lt), ("the same", eq)):
+        if all(holds(d, 0) for d in differences):
+            return f"{word} with {seeds}"
     return "which the seeds do not settle"
 
 
 def _what_bound(groups: Sequence[Group]) -> list[str]:
-    """Say what the wall-clock of the runs went into, where they measured it."""
+    """Say what the wall-clock of the runs went into, where they measured all of it."""
+    machines = Machines([run for group in groups for run in group.results])
     lines = []
     for group in groups:
-        runs = [run for run in group.ended.values() if run.phases]
-        if not runs:
-            continue
-        seconds = {
-            name: sum(run.phases.get(name, 0.0) for run in runs)
-            for name in dict.fromkeys(name for run in runs for name in run.phases)
-        }
-        whole = sum(seconds.values())
-        parts = ", ".join(f"{name} {100 * s / whole:.0f} %" for name, s in seconds.items())
-        largest = max(seconds, key=lambda name: seconds[name])
-        binds = [largest, *(name for name, s in seconds.items()
-                            if name != largest and s > SHARE_THAT_BINDS * whole)]  # fmt: skip
-        bound = ", then by ".join(
-            "the network's own steps" if b == "training" else b for b in binds
-        )
-        lines.append(f"{group.label}: bound by {bound} ({parts} of {whole / len(runs):.0f} s).")
+        measured = [run for run in group.ended.values() if run.phases]
+        partly = [str(run.phases_since) for run in measured if run.phases_since]
+        whole = [run for run in measured if not run.phases_since]
+        for mark, runs in machines.split(whole).items():
+            on = f" on {mark}" if mark else ""
+            lines.append(f"{group.label}{on}: bound by {_bound(runs)}.")
+        if partly:
+            lines.append(
+                f"{group.label}: of {len(partly)} run(s) it is not known what bound them: they "
+                f"were resumed, and their seconds are of the steps after {', '.join(partly)} alone."
+            )
     return lines
+
+
+def _bound(runs: Sequence[RunResult]) -> str:
+    """Return what most of the seconds of runs went into, and the shares of all."""
+    seconds = {
+        name: sum(run.phases.get(name, 0.0) for run in runs)
+        for name in dict.fromkeys(name for run in runs for name in run.phases)
+    }
+    whole = sum(seconds.values())
+    parts = ", ".join(f"{name} {100 * s / whole:.0f} %" for name, s in seconds.items())
+    largest = max(seconds, key=lambda name: seconds[name])
+    binds = [largest, *(name for name, s in seconds.items()
+                        if name != largest and s > SHARE_THAT_BINDS * whole)]  # fmt: skip
+    bound = ", then by ".join("the network's own steps" if b == "training" else b for b in binds)
+    return f"{bound} ({parts} of {whole / len(runs):.0f} s)"

@@ -11,7 +11,7 @@ import difflib
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tread_zoo.backbone import Backbone
 from tread_zoo.data import told_of_dead_workers
 from tread_zoo.kernels import set_forms
 from tread_zoo.kinds import check_keywords
@@ -42,7 +43,7 @@ from tread_zoo.training.corruption import CorruptItems
 from tread_zoo.training.folder import RunFolder, check_folder, is_in
 from tread_zoo.training.options import TrainingOptions
 from tread_zoo.training.parts import Parts, StepDraw, build_parts, draw_step
-from tread_zoo.training.ranks import failing_together, told_when_one_is_lost
+from tread_zoo.training.ranks import failing_together, largest, told_when_one_is_lost
 from tread_zoo.training.reporting import Reporter
 from tread_zoo.training.saving import SaveAttempts
 from tread_zoo.training.scoring import Scorer
@@ -124,7 +125,7 @@ def train(
     if checkpoint is not None:
         check_same_run(checkpoint, parts.settings)
 
-    accelerator = _make_accelerator(
+    accelerator = make_accelerator(
         on,
         precision,
         options,
@@ -146,21 +147,28 @@ def train(
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run on its devices; `reporter` is the main process's alone."""
+class Learner:
+    """Parts on their devices, and what moves their weights: all that an optimizer step needs."""
 
     parts: Parts
     accelerator: "Accelerator"
+    shown: Backbone  # the network for those who ask what it is made of
     model: torch.nn.Module  # the backbone as accelerate wraps it
     optimizer: torch.optim.Optimizer
     stepper: Any  # the optimizer as accelerate wraps it
     average: WeightAverage
     guard: StepGuard
+    clock: Clock
+
+
+@dataclass(frozen=True)
+class Run(Learner):
+    """A run on its devices; `reporter` is the main process's alone."""
+
     saves: SaveAttempts
     folder: RunFolder
     scorer: Scorer
     reporter: Reporter | None
-    clock: Clock = field(default_factory=Clock)
 
 
 def _start(
@@ -176,13 +184,37 @@ def _start(
     Returns:
         The run, and the optimizer steps that it has done.
     """
-    network = parts.backbone
     if parts.weak is not None:
         parts.weak.to(accelerator.device)
-    average = WeightAverage(network, parts.options.ema_decay)
     step, origin = 0, "starts"
     if checkpoint is not None:
         step, origin = checkpoint.step, f"resumes {checkpoint.path}"
+    learner = set_up(parts, accelerator, checkpoint, precision)
+    saves = SaveAttempts(accelerator)
+    parts.check_batches(accelerator.num_processes)
+    parts.data.codec.prepare(accelerator.device)
+    accelerator.wait_for_everyone()  # all have read what is there; now it may change
+    reporter = None
+    with failing_together(accelerator):
+        if accelerator.is_main_process:
+            folder.open()
+            parts_shown = replace(parts, backbone=learner.shown)
+            reporter = Reporter(
+                parts_shown, folder.path, precision=precision, step=step, tracker=tracker
+            )
+            folder.before_undo = reporter.close
+            reporter.begin(accelerator.device, accelerator.num_processes, origin)
+    scorer = Scorer(parts, accelerator, precision)
+    return Run(**vars(learner), saves=saves, folder=folder, scorer=scorer, reporter=reporter), step
+
+
+def set_up(
+    parts: Parts, accelerator: "Accelerator", checkpoint: Checkpoint | None, precision: str
+) -> Learner:
+    """Put the network and its optimizer onto their devices, as a checkpoint left them."""
+    network = parts.backbone
+    average = WeightAverage(network, parts.options.ema_decay)
+    if checkpoint is not None:
         load_weights(network, checkpoint, "model")
         load_weights(average.network, checkpoint, "ema")
     if parts.options.compile:
@@ -200,26 +232,10 @@ def _start(
         min(parts.options.max_skipped_in_a_row, parts.options.num_steps),
         None if checkpoint is None else checkpoint.meta.get("skipped_steps"),
     )
-    saves = SaveAttempts(accelerator)
-    parts.check_batches(accelerator.num_processes)
-    parts.data.codec.prepare(accelerator.device)
-    accelerator.wait_for_everyone()  # all have read what is there; now it may change
-    reporter = None
-    with failing_together(accelerator):
-        if accelerator.is_main_process:
-            folder.open()
-            parts_shown = replace(parts, backbone=shown)
-            reporter = Reporter(
-                parts_shown, folder.path, precision=precision, step=step, tracker=tracker
-            )
-            folder.before_undo = reporter.close
-            reporter.begin(accelerator.device, accelerator.num_processes, origin)
-    scorer = Scorer(parts, accelerator, precision)
-    run = Run(
-        parts, accelerator, model, optimizer, stepper, average, guard, saves, folder, scorer,
-        reporter,
-    )  # fmt: skip
-    return run, step
+    clock = Clock()
+    if checkpoint is not None:
+        clock.restore(checkpoint.meta.get("clock"), checkpoint.step)
+    return Learner(parts, accelerator, shown, model, optimizer, stepper, average, guard, clock)
 
 
 @told_of_dead_workers()
@@ -235,7 +251,7 @@ def _run_steps(run: Run, step: int, stop: StopSignals) -> None:
     while step < options.num_steps:
         rate = options.learning_rate_at(step)
         with run.clock.timing("training"):
-            norm = _optimize(run, batches, step, rate, window)
+            norm = optimize(run, batches, step, rate, window)
         run.folder.keep()
         step += 1
         run.average.update(run.parts.backbone, step, run.guard.applied)
@@ -271,8 +287,8 @@ def _run_steps(run: Run, step: int, stop: StopSignals) -> None:
             )
 
 
-def _optimize(
-    run: Run, batches: Iterator[tuple[Tensor, Tensor]], step: int, rate: float, window: Window
+def optimize(
+    run: Learner, batches: Iterator[tuple[Tensor, Tensor]], step: int, rate: float, window: Window
 ) -> Tensor:
     """Do optimizer step `step`, counted from 0; return the gradient's norm before clipping."""
     options, accelerator, norm = run.parts.options, run.accelerator, torch.tensor(torch.nan)
@@ -303,7 +319,7 @@ def _optimize(
     return norm
 
 
-def _clip(run: Run) -> Tensor:
+def _clip(run: Learner) -> Tensor:
     """Clip the gradients, if that is asked for, and return the norm that they had, a scalar."""
     parameters, limit = list(run.model.parameters()), run.parts.options.max_grad_norm
     if limit:
@@ -331,7 +347,7 @@ def losses_of(model: torch.nn.Module, parts: Parts, drawn: StepDraw) -> Tensor:
     return parts.objective.loss(network, drawn.images, drawn.draw)
 
 
-def _make_accelerator(
+def make_accelerator(
     place: torch.device, precision: str, options: TrainingOptions, *, blocks_may_idle: bool
 ) -> "Accelerator":
     """Return the accelerator; where blocks may idle for a step, ranks that average gradients are
@@ -419,8 +435,10 @@ def _score(run: Run, step: int) -> None:
     with run.clock.timing("score"), run.average.whole(everywhere=True) as averaged:
         assert averaged is not None, "asked for everywhere"
         record = run.scorer.score(averaged, step, last=last)
+    device = run.accelerator.device
+    memory = largest(run.accelerator, peak_memory(device)) if last else 0
     if run.reporter and last:
-        run.reporter.finish(record, run.clock, run.accelerator.device)
+        run.reporter.finish(record, run.clock, device, memory)
     elif run.reporter:
         run.reporter.score(record, run.clock)
 
@@ -445,6 +463,7 @@ def _save(run: Run, step: int) -> None:
             "step": step,
             "scaler": scaler.state_dict() if scaler else None,
             "skipped_steps": skipped,
+            "clock": run.clock.state(),
         },
         keep=run.parts.options.keep_checkpoints,
     )

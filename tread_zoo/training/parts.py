@@ -243,17 +243,13 @@ def draw_step(
     if not 0 <= rank < num_ranks:
         raise ValueError(f"rank={rank} is not in 0 … num_ranks - 1 = {num_ranks - 1}.")
     step = micro_step // parts.options.gradient_accumulation_steps
-    routing = parts.routing.at(step, parts.options.num_steps, parts.seed)
     generator = make_generator("train", parts.seed, 0, micro_step)  # 0: the same on every rank
     codec, batch, total = parts.data.codec, len(images), num_ranks * len(images)
     own, stored = slice(rank * batch, (rank + 1) * batch), (total, *images.shape[1:])
     flipped = (torch.rand(total, generator=generator) < 0.5)[own]
     dropped = (torch.rand(total, generator=generator) < parts.options.label_dropout)[own]
     draw = parts.objective.draw(codec.model_shape(stored), generator)
-    routes = routing.drop_paths(
-        routing.draw(total, parts.backbone.grid, generator),
-        make_generator("path drop", parts.seed, step),
-    )
+    routes = draw_routes(parts, step, total, generator)
     noise = codec.draw(stored, generator)
     x = codec.to_model(
         images,
@@ -270,6 +266,18 @@ def draw_step(
         y,
         Draw(draw.noise[own], draw.level[own]).to(device),
         tuple(_own_rows(route, own).to(device) for route in routes),
+    )
+
+
+def draw_routes(
+    parts: Parts, step: int, batch: int, generator: torch.Generator
+) -> tuple[Route | PendingRoute | PathDrop, ...]:
+    """Draw the routes of `batch` images at optimizer step `step`; what kind they are of, none
+    among them, depends on the step and the run's seed alone."""
+    routing = parts.routing.at(step, parts.options.num_steps, parts.seed)
+    return routing.drop_paths(
+        routing.draw(batch, parts.backbone.grid, generator),
+        make_generator("path drop", parts.seed, step),
     )
 
 

@@ -23,7 +23,7 @@ from tread_zoo.training.files import CONFIG, FAILED, told_if_not_written, write_
 from tread_zoo.training.parts import Parts
 from tread_zoo.training.scoring import HELD_OUT_SEED, Scores
 from tread_zoo.training.trackers import build_trackers, read_metrics
-from tread_zoo.training.window import Clock, peak_memory
+from tread_zoo.training.window import Clock
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class Reporter:
     def score(self, record: dict[str, Any], clock: Clock) -> None:
         """Keep a record of the averaged weights on the way, and hand its numbers to the trackers.
 
-        `clock` has what the run's time went into, since it was started or resumed.
+        `clock` has what the run's time went into.
         """
         self._keep(record, clock)
         shown = "  ".join(f"{name} {value:.4g}" for name, value in record["values"].items())
@@ -162,9 +162,14 @@ class Reporter:
         with told_if_not_written(self.folder / "loss.png"):
             plot_losses(read_metrics(self.folder), self.folder / "loss.png")
 
-    def finish(self, record: dict[str, Any], clock: Clock, device: torch.device) -> None:
-        """Leave the last score of the run that was trained on `device`; `clock` as in `score`."""
-        self.machine["peak_memory_bytes"] = peak_memory(device)
+    def finish(
+        self, record: dict[str, Any], clock: Clock, device: torch.device, memory: int
+    ) -> None:
+        """Leave the last score of the run that was trained on `device`.
+
+        `clock` as in `score`; `memory`: bytes, of the process that used most.
+        """
+        self.machine["peak_memory_bytes"] = memory
         self.machine["matmul_flops_per_s"] = round(matmul_speed(device, self.precision))
         self._keep(record, clock)
         write_text(self.folder / "score.json", json.dumps(record, indent=2))
@@ -177,6 +182,8 @@ class Reporter:
         step, names = record["protocol"]["step"], score_names(record)
         seconds = {name: round(value, 3) for name, value in clock.seconds.items()}
         record["run"] = {**self.machine, "seconds": seconds}
+        if clock.since:
+            record["run"]["seconds_since_step"] = clock.since
         before = self.scores.get(step)  # a finished run that is resumed scores its end again
         self.scores.add(record)
         values = {name: value for name, value in names.items() if math.isfinite(value)}

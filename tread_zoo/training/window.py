@@ -7,10 +7,10 @@ lowest level to the highest, in fourths. B batch.
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,11 +28,26 @@ class Clock:
 
     On a GPU the host runs ahead: `data` is what it waits for the loader, which only costs time
     where it is long.
+
+    Attributes:
+        seconds: by what they went into, of a resumed run since its first start.
+        since: the step after which they were counted: 0, or that of a checkpoint from before
+            checkpoints had them.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.since = 0
         self._inside = 0.0  # seconds of activities within the one that is being timed
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint remembers."""
+        return {"seconds": dict(self.seconds), "since": self.since}
+
+    def restore(self, state: Mapping[str, Any] | None, step: int) -> None:
+        """Go on from the `state` that the checkpoint of a step has, None if it has none."""
+        state = state or {"seconds": {}, "since": step}
+        self.seconds, self.since = dict(state["seconds"]), state["since"]
 
     @contextmanager
     def timing(self, name: str) -> Iterator[None]:

@@ -71,6 +71,7 @@ def run_from_curve(folder, curve, index, *, factor=1.0):
     values = {name: v for name, v in seed.scores.items() if name not in HELD_OUT[1:]}
     record = {
         "values": values,
+        "real": {},
         "held_out_loss_by_level": by_level,
         "protocol": curve.protocol,
         "run": {**seed.machine, "peak_memory_bytes": seed.peak_memory},
