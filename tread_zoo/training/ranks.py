@@ -9,7 +9,7 @@ import torch
 from tread_zoo.process_group import leave_connections
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
+    from accelerate import Accelerator, PartialState
 
 # What torch's backends say when a peer is gone or silent.
 _GONE = ("connection", "timed out", "timeout", "socket", "peer", "watchdog", "nccl", "gloo")
@@ -50,8 +50,15 @@ def failing_together(accelerator: "Accelerator") -> Iterator[None]:
 
 
 @contextmanager
-def told_when_one_is_lost(accelerator: "Accelerator") -> Iterator[None]:
+def told_when_one_is_lost(
+    accelerator: "Accelerator | PartialState",
+    remedy: str = "continue all of them with resume=latest",
+) -> Iterator[None]:
     """Turn what a backend raises when another process died into one line that says so.
+
+    Args:
+        accelerator: what knows the ranks.
+        remedy: how to go on, after "Its own log has the cause;".
 
     Raises:
         ConnectionError: another process of the run ended or no longer answers.
@@ -66,5 +73,5 @@ def told_when_one_is_lost(accelerator: "Accelerator") -> Iterator[None]:
         raise ConnectionError(
             f"rank {accelerator.process_index} of {accelerator.num_processes} stops: another "
             f"process of this run ended or no longer answers ({reason}). Its own log has the "
-            "cause; continue all of them with resume=latest."
+            f"cause; {remedy}."
         ) from error
