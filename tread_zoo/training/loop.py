@@ -249,7 +249,8 @@ def _run_steps(run: Run, step: int, stop: StopSignals) -> None:
         step += 1
         run.average.update(run.parts.backbone, step, run.guard.applied)
 
-        last, stopping = step == options.num_steps, stop.requested(accelerator)
+        last = step == options.num_steps
+        stopping = stop.requested(accelerator, last=last)
         if last or step % options.log_every == 0:
             faults = run.guard.check(step) | corrupt.settle()
             with run.clock.timing("training"):

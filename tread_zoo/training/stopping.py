@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tread_zoo.process_group import leave_connections
 from tread_zoo.requeue import REQUEUE_SIGNALS, REQUEUE_STATUS, end_at_once, tell
-from tread_zoo.training.ranks import largest
+from tread_zoo.training.ranks import LateLargest, largest
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -48,6 +48,7 @@ class StopSignals:
         self.received: dict[int, float] = {}
         self._before: dict[int, Any] = {}
         self._pid = os.getpid()
+        self._largest = LateLargest()
 
     def __enter__(self) -> "StopSignals":
         self._handle(REQUEUE_SIGNALS, self._leave_now)
@@ -78,10 +79,13 @@ class StopSignals:
         for late in self.received:  # came after the last step had asked
             signal.raise_signal(late)
 
-    def requested(self, accelerator: "Accelerator") -> bool:
-        """Return whether any rank was asked to stop; every rank must call this at each step."""
+    def requested(self, accelerator: "Accelerator", *, last: bool = False) -> bool:
+        """Return whether any rank was asked to stop; every rank must call this at each step.
+
+        Several ranks agree one step late (see `LateLargest`), but for the run's `last` step.
+        """
         mine = max((_ORDER.index(number) + 1 for number in self.received), default=0)
-        agreed = largest(accelerator, mine)
+        agreed = self._largest(accelerator, mine, last=last)
         if agreed:
             self.received.setdefault(_ORDER[agreed - 1], time.monotonic())
         return agreed > 0
