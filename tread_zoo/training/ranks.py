@@ -57,13 +57,23 @@ def _exchange(number: int, device: torch.device) -> Callable[[], int]:
     maximum = torch.distributed.ReduceOp.MAX
     work = torch.distributed.all_reduce(shared, op=maximum, async_op=True)
     if device.type != "cuda":
-        return lambda: (work.wait(), int(shared))[1]
+
+        def read() -> int:
+            work.wait()
+            return int(shared)
+
+        return read
     work.wait()  # the GPU's stream does, not this process
-    read = torch.empty((), dtype=shared.dtype, pin_memory=True)
-    read.copy_(shared, non_blocking=True)
+    copy = torch.empty((), dtype=shared.dtype, pin_memory=True)
+    copy.copy_(shared, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
-    return lambda: (copied.synchronize(), int(read))[1]
+
+    def read_copy() -> int:
+        copied.synchronize()
+        return int(copy)
+
+    return read_copy
 
 
 @contextmanager
