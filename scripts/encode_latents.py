@@ -16,7 +16,9 @@ import hydra
 from omegaconf import DictConfig
 
 from tread_zoo.cli import as_keywords, clear_errors
+from tread_zoo.requeue import answer_requeue_signals
 
+answer_requeue_signals()
 logger = logging.getLogger(__name__)
 
 
@@ -30,6 +32,7 @@ def main(config: DictConfig) -> None:
     from tread_zoo.data.latents.vae import load_vae
     from tread_zoo.process_group import leave_connections, take_connections
     from tread_zoo.runtime import describe_device, resolve_device, resolve_precision
+    from tread_zoo.training.ranks import told_when_one_is_lost
 
     settings = as_keywords(config)
     source, name, out = settings.pop("data"), settings.pop("vae"), Path(settings.pop("out"))
@@ -44,17 +47,19 @@ def main(config: DictConfig) -> None:
         where = f"{describe_device(state.device)}; {precision}; {state.num_processes} process(es)"
         logger.info("%-9s %s", "device", where)
         logger.info("%-9s %s %s, sha256 %s…", "vae", vae.kind, vae.name, vae.sha256[:12])
-    done = encode_latents(
-        build_data(**source),
-        vae,
-        out,
-        options,
-        source=source,
-        precision=precision,
-        rank=state.process_index,
-        num_ranks=state.num_processes,
-        wait=state.wait_for_everyone,
-    )
+    again = "the same command again, for all of them, encodes what is missing"
+    with told_when_one_is_lost(state, remedy=again):
+        done = encode_latents(
+            build_data(**source),
+            vae,
+            out,
+            options,
+            source=source,
+            precision=precision,
+            rank=state.process_index,
+            num_ranks=state.num_processes,
+            wait=state.wait_for_everyone,
+        )
     if done.images and state.is_main_process:
         logger.info(
             "%-9s %d images here, %.1f images/s: %.3f of the speed of the bare autoencoder",

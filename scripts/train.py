@@ -9,7 +9,9 @@ import hydra
 from omegaconf import DictConfig
 
 from tread_zoo.cli import as_keywords, clear_errors, register_configs
+from tread_zoo.requeue import answer_requeue_signals
 
+answer_requeue_signals()
 register_configs()
 
 

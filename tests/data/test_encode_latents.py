@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import accelerate
 import numpy as np
 import pytest
 import torch
@@ -241,6 +242,33 @@ def test_the_script_leaves_the_connections_for_what_follows(tmp_path, paths, mon
     finally:
         dist.destroy_process_group()
     assert files(tmp_path / "one") == files(tmp_path / "other") != {}
+
+
+def test_the_script_tells_in_a_line_that_another_process_is_gone(
+    tmp_path, paths, monkeypatch, capsys
+):
+    """As gloo tells it: alone in a group here, at a barrier that a peer has left."""
+    script = str(ROOT / "scripts" / "encode_latents.py")
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+    def gone(self):
+        raise RuntimeError("[../gloo/transport/tcp/pair.cc:525] Read error: Connection closed")
+
+    monkeypatch.setattr(accelerate.PartialState, "wait_for_everyone", gone)
+    two = property(lambda self: 2, lambda self, value: None)
+    monkeypatch.setattr(accelerate.PartialState, "num_processes", two, raising=False)
+    overrides = ["data=digits", f"vae={paths['AutoencoderTiny']}", f"out={tmp_path / 'out'}"]
+    monkeypatch.setattr(sys, "argv", [script, *overrides, "image_size=8", "device=cpu"])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(script, run_name="__main__")
+    finally:
+        dist.destroy_process_group()
+    said = f"{ended.value.code} {capsys.readouterr().err}"
+    assert "error: rank 0 of 2 stops: another process of this run ended" in said
+    assert "the same command again, for all of them, encodes what is missing." in said
+    assert "resume=latest" not in said
 
 
 @pytest.mark.slow

@@ -122,3 +122,30 @@ def test_ctrl_c_while_a_script_still_imports(tmp_path):
     process = start(str(ROOT / "scripts/train.py"), cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
     said, _ = process.communicate(timeout=100)
     assert (process.returncode, said) == (130, "stopped by Ctrl-C\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        (["train.py"], signal.SIGUSR1),
+        (["encode_latents.py", "data=digits", "vae=x", "out=x"], signal.SIGUSR2),
+        (["doctor.py"], signal.SIGUSR1),
+    ],
+)
+def test_a_requeue_while_a_script_still_imports(tmp_path, command, number):
+    """Other scripts are nothing to requeue, and keep what the system does."""
+    (tmp_path / "torch.py").write_text(
+        f"import os, time\nos.kill(os.getpid(), {int(number)})\ntime.sleep(9)\n"
+    )
+    process = start(
+        str(ROOT / "scripts" / command[0]),
+        *command[1:],
+        cwd=tmp_path,
+        PYTHONPATH=f"{tmp_path}:{ROOT}",
+    )
+    said, _ = process.communicate(timeout=100)
+    if command == ["doctor.py"]:
+        assert (process.returncode, said) == (-number, "")
+    else:
+        line = f"stopped by {number.name}; run the same command again\n"
+        assert (process.returncode, said) == (75, line)

@@ -1,8 +1,12 @@
 """Runs on folders with pictures that cannot be read."""
 
+import errno
 import json
 import logging
+import os
 from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +15,10 @@ from PIL import Image
 from tests.small_run import SMALL
 from tests.training.test_distributed import launch
 from tests.training.test_resume import assert_same_end
-from tread_zoo.data import StepBatches
+from tread_zoo.data import CorruptItem, StepBatches
+from tread_zoo.training import ranks
 from tread_zoo.training.checkpoints import find_checkpoint
+from tread_zoo.training.corruption import CorruptItems
 from tread_zoo.training.reporting import Reporter
 
 CUT = (3, 11)
@@ -103,6 +109,77 @@ def test_a_new_run_on_whole_pictures_has_no_trace_of_them(run, folder):
     done = run("run", *options(folder), "overwrite=true")
     assert not (done / "corrupt.txt").exists()
     assert "corrupt" not in (done / "metrics.jsonl").read_text()
+
+
+class Alone:
+    num_processes, process_index, is_main_process = 1, 0, True
+
+
+def met(items, *indices):
+    for index in indices:
+        items.add(CorruptItem(index, f"{index}.png", "cannot be read"))
+
+
+def test_a_list_that_cannot_be_written_is_a_warning_and_tried_again(tmp_path, caplog, monkeypatch):
+    items = CorruptItems(Alone(), tmp_path / "corrupt.txt", num_items=40, max_share=0.5)
+    whole, full = Path.write_text, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write_text(self, text, *args):
+        whole(self, text[:3], *args)
+        raise full
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    met(items, 3)
+    assert items.settle() == {"corrupt_items": 1}
+    assert items.settle() == {"corrupt_items": 1}
+    assert caplog.text.count("corrupt.txt could not be written") == 1
+    assert "No space left" in caplog.text
+    assert list(tmp_path.iterdir()) == [], "half a list is left"
+    monkeypatch.undo()
+    assert items.settle() == {"corrupt_items": 1}, "nothing new, and yet it is written now"
+    assert listed(tmp_path) == ["3.png"]
+    inode = (tmp_path / "corrupt.txt").stat().st_ino
+    items.settle()
+    assert (tmp_path / "corrupt.txt").stat().st_ino == inode, "written without need"
+
+
+def test_names_of_any_bytes_can_be_listed(tmp_path):
+    items = CorruptItems(Alone(), tmp_path / "corrupt.txt", num_items=40, max_share=0.5)
+    name = os.fsdecode(b"caf\xe9.png")
+    items.add(CorruptItem(1, name, f"{name} cannot be read"))
+    items.settle()
+    assert listed(tmp_path) == ["caf\\udce9.png"]
+
+
+@pytest.mark.parametrize("line", ["x.png\tcut", "", "-1\ta.png\tcut", "40\ta.png\tcut", "1.5"])
+def test_a_list_that_no_run_wrote_is_refused_with_its_line(tmp_path, line):
+    file = tmp_path / "corrupt.txt"
+    file.write_text(f"3\t03.png\tcut\n{line}\n")
+    parts = SimpleNamespace(
+        data=SimpleNamespace(train=[None] * 40), options=SimpleNamespace(max_corrupt_share=0.1)
+    )
+    with pytest.raises(ValueError, match=r"corrupt.txt, line 2: .*0 … 39.*delete the file") as e:
+        CorruptItems.of_run(parts, Alone(), tmp_path, resumed=True)
+    assert repr(line) in str(e.value)
+
+
+def test_a_rank_that_cannot_read_the_list_takes_no_other_along_waiting(tmp_path, monkeypatch):
+    """It tells the others before it ends, and all of them close what connects them."""
+    (tmp_path / "corrupt.txt").write_text("nonsense\n")
+    told, closed = [], []
+    monkeypatch.setattr(ranks, "largest", lambda accelerator, number: told.append(number) or 1)
+    monkeypatch.setattr(ranks, "leave_connections", lambda: closed.append(True))
+    parts = SimpleNamespace(
+        data=SimpleNamespace(train=[None] * 40), options=SimpleNamespace(max_corrupt_share=0.1)
+    )
+    two = SimpleNamespace(num_processes=2, process_index=0, is_main_process=True)
+    with pytest.raises(ValueError, match="line 1"):
+        CorruptItems.of_run(parts, two, tmp_path, resumed=True)
+    assert (told, closed) == ([1], [True])
+    (tmp_path / "corrupt.txt").unlink()
+    with pytest.raises(ConnectionError):
+        CorruptItems.of_run(parts, two, tmp_path, resumed=True)
+    assert told == [1, 0]
 
 
 @pytest.mark.slow

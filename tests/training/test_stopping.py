@@ -1,12 +1,15 @@
 """Signals to this process, and what becomes of them."""
 
+import contextlib
 import os
 import signal
 
 import pytest
 
+from tread_zoo import requeue
+from tread_zoo.requeue import REQUEUE_STATUS, answer_requeue_signals, end_at_once
 from tread_zoo.training import stopping
-from tread_zoo.training.stopping import REQUEUE_STATUS, Stopped, StopSignals
+from tread_zoo.training.stopping import Stopped, StopSignals
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="has no such signals")
 USED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -60,12 +63,13 @@ def test_the_same_again_later_ends_at_once(monkeypatch):
         stop.received.clear()
 
 
-def test_before_and_after_the_steps_there_is_nothing_to_wait_for():
+def test_before_and_after_the_steps_there_is_nothing_to_wait_for(capfd):
     with StopSignals():
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         with pytest.raises(Stopped) as stopped:
             send(signal.SIGUSR1)
     assert stopped.value.code == REQUEUE_STATUS == 75
+    assert capfd.readouterr().err == "stopped by SIGUSR1; run the same command again\n"
 
 
 def leave_the_steps_with(number):
@@ -105,3 +109,58 @@ def test_a_forked_process_leaves_signals_to_the_run():
             os._exit(len(stop.received))
         assert os.waitpid(child, 0)[1] == 0
         assert not stop.received
+
+
+@pytest.fixture
+def as_a_script_begins(monkeypatch):
+    """The handlers that a script begins with; SIGUSR2 is submitit's already."""
+    monkeypatch.setattr(requeue, "_installed_by", 0)
+    got = []
+    before = {
+        signal.SIGUSR1: signal.signal(signal.SIGUSR1, signal.SIG_DFL),
+        signal.SIGUSR2: signal.signal(signal.SIGUSR2, lambda number, frame: got.append(number)),
+    }
+    answer_requeue_signals()
+    yield got
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_while_a_script_starts_a_requeue_ends_it_at_once(as_a_script_begins):
+    """In a process of its own, where even a bare except, as some imports have, cannot hold it."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        os.dup2(writes, 2)
+        answer_requeue_signals()
+        with contextlib.suppress(BaseException):
+            send(signal.SIGUSR1)
+        os._exit(0)
+    os.close(writes)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 75
+    with os.fdopen(reads) as said:
+        assert said.read() == "stopped by SIGUSR1; run the same command again\n"
+
+
+def test_whoever_handles_a_signal_already_keeps_it(as_a_script_begins):
+    send(signal.SIGUSR2)
+    assert as_a_script_begins == [signal.SIGUSR2]
+
+
+def test_a_process_forked_while_a_script_starts_leaves_signals_to_it(as_a_script_begins):
+    child = os.fork()
+    if not child:
+        send(signal.SIGUSR1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_run_takes_over_from_the_start_and_gives_back(as_a_script_begins):
+    """`leave` still waits for the other ranks: the handler of the start does not end it first."""
+    with StopSignals() as stop, stop.deferred():
+        send(signal.SIGUSR1)
+        with pytest.raises(Stopped) as stopped:
+            stop.leave("somewhere", Alone())
+        stop.received.clear()
+    assert stopped.value.code == 75
+    assert signal.getsignal(signal.SIGUSR1) is end_at_once

@@ -5,11 +5,19 @@ import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
 from tests.small_run import SMALL
-from tread_zoo.training.trackers import LocalTracker, build_trackers, check_tracker, read_metrics
+from tread_zoo.training.reporting import Reporter
+from tread_zoo.training.trackers import (
+    LocalTracker,
+    WandbTracker,
+    build_trackers,
+    check_tracker,
+    read_metrics,
+)
 
 
 def test_the_local_file_drops_what_a_resumed_run_does_again(tmp_path):
@@ -123,6 +131,58 @@ def test_a_run_goes_on_without_its_tracker(run, broken_wandb, caplog):
     folder = run("run", "tracker=wandb")
     assert (folder / "score.json").exists()
     assert caplog.text.count("tracker=wandb failed") == 1
+
+
+@pytest.fixture
+def ids(monkeypatch):
+    """A wandb that only notes, for each `init`, the id and whether it may be there already."""
+    noted = []
+
+    def init(**keywords):
+        noted.append((keywords["id"], keywords["resume"]))
+        return types.SimpleNamespace(log=lambda *a, **k: None, finish=lambda: None)
+
+    fake = types.ModuleType("wandb")
+    fake.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    fake.init, fake.Image = init, str
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return noted
+
+
+def test_a_resumed_run_goes_on_under_the_same_id_and_a_new_one_does_not(run, ids, monkeypatch):
+    for name in ("samples", "finish"):
+        monkeypatch.setattr(Reporter, name, lambda *args: None)
+    options = ["tracker=wandb", "routing=none", "backbone.depth=1"]
+    run("run", *options, "training.num_steps=1")
+    run("run", *options, "training.num_steps=2", "resume=latest")
+    run("run", *options, "training.num_steps=1", "overwrite=true")
+    first, resumed, new = ids
+    assert first == resumed
+    assert first[1] == "allow"
+    assert len(first[0]) == 8
+    assert new[0] != first[0]
+
+
+@pytest.mark.parametrize("left", ["", "\n"])
+def test_an_id_that_a_kill_left_empty_is_none(tmp_path, ids, left):
+    (tmp_path / "wandb_id").write_text(left)
+    for _ in range(2):
+        build_trackers("wandb", tmp_path, 0, {}, "project")
+    assert ids[0] == ids[1]
+    assert len(ids[0][0]) == 8
+
+
+def test_an_id_is_on_the_disk_whole_or_not_at_all(tmp_path, ids, monkeypatch):
+    """Killed before the rename, there is no file that the next start would take for an id."""
+
+    def killed(self, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        WandbTracker(tmp_path, {}, "project")
+    assert not (tmp_path / "wandb_id").exists()
+    assert not ids
 
 
 def test_lines_that_were_cut_short_are_left_out(tmp_path):

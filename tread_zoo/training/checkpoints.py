@@ -55,6 +55,11 @@ class Checkpoint:
         """Optimizer steps done."""
         return self.meta["step"]
 
+    @property
+    def digest(self) -> str:
+        """The sha256 of its record, which has those of all of its files."""
+        return _meta_checksum(self.meta)
+
     def tensors(self, part: str) -> dict[str, Tensor]:
         """Load `model`, `ema` or `optimizer` onto the CPU.
 
@@ -200,7 +205,7 @@ def check_same_run(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
     wrong = [
         difference
         for section in ("backbone", "objective", "data", "seed")
-        for difference in _differences(section, old.get(section), settings[section])
+        for difference in differences(section, old.get(section), settings[section])
     ]
     if wrong:
         fusions = "(Fusions follow routing.rejoin and the ranges of the routes.) "
@@ -210,7 +215,7 @@ def check_same_run(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
             "settings, or start a new run in another run_dir."
         )
     for section in ("routing", "training"):
-        for difference in _differences(section, old.get(section), settings[section]):
+        for difference in differences(section, old.get(section), settings[section]):
             logger.warning("resumed with another setting: it was %s", difference)
 
 
@@ -334,11 +339,9 @@ def _sync_entries(folder: Path) -> None:
             os.close(handle)
 
 
-def _differences(name: str, old: Any, new: Any) -> list[str]:
-    """Return `name=old, not new` for each value that differs, however deep."""
+def differences(name: str, old: Any, new: Any) -> list[str]:
+    """Return `name.key=old, not new` for each value that differs, however deep."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = sorted(old.keys() | new.keys())
-        return [
-            d for key in keys for d in _differences(f"{name}.{key}", old.get(key), new.get(key))
-        ]
+        return [d for key in keys for d in differences(f"{name}.{key}", old.get(key), new.get(key))]
     return [] if old == new else [f"{name}={old!r}, not {new!r}"]

@@ -3,22 +3,28 @@
 The loader replaces each by another image (`tread_zoo.data.loader`). Here they are counted over all
 ranks, told once, and listed in `<run>/corrupt.txt`, an item a line: its index in the training
 part, its name and the reason, with tabs between. An item counts once, however often it is met, so
-the share is that of the data set and not of what was read so far.
+the share is that of the data set and not of what was read so far. The run can do without the list:
+one that cannot be written is a warning, and is tried again with the next numbers.
 """
 
-import os
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.data import Dataset
 
 from tread_zoo.data import CorruptItem
 from tread_zoo.data.loader import read_item, warn_of
 from tread_zoo.process_group import leave_connections
+from tread_zoo.training.files import write_text
 from tread_zoo.training.parts import Parts
+from tread_zoo.training.ranks import failing_together
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+logger = logging.getLogger(__name__)
 
 FILE = "corrupt.txt"
 
@@ -40,13 +46,20 @@ class CorruptItems:
         self.num_items, self.max_share = num_items, max_share
         self.known: dict[int, CorruptItem] = {}  # by index
         self._met: list[CorruptItem] = []  # by this rank, since the last `settle`
-        self._outdated = False  # the list is that of the run before the resume
+        self._outdated = False  # the list is not what is known
+        self._told = False  # that it cannot be written
 
     @classmethod
     def of_run(
         cls, parts: Parts, accelerator: "Accelerator", folder: Path, *, resumed: bool
     ) -> "CorruptItems":
-        """Return those of a run in `folder`; a resumed one tries anew what is listed there."""
+        """Return those of a run in `folder`; a resumed one tries anew what is listed there.
+
+        Every rank must call this, and waits for all.
+
+        Raises:
+            ValueError: the list is not what a run writes.
+        """
         dataset = parts.data.train
         in_memory = hasattr(dataset, "gather")
         items = cls(
@@ -55,14 +68,21 @@ class CorruptItems:
             num_items=0 if in_memory else len(dataset),  # type: ignore[arg-type]
             max_share=parts.options.max_corrupt_share,
         )
-        if resumed and not in_memory and items.file.exists():
-            items._outdated = True
-            indices = [int(row.split("\t")[0]) for row in items.file.read_text().splitlines()]
-            for index in indices[accelerator.process_index :: accelerator.num_processes]:
-                found = read_item(dataset, index)
-                if isinstance(found, CorruptItem):  # else it was repaired
-                    items.add(found)
+        if resumed and not in_memory:
+            with failing_together(accelerator):
+                items._try_anew(dataset)
         return items
+
+    def _try_anew(self, dataset: Dataset) -> None:
+        """Read this rank's share of the listed items."""
+        if not self.file.exists():
+            return
+        self._outdated = True
+        indices = _read_indices(self.file, self.num_items)
+        for index in indices[self.accelerator.process_index :: self.accelerator.num_processes]:
+            found = read_item(dataset, index)
+            if isinstance(found, CorruptItem):  # else it was repaired
+                self.add(found)
 
     def add(self, item: CorruptItem) -> None:
         """Note an item that this rank's loader met."""
@@ -85,20 +105,28 @@ class CorruptItems:
             for item in new.values():
                 warn_of(item)
             self._write()
-        self._outdated = False
         if len(self.known) > self.max_share * self.num_items:
             leave_connections()
             raise ValueError(self._too_many())
         return {"corrupt_items": len(self.known)} if self.known else {}
 
     def _write(self) -> None:
-        """Write the list beside, and rename it: whole at any time."""
+        """Write the list, whole at any time; what fails is tried again with the next `settle`."""
         rows = [(str(i), _plain(k.name), _plain(k.reason)) for i, k in self.known.items()]
-        partial = self.file.with_name(f".partial_{self.file.name}")
-        partial.write_text("".join("\t".join(row) + "\n" for row in rows))
-        os.replace(partial, self.file)
-        if not rows:
-            self.file.unlink()
+        try:
+            if rows:
+                write_text(self.file, "".join("\t".join(row) + "\n" for row in rows))
+            else:
+                self.file.unlink(missing_ok=True)
+        except OSError as error:
+            if not self._told:
+                logger.warning(
+                    "%s could not be written, and is tried again with the next numbers; the run "
+                    "goes on: %s", self.file, error,
+                )  # fmt: skip
+            self._outdated = self._told = True
+        else:
+            self._outdated = self._told = False
 
     def _from_all_ranks(self) -> list[CorruptItem]:
         met, self._met = self._met, []
@@ -122,6 +150,22 @@ class CorruptItems:
         )
 
 
+def _read_indices(file: Path, num_items: int) -> list[int]:
+    """Return the indices that a list has; `ValueError` names the line that has none."""
+    indices = []
+    for number, row in enumerate(file.read_text(errors="replace").splitlines(), start=1):
+        index = row.split("\t")[0]
+        if not (index.isdecimal() and int(index) < num_items):
+            raise ValueError(
+                f"{file}, line {number}: {row[:80]!r} does not begin with the index of a training "
+                f"image (0 … {num_items - 1}) and a tab. Mend the line or delete the file: the run "
+                "lists what cannot be read again as it meets it."
+            )
+        indices.append(int(index))
+    return indices
+
+
 def _plain(text: str) -> str:
-    """Return a text without tabs and line breaks."""
-    return " ".join(text.split())
+    """Return a text without tabs and line breaks, and with nothing that cannot be written: names of
+    files may be any bytes."""
+    return " ".join(text.split()).encode(errors="backslashreplace").decode()

@@ -27,6 +27,12 @@ from tread_zoo.kinds import check_keywords
 from tread_zoo.process_group import leave_connections, take_connections
 from tread_zoo.routing import resolve_routes
 from tread_zoo.runtime import autocast, resolve_device, resolve_precision
+from tread_zoo.training.agreement import (
+    IMAGES_PER_STEP,
+    check_ranks_agree,
+    images_per_step,
+    warn_of_another_batch,
+)
 from tread_zoo.training.averaging import WeightAverage
 from tread_zoo.training.checkpoints import (
     Checkpoint,
@@ -133,6 +139,7 @@ def train(
     )
     folder = RunFolder(run_dir, checkpoint, overwrite=overwrite)
     with StopSignals() as stop, folder, told_when_one_is_lost(accelerator):
+        check_ranks_agree(accelerator, checkpoint, parts.settings)
         run, step = _start(parts, accelerator, folder, checkpoint, precision, tracker)
         with stop.deferred():
             _run_steps(run, step, stop)
@@ -189,6 +196,8 @@ def _start(
     step, origin = 0, "starts"
     if checkpoint is not None:
         step, origin = checkpoint.step, f"resumes {checkpoint.path}"
+        if accelerator.is_main_process:
+            warn_of_another_batch(checkpoint, parts.options, accelerator.num_processes)
     learner = set_up(parts, accelerator, checkpoint, precision)
     saves = SaveAttempts(accelerator)
     parts.check_batches(accelerator.num_processes)
@@ -256,7 +265,8 @@ def _run_steps(run: Run, step: int, stop: StopSignals) -> None:
         step += 1
         run.average.update(run.parts.backbone, step, run.guard.applied)
 
-        last, stopping = step == options.num_steps, stop.requested(accelerator)
+        last = step == options.num_steps
+        stopping = stop.requested(accelerator, last=last)
         if last or step % options.log_every == 0:
             faults = run.guard.check(step) | corrupt.settle()
             with run.clock.timing("training"):
@@ -464,6 +474,7 @@ def _save(run: Run, step: int) -> None:
             "scaler": scaler.state_dict() if scaler else None,
             "skipped_steps": skipped,
             "clock": run.clock.state(),
+            IMAGES_PER_STEP: images_per_step(run.parts.options, run.accelerator.num_processes),
         },
         keep=run.parts.options.keep_checkpoints,
     )

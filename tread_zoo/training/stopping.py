@@ -18,22 +18,19 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tread_zoo.process_group import leave_connections
-from tread_zoo.training.ranks import largest
+from tread_zoo.requeue import REQUEUE_SIGNALS, REQUEUE_STATUS, end_at_once, tell
+from tread_zoo.training.ranks import LateLargest, largest
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 logger = logging.getLogger(__name__)
 
-REQUEUE_STATUS = 75
 # A launcher passes on a signal that the terminal or the cluster sent to everyone already.
 REPEAT_SECONDS = 3.0
 
-_REQUEUE: tuple[int, ...] = tuple(
-    getattr(signal, n) for n in ("SIGUSR1", "SIGUSR2") if hasattr(signal, n)
-)
 # Where ranks or moments differ, the later of these decides: a job that is to be requeued is.
-_ORDER: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, *_REQUEUE)
+_ORDER: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, *REQUEUE_SIGNALS)
 
 
 class Stopped(SystemExit):
@@ -44,16 +41,17 @@ class StopSignals:
     """While entered, signals stop the run; inside `deferred`, only after the step was saved.
 
     Outside `deferred` nothing is under way that saving would keep: SIGINT and SIGTERM do what they
-    always do, and the signals that requeue end the process at once with their status.
+    always do, and the signals that requeue end the process at once with a line and their status.
     """
 
     def __init__(self) -> None:
         self.received: dict[int, float] = {}
         self._before: dict[int, Any] = {}
         self._pid = os.getpid()
+        self._largest = LateLargest()
 
     def __enter__(self) -> "StopSignals":
-        self._handle(_REQUEUE, self._leave_now)
+        self._handle(REQUEUE_SIGNALS, self._leave_now)
         return self
 
     def __exit__(
@@ -77,14 +75,17 @@ class StopSignals:
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, self._before[number])
-            self._handle(_REQUEUE, self._leave_now)
+            self._handle(REQUEUE_SIGNALS, self._leave_now)
         for late in self.received:  # came after the last step had asked
             signal.raise_signal(late)
 
-    def requested(self, accelerator: "Accelerator") -> bool:
-        """Return whether any rank was asked to stop; every rank must call this at each step."""
+    def requested(self, accelerator: "Accelerator", *, last: bool = False) -> bool:
+        """Return whether any rank was asked to stop; every rank must call this at each step.
+
+        Several ranks agree one step late (see `LateLargest`), but for the run's `last` step.
+        """
         mine = max((_ORDER.index(number) + 1 for number in self.received), default=0)
-        agreed = largest(accelerator, mine)
+        agreed = self._largest(accelerator, mine, last=last)
         if agreed:
             self.received.setdefault(_ORDER[agreed - 1], time.monotonic())
         return agreed > 0
@@ -97,10 +98,9 @@ class StopSignals:
         """
         number = max(self.received, key=_ORDER.index)
         logger.info("stopped   by %s; saved %s", signal.Signals(number).name, where)
-        before = self._before[number]
         try:
-            if number in _REQUEUE and callable(before):
-                before(number, None)
+            if number in REQUEUE_SIGNALS:
+                self._hand_on(number)
         finally:
             largest(accelerator, 0)
             leave_connections()
@@ -112,10 +112,15 @@ class StopSignals:
             self._before.setdefault(number, before)
 
     def _leave_now(self, number: int, frame: FrameType | None) -> None:
-        before = self._before[number]
-        if callable(before):
-            before(number, frame)
+        tell(number)
+        self._hand_on(number, frame)
         raise Stopped(_status(number))
+
+    def _hand_on(self, number: int, frame: FrameType | None = None) -> None:
+        """Let whoever handled a signal before have it; what a script began with is replaced."""
+        before = self._before[number]
+        if callable(before) and before is not end_at_once:
+            before(number, frame)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
@@ -125,12 +130,12 @@ class StopSignals:
         if first == now:
             logger.warning(
                 "received %s: saving at the end of this step%s", signal.Signals(number).name,
-                "" if number in _REQUEUE else "; once more ends at once",
+                "" if number in REQUEUE_SIGNALS else "; once more ends at once",
             )  # fmt: skip
-        elif number not in _REQUEUE and now - first > REPEAT_SECONDS:
+        elif number not in REQUEUE_SIGNALS and now - first > REPEAT_SECONDS:
             signal.signal(number, self._before[number])
             signal.raise_signal(number)
 
 
 def _status(number: int) -> int:
-    return REQUEUE_STATUS if number in _REQUEUE else 128 + number
+    return REQUEUE_STATUS if number in REQUEUE_SIGNALS else 128 + number

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tread_zoo.errors import unknown_name
+from tread_zoo.training.files import write_text
 
 logger = logging.getLogger(__name__)
 
@@ -119,14 +120,11 @@ class WandbTracker:
                 "`wandb login` or WANDB_API_KEY changes that, `wandb sync` uploads it later.",
                 run_dir,
             )
-        id_file = run_dir / "wandb_id"
-        run_id = id_file.read_text() if id_file.exists() else uuid.uuid4().hex[:8]
-        id_file.write_text(run_id)
         self.wandb = wandb
         self.run = wandb.init(
             project=project,
             name=run_dir.name,
-            id=run_id,
+            id=_wandb_id(run_dir / "wandb_id"),
             resume="allow",
             dir=str(run_dir),
             config=config,
@@ -204,6 +202,16 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return rows
+
+
+def _wandb_id(file: Path) -> str:
+    """Return the id under which wandb knows the run of a folder, made at its start and kept."""
+    kept = file.read_text().strip() if file.exists() else ""
+    if kept:
+        return kept
+    made = uuid.uuid4().hex[:8]
+    write_text(file, made)
+    return made
 
 
 def _has_wandb_key() -> bool:
