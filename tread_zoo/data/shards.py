@@ -24,6 +24,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from tread_zoo.data.files import written_whole
 from tread_zoo.data.remote import fetch_shards, is_remote
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,14 @@ _BLOCK = tarfile.BLOCKSIZE
 _MOST_OPEN = 128  # files at a time and reader
 _INDEX_FORMAT = 1
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2")
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with a shard, in words, and how many bytes from its start may be whole."""
+
+    reason: str
+    whole_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,12 +184,10 @@ def open_index(
 
 def save_columns(cache: Path, stamp: str, columns: Mapping[str, np.ndarray]) -> None:
     """Write an index's arrays; a folder that cannot be written to is left without its cache."""
-    partial = cache.with_name(f".{cache.name}.{os.getpid()}.partial")
+    facts = {"format": np.array(_INDEX_FORMAT), "stamp": np.array(stamp)}
     try:
-        with partial.open("wb") as stream:
-            facts = {"format": np.array(_INDEX_FORMAT), "stamp": np.array(stamp)}
+        with written_whole(cache, alone=False) as stream:
             np.savez(stream, **{**columns, **facts})  # type: ignore[arg-type]
-        partial.replace(cache)
     except OSError as error:
         logger.warning("the index could not be kept in %s (%s); each start makes it", cache, error)
 
@@ -192,7 +199,7 @@ def _load_columns(cache: Path, stamp: str) -> dict[str, np.ndarray] | None:
             if int(stored["format"]) != _INDEX_FORMAT or str(stored["stamp"]) != stamp:
                 return None
             return {key: stored[key] for key in ("shard", "offset", "size", "label")}
-    except (OSError, ValueError, KeyError, EOFError):
+    except Exception:  # what NumPy, zip and zlib raise of a damaged one: it is made anew
         return None
 
 

@@ -97,8 +97,9 @@ def guess_format(path: Path) -> str:
 def read_shards(path: Path, verify: str) -> Stored:
     """Return what `scripts/encode_latents.py` wrote; the training part comes first."""
     manifest = read_manifest(path)
-    check_shards(path, manifest, verify)
     paths = [path / shard.name for shard in manifest.shards]
+    for number, damage in check_shards(path, manifest, verify).items():
+        raise ValueError(f"the shard {str(paths[number])!r} {damage.reason}")
     index = open_index(paths, (LATENT,), manifest.stamp)
     if len(index) != manifest.count("train") + manifest.count("held_out"):
         raise ValueError(f"{str(path / NAME)!r} and its shards differ in count. Encode again.")

@@ -34,13 +34,12 @@ from tread_zoo.data.latents.formats import (
     read_safetensors,
     read_shards,
 )
-from tread_zoo.data.latents.manifest import Manifest
+from tread_zoo.data.latents.manifest import VERIFY, Manifest
 from tread_zoo.data.latents.vae import load_vae
 from tread_zoo.data.split import split_held_out
 from tread_zoo.errors import unknown_name
 
 FORMATS = ("auto", "shards", "npz", "npy_folder", "safetensors")
-VERIFY = ("size", "sha256")
 HELD_OUT = 0.1
 MEASURED = 10_000  # latents, evenly spaced, of formats without statistics
 
