@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tread_zoo.data import CorruptItem
-from tread_zoo.data.loader import read_item, warn_of
+from tread_zoo.data.loader import lost_items, read_item, warn_of
 from tread_zoo.process_group import leave_connections
 from tread_zoo.training.parts import Parts
 
@@ -46,7 +46,11 @@ class CorruptItems:
     def of_run(
         cls, parts: Parts, accelerator: "Accelerator", folder: Path, *, resumed: bool
     ) -> "CorruptItems":
-        """Return those of a run in `folder`; a resumed one tries anew what is listed there."""
+        """Return those of a run in `folder`; a resumed one tries anew what is listed there.
+
+        Raises:
+            ValueError: damaged shards lack more of the training part than may be corrupt.
+        """
         dataset = parts.data.train
         in_memory = hasattr(dataset, "gather")
         items = cls(
@@ -55,6 +59,8 @@ class CorruptItems:
             num_items=0 if in_memory else len(dataset),  # type: ignore[arg-type]
             max_share=parts.options.max_corrupt_share,
         )
+        if not in_memory:
+            items._begin_with(lost_items(dataset))
         if resumed and not in_memory and items.file.exists():
             items._outdated = True
             indices = [int(row.split("\t")[0]) for row in items.file.read_text().splitlines()]
@@ -63,6 +69,19 @@ class CorruptItems:
                 if isinstance(found, CorruptItem):  # else it was repaired
                     items.add(found)
         return items
+
+    def _begin_with(self, lost: list[CorruptItem]) -> None:
+        """Count what is known to be lost before the first step; all ranks know the same."""
+        self.known |= {item.index: item for item in lost}
+        self._outdated = bool(lost)
+        if len(lost) > self.max_share * self.num_items:
+            leave_connections()
+            reasons = " ".join(list(dict.fromkeys(_plain(item.reason) for item in lost))[:3])
+            raise ValueError(
+                f"{len(lost)} of {self.num_items} training images are lost, more than "
+                f"training.max_corrupt_share={self.max_share:g} allows: {reasons} Put whole files "
+                "in their places, or raise training.max_corrupt_share."
+            )
 
     def add(self, item: CorruptItem) -> None:
         """Note an item that this rank's loader met."""
