@@ -23,8 +23,9 @@ from tests.data.vaes import image_data, save_vaes
 from tread_zoo import process_group
 from tread_zoo.data import build_data
 from tread_zoo.data.latents import encode as module
-from tread_zoo.data.latents import load_vae, read_manifest
-from tread_zoo.data.latents.encode import EncodingOptions, encode_latents, psnr
+from tread_zoo.data.latents import encoder, load_vae, read_manifest
+from tread_zoo.data.latents.encode import encode_latents
+from tread_zoo.data.latents.encoder import EncodingOptions, psnr
 from tread_zoo.data.latents.vae import check_vae
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +134,7 @@ def test_samples_depend_on_the_image_alone_not_on_batches(tmp_path, kl):
 
 def test_what_was_stopped_goes_on_with_what_is_missing(tmp_path, kl, monkeypatch):
     encode(tmp_path / "unbroken", kl)
-    original, seen = module._Encoder.encode, []
+    original, seen = module.Encoder.encode, []
 
     def failing(self, images, part, items):
         seen.append((part, items))
@@ -141,7 +142,7 @@ def test_what_was_stopped_goes_on_with_what_is_missing(tmp_path, kl, monkeypatch
             raise RuntimeError("power cut")
         return original(self, images, part, items)
 
-    monkeypatch.setattr(module._Encoder, "encode", failing)
+    monkeypatch.setattr(module.Encoder, "encode", failing)
     with pytest.raises(RuntimeError, match="power cut"):
         encode(tmp_path / "broken", kl)
     assert list(files(tmp_path / "broken")) == ["train-000000.tar"]
@@ -197,7 +198,7 @@ def test_a_stop_while_a_shard_is_replaced_is_mended_by_the_next_start(tmp_path, 
         raise RuntimeError("power cut")
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "write_record", failing)
+        patched.setattr(encoder, "write_record", failing)
         with pytest.raises(RuntimeError, match="power cut"):
             encode(folder, kl, other)
     assert (folder / "train-000001.tar").stat().st_size == first.shards[1].num_bytes
