@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import pickle
 import tarfile
 
@@ -13,6 +14,7 @@ from PIL import Image
 
 from tread_zoo.data import StepBatches, build_data, make_loader
 from tread_zoo.data import shards as module
+from tread_zoo.data.files import written_whole
 from tread_zoo.data.loader import lost_items
 from tread_zoo.data.shards import ShardReader, find_shards, open_index, scan_shard, write_shard
 
@@ -220,10 +222,39 @@ def test_reading_opens_a_file_once_however_many_samples_are_asked_for(tmp_path, 
             b"%d" % (i % 5) for i in reversed(range(40))
         ]
     assert sorted(opened) == sorted(map(str, paths))
-    monkeypatch.setattr("resource.getrlimit", lambda kind: (8, 99))
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (16, 99))
     again = pickle.loads(pickle.dumps(reader))
     assert [again.read(i) for i in range(40)] == [reader.read(i) for i in range(40)]
     assert len(again._files) == 2
+
+
+def test_how_many_files_are_held_open_follows_the_limit_of_the_process(monkeypatch):
+    resource = pytest.importorskip("resource")
+    for soft, expected in [(1024, 128), (20_000, 2500), (4, 1), (10**9, 4096),
+                           (resource.RLIM_INFINITY, 4096)]:  # fmt: skip
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, soft=soft: (soft, 10**9))
+        assert module.most_open() == expected
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    file, synced = tmp_path / "a", []
+    file.write_bytes(b"old")
+    original = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: synced.append(file.read_bytes()) or original(handle)
+    )
+
+    def stopped():
+        with written_whole(file) as stream:
+            stream.write(b"half")
+            raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        stopped()
+    assert (file.read_bytes(), list(tmp_path.iterdir())) == (b"old", [file])
+    with written_whole(file) as stream:
+        stream.write(b"new")
+    assert (file.read_bytes(), synced) == (b"new", [b"old"])
 
 
 def test_a_shard_is_there_whole_or_not(tmp_path):

@@ -132,13 +132,14 @@ class ShardReader:
 
 
 def most_open() -> int:
-    """Return how many files a reader may hold open: a quarter of what the process may."""
+    """Return how many files a reader may hold open: an eighth of what the process may, for there
+    are up to four readers, and other files."""
     try:
         import resource
     except ImportError:  # Windows
         return 128
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    allowed = _MOST_OPEN if soft == resource.RLIM_INFINITY else soft // 4
+    allowed = _MOST_OPEN if soft == resource.RLIM_INFINITY else soft // 8
     return max(1, min(allowed, _MOST_OPEN))
 
 

@@ -229,7 +229,7 @@ def _mend(encoder: Encoder, out: Path, manifest: Manifest, shards: Sequence[Shar
     runs remember them.
     """
     parts: dict[str, list[ShardFacts]] = {part: [] for part in PARTS}
-    changed = list[str]()
+    changed, same = list[str](), 0
     for shard, facts in zip(shards, manifest.shards, strict=True):
         record = read_record(out, shard)
         found = facts if record is None else facts_of(shard, record)
@@ -238,8 +238,9 @@ def _mend(encoder: Encoder, out: Path, manifest: Manifest, shards: Sequence[Shar
         if found != facts:
             changed.append(shard.name)
         elif record is not None:
-            logger.info("%-9s %s has the bytes that it had", "again", shard.name)
+            same += 1
     encoder.check_share()
+    logger.info("%-9s %d shards have the bytes that the manifest has", "again", same)
     if not changed:
         return manifest
     logger.warning(
