@@ -11,6 +11,7 @@ import tarfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import accelerate
@@ -23,8 +24,9 @@ from tests.data.vaes import image_data, save_vaes
 from tread_zoo import process_group
 from tread_zoo.data import build_data
 from tread_zoo.data.latents import encode as module
-from tread_zoo.data.latents import load_vae, read_manifest
-from tread_zoo.data.latents.encode import EncodingOptions, encode_latents, psnr
+from tread_zoo.data.latents import encoder, load_vae, read_manifest
+from tread_zoo.data.latents.encode import encode_latents
+from tread_zoo.data.latents.encoder import EncodingOptions, psnr
 from tread_zoo.data.latents.vae import check_vae
 
 ROOT = Path(__file__).parents[2]
@@ -133,15 +135,15 @@ def test_samples_depend_on_the_image_alone_not_on_batches(tmp_path, kl):
 
 def test_what_was_stopped_goes_on_with_what_is_missing(tmp_path, kl, monkeypatch):
     encode(tmp_path / "unbroken", kl)
-    original, seen = module._Encoder.encode, []
+    original, seen = module.Encoder.encode, []
 
-    def failing(self, images, part, first):
-        seen.append((part, first))
+    def failing(self, images, part, items):
+        seen.append((part, items))
         if len(seen) == 4:
             raise RuntimeError("power cut")
-        return original(self, images, part, first)
+        return original(self, images, part, items)
 
-    monkeypatch.setattr(module._Encoder, "encode", failing)
+    monkeypatch.setattr(module.Encoder, "encode", failing)
     with pytest.raises(RuntimeError, match="power cut"):
         encode(tmp_path / "broken", kl)
     assert list(files(tmp_path / "broken")) == ["train-000000.tar"]
@@ -159,6 +161,159 @@ def test_what_was_stopped_goes_on_with_what_is_missing(tmp_path, kl, monkeypatch
     assert encode(tmp_path / "broken", kl).images == 0
     with pytest.raises(ValueError, match=r"dtype='float16', not 'float32'"):
         encode(tmp_path / "broken", kl, dtype="float32")
+
+
+def test_a_shard_that_is_missing_or_damaged_is_encoded_anew_to_its_bytes(tmp_path, kl, caplog):
+    folder = tmp_path / "latents"
+    m = encode(folder, kl).manifest
+    whole, manifest = files(folder), (folder / "manifest.json").read_bytes()
+    (folder / "train-000001.tar").unlink()
+    (folder / "train-000002.tar").write_bytes(whole["train-000002.tar"][:-512])
+    flipped = bytearray(whole["held_out-000000.tar"])
+    flipped[700] ^= 1
+    (folder / "held_out-000000.tar").write_bytes(flipped)
+    done = encode(folder, kl)
+    assert (done.images, done.manifest) == (4 + 3, m)  # the length does not tell of the flipped bit
+    assert files(folder) == {**whole, "held_out-000000.tar": bytes(flipped)}
+    assert encode(folder, kl, verify="sha256").images == 4
+    assert files(folder) == whole
+    assert (folder / "manifest.json").read_bytes() == manifest
+    assert encode(folder, kl, verify="sha256").images == 0
+    assert not list(folder.glob(".*"))
+    assert not (folder / "encoding.json").exists()
+    with pytest.raises(ValueError, match=r"batch_size=2, not 3"):
+        encode(folder, kl, batch_size=3)
+    with pytest.raises(ValueError, match=r"verify='md5' is unknown"):
+        encode(folder, kl, verify="md5")
+
+
+def test_a_stop_while_a_shard_is_replaced_is_mended_by_the_next_start(tmp_path, kl, monkeypatch):
+    """The shard has other bytes than the manifest says, at the same length, and no record."""
+    folder = tmp_path / "latents"
+    first = encode(folder, kl).manifest
+    other = image_data()
+    other.train.images[5] ^= 255
+    (folder / "train-000001.tar").unlink()
+
+    def failing(*args):
+        raise RuntimeError("power cut")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(encoder, "write_record", failing)
+        with pytest.raises(RuntimeError, match="power cut"):
+            encode(folder, kl, other)
+    assert (folder / "train-000001.tar").stat().st_size == first.shards[1].num_bytes
+    again = encode(folder, kl, other)
+    assert again.images == 4
+    assert again.manifest.shards[1].sha256 != first.shards[1].sha256
+    assert again.manifest == read_manifest(folder)
+    assert (again.manifest.mean, again.manifest.std) == (first.mean, first.std)
+    build_data("latents", path=str(folder), vae="none", verify="sha256")
+    assert encode(folder, kl, other, verify="sha256").images == 0
+
+
+class Torn(torch.utils.data.Dataset):
+    """Images of which some cannot be read."""
+
+    def __init__(self, dataset, torn):
+        self.dataset, self.torn = dataset, torn
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        if index in self.torn:
+            raise ValueError(f"the picture {self.item_name(index)!r} cannot be read (cut short).")
+        return self.dataset[index]
+
+    def item_name(self, index):
+        return f"{index:02d}.png"
+
+
+def torn_data(train=(), held_out=()):
+    data = image_data()
+    return replace(
+        data, train=Torn(data.train, set(train)), held_out=Torn(data.held_out, set(held_out))
+    )
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_pictures_that_cannot_be_read_are_left_out_and_listed(tmp_path, kl, caplog, num_workers):
+    data = image_data()
+    encode(tmp_path / "whole", kl, content="samples", dtype="float32")
+    options = {"content": "samples", "dtype": "float32", "max_corrupt_share": 0.2, "image_size": 8}
+    options["num_workers"] = num_workers
+    done = encode(tmp_path / "torn", kl, torn_data((4, 5), (1,)), **options)
+    m = done.manifest
+    assert m == read_manifest(tmp_path / "torn")
+    assert [s.count for s in m.shards] == [4, 2, 3, 3, 1]
+    assert [(i.index, i.name) for s in m.parts["train"] for i in s.left_out] == [
+        (4, "04.png"), (5, "05.png")
+    ]  # fmt: skip
+    assert "cannot be read (cut short)" in m.parts["held_out"][0].left_out[0].reason
+    assert caplog.text.count("left out  0") == 3
+    assert "left out  3 images that cannot be read; manifest.json lists them" in caplog.text
+    for part, kept in (("train", [0, 1, 2, 3, 6, 7, 8, 9, 10]), ("held_out", [0, 2, 3, 4])):
+        dataset = data.train if part == "train" else data.held_out
+        latents, labels = read_tar(tmp_path / "torn", part)
+        assert labels == [int(dataset.labels[i]) for i in kept]
+        whole, _ = read_tar(tmp_path / "whole", part)
+        np.testing.assert_allclose(latents, whole[kept], atol=1e-5)
+    x = read_tar(tmp_path / "torn", "train")[0].astype(np.float64)
+    np.testing.assert_allclose(m.mean, x.mean((0, 2, 3)), atol=1e-6)
+    found = build_data("latents", path=str(tmp_path / "torn"), vae="none")
+    assert (len(found.train), len(found.held_out)) == (9, 4)
+    assert encode(tmp_path / "torn", kl, torn_data((4, 5), (1,)), **options).images == 0
+    # one is repaired: its shard is encoded anew, and no other
+    assert encode(tmp_path / "torn", kl, torn_data((5,), (1,)), **options).images == 3
+    assert [s.count for s in read_manifest(tmp_path / "torn").shards] == [4, 3, 3, 3, 1]
+
+
+def test_too_many_pictures_that_cannot_be_read_stop_the_encoding(tmp_path, kl):
+    with pytest.raises(ValueError, match=r"1 of 16 images .*=0.001 allows: 09.png .*cut short"):
+        encode(tmp_path, kl, torn_data((9,)))
+    assert list(files(tmp_path)) == ["train-000000.tar", "train-000001.tar"]
+    # what was left out before the stop counts after it
+    some = {"max_corrupt_share": 0.1}
+    with pytest.raises(ValueError, match=r"2 of 16 images cannot be read.* 09.png; 00.png"):
+        encode(tmp_path, kl, torn_data((9,), (0,)), **some)
+    assert "train-000002.tar" in files(tmp_path)
+    with pytest.raises(ValueError, match=r"2 of 16 images cannot be read"):
+        encode(tmp_path, kl, torn_data((9,), (0,)), **some)
+    assert encode(tmp_path, kl, torn_data(), **some).images == 3 + 5  # repaired
+    assert encode(tmp_path / "new", kl).manifest.shards == read_manifest(tmp_path).shards
+    with pytest.raises(ValueError, match=r"max_corrupt_share=1.5 must lie between 0 and 1"):
+        encode(tmp_path, kl, max_corrupt_share=1.5)
+
+
+def test_a_damaged_record_is_as_none_and_a_damaged_plan_is_told(tmp_path, kl, monkeypatch):
+    def failing(*args):
+        raise RuntimeError("power cut")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_finish", failing)
+        with pytest.raises(RuntimeError, match="power cut"):
+            encode(tmp_path, kl)
+    record = tmp_path / ".train-000001.tar.npz"
+    content = bytearray(record.read_bytes())
+    place = content.index(b"NUMPY")
+    content[place + 64 : place + 192] = bytes(128)  # the archive opens, and a checksum fails
+    record.write_bytes(content)
+    (tmp_path / ".train-000002.tar.npz").write_bytes(content[:40])
+    assert encode(tmp_path, kl).images == 4 + 3
+    (tmp_path / "encoding.json").write_text("{")
+    with pytest.raises(ValueError, match=r"encoding.json' cannot be read .*encode again"):
+        encode(tmp_path, kl)
+
+
+def test_the_log_tells_how_far_it_is_without_a_terminal(tmp_path, kl, caplog):
+    with caplog.at_level("INFO"):
+        encode(tmp_path, kl)
+    lines = [r.getMessage() for r in caplog.records if "images/s in this" in r.getMessage()]
+    assert [line.split("(")[0] for line in lines] == [
+        f"encoding  {n} of 5 shards " for n in range(1, 6)
+    ]
+    assert "(60 %)" in lines[2]
 
 
 def test_processes_share_the_shards(tmp_path, kl):

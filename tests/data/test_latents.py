@@ -18,6 +18,7 @@ from tread_zoo.data.latents import codec as codec_module
 from tread_zoo.data.latents import restore_codec
 from tread_zoo.data.latents import source as source_module
 from tread_zoo.data.latents.encode import EncodingOptions, encode_latents
+from tread_zoo.data.loader import lost_items
 from tread_zoo.data.ranges import to_uint8
 
 CPU = torch.device("cpu")
@@ -165,35 +166,61 @@ def test_mirroring_without_mirrored_copies_is_refused(encoded):
         data.codec.check(flip=True)
 
 
-def test_shards_that_are_not_those_of_the_manifest_are_refused(encoded):
+@pytest.mark.parametrize("indexed", [True, False])
+def test_what_shards_lack_of_the_manifest_is_lost_and_the_rest_is_read(encoded, caplog, indexed):
     folder = encoded()
-    shard = folder / "train-000001.tar"
-    whole = shard.read_bytes()
+    shard, cache = folder / "train-000001.tar", folder / "index_latent_npy.npz"
+    whole, index = shard.read_bytes(), cache.read_bytes()
 
     def load(**options):
-        return build_data("latents", path=str(folder), vae="none", **options)
+        caplog.clear()
+        cache.unlink() if not indexed else cache.write_bytes(index)
+        found = build_data("latents", path=str(folder), vae="none", **options)
+        cache.write_bytes(index)
+        assert (len(found.train), len(found.held_out), found.num_classes) == (11, 5, 4)
+        lost = [item.index for item in lost_items(found.train)]
+        for i in set(range(11)) - set(lost):
+            assert torch.equal(found.train[i][0], before[i])
+            assert found.train[i][1] == i % 4
+        for i in lost:
+            with pytest.raises(ValueError, match=r"train-000001\.tar"):
+                found.train[i]
+            assert "train-000001.tar" in found.train.item_name(i)
+        return lost
 
-    load(verify="sha256")
+    before = [build_data("latents", path=str(folder), vae="none").train[i][0] for i in range(11)]
+    assert load(verify="sha256") == []
     flipped = bytearray(whole)
     flipped[700] ^= 1  # in a latent: only the checksum can tell
     shard.write_bytes(flipped)
-    load()
-    with pytest.raises(ValueError, match=r"train-000001.tar' differs from what was written"):
-        load(verify="sha256")
-    shard.write_bytes(whole[:-512])
-    with pytest.raises(ValueError, match=r"train-000001.tar' has \d+ bytes, and \d+ in the manif"):
-        load()
+    assert load(verify="sha256") == [4, 5, 6, 7]
+    assert "train-000001.tar' differs from what was written (sha256)" in caplog.text
+    shard.write_bytes(whole[: 2 * 2048 + 100])
+    cut = load()
+    assert cut[-2:] == [6, 7]
+    assert len(cut) == (2 if indexed else len(cut)) < 4
+    assert "it is cut short. Copy it again, or give scripts/encode_latents.py" in caplog.text
+    assert f"{len(cut)} of its 4 samples are lost" in caplog.text
+    shard.write_bytes(whole + bytes(512))
+    assert load() == [4, 5, 6, 7]
+    assert "it is another one" in caplog.text
     shard.unlink()
-    with pytest.raises(ValueError, match=r"train-000001.tar' of the manifest is missing"):
-        load()
+    assert load() == [4, 5, 6, 7]
+    assert "train-000001.tar' is missing, and in the manifest" in caplog.text
     shard.write_bytes(whole)
-    (folder / "index_latent_npy.npz").unlink()
-    kept = [load().train[i][0] for i in range(11)]  # indexed anew
-    assert all(torch.equal(a, load().train[i][0]) for i, a in enumerate(kept))
+    assert load() == []
+
+
+def test_a_folder_without_one_whole_shard_and_a_damaged_manifest_are_refused(encoded):
+    folder = encoded()
+    for shard in folder.glob("*.tar"):
+        shard.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"train-000000.tar' has 0 bytes.*cut short"):
+        build_data("latents", path=str(folder), vae="none")
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 2}))
     with pytest.raises(ValueError, match=r"manifest.json' cannot be used \(it has format 2"):
-        load()
+        build_data("latents", path=str(folder), vae="none")
 
 
 def test_a_latent_of_another_kind_in_a_shard_is_refused(encoded):
@@ -306,11 +333,74 @@ def test_folders_of_classes_without_a_table(tmp_path):
     data = build_data("latents", path=str(tmp_path), content="samples", held_out=0.0)
     assert [data.train[i][1] for i in range(6)] == [0, 0, 0, 1, 1, 1]
     np.save(tmp_path / "a" / "1.npy", random(4, 2, 3))
-    with pytest.raises(ValueError, match=r"latent 1 has shape \[1, 4, 2, 3\], and the first"):
+    with pytest.raises(ValueError, match=r"1.npy has shape \[1, 4, 2, 3\], and the first"):
         data.train[1]
     np.save(tmp_path / "loose.npy", random(4, 2, 2))
     with pytest.raises(ValueError, match=r"'loose.npy' beside sub-folders"):
         build_data("latents", path=str(tmp_path), content="samples")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("00000/a.npy", "00001/a.npy"), ("00000/a.npy",), ("a/img-mean-std-0.npy", "b/x.npy")],
+)
+def test_chunks_of_a_set_are_not_taken_for_classes(tmp_path, names):
+    """As EDM2 and REPA write them: 1000 images a folder, whatever they show."""
+    for name in names:
+        (tmp_path / name).parent.mkdir()
+        np.save(tmp_path / name, random(4, 2, 2))
+    options = {"path": str(tmp_path), "content": "samples", "held_out": 0.0}
+    with pytest.raises(ValueError, match=r"no dataset.json, .*chunks.*data.num_classes=0"):
+        build_data("latents", **options)
+    assert build_data("latents", **options, num_classes=0).num_classes == 0
+    (tmp_path / "dataset.json").write_text(json.dumps({"labels": [[n, 2] for n in names]}))
+    assert build_data("latents", **options).num_classes == 3
+
+
+def test_one_folder_of_latents_is_no_class(tmp_path):
+    (tmp_path / "latents").mkdir()
+    for i in range(3):
+        np.save(tmp_path / "latents" / f"{i}.npy", random(4, 2, 2))
+    data = build_data("latents", path=str(tmp_path), content="samples", held_out=0.0)
+    assert (len(data.train), data.num_classes) == (3, 0)
+
+
+def test_codes_of_a_discrete_tokenizer_are_refused(tmp_path):
+    codes = torch.zeros(3, 4, 2, 2, dtype=torch.int32)
+    save_file({"latents": codes}, tmp_path / "latents_rank00_shard000.safetensors")
+    with pytest.raises(ValueError, match=r"'latents' has .*dtype I32; .*discrete tokenizer"):
+        build_data("latents", path=str(tmp_path))
+
+
+@pytest.mark.parametrize("start", [8, 300])
+def test_a_cut_safetensors_shard_is_lost_as_a_whole(tmp_path, caplog, start):
+    """With its header (300 bytes) or without; labels of the others stay."""
+    array = random(9, 6, 2, 2)
+    for number in range(3):
+        rows = slice(3 * number, 3 * number + 3)
+        tensors = {"latents": torch.from_numpy(array[rows]), "labels": torch.arange(3)}
+        save_file(tensors, tmp_path / f"latents_rank0{number}_shard000.safetensors")
+    cut = tmp_path / "latents_rank01_shard000.safetensors"
+    cut.write_bytes(cut.read_bytes()[:start])
+    data = build_data("latents", path=str(tmp_path), held_out=0.0)
+    found = lost_items(data.train)
+    assert [item.index for item in found] == [3, 4, 5]
+    assert found[0].name == f"{str(cut)!r}, row 0"
+    assert "rank01_shard000.safetensors' cannot be read" in caplog.text
+    assert "3 latents are lost" in caplog.text
+    for i in (0, 1, 2, 6, 7, 8):
+        assert torch.equal(data.train[i][0][0], torch.from_numpy(array[i]))
+    kept = array[[0, 1, 2, 6, 7, 8]].astype(np.float64)
+    np.testing.assert_allclose(data.codec.shift, kept.mean((0, 2, 3)), rtol=1e-6)
+
+
+def test_a_damaged_npz_is_named(tmp_path):
+    np.savez(tmp_path / "set.npz", moments=random(8, 4, 2, 2))
+    whole = bytearray((tmp_path / "set.npz").read_bytes())
+    for damaged in (whole[:-30], whole[:200] + bytes(100) + whole[300:]):
+        (tmp_path / "set.npz").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"set.npz' cannot be read as an .npz.*copy it again"):
+            build_data("latents", path=str(tmp_path / "set.npz"))
 
 
 def test_moments_where_latents_are_expected_are_refused_by_name(tmp_path):

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import pickle
 import tarfile
 
@@ -13,6 +14,8 @@ from PIL import Image
 
 from tread_zoo.data import StepBatches, build_data, make_loader
 from tread_zoo.data import shards as module
+from tread_zoo.data.files import written_whole
+from tread_zoo.data.loader import lost_items
 from tread_zoo.data.shards import ShardReader, find_shards, open_index, scan_shard, write_shard
 
 PAYLOAD = ("bin",)
@@ -85,26 +88,61 @@ def test_names_that_would_escape_are_keys_alone(tmp_path):
     assert [(p.parent, p.name[:9], p.suffix) for p in new] == [(inside, "index_bin", ".npz")]
 
 
-def test_a_shard_cut_anywhere_is_refused(tmp_path):
-    whole = make_tar(tmp_path / "a.tar", [(f"{i}.bin", bytes(700)) for i in range(3)]).read_bytes()
-    end = 3 * (512 + 1024)
-    assert len(scan_shard(tmp_path / "a.tar", PAYLOAD)["label"]) == 3
-    for length in range(0, end + 512, 128):
+def test_a_shard_cut_anywhere_gives_what_is_whole(tmp_path):
+    members = [(f"{i}.{kind}", bytes(700)) for i in range(3) for kind in ("bin", "txt")]
+    whole = make_tar(tmp_path / "a.tar", members).read_bytes()
+    assert scan_shard(tmp_path / "a.tar", PAYLOAD).damage is None
+    for length in range(0, 6 * 1536 + 512, 128):
         (tmp_path / "cut.tar").write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=r"cut.tar' cannot be indexed"):
-            scan_shard(tmp_path / "cut.tar", PAYLOAD)
+        found = scan_shard(tmp_path / "cut.tar", PAYLOAD)
+        ends = [i * 3072 + 1536 + 512 + 700 for i in range(3)]  # of each sample's last byte
+        complete = sum(end <= length for end in ends)
+        # the first one's members are known to be all once a member of the second one is there
+        expected = 0 if complete == 1 and length < 3072 + 512 + 700 else complete
+        assert found.rows[:, 0].tolist() == [i * 3072 + 512 for i in range(expected)], length
+        assert "cannot be indexed to its end" in found.damage
 
 
-def test_a_damaged_header_in_the_middle_does_not_shorten_the_data(tmp_path):
+def test_a_damaged_header_in_the_middle_does_not_shorten_the_data(tmp_path, caplog):
     """tarfile alone takes it for the end, and three samples become one."""
-    path = make_tar(tmp_path / "a.tar", [(f"{i}.bin", b"x") for i in range(3)])
-    content = bytearray(path.read_bytes())
-    content[1024 + 150] ^= 1  # in the checksum field of the second header
-    path.write_bytes(content)
-    with tarfile.open(path) as tar:
-        assert len(tar.getmembers()) == 1
-    with pytest.raises(ValueError, match=r"byte 1024 is neither a readable header"):
-        scan_shard(path, PAYLOAD)
+    paths = [make_tar(tmp_path / f"{i}.tar", [(f"{j}.bin", b"x") for j in range(3)])
+             for i in range(3)]  # fmt: skip
+    content = bytearray(paths[1].read_bytes())
+    content[2048 + 150] ^= 1  # in the checksum field of the third header
+    paths[1].write_bytes(content)
+    with tarfile.open(paths[1]) as tar:
+        assert len(tar.getmembers()) == 2
+    for _ in range(2):  # damage is not kept in the cache
+        index = open_index(paths, PAYLOAD)
+        assert index.shard.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        assert np.flatnonzero(index.size < 0).tolist() == [5]
+    index.warn()
+    assert "1.tar' cannot be indexed to its end: byte 2048 is neither a readable" in caplog.text
+    assert "1 of its 3 samples are lost" in caplog.text
+    reader = pickle.loads(pickle.dumps(ShardReader(index)))
+    assert [reader.read(i) for i in (4, 6)] == [b"x", b"x"]
+    with pytest.raises(ValueError, match=r"1.tar' cannot be indexed to its end"):
+        reader.read(5)
+    for path in paths:
+        path.write_bytes(b"no tar")
+    with pytest.raises(ValueError, match=r"0.tar' cannot be indexed to its end"):
+        open_index(paths, PAYLOAD)
+
+
+def test_a_cut_shard_of_pictures_is_known_before_anything_is_read(tmp_path, caplog):
+    for i in range(3):
+        pictures(tmp_path / f"{i}.tar", range(6 * i, 6 * i + 6))
+    whole = (tmp_path / "1.tar").read_bytes()
+    (tmp_path / "1.tar").write_bytes(whole[: len(whole) // 2])
+    data = build_data("webdataset", path=str(tmp_path), held_out=0.0)
+    found = lost_items(data.train)
+    assert (len(data.train), data.num_classes) == (18, 3)
+    assert 0 < len(found) < 6
+    assert [item.index for item in found] == list(range(12 - len(found), 12))
+    assert f"{len(found)} of its 6 samples are lost" in caplog.text
+    assert found[0].name == f"{str(tmp_path / '1.tar')!r}, a lost sample"
+    kept = [i for i in range(18) if i not in {item.index for item in found}]
+    assert [int(data.train[i][0][0, 0, 0]) for i in kept] == kept
 
 
 @pytest.mark.parametrize(
@@ -159,9 +197,15 @@ def test_the_index_is_made_once_and_again_when_a_shard_changes(tmp_path, monkeyp
     cache.write_bytes(b"damaged")
     assert len(open_index(paths, PAYLOAD)) == 4
     assert len(scanned) == 9
+    content = bytearray(cache.read_bytes())
+    place = content.index(b"NUMPY")
+    content[place + 64 : place + 192] = bytes(128)  # the archive opens, and a checksum fails
+    cache.write_bytes(content)
+    assert len(open_index(paths, PAYLOAD)) == 4
+    assert len(scanned) == 12
     assert len(open_index(paths[:2], PAYLOAD)) == 3  # another set in the same folder
     assert len(open_index(paths, PAYLOAD)) == 4
-    assert len(scanned) == 11
+    assert len(scanned) == 14
 
 
 def test_reading_opens_a_file_once_however_many_samples_are_asked_for(tmp_path, monkeypatch):
@@ -178,10 +222,39 @@ def test_reading_opens_a_file_once_however_many_samples_are_asked_for(tmp_path, 
             b"%d" % (i % 5) for i in reversed(range(40))
         ]
     assert sorted(opened) == sorted(map(str, paths))
-    monkeypatch.setattr(module, "_MOST_OPEN", 2)
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (16, 99))
     again = pickle.loads(pickle.dumps(reader))
     assert [again.read(i) for i in range(40)] == [reader.read(i) for i in range(40)]
     assert len(again._files) == 2
+
+
+def test_how_many_files_are_held_open_follows_the_limit_of_the_process(monkeypatch):
+    resource = pytest.importorskip("resource")
+    for soft, expected in [(1024, 128), (20_000, 2500), (4, 1), (10**9, 4096),
+                           (resource.RLIM_INFINITY, 4096)]:  # fmt: skip
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, soft=soft: (soft, 10**9))
+        assert module.most_open() == expected
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    file, synced = tmp_path / "a", []
+    file.write_bytes(b"old")
+    original = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: synced.append(file.read_bytes()) or original(handle)
+    )
+
+    def stopped():
+        with written_whole(file) as stream:
+            stream.write(b"half")
+            raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        stopped()
+    assert (file.read_bytes(), list(tmp_path.iterdir())) == (b"old", [file])
+    with written_whole(file) as stream:
+        stream.write(b"new")
+    assert (file.read_bytes(), synced) == (b"new", [b"old"])
 
 
 def test_a_shard_is_there_whole_or_not(tmp_path):
@@ -196,9 +269,9 @@ def test_a_shard_is_there_whole_or_not(tmp_path):
     assert not (tmp_path / "a.tar").exists()
     written = write_shard(tmp_path / "a.tar", samples, "bin")
     found = scan_shard(tmp_path / "a.tar", PAYLOAD)
-    assert np.array_equal(found["offset"], written.offset)
-    assert np.array_equal(found["size"], written.size)
-    assert found["label"].tolist() == [0, 1, 2, 3]
+    assert np.array_equal(found.rows[:, 0], written.offset)
+    assert np.array_equal(found.rows[:, 1], written.size)
+    assert found.rows[:, 2].tolist() == [0, 1, 2, 3]
     assert written.sha256 == hashlib.sha256((tmp_path / "a.tar").read_bytes()).hexdigest()
     assert written.num_bytes == (tmp_path / "a.tar").stat().st_size
 

@@ -1,9 +1,11 @@
 """Runs on folders with pictures that cannot be read."""
 
 import errno
+import io
 import json
 import logging
 import os
+import tarfile
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,6 +182,51 @@ def test_a_rank_that_cannot_read_the_list_takes_no_other_along_waiting(tmp_path,
     with pytest.raises(ConnectionError):
         CorruptItems.of_run(parts, two, tmp_path, resumed=True)
     assert told == [1, 0]
+
+
+def shards(root):
+    """Three tar shards of 12, 12 and 12 pictures; the second one is cut in its last quarter."""
+    root.mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (36, 8, 8), np.uint8)
+    for number in range(3):
+        with tarfile.open(root / f"{number}.tar", "w") as tar:
+            for i in range(12 * number, 12 * number + 12):
+                stream = io.BytesIO()
+                Image.fromarray(pixels[i]).save(stream, "PNG")
+                info = tarfile.TarInfo(f"{i:02d}.png")
+                info.size = len(stream.getvalue())
+                tar.addfile(info, io.BytesIO(stream.getvalue()))
+    whole = (root / "1.tar").read_bytes()
+    (root / "1.tar").write_bytes(whole[: 10 * 1024 + 600])  # a header and a picture are 1024 bytes
+    return whole
+
+
+def test_a_cut_shard_is_counted_listed_and_stops_the_run_before_its_first_step(
+    run, tmp_path, caplog
+):
+    whole = shards(tmp_path / "shards")
+    given = [
+        "data=webdataset", *options(tmp_path / "shards", "training.schedule=constant")[1:],
+        "training.num_steps=6", "training.checkpoint_every=3",
+    ]  # fmt: skip
+    with pytest.raises(
+        ValueError, match=r"2 of 36 training images are lost, .*=0.05 allows: the shard .*1.tar"
+    ):
+        run("strict", *given)
+    assert not (tmp_path / "strict").exists()
+    some = "training.max_corrupt_share=0.06"
+    done = run("run", *given, some)
+    rows = [line.split("\t") for line in (done / "corrupt.txt").read_text().splitlines()]
+    assert [(row[0], "1.tar" in row[1], "1.tar" in row[2]) for row in rows] == [
+        ("22", True, True), ("23", True, True)
+    ]  # fmt: skip
+    counts = [json.loads(line).get("corrupt_items") for line in (done / "metrics.jsonl").open()]
+    assert set(counts) - {None} == {2}
+    assert caplog.text.count("2 of its 12 samples are lost") == 2
+    (tmp_path / "shards" / "1.tar").write_bytes(whole)
+    again = run("run", *given, "training.num_steps=9", "resume=latest")
+    assert find_checkpoint(again).step == 9
+    assert not (again / "corrupt.txt").exists()
 
 
 @pytest.mark.slow

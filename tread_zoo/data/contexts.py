@@ -57,6 +57,10 @@ class WithContexts(Dataset):
         """Return what the image is called."""
         return getattr(self.images, "item_name", "item {}".format)(index)
 
+    def lost_items(self) -> list[int]:
+        """Return the items whose images are lost."""
+        return getattr(self.images, "lost_items", list)()
+
 
 class FileContexts:
     """.npy files, in the order of their images.

@@ -54,6 +54,8 @@ def webdataset(
         test_shards = find_shards(held_out_path)
         test = ShardReader(open_index(test_shards, _PAYLOAD))
     readers = [reader] if test is None else [reader, test]
+    for one in readers:
+        one.index.warn()
     contexts = None
     if context is not None:
         num_classes, suffix = 0, (context.lstrip("."),)
@@ -136,6 +138,10 @@ class ShardImages(Dataset):
         """Return the shard of item `index` and its place there."""
         return self.reader.where(int(self.indices[index]))
 
+    def lost_items(self) -> list[int]:
+        """Return the items that damaged shards lack."""
+        return np.flatnonzero(self.reader.index.size[self.indices] < 0).tolist()
+
 
 def count_classes(labels: list[np.ndarray], num_classes: int | None, path: str | Path) -> int:
     """Return the number of classes of parts whose labels, int64 [n], are -1 where there is none.
@@ -165,16 +171,22 @@ def count_classes(labels: list[np.ndarray], num_classes: int | None, path: str |
 
 def _common_size(reader: ShardReader) -> tuple[int, int]:
     """Return the (H, W) that pictures spread over the shards share; the others are checked when
-    they are read, for to open all of them would read every byte."""
-    spread = [index * len(reader) // _LOOKED_AT for index in range(_LOOKED_AT)]
-    first = None
-    for item in sorted(set(spread)):
+    they are read, for to open all of them would read every byte. So are those that cannot be read.
+    """
+    spread = sorted({index * len(reader) // _LOOKED_AT for index in range(_LOOKED_AT)})
+    first, unread = None, None
+    for item in spread:
         where = reader.where(item)
-        size = picture_size(io.BytesIO(reader.read(item)), where)
+        try:
+            size = picture_size(io.BytesIO(reader.read(item)), where)
+        except ValueError as error:
+            unread = unread or error
+            continue
         first = first or size
         if size != first:
             raise _differs(where, size, first)
-    assert first is not None
+    if first is None:
+        raise ValueError(f"none of {len(spread)} pictures can be read: {unread}") from unread
     return first
 
 

@@ -140,6 +140,13 @@ def read_item(dataset: Dataset, index: int) -> tuple[Tensor, int] | CorruptItem:
         return CorruptItem(index, name_of(index), str(error) or type(error).__name__)
 
 
+def lost_items(dataset: Dataset) -> list[CorruptItem]:
+    """Return the items that a data set knows to be lost before any is read, as of a shard that is
+    cut short: `lost_items()`, if it has that, gives their indices."""
+    found = (read_item(dataset, index) for index in getattr(dataset, "lost_items", list)())
+    return [item for item in found if isinstance(item, CorruptItem)]
+
+
 @contextmanager
 def told_of_dead_workers() -> Iterator[None]:
     """Turn what torch raises when a loader's worker died into one line that says so.

@@ -3,8 +3,11 @@
 A sample is a run of members that share a key, the name up to the first dot of its last part:
 `train/000123.jpg` and `train/000123.cls` are sample `train/000123`. An index says in which shard
 and where each sample's bytes lie. It is built by reading the headers once and cached in one file,
-so that neither opening a data set nor reading a sample costs more with more shards. Nothing is
-ever extracted: names of members are keys, whatever they look like.
+so that opening a data set costs no more with more shards, and reading a sample opens one file at
+most. Nothing is ever extracted: names of members are keys, whatever they look like.
+
+A shard that is cut short or damaged in a header gives what is whole before that place. The rest is
+lost: as many samples as are known of, or as the other shards have, are in the index without bytes.
 
 Dimensions: N samples.
 """
@@ -17,36 +20,57 @@ import re
 import tarfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
+from tread_zoo.data.files import written_whole
 from tread_zoo.data.remote import fetch_shards, is_remote
 
 logger = logging.getLogger(__name__)
 
 LABEL = "cls"
 _BLOCK = tarfile.BLOCKSIZE
-_MOST_OPEN = 128  # files at a time and reader
+_MOST_OPEN = 4096  # files at a time and reader, however many the system allows
 _INDEX_FORMAT = 1
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2")
 
 
 @dataclass(frozen=True)
+class Damage:
+    """What is wrong with a shard, in words, and how many bytes from its start may be whole."""
+
+    reason: str
+    whole_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class ShardIndex:
-    """Where each sample lies: int64 arrays [N], `shard` counting in `paths`; label -1: none."""
+    """Where each sample lies: int64 arrays [N], `shard` counting in `paths`; label -1: none.
+
+    A sample that is lost has size -1; `damage` says what is wrong with its shard.
+    """
 
     paths: tuple[str, ...]
     shard: np.ndarray
     offset: np.ndarray
     size: np.ndarray
     label: np.ndarray
+    damage: Mapping[int, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.shard)
+
+    def warn(self) -> None:
+        """Say which shards are damaged, and how many of their samples are lost."""
+        for number, reason in self.damage.items():
+            sizes = self.size[self.shard == number]
+            logger.warning(
+                "corrupt   the shard %r %s %d of its %d samples are lost",
+                self.paths[number], reason, (sizes < 0).sum(), len(sizes),
+            )  # fmt: skip
 
 
 class ShardReader:
@@ -55,7 +79,7 @@ class ShardReader:
     def __init__(self, index: ShardIndex):
         self.index = index
         self._files: OrderedDict[int, BinaryIO] = OrderedDict()
-        self._process = os.getpid()
+        self._process, self._most = os.getpid(), most_open()
 
     def __len__(self) -> int:
         return len(self.index)
@@ -68,15 +92,20 @@ class ShardReader:
 
     def where(self, item: int) -> str:
         """Return in words where sample `item` lies, for messages."""
+        if self.index.offset[item] < 0:
+            return f"{self.index.paths[self.index.shard[item]]!r}, a lost sample"
         return f"{self.index.paths[self.index.shard[item]]!r} at byte {self.index.offset[item]}"
 
     def read(self, item: int) -> bytes:
         """Return the bytes of sample `item`.
 
         Raises:
-            ValueError: the shard is gone or has become shorter.
+            ValueError: the sample is lost, or the shard is gone or has become shorter.
         """
         shard, size = int(self.index.shard[item]), int(self.index.size[item])
+        if size < 0:
+            reason = self.index.damage[shard]
+            raise ValueError(f"the shard {self.index.paths[shard]!r} {reason}")
         try:
             file = self._open(shard)
             file.seek(int(self.index.offset[item]))
@@ -96,10 +125,22 @@ class ShardReader:
         if shard in self._files:
             self._files.move_to_end(shard)
         else:
-            if len(self._files) >= _MOST_OPEN:
+            if len(self._files) >= self._most:
                 self._files.popitem(last=False)[1].close()
             self._files[shard] = open(self.index.paths[shard], "rb", buffering=0)  # noqa: SIM115
         return self._files[shard]
+
+
+def most_open() -> int:
+    """Return how many files a reader may hold open: an eighth of what the process may, for there
+    are up to four readers, and other files."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 128
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    allowed = _MOST_OPEN if soft == resource.RLIM_INFINITY else soft // 8
+    return max(1, min(allowed, _MOST_OPEN))
 
 
 def find_shards(path: str) -> list[Path]:
@@ -141,7 +182,12 @@ def find_shards(path: str) -> list[Path]:
 
 
 def open_index(
-    shards: Sequence[Path], payload: Sequence[str], stamp: str | None = None
+    shards: Sequence[Path],
+    payload: Sequence[str],
+    stamp: str | None = None,
+    *,
+    counts: Sequence[int] | None = None,
+    damage: Mapping[int, Damage] | None = None,
 ) -> ShardIndex:
     """Return the index of `shards`, from its cache beside the first one if that is still true.
 
@@ -150,37 +196,48 @@ def open_index(
         payload: suffixes, without their first dot, of the member to index; one of them a sample.
         stamp: what tells that the shards are those that were indexed; not given, it is made of
             their names, sizes and times of change.
+        counts: samples of each, where they are known.
+        damage: what is known to be wrong with shards, by number.
 
     Raises:
-        ValueError: a shard is damaged, or its samples lack the payload.
+        ValueError: a shard's samples lack the payload, or none of all samples is whole.
     """
-    name = f"index_{payload[0].replace('.', '_')}"
+    name, known = f"index_{payload[0].replace('.', '_')}", damage or {}
     if stamp is None:
         names = hashlib.sha256(repr([p.name for p in shards]).encode()).hexdigest()
         name += f"_{names[:8]}"  # of these: a folder may hold several sets of shards
         facts = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in shards]
         stamp = hashlib.sha256(repr((facts, tuple(payload))).encode()).hexdigest()
     cache = shards[0].parent / f"{name}.npz"
-    columns = _load_columns(cache, stamp)
+    columns, reasons = _load_columns(cache, stamp), {n: one.reason for n, one in known.items()}
     if columns is None:
         if len(shards) > 1:
             logger.info("%-9s %d shards, once", "indexing", len(shards))
-        scanned = [scan_shard(shard, payload) for shard in shards]
-        counts = [len(found["label"]) for found in scanned]
-        columns = {key: np.concatenate([s[key] for s in scanned]) for key in scanned[0]}
-        columns["shard"] = np.repeat(np.arange(len(shards)), counts)
-        save_columns(cache, stamp, columns)
-    return ShardIndex(tuple(str(shard) for shard in shards), **columns)
+        scanned = [
+            Scanned(np.zeros((0, 3), np.int64), known[number].reason)
+            if number in known and not known[number].whole_bytes
+            else scan_shard(shard, payload)
+            for number, shard in enumerate(shards)
+        ]
+        reasons = {n: s.damage for n, s in enumerate(scanned) if s.damage is not None} | reasons
+        columns = _joined(shards, scanned, counts)
+        if not reasons:  # what is lost today may be there tomorrow
+            save_columns(cache, stamp, columns)
+    for number, one in known.items():
+        ends = columns["offset"] + columns["size"]
+        columns["size"][(columns["shard"] == number) & (ends > one.whole_bytes)] = -1
+    if reasons and not (columns["size"] >= 0).any():
+        number = min(reasons)
+        raise ValueError(f"the shard {str(shards[number])!r} {reasons[number]}")
+    return ShardIndex(tuple(str(shard) for shard in shards), **columns, damage=reasons)
 
 
 def save_columns(cache: Path, stamp: str, columns: Mapping[str, np.ndarray]) -> None:
     """Write an index's arrays; a folder that cannot be written to is left without its cache."""
-    partial = cache.with_name(f".{cache.name}.{os.getpid()}.partial")
+    facts = {"format": np.array(_INDEX_FORMAT), "stamp": np.array(stamp)}
     try:
-        with partial.open("wb") as stream:
-            facts = {"format": np.array(_INDEX_FORMAT), "stamp": np.array(stamp)}
+        with written_whole(cache, alone=False) as stream:
             np.savez(stream, **{**columns, **facts})  # type: ignore[arg-type]
-        partial.replace(cache)
     except OSError as error:
         logger.warning("the index could not be kept in %s (%s); each start makes it", cache, error)
 
@@ -192,21 +249,29 @@ def _load_columns(cache: Path, stamp: str) -> dict[str, np.ndarray] | None:
             if int(stored["format"]) != _INDEX_FORMAT or str(stored["stamp"]) != stamp:
                 return None
             return {key: stored[key] for key in ("shard", "offset", "size", "label")}
-    except (OSError, ValueError, KeyError, EOFError):
+    except Exception:  # what NumPy, zip and zlib raise of a damaged one: it is made anew
         return None
 
 
-def scan_shard(path: Path, payload: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return `offset`, `size` and `label`, int64 [n], of the samples of one shard.
+@dataclass(frozen=True)
+class Scanned:
+    """(offset, size, label) of the samples of one shard, [n, 3], and what ended it too early."""
+
+    rows: np.ndarray
+    damage: str | None = None
+
+
+def scan_shard(path: Path, payload: Sequence[str]) -> Scanned:
+    """Return the samples of one shard, up to where it is damaged.
 
     Raises:
-        ValueError: the shard is damaged or compressed, or a sample has no payload or several.
+        ValueError: a sample has no payload or several, or a label that is none.
     """
-    offsets, sizes, labels = [], [], []
+    rows: list[tuple[int, int, int]] = []
+    damage = None
     try:
         with path.open("rb") as stream:
-            for key, run in groupby(_members(stream), key=lambda found: found[0]):
-                members = _unique(path, key, run)
+            for key, members in _samples(stream):
                 present = [suffix for suffix in payload if suffix in members]
                 if len(present) != 1:
                     what = "none" if not present else " and ".join(present)
@@ -214,20 +279,67 @@ def scan_shard(path: Path, payload: Sequence[str]) -> dict[str, np.ndarray]:
                         f"sample {key!r} has {what} of .{', .'.join(payload)}, but it must have "
                         f"one. Its members: {', '.join(sorted(members))}"
                     )
-                offset, size = members[present[0]]
-                offsets.append(offset)
-                sizes.append(size)
-                labels.append(_read_label(stream, key, members.get(LABEL)))
-    except (tarfile.TarError, EOFError, ValueError, OSError) as error:
-        raise ValueError(
-            f"the shard {str(path)!r} cannot be indexed: {error}. If it was cut short, copy it "
-            "again."
-        ) from error
-    return {
-        "offset": np.array(offsets, np.int64),
-        "size": np.array(sizes, np.int64),
-        "label": np.array(labels, np.int64),
-    }
+                rows.append((*members[present[0]], _read_label(stream, key, members.get(LABEL))))
+    except _DAMAGES as error:
+        damage = f"cannot be indexed to its end: {error}. Copy it again."
+    except ValueError as error:
+        raise ValueError(f"the shard {str(path)!r} cannot be indexed: {error}.") from error
+    return Scanned(np.array(rows, np.int64).reshape(-1, 3), damage)
+
+
+def _joined(
+    shards: Sequence[Path], scanned: Sequence[Scanned], counts: Sequence[int] | None
+) -> dict[str, np.ndarray]:
+    """Return the columns of an index, with a row for each sample that is lost."""
+    whole = [len(one.rows) for one in scanned if one.damage is None]
+    usual = int(np.median(whole)) if whole else max(len(one.rows) for one in scanned)
+    labelled = any((one.rows[:, 2] >= 0).any() for one in scanned)
+    tables = []
+    for number, one in enumerate(scanned):
+        found = len(one.rows)
+        lost = counts[number] - found if counts is not None else max(usual - found, 1)
+        if one.damage is None:
+            if counts is not None and lost:
+                raise ValueError(
+                    f"the shard {str(shards[number])!r} has {found} samples, and {counts[number]} "
+                    "in the manifest. Encode again."
+                )
+            lost = 0
+        # A lost sample is never read: any class does for a set that has some.
+        row = np.array([[-1, -1, 0 if labelled else -1]], np.int64)
+        tables.append(np.concatenate([one.rows, row.repeat(max(lost, 0), axis=0)]))
+    table = np.concatenate(tables)
+    columns = {key: table[:, i].copy() for i, key in enumerate(("offset", "size", "label"))}
+    return {**columns, "shard": np.repeat(np.arange(len(tables)), [len(one) for one in tables])}
+
+
+class _TornError(Exception):
+    """A shard that ends too early, or has bytes where a header should be."""
+
+
+_DAMAGES = (_TornError, tarfile.TarError, EOFError, OSError)
+
+
+def _samples(stream: BinaryIO) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
+    """Yield (key, span by suffix) of each sample, in order.
+
+    Before a damaged place, the last sample is whole if it has the members that the first one has.
+    """
+    key, members, usual = "", dict[str, tuple[int, int]](), None
+    try:
+        for found, suffix, offset, size in _members(stream):
+            if members and found != key:
+                yield key, members
+                usual, members = usual or members.keys(), {}
+            if suffix in members:
+                raise ValueError(f"sample {key!r} has two members .{suffix}; keys must differ")
+            key, members[suffix] = found, (offset, size)
+    except _DAMAGES:
+        if members and members.keys() == usual:
+            yield key, members
+        raise
+    if members:
+        yield key, members
 
 
 def _members(stream: BinaryIO) -> Iterator[tuple[str, str, int, int]]:
@@ -235,7 +347,7 @@ def _members(stream: BinaryIO) -> Iterator[tuple[str, str, int, int]]:
     length = stream.seek(0, os.SEEK_END)
     stream.seek(0)
     if length == 0:
-        raise ValueError("it is empty")
+        raise _TornError("it is empty")
     with tarfile.open(fileobj=stream, mode="r:") as tar:
         while (member := tar.next()) is not None:
             tar.members = []  # type: ignore[attr-defined]  # tarfile would keep them all
@@ -245,26 +357,15 @@ def _members(stream: BinaryIO) -> Iterator[tuple[str, str, int, int]]:
             if member.sparse is not None:
                 raise ValueError(f"the member {member.name!r} is sparse; write it as a plain file")
             if member.offset_data + member.size > length:
-                raise ValueError(f"it ends in the middle of the member {member.name!r}")
+                raise _TornError(f"it ends in the middle of the member {member.name!r}")
             stem, _, suffix = name.partition(".")
             yield f"{folder}/{stem}".lstrip("/"), suffix.lower(), member.offset_data, member.size
         # tarfile takes a header that it cannot read, or a missing one, for the end.
         stream.seek(tar.offset)
         if stream.read(_BLOCK) != bytes(_BLOCK):
-            raise ValueError(
+            raise _TornError(
                 f"byte {tar.offset} is neither a readable header nor the end mark of an archive"
             )
-
-
-def _unique(
-    path: Path, key: str, run: Iterable[tuple[str, str, int, int]]
-) -> dict[str, tuple[int, int]]:
-    members: dict[str, tuple[int, int]] = {}
-    for _, suffix, offset, size in run:
-        if suffix in members:
-            raise ValueError(f"sample {key!r} has two members .{suffix}; keys must differ")
-        members[suffix] = (offset, size)
-    return members
 
 
 def _read_label(stream: BinaryIO, key: str, span: tuple[int, int] | None) -> int:

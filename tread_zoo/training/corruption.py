@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from tread_zoo.data import CorruptItem
-from tread_zoo.data.loader import read_item, warn_of
+from tread_zoo.data.loader import lost_items, read_item, warn_of
 from tread_zoo.process_group import leave_connections
 from tread_zoo.training.files import write_text
 from tread_zoo.training.parts import Parts
@@ -58,7 +58,8 @@ class CorruptItems:
         Every rank must call this, and waits for all.
 
         Raises:
-            ValueError: the list is not what a run writes.
+            ValueError: the list is not what a run writes, or damaged shards lack more of the
+                training part than may be corrupt.
         """
         dataset = parts.data.train
         in_memory = hasattr(dataset, "gather")
@@ -68,9 +69,11 @@ class CorruptItems:
             num_items=0 if in_memory else len(dataset),  # type: ignore[arg-type]
             max_share=parts.options.max_corrupt_share,
         )
-        if resumed and not in_memory:
+        if not in_memory:
             with failing_together(accelerator):
-                items._try_anew(dataset)
+                items._begin_with(lost_items(dataset))
+                if resumed:
+                    items._try_anew(dataset)
         return items
 
     def _try_anew(self, dataset: Dataset) -> None:
@@ -83,6 +86,18 @@ class CorruptItems:
             found = read_item(dataset, index)
             if isinstance(found, CorruptItem):  # else it was repaired
                 self.add(found)
+
+    def _begin_with(self, lost: list[CorruptItem]) -> None:
+        """Count what is known to be lost before the first step."""
+        self.known |= {item.index: item for item in lost}
+        self._outdated = bool(lost)
+        if len(lost) > self.max_share * self.num_items:
+            reasons = " ".join(list(dict.fromkeys(_plain(item.reason) for item in lost))[:3])
+            raise ValueError(
+                f"{len(lost)} of {self.num_items} training images are lost, more than "
+                f"training.max_corrupt_share={self.max_share:g} allows: {reasons} Put whole files "
+                "in their places, or raise training.max_corrupt_share."
+            )
 
     def add(self, item: CorruptItem) -> None:
         """Note an item that this rank's loader met."""

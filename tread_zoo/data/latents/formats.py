@@ -9,7 +9,8 @@ any.
 `lmdb`, MaskDiT's: `data.mdb` (`from_lmdb.py`).
 
 `npy_folder`, after REPA and EDM2: `**/*.npy`, each [C',h,w], and `dataset.json`, `{"labels":
-[["00000/img-mean-std-00000000.npy", 3], …]}`; without it, a sub-folder a class.
+[["00000/img-mean-std-00000000.npy", 3], …]}`; without it, a sub-folder a class, if there are
+several and they are no chunks (00000, 00001, …).
 
 `safetensors`, after LightningDiT: `latents_rank*_shard*.safetensors` with `latents` [n,C,h,w],
 `latents_flip` and `labels` [n], and `latents_stats.pt` with `mean` and `std`.
@@ -21,6 +22,7 @@ Dimensions: N samples, K copies (as it is, mirrored), C' channels as stored, h h
 
 import io
 import json
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -41,15 +43,21 @@ from tread_zoo.data.latents.manifest import (
     check_shards,
     read_manifest,
 )
-from tread_zoo.data.shards import ShardReader, open_index
+from tread_zoo.data.shards import ShardReader, most_open, open_index
+
+logger = logging.getLogger(__name__)
 
 _FLOATS = (np.float16, np.float32)
+_TENSOR_FLOATS = ("F16", "BF16", "F32")  # as safetensors calls them
 _LIGHTNING = "latents_rank*_shard*.safetensors"
-_MOST_OPEN = 64
 
 
 class Items(Protocol):
-    """Stored latents by number; can be pickled."""
+    """Stored latents by number; can be pickled.
+
+    One may have `item_name(item)`, where that lies, and `lost`, the numbers, int64, of those that
+    are known to be lost.
+    """
 
     def __len__(self) -> int: ...
 
@@ -62,7 +70,8 @@ class Stored:
     """What a format gives: the items, and what it knows of them.
 
     `labels` is int64 [N], -1 where there is none. `content`, `mean` and `std` [C] are None where
-    the files do not tell, `manifest` and `contexts` where there are none.
+    the files do not tell, `manifest` and `contexts` where there are none. `unlabelled` says why
+    what looks like labels is not taken for them.
     """
 
     items: Items
@@ -72,6 +81,7 @@ class Stored:
     std: tuple[float, ...] | None = None
     manifest: Manifest | None = None
     contexts: Contexts | None = None
+    unlabelled: str | None = None
 
 
 def guess_format(path: Path) -> str:
@@ -99,10 +109,12 @@ def guess_format(path: Path) -> str:
 def read_shards(path: Path, verify: str) -> Stored:
     """Return what `scripts/encode_latents.py` wrote; the training part comes first."""
     manifest = read_manifest(path)
-    check_shards(path, manifest, verify)
     paths = [path / shard.name for shard in manifest.shards]
-    index = open_index(paths, (LATENT,), manifest.stamp)
-    if len(index) != manifest.count("train") + manifest.count("held_out"):
+    counts = [shard.count for shard in manifest.shards]
+    damage = check_shards(path, manifest, verify)
+    index = open_index(paths, (LATENT,), manifest.stamp, counts=counts, damage=damage)
+    index.warn()
+    if len(index) != sum(counts):
         raise ValueError(f"{str(path / NAME)!r} and its shards differ in count. Encode again.")
     channels, height, width = manifest.latent_shape
     stored = (channels * (2 if manifest.content == "mean_logvar" else 1), height, width)
@@ -112,7 +124,7 @@ def read_shards(path: Path, verify: str) -> Stored:
     content = "samples" if manifest.content == "mode" else manifest.content
     contexts = None
     if manifest.context is not None:
-        of_contexts = open_index(paths, (CONTEXT,), manifest.stamp)
+        of_contexts = open_index(paths, (CONTEXT,), manifest.stamp, counts=counts, damage=damage)
         contexts = _TarMembers(ShardReader(of_contexts), manifest.context, "float16", "context")
     return Stored(items, index.label, content, manifest.mean, manifest.std, manifest, contexts)
 
@@ -129,6 +141,15 @@ class _TarMembers:
 
     def __len__(self) -> int:
         return len(self.reader)
+
+    @property
+    def lost(self) -> np.ndarray:
+        """The numbers of those that damaged shards lack."""
+        return np.flatnonzero(self.reader.index.size < 0)
+
+    def item_name(self, item: int) -> str:
+        """Return the shard and the place there."""
+        return self.reader.where(item)
 
     def __getitem__(self, item: int) -> Tensor:
         content = bytearray(self.reader.read(item))
@@ -161,9 +182,10 @@ def read_npz(path: Path) -> Stored:
     try:
         with np.load(path, allow_pickle=False) as archive:
             found = {key: archive[key] for key in archive.files}
-    except (OSError, ValueError) as error:
+    except Exception as error:  # what NumPy, zip and zlib raise
         raise ValueError(
-            f"data.path={str(path)!r} cannot be read as an .npz file of plain arrays ({error})."
+            f"data.path={str(path)!r} cannot be read as an .npz file of plain arrays ({error}). It "
+            "may be cut short or damaged: copy it again."
         ) from error
     keys = [key for key in ("moments", "latents") if key in found]
     if len(keys) != 1:
@@ -200,10 +222,12 @@ def read_npy_folder(path: Path) -> Stored:
     """Return the .npy files of a folder, in the order of their names.
 
     Files named `img-mean-std-…` hold mean and deviation, as EDM2 writes them. Labels come from
-    `dataset.json`, else from sub-folders with more than one of which each is a class.
+    `dataset.json`, else from sub-folders with more than one of which each is a class. Folders named
+    by digits of one width, or with files `img-mean-std-…`, are chunks of a set and no classes.
     """
     files = _some(path, [p for p in path.rglob("*.npy") if not p.name.startswith(".")])
-    labels = np.full(len(files), -1, np.int64)
+    labels, chunks = np.full(len(files), -1, np.int64), None
+    described = files[0].name.startswith("img-mean-std-")
     table = path / "dataset.json"
     if table.exists():
         try:
@@ -214,7 +238,7 @@ def read_npy_folder(path: Path) -> Stored:
                 raise ValueError(f"it has no label of {missing[0]!r} and {len(missing) - 1} others")
             if given:
                 labels = _labels(np.array([given[name] for name in names]), len(files), table)
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{str(table)!r} cannot be used ({error}).") from error
     else:
         folders = sorted({file.relative_to(path).parts[0] for file in files if file.parent != path})
@@ -224,10 +248,19 @@ def read_npy_folder(path: Path) -> Stored:
                 f"data.path={str(path)!r} has {loose[0].name!r} beside sub-folders, and no "
                 "dataset.json; sort all files into sub-folders, one a class, or none."
             )
-        if folders:
-            labels = np.array([folders.index(f.relative_to(path).parts[0]) for f in files])
-    described = files[0].name.startswith("img-mean-std-")
-    return Stored(_FileItems(files), labels, "mean_std" if described else None)
+        alike = len({len(name) for name in folders}) == 1 and all(n.isdigit() for n in folders)
+        if folders and (described or alike):
+            chunks = (
+                f"data.path={str(path)!r} has no dataset.json, and its folders ({folders[0]!r}, …) "
+                "look like chunks of a set as EDM2 and REPA write them, not like classes. Put "
+                "dataset.json there, which has the labels, or set data.num_classes=0 to train "
+                "without. If they are classes, write one, or add a letter to their names."
+            )
+        elif len(folders) > 1:
+            places = {name: number for number, name in enumerate(folders)}
+            labels = np.array([places[f.relative_to(path).parts[0]] for f in files])
+    content = "mean_std" if described else None
+    return Stored(_FileItems(files), labels, content, unlabelled=chunks)
 
 
 class _FileItems:
@@ -242,8 +275,8 @@ class _FileItems:
     def __getitem__(self, item: int) -> Tensor:
         file = self.files[item]
         try:
-            array = np.load(file, allow_pickle=False)
-        except (OSError, ValueError, EOFError) as error:
+            array = np.asarray(np.load(file, allow_pickle=False))
+        except Exception as error:  # of the disk, the header, its numbers
             raise ValueError(f"the latent {file!r} cannot be read ({error}).") from error
         if array.ndim == 4 and len(array) == 1:
             array = array[0]
@@ -254,37 +287,97 @@ class _FileItems:
             )
         return torch.from_numpy(array)[None]
 
+    def item_name(self, item: int) -> str:
+        """Return the file."""
+        return self.files[item]
+
 
 def read_safetensors(path: Path) -> Stored:
-    """Return LightningDiT's shards, by name and row; mean and deviation from `latents_stats.pt`."""
-    from safetensors import SafetensorError, safe_open
+    """Return LightningDiT's shards, by name and row; mean and deviation from `latents_stats.pt`.
 
-    files, rows, labels, flips = _some(path, path.glob(_LIGHTNING)), [], [], set()
+    A shard that cannot be opened is lost as a whole: as many latents as its header says, or, where
+    that is damaged, as the other shards have.
+    """
+    from safetensors import SafetensorError
+
+    files = _some(path, path.glob(_LIGHTNING))
+    found: dict[int, tuple[np.ndarray, bool]] = {}  # labels, whether there are mirrored copies
+    damage: dict[int, str] = {}
     for number, file in enumerate(files):
         try:
-            with safe_open(file, "pt") as opened:
-                keys = set(opened.keys())
-                count = opened.get_slice("latents").get_shape()[0]
-                found = opened.get_tensor("labels").numpy() if "labels" in keys else None
+            found[number] = _read_columns(file)
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"the shard {str(file)!r} cannot be read ({error}).") from error
-        flips.add("latents_flip" in keys)
-        labels.append(_labels(found, count, file))
-        rows.append(np.stack([np.full(count, number), np.arange(count)], axis=1))
-    if len(flips) > 1:
+            damage[number] = f"cannot be read ({error}). Copy it again."
+    if not found:
+        raise ValueError(f"the shard {str(files[0])!r} {damage[0]}")
+    if len({flips for _, flips in found.values()}) > 1:
         raise ValueError(
             f"data.path={str(path)!r}: some shards have latents_flip, and some do not."
         )
+    usual = int(np.median([len(labels) for labels, _ in found.values()]))
+    labelled = any((labels >= 0).any() for labels, _ in found.values())
+    for number, reason in damage.items():
+        count = _rows_by_header(files[number]) or usual
+        # A lost latent is never read: any class does for a set that has some.
+        found[number] = (np.full(count, 0 if labelled else -1, np.int64), False)
+        logger.warning(
+            "corrupt   the shard %r %s Its %d latents are lost", str(files[number]), reason, count
+        )
+    columns = [found[number][0] for number in range(len(files))]
+    rows = [np.stack([np.full(len(c), n), np.arange(len(c))], 1) for n, c in enumerate(columns)]
     mean, std = _read_stats(path / "latents_stats.pt")
-    items = _TensorItems(files, np.concatenate(rows), flips.pop())
-    return Stored(items, np.concatenate(labels), "samples", mean, std)
+    flips = any(flips for _, flips in found.values())
+    items = _TensorItems(files, np.concatenate(rows), flips, damage)
+    return Stored(items, np.concatenate(columns), "samples", mean, std)
+
+
+def _read_columns(file: Path) -> tuple[np.ndarray, bool]:
+    """Return the labels of a shard, int64 [n], and whether it has mirrored copies.
+
+    Raises:
+        ValueError: it holds no latents, or of a kind that is none.
+        OSError, SafetensorError: it cannot be read.
+    """
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as opened:
+        keys = set(opened.keys())
+        for key in ("latents", *({"latents_flip"} & keys)):
+            if key not in keys:
+                raise ValueError(
+                    f"the shard {str(file)!r} has no tensor {key!r}; it has {sorted(keys)}."
+                )
+            shape, dtype = opened.get_slice(key).get_shape(), opened.get_slice(key).get_dtype()
+            if len(shape) != 4 or dtype not in _TENSOR_FLOATS:
+                raise ValueError(
+                    f"the shard {str(file)!r}: {key!r} has shape {shape} and dtype {dtype}; it "
+                    "must be float16, bfloat16 or float32 [n,C,h,w]. Whole numbers are the codes "
+                    "of a discrete tokenizer, which are no latents."
+                )
+        count = opened.get_slice("latents").get_shape()[0]
+        labels = opened.get_tensor("labels").numpy() if "labels" in keys else None
+    return _labels(labels, count, file), "latents_flip" in keys
+
+
+def _rows_by_header(file: Path) -> int | None:
+    """Return how many latents a cut shard had: its start tells, if that is whole."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > file.stat().st_size:
+                return None
+            return int(json.loads(stream.read(length))["latents"]["shape"][0])
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
 
 
 class _TensorItems:
     """Rows of safetensors files, opened when first read, in each process anew."""
 
-    def __init__(self, files: Sequence[Path], rows: np.ndarray, flips: bool):
-        self.files, self.rows = [str(file) for file in files], rows
+    def __init__(
+        self, files: Sequence[Path], rows: np.ndarray, flips: bool, damage: dict[int, str]
+    ):
+        self.files, self.rows, self.damage = [str(file) for file in files], rows, damage
         self.names = ("latents", "latents_flip") if flips else ("latents",)
         self._open: OrderedDict[tuple[int, int], Any] = OrderedDict()
 
@@ -294,14 +387,26 @@ class _TensorItems:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def lost(self) -> np.ndarray:
+        """The numbers of those in shards that cannot be opened."""
+        return np.flatnonzero(np.isin(self.rows[:, 0], list(self.damage)))
+
+    def item_name(self, item: int) -> str:
+        """Return the shard and the row there."""
+        number, row = self.rows[item]
+        return f"{self.files[number]!r}, row {row}"
+
     def __getitem__(self, item: int) -> Tensor:
         from safetensors import SafetensorError, safe_open
 
         number, row = (int(value) for value in self.rows[item])
+        if number in self.damage:
+            raise ValueError(f"the shard {self.files[number]!r} {self.damage[number]}")
         key = (os.getpid(), number)
         try:
             if key not in self._open:
-                if len(self._open) >= _MOST_OPEN:
+                if len(self._open) >= most_open():
                     self._open.popitem(last=False)
                 self._open[key] = safe_open(self.files[number], "pt")
             slices = (self._open[key].get_slice(name) for name in self.names)

@@ -35,14 +35,14 @@ from tread_zoo.data.latents.formats import (
     read_shards,
 )
 from tread_zoo.data.latents.from_lmdb import read_lmdb
-from tread_zoo.data.latents.manifest import Manifest
+from tread_zoo.data.latents.manifest import VERIFY, Manifest
 from tread_zoo.data.latents.vae import load_vae
 from tread_zoo.data.split import split_held_out
 from tread_zoo.errors import unknown_name
 
 FORMATS = ("auto", "shards", "npz", "npy_folder", "safetensors", "lmdb")
-VERIFY = ("size", "sha256")
 HELD_OUT = 0.1
+_TRIED = 1000  # items whose shape is asked for, before the data are given up
 MEASURED = 10_000  # latents, evenly spaced, of formats without statistics
 
 
@@ -75,8 +75,10 @@ def latents(
     """
     root = Path(path).expanduser()
     stored = _read(root, format, verify)
-    stored_shape = tuple(stored.items[0].shape)
-    chosen = _content(stored, content, root)
+    if stored.unlabelled is not None and num_classes != 0:
+        raise ValueError(stored.unlabelled)
+    stored_shape = _shape_of(stored.items)
+    chosen = _content(stored, content, root, stored_shape[1])
     channels = stored_shape[1] // num_moments(chosen)
     name, facts = _autoencoder(stored.manifest, vae)
     _check_channels(stored_shape[1], chosen, facts, root)
@@ -141,20 +143,38 @@ class LatentDataset(Dataset):
         found = self.items[int(self.indices[index])]
         if tuple(found.shape) != self.shape:
             raise ValueError(
-                f"latent {int(self.indices[index])} has shape {list(found.shape)}, and the first "
+                f"{self.item_name(index)} has shape {list(found.shape)}, and the first "
                 f"{list(self.shape)} (copies, channels, height, width); all must be alike."
             )
         return found, int(self.labels[index])
+
+    def item_name(self, index: int) -> str:
+        """Return the file or the shard of item `index`, and its place there."""
+        return getattr(self.items, "item_name", "latent {}".format)(int(self.indices[index]))
+
+    def lost_items(self) -> list[int]:
+        """Return the items that damaged shards lack."""
+        return np.flatnonzero(np.isin(self.indices, getattr(self.items, "lost", ()))).tolist()
 
 
 def measure(
     items: Items, indices: np.ndarray, content: str
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and deviation by channel, in float64, of up to `MEASURED` evenly spaced items."""
+    """Return mean and deviation by channel, in float64, of up to `MEASURED` evenly spaced items.
+
+    Those that cannot be read are passed over. Raises ValueError if that is all of them.
+    """
     count = min(len(indices), MEASURED)
-    total = Moments()
+    total, unread = Moments(), None
     for number in range(count):
-        total.add(items[int(indices[number * len(indices) // count])][None], content)
+        try:
+            found = items[int(indices[number * len(indices) // count])]
+        except ValueError as error:
+            unread = error
+            continue
+        total.add(found[None], content)
+    if not total.count:
+        raise ValueError(f"none of {count} latents can be read: {unread}") from unread
     return total.result()
 
 
@@ -203,11 +223,24 @@ def _read(root: Path, format: str, verify: str) -> Stored:
     return stored
 
 
-def _content(stored: Stored, content: str | None, root: Path) -> str:
-    """Return what the channels are, from the files or from the option."""
+def _shape_of(items: Items) -> tuple[int, ...]:
+    """Return [K,C',h,w] of the first item that can be read. Raises ValueError if none can."""
+    lost, unread = set(np.asarray(getattr(items, "lost", ()), int).tolist()), None
+    for item in (item for item in range(len(items)) if item not in lost):
+        try:
+            return tuple(items[item].shape)
+        except ValueError as error:
+            unread = unread or error
+            if item >= _TRIED:
+                break
+    raise ValueError(f"none of the first latents can be read: {unread}") from unread
+
+
+def _content(stored: Stored, content: str | None, root: Path, channels: int) -> str:
+    """Return what the `channels` are, from the files or from the option."""
     if content is None and stored.content is None:
         raise ValueError(
-            f"data.path={str(root)!r} does not tell what its {stored.items[0].shape[1]} channels "
+            f"data.path={str(root)!r} does not tell what its {channels} channels "
             "are: set data.content=samples, mean_logvar or mean_std."
         )
     chosen = content or stored.content
@@ -216,10 +249,10 @@ def _content(stored: Stored, content: str | None, root: Path) -> str:
         raise ValueError(
             f"data.content={chosen}, but the manifest says {stored.content}; leave it out."
         )
-    if num_moments(chosen) == 2 and stored.items[0].shape[1] % 2:
+    if num_moments(chosen) == 2 and channels % 2:
         raise ValueError(
             f"data.content={chosen} wants an even number of channels, mean and spread; "
-            f"data.path={str(root)!r} has {stored.items[0].shape[1]}."
+            f"data.path={str(root)!r} has {channels}."
         )
     return chosen
 

@@ -1,0 +1,25 @@
+"""Files that are there whole or not at all."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def written_whole(path: Path, *, alone: bool = True) -> Iterator[BinaryIO]:
+    """Open a file beside `path` to write to; bring it to the disk and rename it at the end.
+
+    alone: no other process writes it at the same time, so that what a stop left is overwritten.
+    """
+    name = f".{path.name}.partial" if alone else f".{path.name}.{os.getpid()}.partial"
+    partial = path.with_name(name)
+    try:
+        with partial.open("wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())  # or a power cut keeps the name without the bytes
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
