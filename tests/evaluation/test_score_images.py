@@ -100,7 +100,9 @@ def test_the_record_has_the_protocol_and_says_what_nobody_knows(tiny, scored):
     found = scores_of(tiny, folder, tiny.parts.data)
     assert json.loads(json.dumps(found)) == found
     mine, theirs = found["protocol"], own["protocol"]
-    unknown = {"labels", "sampling", "weights", "step", "precision", "uint8", "judge"}
+    unknown = {
+        "labels", "sampling", "weights", "step", "precision", "uint8", "judge", "decoder",
+    }  # fmt: skip
     for name in theirs.keys() - unknown:
         assert mine[name] == theirs[name], name
     assert [mine[name] for name in ("labels", "weights", "step", "precision")] == ["unknown"] * 4

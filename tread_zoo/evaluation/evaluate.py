@@ -45,6 +45,7 @@ from tread_zoo.evaluation.metrics import (
     score_features,
     scoring_record,
 )
+from tread_zoo.evaluation.protocol import UINT8_RULE, decoder_record, drawn_record
 from tread_zoo.evaluation.references import (
     Reference,
     check_reference,
@@ -181,6 +182,13 @@ def evaluate(
         "labels": conditions.rule,
         "sampling": dict(known.sampling),
         "precision": precision,
+        **drawn_record(
+            options.num_images,
+            plan.shape,
+            seed=options.seed,
+            uint8=UINT8_RULE,
+            decoder=decoder_record(data.codec),
+        ),
     }
     if plan.not_scored:
         record["not_scored"] = plan.not_scored
@@ -370,9 +378,8 @@ def add_agreement(
     right: int | None,
 ) -> None:
     """Add the share of samples, and of real images, that are read as their labels."""
-    judged = {"num_generated": plan.options.num_images}
     if right is not None:
-        record["protocol"] |= judged | {"judge": "svm"}
+        record["protocol"]["judge"] = "svm"
         record["values"]["agreement"] = right / plan.options.num_images
         record["real"].setdefault("agreement", digits_agreement_reference())
     if plan.judge != "classifier" or extractor is None or samples is None or labels is None:
@@ -381,7 +388,7 @@ def add_agreement(
     def agreement(features: FeatureSet, labels: Tensor) -> float:
         return float((features.rows[LOGITS].argmax(dim=1) == labels).double().mean())
 
-    record["protocol"] |= judged | {"judge": extractor.label}
+    record["protocol"]["judge"] = extractor.label
     record["values"]["agreement"] = agreement(samples, labels)
     if held_out is not None and plan.data.held_out is not None:
         true = labels_of(plan.data.held_out, plan.options.num_reference)

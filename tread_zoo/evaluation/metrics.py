@@ -37,6 +37,7 @@ from tread_zoo.evaluation.extractors import (
 )
 from tread_zoo.evaluation.features import DIGITS_EXTRACTOR, INCEPTION_EXTRACTOR
 from tread_zoo.evaluation.frechet import frechet_distance
+from tread_zoo.evaluation.protocol import UINT8_RULE
 from tread_zoo.evaluation.sources import TensorImages
 
 __all__ = [
@@ -58,7 +59,6 @@ FRECHET = {"fid": FEATURES, "sfid": SPATIAL, "fd_dinov2": FEATURES}  # metric ->
 METRICS = (*FRECHET, "kid", "precision", "recall", "isc")
 KID_SUBSETS = 100
 KID_SUBSET_SIZE = 1000
-UINT8_RULE = "clamp to [-1, 1], then the nearest of 256 values"
 _ISC_PARTS = 10
 _NEIGHBOURS = 3
 _ROWS_AT_ONCE = 10_000  # of the distances between all pairs
