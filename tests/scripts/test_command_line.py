@@ -111,9 +111,9 @@ def test_evaluating_prints_the_numbers_with_their_protocol(trained):
     folder, _ = trained
     said = call(
         "evaluate.py", "checkpoint=runs/digits_dit_tiny_tread_flow_seed0", "out=score.json",
-        "evaluation.num_images=40", "device=cpu", "guidance.scale=1.5", cwd=folder,
+        "evaluation.num_images=70", "device=cpu", "guidance.scale=1.5", cwd=folder,
     )  # fmt: skip
-    for words in ("agreement", "fid", "digits-cnn-64@", "40 samples", "guidance 1.5"):
+    for words in ("agreement", "fid", "digits-cnn-64@", "70 samples", "guidance 1.5"):
         assert words in said
     record = json.loads((folder / "score.json").read_text())
     sampling = record["protocol"]["sampling"]

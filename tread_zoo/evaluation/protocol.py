@@ -4,8 +4,8 @@
     decoder_record    what decoded them, for networks on latents
     held_out_record   the held-out loss: the objective, the draws, and which images
 
-What distances depend on beside these is `tread_zoo.evaluation.metrics.scoring_record`. Tables refuse
-to mix what differs (`SAME_PROTOCOL` in `tread_zoo.comparison.markdown`).
+What distances depend on beside these is `tread_zoo.evaluation.metrics.scoring_record`. Tables do
+not mix what differs (`SAME_PROTOCOL` in `tread_zoo.comparison.markdown`).
 
 Dimensions: N images, C channels, H height, W width.
 """
