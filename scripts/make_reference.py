@@ -55,12 +55,10 @@ def main(config: DictConfig) -> None:
     )
     weights.check_shape(source.shape)
     if not settings["allow_few_images"]:
-        count, metric = len(source), "fd_dinov2" if name in DINOV2_EXTRACTORS else "fid"
-        check_few(
-            f"part={settings['part']} of {data.name} has {count} image(s)", count, [metric], weights,
-            ways="Name data of {enough} images or more; allow_few_images=true makes the file all "
-            "the same.",
-        )  # fmt: skip
+        found = f"part={settings['part']} of {data.name} has {len(source)} image(s)"
+        metrics = ["fd_dinov2" if name in DINOV2_EXTRACTORS else "fid"]
+        ways = "Name data of {enough} images or more; allow_few_images=true makes it all the same."
+        check_few(found, len(source), metrics, weights, ways=ways)
     needs = reference_needs(name, keep_features=settings["keep_features"])
     share = start_share(device)
     place = device if device.type == "cuda" else torch.device("cpu")

@@ -16,9 +16,9 @@ from tests.training.test_distributed import launch
 from tread_zoo.data import ArrayDataset, digits, to_uint8
 from tread_zoo.diffusion import generate
 from tread_zoo.evaluation import score
+from tread_zoo.evaluation.dinov2 import DINOV2_WIDTHS
 from tread_zoo.evaluation.evaluate import classifier_agreement, describe_record
 from tread_zoo.evaluation.extraction import Needs, extract
-from tread_zoo.evaluation.dinov2 import DINOV2_WIDTHS
 from tread_zoo.evaluation.extractors import (
     FEATURES,
     INCEPTION_SIZES,
@@ -271,11 +271,11 @@ def test_two_processes_score_as_one(tmp_path, free_port):
     ("changes", "words"),
     [
         ({"num_images": 16}, r"evaluation.num_images=16, and 'fid' compares covariances of 16 feat"
-         r"ures \(own\).*Set evaluation.num_images=17 or more.*metrics=\[kid,precision,recall,isc\];"
-         r" evaluation.allow_few_images=true"),
-        ({"num_reference": 16}, r"evaluation.reference='train' has 16 image\(s\), and 'fid'.*Give a "
+         r"ures \(own\).*Set evaluation.num_images=17 or more.*metrics=\[kid,precision,recall,isc\]"
+         r"; evaluation.allow_few_images=true"),
+        ({"num_reference": 16}, r"reference='train' has 16 image\(s\), and 'fid'.*Give a "
          r"reference of 17 images"),
-        ({"reference": "held_out"}, r"evaluation.reference='held_out' has 15 image\(s\), and 'fid'"),
+        ({"reference": "held_out"}, r"reference='held_out' has 15 image\(s\), and 'fid'"),
         ({"reference": "made"}, r"made.safetensors' has 16 image\(s\), and 'fid'"),
     ],
 )  # fmt: skip

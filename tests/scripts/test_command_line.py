@@ -124,6 +124,22 @@ def test_evaluating_prints_the_numbers_with_their_protocol(trained):
     assert record["protocol"]["weights"] == "ema"
 
 
+@pytest.mark.slow
+def test_a_score_of_other_settings_has_a_file_of_its_own(trained):
+    """Without guidance, then with it: the second does not take the first one's place."""
+    folder, _ = trained
+    run = folder / RUN
+    given = (f"checkpoint={run}", "evaluation.num_images=70", "device=cpu", "evaluation.metrics=[]")
+    call("evaluate.py", *given, cwd=folder)
+    first = {path.name: path.read_bytes() for path in run.glob("score_*.json")}
+    call("evaluate.py", *given, "guidance.scale=3", "evaluation.batch_size=30", cwd=folder)
+    names = sorted(path.name for path in run.glob("score_*.json"))
+    assert len(first) == 1
+    assert len(names) == 2
+    assert any("_cfg3_70images_" in name for name in names), names
+    assert all((run / name).read_bytes() == content for name, content in first.items())
+
+
 def test_probing_routes_leaves_a_picture_and_its_numbers(trained):
     folder, _ = trained
     run = "runs/digits_dit_tiny_tread_flow_seed0"

@@ -72,6 +72,18 @@ def check_same(
                 )
 
 
+def describe_notes(protocols: Sequence[Mapping[str, Any]]) -> str:
+    """Return what makes the numbers of a table doubtful, as sentences that begin with a blank, and
+    how many of the records say so; "" if none does."""
+    found = [note for protocol in protocols for note in dict.fromkeys(protocol.get("notes", ()))]
+    counts = {note: found.count(note) for note in found}
+    told = [
+        f"{note}{'' if count == len(protocols) else f' ({count} of {len(protocols)} runs)'}"
+        for note, count in counts.items()
+    ]
+    return f" Note: {' '.join(told)}" if told else ""
+
+
 def settings_of(protocol: Mapping[str, Any], key: str) -> Any:
     """Return what `protocol` says of `key`, without costs."""
     value = protocol.get(key)

@@ -11,7 +11,14 @@ from typing import Any
 from tread_zoo.comparison.curves import write_curves
 from tread_zoo.comparison.grid import Cell
 from tread_zoo.comparison.groups import Group, group_runs, spread
-from tread_zoo.comparison.markdown import NEWER, QUALITY, SAME_PROTOCOL, check_same, row
+from tread_zoo.comparison.markdown import (
+    NEWER,
+    QUALITY,
+    SAME_PROTOCOL,
+    check_same,
+    describe_notes,
+    row,
+)
 from tread_zoo.comparison.results import RunResult
 from tread_zoo.evaluation.evaluate import describe_sampling
 
@@ -102,7 +109,7 @@ def describe_protocol(groups: Sequence[Group], equal: str = "steps") -> str:
         f"largest. {'; '.join(scored)}. Held-out loss: the dense network at the same draws of time "
         "and noise for all. FLOPs: forward and backward of one image, as trained, averaged over "
         "the run; of a sample, all evaluations from noise to data. Seconds: of the training steps "
-        "at the median speed, nothing else."
+        f"at the median speed, nothing else.{describe_notes([r.protocol for r in results])}"
     )
 
 

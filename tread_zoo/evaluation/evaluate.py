@@ -114,7 +114,7 @@ class EvaluationOptions:
 
 
 def evaluation_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `EvaluationOptions` that a run, or a record of a study, is told apart by.
+    """Return the fields of `EvaluationOptions` by which a run, or a record of a study, is known.
 
     `allow_few_images` is named where it is set: those from before it was there are without it.
     """

@@ -7,9 +7,9 @@ are solved: real at any rank, and free of the general matrix square root, which 
 singular. An eigenvalue within rounding of 0 is 0; one that lies below it by more says that what was
 given is no covariance, and is noted.
 
-Some builds of linear algebra give wrong numbers without a word. What they gave is checked: the root
-R against R R = S1, the eigenvalues l of M = R S2 R against sum l = tr M and sum l^2 = |M|^2, and the
-distance against 0. What does not hold is noted.
+Some builds of linear algebra give wrong numbers without a word. What they gave is checked: the
+root R against R R = S1, the eigenvalues l of M = R S2 R against sum l = tr M and sum l^2 = |M|^2,
+and the distance against 0. What does not hold is noted.
 
 Means and covariances of more rows than fit in memory are gathered batch by batch. Of two parts with
 n and k rows, means p and q and sums of squares P and Q about them (Chan, Golub, LeVeque 1979),
