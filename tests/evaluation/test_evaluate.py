@@ -246,7 +246,7 @@ def test_two_processes_score_as_one(tmp_path, free_port):
     asked = [
         f"checkpoint={tmp_path / 'run'}", "device=cpu", f"evaluation.extractor={features}",
         f"evaluation.metrics=[{','.join(METRICS)}]", "evaluation.num_images=33",
-        "evaluation.batch_size=8",
+        "evaluation.batch_size=8", "evaluation.allow_few_images=true",
     ]  # fmt: skip
 
     def keeping(name):

@@ -93,5 +93,7 @@ def _sha256(images: Tensor, conditions: Tensor, facts: dict[str, Any]) -> str:
     for tensor in (images, conditions):
         digest.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
         # as bytes, for numpy has no bfloat16
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(
+            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        )
     return digest.hexdigest()
