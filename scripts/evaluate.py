@@ -5,17 +5,22 @@ python scripts/evaluate.py checkpoint=… guidance=sparse guidance.weak_rate=0.8
 python scripts/evaluate.py checkpoint=… evaluation.reference=VIRTUAL_imagenet256_labeled.npz
 accelerate launch --multi_gpu scripts/evaluate.py checkpoint=… evaluation.num_images=50000
 
+The record of settings that are not the run's own has a name of its own: none overwrites another.
 Several processes share the samples, and the numbers are those of one. See docs/evaluation.md.
 """
 
 import json
 import logging
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import hydra
 from omegaconf import DictConfig
 
 from tread_zoo.cli import as_keywords, clear_errors, register_configs
+
+if TYPE_CHECKING:
+    from tread_zoo.diffusion import SamplingOptions
+    from tread_zoo.training.restore import Restored
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +61,10 @@ def main(config: DictConfig) -> None:
         device=settings["device"],
         precision=settings["precision"],
     )
-    out = settings["out"] or run.run_dir / f"score_{run.checkpoint.step:08d}.json"
+    sampling = run.sampling(settings["sampler"], settings["guidance"])
+    out = settings["out"] or run.run_dir / _file_name(run, settings, sampling)
     if share.is_main:
         out = check_out_file("out", out)
-    sampling = run.sampling(settings["sampler"], settings["guidance"])
     moved = {} if settings["vae"] is None else {"vae": settings["vae"]}
     data = run.data({**settings["data"], **moved})
     data.codec.prepare(next(run.backbone.parameters()).device)
@@ -81,6 +86,30 @@ def main(config: DictConfig) -> None:
         logger.info(line)
     write_out_file(out, json.dumps(record, indent=2))
     logger.info("written to %s", out)
+
+
+def _file_name(run: "Restored", settings: dict[str, Any], sampling: "SamplingOptions") -> str:
+    """Return the name of the record where nobody says: of its own for settings of its own."""
+    from tread_zoo.evaluation.naming import score_file, settings_of_score
+
+    changed = {f"data.{k}": v for k, v in settings["data"].items() if k != "path"}
+    asked = settings_of_score(
+        sampling.as_dict(),
+        settings["evaluation"],
+        weights=settings["weights"],
+        precision=settings["precision"],
+        **changed,
+    )
+    meta = run.checkpoint.meta
+    options = meta.get("data_options", {})
+    own = settings_of_score(
+        run.sampling({}, {}).as_dict(),
+        meta.get("evaluation", {}),
+        weights="ema",
+        precision="auto",
+        **{name: options.get(name.removeprefix("data.")) for name in changed},
+    )
+    return score_file(run.checkpoint.step, asked, own)
 
 
 if __name__ == "__main__":

@@ -26,10 +26,12 @@ def main(config: DictConfig) -> None:
     import torch
 
     from tread_zoo.data import build_data
+    from tread_zoo.evaluation.dinov2 import DINOV2_EXTRACTORS
     from tread_zoo.evaluation.extraction import extract
     from tread_zoo.evaluation.extractors import find_weights, open_extractor
     from tread_zoo.evaluation.features import DIGITS_EXTRACTOR, INCEPTION_EXTRACTOR
     from tread_zoo.evaluation.made_reference import check_out, reference_needs, write_made
+    from tread_zoo.evaluation.metrics import check_few
     from tread_zoo.evaluation.references import open_part
     from tread_zoo.evaluation.sharing import end_share, start_share
     from tread_zoo.evaluation.sources import pixel_shape
@@ -52,6 +54,11 @@ def main(config: DictConfig) -> None:
         dinov2_weights=settings["dinov2_weights"],
     )
     weights.check_shape(source.shape)
+    if not settings["allow_few_images"]:
+        found = f"part={settings['part']} of {data.name} has {len(source)} image(s)"
+        metrics = ["fd_dinov2" if name in DINOV2_EXTRACTORS else "fid"]
+        ways = "Name data of {enough} images or more; allow_few_images=true makes it all the same."
+        check_few(found, len(source), metrics, weights, ways=ways)
     needs = reference_needs(name, keep_features=settings["keep_features"])
     share = start_share(device)
     place = device if device.type == "cuda" else torch.device("cpu")

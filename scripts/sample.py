@@ -126,7 +126,7 @@ def _open_folder(
         "weights_sha256": run.checkpoint.meta["sha256"].get(file),
         "step": run.checkpoint.step,
         "precision": run.precision,
-        "decoded_by": codec.facts.get("vae") if codec.has_pixels else None,
+        "decoded_by": codec.decoded_by,
     }
     facts = {"checkpoint": str(run.checkpoint.path), "backbone": run.backbone.name, **cost}
     out = settings["out"] or run.run_dir / "generated" / folder_name(made_with)

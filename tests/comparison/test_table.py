@@ -109,6 +109,17 @@ def test_another_reference_is_another_protocol_but_older_records_are_believed(tm
         report(tmp_path, results={("none", 0): RESULT, ("none", 1): told(num_generated=100)})
 
 
+def test_notes_of_the_records_stand_above_the_table(tmp_path):
+    """A distance of fewer images than features is marked where its mean is read."""
+    doubt = "fid: the samples' covariance, of 2048 features, is singular."
+    noted = dataclasses.replace(RESULT, protocol={**RESULT.protocol, "notes": [doubt]})
+    text = report(tmp_path, results={("none", 0): RESULT, ("none", 1): noted})
+    assert f"nothing else. Note: {doubt} (1 of 2 runs)\n" in text
+    text = report(tmp_path, results={("none", 0): noted, ("none", 1): noted})
+    assert f"nothing else. Note: {doubt}\n" in text
+    assert "Note" not in report(tmp_path, results={("none", 0): RESULT})
+
+
 def sampled(**sampling):
     sampling = {"sampler": "euler", "num_steps": 25, "guidance": "cfg", "guidance_scale": 2.0,
                 "nfe": 50, "flops_per_image": 7e6, **sampling}  # fmt: skip

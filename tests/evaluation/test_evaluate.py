@@ -11,16 +11,26 @@ from PIL import Image
 
 from tests.evaluation.tiny import METRICS, Tiny, write_data, write_features
 from tests.scripts.test_command_line import call
-from tests.small_run import SMALL
+from tests.small_run import SMALL, full_settings, parts_of, settings
 from tests.training.test_distributed import launch
 from tread_zoo.data import ArrayDataset, digits, to_uint8
 from tread_zoo.diffusion import generate
 from tread_zoo.evaluation import score
+from tread_zoo.evaluation.dinov2 import DINOV2_WIDTHS
 from tread_zoo.evaluation.evaluate import classifier_agreement, describe_record
 from tread_zoo.evaluation.extraction import Needs, extract
-from tread_zoo.evaluation.extractors import FEATURES, find_weights, open_extractor
+from tread_zoo.evaluation.extractors import (
+    FEATURES,
+    INCEPTION_SIZES,
+    Weights,
+    find_weights,
+    open_extractor,
+)
 from tread_zoo.evaluation.features import load_digits_features
+from tread_zoo.evaluation.made_reference import write_made
+from tread_zoo.evaluation.metrics import check_few
 from tread_zoo.evaluation.sharing import Share
+from tread_zoo.evaluation.sources import TensorImages
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +114,9 @@ def test_streamed_samples_score_as_if_they_were_all_there(tiny, samples):
         assert record["protocol"][field] == whole[field]
     held_out = tiny.parts.data.held_out
     real = score(
-        held_out.images, tiny.real, extractor=tiny.extractor, metrics=METRICS, seed=1, batch_size=7
-    )["values"]
+        held_out.images, tiny.real, extractor=tiny.extractor, metrics=METRICS, seed=1, batch_size=7,
+        allow_few_images=True,
+    )["values"]  # fmt: skip
     agreed = classifier_agreement(tiny.extractor, held_out.images, held_out.labels)
     assert record["real"] == {"agreement": agreed, **real}
 
@@ -235,7 +246,7 @@ def test_two_processes_score_as_one(tmp_path, free_port):
     asked = [
         f"checkpoint={tmp_path / 'run'}", "device=cpu", f"evaluation.extractor={features}",
         f"evaluation.metrics=[{','.join(METRICS)}]", "evaluation.num_images=33",
-        "evaluation.batch_size=8",
+        "evaluation.batch_size=8", "evaluation.allow_few_images=true",
     ]  # fmt: skip
 
     def keeping(name):
@@ -254,3 +265,69 @@ def test_two_processes_score_as_one(tmp_path, free_port):
     for path in (tmp_path / "one").iterdir():
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
     assert len(list((tmp_path / "two").iterdir())) == 33
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_images": 16}, r"evaluation.num_images=16, and 'fid' compares covariances of 16 feat"
+         r"ures \(own\).*Set evaluation.num_images=17 or more.*metrics=\[kid,precision,recall,isc\]"
+         r"; evaluation.allow_few_images=true"),
+        ({"num_reference": 16}, r"reference='train' has 16 image\(s\), and 'fid'.*Give a "
+         r"reference of 17 images"),
+        ({"reference": "held_out"}, r"reference='held_out' has 15 image\(s\), and 'fid'"),
+        ({"reference": "made"}, r"made.safetensors' has 16 image\(s\), and 'fid'"),
+    ],
+)  # fmt: skip
+def test_a_distance_takes_more_images_than_features(tiny, monkeypatch, changes, words):
+    """Before anything is sampled; without distances, or asked for all the same, it is scored."""
+    if changes.get("reference") == "made":
+        opened = open_extractor(find_weights(tiny.extractor), [FEATURES], torch.device("cpu"))
+        needs = Needs(frozenset({FEATURES}), frozenset({FEATURES}))
+        found = extract(TensorImages(tiny.real[:16]), opened, needs, batch_size=9)
+        write_made(tiny.folder / "made.safetensors", found, opened, "few")
+        changes = {"reference": str(tiny.folder / "made.safetensors")}
+    rest = [metric for metric in METRICS if metric != "fid"]
+    assert "fid" not in tiny.score(**changes, metrics=rest, allow_few_images=False)["values"]
+    noted = tiny.score(**changes)["protocol"]["notes"]
+    assert "covariance, of 16 features, is singular" in "".join(noted)
+    monkeypatch.setattr("tread_zoo.evaluation.evaluate.generate", None)
+    with pytest.raises(ValueError, match=words):
+        tiny.score(**changes, allow_few_images=False)
+
+
+def test_images_held_out_are_scored_by_what_they_are_enough_for(tiny):
+    """15 of them, and 16 features: their distance would be of another kind than the samples'."""
+    record = tiny.score(allow_few_images=False)
+    assert "fid" in record["values"]
+    assert record["real"].keys() == record["values"].keys() - {"fid"}
+
+
+@pytest.mark.parametrize(
+    ("extractor", "metric", "enough"),
+    [("digits-cnn-64", "fid", 65), ("inception-v3-compat", "fid", 2049),
+     ("inception-v3-compat", "sfid", 2024), ("dinov2-vit-l-14", "fd_dinov2", 1025)],
+)  # fmt: skip
+def test_how_many_are_enough(extractor, metric, enough, tmp_path):
+    """As the networks have them: 64, 2048, 17x17x7, and 1024 of the large transformer."""
+    sizes = {"digits-cnn-64": {FEATURES: 64}, "inception-v3-compat": INCEPTION_SIZES}
+    given = sizes.get(extractor, {FEATURES: DINOV2_WIDTHS.get(extractor)})
+    weights = Weights(extractor, tmp_path, extractor, None, "", given)
+    if extractor == "digits-cnn-64":
+        assert find_weights(extractor).sizes == given
+    check_few("x", enough, [metric, "kid"], weights, ways="")
+    with pytest.raises(ValueError, match=f"x, and '{metric}' compares"):
+        check_few("x", enough - 1, [metric, "kid"], weights, ways="")
+
+
+def test_training_refuses_before_the_first_step(tmp_path):
+    asked = ("evaluation.metrics=[fid,kid]", "evaluation.num_images=64")
+    with pytest.raises(ValueError, match=r"evaluation.num_images=64, and 'fid'.*=65 or more"):
+        parts_of(settings(*asked))
+    assert "allow_few_images" not in parts_of(settings()).settings["evaluation"]
+    noted = parts_of(settings(*asked, "evaluation.allow_few_images=true"))
+    assert noted.settings["evaluation"]["allow_few_images"] is True
+
+
+def test_the_default_run_has_enough_images():
+    assert parts_of(full_settings()).evaluation.num_images == 500

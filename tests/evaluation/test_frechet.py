@@ -118,3 +118,51 @@ def test_one_row_has_no_covariance():
     running.add(normal(1, 3))
     with pytest.raises(ValueError, match=r"1 row\(s\) of features have no covariance"):
         running.finish()
+
+
+BREAKS = {
+    "vectors": ("eigh", lambda found: (found[0], torch.linalg.qr(normal(6, 6, seed=3)).Q)),
+    "no axes": ("eigh", lambda found: (found[0], found[1] + 1e-6)),
+    "values": ("eigvalsh", lambda found: 2 * found),
+    "some values": ("eigvalsh", lambda found: found + torch.tensor([-1.0, 0, 0, 0, 0, 1])),
+    "no values": ("eigvalsh", lambda found: found * math.nan),
+}
+
+
+@pytest.mark.parametrize("kind", BREAKS)
+def test_broken_linear_algebra_is_noted(kind, monkeypatch):
+    name, spoil = BREAKS[kind]
+    pair = statistics_of(normal(50, 6)), statistics_of(normal(60, 6, seed=1) * 3 + 1)
+    notes = []
+    frechet_distance(*pair, notes=notes)
+    assert notes == []
+    original = getattr(torch.linalg, name)
+    monkeypatch.setattr(torch.linalg, name, lambda matrix: spoil(original(matrix)))
+    frechet_distance(*pair, notes=notes)
+    assert "the linear algebra of this machine (BLAS) is broken" in notes[0]
+    with pytest.warns(RuntimeWarning, match="is broken, and so is the distance"):
+        frechet_distance(*pair)
+
+
+def test_a_distance_below_zero_is_noted(monkeypatch):
+    """As one machine gave it: the eigenvalues of another matrix, four times too large."""
+    one = statistics_of(normal(50, 6))
+    original = torch.linalg.eigvalsh
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda matrix: 4 * original(matrix))
+    notes = []
+    assert frechet_distance(one, one, notes=notes) == pytest.approx(-2 * one.covariance.trace())
+    assert any("below 0 by more than rounding" in note for note in notes)
+
+
+@pytest.mark.parametrize(("rows", "size", "scale"), [(30, 80, 1e-3), (300, 200, 1e4), (3, 2, 1.0)])
+def test_sound_statistics_have_no_note_of_broken_algebra(rows, size, scale):
+    """Singular, large, small, in float32, of one image twice: rounding is no fault."""
+    x = scale * normal(rows, size) * torch.logspace(-6, 2, size, dtype=torch.float64)
+    y = x.float().double() + scale * normal(rows, size, seed=1)
+    for pair in ((x, y), (x, x), (y, x), (x[:1].expand(rows, -1), y)):
+        sets = [statistics_of(part) for part in pair]
+        floats = [Statistics(s.mean.float(), s.covariance.float(), None) for s in sets]
+        for given in (sets, floats):
+            notes = []
+            frechet_distance(*given, notes=notes)
+            assert not [note for note in notes if "broken" in note or "below 0" in note]

@@ -62,7 +62,10 @@ def test_precision_is_of_the_generated_and_recall_of_the_reference():
 
 
 def test_the_record_says_what_it_depends_on():
-    record = score(HELD_OUT.images[:30], TRAIN.images[:50], seed=7, metrics=("fid", "kid", "isc"))
+    record = score(
+        HELD_OUT.images[:30], TRAIN.images[:50], seed=7, metrics=("fid", "kid", "isc"),
+        allow_few_images=True,
+    )  # fmt: skip
     assert record["extractor"].startswith("digits-cnn-64@")
     assert len(record["extractor"]) == len("digits-cnn-64@") + 8
     assert (record["num_generated"], record["num_reference"]) == (30, 50)
@@ -76,7 +79,8 @@ def test_the_record_says_what_it_depends_on():
 def test_scoring_is_repeatable_quiet_and_leaves_nothing_behind(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     state = torch.get_rng_state()
-    first, second = (score(HELD_OUT.images[:30], TRAIN.images[:50]) for _ in range(2))
+    few = {"allow_few_images": True}
+    first, second = (score(HELD_OUT.images[:30], TRAIN.images[:50], **few) for _ in range(2))
     assert first == second
     assert torch.equal(torch.get_rng_state(), state)
     assert list(tmp_path.iterdir()) == []
@@ -98,6 +102,11 @@ _GREY = torch.zeros(20, 1, 8, 8, dtype=torch.uint8)
         (_GREY[:1], {"metrics": ("fid",)}, r"generated has 1 image\(s\); fid takes at least 2"),
         (_GREY[:0], {}, r"generated has 0 image\(s\)"),
         (_GREY[:3], {}, r"generated has 3 .*; precision takes at least 4.*leave 'precision' out"),
+        (
+            _GREY,
+            {},
+            r"generated has 20 image\(s\), and 'fid' .* 64 features.*Give 65 images or more",
+        ),
         (_GREY[:9], {"metrics": ("isc",)}, r"9 image\(s\); isc takes at least 10"),
         (_GREY[..., 1:], {}, r"of \(1, 8, 7\), reference of \(1, 8, 8\); bring both to one size"),
         (_GREY, {"inception_weights": "x.pth"}, r"inception_weights='x.pth' is of no use"),

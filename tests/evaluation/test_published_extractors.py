@@ -60,11 +60,14 @@ def test_dinov2_runs_from_the_hub_folder(hub, monkeypatch):
     monkeypatch.setattr(torch.hub, "load_state_dict_from_url", None)
     a, b = images(9, 1), images(8, 2) // 2
     metrics = ["fd_dinov2", "kid", "precision"]
-    record = score(a, b, extractor="dinov2-vit-l-14", metrics=metrics)
+    record = score(a, b, extractor="dinov2-vit-l-14", metrics=metrics, allow_few_images=True)
     assert record["extractor"] == f"dinov2-vit-l-14@{file_sha256(hub)[:8]}"
     assert "to 224x224" in record["resize"]
     assert record["values"].keys() == {"fd_dinov2", "kid", "kid_std", "precision"}
-    again = score(a, b, extractor="dinov2-vit-l-14", metrics=metrics, dinov2_weights=str(hub))
+    again = score(
+        a, b, extractor="dinov2-vit-l-14", metrics=metrics, dinov2_weights=str(hub),
+        allow_few_images=True,
+    )  # fmt: skip
     assert again == record
     weights = find_weights("dinov2-vit-l-14")
     found = open_extractor(weights, [FEATURES], torch.device("cpu"))(a.fill_(255))[FEATURES]
@@ -77,7 +80,7 @@ def test_dinov2_runs_from_the_hub_folder(hub, monkeypatch):
 
 def test_dinov2_says_what_is_missing_and_never_downloads(hub, tmp_path):
     some = images(4, 0)
-    ask = {"extractor": "dinov2-vit-l-14", "metrics": ["fd_dinov2"]}
+    ask = {"extractor": "dinov2-vit-l-14", "metrics": ["fd_dinov2"], "allow_few_images": True}
     with pytest.raises(ValueError, match=r"here.pth' does not exist.*get it from https://dl.fb"):
         score(some, some, **ask, dinov2_weights="here.pth")
     with pytest.raises(ValueError, match=r"dinov2_vits14_pretrain.pth, and .*set dinov2_weights"):
@@ -127,6 +130,7 @@ def test_inception_gives_what_torch_fidelity_gives_and_the_spatial_features(tmp_
     assert torch.equal(found[FEATURES], features)
     assert torch.equal(found[LOGITS], logits)
     assert found[SPATIAL].shape == (3, 2023)
+    assert weights.sizes == {name: found[name].shape[1] for name in (FEATURES, SPATIAL)}
     expected = convolved.clamp(min=0)[:, :7].permute(0, 2, 3, 1)  # [B, 17, 17, 7]
     assert expected.std() > 1e-3
     assert torch.equal(found[SPATIAL].view(3, 17, 17, 7), expected)

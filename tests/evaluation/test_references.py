@@ -1,5 +1,6 @@
 """Real images as a data set, a folder, an .npz or a file: one number; others are refused."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -9,13 +10,21 @@ import torch
 
 from tests.evaluation.tiny import METRICS, Tiny, write_features
 from tests.scripts.test_command_line import call
+from tread_zoo.data import image_folder
 from tread_zoo.data.codec import PIXELS
 from tread_zoo.evaluation import evaluate as evaluate_module
 from tread_zoo.evaluation.extraction import Needs, extract
-from tread_zoo.evaluation.extractors import FEATURES, SPATIAL, find_weights, open_extractor
+from tread_zoo.evaluation.extractors import (
+    FEATURES,
+    INCEPTION_SIZES,
+    SPATIAL,
+    Weights,
+    find_weights,
+    open_extractor,
+)
 from tread_zoo.evaluation.made_reference import check_out, read_made, write_made
 from tread_zoo.evaluation.pictures import save_png
-from tread_zoo.evaluation.references import open_reference, reference_features
+from tread_zoo.evaluation.references import check_reference, open_reference, reference_features
 from tread_zoo.evaluation.sharing import Share
 from tread_zoo.evaluation.sources import NpzImages, PartImages, TensorImages, source_sha256
 
@@ -216,3 +225,79 @@ def test_the_script_makes_what_the_evaluation_takes(tiny):
             check_out(tiny.folder / name)
     record = json.loads(json.dumps(tiny.score(reference=str(tiny.folder / "r.safetensors"))))
     assert record["protocol"]["reference_sha256"] == sha256
+
+
+def test_statistics_of_inception_are_no_matter_to_other_features_where_images_are(tiny, by_train):
+    """As in ADM's VIRTUAL_*: `arr_0` beside `mu` and `sigma`."""
+    arrays = {
+        "arr_0": tiny.real.permute(0, 2, 3, 1).numpy(),
+        "mu": np.full(2048, 1e3), "sigma": np.eye(2048),
+        "mu_s": np.full(2023, 1e3), "sigma_s": np.eye(2023),
+    }  # fmt: skip
+    record = tiny.score(reference=write_adm(tiny.folder / "both.npz", **arrays))
+    for name, value in by_train["values"].items():
+        assert record["values"][name] == pytest.approx(value, rel=1e-5), name
+    for field in ("reference_sha256", "num_reference"):
+        assert record["protocol"][field] == by_train["protocol"][field], field
+
+
+def test_few_images_beside_statistics_are_enough_for_the_distance(tiny, tmp_path):
+    """Inception's are of as many images as their author had; kid takes those of the file."""
+    path = write_adm(
+        tmp_path / "both.npz", arr_0=np.zeros((5, 8, 8, 1), np.uint8),
+        mu=np.zeros(2048), sigma=np.eye(2048),
+    )  # fmt: skip
+    reference = open_reference(path, tiny.parts.data)
+    inception = Weights("inception-v3-compat", tmp_path, "i", None, "", INCEPTION_SIZES)
+    check_reference(reference, inception, ["fid", "kid"], (1, 8, 8))
+    with pytest.raises(ValueError, match=r"has 5 image\(s\), and 'sfid' compares .* 2023 features"):
+        check_reference(reference, inception, ["sfid"], (1, 8, 8))
+
+
+def cut(path):
+    """Leave the first half of a picture."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def write_pictures(folder, images):
+    folder.mkdir()
+    for number, image in enumerate(images):
+        save_png(image, folder / f"{number:03d}.png")
+    return folder
+
+
+def test_a_reference_with_a_picture_that_cannot_be_read_is_refused(tiny, tmp_path):
+    folder = write_pictures(tmp_path / "pictures", tiny.real)
+    cut(folder / "007.png")
+    with pytest.raises(ValueError, match=r"007.png.* cannot be read .*no other image may take its"):
+        tiny.score(reference=str(folder))
+    data = ["data=image_folder", "data.path=pictures", "data.held_out=0", "data.image_size=8",
+            "data.channels=1"]  # fmt: skip
+    given = [f"extractor={tiny.extractor}", "out=r.safetensors", "device=cpu"]
+    said = call("make_reference.py", *data, *given, cwd=tmp_path, expect=1)
+    assert "007.png" in said
+    assert not (tmp_path / "r.safetensors").exists()
+
+
+def test_a_run_that_trained_past_a_picture_is_scored_and_the_record_says_so(tiny, tmp_path):
+    """It would else lose its score at the end, for what training tells and goes past."""
+    folder = write_pictures(tmp_path / "pictures", tiny.real)
+    data = image_folder(str(folder), channels=1, held_out=0.0)
+    cut(folder / "007.png")
+    data = dataclasses.replace(data, num_classes=3)
+    record = tiny.score(data=data)
+    notes = record["protocol"]["notes"]
+    assert [n for n in notes if n.startswith("1 of 45 reference images could not be read")]
+    assert record["protocol"]["num_reference"] == 45
+    whole = tiny.score(reference=str(write_pictures(tmp_path / "whole", tiny.real)))
+    assert not any("could not be read" in n for n in whole["protocol"].get("notes", ()))
+    assert record["protocol"]["reference_sha256"] != whole["protocol"]["reference_sha256"]
+
+
+def test_a_file_of_too_few_images_is_not_made(tiny, tmp_path):
+    data = ["data=npz", f"data.path={tiny.folder / 'tiny.npz'}", "data.held_out=0.75"]
+    given = [*data, f"extractor={tiny.extractor}", "out=r.safetensors", "device=cpu"]
+    said = call("make_reference.py", *given, cwd=tmp_path, expect=1)
+    assert "part=train of tiny.npz has 15 image(s), and 'fid' compares covariances of 16" in said
+    call("make_reference.py", *given, "allow_few_images=true", cwd=tmp_path)
+    assert read_made(tmp_path / "r.safetensors").count == 15

@@ -111,9 +111,9 @@ def test_evaluating_prints_the_numbers_with_their_protocol(trained):
     folder, _ = trained
     said = call(
         "evaluate.py", "checkpoint=runs/digits_dit_tiny_tread_flow_seed0", "out=score.json",
-        "evaluation.num_images=40", "device=cpu", "guidance.scale=1.5", cwd=folder,
+        "evaluation.num_images=70", "device=cpu", "guidance.scale=1.5", cwd=folder,
     )  # fmt: skip
-    for words in ("agreement", "fid", "digits-cnn-64@", "40 samples", "guidance 1.5"):
+    for words in ("agreement", "fid", "digits-cnn-64@", "70 samples", "guidance 1.5"):
         assert words in said
     record = json.loads((folder / "score.json").read_text())
     sampling = record["protocol"]["sampling"]
@@ -122,6 +122,22 @@ def test_evaluating_prints_the_numbers_with_their_protocol(trained):
     run = json.loads((folder / RUN / "score.json").read_text())["protocol"]["sampling"]
     assert sampling["flops_per_image"] == 2 * run["flops_per_image"] > 0
     assert record["protocol"]["weights"] == "ema"
+
+
+@pytest.mark.slow
+def test_a_score_of_other_settings_has_a_file_of_its_own(trained):
+    """Without guidance, then with it: the second does not take the first one's place."""
+    folder, _ = trained
+    run = folder / RUN
+    given = (f"checkpoint={run}", "evaluation.num_images=70", "device=cpu", "evaluation.metrics=[]")
+    call("evaluate.py", *given, cwd=folder)
+    first = {path.name: path.read_bytes() for path in run.glob("score_*.json")}
+    call("evaluate.py", *given, "guidance.scale=3", "evaluation.batch_size=30", cwd=folder)
+    names = sorted(path.name for path in run.glob("score_*.json"))
+    assert len(first) == 1
+    assert len(names) == 2
+    assert any("_cfg3_70images_" in name for name in names), names
+    assert all((run / name).read_bytes() == content for name, content in first.items())
 
 
 def test_probing_routes_leaves_a_picture_and_its_numbers(trained):

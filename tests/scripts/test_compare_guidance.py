@@ -37,6 +37,7 @@ def test_one_command_makes_the_report_and_again_only_reads(tmp_path):
     words = (
         "runs=[runs/a]", "scales=[2]", "samplers=[euler,{name: dpmpp_2m, shift: 2}]", "device=cpu",
         "guidances=[none,auto,{name: sparse, weak_rate: 0.5}]", "evaluation.num_images=20", "out=o",
+        "evaluation.allow_few_images=true",
     )  # fmt: skip
     said = call("compare_guidance.py", *words, cwd=tmp_path)
     assert "6 records, 0 of them done" in said

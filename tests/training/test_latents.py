@@ -180,7 +180,9 @@ def test_samples_and_references_are_decoded_and_the_protocol_says_so(
         return original(self, images, digests)
 
     monkeypatch.setattr(Collector, "add", add)
-    given = settings("evaluation.num_reference=5", "evaluation.metrics=[fid]")["evaluation"]
+    given = settings(
+        "evaluation.num_reference=5", "evaluation.metrics=[fid]", "evaluation.allow_few_images=true"
+    )["evaluation"]
     own = {"extractor": str(tmp_path / "features.safetensors")}
     evaluation = type(parts.evaluation)(**{**given, **own})
     record = evaluate(parts.backbone, parts.objective, parts.data, parts.sampling, evaluation)

@@ -19,10 +19,17 @@ QUALITY: dict[str, tuple[str, float, str]] = {  # name -> title, factor, format
 # network's.
 SAME_PROTOCOL = (
     "data", "reference", "labels", "sampling", "extractor", "weights", "step", "held_out_draws",
-    "num_generated", "num_reference", "reference_sha256", "resize", "uint8", "judge",
+    "num_generated", "num_reference", "reference_sha256", "resize", "uint8", "judge", "decoder",
+    "seed", "image_size", "channels", "extractor_sha256", "torch_fidelity", "held_out_objective",
+    "held_out_images", "held_out_seed", "held_out_sha256",
 )  # fmt: skip
-# Older records do not say, and are believed. (Those without distances said nothing of the number.)
-NEWER = ("reference_sha256", "resize", "uint8", "judge", "num_generated")
+# Older records do not say, and are believed. (Those without distances said nothing of the samples.)
+# Precision, device and torch differ by rounding: they are shown, not refused.
+NEWER = (
+    "reference_sha256", "resize", "uint8", "judge", "num_generated", "decoder", "seed",
+    "image_size", "channels", "extractor_sha256", "torch_fidelity", "held_out_objective",
+    "held_out_images", "held_out_seed", "held_out_sha256",
+)  # fmt: skip
 LOWER_IS_BETTER = ("fid", "sfid", "fd_dinov2", "kid", "held_out_loss")
 
 
@@ -51,19 +58,30 @@ def check_same(
     Args:
         protocols: what made the numbers, each with its name for the message.
         keys: what must be equal; of entries that are mappings, `flops_per_image` may differ.
-        newer: keys that older records lack; they must be equal where both have them.
+        newer: keys that older records lack; all records that have one must agree in it.
     """
-    for name, protocol in protocols[1:]:
-        first_name, first_protocol = protocols[0]
-        for key in keys:
+    for key in keys:
+        having = [(n, p) for n, p in protocols if key in p or key not in newer]
+        for name, protocol in having[1:]:
+            first_name, first_protocol = having[0]
             own, first = (settings_of(p, key) for p in (protocol, first_protocol))
-            if key in newer and None in (own, first):
-                continue
             if own != first:
                 raise ValueError(
                     f"{name} was scored with {key}={own}, {first_name} with {key}={first}: such "
                     "numbers do not belong in one table; give all runs the same setting."
                 )
+
+
+def describe_notes(protocols: Sequence[Mapping[str, Any]]) -> str:
+    """Return what makes the numbers of a table doubtful, as sentences that begin with a blank, and
+    how many of the records say so; "" if none does."""
+    found = [note for protocol in protocols for note in dict.fromkeys(protocol.get("notes", ()))]
+    counts = {note: found.count(note) for note in found}
+    told = [
+        f"{note}{'' if count == len(protocols) else f' ({count} of {len(protocols)} runs)'}"
+        for note, count in counts.items()
+    ]
+    return f" Note: {' '.join(told)}" if told else ""
 
 
 def settings_of(protocol: Mapping[str, Any], key: str) -> Any:

@@ -31,6 +31,14 @@ class Codec(Protocol):
         """Whether `to_pixels` gives images: False for latents without their autoencoder."""
 
     @property
+    def decoded_by(self) -> dict[str, Any] | None:
+        """Class and sha256 of the network that `to_pixels` decodes with; None where there is none.
+
+        Raises:
+            ValueError: it is not known before it is loaded, and cannot be.
+        """
+
+    @property
     def options(self) -> dict[str, Any]:
         """Options of the data, resolved, that a checkpoint needs to find it again."""
 
@@ -88,6 +96,11 @@ class PixelCodec:
     def has_pixels(self) -> bool:
         """True."""
         return True
+
+    @property
+    def decoded_by(self) -> None:
+        """None: pixels are not decoded."""
+        return None
 
     @property
     def options(self) -> dict[str, Any]:

@@ -84,14 +84,17 @@ def make_loader(
     return _read_batches(BatchReader(dataset, seed), batches, num_workers, on_corrupt)
 
 
-def read_items(dataset: Dataset, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+def read_items(
+    dataset: Dataset, indices: Sequence[int], *, on_corrupt: OnCorrupt = warn_of
+) -> tuple[Tensor, Tensor]:
     """Return (images [B,…], labels int64 [B]) of some items, read in this process.
 
-    As in `make_loader`, a corrupt item is told of and another takes its place.
+    As in `make_loader`, a corrupt item is told of and another takes its place, unless `on_corrupt`
+    raises.
     """
     images, labels, corrupt = BatchReader(dataset, seed=0)[indices]
     for item in corrupt:
-        warn_of(item)
+        on_corrupt(item)
     return _whole(images, labels, corrupt)
 
 

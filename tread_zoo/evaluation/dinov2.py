@@ -24,6 +24,12 @@ DINOV2_EXTRACTORS = {
     "dinov2-vit-b-14": "dinov2_vitb14",
     "dinov2-vit-g-14": "dinov2_vitg14",
 }
+DINOV2_WIDTHS = {  # of the vector that distances are taken in
+    "dinov2-vit-s-14": 384,
+    "dinov2-vit-b-14": 768,
+    "dinov2-vit-l-14": 1024,
+    "dinov2-vit-g-14": 1536,
+}
 
 
 @dataclass(frozen=True)

@@ -39,13 +39,16 @@ from tread_zoo.evaluation.kept_images import check_empty, save_images
 from tread_zoo.evaluation.known import Known
 from tread_zoo.evaluation.metrics import (
     check_counts,
+    check_few,
     check_metrics,
     needs_of,
     possible_metrics,
     score_features,
     scoring_record,
 )
+from tread_zoo.evaluation.protocol import UINT8_RULE, decoder_record, drawn_record
 from tread_zoo.evaluation.references import (
+    ALL_THE_SAME,
     Reference,
     check_reference,
     check_reference_name,
@@ -78,6 +81,7 @@ class EvaluationOptions:
         inception_weights: file of the Inception weights; null looks in torch's hub folder.
         dinov2_weights: file of DINOv2's weights; null looks in torch's hub folder.
         keep_images: a folder, new or empty, for the samples as PNG files; null keeps none.
+        allow_few_images: take Fréchet distances of no more images than features, too, and note it.
 
     Raises:
         ValueError: a value that cannot work.
@@ -93,6 +97,7 @@ class EvaluationOptions:
     dinov2_weights: str | None = None
     keep_images: str | None = None
     num_reference: int | None = None
+    allow_few_images: bool = False
 
     def __post_init__(self) -> None:
         check_fields("evaluation", self)
@@ -106,6 +111,15 @@ class EvaluationOptions:
             raise ValueError(f"evaluation.num_reference={self.num_reference} must be at least 1.")
         if self.keep_images is not None:
             check_empty(self.keep_images)
+
+
+def evaluation_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `EvaluationOptions` by which a run, or a record of a study, is known.
+
+    `allow_few_images` is named where it is set: those from before it was there are without it.
+    """
+    usual = {"allow_few_images": False}
+    return {k: v for k, v in given.items() if k not in usual or v != usual[k]}
 
 
 def evaluate(
@@ -181,6 +195,13 @@ def evaluate(
         "labels": conditions.rule,
         "sampling": dict(known.sampling),
         "precision": precision,
+        **drawn_record(
+            options.num_images,
+            plan.shape,
+            seed=options.seed,
+            uint8=UINT8_RULE,
+            decoder=decoder_record(data.codec),
+        ),
     }
     if plan.not_scored:
         record["not_scored"] = plan.not_scored
@@ -278,8 +299,15 @@ def check_evaluation(
     if weights is not None and metrics:
         check_metrics("evaluation.metrics", metrics, name)
         check_counts("evaluation.num_images", options.num_images, metrics, generated=True)
-        if shape is not None:
-            check_reference(reference, weights, metrics, shape)
+        if not options.allow_few_images:
+            check_few(
+                f"evaluation.num_images={options.num_images}", options.num_images, metrics, weights,
+                ways="Set evaluation.num_images={enough} or more (papers have 50000), or "
+                f"evaluation.metrics=[{{others}}]; {ALL_THE_SAME}",
+            )  # fmt: skip
+        check_reference(
+            reference, weights, metrics, shape, allow_few_images=options.allow_few_images
+        )
     if judge == "classifier":
         _check_classes(name, data.num_classes)
     if options.keep_images is not None:
@@ -350,12 +378,13 @@ def real_sets(
     if unseen is not None and with_held_out:
         # Other references may have these images among them.
         metrics = plan.metrics if plan.options.reference == "train" else ()
-        metrics = possible_metrics(len(unseen), metrics)  # type: ignore[arg-type]
-        needs = replace(plan, metrics=metrics).needs(generated=True)
+        needs = replace(plan, metrics=_of_real(plan, metrics)).needs(generated=True)
         if needs.names:
             assert plan.shape is not None, "an extractor was opened for images of some shape"
             count = plan.options.num_reference
-            source = PartImages(plan.data, unseen, plan.shape, count, extractor.device)
+            source = PartImages(
+                plan.data, unseen, plan.shape, count, extractor.device, replace=True
+            )
             held_out = extract(source, extractor, needs, batch_size=batch_size, share=share)
     return reference, held_out
 
@@ -370,9 +399,8 @@ def add_agreement(
     right: int | None,
 ) -> None:
     """Add the share of samples, and of real images, that are read as their labels."""
-    judged = {"num_generated": plan.options.num_images}
     if right is not None:
-        record["protocol"] |= judged | {"judge": "svm"}
+        record["protocol"]["judge"] = "svm"
         record["values"]["agreement"] = right / plan.options.num_images
         record["real"].setdefault("agreement", digits_agreement_reference())
     if plan.judge != "classifier" or extractor is None or samples is None or labels is None:
@@ -381,7 +409,7 @@ def add_agreement(
     def agreement(features: FeatureSet, labels: Tensor) -> float:
         return float((features.rows[LOGITS].argmax(dim=1) == labels).double().mean())
 
-    record["protocol"] |= judged | {"judge": extractor.label}
+    record["protocol"]["judge"] = extractor.label
     record["values"]["agreement"] = agreement(samples, labels)
     if held_out is not None and plan.data.held_out is not None:
         true = labels_of(plan.data.held_out, plan.options.num_reference)
@@ -408,9 +436,17 @@ def add_distances(
     if plan.options.num_reference is not None:
         record["protocol"]["num_reference_asked"] = plan.options.num_reference
     if held_out is not None and plan.options.reference == "train":
-        assert held_out.count is not None
-        possible = possible_metrics(held_out.count, metrics)
+        possible = _of_real(plan, metrics)
         record["real"] |= score_features(held_out, reference, possible, seed=seed)[0]
+
+
+def _of_real(plan: Plan, metrics: Sequence[str]) -> list[str]:
+    """Return the metrics that the images held out are enough for."""
+    assert plan.data.held_out is not None
+    assert plan.weights is not None
+    count, asked = len(plan.data.held_out), plan.options.num_reference  # type: ignore[arg-type]
+    sizes = None if plan.options.allow_few_images else plan.weights.sizes
+    return possible_metrics(count if asked is None else min(count, asked), metrics, sizes)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ Dimensions: N images, B of a batch, C channels, H height, W width, D features.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ class FeatureSet:
             for samples.
         statistics: by name of the features.
         rows: float32 [N, D] by name.
+        num_replaced: of the N, how many stand for images that could not be read.
     """
 
     count: int | None
@@ -54,6 +55,7 @@ class FeatureSet:
     sha256: str
     statistics: Mapping[str, Statistics] = field(default_factory=dict)
     rows: Mapping[str, Tensor] = field(default_factory=dict)
+    num_replaced: int = 0
 
 
 class Collector:
@@ -130,7 +132,9 @@ def extract(
     collector = Collector(extractor, needs)
     for images, digests in read_ahead(source, share.batches(len(source), batch_size)):
         collector.add(images, digests)
-    return collector.finish(len(source), batch_size, source.shape, share)
+    found = collector.finish(len(source), batch_size, source.shape, share)
+    replaced = share.gather(torch.tensor([len(getattr(source, "replaced", ()))]))
+    return replace(found, num_replaced=int(torch.cat(replaced).sum()))
 
 
 def _merge(running: RunningStatistics, share: Share) -> RunningStatistics:

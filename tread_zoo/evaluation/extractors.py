@@ -13,7 +13,7 @@ Dimensions: B batch, C channels, H height, W width, D features.
 """
 
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from tread_zoo.errors import unknown_name
-from tread_zoo.evaluation.dinov2 import DINOV2_EXTRACTORS, find_dinov2, load_dinov2
+from tread_zoo.evaluation.dinov2 import DINOV2_EXTRACTORS, DINOV2_WIDTHS, find_dinov2, load_dinov2
 from tread_zoo.evaluation.features import (
     DIGITS_EXTRACTOR,
+    DIGITS_FEATURES,
     DIGITS_WEIGHTS,
     INCEPTION_EXTRACTOR,
     find_inception_weights,
@@ -37,6 +38,7 @@ SPATIAL_CHANNELS = 7
 EXTRACTORS = (DIGITS_EXTRACTOR, INCEPTION_EXTRACTOR, *DINOV2_EXTRACTORS)
 FEATURES_SUFFIX = ".safetensors"  # of the files that scripts/make_features.py writes
 
+INCEPTION_SIZES = {FEATURES: 2048, SPATIAL: 17 * 17 * SPATIAL_CHANNELS}
 _TENSORFLOW = "bilinear as in TensorFlow 1 (corners not aligned, no antialiasing)"
 _RESIZE = {INCEPTION_EXTRACTOR: f"{_TENSORFLOW} to 299x299"}
 _RESIZE |= dict.fromkeys(DINOV2_EXTRACTORS, f"{_TENSORFLOW} to 224x224")
@@ -52,6 +54,7 @@ class Weights:
         label: its name in records, without the hash.
         shape: the only [C,H,W] that it takes; None: any, grey or colour.
         resize: what it does to an image first.
+        sizes: how many features it has, by their name.
     """
 
     extractor: str
@@ -59,6 +62,7 @@ class Weights:
     label: str
     shape: tuple[int, ...] | None
     resize: str
+    sizes: Mapping[str, int]
 
     def check_shape(self, shape: tuple[int, ...]) -> None:
         """Raise `ValueError` unless it takes images [C,H,W] of `shape`."""
@@ -136,14 +140,18 @@ def find_weights(
             )
     if extractor == INCEPTION_EXTRACTOR:
         file = find_inception_weights(inception_weights)
-        return Weights(extractor, file, extractor, None, _RESIZE[extractor])
+        return Weights(extractor, file, extractor, None, _RESIZE[extractor], INCEPTION_SIZES)
     if extractor in DINOV2_EXTRACTORS:
         file = find_dinov2(extractor, dinov2_weights).weights
-        return Weights(extractor, file, extractor, None, _RESIZE[extractor])
+        sizes = {FEATURES: DINOV2_WIDTHS[extractor]}
+        return Weights(extractor, file, extractor, None, _RESIZE[extractor], sizes)
     if extractor == DIGITS_EXTRACTOR:
-        return Weights(extractor, DIGITS_WEIGHTS, extractor, (1, 8, 8), "none")
+        sizes = {FEATURES: DIGITS_FEATURES}
+        return Weights(extractor, DIGITS_WEIGHTS, extractor, (1, 8, 8), "none", sizes)
     file = Path(extractor)
-    return Weights(extractor, file, file.stem, load_features(file).shape, "none")
+    network = load_features(file)
+    sizes = {FEATURES: network.classify.in_features}
+    return Weights(extractor, file, file.stem, network.shape, "none", sizes)
 
 
 def open_extractor(weights: Weights, names: Collection[str], device: torch.device) -> Extractor:

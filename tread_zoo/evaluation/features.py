@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 DIGITS_EXTRACTOR = "digits-cnn-64"
+DIGITS_FEATURES = 64
 DIGITS_WEIGHTS = Path(__file__).parent / "weights" / "digits_cnn.safetensors"
 
 INCEPTION_EXTRACTOR = "inception-v3-compat"
@@ -35,8 +36,8 @@ class DigitsFeatures(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(1, 32, 3, padding=1)
         self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
-        self.conv3 = nn.Conv2d(64, 64, 3)
-        self.classify = nn.Linear(64, 10)
+        self.conv3 = nn.Conv2d(64, DIGITS_FEATURES, 3)
+        self.classify = nn.Linear(DIGITS_FEATURES, 10)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return (features [B,64], logits [B,10]) of `images` uint8 [B,1,8,8]."""

@@ -7,6 +7,10 @@ are solved: real at any rank, and free of the general matrix square root, which 
 singular. An eigenvalue within rounding of 0 is 0; one that lies below it by more says that what was
 given is no covariance, and is noted.
 
+Some builds of linear algebra give wrong numbers without a word. What they gave is checked: the
+root R against R R = S1, the eigenvalues l of M = R S2 R against sum l = tr M and sum l^2 = |M|^2,
+and the distance against 0. What does not hold is noted.
+
 Means and covariances of more rows than fit in memory are gathered batch by batch. Of two parts with
 n and k rows, means p and q and sums of squares P and Q about them (Chan, Golub, LeVeque 1979),
 
@@ -22,6 +26,9 @@ import torch
 from torch import Tensor
 
 SYMMETRY = 1e-4  # of sigma: what float32 arithmetic leaves
+EXACT = 1e-9  # relative: eigenvalues in float64 are good to about D 2e-16
+BROKEN = "Use another build of torch, or another machine."
+NEGATIVE = 1e-6  # of the traces: what a distance may lie below 0 by rounding
 
 
 @dataclass(frozen=True)
@@ -99,17 +106,56 @@ def frechet_distance(
             f"{len(second.mean)}: take both with one extractor."
         )
     one, other = (_symmetric(s.covariance) for s in (first, second))
-    values, vectors = torch.linalg.eigh(one)
-    root = vectors * _clipped(values, f"the {names[0]} covariance", found).sqrt() @ vectors.T
-    product = torch.linalg.eigvalsh(_symmetric(root @ other @ root))
-    cross = _clipped(product, "the product of the covariances", found).sqrt().sum()
+    root = _root(one, f"the {names[0]} covariance", found)
+    product = _symmetric(root @ other @ root)
+    values = torch.linalg.eigvalsh(product)
+    _check_values(values, product, found)
+    cross = _clipped(values, "the product of the covariances", found).sqrt().sum()
     gap = (first.mean.double() - second.mean.double()).square().sum()
+    traces = one.trace() + other.trace()
+    distance = float(gap + traces - 2 * cross)
+    if distance < -NEGATIVE * traces:
+        found.append(
+            f"the distance is {distance:.4g}, below 0 by more than rounding, which no distance is: "
+            "it is wrong. See the other notes; without any, suspect the linear algebra (BLAS)."
+        )
     if notes is not None:
         notes += found
     else:
         for text in found:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
-    return float(gap + one.trace() + other.trace() - 2 * cross)
+    return distance
+
+
+def _root(matrix: Tensor, name: str, notes: list[str]) -> Tensor:
+    """Return the symmetric square root [D, D] of a covariance, and note where it is none."""
+    values, vectors = torch.linalg.eigh(matrix)
+    kept = _clipped(values, name, notes)
+    root = vectors * kept.sqrt() @ vectors.T
+    error = torch.linalg.matrix_norm(root @ root - matrix)
+    size = torch.linalg.matrix_norm(matrix)
+    # what was cut off is missing in the root, too
+    if not error <= EXACT * size + torch.linalg.vector_norm(values - kept):
+        notes.append(
+            f"the square root of {name} is wrong by {float(error / size):.2g} of it: the linear "
+            f"algebra of this machine (BLAS) is broken, and so is the distance. {BROKEN}"
+        )
+    return root
+
+
+def _check_values(values: Tensor, matrix: Tensor, notes: list[str]) -> None:
+    """Note where `values` [D] cannot be the eigenvalues of a symmetric matrix [D, D]."""
+    square = matrix.square().sum()
+    size = len(values) ** 0.5 * square.sqrt()  # no trace is larger
+    if not (
+        (values.sum() - matrix.trace()).abs() <= EXACT * size
+        and (values.square().sum() - square).abs() <= EXACT * square
+    ):
+        notes.append(
+            f"the eigenvalues of the product of the covariances sum to {float(values.sum()):.6g}, "
+            f"and its trace is {float(matrix.trace()):.6g}: the linear algebra of this machine "
+            f"(BLAS) is broken, and so is the distance. {BROKEN}"
+        )
 
 
 def _symmetric(matrix: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """What one evaluation leaves for the next of the same data, network and sampler.
 
 A run that is scored again and again measures once, and keeps in memory: the features of the
-reference, what real images score, and what the sampler costs. The samples are always new.
+reference, what real images score, what the sampler costs, and what the held-out loss depends on.
+The samples are always new.
 """
 
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ class Known:
         real: what real images score, by metric.
         sampling: see `sampling_record`.
         reference: the features that samples are compared with.
+        held_out: see `tread_zoo.evaluation.protocol.held_out_record`.
     """
 
     real: dict[str, float] | None = None
     sampling: dict[str, Any] | None = None
     reference: FeatureSet | None = None
+    held_out: dict[str, Any] | None = None
 
     def keep_reference(self, features: FeatureSet, share: Share) -> None:
         """Keep the reference's features, where they are needed."""

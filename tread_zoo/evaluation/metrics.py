@@ -15,7 +15,7 @@ isc, isc_std: exp of the mean KL of the class given an image from the class at l
 Dimensions: N generated images, M reference images, C channels, H height, W width.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -30,6 +30,7 @@ from tread_zoo.evaluation.extractors import (
     LOGITS,
     SPATIAL,
     Extractor,
+    Weights,
     check_extractor,
     find_weights,
     is_file,
@@ -37,6 +38,7 @@ from tread_zoo.evaluation.extractors import (
 )
 from tread_zoo.evaluation.features import DIGITS_EXTRACTOR, INCEPTION_EXTRACTOR
 from tread_zoo.evaluation.frechet import frechet_distance
+from tread_zoo.evaluation.protocol import UINT8_RULE
 from tread_zoo.evaluation.sources import TensorImages
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "METRICS",
     "check_counts",
     "check_extractor",
+    "check_few",
     "check_metrics",
     "is_file",
     "needs_of",
@@ -58,7 +61,6 @@ FRECHET = {"fid": FEATURES, "sfid": SPATIAL, "fd_dinov2": FEATURES}  # metric ->
 METRICS = (*FRECHET, "kid", "precision", "recall", "isc")
 KID_SUBSETS = 100
 KID_SUBSET_SIZE = 1000
-UINT8_RULE = "clamp to [-1, 1], then the nearest of 256 values"
 _ISC_PARTS = 10
 _NEIGHBOURS = 3
 _ROWS_AT_ONCE = 10_000  # of the distances between all pairs
@@ -82,13 +84,15 @@ def score(
     inception_weights: str | None = None,
     dinov2_weights: str | None = None,
     device: Literal["cpu", "cuda"] = "cpu",
+    allow_few_images: bool = False,
 ) -> dict[str, object]:
     """Return a record: the values and all that they depend on.
 
     generated uint8 [N,C,H,W], reference uint8 [M,C,H,W]; grey images (C = 1) are repeated to 3
     channels. `seed` chooses the subsets of kid and the parts of isc. kid's subsets have 1000
     images, or all of the smaller set where it has fewer: the size is in the record. Nothing is
-    cached on disk, and the global random numbers are left as they were.
+    cached on disk, and the global random numbers are left as they were. `allow_few_images` takes
+    Fréchet distances of no more images than features, too, and notes it.
 
     The record: values {name: float}, and what `scoring_record` returns.
 
@@ -106,6 +110,13 @@ def score(
         extractor, inception_weights=inception_weights, dinov2_weights=dinov2_weights
     )
     weights.check_shape(tuple(generated.shape[1:]))
+    for name, images in (("generated", generated), ("reference", reference)):
+        if not allow_few_images:
+            check_few(
+                f"{name} has {len(images)} image(s)", len(images), metrics, weights,
+                ways="Give {enough} images or more, or metrics=[{others}]; allow_few_images=True "
+                "takes the distance all the same, and notes it.",
+            )  # fmt: skip
     needs = [needs_of(metrics, generated=own) for own in (True, False)]
     opened = open_extractor(weights, (needs[0] | needs[1]).names, torch.device(device))
     one, other = (
@@ -205,7 +216,13 @@ def scoring_record(
         "torch_fidelity": torch_fidelity.__version__,
         "device": extractor.device.type,
     }
-    return record | ({"notes": list(notes)} if notes else {})
+    notes = list(notes)
+    if reference.num_replaced:
+        notes.append(
+            f"{reference.num_replaced} of {reference.count} reference images could not be read, "
+            "and others of their part were taken in their place; the log has their names."
+        )
+    return record | ({"notes": notes} if notes else {})
 
 
 def kid_subset_size(generated: FeatureSet, reference: FeatureSet) -> int:
@@ -242,9 +259,44 @@ def check_metrics(field: str, metrics: Collection[str], extractor: str) -> None:
             )
 
 
-def possible_metrics(count: int, metrics: Collection[str]) -> list[str]:
-    """Return those of `metrics` that are defined for `count` generated images."""
-    return [metric for metric in metrics if count >= _FEWEST_GENERATED[metric]]
+def possible_metrics(
+    count: int, metrics: Collection[str], sizes: Mapping[str, int] | None = None
+) -> list[str]:
+    """Return those of `metrics` that are defined for `count` generated images.
+
+    Args:
+        sizes: features by their name: Fréchet distances take more images than these; None: they
+            are taken of few, too.
+    """
+    possible = [metric for metric in metrics if count >= _FEWEST_GENERATED[metric]]
+    if sizes is None:
+        return possible
+    return [m for m in possible if m not in FRECHET or count > sizes[FRECHET[m]]]
+
+
+def check_few(
+    found: str, count: int, metrics: Collection[str], weights: Weights, *, ways: str
+) -> None:
+    """Raise ValueError where a Fréchet distance would be taken of no more images than features.
+
+    Args:
+        found: which setting, or set, has so many images: how the message begins.
+        count: images.
+        metrics: names.
+        weights: whose features.
+        ways: out of it, with {enough} images and {others} among the metrics.
+    """
+    lacking = [m for m in metrics if m in FRECHET and count <= weights.sizes[FRECHET[m]]]
+    if not lacking:
+        return
+    size = max(weights.sizes[FRECHET[metric]] for metric in lacking)
+    others = [metric for metric in metrics if metric not in lacking] or ["kid"]
+    raise ValueError(
+        f"{found}, and {', '.join(map(repr, lacking))} compares covariances of {size} features "
+        f"({weights.label}): of no more images than features a covariance is singular, and the "
+        f"number says how many images there were. "
+        f"{ways.format(enough=size + 1, others=','.join(others))}"
+    )
 
 
 def check_counts(name: str, count: int, metrics: Collection[str], *, generated: bool) -> None:

@@ -1,4 +1,5 @@
-"""Names of scores for trackers, which keep one number a name and nothing beside it.
+"""Names of scores: for trackers, which keep one number a name and nothing beside it, and of the
+files that `scripts/evaluate.py` leaves.
 
     score / what the number depends on / name in the record
 
@@ -11,12 +12,20 @@
 The name is the same in every run on the same data that measures the same; which data a part is of,
 sampler, guidance and the rest of the protocol are in the record. Characters are those that every
 tracker takes: letters, digits, `_.-/`.
+
+    score_00000750.json                                   as the run was scored
+    score_00000750_cfg3_5d41ab.json                       what differs: words for what people look
+    score_00000750_heun50_model_50000images_0cc175.json   for, and a digest of all of it
 """
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from typing import Any
 
+from tread_zoo.evaluation.evaluate import EvaluationOptions
 from tread_zoo.evaluation.extractors import EXTRACTORS
 from tread_zoo.evaluation.references import PARTS
 
@@ -28,6 +37,55 @@ def score_names(record: Mapping[str, Any]) -> dict[str, float]:
         f"score/{_depends_on(name, protocol)}/{name}": value
         for name, value in record["values"].items()
     }
+
+
+# Of the evaluation, what changes no number: where files are, how many images at a time.
+_NO_MATTER = ("keep_images", "batch_size", "inception_weights", "dinov2_weights")
+
+
+def settings_of_score(
+    sampling: Mapping[str, Any], evaluation: Mapping[str, Any], **others: Any
+) -> dict[str, Any]:
+    """Return what a score of one checkpoint depends on, as plain values by name.
+
+    Args:
+        sampling: of `SamplingOptions.as_dict`.
+        evaluation: fields of `EvaluationOptions`; those that an older run lacks are as usual.
+        others: weights, precision, options of the data, by name.
+    """
+    usual = {f.name: f.default for f in fields(EvaluationOptions) if f.default is not MISSING}
+    told = {k: v for k, v in {**usual, **evaluation}.items() if k not in _NO_MATTER}
+    found = {**sampling, **{f"evaluation.{k}": v for k, v in told.items()}, **others}
+    return json.loads(json.dumps(found, default=str))
+
+
+def score_file(step: int, asked: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Return the name of the file of a score of a checkpoint: another one for other settings, so
+    that no score takes the place of one that is not the same.
+
+    Args:
+        step: of the checkpoint.
+        asked, own: of `settings_of_score`: what is asked for, and how the run itself is scored.
+    """
+    changed = {
+        key: asked.get(key)
+        for key in sorted(asked.keys() | own.keys())
+        if asked.get(key) != own.get(key)
+    }
+    words = [f"score_{step:08d}"]
+    if not changed:
+        return f"{words[0]}.json"
+    if {"sampler", "num_steps"} & changed.keys():
+        words.append(f"{asked['sampler']}{asked['num_steps']}")
+    if any(key.startswith("guidance") for key in changed):
+        scale = "" if asked["guidance"] == "none" else f"{asked.get('guidance_scale', 1):g}"
+        words.append("unguided" if asked["guidance"] == "none" else f"{asked['guidance']}{scale}")
+    if "weights" in changed:
+        words.append(str(asked["weights"]))
+    if "evaluation.num_images" in changed:
+        words.append(f"{asked['evaluation.num_images']}images")
+    digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
+    return "_".join([*words, digest[:6]]) + ".json"
 
 
 def _depends_on(name: str, protocol: Mapping[str, Any]) -> str:

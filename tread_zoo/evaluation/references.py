@@ -4,7 +4,8 @@
     a folder             of pictures, of the samples' size
     ADM's .npz           images (`arr_0`), or Inception's statistics (`mu`, `sigma` and, for sfid,
                          `mu_s`, `sigma_s`), or both: then the Fréchet distances take the
-                         statistics, which may be of more images than are in the file
+                         statistics, which may be of more images than are in the file; other
+                         extractors than Inception see the images alone
     .safetensors         of scripts/make_reference.py: statistics with the extractor, the size and
                          the rules that they were taken with, and, if asked for, every image's
                          features
@@ -46,7 +47,7 @@ from tread_zoo.evaluation.made_reference import (
     read_made_facts,
     write_made,
 )
-from tread_zoo.evaluation.metrics import FRECHET, check_counts, needs_of
+from tread_zoo.evaluation.metrics import FRECHET, check_counts, check_few, needs_of
 from tread_zoo.evaluation.sharing import Share
 from tread_zoo.evaluation.sources import (
     ADM_IMAGES,
@@ -58,6 +59,9 @@ from tread_zoo.evaluation.sources import (
 )
 
 PARTS = ("train", "held_out")
+ALL_THE_SAME = (
+    "evaluation.allow_few_images=true takes the distance all the same, and the record notes it."
+)
 # name of features -> arrays of ADM's files, and how many features Inception has there
 _ADM = {FEATURES: ("mu", "sigma", 2048), SPATIAL: ("mu_s", "sigma_s", 2023)}
 
@@ -104,6 +108,7 @@ def open_part(
     shape: tuple[int, int, int] | None = None,
     count: int | None = None,
     device: torch.device | None = None,
+    replace_corrupt: bool = False,
 ) -> Reference:
     """Return a part of the data as a reference.
 
@@ -114,6 +119,7 @@ def open_part(
         shape: [C,H,W] of its images; None: as they are stored.
         count: images, evenly spaced; None takes all.
         device: where latents are decoded.
+        replace_corrupt: see `PartImages`.
 
     Raises:
         ValueError: an unknown part, or one that the data do not have.
@@ -130,7 +136,7 @@ def open_part(
             "images; null takes all of them."
         )
     shape = shape or (data.channels, *data.image_size)
-    source = PartImages(data, part, shape, count, device)
+    source = PartImages(data, part, shape, count, device, replace=replace_corrupt)
     decoded = "" if isinstance(data.codec, PixelCodec) else ", decoded latents"
     return Reference(f"{field}={value!r}", f"{value}{decoded}", shape, source)
 
@@ -146,6 +152,9 @@ def open_reference(
     """Return the reference that the setting `value` names; of files, little more than headers is
     read. See `open_part` for the other arguments.
 
+    A picture of a folder that cannot be read is an error when it is met. In a part of the data,
+    which a run trains on all the same, another takes its place, and the record notes how many.
+
     Raises:
         ValueError: it is not there, or is none of the kinds above.
     """
@@ -153,8 +162,9 @@ def open_reference(
     field = f"evaluation.reference={value!r}"
     if value in PARTS:
         return open_part(
-            "evaluation.reference", value, data, shape=shape, count=count, device=device
-        )
+            "evaluation.reference", value, data, shape=shape, count=count, device=device,
+            replace_corrupt=True,
+        )  # fmt: skip
     path = Path(value).expanduser()
     if path.is_dir():
         try:
@@ -179,9 +189,19 @@ def open_reference(
 
 
 def check_reference(
-    reference: Reference, weights: Weights, metrics: Collection[str], shape: tuple[int, ...]
+    reference: Reference,
+    weights: Weights,
+    metrics: Collection[str],
+    shape: tuple[int, ...] | None,
+    *,
+    allow_few_images: bool = False,
 ) -> None:
-    """Raise ValueError where samples [C,H,W] of `shape` cannot be scored against a reference."""
+    """Raise ValueError where samples [C,H,W] of `shape` cannot be scored against a reference.
+
+    Args:
+        shape: None: not known yet, and not checked.
+        allow_few_images: take Fréchet distances of no more images than features.
+    """
     field, made = reference.field, reference.made
     if made is not None:
         own = file_sha256(weights.file)
@@ -197,19 +217,44 @@ def check_reference(
                 f"{field} was made with the resizing {made.resize!r}, and the samples' is "
                 f"{weights.resize!r}; make it again with scripts/make_reference.py."
             )
-    elif reference.statistics and weights.extractor != INCEPTION_EXTRACTOR:
+    elif reference.statistics and not reference.source and not _knows_adm(weights):
         raise ValueError(
             f"{field} has statistics of Inception's features, and extractor={weights.extractor!r}: "
             f"set evaluation.extractor={INCEPTION_EXTRACTOR}, or make a reference of these "
             "features with scripts/make_reference.py."
         )
-    if reference.shape is not None and tuple(reference.shape) != tuple(shape):
+    if not (reference.shape is None or shape is None or tuple(reference.shape) == tuple(shape)):
         raise ValueError(
             f"{field} has images [C,H,W] of {tuple(reference.shape)}, and the samples are "
             f"{tuple(shape)}: bring them to that size (scripts/make_reference.py with "
             "data.image_size, or data.pad_to) before scoring."
         )
     _check_enough(reference, metrics)
+    if not allow_few_images:
+        _check_few(reference, metrics, weights)
+
+
+def _knows_adm(weights: Weights) -> bool:
+    """Return whether the statistics of ADM's files are of these features."""
+    return weights.extractor == INCEPTION_EXTRACTOR
+
+
+def _check_few(reference: Reference, metrics: Collection[str], weights: Weights) -> None:
+    """Raise ValueError where it has no more images than a Fréchet distance takes; statistics that
+    do not say of how many they are, are believed."""
+    if reference.made is not None:
+        count = reference.made.num_images
+    elif reference.source is not None:
+        count = len(reference.source)
+    else:
+        return
+    given = reference.statistics if reference.made is None and _knows_adm(weights) else frozenset()
+    check_few(
+        f"{reference.field} has {count} image(s)", count,
+        [m for m in metrics if FRECHET.get(m) not in given], weights,
+        ways="Give a reference of {enough} images or more (evaluation.num_reference takes fewer "
+        f"than there are), or evaluation.metrics=[{{others}}]; {ALL_THE_SAME}",
+    )  # fmt: skip
 
 
 def _check_enough(reference: Reference, metrics: Collection[str]) -> None:
@@ -260,6 +305,8 @@ def reference_features(
     if reference.made is not None:
         assert reference.file is not None
         return read_made(reference.file)
+    if reference.source is not None and not (extractor and _knows_adm(extractor.weights)):
+        reference = replace(reference, file=None, statistics=frozenset())
     given = {}
     if reference.file is not None:
         given = _read_adm(reference.file, needs.statistics & reference.statistics)
@@ -279,7 +326,8 @@ def reference_features(
             file = cache / f"{name}{MADE_SUFFIX}"
             if not file.exists():
                 write_made(file, take(), extractor, reference.name)
-            found = read_made(file)
+            replaced = getattr(reference.source, "replaced", ())
+            found = replace(read_made(file), num_replaced=len(replaced))
     if reference.file is None:
         return found
     statistics = {**found.statistics, **given}

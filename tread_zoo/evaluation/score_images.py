@@ -35,6 +35,7 @@ from tread_zoo.evaluation.evaluate import (
 )
 from tread_zoo.evaluation.extraction import ALONE, extract
 from tread_zoo.evaluation.known import Known
+from tread_zoo.evaluation.protocol import drawn_record
 from tread_zoo.evaluation.references import PARTS
 from tread_zoo.evaluation.sharing import Share
 from tread_zoo.evaluation.sources import ADM_IMAGES, ImageSource, NpzImages, pixel_shape
@@ -154,6 +155,13 @@ def score_images(
         "labels": samples.labelled_by,
         **dict.fromkeys(("weights", "step", "precision"), UNKNOWN),
         "sampling": {"sampler": UNKNOWN},
+        **drawn_record(
+            len(samples.source),
+            samples.source.shape,
+            seed=options.seed,
+            uint8=AS_GIVEN,
+            decoder=UNKNOWN,
+        ),
     }
     if not share.is_main:
         return record

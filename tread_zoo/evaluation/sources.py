@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from tread_zoo.data import ArrayDataset, ImageData
 from tread_zoo.data.codec import PixelCodec
-from tread_zoo.data.loader import read_items
+from tread_zoo.data.loader import CorruptItem, read_items, warn_of
 
 ADM_IMAGES = "arr_0"  # uint8 [N,H,W,C], as the sample files of ADM's evaluator have them
 
@@ -66,6 +66,8 @@ class PartImages:
         shape: [C,H,W] of the images.
         count: how many; None, or more than there are, takes all.
         device: where latents are decoded.
+        replace: in place of items that cannot be read take others, as training does, and note
+            their numbers in `replaced`; otherwise they are an error.
     """
 
     def __init__(
@@ -75,8 +77,11 @@ class PartImages:
         shape: tuple[int, int, int],
         count: int | None = None,
         device: torch.device | None = None,
+        *,
+        replace: bool = False,
     ):
         self.part, self.shape, self.codec = part, shape, data.codec
+        self.replace, self.replaced = replace, set[int]()
         self.device = device or torch.device("cpu")
         self.chosen = spread(len(part), count)  # type: ignore[arg-type]
 
@@ -85,16 +90,33 @@ class PartImages:
 
     @torch.no_grad()
     def read(self, chosen: range) -> Tensor:
-        """Return some of the images; in place of those that cannot be read stand others."""
+        """Return some of the images.
+
+        Raises:
+            ValueError: one cannot be read, and nothing may replace it.
+        """
         indices = self.chosen[chosen.start : chosen.stop]
         if isinstance(self.part, ArrayDataset):
             stored = self.part.images[indices]
         else:
-            stored, _ = read_items(self.part, indices)
+            on_corrupt = self._note if self.replace else _refuse
+            stored, _ = read_items(self.part, indices, on_corrupt=on_corrupt)
         if isinstance(self.codec, PixelCodec):
             return stored
         x = self.codec.to_model(stored, device=self.device)
         return self.codec.to_pixels(x, device=self.device)
+
+    def _note(self, item: CorruptItem) -> None:
+        if item.index not in self.replaced:
+            warn_of(item)
+        self.replaced.add(item.index)
+
+
+def _refuse(item: CorruptItem) -> None:
+    raise ValueError(
+        f"{item.name} cannot be read ({item.reason.splitlines()[0]}), and no other image may take "
+        "its place among those that are compared with. Convert or replace it, or take it out."
+    )
 
 
 def spread(size: int, count: int | None) -> list[int]:

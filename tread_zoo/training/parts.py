@@ -18,7 +18,12 @@ from tread_zoo.data.build import as_set
 from tread_zoo.data.loader import OnCorrupt, warn_of
 from tread_zoo.diffusion import Draw, Objective, SamplingOptions, build_objective, build_sampling
 from tread_zoo.diffusion.guidance import check_trained
-from tread_zoo.evaluation.evaluate import EvaluationOptions, Plan, check_evaluation
+from tread_zoo.evaluation.evaluate import (
+    EvaluationOptions,
+    Plan,
+    check_evaluation,
+    evaluation_settings,
+)
 from tread_zoo.kinds import check_keywords
 from tread_zoo.registry import create_backbone, get_backbone_entry
 from tread_zoo.routing import PathDrop, PendingRoute, Route, Routing, build_routing
@@ -164,7 +169,7 @@ def build_parts(
         "training": options.as_settings(),
         "sampler": sampler,
         "guidance": guidance,
-        "evaluation": evaluation,
+        "evaluation": evaluation_settings(evaluation),
         "seed": seed,
     }
     return Parts(

@@ -17,6 +17,7 @@ from tread_zoo.backbone import Backbone
 from tread_zoo.evaluation.evaluate import evaluate
 from tread_zoo.evaluation.held_out import held_out_loss
 from tread_zoo.evaluation.known import Known
+from tread_zoo.evaluation.protocol import held_out_record
 from tread_zoo.evaluation.sharing import Share
 from tread_zoo.training.files import told_if_not_written, write_text
 from tread_zoo.training.parts import Parts
@@ -82,7 +83,11 @@ class Scorer:
         if held_out is not None:
             record["values"]["held_out_loss"] = held_out[0]
             record["held_out_loss_by_level"] = held_out[1]
-            record["protocol"]["held_out_draws"] = HELD_OUT_DRAWS
+            if self.known.held_out is None:
+                self.known.held_out = held_out_record(
+                    parts.objective, parts.data, seed=HELD_OUT_SEED, num_draws=HELD_OUT_DRAWS
+                )
+            record["protocol"] |= self.known.held_out
         return record
 
     def is_missing(self, step: int, scores: "Scores | None") -> bool:

@@ -26,7 +26,7 @@ from tread_zoo.comparison.guidance_study.plan import Plan, Trial
 from tread_zoo.data import ImageData, to_uint8
 from tread_zoo.diffusion import AutoGuidance, SamplingOptions, generate
 from tread_zoo.evaluation.conditions import conditions_of
-from tread_zoo.evaluation.evaluate import EvaluationOptions, evaluate
+from tread_zoo.evaluation.evaluate import EvaluationOptions, evaluate, evaluation_settings
 from tread_zoo.training.checkpoints import Checkpoint, find_checkpoint
 from tread_zoo.training.restore import Restored, restore
 
@@ -190,7 +190,7 @@ def _job(
     if isinstance(sampling.guidance, AutoGuidance):  # by content: folders may move
         weak = find_checkpoint(sampling.guidance.checkpoint)
         settings["guidance_checkpoint"] = _hash(weak, sampling.guidance.weights)
-    options = asdict(scoring.options)
+    options = evaluation_settings(asdict(scoring.options))
     setting = {
         "network": _hash(checkpoint, scoring.weights),
         "sampling": settings,

@@ -10,13 +10,19 @@ from pathlib import Path
 from tread_zoo.comparison.guidance_study.groups import RunGroup, run_name, seed_of
 from tread_zoo.comparison.guidance_study.plan import Plan, Trial
 from tread_zoo.comparison.guidance_study.records import Record
-from tread_zoo.comparison.markdown import LOWER_IS_BETTER, QUALITY, check_same, row, spread
+from tread_zoo.comparison.markdown import (
+    LOWER_IS_BETTER,
+    NEWER,
+    QUALITY,
+    SAME_PROTOCOL,
+    check_same,
+    describe_notes,
+    row,
+    spread,
+)
 
 # What all records of a group share; the sampling is what is compared.
-SAME_PROTOCOL = (
-    "data", "reference", "labels", "extractor", "num_generated", "num_reference", "seed", "weights",
-    "step", "precision",
-)  # fmt: skip
+SHARED = (*(key for key in SAME_PROTOCOL if key != "sampling"), "precision")
 
 
 def metrics_of(records: Sequence[Record]) -> list[str]:
@@ -89,7 +95,7 @@ def write_report(
     for number, plan in enumerate(plans):
         own = records_of(plan.group, records)
         named = [(f"{r.guidance} of {r.run}", r.protocol) for r in own]
-        check_same(named, SAME_PROTOCOL)
+        check_same(named, SHARED, NEWER)
         lines += _section(plan, own)
         for text, name in pictures[number] if pictures else ():
             lines += [f"{text}:", "", f"![{plan.group.label}]({name})", ""]
@@ -125,7 +131,7 @@ def _section(plan: Plan, records: Sequence[Record]) -> list[str]:
         f"{protocol['weights']} weights at step {protocol['step']}, {protocol['precision']}. Each "
         f"row takes as many steps as {plan.budget / 1e6:.1f} MFLOPs an image pay; all start from "
         "the same noises and labels. NFE: evaluations of a network, strong and weak. Bold: the "
-        "best of each guidance.",
+        f"best of each guidance.{describe_notes([record.protocol for record in records])}",
         "",
         *_table(plan, records),
         *_refusals(plan),

@@ -34,6 +34,7 @@ TENTHS = 10
 FLOOR, FLOOR_OF_A_LEVEL = 0.0075, 0.0125  # relative, of losses
 FLOORS = {"fid": 0.1, "sfid": 0.1, "fd_dinov2": 0.1, "isc": 0.05, "kid": 0.25}  # relative
 SHARES = ("agreement", "precision", "recall")  # of samples: their floor is binomial
+LOSS_PROTOCOL = ("held_out_draws", "held_out_objective", "held_out_images", "held_out_seed")
 OUTSIDE_SCORES = ("kid_std",)
 HIGHER = "routed: higher than a dense run's, as it must be; compared with a routed reference"
 
@@ -217,9 +218,10 @@ def _other_protocol(
     """Return the first key that makes two scores incomparable, with both values; "" if none does.
     What only one of them says is passed over, and what the data are called.
 
-    Loss: of all the protocol it depends on the step, the weights and the draws alone.
+    Loss: of all the protocol it depends on these alone. Which files the images were read from, as
+    held_out_sha256 tells, is a matter of the data, as their name is.
     """
-    keys = ("weights", "step", "held_out_draws") if loss else SAME_PROTOCOL
+    keys = ("weights", "step", *LOSS_PROTOCOL) if loss else SAME_PROTOCOL
     for key in keys:
         ours, theirs = (settings_of(protocol, key) for protocol in (given, wanted))
         if key != "data" and None not in (ours, theirs) and ours != theirs:

@@ -119,6 +119,16 @@ class LatentCodec:
         """Whether there is an autoencoder to decode with."""
         return self.decoder is not None
 
+    @property
+    def decoded_by(self) -> dict[str, Any] | None:
+        """See `Codec.decoded_by`."""
+        if self.decoder is None:
+            return None
+        if self.decoder.sha256 is None:  # whatever is there is taken, and told
+            found = self.decoder.load()
+            return {"class": found.kind, "sha256": found.sha256}
+        return {"class": self.decoder.kind, "sha256": self.decoder.sha256}
+
     def check(self, *, flip: bool = False) -> None:
         """See `Codec.check`."""
         if flip and not self.flips:
