@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tread_zoo.errors import unknown_name
+from tread_zoo.evaluation.evaluate import evaluation_settings
 from tread_zoo.registry import create_backbone
 from tread_zoo.routing import build_routing
 from tread_zoo.training.checkpoints import describe_backbone
@@ -65,7 +66,8 @@ def wanted_settings(keywords: Mapping[str, Any], run_data: Mapping[str, Any]) ->
         "backbone": describe_backbone(network),
         "data": data,
         "training": TrainingOptions(**keywords["training"]).as_settings(),
-        **{name: keywords[name] for name in ("routing", "objective", *SCORING, "evaluation")},
+        "evaluation": evaluation_settings(keywords["evaluation"]),
+        **{name: keywords[name] for name in ("routing", "objective", *SCORING)},
     }
     return json.loads(json.dumps(settings))
 
