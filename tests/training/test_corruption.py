@@ -145,12 +145,13 @@ def test_a_list_that_cannot_be_written_is_a_warning_and_tried_again(tmp_path, ca
     assert (tmp_path / "corrupt.txt").stat().st_ino == inode, "written without need"
 
 
-def test_names_of_any_bytes_can_be_listed(tmp_path):
+def test_names_of_any_bytes_can_be_listed_and_told(tmp_path, caplog):
     items = CorruptItems(Alone(), tmp_path / "corrupt.txt", num_items=40, max_share=0.5)
     name = os.fsdecode(b"caf\xe9.png")
     items.add(CorruptItem(1, name, f"{name} cannot be read"))
     items.settle()
     assert listed(tmp_path) == ["caf\\udce9.png"]
+    assert r"corrupt   caf\udce9.png; another" in caplog.text
 
 
 @pytest.mark.parametrize("line", ["x.png\tcut", "", "-1\ta.png\tcut", "40\ta.png\tcut", "1.5"])

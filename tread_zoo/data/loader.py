@@ -44,8 +44,14 @@ OnCorrupt = Callable[[CorruptItem], None]
 def warn_of(item: CorruptItem) -> None:
     """Say which item could not be read, and that another is taken."""
     logger.warning(
-        "corrupt   %s; another item takes its place. %s", item.name, item.reason.splitlines()[0]
-    )
+        "corrupt   %s; another item takes its place. %s",
+        writable(item.name), writable(item.reason.splitlines()[0]),
+    )  # fmt: skip
+
+
+def writable(text: str) -> str:
+    """Return a text with nothing that cannot be encoded: names of files may be any bytes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def make_loader(

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from tread_zoo.data import CorruptItem
-from tread_zoo.data.loader import lost_items, read_item, warn_of
+from tread_zoo.data.loader import lost_items, read_item, warn_of, writable
 from tread_zoo.process_group import leave_connections
 from tread_zoo.training.files import write_text
 from tread_zoo.training.parts import Parts
@@ -181,6 +181,5 @@ def _read_indices(file: Path, num_items: int) -> list[int]:
 
 
 def _plain(text: str) -> str:
-    """Return a text without tabs and line breaks, and with nothing that cannot be written: names of
-    files may be any bytes."""
-    return " ".join(text.split()).encode(errors="backslashreplace").decode()
+    """Return a text without tabs and line breaks, that can be written."""
+    return writable(" ".join(text.split()))
