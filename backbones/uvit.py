@@ -175,7 +175,8 @@ class UViT(Backbone):
         Nothing else starts at zero: the untrained output is small, not 0. The convolution is where
         this departs from the authors, who draw it at random. What it takes away at the start, in
         fine detail above all, the network must learn to give back, and with one channel it is a
-        single kernel: how well a run went hung on that one draw (docs/recipes.md has the numbers).
+        single kernel: how well a run went hung on that one draw. docs/comparison/fashion_mnist has
+        the numbers.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):

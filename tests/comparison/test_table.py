@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tread_zoo.comparison import Cell, RunResult, write_report
+from tread_zoo.comparison.markdown import describe_notes
 
 RESULT = RunResult(
     values={"agreement": 0.9, "fid": 1.0, "held_out_loss": 0.4},
@@ -109,15 +110,12 @@ def test_another_reference_is_another_protocol_but_older_records_are_believed(tm
         report(tmp_path, results={("none", 0): RESULT, ("none", 1): told(num_generated=100)})
 
 
-def test_notes_of_the_records_stand_above_the_table(tmp_path):
-    """A distance of fewer images than features is marked where its mean is read."""
+def test_notes_of_records_in_words():
+    """A distance of fewer images than features is marked where guidances are compared, too."""
     doubt = "fid: the samples' covariance, of 2048 features, is singular."
-    noted = dataclasses.replace(RESULT, protocol={**RESULT.protocol, "notes": [doubt]})
-    text = report(tmp_path, results={("none", 0): RESULT, ("none", 1): noted})
-    assert f"nothing else. Note: {doubt} (1 of 2 runs)\n" in text
-    text = report(tmp_path, results={("none", 0): noted, ("none", 1): noted})
-    assert f"nothing else. Note: {doubt}\n" in text
-    assert "Note" not in report(tmp_path, results={("none", 0): RESULT})
+    assert describe_notes([{}, {"notes": [doubt]}]) == f" Note: {doubt} (1 of 2 runs)"
+    assert describe_notes([{"notes": [doubt, doubt]}] * 2) == f" Note: {doubt}"
+    assert describe_notes([{}]) == ""
 
 
 def sampled(**sampling):
