@@ -271,8 +271,8 @@ def test_a_network_learns_what_its_contexts_say(run, tmp_path):
     texts = made_contexts(2, seed=5)
     latents = write_latents(tmp_path / "grey", grey_with_contexts([40, 200], texts, 16))
     folder = run(
-        "run", *given(latents), "training.num_steps=300", "training.learning_rate=0.01",
-        "training.ema_decay=0.9", "training.label_dropout=0.2", "training.log_every=300",
+        "run", *given(latents), "training.num_steps=500", "training.learning_rate=0.01",
+        "training.ema_decay=0.9", "training.label_dropout=0.4", "training.log_every=300",
         "sampler.num_steps=8", "evaluation.num_images=4",
     )  # fmt: skip
     found = restore(folder, weights="ema", device="cpu", precision="fp32")
