@@ -11,7 +11,8 @@ from tests.processes import run_python
 
 TELLS = """
 import json, os, sys
-print(json.dumps([__name__, sys.argv[1:], os.getcwd(), os.environ.get("TELL"), sys.stdin.read()]))
+print(json.dumps([__name__, sys.argv[1:], os.getcwd(), os.environ.get("TELL"), sys.stdin.read()]),
+      flush=True)
 print("aside", file=sys.stderr)
 os.system("echo from a child")
 """

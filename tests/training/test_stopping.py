@@ -26,9 +26,12 @@ def send(*numbers):
 
 @pytest.fixture(autouse=True)
 def _handlers_are_put_back():
+    """SIGINT is Python's, which a shell's background job would ignore."""
+    outside = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = [signal.getsignal(number) for number in USED]
     yield
     assert [signal.getsignal(number) for number in USED] == before
+    signal.signal(signal.SIGINT, outside)
 
 
 @pytest.mark.parametrize(
