@@ -7,7 +7,6 @@ import logging
 import os
 import tarfile
 from itertools import chain
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -124,13 +123,11 @@ def met(items, *indices):
 
 def test_a_list_that_cannot_be_written_is_a_warning_and_tried_again(tmp_path, caplog, monkeypatch):
     items = CorruptItems(Alone(), tmp_path / "corrupt.txt", num_items=40, max_share=0.5)
-    whole, full = Path.write_text, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def write_text(self, text, *args):
-        whole(self, text[:3], *args)
-        raise full
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_text", write_text)
+    monkeypatch.setattr(os, "fsync", full)
     met(items, 3)
     assert items.settle() == {"corrupt_items": 1}
     assert items.settle() == {"corrupt_items": 1}

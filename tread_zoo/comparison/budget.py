@@ -33,6 +33,7 @@ from tread_zoo.process_group import take_connections
 from tread_zoo.routing import PathDrop
 from tread_zoo.runtime import describe_device, resolve_device, resolve_precision
 from tread_zoo.seeding import make_generator
+from tread_zoo.training.files import write_text
 from tread_zoo.training.loop import make_accelerator, optimize, set_up
 from tread_zoo.training.options import FAULTS
 from tread_zoo.training.parts import Parts, draw_routes
@@ -164,9 +165,7 @@ def _seconds_of_a_step(
             where = {name: facts[name] for name in ("device", "cpu", "torch")}
             known[key] = {"setting": name, "seconds": seconds, **where}
             file.parent.mkdir(parents=True, exist_ok=True)
-            partial = file.with_suffix(".partial")
-            partial.write_text(json.dumps(known, indent=1))
-            partial.replace(file)
+            write_text(file, json.dumps(known, indent=1))
         found[name] = known[key]["seconds"]
     return found
 

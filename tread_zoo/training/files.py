@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tread_zoo.data.files import written_whole
+
 logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"  # a run's settings
@@ -22,10 +24,5 @@ def told_if_not_written(path: Path) -> Iterator[None]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file beside and rename it, so that no half of it is ever read."""
-    partial = path.with_name(f".partial_{path.name}")
-    try:
-        partial.write_text(text)
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+    with written_whole(path) as stream:
+        stream.write(text.encode())
