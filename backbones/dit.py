@@ -171,6 +171,8 @@ for _size, _keywords in _SIZES.items():
     for _patch in (2, 4, 8):
         register_backbone(f"dit_{_size}_{_patch}", patch_size=_patch, **_keywords)(DiT)
 # Sizes for comparisons: every architecture has them, of nearly the same number of parameters.
-register_backbone("dit_tiny", patch_size=2, hidden_size=64, depth=12, num_heads=2)(DiT)
+register_backbone(
+    "dit_tiny", learning_rate=6e-3, patch_size=2, hidden_size=64, depth=12, num_heads=2
+)(DiT)
 register_backbone("dit_matched_s", patch_size=2, **_SIZES["s"])(DiT)
 register_backbone("dit_matched_b", patch_size=2, **_SIZES["b"])(DiT)

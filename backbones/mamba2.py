@@ -181,7 +181,14 @@ class Mamba2(ScanBackbone):
 
 # Sizes for comparisons; nobody has published diffusion networks of this kind.
 register_backbone(
-    "mamba2_tiny", patch_size=2, hidden_size=138, depth=8, expand=1, state_size=16, head_size=46
+    "mamba2_tiny",
+    learning_rate=6e-3,
+    patch_size=2,
+    hidden_size=138,
+    depth=8,
+    expand=1,
+    state_size=16,
+    head_size=46,
 )(Mamba2)
 register_backbone("mamba2_matched_s", patch_size=2, hidden_size=384, depth=28)(Mamba2)
 register_backbone("mamba2_matched_b", patch_size=2, hidden_size=768, depth=28)(Mamba2)

@@ -387,6 +387,6 @@ _SIZES = {
 for _size, _keywords in _SIZES.items():
     register_backbone(f"rwkv_{_size}_2", patch_size=2, **_keywords)(RWKV)
 # Sizes for comparisons: every architecture has them, of nearly the same number of parameters.
-register_backbone("rwkv_tiny", patch_size=2, hidden_size=80, depth=7)(RWKV)
+register_backbone("rwkv_tiny", learning_rate=6e-3, patch_size=2, hidden_size=80, depth=7)(RWKV)
 register_backbone("rwkv_matched_s", patch_size=2, hidden_size=352, depth=13)(RWKV)
 register_backbone("rwkv_matched_b", patch_size=2, **_SIZES["m"])(RWKV)

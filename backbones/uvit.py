@@ -231,8 +231,14 @@ _SIZES = {
 for _size, _keywords in _SIZES.items():
     register_backbone(f"uvit_{_size}_2", patch_size=2, **_keywords)(UViT)
 # Sizes for comparisons: every architecture has them, of nearly the same number of parameters.
-register_backbone("uvit_tiny", patch_size=2, hidden_size=88, depth=8, num_heads=2, init_std=0.05)(
-    UViT
-)
+register_backbone(
+    "uvit_tiny",
+    learning_rate=6e-3,
+    patch_size=2,
+    hidden_size=88,
+    depth=8,
+    num_heads=2,
+    init_std=0.05,
+)(UViT)
 register_backbone("uvit_matched_s", patch_size=2, hidden_size=448, depth=12, num_heads=7)(UViT)
 register_backbone("uvit_matched_b", patch_size=2, **_SIZES["m"])(UViT)

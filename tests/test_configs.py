@@ -14,7 +14,7 @@ from tread_zoo import list_backbones
 from tread_zoo.cli import as_keywords, register_configs
 from tread_zoo.diffusion import GUIDANCE, SAMPLERS
 from tread_zoo.kernels import get_forms
-from tread_zoo.registry import get_backbone_entry
+from tread_zoo.registry import get_entry
 
 GRID = ("num_steps", "grid", "shift", "rho")
 GROUPS = ("backbone", "routing", "objective", "sampler", "guidance", "training", "evaluation")
@@ -86,7 +86,7 @@ def test_every_registered_backbone_is_an_option_with_its_sizes():
     register_configs()
     store = ConfigStore.instance()
     for name in list_backbones():
-        expected = {"name": name, **get_backbone_entry(name).keywords()}
+        expected = {"name": name, **get_entry("backbone", name).defaults()}
         assert OmegaConf.to_container(store.load(f"backbone/{name}.yaml").node) == expected
         if name.endswith("_tiny"):
             assert full_settings(f"backbone={name}")["backbone"] == expected

@@ -33,11 +33,11 @@ def register_configs() -> None:
     from hydra.core.config_store import ConfigStore
 
     from tread_zoo.kernels import get_forms
-    from tread_zoo.registry import get_backbone_entry, list_backbones
+    from tread_zoo.registry import get_entry, list_backbones
 
     store = ConfigStore.instance()
     for name in list_backbones():
-        node = {"name": name, **get_backbone_entry(name).keywords()}
+        node = {"name": name, **get_entry("backbone", name).defaults()}
         store.store(group="backbone", name=name, node=node, provider="tread_zoo")
     forms = dict.fromkeys(get_forms(), "auto")
     store.store(group="kernels", name="default", node=forms, provider="tread_zoo")

@@ -1,95 +1,326 @@
-"""The registry: backbones by name.
+"""The registry: every kind of part by name.
 
-    @register_backbone("my_net_tiny", hidden_size=64, depth=6)
-    class MyNet(Backbone): ...
+    @register("selector", "checkerboard")
+    @dataclass(frozen=True)
+    class Checkerboard:
+        parity: int = 0
+        def __call__(self, batch, grid, num_kept, generator): ...
 
-    create_backbone("my_net_tiny", input_size=32, in_channels=4, num_classes=10)
+    create("selector", "checkerboard", parity=1)
+    create("selector", {"name": "checkerboard", "parity": 1})
 
-Other packages add theirs through the entry-point group `tread_zoo.backbones`: the entry's name is
-the backbone's name, its value a module (or an object in one) whose import registers it.
+The options of a part are the fields of its dataclass, the keywords of its constructor, or the
+keyword-only parameters of its function; of a data source, which is called for its data, all
+parameters. Their annotations say what values they take (pydantic's, with `Annotated[...,
+Field(...)]` for ranges), and `create` holds them to it.
+
+Others' parts come in through the entry-point group `tread_zoo.plugins`, whose values are modules
+that register when they are imported, or by name: `plugins=[my_module]`.
 """
 
 import fnmatch
+import functools
 import importlib
 import inspect
+import json
+import os
+import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, is_dataclass
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-from tread_zoo.backbone import Backbone
-from tread_zoo.errors import unknown_name
-from tread_zoo.kinds import check_keywords
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-ENTRY_POINT_GROUP = "tread_zoo.backbones"
-ZOO_PACKAGE = "backbones"  # loaded by name at first use: the method does not depend on the zoo
-CONTEXT_KEYWORDS = ("context_length", "context_size")
+from tread_zoo.errors import describe_invalid, unknown_name
 
-BackboneClass = TypeVar("BackboneClass", bound=type[Backbone])
+if TYPE_CHECKING:
+    from tread_zoo.backbone import Backbone
+
+Target = TypeVar("Target", bound=Callable[..., Any])
+
+# Where ours are registered, imported at the first question about the kind.
+_HOMES = {
+    "backbone": "backbones",
+    "selector": "tread_zoo.routing.selectors",
+    "objective": "tread_zoo.diffusion",
+    "sampler": "tread_zoo.diffusion",
+    "guidance": "tread_zoo.diffusion",
+    "optimizer": "tread_zoo.training.optimizers",
+    "lr_schedule": "tread_zoo.training.lr_schedules",
+    "data": "tread_zoo.data",
+    "metric": "tread_zoo.evaluation.metrics",
+    "tracker": "tread_zoo.training.trackers",
+}
+KINDS = tuple(_HOMES)
+PLUGIN_GROUP = "tread_zoo.plugins"
+STRICT = ConfigDict(
+    extra="forbid",
+    strict=True,
+    allow_inf_nan=False,
+    arbitrary_types_allowed=True,
+    frozen=True,
+    validate_default=True,
+)
+# Of a backbone's keywords, those that come from the data.
+FROM_DATA = ("input_size", "in_channels", "num_classes", "context_length", "context_size")
 
 
 @dataclass(frozen=True)
-class BackboneEntry:
-    """A registered name: the class, and the keywords that make the variant."""
+class Entry:
+    """A registered name.
 
+    Args:
+        kind, name: what it is found by.
+        target: the class or function.
+        preset: values of options in place of the target's own defaults.
+        facts: what else the kind knows of its parts, such as a metric's `better`.
+    """
+
+    kind: str
     name: str
-    cls: type[Backbone]
-    preset: dict[str, Any]
+    target: Callable[..., Any]
+    preset: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
-    def keywords(self) -> dict[str, Any]:
-        """Return every keyword of the constructor with this variant's value; required ones and
-        those of contexts, which come from the data, are left out."""
-        parameters = inspect.signature(self.cls).parameters.values()
-        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-        keywords = {**defaults, **self.preset}
-        return {key: value for key, value in keywords.items() if key not in CONTEXT_KEYWORDS}
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """Return the parameters of the target that are options, by name."""
+        parameters = inspect.signature(self.target).parameters
+        if inspect.isclass(self.target) or self.kind == "data":
+            return dict(parameters)
+        return {k: p for k, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
 
-    @property
-    def takes_contexts(self) -> bool:
-        """Whether its constructor has the keywords for contexts."""
-        return set(CONTEXT_KEYWORDS) <= inspect.signature(self.cls).parameters.keys()
+    def defaults(self) -> dict[str, Any]:
+        """Return every option with its value in this variant; those without one are left out, and
+        so are a backbone's that come from the data."""
+        given = {k: p.default for k, p in self.parameters().items() if p.default is not p.empty}
+        options = {**given, **self.preset}
+        return {k: v for k, v in options.items() if self.kind != "backbone" or k not in FROM_DATA}
+
+    @functools.cached_property
+    def schema(self) -> type[BaseModel]:
+        """The options as a pydantic model."""
+        target = self.target.__init__ if inspect.isclass(self.target) else self.target
+        try:
+            hints = get_type_hints(target, include_extras=True)
+        except NameError:  # types that are imported for a type checker alone
+            hints = {}
+        defaults = {**dict.fromkeys(self.parameters(), ...), **self.defaults()}
+        if self.kind == "backbone":  # required, or of contexts: `create_backbone` has them
+            defaults = {k: v for k, v in defaults.items() if k not in FROM_DATA}
+        fields: dict[str, Any] = {k: (hints.get(k, Any), v) for k, v in defaults.items()}
+        return create_model(f"{self.kind}_{self.name}", __config__=STRICT, **fields)
+
+    def complete(self, options: Mapping[str, Any], field: str | None = None) -> dict[str, Any]:
+        """Return all options as plain values, those of `options` checked and in place.
+
+        Args:
+            options: some of them.
+            field: where they stand in a configuration, for errors; None: under the kind.
+
+        Raises:
+            ValueError: an unknown option, a value of another type or out of range, a required one
+                that is missing, or values that do not go together.
+        """
+        where = field or self.kind
+        plain = json.dumps(dict(options), default=os.fspath)
+        try:
+            model = self.schema.model_validate_json(plain)
+        except ValidationError as error:
+            raise describe_invalid(where, error, json.loads(plain), self.defaults()) from None
+        values = {name: getattr(model, name) for name in type(model).model_fields}
+        if is_dataclass(self.target):
+            self.target(**values)  # values that exclude each other
+        return values
+
+    def build(self, options: Mapping[str, Any], field: str | None = None) -> Any:
+        """Return the part: an instance of the class, the data of a source, or the function with its
+        options bound.
+
+        Raises:
+            ValueError: as of `complete`, or the target refuses a value.
+        """
+        values = self.complete(options, field)
+        if inspect.isclass(self.target) or self.kind == "data":
+            return self.target(**values)
+        return functools.partial(self.target, **values) if values else self.target
 
 
-_entries: dict[str, BackboneEntry] = {}
-_broken: dict[str, Exception] = {}  # entry points that failed to import, by name
-_loaded = False
+_entries: dict[tuple[str, str], Entry] = {}
+_loaded: set[str] = set()  # kinds, and plug-ins' entry points
+_broken: dict[str, str] = {}  # plug-ins that could not be imported, and why
+_FACTS = {"backbone": {"learning_rate"}, "metric": {"better", "features"}, "data": {"num_steps"}}
 
 
-def register_backbone(name: str, **preset: Any) -> Callable[[BackboneClass], BackboneClass]:
-    """Return a class decorator that registers a variant under `name`.
+def register(
+    kind: str, name: str, *, preset: Mapping[str, Any] | None = None, **facts: Any
+) -> Callable[[Target], Target]:
+    """Return a decorator that registers a class or function under `name`.
+
+    Args:
+        kind: one of `KINDS`.
+        name: an identifier.
+        preset: options of this variant, in place of the target's defaults.
+        facts: of a backbone `learning_rate`, at which AdamW trains it; of a metric `better`,
+            "lower" or "higher", and `features`, which it takes; of a data source `num_steps`,
+            the length of its recipe.
+
+    Raises:
+        ValueError: an unknown kind or fact, a name that is taken or is no identifier, a preset that
+            is no option, or a target that swallows any keyword.
+    """
+    if kind not in KINDS:
+        raise unknown_name("kind", kind, KINDS)
+    if not name.isidentifier():
+        raise ValueError(f"{kind} name {name!r} must be an identifier such as my_{kind}.")
+    for fact in facts:
+        if fact not in _FACTS.get(kind, ()):
+            raise unknown_name(f"register({kind!r}) keyword", fact, _FACTS.get(kind, ()))
+
+    def decorate(target: Target) -> Target:
+        known = {k: v for k, v in facts.items() if v is not None}
+        entry = Entry(kind, name, target, dict(preset or {}), known)
+        taken = _entries.get((kind, name))
+        if taken is not None and _place(taken) != _place(entry):
+            raise ValueError(f"{kind} {name!r} is already registered by {_place(taken)}.")
+        parameters = inspect.signature(target).parameters
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            raise ValueError(
+                f"{_place(entry)} takes **keywords: a misspelt one would pass unnoticed. Name each."
+            )
+        for option in entry.preset:
+            if option not in parameters:
+                raise unknown_name(f"{kind} {name!r}: preset", option, parameters)
+        _entries[kind, name] = entry
+        return target
+
+    return decorate
+
+
+def create(kind: str, part: str | Mapping[str, Any], **options: Any) -> Any:
+    """Return a part by name.
+
+    Args:
+        kind: one of `KINDS`; for backbones see `create_backbone`.
+        part: its name, or a mapping with `name` and options.
+        options: further options.
+
+    Raises:
+        ValueError: an unknown name or option (the nearest is suggested), or a wrong value.
+    """
+    name, given = split(kind, part)
+    return get_entry(kind, name).build({**given, **options})
+
+
+def available(kind: str, pattern: str = "*") -> list[str]:
+    """Return the names of a kind that match a shell pattern such as `mamba*`, sorted."""
+    _load(kind)
+    return sorted(n for k, n in _entries if k == kind and fnmatch.fnmatchcase(n, pattern))
+
+
+def get_entry(kind: str, name: str, field: str | None = None) -> Entry:
+    """Return what is registered under `name`; a backbone's bare name is that of its size `tiny`.
+
+    Args:
+        kind: one of `KINDS`.
+        name: a registered one.
+        field: that it was given for, for the error; None: the kind.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    _load(kind)
+    for candidate in (name, f"{name}_tiny"):
+        if (kind, candidate) in _entries:
+            return _entries[kind, candidate]
+    error = unknown_name(field or kind, name, available(kind))
+    if _broken:
+        why = "; ".join(f"{plugin}: {reason}" for plugin, reason in _broken.items())
+        error = ValueError(f"{error} Plug-ins that could not be loaded: {why}")
+    raise error
+
+
+def split(kind: str, part: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the name and the options of a bare name or a mapping with `name`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(part, str):
+        return part, {}
+    if not isinstance(part, Mapping) or not isinstance(part.get("name"), str):
+        raise ValueError(
+            f"{kind}={part!r} must be a name, or a mapping with name, as in {{name: …}}."
+        )
+    return part["name"], {k: v for k, v in part.items() if k != "name"}
+
+
+def complete(kind: str, part: str | Mapping[str, Any], field: str | None = None) -> dict[str, Any]:
+    """Return `{"name": …, option: value, …}` with every option of the part, checked.
+
+    Raises:
+        ValueError: as `create`.
+    """
+    name, options = split(field or kind, part)
+    entry = get_entry(kind, name, field)
+    return {"name": entry.name, **entry.complete(options, field)}
+
+
+def load_plugins(modules: Iterable[str]) -> None:
+    """Import modules that register parts.
+
+    Raises:
+        ValueError: one cannot be imported.
+    """
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ValueError(
+                f"plugins=[{module}] cannot be imported: {error}. It must be an importable module: "
+                "install it, or put its folder on PYTHONPATH."
+            ) from error
+
+
+def plugins_of(parts: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the modules, beside ours, that registered some parts, given as (kind, name)."""
+    modules = {get_entry(kind, name).target.__module__ for kind, name in parts}
+    return sorted(m for m in modules if m.partition(".")[0] not in ("tread_zoo", "backbones"))
+
+
+def check_plugins(modules: Iterable[str], where: str) -> None:
+    """Check that plug-ins which a file names are loaded; they are not imported here.
+
+    Raises:
+        ValueError: one is not.
+    """
+    _load("backbone")
+    missing = [module for module in modules if module not in sys.modules]
+    if missing:
+        raise ValueError(
+            f"{where} was made with the plug-in {', '.join(missing)}, which is not loaded: add "
+            f"plugins=[{','.join(missing)}], or install the package that has it."
+        )
+
+
+# Backbones, by timm's names ----------------------------------------------------------------------
+
+
+def register_backbone(
+    name: str, *, learning_rate: float | None = None, **preset: Any
+) -> Callable[[Target], Target]:
+    """Return a class decorator that registers a variant of a backbone.
 
     Args:
         name: architecture_size_patch, as in `dit_b_2`.
+        learning_rate: at which AdamW trains it: what `optimizer.learning_rate=auto` takes.
         preset: constructor keywords that make this variant.
 
     Raises:
-        ValueError: the name is taken, is no identifier, or a preset keyword is none of the
-            constructor's, or the constructor swallows any keyword.
+        ValueError: as `register`.
     """
-
-    def register(cls: BackboneClass) -> BackboneClass:
-        if not name.isidentifier():
-            raise ValueError(f"backbone name {name!r} must be an identifier such as dit_b_2.")
-        if name in _entries:
-            taken = _entries[name].cls
-            raise ValueError(
-                f"backbone {name!r} is already registered by {taken.__module__}.{taken.__name__}; "
-                "choose another name."
-            )
-        parameters = inspect.signature(cls).parameters
-        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            raise ValueError(
-                f"{cls.__name__} takes **keywords: a misspelt one would pass unnoticed. "
-                "Name each keyword in its constructor."
-            )
-        for key in preset:
-            if key not in parameters:
-                raise unknown_name(f"{name} preset keyword", key, parameters)
-        _entries[name] = BackboneEntry(name, cls, preset)
-        return cls
-
-    return register
+    return register("backbone", name, preset=preset, learning_rate=learning_rate)
 
 
 def create_backbone(
@@ -98,96 +329,74 @@ def create_backbone(
     input_size: int | tuple[int, int],
     in_channels: int,
     num_classes: int,
-    **overrides: Any,
-) -> Backbone:
-    """Build the backbone `name` with fresh weights from torch's global generator.
+    **options: Any,
+) -> "Backbone":
+    """Return the backbone `name` with fresh weights from torch's global generator.
 
     Args:
         input_size: height and width of its input, one integer or two.
         in_channels: channels of its input.
         num_classes: number of labels; 0 makes it unconditional.
-        overrides: any other keyword of its constructor, in place of the preset's value.
+        options: any other keyword of its constructor, in place of the preset's value.
 
     Raises:
         ValueError: an unknown name or keyword (the nearest is suggested), contexts for one that
-            takes none, a value of another kind than the constructor's annotation, or one that it
-            refuses.
+            takes none, or a value that it refuses.
     """
-    entry = get_backbone_entry(name)
-    if not entry.takes_contexts and any(overrides.pop(key, 0) for key in CONTEXT_KEYWORDS):
-        able = sorted(other.name for other in _entries.values() if other.takes_contexts)
+    entry = get_entry("backbone", name)
+    given = {"input_size": input_size, "in_channels": in_channels, "num_classes": num_classes}
+    contexts = {k: options.pop(k) for k in ("context_length", "context_size") if k in options}
+    if contexts.keys() <= inspect.signature(entry.target).parameters.keys():
+        given |= contexts
+    elif any(contexts.values()):
+        able = [n for n in available("backbone") if takes_contexts(n)]
         raise ValueError(
-            f"{name} takes no contexts (context_size): {entry.cls.why_no_context}. "
+            f"{entry.name} takes no contexts (context_size): {entry.target.why_no_context}. "  # type: ignore[attr-defined]
             f"Those that do: {', '.join(able)}. Or leave the contexts out: data.context=false for "
             "latents, null for images."
         )
-    known = inspect.signature(entry.cls).parameters
-    for key in overrides:
-        if key not in known:
-            raise unknown_name(f"{name} keyword", key, known)
-    check_keywords("backbone", entry.cls, overrides)
-    config = {
-        "input_size": input_size,
-        "in_channels": in_channels,
-        "num_classes": num_classes,
-        **entry.preset,
-        **overrides,
-    }
-    backbone = entry.cls(**config)
-    backbone.name, backbone.config = name, config
+    config = {**given, **entry.complete(options)}
+    backbone = entry.target(**config)
+    backbone.name, backbone.config = entry.name, config
     return backbone
 
 
 def list_backbones(pattern: str = "*") -> list[str]:
-    """Return the registered names that match a shell pattern such as `mamba*`, sorted."""
-    _load_all()
-    return sorted(name for name in _entries if fnmatch.fnmatchcase(name, pattern))
+    """Return the names of backbones that match a shell pattern such as `mamba*`, sorted."""
+    return available("backbone", pattern)
 
 
-def get_backbone_entry(name: str) -> BackboneEntry:
-    """Return what is registered under `name`.
-
-    Raises:
-        ValueError: an unknown name.
-        Exception: the error with which the package that should give this name failed to import.
-    """
-    _load_all()
-    if name not in _entries and name in _broken:
-        raise _broken[name]
-    if name not in _entries:
-        raise unknown_name("backbone", name, _entries)
-    return _entries[name]
+def takes_contexts(name: str) -> bool:
+    """Return whether the constructor of a backbone has the keywords for contexts."""
+    return "context_size" in inspect.signature(get_entry("backbone", name).target).parameters
 
 
-def _load_all() -> None:
-    """Import our backbones and the plug-ins, once; one that fails is named and passed over."""
-    global _loaded
-    if _loaded:
-        return
-    zoo = importlib.import_module(ZOO_PACKAGE)
-    if getattr(zoo, "__distribution__", None) != "tread-zoo":
-        where = getattr(zoo, "__file__", None) or list(getattr(zoo, "__path__", []))
-        raise ImportError(
-            f"the package `{ZOO_PACKAGE}` found at {where} is not tread-zoo's: another package or "
-            "folder of that name comes first on the import path. Rename it or change the order."
-        )
-    _loaded = True  # before the plug-ins, which may ask for the list themselves
-    for plugin in entry_points(group=ENTRY_POINT_GROUP):
-        _load_plugin(plugin)
+def _place(entry: Entry) -> str:
+    return f"{entry.target.__module__}.{entry.target.__qualname__}"
 
 
-def _load_plugin(plugin: EntryPoint) -> None:
-    try:
-        plugin.load()
-        if plugin.name not in _entries:
-            raise ValueError(
-                f"entry point {plugin.name!r} ({plugin.value}) was imported but did not call "
-                f"register_backbone({plugin.name!r})."
+def _load(kind: str) -> None:
+    """Import what registers our parts of a kind, and the installed plug-ins, once; a plug-in that
+    fails is passed over with a warning."""
+    if kind not in KINDS:
+        raise unknown_name("kind", kind, KINDS)
+    if kind not in _loaded:
+        home = importlib.import_module(_HOMES[kind])
+        if kind == "backbone" and getattr(home, "__distribution__", None) != "tread-zoo":
+            where = getattr(home, "__file__", None) or list(getattr(home, "__path__", []))
+            raise ImportError(
+                f"the package `backbones` found at {where} is not tread-zoo's: another package or "
+                "folder of that name comes first on the import path."
             )
-    except Exception as error:
-        _broken[plugin.name] = error
-        warnings.warn(
-            f"backbone {plugin.name!r} from {plugin.value} is left out: "
-            f"{type(error).__name__}: {error}",
-            stacklevel=2,
-        )
+        _loaded.add(kind)
+    if PLUGIN_GROUP in _loaded:
+        return
+    _loaded.add(PLUGIN_GROUP)  # before the plug-ins, which may ask for lists themselves
+    for plugin in entry_points(group=PLUGIN_GROUP):
+        try:
+            plugin.load()
+        except Exception as error:
+            _broken[plugin.value] = f"{type(error).__name__}: {error}"
+            warnings.warn(
+                f"the plug-in {plugin.value} is left out: {_broken[plugin.value]}", stacklevel=3
+            )

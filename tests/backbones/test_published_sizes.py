@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tread_zoo import create_backbone, list_backbones
-from tread_zoo.registry import get_backbone_entry
+from tread_zoo.registry import get_entry
 
 PUBLISHED = {
     "dit_s_2": 32.96,
@@ -64,7 +64,9 @@ def test_parameter_count_of_uvit(name):
 )
 def test_sizes_for_comparisons_lie_within_a_tenth_of_each_other(size, image):
     names = [name for name in list_backbones(f"*_{size}") if is_ours(name)]
-    architectures = {get_backbone_entry(name).cls for name in list_backbones() if is_ours(name)}
+    architectures = {
+        get_entry("backbone", name).target for name in list_backbones() if is_ours(name)
+    }
     assert len(names) == len(architectures)
     counts = [
         sum(p.numel() for p in build(name, learn_sigma=False, **image).parameters())
@@ -74,7 +76,7 @@ def test_sizes_for_comparisons_lie_within_a_tenth_of_each_other(size, image):
 
 
 def is_ours(name):
-    return get_backbone_entry(name).cls.__module__.startswith("backbones.")
+    return get_entry("backbone", name).target.__module__.startswith("backbones.")
 
 
 @pytest.mark.parametrize("name", list_backbones("dit_*_[48]"))

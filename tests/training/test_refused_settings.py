@@ -9,7 +9,7 @@ from tests.small_run import parts_of, settings, train_small
 from tread_zoo import list_backbones
 from tread_zoo.data import SOURCES, build_data
 from tread_zoo.kinds import check_keywords
-from tread_zoo.registry import get_backbone_entry
+from tread_zoo.registry import get_entry
 from tread_zoo.training.checkpoints import Checkpoint
 from tread_zoo.training.restore import restore
 
@@ -98,7 +98,10 @@ def test_kinds_of_the_options_of_data(option, value, words):
 def test_every_option_of_our_data_and_backbones_has_a_kind_that_is_checked():
     """An annotation that is not understood would let anything pass, unseen."""
     unchecked = set()
-    for function in (*SOURCES.values(), *{get_backbone_entry(n).cls for n in list_backbones()}):
+    for function in (
+        *SOURCES.values(),
+        *{get_entry("backbone", n).target for n in list_backbones()},
+    ):
         for name in inspect.signature(function).parameters:
             try:
                 check_keywords("x", function, {name: object()})

@@ -15,6 +15,7 @@ import torch
 from tread_zoo.data.dataset import ArrayDataset, ImageData
 from tread_zoo.data.download import RemoteFile, cache_folder, fetch
 from tread_zoo.data.split import choose_num_classes, choose_parts
+from tread_zoo.registry import register
 
 ARCHIVE = RemoteFile(
     "cifar-10-binary.tar.gz",
@@ -31,6 +32,7 @@ _SHAPE = (3, 32, 32)
 _RECORD = 1 + 3 * 32 * 32  # bytes
 
 
+@register("data", "cifar10", num_steps=400)
 def cifar10(
     path: str | None = None,
     download: bool = True,

@@ -21,6 +21,7 @@ from tread_zoo.data.dataset import ArrayDataset, ImageData
 from tread_zoo.data.download import RemoteFile, cache_folder, fetch
 from tread_zoo.data.padding import pad_images
 from tread_zoo.data.split import choose_num_classes, choose_parts
+from tread_zoo.registry import register
 
 _ROOT = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 FILES = tuple(
@@ -38,6 +39,7 @@ CLASS_NAMES = (
 )  # fmt: skip
 
 
+@register("data", "fashion_mnist", num_steps=600)
 def fashion_mnist(
     path: str | None = None,
     download: bool = True,

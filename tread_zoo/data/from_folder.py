@@ -15,10 +15,12 @@ from tread_zoo.data.contexts import FileContexts, WithContexts, check_context_op
 from tread_zoo.data.dataset import ImageData
 from tread_zoo.data.pictures import check_picture_options, common_size, read_picture
 from tread_zoo.data.split import choose_num_classes, split_held_out
+from tread_zoo.registry import register
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 
+@register("data", "image_folder")
 def image_folder(
     path: str,
     image_size: int | None = None,

@@ -21,6 +21,7 @@ from tread_zoo.data.dataset import ImageData
 from tread_zoo.data.pictures import check_picture_options, common_size, read_picture
 from tread_zoo.data.split import choose_num_classes, split_held_out
 from tread_zoo.errors import unknown_name
+from tread_zoo.registry import register
 
 if TYPE_CHECKING:
     import datasets
@@ -29,6 +30,7 @@ TEST_SPLITS = ("test", "validation")  # taken in this order where none is named
 FRACTION = 0.1  # split off where the set has neither
 
 
+@register("data", "hf")
 def hf(
     path: str,
     config: str | None = None,

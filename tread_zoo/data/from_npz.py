@@ -19,11 +19,13 @@ from torch import Tensor
 from tread_zoo.data.dataset import ArrayDataset, ImageData
 from tread_zoo.data.padding import pad_images
 from tread_zoo.data.split import split_held_out
+from tread_zoo.registry import register
 
 _KEY_SETS = (("x_train", "y_train"), ("images", "labels"), ("arr_0", "arr_1"))
 _CHANNEL_COUNTS = (1, 3, 4)
 
 
+@register("data", "npz")
 def npz(
     path: str,
     images_key: str | None = None,

@@ -18,11 +18,13 @@ from tread_zoo.data.from_folder import SUFFIXES
 from tread_zoo.data.pictures import check_picture_options, picture_size, read_picture
 from tread_zoo.data.shards import ShardReader, find_shards, open_index
 from tread_zoo.data.split import split_held_out
+from tread_zoo.registry import register
 
 _LOOKED_AT = 256  # pictures whose sizes are compared before a run
 _PAYLOAD = tuple(suffix.removeprefix(".") for suffix in SUFFIXES)
 
 
+@register("data", "webdataset")
 def webdataset(
     path: str,
     image_size: int | None = None,

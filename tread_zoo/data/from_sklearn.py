@@ -4,8 +4,10 @@ import torch
 
 from tread_zoo.data.dataset import ArrayDataset, ImageData
 from tread_zoo.data.split import split_held_out
+from tread_zoo.registry import register
 
 
+@register("data", "digits", num_steps=800)
 def digits(held_out: float = 0.2) -> ImageData:
     """Return scikit-learn's 1797 digits, 10 classes, with a fixed stratified held-out part.
 

@@ -34,6 +34,7 @@ from tread_zoo.diffusion.objective import (
     per_sample,
     prediction,
 )
+from tread_zoo.registry import register
 
 
 class Preconditioning(NamedTuple):
@@ -45,6 +46,7 @@ class Preconditioning(NamedTuple):
     c_noise: Tensor
 
 
+@register("objective", "edm")
 @dataclass(frozen=True, kw_only=True)
 class EDM:
     """The EDM objective.

@@ -29,10 +29,12 @@ from tread_zoo.diffusion.objective import (
     prediction,
 )
 from tread_zoo.errors import unknown_name
+from tread_zoo.registry import register
 
 TIME_DISTRIBUTIONS = ("logit_normal", "uniform")
 
 
+@register("objective", "flow")
 @dataclass(frozen=True, kw_only=True)
 class FlowMatching:
     """The flow-matching objective, predicting the velocity.

@@ -36,7 +36,8 @@ from tread_zoo.backbone import Backbone
 from tread_zoo.diffusion.objective import Objective, per_sample
 from tread_zoo.diffusion.samplers import Drift
 from tread_zoo.errors import unknown_name
-from tread_zoo.routing import SELECTORS, PathDrop, Route, Routing, build_routing
+from tread_zoo.registry import register
+from tread_zoo.routing import PathDrop, Route, Routing, build_routing
 from tread_zoo.seeding import make_generator
 
 _ROUTES_AT_ONCE = 32  # evaluations whose routes one generator draws
@@ -124,6 +125,7 @@ class Guidance(Protocol):
         """Return the guided drift of a batch."""
 
 
+@register("guidance", "none")
 @dataclass(frozen=True, kw_only=True)
 class NoGuidance:
     """The network as it is, with its label if it has labels.
@@ -154,6 +156,7 @@ class NoGuidance:
         return batch.drift()
 
 
+@register("guidance", "cfg")
 @dataclass(frozen=True, kw_only=True)
 class ClassifierFree:
     """The weak prediction has no label.
@@ -182,6 +185,7 @@ class ClassifierFree:
         return combine(batch.drift_of(batch.backbone, null), batch.drift(), self.scale)
 
 
+@register("guidance", "interval")
 @dataclass(frozen=True, kw_only=True)
 class IntervalGuidance:
     """Classifier-free guidance at the levels low < level <= high; elsewhere one evaluation.
@@ -232,6 +236,7 @@ class IntervalGuidance:
         return drift
 
 
+@register("guidance", "sparse")
 @dataclass(frozen=True, kw_only=True)
 class SparseGuidance:
     """Two predictions of the same network with the same label, at two selection rates.
@@ -242,7 +247,7 @@ class SparseGuidance:
     Args:
         scale: w.
         strong_rate, weak_rate: fractions of tokens that bypass; 0 is the dense network.
-        start, end, selector, block_size, segment_length: of the route, as in
+        start, end, selector: of the route, as in
             `tread_zoo.routing.build_routing`; `auto` is the backbone's own.
 
     Raises:
@@ -257,9 +262,7 @@ class SparseGuidance:
     weak_rate: float = 0.7
     start: int | str = "auto"
     end: int | str = "auto"
-    selector: str = "auto"
-    block_size: int = 2
-    segment_length: int = 4
+    selector: str | dict[str, Any] = "auto"
 
     def __post_init__(self) -> None:
         check_scale(self.scale)
@@ -269,8 +272,6 @@ class SparseGuidance:
                 "0 <= strong_rate < weak_rate < 1 must hold; they are the fractions of tokens that "
                 "bypass, and the weak prediction is the one that sees fewer."
             )
-        if self.selector not in ("auto", *SELECTORS):
-            raise unknown_name("guidance.selector", self.selector, ("auto", *SELECTORS))
 
     def check(self, backbone: Backbone, objective: Objective) -> None:
         self._routing(backbone, self.weak_rate)
@@ -299,13 +300,12 @@ class SparseGuidance:
                 start=self.start,
                 end=self.end,
                 selector=self.selector,
-                block_size=self.block_size,
-                segment_length=self.segment_length,
             )
         except ValueError as error:
             raise ValueError(f"guidance=sparse, its route as of routing=tread: {error}") from error
 
 
+@register("guidance", "auto")
 @dataclass(frozen=True, kw_only=True)
 class AutoGuidance:
     """The weak prediction is another network's: a smaller one, or one of an earlier step.
@@ -367,6 +367,7 @@ class AutoGuidance:
         return combine(batch.drift_of(batch.weak, batch.labels), batch.drift(), self.scale)
 
 
+@register("guidance", "path_drop")
 @dataclass(frozen=True, kw_only=True)
 class PathDropGuidance:
     """The weak prediction skips the blocks whose result the network was trained to do without.

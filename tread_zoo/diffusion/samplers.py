@@ -35,6 +35,7 @@ from torch import Tensor
 from tread_zoo.diffusion.checks import check_num_steps, check_number
 from tread_zoo.diffusion.objective import per_sample
 from tread_zoo.errors import unknown_name
+from tread_zoo.registry import register
 from tread_zoo.seeding import make_generator
 
 # (x [B,C,H,W], level [B], float32) -> dx/dlevel [B,C,H,W]
@@ -96,11 +97,13 @@ class Sampler(Protocol):
     def __call__(self, problem: Problem, x: Tensor, levels: Tensor) -> Tensor: ...
 
 
+@register("sampler", "euler")
 @dataclass(frozen=True, kw_only=True)
 class Euler:
     """Euler's rule: num_steps evaluations."""
 
     name: ClassVar[str] = "euler"
+    default_num_steps: ClassVar[int] = 25
     objectives: ClassVar[tuple[str, ...] | None] = None
 
     @torch.no_grad()
@@ -111,11 +114,13 @@ class Euler:
         return x
 
 
+@register("sampler", "heun")
 @dataclass(frozen=True, kw_only=True)
 class Heun:
     """Heun's rule: 2 num_steps - 1 evaluations down to level 0."""
 
     name: ClassVar[str] = "heun"
+    default_num_steps: ClassVar[int] = 18
     objectives: ClassVar[tuple[str, ...] | None] = None
 
     @torch.no_grad()
@@ -126,6 +131,7 @@ class Heun:
         return x
 
 
+@register("sampler", "dpmpp_2m")
 @dataclass(frozen=True, kw_only=True)
 class DPMSolver2M:
     """DPM-Solver++(2M): num_steps evaluations, second order through the estimate of the last step.
@@ -136,6 +142,7 @@ class DPMSolver2M:
     """
 
     name: ClassVar[str] = "dpmpp_2m"
+    default_num_steps: ClassVar[int] = 20
     objectives: ClassVar[tuple[str, ...] | None] = None
 
     @torch.no_grad()
@@ -157,6 +164,7 @@ class DPMSolver2M:
         return x
 
 
+@register("sampler", "edm_stochastic")
 @dataclass(frozen=True, kw_only=True)
 class EDMStochastic:
     """EDM's stochastic sampler: 2 num_steps - 1 evaluations, some noise anew before each step.
@@ -173,6 +181,7 @@ class EDMStochastic:
     """
 
     name: ClassVar[str] = "edm_stochastic"
+    default_num_steps: ClassVar[int] = 40
     objectives: ClassVar[tuple[str, ...] | None] = ("edm",)
 
     s_churn: float = 10.0
@@ -202,6 +211,7 @@ class EDMStochastic:
         return x
 
 
+@register("sampler", "flow_sde")
 @dataclass(frozen=True, kw_only=True)
 class FlowSDE:
     """The reverse SDE of flow matching by Euler and Maruyama: num_steps evaluations.
@@ -217,6 +227,7 @@ class FlowSDE:
     """
 
     name: ClassVar[str] = "flow_sde"
+    default_num_steps: ClassVar[int] = 100
     objectives: ClassVar[tuple[str, ...] | None] = ("flow",)
 
     diffusion: float = 1.0

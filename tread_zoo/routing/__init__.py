@@ -6,18 +6,16 @@ Selectors, routes, placement, schedules, scan orders, fusion.
 from tread_zoo.routing.fusion import Fusion
 from tread_zoo.routing.orders import ORDERS, inverse, scan_order
 from tread_zoo.routing.pending import PendingRoute, resolve_routes
-from tread_zoo.routing.plan import SELECTOR_NAMES, RoutePlan, Routing, build_routing
+from tread_zoo.routing.plan import RoutePlan, Routing, build_routing
 from tread_zoo.routing.routes import PathDrop, Route, check_routes, num_kept_tokens
 from tread_zoo.routing.scans import GAPS, Scan, check_scan, make_scan, reverse_gaps
 from tread_zoo.routing.schedules import SCHEDULES, RateSchedule
-from tread_zoo.routing.selectors import SELECTORS, Selector, build_selector
+from tread_zoo.routing.selectors import Selector
 
 __all__ = [
     "GAPS",
     "ORDERS",
     "SCHEDULES",
-    "SELECTORS",
-    "SELECTOR_NAMES",
     "Fusion",
     "PathDrop",
     "PendingRoute",
@@ -28,7 +26,6 @@ __all__ = [
     "Scan",
     "Selector",
     "build_routing",
-    "build_selector",
     "check_routes",
     "check_scan",
     "inverse",

@@ -17,24 +17,19 @@ from typing import Any
 import torch
 
 from tread_zoo.errors import unknown_name
+from tread_zoo.registry import create
 from tread_zoo.routing.pending import PendingRoute, draw_pending
 from tread_zoo.routing.routes import PathDrop, Route, num_kept_tokens
-from tread_zoo.routing.schedules import RateSchedule, build_schedule, check_span
-from tread_zoo.routing.selectors import SELECTORS, Selector, build_selector
+from tread_zoo.routing.schedules import RateSchedule, build_schedule
+from tread_zoo.routing.selectors import Selector
 from tread_zoo.seeding import make_generator
 
 logger = logging.getLogger(__name__)
 
-NORM = "norm"  # keeps by importance, which the network gives
-SELECTOR_NAMES = (*SELECTORS, NORM)
 ROUTE_FIELDS = (
-    "start", "end", "selection_rate", "selector", "block_size", "segment_length", "segment_order",
-    "shared", "schedule", "final_rate", "rate_steps",
+    "start", "end", "selection_rate", "selector", "per_batch", "schedule", "final_rate",
+    "rate_steps",
 )  # fmt: skip
-GLOBAL_FIELDS = (
-    "warm_start", "dense_tail", "probability", "rejoin", "path_drop_probability",
-)  # fmt: skip
-REJOINS = ("replace", "project")
 
 
 @dataclass(frozen=True)
@@ -44,18 +39,18 @@ class RoutePlan:
     Args:
         start, end: blocks start … end-1 run on the kept tokens, counted from 0.
         selection_rate: fraction of tokens that bypasses, in [0, 1); the first one of a schedule.
-        selector: draws which tokens stay; None keeps them by importance (`norm`).
-        selector_name: the selector's name, for logs.
-        shared: the whole batch keeps the same tokens.
+        selector: draws which tokens stay.
+        selector_name: the selector in words, for logs.
+        per_batch: the whole batch keeps the same tokens.
         schedule: how the rate changes over training; None: it stays.
     """
 
     start: int
     end: int
     selection_rate: float
-    selector: Selector | None
+    selector: Selector
     selector_name: str
-    shared: bool = False
+    per_batch: bool = False
     schedule: RateSchedule | None = None
 
     def __post_init__(self) -> None:
@@ -69,8 +64,8 @@ class RoutePlan:
         """Draw ids [B, K] for a batch of grids, at `selection_rate`; for `norm` the noise alone."""
         num_tokens = grid[0] * grid[1]
         num_kept = num_kept_tokens(num_tokens, self.selection_rate)
-        num_draws = 1 if self.shared else batch
-        if self.selector is None:
+        num_draws = 1 if self.per_batch else batch
+        if getattr(self.selector, "needs_importance", False):
             return draw_pending(
                 self.start, self.end, batch=num_draws, num_tokens=num_tokens, num_kept=num_kept,
                 generator=generator,
@@ -85,7 +80,7 @@ class RoutePlan:
         if self.schedule is not None:
             rates = [rate for _, rate in self.schedule.stairs(range(1000), 1000)]
             words.append(self.schedule.describe())
-        if self.shared:
+        if self.per_batch:
             words.append("the same for the whole batch")
         kept = sorted({num_kept_tokens(num_tokens, rate) for rate in (min(rates), max(rates))})
         return (
@@ -114,25 +109,6 @@ class Routing:
     probability: float = 1.0
     rejoin: str = "replace"
     path_drop_probability: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.rejoin not in REJOINS:
-            raise unknown_name("routing.rejoin", self.rejoin, REJOINS)
-        chance = self.path_drop_probability
-        if (
-            isinstance(chance, bool)
-            or not isinstance(chance, int | float)
-            or not 0.0 <= chance < 1.0
-        ):
-            raise ValueError(
-                f"routing.path_drop_probability={chance!r} must be a number in [0, 1): the chance "
-                "that a step drops the routed path for its whole batch; 0 drops none."
-            )
-        if chance and self.rejoin != "project":
-            raise ValueError(
-                f"routing.path_drop_probability={chance} needs routing.rejoin=project: without a "
-                "fusion nothing tells the later blocks that the path was dropped."
-            )
 
     @property
     def fused_ranges(self) -> tuple[tuple[int, int], ...]:
@@ -251,7 +227,7 @@ class Routing:
 
 
 def build_routing(
-    name: str,
+    name: str = "tread",
     *,
     num_blocks: int,
     default_selector: str = "random",
@@ -259,11 +235,8 @@ def build_routing(
     start: int | str = "auto",
     end: int | str = "auto",
     selection_rate: float = 0.5,
-    selector: str = "auto",
-    block_size: int = 2,
-    segment_length: int = 4,
-    segment_order: str = "raster",
-    shared: bool = False,
+    selector: str | Mapping[str, Any] = "auto",
+    per_batch: bool = False,
     schedule: str = "constant",
     final_rate: float | None = None,
     rate_steps: Sequence[Sequence[float]] = (),
@@ -274,59 +247,42 @@ def build_routing(
     rejoin: str = "replace",
     path_drop_probability: float = 0.0,
 ) -> Routing:
-    """Build the routing of a network with `num_blocks` blocks.
+    """Return the routing of a network with `num_blocks` blocks.
 
     Args:
         name: `none` or `tread`.
         default_selector, default_range: what `auto` means for this backbone.
-        start, end: as in Python slices, negative counts from the end; `auto` is the backbone's own
-            range (2 … -4 after TREAD), made shorter, with a message, where the depth is too small.
-        selection_rate: fraction of tokens that bypasses.
-        selector: a name in `SELECTORS`, `norm`, or `auto`.
-        block_size, segment_length: sizes for the selectors `blocks` and `segments`.
-        segment_order: the curve that `segments` cuts: raster, serpentine or hilbert.
-        shared: the whole batch keeps the same tokens; otherwise each sample its own.
-        schedule: how the rate changes over training: constant; linear or cosine from
-            `selection_rate` to `final_rate`; steps, as `rate_steps` lists.
-        final_rate: for linear and cosine.
-        rate_steps: for steps: [fraction of training, rate from there on], ascending; until the
-            first, `selection_rate`.
-        warm_start, dense_tail: fractions of training at the start and at the end without routing;
-            linear and cosine run between them.
-        probability: chance that a step is routed, in (0, 1].
-        routes: several routes in sequence, each a mapping with any of `ROUTE_FIELDS`; what one
-            leaves out it takes from the arguments. `GLOBAL_FIELDS` are of all routes together.
-            Empty: one route from the arguments.
-        rejoin, path_drop_probability: see `Routing`; of all routes.
+        start, end: as in Python slices; `auto` is the backbone's own range, made shorter, with a
+            message, where the depth is too small.
+        selector: a registered name, or a mapping with `name` and options.
+        routes: several in sequence, each a mapping with any of `ROUTE_FIELDS`; what one leaves out
+            it takes from the arguments. Empty: one route from the arguments.
+
+    The others are explained in `tread_zoo.config.RoutingConfig`, which checks their values.
 
     Raises:
-        ValueError: a name, field or value that does not work, with the field's name.
+        ValueError: a route outside the depth, routes that overlap, or a schedule that would not
+            read one of the fields given.
     """
     if name not in ("none", "tread"):
         raise unknown_name("routing.name", name, ("none", "tread"))
     if name == "none":
         return Routing()
-    check_span(warm_start, dense_tail)
-    _check_probability(probability)
     common = {
-        "start": start,
-        "end": end,
-        "selection_rate": selection_rate,
-        "selector": selector,
-        "block_size": block_size,
-        "segment_length": segment_length,
-        "segment_order": segment_order,
-        "shared": shared,
-        "schedule": schedule,
-        "final_rate": final_rate,
+        "start": start, "end": end, "selection_rate": selection_rate, "selector": selector,
+        "per_batch": per_batch, "schedule": schedule, "final_rate": final_rate,
         "rate_steps": rate_steps,
-    }
+    }  # fmt: skip
     plans = []
     for index, fields in enumerate(routes or [{}]):
         label = f"routing.routes[{index}]" if routes else "routing"
         own = _with_inherited(label, common, fields)
         first, last = _resolve_range(label, own["start"], own["end"], num_blocks, default_range)
-        plan = _build_plan(label, first, last, default_selector, own)
+        chosen = default_selector if own["selector"] == "auto" else own["selector"]
+        plan = RoutePlan(
+            first, last, float(own["selection_rate"]), create("selector", chosen),
+            describe_part(chosen), per_batch=own["per_batch"],
+        )  # fmt: skip
         curve = build_schedule(label, own, warm_start=warm_start, dense_tail=dense_tail)
         plans.append(plan if curve.name == "constant" else replace(plan, schedule=curve))
     for before, after in itertools.pairwise(plans):
@@ -335,14 +291,15 @@ def build_routing(
                 f"routing.routes: [{after.start}, {after.end}) starts before "
                 f"[{before.start}, {before.end}) ends; list disjoint routes in ascending order."
             )
-    return Routing(
-        tuple(plans),
-        warm_start=float(warm_start),
-        dense_tail=float(dense_tail),
-        probability=float(probability),
-        rejoin=rejoin,
-        path_drop_probability=path_drop_probability,
-    )
+    return Routing(tuple(plans), warm_start, dense_tail, probability, rejoin, path_drop_probability)
+
+
+def describe_part(part: str | Mapping[str, Any]) -> str:
+    """Return a part in words: its name, and its options where they are given."""
+    if isinstance(part, str):
+        return part
+    options = ", ".join(f"{k} {v}" for k, v in part.items() if k != "name")
+    return f"{part['name']} ({options})" if options else str(part["name"])
 
 
 def _with_inherited(
@@ -353,12 +310,8 @@ def _with_inherited(
     A route with a schedule of its own takes over only what that schedule reads.
     """
     for field in fields:
-        if field in GLOBAL_FIELDS:
-            raise ValueError(
-                f"{label}.{field} is of all routes together, not of one; set routing.{field}."
-            )
         if field not in ROUTE_FIELDS:
-            raise unknown_name(label, field, ROUTE_FIELDS)
+            raise unknown_name(f"{label}: field", field, ROUTE_FIELDS)
     inherited = dict(common)
     if "schedule" in fields:
         if fields["schedule"] not in ("linear", "cosine"):
@@ -366,40 +319,6 @@ def _with_inherited(
         if fields["schedule"] != "steps":
             inherited["rate_steps"] = ()
     return {**inherited, **fields}
-
-
-def _check_probability(value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= 1.0:
-        raise ValueError(
-            f"routing.probability={value} must be a number in (0, 1]: the chance that a step is "
-            "routed; routing=none switches routing off."
-        )
-
-
-def _build_plan(
-    label: str,
-    start: int,
-    end: int,
-    default_selector: str,
-    fields: Mapping[str, Any],
-) -> RoutePlan:
-    rate = fields["selection_rate"]
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0.0 <= rate < 1.0:
-        raise ValueError(
-            f"{label}.selection_rate={rate} must be a number in [0, 1): the fraction of tokens "
-            "that bypass the routed blocks; use 0.5, or routing=none for no routing."
-        )
-    if not isinstance(fields["shared"], bool):
-        raise ValueError(f"{label}.shared={fields['shared']!r} must be true or false.")
-    name = fields["selector"]
-    if name != "auto" and name not in SELECTOR_NAMES:
-        raise unknown_name(f"{label}.selector", name, ("auto", *SELECTOR_NAMES))
-    name = default_selector if name == "auto" else name
-    chosen = None
-    if name != NORM:
-        sizes = {field: fields[field] for field in ("block_size", "segment_length")}
-        chosen = build_selector(name, segment_order=fields["segment_order"], **sizes)
-    return RoutePlan(start, end, float(rate), chosen, name, shared=fields["shared"])
 
 
 def _resolve_range(

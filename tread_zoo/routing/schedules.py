@@ -116,18 +116,6 @@ def check_fraction(field: str, value: Any, meaning: str) -> None:
         raise ValueError(f"{field}={value} must be a number in [0, 1): {meaning}.")
 
 
-def check_span(warm_start: Any, dense_tail: Any) -> None:
-    """Raise `ValueError` unless a part of training is left between the two dense ends."""
-    check_fraction("routing.warm_start", warm_start, "the dense fraction at the start of training")
-    check_fraction("routing.dense_tail", dense_tail, "the dense fraction at the end of training")
-    if warm_start + dense_tail >= 1.0:
-        raise ValueError(
-            f"routing.warm_start={warm_start} and routing.dense_tail={dense_tail} leave nothing to "
-            f"route: the schedule would end at {1 - dense_tail:g} of training, before it starts at "
-            f"{warm_start:g}. Their sum must be below 1."
-        )
-
-
 def _check_steps(
     label: str, steps: Any, low: float, high: float
 ) -> tuple[tuple[float, float], ...]:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from tread_zoo.registry import get_backbone_entry
+from tread_zoo.registry import takes_contexts
 from tread_zoo.routing import Route
 from tread_zoo.testing.probe import BATCH, Probe, raises, watching
 
@@ -16,7 +16,7 @@ def check_contexts_condition_or_are_refused(probe: Probe) -> None:
     """Each embedding changes the output; y=None equals zeros, to the bit; half precision is taken;
     what does not fit raises. A constructor without the keywords refuses them."""
     contextual = probe.with_contexts()
-    if not get_backbone_entry(probe.name).takes_contexts:
+    if not takes_contexts(probe.name):
         assert raises(ValueError, contextual.build), "contexts are ignored silently"
         return
     backbone = contextual.build()
@@ -42,7 +42,7 @@ def check_contexts_condition_or_are_refused(probe: Probe) -> None:
 
 def check_contexts_do_not_mix(probe: Probe) -> None:
     """An image's output depends on its own context alone, also under a route."""
-    if not get_backbone_entry(probe.name).takes_contexts:
+    if not takes_contexts(probe.name):
         return
     contextual = probe.with_contexts()
     backbone = contextual.build()
@@ -61,7 +61,7 @@ def check_contexts_do_not_mix(probe: Probe) -> None:
 def check_contexts_are_not_routed(probe: Probe) -> None:
     """Routed blocks see the context as dense ones do: all E extra tokens beside K, unchanged where
     they enter, and what each embedding says reaches the output with every block routed."""
-    if not get_backbone_entry(probe.name).takes_contexts:
+    if not takes_contexts(probe.name):
         return
     contextual = probe.with_contexts()
     backbone = contextual.build()

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from tread_zoo.backbone import Backbone, Layout, Streams
-from tread_zoo.registry import CONTEXT_KEYWORDS, create_backbone
+from tread_zoo.registry import create_backbone
 from tread_zoo.routing import Route, num_kept_tokens
 from tread_zoo.seeding import make_generator
 
 BATCH = 3
+CONTEXT_KEYWORDS = ("context_length", "context_size")
 
 
 @dataclass

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tread_zoo.backbone import Backbone
-from tread_zoo.registry import create_backbone, get_backbone_entry, list_backbones
+from tread_zoo.registry import create_backbone, get_entry, list_backbones
 from tread_zoo.training.checkpoints import CheckpointError, save_checkpoint
 from tread_zoo.training.published import (
     FORMATS,
@@ -248,8 +248,8 @@ def build_for(family: str, keywords: dict[str, Any]) -> Backbone:
     name = f"{family}_tiny"
     names = list_backbones(f"{family}_*")
     for candidate in sorted(names, key=lambda each: "matched" in each):  # published names first
-        preset = get_backbone_entry(candidate).preset
-        defaults = get_backbone_entry(candidate).keywords()
+        preset = get_entry("backbone", candidate).preset
+        defaults = get_entry("backbone", candidate).defaults()
         if all({**defaults, **keywords}[key] == value for key, value in preset.items()):
             name = candidate
             break

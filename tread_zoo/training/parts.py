@@ -25,7 +25,7 @@ from tread_zoo.evaluation.evaluate import (
     evaluation_settings,
 )
 from tread_zoo.kinds import check_keywords
-from tread_zoo.registry import create_backbone, get_backbone_entry
+from tread_zoo.registry import create_backbone, get_entry
 from tread_zoo.routing import PathDrop, PendingRoute, Route, Routing, build_routing
 from tread_zoo.seeding import make_generator
 from tread_zoo.training.checkpoints import describe_backbone
@@ -117,7 +117,7 @@ def build_parts(
     built_objective = build_objective(**objective)
     sampling.levels(built_objective)
     scoring = EvaluationOptions(**evaluation)
-    get_backbone_entry(backbone["name"])  # an unknown name fails before the data is read
+    get_entry("backbone", backbone["name"])  # an unknown name fails before the data is read
     images = build_data(**data)
     images.codec.check(flip=options.horizontal_flip)
     _warn_of_deviation(built_objective, images)

@@ -10,11 +10,13 @@ import logging
 import os
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from tread_zoo.errors import unknown_name
+from tread_zoo.registry import register
 from tread_zoo.training.files import write_text
 
 logger = logging.getLogger(__name__)
@@ -162,6 +164,26 @@ class TensorboardTracker:
 
     def close(self) -> None:
         self.writer.close()
+
+
+@register("tracker", "local")
+@dataclass(frozen=True)
+class LocalOptions:
+    """metrics.jsonl alone."""
+
+
+@register("tracker", "tensorboard")
+@dataclass(frozen=True)
+class TensorboardOptions:
+    """Event files in the run's folder."""
+
+
+@register("tracker", "wandb")
+@dataclass(frozen=True)
+class WandbOptions:
+    """Weights & Biases."""
+
+    project: str = "tread_zoo"
 
 
 def check_tracker(name: str) -> None:

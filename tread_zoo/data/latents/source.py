@@ -39,6 +39,7 @@ from tread_zoo.data.latents.manifest import VERIFY, Manifest
 from tread_zoo.data.latents.vae import load_vae
 from tread_zoo.data.split import split_held_out
 from tread_zoo.errors import unknown_name
+from tread_zoo.registry import register
 
 FORMATS = ("auto", "shards", "npz", "npy_folder", "safetensors", "lmdb")
 HELD_OUT = 0.1
@@ -46,6 +47,7 @@ _TRIED = 1000  # items whose shape is asked for, before the data are given up
 MEASURED = 10_000  # latents, evenly spaced, of formats without statistics
 
 
+@register("data", "latents")
 def latents(
     path: str,
     format: str = "auto",

@@ -1,0 +1,104 @@
+"""Figures that stay what they are however the code is arranged: losses, held-out loss, scores.
+
+`python -m tests.test_golden` measures them again and writes golden.json beside this file; a change
+of a figure is a change of what the product does. Another CPU rounds otherwise, hence the tolerance.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tread_zoo.evaluation.metrics import score
+
+pytestmark = pytest.mark.golden
+
+ROOT = Path(__file__).parents[1]
+FIGURES = Path(__file__).with_name("golden.json")
+FASHION_MNIST = ROOT.parent / "shared" / "data" / "fashion_mnist.npz"
+RUNS = {
+    "dit": ["backbone=dit"],
+    "mamba": ["backbone=mamba"],
+    "dit_edm_dense": ["backbone=dit", "routing=none", "objective=edm", "sampler=heun"],
+}
+METRICS = ("fid", "kid", "precision", "recall")
+
+
+def train(name, folder):
+    """Train the first 50 steps on digits; return the losses, and the scores of 100 samples."""
+    command = [
+        sys.executable, "scripts/train.py", *RUNS[name], "training.num_steps=50",
+        "training.log_every=1", "training.precision=fp32", "training.sample_every=0",
+        "training.checkpoint_every=0", "sampler.num_steps=4", "evaluation.num_images=100",
+        "device=cpu", f"run_dir={folder}",
+    ]  # fmt: skip
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True,
+                   stdout=subprocess.DEVNULL)  # fmt: skip
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = {"losses": [row["loss"] for row in rows if "loss" in row]}
+    found["held_out_loss"] = next(row["held_out_loss"] for row in rows if "held_out_loss" in row)
+    values = json.loads((folder / "score.json").read_text())["values"]
+    found["scores"] = {metric: values[metric] for metric in METRICS}
+    return found
+
+
+def score_digits():
+    """Return the scores of real digits against other real digits."""
+    from sklearn.datasets import load_digits
+
+    images = torch.from_numpy(np.round(load_digits().images * 255 / 16).astype(np.uint8))[:, None]
+    return score(images[:700], images[700:1600], metrics=METRICS)["values"]
+
+
+def score_clothes():
+    """Return the scores of blurred clothes against real ones, at 8x8."""
+    with np.load(FASHION_MNIST, allow_pickle=False) as file:
+        images = torch.from_numpy(file["x_test"][:1000])[:, None].float()
+    small = torch.nn.functional.interpolate(images, size=(8, 8), mode="area")
+    blurred = torch.nn.functional.avg_pool2d(small, 3, stride=1, padding=1)
+    one, other = (x.round().to(torch.uint8) for x in (blurred[:500], small[500:]))
+    return score(one, other, metrics=METRICS)["values"]
+
+
+def close(one, other, rtol):
+    torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_first_50_steps(name, tmp_path):
+    found, golden = train(name, tmp_path / "run"), json.loads(FIGURES.read_text())[name]
+    close(found["losses"], golden["losses"], 5e-3)
+    close(found["held_out_loss"], golden["held_out_loss"], 5e-3)
+    for metric in METRICS:
+        close(found["scores"][metric], golden["scores"][metric], 0.1)
+
+
+def test_scores_of_real_digits():
+    golden = json.loads(FIGURES.read_text())["real_digits"]
+    for metric, value in score_digits().items():
+        close(value, golden[metric], 1e-5)
+
+
+@pytest.mark.skipif(not FASHION_MNIST.exists(), reason="shared/data/fashion_mnist.npz is absent")
+def test_scores_of_real_clothes():
+    golden = json.loads(FIGURES.read_text())["real_clothes"]
+    for metric, value in score_clothes().items():
+        close(value, golden[metric], 1e-5)
+
+
+def main():
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        figures = {name: train(name, Path(folder) / name) for name in RUNS}
+    figures |= {"real_digits": score_digits(), "real_clothes": score_clothes()}
+    FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

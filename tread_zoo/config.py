@@ -1,0 +1,380 @@
+"""The configuration of a run: one tree, checked here and nowhere else.
+
+    config = make_config(backbone="dit_tiny", routing={"selection_rate": 0.75}, seed=1)
+
+Kinds, ranges and unknown names are checked when it is made. Parts (`backbone`, `objective`, …) are
+given as a name or as a mapping with `name` and options, and kept as mappings with every option, so
+two configurations compare with `==`, and `as_dict` is what a checkpoint stores.
+
+Fields marked `ASIDE` do not change what a run computes: where it writes, how often it reports.
+"""
+
+import dataclasses
+import functools
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.dataclasses import dataclass
+
+from tread_zoo.errors import describe_invalid, unknown_name
+from tread_zoo.registry import STRICT, complete, get_entry, plugins_of
+
+logger = logging.getLogger(__name__)
+
+ASIDE = "aside"
+Auto = Literal["auto"]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+configuration = functools.partial(
+    dataclass, frozen=True, kw_only=True, config={**STRICT, "frozen": None}
+)
+
+
+def _part(kind: str, field: str | None = None) -> Any:
+    """Return the type of a field that chooses a part."""
+    return Annotated[
+        dict[str, Any], BeforeValidator(lambda part: complete(kind, part, field or kind))
+    ]
+
+
+def _selector(part: Any) -> Any:
+    return part if part == "auto" else complete("selector", part, "routing.selector")
+
+
+def _metrics(parts: Any) -> Any:
+    if not isinstance(parts, list | tuple):
+        raise ValueError(f"evaluation.metrics={parts!r} must be a list, as in [fid].")
+    return tuple(complete("metric", part, "evaluation.metrics") for part in parts)
+
+
+@configuration()
+class RouteConfig:
+    """One route: which blocks see which tokens. docs/routing.md says which to choose.
+
+    Args:
+        start, end: blocks start … end-1 run on the kept tokens; as in Python slices, negative from
+            the end; auto is the backbone's own range.
+        selection_rate: the fraction of tokens that bypasses.
+        selector: which tokens stay; auto is the backbone's own.
+        per_batch: the whole batch keeps the same tokens.
+        schedule: how the rate changes over training: constant; linear or cosine, from
+            `selection_rate` to `final_rate`; steps, as in `rate_steps`.
+        final_rate: for linear and cosine.
+        rate_steps: for steps: [[0.3, 0.5], [0.6, 0.25]] is 0.5 from 30 % of training, 0.25 from
+            60 %; until the first, `selection_rate`.
+    """
+
+    start: Auto | int = "auto"
+    end: Auto | int = "auto"
+    selection_rate: Fraction = 0.5
+    selector: Annotated[Auto | dict[str, Any], BeforeValidator(_selector)] = "auto"
+    per_batch: bool = False
+    schedule: Literal["constant", "linear", "cosine", "steps"] = "constant"
+    final_rate: Fraction | None = None
+    rate_steps: tuple[tuple[Fraction, Fraction], ...] = ()
+
+
+@configuration()
+class RoutingConfig(RouteConfig):
+    """Tokens bypass blocks in training (TREAD, arXiv 2501.04765). Sampling is dense.
+
+    Args:
+        name: tread, or none: every block sees every token.
+        routes: several in sequence, each with any field of `RouteConfig`; what one leaves out it
+            takes from here. [{start: 2, end: 5}, {start: 6, end: -2, selection_rate: 0.25}]
+        warm_start, dense_tail: fractions of training at its start and end that are dense.
+        probability: chance that a step is routed, the same on every rank.
+        rejoin: replace: as processed (TREAD); project: fused by a learned map (docs/rejoining.md).
+        path_drop_probability: chance that a step leaves the routed blocks out; needs
+            rejoin=project.
+    """
+
+    name: Literal["none", "tread"] = "tread"
+    routes: tuple[dict[str, Any], ...] = ()
+    warm_start: Fraction = 0.0
+    dense_tail: Fraction = 0.0
+    probability: Annotated[float, Field(gt=0, le=1)] = 1.0
+    rejoin: Literal["replace", "project"] = "replace"
+    path_drop_probability: Fraction = 0.0
+
+    def __post_init__(self) -> None:
+        for index, route in enumerate(self.routes):
+            _validate(RouteConfig, route, f"routing.routes[{index}]")
+        if self.warm_start + self.dense_tail >= 1:
+            raise ValueError(
+                f"routing.warm_start={self.warm_start} and routing.dense_tail={self.dense_tail} "
+                "leave nothing to route: their sum must be below 1."
+            )
+        if self.path_drop_probability and self.rejoin != "project":
+            raise ValueError(
+                f"routing.path_drop_probability={self.path_drop_probability} needs "
+                "routing.rejoin=project: without a fusion nothing tells the later blocks that the "
+                "path was dropped."
+            )
+
+
+@configuration()
+class TrainingConfig:
+    """How to train.
+
+    Args:
+        num_steps: optimizer steps of the whole run; auto is the recipe of the data, where it has
+            one.
+        batch_size: images per process and micro-step.
+        gradient_accumulation_steps: micro-steps per optimizer step.
+        max_grad_norm: gradients are clipped to this norm; 0 switches clipping off.
+        ema_decay: of the averaged weights, which are sampled and scored; it grows to this as
+            (1 + k) / (10 + k) at step k.
+        label_dropout: fraction of labels (or contexts) left out, for classifier-free guidance.
+        horizontal_flip: mirror each image with probability one half.
+        precision: weights stay float32.
+        activation_checkpointing: recompute blocks in the backward pass to save memory: true for
+            every block, n for every n-th.
+        compile: compile each block with torch.compile.
+        num_workers: loader processes, for data that is not in memory.
+        max_corrupt_share: fraction of the images that may be unreadable, each replaced by another;
+            past it the run ends.
+        log_every, sample_every, score_every, checkpoint_every: in optimizer steps; 0 is at the end
+            only.
+        keep_checkpoints: how many of the newest to keep.
+        timeout_s: seconds after which a process that waits for another gives up.
+    """
+
+    num_steps: Auto | PositiveInt = "auto"
+    batch_size: PositiveInt = 64
+    gradient_accumulation_steps: PositiveInt = 1
+    max_grad_norm: NonNegativeFloat = 1.0
+    ema_decay: Fraction = 0.995
+    label_dropout: Fraction = 0.1
+    horizontal_flip: bool = False
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    activation_checkpointing: Annotated[bool | NonNegativeInt, ASIDE] = False
+    compile: Annotated[bool, ASIDE] = False
+    num_workers: Annotated[NonNegativeInt, ASIDE] = 0
+    max_corrupt_share: Annotated[Fraction, ASIDE] = 0.001
+    log_every: Annotated[PositiveInt, ASIDE] = 20
+    sample_every: Annotated[NonNegativeInt, ASIDE] = 250
+    score_every: Annotated[NonNegativeInt, ASIDE] = 0
+    checkpoint_every: Annotated[NonNegativeInt, ASIDE] = 250
+    keep_checkpoints: Annotated[PositiveInt, ASIDE] = 2
+    timeout_s: Annotated[PositiveInt, ASIDE] = 1800
+
+
+@configuration()
+class EvaluationConfig:
+    """What a run, or a checkpoint, is scored by.
+
+    Args:
+        num_images: samples to draw; image i has label i mod num_classes.
+        extractor: auto, digits-cnn-64, inception-v3-compat, dinov2-vit-l-14, or a file of
+            scripts/make_features.py; auto is the first for digits, else the second.
+        metrics: names of registered metrics.
+        reference: train, held_out, a folder of pictures, ADM's .npz, or a file of
+            scripts/make_reference.py.
+        num_reference: real images, evenly spaced; null takes all.
+        seed: of the samples.
+        batch_size: images at a time.
+        inception_weights, dinov2_weights: files; null looks in torch's hub folder.
+        keep_images: a folder, new or empty, for the samples as PNG files.
+        allow_few_images: Fréchet distances of no more images than features, too, which is noted.
+    """
+
+    num_images: PositiveInt = 500
+    extractor: str = "auto"
+    metrics: Annotated[tuple[dict[str, Any], ...], BeforeValidator(_metrics)] = (
+        "fid", "kid", "precision", "recall",
+    )  # type: ignore[assignment]  # fmt: skip
+    reference: str = "train"
+    num_reference: PositiveInt | None = None
+    seed: int = 1
+    batch_size: Annotated[PositiveInt, ASIDE] = 250
+    inception_weights: Annotated[str | None, ASIDE] = None
+    dinov2_weights: Annotated[str | None, ASIDE] = None
+    keep_images: Annotated[str | None, ASIDE] = None
+    allow_few_images: bool = False
+
+
+def _sampler(part: Any) -> dict[str, Any]:
+    return complete_sampler(part)
+
+
+@configuration()
+class RunConfig:
+    """All that makes a run.
+
+    Args:
+        plugins: modules that register parts of other projects; see docs/extending.md.
+        backbone, objective, data, optimizer, lr_schedule, sampler, guidance, tracker: parts.
+        seed: of weights, data order and every draw.
+        device: auto, cpu, cuda, cuda:1, mps.
+        run_dir: the run's folder; auto is runs/ and a name made of the settings.
+        resume: null starts afresh; latest continues from the newest checkpoint in `run_dir`, if
+            there is one; anything else is a checkpoint's path.
+        overwrite: replace the run that is in `run_dir`.
+        kernels: form by operation, auto for those that are not named.
+    """
+
+    plugins: Annotated[tuple[str, ...], ASIDE] = ()
+    backbone: _part("backbone") = "dit_tiny"  # type: ignore[valid-type]
+    routing: RoutingConfig = dataclasses.field(default_factory=RoutingConfig)
+    objective: _part("objective") = "flow"  # type: ignore[valid-type]
+    data: _part("data") = "digits"  # type: ignore[valid-type]
+    training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
+    optimizer: _part("optimizer") = "adamw"  # type: ignore[valid-type]
+    lr_schedule: _part("lr_schedule") = "cosine"  # type: ignore[valid-type]
+    sampler: Annotated[dict[str, Any], BeforeValidator(_sampler)] = "euler"  # type: ignore[assignment]
+    guidance: _part("guidance") = "none"  # type: ignore[valid-type]
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    tracker: Annotated[_part("tracker"), ASIDE] = "local"  # type: ignore[valid-type]
+    seed: int = 0
+    device: Annotated[str, ASIDE] = "auto"
+    run_dir: Annotated[str, ASIDE] = "auto"
+    resume: Annotated[str | None, ASIDE] = None
+    overwrite: Annotated[bool, ASIDE] = False
+    kernels: Annotated[dict[str, str], ASIDE] = dataclasses.field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return every field as plain values: what a checkpoint stores."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    def differences(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
+        """Return what two runs compute differently: {field: (of this one, of the other)}."""
+        return _differences(_compared(self), _compared(other))
+
+
+def make_config(**fields: Any) -> RunConfig:
+    """Return the configuration of a run, with defaults for what is not given.
+
+    `auto` is resolved here: the learning rate and the number of steps are then numbers.
+
+    Raises:
+        ValueError: an unknown field (the nearest is suggested), a value of another type or out of
+            range, or values that exclude each other; one line with the field, the value and what
+            would work.
+    """
+    config = _validate(RunConfig, fields, "")
+    training, optimizer = config.training, dict(config.optimizer)
+    if training.num_steps == "auto":
+        steps = get_entry("data", config.data["name"]).facts.get("num_steps")
+        if steps is None:
+            raise ValueError(
+                f"training.num_steps=auto, but data={config.data['name']} has no recipe that says "
+                "how long to train: set training.num_steps=…, or take a recipe, experiment=…"
+            )
+        training = dataclasses.replace(training, num_steps=steps)
+    if optimizer.get("learning_rate") == "auto":
+        name = config.backbone["name"]
+        optimizer["learning_rate"] = get_entry("backbone", name).facts.get("learning_rate", 1e-4)
+    run_dir = config.run_dir
+    if run_dir == "auto":
+        names = (config.data["name"], config.backbone["name"], config.routing.name)
+        run_dir = f"runs/{'_'.join((*names, config.objective['name']))}_seed{config.seed}"
+    used = plugins_of((kind, getattr(config, kind)["name"]) for kind in _PART_FIELDS)
+    plugins = tuple(dict.fromkeys((*config.plugins, *used)))
+    return dataclasses.replace(
+        config, training=training, optimizer=optimizer, run_dir=run_dir, plugins=plugins
+    )
+
+
+_PART_FIELDS = (
+    "backbone", "objective", "data", "optimizer", "lr_schedule", "sampler", "guidance", "tracker",
+)  # fmt: skip
+
+# Settings that every sampler has beside its own options -------------------------------------------
+
+
+@configuration()
+class SamplingGrid:
+    """How a sampler walks from noise to data, whatever its rule.
+
+    Args:
+        num_steps: auto is the sampler's own.
+        grid: flow: uniform, quadratic, logit_normal; edm: rho, log; auto is the first.
+        shift: flow: t' = shift t / (1 + (shift - 1) t); above 1 spends more steps on noisier
+            images.
+        rho: edm: how the levels crowd towards 0; auto is the objective's own.
+    """
+
+    num_steps: Auto | PositiveInt = "auto"
+    grid: Literal["auto", "uniform", "quadratic", "logit_normal", "rho", "log"] = "auto"
+    shift: Annotated[float, Field(gt=0)] = 1.0
+    rho: Auto | Annotated[float, Field(gt=0)] = "auto"
+
+
+GRID_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingGrid))
+
+
+def complete_sampler(part: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return `{"name": …, "num_steps": …, "grid": …, "shift": …, "rho": …, option: …}`, checked."""
+    from tread_zoo.registry import split
+
+    name, options = split("sampler", part)
+    entry = get_entry("sampler", name)
+    for option in options:
+        known = (*GRID_FIELDS, *entry.parameters())
+        if option not in known:
+            raise unknown_name(f"sampler={name}: field", option, known)
+    grid = _validate(
+        SamplingGrid, {k: options.pop(k) for k in GRID_FIELDS if k in options}, "sampler"
+    )
+    if grid.num_steps == "auto":
+        grid = dataclasses.replace(grid, num_steps=getattr(entry.target, "default_num_steps", 25))
+    return {"name": entry.name, **dataclasses.asdict(grid), **entry.complete(options)}
+
+
+def _validate(cls: Callable[..., Any], fields: Mapping[str, Any], prefix: str) -> Any:
+    plain = json.loads(json.dumps(dict(fields), default=_as_plain))
+    try:
+        return TypeAdapter(cls).validate_json(json.dumps(plain))
+    except ValidationError as error:
+        raise describe_invalid(prefix, error, plain, default_fields(cls)) from None
+
+
+def _as_plain(value: Any) -> Any:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else os.fspath(value)  # type: ignore[arg-type]
+
+
+def default_fields(cls: Any) -> dict[str, Any]:
+    """Return the fields of a configuration class with their defaults, nested ones as mappings."""
+    found = {}
+    for field in dataclasses.fields(cls):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        found[field.name] = (
+            default_fields(default) if dataclasses.is_dataclass(default) else default
+        )
+    return found
+
+
+def _compared(config: Any) -> dict[str, Any]:
+    hints = get_type_hints(type(config), include_extras=True)
+    found = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if ASIDE in getattr(hints[field.name], "__metadata__", ()):
+            continue
+        found[field.name] = _compared(value) if dataclasses.is_dataclass(value) else value
+    return found
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in {**one, **other}:
+        a, b = one.get(key), other.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found |= {f"{key}.{inner}": pair for inner, pair in _differences(a, b).items()}
+        elif a != b:
+            found[key] = (a, b)
+    return found
