@@ -28,7 +28,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from tread_zoo.errors import describe_invalid, unknown_name
+from tread_zoo.errors import describe_invalid, unknown_field
 from tread_zoo.registry import STRICT, complete, get_entry, plugins_of
 
 logger = logging.getLogger(__name__)
@@ -324,7 +324,7 @@ def complete_sampler(part: str | Mapping[str, Any]) -> dict[str, Any]:
     for option in options:
         known = (*GRID_FIELDS, *entry.parameters())
         if option not in known:
-            raise unknown_name(f"sampler={name}: field", option, known)
+            raise unknown_field("sampler", option, known)
     grid = _validate(
         SamplingGrid, {k: options.pop(k) for k in GRID_FIELDS if k in options}, "sampler"
     )
