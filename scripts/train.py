@@ -6,11 +6,11 @@ python scripts/train.py experiment=fashion_mnist backbone=rwkv optimizer=muon
 python scripts/train.py resume=latest
 """
 
-from tread_zoo.cli import command
+from tread_zoo.cli import GROUPS, command
 from tread_zoo.config import RunConfig
 
 
-@command("train", RunConfig)
+@command("train", RunConfig, GROUPS)
 def main(settings: dict) -> None:
     from tread_zoo.training import train
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tread_zoo import available
-from tread_zoo.cli import GROUPS, compose_settings
-from tread_zoo.config import make_config
+from tread_zoo.cli import compose_settings
+from tread_zoo.config import PART_FIELDS, make_config
 
 ROOT = Path(__file__).parents[1]
 NEEDS = {  # what an option needs beside itself
@@ -30,7 +30,7 @@ def test_the_command_line_and_python_have_the_same_defaults():
     assert not compose().differences(make_config())
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", PART_FIELDS)
 def test_every_registered_part_is_an_option_of_its_group(group):
     for name in available(group):
         config = compose(f"{group}={name}", *NEEDS.get((group, name), []))

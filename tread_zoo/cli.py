@@ -29,25 +29,26 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tread_zoo.config import GRID_FIELDS, RunConfig, SamplingGrid, default_fields
+from tread_zoo.config import GRID_FIELDS, PART_FIELDS, RunConfig, SamplingGrid, default_fields
 from tread_zoo.errors import unknown_field, unknown_name
 from tread_zoo.registry import available, get_entry, load_plugins
 
 logger = logging.getLogger(__name__)
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-GROUPS = (
-    "backbone", "objective", "data", "optimizer", "lr_schedule", "sampler", "guidance", "tracker",
-)  # fmt: skip
+GROUPS = (*PART_FIELDS, "routing")  # of a run
 
 
-def command(name: str, config: type = RunConfig) -> Callable[[Callable[[dict], None]], Callable]:
+def command(
+    name: str, config: type, groups: Sequence[str] = ()
+) -> Callable[[Callable[[dict], None]], Callable]:
     """Return a decorator that makes a script's main function from one that takes its settings.
 
     Args:
         name: of configs/<name>.yaml, whose defaults list begins with `defaults_of_<name>`: the
             fields of `config`.
-        config: the configuration class that checks the settings.
+        config: the configuration class of the settings.
+        groups: fields that choose a part.
     """
 
     def decorate(run: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
@@ -55,7 +56,7 @@ def command(name: str, config: type = RunConfig) -> Callable[[Callable[[dict], N
         def main() -> None:
             with errors_in_one_line():
                 load_plugins(plugins_named_by(sys.argv[1:]))
-                register_groups(name, config)
+                register_groups(name, config, groups)
                 if not {"-h", "--help", "--hydra-help", "--version"} & set(sys.argv):
                     check_overrides(name, sys.argv[1:])
             hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(job)()
@@ -69,19 +70,19 @@ def command(name: str, config: type = RunConfig) -> Callable[[Callable[[dict], N
     return decorate
 
 
-def register_groups(name: str, config: type) -> None:
-    """Make the defaults of a script and every registered part known to hydra."""
+def register_groups(name: str, config: type, groups: Sequence[str]) -> None:
+    """Make the defaults of a script, and every registered part of its groups, known to hydra."""
     from tread_zoo.kernels import get_forms
 
     store = ConfigStore.instance()
-    node = {k: v for k, v in default_fields(config).items() if k not in (*GROUPS, "routing")}
+    node = {k: v for k, v in default_fields(config).items() if k not in groups}
     if "kernels" in node:
         node["kernels"] = dict.fromkeys(get_forms(), "auto")
     node["hydra"] = {"output_subdir": None, "run": {"dir": "."}}
     store.store(name=f"defaults_of_{name}", node=_listed(node), package="_global_")
     grid = default_fields(SamplingGrid)
     fields: dict[str, dict[str, None]] = {"sampler": dict.fromkeys(GRID_FIELDS), "guidance": {}}
-    for kind in GROUPS:
+    for kind in set(groups) & set(PART_FIELDS):
         for part in available(kind):
             entry = get_entry(kind, part)
             options = {k: "???" for k in entry.parameters() if entry.kind != "backbone"}
@@ -93,7 +94,7 @@ def register_groups(name: str, config: type) -> None:
                 store.store(group=kind, name=part.removesuffix("_tiny"), node=chosen)
     for kind, names in fields.items():  # as a checkpoint's run had it, but for what is given
         store.store(group=kind, name="as_run", node={"name": None, **names})
-    if config is RunConfig:
+    if "routing" in groups:
         routing = default_fields(RunConfig)["routing"]
         store.store(group="routing", name="tread", node=_listed(routing))
         store.store(group="routing", name="none", node={"name": "none"})
@@ -113,14 +114,19 @@ def as_settings(composed: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in settings.items()}
 
 
-def compose_settings(name: str, overrides: Sequence[str], config: type = RunConfig) -> dict:
-    """Return the settings of a script for some overrides, from Python.
+def compose_settings(
+    name: str,
+    overrides: Sequence[str],
+    config: type = RunConfig,
+    groups: Sequence[str] = GROUPS,
+) -> dict[str, Any]:
+    """Return the settings of a script for some overrides, from Python; see `command`.
 
     Raises:
         ValueError: an override that names no field or no option, in one line.
     """
     load_plugins(plugins_named_by(overrides))
-    register_groups(name, config)
+    register_groups(name, config, groups)
     with _worded(), initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return as_settings(compose(name, overrides=list(overrides)))
 

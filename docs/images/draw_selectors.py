@@ -1,7 +1,7 @@
 """Draw what every selector keeps and how every scan order runs, and measure neighbourhoods.
 
-    python scripts/draw_selectors.py                              # into docs/images
-    python scripts/draw_selectors.py --rate 0.75 --out /tmp/images
+    python docs/images/draw_selectors.py                              # into docs/images
+    python docs/images/draw_selectors.py --rate 0.75 --out /tmp/images
 
 selectors.png has the kept tokens of a few samples of each selector, orders.png the curves. The
 table that is printed has, for each selector, the chance
@@ -24,28 +24,26 @@ from torch import Tensor
 from tread_zoo.routing import ORDERS, PendingRoute, build_routing, scan_order
 from tread_zoo.seeding import make_generator
 
-SELECTORS: dict[str, dict[str, Any]] = {
-    "random": {"selector": "random"},
-    "rows": {"selector": "rows"},
-    "blocks 2": {"selector": "blocks", "block_size": 2},
-    "blocks 4": {"selector": "blocks", "block_size": 4},
-    "segments 4": {"selector": "segments", "segment_length": 4},
-    "segments 12": {"selector": "segments", "segment_length": 12},
-    "serpentine 12": {
-        "selector": "segments", "segment_length": 12, "segment_order": "serpentine",
-    },
-    "hilbert 4": {"selector": "segments", "segment_length": 4, "segment_order": "hilbert"},
-    "hilbert 12": {"selector": "segments", "segment_length": 12, "segment_order": "hilbert"},
-    "structured": {"selector": "structured"},
-    "norm": {"selector": "norm"},
-}  # fmt: skip
+SELECTORS: dict[str, Any] = {
+    "random": "random",
+    "rows": "rows",
+    "blocks 2": {"name": "blocks", "size": 2},
+    "blocks 4": {"name": "blocks", "size": 4},
+    "segments 4": {"name": "segments", "length": 4},
+    "segments 12": {"name": "segments", "length": 12},
+    "serpentine 12": {"name": "segments", "length": 12, "order": "serpentine"},
+    "hilbert 4": {"name": "segments", "length": 4, "order": "hilbert"},
+    "hilbert 12": {"name": "segments", "length": 12, "order": "hilbert"},
+    "structured": "structured",
+    "norm": "norm",
+}
 COLUMNS = ("left, right", "up, down", "raster next", "hilbert next", "holes")
 SAMPLES = 3  # of each selector in the picture
 
 
-def draw_kept(options: dict[str, Any], batch: int, side: int, rate: float) -> Tensor:
+def draw_kept(selector: Any, batch: int, side: int, rate: float) -> Tensor:
     """Return which tokens stay, bool [batch, side, side]."""
-    routing = build_routing("tread", num_blocks=12, selection_rate=rate, **options)
+    routing = build_routing("tread", num_blocks=12, selection_rate=rate, selector=selector)
     (route,) = routing.draw(batch, (side, side), make_generator("draw", 0))
     if isinstance(route, PendingRoute):
         route = route.resolve(made_up_importance(side).expand(batch, -1))
@@ -85,8 +83,8 @@ def draw_selectors(side: int, rate: float, path: Path) -> None:
     figure, places = plt.subplots(rows, columns, figsize=(8.2, 1.25 * rows))
     for place in places.flat:
         place.axis("off")
-    for place, (name, options) in zip(places.flat, SELECTORS.items(), strict=False):
-        kept = draw_kept(options, SAMPLES, side, rate).float()
+    for place, (name, selector) in zip(places.flat, SELECTORS.items(), strict=False):
+        kept = draw_kept(selector, SAMPLES, side, rate).float()
         gap = torch.full((side, 1), float("nan"))
         strip = torch.cat([part for one in kept for part in (one, gap)][:-1], dim=1)
         place.imshow(strip, cmap="Blues", vmin=-0.15, vmax=1.2, interpolation="nearest")
@@ -148,8 +146,8 @@ def main(arguments: list[str] | None = None) -> None:
     draw_orders(args.side, args.out / "orders.png")
     print(f"| {args.table_side}x{args.table_side}, rate {args.rate:g} | {' | '.join(COLUMNS)} |")
     print("|---" * (1 + len(COLUMNS)) + "|")
-    for name, options in SELECTORS.items():
-        chances = survival(draw_kept(options, args.num_samples, args.table_side, args.rate))
+    for name, selector in SELECTORS.items():
+        chances = survival(draw_kept(selector, args.num_samples, args.table_side, args.rate))
         print(f"| {name} | {' | '.join(f'{chance:.2f}' for chance in chances)} |")
     print(f"written to {args.out}: selectors.png, orders.png")
 
