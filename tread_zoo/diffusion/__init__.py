@@ -37,7 +37,13 @@ from tread_zoo.diffusion.samplers import (
     initial_noise,
     step_noise,
 )
-from tread_zoo.diffusion.sampling import SamplingOptions, build_sampling, default_labels, generate
+from tread_zoo.diffusion.sampling import (
+    SamplingOptions,
+    build_sampling,
+    default_labels,
+    describe_part,
+    generate,
+)
 
 __all__ = [
     "EDM",
@@ -67,6 +73,7 @@ __all__ = [
     "check_weak",
     "combine",
     "default_labels",
+    "describe_part",
     "generate",
     "initial_noise",
     "step_noise",

@@ -43,11 +43,11 @@ class SamplingOptions:
         Raises:
             ValueError: the sampler or the grid does not fit the objective.
         """
-        fits, name = _objectives(self.sampler), _describe("objective", objective)["name"]
+        fits, name = _objectives(self.sampler), describe_part("objective", objective)["name"]
         if fits is not None and name not in fits:
             others = [n for n in available("sampler") if not _objectives(_target("sampler", n))]
             raise ValueError(
-                f"sampler={_describe('sampler', self.sampler)['name']} is for objective="
+                f"sampler={describe_part('sampler', self.sampler)['name']} is for objective="
                 f"{' or '.join(fits)}, and the network is trained with objective={name}; "
                 f"{', '.join(others)} fit every objective."
             )
@@ -77,8 +77,8 @@ class SamplingOptions:
 
     def as_dict(self) -> dict[str, Any]:
         """Return every setting as plain values, for records; guidance's with its prefix."""
-        sampler = _describe("sampler", self.sampler)
-        guidance = _describe("guidance", self.guidance)
+        sampler = describe_part("sampler", self.sampler)
+        guidance = describe_part("guidance", self.guidance)
         return {
             "sampler": sampler.pop("name"),
             "num_steps": self.num_steps,
@@ -176,9 +176,9 @@ def _target(kind: str, name: str) -> Any:
     return get_entry(kind, name).target
 
 
-def _describe(kind: str, part: Any) -> dict[str, Any]:
-    """Return `{"name": …, option: value, …}` of a part: an instance, or a function with or without
-    options bound. The name of one that is not registered is its class's."""
+def describe_part(kind: str, part: Any) -> dict[str, Any]:
+    """Return `{"name": …, option: value, …}` of a part that `create` made, or of one like it: an
+    instance, or a function. The name of one that is not registered is its own or its class's."""
     bound = isinstance(part, partial)
     made_by = part.func if bound else part if isroutine(part) else type(part)
     for name in available(kind):
