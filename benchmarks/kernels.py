@@ -13,8 +13,8 @@ the torch form.
     x baseline              time of the baseline over this one's
     saved MiB               what autograd keeps between forward and backward, inputs included
     peak MiB                the most that the device held beyond the inputs (CUDA only)
-    error, gradient error   largest difference from the naive form in float64, or from the loop where
-                            that is too large; of the gradients over the largest value there
+    error, gradient error   largest difference from the naive form in float64 (from the loop where
+                            that is too large); of the gradients over the largest value there
 
 Dimensions: B batch, L length, K kept tokens, H heads, D or C channels, N states, G groups.
 """
