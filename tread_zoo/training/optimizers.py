@@ -142,7 +142,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().__init__([*groups, {"params": rest, **adamw}], defaults={})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Return the closure's value, and move every parameter that has a gradient."""
         loss = None
         if closure is not None:
@@ -156,26 +156,29 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 continue
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_matrix(parameter, group)
+                    self._step_matrix(parameter, parameter.grad, group)
         return loss
 
-    def _step_matrix(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _step_matrix(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         momentum, average = group["momentum"], state["momentum_buffer"]
-        average.lerp_(parameter.grad, 1 - momentum)
-        update = parameter.grad.lerp(average, momentum) if group["nesterov"] else average
+        average.lerp_(gradient, 1 - momentum)
+        update = gradient.lerp(average, momentum) if group["nesterov"] else average
         if not hasattr(parameter, "full_tensor"):
             _orthogonal_step(parameter.detach(), update, group)
             return
-        from torch.distributed.tensor import distribute_tensor
+        from torch.distributed.tensor import DTensor, distribute_tensor
 
-        whole = parameter.detach().full_tensor()
+        sharded = parameter.detach()
+        assert isinstance(sharded, DTensor)
+        assert isinstance(update, DTensor)
+        whole = sharded.full_tensor()
         _orthogonal_step(whole, update.full_tensor(), group)
-        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        mesh, placements = sharded.device_mesh, sharded.placements
         # src_data_rank=None: every rank has the same, so that nothing has to be sent.
-        parameter.copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+        sharded.copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None))
 
 
 def _orthogonal_step(matrix: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
