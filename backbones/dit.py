@@ -26,6 +26,7 @@ class DiTBlock(AdaLNBlock):
             proj=nn.Linear(hidden_size, hidden_size),
         )
         self.num_heads = num_heads
+        self.fused_rows["qkv.weight"] = 3 * (hidden_size,)
 
     def mix(self, x: Tensor, layout: Layout) -> Tensor:
         return self_attention(x, self.qkv, self.proj, self.num_heads)
