@@ -77,7 +77,7 @@ def test_images_of_two_settings_never_mix(trained):
     assert "cfg3" in made[0].name
     assert json.loads((made[0] / "sampling.json").read_text())["settings"]["guidance_scale"] == 3.0
     out = [*run, f"out={made[1]}"]
-    said = call("sample.py", *out, "guidance=cfg", "num_images=1", cwd=folder, expect=1)
+    call("sample.py", *out, "guidance=cfg", "num_images=1", cwd=folder, expect=1)
     assert len(list(made[1].glob("*.png"))) == 3
 
 
