@@ -76,8 +76,8 @@ def read_settings(own: Sequence[str]) -> dict[str, Any]:
         field, _, value = text.removeprefix(OWN).partition("=")
         if field not in known:
             raise unknown_name("compare: field", field, known)
-        if field == "runs" and value and value[0] not in "['\"":  # = and commas in a folder's name
-            value = "'{}'".format(value.replace("'", "\\'"))
+        if field in ("runs", "out", "title", "curve") and value and value[0] not in "['\"":
+            value = quoted(value)
         texts.append(f"{field}={value}")
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         settings = OmegaConf.to_container(compose("compare", overrides=texts), resolve=True)
@@ -97,7 +97,6 @@ def compare(settings: dict[str, Any], overrides: Sequence[str], command: str) ->
     """Run what is not there yet, write the report, and return 1 if a cell failed."""
     from tread_zoo.comparison import (
         check_same_commands,
-        find_runs,
         read_curves,
         read_runs,
         run_cells,
@@ -117,10 +116,7 @@ def compare(settings: dict[str, Any], overrides: Sequence[str], command: str) ->
                 print(f"{name}: {reason}", file=sys.stderr)
             raise ValueError("No cell ended well: there is nothing to compare.")
         if settings["runs"]:
-            folders = dict(zip(map(str, find_runs(settings["runs"])), range(10**9), strict=False))
-            places = [name for name in folders for cell in ended if cell.choices["run"] == name]
-            ended = [cell for name in folders for cell in ended if cell.choices["run"] == name]
-            runs = read_runs(places, [cell.result for cell in ended])
+            runs = read_runs([c.choices["run"] for c in ended], [c.result for c in ended])
             for field in dict.fromkeys(field for cell in ended for field in cell.choices):
                 if field != "run":
                     runs[field] = [cell.choices.get(field) for cell in ended]
@@ -252,8 +248,8 @@ def write_curve(settings: dict[str, Any]) -> int:
     return 0
 
 
-def quoted(path: Path) -> str:
-    """Return a path as hydra reads it whatever it has in it."""
+def quoted(path: str | Path) -> str:
+    """Return a path or text as hydra reads it, whatever it has in it."""
     return "'{}'".format(str(path).replace("'", "\\'"))
 
 

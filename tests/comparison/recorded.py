@@ -28,7 +28,7 @@ def write_run(
     """Write a run whose held-out loss falls like 1 / step to `final`, and return its folder.
 
     Args:
-        values: further scores at the end.
+        values: further scores at the end; on the way they change as the loss does.
         protocol: entries in place of the common ones.
         settings: groups in place of the defaults.
     """
@@ -52,9 +52,12 @@ def write_run(
     def loss(step):
         return final * (1 + 2 * (1 / step - 1 / steps) * 10)
 
+    def scaled(factor):
+        return {name: value * factor for name, value in (values or {}).items()}
+
     def record(step):
         return {
-            "values": {"held_out_loss": loss(step), **(values or {})},
+            "values": {"held_out_loss": loss(step), **scaled(loss(step) / final)},
             "real": {name: value / 4 for name, value in (values or {}).items()},
             "protocol": {**common, "step": step, **(protocol or {})},
             "run": {"device": device, "precision": "bf16", "num_processes": 1, "torch": "2.15",

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 INK = "#010203"  # becomes the text colour of the page
 COLOURS = ("#2a7fd4", "#e0731d", "#2e9e5b", "#c94f9b", "#8d6bd1", "#b08d17", "#1aa3a8", "#d14b4b")
-DASHES: Sequence[str | tuple[int, tuple[int, ...]]] = ("--", ":", "-.", (0, (8, 2)), (0, (1, 3)))
+Dash = str | tuple[int, tuple[int, ...]]
+DASHES: Sequence[Dash] = ("--", ":", "-.", (0, (8, 2)), (0, (1, 3)))
 
 
 def looks(
@@ -144,11 +145,9 @@ def _new_figure(size: tuple[float, float]) -> "tuple[Figure, Axes]":
     import matplotlib
     from matplotlib.figure import Figure
 
-    colours = dict.fromkeys(
-        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
-    )
-    sans = {"font.family": "sans-serif", "font.size": 11}
-    with matplotlib.rc_context(colours | sans):
+    coloured = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    style: dict[Any, Any] = {**dict.fromkeys(coloured, INK), "font.size": 11}
+    with matplotlib.rc_context(style):
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
         axes.spines[["top", "right"]].set_visible(False)

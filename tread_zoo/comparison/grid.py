@@ -4,6 +4,7 @@ A cell whose result is there is left alone, and one that was cut off continues, 
 again takes a grid up where it stopped.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -78,8 +79,8 @@ def expand(
 
 
 def cell_name(choices: Mapping[str, str]) -> str:
-    """Return choices as a file name, as in `backbone-dit_tiny_seed-0`; where characters are lost, or
-    it is long, a digest keeps it apart from others."""
+    """Return choices as a file name, as in `backbone-dit_tiny_seed-0`; where characters are lost,
+    or it is long, a digest keeps it apart from others."""
     text = "_".join(f"{field}-{value}" for field, value in choices.items()) or "run"
     name = re.sub(r"[^\w.-]+", "_", text)
     if name == text and len(name.encode()) <= LONGEST_NAME:
@@ -258,7 +259,5 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 def _signal(processes: Sequence["subprocess.Popen[bytes]"], number: signal.Signals) -> None:
     for process in processes:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        except ProcessLookupError:
-            pass

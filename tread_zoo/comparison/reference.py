@@ -1,7 +1,7 @@
 """Reference curves: what a recipe gave with several seeds, and whether a run lies on it.
 
 A curve is a CSV file, `<experiment>_<backbone>_<dense or tread>.csv`, of the columns
-source, metric, step, mean, std, n (see `read_curves`). A run is on it if at every step that both have
+source, metric, step, mean, std, n (see `read_curves`). A run is on it if at every step of both
 
     |value - mean| <= K sqrt(1 + 1/n) max(std, |mean| rms(std / |mean|), floor)
 

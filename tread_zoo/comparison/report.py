@@ -78,9 +78,9 @@ class Difference:
 
     def __str__(self) -> str:
         low, high = (f"{100 * v:+.1f}" for v in (min(self.values), max(self.values)))
-        spread = f" ({low} … {high})" if low != high else ""
         alone = ", one seed" if len(self.values) == 1 else ""
-        return f"{100 * statistics.fmean(self.values):+.1f} %{spread}, {self.verdict}{alone}"
+        spread = f", {low} … {high}" if low != high else alone
+        return f"{100 * statistics.fmean(self.values):+.1f} %{spread}"
 
 
 def write_report(
@@ -110,6 +110,8 @@ def write_report(
     ended = runs[runs.ended] if len(runs) else runs
     if not len(ended):
         raise ValueError("No run has been scored: there is nothing to compare.")
+    again = ended.astype(str).duplicated([*ended.attrs["settings"], "seed"])
+    repeated, ended = ended[again], ended[~again]
     metrics, notes = comparable_metrics(ended)
     if metric is not None and metric not in metrics:
         raise ValueError(f"compare.metric={metric} must be one of {', '.join(metrics)}.")
@@ -123,10 +125,10 @@ def write_report(
     headline = [*best_settings(settings, ended, curves, main), *paying]
     scores = scores_table(settings, metrics)
     out.mkdir(parents=True, exist_ok=True)
-    unscored = ended.flops.isna().all() or ended.flops_per_sample.nunique() > ended.flops.nunique()
+    by_sample = ended.flops_per_sample.nunique() > ended.flops.nunique()
     real = ended.get(f"real_{main}", pd.Series(dtype=float)).dropna()
     quality = draw_quality(
-        settings, main, direction(main) or "lower", "flops_per_sample" if unscored else "flops",
+        settings, main, direction(main) or "lower", "flops_per_sample" if by_sample else "flops",
         real.iloc[0] if len(real) else None,
     )  # fmt: skip
     as_png(quality, out / "quality.png")
@@ -212,7 +214,7 @@ def group_settings(runs: pd.DataFrame) -> list[Setting]:
     for key in dict.fromkeys(keys):
         rows = runs[[k == key for k in keys]]
         first = rows.iloc[0]
-        more = [f"{f.rpartition('.')[2]} {first[f]}" for f in extra if first[f] is not None]
+        more = [f"{f.rpartition('.')[2]} {first[f]}" for f in extra if pd.notna(first[f])]
         is_dense = first.routing == "none"
         label = ", ".join([f"{first.backbone} {'dense' if is_dense else first.routing}", *more])
         choices = {f: first[f] for f in fields if not f.startswith(("backbone", "routing"))}
@@ -274,7 +276,8 @@ def best_settings(
         worst = max(sign * v for v in by_label[best])
         near = [o for o in others if min(sign * v for v in by_label[o]) <= worst]
         single = min(map(len, by_label.values())) < 2
-        text = f"Best {words(used)} at equal {name} ({si(budget)}): {best}, {_mean(by_label[best])}"
+        text = f"At equal {name} ({si(budget)}): {best} has the best {words(used)}, "
+        text += _mean(by_label[best])
         if single:
             text += f"; next {others[0]}, {_mean(by_label[others[0]])}. One seed: not settled."
         elif near:
@@ -282,7 +285,7 @@ def best_settings(
             listed = ", ".join(f"{o} {_mean(by_label[o])}" for o in near[:3])
             text += f"; not settled against {listed}{more}."
         else:
-            text += f"; next {others[0]}, {_mean(by_label[others[0]])}. Settled by every seed."
+            text += f"; next {others[0]}, {_mean(by_label[others[0]])}. Settled."
         lines.append(text)
     return lines
 
@@ -306,11 +309,11 @@ def routing_table(
                 row.append("not measured")
                 continue
             used = f"{words(measured[0])} " if measured[0] != metric else ""
-            row.append(f"{used}{difference}")
+            row.append(f"{used}{difference.verdict}: {difference}")
             if axis != "steps":
                 by = f"{words(measured[0])} at equal {name}"
-                verdict = difference.verdict
-                verdicts.setdefault(by, {}).setdefault(verdict, []).append(setting.label)
+                text = f"{setting.label} ({difference})"
+                verdicts.setdefault(by, {}).setdefault(difference.verdict, []).append(text)
         rows.append(row)
     says = {"better": "pays for", "worse": "does not pay for", "equal": "makes no difference for",
             "not settled": "is not settled for"}  # fmt: skip
@@ -320,8 +323,8 @@ def routing_table(
         + "."
         for by, found in verdicts.items()
     ]
-    if rows and not verdicts:
-        lines = ["Whether routing pays at equal FLOPs was not measured: set training.score_every."]
+    if rows and not any(by.endswith("FLOPs") for by in verdicts):
+        lines += ["Whether routing pays at equal FLOPs was not measured: set training.score_every."]
     header = ["routed against dense", "FLOPs of dense", *(f"at equal {n}" for n in NAMES.values())]
     return (header, rows), lines
 

@@ -5,9 +5,9 @@
     curves = read_curves(runs.folder)
     curves.query("metric == 'held_out_loss'").pivot(index="step", columns="folder", values="value")
 
-A run's folder has `config.json` (its `RunConfig`), `facts.json` (data, size, FLOPs), `metrics.jsonl`
-(what was logged), and once it was scored `scores.jsonl` and `score.json`. Nothing is computed from
-networks here, and no code that a run names is imported.
+A run's folder has `config.json` (its `RunConfig`), `facts.json` (data, size, FLOPs),
+`metrics.jsonl` (what was logged), and once it was scored `scores.jsonl` and `score.json`. Nothing
+is computed from networks here, and no code that a run names is imported.
 """
 
 import dataclasses
@@ -54,12 +54,11 @@ def read_runs(folders: Folders, records: Sequence[Path] | None = None) -> pd.Dat
     by its name on the command line (`routing.selection_rate`); `seed`; `ended`, whether it was
     scored after its last step; `steps` and `images` so far; `parameters`; `flops_per_step` (forward
     and backward, as routed, all images of an optimizer step), `flops` (of all steps so far),
-    `flops_of_dense` (per image, routed over dense), `flops_per_sample`; `seconds` of training steps;
-    `images_per_s`; `peak_memory_bytes`; `machine`; `loss`, the last that was logged; the scores by
-    name, `held_out_loss` among them; `real_…`, what real images score; `protocol`, what made the
-    scores; `samples`, the last picture. What was not measured is NaN or None.
-
-    `attrs["settings"]` lists the columns that are settings, `attrs["metrics"]` those that are scores.
+    `flops_of_dense` (per image, routed over dense), `flops_per_sample`; `seconds` of training
+    steps; `images_per_s`; `peak_memory_bytes`; `machine`; `loss`, the last that was logged;
+    `protocol`, what made the scores; `samples`, the last picture; the scores by name,
+    `held_out_loss` among them; `real_…`, what real images score. What was not measured is NaN or
+    None. `attrs["settings"]` and `attrs["metrics"]` list the columns that are settings and scores.
 
     Args:
         folders: of runs: one, several, or patterns as in "runs/*".

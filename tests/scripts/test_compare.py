@@ -1,0 +1,198 @@
+"""The comparison as a user meets it: one command, a page, the same command again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from scripts import compare
+from scripts.compare import CONFIGS, CURVES, make_cells, read_settings, split_sweeps
+from tests.comparison.recorded import write_run
+from tests.comparison.test_reference import follow
+
+ROOT = Path(__file__).parents[2]
+# What stands for scripts/train.py and scripts/evaluate.py: it writes a run, fails, or waits.
+FAKE = """
+import json, pathlib, sys, time
+from tests.comparison.recorded import write_run
+given = dict(text.split("=", 1) for text in sys.argv[1:])
+if "checkpoint" in given:
+    record = json.loads((pathlib.Path(given["checkpoint"].strip("'")) / "score.json").read_text())
+    record["values"]["held_out_loss"] *= len(given["guidance"])
+    record["protocol"]["sampling"]["flops_per_image"] = 1000 * len(given["guidance"])
+    out = pathlib.Path(given["out"].strip("'"))
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(json.dumps(record))
+    sys.exit()
+folder = pathlib.Path(given["run_dir"].strip("'"))
+while pathlib.Path("wait").exists():
+    pathlib.Path("waiting").touch()
+    time.sleep(0.05)
+if given.get("routing") == "wrong":
+    sys.exit("error: routing=wrong is unknown.")
+write_run(folder, backbone=given["backbone"], routing=given["routing"], seed=int(given["seed"]),
+          final=0.4 + 0.01 * int(given["seed"]) - 0.1 * (given["routing"] == "tread"))
+"""
+GRID = ("backbone=dit_tiny", "routing=none,tread", "seed=0,1", "compare.out=out")
+
+
+def start(tmp_path, *given):
+    """Start the comparison in `tmp_path`, with cells that are `FAKE`."""
+    (tmp_path / "fake.py").write_text(FAKE)
+    fake = f"compare.TRAIN = compare.EVALUATE = pathlib.Path({str(tmp_path / 'fake.py')!r})"
+    code = f"import pathlib, sys; from scripts import compare; {fake}; compare.main()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *given], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+def call(tmp_path, *given, status=0):
+    process = start(tmp_path, *given)
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == status, error
+    return out + error
+
+
+def test_one_command_makes_the_page_and_again_only_reads(tmp_path):
+    said = call(tmp_path, *GRID, "compare.jobs=2")
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert text in said
+    assert "2 settings of 1 backbone, 4 runs, on digits" in text
+    assert "pays for dit_tiny tread" in text
+    again = call(tmp_path, *GRID)
+    assert "4 cells, 4 of them done" in again
+    wider = call(tmp_path, *GRID[:-2], "seed=0,1,2", GRID[-1])
+    assert "6 cells, 4 of them done" in wider
+    guided = call(
+        tmp_path, "compare.runs=out/runs/*seed-0", "guidance=none,cfg3", "compare.out=guided"
+    )
+    assert "dit_tiny dense, guidance cfg3" in guided
+    other = call(tmp_path, *GRID, "training.batch_size=4", status=2)
+    assert "training.batch_size=4" in other
+
+
+def test_a_cell_that_fails_is_reported_and_the_others_are_compared(tmp_path):
+    said = call(tmp_path, *GRID[:1], "routing=none,wrong", "seed=0", "compare.out=out", status=1)
+    assert "failed: backbone-dit_tiny_routing-wrong_seed-0" in said
+    assert "error: routing=wrong is unknown." in said
+    assert "dit_tiny dense" in (tmp_path / "out" / "report.md").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_the_cells_and_says_how_to_go_on(tmp_path, number):
+    (tmp_path / "wait").touch()
+    process = start(tmp_path, *GRID, "compare.jobs=2")
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "waiting").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert error == "stopped; the same command continues\n"
+    (tmp_path / "waiting").unlink()
+    time.sleep(0.5)
+    assert not (tmp_path / "waiting").exists(), "a cell still runs"
+
+
+@pytest.mark.slow
+def test_cells_are_runs_of_the_real_script(tmp_path):
+    given = ("backbone=dit_tiny", "routing=none,tread", "seed=0", "training.num_steps=4",
+             "training.sample_every=2", "evaluation.num_images=70", "compare.out=out")  # fmt: skip
+    command = [sys.executable, str(ROOT / "scripts" / "compare.py"), *given]
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    runs = pd.read_csv(tmp_path / "out" / "results.csv")
+    assert list(runs.steps) == [4, 4]
+    assert runs.flops.notna().all()
+
+
+def test_values_of_the_command_line_take_the_place_of_the_study_s():
+    grids = [{"backbone": ["a", "b"], "seed": [0, 1]}, {"routing.selector": ["rows"], "seed": [0]}]
+    given = ["seed=2,3", "backbone=dit_tiny", "data=npz", "objective=edm,flow"]
+    sweeps, fixed = split_sweeps(grids, given, ["experiment=cifar10", "data=digits"])
+    assert fixed == ["experiment=cifar10", "data=npz"]
+    spanned = {"seed": ["2", "3"], "objective": ["edm", "flow"]}
+    assert sweeps == [
+        {"backbone": ["dit_tiny"], **spanned},
+        {"routing.selector": ["rows"], **spanned},
+    ]
+    assert split_sweeps([{}], ["guidance=none,{name: cfg, scale: 2}"])[0] == [
+        {"guidance": ["none", "{name:cfg,scale:2}"]}
+    ]
+
+
+@pytest.mark.parametrize("study", sorted(path.stem for path in (CONFIGS / "study").glob("*.yaml")))
+def test_every_study_has_cells_and_a_title_that_counts_nothing(study):
+    settings = read_settings([f"compare.study={study}", "compare.out=a=b,c"])
+    cells = make_cells(settings, ["device=cpu"])
+    assert len({cell.result for cell in cells}) == len(cells) > 3
+    assert f"run_dir='{cells[0].result.parent}'" in cells[0].command
+    assert "device=cpu" in cells[0].command
+    assert not any(word in settings["title"] for word in ("Two", "Three", "Four"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["compare.sudy=rates"], "Did you mean 'study'"),
+        (["compare.study=ratse"], "ratse"),
+        (["compare.jobs=0"], "compare.jobs=0"),
+        (["compare.to=referense"], "reference"),
+        (["compare.to=reference"], "compare.runs"),
+        (["compare.runs=nowhere/*"], "holds no run"),
+        (["run_dir=there"], "set by the comparison"),
+    ],
+)
+def test_a_wrong_command_is_one_line_and_status_2(given, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["compare.py", *given])
+    with pytest.raises(SystemExit) as left:
+        compare.main()
+    assert left.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+
+
+@pytest.mark.parametrize(("factor", "status"), [(1.0, 0), (1.2, 1)])
+def test_the_status_says_whether_a_run_lies_on_its_curve(
+    tmp_path, factor, status, monkeypatch, capsys
+):
+    monkeypatch.setattr(compare, "recipe_differences", lambda recipe, config: {})
+    curve = pd.read_csv(CURVES / "digits_dit_dense.csv", comment="#")
+    folder = follow(tmp_path / "run=0,a", curve, factor)
+    monkeypatch.setattr(sys, "argv", ["", "compare.to=reference", f"compare.runs={folder}"])
+    with pytest.raises(SystemExit) as left:
+        compare.main()
+    assert left.value.code == status
+    text = (folder / "reference.md").read_text()
+    assert text in capsys.readouterr().out
+    assert f"is {'off' if status else 'on'} the curve of digits_dit_dense" in text
+
+
+@pytest.mark.skipif(
+    not (CONFIGS / "experiment" / "digits.yaml").exists(), reason="no recipe digits yet"
+)
+def test_a_run_of_a_recipe_differs_in_nothing_from_it(tmp_path):
+    config = json.loads((write_run(tmp_path / "run") / "config.json").read_text())
+    config["training"] |= {"num_steps": 800, "log_every": 5}
+    assert compare.recipe_differences("digits_dit_dense", config) == {}
+    config["optimizer"]["learning_rate"] = 1.0
+    assert "optimizer.learning_rate" in compare.recipe_differences("digits_dit_dense", config)
+
+
+def test_a_curve_is_made_from_runs(tmp_path, monkeypatch):
+    for seed in range(2):
+        write_run(tmp_path / f"seed{seed}", seed=seed)
+    given = [f"compare.runs={tmp_path}/seed*", f"compare.curve={tmp_path / 'curve.csv'}"]
+    monkeypatch.setattr(sys, "argv", ["", *given])
+    with pytest.raises(SystemExit) as left:
+        compare.main()
+    assert left.value.code == 0
+    assert set(pd.read_csv(tmp_path / "curve.csv", comment="#").n) == {2}
