@@ -9,7 +9,8 @@ import pytest
 
 from tests.comparison.recorded import write_run
 from tread_zoo.comparison import read_curves, read_runs, write_report
-from tread_zoo.comparison.report import Difference, comparable_metrics, group_settings, si
+from tread_zoo.comparison.figures import si
+from tread_zoo.comparison.findings import Difference, comparable_metrics, group_settings
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 

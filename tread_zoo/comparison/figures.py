@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from tread_zoo.comparison.report import Setting
+    from tread_zoo.comparison.findings import Setting
 
 INK = "#010203"  # becomes the text colour of the page
 COLOURS = ("#2a7fd4", "#e0731d", "#2e9e5b", "#c94f9b", "#8d6bd1", "#b08d17", "#1aa3a8", "#d14b4b")

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from tread_zoo.comparison.report import HELD_OUT, direction
+from tread_zoo.comparison.findings import HELD_OUT, direction
 from tread_zoo.comparison.results import Folders, read_curves, read_runs
 
 K = 4.0  # standard deviations: many points are looked at, so one alone must be far off

@@ -1,86 +1,16 @@
-"""The report of a comparison: CSV, markdown and one HTML page that needs no other file.
-
-A setting is the runs that differ in seed alone. A difference between two settings is settled where
-every seed that both have shows it, two at least. Budgets are equal at the smallest that any run
-spent: what the others had by then is read off their curves, straight between the measured points.
-"""
+"""The report of a comparison: CSV, markdown and one HTML page that needs no other file."""
 
 import base64
-import math
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from tread_zoo.comparison.figures import as_png, as_svg, draw_curve, draw_quality, looks, si, words
-from tread_zoo.registry import available, get_entry
+from tread_zoo.comparison.figures import as_png, as_svg, draw_curve, draw_quality, looks, words
+from tread_zoo.comparison.findings import Findings, Setting, direction, find, flat
 
-HELD_OUT = "held_out_loss"
-SAME = 0.01  # budgets that differ by less are equal
-BUDGETS = {"steps": "step", "flops": "flops", "seconds": "seconds"}  # of runs -> of curves
-NAMES = {"steps": "steps", "flops": "FLOPs", "seconds": "seconds"}
-COSTS = ("parameters", "flops", "flops_of_dense", "flops_per_sample", "seconds", "images_per_s")
 MARKS = {"-": "━━━", "--": "╍╍╍", ":": "┈┈┈", "-.": "━╍━"}
-
-Table = tuple[list[str], list[list[str]]]  # header, rows
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Runs that differ in their seed alone.
-
-    Args:
-        label: what tells it from the others, in words.
-        backbone: its name.
-        is_dense: whether it was trained without routes.
-        choices: the settings in which the runs of the table differ.
-        runs: its rows.
-    """
-
-    label: str
-    backbone: str
-    is_dense: bool
-    choices: Mapping[str, Any]
-    runs: pd.DataFrame
-
-    def dense_of(self, settings: "Sequence[Setting]") -> "Setting | None":
-        """Return the dense setting that this routed one compares with: of the same backbone, and
-        alike in all in which the dense ones of it differ."""
-        if self.is_dense:
-            return None
-        dense = [s for s in settings if s.is_dense and s.backbone == self.backbone]
-        varied = [k for k in self.choices if len({repr(s.choices[k]) for s in dense}) > 1]
-        alike = [s for s in dense if all(s.choices[k] == self.choices[k] for k in varied)]
-        return alike[0] if len(alike) == 1 else None
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How far one setting lies from another, relative to it, for each seed that both have."""
-
-    values: Sequence[float]
-    better: str
-
-    @property
-    def verdict(self) -> str:
-        """better, worse, equal or not settled."""
-        sign = 1 if self.better == "higher" else -1
-        if all(value == 0 for value in self.values):
-            return "equal"
-        for word, way in (("better", sign), ("worse", -sign)):
-            if len(self.values) > 1 and all(way * value > 0 for value in self.values):
-                return word
-        return "not settled"
-
-    def __str__(self) -> str:
-        low, high = (f"{100 * v:+.1f}" for v in (min(self.values), max(self.values)))
-        alone = ", one seed" if len(self.values) == 1 else ""
-        spread = f", {low} … {high}" if low != high else alone
-        return f"{100 * statistics.fmean(self.values):+.1f} %{spread}"
 
 
 def write_report(
@@ -107,290 +37,40 @@ def write_report(
     Raises:
         ValueError: no run was scored, or the runs have no score that compares.
     """
-    ended = runs[runs.ended] if len(runs) else runs
-    if not len(ended):
-        raise ValueError("No run has been scored: there is nothing to compare.")
-    again = ended.astype(str).duplicated([*ended.attrs["settings"], "seed"])
-    repeated, ended = ended[again], ended[~again]
-    metrics, notes = comparable_metrics(ended)
-    if metric is not None and metric not in metrics:
-        raise ValueError(f"compare.metric={metric} must be one of {', '.join(metrics)}.")
-    notes += [f"{name} failed: {reason}" for name, reason in (failed or {}).items()]
-    notes += [
-        f"{r.folder} is at step {r.steps}, not scored." for r in runs[~runs.ended].itertuples()
-    ]
-    main = metric or metrics[0]
-    settings = group_settings(ended)
-    pairs, paying = routing_table(settings, curves, main)
-    headline = [*best_settings(settings, ended, curves, main), *paying]
-    scores = scores_table(settings, metrics)
+    found = find(runs, curves, metric, failed)
     out.mkdir(parents=True, exist_ok=True)
-    by_sample = ended.flops_per_sample.nunique() > ended.flops.nunique()
-    real = ended.get(f"real_{main}", pd.Series(dtype=float)).dropna()
+    real = found.runs.get(f"real_{found.main}", pd.Series(dtype=float)).dropna()
     quality = draw_quality(
-        settings, main, direction(main) or "lower", "flops_per_sample" if by_sample else "flops",
+        found.settings,
+        found.main,
+        direction(found.main) or "lower",
+        "flops_per_sample" if found.by_sample else "flops",
         real.iloc[0] if len(real) else None,
-    )  # fmt: skip
+    )
     as_png(quality, out / "quality.png")
     runs.drop(columns=["protocol", "samples"]).to_csv(out / "results.csv", index=False)
     curves.to_csv(out / "curves.csv", index=False)
-    about = {"title": title, "subtitle": _count(settings, ended), "command": command}
-    text = _markdown(about, headline, scores, pairs, notes)
+    about = {"title": title, "subtitle": _count(found), "command": command}
+    text = _markdown(about, found)
     (out / "report.md").write_text(text)
-    machines = list(dict.fromkeys(ended.machine.dropna()))
-    page = _page(
+    style = looks(found.settings)
+    page = _render(
         **about,
-        headline=headline,
-        quality=as_svg(quality, f"{words(main)} against FLOPs"),
-        samples=_samples(settings),
-        scores=scores,
-        pairs=pairs,
-        figures=_curve_figures(settings, ended, curves, metrics),
-        legend=[(s.label, c, MARKS.get(str(d), "━ ━")) for s in settings
-                for c, d in [looks(settings)[s.label]]],
-        notes=notes,
-        machines=machines,
-        protocol=_flat(ended.protocol.iloc[0] or {}),
-    )  # fmt: skip
+        findings=found,
+        quality=as_svg(quality, f"{words(found.main)} against FLOPs"),
+        samples=_samples(found.settings),
+        figures=[] if found.by_sample else _curve_figures(found, curves),
+        legend=[(label, colour, MARKS.get(str(d), "━ ━")) for label, (colour, d) in style.items()],
+        machines=list(dict.fromkeys(found.runs.machine.dropna())),
+        protocol=flat(found.runs.protocol.iloc[0] or {}),
+    )
     (out / "index.html").write_text(page)
     return text
 
 
-def direction(metric: str) -> str | None:
-    """Return whether a metric is better `lower` or `higher`, None if that is not known."""
-    if metric in available("metric"):
-        return get_entry("metric", metric).facts.get("better")
-    return "lower" if metric.endswith("loss") else None
-
-
-def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
-    """Return the scores that all runs have by one protocol, and notes on those that they do not.
-
-    What was sampled by (sampler, guidance) may differ: it is a setting, and shown. What concerns
-    the held-out loss alone begins with `held_out`.
-
-    Raises:
-        ValueError: no score is left.
-    """
-    flat = [_flat(protocol or {}) for protocol in runs.protocol]
-    different = [
-        key
-        for key in dict.fromkeys(key for own in flat for key in own)
-        if len({repr(own.get(key)) for own in flat}) > 1
-        and key.partition(".")[0] not in ("step", "sampling", "sampler", "guidance")
-    ]
-    of_loss = [key for key in different if key.startswith(("held_out", "data"))]
-    of_samples = [key for key in different if not key.startswith("held_out")]
-    notes = [
-        f"{what} not compared: the runs differ in {', '.join(keys)}."
-        for what, keys in (("Held-out losses are", of_loss), ("Scores of samples are", of_samples))
-        if keys
-    ]
-    metrics = []
-    for name in runs.attrs["metrics"]:
-        barred = of_loss if name == HELD_OUT else of_samples
-        if direction(name) and not barred and runs[name].notna().all():
-            metrics.append(name)
-    if not metrics:
-        raise ValueError(" ".join(["The runs have no score in common.", *notes]))
-    return sorted(metrics, key=lambda name: name == HELD_OUT), notes
-
-
-def group_settings(runs: pd.DataFrame) -> list[Setting]:
-    """Return the settings, in the order in which they first come."""
-    fields = runs.attrs["settings"]
-    keys = [tuple(repr(v) for v in row) for row in runs[fields].itertuples(index=False)]
-    parts = list(zip(runs.backbone, runs.routing, strict=True))
-    extra = [
-        field
-        for field in fields
-        if field not in ("backbone", "routing")
-        and any(
-            len({repr(v) for v, p in zip(runs[field], parts, strict=True) if p == part}) > 1
-            for part in set(parts)
-        )
-    ]
-    settings = []
-    for key in dict.fromkeys(keys):
-        rows = runs[[k == key for k in keys]]
-        first = rows.iloc[0]
-        more = [f"{f.rpartition('.')[2]} {first[f]}" for f in extra if pd.notna(first[f])]
-        is_dense = first.routing == "none"
-        label = ", ".join([f"{first.backbone} {'dense' if is_dense else first.routing}", *more])
-        choices = {f: first[f] for f in fields if not f.startswith(("backbone", "routing"))}
-        choices |= {f: first[f] for f in fields if f.startswith("backbone.")}
-        settings.append(Setting(label, first.backbone, is_dense, choices, rows))
-    return settings
-
-
-def values_at_equal(
-    runs: pd.DataFrame, curves: pd.DataFrame, metric: str, axis: str
-) -> tuple[float, dict[str, float]] | None:
-    """Return the smallest budget that any run spent, and each run's value when it had spent that,
-    by folder; None where it was not measured, or seconds are of several machines.
-
-    Args:
-        runs, curves: of `read_runs` and `read_curves`.
-        metric: a score.
-        axis: steps, flops or seconds.
-    """
-    spent = runs[axis]
-    if spent.isna().any() or (axis == "seconds" and runs.machine.nunique() > 1):
-        return None
-    budget = spent.min()
-    if spent.max() <= budget * (1 + SAME):
-        return budget, dict(zip(runs.folder, runs[metric], strict=True))
-    for source in ("score", "log"):
-        values = {}
-        for run in runs.itertuples():
-            own = curves[
-                (curves.folder == run.folder)
-                & (curves.source == source)
-                & (curves.metric == metric)
-            ].sort_values("step")
-            x = own[BUDGETS[axis]].to_numpy()
-            if len(x) and x[0] <= budget <= x[-1] * (1 + SAME):
-                values[run.folder] = float(np.interp(budget, x, own.value))
-        if len(values) == len(runs):
-            return budget, values
-    return None
-
-
-def best_settings(
-    settings: Sequence[Setting], runs: pd.DataFrame, curves: pd.DataFrame, metric: str
-) -> list[str]:
-    """Return a sentence for each budget: which setting is best when all have spent the same, and
-    from which others it is not told apart by the seeds."""
-    if len(settings) < 2:
-        return []
-    lines = []
-    for axis, name in NAMES.items():
-        measured = _first_measured(runs, curves, metric, axis)
-        if measured is None:
-            continue
-        used, budget, values = measured
-        by_label = {s.label: [values[f] for f in s.runs.folder] for s in settings}
-        sign = -1 if direction(used) == "higher" else 1
-        order = sorted(by_label, key=lambda label: sign * statistics.fmean(by_label[label]))
-        best, *others = order
-        worst = max(sign * v for v in by_label[best])
-        near = [o for o in others if min(sign * v for v in by_label[o]) <= worst]
-        single = min(map(len, by_label.values())) < 2
-        text = f"At equal {name} ({si(budget)}): {best} has the best {words(used)}, "
-        text += _mean(by_label[best])
-        if single:
-            text += f"; next {others[0]}, {_mean(by_label[others[0]])}. One seed: not settled."
-        elif near:
-            more = f" and {len(near) - 3} more" if len(near) > 3 else ""
-            listed = ", ".join(f"{o} {_mean(by_label[o])}" for o in near[:3])
-            text += f"; not settled against {listed}{more}."
-        else:
-            text += f"; next {others[0]}, {_mean(by_label[others[0]])}. Settled."
-        lines.append(text)
-    return lines
-
-
-def routing_table(
-    settings: Sequence[Setting], curves: pd.DataFrame, metric: str
-) -> tuple[Table, list[str]]:
-    """Return routed settings against their dense ones at equal steps, FLOPs and seconds, and a
-    sentence that says for which of them routing pays."""
-    rows, verdicts = [], dict[str, dict[str, list[str]]]()
-    for setting in settings:
-        dense = setting.dense_of(settings)
-        if dense is None:
-            continue
-        row = [setting.label, f"{setting.runs.flops_of_dense.mean():.2f}"]
-        for axis, name in NAMES.items():
-            runs = pd.concat([dense.runs, setting.runs])
-            measured = _first_measured(runs, curves, metric, axis)
-            difference = measured and _difference(dense, setting, measured)
-            if not measured or not difference:
-                row.append("not measured")
-                continue
-            used = f"{words(measured[0])} " if measured[0] != metric else ""
-            row.append(f"{used}{difference.verdict}: {difference}")
-            if axis != "steps":
-                by = f"{words(measured[0])} at equal {name}"
-                text = f"{setting.label} ({difference})"
-                verdicts.setdefault(by, {}).setdefault(difference.verdict, []).append(text)
-        rows.append(row)
-    says = {"better": "pays for", "worse": "does not pay for", "equal": "makes no difference for",
-            "not settled": "is not settled for"}  # fmt: skip
-    lines = [
-        f"Routing, by {by}: "
-        + "; ".join(f"{says[word]} {_and(found[word])}" for word in says if word in found)
-        + "."
-        for by, found in verdicts.items()
-    ]
-    if rows and not any(by.endswith("FLOPs") for by in verdicts):
-        lines += ["Whether routing pays at equal FLOPs was not measured: set training.score_every."]
-    header = ["routed against dense", "FLOPs of dense", *(f"at equal {n}" for n in NAMES.values())]
-    return (header, rows), lines
-
-
-def scores_table(settings: Sequence[Setting], metrics: Sequence[str]) -> Table:
-    """Return a row for each setting, mean ± standard deviation over its seeds, and one for real
-    images where they were scored."""
-    runs = pd.concat([setting.runs for setting in settings])
-    costs = [name for name in COSTS if runs[name].notna().any()]
-    costs = [c for c in costs if c != "flops_per_sample" or runs[c].nunique() > 1]
-    rows = [
-        [s.label, str(len(s.runs)), *(_mean(s.runs[name].dropna()) for name in (*metrics, *costs))]
-        for s in settings
-    ]
-    real = {m: runs[f"real_{m}"].dropna() for m in metrics if f"real_{m}" in runs}
-    if any(map(len, real.values())):
-        values = [_mean(real[m].unique()[:1]) if m in real else "" for m in metrics]
-        rows.append(["real images", "", *values, *[""] * len(costs)])
-    arrows = {"lower": "↓", "higher": "↑"}
-    titles = [f"{words(m)} {arrows[direction(m) or 'lower']}" for m in metrics]
-    return ["setting", "runs", *titles, *(_cost_title(c) for c in costs)], rows
-
-
-def _cost_title(name: str) -> str:
-    titles = {"flops": "training FLOPs", "flops_of_dense": "FLOPs of dense",
-              "flops_per_sample": "FLOPs per sample", "images_per_s": "images/s"}  # fmt: skip
-    return titles.get(name, name)
-
-
-def _first_measured(
-    runs: pd.DataFrame, curves: pd.DataFrame, metric: str, axis: str
-) -> tuple[str, float, dict[str, float]] | None:
-    """Return the metric, or else the held-out loss, at an equal budget."""
-    for name in dict.fromkeys((metric, HELD_OUT)):
-        found = values_at_equal(runs, curves, name, axis) if name in runs else None
-        if found and all(map(math.isfinite, found[1].values())):
-            return name, *found
-    return None
-
-
-def _difference(
-    dense: Setting, routed: Setting, measured: tuple[str, float, dict[str, float]]
-) -> Difference | None:
-    metric, _, values = measured
-    first, second = (
-        dict(zip(s.runs.seed, s.runs.folder.map(values), strict=True)) for s in (dense, routed)
-    )
-    relative = [second[seed] / first[seed] - 1 for seed in first if seed in second]
-    return Difference(relative, direction(metric) or "lower") if relative else None
-
-
-def _mean(values: Any) -> str:
-    """Return mean ± standard deviation as text; "" of no values."""
-    listed = [float(value) for value in values]
-    if not listed:
-        return ""
-    std = statistics.stdev(listed) if len(listed) > 1 else 0.0
-    return si(statistics.fmean(listed)) + (f" ± {si(float(f'{std:.2g}'))}" if std else "")
-
-
-def _and(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-
-
-def _count(settings: Sequence[Setting], runs: pd.DataFrame) -> str:
-    backbones, data = {s.backbone for s in settings}, _and(sorted(set(runs.data)))
+def _count(findings: Findings) -> str:
+    settings, runs = findings.settings, findings.runs
+    backbones, data = {s.backbone for s in settings}, " and ".join(sorted(set(runs.data)))
     counts = [(len(settings), "setting"), (len(backbones), "backbone"), (len(runs), "run")]
     first, second, third = (f"{n} {word}{'s' * (n != 1)}" for n, word in counts)
     return f"{first} of {second}, {third}, on {data}"
@@ -418,39 +98,29 @@ def _embed(path: Path) -> str:
     return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
 
 
-def _curve_figures(
-    settings: Sequence[Setting], runs: pd.DataFrame, curves: pd.DataFrame, metrics: Sequence[str]
-) -> list[tuple[str, list[str]]]:
-    """Return (metric, its figures against steps, FLOPs and seconds) of all that every setting
-    measured more than once on its way."""
+def _curve_figures(findings: Findings, curves: pd.DataFrame) -> list[tuple[str, list[str]]]:
+    """Return (metric, its figures against steps, FLOPs and seconds) of all that every run measured
+    more than once on its way."""
     labels = {"step": "steps", "flops": "training FLOPs", "seconds": "seconds of training steps"}
-    found = []
-    for metric in metrics:
-        for source in ("score", "log"):
-            own = curves[(curves.metric == metric) & (curves.source == source)]
-            own = own[own.folder.isin(runs.folder)]
-            if own.folder.nunique() == len(runs) and own.groupby("folder").step.nunique().min() > 1:
-                axes = {x: label for x, label in labels.items() if own[x].notna().all()}
-                if runs.machine.nunique() > 1:
-                    axes.pop("seconds", None)
-                figures = [
-                    as_svg(draw_curve(settings, own, metric, x, label), f"{words(metric)} by {x}")
-                    for x, label in axes.items()
-                ]
-                found.append((words(metric), figures))
-                break
-    return found
+    if findings.runs.machine.nunique() > 1:
+        del labels["seconds"]  # of several clocks
+    figures: dict[str, list[str]] = {}
+    of_runs = curves[curves.folder.isin(findings.runs.folder)]
+    for source in ("score", "log"):
+        for metric in findings.metrics:
+            own = of_runs[(of_runs.metric == metric) & (of_runs.source == source)]
+            counts = own.groupby("folder").step.nunique()
+            if words(metric) in figures or len(counts) < len(findings.runs) or counts.min() < 2:
+                continue
+            figures[words(metric)] = [
+                as_svg(draw_curve(findings.settings, own, metric, x, label), f"{metric} by {x}")
+                for x, label in labels.items()
+                if own[x].notna().all()
+            ]
+    return list(figures.items())
 
 
-def _flat(protocol: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in protocol.items():
-        nested = isinstance(value, Mapping)
-        flat |= _flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
-    return flat
-
-
-def _page(**context: Any) -> str:
+def _render(**context: Any) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("tread_zoo.comparison", "")
@@ -459,22 +129,15 @@ def _page(**context: Any) -> str:
     return environment.get_template("page.html.jinja").render(**context)
 
 
-def _markdown(
-    about: Mapping[str, str],
-    headline: Sequence[str],
-    scores: Table,
-    pairs: Table,
-    notes: Sequence[str],
-) -> str:
+def _markdown(about: Mapping[str, str], findings: Findings) -> str:
     lines = [f"# {about['title']}", "", f"{about['subtitle']}.", ""]
-    lines += [f"- {text}" for text in headline]
+    lines += [f"- {text}" for text in findings.headline]
     lines += ["", "![quality against FLOPs](quality.png)", ""]
-    for header, rows in (scores, pairs):
+    for header, rows in (findings.scores, findings.pairs):
         if rows:
-            lines += ["| " + " | ".join(cells) + " |" for cells in
-                      (header, ["---"] * len(header), *rows)]  # fmt: skip
-            lines += [""]
-    lines += [f"- {note}" for note in notes]
+            table = (header, ["---"] * len(header), *rows)
+            lines += [*("| " + " | ".join(cells) + " |" for cells in table), ""]
+    lines += [f"- {note}" for note in findings.notes]
     if about["command"]:
         lines += ["", "```bash", about["command"], "```"]
     return "\n".join(lines).rstrip() + "\n"
