@@ -17,88 +17,107 @@ from tests.comparison.recorded import write_run
 from tests.comparison.test_reference import follow
 
 ROOT = Path(__file__).parents[2]
-# What stands for scripts/train.py and scripts/evaluate.py: it writes a run, fails, or waits.
+# What stands for scripts/train.py and scripts/evaluate.py: it copies a run, fails, or waits.
 FAKE = """
-import json, pathlib, sys, time
-from tests.comparison.recorded import write_run
-given = dict(text.split("=", 1) for text in sys.argv[1:])
-if "checkpoint" in given:
-    record = json.loads((pathlib.Path(given["checkpoint"].strip("'")) / "score.json").read_text())
-    record["values"]["held_out_loss"] *= len(given["guidance"])
-    record["protocol"]["sampling"]["flops_per_image"] = 1000 * len(given["guidance"])
-    out = pathlib.Path(given["out"].strip("'"))
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(record))
-    sys.exit()
-folder = pathlib.Path(given["run_dir"].strip("'"))
+import json, pathlib, shutil, sys, time
+given = {key: value.strip("'") for key, value in (text.split("=", 1) for text in sys.argv[1:])}
 while pathlib.Path("wait").exists():
     pathlib.Path("waiting").touch()
     time.sleep(0.05)
 if given.get("routing") == "wrong":
     sys.exit("error: routing=wrong is unknown.")
-write_run(folder, backbone=given["backbone"], routing=given["routing"], seed=int(given["seed"]),
-          final=0.4 + 0.01 * int(given["seed"]) - 0.1 * (given["routing"] == "tread"))
+if "checkpoint" in given:
+    record = json.loads(pathlib.Path(given["checkpoint"], "score.json").read_text())
+    record["values"]["held_out_loss"] /= len(given["guidance"])
+    record["protocol"]["sampling"]["flops_per_image"] = 1000 * len(given["guidance"])
+    pathlib.Path(given["out"]).parent.mkdir(exist_ok=True)
+    pathlib.Path(given["out"]).write_text(json.dumps(record))
+else:
+    shutil.copytree(f"made/{given['routing']}{given['seed']}", given["run_dir"])
 """
 GRID = ("backbone=dit_tiny", "routing=none,tread", "seed=0,1", "compare.out=out")
 
 
-def start(tmp_path, *given):
-    """Start the comparison in `tmp_path`, with cells that are `FAKE`."""
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder to work in, where cells are `FAKE`."""
+    for routing, loss in (("none", 0.4), ("tread", 0.3)):
+        for seed in range(3):
+            folder = tmp_path / "made" / f"{routing}{seed}"
+            write_run(folder, routing=routing, seed=seed, final=loss + 0.01 * seed)
     (tmp_path / "fake.py").write_text(FAKE)
-    fake = f"compare.TRAIN = compare.EVALUATE = pathlib.Path({str(tmp_path / 'fake.py')!r})"
-    code = f"import pathlib, sys; from scripts import compare; {fake}; compare.main()"
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *given], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    for name in ("TRAIN", "EVALUATE"):
+        monkeypatch.setattr(compare, name, tmp_path / "fake.py")
+    before = signal.getsignal(signal.SIGTERM)
+    yield tmp_path
+    signal.signal(signal.SIGTERM, before)
 
 
-def call(tmp_path, *given, status=0):
-    process = start(tmp_path, *given)
-    out, error = process.communicate(timeout=300)
-    assert process.returncode == status, error
-    return out + error
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Return a function that gives the command line and returns what was printed."""
+
+    def call(*given, status=0):
+        monkeypatch.setattr(sys, "argv", ["compare.py", *given])
+        with pytest.raises(SystemExit) as left:
+            compare.main()
+        said = capsys.readouterr()
+        assert left.value.code == status, said.err
+        return said.out + said.err
+
+    return call
 
 
-def test_one_command_makes_the_page_and_again_only_reads(tmp_path):
-    said = call(tmp_path, *GRID, "compare.jobs=2")
-    text = (tmp_path / "out" / "report.md").read_text()
+def test_one_command_makes_the_page_and_again_only_reads(place, call):
+    said = call(*GRID, "compare.jobs=2")
+    text = (place / "out" / "report.md").read_text()
     assert text in said
     assert "2 settings of 1 backbone, 4 runs, on digits" in text
     assert "pays for dit_tiny tread" in text
-    again = call(tmp_path, *GRID)
-    assert "4 cells, 4 of them done" in again
-    wider = call(tmp_path, *GRID[:-2], "seed=0,1,2", GRID[-1])
-    assert "6 cells, 4 of them done" in wider
-    guided = call(
-        tmp_path, "compare.runs=out/runs/*seed-0", "guidance=none,cfg3", "compare.out=guided"
-    )
-    assert "dit_tiny dense, guidance cfg3" in guided
-    other = call(tmp_path, *GRID, "training.batch_size=4", status=2)
-    assert "training.batch_size=4" in other
+    assert "4 cells, 4 of them done" in call(*GRID)
+    assert "6 cells, 4 of them done" in call(*GRID[:2], "seed=0,1,2", GRID[-1])
+    assert "training.batch_size=4" in call(*GRID, "training.batch_size=4", status=2)
 
 
-def test_a_cell_that_fails_is_reported_and_the_others_are_compared(tmp_path):
-    said = call(tmp_path, *GRID[:1], "routing=none,wrong", "seed=0", "compare.out=out", status=1)
+def test_overrides_of_runs_that_are_there_score_them_again(place, call):
+    given = ("compare.runs=made/*0", "guidance=none,cfg", "compare.out=guided")
+    text = call(*given)
+    assert "From 3000 FLOPs per sample: dit_tiny tread, guidance cfg has the best held-out" in text
+    table = pd.read_csv("guided/results.csv").set_index(["routing", "guidance"])
+    assert table.held_out_loss["none", "none"] == pytest.approx(0.1)
+    assert table.held_out_loss["tread", "cfg"] == pytest.approx(0.1)
+    assert "4 cells, 4 of them done" in call(*given)
+
+
+def test_a_cell_that_fails_is_reported_and_the_others_are_compared(place, call):
+    said = call("backbone=dit_tiny", "routing=none,wrong", "seed=0", "compare.out=out", status=1)
     assert "failed: backbone-dit_tiny_routing-wrong_seed-0" in said
     assert "error: routing=wrong is unknown." in said
-    assert "dit_tiny dense" in (tmp_path / "out" / "report.md").read_text()
+    assert "dit_tiny dense" in (place / "out" / "report.md").read_text()
+    assert "nothing to compare" in call(
+        "backbone=dit_tiny", "routing=wrong", "seed=0", "compare.out=other", status=2
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_ends_the_cells_and_says_how_to_go_on(tmp_path, number):
-    (tmp_path / "wait").touch()
-    process = start(tmp_path, *GRID, "compare.jobs=2")
+def test_ctrl_c_ends_the_cells_and_says_how_to_go_on(place, number):
+    (place / "wait").touch()
+    code = "import pathlib; from scripts import compare; compare.TRAIN = pathlib.Path('fake.py')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{code}; compare.main()", *GRID, "compare.jobs=2"],
+        text=True, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
     deadline = time.monotonic() + 120
-    while not (tmp_path / "waiting").exists() and time.monotonic() < deadline:
+    while not (place / "waiting").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(number)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 130
     assert error == "stopped; the same command continues\n"
-    (tmp_path / "waiting").unlink()
+    (place / "waiting").unlink()
     time.sleep(0.5)
-    assert not (tmp_path / "waiting").exists(), "a cell still runs"
+    assert not (place / "waiting").exists(), "a cell still runs"
 
 
 @pytest.mark.slow
@@ -150,29 +169,22 @@ def test_every_study_has_cells_and_a_title_that_counts_nothing(study):
         (["run_dir=there"], "set by the comparison"),
     ],
 )
-def test_a_wrong_command_is_one_line_and_status_2(given, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["compare.py", *given])
-    with pytest.raises(SystemExit) as left:
-        compare.main()
-    assert left.value.code == 2
-    error = capsys.readouterr().err
+def test_a_wrong_command_is_one_line_and_status_2(given, message, call):
+    error = call(*given, status=2)
     assert error.startswith("error: ")
     assert message in error
 
 
 @pytest.mark.parametrize(("factor", "status"), [(1.0, 0), (1.2, 1)])
 def test_the_status_says_whether_a_run_lies_on_its_curve(
-    tmp_path, factor, status, monkeypatch, capsys
+    tmp_path, factor, status, monkeypatch, call
 ):
     monkeypatch.setattr(compare, "recipe_differences", lambda recipe, config: {})
     curve = pd.read_csv(CURVES / "digits_dit_dense.csv", comment="#")
     folder = follow(tmp_path / "run=0,a", curve, factor)
-    monkeypatch.setattr(sys, "argv", ["", "compare.to=reference", f"compare.runs={folder}"])
-    with pytest.raises(SystemExit) as left:
-        compare.main()
-    assert left.value.code == status
+    said = call("compare.to=reference", f"compare.runs={folder}", status=status)
     text = (folder / "reference.md").read_text()
-    assert text in capsys.readouterr().out
+    assert text in said
     assert f"is {'off' if status else 'on'} the curve of digits_dit_dense" in text
 
 
@@ -187,12 +199,8 @@ def test_a_run_of_a_recipe_differs_in_nothing_from_it(tmp_path):
     assert "optimizer.learning_rate" in compare.recipe_differences("digits_dit_dense", config)
 
 
-def test_a_curve_is_made_from_runs(tmp_path, monkeypatch):
+def test_a_curve_is_made_from_runs(tmp_path, call):
     for seed in range(2):
         write_run(tmp_path / f"seed{seed}", seed=seed)
-    given = [f"compare.runs={tmp_path}/seed*", f"compare.curve={tmp_path / 'curve.csv'}"]
-    monkeypatch.setattr(sys, "argv", ["", *given])
-    with pytest.raises(SystemExit) as left:
-        compare.main()
-    assert left.value.code == 0
+    call(f"compare.runs={tmp_path}/seed*", f"compare.curve={tmp_path / 'curve.csv'}")
     assert set(pd.read_csv(tmp_path / "curve.csv", comment="#").n) == {2}

@@ -117,7 +117,7 @@ def run_cells(
     *,
     jobs: int = 1,
     devices: Sequence[str] = (),
-    stream: TextIO = sys.stdout,
+    stream: TextIO | None = None,
 ) -> dict[str, str]:
     """Run the cells that have no result yet, and return why each that failed did, by name.
 
@@ -127,10 +127,13 @@ def run_cells(
         cells: the grid.
         jobs: how many run at a time.
         devices: for CUDA_VISIBLE_DEVICES; with several, cells that run together take turns.
-        stream: where progress is shown: a table that is renewed on a terminal, lines otherwise.
+        stream: where progress is shown: a table that is renewed on a terminal, lines otherwise;
+            None is the standard output.
     """
+    stream = stream or sys.stdout
     todo = [cell for cell in cells if not cell.result.exists()]
-    print(f"{len(cells)} cells, {len(cells) - len(todo)} of them done", file=stream, flush=True)
+    count = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
+    print(f"{count}, {len(cells) - len(todo)} of them done", file=stream, flush=True)
     slots: queue.SimpleQueue[int] = queue.SimpleQueue()
     for slot in range(jobs):
         slots.put(slot)
