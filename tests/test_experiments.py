@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from tread_zoo.comparison.reference.settings import KNOWN_DATA
 
 from scripts.compare import split_sweeps
 from tests.data.published_files import write_cifar10, write_fashion_mnist
 from tests.small_run import CONFIGS, SMALL, full_settings, parts_of, train_small
 from tread_zoo import create_backbone
 from tread_zoo.comparison.reference import differences, load_curves, wanted_settings
+from tread_zoo.comparison.reference.settings import KNOWN_DATA
 from tread_zoo.training import train
 from tread_zoo.training.trackers import read_metrics
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tread_zoo.comparison.markdown import NEWER, SAME_PROTOCOL, check_same
 
 from tests.evaluation.tiny import Tiny, write_data
 from tests.small_run import parts_of, settings
+from tread_zoo.comparison.markdown import NEWER, SAME_PROTOCOL, check_same
 from tread_zoo.data import ArrayDataset
 from tread_zoo.data.codec import PIXELS
 from tread_zoo.data.latents.codec import Decoder, LatentCodec

@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
-from tread_zoo.comparison.machines import Machines
 
 from tests.small_run import settings
 from tread_zoo.comparison import read_run
+from tread_zoo.comparison.machines import Machines
 from tread_zoo.runtime import matmul_speed
 from tread_zoo.training import train, window
 from tread_zoo.training.trackers import read_metrics

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 INK = "#010203"  # becomes the text colour of the page
 COLOURS = ("#2a7fd4", "#e0731d", "#2e9e5b", "#c94f9b", "#8d6bd1", "#b08d17", "#1aa3a8", "#d14b4b")
 Dash = str | tuple[int, tuple[int, ...]]
+Point = tuple[float, float]
 DASHES: Sequence[Dash] = ("--", ":", "-.", (0, (8, 2)), (0, (1, 3)))
 
 
@@ -56,7 +57,7 @@ def draw_quality(
         real: what real images score, or None.
     """
     figure, axes = _new_figure((6.4, 4.2))
-    points = {}
+    points: dict[str, Point] = {}
     for setting in settings:
         values, cost = setting.runs[metric].dropna(), setting.runs[x].mean()
         if not len(values) or not math.isfinite(cost):
@@ -67,9 +68,10 @@ def draw_quality(
             cost, values.mean(), [[values.mean() - values.min()], [values.max() - values.mean()]],
             fmt="o", color=colour, mfc=colour if setting.is_dense else "none", ms=8, capsize=3,
         )  # fmt: skip
-    _name_points(axes, settings, points)
+    by_sample = x == "flops_per_sample"
+    _name_points(axes, settings, points, each=by_sample)
     for setting in settings:
-        dense = setting.dense_of(settings)
+        dense = None if by_sample else setting.dense_of(settings)
         if dense and {dense.label, setting.label} <= points.keys():
             colour, _ = looks(settings)[setting.label]
             arrow = {"arrowstyle": "-|>", "color": colour, "lw": 1.6, "shrinkA": 6, "shrinkB": 6}
@@ -156,16 +158,17 @@ def _new_figure(size: tuple[float, float]) -> "tuple[Figure, Axes]":
 
 
 def _name_points(
-    axes: "Axes", settings: Sequence["Setting"], points: Mapping[str, tuple[float, float]]
+    axes: "Axes", settings: Sequence["Setting"], points: Mapping[str, Point], *, each: bool
 ) -> None:
-    """Write each backbone beside its first point, or each label where a backbone has one alone."""
+    """Write each backbone beside its first point, or beside each point what else its setting is."""
     named: set[str] = set()
     for setting in settings:
-        if setting.label in points and setting.backbone not in named:
+        if setting.label in points and (each or setting.backbone not in named):
             named.add(setting.backbone)
+            text = setting.label.partition(", ")[2] if each else setting.backbone
             axes.annotate(
-                setting.backbone, points[setting.label], (8, 6), textcoords="offset points",
-                color=looks(settings)[setting.label][0], fontsize=10,
+                text, points[setting.label], (8, 6), textcoords="offset points",
+                color=looks(settings)[setting.label][0], fontsize=8 if each else 10,
             )  # fmt: skip
 
 

@@ -96,7 +96,8 @@ class Findings:
         runs: the rows that are compared.
         settings: the same, by setting.
         metrics: scores that compare, `main` the one of the first screen.
-        by_sample: the rows are scores of runs at several costs of a sample, as guidances have.
+        by_sample: the rows are several scores of each run, as of guidances, and what they cost is
+            that of a sample.
         headline: sentences.
         scores, pairs: tables of the settings, and of routed ones against dense.
         notes: what is to be known beside the numbers.
@@ -134,11 +135,12 @@ def find(
     notes += [f"{run.folder} is at step {run.steps}, not scored." for run in going]
     main = metric or metrics[0]
     settings = group_settings(ended)
+    pairs: Table = ([], [])
     by_sample = bool(ended.folder.duplicated().any())
-    pairs, paying = routing_table(settings, curves[:0] if by_sample else curves, main)
     if by_sample:
         headline = best_by_sample(settings, main)
     else:
+        pairs, paying = routing_table(settings, curves, main)
         headline = [*best_settings(settings, ended, curves, main), *paying]
     scores = scores_table(settings, metrics)
     return Findings(ended, settings, metrics, main, by_sample, headline, scores, pairs, notes)

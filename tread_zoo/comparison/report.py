@@ -58,7 +58,7 @@ def write_report(
         **about,
         findings=found,
         quality=as_svg(quality, f"{words(found.main)} against FLOPs"),
-        samples=_samples(found.settings),
+        samples={} if found.by_sample else _samples(found.settings),
         figures=[] if found.by_sample else _curve_figures(found, curves),
         legend=[(label, colour, MARKS.get(str(d), "━ ━")) for label, (colour, d) in style.items()],
         machines=list(dict.fromkeys(found.runs.machine.dropna())),
