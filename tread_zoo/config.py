@@ -287,6 +287,15 @@ def make_config(**fields: Any) -> RunConfig:
     )
 
 
+def make_evaluation_config(**fields: Any) -> EvaluationConfig:
+    """Return what to score by, with defaults for what is not given.
+
+    Raises:
+        ValueError: as `make_config`.
+    """
+    return _validate(EvaluationConfig, fields, "evaluation")  # type: ignore[no-any-return]
+
+
 _PART_FIELDS = (
     "backbone", "objective", "data", "optimizer", "lr_schedule", "sampler", "guidance", "tracker",
 )  # fmt: skip
