@@ -182,7 +182,7 @@ class NpzImages:
         self.file, self.name = file, file.name
         with np.load(file, allow_pickle=False) as archive:
             labels = archive["arr_1"] if "arr_1" in archive.files else None
-        self._stream: Any = zipfile.ZipFile(file).open("arr_0.npy")
+        self._stream: Any = zipfile.ZipFile(file).open("arr_0.npy")  # noqa: SIM115
         old = npy.read_magic(self._stream) == (1, 0)
         read = npy.read_array_header_1_0 if old else npy.read_array_header_2_0
         shape, fortran, dtype = read(self._stream)

@@ -10,12 +10,15 @@ single process, and the main one has the result.
 Dimensions: N images, B of a batch, C channels, H height, W width, D features.
 """
 
+import fnmatch
 import hashlib
 import inspect
 import json
+import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -552,8 +555,6 @@ def _values(
 
 
 def _check_features(metric: Metric, extractor: Extractor, reference: Reference) -> None:
-    import fnmatch
-
     if not fnmatch.fnmatchcase(extractor.name, metric.extractor):
         raise ValueError(
             f"evaluation.metrics has {metric.name!r}, which is for {metric.extractor}: set "
@@ -586,6 +587,21 @@ def _as_images(images: Images | Tensor | str | Path) -> Images:
     if isinstance(images, Tensor):
         return TensorImages(images)
     return open_images(images) if isinstance(images, str | Path) else images
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[bool]:
+    """Connect the processes that a launcher started, if it started several; whether this is the
+    main one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield True
+        return
+    import torch.distributed as dist
+    from accelerate import PartialState
+
+    PartialState(cpu=device.type == "cpu")
+    yield _is_main()
+    dist.destroy_process_group()
 
 
 def _torch_fidelity_version() -> str:
