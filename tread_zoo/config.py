@@ -28,7 +28,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from tread_zoo.errors import describe_invalid, unknown_name
+from tread_zoo.errors import describe_invalid, unknown_field
 from tread_zoo.registry import STRICT, complete, get_entry, plugins_of
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class RoutingConfig(RouteConfig):
 
     def __post_init__(self) -> None:
         for index, route in enumerate(self.routes):
-            _validate(RouteConfig, route, f"routing.routes[{index}]")
+            check(RouteConfig, route, f"routing.routes[{index}]")
         if self.warm_start + self.dense_tail >= 1:
             raise ValueError(
                 f"routing.warm_start={self.warm_start} and routing.dense_tail={self.dense_tail} "
@@ -180,8 +180,8 @@ class EvaluationConfig:
         extractor: auto, digits-cnn-64, inception-v3-compat, dinov2-vit-l-14, or a file of
             scripts/make_features.py; auto is the first for digits, else the second.
         metrics: names of registered metrics.
-        reference: train, held_out, a folder of pictures, ADM's .npz, or a file of
-            scripts/make_reference.py.
+        reference: train, held_out, a folder of pictures, or an .npz as ADM's, of images or of
+            statistics, which scripts/make_reference.py makes.
         num_reference: real images, evenly spaced; null takes all.
         seed: of the samples.
         batch_size: images at a time.
@@ -253,6 +253,205 @@ class RunConfig:
         return _differences(_compared(self), _compared(other))
 
 
+@configuration()
+class SampleConfig:
+    """What scripts/sample.py draws.
+
+    Args:
+        plugins: as of `RunConfig`: those of the checkpoint must be loaded.
+        checkpoint: a run's folder (its newest checkpoint) or one checkpoint.
+        sampler, guidance: what differs from the run's own, by field; with `name`, another one.
+        out: folder of the images; null is <run>/generated/ and a name made of the settings.
+        overwrite: replace the images that `out` holds, if they were made with other settings.
+        num_images, first_index: image i of a seed is the same whatever the batch size: a set is
+            continued by `first_index`.
+        label: one class for all; null: image i gets label i mod num_classes.
+        contexts: .npy [n, T, S]: image i gets row i mod n; null: those of held-out images.
+        seed, batch_size: of the images.
+        weights: ema or model.
+        vae: of latents: null is the run's; a folder where it has moved; none leaves latents.
+        device, precision, kernels: as of `RunConfig` and `TrainingConfig`.
+    """
+
+    plugins: tuple[str, ...] = ()
+    checkpoint: str
+    sampler: dict[str, Any] = dataclasses.field(default_factory=dict)
+    guidance: dict[str, Any] = dataclasses.field(default_factory=dict)
+    out: str | None = None
+    overwrite: bool = False
+    num_images: PositiveInt = 64
+    first_index: NonNegativeInt = 0
+    label: NonNegativeInt | None = None
+    contexts: str | None = None
+    seed: int = 0
+    batch_size: PositiveInt = 64
+    weights: Literal["ema", "model"] = "ema"
+    vae: str | None = None
+    device: str = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@configuration()
+class EvaluateConfig:
+    """What scripts/evaluate.py scores: a checkpoint's samples, or images that are there.
+
+    Args:
+        plugins: as of `RunConfig`: those of the checkpoint must be loaded.
+        checkpoint: a run's folder (its newest checkpoint) or one checkpoint.
+        samples: instead of it a folder of pictures, or an .npz with arr_0 uint8 [N,H,W,C] and
+            perhaps labels arr_1; all are scored.
+        data: of a checkpoint, options that differ from the run's, as in data={path: …}; of
+            samples, the data whose part the reference is, as in data=cifar10.
+        sampler, guidance: what differs from the run's own, by field; with `name`, another one.
+        evaluation: by what.
+        out: file of the record; null: <run>/score_<step>_<digest of the protocol>.json, or beside
+            the samples.
+        weights: ema or model.
+        vae: of latents: null is the run's; a folder where it has moved.
+        device, precision, kernels: as of `RunConfig` and `TrainingConfig`.
+    """
+
+    plugins: tuple[str, ...] = ()
+    checkpoint: str | None = None
+    samples: str | None = None
+    data: str | dict[str, Any] = dataclasses.field(default_factory=dict)
+    sampler: dict[str, Any] = dataclasses.field(default_factory=dict)
+    guidance: dict[str, Any] = dataclasses.field(default_factory=dict)
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    out: str | None = None
+    weights: Literal["ema", "model"] = "ema"
+    vae: str | None = None
+    device: str = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.checkpoint is None) == (self.samples is None):
+            raise ValueError("name what to score: either checkpoint=… or samples=…")
+
+
+@configuration()
+class ReferenceConfig:
+    """What scripts/make_reference.py writes.
+
+    Args:
+        plugins, data: as of `RunConfig`.
+        out: an .npz file, for evaluation.reference.
+        evaluation: `reference` is the part of the data, and extractor, its weights, num_reference
+            and batch_size count.
+        device: as of `RunConfig`.
+    """
+
+    plugins: tuple[str, ...] = ()
+    data: _part("data") = "digits"  # type: ignore[valid-type]
+    out: str
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    device: str = "auto"
+
+
+@configuration()
+class FeaturesConfig:
+    """What scripts/make_features.py trains.
+
+    Args:
+        plugins, data: as of `RunConfig`.
+        out: a .safetensors file, for evaluation.extractor.
+        num_features: of the vector that distances are taken in.
+        layers: of each convolution its channels, its padding, and whether a pooling follows; null:
+            four, for images of 16 pixels and more.
+        num_steps, batch_size, learning_rate, seed: of the training.
+        device: as of `RunConfig`.
+    """
+
+    plugins: tuple[str, ...] = ()
+    data: _part("data") = "digits"  # type: ignore[valid-type]
+    out: str
+    num_features: PositiveInt = 128
+    layers: tuple[tuple[PositiveInt, NonNegativeInt, bool], ...] | None = None
+    num_steps: PositiveInt = 1500
+    batch_size: PositiveInt = 128
+    learning_rate: NonNegativeFloat = 2e-3
+    seed: int = 0
+    device: str = "auto"
+
+
+@configuration()
+class ProbeConfig:
+    """What scripts/probe_routes.py measures.
+
+    Args:
+        plugins: as of `RunConfig`: those of the checkpoint must be loaded.
+        checkpoint: a run's folder (its newest checkpoint) or one checkpoint.
+        out: folder of placement.png and placement.json; null: <run>/placement.
+        data: options that differ from the run's, as in data={path: …}.
+        measure: cosine or cka: whether a turned state counts as changed, or not.
+        num_images: held-out ones; of an imported checkpoint, samples on their way from noise.
+        num_levels: noise levels, over the objective's range.
+        max_tokens: measured at most, all images together; the same places in each.
+        batch_size: images at a time.
+        selection_rate: of the route whose saving is counted.
+        seed: of the noise and of the places.
+        weights: ema or model.
+        device, precision, kernels: as of `RunConfig` and `TrainingConfig`.
+    """
+
+    plugins: tuple[str, ...] = ()
+    checkpoint: str
+    out: str | None = None
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)
+    measure: Literal["cosine", "cka"] = "cosine"
+    num_images: PositiveInt = 64
+    num_levels: PositiveInt = 5
+    max_tokens: PositiveInt = 4096
+    batch_size: PositiveInt = 64
+    selection_rate: Fraction = 0.5
+    seed: int = 0
+    weights: Literal["ema", "model"] = "ema"
+    device: str = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@configuration()
+class DoctorConfig:
+    """What scripts/doctor.py shows.
+
+    Args:
+        device, kernels: as of `RunConfig`.
+        backbones: a pattern such as "mamba*": print a table of their sizes instead, at
+            `input_size`, `in_channels`, `num_classes`.
+    """
+
+    device: str = "auto"
+    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
+    backbones: str | None = None
+    input_size: PositiveInt = 32
+    in_channels: PositiveInt = 4
+    num_classes: NonNegativeInt = 1000
+
+
+@configuration()
+class ImportConfig:
+    """What scripts/import_checkpoint.py converts; the file itself is `in`.
+
+    Args:
+        format: the project: see docs/importing.md.
+        out: a new folder, which scripts/sample.py takes as its checkpoint.
+        objective: null: the project's usual one; of format=tread edm or flow.
+        num_heads: null: as the published sizes have; no tensor shows it.
+        num_classes: null: the label table less its last row, the null label.
+        drop_unknown: leave out tensors that ours has no place for.
+    """
+
+    format: str
+    out: str
+    objective: str | None = None
+    num_heads: PositiveInt | None = None
+    num_classes: NonNegativeInt | None = None
+    drop_unknown: bool = False
+
+
 def make_config(**fields: Any) -> RunConfig:
     """Return the configuration of a run, with defaults for what is not given.
 
@@ -263,7 +462,7 @@ def make_config(**fields: Any) -> RunConfig:
             range, or values that exclude each other; one line with the field, the value and what
             would work.
     """
-    config = _validate(RunConfig, fields, "")
+    config = check(RunConfig, fields, "")
     training, optimizer = config.training, dict(config.optimizer)
     if training.num_steps == "auto":
         steps = get_entry("data", config.data["name"]).facts.get("num_steps")
@@ -280,14 +479,14 @@ def make_config(**fields: Any) -> RunConfig:
     if run_dir == "auto":
         names = (config.data["name"], config.backbone["name"], config.routing.name)
         run_dir = f"runs/{'_'.join((*names, config.objective['name']))}_seed{config.seed}"
-    used = plugins_of((kind, getattr(config, kind)["name"]) for kind in _PART_FIELDS)
+    used = plugins_of((kind, getattr(config, kind)["name"]) for kind in PART_FIELDS)
     plugins = tuple(dict.fromkeys((*config.plugins, *used)))
     return dataclasses.replace(
         config, training=training, optimizer=optimizer, run_dir=run_dir, plugins=plugins
     )
 
 
-_PART_FIELDS = (
+PART_FIELDS = (
     "backbone", "objective", "data", "optimizer", "lr_schedule", "sampler", "guidance", "tracker",
 )  # fmt: skip
 
@@ -324,16 +523,24 @@ def complete_sampler(part: str | Mapping[str, Any]) -> dict[str, Any]:
     for option in options:
         known = (*GRID_FIELDS, *entry.parameters())
         if option not in known:
-            raise unknown_name(f"sampler={name}: field", option, known)
-    grid = _validate(
-        SamplingGrid, {k: options.pop(k) for k in GRID_FIELDS if k in options}, "sampler"
-    )
+            raise unknown_field("sampler", option, known)
+    grid = check(SamplingGrid, {k: options.pop(k) for k in GRID_FIELDS if k in options}, "sampler")
     if grid.num_steps == "auto":
         grid = dataclasses.replace(grid, num_steps=getattr(entry.target, "default_num_steps", 25))
     return {"name": entry.name, **dataclasses.asdict(grid), **entry.complete(options)}
 
 
-def _validate(cls: Callable[..., Any], fields: Mapping[str, Any], prefix: str) -> Any:
+def check(cls: Callable[..., Any], fields: Mapping[str, Any], prefix: str = "") -> Any:
+    """Return an instance of a configuration class made of plain values.
+
+    Args:
+        cls: the class.
+        fields: some or all of its fields.
+        prefix: the group that they stand under, for errors.
+
+    Raises:
+        ValueError: in one line, what is wrong with the first field that is.
+    """
     plain = json.loads(json.dumps(dict(fields), default=_as_plain))
     try:
         return TypeAdapter(cls).validate_json(json.dumps(plain))
@@ -346,10 +553,11 @@ def _as_plain(value: Any) -> Any:
 
 
 def default_fields(cls: Any) -> dict[str, Any]:
-    """Return the fields of a configuration class with their defaults, nested ones as mappings."""
+    """Return the fields of a configuration class with their defaults, nested ones as mappings; a
+    required one as "???", hydra's sign for what is missing."""
     found = {}
     for field in dataclasses.fields(cls):
-        default = field.default
+        default = "???" if field.default is dataclasses.MISSING else field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         found[field.name] = (
