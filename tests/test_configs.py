@@ -12,9 +12,8 @@ from omegaconf import OmegaConf
 from tests.small_run import CONFIGS, full_settings, parts_of, settings
 from tread_zoo import list_backbones
 from tread_zoo.cli import as_keywords, register_configs
-from tread_zoo.diffusion import GUIDANCE, SAMPLERS
 from tread_zoo.kernels import get_forms
-from tread_zoo.registry import get_entry
+from tread_zoo.registry import available, get_entry
 
 GRID = ("num_steps", "grid", "shift", "rho")
 GROUPS = ("backbone", "routing", "objective", "sampler", "guidance", "training", "evaluation")
@@ -42,7 +41,9 @@ def test_every_option_builds(group, option):
         parts_of(full_settings(f"{group}={option}"))
 
 
-@pytest.mark.parametrize(("group", "names"), [("sampler", SAMPLERS), ("guidance", GUIDANCE)])
+@pytest.mark.parametrize(
+    ("group", "names"), [("sampler", available("sampler")), ("guidance", available("guidance"))]
+)
 def test_every_kind_is_an_option_with_its_defaults(group, names):
     """What a YAML says is what the code defaults to, but for steps; as_run has every field."""
     files = {

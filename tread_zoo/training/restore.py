@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from tread_zoo.backbone import Backbone
-from tread_zoo.config import GRID_FIELDS, complete_sampler
+from tread_zoo.config import GRID_FIELDS
 from tread_zoo.data import PIXELS, Codec, ImageData
 from tread_zoo.data.latents import imported_codec, restore_codec
-from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling
-from tread_zoo.diffusion.guidance import check_trained
-from tread_zoo.registry import available, complete, create, get_entry
+from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling, check_weak
+from tread_zoo.registry import available, create, get_entry
 from tread_zoo.runtime import resolve_device, resolve_precision
 from tread_zoo.training.checkpoints import (
     Checkpoint,
@@ -55,13 +54,12 @@ class Restored:
             if guidance.get("scale") is not None:
                 guidance = {**guidance, "name": "cfg"}
         options = build_sampling(
-            complete_sampler(overlay("sampler", self.config["sampler"], sampler)),
-            complete("guidance", overlay("guidance", own, guidance)),
+            overlay("sampler", self.config["sampler"], sampler),
+            overlay("guidance", own, guidance),
         )
         options.check(self.backbone, self.objective)
         training = self.config.get("training", {})
-        check_trained(  # of an imported network nobody knows
-            options.guidance,
+        options.check_training(  # of an imported network nobody knows
             conditional=self.backbone.is_conditional,
             label_dropout=training.get("label_dropout", 0.1),
             has_routes=self.config.get("routing", {}).get("name") != "none",

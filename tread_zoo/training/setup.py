@@ -19,7 +19,6 @@ from tread_zoo.backbone import Backbone
 from tread_zoo.config import RunConfig, TrainingConfig
 from tread_zoo.data import ImageData, StepBatches, make_loader
 from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling
-from tread_zoo.diffusion.guidance import check_trained
 from tread_zoo.evaluation.evaluate import EvaluationOptions, check_evaluation
 from tread_zoo.registry import create, create_backbone, split
 from tread_zoo.routing import Routing, build_routing
@@ -115,8 +114,7 @@ def build_setup(config: RunConfig) -> Setup:
     routing = _build_routing(config, backbone)
     backbone.add_fusions(routing.fused_ranges)
     sampling.check(backbone, objective)
-    check_trained(
-        sampling.guidance,
+    sampling.check_training(
         conditional=backbone.is_conditional,
         label_dropout=config.training.label_dropout,
         has_routes=bool(routing.plans),
