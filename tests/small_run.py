@@ -1,7 +1,7 @@
 """A run small enough for a test: digits, a narrow network, a handful of steps."""
 
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from unittest import mock
 
 import yaml
@@ -41,6 +41,9 @@ def fields_of(*overrides):
     for override in overrides:
         path, _, text = override.partition("=")
         value = yaml.safe_load(text)
+        if isinstance(value, str) and text[:1].isdigit():
+            with suppress(ValueError):
+                value = float(text)  # 1e-3 is text to YAML
         group, _, key = path.partition(".")
         if group in PARTS and not key:
             fields[group] = {**fields.get(group, {}), **_named(value)}

@@ -29,7 +29,14 @@ from tread_zoo.runtime import autocast, resolve_device, resolve_precision
 from tread_zoo.seeding import make_generator
 from tread_zoo.training.checkpoints import Checkpoint, check_same_run, optimizer_state
 from tread_zoo.training.log import Log, RunFolder, Window, checkpoint_to_resume, timed
-from tread_zoo.training.setup import Setup, TrainState, build_setup, make_accelerator, place
+from tread_zoo.training.setup import (
+    Setup,
+    TrainState,
+    build_setup,
+    data_facts,
+    make_accelerator,
+    place,
+)
 from tread_zoo.training.signals import SIGNALS, StopSignals
 
 if TYPE_CHECKING:
@@ -62,7 +69,7 @@ def train(**fields: Any) -> Path:
     with StopSignals() as signals, _memory_explained(config):
         setup = build_setup(config)
         accelerator = make_accelerator(setup, device, precision)
-        _check_ranks_agree(accelerator, checkpoint, config)
+        _check_ranks_agree(accelerator, checkpoint, setup)
         state = place(setup, accelerator, checkpoint)
         with folder.opened(accelerator), Log(state, folder.path, precision, checkpoint) as log:
             with signals.deferred():
@@ -310,7 +317,7 @@ def _check_step(
 
 
 def _check_ranks_agree(
-    accelerator: "Accelerator", checkpoint: Checkpoint | None, config: RunConfig
+    accelerator: "Accelerator", checkpoint: Checkpoint | None, setup: Setup
 ) -> None:
     """Check that all ranks start the same run: folders that are not shared, or a file system that
     lags behind, would let them train from different weights, and nothing would show it.
@@ -322,8 +329,9 @@ def _check_ranks_agree(
         return
     from accelerate.utils import gather_object
 
-    own = {"checkpoint": checkpoint and checkpoint.meta["sha256"], "config": config.as_dict()}
-    own["config"] = {k: v for k, v in own["config"].items() if k not in ("device", "data")}
+    own: dict[str, Any] = {k: v for k, v in setup.config.as_dict().items() if k != "device"}
+    own["data"] = data_facts(setup.data)  # paths may differ between machines
+    own["checkpoint"] = checkpoint and checkpoint.meta["sha256"]
     ranks = gather_object([own])
     for rank, other in enumerate(ranks):
         for name, value in other.items():

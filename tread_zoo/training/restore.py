@@ -156,17 +156,17 @@ def restore(path: str | Path, *, weights: str, device: str, precision: str) -> R
 def load_weak(
     options: SamplingOptions, backbone: Backbone, objective: Objective
 ) -> Backbone | None:
-    """Return the weak network of a guidance that has a `checkpoint`, on the CPU; else None.
+    """Return the network of the guidance's `weak_checkpoint`, on the CPU; None without.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
         ValueError: it is of other data or another objective than `backbone`.
     """
-    guidance: Any = options.guidance
-    if not getattr(guidance, "checkpoint", None):
+    path = getattr(options.guidance, "weak_checkpoint", None)
+    if path is None:
         return None
-    weak = restore(guidance.checkpoint, weights=guidance.weights, device="cpu", precision="fp32")
-    guidance.check_weak(backbone, objective, weak.backbone, weak.objective)
+    weak = restore(path, weights="ema", device="cpu", precision="fp32")
+    check_weak(backbone, objective, weak.backbone, weak.objective)
     return weak.backbone
 
 
