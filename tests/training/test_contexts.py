@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tread_zoo.training.parts import draw_step
+from tread_zoo.training.stopping import Stopped
 
 from tests.data.contexts import (
     SHAPE,
@@ -27,9 +29,7 @@ from tread_zoo.evaluation.held_out import held_out_loss
 from tread_zoo.seeding import make_generator
 from tread_zoo.training import loop as module
 from tread_zoo.training.checkpoints import CheckpointError
-from tread_zoo.training.parts import draw_step
 from tread_zoo.training.restore import restore
-from tread_zoo.training.stopping import Stopped
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]

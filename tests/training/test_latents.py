@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tread_zoo.training.parts import draw_step
+from tread_zoo.training.stopping import Stopped
 
 from tests.data.vaes import save_vaes
 from tests.small_run import parts_of, settings
@@ -25,9 +27,7 @@ from tread_zoo.evaluation.features import ClassifierFeatures, save_features
 from tread_zoo.evaluation.held_out import held_out_loss
 from tread_zoo.seeding import make_generator
 from tread_zoo.training import loop as module
-from tread_zoo.training.parts import draw_step
 from tread_zoo.training.restore import restore
-from tread_zoo.training.stopping import Stopped
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]

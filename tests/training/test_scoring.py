@@ -10,6 +10,9 @@ import signal
 import numpy as np
 import pytest
 import torch
+from tread_zoo.training.options import TrainingOptions
+from tread_zoo.training.scoring import HELD_OUT_DRAWS, Scorer, Scores, read_scores
+from tread_zoo.training.stopping import Stopped
 
 from tests.small_run import counting_once, parts_of, settings, train_small
 from tread_zoo.comparison import read_run
@@ -18,9 +21,6 @@ from tread_zoo.evaluation.evaluate import evaluate
 from tread_zoo.evaluation.naming import score_names
 from tread_zoo.training import loop as module
 from tread_zoo.training.checkpoints import find_checkpoint, load_backbone
-from tread_zoo.training.options import TrainingOptions
-from tread_zoo.training.scoring import HELD_OUT_DRAWS, Scorer, Scores, read_scores
-from tread_zoo.training.stopping import Stopped
 from tread_zoo.training.trackers import read_metrics
 
 SCORED = (

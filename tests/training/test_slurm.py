@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from tread_zoo.training.slurm import join_slurm_step
 
 from tests.small_run import CONFIGS, SMALL
 from tread_zoo.cli import register_configs
 from tread_zoo.training.checkpoints import find_checkpoint
-from tread_zoo.training.slurm import join_slurm_step
 
 ROOT = Path(__file__).parents[2]
 SHARDED = "hydra.launcher.setup=['export ACCELERATE_USE_FSDP=true FSDP_VERSION=2']"

@@ -8,9 +8,9 @@ import types
 from pathlib import Path
 
 import pytest
+from tread_zoo.training.reporting import Reporter
 
 from tests.small_run import SMALL
-from tread_zoo.training.reporting import Reporter
 from tread_zoo.training.trackers import (
     LocalTracker,
     WandbTracker,

@@ -70,9 +70,7 @@ def slice_like(tensor: Tensor, like: Tensor) -> Tensor:
 
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
     # src_data_rank=None: every rank read the same file, so that nothing has to be sent.
-    return distribute_tensor(
-        tensor.detach().to(like.device), mesh, placements, src_data_rank=None
-    )
+    return distribute_tensor(tensor.detach().to(like.device), mesh, placements, src_data_rank=None)
 
 
 def _local(tensors: list[Tensor]) -> list[Tensor]:

@@ -124,7 +124,9 @@ class RunFolder:
             if accelerator.is_main_process:
                 stack.enter_context(self._locked())
                 if self.overwrite and (self.path / CONFIG).exists():
-                    aside = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+                    aside = self.path.with_name(
+                        f"{self.path.name}.{time.strftime('%Y%m%d-%H%M%S')}"
+                    )
                     self.path.rename(aside)
                     logger.info("%-9s the run that was here before lies in %s", "overwrite", aside)
                     stack.enter_context(self._locked())
@@ -471,7 +473,9 @@ class Log:
             write_text(self.folder / SCORE, json.dumps(record, indent=2))
             for line in describe_record(record):
                 logger.info("%-9s %s", "score", line)
-            logger.info("%-9s %s: samples/, loss.png, score.json, checkpoints/", "done", self.folder)
+            logger.info(
+                "%-9s %s: samples/, loss.png, score.json, checkpoints/", "done", self.folder
+            )
         else:
             shown = "  ".join(f"{k} {v:.4g}" for k, v in record["values"].items())
             logger.info("%-9s step %d  %s", "score", state.step, shown)

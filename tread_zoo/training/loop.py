@@ -69,6 +69,7 @@ def train(**fields: Any) -> Path:
     with StopSignals() as signals, _memory_explained(config):
         setup = build_setup(config)
         accelerator = make_accelerator(setup, device, precision)
+        setup.batches(num_ranks=accelerator.num_processes)  # it raises for data that are too few
         _check_ranks_agree(accelerator, checkpoint, setup)
         state = place(setup, accelerator, checkpoint)
         with folder.opened(accelerator), Log(state, folder.path, precision, checkpoint) as log:

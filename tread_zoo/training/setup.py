@@ -1,8 +1,8 @@
 """What a run is made of, and the state of it on its devices.
 
-    build_setup(config)   every part, on the CPU, weights from the seed: checked, nothing written
-    place(setup, …)       on this process's device, sharded if that was asked for, as a checkpoint
-                          left it
+build_setup(config)   every part, on the CPU, weights from the seed: checked, nothing written
+place(setup, …)       on this process's device, sharded if that was asked for, as a checkpoint
+                      left it
 """
 
 import logging
