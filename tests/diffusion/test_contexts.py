@@ -1,4 +1,4 @@
-"""Guidance and its cost where the condition is a context: the weak branch sees zeros."""
+"""Guidance and FLOPs where the condition is a context: the weak branch sees zeros."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tread_zoo.diffusion import (
     generate,
     initial_noise,
 )
-from tread_zoo.evaluation.flops import count_flops, count_sampling
+from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.routing import Route
 
 T, S, WIDTH, DEPTH = 3, 5, 16, 4
@@ -100,18 +100,6 @@ def forward_flops(kept=16, routed=0):
 def test_flops_count_the_context_tokens(kept, routed):
     routes = [Route(1, 1 + routed, torch.arange(kept)[None])] if routed else []
     assert count_flops(network(), routes=routes) == forward_flops(kept, routed)
-
-
-def test_sampling_costs_two_evaluations_where_it_is_guided():
-    net = network()
-    for guidance, evaluations in (
-        (NoGuidance(), 4),
-        (ClassifierFree(), 8),
-        (IntervalGuidance(low=0.0, high=0.5), 6),
-    ):
-        cost = count_sampling(net, FlowMatching(), SamplingOptions(Euler(), 4, guidance=guidance))
-        assert cost.evaluations == evaluations
-        assert cost.flops == evaluations * forward_flops()
 
 
 def test_conditions_that_do_not_fit_are_refused():
