@@ -39,6 +39,6 @@ __all__ = [
 ]
 
 # Old names, until their last users are gone.
-from tread_zoo.data.build import SOURCES, build_data  # noqa: E402, F401
+from tread_zoo.data.build import SOURCES, build_data  # noqa: F401
 
 told_of_dead_workers = report_dead_workers

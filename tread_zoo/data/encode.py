@@ -8,6 +8,7 @@ Dimensions: B batch, K copies (2: as it is, mirrored), C channels of a latent (2
 there are moments), h height, w width.
 """
 
+import itertools
 import json
 import logging
 import sys
@@ -176,6 +177,45 @@ def finish(out: Path, facts: dict[str, Any]) -> bool:
     return True
 
 
+def write_table(
+    out: Path,
+    items: Iterable[tuple[Tensor, int]],
+    *,
+    content: str,
+    vae: dict[str, Any] | None = None,
+    part_size: int = 4000,
+) -> int:
+    """Write latents from anywhere as a table without a held-out part; return how many they are.
+
+    Args:
+        out: the table's folder.
+        items: latents [K,C',h,w], all alike, and labels, -1 where there are none.
+        content: samples, mean_logvar or mean_std.
+        vae: `facts` of the autoencoder that made them, if it is known.
+        part_size: latents in a file.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "table.json").unlink(missing_ok=True)
+    rest, names, classes, dtype = iter(items), list[str](), set[int](), ""
+    while part := list(itertools.islice(rest, part_size)):
+        latents, labels = zip(*part, strict=True)
+        names.append(f"train-{len(names):05d}.arrow")
+        write_part(out / names[-1], latents, labels, content)
+        classes |= set(labels)
+        dtype = str(latents[0].dtype).removeprefix("torch.")
+    facts = {
+        "content": content,
+        "dtype": dtype,
+        "num_classes": 0 if -1 in classes else max(classes) + 1,
+        "class_names": [],
+        "context": None,
+        "vae": vae,
+        "parts": {"train": names, "held_out": []},
+    }
+    finish(out, facts)
+    return part_size * (len(names) - 1) + len(latents)
+
+
 def write_part(
     file: Path,
     latents: Sequence[Tensor],
@@ -216,7 +256,7 @@ def write_part(
 
 def as_bytes(values: Tensor) -> bytes:
     """Return the bytes of a tensor on the CPU, in C order."""
-    return values.contiguous().view(torch.uint8).numpy().tobytes()
+    return values.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 class Moments:

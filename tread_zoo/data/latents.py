@@ -16,8 +16,11 @@ Dimensions: B batch, K copies (2: as it is, mirrored), C channels of a latent (2
 there are moments), h height, w width.
 """
 
+import bisect
 import copy
+import itertools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -376,7 +379,7 @@ class LatentTable(Dataset):
     ):
         self.table, self.labels, self.rows = table, labels, torch.arange(len(table))
         self.shape, self.dtype, self.context = tuple(shape), dtype, context
-        self._columns: dict[str, tuple[list[Any], np.ndarray]] = {}
+        self._columns: dict[str, tuple[list[Any], list[int]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_columns": {}}
@@ -401,13 +404,13 @@ class LatentTable(Dataset):
     def _read(self, column: str, row: int, shape: tuple[int, ...], dtype: str) -> Tensor:
         if column not in self._columns:
             chunks = self.table.data.column(column).chunks
-            self._columns[column] = chunks, np.cumsum([len(chunk) for chunk in chunks])
+            self._columns[column] = chunks, list(itertools.accumulate(map(len, chunks)))
         chunks, ends = self._columns[column]
-        number = int(np.searchsorted(ends, row, side="right"))
+        number = bisect.bisect_right(ends, row)
         chunk = chunks[number]
-        content = bytearray(chunk[row - int(ends[number]) + len(chunk)].as_buffer())
+        content = bytearray(chunk[row - ends[number] + len(chunk)].as_buffer())
         values = torch.frombuffer(content, dtype=getattr(torch, dtype))
-        if values.numel() != np.prod(shape):
+        if values.numel() != math.prod(shape):
             raise ValueError(f"{column} of row {row} has {len(content)} bytes, not {list(shape)}")
         return values.view(shape)
 

@@ -7,6 +7,7 @@ import os
 import tarfile
 import zipfile
 import zlib
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -193,7 +194,7 @@ def cache_folder(name: str) -> Path:
 
 def _in_memory(
     name: str,
-    parts: list[tuple[Tensor, Tensor | None]],
+    parts: Sequence[tuple[Tensor, Tensor | None]],
     held_out: float | None,
     num_classes: int | None,
     *,

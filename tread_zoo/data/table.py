@@ -203,7 +203,7 @@ def hf(
     def load(part: str | None) -> Any:
         if saved:
             return datasets.load_from_disk(where)
-        return datasets.load_dataset(where, name=config, split=part)
+        return _load(where, name=config, split=part)
 
     loaded = load(None)
     if isinstance(loaded, datasets.Dataset):  # saved without splits
@@ -264,14 +264,13 @@ def webdataset(
             labels.
         context_length: as of `image_folder`.
     """
-    import datasets
 
     def load(pattern: str) -> "datasets.Dataset":
         folder = Path(pattern).expanduser()
         files = [str(folder / "*.tar")] if folder.is_dir() else expand_braces(str(folder))
         if "://" in pattern:
             files = expand_braces(pattern)
-        return datasets.load_dataset("webdataset", data_files={"train": files}, split="train")
+        return _load("webdataset", data_files={"train": files}, split="train")
 
     tables = [load(path)]
     if held_out_path is not None:
@@ -288,6 +287,17 @@ def webdataset(
         context_column=context,
         context_length=context_length,
     )
+
+
+def _load(where: str, **options: Any) -> Any:
+    """Return what `datasets.load_dataset` does; its errors name the reason."""
+    import datasets
+
+    try:
+        return datasets.load_dataset(where, **options)
+    except datasets.exceptions.DatasetGenerationError as error:
+        files = options.get("data_files", {}).get("train", [where])
+        raise ValueError(f"data.path: {files[0]} cannot be read: {error.__cause__}") from error
 
 
 def expand_braces(pattern: str) -> list[str]:
