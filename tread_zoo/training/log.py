@@ -6,7 +6,7 @@
     samples/, loss.png                               corrupt.txt     items that cannot be read
     checkpoints/    see checkpoints.py
 
-The main process writes; the others' share is their part of the scores and a list of corrupt items.
+The main process writes; the others have a part in the scores and in corrupt.txt.
 """
 
 import json
@@ -24,17 +24,13 @@ import torch
 from torch import Tensor
 
 from tread_zoo.config import RunConfig
-from tread_zoo.data import CorruptItem
+from tread_zoo.data import CorruptLog
 from tread_zoo.diffusion import generate
 from tread_zoo.evaluation.conditions import conditions_of
-from tread_zoo.evaluation.evaluate import describe_record, evaluate
+from tread_zoo.evaluation.evaluate import describe_record, evaluate, score_names
 from tread_zoo.evaluation.flops import count_flops, training_flops
-from tread_zoo.evaluation.held_out import held_out_loss
-from tread_zoo.evaluation.known import Known
-from tread_zoo.evaluation.naming import score_names
+from tread_zoo.evaluation.held_out import held_out_loss, held_out_record
 from tread_zoo.evaluation.pictures import plot_losses, save_grid
-from tread_zoo.evaluation.protocol import held_out_record
-from tread_zoo.evaluation.sharing import Share
 from tread_zoo.kernels import describe, used_ops
 from tread_zoo.runtime import describe_device, matmul_speed
 from tread_zoo.training.checkpoints import (
@@ -233,10 +229,16 @@ class Log:
         self.whole = state.whole
         self.folder, self.precision, self.checkpoint = folder, precision, checkpoint
         self.is_main = state.accelerator.is_main_process
-        self.share = Share(state.accelerator.process_index, state.accelerator.num_processes)
-        self.known = Known()
+        self.cache: dict[str, Any] = {}  # of the evaluation: what depends on the data alone
         self.first_step = state.step
-        self.corrupt_items: dict[int, CorruptItem] = {}
+        train = state.setup.data.train
+        self.corrupt = CorruptLog(
+            folder / "corrupt.txt",
+            num_items=len(train),  # type: ignore[arg-type]
+            max_share=state.setup.training.max_corrupt_share,
+        )
+        if self.is_main and state.step:
+            self.corrupt.recheck(train)
         self.began = time.monotonic()
         self._stack = ExitStack()
         if state.accelerator.device.type == "cuda":
@@ -325,41 +327,13 @@ class Log:
         ):  # fmt: skip
             logger.info("%-9s %s", name, text)
 
-    def corrupt(self, item: CorruptItem) -> None:
-        """Note an item that cannot be read; another took its place."""
-        self.corrupt_items[item.index] = item
-        reason = " ".join(item.reason.split())
-        logger.warning("corrupt   %s; another item takes its place. %s", item.name, reason)
-        rank = self.accelerator.process_index
-        path = self.folder / ("corrupt.txt" if self.is_main else f"corrupt_{rank}.txt")
-        with optional(path):
-            line = f"{item.index}\t{' '.join(item.name.split())}\t{reason}\n"
-            with path.open("a", encoding="utf-8", errors="backslashreplace") as stream:
-                stream.write(line)
-
     def numbers(self, state: TrainState, window: Window) -> None:
-        """Write the numbers of a window; every rank must call this.
-
-        Raises:
-            ValueError: too many items cannot be read; on every rank.
-        """
+        """Write the numbers of a window; every rank must call this."""
         numbers = window.close(self.accelerator)
-        device = self.accelerator.device
-        numbers["peak_memory"] = float(peak_memory(device))
-        count = torch.tensor(float(len(self.corrupt_items)), device=device)
-        if not hasattr(self.setup.data.train, "gather"):  # in memory nothing is unreadable
-            count = self.accelerator.reduce(count, reduction="sum")
-        if count:
-            numbers["corrupt_items"] = float(count)
+        numbers["peak_memory"] = float(peak_memory(self.accelerator.device))
+        if corrupt := self.corrupt.indices:
+            numbers["corrupt_items"] = float(len(corrupt))
         self._write_numbers(state.step, numbers)
-        limit = self.setup.training.max_corrupt_share
-        if float(count) > limit * len(self.setup.data.train):  # type: ignore[arg-type]
-            raise ValueError(
-                f"{int(count)} training images cannot be read, more than "
-                f"training.max_corrupt_share={limit:g} allows; {self.folder}/corrupt*.txt lists "
-                "them. Put whole files in their places, or raise it, and continue with "
-                "resume=latest."
-            )
 
     def _write_numbers(self, step: int, numbers: dict[str, float]) -> None:
         if not self.is_main:
@@ -411,7 +385,7 @@ class Log:
             indices=indices,
             labels=conditions_of(network, setup.data).of(indices),
             seed=GRID_SEED,
-            batch_size=setup.evaluation.batch_size,
+            batch_size=setup.config.evaluation.batch_size,
             precision=self.precision,
             weak=setup.weak,
         )
@@ -438,7 +412,7 @@ class Log:
 
     def score(self, state: TrainState, *, last: bool = False) -> None:
         """Score the averaged weights, all ranks together; `last` ends the run."""
-        setup, options = self.setup, self.setup.evaluation
+        setup, options = self.setup, self.setup.config.evaluation
         if last and self.is_main:
             self.bar.close()
             with optional(self.folder / "loss.png"):
@@ -453,10 +427,9 @@ class Log:
                 options if last else replace(options, keep_images=None),
                 precision=self.precision,
                 weak=setup.weak,
-                share=self.share,
-                known=self.known,
+                cache=self.cache,
+                step=state.step,
             )
-            record["protocol"] |= {"weights": "ema", "step": state.step}
             if self.is_main:
                 self._add_held_out_loss(network, record)
             state.average.release()
@@ -489,7 +462,7 @@ class Log:
         if loss is not None:
             record["values"]["held_out_loss"] = loss[0]
             record["held_out_loss_by_level"] = loss[1]
-            record["protocol"] |= held_out_record(
+            record["held_out"] = held_out_record(
                 setup.objective, setup.data, seed=seed, num_draws=draws
             )
 

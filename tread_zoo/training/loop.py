@@ -215,8 +215,8 @@ def draw_step(
 
     Every rank draws for the images of all of them, num_ranks B, and takes its own: the same images
     get the same draws on whatever number of ranks. The order of the draws is fixed: flips, dropped
-    labels, noise level and noise, kept ids, and last what the codec draws; none depends on an option
-    of another. Whether and how much is routed, and whether the step drops its paths, depends on the
+    labels, noise level and noise, kept ids, and last what the codec draws; none depends on an
+    option of another. Whether and how much is routed, and whether the step drops its paths, depends on the
     optimizer step alone: a path saves time only if no rank waits for another.
     """
     images, labels = batch
@@ -294,7 +294,7 @@ def _check_step(
     """Return the signal that any rank received, or 0; every rank gets the same.
 
     Ranks share their losses and signals by one small reduction, and the host reads the result: it
-    waits for the backward pass of the step once, so that a step that is not finite is never applied.
+    waits for the backward pass once in a step, so that one that is not finite is never applied.
 
     Raises:
         FloatingPointError: the loss of a rank or the gradient is not finite. In fp16 gradients

@@ -50,9 +50,9 @@ class Restored:
                 was trained.
         """
         own = self.config["guidance"]
-        if own["name"] == "none" and guidance.get("name") is None:
-            if guidance.get("scale") is not None:
-                guidance = {**guidance, "name": "cfg"}
+        scale_alone = guidance.get("name") is None and guidance.get("scale") is not None
+        if own["name"] == "none" and scale_alone:
+            guidance = {**guidance, "name": "cfg"}
         options = build_sampling(
             overlay("sampler", self.config["sampler"], sampler),
             overlay("guidance", own, guidance),

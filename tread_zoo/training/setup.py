@@ -7,7 +7,7 @@ place(setup, …)       on this process's device, sharded if that was asked for,
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.config import RunConfig, TrainingConfig
-from tread_zoo.data import ImageData, StepBatches, make_loader
+from tread_zoo.data import CorruptLog, ImageData, StepBatches, make_loader
 from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling
-from tread_zoo.evaluation.evaluate import EvaluationOptions, check_evaluation
+from tread_zoo.evaluation.evaluate import check_evaluation
 from tread_zoo.registry import create, create_backbone, split
 from tread_zoo.routing import Routing, build_routing
 from tread_zoo.seeding import make_generator
@@ -53,7 +53,6 @@ class Setup:
     routing: Routing
     objective: Objective
     sampling: SamplingOptions
-    evaluation: EvaluationOptions
     optimizer: OptimizerPart
     lr_schedule: LRSchedule
     tracker: Tracker
@@ -74,7 +73,7 @@ class Setup:
         rank: int = 0,
         num_ranks: int = 1,
         step: int = 0,
-        on_corrupt: Callable[[Any], None] | None = None,
+        on_corrupt: CorruptLog | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Return (images as stored, labels [B] or contexts [B,T,S]) of every micro-step of a rank
         from optimizer step `step` on.
@@ -108,8 +107,7 @@ def build_setup(config: RunConfig) -> Setup:
     sampling.levels(objective)
     data = create("data", config.data)
     data.codec.check(flip=config.training.horizontal_flip)
-    evaluation = evaluation_options(config)
-    check_evaluation(evaluation, data)
+    check_evaluation(config.evaluation, data)
     backbone = _build_backbone(config, data)
     routing = _build_routing(config, backbone)
     backbone.add_fusions(routing.fused_ranges)
@@ -126,7 +124,6 @@ def build_setup(config: RunConfig) -> Setup:
         routing=routing,
         objective=objective,
         sampling=sampling,
-        evaluation=evaluation,
         optimizer=create("optimizer", config.optimizer),
         lr_schedule=create("lr_schedule", config.lr_schedule),
         tracker=create("tracker", config.tracker),
@@ -148,13 +145,6 @@ def data_facts(data: ImageData) -> dict[str, Any]:
     if data.context:
         facts["context"] = list(data.context)
     return facts
-
-
-def evaluation_options(config: RunConfig) -> EvaluationOptions:
-    """Return what the evaluation takes."""
-    fields = asdict(config.evaluation)
-    fields["metrics"] = [metric["name"] for metric in fields["metrics"]]
-    return EvaluationOptions(**fields)
 
 
 def _build_backbone(config: RunConfig, data: ImageData) -> Backbone:
