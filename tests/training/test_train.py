@@ -37,7 +37,7 @@ def test_a_run_leaves_what_it_should(run, caplog):
     assert expected <= rows[0].keys()
     assert any("held_out_loss" in row for row in rows)
     score = json.loads((folder / "score.json").read_text())
-    assert 0 <= score["values"]["agreement"] <= 1
+    assert 0 <= score["values"]["label_accuracy"] <= 1
     assert score["protocol"]["weights"] == "ema"
     config = json.loads((folder / "config.json").read_text())
     assert config == settings(f"run_dir={folder}", "training.sample_every=3",
@@ -209,7 +209,6 @@ def test_out_of_memory_names_what_helps(run, monkeypatch):
          "leave none of training.num_steps=2"),
         (["resume=/nowhere"], "holds no checkpoint"),
         (["resume=latest", "tracker=wandbb"], "wandb"),
-        (["evaluation.num_reference=999999"], "evaluation.num_reference=999999"),
         (["data=npz", "data.path=/nowhere.npz"], "/nowhere.npz"),
         (["plugins=[no_such_module]"], "no_such_module"),
     ],

@@ -50,6 +50,8 @@ class Restored:
                 was trained.
         """
         own = self.config["guidance"]
+        if "none" in (own["name"], guidance.get("name")):
+            own = {"name": own["name"]}  # its scale of 1 is no other kind's
         scale_alone = guidance.get("name") is None and guidance.get("scale") is not None
         if own["name"] == "none" and scale_alone:
             guidance = {**guidance, "name": "cfg"}
