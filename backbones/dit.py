@@ -45,6 +45,10 @@ class DiTBlock(nn.Module):
         self.norm2 = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
         self.mlp = Mlp(hidden_size, int(hidden_size * mlp_ratio), gelu_tanh)
         self.modulation = nn.Linear(hidden_size, 6 * hidden_size)
+        self.fused_rows = {
+            "qkv.weight": 3 * (hidden_size,),
+            "modulation.weight": 6 * (hidden_size,),
+        }
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).chunk(6, dim=-1)

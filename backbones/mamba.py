@@ -69,6 +69,10 @@ class BidirectionalMixer(ScanMixer):
         self.A_log = nn.Parameter(torch.empty(2 * inner, state_size))
         self.D = nn.Parameter(torch.empty(2 * inner))
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
+        self.fused_rows = {
+            "in_proj.weight": (inner, inner),
+            "select": 2 * (self.step_rank, state_size, state_size),
+        }
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         scan = make_scan(layout, self.scan_order, self.index, len(x), x.device)

@@ -73,6 +73,7 @@ class BidirectionalSSD(ScanMixer):
         self.D = nn.Parameter(torch.empty(2 * num_heads))
         self.norm = nn.RMSNorm(inner, eps=1e-5)
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
+        self.fused_rows = {"in_proj.weight": (inner, *self.mixed_parts, num_heads)}
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         scan = make_scan(layout, self.scan_order, self.index, len(x), x.device)

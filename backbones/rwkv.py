@@ -227,6 +227,7 @@ class RWKVBlock(nn.Module):
         self.norm2 = nn.LayerNorm(hidden_size, eps=1e-5)
         self.channel = ChannelMix(hidden_size, mlp_ratio, gaps)
         self.modulation = nn.Linear(hidden_size, 6 * hidden_size)
+        self.fused_rows = {"modulation.weight": 6 * (hidden_size,)}
 
     def forward(self, x: Tensor, condition: Tensor, layout: Layout, skip: Tensor | None) -> Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).chunk(6, dim=-1)

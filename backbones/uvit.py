@@ -50,6 +50,7 @@ class UViTBlock(nn.Module):
         self.proj = nn.Linear(hidden_size, hidden_size)
         self.norm2 = nn.LayerNorm(hidden_size, eps=1e-5)
         self.mlp = Mlp(hidden_size, int(hidden_size * mlp_ratio), F.gelu)
+        self.fused_rows = {"qkv.weight": 3 * (hidden_size,)}
 
     def forward(self, x: Tensor, skip: Tensor | None) -> Tensor:
         if self.skip_proj is not None:

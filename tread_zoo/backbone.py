@@ -199,6 +199,26 @@ class Backbone(nn.Module, ABC):
         [B, T, S]."""
         return torch.full_like(y, 0 if self.context_size else self.null_label)
 
+    def hidden_matrices(self) -> dict[str, tuple[int, ...]]:
+        """Return by parameter name the matrices between hidden layers, which Muon trains.
+
+        The value has the sizes of a matrix's parts along its rows, (rows,) if it is one alone: each
+        part is a matrix in its own right, as q, k and v are in `qkv`. A parameter [.., rows,
+        columns] counts as its matrices below each other.
+
+        They are the linear layers of the blocks, and what a module in them lists in `fused_rows`,
+        {name of its parameter: sizes}. Embeddings, positions, heads and what else is no such
+        matrix are left out.
+        """
+        matrices: dict[str, tuple[int, ...]] = {}
+        for path, module in self.blocks.named_modules(prefix="blocks"):
+            if isinstance(module, nn.Linear):
+                matrices[f"{path}.weight"] = (module.out_features,)
+        for path, module in self.blocks.named_modules(prefix="blocks"):
+            for name, sizes in getattr(module, "fused_rows", {}).items():
+                matrices[f"{path}.{name}"] = sizes
+        return matrices
+
     def add_fusions(self, ranges: Sequence[Sequence[int]]) -> None:
         """Fuse the streams at the end of each block range [start, end), from now on in every call.
 

@@ -3,13 +3,20 @@
 Each folder holds one operation: `naive.py` (the formula, float64-capable), `torch_form.py` (fast
 plain torch), `triton_form.py` (our own for a GPU), `fused.py` (adapters of optional packages); what
 needs a package is imported when it is first asked for. `dispatch.py` decides which runs, and says
-why. `verify.py` compares two forms, `benchmark.py` times them against the loops of `loops.py`.
+why. `verify.py` compares two forms; `benchmarks/kernels.py` times them.
 """
 
 from tread_zoo.kernels.attention import attention
 from tread_zoo.kernels.bidirectional_wkv import bidirectional_wkv
 from tread_zoo.kernels.causal_conv1d import causal_conv1d
-from tread_zoo.kernels.dispatch import describe, get_forms, plain_forms, set_form, set_forms
+from tread_zoo.kernels.dispatch import (
+    describe,
+    get_forms,
+    plain_forms,
+    set_form,
+    set_forms,
+    used_ops,
+)
 from tread_zoo.kernels.selective_scan import selective_scan
 from tread_zoo.kernels.ssd import ssd
 
@@ -24,4 +31,5 @@ __all__ = [
     "set_form",
     "set_forms",
     "ssd",
+    "used_ops",
 ]
