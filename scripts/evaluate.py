@@ -1,115 +1,109 @@
-"""Score a checkpoint: distances to real images and, for digits, agreement with the asked label.
+"""Score a checkpoint's samples, or images that are there: distances to real ones, label accuracy.
 
 python scripts/evaluate.py checkpoint=runs/digits_dit_tiny_tread_flow_seed0
 python scripts/evaluate.py checkpoint=… guidance=sparse guidance.weak_rate=0.8 sampler=dpmpp_2m
 python scripts/evaluate.py checkpoint=… evaluation.reference=VIRTUAL_imagenet256_labeled.npz
+python scripts/evaluate.py samples=kept data=digits            # against digits' training part
+python scripts/evaluate.py samples=theirs.npz evaluation.reference=photos evaluation.metrics=[kid]
 accelerate launch --multi_gpu scripts/evaluate.py checkpoint=… evaluation.num_images=50000
 
-The record of settings that are not the run's own has a name of its own: none overwrites another.
-Several processes share the samples, and the numbers are those of one. See docs/evaluation.md.
+The record has the values and their protocol; those of another protocol have a file of their own.
+See docs/evaluation.md.
 """
 
 import json
 import logging
-from typing import TYPE_CHECKING, Any, TypedDict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-import hydra
-from omegaconf import DictConfig
-
-from tread_zoo.cli import as_keywords, clear_errors, register_configs
-
-if TYPE_CHECKING:
-    from tread_zoo.diffusion import SamplingOptions
-    from tread_zoo.training.restore import Restored
+from tread_zoo.cli import command
+from tread_zoo.config import EvaluateConfig, check
 
 logger = logging.getLogger(__name__)
 
-register_configs()
 
-
-class Settings(TypedDict):
-    """The kinds of configs/evaluate.yaml's own fields."""
-
-    checkpoint: str
-    out: str | None
-    data: dict[str, Any]
-    vae: str | None
-    weights: str
-    device: str
-    precision: str
-
-
-@hydra.main(version_base="1.3", config_path="../configs", config_name="evaluate")
-@clear_errors
-def main(config: DictConfig) -> None:
-    from tread_zoo.evaluation.evaluate import EvaluationOptions, describe_record, evaluate
-    from tread_zoo.evaluation.sharing import end_share, start_share
+@command("evaluate", EvaluateConfig, groups=("sampler", "guidance"))
+def main(settings: dict) -> None:
+    from tread_zoo.evaluation.evaluate import describe_record
+    from tread_zoo.evaluation.score import Protocol, process_group
     from tread_zoo.kernels import set_forms
-    from tread_zoo.kinds import check_typed
-    from tread_zoo.outputs import check_out_file, write_out_file
     from tread_zoo.runtime import resolve_device
+
+    config = check(EvaluateConfig, settings)
+    set_forms(config.kernels)
+    if config.out is not None:
+        Path(config.out).expanduser().parent.mkdir(parents=True, exist_ok=True)
+    with process_group(resolve_device(config.device)) as is_main:
+        record, name = _score_run(config) if config.samples is None else _score_images(config)
+    if not is_main:
+        return
+    for line in describe_record(record):
+        logger.info(line)
+    digest = Protocol.of(record).digest
+    out = Path(config.out or name.format(digest=digest)).expanduser()
+    out.write_text(json.dumps(record, indent=2))
+    logger.info("written to %s", out)
+
+
+def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
+    """Return the record of a checkpoint's samples, and the name of its file."""
+    from tread_zoo.evaluation.evaluate import evaluate
     from tread_zoo.training.restore import restore
 
-    settings = as_keywords(config)
-    check_typed(settings, Settings)
-    set_forms(settings["kernels"])
-    options = EvaluationOptions(**settings["evaluation"])
-    share = start_share(resolve_device(settings["device"]))
     run = restore(
-        settings["checkpoint"],
-        weights=settings["weights"],
-        device=settings["device"],
-        precision=settings["precision"],
+        config.checkpoint, weights=config.weights, device=config.device, precision=config.precision
     )
-    sampling = run.sampling(settings["sampler"], settings["guidance"])
-    out = settings["out"] or run.run_dir / _file_name(run, settings, sampling)
-    if share.is_main:
-        out = check_out_file("out", out)
-    moved = {} if settings["vae"] is None else {"vae": settings["vae"]}
-    data = run.data({**settings["data"], **moved})
+    sampling = run.sampling(config.sampler, config.guidance)
+    moved = {} if config.vae is None else {"vae": config.vae}
+    data = run.data({**config.data, **moved})
     data.codec.prepare(next(run.backbone.parameters()).device)
     record = evaluate(
         run.backbone,
         run.objective,
         data,
         sampling,
-        options,
+        config.evaluation,
         precision=run.precision,
         weak=run.weak(sampling),
-        share=share,
+        weights=config.weights,
+        step=run.checkpoint.step,
     )
-    end_share(share)
-    if not share.is_main:
-        return
-    record["protocol"] |= {"weights": settings["weights"], "step": run.checkpoint.step}
-    for line in describe_record(record):
-        logger.info(line)
-    write_out_file(out, json.dumps(record, indent=2))
-    logger.info("written to %s", out)
+    return record, str(run.run_dir / f"score_{run.checkpoint.step:08d}_{{digest}}.json")
 
 
-def _file_name(run: "Restored", settings: dict[str, Any], sampling: "SamplingOptions") -> str:
-    """Return the name of the record where nobody says: of its own for settings of its own."""
-    from tread_zoo.evaluation.naming import score_file, settings_of_score
+def _score_images(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
+    """Return the record of images that are there, and the name of its file."""
+    from tread_zoo.evaluation.evaluate import make_evaluation
+    from tread_zoo.evaluation.images import PartImages, open_images
+    from tread_zoo.registry import create
+    from tread_zoo.runtime import resolve_device
 
-    changed = {f"data.{k}": v for k, v in settings["data"].items() if k != "path"}
-    asked = settings_of_score(
-        sampling.as_dict(),
-        settings["evaluation"],
-        weights=settings["weights"],
-        precision=settings["precision"],
-        **changed,
+    device = resolve_device(config.device)
+    data = create("data", config.data) if config.data else None
+    if data is not None:
+        data.codec.prepare(device)
+    images = open_images(config.samples, () if data is None else data.class_names)
+    options = replace(config.evaluation, num_images=len(images), keep_images=None)
+    evaluation = make_evaluation(options, data, num_classes=images.num_classes, device=device)
+    evaluation.check(len(images), images.shape, images.num_classes)
+    if evaluation.not_scored:
+        raise ValueError(f"samples={config.samples} cannot be scored: {evaluation.not_scored}")
+    held_out = None
+    if data is not None and data.held_out is not None and options.reference == "train":
+        count = options.num_reference
+        held_out = PartImages(data, data.held_out, "held_out", count=count, device=device)
+    record = evaluation.run(
+        images,
+        held_out=held_out,
+        batch_size=options.batch_size,
+        device=device,
+        data=None if data is None else data.name,
+        uint8="as given",
     )
-    meta = run.checkpoint.meta
-    options = meta.get("data_options", {})
-    own = settings_of_score(
-        run.sampling({}, {}).as_dict(),
-        meta.get("evaluation", {}),
-        weights="ema",
-        precision="auto",
-        **{name: options.get(name.removeprefix("data.")) for name in changed},
-    )
-    return score_file(run.checkpoint.step, asked, own)
+    place = Path(config.samples).expanduser().resolve()
+    name = place.name if place.is_dir() else place.stem
+    return record, str(place.with_name(f"{name}_score.json"))
 
 
 if __name__ == "__main__":

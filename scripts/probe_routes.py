@@ -1,55 +1,49 @@
 """Where to route: how much each block of a trained network changes its tokens.
 
 python scripts/probe_routes.py checkpoint=runs/digits_dit_tiny_none_flow_seed0
-python scripts/probe_routes.py checkpoint=… probe.measure=cka probe.selection_rate=0.75
+python scripts/probe_routes.py checkpoint=… measure=cka selection_rate=0.75
 
-Prints the likeness of the states between blocks, draws it as placement.png, and proposes a route
+Prints how alike the states between blocks are, draws it as placement.png, and proposes a route
 with the FLOPs that it saves; placement.json has every number. The rule is at the top of
-tread_zoo/evaluation/placement.py. A dense run tells most: a routed one has learnt its own route.
+tread_zoo/routing/probe.py. A dense run shows most: a routed one has learnt its own route.
 """
 
 import json
 import logging
+from typing import TYPE_CHECKING, Any
 
-import hydra
-from omegaconf import DictConfig
+from tread_zoo.cli import command
+from tread_zoo.config import ProbeConfig, check
 
-from tread_zoo.cli import as_keywords, clear_errors, register_configs
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tread_zoo.backbone import Backbone
+    from tread_zoo.routing.probe import Proposal
+    from tread_zoo.training.restore import Restored
 
 logger = logging.getLogger(__name__)
 
-register_configs()
 
+@command("probe_routes", ProbeConfig)
+def main(settings: dict) -> None:
+    from pathlib import Path
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="probe_routes")
-@clear_errors
-def main(config: DictConfig) -> None:
     from tread_zoo.evaluation.pictures import plot_similarity
-    from tread_zoo.evaluation.placement import (
-        PlacementOptions,
-        describe_placement,
-        probe_placement,
-    )
     from tread_zoo.kernels import set_forms
-    from tread_zoo.outputs import check_out_folder, write_out_file
     from tread_zoo.training.restore import restore
 
-    settings = as_keywords(config)
-    set_forms(settings["kernels"])
-    options = PlacementOptions(**settings["probe"])
+    config = check(ProbeConfig, settings)
+    set_forms(config.kernels)
     run = restore(
-        settings["checkpoint"],
-        weights=settings["weights"],
-        device=settings["device"],
-        precision=settings["precision"],
+        config.checkpoint, weights=config.weights, device=config.device, precision=config.precision
     )
-    out = check_out_folder("out", settings["out"] or run.run_dir / "placement")
-    data = run.data(settings["data"]) if run.has_data else None
-    record = probe_placement(run.backbone, run.objective, data, options, precision=run.precision)
-    record |= {"weights": settings["weights"], "step": run.checkpoint.step}
-    for line in describe_placement(record):
+    out = Path(config.out or run.run_dir / "placement").expanduser()
+    out.mkdir(parents=True, exist_ok=True)
+    record = probe(run, config)
+    for line in describe(record):
         logger.info("%s", line)
-    write_out_file(out / "placement.json", json.dumps(record, indent=2))
+    (out / "placement.json").write_text(json.dumps(record, indent=2))
     route = record["route"]
     plot_similarity(
         record["mean_similarity"],
@@ -59,6 +53,159 @@ def main(config: DictConfig) -> None:
         title=f"{record['backbone']}, step {record['step']}: {record['measure']} of token states",
     )
     logger.info("written to %s: placement.png, placement.json", out)
+
+
+def probe(run: "Restored", config: ProbeConfig) -> dict[str, Any]:
+    """Return the similarities, the proposed and the default route, and their costs."""
+    import torch
+
+    from tread_zoo.routing.probe import propose_route, similarity
+
+    levels, states, source = token_states(run, config)
+    each = torch.stack([similarity(some, config.measure) for some in states])
+    mean = each.mean(dim=0)
+    changes = (1 - mean.diagonal(offset=1)).tolist()
+    proposal = propose_route(changes, run.backbone.skips)
+    return {
+        "backbone": run.backbone.name,
+        "source": source,
+        "measure": config.measure,
+        "num_tokens": states[0].shape[1],
+        "seed": config.seed,
+        "precision": run.precision,
+        "weights": config.weights,
+        "step": run.checkpoint.step,
+        "levels": levels,
+        "similarity": each.tolist(),
+        "mean_similarity": mean.tolist(),
+        "changes": changes,
+        **_costs(run.backbone, mean, config, proposal),
+    }
+
+
+def token_states(run: "Restored", config: ProbeConfig) -> "tuple[list[float], list[Tensor], str]":
+    """Return the noise levels, for each the states [S, n, D], and what the tokens are of.
+
+    Without data, as of an imported checkpoint, they are of samples on their way from noise.
+    """
+    import torch
+
+    from tread_zoo.diffusion import (
+        Draw,
+        build_sampling,
+        default_labels,
+        generate,
+        initial_noise,
+    )
+    from tread_zoo.evaluation.held_out import stack_part
+    from tread_zoo.routing.probe import recording
+    from tread_zoo.runtime import autocast
+    from tread_zoo.seeding import make_generator
+
+    backbone, objective = run.backbone, run.objective
+    device, shape = next(backbone.parameters()).device, (backbone.in_channels, *backbone.input_size)
+    count = max(1, config.max_tokens // config.num_images)
+    generator = make_generator("placement", config.seed)
+    places = torch.randperm(backbone.num_tokens, generator=generator)[:count].sort().values
+    levels = objective.levels(config.num_levels)[:-1].tolist()
+    if not run.has_data:
+        indices = range(config.num_images)
+        with recording(backbone, places) as calls:
+            generate(
+                backbone, objective,
+                build_sampling({"name": "euler", "num_steps": config.num_levels}, {"name": "none"}),
+                indices=indices, labels=default_labels(indices, backbone.num_classes),
+                seed=config.seed, batch_size=config.num_images, precision=run.precision,
+            )  # fmt: skip
+        return levels, calls, f"{len(indices)} samples on their way from noise"
+    data = run.data(config.data)
+    part, kind = (data.train, "training") if data.held_out is None else (data.held_out, "held-out")
+    images, labels = stack_part(part, config.num_images)
+    batches = []
+    for first in range(0, len(images), config.batch_size):
+        chosen = range(first, min(first + config.batch_size, len(images)))
+        y = labels[first : chosen.stop].to(device) if backbone.is_conditional else None
+
+        def predict(x_t: "Tensor", t: "Tensor", y: "Tensor | None" = y) -> "Tensor":
+            return backbone(x_t, t, y)
+
+        noise = initial_noise(shape, config.seed, chosen).to(device)
+        x = data.codec.to_model(images[first : chosen.stop], device=device)
+        with torch.no_grad(), autocast(device, run.precision), recording(backbone, places) as calls:
+            for level in levels:
+                objective.loss(predict, x, Draw(noise, noise.new_full((len(x),), level)))
+        batches.append(calls)
+    states = [torch.cat(some, dim=1) for some in zip(*batches, strict=True)]
+    return levels, states, f"{len(images)} {kind} images of {data.name}"
+
+
+def describe(record: dict[str, Any]) -> list[str]:
+    """Return a record as lines of text."""
+    levels = ", ".join(f"{level:.3g}" for level in record["levels"])
+    lines = [
+        f"{record['measure']} of {record['num_tokens']} token states, {record['source']}, mean "
+        f"over the levels {levels}",
+        "     " + "".join(f"{j:6d}" for j in range(len(record["mean_similarity"]))),
+    ]
+    for i, row in enumerate(record["mean_similarity"]):
+        lines.append(f"{i:5d}" + "".join(f"{value:6.2f}" for value in row))
+    changes = "  ".join(f"{i} {change:.3f}" for i, change in enumerate(record["changes"]))
+    lines.append(f"change by block: {changes}")
+    for name, title in (("default_route", "auto"), ("route", "proposed")):
+        route = record[name]
+        lines.append(
+            f"{title:8s} [{route['start']}, {route['end']}): similarity {route['similarity']:.3f} "
+            f"of the states at its ends; at selection_rate={record['selection_rate']:g} a training "
+            f"step takes {route['saving']:.1%} fewer FLOPs than dense"
+        )
+    route = record["route"]
+    lines.append(f"try: routing=tread routing.start={route['start']} routing.end={route['end']}")
+    return lines
+
+
+def _costs(
+    backbone: "Backbone", mean: "Tensor", config: ProbeConfig, proposal: "Proposal"
+) -> dict[str, Any]:
+    """Return the FLOPs per image of a dense training step and, of both routes, the similarity at
+    their ends, FLOPs, and saving 1 - routed / dense."""
+    import torch
+
+    from tread_zoo.evaluation.flops import count_flops
+    from tread_zoo.registry import create_backbone
+    from tread_zoo.routing import build_routing
+    from tread_zoo.seeding import make_generator
+
+    if backbone.fused_ranges:  # it can be routed there alone
+        with torch.device("meta"):
+            backbone = create_backbone(backbone.name, **backbone.config)  # type: ignore[arg-type]
+    dense = count_flops(backbone, backward=True)
+
+    def numbers(start: int | str, end: int | str) -> dict[str, Any]:
+        routing = build_routing(
+            "tread",
+            num_blocks=backbone.num_blocks,
+            default_selector=backbone.default_selector,
+            default_range=backbone.default_range,
+            selection_rate=config.selection_rate,
+            start=start,
+            end=end,
+        )
+        (route,) = routing.draw(1, backbone.grid, make_generator("placement", config.seed))
+        routed = count_flops(backbone, routes=[route], backward=True)
+        return {
+            "start": route.start,
+            "end": route.end,
+            "similarity": float(mean[route.start, route.end]),
+            "flops_routed": routed,
+            "saving": 1 - routed / dense,
+        }
+
+    return {
+        "selection_rate": config.selection_rate,
+        "flops_dense": dense,
+        "route": {"gain": proposal.gain, **numbers(proposal.start, proposal.end)},
+        "default_route": numbers("auto", "auto"),
+    }
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tread_zoo.evaluation.metrics import score
+from tread_zoo.evaluation import score
 
 pytestmark = pytest.mark.golden
 

@@ -180,8 +180,8 @@ class EvaluationConfig:
         extractor: auto, digits-cnn-64, inception-v3-compat, dinov2-vit-l-14, or a file of
             scripts/make_features.py; auto is the first for digits, else the second.
         metrics: names of registered metrics.
-        reference: train, held_out, a folder of pictures, ADM's .npz, or a file of
-            scripts/make_reference.py.
+        reference: train, held_out, a folder of pictures, or an .npz as ADM's, of images or of
+            statistics, which scripts/make_reference.py makes.
         num_reference: real images, evenly spaced; null takes all.
         seed: of the samples.
         batch_size: images at a time.
@@ -287,6 +287,127 @@ class SampleConfig:
     batch_size: PositiveInt = 64
     weights: Literal["ema", "model"] = "ema"
     vae: str | None = None
+    device: str = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@configuration()
+class EvaluateConfig:
+    """What scripts/evaluate.py scores: a checkpoint's samples, or images that are there.
+
+    Args:
+        plugins: as of `RunConfig`: those of the checkpoint must be loaded.
+        checkpoint: a run's folder (its newest checkpoint) or one checkpoint.
+        samples: instead of it a folder of pictures, or an .npz with arr_0 uint8 [N,H,W,C] and
+            perhaps labels arr_1; all are scored.
+        data: of a checkpoint, options that differ from the run's, as in data={path: …}; of
+            samples, the data whose part the reference is, as in data=cifar10.
+        sampler, guidance: what differs from the run's own, by field; with `name`, another one.
+        evaluation: by what.
+        out: file of the record; null: <run>/score_<step>_<digest of the protocol>.json, or beside
+            the samples.
+        weights: ema or model.
+        vae: of latents: null is the run's; a folder where it has moved.
+        device, precision, kernels: as of `RunConfig` and `TrainingConfig`.
+    """
+
+    plugins: tuple[str, ...] = ()
+    checkpoint: str | None = None
+    samples: str | None = None
+    data: str | dict[str, Any] = dataclasses.field(default_factory=dict)
+    sampler: dict[str, Any] = dataclasses.field(default_factory=dict)
+    guidance: dict[str, Any] = dataclasses.field(default_factory=dict)
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    out: str | None = None
+    weights: Literal["ema", "model"] = "ema"
+    vae: str | None = None
+    device: str = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.checkpoint is None) == (self.samples is None):
+            raise ValueError("name what to score: either checkpoint=… or samples=…")
+
+
+@configuration()
+class ReferenceConfig:
+    """What scripts/make_reference.py writes.
+
+    Args:
+        plugins, data: as of `RunConfig`.
+        out: an .npz file, for evaluation.reference.
+        evaluation: `reference` is the part of the data, and extractor, its weights, num_reference
+            and batch_size count.
+        device: as of `RunConfig`.
+    """
+
+    plugins: tuple[str, ...] = ()
+    data: _part("data") = "digits"  # type: ignore[valid-type]
+    out: str
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    device: str = "auto"
+
+
+@configuration()
+class FeaturesConfig:
+    """What scripts/make_features.py trains.
+
+    Args:
+        plugins, data: as of `RunConfig`.
+        out: a .safetensors file, for evaluation.extractor.
+        num_features: of the vector that distances are taken in.
+        layers: of each convolution its channels, its padding, and whether a pooling follows; null:
+            four, for images of 16 pixels and more.
+        num_steps, batch_size, learning_rate, seed: of the training.
+        device: as of `RunConfig`.
+    """
+
+    plugins: tuple[str, ...] = ()
+    data: _part("data") = "digits"  # type: ignore[valid-type]
+    out: str
+    num_features: PositiveInt = 128
+    layers: tuple[tuple[PositiveInt, NonNegativeInt, bool], ...] | None = None
+    num_steps: PositiveInt = 1500
+    batch_size: PositiveInt = 128
+    learning_rate: NonNegativeFloat = 2e-3
+    seed: int = 0
+    device: str = "auto"
+
+
+@configuration()
+class ProbeConfig:
+    """What scripts/probe_routes.py measures.
+
+    Args:
+        plugins: as of `RunConfig`: those of the checkpoint must be loaded.
+        checkpoint: a run's folder (its newest checkpoint) or one checkpoint.
+        out: folder of placement.png and placement.json; null: <run>/placement.
+        data: options that differ from the run's, as in data={path: …}.
+        measure: cosine or cka: whether a turned state counts as changed, or not.
+        num_images: held-out ones; of an imported checkpoint, samples on their way from noise.
+        num_levels: noise levels, over the objective's range.
+        max_tokens: measured at most, all images together; the same places in each.
+        batch_size: images at a time.
+        selection_rate: of the route whose saving is counted.
+        seed: of the noise and of the places.
+        weights: ema or model.
+        device, precision, kernels: as of `RunConfig` and `TrainingConfig`.
+    """
+
+    plugins: tuple[str, ...] = ()
+    checkpoint: str
+    out: str | None = None
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)
+    measure: Literal["cosine", "cka"] = "cosine"
+    num_images: PositiveInt = 64
+    num_levels: PositiveInt = 5
+    max_tokens: PositiveInt = 4096
+    batch_size: PositiveInt = 64
+    selection_rate: Fraction = 0.5
+    seed: int = 0
+    weights: Literal["ema", "model"] = "ema"
     device: str = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     kernels: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -150,7 +150,11 @@ class Entry:
 _entries: dict[tuple[str, str], Entry] = {}
 _loaded: set[str] = set()  # kinds, and plug-ins' entry points
 _broken: dict[str, str] = {}  # plug-ins that could not be imported, and why
-_FACTS = {"backbone": {"learning_rate"}, "metric": {"better", "features"}, "data": {"num_steps"}}
+_FACTS = {
+    "backbone": {"learning_rate"},
+    "metric": {"better", "features", "statistics", "extractor", "min_images"},
+    "data": {"num_steps"},
+}
 
 
 def register(
@@ -163,8 +167,8 @@ def register(
         name: an identifier.
         preset: options of this variant, in place of the target's defaults.
         facts: of a backbone `learning_rate`, at which AdamW trains it; of a metric `better`,
-            "lower" or "higher", and `features`, which it takes; of a data source `num_steps`,
-            the length of its recipe.
+            "lower" or "higher", and those that `tread_zoo.evaluation.metrics` lists; of a data
+            source `num_steps`, the length of its recipe.
 
     Raises:
         ValueError: an unknown kind or fact, a name that is taken or is no identifier, a preset that

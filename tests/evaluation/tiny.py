@@ -3,19 +3,19 @@
 import numpy as np
 import torch
 
-from tests.small_run import parts_of, settings
-from tread_zoo.evaluation.evaluate import EvaluationOptions, evaluate
+from tread_zoo import create, create_backbone
+from tread_zoo.config import EvaluationConfig, check
+from tread_zoo.data import ArrayDataset, ImageData
+from tread_zoo.diffusion import build_sampling
+from tread_zoo.evaluation.evaluate import evaluate
 from tread_zoo.evaluation.features import ClassifierFeatures, save_features
 
 METRICS = ("fid", "kid", "precision", "recall", "isc")
 
 
-def write_data(path, count=60, seed=0):
-    """Write random images with labels 0 … 2 as an .npz file, and return its path."""
-    random = np.random.default_rng(seed)
-    images = random.integers(0, 256, (count, 8, 8), dtype=np.uint8)
-    np.savez(path, images=images, labels=np.arange(count) % 3)
-    return path
+def random_images(count, seed=0, channels=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count, channels, 8, 8), dtype=torch.uint8, generator=generator)
 
 
 def write_features(path, seed=0, shape=(1, 8, 8), num_classes=3):
@@ -26,9 +26,17 @@ def write_features(path, seed=0, shape=(1, 8, 8), num_classes=3):
         image_size=tuple(size), channels=channels, num_classes=num_classes, num_features=16
     )
     with torch.no_grad():  # as drawn, images would hardly differ in their features
-        for conv in network.convs:
-            conv.weight.mul_(3)
+        for parameter in network.parameters():
+            if parameter.ndim == 4:
+                parameter.mul_(3)
     save_features(network, path, "a test's")
+    return str(path)
+
+
+def write_npz(path, images, labels=None):
+    """Write images as ADM's files have them, and return the path."""
+    arrays = {"arr_0": images.permute(0, 2, 3, 1).numpy()}
+    np.savez(path, **arrays, **({} if labels is None else {"arr_1": np.asarray(labels)}))
     return str(path)
 
 
@@ -38,30 +46,34 @@ class Tiny:
     def __init__(self, folder):
         self.folder = folder
         self.extractor = write_features(folder / "own.safetensors")
-        file = write_data(folder / "tiny.npz")
-        self.parts = parts_of(settings("data=npz", f"data.path={file}", "data.held_out=0.25"))
+        images, labels = random_images(60), torch.arange(60) % 3
+        parts = [ArrayDataset(images[a:b], labels[a:b]) for a, b in ((0, 45), (45, 60))]
+        self.data = ImageData("tiny", *parts, (8, 8), 1, 3, ("a", "b", "c"))
+        self.objective = create("objective", "flow")
+        self.sampling = build_sampling({"name": "euler", "num_steps": 2}, {"name": "none"})
+        torch.manual_seed(1)
+        self.backbone = create_backbone(
+            "dit_tiny", input_size=8, in_channels=1, num_classes=3, depth=2, hidden_size=16
+        ).eval()
         with torch.no_grad():  # at the start it predicts nothing, whatever the noise
-            torch.manual_seed(1)
-            for parameter in self.parts.backbone.parameters():
+            for parameter in self.backbone.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))
-        self.backbone = self.parts.backbone.eval()
 
     @property
     def real(self):
         """The training images, uint8 [45,1,8,8]."""
-        return self.parts.data.train.images
+        return self.data.train.images
 
     def options(self, **changes):
         given = {
-            "num_images": 23, "extractor": self.extractor, "metrics": METRICS,
-            "reference": "train", "seed": 1, "batch_size": 7, "allow_few_images": True,
+            "num_images": 23, "extractor": self.extractor, "metrics": METRICS, "batch_size": 7,
+            "allow_few_images": True,
         }  # fmt: skip
-        return EvaluationOptions(**{**given, **changes})
+        return check(EvaluationConfig, {**given, **changes}, "evaluation")
 
-    def score(self, *, data=None, real=None, cache=None, **changes):
+    def score(self, *, data=None, cache=None, **changes):
         """Return the record of an evaluation."""
-        parts = self.parts
         return evaluate(
-            self.backbone, parts.objective, data or parts.data, parts.sampling,
-            self.options(**changes), real=real, cache=cache,
+            self.backbone, self.objective, data or self.data, self.sampling,
+            self.options(**changes), cache=cache,
         )  # fmt: skip

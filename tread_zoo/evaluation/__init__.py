@@ -1,15 +1,5 @@
-"""How good samples are: feature extractors, scores with their protocol, agreement with labels."""
+"""How good samples are: registered metrics, one `score` with its protocol, held-out loss, FLOPs."""
 
-from tread_zoo.evaluation.agreement import digits_agreement, digits_agreement_reference
-from tread_zoo.evaluation.features import DigitsFeatures, load_digits_features
-from tread_zoo.evaluation.metrics import EXTRACTORS, METRICS, score
+from tread_zoo.evaluation.score import Protocol, score
 
-__all__ = [
-    "EXTRACTORS",
-    "METRICS",
-    "DigitsFeatures",
-    "digits_agreement",
-    "digits_agreement_reference",
-    "load_digits_features",
-    "score",
-]
+__all__ = ["Protocol", "score"]

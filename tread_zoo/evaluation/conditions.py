@@ -1,11 +1,11 @@
-"""What samples are asked for, by their numbers: a label, a context, or nothing.
+"""What samples are conditioned on, by their numbers: a label, a context, or nothing.
 
     sample i    label      i mod num_classes
                 context    that of a held-out image: order[i mod n] of n, where any first numbers of
                            `order` lie evenly spaced over the part
 
-So sample i is asked for the same thing whatever the number of samples, in every run on the same
-data. Dimensions: n contexts, T embeddings, S width of one.
+So sample i has the same condition whatever the number of samples, in every run on the same data.
+Dimensions: n contexts, T embeddings, S width of one.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,12 +32,10 @@ class Conditions:
 
 
 def conditions_of(backbone: Backbone, data: ImageData) -> Conditions:
-    """Return what samples of a network trained on `data` are asked for."""
+    """Return the conditions of samples of a network that was trained on `data`."""
     if not backbone.context_size:
         return label_conditions(backbone)
-    part, kind = data.held_out, "held-out"
-    if part is None:
-        part, kind = data.train, "training"
+    kind, part = ("training", data.train) if data.held_out is None else ("held-out", data.held_out)
     order = spread_order(len(part))  # type: ignore[arg-type]
 
     def of(indices: Sequence[int]) -> Tensor:
@@ -66,12 +64,11 @@ def contexts_in(file: str, backbone: Backbone) -> Conditions:
         )
     array = read_npy(Path(file).expanduser().read_bytes, repr(file))
     rows = array if array.ndim == 3 else array[None]
-    if not len(rows):
-        raise ValueError(f"contexts={file!r} holds none: it has shape {array.shape}.")
     shape = (backbone.context_length, backbone.context_size)
-    found = torch.stack(
+    contexts = torch.stack(
         [as_context(row, f"{file!r}, row {i}", shape) for i, row in enumerate(rows)]
     )
     return Conditions(
-        f"contexts of {file}", lambda indices: found[[index % len(found) for index in indices]]
+        f"contexts of {file}",
+        lambda indices: contexts[[index % len(contexts) for index in indices]],
     )

@@ -1,96 +1,186 @@
-"""Feature extractors: the small one for digits that ships here, Inception where its file is, and
-classifiers that `scripts/make_features.py` trained on data of one's own.
+"""Feature extractors: images in, named features out, and what identifies the network.
 
-A score means nothing without the network that it was taken with, so an extractor's name in a
-record carries the hash of its weights. B batch.
+    pooled    the vector that distances are taken in
+    spatial   Inception's 7 first channels of the 1x1 branch of mixed_6, 17x17, for sfid
+    logits    of classes, for isc and label_accuracy
+
+`digits-cnn-64` ships here; a classifier that `scripts/make_features.py` trained is named by its
+file; Inception and DINOv2 run where their weights are on this machine, with torch-fidelity's
+resizing. Nothing is downloaded. torch-fidelity's Inception is the network of 2015 that the papers'
+FID uses. `mixed_6` of that graph is its `Mixed_6d`, and ADM's evaluator takes what comes out of the
+branch's ReLU in the order [H, W, 7], as here, so `mu_s` and `sigma_s` of its reference files are of
+the same features.
+
+Dimensions: B batch, C channels, H height, W width, D features.
 """
 
+import functools
 import hashlib
 import json
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-DIGITS_EXTRACTOR = "digits-cnn-64"
-DIGITS_FEATURES = 64
+from tread_zoo.errors import unknown_name
+
+DIGITS = "digits-cnn-64"
 DIGITS_WEIGHTS = Path(__file__).parent / "weights" / "digits_cnn.safetensors"
-
-INCEPTION_EXTRACTOR = "inception-v3-compat"
-INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
+INCEPTION = "inception-v3-compat"
 INCEPTION_URL = (
-    f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{INCEPTION_FILE}"
+    "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/"
+    "weights-inception-2015-12-05-6726825d.pth"
 )
+DINOV2_CODE = "https://github.com/facebookresearch/dinov2"
+# torch-fidelity's name -> that of the authors' code, and the width of the vector. The large one is
+# that of "Exposing flaws of generative model evaluation metrics" (arXiv 2306.04675).
+DINOV2 = {
+    "dinov2-vit-s-14": ("dinov2_vits14", 384),
+    "dinov2-vit-b-14": ("dinov2_vitb14", 768),
+    "dinov2-vit-l-14": ("dinov2_vitl14", 1024),
+    "dinov2-vit-g-14": ("dinov2_vitg14", 1536),
+}
+EXTRACTORS = (DIGITS, INCEPTION, *DINOV2)
+_SPATIAL_CHANNELS = 7
+_RESIZE = "bilinear as in TensorFlow 1 (corners not aligned, no antialiasing) to {0}x{0}"
+
+Network = Callable[[Tensor], dict[str, Tensor]]
 
 
-class DigitsFeatures(nn.Module):
-    """A classifier of 8x8 grey digits: three 3x3 convolutions, 64 pooled features, 10 logits.
+@dataclass(frozen=True)
+class Extractor:
+    """An extractor, before it is loaded.
 
-    GELU, since half of the features of a ReLU network this small die in training.
-    Trained by `scripts/make_digits_features.py` on the training part of `data.digits()` alone.
+    Args:
+        name: in settings.
+        file: its weights.
+        sizes: D by name of the features that it has.
+        resize: what it does to an image first.
+        shape: the only [C, H, W] that it takes; None: any, grey or colour.
+        num_classes: of its logits, where these are the classes of the data; else 0.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 3, padding=1)
-        self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
-        self.conv3 = nn.Conv2d(64, DIGITS_FEATURES, 3)
-        self.classify = nn.Linear(DIGITS_FEATURES, 10)
+    name: str
+    file: Path
+    sizes: Mapping[str, int]
+    resize: str = "none"
+    shape: tuple[int, int, int] | None = None
+    num_classes: int = 0
 
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (features [B,64], logits [B,10]) of `images` uint8 [B,1,8,8]."""
-        if images.dtype != torch.uint8 or tuple(images.shape[1:]) != (1, 8, 8):
-            raise ValueError(
-                f"images has dtype {images.dtype} and shape {tuple(images.shape)}; "
-                f"{DIGITS_EXTRACTOR} wants uint8 [B,1,8,8]."
-            )
-        x = images.to(self.conv1.weight.dtype) / 255
-        x = F.gelu(self.conv1(x))
-        x = F.max_pool2d(F.gelu(self.conv2(x)), 2)  # [B,64,4,4]
-        features = F.gelu(self.conv3(x)).mean(dim=(2, 3))  # [B,64,2,2] -> [B,64]
-        return features, self.classify(features)
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Of the weights' file, 64 hex digits."""
+        with self.file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+
+    @property
+    def label(self) -> str:
+        """Name for records: name@first 8 digits of the hash."""
+        name = self.name if self.name in EXTRACTORS else self.file.stem
+        return f"{name}@{self.sha256[:8]}"
+
+    def load(self, names: Collection[str], device: torch.device) -> Network:
+        """Return the network on `device`: uint8 [B,C,H,W] -> {name: float32 [B,D]} of `names`.
+
+        The global random numbers are left as they were.
+        """
+        with torch.random.fork_rng(devices=[]):
+            if self.name == INCEPTION:
+                network = _load_inception(self.file, names, device)
+            elif self.name in DINOV2:
+                network = _load_dinov2(self, device)
+            else:
+                network = _load_classifier(self.file, device)
+
+        @torch.no_grad()
+        def extract(images: Tensor) -> dict[str, Tensor]:
+            images = images.to(device, non_blocking=True)
+            return network(images.expand(-1, 3, -1, -1) if self.shape is None else images)
+
+        return extract
+
+
+def find_extractor(
+    name: str, *, inception_weights: str | None = None, dinov2_weights: str | None = None
+) -> Extractor:
+    """Return an extractor by name, or by the file of `scripts/make_features.py`.
+
+    Args:
+        inception_weights, dinov2_weights: files; None: in torch's hub folder.
+
+    Raises:
+        ValueError: an unknown name, or a file that is not there: where it was looked for, and where
+            to get it.
+    """
+    if name == INCEPTION:
+        file = _hub_file(inception_weights, INCEPTION_URL, "inception_weights")
+        sizes = {"pooled": 2048, "spatial": 17 * 17 * _SPATIAL_CHANNELS, "logits": 1008}
+        return Extractor(name, file, sizes, _RESIZE.format(299))
+    if name in DINOV2:
+        network, size = DINOV2[name]
+        url = f"https://dl.fbaipublicfiles.com/dinov2/{network}/{network}_pretrain.pth"
+        file = _hub_file(dinov2_weights, url, "dinov2_weights")
+        return Extractor(name, file, {"pooled": size}, _RESIZE.format(224))
+    if name != DIGITS and not name.endswith(".safetensors"):
+        raise unknown_name("evaluation.extractor", name, (*EXTRACTORS, "auto", "….safetensors"))
+    file = DIGITS_WEIGHTS if name == DIGITS else Path(name).expanduser()
+    classifier = load_features(file)
+    sizes = {"pooled": classifier.num_features, "logits": classifier.num_classes}
+    return Extractor(name, file, sizes, "none", classifier.shape, classifier.num_classes)
 
 
 class ClassifierFeatures(nn.Module):
-    """A classifier of small images: four 3x3 convolutions, pooled features, logits.
+    """A classifier of small images: 3x3 convolutions, pooled features, logits.
+
+    GELU, since half of the features of a ReLU network this small die in training.
 
     Args:
-        image_size: (H, W), at least 8 each.
+        image_size: (H, W), 8 or more each.
         channels: C.
         num_classes: of the logits.
-        num_features: of the vector that distances are taken in.
+        num_features: D, where `layers` is left out.
+        layers: of each convolution its channels, its padding, and whether a 2x2 pooling follows.
     """
 
     def __init__(
-        self, *, image_size: tuple[int, int], channels: int, num_classes: int, num_features: int
+        self,
+        *,
+        image_size: Sequence[int],
+        channels: int,
+        num_classes: int,
+        num_features: int = 128,
+        layers: Sequence[tuple[int, int, bool]] | None = None,
     ) -> None:
         super().__init__()
-        if min(image_size) < 8 or num_classes < 2:
-            raise ValueError(
-                f"image_size={tuple(image_size)} with num_classes={num_classes} gives no features: "
-                "a classifier of images of 8x8 or more, with two classes or more, is wanted."
-            )
-        self.shape = (channels, *image_size)
-        widths = (channels, 32, 64, num_features, num_features)
-        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise(widths))
-        self.classify = nn.Linear(num_features, num_classes)
+        self.shape = (channels, image_size[0], image_size[1])
+        width = num_features
+        self.layers = layers or ((32, 1, True), (64, 1, True), (width, 1, False), (width, 1, False))
+        self.num_classes, self.num_features = num_classes, self.layers[-1][0]
+        widths = (channels, *(layer[0] for layer in self.layers))
+        for index, (before, after) in enumerate(pairwise(widths)):
+            conv = nn.Conv2d(before, after, 3, padding=self.layers[index][1])
+            self.add_module(f"conv{index + 1}", conv)
+        self.classify = nn.Linear(self.num_features, num_classes)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (features [B, num_features], logits [B, num_classes]) of uint8 [B,C,H,W]."""
-        if images.dtype != torch.uint8 or tuple(images.shape[1:]) != self.shape:
-            raise ValueError(
-                f"images has dtype {images.dtype} and shape {tuple(images.shape)}; these features "
-                f"want uint8 [B,{','.join(map(str, self.shape))}]."
-            )
+        """Return (features [B, D], logits [B, num_classes]) of uint8 [B,C,H,W]."""
         x = images.to(self.classify.weight.dtype) / 255
-        for index, conv in enumerate(self.convs):
-            x = F.gelu(conv(x))
-            if index < 2:
-                x = F.max_pool2d(x, 2)
+        for index, (_, _, pooled) in enumerate(self.layers):
+            x = F.gelu(self.get_submodule(f"conv{index + 1}")(x))
+            x = F.max_pool2d(x, 2) if pooled else x
         features = x.mean(dim=(2, 3))
         return features, self.classify(features)
+
+
+# Of the file that ships here. scripts/make_features.py makes it: see there.
+DIGITS_LAYERS = ((32, 1, False), (64, 1, True), (64, 0, False))
+_DIGITS = {"image_size": (8, 8), "channels": 1, "num_classes": 10, "layers": DIGITS_LAYERS}
 
 
 def save_features(network: ClassifierFeatures, path: Path, about: str) -> None:
@@ -98,16 +188,12 @@ def save_features(network: ClassifierFeatures, path: Path, about: str) -> None:
     from safetensors.torch import save_file
 
     channels, *image_size = network.shape
-    facts = {
-        "image_size": image_size,
-        "channels": channels,
-        "num_classes": network.classify.out_features,
-        "num_features": network.classify.in_features,
-        "about": about,
-    }
+    sizes = {"image_size": image_size, "channels": channels, "num_classes": network.num_classes}
+    facts = json.dumps({**sizes, "layers": network.layers, "about": about})
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    save_file(network.state_dict(), partial, metadata={"features": json.dumps(facts)})
+    # one entry of metadata: the order of several is not fixed, and the file's hash is its name
+    save_file(network.state_dict(), partial, metadata={"features": facts})
     partial.replace(path)
 
 
@@ -119,63 +205,95 @@ def load_features(path: Path) -> ClassifierFeatures:
     """
     from safetensors import SafetensorError, safe_open
 
+    facts: dict[str, Any] = dict(_DIGITS)
     try:
         with safe_open(path, framework="pt") as file:
-            facts = json.loads((file.metadata() or {})["features"])
+            if path != DIGITS_WEIGHTS:
+                facts = json.loads((file.metadata() or {})["features"])
             state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise ValueError(
-            f"extractor={str(path)!r} is no file of features ({type(error).__name__}: {error}). "
+            f"evaluation.extractor={str(path)!r} is no file of features ({error!r}). "
             f"scripts/make_features.py out={path} makes one from labelled images."
         ) from error
-    facts.pop("about")
+    facts.pop("about", None)
     with torch.device("meta"):  # no weights are drawn: the caller's random numbers stay as they are
         network = ClassifierFeatures(**facts)
     network.load_state_dict(state, assign=True)
     return network.eval().requires_grad_(False)
 
 
-def load_digits_features() -> DigitsFeatures:
-    """Return the network with the weights that ship with the package, frozen."""
-    from safetensors.torch import load_file
-
-    with torch.device("meta"):
-        network = DigitsFeatures()
-    network.load_state_dict(load_file(DIGITS_WEIGHTS), assign=True)
-    return network.eval().requires_grad_(False)
+def load_digits_features() -> ClassifierFeatures:
+    """Return the classifier of digits that ships with the package, frozen."""
+    return load_features(DIGITS_WEIGHTS)
 
 
-def extractor_id(name: str, weights: Path) -> str:
-    """Return `name`@<first 8 hex digits of the weights file's sha256>: the name for records."""
-    with weights.open("rb") as file:
-        return f"{name}@{hashlib.file_digest(file, 'sha256').hexdigest()[:8]}"
+def _load_classifier(file: Path, device: torch.device) -> Network:
+    network = load_features(file).to(device)
+    return lambda images: dict(zip(("pooled", "logits"), network(images), strict=True))
 
 
-def find_inception_weights(path: str | None) -> Path:
-    """Return the file of Inception's weights: `path`, or torch hub's cache. Never downloads.
+def _load_inception(file: Path, names: Collection[str], device: torch.device) -> Network:
+    """Return Inception; it runs no further than `names` need."""
+    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
-    Raises ValueError that says where it looked and how to get the file, or that the file given
-    is not one of plain tensors.
-    """
-    file = Path(path).expanduser() if path else Path(torch.hub.get_dir(), "checkpoints")
-    if not path or file.is_dir():
-        file = file / INCEPTION_FILE
+    # "768" is read off after mixed_7: the way to it passes mixed_6
+    layers = {"spatial": "768", "pooled": "2048", "logits": "logits_unbiased"}
+    wanted = [name for name in layers if name in names]
+    network = FeatureExtractorInceptionV3(
+        INCEPTION, [layers[name] for name in wanted], feature_extractor_weights_path=str(file)
+    ).to(device)
+    seen: dict[str, Tensor] = {}
+
+    def watch(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        spatial = output[:, :_SPATIAL_CHANNELS].permute(0, 2, 3, 1)  # [B, 17, 17, 7]
+        seen["spatial"] = spatial.flatten(1).float()
+
+    if "spatial" in wanted:
+        network.Mixed_6d.branch1x1.register_forward_hook(watch)
+
+    def forward(images: Tensor) -> dict[str, Tensor]:
+        return dict(zip(wanted, network(images), strict=True)) | seen
+
+    return forward
+
+
+def _load_dinov2(extractor: Extractor, device: torch.device) -> Network:
+    """Return torch-fidelity's extractor around the authors' network: it would download both."""
+    from torch_fidelity.feature_extractor_base import FeatureExtractorBase
+    from torch_fidelity.feature_extractor_dinov2 import FeatureExtractorDinoV2
+
+    code = Path(torch.hub.get_dir()) / "facebookresearch_dinov2_main"
+    if not (code / "hubconf.py").is_file():
+        raise ValueError(
+            f"evaluation.extractor={extractor.name!r} runs the code of DINOv2, and {str(code)!r} "
+            f"is not there. Nothing is downloaded here: git clone {DINOV2_CODE} {code}"
+        )
+    os.environ.setdefault("XFORMERS_DISABLED", "1")  # as torch-fidelity has it: plain attention
+    name = DINOV2[extractor.name][0]
+    network = torch.hub.load(str(code), name, source="local", pretrained=False)
+    network.load_state_dict(torch.load(extractor.file, map_location="cpu", weights_only=True))
+
+    class Local(FeatureExtractorDinoV2):
+        """Its forward pass, around a network that is there already."""
+
+        def __init__(self) -> None:
+            FeatureExtractorBase.__init__(self, extractor.name, ["dinov2"])
+            self.feature_extractor_internal_dtype = torch.float32
+            self.model = network
+
+    local = Local().eval().requires_grad_(False).to(device)
+    return lambda images: {"pooled": local(images)[0]}
+
+
+def _hub_file(given: str | None, url: str, field: str) -> Path:
+    """Return a file of weights: the given one, or the one in torch's hub folder."""
+    name = url.rpartition("/")[2]
+    file = Path(given).expanduser() if given else Path(torch.hub.get_dir(), "checkpoints", name)
+    file = file / name if file.is_dir() else file
     if not file.is_file():
         raise ValueError(
-            f"extractor={INCEPTION_EXTRACTOR!r} needs its weights, {INCEPTION_FILE}, and "
-            f"{str(file)!r} does not exist. Nothing is downloaded here: get it from "
-            f"{INCEPTION_URL} and put it there, or set inception_weights to where it is."
-        )
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # zip, pickle, end-of-file and runtime errors alike
-        raise ValueError(
-            f"inception_weights={str(file)!r} cannot be read as a file of plain tensors "
-            f"({str(error).splitlines()[0]}). Download {INCEPTION_FILE} again from {INCEPTION_URL}."
-        ) from error
-    if not isinstance(state, dict) or "Conv2d_1a_3x3.conv.weight" not in state:
-        raise ValueError(
-            f"inception_weights={str(file)!r} holds no weights of torch-fidelity's Inception; "
-            f"download {INCEPTION_FILE} from {INCEPTION_URL}."
+            f"{str(file)!r} does not exist. Nothing is downloaded here: get {url} and put it "
+            f"there, or set evaluation.{field} to where it is."
         )
     return file

@@ -1,18 +1,24 @@
 """The loss of a network on images held out, at fixed draws: what compares runs pair by pair."""
 
+import hashlib
+import json
+from dataclasses import asdict
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from tread_zoo.backbone import Backbone
-from tread_zoo.data import ArrayDataset, ImageData
-from tread_zoo.data.loader import read_items
+from tread_zoo.data import ImageData, read_items
 from tread_zoo.diffusion import Objective
-from tread_zoo.evaluation.sources import spread
+from tread_zoo.evaluation.images import evenly_spaced
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
 
 HELD_OUT_IMAGES = 512
+# Of an objective's fields, those that only say where sampling begins and steps.
+_OF_SAMPLING = ("sigma_min", "sigma_max", "rho")
 
 
 @torch.no_grad()
@@ -64,13 +70,42 @@ def held_out_loss(
     return float(by_level.double().mean()), fourths
 
 
+def held_out_record(
+    objective: Objective, data: ImageData, *, seed: int, num_draws: int
+) -> dict[str, Any]:
+    """Return what the held-out loss depends on beside the network; {} if nothing was held out.
+
+    `held_out_sha256` is of what the network is given: the images as stored, in their order, their
+    labels or contexts, and how latents are normalized.
+
+    Args:
+        objective, data, seed, num_draws: as for `held_out_loss`.
+    """
+    if data.held_out is None:
+        return {}
+    digest = hashlib.sha256(json.dumps(data.codec.facts, sort_keys=True).encode())
+    images, conditions = stack_part(data.held_out, HELD_OUT_IMAGES)
+    for tensor in (images, conditions):
+        digest.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
+        # as bytes, for numpy has no bfloat16
+        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    options = asdict(objective)  # type: ignore[call-overload]
+    return {
+        "held_out_objective": {
+            "name": getattr(objective, "name", type(objective).__name__),
+            **{name: value for name, value in options.items() if name not in _OF_SAMPLING},
+        },
+        "held_out_images": len(images),
+        "held_out_draws": num_draws,
+        "held_out_seed": seed,
+        "held_out_sha256": digest.hexdigest(),
+    }
+
+
 def stack_part(dataset: Dataset, count: int) -> tuple[Tensor, Tensor]:
-    """Return `count` items of a data set, evenly spaced, as stored [n, …] and their labels [n], or
+    """Return `count` items of a data set, evenly spaced, as stored [n, …], and their labels [n] or
     contexts [n, T, S].
 
     Evenly spaced, for the first ones of a set that is sorted by class are of few classes.
     """
-    chosen = spread(len(dataset), count)  # type: ignore[arg-type]
-    if isinstance(dataset, ArrayDataset):
-        return dataset.images[chosen], dataset.labels[chosen]
-    return read_items(dataset, chosen)
+    return read_items(dataset, evenly_spaced(len(dataset), count))  # type: ignore[arg-type]

@@ -22,46 +22,27 @@ import numpy as np
 from torch import Tensor
 
 from tread_zoo.evaluation.pictures import save_grid, save_png
-from tread_zoo.outputs import check_out_folder, write_out_file
 
 RECORD = "sampling.json"
-_ARRAYS = ("samples.npz", "latents.npz")
-
-
-def check_request(settings: Mapping[str, Any]) -> None:
-    """Check the ranges of what is asked of `scripts/sample.py`, beside what its parts check.
-
-    Raises:
-        ValueError: a field that is out of range.
-    """
-    for name, least in (("num_images", 1), ("batch_size", 1), ("first_index", 0), ("label", 0)):
-        if settings[name] is not None and settings[name] < least:
-            raise ValueError(f"{name}={settings[name]} must be at least {least}.")
 
 
 def folder_name(settings: Mapping[str, Any]) -> str:
-    """Return a folder's name for settings: what people look for, then a digest of all of them."""
-    words = [f"step{settings['step']}", f"{settings['sampler']}{settings['num_steps']}"]
-    if settings["guidance"] != "none":
-        words.append(f"{settings['guidance']}{settings['guidance_scale']:g}")
-    words.append(f"seed{settings['seed']}")
-    if settings["label"] is not None:
-        words.append(f"label{settings['label']}")
+    """Return a folder's name for settings: the step, and a digest of all of them."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-    return "_".join([*words, digest[:6]])
+    return f"step{settings['step']}_{digest[:6]}"
 
 
 class SampleFolder:
     """A folder that takes the images of one set of settings.
 
     Args:
-        path: new, or of the same settings.
+        path: new, empty, or of the same settings.
         settings: plain values; any difference makes other images.
-        facts: what else the record tells; not compared.
-        overwrite: take the place of a set with other settings, which `save` then removes.
+        facts: what else the record says; not compared.
+        overwrite: replace a set with other settings.
 
     Raises:
-        ValueError: it cannot be written, or it holds samples of other or of unknown settings.
+        ValueError: it holds samples of other or of unknown settings.
     """
 
     def __init__(
@@ -72,23 +53,32 @@ class SampleFolder:
         *,
         overwrite: bool = False,
     ) -> None:
-        self.path = check_out_folder("out", path)
-        check_out_folder("out", self.path.absolute().parent)  # for the grid
-        self.settings = json.loads(json.dumps(dict(settings)))
-        self.facts = dict(facts)
-        changed = self._changed(str(path))
+        self.path = Path(path).expanduser()
+        self.settings, self.facts = json.loads(json.dumps(dict(settings))), dict(facts)
+        record, made = self.path / RECORD, self._made()
+        if made and not record.exists():
+            raise ValueError(
+                f"out={str(path)!r} holds {made[0].name}, and no {RECORD} that says what made it: "
+                "name another out=…"
+            )
+        own = json.loads(record.read_text())["settings"] if made else self.settings
+        changed = [
+            f"{key}={own.get(key)!r}, not {self.settings.get(key)!r}"
+            for key in sorted(own.keys() | self.settings.keys())
+            if own.get(key) != self.settings.get(key)
+        ]
         if changed and not overwrite:
             raise ValueError(
-                f"out={str(path)!r} holds samples made with {'; '.join(changed)}, and images of "
-                "several settings must not mix. Name another out=…, or replace them with "
-                "overwrite=true."
+                f"out={str(path)!r} holds samples made with {'; '.join(changed)}: name another "
+                "out=…, or replace them with overwrite=true."
             )
         self._replaces = bool(changed)
+        self.path.mkdir(parents=True, exist_ok=True)
 
     @property
     def grid_path(self) -> Path:
         """Of the picture for people."""
-        place = self.path if self.path.name not in ("", "..") else self.path.resolve()
+        place = self.path.resolve()
         return place.with_name(f"{place.name}_grid.png")
 
     def save(self, numbers: range, images: Tensor, labels: Tensor | None) -> None:
@@ -104,32 +94,19 @@ class SampleFolder:
         self._begin()
         self._save_arrays("latents.npz", numbers, latents.numpy(), labels)
 
-    def _changed(self, given: str) -> list[str]:
-        """Return which settings of the samples that are there differ; none where there are none."""
-        own = _own_files(self.path)
-        if not own:
-            return []
-        try:
-            found = dict(json.loads((self.path / RECORD).read_text())["settings"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"out={given!r} holds {own[0].name}, and no {RECORD} that says what made it; name "
-                "another out=…, or empty it."
-            ) from error
-        return [
-            f"{key}={found.get(key)!r}, not {self.settings.get(key)!r}"
-            for key in sorted(found.keys() | self.settings.keys())
-            if found.get(key) != self.settings.get(key)
-        ]
+    def _made(self) -> list[Path]:
+        """Return the samples that are there."""
+        pictures = [path for path in sorted(self.path.glob("*.png")) if path.stem.isdigit()]
+        arrays = [self.path / name for name in ("samples.npz", "latents.npz")]
+        return [*pictures, *(path for path in arrays if path.exists())]
 
     def _begin(self) -> None:
-        """Make the folder, without what it is to be rid of, and say what it will hold."""
         if self._replaces:
-            for file in _own_files(self.path):
+            for file in self._made():
                 file.unlink()
             self._replaces = False
         record = {"settings": self.settings, **self.facts}
-        write_out_file(self.path / RECORD, json.dumps(record, indent=2))
+        (self.path / RECORD).write_text(json.dumps(record, indent=2))
 
     def _save_arrays(
         self, name: str, numbers: range, rows: np.ndarray, labels: Tensor | None
@@ -148,12 +125,3 @@ class SampleFolder:
         partial = file.with_name(f".partial_{name}")
         np.savez(partial, **arrays)  # type: ignore[arg-type]  # numpy adds .npz to other names
         partial.replace(file)
-
-
-def _own_files(folder: Path) -> list[Path]:
-    """Return what `SampleFolder` writes, of what a folder holds; the record last."""
-    if not folder.is_dir():
-        return []
-    pictures = [path for path in sorted(folder.glob("*.png")) if path.stem.isdigit()]
-    others = [folder / name for name in (*_ARRAYS, RECORD)]
-    return [*pictures, *(path for path in others if path.exists())]

@@ -1,0 +1,634 @@
+"""One score of images against a reference, with the protocol that its numbers depend on.
+
+    score(images, reference, ["fid", "kid"])         arrays, folders, .npz files, samplers
+
+Images become features batch by batch: statistics are summed, and all features are kept for the
+metrics that compare image with image, and for no others. Several processes (where torch.distributed
+is initialized, each must call this) take whole batches in turn, so that features have the bits of a
+single process, and the main one has the result.
+
+Dimensions: N images, B of a batch, C channels, H height, W width, D features.
+"""
+
+import fnmatch
+import hashlib
+import inspect
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tread_zoo.evaluation.features import DIGITS, INCEPTION, Extractor, Network, find_extractor
+from tread_zoo.evaluation.frechet import RunningStatistics, Statistics
+from tread_zoo.evaluation.images import Images, TensorImages, open_images
+from tread_zoo.registry import complete, get_entry
+
+# features -> arrays of an .npz of statistics, as ADM's evaluator names them
+_STATISTICS = {"pooled": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
+
+
+def _noted(default: Any = None) -> Any:
+    """Return a field that is recorded, and not compared."""
+    return field(default=default, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """What a score depends on. Scores compare where their protocols are equal.
+
+    Args:
+        metrics: with all options.
+        extractor, extractor_sha256, resize: the features; None where none were needed.
+        num_generated, image_size, channels: the images; (H, W) as [H, W].
+        uint8: the rule by which samples became bytes.
+        data: that the samples are to be like.
+        reference, num_reference, reference_sha256: the real images: their name, how many, and the
+            hash of their pixels, or of a file of statistics.
+        labels: the rule by which samples got their labels.
+        seed, sampling, weights: of the samples: their noise, sampler with guidance, `ema` or
+            `model`; None where that is unknown.
+        decoder: the autoencoder of latents, and their normalization.
+        samples_sha256, step, nfe, flops_per_image, precision, device, torch, torch_fidelity: noted,
+            and not compared: scores on a curve differ in the step, and rounding in the others.
+        notes: what makes a number doubtful.
+    """
+
+    metrics: Sequence[Mapping[str, Any]] = ()
+    extractor: str | None = None
+    extractor_sha256: str | None = None
+    resize: str | None = None
+    num_generated: int | None = None
+    image_size: Sequence[int] | None = None
+    channels: int | None = None
+    uint8: str | None = None
+    data: str | None = None
+    reference: str | None = None
+    num_reference: int | None = None
+    reference_sha256: str | None = None
+    labels: str | None = None
+    seed: int | None = None
+    sampling: Mapping[str, Any] | None = None
+    weights: str | None = None
+    decoder: Mapping[str, Any] | None = None
+    samples_sha256: str | None = _noted()
+    step: int | None = _noted()
+    nfe: int | None = _noted()
+    flops_per_image: int | None = _noted()
+    precision: str | None = _noted()
+    device: str | None = _noted()
+    torch: str | None = _noted()
+    torch_fidelity: str | None = _noted()
+    notes: Sequence[str] = _noted(())
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "Protocol":
+        """Return the protocol of a record, as it was or as JSON gave it back."""
+        names = {f.name for f in fields(cls)}
+        plain = json.loads(json.dumps(record["protocol"]))
+        return cls(**{name: value for name, value in plain.items() if name in names})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain values, for records."""
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+
+    @property
+    def digest(self) -> str:
+        """Six hex digits that are equal for equal protocols, for the names of files."""
+        compared = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
+        return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:6]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A registered metric with its options; the facts are those of `tread_zoo.evaluation.metrics`.
+
+    Args:
+        options: `name` and all options.
+        function: the metric, with these bound.
+        uses_real: it takes the features of real images, too.
+    """
+
+    options: Mapping[str, Any]
+    function: Callable[..., Any]
+    uses_real: bool
+    features: str = "pooled"
+    statistics: bool = False
+    extractor: str = "*"
+    min_images: int = 2
+
+    @property
+    def name(self) -> str:
+        """The registered one."""
+        return str(self.options["name"])
+
+    def compute(self, generated: "FeatureSet", real: "FeatureSet") -> dict[str, float]:
+        """Return the values by name."""
+        sets = (generated, real) if self.uses_real else (generated,)
+        given = [(s.statistics if self.statistics else s.rows)[self.features] for s in sets]
+        found = self.function(*given)
+        if isinstance(found, Mapping):
+            return {name: float(value) for name, value in found.items()}
+        return {self.name: float(found)}
+
+
+def build_metrics(parts: Iterable[str | Mapping[str, Any]]) -> tuple[Metric, ...]:
+    """Return registered metrics, each given by its name or by a mapping with `name` and options.
+
+    Raises:
+        ValueError: an unknown name or option, or one metric twice.
+    """
+    metrics = []
+    for part in parts:
+        options = complete("metric", part, "evaluation.metrics")
+        entry = get_entry("metric", options["name"])
+        positional = [
+            p for p in inspect.signature(entry.target).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]  # fmt: skip
+        facts = {name: value for name, value in entry.facts.items() if name != "better"}
+        own = {name: value for name, value in options.items() if name != "name"}
+        metrics.append(Metric(options, entry.build(own), len(positional) > 1, **facts))
+    names = [metric.name for metric in metrics]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"evaluation.metrics has {name!r} twice; score it in two calls.")
+    return tuple(metrics)
+
+
+@dataclass(frozen=True)
+class FeatureSet:
+    """Features of a set of images, by name; empty on other processes than the main one.
+
+    Args:
+        count: N, or None where a file of statistics does not say.
+        sha256: of the shape and of the sha256 of each image, whatever they are stored in; or of a
+            file of statistics.
+        statistics, rows: mean and covariance; float32 [N, D].
+        label_accuracy: fraction of the images that the extractor's classifier reads as labelled.
+    """
+
+    count: int | None = None
+    sha256: str | None = None
+    statistics: Mapping[str, Statistics] = field(default_factory=dict)
+    rows: Mapping[str, Tensor] = field(default_factory=dict)
+    label_accuracy: float | None = None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The real side of a score: images, statistics in a file, or both.
+
+    Args:
+        name: for records.
+        images: None where there are statistics alone.
+        file: an .npz as ADM's: `mu`, `sigma` and, of spatial features, `mu_s`, `sigma_s`.
+        statistics: names of the features that `file` has statistics of.
+        extractor: whose features these are.
+    """
+
+    name: str
+    images: Images | None
+    file: Path | None = None
+    statistics: frozenset[str] = frozenset()
+    extractor: str = INCEPTION
+
+    def has_statistics_of(self, extractor: Extractor) -> frozenset[str]:
+        """Return the features of an extractor that the file has statistics of."""
+        fits = self.extractor in (extractor.name, extractor.label)
+        return self.statistics if fits else frozenset()
+
+
+def open_reference(reference: "Reference | Images | Tensor | str | Path") -> Reference:
+    """Return what is compared with: images, a folder of them, or an .npz with images, statistics of
+    their features, or both: distances then take the statistics, which may be of more images.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(reference, Reference):
+        return reference
+    if isinstance(reference, Tensor):
+        return Reference("tensor", TensorImages(reference))
+    if not isinstance(reference, str | Path):
+        return Reference(reference.name, reference)
+    path = Path(reference).expanduser()
+    if path.suffix != ".npz" or not path.is_file():
+        images = open_images(path)
+        return Reference(images.name, images)
+    with np.load(path, allow_pickle=False) as archive:
+        names = set(archive.files)
+        extractor = str(archive["extractor"]) if "extractor" in names else INCEPTION
+    found = frozenset(name for name, arrays in _STATISTICS.items() if set(arrays) <= names)
+    if not found and "arr_0" not in names:
+        raise ValueError(
+            f"{reference} has {', '.join(sorted(names))}: images as arr_0, uint8 [N,H,W,C], or "
+            "statistics as mu and sigma are expected; scripts/make_reference.py makes these."
+        )
+    images_too = open_images(path) if "arr_0" in names else None
+    return Reference(path.name, images_too, path, found, extractor)
+
+
+def write_statistics(path: Path, features: FeatureSet, extractor: Extractor) -> None:
+    """Write an .npz of statistics that `open_reference` opens, whole or not at all."""
+    arrays: dict[str, Any] = {"extractor": extractor.label, "num_images": features.count}
+    arrays["images_sha256"] = features.sha256
+    for name, statistics in features.statistics.items():
+        mean, covariance = _STATISTICS[name]
+        arrays |= {mean: statistics.mean.numpy(), covariance: statistics.covariance.numpy()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".partial_{path.stem}.npz")
+    np.savez(partial, **arrays)
+    partial.replace(path)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What images are scored by.
+
+    Args:
+        metrics: those to compute.
+        extractor: None where no features are needed.
+        reference: what they are compared with.
+        label_accuracy: whether the extractor's classifier reads the labels of the images.
+        allow_few_images: take covariances of no more images than features, too.
+        not_scored: why there are no metrics, or "".
+    """
+
+    metrics: tuple[Metric, ...]
+    extractor: Extractor | None
+    reference: Reference
+    label_accuracy: bool = False
+    allow_few_images: bool = False
+    not_scored: str = ""
+
+    def check(self, count: int, shape: tuple[int, ...] | None, num_classes: int) -> None:
+        """Check that `count` images [C,H,W] of `shape` can be scored; nothing is read.
+
+        Args:
+            shape: None where it is not known yet.
+            num_classes: of their labels.
+
+        Raises:
+            ValueError: they cannot.
+        """
+        extractor, reference = self.extractor, self.reference
+        if extractor is None:
+            return
+        if None not in (shape, extractor.shape) and tuple(shape or ()) != extractor.shape:
+            raise ValueError(
+                f"evaluation.extractor={extractor.name!r} is for images [C,H,W] of "
+                f"{extractor.shape}, and these are {tuple(shape or ())}: set "
+                f"evaluation.extractor={INCEPTION}, or train one with scripts/make_features.py."
+            )
+        if self.metrics and shape is not None and reference.images is not None:
+            real_shape = tuple(reference.images.shape)
+            if tuple(shape) != real_shape:
+                raise ValueError(
+                    f"the images [C,H,W] are {tuple(shape)}, and those of the reference "
+                    f"{reference.name!r} {real_shape}: bring both to one size before scoring."
+                )
+        if self.label_accuracy and num_classes > extractor.num_classes:
+            raise ValueError(
+                f"evaluation.extractor={extractor.name!r} knows {extractor.num_classes} classes, "
+                f"and the labels are of {num_classes}: train one on these data with "
+                "scripts/make_features.py."
+            )
+        for metric in self.metrics:
+            _check_features(metric, extractor, reference)
+            num_real = None if reference.images is None else len(reference.images)
+            if metric.statistics and metric.features in reference.has_statistics_of(extractor):
+                num_real = None
+            for name, found in (("evaluation.num_images", count), ("the reference", num_real)):
+                why = self._too_few(metric, found)
+                if why and (metric.uses_real or name != "the reference"):
+                    raise ValueError(f"{name} has {found} image(s), and {metric.name!r} {why}")
+
+    def possible(self, count: int) -> tuple[Metric, ...]:
+        """Return the metrics that `count` images are enough for."""
+        return tuple(metric for metric in self.metrics if not self._too_few(metric, count))
+
+    def _too_few(self, metric: Metric, count: int | None) -> str:
+        assert self.extractor is not None
+        if count is None:
+            return ""
+        if count < metric.min_images:
+            return f"takes {metric.min_images} or more: give more, or leave it out."
+        size = self.extractor.sizes[metric.features]
+        if not metric.statistics or count > size or self.allow_few_images:
+            return ""
+        return (
+            f"compares covariances of {size} features, which are singular unless there are more "
+            f"images than features: give {size + 1} or more, take other metrics such as kid, or "
+            "have it all the same with evaluation.allow_few_images=true, which is noted."
+        )
+
+    def run(
+        self,
+        images: Images,
+        *,
+        held_out: Images | None = None,
+        batch_size: int,
+        device: torch.device,
+        cache: dict[str, Any] | None = None,
+        **known: Any,
+    ) -> dict[str, Any]:
+        """Return `{"values": …, "real": …, "protocol": …}` of the images.
+
+        Args:
+            held_out: real images whose scores against the same reference are "real": the best that
+                samples can hope for.
+            batch_size: images at a time.
+            device: of the extractor.
+            cache: keeps what does not depend on the images for the next call: features of the
+                reference, and "real".
+            known: fields of `Protocol` that images do not tell themselves.
+        """
+        cache = {} if cache is None else cache
+        extractor, metrics = self.extractor, self.metrics
+        record: dict[str, Any] = {"values": {}, "real": {}}
+        device = device if device.type == "cuda" else torch.device("cpu")
+        network = extractor.load(self._names(), device) if extractor is not None else None
+        labels = self.label_accuracy
+
+        def features(of: Images, *, real: bool, some: Iterable[Metric] = metrics) -> FeatureSet:
+            needs = [m for m in some if m.uses_real or not real]
+            given = self.reference.has_statistics_of(extractor) if real and extractor else ()
+            return extract(
+                of, network, batch_size=batch_size, labels=labels and not real,
+                statistics={m.features for m in needs if m.statistics} - set(given),
+                rows={m.features for m in needs if not m.statistics},
+            )  # fmt: skip
+
+        generated = features(images, real=False)
+        if metrics and "reference" not in cache:
+            cache["reference"] = self._read_reference(features)
+        reference = cache.get("reference", FeatureSet())
+        if held_out is not None and "real" not in cache and network is not None:
+            some = self.possible(len(held_out))
+            found = features(held_out, real=False, some=some)
+            cache["real"] = _values(found, reference, some)[0] if _is_main() else {}
+        notes: list[str] = []
+        if _is_main():
+            record["values"], notes = _values(generated, reference, metrics)
+            record["real"] = dict(cache.get("real", {}))
+        if extractor is not None:
+            known |= {"extractor": extractor.label, "extractor_sha256": extractor.sha256}
+            known |= {"resize": extractor.resize, "device": device.type}
+        record["protocol"] = Protocol(
+            metrics=[metric.options for metric in metrics],
+            num_generated=len(images),
+            image_size=list(images.shape[1:]),
+            channels=images.shape[0],
+            samples_sha256=generated.sha256,
+            reference=self.reference.name if metrics else None,
+            num_reference=reference.count,
+            reference_sha256=reference.sha256,
+            torch=str(torch.__version__),
+            torch_fidelity=_torch_fidelity_version(),
+            notes=notes,
+            **known,
+        ).as_dict()
+        if self.not_scored:
+            record["not_scored"] = self.not_scored
+        return record
+
+    def _names(self) -> set[str]:
+        return {m.features for m in self.metrics} | ({"logits"} if self.label_accuracy else set())
+
+    def _read_reference(self, features: Callable[..., FeatureSet]) -> FeatureSet:
+        reference = self.reference
+        assert self.extractor is not None
+        usable = reference.has_statistics_of(self.extractor)
+        needed = [m for m in self.metrics if m.uses_real]
+        found = FeatureSet()
+        if not usable or any(not m.statistics or m.features not in usable for m in needed):
+            assert reference.images is not None
+            found = features(reference.images, real=True)
+        if reference.file is None or not usable:
+            return found
+        given: dict[str, Statistics] = {}
+        with np.load(reference.file, allow_pickle=False) as archive:
+            count = int(archive["num_images"]) if "num_images" in archive.files else None
+            for name in usable:
+                mean, sigma = (torch.from_numpy(archive[a]).double() for a in _STATISTICS[name])
+                given[name] = Statistics(mean, sigma, count)
+        with reference.file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return FeatureSet(found.count or count, digest, {**found.statistics, **given}, found.rows)
+
+
+def score(
+    images: Images | Tensor | str | Path,
+    reference: Reference | Images | Tensor | str | Path,
+    metrics: Sequence[str | Mapping[str, Any]] = ("fid", "kid", "precision", "recall"),
+    *,
+    extractor: str = DIGITS,
+    held_out: Images | Tensor | None = None,
+    label_accuracy: bool = False,
+    batch_size: int = 250,
+    device: str | torch.device = "cpu",
+    allow_few_images: bool = False,
+    inception_weights: str | None = None,
+    dinov2_weights: str | None = None,
+    **known: Any,
+) -> dict[str, Any]:
+    """Return `{"values": {name: float}, "real": …, "protocol": …}` of images against a reference.
+
+    Args:
+        images: uint8 [N,C,H,W], a folder of pictures, an .npz with `arr_0`, or anything that reads
+            batches as `tread_zoo.evaluation.images.Images` does.
+        reference: the same, or an .npz of statistics. Grey images are repeated to 3 channels for
+            extractors of colour.
+        metrics: names, or mappings with `name` and options.
+        extractor: see `tread_zoo.evaluation.features`.
+        held_out: real images to score in the same way, for "real".
+        label_accuracy: also score the fraction of images that the extractor's own classifier reads
+            as they are labelled.
+        batch_size: images at a time.
+        device: of the extractor.
+        allow_few_images: Fréchet distances of no more images than features, too, which is noted.
+        inception_weights, dinov2_weights: files; None looks in torch's hub folder.
+        known: fields of `Protocol` that images do not tell themselves.
+
+    Raises:
+        ValueError: images, reference, metrics and extractor do not fit each other, or weights are
+            not there.
+    """
+    source = _as_images(images)
+    weights = {"inception_weights": inception_weights, "dinov2_weights": dinov2_weights}
+    evaluation = Evaluation(
+        build_metrics(metrics),
+        find_extractor(extractor, **weights),
+        open_reference(reference),
+        label_accuracy=label_accuracy,
+        allow_few_images=allow_few_images,
+    )
+    evaluation.check(len(source), source.shape, source.num_classes)
+    real = None if held_out is None else _as_images(held_out)
+    return evaluation.run(
+        source, held_out=real, batch_size=batch_size, device=torch.device(device), **known
+    )
+
+
+def extract(
+    images: Images,
+    network: Network | None,
+    *,
+    statistics: Collection[str] = (),
+    rows: Collection[str] = (),
+    labels: bool = False,
+    batch_size: int,
+) -> FeatureSet:
+    """Return the features of all images; one batch of them is in memory at a time.
+
+    Args:
+        network: gives the features; None where none are asked for.
+        statistics, rows: names of features to gather.
+        labels: score the labels of the images with the logits.
+    """
+    from tqdm.auto import tqdm
+
+    rank, world = _rank()
+    running = {name: RunningStatistics() for name in statistics}
+    batches: dict[int, dict[str, Any]] = {}  # by first image
+    right = total = 0
+    starts = range(rank * batch_size, len(images), batch_size * world)
+    for first in tqdm(starts, "images", disable=rank > 0 or not sys.stderr.isatty(), leave=False):
+        batch, shown = images.read(range(first, min(first + batch_size, len(images))))
+        found = network(batch) if network and (statistics or rows or labels) else {}
+        for name in statistics:
+            running[name].add(found[name])
+        if labels and shown is not None:
+            right += int((found["logits"].argmax(dim=1).cpu() == shown).sum())
+            total += len(shown)
+        digests = [hashlib.sha256(image).digest() for image in batch.contiguous().numpy()]
+        batches[first] = {"sha256": b"".join(digests), **{n: found[n].cpu() for n in rows}}
+    sums = {name: (one.count, one.mean.cpu(), one.squares.cpu()) for name, one in running.items()}
+    gathered = _gather((batches, sums, right, total))
+    if not gathered:
+        return FeatureSet()
+    for name in statistics:
+        running[name] = RunningStatistics()
+        for part in gathered:
+            running[name].merge(*part[1][name])
+    together = {first: batch for part in gathered for first, batch in part[0].items()}
+    ordered = [together[first] for first in sorted(together)]
+    whole = {name: torch.cat([batch[name] for batch in ordered]) for name in rows}
+    for name, values in whole.items():
+        if not values.isfinite().all():
+            raise ValueError(f"the extractor gave {name} features that are not finite.")
+    digest = hashlib.sha256("x".join(map(str, images.shape)).encode())
+    digest.update(b"".join(batch["sha256"] for batch in ordered))
+    right, total = (sum(part[i] for part in gathered) for i in (2, 3))
+    return FeatureSet(
+        len(images),
+        digest.hexdigest(),
+        {name: running[name].finish() for name in statistics},
+        whole,
+        right / total if total else None,
+    )
+
+
+def _values(
+    generated: FeatureSet, reference: FeatureSet, metrics: Iterable[Metric]
+) -> tuple[dict[str, float], list[str]]:
+    """Return the values, and what metrics warned of."""
+    values: dict[str, float] = {}
+    notes: list[str] = []
+    if generated.label_accuracy is not None:
+        values["label_accuracy"] = generated.label_accuracy
+    for metric in metrics:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", RuntimeWarning)
+            values |= metric.compute(generated, reference)
+        notes += [f"{metric.name}: {one.message}" for one in caught]
+    return values, list(dict.fromkeys(notes))
+
+
+def _check_features(metric: Metric, extractor: Extractor, reference: Reference) -> None:
+    if not fnmatch.fnmatchcase(extractor.name, metric.extractor):
+        raise ValueError(
+            f"evaluation.metrics has {metric.name!r}, which is for {metric.extractor}: set "
+            f"evaluation.extractor, which is {extractor.name!r}, to one of these, or leave it out."
+        )
+    if metric.features not in extractor.sizes:
+        raise ValueError(
+            f"evaluation.metrics has {metric.name!r}, which takes {metric.features} features, and "
+            f"evaluation.extractor={extractor.name!r} has {', '.join(extractor.sizes)} ones: take "
+            f"{INCEPTION}, or leave it out."
+        )
+    if reference.images is not None or not metric.uses_real:
+        return
+    usable = reference.has_statistics_of(extractor)
+    if not metric.statistics:
+        raise ValueError(
+            f"the reference {reference.name!r} has statistics alone, and {metric.name!r} compares "
+            "image with image: leave it out, or give the images themselves."
+        )
+    if metric.features not in usable:
+        raise ValueError(
+            f"the reference {reference.name!r} has statistics of {reference.extractor}'s features "
+            f"({', '.join(sorted(reference.statistics))}), and {metric.name!r} takes "
+            f"{metric.features} ones of {extractor.label}: make it with that extractor "
+            "(scripts/make_reference.py), or give the images themselves."
+        )
+
+
+def _as_images(images: Images | Tensor | str | Path) -> Images:
+    if isinstance(images, Tensor):
+        return TensorImages(images)
+    return open_images(images) if isinstance(images, str | Path) else images
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[bool]:
+    """Connect the processes that a launcher started, if it started several; whether this is the
+    main one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield True
+        return
+    import torch.distributed as dist
+    from accelerate import PartialState
+
+    PartialState(cpu=device.type == "cpu")
+    yield _is_main()
+    dist.destroy_process_group()
+
+
+def _torch_fidelity_version() -> str:
+    from importlib.metadata import version
+
+    return version("torch-fidelity")
+
+
+def _rank() -> tuple[int, int]:
+    """Return this process's number and how many there are."""
+    import torch.distributed as dist
+
+    alone = not (dist.is_available() and dist.is_initialized())
+    return (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+
+
+def _is_main() -> bool:
+    return _rank()[0] == 0
+
+
+def _gather(own: Any) -> list[Any]:
+    """Return what each process has, by rank, on the main one; [] on the others."""
+    rank, world = _rank()
+    if world == 1:
+        return [own]
+    import torch.distributed as dist
+
+    parts: list[Any] | None = [None] * world if rank == 0 else None
+    dist.gather_object(own, parts)
+    return parts or []
