@@ -12,7 +12,7 @@ from torch import Tensor
 from tread_zoo.backbone import Backbone
 from tread_zoo.routing import Route
 from tread_zoo.seeding import make_generator
-from tread_zoo.testing.probe import Probe, run_again, watching, what_blocks_depend_on
+from tread_zoo.testing.probe import BlockCall, Probe, run_again, watching, what_blocks_depend_on
 
 NUM_TARGETS = 6
 
