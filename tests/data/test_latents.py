@@ -100,7 +100,7 @@ def test_moments_are_drawn_with_the_noise_and_flips_choose_the_copy(encoded):
     torch.testing.assert_close(codec.to_latents(x), z)
     assert codec.model_shape(stored.shape) == noise.shape == (11, 3, 4, 4)
     draws = torch.cat([
-        codec.to_model(stored, device=CPU, noise=torch.randn(noise.shape), flip=torch.rand(11) < 0.5)
+        codec.to_model(stored, device=CPU, noise=torch.randn(noise.shape), flip=flip)
         for _ in range(400)
     ])  # fmt: skip
     assert draws.mean((0, 2, 3)).abs().max() < 0.02
