@@ -1,44 +1,39 @@
-"""Say what this machine has, which form of each operation runs and why, and what would help.
+"""Say what this machine has, which form of each operation runs and why, and what is registered.
 
 python scripts/doctor.py
 python scripts/doctor.py device=cpu kernels.selective_scan=naive
+python scripts/doctor.py backbones='mamba*' input_size=8 in_channels=1    # FLOPs, routes
 
 Ends with status 1 if a self-test fails.
 """
 
 import sys
 
-import hydra
-from omegaconf import DictConfig
-
-from tread_zoo.cli import as_keywords, clear_errors, register_configs
-
-register_configs()
+from tread_zoo.cli import command
+from tread_zoo.config import DoctorConfig, check
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="doctor")
-@clear_errors
-def main(config: DictConfig) -> None:
-    from tread_zoo import diagnosis
+@command("doctor", DoctorConfig)
+def main(settings: dict) -> None:
+    from tread_zoo import available, doctor
     from tread_zoo.kernels import set_forms
+    from tread_zoo.registry import KINDS
     from tread_zoo.runtime import resolve_device
 
-    settings = as_keywords(config)
-    device = resolve_device(settings["device"])
-    set_forms(settings["kernels"])
-    show("Machine", diagnosis.describe_machine(device))
-    show("Optional packages", diagnosis.describe_packages())
-    show("What runs", diagnosis.describe_choices(device))
-    checks = diagnosis.check_kernels(device) + diagnosis.check_backbones(device)
-    show(
-        f"Self-test, {sum(check.seconds for check in checks):.1f} s",
-        [
-            f"{'ok' if check.fine else 'FAILED':7s} {check.name:28s} {check.words}"
-            for check in checks
-        ],
-    )
-    show("What would make it faster", diagnosis.suggest(device))
-    failed = [check.name for check in checks if not check.fine]
+    config = check(DoctorConfig, settings)
+    if config.backbones is not None:
+        sizes = (config.input_size, config.in_channels, config.num_classes)
+        print(*doctor.list_sizes(config.backbones, *sizes), sep="\n")
+        return
+    device = resolve_device(config.device)
+    set_forms(config.kernels)
+    show("Machine", doctor.describe_machine(device))
+    show("Optional packages", doctor.describe_packages(device))
+    show("What runs", doctor.describe_kernels(device))
+    show("What is registered", [f"{kind:12s} {', '.join(available(kind))}" for kind in KINDS])
+    checks = doctor.check_kernels(device) + doctor.check_backbones(device)
+    show("Self-test", [f"{'ok' if fine else 'FAILED':7s} {words}" for words, fine in checks])
+    failed = [words for words, fine in checks if not fine]
     if failed:
         sys.exit(f"error: the self-test failed: {'; '.join(failed)}")
 

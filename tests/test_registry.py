@@ -1,156 +1,156 @@
+"""Parts by name: what is registered, how it is made, how others' parts come in."""
+
+import subprocess
 import sys
-import types
-from importlib.metadata import EntryPoint
+from dataclasses import dataclass
+from typing import Annotated
 
 import pytest
 import torch
+from pydantic import Field, PositiveInt
 
-import tread_zoo
-from backbones.dit import DiT
-from tread_zoo import create_backbone, list_backbones, register_backbone, registry
-from tread_zoo.backbone import Backbone
+from tread_zoo import available, create, create_backbone, list_backbones, register, registry
+from tread_zoo.registry import KINDS, check_plugins, complete, get_entry
 
-SIZES = {"input_size": 8, "in_channels": 1, "num_classes": 10}
+SMALL = {"input_size": 8, "in_channels": 1, "num_classes": 10}
 
 
-@pytest.fixture
-def own_names(monkeypatch):
-    """Let a test register names that vanish with it."""
-    list_backbones()
+@pytest.fixture(autouse=True)
+def entries(monkeypatch):
+    """Forget what a test registers."""
+    for kind in KINDS:
+        available(kind)
     monkeypatch.setattr(registry, "_entries", dict(registry._entries))
-    monkeypatch.setattr(registry, "_broken", {})
 
 
-def test_the_three_verbs_come_from_the_top():
-    assert {"create_backbone", "list_backbones", "register_backbone"} <= set(tread_zoo.__all__)
-    with pytest.raises(AttributeError, match="create_backbones"):
-        _ = tread_zoo.create_backbones
+@dataclass(frozen=True)
+class Every:
+    """A selector of every n-th token."""
+
+    stride: PositiveInt = 2
+    jitter: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+    def __call__(self, batch, grid, num_kept, generator):
+        return torch.arange(0, num_kept * self.stride, self.stride).expand(batch, -1)
 
 
-def test_names_are_architecture_size_patch():
-    assert list_backbones("mamba_?_2") == [
-        "mamba_b_2", "mamba_h_2", "mamba_l_2", "mamba_m_2", "mamba_s_2",
-    ]  # fmt: skip
-    sizes = {f"dit_{size}_{patch}" for size in ("s", "b", "l", "xl") for patch in (2, 4, 8)}
-    assert sizes == set(list_backbones("dit_*_[248]"))
-    assert list_backbones("nothing*") == []
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_parts_and_every_part_knows_its_defaults(kind):
+    assert available(kind)
+    for name in available(kind):
+        entry = get_entry(kind, name)
+        required = {k for k, p in entry.parameters().items() if p.default is p.empty}
+        if not required - set(registry.FROM_DATA):
+            assert complete(kind, name) == {"name": name, **entry.complete(entry.defaults())}
 
 
-def test_create_remembers_name_and_keywords():
-    backbone = create_backbone("dit_tiny", **SIZES, depth=4)
-    assert backbone.name == "dit_tiny"
-    assert backbone.config["depth"] == 4
-    assert backbone.config["hidden_size"] == 64
-    assert len(backbone.blocks) == 4
+def test_a_part_is_made_from_a_name_a_mapping_and_options():
+    register("selector", "every")(Every)
+    assert create("selector", "every") == Every()
+    assert create("selector", {"name": "every", "stride": 3}) == Every(stride=3)
+    assert create("selector", "every", stride=4) == Every(stride=4)
+    assert "every" in available("selector", "ev*")
 
 
-def test_an_unknown_name_suggests_the_nearest():
-    with pytest.raises(ValueError, match=r"backbone='mamba_tinny'.*Did you mean 'mamba_tiny'"):
-        create_backbone("mamba_tinny", **SIZES)
+def test_a_preset_changes_defaults_and_a_function_has_its_keywords_as_options():
+    register("selector", "sparse_grid", preset={"stride": 5})(Every)
+    assert create("selector", "sparse_grid") == Every(stride=5)
 
+    @register("metric", "scaled_gap", better="lower")
+    def scaled_gap(generated, real, *, scale: float = 1.0):
+        return scale * float((generated.mean() - real.mean()).abs())
 
-def test_an_unknown_keyword_suggests_the_nearest():
-    with pytest.raises(ValueError, match=r"'hiden_size'.*Did you mean 'hidden_size'"):
-        create_backbone("dit_tiny", **SIZES, hiden_size=8)
+    assert create("metric", "scaled_gap", scale=3.0)(torch.ones(2, 1), torch.zeros(2, 1)) == 3.0
+    assert get_entry("metric", "scaled_gap").facts["better"] == "lower"
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("options", "words"),
     [
-        ({"input_size": 9}, ["input_size=(9, 9)", "patch_size=2"]),
-        ({"in_channels": 0}, ["in_channels=0"]),
-        ({"num_classes": -1}, ["num_classes=-1"]),
-        ({"num_heads": 3}, ["hidden_size=64", "num_heads=3"]),
-        ({"input_size": (8, 8, 8)}, ["input_size=(8, 8, 8)"]),
+        ({"strde": 2}, "Did you mean selector.stride"),
+        ({"stride": 0}, "selector.stride=0"),
+        ({"stride": 1.5}, "selector.stride=1.5"),
+        ({"stride": True}, "selector.stride=True"),
+        ({"jitter": 1.0}, "selector.jitter=1.0"),
+        ({"jitter": "much"}, "selector.jitter='much'"),
     ],
 )
-def test_sizes_that_do_not_fit(changes, words):
+def test_options_are_held_to_their_annotations(options, words):
+    register("selector", "every")(Every)
     with pytest.raises(ValueError) as error:
-        create_backbone("dit_tiny", **{**SIZES, **changes})
-    assert all(word in str(error.value) for word in words)
+        create("selector", "every", **options)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-@pytest.mark.usefixtures("own_names")
-def test_a_duplicate_raises_and_names_the_owner():
-    with pytest.raises(ValueError, match=r"'dit_tiny' is already registered by backbones.dit.DiT"):
-        register_backbone("dit_tiny")(DiT)
+def test_unknown_names_suggest_the_nearest():
+    with pytest.raises(ValueError, match="'heun'"):
+        create("sampler", "huen")
+    with pytest.raises(ValueError, match="'sampler'"):
+        available("samplr")
+    with pytest.raises(ValueError, match="'dit_b_2'"):
+        create_backbone("dit_b2", **SMALL)
+    with pytest.raises(ValueError, match=r"backbone\.depth"):
+        create_backbone("dit", dept=3, **SMALL)
 
 
-@pytest.mark.usefixtures("own_names")
-def test_a_wrong_preset_keyword_raises_at_registration():
-    with pytest.raises(ValueError, match=r"'dept'.*'depth'"):
-        register_backbone("dit_wrong", dept=3)(DiT)
-    assert "dit_wrong" not in list_backbones()
+def test_what_cannot_be_registered():
+    register("selector", "every")(Every)
+    register("selector", "every")(Every)  # the same again, as a reload does
+
+    @dataclass
+    class Other:
+        def __call__(self, batch, grid, num_kept, generator): ...
+
+    with pytest.raises(ValueError, match="already registered"):
+        register("selector", "every")(Other)
+    with pytest.raises(ValueError, match="identifier"):
+        register("selector", "not-a-name")
+    with pytest.raises(ValueError, match="stride"):
+        register("selector", "wrong", preset={"strid": 1})(Every)
+    with pytest.raises(ValueError, match="keyword"):
+        register("metric", "swallows")(lambda generated, real, **options: 0.0)
+    with pytest.raises(ValueError, match="better"):
+        register("metric", "misspelt", beter="lower")
 
 
-@pytest.mark.usefixtures("own_names")
-def test_a_constructor_that_swallows_keywords_is_refused():
-    class Swallows(Backbone):
-        def __init__(self, **keywords):
-            super().__init__(**keywords)
-
-    with pytest.raises(ValueError, match="misspelt"):
-        register_backbone("swallows")(Swallows)
-
-
-def _plug_in(monkeypatch, *, body):
-    """Pretend that a package with this module body is installed."""
-    module = types.ModuleType("plugin_for_test")
-    exec(body, module.__dict__)
-    monkeypatch.setitem(sys.modules, "plugin_for_test", module)
-    entry = EntryPoint("stranger_tiny", "plugin_for_test", registry.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
-    monkeypatch.setattr(registry, "_loaded", False)
+def test_backbones_by_timms_verbs():
+    assert "dit_b_2" in list_backbones("dit*")
+    backbone = create_backbone("dit", depth=3, **SMALL)
+    assert (backbone.name, backbone.num_blocks) == ("dit_tiny", 3)
+    again = create_backbone(backbone.name, **backbone.config)
+    assert again.state_dict().keys() == backbone.state_dict().keys()
+    with pytest.raises(ValueError, match="takes no contexts"):
+        create_backbone("dit", context_length=3, context_size=4, **SMALL)
 
 
-@pytest.mark.usefixtures("own_names")
-def test_an_entry_point_adds_a_backbone(monkeypatch):
-    class Stranger(DiT):
-        pass
-
-    body = "from tread_zoo import register_backbone"
-    _plug_in(monkeypatch, body=body)
-    monkeypatch.setattr(
-        EntryPoint, "load", lambda self: register_backbone("stranger_tiny", depth=2)(Stranger)
+def test_an_installed_plug_in_is_found_and_a_broken_one_is_named(tmp_path):
+    """Two packages with entry points: the parts of one are there, the other warns and is named."""
+    for name, code in {
+        "good_plugin": "from tread_zoo import register\n"
+        "from tread_zoo.routing.selectors import Rows\n"
+        "register('selector', 'good_rows')(type('GoodRows', (Rows,), {}))\n",
+        "bad_plugin": "import a_module_that_is_not_there\n",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(code)
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[tread_zoo.plugins]\n{name} = {name}\n")
+    code = (
+        f"import sys; sys.path.append({str(tmp_path)!r})\n"
+        "import tread_zoo as z\n"
+        "print('good_rows' in z.available('selector'))\n"
+        "try: z.create('selector', 'bad_rows')\n"
+        "except ValueError as error: print(error)\n"
     )
-    assert "stranger_tiny" in list_backbones()
-    assert type(create_backbone("stranger_tiny", **SIZES)) is Stranger
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.startswith("True\n"), done.stderr
+    assert "bad_plugin" in done.stderr
+    assert "a_module_that_is_not_there" in done.stdout
 
 
-@pytest.mark.usefixtures("own_names")
-def test_a_plug_in_that_fails_is_named_passed_over_and_raises_when_asked_for(monkeypatch):
-    _plug_in(monkeypatch, body="")
-
-    def fail(self):
-        raise ImportError("No module named 'strange_dependency'")
-
-    monkeypatch.setattr(EntryPoint, "load", fail)
-    with pytest.warns(UserWarning, match=r"stranger_tiny.*strange_dependency"):
-        names = list_backbones()
-    assert "stranger_tiny" not in names
-    assert "dit_tiny" in names
-    with pytest.raises(ImportError, match="strange_dependency"):
-        create_backbone("stranger_tiny", **SIZES)
-
-
-@pytest.mark.usefixtures("own_names")
-def test_a_plug_in_that_registers_nothing_is_named(monkeypatch):
-    _plug_in(monkeypatch, body="")
-    with pytest.warns(UserWarning, match="did not call register_backbone"):
-        list_backbones()
-
-
-def test_a_foreign_package_called_backbones_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "backbones", types.ModuleType("backbones"))
-    monkeypatch.setattr(registry, "_loaded", False)
-    with pytest.raises(ImportError, match="not tread-zoo's"):
-        list_backbones()
-
-
-def test_weights_come_from_the_global_generator():
-    def first_weight(seed):
-        torch.manual_seed(seed)
-        return create_backbone("dit_tiny", **SIZES).patch_embed.weight
-
-    assert torch.equal(first_weight(0), first_weight(0))
-    assert not torch.equal(first_weight(0), first_weight(1))
+def test_a_plug_in_that_a_file_names_must_be_loaded_and_is_not_imported_by_it(tmp_path):
+    check_plugins(["json"], "the checkpoint")
+    with pytest.raises(ValueError, match=r"plugins=\[stranger_plugin\]"):
+        check_plugins(["stranger_plugin"], "the checkpoint")

@@ -1,137 +1,260 @@
-"""What the scripts share: configurations for every backbone, and ends in one clear line.
+"""From a command line to a script's settings: hydra composes them, `tread_zoo.config` checks them.
 
-An error that names its remedy, and Ctrl-C, are told in a line; so is Ctrl-C while a script still
-imports, from the import of this module on. HYDRA_FULL_ERROR=1 shows tracebacks instead.
+    @command("train", RunConfig)
+    def main(settings): train(**settings)
+
+Every registered part is an option of its hydra group without a YAML, whoever registered it:
+plug-ins named by `plugins=[my_module]`, on the command line or in a YAML that it names, are
+imported before hydra composes. An error of a user's ends in one line; HYDRA_FULL_ERROR=1 shows the
+traceback.
 """
 
+import argparse
 import functools
 import logging
 import os
 import sys
-from collections.abc import Callable
-from types import TracebackType
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException, ConfigCompositionException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import CompactHydraException, HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from tread_zoo.plain import check_hydra, check_plain
+from tread_zoo.config import GRID_FIELDS, PART_FIELDS, RunConfig, SamplingGrid, default_fields
+from tread_zoo.errors import unknown_field, unknown_name
+from tread_zoo.registry import available, get_entry, load_plugins
 
 logger = logging.getLogger(__name__)
 
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+GROUPS = (*PART_FIELDS, "routing")  # of a run
 
-def register_configs() -> None:
-    """Make what the code knows known to hydra: backbones and kernels.
 
-    Every registered backbone is an option of the group `backbone`, with the constructor's keywords
-    and the variant's values, so that sizes live once, in code, and `backbone.depth=6` is checked
-    for its spelling. `kernels: default` has every operation, so that `kernels.attention=torch` is.
+def command(
+    name: str, config: type, groups: Sequence[str] = ()
+) -> Callable[[Callable[[dict], None]], Callable]:
+    """Return a decorator that makes a script's main function from one that takes its settings.
+
+    Args:
+        name: of configs/<name>.yaml, whose defaults list begins with `defaults_of_<name>`: the
+            fields of `config`.
+        config: the configuration class of the settings.
+        groups: fields that choose a part.
     """
-    from hydra.core.config_store import ConfigStore
 
+    def decorate(run: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
+        @functools.wraps(run)
+        def main() -> None:
+            with errors_in_one_line():
+                load_plugins(plugins_named_by(sys.argv[1:]))
+                register_groups(name, config, groups)
+                if {"-h", "--help"} & set(sys.argv):
+                    print(describe(name, groups))
+                    return
+                if not {"--hydra-help", "--version"} & set(sys.argv):
+                    check_overrides(name, sys.argv[1:])
+            hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(job)()
+
+        def job(composed: DictConfig) -> None:
+            with errors_in_one_line("; continue with resume=latest" if name == "train" else ""):
+                run(as_settings(composed))
+
+        return main
+
+    return decorate
+
+
+def register_groups(name: str, config: type, groups: Sequence[str]) -> None:
+    """Make the defaults of a script, and every registered part of its groups, known to hydra."""
     from tread_zoo.kernels import get_forms
-    from tread_zoo.registry import get_entry, list_backbones
 
     store = ConfigStore.instance()
-    for name in list_backbones():
-        node = {"name": name, **get_entry("backbone", name).defaults()}
-        store.store(group="backbone", name=name, node=node, provider="tread_zoo")
-    forms = dict.fromkeys(get_forms(), "auto")
-    store.store(group="kernels", name="default", node=forms, provider="tread_zoo")
+    node = {k: v for k, v in default_fields(config).items() if k not in groups}
+    if "kernels" in node:
+        node["kernels"] = dict.fromkeys(get_forms(), "auto")
+    node["hydra"] = {"output_subdir": None, "run": {"dir": "."}}
+    store.store(name=f"defaults_of_{name}", node=_listed(node), package="_global_")
+    grid = default_fields(SamplingGrid)
+    fields: dict[str, dict[str, None]] = {"sampler": dict.fromkeys(GRID_FIELDS), "guidance": {}}
+    for kind in set(groups) & set(PART_FIELDS):
+        for part in available(kind):
+            entry = get_entry(kind, part)
+            options = {k: "???" for k in entry.parameters() if entry.kind != "backbone"}
+            options |= {**(grid if kind == "sampler" else {}), **entry.defaults()}
+            fields.get(kind, {}).update(dict.fromkeys(options))
+            chosen = {"name": part, **_listed(options)}
+            store.store(group=kind, name=part, node=chosen, provider="tread_zoo")
+            if kind == "backbone" and part.endswith("_tiny"):
+                store.store(group=kind, name=part.removesuffix("_tiny"), node=chosen)
+    for kind, names in fields.items():  # as a checkpoint's run had it, but for what is given
+        store.store(group=kind, name="as_run", node={"name": None, **names})
+    if "routing" in groups:
+        routing = default_fields(RunConfig)["routing"]
+        store.store(group="routing", name="tread", node=_listed(routing))
+        store.store(group="routing", name="none", node={"name": "none"})
 
 
-def as_keywords(config: DictConfig) -> dict[str, Any]:
-    """Return a composed configuration as plain keywords.
+def describe(name: str, groups: Sequence[str]) -> str:
+    """Return the help of a script: its docstring, the options of each group, every default.
+
+    hydra's own help copies all that is registered once for each group, which takes seconds.
+    """
+    lines = [(sys.modules["__main__"].__doc__ or "").strip()]
+    lines += ["", "Groups (group=option):", ""] if groups else []
+    for group in (*groups, "experiment") if groups else ():
+        options = {path.stem for path in (CONFIGS / group).glob("*.yaml")}
+        if group in PART_FIELDS:
+            options |= set(available(group))
+        elif group == "routing":
+            options |= {"none", "tread"}
+        lines.append(f"{group}: {', '.join(sorted(options))}")
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        defaults = OmegaConf.to_yaml(compose(name))
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Defaults (field=value changes one; tread_zoo/config.py explains them):",
+            "",
+            defaults,
+        ]
+    )
+
+
+def as_settings(composed: DictConfig) -> dict[str, Any]:
+    """Return a composed configuration as plain values.
 
     Raises:
-        ValueError: a value that must be given is missing, or one names code to be run.
+        ValueError: a value that must be given is missing.
     """
-    missing = sorted(OmegaConf.missing_keys(config))
+    missing = sorted(OmegaConf.missing_keys(composed))
     if missing:
         raise ValueError(f"{missing[0]} is not set: add {missing[0]}=… to the command line.")
-    keywords = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(keywords, dict)
-    check_plain(keywords, "the configuration")
-    return {str(key): value for key, value in keywords.items()}
+    settings = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(settings, dict)
+    return {str(key): value for key, value in settings.items()}
 
 
-def clear_errors(main: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
+def compose_settings(
+    name: str,
+    overrides: Sequence[str],
+    config: type = RunConfig,
+    groups: Sequence[str] = GROUPS,
+) -> dict[str, Any]:
+    """Return the settings of a script for some overrides, from Python; see `command`.
+
+    Raises:
+        ValueError: an override that names no field or no option, in one line.
+    """
+    load_plugins(plugins_named_by(overrides))
+    register_groups(name, config, groups)
+    with _worded(), initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return as_settings(compose(name, overrides=list(overrides)))
+
+
+def check_overrides(name: str, words: Sequence[str]) -> None:
+    """Compose once, the first value of each sweep, to say in one line what hydra says in many.
+
+    Args:
+        name: of the script.
+        words: of its command line.
+
+    Raises:
+        ValueError: an override that names no field or no option; the nearest is suggested.
+    """
+    chosen, folders, overrides = _parse(words)
+    single = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders[1:])}]"]
+    with _worded():
+        every = OverridesParser.create().parse_overrides(overrides)
+        for text, parsed in zip(overrides, every, strict=True):
+            if parsed.is_sweep_override():
+                text = f"{parsed.get_key_element()}={next(iter(parsed.sweep_string_iterator()))}"
+            single.append(text)
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            compose(chosen or name, overrides=single)
+
+
+def plugins_named_by(words: Sequence[str]) -> list[str]:
+    """Return the modules that `plugins=[…]` names among the words of a command line, or in a YAML
+    that one of them chooses."""
+    name, folders, overrides = _parse(words)
+    files = [f"{name}.yaml"] if name else []
+    modules: list[str] = []
+    for word in overrides:
+        key, _, value = word.lstrip("+").partition("=")
+        if key == "plugins":
+            parsed = OverridesParser.create().parse_override(word).value()
+            modules += [parsed] if isinstance(parsed, str) else parsed
+        elif value:
+            files.append(f"{key}/{value}.yaml")
+    for path in (folder / file for folder in folders for file in files):
+        if path.is_file():
+            modules += OmegaConf.load(path).get("plugins") or []  # type: ignore[union-attr]
+    return modules
+
+
+@contextmanager
+def errors_in_one_line(after_interrupt: str = "") -> Iterator[None]:
     """Turn an error that names its remedy into one line and exit status 1, Ctrl-C into one and 130.
 
-    In a sweep of a single process an error ends its job alone: it is told, the others go on, and
-    hydra ends with status 1. Several processes end, for some of them may still be in the job.
+    In a sweep an error ends its job alone: the others go on, and hydra ends with status 1.
     """
-
-    @functools.wraps(main)
-    def wrapped(config: DictConfig) -> None:
-        if _shows_tracebacks():
-            main(config)
-            return
-        try:
-            main(config)
-        except (ValueError, FloatingPointError, OSError) as error:
-            if _is_in_a_sweep():
-                logger.error("error: %s", error)
-                raise CompactHydraException(f"error: {error}") from None
-            sys.exit(f"error: {error}")
-        except KeyboardInterrupt:
-            _leave_interrupted("; continue with resume=latest" if "resume" in config else "")
-
-    return wrapped
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        yield
+        return
+    try:
+        yield
+    except (ValueError, FloatingPointError, OSError) as error:
+        sweeping = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+        if sweeping and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            logger.error("error: %s", error)
+            raise CompactHydraException(f"error: {error}") from None
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print(f"stopped by Ctrl-C{after_interrupt}", file=sys.stderr)
+        sys.exit(130)
 
 
-def _is_in_a_sweep() -> bool:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or not HydraConfig.initialized():
-        return False
-    return HydraConfig.get().mode == RunMode.MULTIRUN
+@contextmanager
+def _worded() -> Iterator[None]:
+    """Turn hydra's errors into a `ValueError` of one line, with the nearest name."""
+    try:
+        yield
+    except MissingConfigException as error:
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        if not error.options:
+            raise ValueError(str(error).splitlines()[0]) from None
+        raise unknown_name(group, option, error.options) from None
+    except HydraException as error:
+        cause = error.__cause__
+        if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
+            group = str(cause.full_key).rpartition(".")[0]
+            known = map(str, cause.parent_node)
+            raise unknown_field(group, cause.key, known) from None
+        raise ValueError("; ".join(str(error).split("\n")[:2])) from None
 
 
-def _shows_tracebacks() -> bool:
-    return os.environ.get("HYDRA_FULL_ERROR") == "1"
+def _listed(node: Any) -> Any:
+    """Return plain values as OmegaConf takes them."""
+    if isinstance(node, Mapping):
+        return {key: _listed(value) for key, value in node.items()}
+    return [_listed(value) for value in node] if isinstance(node, list | tuple) else node
 
 
-def _leave_interrupted(remedy: str = "") -> NoReturn:
-    print(f"stopped by Ctrl-C{remedy}", file=sys.stderr)
-    sys.exit(130)
-
-
-def _tell_uncaught(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """Take the place of `sys.excepthook`: Ctrl-C where no script's main is under way yet."""
-    if issubclass(kind, KeyboardInterrupt) and not _shows_tracebacks():
-        _leave_interrupted()
-    sys.__excepthook__(kind, error, trace)
-
-
-def _docstring_of_the_script() -> str:
-    """Return what `--help` begins with: see configs/hydra/help/script.yaml."""
-    return (sys.modules["__main__"].__doc__ or "").replace("$", "$$")
-
-
-def _checked(load: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
-    """Check what hydra composed before hydra acts on it: it calls what its own node names."""
-
-    @functools.wraps(load)
-    def wrapped(*args: Any, **kwargs: Any) -> DictConfig:
-        config = load(*args, **kwargs)
-        if "hydra" in config:
-            node = OmegaConf.to_container(config.hydra, resolve=False)
-            try:
-                check_hydra(node)
-            except ValueError as error:
-                raise ConfigCompositionException(str(error)) from None
-        return config
-
-    return wrapped
-
-
-sys.excepthook = _tell_uncaught
-# For runs, sweeps and hydra.compose alike, and for every job of a sweep.
-ConfigLoaderImpl.load_configuration = _checked(  # type: ignore[method-assign]
-    ConfigLoaderImpl.load_configuration
-)
-OmegaConf.register_new_resolver("script", _docstring_of_the_script, replace=True)
+def _parse(words: Sequence[str]) -> tuple[str | None, list[Path], list[str]]:
+    """Return --config-name, the folders to look for configurations in, and the overrides."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    flags, rest = parser.parse_known_args(list(words))
+    folders = [CONFIGS, *([flags.config_dir.resolve()] if flags.config_dir else [])]
+    return flags.config_name, folders, [word for word in rest if not word.startswith("-")]

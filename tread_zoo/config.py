@@ -28,7 +28,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from tread_zoo.errors import describe_invalid, unknown_name
+from tread_zoo.errors import describe_invalid, unknown_field
 from tread_zoo.registry import STRICT, complete, get_entry, plugins_of
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class RoutingConfig(RouteConfig):
 
     def __post_init__(self) -> None:
         for index, route in enumerate(self.routes):
-            _validate(RouteConfig, route, f"routing.routes[{index}]")
+            check(RouteConfig, route, f"routing.routes[{index}]")
         if self.warm_start + self.dense_tail >= 1:
             raise ValueError(
                 f"routing.warm_start={self.warm_start} and routing.dense_tail={self.dense_tail} "
@@ -253,6 +253,84 @@ class RunConfig:
         return _differences(_compared(self), _compared(other))
 
 
+@configuration()
+class SampleConfig:
+    """What scripts/sample.py draws.
+
+    Args:
+        plugins: as of `RunConfig`: those of the checkpoint must be loaded.
+        checkpoint: a run's folder (its newest checkpoint) or one checkpoint.
+        sampler, guidance: what differs from the run's own, by field; with `name`, another one.
+        out: folder of the images; null is <run>/generated/ and a name made of the settings.
+        overwrite: replace the images that `out` holds, if they were made with other settings.
+        num_images, first_index: image i of a seed is the same whatever the batch size: a set is
+            continued by `first_index`.
+        label: one class for all; null: image i gets label i mod num_classes.
+        contexts: .npy [n, T, S]: image i gets row i mod n; null: those of held-out images.
+        seed, batch_size: of the images.
+        weights: ema or model.
+        vae: of latents: null is the run's; a folder where it has moved; none leaves latents.
+        device, precision, kernels: as of `RunConfig` and `TrainingConfig`.
+    """
+
+    plugins: tuple[str, ...] = ()
+    checkpoint: str
+    sampler: dict[str, Any] = dataclasses.field(default_factory=dict)
+    guidance: dict[str, Any] = dataclasses.field(default_factory=dict)
+    out: str | None = None
+    overwrite: bool = False
+    num_images: PositiveInt = 64
+    first_index: NonNegativeInt = 0
+    label: NonNegativeInt | None = None
+    contexts: str | None = None
+    seed: int = 0
+    batch_size: PositiveInt = 64
+    weights: Literal["ema", "model"] = "ema"
+    vae: str | None = None
+    device: str = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@configuration()
+class DoctorConfig:
+    """What scripts/doctor.py shows.
+
+    Args:
+        device, kernels: as of `RunConfig`.
+        backbones: a pattern such as "mamba*": print a table of their sizes instead, at
+            `input_size`, `in_channels`, `num_classes`.
+    """
+
+    device: str = "auto"
+    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
+    backbones: str | None = None
+    input_size: PositiveInt = 32
+    in_channels: PositiveInt = 4
+    num_classes: NonNegativeInt = 1000
+
+
+@configuration()
+class ImportConfig:
+    """What scripts/import_checkpoint.py converts; the file itself is `in`.
+
+    Args:
+        format: the project: see docs/importing.md.
+        out: a new folder, which scripts/sample.py takes as its checkpoint.
+        objective: null: the project's usual one; of format=tread edm or flow.
+        num_heads: null: as the published sizes have; no tensor shows it.
+        num_classes: null: the label table less its last row, the null label.
+        drop_unknown: leave out tensors that ours has no place for.
+    """
+
+    format: str
+    out: str
+    objective: str | None = None
+    num_heads: PositiveInt | None = None
+    num_classes: NonNegativeInt | None = None
+    drop_unknown: bool = False
+
+
 def make_config(**fields: Any) -> RunConfig:
     """Return the configuration of a run, with defaults for what is not given.
 
@@ -263,7 +341,7 @@ def make_config(**fields: Any) -> RunConfig:
             range, or values that exclude each other; one line with the field, the value and what
             would work.
     """
-    config = _validate(RunConfig, fields, "")
+    config = check(RunConfig, fields, "")
     training, optimizer = config.training, dict(config.optimizer)
     if training.num_steps == "auto":
         steps = get_entry("data", config.data["name"]).facts.get("num_steps")
@@ -280,14 +358,14 @@ def make_config(**fields: Any) -> RunConfig:
     if run_dir == "auto":
         names = (config.data["name"], config.backbone["name"], config.routing.name)
         run_dir = f"runs/{'_'.join((*names, config.objective['name']))}_seed{config.seed}"
-    used = plugins_of((kind, getattr(config, kind)["name"]) for kind in _PART_FIELDS)
+    used = plugins_of((kind, getattr(config, kind)["name"]) for kind in PART_FIELDS)
     plugins = tuple(dict.fromkeys((*config.plugins, *used)))
     return dataclasses.replace(
         config, training=training, optimizer=optimizer, run_dir=run_dir, plugins=plugins
     )
 
 
-_PART_FIELDS = (
+PART_FIELDS = (
     "backbone", "objective", "data", "optimizer", "lr_schedule", "sampler", "guidance", "tracker",
 )  # fmt: skip
 
@@ -324,16 +402,24 @@ def complete_sampler(part: str | Mapping[str, Any]) -> dict[str, Any]:
     for option in options:
         known = (*GRID_FIELDS, *entry.parameters())
         if option not in known:
-            raise unknown_name(f"sampler={name}: field", option, known)
-    grid = _validate(
-        SamplingGrid, {k: options.pop(k) for k in GRID_FIELDS if k in options}, "sampler"
-    )
+            raise unknown_field("sampler", option, known)
+    grid = check(SamplingGrid, {k: options.pop(k) for k in GRID_FIELDS if k in options}, "sampler")
     if grid.num_steps == "auto":
         grid = dataclasses.replace(grid, num_steps=getattr(entry.target, "default_num_steps", 25))
     return {"name": entry.name, **dataclasses.asdict(grid), **entry.complete(options)}
 
 
-def _validate(cls: Callable[..., Any], fields: Mapping[str, Any], prefix: str) -> Any:
+def check(cls: Callable[..., Any], fields: Mapping[str, Any], prefix: str = "") -> Any:
+    """Return an instance of a configuration class made of plain values.
+
+    Args:
+        cls: the class.
+        fields: some or all of its fields.
+        prefix: the group that they stand under, for errors.
+
+    Raises:
+        ValueError: in one line, what is wrong with the first field that is.
+    """
     plain = json.loads(json.dumps(dict(fields), default=_as_plain))
     try:
         return TypeAdapter(cls).validate_json(json.dumps(plain))
@@ -346,10 +432,11 @@ def _as_plain(value: Any) -> Any:
 
 
 def default_fields(cls: Any) -> dict[str, Any]:
-    """Return the fields of a configuration class with their defaults, nested ones as mappings."""
+    """Return the fields of a configuration class with their defaults, nested ones as mappings; a
+    required one as "???", hydra's sign for what is missing."""
     found = {}
     for field in dataclasses.fields(cls):
-        default = field.default
+        default = "???" if field.default is dataclasses.MISSING else field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         found[field.name] = (

@@ -16,6 +16,20 @@ def unknown_name(field: str, value: object, known: Iterable[str]) -> ValueError:
     return ValueError(f"{field}={value!r} is unknown.{hint} Known: {', '.join(names) or 'none'}.")
 
 
+def unknown_field(group: str, field: object, known: Iterable[str]) -> ValueError:
+    """Return a `ValueError` for a field that its group does not have, suggesting the nearest one.
+
+    Args:
+        group: dotted; "" at the top.
+        field: what was given.
+        known: the fields that there are.
+    """
+    names, prefix = sorted(known), f"{group}." if group else ""
+    near = difflib.get_close_matches(str(field), names, n=1, cutoff=0.4)
+    hint = f" Did you mean {prefix}{near[0]}?" if near else ""
+    return ValueError(f"{prefix}{field} is no setting.{hint} Known: {', '.join(names) or 'none'}.")
+
+
 def describe_invalid(
     prefix: str, error: "ValidationError", given: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> ValueError:
@@ -37,7 +51,7 @@ def describe_invalid(
         last = depth == len(first["loc"]) - 1
         if first["type"] in ("extra_forbidden", "unexpected_keyword_argument") and last:
             names = known if isinstance(known, Mapping) else ()
-            return unknown_name(f"{'.'.join(path)}: field" if path else "field", key, names)
+            return unknown_field(".".join(path), key, names)
         if first["type"] == "missing" and last:
             field = ".".join([*path, str(key)])
             return ValueError(f"{field} is not set: add {field}=… to the command line.")

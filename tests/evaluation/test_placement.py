@@ -13,7 +13,6 @@ from tests.small_run import parts_of, settings
 from tests.test_contract import SMALL
 from tread_zoo import create_backbone
 from tread_zoo.data import build_data
-from tread_zoo.diffusion import build_objective
 from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.evaluation.pictures import plot_similarity
 from tread_zoo.evaluation.placement import (
@@ -25,6 +24,7 @@ from tread_zoo.evaluation.placement import (
     similarity,
     token_states,
 )
+from tread_zoo.registry import create
 from tread_zoo.routing import build_routing
 from tread_zoo.seeding import make_generator
 from tread_zoo.testing import Probe
@@ -103,7 +103,7 @@ def test_too_few_blocks_are_told():
 
 
 def changes_of(backbone, dataset, given):
-    _, _, found = token_states(backbone, build_objective("flow"), dataset, given)
+    _, _, found = token_states(backbone, create("objective", "flow"), dataset, given)
     each = torch.stack([similarity(states, given.measure) for states in found])
     return (1 - each.mean(dim=0).diagonal(offset=1)).tolist()
 
@@ -197,7 +197,7 @@ def test_the_saving_is_that_of_a_routed_step():
     fused.add_fusions([(2, 4)])
     given = options(num_images=2, num_levels=1, selection_rate=0.75)
     for network in (backbone, fused):
-        record = probe_placement(network, build_objective("flow"), None, given)
+        record = probe_placement(network, create("objective", "flow"), None, given)
         assert record["source"] == "samples on their way from noise"
         route = record["route"]
         routing = build_routing(

@@ -69,7 +69,7 @@ def test_what_matters_more_stays_more_often():
 
 
 def test_one_draw_for_the_batch_goes_by_the_mean_importance():
-    routing = build_routing("tread", num_blocks=12, selector="norm", shared=True)
+    routing = build_routing("tread", num_blocks=12, selector="norm", per_batch=True)
     (route,) = routing.draw(4, (4, 4), make_generator("test"))
     assert route.noise.shape == (1, 16)
     importance = torch.rand(4, 16)

@@ -3,14 +3,16 @@ import math
 import pytest
 import torch
 
-from tread_zoo.routing import SELECTORS, build_selector, num_kept_tokens, scan_order
+from tread_zoo import available, create
+from tread_zoo.routing import num_kept_tokens, scan_order
 from tread_zoo.seeding import make_generator
 
 RATES = (0.25, 0.5, 0.625, 0.75)
+SELECTORS = [name for name in available("selector") if name != "norm"]
 
 
 def draw(name, batch=8, grid=(8, 8), num_kept=32, seed=0, **sizes):
-    return build_selector(name, **sizes)(batch, grid, num_kept, make_generator("test", seed))
+    return create("selector", name, **sizes)(batch, grid, num_kept, make_generator("test", seed))
 
 
 def mask(ids, grid):
@@ -64,8 +66,8 @@ def test_all_kept_of_any_count(num_kept):
     [
         ("random", {}, 0.50, 0.50),
         ("rows", {}, 1.00, 0.45),
-        ("blocks", {"block_size": 2}, 0.78, 0.78),
-        ("blocks", {"block_size": 4}, 0.91, 0.91),
+        ("blocks", {"size": 2}, 0.78, 0.78),
+        ("blocks", {"size": 4}, 0.91, 0.91),
     ],
 )
 def test_neighbours_that_stay_together(name, sizes, sideways, vertical):
@@ -78,7 +80,7 @@ def test_neighbours_that_stay_together(name, sizes, sideways, vertical):
 
 
 def test_segments_are_contiguous():
-    ids = draw("segments", grid=(4, 16), num_kept=24, segment_length=8)
+    ids = draw("segments", grid=(4, 16), num_kept=24, length=8)
     kept = mask(ids, (1, 64)).view(8, 8, 8)
     assert set(kept.sum(-1).flatten().tolist()) == {0, 8}
 
@@ -88,7 +90,7 @@ def test_segments_are_contiguous():
 def test_segments_are_contiguous_along_their_order(order, grid):
     num_tokens = grid[0] * grid[1]
     num_kept = num_tokens // 3 // 4 * 4
-    ids = draw("segments", grid=grid, num_kept=num_kept, segment_length=4, segment_order=order)
+    ids = draw("segments", grid=grid, num_kept=num_kept, length=4, order=order)
     assert (ids.diff(dim=1) > 0).all()
     along = mask(ids, grid).flatten(1)[:, scan_order(order, grid)]
     whole = along[:, : num_tokens // 4 * 4].view(8, -1, 4).sum(-1)
@@ -99,7 +101,7 @@ def test_segments_are_contiguous_along_their_order(order, grid):
 
 @pytest.mark.parametrize("order", ["serpentine", "hilbert"])
 def test_segments_of_every_order_keep_all_tokens_alike(order):
-    kept = draw("segments", batch=20000, grid=(5, 7), num_kept=17, segment_order=order)
+    kept = draw("segments", batch=20000, grid=(5, 7), num_kept=17, order=order)
     share = mask(kept, (5, 7)).float().mean(0)
     torch.testing.assert_close(share, torch.full((5, 7), 17 / 35), atol=0.018, rtol=0)
 
@@ -133,19 +135,3 @@ def test_which_squares_get_the_extra_token_varies():
     together = (extra.float().T @ extra.float() / 2000)[~torch.eye(16, dtype=torch.bool)]
     # Eight of sixteen at random: two given squares both have one with chance 8/16 * 7/15.
     torch.testing.assert_close(together, torch.full((240,), 7 / 30), atol=0.06, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "words"),
-    [
-        ("segments", {"segment_order": "hilbrt"}, ["routing.segment_order", "'hilbert'"]),
-        ("segments", {"segment_order": "serpentine8"}, ["routing.segment_order='serpentine8'"]),
-        ("rnadom", {}, ["routing.selector", "rnadom", "random"]),
-        ("blocks", {"block_size": 0}, ["routing.block_size=0", "at least 1"]),
-        ("segments", {"segment_length": -1}, ["routing.segment_length=-1", "at least 1"]),
-    ],
-)
-def test_wrong_names_and_sizes(name, sizes, words):
-    with pytest.raises(ValueError) as error:
-        build_selector(name, **sizes)
-    assert all(word in str(error.value) for word in words)

@@ -57,7 +57,7 @@ def held_out_loss(
         noise = data.codec.draw(images.shape, generator)
         x = data.codec.to_model(images, device=device, noise=noise)
         with autocast(device, precision):
-            losses.append(objective.loss(network, x, draw).float())
+            losses.append(objective.loss(network, x, draw)[0].float())
         levels.append(draw.level)
     by_level = torch.cat(losses)[torch.cat(levels).argsort()]
     fourths = [float(part.mean()) for part in by_level.tensor_split(4)]

@@ -175,8 +175,8 @@ def token_states(
         network = functools.partial(_call, backbone, y)
         with autocast(device, precision), recording(backbone, places) as seen:
             if images is None:
-                drift = functools.partial(objective.drift, network)
-                problem = Problem(drift, objective, lambda step, own=noise: own)  # type: ignore[misc]
+                dx_dt = functools.partial(objective.dx_dt, network)
+                problem = Problem(dx_dt, objective, lambda step, own=noise: own)  # type: ignore[misc]
                 Euler()(problem, noise * objective.initial_std, levels)
             else:
                 x = codec.to_model(images[first : indices.stop], device=device)

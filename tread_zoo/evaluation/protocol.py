@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tread_zoo.data import Codec, ImageData
-from tread_zoo.diffusion import Objective
+from tread_zoo.diffusion import Objective, describe_part
 from tread_zoo.evaluation.held_out import HELD_OUT_IMAGES, stack_part
 
 UINT8_RULE = "clamp to [-1, 1], then the nearest of 256 values"
@@ -83,7 +83,7 @@ def loss_record(objective: Objective) -> dict[str, Any]:
     """Return an objective's name, and its fields that its loss depends on."""
     fields = asdict(objective)  # type: ignore[call-overload]
     return {
-        "name": objective.name,
+        "name": describe_part("objective", objective)["name"],
         **{name: value for name, value in fields.items() if name not in _OF_SAMPLING},
     }
 

@@ -9,13 +9,12 @@ from tread_zoo.routing.pending import PendingRoute, resolve_routes
 from tread_zoo.routing.plan import RoutePlan, Routing, build_routing
 from tread_zoo.routing.routes import PathDrop, Route, check_routes, num_kept_tokens
 from tread_zoo.routing.scans import GAPS, Scan, check_scan, make_scan, reverse_gaps
-from tread_zoo.routing.schedules import SCHEDULES, RateSchedule
+from tread_zoo.routing.schedules import RateSchedule
 from tread_zoo.routing.selectors import Selector
 
 __all__ = [
     "GAPS",
     "ORDERS",
-    "SCHEDULES",
     "Fusion",
     "PathDrop",
     "PendingRoute",

@@ -16,13 +16,11 @@ levels. The run starts at r0 and ends at r1 exactly.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from tread_zoo.errors import unknown_name
-
-SCHEDULES = ("constant", "linear", "cosine", "steps")
 STAIRS = 16  # levels of a rate per unit
 
 
@@ -31,7 +29,7 @@ class RateSchedule:
     """The rate of one route over training.
 
     Args:
-        name: one of `SCHEDULES`.
+        name: constant, linear, cosine or steps.
         selection_rate: the first rate.
         final_rate: the last one, for linear and cosine.
         rate_steps: (fraction of training, rate) in ascending order, for steps.
@@ -76,65 +74,33 @@ class RateSchedule:
 def build_schedule(
     label: str, fields: Mapping[str, Any], *, warm_start: float, dense_tail: float
 ) -> RateSchedule:
-    """Build the schedule of one route from its checked `selection_rate` and its other fields.
+    """Return the schedule of one route.
 
     Args:
         label: the route's name in error texts.
         fields: `schedule`, `selection_rate`, `final_rate`, `rate_steps`.
-        warm_start, dense_tail: fractions of training, checked.
+        warm_start, dense_tail: fractions of training.
 
     Raises:
-        ValueError: an unknown schedule, a rate outside [0, 1), a field that the schedule lacks or
-            would not read, or steps that are out of order or outside the routed part of training.
+        ValueError: a field that the schedule lacks or would not read, or steps that are out of
+            order or outside the routed part of training.
     """
-    name, final, steps = fields["schedule"], fields["final_rate"], fields["rate_steps"]
-    if name not in SCHEDULES:
-        raise unknown_name(f"{label}.schedule", name, SCHEDULES)
-    if final is not None and name not in ("linear", "cosine"):
+    name, final = fields["schedule"], fields["final_rate"]
+    steps = tuple((float(fraction), float(rate)) for fraction, rate in fields["rate_steps"])
+    if (final is not None) != (name in ("linear", "cosine")):
         raise ValueError(
-            f"{label}.final_rate={final} is not read by schedule={name}; use schedule=linear or "
-            "cosine, or leave it null."
+            f"{label}.final_rate={final} and {label}.schedule={name} do not go together: "
+            "schedule=linear and cosine need a final_rate, the others have none."
         )
-    if steps and name != "steps":
+    if bool(steps) != (name == "steps"):
         raise ValueError(
-            f"{label}.rate_steps is not read by schedule={name}; use schedule=steps, or leave it "
-            "empty."
+            f"{label}.rate_steps={list(steps)} and {label}.schedule={name} do not go together: "
+            "schedule=steps needs some, as [[0.3, 0.5], [0.6, 0.25]], the others have none."
         )
-    first = float(fields["selection_rate"])
-    if name in ("linear", "cosine"):
-        check_fraction(f"{label}.final_rate", final, "the rate at the end of the schedule")
-        return RateSchedule(name, first, final_rate=float(final))
-    if name == "steps":
-        pairs = _check_steps(label, steps, warm_start, 1.0 - dense_tail)
-        return RateSchedule(name, first, rate_steps=pairs)
-    return RateSchedule(name, first)
-
-
-def check_fraction(field: str, value: Any, meaning: str) -> None:
-    """Raise `ValueError` unless `value` is a number in [0, 1)."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < 1.0:
-        raise ValueError(f"{field}={value} must be a number in [0, 1): {meaning}.")
-
-
-def _check_steps(
-    label: str, steps: Any, low: float, high: float
-) -> tuple[tuple[float, float], ...]:
-    """Return the list of [fraction, rate] as pairs."""
-    example = "write [[0.3, 0.5], [0.6, 0.25]]: rate 0.5 from 30 % of training, 0.25 from 60 %"
-    if not isinstance(steps, Sequence) or isinstance(steps, str) or not steps:
-        raise ValueError(f"{label}.rate_steps={steps} is no list for schedule=steps; {example}.")
-    pairs: list[tuple[float, float]] = []
-    for index, pair in enumerate(steps):
-        field, before = f"{label}.rate_steps[{index}]", pairs[-1][0] if pairs else low
-        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
-            raise ValueError(f"{field}={pair} must be [fraction of training, rate]; {example}.")
-        check_fraction(f"{field}[0]", pair[0], "a fraction of training")
-        check_fraction(f"{field}[1]", pair[1], "a rate")
-        if not before < pair[0] < high:
-            raise ValueError(
-                f"{field} begins at {pair[0]} of training, which must lie after {before:g} (the "
-                f"{'entry' if pairs else 'start of routing'} before it) and before {high:g} (the "
-                f"end of routing)."
-            )
-        pairs.append((float(pair[0]), float(pair[1])))
-    return tuple(pairs)
+    fractions = [warm_start, *(fraction for fraction, _ in steps), 1.0 - dense_tail]
+    if any(before >= after for before, after in pairwise(fractions)):
+        raise ValueError(
+            f"{label}.rate_steps={list(steps)} must ascend between {warm_start:g} and "
+            f"{1 - dense_tail:g} of training, its routed part."
+        )
+    return RateSchedule(name, float(fields["selection_rate"]), float(final or 0.0), steps)

@@ -1,0 +1,173 @@
+"""A part of every kind, in one file that any environment can have.
+
+    python scripts/train.py plugins=[my_plugin] 'routing.selector={name: checkerboard, parity: 1}' \
+        optimizer=sign_sgd optimizer.learning_rate=1e-3 'evaluation.metrics=[fid,mean_gap]'
+
+Installed as a package (see pyproject.toml) it needs no `plugins=`.
+"""
+
+import csv
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from tread_zoo import register
+from tread_zoo.data import ArrayDataset, ImageData
+from tread_zoo.diffusion import ClassifierFree, FlowMatching
+
+
+@register("selector", "checkerboard")
+@dataclass(frozen=True)
+class Checkerboard:
+    """Keep the squares of one colour first, then others, at random among them."""
+
+    parity: Annotated[int, Field(ge=0, le=1)] = 0
+
+    def __call__(self, batch, grid, num_kept, generator):
+        position = torch.arange(grid[0] * grid[1])
+        other = (position // grid[1] + position % grid[1] + self.parity) % 2
+        order = other + torch.rand(batch, len(position), generator=generator)
+        return order.argsort(dim=1)[:, :num_kept].sort(dim=1).values
+
+
+@register("objective", "huber_flow")
+@dataclass(frozen=True, kw_only=True)
+class HuberFlow(FlowMatching):
+    """Flow matching whose loss grows linearly beyond `delta`; it logs how often that is."""
+
+    delta: PositiveFloat = 1.0
+
+    def loss(self, predict, x, draw):
+        velocity = self.dx_dt(predict, self.noised(x, draw), draw.level)
+        error = velocity - (draw.noise - x)
+        losses = torch.nn.functional.huber_loss(
+            error, torch.zeros_like(error), reduction="none", delta=self.delta
+        )
+        beyond = (error.detach().abs() > self.delta).float()
+        return losses.mean(dim=(1, 2, 3)), {"beyond_delta": beyond.mean()}
+
+
+@register("sampler", "midpoint")
+@dataclass(frozen=True)
+class Midpoint:
+    """The midpoint rule: two evaluations a step, second order; the last step is Euler's."""
+
+    default_num_steps = 12
+
+    @torch.no_grad()
+    def __call__(self, problem, x, levels):
+        x = x.float()
+        for level, following in zip(levels[:-1].tolist(), levels[1:].tolist(), strict=True):
+            slope, step = problem.slope(x, level), following - level
+            if following > 0:
+                slope = problem.slope(x + step / 2 * slope, level + step / 2)
+            x = x + step * slope
+        return x
+
+
+@register("guidance", "rising")
+@dataclass(frozen=True, kw_only=True)
+class RisingGuidance(ClassifierFree):
+    """Classifier-free guidance whose scale rises from 1 at the noisiest level to `scale` at 0."""
+
+    def dx_dt(self, batch):
+        plain, guided = batch.dx_dt(), super().dx_dt(batch)
+        highest = float(batch.objective.levels(1)[0])
+
+        def dx_dt(x, level):
+            part = (1 - level / highest).view(-1, 1, 1, 1)
+            return torch.lerp(plain(x, level), guided(x, level), part)
+
+        return dx_dt
+
+
+@register("optimizer", "sign_sgd")
+@dataclass(frozen=True)
+class SignSGD:
+    """Steps by the sign of a running mean of the gradient."""
+
+    learning_rate: PositiveFloat = 1e-4
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+
+    def build(self, backbone):
+        return _SignSGD(backbone.parameters(), lr=self.learning_rate, momentum=self.momentum)
+
+
+class _SignSGD(torch.optim.Optimizer):
+    def __init__(self, parameters, lr, momentum):
+        super().__init__(parameters, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                mean = state.setdefault("mean", torch.zeros_like(parameter))
+                mean.lerp_(parameter.grad, 1 - group["momentum"])
+                parameter.sub_(mean.sign(), alpha=group["lr"])
+
+
+@register("lr_schedule", "inverse_sqrt")
+@dataclass(frozen=True)
+class InverseSqrt:
+    """Warm-up, then 1 / sqrt(step)."""
+
+    warmup_steps: PositiveInt = 50
+
+    def __call__(self, step, num_steps):
+        return min((step + 1) / self.warmup_steps, math.sqrt(self.warmup_steps / (step + 1)))
+
+
+@register("data", "stripes", num_steps=100)
+def stripes(num_images: PositiveInt = 256, size: PositiveInt = 8, noise: NonNegativeFloat = 20.0):
+    """Grey images of horizontal (class 0) or vertical (class 1) stripes."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(num_images) % 2
+    phase = torch.randint(2, (num_images,), generator=generator)
+    lines = ((torch.arange(size) + phase[:, None]) % 2 * 200.0)[:, None, :].expand(-1, size, -1)
+    images = torch.where(labels[:, None, None] == 1, lines, lines.transpose(1, 2))
+    images = images + noise * torch.randn(images.shape, generator=generator)
+    images = images.clamp(0, 255).round().to(torch.uint8)[:, None]
+    held_out = num_images // 5
+    return ImageData(
+        name="stripes",
+        train=ArrayDataset(images[held_out:], labels[held_out:]),
+        held_out=ArrayDataset(images[:held_out], labels[:held_out]),
+        image_size=(size, size),
+        channels=1,
+        num_classes=2,
+        class_names=("horizontal", "vertical"),
+    )
+
+
+@register("metric", "mean_gap", better="lower")
+def mean_gap(generated, real):
+    """Return the distance of the mean features: features [n, d], [m, d] -> float."""
+    return float((generated.mean(dim=0) - real.mean(dim=0)).norm())
+
+
+@register("tracker", "csv")
+@dataclass
+class CSVTracker:
+    """Writes every number as a row (step, name, value) of a file in the run's folder."""
+
+    file_name: str = "numbers.csv"
+
+    def start(self, run_dir: Path, step: int, settings: dict[str, Any]) -> None:
+        self.path = Path(run_dir) / self.file_name
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        with self.path.open("a", newline="") as stream:
+            csv.writer(stream).writerows((step, name, value) for name, value in values.items())
+
+    def image(self, step: int, name: str, path: Path) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,144 @@
+"""The configuration: what it takes, what it refuses in one line, what makes two runs the same."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tread_zoo import available
+from tread_zoo.cli import compose_settings
+from tread_zoo.config import PART_FIELDS, make_config
+
+ROOT = Path(__file__).parents[1]
+NEEDS = {  # what an option needs beside itself
+    ("sampler", "edm_stochastic"): ["objective=edm"],
+    ("data", "hf"): ["data.path=x", "training.num_steps=3"],
+    ("data", "image_folder"): ["data.path=x", "training.num_steps=3"],
+    ("data", "latents"): ["data.path=x", "training.num_steps=3"],
+    ("data", "npz"): ["data.path=x", "training.num_steps=3"],
+    ("data", "webdataset"): ["data.path=x", "training.num_steps=3"],
+    ("guidance", "auto"): ["guidance.checkpoint=x"],
+}
+
+
+def compose(*overrides):
+    return make_config(**compose_settings("train", overrides))
+
+
+def test_the_command_line_and_python_have_the_same_defaults():
+    assert not compose().differences(make_config())
+
+
+@pytest.mark.parametrize("group", PART_FIELDS)
+def test_every_registered_part_is_an_option_of_its_group(group):
+    for name in available(group):
+        config = compose(f"{group}={name}", *NEEDS.get((group, name), []))
+        assert getattr(config, group)["name"] == name
+
+
+def test_a_configuration_goes_through_plain_values_unchanged():
+    config = compose(
+        "backbone=mamba", "routing.selector={name: blocks, size: 4}", "evaluation.metrics=[fid]",
+        "routing.routes=[{start: 2, end: 4}, {start: 5, selection_rate: 0.25}]",
+    )  # fmt: skip
+    assert make_config(**config.as_dict()) == config
+    assert config.routing.selector == {"name": "blocks", "size": 4}
+
+
+def test_automatic_values_are_those_of_backbone_and_data():
+    assert make_config(backbone="dit").optimizer["learning_rate"] == 6e-3
+    assert make_config(backbone="dit_s_4").optimizer["learning_rate"] == 3e-4
+    assert make_config(backbone="dit_xl_2").optimizer["learning_rate"] == 1e-4
+    assert make_config().training.num_steps == 800
+    assert make_config(sampler="heun").sampler["num_steps"] == 18
+    with pytest.raises(ValueError, match=r"training\.num_steps"):
+        make_config(data={"name": "npz", "path": "x.npz"})
+
+
+def test_the_same_run_is_told_by_what_it_computes():
+    config = make_config()
+    assert not config.differences(make_config(run_dir="elsewhere", training={"log_every": 1}))
+    other = make_config(seed=1, training={"batch_size": 8}, routing={"selection_rate": 0.25})
+    assert set(config.differences(other)) == {
+        "seed", "training.batch_size", "routing.selection_rate",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("backbone=ditt", ["backbone='ditt'", "'dit'"]),
+        ("backbon=dit", ["backbon ", "backbone"]),
+        ("+backbon=dit", ["backbon ", "backbone"]),
+        ("backbone.dept=3", ["backbone.dept ", "backbone.depth"]),
+        ("+backbone.dept=3", ["backbone.dept ", "backbone.depth"]),
+        ("training.num_step=3", ["training.num_step ", "training.num_steps"]),
+        ("training.num_steps=0", ["training.num_steps=0", "greater than 0"]),
+        ("training.num_steps=many", ["training.num_steps='many'", "'auto'"]),
+        ("training.precision=bf8", ["training.precision='bf8'", "'bf16'"]),
+        ("training.horizontal_flip=maybe", ["training.horizontal_flip='maybe'", "boolean"]),
+        ("training.ema_decay=1.0", ["training.ema_decay=1.0", "less than 1"]),
+        ("optimizer=adamm", ["optimizer='adamm'", "'adamw'"]),
+        ("optimizer.learning_rate=-1.0", ["optimizer.learning_rate=-1.0"]),
+        ("lr_schedule.warmup_step=3", ["lr_schedule.warmup_step ", "lr_schedule.warmup_steps"]),
+        ("routing=treed", ["routing='treed'", "'tread'"]),
+        ("routing.selector=bloks", ["routing.selector='bloks'", "'blocks'"]),
+        ("routing.selector={name: blocks, sise: 4}", ["routing.selector.size"]),
+        ("routing.selector={size: 4}", ["routing.selector", "name"]),
+        ("routing.selection_rate=1.0", ["routing.selection_rate=1.0"]),
+        ("routing.routes=[{start: 2, ennd: 4}]", ["routing.routes[0].ennd", "end"]),
+        ("routing.path_drop_probability=0.1", ["rejoin=project"]),
+        ("sampler.s_churn=1", ["sampler.s_churn "]),
+        ("sampler.grid=unifrm", ["sampler.grid='unifrm'", "'uniform'"]),
+        ("evaluation.metrics=fid", ["evaluation.metrics='fid'", "[fid]"]),
+        ("evaluation.metrics=[fidd]", ["'fidd'", "'fid'"]),
+        ("data=npz", ["data.path", "data.path=…"]),
+        ("data=npz data.path=7", ["data.path=7", "quotes"]),
+        ("seed=abc", ["seed='abc'", "integer"]),
+        ("seed", ["seed"]),
+        ("plugins=[no_such_module]", ["no_such_module", "PYTHONPATH"]),
+    ],
+)
+def test_a_wrong_setting_is_one_line_with_field_value_and_remedy(override, words):
+    with pytest.raises(ValueError) as error:
+        compose(*override.split(" ") if override.startswith("data") else [override])
+    assert "\n" not in str(error.value)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+RECIPES = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("backbone", ["dit", "mamba", "mamba2", "rwkv", "uvit"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_goes_with_every_backbone_and_routing(recipe, backbone):
+    path = ["data.path=x"] if recipe == "imagenet256" else []
+    for routing in ("none", "tread", "tread_random"):
+        config = compose(
+            f"experiment={recipe}", f"backbone={backbone}", f"routing={routing}", *path
+        )
+        assert config.backbone["name"] == f"{backbone}_tiny"
+        assert config.routing.name == routing.partition("_")[0]
+
+
+def test_the_command_line_ends_with_one_line_and_status_1():
+    command = [sys.executable, str(ROOT / "scripts/train.py"), "training.num_step=3"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "training.num_steps" in done.stderr
+
+
+def test_help_lists_the_groups_and_imports_no_heavy_library():
+    code = (
+        "import sys, runpy; sys.argv = ['train.py', '--help']\n"
+        "try: runpy.run_path('scripts/train.py', run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "heavy = ('accelerate', 'sklearn', 'matplotlib', 'datasets', 'diffusers', 'torchvision', "
+        "'wandb')\n"
+        "print('loaded:', [m for m in heavy if m in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert "optimizer: adamw" in done.stdout, done.stderr
+    assert "loaded: []" in done.stdout

@@ -1,0 +1,140 @@
+"""What this machine has for the project, whether it computes rightly, and what is registered.
+
+Every function returns lines of text; `scripts/doctor.py` prints them.
+"""
+
+import importlib.metadata
+import platform
+
+import torch
+
+from tread_zoo import __version__
+from tread_zoo.evaluation.flops import count_flops
+from tread_zoo.kernels import describe, get_forms
+from tread_zoo.kernels.dispatch import (
+    NAIVE,
+    get_example,
+    get_form,
+    import_problem,
+    list_forms,
+    unusable,
+)
+from tread_zoo.kernels.verify import TOLERANCE, cast, compare
+from tread_zoo.registry import create_backbone, list_backbones
+from tread_zoo.routing import build_routing
+from tread_zoo.runtime import autocast, describe_device, resolve_precision
+from tread_zoo.seeding import make_generator
+
+# (distribution, module, what it is for, how it is installed)
+BUILD = 'pip install --no-build-isolation "tread-zoo[cuda-build]"'
+PACKAGES = (
+    ("triton", "triton", "our fused scans", "pip install triton"),
+    ("fla-core", "fla", "ssd", 'pip install "tread-zoo[cuda]"'),
+    ("mamba-ssm", "mamba_ssm", "selective_scan, ssd", BUILD),
+    ("causal-conv1d", "causal_conv1d", "causal_conv1d", BUILD),
+    ("flash-attn", "flash_attn", "attention, by hand", BUILD),
+)
+
+
+def describe_machine(device: torch.device) -> list[str]:
+    """Return versions and hardware."""
+    lines = [
+        f"tread_zoo  {__version__}, Python {platform.python_version()}, {platform.platform()}",
+        f"torch      {torch.__version__}",
+        f"device     {describe_device(device)}",
+        f"precision  {resolve_precision('auto', device)}, as precision=auto chooses",
+    ]
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        lines.append(f"memory     {memory / 2**30:.0f} GiB")
+    return lines
+
+
+def describe_packages(device: torch.device) -> list[str]:
+    """Return a line for each optional package: its version, why it cannot be imported, and on a
+    GPU the command that installs it."""
+    lines = []
+    for name, module, purpose, install in PACKAGES:
+        problem = import_problem(module)
+        try:
+            state = importlib.metadata.version(name)
+            state += f", but {problem}" if problem else ""
+        except importlib.metadata.PackageNotFoundError:
+            state = "missing" if problem else "installed"
+        remedy = f"   {install}" if problem and device.type == "cuda" else ""
+        lines.append(f"{name:16s} {state:22s} {purpose}{remedy}")
+    return lines
+
+
+def describe_kernels(device: torch.device) -> list[str]:
+    """Return a line for each operation: the form that runs on `device`, and why not another."""
+    return describe(device)
+
+
+def check_kernels(device: torch.device) -> list[tuple[str, bool]]:
+    """Return each form that can be used on `device`, with its relative errors against the naive one
+    in float64, and whether they are small."""
+    checks = []
+    for op in get_forms():
+        for name in list_forms(op):
+            form = get_form(op, name)
+            if name == NAIVE or unusable(op, form, device) is not None:
+                continue
+            args = cast(get_example(op, device), form.check_dtype)
+            error = compare(
+                lambda *a, run=form.run: run(*cast(a, form.check_dtype)).double(),  # noqa: B023
+                get_form(op, NAIVE).run,
+                cast(args, torch.float64),
+            )
+            words = f"{op}: {name}, error {error.output:.0e}, of gradients {error.gradient:.0e}"
+            checks.append((words, max(error) <= TOLERANCE[form.check_dtype]))
+    return checks
+
+
+def check_backbones(device: torch.device, pattern: str = "*_tiny") -> list[tuple[str, bool]]:
+    """Return each small backbone, and whether one routed step on `device` gives finite
+    gradients."""
+    checks = []
+    for name in list_backbones(pattern):
+        network = create_backbone(name, input_size=8, in_channels=1, num_classes=10).to(device)
+        generator = make_generator("doctor", 0)
+        routes = [r.to(device) for r in _routing(network).draw(4, network.grid, generator)]
+        x = torch.randn(4, 1, 8, 8, generator=generator).to(device)
+        with autocast(device, resolve_precision("auto", device)):
+            t, y = torch.full((4,), 0.5, device=device), torch.arange(4, device=device)
+            out = network(x, t, y, routes=routes)
+        (out.float() - x).square().mean().backward()
+        grads = [p.grad for p in network.parameters()]
+        fine = all(g is not None and bool(torch.isfinite(g).all()) for g in grads)
+        checks.append((f"{name}: one routed step", fine))
+    return checks
+
+
+def list_sizes(pattern: str, input_size: int, in_channels: int, num_classes: int) -> list[str]:
+    """Return a table of the backbones that match: parameters, FLOPs of a forward pass dense and
+    routed at rate 0.5, tokens, blocks, default route and selector. Nothing is computed."""
+    columns = ("M params", "GFLOPs", "routed", "tokens", "blocks", "route")
+    lines = [f"{'backbone':18s}" + "".join(f"{c:>9s}" for c in columns) + "  selector"]
+    for name in list_backbones(pattern):
+        with torch.device("meta"):
+            network = create_backbone(
+                name, input_size=input_size, in_channels=in_channels, num_classes=num_classes
+            )
+        routing = _routing(network)
+        routes = routing.draw(1, network.grid, make_generator("list", 0))
+        dense, routed = count_flops(network), count_flops(network, routes=routes)
+        millions = sum(p.numel() for p in network.parameters()) / 1e6
+        (plan,) = routing.plans
+        lines.append(
+            f"{name:18s}{millions:9.2f}{dense / 1e9:9.3f}{routed / 1e9:9.3f}{network.num_tokens:9d}"
+            f"{network.num_blocks:9d}{f'{plan.start}:{plan.end}':>9s}  {network.default_selector}"
+        )
+    return lines
+
+
+def _routing(network):  # type: ignore[no-untyped-def]
+    return build_routing(
+        num_blocks=network.num_blocks,
+        default_selector=network.default_selector,
+        default_range=network.default_range,
+    )
