@@ -141,5 +141,5 @@ class Stub:
 def write_latents(folder, data=None, **options):
     """Encode `data` by the stub: [3,4,4] a picture of 8x8; return the folder."""
     config = EncodingConfig(**{"content": "mode", "batch_size": 4, "part_size": 10, **options})
-    assert encode(data or with_contexts(), Stub(), folder, config, source={"name": "made"})
+    assert encode(data or with_contexts(), Stub(), folder, config)
     return folder

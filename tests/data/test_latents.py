@@ -147,7 +147,7 @@ def test_a_stopped_encoding_goes_on_and_processes_share_the_parts(encoded, tmp_p
     whole = Path(encoded(content="samples"))
     config = EncodingConfig(content="samples", part_size=4, dtype="float32", batch_size=3)
     out = tmp_path / "other"
-    given = {"source": {"name": "made"}, "num_ranks": 2}
+    given = {"num_ranks": 2}
     assert not encode(image_data(), Stub(), out, config, rank=1, **given)
     with pytest.raises(ValueError, match="not finished"):
         latents(str(out))

@@ -14,6 +14,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,7 +30,7 @@ from tread_zoo.data.codec import to_model_range, to_uint8
 from tread_zoo.data.dataset import ImageData
 from tread_zoo.data.files import written_whole
 from tread_zoo.data.latents import PARTS, split_moments
-from tread_zoo.data.loader import CorruptItem, CorruptLog, read_item
+from tread_zoo.data.loader import CorruptItem, read_item
 from tread_zoo.data.vae import Vae
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
@@ -44,6 +45,10 @@ class EncodingConfig:
     """How to encode.
 
     Args:
+        plugins: as of `RunConfig`.
+        data: a source of images.
+        vae: a folder of diffusers, or a hub's name.
+        out: folder of the table; the same command again encodes what is missing.
         content: moments keeps mean and logvar, and training draws; samples draws once; mode takes
             the mean; auto is moments where the autoencoder has them, else mode.
         flips: encode the mirrored image beside each, for training.horizontal_flip.
@@ -53,8 +58,13 @@ class EncodingConfig:
         num_workers: processes that read images.
         max_corrupt_share: fraction of the images that may be unreadable, each left out and listed
             in corrupt.txt; past it the encoding stops.
+        device, precision: of the autoencoder.
     """
 
+    plugins: tuple[str, ...] = ()
+    data: dict[str, Any] = field(default_factory=dict)
+    vae: str = ""
+    out: str = ""
     content: Literal["auto", "moments", "samples", "mode"] = "auto"
     flips: bool = False
     dtype: Literal["float16", "bfloat16", "float32"] = "float16"
@@ -62,6 +72,8 @@ class EncodingConfig:
     part_size: PositiveInt = 4000
     num_workers: NonNegativeInt = 0
     max_corrupt_share: Annotated[float, Field(ge=0, lt=1)] = 0.001
+    device: str = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
 
 
 def encode(
@@ -70,7 +82,6 @@ def encode(
     out: Path,
     config: EncodingConfig,
     *,
-    source: dict[str, Any] | None = None,
     precision: str = "fp32",
     rank: int = 0,
     num_ranks: int = 1,
@@ -82,7 +93,6 @@ def encode(
         vae: on the device that is to encode.
         out: the table's folder.
         config: how.
-        source: name and options of the data, for the record.
         precision: of the autoencoder, resolved.
         rank, num_ranks: of this process.
 
@@ -104,7 +114,7 @@ def encode(
     }
     facts: dict[str, Any] = {
         "settings": {"content": content, "part_size": config.part_size, "precision": precision,
-                     "images": lengths, "source": source},
+                     "images": lengths, "source": config.data},
         "content": "mean_logvar" if content == "moments" else "samples",
         "dtype": config.dtype,
         "num_classes": data.num_classes,
@@ -114,9 +124,7 @@ def encode(
         "parts": files,
     }  # fmt: skip
     _begin(out, facts)
-    corrupt = CorruptLog(
-        out / "corrupt.txt", num_items=sum(lengths.values()), max_share=config.max_corrupt_share
-    )
+    corrupt = _LeftOut(out / "corrupt.txt", sum(lengths.values()), config.max_corrupt_share)
     encoder = _Encoder(vae, content, config, precision)
     numbered = list(enumerate((part, n) for part in PARTS for n in range(len(files[part]))))
     missing = [
@@ -287,6 +295,31 @@ class Moments:
         return mean.tolist(), np.sqrt(variance).tolist()
 
 
+class _LeftOut:
+    """The list of images that cannot be read, to which every process appends."""
+
+    def __init__(self, file: Path, num_items: int, max_share: float):
+        self.file, self.num_items, self.max_share = file, num_items, max_share
+
+    def __call__(self, item: CorruptItem) -> None:
+        """Add an item; one that an earlier start met is there already.
+
+        Raises:
+            ValueError: they are too many.
+        """
+        lines = set(self.file.read_text().splitlines()) if self.file.exists() else set()
+        line = f"{item.index}\t{item.name}\t{' '.join(item.reason.split())}"
+        if line not in lines:
+            logger.warning("left out  %s. %s", item.name, item.reason)
+            with self.file.open("a") as stream:
+                stream.write(f"{line}\n")
+        if len(lines | {line}) > self.max_share * self.num_items:
+            raise ValueError(
+                f"{len(lines | {line})} of {self.num_items} images cannot be read, more than "
+                f"max_corrupt_share={self.max_share:g} allows: {self.file} lists them."
+            )
+
+
 class _Encoder:
     """An autoencoder with what is to be stored."""
 
@@ -300,7 +333,7 @@ class _Encoder:
         data: ImageData,
         part: str,
         span: range,
-        corrupt: CorruptLog,
+        corrupt: _LeftOut,
         offset: int,
         done: Callable[[int], Any],
     ) -> None:
