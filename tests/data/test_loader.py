@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from tread_zoo.data import (
     ArrayDataset,
     CorruptItem,
+    CorruptLog,
     StepBatches,
     make_loader,
     read_items,
@@ -182,8 +183,26 @@ def test_items_read_at_once_are_replaced_too(tmp_path, caplog):
     assert caplog.text.count("file_2; another item takes its place. no 2") == 1
 
 
-def test_names_of_any_bytes_can_be_written(tmp_path):
-    dataset, met = Watched(tmp_path, {3}), []
+def test_a_list_of_corrupt_items_is_kept_by_all_processes_and_ends_a_run(tmp_path):
+    dataset = Watched(tmp_path, {4, 17, 20})
+    given = {"num_items": 30, "max_share": 0.08}
+    one, other = (CorruptLog(tmp_path / "corrupt.txt", **given) for _ in range(2))
+    one(CorruptItem(4, "file_4", "cut\tshort\n"))
+    other(CorruptItem(17, "file_17", "no 17"))
+    one(CorruptItem(17, "file_17", "no 17"))
+    assert one.indices == other.indices == {4, 17}
+    lines = (tmp_path / "corrupt.txt").read_text().splitlines()
+    assert lines == ["4\tfile_4\tcut short", "17\tfile_17\tno 17"]
+    with pytest.raises(ValueError, match=r"3 of 30 .*corrupt\.txt"):
+        one(CorruptItem(20, "file_20", "no 20"))
+    dataset.corrupt -= {4, 20}  # repaired
+    one.recheck(dataset)
+    assert other.indices == {17}
+
+
+def test_names_of_any_bytes_can_be_listed(tmp_path):
+    dataset = Watched(tmp_path, {3})
     dataset.item_name = lambda index: os.fsdecode(b"caf\xe9.png")
-    read_items(dataset, [3], on_corrupt=met.append)
-    assert met == [CorruptItem(3, "caf\\udce9.png", "no 3")]
+    log = CorruptLog(tmp_path / "corrupt.txt", num_items=30, max_share=0.5)
+    read_items(dataset, [3], on_corrupt=log)
+    assert (tmp_path / "corrupt.txt").read_text() == "3\tcaf\\udce9.png\tno 3\n"

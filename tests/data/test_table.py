@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from tests.data.tables import flat, picture_table, values_of, write_tar
-from tread_zoo.data import StepBatches, make_loader
+from tread_zoo.data import CorruptLog, StepBatches, make_loader
 from tread_zoo.data.pictures import resize_and_crop
 from tread_zoo.registry import create
 
@@ -118,7 +118,7 @@ def test_folders_that_cannot_be_trained_on(folder, tmp_path):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_picture_that_cannot_be_read_costs_that_picture(folder, num_workers):
+def test_a_picture_that_cannot_be_read_costs_that_picture(folder, tmp_path, num_workers):
     """One cut short, one of 16 bits a channel, which would be clipped, and one of another size."""
     given = {"path": str(folder), "held_out": 0.0}
     cut = folder / "cat" / "a.png"
@@ -126,14 +126,17 @@ def test_a_picture_that_cannot_be_read_costs_that_picture(folder, num_workers):
     data = create("data", "image_folder", **given)
     Image.fromarray(np.full((8, 8), 3000, np.uint16)).save(folder / "cat" / "b.PNG")
     Image.fromarray(flat(20, (9, 9))).save(folder / "cat" / "c.jpg")
-    met = []
+    log = CorruptLog(tmp_path / "corrupt.txt", num_items=10, max_share=0.3)
     plan = StepBatches(10, 5, seed=0, num_steps=4)
-    loaded = list(make_loader(data.train, plan, num_workers, on_corrupt=met.append))
+    loaded = list(make_loader(data.train, plan, num_workers, on_corrupt=log))
     seen = {int(image[0, 0, 0]) for images, _ in loaded for image in images}
     assert seen == {100, 101, 102, 103, 104, 30, 40}
-    rows = {item.name: item.reason for item in met}
+    rows = dict(line.split("\t")[1:] for line in log.file.read_text().splitlines())
     assert rows.keys() == {str(folder / "cat" / n) for n in ("a.png", "b.PNG", "c.jpg")}
     assert "more than 8 bits" in rows[str(folder / "cat" / "b.PNG")]
+    strict = CorruptLog(tmp_path / "strict.txt", num_items=10, max_share=0.2)
+    with pytest.raises(ValueError, match=r"3 of 10 .*strict\.txt"):
+        list(make_loader(data.train, plan, num_workers, on_corrupt=strict))
 
 
 # The `datasets` library ---------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from tread_zoo.data.codec import PIXELS, Codec, PixelCodec, to_model_range, to_u
 from tread_zoo.data.dataset import ArrayDataset, ImageData
 from tread_zoo.data.loader import (
     CorruptItem,
+    CorruptLog,
     make_loader,
     read_items,
     report_dead_workers,
@@ -18,6 +19,7 @@ __all__ = [
     "ArrayDataset",
     "Codec",
     "CorruptItem",
+    "CorruptLog",
     "ImageData",
     "PixelCodec",
     "StepBatches",

@@ -30,7 +30,7 @@ from tread_zoo.data.codec import to_model_range, to_uint8
 from tread_zoo.data.dataset import ImageData
 from tread_zoo.data.files import written_whole
 from tread_zoo.data.latents import PARTS, split_moments
-from tread_zoo.data.loader import CorruptItem, read_item
+from tread_zoo.data.loader import CorruptItem, CorruptLog, read_item
 from tread_zoo.data.vae import Vae
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
@@ -124,7 +124,9 @@ def encode(
         "parts": files,
     }  # fmt: skip
     _begin(out, facts)
-    corrupt = _LeftOut(out / "corrupt.txt", sum(lengths.values()), config.max_corrupt_share)
+    corrupt = CorruptLog(
+        out / "corrupt.txt", num_items=sum(lengths.values()), max_share=config.max_corrupt_share
+    )
     encoder = _Encoder(vae, content, config, precision)
     numbered = list(enumerate((part, n) for part in PARTS for n in range(len(files[part]))))
     missing = [
@@ -295,31 +297,6 @@ class Moments:
         return mean.tolist(), np.sqrt(variance).tolist()
 
 
-class _LeftOut:
-    """The list of images that cannot be read, to which every process appends."""
-
-    def __init__(self, file: Path, num_items: int, max_share: float):
-        self.file, self.num_items, self.max_share = file, num_items, max_share
-
-    def __call__(self, item: CorruptItem) -> None:
-        """Add an item; one that an earlier start met is there already.
-
-        Raises:
-            ValueError: they are too many.
-        """
-        lines = set(self.file.read_text().splitlines()) if self.file.exists() else set()
-        line = f"{item.index}\t{item.name}\t{' '.join(item.reason.split())}"
-        if line not in lines:
-            logger.warning("left out  %s. %s", item.name, item.reason)
-            with self.file.open("a") as stream:
-                stream.write(f"{line}\n")
-        if len(lines | {line}) > self.max_share * self.num_items:
-            raise ValueError(
-                f"{len(lines | {line})} of {self.num_items} images cannot be read, more than "
-                f"max_corrupt_share={self.max_share:g} allows: {self.file} lists them."
-            )
-
-
 class _Encoder:
     """An autoencoder with what is to be stored."""
 
@@ -333,7 +310,7 @@ class _Encoder:
         data: ImageData,
         part: str,
         span: range,
-        corrupt: _LeftOut,
+        corrupt: CorruptLog,
         offset: int,
         done: Callable[[int], Any],
     ) -> None:

@@ -16,6 +16,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +45,60 @@ OnCorrupt = Callable[[CorruptItem], None]
 def warn_of(item: CorruptItem) -> None:
     """Log which item could not be read, and that another is taken."""
     logger.warning("corrupt   %s; another item takes its place. %s", item.name, item.reason)
+
+
+class CorruptLog:
+    """Lists the items that cannot be read, and ends a run when they are too many; an `on_corrupt`.
+
+    Every process appends what it meets to the same file, one line an item (index, name and reason,
+    with tabs between), and counts the distinct items in it: so no process waits for another.
+
+    Args:
+        file: the list, `corrupt.txt` of the run, with what earlier starts left there.
+        num_items: how many there are, whole or not.
+        max_share: the fraction of them that may be corrupt.
+    """
+
+    def __init__(self, file: Path, *, num_items: int, max_share: float):
+        self.file, self.num_items, self.max_share = file, num_items, max_share
+
+    @property
+    def indices(self) -> set[int]:
+        """The corrupt items that all processes have met so far."""
+        if not self.file.exists():
+            return set()
+        lines = self.file.read_text(errors="replace").splitlines()
+        return {int(line.split("\t")[0]) for line in lines}
+
+    def recheck(self, dataset: Dataset) -> None:
+        """Read what is listed again, when a run continues, and drop what is whole by now."""
+        items = [read_item(dataset, index) for index in sorted(self.indices)]
+        lines = [_line(item) for item in items if isinstance(item, CorruptItem)]
+        if items:
+            self.file.write_text("".join(lines))
+
+    def __call__(self, item: CorruptItem) -> None:
+        """Add an item, if it is new.
+
+        Raises:
+            ValueError: they are too many.
+        """
+        indices = self.indices
+        if item.index not in indices:
+            warn_of(item)
+            with self.file.open("a") as stream:
+                stream.write(_line(item))
+            indices.add(item.index)
+        if len(indices) > self.max_share * self.num_items:
+            raise ValueError(
+                f"{len(indices)} of {self.num_items} images cannot be read, more than "
+                f"max_corrupt_share={self.max_share:g} allows: {self.file} lists them. Put whole "
+                "files in their places, or raise max_corrupt_share, and continue."
+            )
+
+
+def _line(item: CorruptItem) -> str:
+    return "\t".join((str(item.index), item.name, " ".join(item.reason.split()))) + "\n"
 
 
 def make_loader(
