@@ -67,7 +67,7 @@ def test_what_is_no_covariance_is_warned_of():
 
 @pytest.mark.parametrize("mean", [torch.zeros(3), torch.tensor([0.0, math.nan])])
 def test_what_cannot_be_compared_is_refused(mean):
-    with pytest.raises(ValueError, match="3 features|not finite"):
+    with pytest.raises(ValueError, match=r"3 features|not finite"):
         frechet_distance(
             Statistics(mean, torch.eye(len(mean)), None),
             Statistics(torch.zeros(2), torch.eye(2), None),

@@ -64,8 +64,8 @@ def test_statistics_are_of_one_extractor_and_allow_distances_alone(own, tmp_path
     other = write_features(tmp_path / "other.safetensors", seed=5)
     with pytest.raises(ValueError, match=r"own@\w{8}'s features.*of other@"):
         score(SAMPLES, path, ["fid"], extractor=other)
+    np.savez(tmp_path / "adm.npz", mu=np.zeros(2048), sigma=np.eye(2048))
     with pytest.raises(ValueError, match="inception-v3-compat's features"):
-        np.savez(tmp_path / "adm.npz", mu=np.zeros(2048), sigma=np.eye(2048))
         score(SAMPLES, tmp_path / "adm.npz", ["fid"], extractor=own)
 
 
@@ -141,7 +141,7 @@ def test_a_picture_that_cannot_be_read_is_named(own, tmp_path):
     folder = write_folder(tmp_path / "a", random_images(12))
     whole = (folder / "005.png").read_bytes()
     (folder / "005.png").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(OSError, match="005.png"):
+    with pytest.raises(OSError, match=r"005\.png"):
         score(folder, REAL, ["kid"], extractor=own)
 
 

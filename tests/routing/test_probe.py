@@ -1,4 +1,4 @@
-"""Where to route: the measures against other formulas, planted still blocks, the script's states."""
+"""Where to route: the measures against other formulas, planted still blocks, the states."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace

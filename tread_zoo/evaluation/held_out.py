@@ -53,7 +53,7 @@ def held_out_loss(
     y = labels.to(device) if backbone.is_conditional else None
 
     def network(x_t: Tensor, t: Tensor) -> Tensor:
-        return backbone(x_t, t, y)
+        return backbone(x_t, t, y)  # type: ignore[no-any-return]
 
     losses, levels = [], []
     for number in range(num_draws):
@@ -103,7 +103,7 @@ def held_out_record(
     }
 
 
-def stack_part(dataset: Dataset, count: int) -> tuple[Tensor, Tensor]:
+def stack_part(dataset: Dataset[Any], count: int) -> tuple[Tensor, Tensor]:
     """Return `count` items of a data set, evenly spaced, as stored [n, …], and their labels [n] or
     contexts [n, T, S].
 

@@ -79,7 +79,7 @@ class PartImages:
     def __init__(
         self,
         data: ImageData,
-        part: Dataset,
+        part: Dataset[Any],
         name: str,
         *,
         count: int | None = None,
@@ -196,8 +196,9 @@ class NpzImages:
             )
         self.count, height, width, channels = shape
         self.shape = (channels, height, width)
-        whole = labels is not None and labels.dtype.kind in "iu" and labels.shape == (self.count,)
-        self.labels = torch.from_numpy(labels.astype(np.int64)) if whole else None
+        self.labels = None
+        if labels is not None and labels.dtype.kind in "iu" and labels.shape == (self.count,):
+            self.labels = torch.from_numpy(labels.astype(np.int64))
         self.num_classes = 0 if self.labels is None else int(self.labels.max()) + 1
 
     def __len__(self) -> int:

@@ -109,8 +109,10 @@ def _coverage(points: Tensor, centers: Tensor, num_neighbors: int) -> float:
     radii = torch.cat(
         [  # + 1: the nearest one is the centre itself
             torch.cdist(part, centers).kthvalue(num_neighbors + 1).values
-            for part in centers.split(rows)
+            for part in torch.split(centers, rows)
         ]
     )
-    inside = [(torch.cdist(part, centers) <= radii).any(dim=1) for part in points.split(rows)]
+    inside = [
+        (torch.cdist(part, centers) <= radii).any(dim=1) for part in torch.split(points, rows)
+    ]
     return float(torch.cat(inside).double().mean())
