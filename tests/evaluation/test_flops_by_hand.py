@@ -22,7 +22,7 @@ from tread_zoo.diffusion import (
     SamplingOptions,
     SparseGuidance,
 )
-from tread_zoo.evaluation.flops import SamplingCounter, count_flops, stage_flops, training_flops
+from tread_zoo.evaluation.flops import count_flops, count_sampling, stage_flops, training_flops
 from tread_zoo.kernels import get_forms, set_forms
 from tread_zoo.routing import Route, build_routing
 from tread_zoo.training.compiling import compile_blocks
@@ -100,13 +100,14 @@ def test_gaps_and_orders_cost_nothing(name, gaps, scan_order):
 def test_guided_sampling_of_a_scan(name):
     """5 Euler steps; at rate 0.7 a call keeps 16 - 11 tokens in the default route, [2, 5)."""
     dense, weak = TINY[name]().forward, TINY[name](routes=[(2, 5, 5)]).forward
-    counter = SamplingCounter(digits(name), FlowMatching())
+    network = digits(name)
     for guidance, evaluations, expected in (
         (ClassifierFree(scale=2.0), 10, 10 * dense),
         (IntervalGuidance(scale=2.0, low=0.1, high=0.5), 7, 7 * dense),  # at 0.4, 0.2 of 1, .8, …
         (SparseGuidance(strong_rate=0.0, weak_rate=0.7), 10, 5 * (dense + weak)),
     ):
-        found = counter.count(SamplingOptions(Euler(), 5, guidance=guidance))
+        options = SamplingOptions(Euler(), 5, guidance=guidance)
+        found = count_sampling(network, FlowMatching(), options)
         assert (found.evaluations, found.flops) == (evaluations, expected)
 
 

@@ -15,7 +15,8 @@ from tread_zoo import register
 from tread_zoo.data import digits
 from tread_zoo.evaluation import Protocol, score
 from tread_zoo.evaluation.features import load_digits_features
-from tread_zoo.evaluation.score import build_metrics, extract
+from tread_zoo.evaluation.metrics import build_metrics
+from tread_zoo.evaluation.score import extract
 from tread_zoo.registry import available, get_entry
 
 TRAIN, HELD_OUT = digits().train, digits().held_out
@@ -248,11 +249,11 @@ GREY = torch.zeros(20, 1, 8, 8, dtype=torch.uint8)
         ({"metrics": ["kid", {"name": "kid", "seed": 1}]}, "'kid' twice"),
         ({"extractor": "digits-cnn"}, "digits-cnn-64"),
         ({"images": GREY.float()}, "torch.float32"),
-        ({"images": GREY[:1], "metrics": ["kid"]}, "1 image.*'kid' takes 2 or more"),
-        ({"images": GREY[:3], "metrics": ["precision"]}, "3 image.*takes 4"),
-        ({"reference": GREY[:3], "metrics": ["recall"]}, "the reference has 3 image.*takes 4"),
-        ({"images": GREY[:9], "metrics": ["isc"]}, "9 image.*takes 10"),
-        ({"metrics": ["fid"]}, "64 features.*give 65 or more.*allow_few_images"),
+        ({"images": GREY[:1], "metrics": ["kid"]}, "'kid' takes 2 images.*has 1"),
+        ({"images": GREY[:3], "metrics": ["precision"]}, "takes 4 images.*has 3"),
+        ({"reference": GREY[:3], "metrics": ["recall"]}, "takes 4 images, and the reference has 3"),
+        ({"images": GREY[:9], "metrics": ["isc"]}, "takes 10 images.*has 9"),
+        ({"metrics": ["fid"]}, "64 features.*give 65.*allow_few_images"),
         ({"images": GREY[..., 1:]}, r"\(1, 8, 7\)"),
         ({"images": GREY.expand(-1, 3, -1, -1)}, "inception"),
         ({"metrics": ["sfid"]}, "spatial features.*inception"),
