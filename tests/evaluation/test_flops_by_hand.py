@@ -25,7 +25,6 @@ from tread_zoo.diffusion import (
 from tread_zoo.evaluation.flops import count_flops, count_sampling, stage_flops, training_flops
 from tread_zoo.kernels import get_forms, set_forms
 from tread_zoo.routing import Route, build_routing
-from tread_zoo.training.compiling import compile_blocks
 
 ROOT = Path(__file__).parents[2]
 
@@ -199,7 +198,8 @@ def test_a_form_set_by_hand_changes_nothing(forms, operation, form, name):
 @pytest.mark.parametrize("name", TINY)
 def test_compiled_blocks_and_the_mode_of_gradients_change_nothing(name):
     network, hand = shallow(name)
-    compile_blocks(network)
+    for block in network.blocks:
+        block.compile(backend="eager")
     network.requires_grad_(False)
     with torch.no_grad():
         check_both_passes(network, hand())
