@@ -57,7 +57,10 @@ def command(
             with errors_in_one_line():
                 load_plugins(plugins_named_by(sys.argv[1:]))
                 register_groups(name, config, groups)
-                if not {"-h", "--help", "--hydra-help", "--version"} & set(sys.argv):
+                if {"-h", "--help"} & set(sys.argv):
+                    print(describe(name, groups))
+                    return
+                if not {"--hydra-help", "--version"} & set(sys.argv):
                     check_overrides(name, sys.argv[1:])
             hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(job)()
 
@@ -98,6 +101,33 @@ def register_groups(name: str, config: type, groups: Sequence[str]) -> None:
         routing = default_fields(RunConfig)["routing"]
         store.store(group="routing", name="tread", node=_listed(routing))
         store.store(group="routing", name="none", node={"name": "none"})
+
+
+def describe(name: str, groups: Sequence[str]) -> str:
+    """Return the help of a script: its docstring, the options of each group, every default.
+
+    hydra's own help copies all that is registered once for each group, which takes seconds.
+    """
+    lines = [(sys.modules["__main__"].__doc__ or "").strip()]
+    lines += ["", "Groups (group=option):", ""] if groups else []
+    for group in (*groups, "experiment") if groups else ():
+        options = {path.stem for path in (CONFIGS / group).glob("*.yaml")}
+        if group in PART_FIELDS:
+            options |= set(available(group))
+        elif group == "routing":
+            options |= {"none", "tread"}
+        lines.append(f"{group}: {', '.join(sorted(options))}")
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        defaults = OmegaConf.to_yaml(compose(name))
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Defaults (field=value changes one; tread_zoo/config.py explains them):",
+            "",
+            defaults,
+        ]
+    )
 
 
 def as_settings(composed: DictConfig) -> dict[str, Any]:
@@ -228,11 +258,3 @@ def _parse(words: Sequence[str]) -> tuple[str | None, list[Path], list[str]]:
     flags, rest = parser.parse_known_args(list(words))
     folders = [CONFIGS, *([flags.config_dir.resolve()] if flags.config_dir else [])]
     return flags.config_name, folders, [word for word in rest if not word.startswith("-")]
-
-
-def _docstring_of_the_script() -> str:
-    """Return what `--help` begins with: see configs/hydra/help/script.yaml."""
-    return (sys.modules["__main__"].__doc__ or "").replace("$", "$$")
-
-
-OmegaConf.register_new_resolver("script", _docstring_of_the_script, replace=True)

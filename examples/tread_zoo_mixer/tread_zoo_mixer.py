@@ -32,6 +32,7 @@ class MixerBlock(nn.Module):
         self.mix = nn.Parameter(torch.randn(num_tokens, num_tokens) / num_tokens)
         self.out = nn.Linear(width, width)
         self.mlp = Mlp(width, 4 * width, F.gelu)
+        self.fused_rows = {"modulation.weight": 2 * (width,), "value_gate.weight": 2 * (width,)}
 
     def forward(self, x: Tensor, condition: Tensor, ids: Tensor) -> Tensor:
         shift, scale = self.modulation(condition).chunk(2, dim=-1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tread_zoo.diffusion import EDM, FlowMatching, Network
+from tread_zoo.diffusion import EDM, FlowMatching, Predict
 
 
 @dataclass(frozen=True)
@@ -26,23 +26,23 @@ class GaussianProblem:
     def _signal(self, level: Tensor) -> Tensor:
         return 1 - level if isinstance(self.objective, FlowMatching) else torch.ones_like(level)
 
-    def _spread(self, level: Tensor) -> Tensor:
+    def _std(self, level: Tensor) -> Tensor:
         return ((self._signal(level) * self.std) ** 2 + level**2).sqrt()
 
     def solution(self, x: Tensor, start: float, end: float) -> Tensor:
         """Carry x along the ODE from level `start` to level `end`."""
         start_level, end_level = torch.tensor([start, end], dtype=torch.float64)
-        z = (x - self._signal(start_level) * self.mean) / self._spread(start_level)
-        return (self._signal(end_level) * self.mean + self._spread(end_level) * z).float()
+        z = (x - self._signal(start_level) * self.mean) / self._std(start_level)
+        return (self._signal(end_level) * self.mean + self._std(end_level) * z).float()
 
     def posterior_mean(self, x: Tensor, level: Tensor) -> Tensor:
         """E[y | x] at `level`, shaped to broadcast with x."""
         a = self._signal(level)
-        gain = a * self.std**2 / self._spread(level) ** 2
+        gain = a * self.std**2 / self._std(level) ** 2
         return self.mean + gain * (x - a * self.mean)
 
-    def network(self) -> Network:
-        """The raw network whose estimate is the posterior mean."""
+    def predict(self) -> Predict:
+        """The raw prediction whose estimate is the posterior mean."""
         objective = self.objective
 
         def flow(x: Tensor, t: Tensor) -> Tensor:

@@ -1,6 +1,4 @@
-"""EDM against numbers worked out by hand, and its errors."""
-
-import math
+"""EDM against numbers worked out by hand."""
 
 import pytest
 import torch
@@ -19,8 +17,8 @@ from tread_zoo.seeding import make_generator
     ],
 )
 def test_preconditioning(sigma, c_skip, c_out, c_in, c_noise):
-    found = EDM().preconditioning(torch.tensor([sigma]))
-    assert [value.item() for value in found] == pytest.approx(
+    scalings = EDM().preconditioning(torch.tensor([sigma]))
+    assert [value.item() for value in scalings] == pytest.approx(
         [c_skip, c_out, c_in, c_noise], rel=1e-5
     )
 
@@ -36,7 +34,7 @@ def test_loss_is_the_error_of_the_raw_network():
     """As lambda c_out^2 = 1, a raw output off by 0.3 costs 0.09 at each level."""
     edm, x = EDM(), torch.zeros(4, 2, 3, 3)
     draw = Draw(torch.zeros_like(x), torch.tensor([0.01, 0.5, 3.0, 80.0]))
-    loss = edm.loss(lambda x, c_noise: torch.full_like(x, 0.3), x, draw)
+    loss, _ = edm.loss(lambda x, c_noise: torch.full_like(x, 0.3), x, draw)
     assert loss.tolist() == pytest.approx([0.09] * 4)
 
 
@@ -48,11 +46,11 @@ def test_network_sees_unit_variance():
     data = 0.5 * torch.randn(shape, generator=make_generator("test", 2))
     sigma = torch.tensor([0.01, 0.5, 3.0, 80.0])
 
-    def network(x, c_noise):
+    def predict(x, c_noise):
         seen.append((x, c_noise))
         return x
 
-    edm.denoise(network, data + sigma.view(-1, 1, 1, 1) * noise, sigma)
+    edm.denoise(predict, data + sigma.view(-1, 1, 1, 1) * noise, sigma)
     x, c_noise = seen[0]
     assert x.std(dim=(1, 2, 3)).tolist() == pytest.approx([1] * 4, abs=0.05)
     torch.testing.assert_close(c_noise, sigma.log() / 4)
@@ -78,25 +76,3 @@ def test_levels_follow_equation_5():
     )
     even = EDM(rho=1, sigma_min=1, sigma_max=5).levels(5)
     assert even.tolist() == pytest.approx([5, 4, 3, 2, 1, 0])
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("sigma_data", 0.0, "finite number above 0; the default is 0.5"),
-        ("p_mean", math.nan, "finite number; the default is -1.2"),
-        ("p_std", -1.0, "above 0; the default is 1.2"),
-        ("sigma_min", 0, "above 0; the default is 0.002"),
-        ("sigma_max", math.inf, "the default is 80"),
-        ("rho", "7", "the default is 7"),
-    ],
-)
-def test_wrong_values_are_named(field, value, words):
-    with pytest.raises(ValueError, match=f"{field}={value!r} must be a .*{words}"):
-        EDM(**{field: value})
-
-
-def test_order_of_sigmas():
-    with pytest.raises(ValueError, match=r"sigma_min=2.0 must be below objective.sigma_max=1.0"):
-        EDM(sigma_min=2.0, sigma_max=1.0)
-    assert EDM(p_mean=-3.0).p_mean == -3.0

@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 
+from tread_zoo import available, create
 from tread_zoo.diffusion import (
     EDM,
-    OBJECTIVES,
-    SAMPLERS,
     DPMSolver2M,
     EDMStochastic,
     Euler,
@@ -18,18 +17,17 @@ from tread_zoo.diffusion import (
     Problem,
     SamplingOptions,
     TimeGrid,
-    build_sampler,
+    build_sampling,
     initial_noise,
-    num_evaluations,
     step_noise,
 )
 
 SHAPE = (8, 1, 16, 16)
 FITTING = [
     (name, objective)
-    for name, sampler in SAMPLERS.items()
-    for objective in OBJECTIVES
-    if sampler.objectives is None or objective in sampler.objectives
+    for name in available("sampler")
+    for objective in available("objective")
+    if objective in getattr(create("sampler", name), "objectives", (objective,))
 ]
 
 
@@ -37,32 +35,23 @@ def _start(problem, shape=SHAPE):
     return problem.objective.initial_std * initial_noise(shape[1:], 0, range(shape[0]))
 
 
-def _asked(problem, drift=None, seed=0, shape=SHAPE):
-    """Return what a sampler may ask of a Gaussian problem, or of another drift on its path."""
-    network = problem.network()
+def _of(problem, dx_dt=None, seed=0, shape=SHAPE):
+    """Return a Gaussian problem for samplers, or another dx/dt on its path."""
+    predict = problem.predict()
 
     def exact(x, level):
-        return problem.objective.drift(network, x, level)
+        return problem.objective.dx_dt(predict, x, level)
 
     return Problem(
-        drift or exact,
+        dx_dt or exact,
         problem.objective,
         lambda step: step_noise(shape[1:], seed, range(shape[0]), step),
     )
 
 
-def _plain(drift):
+def _plain(dx_dt):
     """Return a problem on flow matching's path whose noise is 0."""
-    return Problem(drift, FlowMatching(), lambda step: 0.0)
-
-
-@pytest.mark.parametrize(
-    ("sampler", "num_steps"), [(Euler(), 400), (Heun(), 40), (DPMSolver2M(), 80)], ids=repr
-)
-def test_samples_have_the_mean_and_std_of_the_data(problem, sampler, num_steps):
-    x = sampler(_asked(problem), _start(problem), problem.objective.levels(num_steps))
-    assert x.mean().item() == pytest.approx(problem.mean, abs=0.05)
-    assert x.std().item() == pytest.approx(problem.std, rel=0.04)
+    return Problem(dx_dt, FlowMatching(), lambda step: 0.0)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +61,7 @@ def test_samples_have_the_mean_and_std_of_the_data(problem, sampler, num_steps):
 )
 def test_each_sample_ends_where_its_path_does(problem, sampler, num_steps, tolerance):
     start = _start(problem)
-    x = sampler(_asked(problem), start, problem.objective.levels(num_steps))
+    x = sampler(_of(problem), start, problem.objective.levels(num_steps))
     exact = problem.solution(start.double(), problem.objective.initial_std, 0.0)
     torch.testing.assert_close(x, exact, rtol=0, atol=tolerance)
 
@@ -93,7 +82,7 @@ def test_order_of_convergence(gaussian, objective, sampler, order):
     exact = problem.solution(start.double(), problem.objective.initial_std, 0.0)
 
     def error(num_steps: int) -> float:
-        x = sampler(_asked(problem), start, problem.objective.levels(num_steps))
+        x = sampler(_of(problem), start, problem.objective.levels(num_steps))
         return (x - exact).square().mean().sqrt().item()
 
     assert error(32) / error(64) == pytest.approx(2**order, rel=0.2)
@@ -106,49 +95,35 @@ def test_order_of_dpmpp_for_flow_matching(gaussian):
     def error(num_steps: int, first: float, last: float) -> float:
         levels = torch.linspace(first, last, num_steps + 1, dtype=torch.float64)
         exact = problem.solution(start.double(), first, last)
-        x = DPMSolver2M()(_asked(problem), start, levels)
+        x = DPMSolver2M()(_of(problem), start, levels)
         return (x - exact).square().mean().sqrt().item()
 
     assert error(32, 0.9, 0.1) / error(64, 0.9, 0.1) == pytest.approx(4, rel=0.1)
     assert error(64, 1.0, 0.0) / error(128, 1.0, 0.0) > 3.2
 
 
-@pytest.mark.parametrize(
-    ("name", "evaluations"),
-    [
-        ("euler", [1, 2, 25]),
-        ("heun", [1, 3, 49]),
-        ("dpmpp_2m", [1, 2, 25]),
-        ("edm_stochastic", [1, 3, 49]),
-        ("flow_sde", [1, 2, 25]),
-    ],
-)
-def test_num_evaluations(name, evaluations):
-    assert [num_evaluations(name, num_steps) for num_steps in (1, 2, 25)] == evaluations
-
-
 @pytest.mark.parametrize(("name", "objective"), FITTING)
-def test_no_drift_is_asked_for_at_level_zero(gaussian, name, objective):
-    problem, seen = gaussian(objective), []
+def test_evaluations_are_as_many_as_documented_and_none_is_at_level_zero(gaussian, name, objective):
+    problem, levels_seen = gaussian(objective), []
 
-    def drift(x, level):
+    def dx_dt(x, level):
         assert level.shape == x.shape[:1]
         assert level.dtype == x.dtype == torch.float32
         assert not torch.is_grad_enabled()
-        seen.append(level[0].item())
+        levels_seen.append(level[0].item())
         return x
 
-    build_sampler(name)(_asked(problem, drift), _start(problem), problem.objective.levels(5))
-    assert min(seen) > 0
-    assert len(seen) == num_evaluations(name, 5)
+    create("sampler", name)(_of(problem, dx_dt), _start(problem), problem.objective.levels(5))
+    assert min(levels_seen) > 0
+    assert len(levels_seen) == (9 if name in ("heun", "edm_stochastic") else 5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", available("sampler"))
 def test_x_is_left_alone_and_the_result_is_float32(name, dtype):
     x = torch.ones(2, 1, 2, 2, dtype=dtype)
     levels = torch.linspace(1, 0, 4)
-    result = build_sampler(name)(_plain(lambda x, level: x.bfloat16()), x, levels)
+    result = create("sampler", name)(_plain(lambda x, level: x.bfloat16()), x, levels)
     assert torch.equal(x, torch.ones_like(x))
     assert result.dtype == torch.float32
     assert not result.requires_grad
@@ -169,23 +144,23 @@ def test_one_step_of_dpmpp_is_its_first_order_form(problem):
     """From l to 0 in one step: the estimate of the clean data itself; and so is Euler's."""
     objective, start = problem.objective, _start(problem)
     levels = torch.tensor([0.8, 0.0], dtype=torch.float64)
-    x = DPMSolver2M()(_asked(problem), start, levels)
+    x = DPMSolver2M()(_of(problem), start, levels)
     clean = problem.posterior_mean(start, torch.tensor(0.8))
     torch.testing.assert_close(x, clean, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(x, Euler()(_asked(problem), start, levels), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(x, Euler()(_of(problem), start, levels), rtol=1e-4, atol=1e-4)
     halfway = torch.tensor([0.8, 0.3], dtype=torch.float64)  # the exponential form, eq. 9 and 17
     a, b = objective.signal(halfway), objective.noise(halfway)
     log_ratio = (a / b).log()
     decay = math.exp(float(log_ratio[0] - log_ratio[1]))
     expected = float(b[1] / b[0]) * start - float(a[1]) * (decay - 1) * clean
-    x = DPMSolver2M()(_asked(problem), start, halfway)
+    x = DPMSolver2M()(_of(problem), start, halfway)
     torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_two_steps_of_dpmpp_by_the_papers_formula():
-    """Algorithm 2 of arXiv 2211.01095 in float64, with a drift whose estimate is 3 l x."""
+    """Algorithm 2 of arXiv 2211.01095 in float64, with a slope whose estimate is 3 l x."""
 
-    def drift(x, level):  # EDM: D = x - l drift
+    def dx_dt(x, level):  # EDM: D = x - l dx/dl
         return (1 - 3 * level.view(-1, 1, 1, 1)) * x / level.view(-1, 1, 1, 1)
 
     levels = [2.0, 1.2, 0.4]
@@ -197,10 +172,10 @@ def test_two_steps_of_dpmpp_by_the_papers_formula():
             r = (lambdas[i] - lambdas[i - 1]) / h
             guess = (1 + 1 / (2 * r)) * clean[i] - 1 / (2 * r) * clean[i - 1]
         x = levels[i + 1] / levels[i] * x - (math.exp(-h) - 1) * guess
-    found = DPMSolver2M()(
-        Problem(drift, EDM(), lambda step: 0.0), torch.ones(1, 1, 1, 1), torch.tensor(levels)
+    result = DPMSolver2M()(
+        Problem(dx_dt, EDM(), lambda step: 0.0), torch.ones(1, 1, 1, 1), torch.tensor(levels)
     )
-    assert found.item() == pytest.approx(x, rel=1e-5)
+    assert result.item() == pytest.approx(x, rel=1e-5)
 
 
 # Stochastic samplers ------------------------------------------------------------------------------
@@ -219,7 +194,7 @@ def test_stochastic_samples_have_the_mean_and_variance_of_the_data(
     """16384 independent pixels: 4 deviations of the estimators, a little for the steps."""
     problem, shape = gaussian(objective), (4, 1, 64, 64)
     x = sampler(
-        _asked(problem, shape=shape), _start(problem, shape), problem.objective.levels(num_steps)
+        _of(problem, shape=shape), _start(problem, shape), problem.objective.levels(num_steps)
     )
     count = x.numel()
     assert x.mean().item() == pytest.approx(problem.mean, abs=4 * problem.std / count**0.5 + 0.01)
@@ -231,10 +206,10 @@ def test_the_noise_of_the_start_is_replaced(gaussian, objective, sampler, num_st
     """The more noise a sampler adds, the less an image follows from its initial noise alone."""
     problem, start = gaussian(objective), _start(gaussian(objective))
     levels = problem.objective.levels(num_steps)
-    one, other = (sampler(_asked(problem, seed=seed), start, levels) for seed in (1, 2))
+    one, other = (sampler(_of(problem, seed=seed), start, levels) for seed in (1, 2))
     correlation = torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]
     assert correlation < 0.95
-    assert torch.equal(one, sampler(_asked(problem, seed=1), start, levels))
+    assert torch.equal(one, sampler(_of(problem, seed=1), start, levels))
 
 
 @pytest.mark.parametrize(
@@ -245,49 +220,47 @@ def test_the_noise_of_the_start_is_replaced(gaussian, objective, sampler, num_st
 def test_without_churn_it_is_heun_to_the_bit(gaussian, sampler):
     problem = gaussian("edm")
     start, levels = _start(problem), problem.objective.levels(9)
-    assert torch.equal(
-        sampler(_asked(problem), start, levels), Heun()(_asked(problem), start, levels)
-    )
+    assert torch.equal(sampler(_of(problem), start, levels), Heun()(_of(problem), start, levels))
 
 
 def test_churn_by_hand():
-    """A constant drift: the new noise has the deviation sqrt(l^^2 - l^2) s_noise, then Heun."""
+    """A constant slope: the new noise has the deviation sqrt(l^^2 - l^2) s_noise, then Heun."""
     drawn = []
 
     def fresh(step):
         drawn.append(step)
         return torch.ones(1, 1, 1, 1)
 
-    def drift(x, level):
+    def dx_dt(x, level):
         return torch.full_like(x, 0.5)
 
     sampler = EDMStochastic(s_churn=0.9, s_min=0.5, s_max=3.0, s_noise=1.1)
     levels = torch.tensor([4.0, 2.0, 1.0, 0.0], dtype=torch.float64)
-    found = sampler(Problem(drift, EDM(), fresh), torch.zeros(1, 1, 1, 1), levels)
+    result = sampler(Problem(dx_dt, EDM(), fresh), torch.zeros(1, 1, 1, 1), levels)
     gamma = 0.9 / 3
     expected = 0.5 * (2 - 4)  # l = 4 is above s_max
     for level, after in ((2.0, 1.0), (1.0, 0.0)):
         raised = level * (1 + gamma)
         expected += 1.1 * (raised**2 - level**2) ** 0.5 + 0.5 * (after - raised)
     assert drawn == [1, 2]
-    assert found.item() == pytest.approx(expected, rel=1e-5)
+    assert result.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_an_sde_without_diffusion_is_euler_to_the_bit(gaussian):
     problem = gaussian("flow")
     start, levels = _start(problem), problem.objective.levels(9)
-    found = FlowSDE(diffusion=0.0)(_asked(problem), start, levels)
-    assert torch.equal(found, Euler()(_asked(problem), start, levels))
+    result = FlowSDE(diffusion=0.0)(_of(problem), start, levels)
+    assert torch.equal(result, Euler()(_of(problem), start, levels))
 
 
 def test_a_step_of_the_sde_by_the_papers_formula():
     """SiT, eq. 5: the score is -(x + (1 - t) v) / t, and the last step adds no noise."""
 
-    def drift(x, level):
+    def dx_dt(x, level):
         return 2 * x + level.view(-1, 1, 1, 1)
 
     start, x = torch.full((1, 1, 1, 1), 0.7), 0.7
-    problem = Problem(drift, FlowMatching(), lambda step: torch.full((1, 1, 1, 1), 0.3 + step))
+    problem = Problem(dx_dt, FlowMatching(), lambda step: torch.full((1, 1, 1, 1), 0.3 + step))
     for i, (t, after) in enumerate([(0.9, 0.5), (0.5, 0.2)]):
         velocity, w = 2 * x + t, 1.5 * t
         score = -(x + (1 - t) * velocity) / t
@@ -307,51 +280,47 @@ def test_noise_of_a_step_is_a_function_of_seed_index_and_step():
         assert not torch.isclose(whole, other).any()
 
 
-# Options and errors -------------------------------------------------------------------------------
+# Options ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("levels", [[1.0], [0.0, 1.0], [1.0, 1.0, 0.0], [[1.0, 0.0]]])
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_wrong_levels_are_named(name, levels):
-    problem = _plain(lambda x, level: x)
-    with pytest.raises(ValueError, match=r"levels of shape.*Use objective.levels"):
-        build_sampler(name)(problem, torch.ones(1, 1, 1, 1), torch.tensor(levels))
-
-
-def test_unknown_sampler():
-    with pytest.raises(ValueError, match=r"sampler='huen'.*mean 'heun'.*euler, flow_sde, heun"):
-        build_sampler("huen")
-    with pytest.raises(ValueError, match=r"edm_stochastic option='churn'.*mean 's_churn'"):
-        build_sampler("edm_stochastic", churn=1.0)
-    with pytest.raises(ValueError, match="num_steps=0 must be at least 1"):
-        num_evaluations("heun", 0)
+@pytest.mark.parametrize("name", available("sampler"))
+def test_levels_that_do_not_fall_are_refused(name, levels):
+    with pytest.raises(ValueError):
+        create("sampler", name)(
+            _plain(lambda x, _: x), torch.ones(1, 1, 1, 1), torch.tensor(levels)
+        )
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "words"),
+    ("name", "option", "value"),
     [
-        ("edm_stochastic", {"s_churn": -1.0}, r"sampler.s_churn=-1.0 .* default is 10.0"),
-        ("edm_stochastic", {"s_min": math.nan}, r"sampler.s_min=nan"),
-        ("edm_stochastic", {"s_noise": 0.0}, r"sampler.s_noise=0.0 must be a finite number above"),
-        ("edm_stochastic", {"s_min": 2.0, "s_max": 1.0}, r"s_min=2.0 is above sampler.s_max=1.0"),
-        ("flow_sde", {"diffusion": "1"}, r"sampler.diffusion='1' must be"),
+        ("huen", "heun", None),
+        ("edm_stochastic", "churn", 1.0),
+        ("edm_stochastic", "s_churn", -1.0),
+        ("edm_stochastic", "s_min", math.nan),
+        ("edm_stochastic", "s_min", 60.0),
+        ("edm_stochastic", "s_noise", 0.0),
+        ("flow_sde", "diffusion", "1"),
+        ("euler", "num_steps", 0),
+        ("euler", "shift", 0.0),
+        ("euler", "grid", "unifrom"),
     ],
 )
-def test_wrong_options_are_named(name, options, words):
-    with pytest.raises(ValueError, match=words):
-        build_sampler(name, **options)
+def test_wrong_options_are_named(name, option, value):
+    with pytest.raises(ValueError, match=option):
+        build_sampling({"name": name, option: value})
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("name", available("sampler"))
+@pytest.mark.parametrize("objective", available("objective"))
 def test_a_sampler_that_does_not_fit_the_objective_is_refused(name, objective):
-    sampler = build_sampler(name)
-    options = SamplingOptions(sampler, 4)
-    if sampler.objectives is None or objective in sampler.objectives:
-        assert len(options.levels(OBJECTIVES[objective]())) == 5
+    options = SamplingOptions(create("sampler", name), 4)
+    if (name, objective) in FITTING:
+        assert len(options.levels(create("objective", objective))) == 5
     else:
-        with pytest.raises(ValueError, match=f"sampler={name} is for objective=.*{objective}; eul"):
-            options.levels(OBJECTIVES[objective]())
+        with pytest.raises(ValueError, match=f"sampler={name} is for objective=.*{objective}"):
+            options.levels(create("objective", objective))
 
 
 # Grids --------------------------------------------------------------------------------------------
@@ -362,8 +331,8 @@ def test_grids_by_formula():
     assert flow.levels(4, TimeGrid(grid="quadratic")).tolist() == [1, 0.5625, 0.25, 0.0625, 0]
     normal = flow.levels(8, TimeGrid(grid="logit_normal"))
     logits = normal[1:-1].logit()
-    share = 0.5 * (1 + torch.erf(logits / 2**0.5))  # of a standard normal below
-    torch.testing.assert_close(share, torch.linspace(7 / 8, 1 / 8, 7, dtype=torch.float64))
+    below = 0.5 * (1 + torch.erf(logits / 2**0.5))  # of a standard normal
+    torch.testing.assert_close(below, torch.linspace(7 / 8, 1 / 8, 7, dtype=torch.float64))
     even = torch.linspace(1, 0, 9, dtype=torch.float64)
     shifted = flow.levels(8, TimeGrid(shift=3.0))
     torch.testing.assert_close(shifted, 3 * even / (1 + 2 * even))
@@ -394,20 +363,17 @@ def test_every_grid_falls_to_exactly_zero(objective, grid, num_steps):
 
 
 @pytest.mark.parametrize(
-    ("objective", "grid", "words"),
+    ("objective", "field", "grid"),
     [
-        (EDM(), {"grid": "uniform"}, r"grid='uniform' is no grid of objective=edm; .* rho, log"),
-        (FlowMatching(), {"grid": "rho"}, r"grid='rho' is no grid of objective=flow"),
-        (EDM(), {"shift": 3.0}, r"sampler.shift=3.0 means nothing to objective=edm"),
-        (FlowMatching(), {"rho": 7.0}, r"sampler.rho=7.0 means nothing to objective=flow"),
-        (EDM(), {"grid": "log", "rho": 7.0}, r"sampler.rho=7.0 means nothing"),
-        (EDM(), {"grid": "unifrom"}, r"sampler.grid='unifrom'.*mean 'uniform'"),
-        (EDM(), {"shift": 0.0}, r"sampler.shift=0.0 must be a finite number above 0"),
-        (EDM(), {"rho": -1.0}, r"sampler.rho=-1.0"),
+        (EDM(), "grid", {"grid": "uniform"}),
+        (FlowMatching(), "grid", {"grid": "rho"}),
+        (EDM(), "shift", {"shift": 3.0}),
+        (FlowMatching(), "rho", {"rho": 7.0}),
+        (EDM(), "rho", {"grid": "log", "rho": 7.0}),
     ],
 )
-def test_wrong_grids_are_named(objective, grid, words):
-    with pytest.raises(ValueError, match=words):
+def test_grids_of_another_objective_are_refused(objective, field, grid):
+    with pytest.raises(ValueError, match=f"sampler.{field}="):
         objective.levels(4, TimeGrid(**grid))
 
 

@@ -120,7 +120,7 @@ def test_sparse_guidance_costs_its_share_of_classifier_free_guidance():
 def test_autoguidance_costs_both_networks():
     network, weak = digits_network(), digits_network(depth=3)
     small = dit_forward_flops(16, 64, 3, 16, 0, patch_values=4)
-    guidance = AutoGuidance(scale=2.0, checkpoint="x")
+    guidance = AutoGuidance(scale=2.0, weak_checkpoint="x")
     assert cost(network, guidance, weak=weak) == (10, 5 * (DENSE + small))
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.small_run import parts_of, settings
 from tread_zoo import list_backbones
-from tread_zoo.diffusion import OBJECTIVES
+from tread_zoo.registry import available
 from tread_zoo.routing import GAPS, ORDERS, SELECTOR_NAMES, build_routing, num_kept_tokens
 from tread_zoo.training.loop import losses_of
 from tread_zoo.training.parts import draw_step
@@ -90,7 +90,7 @@ def step_of(parts, step):
 
 def in_turns():
     """Return (backbone, objective, case) of every pair of the first and the last."""
-    objectives = sorted(OBJECTIVES)
+    objectives = available("objective")
     return [
         (backbone, objectives[(row + column) % len(objectives)], case)
         for row, backbone in enumerate(list_backbones("*_tiny"))
@@ -108,7 +108,7 @@ def test_one_step(backbone, objective, case):
 @pytest.mark.parametrize("backbone", ["mamba_tiny", "mamba2_tiny", "rwkv_tiny"])
 def test_one_step_of_every_walk(backbone, walk):
     turn = list(WALKS).index(walk) + len(backbone)
-    objective = sorted(OBJECTIVES)[turn % len(OBJECTIVES)]
+    objective = available("objective")[turn % len(available("objective"))]
     parts = small_parts(backbone, objective, *WALKS[walk])
     for rate in RATES:
         selector = SELECTOR_NAMES[(turn + RATES.index(rate)) % len(SELECTOR_NAMES)]

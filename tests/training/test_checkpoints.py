@@ -7,7 +7,7 @@ import torch
 
 from tests.processes import run_python
 from tests.small_run import train_small
-from tread_zoo.diffusion import AutoGuidance, ClassifierFree, NoGuidance
+from tread_zoo.diffusion import AutoGuidance, ClassifierFree, Euler, Heun, NoGuidance
 from tread_zoo.training.checkpoints import (
     CheckpointError,
     find_checkpoint,
@@ -136,10 +136,10 @@ def test_restore_gives_back_what_sampling_needs(run):
     restored = restore(folder, weights="ema", device="cpu", precision="fp32")
     unset = {"name": None, "num_steps": None}
     sampling = restored.sampling(unset, {"scale": None})
-    assert (sampling.sampler.name, sampling.num_steps) == ("heun", 3)
+    assert (sampling.sampler, sampling.num_steps) == (Heun(), 3)
     assert sampling.guidance == NoGuidance()
     changed = restored.sampling({"name": "euler", "num_steps": 9}, {"scale": 2.0})
-    assert (changed.sampler.name, changed.num_steps) == ("euler", 9)
+    assert (changed.sampler, changed.num_steps) == (Euler(), 9)
     assert changed.guidance == ClassifierFree(scale=2.0)
     assert type(restored.objective).__name__ == "EDM"
     assert len(restored.data({}).train) == 1438
@@ -198,14 +198,13 @@ def test_a_checkpoint_from_before_guidance_had_kinds(one_step, copy_of):
 def test_autoguidance_takes_an_earlier_or_smaller_network(run, tmp_path):
     weak = run("weak", "training.num_steps=1", "backbone.depth=3")
     folder = run(
-        "run", "training.num_steps=1", "guidance=auto", f"guidance.checkpoint={weak}",
-        "guidance.weights=model",
+        "run", "training.num_steps=1", "guidance=auto", f"guidance.weak_checkpoint={weak}",
     )  # fmt: skip
     restored = restore(folder, weights="ema", device="cpu", precision="fp32")
     options = restored.sampling(NOTHING, NOTHING)
-    assert options.guidance == AutoGuidance(checkpoint=str(weak), weights="model")
+    assert options.guidance == AutoGuidance(weak_checkpoint=str(weak))
     network = restored.weak(options)
-    expected = load_backbone(find_checkpoint(weak), "model").state_dict()
+    expected = load_backbone(find_checkpoint(weak), "ema").state_dict()
     assert network.num_blocks == 3
     assert all(torch.equal(value, expected[k]) for k, value in network.state_dict().items())
     assert restored.weak(restored.sampling(NOTHING, {"name": "none", "scale": 1.0})) is None
@@ -226,7 +225,7 @@ def test_a_weak_network_of_another_kind_is_refused_before_training(run, tmp_path
     data = ["data=npz", f"data.path={file}", "training.num_steps=1"]
     weak = run("weak", *data, *overrides)
     with pytest.raises(ValueError, match=words):
-        run("run", *data, "guidance=auto", f"guidance.checkpoint={weak}")
+        run("run", *data, "guidance=auto", f"guidance.weak_checkpoint={weak}")
     assert not (tmp_path / "run").exists()
 
 

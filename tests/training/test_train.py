@@ -171,7 +171,10 @@ def test_options_that_cannot_work(changes, words):
         (["guidance=sparse", "guidance.end=9"], ["guidance=sparse", "end=9", "4 blocks"]),
         (["guidance=interval", "guidance.high=2"], ["guidance.high=2", "0 to 1"]),
         (["guidance=path_drop"], ["guidance=path_drop", "rejoin=project"]),
-        (["guidance=auto", "guidance.checkpoint=/nowhere"], ["/nowhere", "holds no checkpoint"]),
+        (
+            ["guidance=auto", "guidance.weak_checkpoint=/nowhere"],
+            ["/nowhere", "holds no checkpoint"],
+        ),
         (["guidance=as_run"], ["guidance=as_run", "name the guidance"]),
         (["sampler=edm_stochastic"], ["sampler=edm_stochastic is for objective=edm", "flow"]),
         (["objective=edm", "sampler=flow_sde"], ["sampler=flow_sde is for objective=flow"]),

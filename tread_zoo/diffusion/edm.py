@@ -16,29 +16,21 @@ deviation sigma_data; lambda c_out^2 = 1 makes every level weigh the same at the
 Dimensions: B batch, C channels, H height, W width. A level is sigma > 0.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from pydantic import PositiveFloat
 from torch import Tensor
 
-from tread_zoo.diffusion.checks import check_num_steps, check_number
-from tread_zoo.diffusion.grids import DEFAULT_GRID, EDM_GRIDS, TimeGrid
-from tread_zoo.diffusion.objective import (
-    Draw,
-    Network,
-    check_draw,
-    check_shape,
-    per_sample,
-    prediction,
-)
+from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
+from tread_zoo.diffusion.objective import Draw, Predict, check_draw, per_image, prediction
 from tread_zoo.registry import register
 
 
 class Preconditioning(NamedTuple):
-    """The scalings of Table 1, one value a sample: each [B]."""
+    """The scalings of Table 1, one value per image: each [B]."""
 
     c_skip: Tensor
     c_out: Tensor
@@ -60,29 +52,21 @@ class EDM:
         rho: how the sampling levels crowd towards sigma_min; 1 spaces them evenly.
 
     Raises:
-        ValueError: a number that is not finite, or one (other than p_mean) that is not positive,
-            or sigma_min not below sigma_max.
+        ValueError: sigma_min is not below sigma_max.
     """
 
-    name: ClassVar[str] = "edm"
-
-    sigma_data: float = 0.5
+    sigma_data: PositiveFloat = 0.5
     p_mean: float = -1.2
-    p_std: float = 1.2
-    sigma_min: float = 0.002
-    sigma_max: float = 80.0
-    rho: float = 7.0
+    p_std: PositiveFloat = 1.2
+    sigma_min: PositiveFloat = 0.002
+    sigma_max: PositiveFloat = 80.0
+    rho: PositiveFloat = 7.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            above = -math.inf if field.name == "p_mean" else 0.0
-            value = getattr(self, field.name)
-            check_number(f"objective.{field.name}", value, default=field.default, above=above)
         if self.sigma_min >= self.sigma_max:
             raise ValueError(
                 f"objective.sigma_min={self.sigma_min} must be below "
-                f"objective.sigma_max={self.sigma_max}; "
-                "the defaults are 0.002 and 80."
+                f"objective.sigma_max={self.sigma_max}; the defaults are 0.002 and 80."
             )
 
     @property
@@ -106,33 +90,32 @@ class EDM:
 
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
         """Draw sigma [B], log-normal, then the noise, for a batch of `shape` [B,C,H,W]."""
-        check_shape(shape)
         sigma = (self.p_mean + self.p_std * torch.randn(shape[0], generator=generator)).exp()
         return Draw(noise=torch.randn(*shape, generator=generator), level=sigma)
 
     def noised(self, x: Tensor, draw: Draw) -> Tensor:
         """Return x + sigma noise, [B,C,H,W]."""
         check_draw(x, draw)
-        return x + per_sample(draw.level) * draw.noise
+        return x + per_image(draw.level) * draw.noise
 
-    def loss(self, network: Network, x: Tensor, draw: Draw) -> Tensor:
-        """Return lambda |D - x|^2 of each sample, averaged over C, H and W: [B]."""
-        denoised = self.denoise(network, self.noised(x, draw), draw.level)
-        return self.weight(draw.level) * (denoised - x).square().mean(dim=(1, 2, 3))
+    def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return lambda |D - x|^2 of each image, averaged over C, H and W: [B]."""
+        denoised = self.denoise(predict, self.noised(x, draw), draw.level)
+        return self.weight(draw.level) * (denoised - x).square().mean(dim=(1, 2, 3)), {}
 
-    def denoise(self, network: Network, x_t: Tensor, level: Tensor) -> Tensor:
+    def denoise(self, predict: Predict, x_t: Tensor, level: Tensor) -> Tensor:
         """Return D(x_t; sigma) [B,C,H,W] at `level` = sigma [B] (eq. 7)."""
         c_skip, c_out, c_in, c_noise = self.preconditioning(level)
-        raw = prediction(network(per_sample(c_in) * x_t, c_noise), x_t.shape[1])
-        return per_sample(c_skip) * x_t + per_sample(c_out) * raw
+        raw = prediction(predict(per_image(c_in) * x_t, c_noise), x_t.shape[1])
+        return per_image(c_skip) * x_t + per_image(c_out) * raw
 
-    def drift(self, network: Network, x_t: Tensor, level: Tensor) -> Tensor:
+    def dx_dt(self, predict: Predict, x_t: Tensor, level: Tensor) -> Tensor:
         """Return dx/dsigma [B,C,H,W] at `level` = sigma [B] > 0 (eq. 4); undefined at 0."""
-        return (x_t - self.denoise(network, x_t, level)) / per_sample(level)
+        return (x_t - self.denoise(predict, x_t, level)) / per_image(level)
 
-    def estimate(self, x_t: Tensor, drift: Tensor, level: Tensor) -> Tensor:
-        """Return x_t - sigma drift [B,C,H,W], which is D, at `level` = sigma [B]."""
-        return x_t - per_sample(level) * drift
+    def estimate(self, x_t: Tensor, dx_dt: Tensor, level: Tensor) -> Tensor:
+        """Return x_t - sigma dx/dsigma [B,C,H,W], which is D, at `level` = sigma [B]."""
+        return x_t - per_image(level) * dx_dt
 
     def signal(self, level: Tensor) -> Tensor:
         """Return 1: the data is not scaled."""
@@ -148,13 +131,11 @@ class EDM:
         A single step goes from sigma_max to 0. `grid` is `rho`, or `log` for even ln sigma.
 
         Raises:
-            ValueError: no steps, another grid, or a shift.
+            ValueError: another grid, a shift, or a rho for `log`.
         """
-        check_num_steps(num_steps)
-        grid.refuse("shift", self.name, "whose levels crowd by sampler.rho")
         fraction = torch.linspace(0, 1, num_steps, dtype=torch.float64)
-        if grid.choose(EDM_GRIDS, self.name) == "log":
-            grid.refuse("rho", self.name, "with sampler.grid=log")
+        if grid.choose(("rho", "log"), "edm", unused="shift") == "log":
+            grid.choose(("rho", "log"), "edm", unused="rho")
             sigma = self.sigma_max * (self.sigma_min / self.sigma_max) ** fraction
         else:
             rho = self.rho if isinstance(grid.rho, str) else grid.rho

@@ -1,11 +1,11 @@
 """What an objective is: the one place that knows noise levels, scalings, targets and weights.
 
-    x -> `draw` picks the noise and its level -> network -> estimate -> `loss`       (training)
-    noise -> a sampler integrates `drift` over `levels`, from high to 0 -> x         (sampling)
+    x -> `draw` picks the noise and its level -> network -> `loss`                   (training)
+    noise -> a sampler integrates `dx_dt` over `levels`, from high to 0 -> x         (sampling)
 
-A level is sigma for EDM and t for flow matching. Both grow with the noise, and 0 is clean data.
-The probability-flow ODE is written in the level itself, dx/dlevel, and most samplers need to know
-nothing else; some also ask for `signal` and `noise`: x_t = signal(level) x + noise(level) n.
+A level t is sigma for EDM and the time for flow matching. It grows with the noise, and 0 is clean
+data. The probability-flow ODE is written in the level itself: dx/dt is dx/dsigma for EDM. Most
+samplers need nothing else; some also use `signal` and `noise`: x_t = signal(t) x + noise(t) n.
 
 Dimensions: B batch, C channels of the data, C_out channels of the network (C or 2C), H height,
 W width.
@@ -13,16 +13,16 @@ W width.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tread_zoo.diffusion.grids import TimeGrid
 
-# (x [B,C,H,W], noise label [B], of order one) -> [B,C_out,H,W]; the caller has already bound
-# the class labels and the routes.
-Network = Callable[[Tensor, Tensor], Tensor]
+# (x [B,C,H,W], noise label [B], of order one) -> [B,C_out,H,W]; labels or contexts, and concrete
+# routes, are bound already.
+Predict = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,10 @@ class Draw:
 
 
 class Objective(Protocol):
-    """What training and sampling may ask of an objective."""
+    """What training and sampling use of an objective.
 
-    name: ClassVar[str]
+    `estimate`, `signal` and `noise` are for samplers that use them; euler and heun do not.
+    """
 
     @property
     def initial_std(self) -> float:
@@ -49,17 +50,15 @@ class Objective(Protocol):
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
         """Draw the levels, then the noise, of a batch of `shape` [B,C,H,W]: float32, on the CPU."""
 
-    def loss(self, network: Network, x: Tensor, draw: Draw) -> Tensor:
-        """Return the weighted squared error of each sample, averaged over C, H and W: [B]."""
+    def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of each sample [B], whose mean is minimised, and what else to log: by
+        name a tensor, whose mean is logged."""
 
-    def denoise(self, network: Network, x_t: Tensor, level: Tensor) -> Tensor:
-        """Return the estimate [B,C,H,W] of the clean data behind `x_t` at `level` [B]."""
+    def dx_dt(self, predict: Predict, x_t: Tensor, level: Tensor) -> Tensor:
+        """Return dx/dt [B,C,H,W] of the probability-flow ODE at `level` [B] > 0."""
 
-    def drift(self, network: Network, x_t: Tensor, level: Tensor) -> Tensor:
-        """Return dx/dlevel [B,C,H,W] of the probability-flow ODE at `level` [B] > 0."""
-
-    def estimate(self, x_t: Tensor, drift: Tensor, level: Tensor) -> Tensor:
-        """Return the clean data [B,C,H,W] behind `x_t` whose drift is `drift`: `drift` undone."""
+    def estimate(self, x_t: Tensor, dx_dt: Tensor, level: Tensor) -> Tensor:
+        """Return the estimate [B,C,H,W] of the clean data behind `x_t`, whose slope is `dx_dt`."""
 
     def signal(self, level: Tensor) -> Tensor:
         """Return the factor of the clean data in x_t at `level`, of the same shape."""
@@ -68,10 +67,10 @@ class Objective(Protocol):
         """Return the factor of the noise in x_t at `level`, of the same shape."""
 
     def levels(self, num_steps: int, grid: TimeGrid = ...) -> Tensor:
-        """Return the float64 grid [num_steps + 1] that falls strictly, and ends at exactly 0.
+        """Return the float64 levels [num_steps + 1], which fall strictly and end at exactly 0.
 
         Raises:
-            ValueError: no steps, or a grid that this objective does not have.
+            ValueError: this objective has no such grid.
         """
 
 
@@ -87,22 +86,15 @@ def prediction(output: Tensor, num_channels: int) -> Tensor:
     """
     if output.shape[1] not in (num_channels, 2 * num_channels):
         raise ValueError(
-            f"The network gave {output.shape[1]} channels for data of {num_channels}. "
-            f"Build it for this data: it must give {num_channels} channels, or {2 * num_channels} "
-            "with a learned sigma."
+            f"the network gives {output.shape[1]} channels for data of {num_channels}: it must "
+            f"give {num_channels}, or {2 * num_channels} with a learned sigma."
         )
     return output[:, :num_channels].float()
 
 
-def per_sample(level: Tensor) -> Tensor:
-    """Shape a value for each sample, [B], so that it scales images: [B,1,1,1]."""
+def per_image(level: Tensor) -> Tensor:
+    """Return values [B] shaped [B,1,1,1], to scale images."""
     return level.view(-1, 1, 1, 1)
-
-
-def check_shape(shape: Sequence[int]) -> None:
-    """Raise `ValueError` unless `shape` is [B,C,H,W]."""
-    if len(shape) != 4:
-        raise ValueError(f"shape={tuple(shape)} must be (B, C, H, W).")
 
 
 def check_draw(x: Tensor, draw: Draw) -> None:

@@ -1,20 +1,20 @@
-"""Samplers integrate a drift dx/dlevel over a falling grid of levels. They know no network.
+"""Samplers integrate dx/dt over a falling grid of levels t. They know no network.
 
-With a step h = l' - l < 0 from level l to l', the drift d, and a fresh z ~ N(0, I):
+With a step h = t' - t < 0 from level t to t', d(x, t) = dx/dt, and a fresh z ~ N(0, I):
 
-    euler           x' = x + h d(x, l)                                            first order
-    heun            x' = x + h/2 (d(x, l) + d(x + h d(x, l), l'))                 second order
+    euler           x' = x + h d(x, t)                                            first order
+    heun            x' = x + h/2 (d(x, t) + d(x + h d(x, t), t'))                 second order
     dpmpp_2m        x' = (b'/b) x + (a' - a b'/b) D~,  D~ = D + (D - D_before) k / (2 k_before)
                     with k the step in ln(a / b); second order, one evaluation a step
-    edm_stochastic  l^ = (1 + gamma) l,  x^ = x + sqrt(l^^2 - l^2) s_noise z, then heun from l^
+    edm_stochastic  t^ = (1 + gamma) t,  x^ = x + sqrt(t^^2 - t^2) s_noise z, then heun from t^
     flow_sde        x' = x + h (v - w s / 2) + sqrt(-h w) z,  w = diffusion t,  s the score
 
-x_t = a y + b n has the signal a(l) and the noise b(l); D is the estimate of the clean y behind the
-drift. Heun is Algorithm 1 of arXiv 2206.00364, edm_stochastic its Algorithm 2; dpmpp_2m is
-Algorithm 2 of arXiv 2211.01095, flow_sde the reverse SDE of SiT (arXiv 2401.08740, eq. 5 and 10)
+x_t = a y + b n has the signal a(t) and the noise b(t); D is the estimate of the clean y that
+belongs to dx/dt. Heun is Algorithm 1 of arXiv 2206.00364, edm_stochastic its Algorithm 2; dpmpp_2m
+is Algorithm 2 of arXiv 2211.01095, flow_sde the reverse SDE of SiT (arXiv 2401.08740, eq. 5 and 10)
 by Euler and Maruyama.
 
-A step that ends at level 0 is an Euler step: EDM's drift (x - D) / sigma has no value there. Flow
+A step that ends at level 0 is an Euler step: EDM's (x - D) / sigma has no value there. Flow
 matching's velocity has one, but the same rule holds, for a sampler does not know its objective, and
 training draws no t of 0 (logit-normal) or next to none (uniform). One Euler step, of a size that
 shrinks with the grid, costs no order: its own error is O(h^2). For the SDE it is the ODE's, which
@@ -25,74 +25,61 @@ Dimensions: B batch, C channels, H height, W width, n images.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from tread_zoo.diffusion.checks import check_num_steps, check_number
-from tread_zoo.diffusion.objective import per_sample
-from tread_zoo.errors import unknown_name
+from tread_zoo.diffusion.objective import Objective
 from tread_zoo.registry import register
 from tread_zoo.seeding import make_generator
 
-# (x [B,C,H,W], level [B], float32) -> dx/dlevel [B,C,H,W]
-Drift = Callable[[Tensor, Tensor], Tensor]
-# step, counted from 0 -> standard normal noise [B,C,H,W], on the device of x
-FreshNoise = Callable[[int], Tensor]
-
-
-class Path(Protocol):
-    """What an objective says of its levels, see `Objective`."""
-
-    def signal(self, level: Tensor) -> Tensor: ...
-
-    def noise(self, level: Tensor) -> Tensor: ...
-
-    def estimate(self, x_t: Tensor, drift: Tensor, level: Tensor) -> Tensor: ...
+# (x [B,C,H,W], level [B], float32) -> dx/dt [B,C,H,W]
+DxDt = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a sampler may ask: the drift, what its levels mean, and noise of its own."""
+    """What a sampler integrates.
 
-    drift: Drift
-    path: Path
-    fresh_noise: FreshNoise
+    Args:
+        dx_dt: at any point; guided, where it is guided.
+        objective: it says what the levels mean.
+        fresh_noise: step, counted from 0 -> standard normal noise [B,C,H,W], on the device of x.
+    """
+
+    dx_dt: DxDt
+    objective: Objective
+    fresh_noise: Callable[[int], Tensor]
 
     def slope(self, x: Tensor, level: float) -> Tensor:
-        """Return the drift [B,C,H,W] at one level for the whole batch, in float32."""
-        return self.drift(x, self.level_of(x, level)).float()
+        """Return dx/dt [B,C,H,W] at one level for the whole batch, in float32."""
+        return self.dx_dt(x, self._expand(level, x)).float()
 
-    def estimate(self, x: Tensor, drift: Tensor, level: float) -> Tensor:
-        """Return the clean estimate [B,C,H,W] behind `drift` at `level`."""
-        return self.path.estimate(x, drift, self.level_of(x, level))
+    def estimate(self, x: Tensor, dx_dt: Tensor, level: float) -> Tensor:
+        """Return the clean estimate [B,C,H,W] that belongs to `dx_dt` at `level`."""
+        return self.objective.estimate(x, dx_dt, self._expand(level, x))
 
     def coefficients(self, levels: Tensor) -> tuple[list[float], list[float]]:
         """Return signal and noise at each of `levels`, in float64."""
         levels = levels.double()
-        return self.path.signal(levels).tolist(), self.path.noise(levels).tolist()
+        return self.objective.signal(levels).tolist(), self.objective.noise(levels).tolist()
 
     @staticmethod
-    def level_of(x: Tensor, level: float) -> Tensor:
-        """Return `level` for each of the batch: float32 [B]."""
+    def _expand(level: float, x: Tensor) -> Tensor:
         return torch.full(x.shape[:1], level, dtype=torch.float32, device=x.device)
 
 
 class Sampler(Protocol):
-    """A rule, with its options as fields; `objectives` are those that it fits, None for all.
+    """A rule, with its options as fields.
 
     Called with (problem, x [B,C,H,W] at levels[0], levels [num_steps + 1]) it returns a new float32
-    tensor [B,C,H,W] at levels[-1], and leaves `x` as it was.
-
-    Raises:
-        ValueError: `levels` is not a falling grid [num_steps + 1].
+    tensor [B,C,H,W] at levels[-1], and leaves `x` as it was. Two class variables are optional:
+    `default_num_steps`, and `objectives`, the names of those that it fits; without it, all.
     """
-
-    name: ClassVar[str]
-    objectives: ClassVar[tuple[str, ...] | None]
 
     def __call__(self, problem: Problem, x: Tensor, levels: Tensor) -> Tensor: ...
 
@@ -102,9 +89,7 @@ class Sampler(Protocol):
 class Euler:
     """Euler's rule: num_steps evaluations."""
 
-    name: ClassVar[str] = "euler"
     default_num_steps: ClassVar[int] = 25
-    objectives: ClassVar[tuple[str, ...] | None] = None
 
     @torch.no_grad()
     def __call__(self, problem: Problem, x: Tensor, levels: Tensor) -> Tensor:
@@ -119,9 +104,7 @@ class Euler:
 class Heun:
     """Heun's rule: 2 num_steps - 1 evaluations down to level 0."""
 
-    name: ClassVar[str] = "heun"
     default_num_steps: ClassVar[int] = 18
-    objectives: ClassVar[tuple[str, ...] | None] = None
 
     @torch.no_grad()
     def __call__(self, problem: Problem, x: Tensor, levels: Tensor) -> Tensor:
@@ -141,9 +124,7 @@ class DPMSolver2M:
     on flow matching's whole grid is O(h^2 ln 1/h) instead of O(h^2).
     """
 
-    name: ClassVar[str] = "dpmpp_2m"
     default_num_steps: ClassVar[int] = 20
-    objectives: ClassVar[tuple[str, ...] | None] = None
 
     @torch.no_grad()
     def __call__(self, problem: Problem, x: Tensor, levels: Tensor) -> Tensor:
@@ -176,22 +157,18 @@ class EDMStochastic:
             a denoiser loses.
 
     Raises:
-        ValueError: a negative s_churn or s_min, an s_noise that is not positive, or s_min above
-            s_max.
+        ValueError: s_min is above s_max.
     """
 
-    name: ClassVar[str] = "edm_stochastic"
     default_num_steps: ClassVar[int] = 40
-    objectives: ClassVar[tuple[str, ...] | None] = ("edm",)
+    objectives: ClassVar[tuple[str, ...]] = ("edm",)
 
-    s_churn: float = 10.0
-    s_min: float = 0.05
-    s_max: float = 50.0
-    s_noise: float = 1.003
+    s_churn: NonNegativeFloat = 10.0
+    s_min: NonNegativeFloat = 0.05
+    s_max: NonNegativeFloat = 50.0
+    s_noise: PositiveFloat = 1.003
 
     def __post_init__(self) -> None:
-        _check_not_negative(self, "s_churn", "s_min", "s_max")
-        check_number("sampler.s_noise", self.s_noise, default=1.003, above=0.0)
         if self.s_min > self.s_max:
             raise ValueError(
                 f"sampler.s_min={self.s_min} is above sampler.s_max={self.s_max}: noise is added "
@@ -205,8 +182,8 @@ class EDMStochastic:
         for i, (level, next_level) in enumerate(steps):
             if churn and self.s_min <= level <= self.s_max:
                 raised = (1 + churn) * level
-                spread = self.s_noise * math.sqrt(raised**2 - level**2)
-                x, level = x + spread * problem.fresh_noise(i), raised
+                std = self.s_noise * math.sqrt(raised**2 - level**2)
+                x, level = x + std * problem.fresh_noise(i), raised
             x = _heun_step(problem, x, level, next_level)
         return x
 
@@ -221,19 +198,12 @@ class FlowSDE:
 
     Args:
         diffusion: w(t) / t; 1 is SiT's w = sigma, 0 is Euler's rule.
-
-    Raises:
-        ValueError: a negative diffusion.
     """
 
-    name: ClassVar[str] = "flow_sde"
     default_num_steps: ClassVar[int] = 100
-    objectives: ClassVar[tuple[str, ...] | None] = ("flow",)
+    objectives: ClassVar[tuple[str, ...]] = ("flow",)
 
-    diffusion: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_not_negative(self, "diffusion")
+    diffusion: NonNegativeFloat = 1.0
 
     @torch.no_grad()
     def __call__(self, problem: Problem, x: Tensor, levels: Tensor) -> Tensor:
@@ -250,50 +220,6 @@ class FlowSDE:
             x = x + step * (slope - strength / 2 * score)
             x = x + math.sqrt(-step * strength) * problem.fresh_noise(i)
         return x
-
-
-SAMPLERS: dict[str, type[Sampler]] = {
-    kind.name: kind for kind in (Euler, Heun, DPMSolver2M, EDMStochastic, FlowSDE)
-}
-
-
-def build_sampler(name: str, **options: Any) -> Sampler:
-    """Return the sampler of that name, with its own keywords.
-
-    Raises:
-        ValueError: an unknown name or option (the nearest is suggested), or a wrong value.
-    """
-    if name not in SAMPLERS:
-        raise unknown_name("sampler", name, SAMPLERS)
-    known = sampler_options(name)
-    for option in options:
-        if option not in known:
-            raise unknown_name(f"{name} option", option, known)
-    return SAMPLERS[name](**options)
-
-
-def sampler_options(name: str) -> tuple[str, ...]:
-    """Return the keywords that sampler `name` takes."""
-    return tuple(field.name for field in fields(SAMPLERS[name]))  # type: ignore[arg-type]
-
-
-def num_evaluations(name: str, num_steps: int) -> int:
-    """Return how often sampler `name` evaluates its drift in `num_steps` steps down to level 0.
-
-    Counted on a run over one number, so it cannot drift from the code. A guided drift may evaluate
-    two networks each time; `tread_zoo.evaluation.flops.count_sampling` counts those.
-    """
-    check_num_steps(num_steps)
-    count = 0
-
-    def counting(x: Tensor, level: Tensor) -> Tensor:
-        nonlocal count
-        count += 1
-        return x
-
-    x, levels = torch.zeros(1, 1, 1, 1), torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
-    build_sampler(name)(Problem(counting, _StraightPath(), lambda step: x), x, levels)
-    return count
 
 
 def initial_noise(shape: Sequence[int], seed: int, indices: Sequence[int]) -> Tensor:
@@ -322,19 +248,6 @@ def _noise_of(
     return noise
 
 
-class _StraightPath:
-    """A path to count on: signal 1 - level, noise level."""
-
-    def signal(self, level: Tensor) -> Tensor:
-        return 1 - level
-
-    def noise(self, level: Tensor) -> Tensor:
-        return level
-
-    def estimate(self, x_t: Tensor, drift: Tensor, level: Tensor) -> Tensor:
-        return x_t - per_sample(level) * drift
-
-
 def _heun_step(problem: Problem, x: Tensor, level: float, next_level: float) -> Tensor:
     step = next_level - level
     slope = problem.slope(x, level)
@@ -348,21 +261,6 @@ def _log_ratio(signal: float, noise: float) -> float:
     if signal == 0:
         return -math.inf
     return math.inf if noise == 0 else math.log(signal / noise)
-
-
-def _check_not_negative(sampler: object, *names: str) -> None:
-    """Raise `ValueError` unless these fields of `sampler` are finite numbers of at least 0."""
-    for name in names:
-        value = getattr(sampler, name)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 <= value < math.inf
-        ):
-            raise ValueError(
-                f"sampler.{name}={value!r} must be a finite number of at least 0; the default is "
-                f"{getattr(type(sampler), name)}."
-            )
 
 
 def _steps(levels: Tensor) -> list[tuple[float, float]]:

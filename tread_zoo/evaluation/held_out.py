@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.data import ImageData, read_items
-from tread_zoo.diffusion import Objective
+from tread_zoo.diffusion import Objective, describe_part
 from tread_zoo.evaluation.images import evenly_spaced
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
@@ -63,8 +63,7 @@ def held_out_loss(
         noise = data.codec.draw(images.shape, generator)
         x = data.codec.to_model(images, device=device, noise=noise)
         with autocast(device, precision):
-            found: Any = objective.loss(network, x, draw)
-        losses.append((found[0] if isinstance(found, tuple) else found).float())
+            losses.append(objective.loss(network, x, draw)[0].float())
         levels.append(draw.level)
     by_level = torch.cat(losses)[torch.cat(levels).argsort()]
     fourths = [float(part.mean()) for part in by_level.tensor_split(4)]
@@ -93,7 +92,7 @@ def held_out_record(
     options = asdict(objective)  # type: ignore[call-overload]
     return {
         "held_out_objective": {
-            "name": getattr(objective, "name", type(objective).__name__),
+            "name": describe_part("objective", objective)["name"],
             **{name: value for name, value in options.items() if name not in _OF_SAMPLING},
         },
         "held_out_images": len(images),

@@ -6,13 +6,17 @@ probe therefore gives it random weights first. B batch, N tokens, K kept tokens,
 
 from collections.abc import Callable
 from copy import deepcopy
+from itertools import combinations
 
 import torch
+from torch import Tensor
 
-from tread_zoo.registry import create_backbone
+from tread_zoo.backbone import Layout
+from tread_zoo.kernels.dispatch import plain_forms
+from tread_zoo.registry import available, create_backbone
 from tread_zoo.routing import Route
 from tread_zoo.seeding import make_generator
-from tread_zoo.testing import block_checks, context_checks, fusion_checks
+from tread_zoo.testing import block_checks, context_checks, flow_checks, fusion_checks
 from tread_zoo.testing.probe import (
     BATCH,
     Probe,
@@ -30,6 +34,7 @@ def check_shapes(probe: Probe) -> None:
     x, t, y = probe.inputs()
     out = backbone(x, t, y)
     assert out.shape == (BATCH, backbone.out_channels, *probe.input_size), out.shape
+    assert out.dtype == x.dtype, f"the output is {out.dtype}, not {x.dtype}"
     assert torch.isfinite(out).all(), "the output is not finite"
     for bad in (
         lambda: backbone(x[:, :, :-1], t, y),
@@ -66,22 +71,38 @@ def check_samples_do_not_mix(probe: Probe) -> None:
     torch.testing.assert_close(together[1:2], alone, atol=1e-5, rtol=1e-4)
 
 
+@torch.no_grad()
 def check_conditions_matter(probe: Probe) -> None:
-    """Time and label change the output; y=None is the null label."""
+    """Times that differ by 1e-5 give other outputs, and so do any two labels, the null label among
+    them; y=None is the null label."""
     backbone = probe.build()
-    x, t, y = probe.inputs()
-    out = backbone(x, t, y)
-    assert not torch.equal(backbone(x, t + 0.1, y), out), "t is ignored"
-    if y is not None:
-        other = y + 1 if probe.context else (y + 1) % probe.num_classes
-        assert not torch.equal(backbone(x, t, other), out), "y is ignored"
-        null = backbone(x, t, backbone.null_like(y))
-        assert torch.equal(backbone(x, t), null), "y=None is not the null label"
-        assert not torch.equal(null, out), "the null label equals a class"
+    x, t, y = (None if v is None else v[:1] for v in probe.inputs())
+
+    def call(t: Tensor, y: Tensor | None) -> Tensor:
+        return backbone(x.expand(len(t), -1, -1, -1), t, y)
+
+    times = torch.linspace(0.1, 0.9, 5)
+    given = None if y is None else y.expand(5, *y.shape[1:])
+    moved = call(times + 1e-5, given) - call(times, given)
+    assert moved.flatten(1).any(1).all(), "t is ignored, or rounded"
+    if y is None:
+        return
+    null = call(t, backbone.null_like(y))
+    assert torch.equal(call(t, None), null), "y=None is not the null label"
+    if probe.context:
+        assert not torch.equal(call(t, y), null), "y is ignored"
+        return
+    labels = torch.arange(probe.num_classes + 1)  # the last one is the null label
+    outputs = call(t.expand(len(labels)), labels)
+    for one, other in combinations(labels.tolist(), 2):
+        assert not torch.equal(outputs[one], outputs[other]), (
+            f"labels {one} and {other} give the same output; {probe.num_classes} is the null label"
+        )
 
 
 def check_keeping_all_equals_no_route(probe: Probe) -> None:
-    """A route that keeps every token changes nothing, to the bit, in output and gradient."""
+    """A route that keeps every token changes nothing, to the bit, in output and gradient; and what
+    blocks make of the ids of all tokens is what they make of none."""
     backbone = probe.build()
     inputs = probe.inputs()
     dense, grads = output_and_gradients(backbone, inputs, ())
@@ -91,18 +112,13 @@ def check_keeping_all_equals_no_route(probe: Probe) -> None:
         assert torch.equal(dense, routed), f"route [{start}, {end}) that keeps all changes output"
         for name, grad in grads.items():
             torch.testing.assert_close(grad, routed_grads[name], atol=1e-6, rtol=1e-4, msg=name)
-
-
-def check_unsorted_ids(probe: Probe) -> None:
-    """Ids that are not ascending raise, or give what sorted ones give."""
-    backbone = probe.build()
-    inputs, route = probe.inputs(), probe.route(backbone)
-    try:
-        shuffled = Route(route.start, route.end, route.ids.flip(1))
-    except ValueError:
-        return
-    out = backbone(*inputs, routes=[shuffled])
-    assert torch.equal(out, backbone(*inputs, routes=[route])), "order of ids matters silently"
+    with torch.no_grad(), watching(backbone) as seen:
+        backbone(*inputs)
+    for call in seen:
+        layout = Layout(backbone.grid, backbone.num_extra_tokens, call.layout.positions())
+        after = backbone.run_block(call.block, call.before, call.condition, layout, call.skip)
+        for one, other in zip(after, call.after, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
 def check_ids_matter(probe: Probe) -> None:
@@ -133,7 +149,7 @@ def check_blocks_see_kept_tokens(probe: Probe) -> None:
             same = layout.ids is expected
         else:
             same = torch.equal(layout.ids, expected)
-        assert same, f"block {index} is told of other ids"
+        assert same, f"block {index} is given other ids"
 
 
 def check_kept_tokens_are_the_right_ones(probe: Probe) -> None:
@@ -221,6 +237,7 @@ def check_half_precision(probe: Probe) -> None:
     full, _ = output_and_gradients(backbone, inputs, routes)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         half = backbone(*inputs, routes=routes)
+    assert half.dtype in (torch.float32, torch.bfloat16), f"the output is {half.dtype}"
     half.float().square().mean().backward()
     error = (half.float() - full).norm() / full.norm()
     assert error < 0.1, f"bfloat16 differs by {float(error):.3f} of the output's norm"
@@ -266,6 +283,73 @@ def check_compiles(probe: Probe) -> None:
         torch.testing.assert_close(parameter.grad, grads[name], atol=1e-5, rtol=1e-3, msg=name)
 
 
+def check_meta(probe: Probe) -> None:
+    """Forward and backward run on the meta device, where tensors have shapes and no values: so
+    FLOPs are counted. Nothing may depend on a value (`.item()`, `if x.any()`) or name a device."""
+    backbone = probe.build().to("meta")
+    x, t, y = (None if v is None else v.to("meta") for v in probe.inputs())
+    routes = [probe.route(backbone).to("meta")]
+    try:
+        with plain_forms():
+            out = backbone(x, t, y, routes=routes)
+            out.sum().backward()
+    except (RuntimeError, NotImplementedError) as error:
+        raise AssertionError(f"it does not run on the meta device: {error}") from error
+    assert out.is_meta, f"the output of inputs on meta is on {out.device}"
+
+
+def check_default_selector_exists(probe: Probe) -> None:
+    """`default_selector` is a registered name."""
+    selector, names = probe.build().default_selector, available("selector")
+    assert selector in names, f"default_selector={selector!r} is none of {', '.join(names)}"
+
+
+def check_features(probe: Probe) -> None:
+    """Features are what each block left, in play at that place, with gradients; asking for them
+    changes nothing, and recomputation changes nothing in them."""
+    backbone = probe.build()
+    inputs, route = probe.inputs(), probe.route(backbone, rate=0.5)
+    plain, wanted = backbone(*inputs, routes=[route]), range(backbone.num_blocks)
+    with watching(backbone) as seen:
+        out, features = backbone(*inputs, routes=[route], features=wanted)
+    assert torch.equal(out, plain), "features change the output"
+    grads = []
+    for call, (block, (tokens, ids)) in zip(seen, features.items(), strict=True):
+        expected = backbone.hidden_state(call.after)[:, backbone.num_extra_tokens :]
+        assert block == call.block
+        assert torch.equal(tokens, expected), f"features of block {block} are other tokens"
+        assert ids is call.layout.ids, f"features of block {block} have other ids"
+    for backbone.checkpoint_blocks in (0, 1):
+        _, features = backbone(*inputs, routes=[route], features=[1])
+        backbone.zero_grad()
+        assert features[1].tokens.requires_grad, "features have no gradient"
+        features[1].tokens.square().mean().backward()
+        first = next(p for p in backbone.blocks[0].parameters() if p.grad is not None)
+        grads.append(first.grad)
+    assert torch.equal(*grads), "recomputation changes the gradient of features"
+
+
+def check_times_of_tokens(probe: Probe) -> None:
+    """Where each token may have its time, equal ones give what one time gives; under routes a token
+    that is kept takes its own along, and the others' are not seen."""
+    backbone = probe.build()
+    x, t, y = probe.inputs()
+    if not backbone.per_token_time:
+        assert raises(ValueError, lambda: backbone(x, t[:, None].expand(-1, backbone.num_tokens)))
+        return
+    each = t[:, None].expand(-1, backbone.num_tokens)
+    torch.testing.assert_close(backbone(x, each, y), backbone(x, t, y), atol=1e-5, rtol=1e-4)
+    depth = backbone.num_blocks
+    route = probe.route(backbone, 0, depth, rate=0.5)
+    out = bypassed(route, backbone.num_tokens)
+    with watching(backbone) as seen:
+        for times in (each, torch.where(out, each + 0.1, each), torch.where(out, each, each + 0.1)):
+            backbone(x, times, y, routes=[route])
+    first, others, own = (seen[n * depth - 1].after[0] for n in (1, 2, 3))
+    assert torch.equal(first, others), "a routed block takes the times of bypassed tokens"
+    assert not torch.isclose(first, own).all(-1).any(), "a kept token's time is not its own"
+
+
 def check_save_and_load(probe: Probe) -> None:
     """A state dict carries all: another network with it gives the same output."""
     backbone, other = probe.build(seed=0), probe.build(seed=1)
@@ -306,9 +390,13 @@ def check_unconditional(probe: Probe) -> None:
     assert raises(ValueError, lambda: backbone(x, t, labels)), "labels are ignored silently"
 
 
+OTHERS = (block_checks, flow_checks, context_checks, fusion_checks)
 CHECKS: dict[str, Callable[[Probe], None]] = {
     name.removeprefix("check_"): check
-    for module in (globals(), vars(block_checks), vars(context_checks), vars(fusion_checks))
+    for module in (
+        globals(),
+        *map(vars, (block_checks, flow_checks, context_checks, fusion_checks)),
+    )
     for name, check in module.items()
     if name.startswith("check_")
 }

@@ -3,6 +3,7 @@
 B batch, N tokens, K kept tokens, E extra tokens.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tread_zoo.backbone import Backbone, Layout, Streams
+from tread_zoo.backbone import Backbone, Layout, Streams, row_index, rows_of
 from tread_zoo.registry import create_backbone
 from tread_zoo.routing import Route, num_kept_tokens
 from tread_zoo.seeding import make_generator
@@ -140,6 +141,66 @@ def watching(backbone: Backbone) -> Iterator[list[BlockCall]]:
         yield seen
     finally:
         del backbone.run_block
+
+
+def fresh_condition(
+    backbone: Backbone, inputs: tuple[Tensor, Tensor, Tensor | None], layout: Layout
+) -> Any:
+    """Return the condition of the inputs as a block with this layout takes it."""
+    rows = None
+    if layout.ids is not None:
+        rows = row_index(layout.ids, backbone.num_tokens, layout.num_extra)
+    return rows_of(backbone.embed(*inputs)[1], rows)
+
+
+@torch.no_grad()
+def what_blocks_depend_on(probe: Probe, backbone: Backbone) -> set[str]:
+    """Return which of `DEPENDS_ON`, changed alone, changes what some routed block gives."""
+    route, other = (probe.route(backbone, rate=0.5, seed=seed) for seed in (0, 1))
+    with watching(backbone) as seen:
+        backbone(*probe.inputs(), routes=[route])
+    extra, measured = backbone.num_extra_tokens, set()
+    shuffle = torch.randperm(route.num_kept, generator=make_generator("probe shuffle"))
+    shuffle = torch.cat([torch.arange(extra), shuffle + extra])
+    taller = _taller(probe, backbone)
+    for call in seen[route.start : route.end]:
+        streams = tuple(stream[:, shuffle] for stream in call.before)
+        skip = None if call.skip is None else call.skip[:, shuffle]
+        after = backbone.run_block(call.block, streams, call.condition, call.layout, skip)
+        if _differ(after, tuple(stream[:, shuffle] for stream in call.after)):
+            measured.add("order")
+        moved = Layout(backbone.grid, extra, other.ids)
+        after = backbone.run_block(call.block, call.before, call.condition, moved, call.skip)
+        if _differ(after, call.after):
+            measured.add("ids")
+        if taller is not None:
+            larger = Layout(taller.grid, extra, route.ids)
+            after = taller.run_block(call.block, call.before, call.condition, larger, call.skip)
+            if _differ(after, call.after):
+                measured.add("grid")
+    return measured
+
+
+def _taller(probe: Probe, backbone: Backbone) -> Backbone | None:
+    """Return the backbone with the same weights on a grid of twice the rows; None if it has none.
+
+    Raster position i is the same row and column in both.
+    """
+    height, width = probe.input_size
+    try:
+        taller = dataclasses.replace(probe, input_size=(2 * height, width)).build()
+    except ValueError:
+        return None
+    own = taller.state_dict()
+    same = {k: v for k, v in backbone.state_dict().items() if own[k].shape == v.shape}
+    taller.load_state_dict(same, strict=False)
+    return taller
+
+
+def _differ(some: Streams, others: Streams) -> bool:
+    return any(
+        bool((a - b).abs().max() > 1e-5 * b.abs().max()) for a, b in zip(some, others, strict=True)
+    )
 
 
 def bypassed(route: Route, num_tokens: int) -> Tensor:

@@ -90,7 +90,7 @@ def train(
         backbone: `name` and keywords of `create_backbone`; sizes, channels, classes and contexts
             come from the data.
         routing: keywords of `build_routing`, with its `name`.
-        objective, data: `name` and keywords of `build_objective`, `build_data`.
+        objective, data: `name` and options; keywords of `build_data`.
         training: fields of `TrainingOptions`.
         sampler, guidance: see `tread_zoo.diffusion.build_sampling`.
         evaluation: fields of `EvaluationOptions`.
@@ -354,7 +354,7 @@ def losses_of(model: torch.nn.Module, parts: Parts, drawn: StepDraw) -> Tensor:
 
         return model(x, t, drawn.labels, routes=resolve_routes(drawn.routes, importance))
 
-    return parts.objective.loss(network, drawn.images, drawn.draw)
+    return parts.objective.loss(network, drawn.images, drawn.draw)[0]
 
 
 def make_accelerator(

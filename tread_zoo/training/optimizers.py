@@ -4,14 +4,18 @@ The loop multiplies the learning rate that each parameter group starts with by t
 factor; it knows nothing else of an optimizer.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
-from pydantic import NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+from torch import Tensor
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.registry import register
+
+Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerPart(Protocol):
@@ -33,8 +37,8 @@ class AdamW:
 
     learning_rate: Literal["auto"] | PositiveFloat = "auto"
     weight_decay: NonNegativeFloat = 0.0
-    beta1: NonNegativeFloat = 0.9
-    beta2: NonNegativeFloat = 0.99
+    beta1: Momentum = 0.9
+    beta2: Momentum = 0.99
 
     def build(self, backbone: Backbone) -> torch.optim.Optimizer:
         """Return torch's AdamW; the step is one kernel where torch has one."""
@@ -44,5 +48,147 @@ class AdamW:
             lr=self.learning_rate,
             betas=(self.beta1, self.beta2),
             weight_decay=self.weight_decay,
-            fused=next(backbone.parameters()).device.type in ("cpu", "cuda"),
+            fused=_has_fused_step(backbone),
         )
+
+
+@register("optimizer", "muon")
+@dataclass(frozen=True)
+class Muon:
+    """Muon (Jordan 2024) of the backbone's hidden matrices, AdamW of all else; see
+    `Backbone.hidden_matrices` and docs/optimizers.md.
+
+    Args:
+        learning_rate: the peak of Muon's; auto is what the backbone's preset is trained with.
+        momentum, nesterov, ns_steps: as of torch; `ns_steps` is the number of Newton-Schulz steps.
+        weight_decay: of both.
+        adjust_lr_fn: factor on Muon's rate by the shape [rows, columns] of a matrix;
+            match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that rates of AdamW fit (Moonlight,
+            arXiv 2502.16982); original: sqrt(max(1, rows / columns)).
+        adamw_learning_rate: the peak of AdamW's; auto is `learning_rate`.
+        beta1, beta2: of AdamW.
+    """
+
+    learning_rate: Literal["auto"] | PositiveFloat = "auto"
+    momentum: Momentum = 0.95
+    nesterov: bool = True
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
+    weight_decay: NonNegativeFloat = 0.0
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    adamw_learning_rate: Literal["auto"] | PositiveFloat = "auto"
+    beta1: Momentum = 0.9
+    beta2: Momentum = 0.99
+
+    def build(self, backbone: Backbone) -> torch.optim.Optimizer:
+        """Return one optimizer of both kinds of parameters.
+
+        Raises:
+            ValueError: the backbone has no hidden matrices.
+        """
+        assert self.learning_rate != "auto", "make_config resolves it"
+        matrices, auto = backbone.hidden_matrices(), self.adamw_learning_rate == "auto"
+        if not matrices:
+            raise ValueError(
+                f"optimizer=muon has nothing to train in {type(backbone).__name__}: its "
+                "`hidden_matrices` is empty. Use optimizer=adamw."
+            )
+        return MuonWithAdamW(
+            dict(backbone.named_parameters()),
+            matrices,
+            muon={
+                "lr": self.learning_rate,
+                "weight_decay": self.weight_decay,
+                "momentum": self.momentum,
+                "nesterov": self.nesterov,
+                "ns_steps": self.ns_steps,
+                "adjust_lr_fn": self.adjust_lr_fn,
+            },
+            adamw={
+                "lr": self.learning_rate if auto else self.adamw_learning_rate,
+                "weight_decay": self.weight_decay,
+                "betas": (self.beta1, self.beta2),
+                "fused": _has_fused_step(backbone),
+            },
+        )
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """`torch.optim.Muon` of matrices, each part of a fused one by itself; AdamW of the rest.
+
+    A part moves as it would if it were a parameter of its own. The momentum of a parameter has its
+    shape and, in a sharded network (FSDP2), its sharding; matrices are then gathered one at a time,
+    and every rank computes with the whole.
+
+    Args:
+        parameters: all, by name.
+        matrices: sizes of the parts along the rows, by name; see `Backbone.hidden_matrices`.
+        muon, adamw: options of torch's optimizers. The parameter groups are those of `muon`, one
+            for each way to split, which is its `row_sizes`; then that of `adamw`.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        matrices: Mapping[str, tuple[int, ...]],
+        *,
+        muon: Mapping[str, Any],
+        adamw: Mapping[str, Any],
+    ) -> None:
+        by_sizes: dict[tuple[int, ...], list[Tensor]] = {}
+        for name, row_sizes in matrices.items():
+            by_sizes.setdefault(tuple(row_sizes), []).append(parameters[name])
+        rest = [parameter for name, parameter in parameters.items() if name not in matrices]
+        groups = [{"params": part, "row_sizes": k, **muon} for k, part in by_sizes.items()]
+        super().__init__([*groups, {"params": rest, **adamw}], defaults={})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Return the closure's value, and move every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if "row_sizes" not in group:
+                adamw = torch.optim.AdamW([dict(group)])  # a copy: it would add its defaults
+                adamw.state = self.state
+                adamw.step()
+                continue
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_matrix(parameter, parameter.grad, group)
+        return loss
+
+    def _step_matrix(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        momentum, average = group["momentum"], state["momentum_buffer"]
+        average.lerp_(gradient, 1 - momentum)
+        update = gradient.lerp(average, momentum) if group["nesterov"] else average
+        if not hasattr(parameter, "full_tensor"):
+            _orthogonal_step(parameter.detach(), update, group)
+            return
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        sharded = parameter.detach()
+        assert isinstance(sharded, DTensor)
+        assert isinstance(update, DTensor)
+        whole = sharded.full_tensor()
+        _orthogonal_step(whole, update.full_tensor(), group)
+        mesh, placements = sharded.device_mesh, sharded.placements
+        # src_data_rank=None: every rank has the same, so that nothing has to be sent.
+        sharded.copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+
+
+def _orthogonal_step(matrix: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
+    """Move each part of a whole matrix [.., rows, columns], in place, by Muon without momentum."""
+    columns, row_sizes = matrix.shape[-1], list(group["row_sizes"])
+    parts = matrix.view(-1, columns).split(row_sizes)
+    for part, gradient in zip(parts, update.view(-1, columns).split(row_sizes), strict=True):
+        part.grad = gradient
+    torch.optim.Muon([{**group, "params": parts, "momentum": 0.0, "nesterov": False}]).step()
+
+
+def _has_fused_step(backbone: Backbone) -> bool:
+    return next(backbone.parameters()).device.type in ("cpu", "cuda")

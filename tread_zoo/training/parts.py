@@ -16,8 +16,7 @@ from tread_zoo.backbone import Backbone
 from tread_zoo.data import ImageData, StepBatches, build_data, make_loader
 from tread_zoo.data.build import as_set
 from tread_zoo.data.loader import OnCorrupt, warn_of
-from tread_zoo.diffusion import Draw, Objective, SamplingOptions, build_objective, build_sampling
-from tread_zoo.diffusion.guidance import check_trained
+from tread_zoo.diffusion import Draw, Objective, SamplingOptions, build_sampling
 from tread_zoo.evaluation.evaluate import (
     EvaluationOptions,
     Plan,
@@ -25,7 +24,7 @@ from tread_zoo.evaluation.evaluate import (
     evaluation_settings,
 )
 from tread_zoo.kinds import check_keywords
-from tread_zoo.registry import create_backbone, get_entry
+from tread_zoo.registry import create, create_backbone, get_entry
 from tread_zoo.routing import PathDrop, PendingRoute, Route, Routing, build_routing
 from tread_zoo.seeding import make_generator
 from tread_zoo.training.checkpoints import describe_backbone
@@ -114,7 +113,7 @@ def build_parts(
     check_keywords("routing", build_routing, routing)
     options = TrainingOptions(**training)
     sampling = build_sampling(sampler, guidance)
-    built_objective = build_objective(**objective)
+    built_objective = create("objective", objective)
     sampling.levels(built_objective)
     scoring = EvaluationOptions(**evaluation)
     get_entry("backbone", backbone["name"])  # an unknown name fails before the data is read
@@ -146,8 +145,7 @@ def build_parts(
         )
     network.add_fusions(built_routing.fused_ranges)
     sampling.check(network, built_objective)
-    check_trained(
-        sampling.guidance,
+    sampling.check_training(
         conditional=network.is_conditional,
         label_dropout=options.label_dropout,
         has_routes=bool(built_routing.plans),

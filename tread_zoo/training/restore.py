@@ -6,20 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from tread_zoo.backbone import Backbone
+from tread_zoo.config import GRID_FIELDS
 from tread_zoo.data import PIXELS, Codec, ImageData, build_data
 from tread_zoo.data.latents import imported_codec, restore_codec
-from tread_zoo.diffusion import (
-    OBJECTIVES,
-    AutoGuidance,
-    Objective,
-    SamplingOptions,
-    build_objective,
-    build_sampling,
-    guidance_options,
-    named_guidance,
-    sampler_fields,
-)
-from tread_zoo.diffusion.guidance import check_trained
+from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling, check_weak
+from tread_zoo.registry import available, create, get_entry
 from tread_zoo.runtime import resolve_device, resolve_precision
 from tread_zoo.training.checkpoints import (
     Checkpoint,
@@ -53,19 +44,18 @@ class Restored:
             ValueError: an unknown name or field, or options that do not fit the network or how it
                 was trained.
         """
-        own = named_guidance(self.checkpoint.meta["guidance"])
+        own = self.checkpoint.meta["guidance"]
         if own["name"] == "none":
             own = {"name": "none"}
             if guidance.get("name") is None and guidance.get("scale") is not None:
                 guidance = {**guidance, "name": "cfg"}
         options = build_sampling(
-            _overlay(self.checkpoint.meta["sampler"], sampler, sampler_fields),
-            _overlay(own, guidance, guidance_options),
+            _overlay(self.checkpoint.meta["sampler"], sampler, _sampler_fields),
+            _overlay(own, guidance, _guidance_fields),
         )
         options.check(self.backbone, self.objective)
         meta = self.checkpoint.meta
-        check_trained(  # of an imported network nobody knows, and older runs had the default
-            options.guidance,
+        options.check_training(  # of an imported network nobody knows
             conditional=self.backbone.is_conditional,
             label_dropout=meta.get("training", {}).get("label_dropout", 0.1),
             has_routes=meta.get("routing", {}).get("name") != "none",
@@ -160,14 +150,14 @@ def restore(path: str | Path, *, weights: str, device: str, precision: str) -> R
     chosen = resolve_precision(precision, place)
     checkpoint = find_checkpoint(path)
     objective = checkpoint.meta["objective"]
-    if "imported" in checkpoint.meta and objective["name"] not in OBJECTIVES:
+    if "imported" in checkpoint.meta and objective["name"] not in available("objective"):
         raise CheckpointError(
             f"{checkpoint.path} was trained for objective={objective['name']!r}, which this "
-            f"version does not have: with one of {', '.join(OBJECTIVES)} it would give noise. From "
-            f"Python: load_backbone(find_checkpoint({str(path)!r})) is the network itself."
+            f"version does not have; it has {', '.join(available('objective'))}. From Python: "
+            f"load_backbone(find_checkpoint({str(path)!r})) is the network itself."
         )
     backbone = load_backbone(checkpoint, weights).to(place)
-    return Restored(checkpoint, backbone, build_objective(**objective), chosen)
+    return Restored(checkpoint, backbone, create("objective", objective), chosen)
 
 
 def _check_contexts(found: Sequence[int] | None, own: Sequence[int] | None) -> None:
@@ -186,18 +176,26 @@ def _check_contexts(found: Sequence[int] | None, own: Sequence[int] | None) -> N
 def load_weak(
     options: SamplingOptions, backbone: Backbone, objective: Objective
 ) -> Backbone | None:
-    """Return the weak network that guidance=auto names, on the CPU; None for other guidance.
+    """Return the network of the guidance's `weak_checkpoint`, on the CPU; None without.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
         ValueError: it is of other data or another objective than `backbone`.
     """
-    guidance = options.guidance
-    if not isinstance(guidance, AutoGuidance):
+    path = getattr(options.guidance, "weak_checkpoint", None)
+    if path is None:
         return None
-    found = restore(guidance.checkpoint, weights=guidance.weights, device="cpu", precision="fp32")
-    guidance.check_weak(backbone, objective, found.backbone, found.objective)
-    return found.backbone
+    weak = restore(path, weights="ema", device="cpu", precision="fp32")
+    check_weak(backbone, objective, weak.backbone, weak.objective)
+    return weak.backbone
+
+
+def _sampler_fields(name: str) -> Collection[str]:
+    return ("num_steps", *GRID_FIELDS, *get_entry("sampler", name).parameters())
+
+
+def _guidance_fields(name: str) -> Collection[str]:
+    return get_entry("guidance", name).parameters()
 
 
 def _overlay(

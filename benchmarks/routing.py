@@ -1,0 +1,68 @@
+"""Does routing pay? Time of a routed training step over a dense one, beside the ratio of FLOPs.
+
+python benchmarks/routing.py
+python benchmarks/routing.py dit hidden_size=256 num_heads=4
+python benchmarks/routing.py mamba --routing selection_rate=0.75 'selector={name: blocks, size: 4}'
+
+A step is forward, backward and AdamW. "time over FLOPs" of the routed step is 1 where routing saves
+as much time as it saves FLOPs. A routing with a schedule is timed at its first rate; the FLOPs over
+the whole schedule stand below.
+"""
+
+import torch
+from turns import as_options, make_parser, parse, report, take_turns
+
+from tread_zoo.diffusion import default_labels
+from tread_zoo.evaluation.flops import count_flops, training_flops
+from tread_zoo.routing import Route, build_routing, resolve_routes
+from tread_zoo.runtime import autocast
+
+SCHEDULE_STEPS = 10000  # of the run over which a schedule is averaged
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--routing", nargs="*", default=[], help="fields of the group routing")
+    args, backbone = parse(parser)
+    routing = build_routing(
+        "tread",
+        **as_options(args.routing),
+        num_blocks=backbone.num_blocks,
+        default_selector=backbone.default_selector,
+        default_range=backbone.default_range,
+    )
+    backbone.add_fusions(routing.fused_ranges)
+    backbone.to(args.device)
+    draws, batch = torch.Generator().manual_seed(0), args.batch_size
+    routes = [r.to(args.device) for r in routing.draw(batch, backbone.grid, draws)]
+    x = torch.randn(batch, backbone.in_channels, *backbone.input_size, device=args.device)
+    t = torch.rand(batch, device=args.device)
+    labels = default_labels(range(batch), backbone.num_classes)
+    y = None if labels is None else labels.to(args.device)
+    optimizer = torch.optim.AdamW(backbone.parameters(), lr=1e-4, fused=args.device.type != "mps")
+
+    def step(routes: list[Route]) -> None:
+        with autocast(args.device, args.precision):
+            concrete = resolve_routes(routes, lambda start: backbone.importance(x, t, y, start))
+            out = backbone(x, t, y, routes=concrete)
+        out.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    print(routing.describe(backbone.grid))
+    steps = {"dense": lambda: step([]), "routed": lambda: step(routes)}
+    seconds = take_turns(steps, args.rounds, args.device)
+    flops = {
+        "dense": count_flops(backbone, backward=True),
+        "routed": count_flops(
+            backbone, routes=routing.draw(1, backbone.grid, draws), backward=True
+        ),
+    }
+    report(seconds, flops, "an image")
+    if routing.is_scheduled:
+        average = training_flops(backbone, routing, SCHEDULE_STEPS) / flops["dense"]
+        print(f"over the whole schedule FLOPs / dense is {average:.3f} on average")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What the benchmarks share: a network from the command line, and steps that take turns.
+
+Steps that are compared take turns, so that a machine whose speed drifts slows all of them; medians,
+and medians of the ratios within a round, are reported.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from omegaconf import OmegaConf
+
+from tread_zoo import create_backbone
+from tread_zoo.backbone import Backbone
+from tread_zoo.runtime import describe_device, resolve_device, resolve_precision
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of the network, its input and the device."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("backbone", nargs="?", default="dit_tiny", help="dit_tiny by default")
+    parser.add_argument("options", nargs="*", help="of the backbone: hidden_size=256 depth=8")
+    parser.add_argument("--input-size", type=int, default=32)
+    parser.add_argument("--in-channels", type=int, default=4)
+    parser.add_argument("--num-classes", type=int, default=1000)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", type=resolve_device, default="auto")
+    parser.add_argument("--precision", default="auto")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Backbone]:
+    """Return the command line with a resolved precision, and the network on its device."""
+    args = parser.parse_args()
+    args.precision = resolve_precision(args.precision, args.device)
+    backbone = create_backbone(
+        args.backbone,
+        input_size=args.input_size,
+        in_channels=args.in_channels,
+        num_classes=args.num_classes,
+        **as_options(args.options),
+    )
+    print(
+        f"{backbone.name}, {backbone.num_tokens} tokens, batch {args.batch_size}, "
+        f"{args.precision}, {describe_device(args.device)}, {args.rounds} rounds"
+    )
+    return args, backbone.to(args.device)
+
+
+def as_options(words: list[str]) -> dict:
+    """Return `["depth=8", "selector={name: blocks, size: 4}"]` as options."""
+    return OmegaConf.to_container(OmegaConf.from_dotlist(words))  # type: ignore[return-value]
+
+
+def take_turns(
+    steps: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
+) -> list[dict[str, float]]:
+    """Return the seconds of each step in each round, after two that are not counted."""
+    seconds = []
+    for _ in range(rounds + 2):
+        seconds.append({})
+        for name, step in steps.items():
+            began = time.perf_counter()
+            step()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds[-1][name] = time.perf_counter() - began
+    return seconds[2:]
+
+
+def report(seconds: list[dict[str, float]], flops: Mapping[str, float], unit: str) -> None:
+    """Print time and FLOPs of each step, and both over those of the first."""
+    first = next(iter(flops))
+    titles = ("step", "ms", f"MFLOPs {unit}", f"FLOPs / {first}", f"time / {first}")
+    print(f"{titles[0]:24} {titles[1]:>9} {titles[2]:>16} {titles[3]:>15} {titles[4]:>15}", end="")
+    print("  time over FLOPs")
+    for name in flops:
+        milliseconds = 1e3 * statistics.median(each[name] for each in seconds)
+        time_ratio = statistics.median(each[name] / each[first] for each in seconds)
+        flops_ratio = flops[name] / flops[first]
+        print(
+            f"{name:24} {milliseconds:9.1f} {flops[name] / 1e6:16.1f} {flops_ratio:15.3f} "
+            f"{time_ratio:15.3f} {time_ratio / flops_ratio:16.3f}"
+        )

@@ -1,0 +1,63 @@
+"""Every benchmark runs at a tiny size; what the forms of the kernels give is right."""
+
+import csv
+
+import pytest
+
+from tests.processes import run_python
+
+SMALL = ("hidden_size=32", "num_heads=2", "depth=4", "--batch-size=2", "--rounds=1", "--device=cpu")
+
+
+def run(script, *arguments, cwd):
+    done = run_python(f"{__file__.rpartition('tests')[0]}benchmarks/{script}", *arguments, cwd=cwd)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "steps"),
+    [
+        ("routing.py", ("--routing", "selector=blocks", "start=1", "end=3"), ["dense", "routed"]),
+        ("guidance.py", ("--guidances", "none", "{name: sparse, start: 1, end: 3}"), ["none", "{"]),
+    ],
+)
+def test_times_stand_beside_flops(script, arguments, steps, tmp_path):
+    size = ("--input-size=8", "--in-channels=1", "--num-classes=10")
+    lines = run(script, "dit", *SMALL, *size, *arguments, cwd=tmp_path).splitlines()[-2:]
+    assert [line[: len(step)] for line, step in zip(lines, steps, strict=True)] == steps
+    for line in lines:
+        flops_ratio, time_ratio, over = map(float, line.split()[-3:])
+        assert over == pytest.approx(time_ratio / flops_ratio, rel=0.02)
+
+
+def test_the_loader_is_timed_beside_training(tmp_path):
+    printed = run("loader.py", "dit", *SMALL, "--num-batches=2", "--workers=0", cwd=tmp_path)
+    workers, speed, cpu_us, ratio = map(float, printed.splitlines()[-1].split())
+    assert (workers, speed > 0, cpu_us > 0, ratio > 0) == (0, True, True, True)
+
+
+def test_every_form_is_measured_and_right_or_says_why_not(tmp_path):
+    small = (
+        "--lengths",
+        "12",
+        "--width=64",
+        "--batch=2",
+        "--rounds=1",
+        "--device=cpu",
+        "--out=out",
+    )
+    printed = run("kernels.py", *small, cwd=tmp_path)
+    assert printed.strip() in (tmp_path / "out" / "report.md").read_text()
+    with (tmp_path / "out" / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    measured = [row for row in rows if not row["skipped"]]
+    assert {row["skipped"] for row in rows} == {"", "no CUDA device"}
+    for op in {row["op"] for row in rows}:
+        forms = [row["form"] for row in measured if row["op"] == op]
+        assert {"torch", "naive"} <= set(forms)
+        assert {row["tokens"] for row in measured if row["op"] == op} == {"12", "6"}
+    for row in measured:
+        assert 0 < float(row["forward_ms"]) < float(row["both_ms"])
+        assert float(row["error"]) < 1e-5
+        assert float(row["gradient_error"]) < 1e-5

@@ -1,0 +1,96 @@
+"""A part of every kind from a file outside the project: trained, sampled, resumed, remembered."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PLUGIN = ROOT / "examples" / "plugin"
+SMALL = [
+    "training.num_steps=4", "training.batch_size=8", "training.precision=fp32", "device=cpu",
+    "training.log_every=1", "evaluation.num_images=70", "sampler.num_steps=2",
+]  # fmt: skip
+# As a user would type it.
+DOCUMENTED = [
+    "plugins=[my_plugin]", "routing.selector={name: checkerboard, parity: 1}",
+    "optimizer=sign_sgd", "optimizer.learning_rate=1e-3", "evaluation.metrics=[fid,mean_gap]",
+]  # fmt: skip
+OTHERS = [
+    "plugins=[my_plugin]", "backbone=dit", "objective=huber_flow", "objective.delta=0.5",
+    "sampler=midpoint", "guidance=rising", "guidance.scale=1.5", "lr_schedule=inverse_sqrt",
+    "lr_schedule.warmup_steps=2", "data=stripes", "data.num_images=128", "tracker=csv",
+    "evaluation.metrics=[]",
+]  # fmt: skip
+
+
+def run(script, *overrides, plugin=True, cwd=ROOT):
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([*([str(PLUGIN)] if plugin else []), str(ROOT)])
+    command = [sys.executable, str(ROOT / "scripts" / script), *overrides]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
+def numbers(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_documented_command(tmp_path):
+    folder = tmp_path / "run"
+    done = run("train.py", *DOCUMENTED, *SMALL, f"run_dir={folder}")
+    assert done.returncode == 0, done.stderr
+    settings = json.loads((folder / "config.json").read_text())
+    assert settings["routing"]["selector"] == {"name": "checkerboard", "parity": 1}
+    assert settings["optimizer"]["learning_rate"] == 1e-3
+    values = json.loads((folder / "score.json").read_text())["values"]
+    assert values["mean_gap"] > 0
+    assert values["fid"] > 0
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("others") / "run"
+    done = run("train.py", *OTHERS, *SMALL, f"run_dir={folder}")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_every_other_kind(trained):
+    logged = {name for row in numbers(trained) for name in row}
+    assert "beyond_delta" in logged
+    with (trained / "numbers.csv").open(newline="") as stream:
+        assert {"loss", "beyond_delta"} <= {name for _, name, _ in csv.reader(stream)}
+
+
+def test_a_checkpoint_says_which_module_it_needs(trained):
+    checkpoint = f"checkpoint={trained}"
+    done = run("sample.py", checkpoint, "num_images=4", plugin=False)
+    assert done.returncode == 1
+    assert "plugins=[my_plugin]" in done.stderr
+    assert done.stderr.count("\n") == 1
+    done = run("sample.py", checkpoint, "num_images=4", "plugins=[my_plugin]")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_resumed_run_goes_on_with_them(trained):
+    again = [word.replace("num_steps=4", "num_steps=6") for word in SMALL]
+    done = run("train.py", *OTHERS, *again, f"run_dir={trained}", "resume=latest")
+    assert done.returncode == 0, done.stderr
+    assert numbers(trained)[-1]["step"] == 6
+
+
+def test_a_yaml_of_ones_own_names_the_plug_in(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\n"
+        "defaults:\n  - override /optimizer: sign_sgd\n"
+        "plugins: [my_plugin]\nseed: 3\n"
+    )
+    done = run("train.py", "--config-dir", str(tmp_path), "experiment=mine", "--cfg", "job", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "name: sign_sgd" in done.stdout
+    assert "seed: 3" in done.stdout

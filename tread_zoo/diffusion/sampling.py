@@ -1,0 +1,183 @@
+"""From seeds to images: noise, guided dx/dt, sampler. B batch, C channels, H height, W width."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from inspect import isroutine
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tread_zoo.backbone import Backbone
+from tread_zoo.config import complete_sampler
+from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
+from tread_zoo.diffusion.guidance import Guidance, ImageBatch, NoGuidance
+from tread_zoo.diffusion.objective import Objective
+from tread_zoo.diffusion.samplers import Problem, Sampler, initial_noise, step_noise
+from tread_zoo.registry import available, create, get_entry
+from tread_zoo.runtime import autocast
+
+NO_GUIDANCE = NoGuidance()
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How images are drawn.
+
+    Args:
+        sampler: the rule, with its options.
+        num_steps: steps of the sampler from noise to data.
+        grid: where the steps lie.
+        guidance: what guides dx/dt.
+    """
+
+    sampler: Sampler
+    num_steps: int
+    grid: TimeGrid = DEFAULT_GRID
+    guidance: Guidance = NO_GUIDANCE
+
+    def levels(self, objective: Objective) -> Tensor:
+        """Return the levels of all steps: float64 [num_steps + 1].
+
+        Raises:
+            ValueError: the sampler or the grid does not fit the objective.
+        """
+        fits = getattr(self.sampler, "objectives", None)
+        name = describe_part("objective", objective)["name"]
+        if fits is not None and name not in fits:
+            samplers = {other: get_entry("sampler", other).target for other in available("sampler")}
+            others = [k for k, v in samplers.items() if getattr(v, "objectives", None) is None]
+            raise ValueError(
+                f"sampler={describe_part('sampler', self.sampler)['name']} is for objective="
+                f"{' or '.join(fits)}, and the network is trained with objective={name}; "
+                f"{', '.join(others)} fit every objective."
+            )
+        return objective.levels(self.num_steps, self.grid)
+
+    def check(self, backbone: Backbone, objective: Objective) -> None:
+        """Raise `ValueError` if this network cannot be sampled so; computes nothing."""
+        self.levels(objective)
+        if hasattr(self.guidance, "check"):
+            self.guidance.check(backbone, objective)
+
+    def check_training(self, *, conditional: bool, label_dropout: float, has_routes: bool) -> None:
+        """Check that training shows the network what the guidance's weak prediction needs.
+
+        Args:
+            conditional: whether it takes labels or contexts.
+            label_dropout: fraction of them that training leaves out.
+            has_routes: whether training routes at all.
+
+        Raises:
+            ValueError: the weak prediction would be one that was never trained.
+        """
+        if hasattr(self.guidance, "check_training"):
+            self.guidance.check_training(
+                conditional=conditional, label_dropout=label_dropout, has_routes=has_routes
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return every setting as plain values, for records; guidance's with its prefix."""
+        sampler = describe_part("sampler", self.sampler)
+        guidance = describe_part("guidance", self.guidance)
+        return {
+            "sampler": sampler.pop("name"),
+            "num_steps": self.num_steps,
+            **asdict(self.grid),
+            **sampler,
+            "guidance": guidance.pop("name"),
+            **{f"guidance_{field}": value for field, value in guidance.items()},
+        }
+
+
+def build_sampling(
+    sampler: str | Mapping[str, Any], guidance: str | Mapping[str, Any] = "none"
+) -> SamplingOptions:
+    """Return the sampling options of two groups of a configuration.
+
+    Args:
+        sampler: a name, or a mapping with `name`, any field of `tread_zoo.config.SamplingGrid` and
+            any option of the sampler.
+        guidance: a name, or a mapping with `name` and options.
+
+    Raises:
+        ValueError: an unknown name or field (the nearest is suggested), or a wrong value.
+    """
+    options = complete_sampler(sampler)
+    num_steps = options.pop("num_steps")
+    grid = TimeGrid(**{field: options.pop(field) for field in asdict(DEFAULT_GRID)})
+    return SamplingOptions(
+        create("sampler", options), num_steps, grid, create("guidance", guidance)
+    )
+
+
+def default_labels(indices: Sequence[int], num_classes: int) -> Tensor | None:
+    """Return label i mod num_classes for image i, or None for an unconditional network."""
+    if not num_classes:
+        return None
+    return torch.tensor(list(indices)) % num_classes
+
+
+def generate(
+    backbone: Backbone,
+    objective: Objective,
+    options: SamplingOptions,
+    *,
+    indices: Sequence[int],
+    labels: Tensor | None,
+    seed: int,
+    batch_size: int,
+    precision: str = "fp32",
+    weak: Backbone | None = None,
+) -> Tensor:
+    """Return samples float32 [len(indices), C, H, W] on the CPU, in the model's range.
+
+    Image i is a function of (seed, i) and its label; the batch size changes it by rounding alone.
+
+    Args:
+        backbone: on the device to sample on.
+        objective: the one it was trained with.
+        indices: which images of the seed's sequence.
+        labels: int64, one per index, in 0 … num_classes, or contexts [n, T, S], one per index; None
+            for an unconditional network.
+        seed: of the sequence.
+        batch_size: images at a time.
+        precision: resolved, see `tread_zoo.runtime`.
+        weak: the network of the guidance's `weak_checkpoint`, on the same device.
+
+    Raises:
+        ValueError: options that do not fit the network or the objective, or labels that the network
+            refuses.
+    """
+    options.check(backbone, objective)
+    device = next(backbone.parameters()).device
+    levels = options.levels(objective)
+    shape = (backbone.in_channels, *backbone.input_size)
+    images = []
+    for first in range(0, len(indices), batch_size):
+        part = slice(first, first + batch_size)
+        y = None if labels is None else labels[part].to(device)
+        batch = ImageBatch(backbone, objective, y, indices[part], seed, weak)
+
+        def fresh_noise(step: int, chosen: Sequence[int] = batch.indices) -> Tensor:
+            return step_noise(shape, seed, chosen, step).to(device)
+
+        problem = Problem(options.guidance.dx_dt(batch), objective, fresh_noise)
+        noise = initial_noise(shape, seed, batch.indices).to(device) * objective.initial_std
+        with torch.no_grad(), autocast(device, precision):
+            images.append(options.sampler(problem, noise, levels).cpu())
+    return torch.cat(images) if images else torch.empty(0, *shape)
+
+
+def describe_part(kind: str, part: Any) -> dict[str, Any]:
+    """Return `{"name": …, option: value, …}` of a part that `create` made, or of one like it: an
+    instance, or a function. The name of one that is not registered is its own or its class's."""
+    bound = isinstance(part, partial)
+    made_by = part.func if bound else part if isroutine(part) else type(part)
+    for name in available(kind):
+        entry = get_entry(kind, name)
+        if entry.target is made_by:
+            given = {k: getattr(part, k) for k in entry.parameters() if hasattr(part, k)}
+            return {"name": name, **(part.keywords if bound else given)}
+    return {"name": made_by.__name__}
