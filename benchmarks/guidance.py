@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from turns import make_parser, parse, report, take_turns
 
 from tread_zoo.diffusion import FlowMatching, ImageBatch, build_sampling
-from tread_zoo.evaluation.flops import SamplingCounter
+from tread_zoo.evaluation.flops import count_sampling
 from tread_zoo.runtime import autocast
 
 
@@ -27,7 +27,7 @@ def main() -> None:
     images = ImageBatch(backbone, objective, labels, range(batch), seed=0)
     x = torch.randn(batch, backbone.in_channels, *backbone.input_size, device=args.device)
     level = torch.ones(batch, device=args.device)
-    counter, steps, flops = SamplingCounter(backbone, objective), {}, {}
+    steps, flops = {}, {}
 
     def step(dx_dt) -> None:
         with torch.no_grad(), autocast(args.device, args.precision):
@@ -36,7 +36,7 @@ def main() -> None:
     for word in dict.fromkeys(args.guidances):
         part = OmegaConf.to_container(OmegaConf.from_dotlist([f"guidance={word}"]))["guidance"]
         options = build_sampling({"name": "euler", "num_steps": 1}, part)
-        flops[word] = counter.count(options).flops
+        flops[word] = count_sampling(backbone, objective, options).flops
         dx_dt = options.guidance.dx_dt(images)
         steps[word] = lambda dx_dt=dx_dt: step(dx_dt)
     report(take_turns(steps, args.rounds, args.device), flops, "an image")

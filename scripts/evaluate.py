@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 @command("evaluate", EvaluateConfig, groups=("sampler", "guidance"))
 def main(settings: dict) -> None:
     from tread_zoo.evaluation.evaluate import describe_record
-    from tread_zoo.evaluation.score import Protocol, process_group
+    from tread_zoo.evaluation.protocol import Protocol
+    from tread_zoo.evaluation.score import process_group
     from tread_zoo.kernels import set_forms
     from tread_zoo.runtime import resolve_device
 

@@ -21,6 +21,7 @@ class MixerBlock(AdaLNBlock):
         self.value_gate = nn.Linear(hidden_size, 2 * hidden_size)
         self.matrix = nn.Parameter(torch.randn(num_tokens, num_tokens) / num_tokens)
         self.out = nn.Linear(hidden_size, hidden_size)
+        self.fused_rows["value_gate.weight"] = 2 * (hidden_size,)
 
     def mix(self, x: Tensor, layout: Layout) -> Tensor:
         value, gate = self.value_gate(x).chunk(2, dim=-1)

@@ -22,10 +22,9 @@ from tread_zoo.diffusion import (
     SamplingOptions,
     SparseGuidance,
 )
-from tread_zoo.evaluation.flops import SamplingCounter, count_flops, stage_flops, training_flops
+from tread_zoo.evaluation.flops import count_flops, count_sampling, stage_flops, training_flops
 from tread_zoo.kernels import get_forms, set_forms
 from tread_zoo.routing import Route, build_routing
-from tread_zoo.training.compiling import compile_blocks
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,13 +99,14 @@ def test_gaps_and_orders_cost_nothing(name, gaps, scan_order):
 def test_guided_sampling_of_a_scan(name):
     """5 Euler steps; at rate 0.7 a call keeps 16 - 11 tokens in the default route, [2, 5)."""
     dense, weak = TINY[name]().forward, TINY[name](routes=[(2, 5, 5)]).forward
-    counter = SamplingCounter(digits(name), FlowMatching())
+    network = digits(name)
     for guidance, evaluations, expected in (
         (ClassifierFree(scale=2.0), 10, 10 * dense),
         (IntervalGuidance(scale=2.0, low=0.1, high=0.5), 7, 7 * dense),  # at 0.4, 0.2 of 1, .8, …
         (SparseGuidance(strong_rate=0.0, weak_rate=0.7), 10, 5 * (dense + weak)),
     ):
-        found = counter.count(SamplingOptions(Euler(), 5, guidance=guidance))
+        options = SamplingOptions(Euler(), 5, guidance=guidance)
+        found = count_sampling(network, FlowMatching(), options)
         assert (found.evaluations, found.flops) == (evaluations, expected)
 
 
@@ -198,7 +198,8 @@ def test_a_form_set_by_hand_changes_nothing(forms, operation, form, name):
 @pytest.mark.parametrize("name", TINY)
 def test_compiled_blocks_and_the_mode_of_gradients_change_nothing(name):
     network, hand = shallow(name)
-    compile_blocks(network)
+    for block in network.blocks:
+        block.compile(backend="eager")
     network.requires_grad_(False)
     with torch.no_grad():
         check_both_passes(network, hand())

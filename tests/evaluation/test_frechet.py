@@ -1,4 +1,4 @@
-"""The distance against closed forms and other formulas, and what it says of doubtful statistics."""
+"""The distance against closed forms and other formulas, and what it warns of."""
 
 import math
 import warnings
@@ -39,28 +39,21 @@ def test_gaussians_without_common_axes_equal_the_general_square_root():
     assert frechet_distance(other, one) == pytest.approx(expected.real, rel=1e-10)
 
 
-def test_fewer_images_than_features_give_a_number_and_a_note():
+def test_fewer_images_than_features_give_a_number_and_a_warning():
     """tr (S1^(1/2) S2 S1^(1/2))^(1/2) is the nuclear norm of A B^T for S1 = A^T A, S2 = B^T B."""
     x, y = normal(8, 40), normal(12, 40, seed=1) + 0.3
     a, b = ((z - z.mean(0)) / math.sqrt(len(z) - 1) for z in (x, y))
     cross = torch.linalg.matrix_norm(a @ b.T, "nuc")
     expected = (x.mean(0) - y.mean(0)).square().sum() + a.square().sum() + b.square().sum()
-    notes = []
-    found = frechet_distance(
-        statistics_of(x), statistics_of(y), names=("samples'", "real"), notes=notes
-    )
+    with pytest.warns(RuntimeWarning, match="40 features, is singular"):
+        found = frechet_distance(statistics_of(x), statistics_of(y))
     assert found == pytest.approx(float(expected - 2 * cross), rel=1e-6)
-    assert [note.partition(";")[0] for note in notes] == [
-        f"the {name} covariance, of 40 features, is singular: it is of {count} images. The "
-        "distance depends strongly on how many"
-        for name, count in (("samples'", 8), ("real", 12))
-    ]
 
 
-def test_no_covariance_is_told():
+def test_what_is_no_covariance_is_warned_of():
     good = Statistics(torch.zeros(2), torch.eye(2), None)
     for covariance, words in (
-        (torch.diag(torch.tensor([1.0, -0.5])), "negative eigenvalues.*0.33 of all"),
+        (torch.diag(torch.tensor([1.0, -0.5])), "negative eigenvalues"),
         (torch.tensor([[1.0, 0.5], [0.0, 1.0]]), "not symmetric"),
     ):
         with pytest.warns(RuntimeWarning, match=words):
@@ -72,18 +65,12 @@ def test_no_covariance_is_told():
         assert frechet_distance(Statistics(torch.zeros(2), nearly, None), good) == pytest.approx(1)
 
 
-@pytest.mark.parametrize(
-    ("mean", "covariance", "words"),
-    [
-        (torch.zeros(3), torch.eye(3), "the first statistics are of 3 features.*of 2"),
-        (torch.zeros(2), torch.eye(3), r"mean of shape \(2,\) and a covariance of shape \(3, 3\)"),
-        (torch.tensor([0.0, math.nan]), torch.eye(2), "the first statistics are not finite"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(mean, covariance, words):
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize("mean", [torch.zeros(3), torch.tensor([0.0, math.nan])])
+def test_what_cannot_be_compared_is_refused(mean):
+    with pytest.raises(ValueError, match=r"3 features|not finite"):
         frechet_distance(
-            Statistics(mean, covariance, None), Statistics(torch.zeros(2), torch.eye(2), None)
+            Statistics(mean, torch.eye(len(mean)), None),
+            Statistics(torch.zeros(2), torch.eye(2), None),
         )
 
 
@@ -92,32 +79,16 @@ def test_statistics_are_the_same_however_rows_are_parted():
     rows = normal(101, 5) + 1e7
     expected = torch.cov(rows.T)
     for sizes in ([101], [1, 100], [7] * 14 + [3]):
-        running = RunningStatistics()
+        running, merged = RunningStatistics(), RunningStatistics()
         for part in rows.split(sizes):
             running.add(part)
-        found = running.finish()
-        torch.testing.assert_close(found.covariance, expected, rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(found.mean, rows.mean(0), rtol=1e-15, atol=0)
-        assert found.count == 101
-
-
-def test_parts_of_several_processes_merge_to_the_whole():
-    rows, parts = normal(20, 3), []
-    for part in rows.split([12, 8]):
-        running = RunningStatistics()
-        running.add(part)
-        parts.append(running)
-    merged = RunningStatistics()
-    for part in (RunningStatistics(), *parts):
-        merged.merge(part.count, part.mean, part.squares)
-    torch.testing.assert_close(merged.finish().covariance, torch.cov(rows.T))
-
-
-def test_one_row_has_no_covariance():
-    running = RunningStatistics()
-    running.add(normal(1, 3))
-    with pytest.raises(ValueError, match=r"1 row\(s\) of features have no covariance"):
-        running.finish()
+            own = RunningStatistics()
+            own.add(part)
+            merged.merge(own.count, own.mean, own.squares)
+        for found in (running.finish(), merged.finish()):
+            torch.testing.assert_close(found.covariance, expected, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(found.mean, rows.mean(0), rtol=1e-15, atol=0)
+            assert found.count == 101
 
 
 BREAKS = {
@@ -130,32 +101,17 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("kind", BREAKS)
-def test_broken_linear_algebra_is_noted(kind, monkeypatch):
-    name, spoil = BREAKS[kind]
+def test_broken_linear_algebra_is_warned_of(kind, monkeypatch):
+    name, breaks = BREAKS[kind]
     pair = statistics_of(normal(50, 6)), statistics_of(normal(60, 6, seed=1) * 3 + 1)
-    notes = []
-    frechet_distance(*pair, notes=notes)
-    assert notes == []
     original = getattr(torch.linalg, name)
-    monkeypatch.setattr(torch.linalg, name, lambda matrix: spoil(original(matrix)))
-    frechet_distance(*pair, notes=notes)
-    assert "the linear algebra of this machine (BLAS) is broken" in notes[0]
-    with pytest.warns(RuntimeWarning, match="is broken, and so is the distance"):
+    monkeypatch.setattr(torch.linalg, name, lambda matrix: breaks(original(matrix)))
+    with pytest.warns(RuntimeWarning, match="BLAS"):
         frechet_distance(*pair)
 
 
-def test_a_distance_below_zero_is_noted(monkeypatch):
-    """As one machine gave it: the eigenvalues of another matrix, four times too large."""
-    one = statistics_of(normal(50, 6))
-    original = torch.linalg.eigvalsh
-    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda matrix: 4 * original(matrix))
-    notes = []
-    assert frechet_distance(one, one, notes=notes) == pytest.approx(-2 * one.covariance.trace())
-    assert any("below 0 by more than rounding" in note for note in notes)
-
-
 @pytest.mark.parametrize(("rows", "size", "scale"), [(30, 80, 1e-3), (300, 200, 1e4), (3, 2, 1.0)])
-def test_sound_statistics_have_no_note_of_broken_algebra(rows, size, scale):
+def test_sound_statistics_are_not_called_broken(rows, size, scale):
     """Singular, large, small, in float32, of one image twice: rounding is no fault."""
     x = scale * normal(rows, size) * torch.logspace(-6, 2, size, dtype=torch.float64)
     y = x.float().double() + scale * normal(rows, size, seed=1)
@@ -163,6 +119,8 @@ def test_sound_statistics_have_no_note_of_broken_algebra(rows, size, scale):
         sets = [statistics_of(part) for part in pair]
         floats = [Statistics(s.mean.float(), s.covariance.float(), None) for s in sets]
         for given in (sets, floats):
-            notes = []
-            frechet_distance(*given, notes=notes)
-            assert not [note for note in notes if "broken" in note or "below 0" in note]
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                frechet_distance(*given)
+            texts = [str(one.message) for one in caught]
+            assert not [text for text in texts if "BLAS" in text or "below 0" in text]

@@ -21,8 +21,9 @@ from tread_zoo.evaluation.conditions import conditions_of
 from tread_zoo.evaluation.features import DIGITS, INCEPTION, find_extractor
 from tread_zoo.evaluation.flops import count_sampling
 from tread_zoo.evaluation.images import PartImages, pixel_shape
+from tread_zoo.evaluation.metrics import build_metrics
 from tread_zoo.evaluation.pictures import save_png
-from tread_zoo.evaluation.score import Evaluation, Reference, build_metrics, open_reference
+from tread_zoo.evaluation.score import Evaluation, Reference, open_reference
 
 UINT8_RULE = "clamp to [-1, 1], then the nearest of 256 values"
 _NO_DECODER = "latents are not images: name their autoencoder with data.vae=…"

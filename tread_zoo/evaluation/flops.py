@@ -62,7 +62,7 @@ def stage_flops(backbone: Backbone, routing: Routing, num_steps: int) -> list[tu
     """Return the steps of each stage of a run, and the FLOPs of an image, as `training_flops`."""
     meta = _without_data(backbone)
     dense = _trace(meta, 1, (), backward=True)
-    counted: dict[tuple, float] = {(): dense}  # by start, end, and rate of each route
+    counted: dict[tuple[Any, ...], float] = {(): dense}  # by start, end, and rate of each route
     found = []
     for steps, used in routing.stages(num_steps):
         key = tuple((plan.start, plan.end, plan.selection_rate) for plan in used.plans)
@@ -71,8 +71,8 @@ def stage_flops(backbone: Backbone, routing: Routing, num_steps: int) -> list[tu
             counted[key] = _trace(meta, 1, routes, backward=True)
             if used.path_drop_probability:
                 dropped = [PathDrop(plan.start, plan.end) for plan in used.plans]
-                share, gone = used.path_drop_probability, _trace(meta, 1, dropped, backward=True)
-                counted[key] = (1 - share) * counted[key] + share * gone
+                chance, short = used.path_drop_probability, _trace(meta, 1, dropped, backward=True)
+                counted[key] = (1 - chance) * counted[key] + chance * short
         flops = routing.probability * counted[key] + (1 - routing.probability) * dense
         found.append((steps, flops))
     return found
@@ -99,49 +99,23 @@ def count_sampling(
 ) -> SamplingCost:
     """Return what sampling one image with `options` costs.
 
-    `generate` itself runs, with networks whose forward does nothing but say what it was called
-    with: so a branch that a level or a scale leaves out is not counted. Each kind of call (which
-    network, which routes) is traced once, as `count_flops` does.
+    `generate` itself runs, with networks whose forward computes nothing and notes what it was
+    called with: so a branch that a level or a scale leaves out is not counted. Each kind of call
+    (which network, which routes) is traced once, as `count_flops` does.
 
     Raises:
         ValueError: options that do not fit the network or the objective.
     """
-    return SamplingCounter(backbone, objective, weak=weak).count(options)
-
-
-class SamplingCounter:
-    """`count_sampling` for several options of the same networks; a kind of call is traced once."""
-
-    def __init__(
-        self, backbone: Backbone, objective: Objective, *, weak: Backbone | None = None
-    ) -> None:
-        self._calls: list[int] = []
-        self._backbone = _stand_in(backbone, self._calls)
-        self._weak = None if weak is None else _stand_in(weak, self._calls)
-        self._objective = objective
-
-    def count(self, options: SamplingOptions) -> SamplingCost:
-        """Return what sampling one image with `options` costs.
-
-        Raises:
-            ValueError: options that do not fit the network or the objective.
-        """
-        self._calls.clear()
-        network = self._backbone
-        labels = default_labels([0], network.num_classes)
-        if network.context_size:
-            labels = torch.zeros(1, network.context_length, network.context_size)
-        generate(
-            network,
-            self._objective,
-            options,
-            indices=[0],
-            labels=labels,
-            seed=0,
-            batch_size=1,
-            weak=self._weak,
-        )
-        return SamplingCost(len(self._calls), sum(self._calls))
+    calls: list[int] = []
+    network = _stand_in(backbone, calls)
+    labels = default_labels([0], network.num_classes)
+    if network.context_size:
+        labels = torch.zeros(1, network.context_length, network.context_size)
+    generate(
+        network, objective, options, indices=[0], labels=labels, seed=0, batch_size=1,
+        weak=None if weak is None else _stand_in(weak, calls),
+    )  # fmt: skip
+    return SamplingCost(len(calls), sum(calls))
 
 
 def _stand_in(network: Backbone, calls: list[int]) -> Backbone:
@@ -188,4 +162,4 @@ def _trace(
         out = meta(x, t, y, routes=concrete)
         if backward:
             out.sum().backward()
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())

@@ -109,7 +109,7 @@ def _root(matrix: Tensor) -> Tensor:
     """Return the symmetric square root [D, D] of a covariance."""
     values, vectors = torch.linalg.eigh(matrix)
     kept = _clip(values, "the generated covariance")
-    root = vectors * kept.sqrt() @ vectors.T
+    root: Tensor = vectors * kept.sqrt() @ vectors.T
     error = torch.linalg.matrix_norm(root @ root - matrix)
     # what was cut off is missing in the root, too
     allowed = _EXACT * torch.linalg.matrix_norm(matrix) + torch.linalg.vector_norm(values - kept)

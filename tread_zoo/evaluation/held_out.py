@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.data import ImageData, read_items
-from tread_zoo.diffusion import Objective
+from tread_zoo.diffusion import Objective, describe_part
 from tread_zoo.evaluation.images import evenly_spaced
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
@@ -53,7 +53,7 @@ def held_out_loss(
     y = labels.to(device) if backbone.is_conditional else None
 
     def network(x_t: Tensor, t: Tensor) -> Tensor:
-        return backbone(x_t, t, y)
+        return backbone(x_t, t, y)  # type: ignore[no-any-return]
 
     losses, levels = [], []
     for number in range(num_draws):
@@ -92,7 +92,7 @@ def held_out_record(
     options = asdict(objective)  # type: ignore[call-overload]
     return {
         "held_out_objective": {
-            "name": getattr(objective, "name", type(objective).__name__),
+            "name": describe_part("objective", objective)["name"],
             **{name: value for name, value in options.items() if name not in _OF_SAMPLING},
         },
         "held_out_images": len(images),
@@ -102,7 +102,7 @@ def held_out_record(
     }
 
 
-def stack_part(dataset: Dataset, count: int) -> tuple[Tensor, Tensor]:
+def stack_part(dataset: Dataset[Any], count: int) -> tuple[Tensor, Tensor]:
     """Return `count` items of a data set, evenly spaced, as stored [n, …], and their labels [n] or
     contexts [n, T, S].
 

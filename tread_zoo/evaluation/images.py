@@ -79,7 +79,7 @@ class PartImages:
     def __init__(
         self,
         data: ImageData,
-        part: Dataset,
+        part: Dataset[Any],
         name: str,
         *,
         count: int | None = None,
@@ -166,8 +166,8 @@ class FolderImages:
             except OSError as error:
                 raise OSError(f"{path}: {error}") from error
             images.append(torch.from_numpy(pixels.copy()).view(*self.shape[1:], -1))
-        stacked = torch.stack(images).permute(0, 3, 1, 2).contiguous()
-        return stacked, None if self.labels is None else self.labels[chosen.start : chosen.stop]
+        labels = None if self.labels is None else self.labels[chosen.start : chosen.stop]
+        return _channels_first(torch.stack(images)), labels
 
 
 class NpzImages:
@@ -181,6 +181,8 @@ class NpzImages:
     def __init__(self, file: Path):
         self.file, self.name = file, file.name
         with np.load(file, allow_pickle=False) as archive:
+            if "arr_0" not in archive.files:
+                raise ValueError(f"{str(file)!r} has {', '.join(archive.files)}, and no arr_0.")
             labels = archive["arr_1"] if "arr_1" in archive.files else None
         self._stream: Any = zipfile.ZipFile(file).open("arr_0.npy")  # noqa: SIM115
         old = npy.read_magic(self._stream) == (1, 0)
@@ -194,8 +196,9 @@ class NpzImages:
             )
         self.count, height, width, channels = shape
         self.shape = (channels, height, width)
-        whole = labels is not None and labels.dtype.kind in "iu" and labels.shape == (self.count,)
-        self.labels = torch.from_numpy(labels.astype(np.int64)) if whole else None
+        self.labels = None
+        if labels is not None and labels.dtype.kind in "iu" and labels.shape == (self.count,):
+            self.labels = torch.from_numpy(labels.astype(np.int64))
         self.num_classes = 0 if self.labels is None else int(self.labels.max()) + 1
 
     def __len__(self) -> int:
@@ -208,10 +211,8 @@ class NpzImages:
         self._stream.seek(self._begin + chosen.start * size)
         content = bytearray(self._stream.read(len(chosen) * size))
         images = torch.frombuffer(content, dtype=torch.uint8).view(-1, height, width, channels)
-        # flattened on the way: of one channel, the strides would stay those of [N,H,W,C], and a
-        # convolution would take another kernel, with other last bits
-        images = images.permute(0, 3, 1, 2).flatten().view(-1, *self.shape)
-        return images, None if self.labels is None else self.labels[chosen.start : chosen.stop]
+        labels = None if self.labels is None else self.labels[chosen.start : chosen.stop]
+        return _channels_first(images), labels
 
 
 def open_images(path: str | Path, class_names: tuple[str, ...] = ()) -> Images:
@@ -241,3 +242,10 @@ def pixel_shape(data: ImageData, device: torch.device) -> tuple[int, int, int]:
         return stored
     one = torch.zeros(1, *stored, device=device)
     return tuple(data.codec.to_pixels(one, device=device).shape[1:])  # type: ignore[return-value]
+
+
+def _channels_first(images: Tensor) -> Tensor:
+    """Return [B,H,W,C] as [B,C,H,W] with the strides of that shape: of one channel they would stay
+    the others', and a convolution would take another kernel, with other last bits."""
+    batch, height, width, channels = images.shape
+    return images.permute(0, 3, 1, 2).flatten().view(batch, channels, height, width)

@@ -17,16 +17,79 @@ in the record of the score. Facts of a registration:
 Dimensions: N generated images, M real images, D features.
 """
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from tread_zoo.evaluation.frechet import Statistics, frechet_distance
-from tread_zoo.registry import register
+from tread_zoo.registry import complete, get_entry, register
+
+if TYPE_CHECKING:
+    from tread_zoo.evaluation.score import FeatureSet
 
 _DISTANCES_AT_ONCE = 100_000_000
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A registered metric with its options; the facts are those at the top of this file.
+
+    Args:
+        options: `name` and all options.
+        function: the metric, with these bound.
+        uses_real: it takes the features of real images, too.
+    """
+
+    options: Mapping[str, Any]
+    function: Callable[..., Any]
+    uses_real: bool
+    features: str = "pooled"
+    statistics: bool = False
+    extractor: str = "*"
+    min_images: int = 2
+
+    @property
+    def name(self) -> str:
+        """The registered one."""
+        return str(self.options["name"])
+
+    def compute(self, generated: "FeatureSet", real: "FeatureSet") -> dict[str, float]:
+        """Return the values by name."""
+        sets = (generated, real) if self.uses_real else (generated,)
+        given = [(s.statistics if self.statistics else s.rows)[self.features] for s in sets]
+        found = self.function(*given)
+        if isinstance(found, Mapping):
+            return {name: float(value) for name, value in found.items()}
+        return {self.name: float(found)}
+
+
+def build_metrics(parts: Iterable[str | Mapping[str, Any]]) -> tuple[Metric, ...]:
+    """Return registered metrics, each given by its name or by a mapping with `name` and options.
+
+    Raises:
+        ValueError: an unknown name or option, or one metric twice.
+    """
+    metrics = []
+    for part in parts:
+        options = complete("metric", part, "evaluation.metrics")
+        entry = get_entry("metric", options["name"])
+        positional = [
+            p for p in inspect.signature(entry.target).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]  # fmt: skip
+        facts = {name: value for name, value in entry.facts.items() if name != "better"}
+        own = {name: value for name, value in options.items() if name != "name"}
+        metrics.append(Metric(options, entry.build(own), len(positional) > 1, **facts))
+    names = [metric.name for metric in metrics]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"evaluation.metrics has {name!r} twice; score it in two calls.")
+    return tuple(metrics)
 
 
 @register("metric", "fid", better="lower", statistics=True)
@@ -109,8 +172,10 @@ def _coverage(points: Tensor, centers: Tensor, num_neighbors: int) -> float:
     radii = torch.cat(
         [  # + 1: the nearest one is the centre itself
             torch.cdist(part, centers).kthvalue(num_neighbors + 1).values
-            for part in centers.split(rows)
+            for part in torch.split(centers, rows)
         ]
     )
-    inside = [(torch.cdist(part, centers) <= radii).any(dim=1) for part in points.split(rows)]
+    inside = [
+        (torch.cdist(part, centers) <= radii).any(dim=1) for part in torch.split(points, rows)
+    ]
     return float(torch.cat(inside).double().mean())

@@ -12,14 +12,12 @@ Dimensions: N images, B of a batch, C channels, H height, W width, D features.
 
 import fnmatch
 import hashlib
-import inspect
-import json
 import os
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,138 +28,11 @@ from torch import Tensor
 from tread_zoo.evaluation.features import DIGITS, INCEPTION, Extractor, Network, find_extractor
 from tread_zoo.evaluation.frechet import RunningStatistics, Statistics
 from tread_zoo.evaluation.images import Images, TensorImages, open_images
-from tread_zoo.registry import complete, get_entry
+from tread_zoo.evaluation.metrics import Metric, build_metrics
+from tread_zoo.evaluation.protocol import Protocol
 
 # features -> arrays of an .npz of statistics, as ADM's evaluator names them
 _STATISTICS = {"pooled": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
-
-
-def _noted(default: Any = None) -> Any:
-    """Return a field that is recorded, and not compared."""
-    return field(default=default, compare=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Protocol:
-    """What a score depends on. Scores compare where their protocols are equal.
-
-    Args:
-        metrics: with all options.
-        extractor, extractor_sha256, resize: the features; None where none were needed.
-        num_generated, image_size, channels: the images; (H, W) as [H, W].
-        uint8: the rule by which samples became bytes.
-        data: that the samples are to be like.
-        reference, num_reference, reference_sha256: the real images: their name, how many, and the
-            hash of their pixels, or of a file of statistics.
-        labels: the rule by which samples got their labels.
-        seed, sampling, weights: of the samples: their noise, sampler with guidance, `ema` or
-            `model`; None where that is unknown.
-        decoder: the autoencoder of latents, and their normalization.
-        samples_sha256, step, nfe, flops_per_image, precision, device, torch, torch_fidelity: noted,
-            and not compared: scores on a curve differ in the step, and rounding in the others.
-        notes: what makes a number doubtful.
-    """
-
-    metrics: Sequence[Mapping[str, Any]] = ()
-    extractor: str | None = None
-    extractor_sha256: str | None = None
-    resize: str | None = None
-    num_generated: int | None = None
-    image_size: Sequence[int] | None = None
-    channels: int | None = None
-    uint8: str | None = None
-    data: str | None = None
-    reference: str | None = None
-    num_reference: int | None = None
-    reference_sha256: str | None = None
-    labels: str | None = None
-    seed: int | None = None
-    sampling: Mapping[str, Any] | None = None
-    weights: str | None = None
-    decoder: Mapping[str, Any] | None = None
-    samples_sha256: str | None = _noted()
-    step: int | None = _noted()
-    nfe: int | None = _noted()
-    flops_per_image: int | None = _noted()
-    precision: str | None = _noted()
-    device: str | None = _noted()
-    torch: str | None = _noted()
-    torch_fidelity: str | None = _noted()
-    notes: Sequence[str] = _noted(())
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> "Protocol":
-        """Return the protocol of a record, as it was or as JSON gave it back."""
-        names = {f.name for f in fields(cls)}
-        plain = json.loads(json.dumps(record["protocol"]))
-        return cls(**{name: value for name, value in plain.items() if name in names})
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as plain values, for records."""
-        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
-
-    @property
-    def digest(self) -> str:
-        """Six hex digits that are equal for equal protocols, for the names of files."""
-        compared = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
-        return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:6]
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A registered metric with its options; the facts are those of `tread_zoo.evaluation.metrics`.
-
-    Args:
-        options: `name` and all options.
-        function: the metric, with these bound.
-        uses_real: it takes the features of real images, too.
-    """
-
-    options: Mapping[str, Any]
-    function: Callable[..., Any]
-    uses_real: bool
-    features: str = "pooled"
-    statistics: bool = False
-    extractor: str = "*"
-    min_images: int = 2
-
-    @property
-    def name(self) -> str:
-        """The registered one."""
-        return str(self.options["name"])
-
-    def compute(self, generated: "FeatureSet", real: "FeatureSet") -> dict[str, float]:
-        """Return the values by name."""
-        sets = (generated, real) if self.uses_real else (generated,)
-        given = [(s.statistics if self.statistics else s.rows)[self.features] for s in sets]
-        found = self.function(*given)
-        if isinstance(found, Mapping):
-            return {name: float(value) for name, value in found.items()}
-        return {self.name: float(found)}
-
-
-def build_metrics(parts: Iterable[str | Mapping[str, Any]]) -> tuple[Metric, ...]:
-    """Return registered metrics, each given by its name or by a mapping with `name` and options.
-
-    Raises:
-        ValueError: an unknown name or option, or one metric twice.
-    """
-    metrics = []
-    for part in parts:
-        options = complete("metric", part, "evaluation.metrics")
-        entry = get_entry("metric", options["name"])
-        positional = [
-            p for p in inspect.signature(entry.target).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]  # fmt: skip
-        facts = {name: value for name, value in entry.facts.items() if name != "better"}
-        own = {name: value for name, value in options.items() if name != "name"}
-        metrics.append(Metric(options, entry.build(own), len(positional) > 1, **facts))
-    names = [metric.name for metric in metrics]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"evaluation.metrics has {name!r} twice; score it in two calls.")
-    return tuple(metrics)
 
 
 @dataclass(frozen=True)
@@ -280,21 +151,18 @@ class Evaluation:
         Raises:
             ValueError: they cannot.
         """
-        extractor, reference = self.extractor, self.reference
+        extractor, real = self.extractor, self.reference.images
         if extractor is None:
             return
-        if None not in (shape, extractor.shape) and tuple(shape or ()) != extractor.shape:
-            raise ValueError(
-                f"evaluation.extractor={extractor.name!r} is for images [C,H,W] of "
-                f"{extractor.shape}, and these are {tuple(shape or ())}: set "
-                f"evaluation.extractor={INCEPTION}, or train one with scripts/make_features.py."
-            )
-        if self.metrics and shape is not None and reference.images is not None:
-            real_shape = tuple(reference.images.shape)
-            if tuple(shape) != real_shape:
+        shapes = {"the extractor": extractor.shape}
+        if shape is not None and self.metrics and real is not None:
+            shapes[f"the reference {self.reference.name}"] = real.shape
+        for name, other in shapes.items():
+            if shape is not None and other is not None and tuple(shape) != tuple(other):
                 raise ValueError(
-                    f"the images [C,H,W] are {tuple(shape)}, and those of the reference "
-                    f"{reference.name!r} {real_shape}: bring both to one size before scoring."
+                    f"the images [C,H,W] are {tuple(shape)}, and those of {name} {tuple(other)}: "
+                    "bring them to one size, or take another evaluation.extractor, such as "
+                    f"{INCEPTION}."
                 )
         if self.label_accuracy and num_classes > extractor.num_classes:
             raise ValueError(
@@ -303,32 +171,30 @@ class Evaluation:
                 "scripts/make_features.py."
             )
         for metric in self.metrics:
-            _check_features(metric, extractor, reference)
-            num_real = None if reference.images is None else len(reference.images)
-            if metric.statistics and metric.features in reference.has_statistics_of(extractor):
-                num_real = None
-            for name, found in (("evaluation.num_images", count), ("the reference", num_real)):
-                why = self._too_few(metric, found)
-                if why and (metric.uses_real or name != "the reference"):
-                    raise ValueError(f"{name} has {found} image(s), and {metric.name!r} {why}")
+            given = self.reference.has_statistics_of(extractor) if metric.statistics else ()
+            why = _misfit(metric, extractor, self.reference)
+            why = why or self._too_few(metric, count, "evaluation.num_images")
+            if not why and metric.uses_real and real is not None and metric.features not in given:
+                why = self._too_few(metric, len(real), "the reference")
+            if why:
+                raise ValueError(f"evaluation.metrics: {metric.name!r} {why}, or leave it out.")
 
     def possible(self, count: int) -> tuple[Metric, ...]:
         """Return the metrics that `count` images are enough for."""
-        return tuple(metric for metric in self.metrics if not self._too_few(metric, count))
+        return tuple(metric for metric in self.metrics if not self._too_few(metric, count, ""))
 
-    def _too_few(self, metric: Metric, count: int | None) -> str:
+    def _too_few(self, metric: Metric, count: int, name: str) -> str:
+        """Return why a metric is not defined for `count` images, or ""."""
         assert self.extractor is not None
-        if count is None:
-            return ""
         if count < metric.min_images:
-            return f"takes {metric.min_images} or more: give more, or leave it out."
+            return f"takes {metric.min_images} images, and {name} has {count}: give more"
         size = self.extractor.sizes[metric.features]
         if not metric.statistics or count > size or self.allow_few_images:
             return ""
         return (
             f"compares covariances of {size} features, which are singular unless there are more "
-            f"images than features: give {size + 1} or more, take other metrics such as kid, or "
-            "have it all the same with evaluation.allow_few_images=true, which is noted."
+            f"images, and {name} has {count}: give {size + 1}, set "
+            "evaluation.allow_few_images=true, which is noted"
         )
 
     def run(
@@ -410,6 +276,8 @@ class Evaluation:
         usable = reference.has_statistics_of(self.extractor)
         needed = [m for m in self.metrics if m.uses_real]
         found = FeatureSet()
+        if not needed:
+            return found
         if not usable or any(not m.statistics or m.features not in usable for m in needed):
             assert reference.images is not None
             found = features(reference.images, real=True)
@@ -550,37 +418,31 @@ def _values(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", RuntimeWarning)
             values |= metric.compute(generated, reference)
-        notes += [f"{metric.name}: {one.message}" for one in caught]
+        for one in caught:
+            if issubclass(one.category, RuntimeWarning):
+                notes.append(f"{metric.name}: {one.message}")
+            else:
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
     return values, list(dict.fromkeys(notes))
 
 
-def _check_features(metric: Metric, extractor: Extractor, reference: Reference) -> None:
+def _misfit(metric: Metric, extractor: Extractor, reference: Reference) -> str:
+    """Return why a metric cannot be taken of an extractor's features or of a reference, or ""."""
     if not fnmatch.fnmatchcase(extractor.name, metric.extractor):
-        raise ValueError(
-            f"evaluation.metrics has {metric.name!r}, which is for {metric.extractor}: set "
-            f"evaluation.extractor, which is {extractor.name!r}, to one of these, or leave it out."
-        )
+        return f"is for {metric.extractor}: set evaluation.extractor to one, not {extractor.name}"
     if metric.features not in extractor.sizes:
-        raise ValueError(
-            f"evaluation.metrics has {metric.name!r}, which takes {metric.features} features, and "
-            f"evaluation.extractor={extractor.name!r} has {', '.join(extractor.sizes)} ones: take "
-            f"{INCEPTION}, or leave it out."
-        )
+        return f"takes {metric.features} features, which {extractor.name} lacks: take {INCEPTION}"
     if reference.images is not None or not metric.uses_real:
-        return
-    usable = reference.has_statistics_of(extractor)
+        return ""
     if not metric.statistics:
-        raise ValueError(
-            f"the reference {reference.name!r} has statistics alone, and {metric.name!r} compares "
-            "image with image: leave it out, or give the images themselves."
-        )
-    if metric.features not in usable:
-        raise ValueError(
-            f"the reference {reference.name!r} has statistics of {reference.extractor}'s features "
-            f"({', '.join(sorted(reference.statistics))}), and {metric.name!r} takes "
-            f"{metric.features} ones of {extractor.label}: make it with that extractor "
-            "(scripts/make_reference.py), or give the images themselves."
-        )
+        return f"compares images, and {reference.name} has statistics alone: give images"
+    if metric.features in reference.has_statistics_of(extractor):
+        return ""
+    return (
+        f"takes {metric.features} features of {extractor.label}, and {reference.name} has "
+        f"statistics of {', '.join(sorted(reference.statistics))} ones of {reference.extractor}: "
+        "make it with that extractor (scripts/make_reference.py), give images"
+    )
 
 
 def _as_images(images: Images | Tensor | str | Path) -> Images:

@@ -1,42 +1,37 @@
-"""Where to route: the measures against other formulas, planted still blocks, the whole script."""
+"""Where to route: the measures against other formulas, planted still blocks, the states."""
 
-import json
-import math
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
-from tests.small_run import parts_of, settings
+from scripts.probe_routes import describe, probe, token_states
 from tests.test_contract import SMALL
-from tread_zoo import create_backbone
-from tread_zoo.data import build_data
+from tread_zoo import create, create_backbone
+from tread_zoo.config import ProbeConfig, check
+from tread_zoo.data import digits
 from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.evaluation.pictures import plot_similarity
-from tread_zoo.evaluation.placement import (
-    PlacementOptions,
-    describe_placement,
-    probe_placement,
-    propose_route,
-    recording,
-    similarity,
-    token_states,
-)
-from tread_zoo.registry import create
 from tread_zoo.routing import build_routing
+from tread_zoo.routing.probe import propose_route, recording, similarity
 from tread_zoo.seeding import make_generator
 from tread_zoo.testing import Probe
 from tread_zoo.testing.probe import watching
 
 
 def options(**changes):
-    given = {
-        "measure": "cosine", "num_images": 6, "num_levels": 2, "max_tokens": 4096, "batch_size": 4,
-        "selection_rate": 0.5, "seed": 0,
-    }  # fmt: skip
-    return PlacementOptions(**{**given, **changes})
+    given = {"checkpoint": "x", "num_images": 6, "num_levels": 2, "batch_size": 4}
+    return check(ProbeConfig, {**given, **changes})
+
+
+def run_of(backbone, *, data=None, objective="flow"):
+    """Return what a checkpoint of a network gives back."""
+    return SimpleNamespace(
+        backbone=backbone, objective=create("objective", objective), has_data=data is not None,
+        data=lambda changes: data, precision="fp32", checkpoint=SimpleNamespace(step=7),
+    )  # fmt: skip
 
 
 def states(num_states=4, num_tokens=30, width=8):
@@ -102,8 +97,8 @@ def test_too_few_blocks_are_told():
         propose_route([0.1, 0.2], {})
 
 
-def changes_of(backbone, dataset, given):
-    _, _, found = token_states(backbone, create("objective", "flow"), dataset, given)
+def changes_of(run, given):
+    _, found, _ = token_states(run, given)
     each = torch.stack([similarity(states, given.measure) for states in found])
     return (1 - each.mean(dim=0).diagonal(offset=1)).tolist()
 
@@ -132,7 +127,7 @@ def test_planted_still_blocks_are_found(name, measure):
     backbone = Probe(name, input_size=(8, 8), in_channels=1, overrides=sizes).build()
     assert backbone.num_blocks == 9
     with planted(backbone, range(3, 6)):
-        changes = changes_of(backbone, None, options(measure=measure))
+        changes = changes_of(run_of(backbone), options(measure=measure))
     found = propose_route(changes, backbone.skips)
     assert (found.start, found.end) == (3, 6)
     assert all(changes[block] > 0.01 for block in (1, 2, 6, 7))
@@ -144,7 +139,7 @@ def test_blocks_of_a_dit_whose_gates_are_shut_are_found():
     for block in list(backbone.blocks)[4:8]:
         torch.nn.init.zeros_(block.modulation.weight)
         torch.nn.init.zeros_(block.modulation.bias)
-    changes = changes_of(backbone, build_data("digits").held_out, options())
+    changes = changes_of(run_of(backbone, data=digits()), options())
     found = propose_route(changes, {})
     assert 1 <= found.start <= 4
     assert 8 <= found.end <= 11
@@ -172,33 +167,26 @@ def test_states_are_what_the_blocks_are_given(name):
 @pytest.mark.parametrize("objective", ["flow", "edm"])
 @pytest.mark.parametrize("from_data", [True, False])
 def test_images_and_samples_are_measured_at_the_objectives_levels(objective, from_data):
-    """The labels of the network tell which level each call had."""
-    parts = parts_of(settings(f"objective={objective}"))
-    backbone, dataset = parts.backbone, parts.data.held_out if from_data else None
-    asked = []
-    original = backbone.embed
-    backbone.embed = lambda x, t, y: asked.append(t) or original(x, t, y)
-    given = options(num_levels=3, max_tokens=50)
-    levels, count, found = token_states(backbone, parts.objective, dataset, given)
-    assert levels == parts.objective.levels(3)[:-1].tolist()
-    assert count == 6
+    backbone = create_backbone(
+        "dit_tiny", input_size=8, in_channels=1, num_classes=10, depth=4, hidden_size=16
+    )
+    run = run_of(backbone, data=digits() if from_data else None, objective=objective)
+    levels, found, source = token_states(run, options(num_levels=3, max_tokens=50))
+    assert levels == run.objective.levels(3)[:-1].tolist()
+    assert source.startswith("6 held-out images" if from_data else "6 samples")
     assert [state.shape for state in found] == 3 * [(5, 6 * (50 // 6), 16)]
-    expected = [math.log(level) / 4 for level in levels] if objective == "edm" else levels
-    torch.testing.assert_close(torch.stack(asked[:3]), torch.tensor(expected)[:, None].expand(3, 4))
-    parted = options(num_levels=3, max_tokens=50, batch_size=6)
-    _, _, again = token_states(backbone, parts.objective, dataset, parted)
+    _, again, _ = token_states(run, options(num_levels=3, max_tokens=50, batch_size=6))
     for one, other in zip(found, again, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
-def test_the_saving_is_that_of_a_routed_step():
+def test_the_saving_is_that_of_a_routed_step(tmp_path):
     sizes = {"input_size": 8, "in_channels": 1, "num_classes": 0, "hidden_size": 16, "depth": 6}
     backbone, fused = (create_backbone("dit_tiny", **sizes) for _ in range(2))
     fused.add_fusions([(2, 4)])
     given = options(num_images=2, num_levels=1, selection_rate=0.75)
     for network in (backbone, fused):
-        record = probe_placement(network, create("objective", "flow"), None, given)
-        assert record["source"] == "samples on their way from noise"
+        record = probe(run_of(network), given)
         route = record["route"]
         routing = build_routing(
             "tread", num_blocks=6, selection_rate=0.75, start=route["start"], end=route["end"]
@@ -208,31 +196,7 @@ def test_the_saving_is_that_of_a_routed_step():
         dense = count_flops(backbone, backward=True)
         assert (route["flops_routed"], record["flops_dense"]) == (routed, dense)
         assert route["saving"] == 1 - routed / dense
-
-
-def test_the_record_is_json_and_the_picture_is_drawn(tmp_path):
-    parts = parts_of(settings())
-    record = probe_placement(parts.backbone, parts.objective, parts.data, options())
-    assert json.loads(json.dumps(record)) == record
-    said = "\n".join(describe_placement(record))
-    route = (record["route"]["start"], record["route"]["end"])
-    assert record["source"] == "held-out images of digits"
-    for words in ("cosine of 96 token states", "proposed", f"routing.start={route[0]}"):
-        assert words in said
-    path = tmp_path / "placement.png"
-    plot_similarity(record["mean_similarity"], record["changes"], route, path, title="x")
-    assert Image.open(path).size == (1320, 600)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"measure": "cosin"}, "measure='cosin'.*'cosine'"),
-        ({"num_levels": 0}, "num_levels=0 must be an integer"),
-        ({"selection_rate": 1.0}, r"selection_rate=1.0 is outside \[0, 1\)"),
-        ({"num_images": 2.5}, "num_images=2.5 must be a whole number"),
-    ],
-)
-def test_options_that_cannot_work(changes, words):
-    with pytest.raises(ValueError, match=words):
-        options(**changes)
+    assert f"routing.start={route['start']}" in "\n".join(describe(record))
+    place, ends = tmp_path / "placement.png", (route["start"], route["end"])
+    plot_similarity(record["mean_similarity"], record["changes"], ends, place, title="x")
+    assert place.stat().st_size > 1000

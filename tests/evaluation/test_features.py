@@ -1,0 +1,207 @@
+"""Extractors: the one that ships here, one's own, and Inception and DINOv2 from the disk. Their
+weights here are random or invented: what is shown is which network runs, on what."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.evaluation.tiny import random_images, write_features, write_npz
+from tests.processes import run_python
+from tread_zoo.data import digits
+from tread_zoo.evaluation import score
+from tread_zoo.evaluation.features import (
+    DIGITS_WEIGHTS,
+    INCEPTION_URL,
+    ClassifierFeatures,
+    find_extractor,
+    load_digits_features,
+    load_features,
+    save_features,
+)
+
+HUBCONF = """
+import torch
+from torch import nn
+
+dependencies = ["torch"]
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(6, 3))
+
+    def forward(self, x):  # [B, 3, 224, 224]
+        assert x.shape[1:] == (3, 224, 224), x.shape
+        half = torch.cat([x[..., :112].mean((2, 3)), x[..., 112:].mean((2, 3))], dim=1)
+        return half[:, :3] @ self.weight.T + half[:, 3:] @ self.weight.flip(0).T
+
+def dinov2_vitl14(pretrained=True):
+    assert not pretrained, "this would be a download"
+    return Network()
+"""
+CPU = torch.device("cpu")
+
+
+def test_the_shipped_network_is_small_and_knows_digits():
+    network, held_out = load_digits_features(), digits().held_out
+    features, logits = network(held_out.images)
+    assert features.shape == (359, 64)
+    assert (logits.argmax(1) == held_out.labels).double().mean() > 0.99
+    assert sum(parameter.numel() for parameter in network.parameters()) <= 60_000
+    assert DIGITS_WEIGHTS.stat().st_size <= 300_000
+    assert not any(parameter.requires_grad for parameter in network.parameters())
+    assert (network(digits().train.images)[0].std(dim=0) > 1e-3).all(), "a dead feature"
+
+
+def test_what_was_saved_is_loaded(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"image_size": (8, 12), "channels": 3, "num_classes": 4}
+    network = ClassifierFeatures(**sizes, num_features=16)
+    images = torch.randint(0, 256, (5, 3, 8, 12), dtype=torch.uint8)
+    save_features(network, tmp_path / "own.safetensors", "a test's")
+    state = torch.get_rng_state()
+    loaded = load_features(tmp_path / "own.safetensors")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(loaded(images)[1], network(images)[1])
+    assert [p.name for p in tmp_path.iterdir()] == ["own.safetensors"]
+    extractor = find_extractor(str(tmp_path / "own.safetensors"))
+    assert extractor.sizes == {"pooled": 16, "logits": 4}
+    assert extractor.label.startswith("own@")
+
+
+def test_distances_are_those_of_its_features(tmp_path):
+    """Against the general matrix square root on features taken by hand."""
+    import numpy as np
+    from scipy.linalg import sqrtm
+
+    file = write_features(tmp_path / "own.safetensors")
+    a, b = random_images(200, 1), random_images(300, 2) // 2
+    found = score(a, b, ["fid"], extractor=file)["values"]["fid"]
+    x, y = (load_features(tmp_path / "own.safetensors")(p)[0].double().numpy() for p in (a, b))
+    s, t = np.cov(x.T), np.cov(y.T)
+    expected = ((x.mean(0) - y.mean(0)) ** 2).sum() + np.trace(s + t - 2 * sqrtm(s @ t).real)
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_files_that_are_not_there_are_named_and_nothing_is_downloaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", None)
+    (tmp_path / "bad.safetensors").write_bytes(b"no")
+    for name, words in {
+        "inception-v3-compat": "hub/checkpoints/.*https://", "dinov2-vit-s-14": "vits14_pretrain",
+        str(tmp_path / "bad.safetensors"): "make_features.py", "x.safetensors": "make_features.py",
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            find_extractor(name)
+    with pytest.raises(ValueError, match="does not exist"):
+        find_extractor("inception-v3-compat", inception_weights="there.pth")
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.safetensors"]
+
+
+def test_dinov2_runs_from_the_hub_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    weight = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    (tmp_path / "checkpoints").mkdir()
+    torch.save({"weight": weight}, tmp_path / "checkpoints" / "dinov2_vitl14_pretrain.pth")
+    with pytest.raises(ValueError, match="git clone https://github"):
+        find_extractor("dinov2-vit-l-14").load(["pooled"], CPU)
+    (tmp_path / "facebookresearch_dinov2_main").mkdir()
+    (tmp_path / "facebookresearch_dinov2_main" / "hubconf.py").write_text(HUBCONF)
+    a, b = random_images(9, 1, channels=3), random_images(8, 2, channels=3) // 2
+    given = {"extractor": "dinov2-vit-l-14", "allow_few_images": True}
+    record = score(a, b, ["fd_dinov2", "kid", "precision"], **given)
+    assert record["values"].keys() == {"fd_dinov2", "kid", "kid_std", "precision"}
+    assert "to 224x224" in record["protocol"]["resize"]
+    with pytest.raises(ValueError, match="logits"):
+        score(a, b, ["isc"], **given)
+    found = find_extractor("dinov2-vit-l-14").load(["pooled"], CPU)(a.fill_(255))["pooled"]
+    # white, normalised, in every pixel: the mean of each half is the pixel itself
+    white = (1 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
+    expected = weight @ white + weight.flip(0) @ white
+    torch.testing.assert_close(found, expected.expand(9, 6), rtol=1e-4, atol=1e-4)
+
+
+def write_random_inception(file):
+    """Write random weights of a size that keeps signals alive, in a file as the real ones come."""
+    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+
+    class Random(FeatureExtractorInceptionV3):
+        def load_state_dict(self, *args, **keywords):
+            """Leave what was drawn."""
+
+    torch.save({}, file)  # without a file it would be downloaded
+    network = Random("x", ["2048"], feature_extractor_weights_path=str(file))
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight)
+    torch.save(network.state_dict(), file)
+
+
+@pytest.mark.slow
+def test_inception_gives_what_torch_fidelity_gives_and_the_spatial_features(tmp_path):
+    """The spatial ones by hand: ADM's mixed_6/conv is the 1x1 branch of the 7th block, after ReLU,
+    its 7 first channels in the order [H, W, 7]."""
+    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+    from torch_fidelity.interpolate_compat_tensorflow import (
+        interpolate_bilinear_2d_like_tensorflow1x as resize,
+    )
+
+    file = tmp_path / INCEPTION_URL.rpartition("/")[2]
+    torch.manual_seed(0)
+    write_random_inception(file)
+    state = torch.get_rng_state()
+    extractor = find_extractor("inception-v3-compat", inception_weights=str(tmp_path))
+    grey = random_images(3)
+    found = extractor.load(["pooled", "spatial", "logits"], CPU)(grey)
+    assert torch.equal(torch.get_rng_state(), state)
+
+    network = FeatureExtractorInceptionV3(
+        "inception-v3-compat", ["2048", "logits_unbiased"], feature_extractor_weights_path=str(file)
+    )
+    blocks = list(network.children())
+    start = [type(block).__name__ for block in blocks].index("InceptionA")
+    with torch.no_grad():
+        features, logits = network(grey.expand(-1, 3, -1, -1))
+        x = grey.expand(-1, 3, -1, -1).float()
+        x = (resize(x, size=(299, 299), align_corners=False) - 128) / 128
+        for block in blocks[: start + 6]:  # mixed, mixed_1 … mixed_5
+            x = block(x)
+        mixed_6 = blocks[start + 6].branch1x1
+        convolved = mixed_6.bn(mixed_6.conv(x))
+    assert torch.equal(found["pooled"], features)
+    assert torch.equal(found["logits"], logits)
+    assert {name: values.shape[1] for name, values in found.items()} == extractor.sizes
+    expected = convolved.clamp(min=0)[:, :7].permute(0, 2, 3, 1)  # [B, 17, 17, 7]
+    assert expected.std() > 1e-3
+    assert torch.equal(found["spatial"].view(3, 17, 17, 7), expected)
+    only = extractor.load(["spatial"], CPU)(grey)
+    assert torch.equal(only["spatial"], found["spatial"])
+
+
+def call(script, *overrides, cwd, expect=0):
+    """Run a script in `cwd`; return all that it printed."""
+    done = run_python(Path(__file__).parents[2] / "scripts" / script, *overrides, cwd=cwd)
+    assert done.returncode == expect, (done.stdout + done.stderr)[-3000:]
+    return done.stdout + done.stderr
+
+
+def test_the_scripts_make_features_and_a_reference_that_images_are_scored_with(tmp_path):
+    said = call("make_features.py", "out=f.safetensors", "num_steps=60", "device=cpu", cwd=tmp_path)
+    assert float(said.split("held-out accuracy ")[1].split()[0]) > 0.8
+    given = ["evaluation.extractor=f.safetensors", "device=cpu"]
+    call("make_reference.py", "out=r.npz", *given, cwd=tmp_path)
+    held_out = digits().held_out
+    write_npz(tmp_path / "s.npz", held_out.images, held_out.labels)
+    given += ["samples=s.npz", "evaluation.metrics=[fid]"]
+    values = []
+    for name, more in (("a", ["evaluation.reference=r.npz"]), ("b", [])):
+        call("evaluate.py", *given, *more, "data=digits", f"out={name}.json", cwd=tmp_path)
+        values.append(json.loads((tmp_path / f"{name}.json").read_text())["values"])
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+    assert values[0].keys() == {"label_accuracy", "fid"}
+    assert values[0]["label_accuracy"] > 0.8
+    said = call("evaluate.py", *given, "checkpoint=x", cwd=tmp_path, expect=1)
+    assert "either checkpoint=" in said

@@ -1,0 +1,151 @@
+"""Images from an array, a folder or an .npz, and references of statistics: one number; others are
+refused."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.evaluation.tiny import METRICS, random_images, write_features, write_npz
+from tread_zoo.evaluation import score
+from tread_zoo.evaluation.features import find_extractor
+from tread_zoo.evaluation.images import TensorImages, evenly_spaced, open_images
+from tread_zoo.evaluation.pictures import save_png
+from tread_zoo.evaluation.score import extract, open_reference, write_statistics
+
+REAL, SAMPLES = random_images(45), random_images(30, seed=1) // 2
+
+
+def write_folder(folder, images):
+    folder.mkdir()
+    for number, image in enumerate(images):
+        save_png(image, folder / f"{number:03d}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    return write_features(tmp_path_factory.mktemp("own") / "own.safetensors")
+
+
+def write_reference(path, images, extractor):
+    """Write statistics as the script does, and return the path."""
+    found = find_extractor(extractor)
+    network = found.load(["pooled"], torch.device("cpu"))
+    features = extract(TensorImages(images), network, statistics=["pooled"], batch_size=11)
+    write_statistics(path, features, found)
+    return str(path)
+
+
+def test_the_same_images_give_the_same_numbers_wherever_they_are(own, tmp_path):
+    given = {"metrics": METRICS, "extractor": own, "batch_size": 7}
+    whole = score(SAMPLES, REAL, **given)
+    write_folder(tmp_path / "real", REAL)
+    write_folder(tmp_path / "samples", SAMPLES)
+    (tmp_path / "real" / "readme.txt").write_text("not a picture")
+    np.savez_compressed(tmp_path / "packed.npz", arr_0=REAL.permute(0, 2, 3, 1).numpy())
+    pairs = [(tmp_path / "samples", tmp_path / "packed.npz"),
+             (write_npz(tmp_path / "s.npz", SAMPLES), tmp_path / "real")]  # fmt: skip
+    for images, reference in pairs:
+        record = score(images, reference, **given)
+        assert record["values"] == whole["values"]
+        for field in ("samples_sha256", "reference_sha256", "num_reference"):
+            assert record["protocol"][field] == whole["protocol"][field], field
+    path = write_reference(tmp_path / "statistics.npz", REAL, own)
+    alone = score(SAMPLES, path, ["fid", "isc"], extractor=own)
+    assert alone["values"]["fid"] == pytest.approx(whole["values"]["fid"], rel=1e-5)
+    assert alone["protocol"]["num_reference"] == 45
+
+
+def test_statistics_are_of_one_extractor_and_allow_distances_alone(own, tmp_path):
+    path = write_reference(tmp_path / "r.npz", REAL, own)
+    with pytest.raises(ValueError, match=r"'kid' compares images, and .* has statistics alone"):
+        score(SAMPLES, path, ["fid", "kid"], extractor=own)
+    other = write_features(tmp_path / "other.safetensors", seed=5)
+    with pytest.raises(ValueError, match=r"of other@.*ones of own@\w{8}"):
+        score(SAMPLES, path, ["fid"], extractor=other)
+    np.savez(tmp_path / "adm.npz", mu=np.zeros(2048), sigma=np.eye(2048))
+    with pytest.raises(ValueError, match="ones of inception-v3-compat"):
+        score(SAMPLES, tmp_path / "adm.npz", ["fid"], extractor=own)
+    assert score(SAMPLES, tmp_path / "adm.npz", ["isc"], extractor=own)["values"], "needs no real"
+
+
+def test_statistics_beside_images_are_taken_for_the_distances(own, tmp_path):
+    """As in ADM's files, whose statistics are of more images than the file has."""
+    write_reference(tmp_path / "r.npz", REAL, own)
+    with np.load(tmp_path / "r.npz") as archive:
+        arrays = dict(archive)
+    arrays.pop("num_images")
+    np.savez(tmp_path / "both.npz", arr_0=REAL[:20].permute(0, 2, 3, 1).numpy(), **arrays)
+    both = score(SAMPLES, tmp_path / "both.npz", ["fid", "kid"], extractor=own)
+    assert both["values"]["fid"] == pytest.approx(
+        score(SAMPLES, REAL, ["fid"], extractor=own)["values"]["fid"], rel=1e-5
+    )
+    kid = score(SAMPLES, REAL[:20], ["kid"], extractor=own)["values"]["kid"]
+    assert both["values"]["kid"] == kid
+    only = open_reference(tmp_path / "both.npz")
+    assert only.statistics == {"pooled"}
+    other = write_features(tmp_path / "other.safetensors", seed=5)
+    found = score(SAMPLES, tmp_path / "both.npz", ["fid"], extractor=other)
+    expected = score(SAMPLES, REAL[:20], ["fid"], extractor=other)
+    assert found["values"] == expected["values"], "other extractors see the images alone"
+
+
+def test_statistics_of_spatial_features_come_from_adms_arrays(tmp_path):
+    mean = np.arange(2023, dtype=np.float64)
+    np.savez(tmp_path / "adm.npz", mu=np.zeros(2048), sigma=np.eye(2048), mu_s=mean,
+             sigma_s=np.eye(2023))  # fmt: skip
+    assert open_reference(tmp_path / "adm.npz").statistics == {"pooled", "spatial"}
+
+
+def test_labels_are_of_arr_1_or_of_folders_named_like_the_classes(tmp_path):
+    images = random_images(6)
+    for name, some in (("a", images[:2]), ("b", images[2:])):
+        write_folder(tmp_path / name, some)
+    found = open_images(tmp_path, ("a", "b", "c"))
+    batch, labels = found.read(range(1, 4))
+    assert (found.num_classes, labels.tolist()) == (3, [0, 1, 1])
+    assert torch.equal(batch, images[1:4])
+    assert open_images(tmp_path, ("x", "b")).num_classes == 0
+    packed = open_images(write_npz(tmp_path / "x.npz", images, [0, 1, 2, 0, 1, 2]))
+    assert packed.read(range(2, 4))[1].tolist() == [2, 0]
+    assert torch.equal(packed.read(range(2))[0], images[:2]), "going back"
+
+
+def test_grey_and_colour(tmp_path):
+    write_folder(tmp_path / "mixed", random_images(3))
+    assert open_images(tmp_path / "mixed").shape == (1, 8, 8)
+    save_png(random_images(1, channels=3)[0], tmp_path / "mixed" / "colour.png")
+    mixed = open_images(tmp_path / "mixed")
+    assert mixed.shape == (3, 8, 8)
+    grey = mixed.read(range(1))[0]
+    assert torch.equal(grey, random_images(3)[:1].expand(-1, 3, -1, -1))
+
+
+def test_what_are_no_images_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    two = write_folder(tmp_path / "two", random_images(2))
+    Image.new("L", (9, 8)).save(two / "z.png")
+    np.savez(tmp_path / "floats.npz", arr_0=np.zeros((2, 8, 8, 1)))
+    np.savez(tmp_path / "none.npz", images=np.zeros(3))
+    for name, words in {
+        "nowhere": "neither a folder", "empty": "no pictures", "two": "8x8 and .*z.png 9x8",
+        "floats.npz": "float64", "none.npz": "images",
+    }.items():  # fmt: skip
+        with pytest.raises((ValueError, KeyError), match=words):
+            open_images(tmp_path / name)
+    with pytest.raises(ValueError, match="mu and sigma"):
+        open_reference(tmp_path / "none.npz")
+
+
+def test_a_picture_that_cannot_be_read_is_named(own, tmp_path):
+    folder = write_folder(tmp_path / "a", random_images(12))
+    whole = (folder / "005.png").read_bytes()
+    (folder / "005.png").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(OSError, match=r"005\.png"):
+        score(folder, REAL, ["kid"], extractor=own)
+
+
+def test_evenly_spaced():
+    assert evenly_spaced(10, 4) == [0, 2, 5, 7]
+    assert evenly_spaced(3, None) == evenly_spaced(3, 9) == [0, 1, 2]

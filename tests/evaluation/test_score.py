@@ -1,0 +1,303 @@
+"""Scores: against formulas and torch-fidelity, plug-ins, protocols, and what is refused."""
+
+import json
+import subprocess
+import sys
+import warnings
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.evaluation.tiny import METRICS, random_images, write_features
+from tread_zoo import register
+from tread_zoo.data import digits
+from tread_zoo.evaluation import Protocol, score
+from tread_zoo.evaluation.features import load_digits_features
+from tread_zoo.evaluation.metrics import build_metrics
+from tread_zoo.evaluation.score import extract
+from tread_zoo.registry import available, get_entry
+
+TRAIN, HELD_OUT = digits().train, digits().held_out
+
+
+def fid(generated):
+    return score(generated, TRAIN.images, ["fid"])["values"]["fid"]
+
+
+@pytest.fixture(scope="module")
+def real():
+    """The distance of the real digits held out: what a perfect model would get."""
+    return fid(HELD_OUT.images)
+
+
+def test_metrics_equal_those_of_torch_fidelity_on_the_same_images():
+    """Its own loop over the images, its own statistics and metrics, around the same network."""
+    import torch_fidelity
+    from torch.utils.data import Dataset
+
+    network = load_digits_features()
+
+    class Images(Dataset):
+        def __init__(self, images):
+            self.images = images
+
+        def __len__(self):
+            return len(self.images)
+
+        def __getitem__(self, index):
+            return self.images[index].expand(3, -1, -1)
+
+    class Digits(torch_fidelity.FeatureExtractorBase):
+        def __init__(self, name, features_list, **settings):
+            super().__init__(name, features_list)
+
+        @staticmethod
+        def get_provided_features_list():
+            return "64", "logits"
+
+        @staticmethod
+        def get_default_feature_layer_for_metric(metric):
+            return "logits" if metric == "isc" else "64"
+
+        def forward(self, images):
+            found = dict(zip(("64", "logits"), network(images[:, :1]), strict=True))
+            return tuple(found[name] for name in self.features_list)
+
+    torch_fidelity.register_feature_extractor("of-a-test", Digits)
+    generated, real = HELD_OUT.images[:200], TRAIN.images[:300]
+    theirs = torch_fidelity.calculate_metrics(
+        input1=Images(generated), input2=Images(real), feature_extractor="of-a-test", batch_size=50,
+        fid=True, kid=True, prc=True, isc=True, kid_subset_size=100, rng_seed=3, cuda=False,
+        cache=False, save_cpu_ram=True, verbose=False,
+    )  # fmt: skip
+    metrics = ["fid", {"name": "kid", "subset_size": 100, "seed": 3}, "precision", "recall",
+               {"name": "isc", "seed": 3}]  # fmt: skip
+    ours = score(generated, real, metrics, batch_size=50)["values"]
+    assert ours["fid"] == pytest.approx(theirs["frechet_inception_distance"], rel=1e-3)
+    for name, other in (
+        ("kid", "kernel_inception_distance_mean"), ("kid_std", "kernel_inception_distance_std"),
+        ("precision", "precision"), ("recall", "recall"), ("isc", "inception_score_mean"),
+        ("isc_std", "inception_score_std"),
+    ):  # fmt: skip
+        assert ours[name] == pytest.approx(theirs[other], rel=1e-5, abs=1e-8), name
+
+
+def test_precision_in_several_parts_equals_all_at_once(monkeypatch):
+    given = (HELD_OUT.images[:90], TRAIN.images[:110], ["precision", "recall"])
+    whole = score(*given)["values"]
+    monkeypatch.setattr("tread_zoo.evaluation.metrics._DISTANCES_AT_ONCE", 1000)
+    assert score(*given)["values"] == pytest.approx(whole, abs=0.02)
+
+
+def test_a_set_has_no_distance_from_itself():
+    values = score(HELD_OUT.images, HELD_OUT.images)["values"]
+    assert values["fid"] == pytest.approx(0, abs=1e-4)
+    assert values["kid"] <= 0  # unbiased, so below 0 here
+    assert values["precision"] == values["recall"] == 1.0
+
+
+def test_worse_sets_have_a_larger_distance(real):
+    images = HELD_OUT.images
+    noise = 40 * torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
+    noised = (images + noise).clamp(0, 255).to(torch.uint8)
+    assert fid(images.roll(1, dims=3)) > 5 * real
+    assert fid(noised) > 3 * real
+    assert fid(images[HELD_OUT.labels != 3]) > 3 * real
+
+
+def test_precision_is_of_the_generated_and_recall_of_the_reference():
+    few = HELD_OUT.images[HELD_OUT.labels < 3]
+    values = score(few, HELD_OUT.images, ["precision", "recall"])["values"]
+    assert values["precision"] > 0.95
+    assert values["recall"] < 0.6
+
+
+# Plug-ins -----------------------------------------------------------------------------------------
+
+
+@register("metric", "of_a_test_gap", better="lower")
+def gap(generated, real, *, power: float = 1.0):
+    return float((generated.mean(0) - real.mean(0)).norm() ** power)
+
+
+@register("metric", "of_a_test_traces", better="lower", statistics=True)
+def traces(generated, real):
+    warnings.warn("doubtful", RuntimeWarning, stacklevel=2)
+    return {name: s.covariance.trace() for name, s in (("one", generated), ("other", real))}
+
+
+@register("metric", "of_a_test_sharp", better="higher", features="logits", min_images=5)
+def sharp(generated):
+    return generated.softmax(1).amax(1).mean()
+
+
+def test_a_metric_of_ones_own_is_one_function():
+    network, images, others = load_digits_features(), HELD_OUT.images[:80], TRAIN.images[:90]
+    metrics = [
+        "fid",
+        {"name": "of_a_test_gap", "power": 2.0},
+        "of_a_test_traces",
+        "of_a_test_sharp",
+    ]
+    record = score(images, others, metrics)
+    (x, logits), (y, _) = network(images), network(others)
+    values = record["values"]
+    assert values.keys() == {"fid", "of_a_test_gap", "one", "other", "of_a_test_sharp"}
+    assert values["of_a_test_gap"] == pytest.approx(float((x.mean(0) - y.mean(0)).square().sum()))
+    assert values["one"] == pytest.approx(float(x.double().var(0).sum()), rel=1e-5)
+    assert values["of_a_test_sharp"] == pytest.approx(float(logits.softmax(1).amax(1).mean()))
+    assert record["protocol"]["notes"] == ["of_a_test_traces: doubtful"]
+    assert record["protocol"]["metrics"][1] == {"name": "of_a_test_gap", "power": 2.0}
+
+
+def test_every_registered_metric_says_its_direction():
+    for name in available("metric"):
+        assert get_entry("metric", name).facts["better"] in ("lower", "higher"), name
+
+
+# Protocols ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({}, True),
+        ({"step": 7, "batch_size": 9}, True),
+        ({"seed": 1}, False),
+        ({"metrics": [{"name": "kid", "subset_size": 20}]}, False),
+        ({"reference": TRAIN.images[1:51]}, False),
+        ({"images": HELD_OUT.images[:31]}, False),
+        ({"weights": "model"}, False),
+    ],
+)
+def test_scores_compare_where_their_protocols_are_equal(changes, same):
+    given = {"images": HELD_OUT.images[:30], "reference": TRAIN.images[:50], "metrics": ["kid"]}
+    one, other = score(**given), score(**{**given, **changes})
+    protocols = [Protocol.of(json.loads(json.dumps(record))) for record in (one, other)]
+    assert (protocols[0] == protocols[1]) is same
+    assert (protocols[0].digest == protocols[1].digest) is same
+
+
+def test_scoring_is_repeatable_quiet_and_leaves_nothing_behind(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    state = torch.get_rng_state()
+    given = {"images": HELD_OUT.images[:30], "reference": TRAIN.images[:50]}
+    first, second = (score(**given, allow_few_images=True) for _ in range(2))
+    assert first == second
+    assert torch.equal(torch.get_rng_state(), state)
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_label_accuracy_is_of_the_extractors_own_classifier():
+    class Labelled:
+        name, shape, num_classes = "labelled", (1, 8, 8), 10
+
+        def __len__(self):
+            return len(HELD_OUT)
+
+        def read(self, chosen):
+            rows = slice(chosen.start, chosen.stop)
+            return HELD_OUT.images[rows], HELD_OUT.labels[rows] + self.shift
+
+        shift = 0
+
+    images = Labelled()
+    record = score(images, TRAIN.images, [], label_accuracy=True, batch_size=50)
+    right = load_digits_features()(HELD_OUT.images)[1].argmax(1) == HELD_OUT.labels
+    assert record["values"] == {"label_accuracy": pytest.approx(float(right.double().mean()))}
+    images.shift = 1
+    record = score(images, TRAIN.images, [], label_accuracy=True)
+    assert record["values"]["label_accuracy"] < 0.05
+
+
+def test_no_more_than_two_batches_are_in_memory():
+    """A set of any size can be gone through: what was read is let go."""
+    alive, most = weakref.WeakSet(), []
+
+    class Many:
+        name, shape, num_classes = "many", (1, 8, 8), 0
+
+        def __len__(self):
+            return 100
+
+        def read(self, chosen):
+            images = torch.full((len(chosen), 1, 8, 8), chosen.start, dtype=torch.uint8)
+            alive.add(images)
+            most.append(len(alive))
+            return images, None
+
+    network = load_digits_features()
+    found = extract(
+        Many(), lambda images: {"pooled": network(images)[0]}, statistics=["pooled"], batch_size=5
+    )
+    assert (found.count, found.rows, found.statistics["pooled"].count) == (100, {}, 100)
+    assert len(most) == 20
+    assert max(most) <= 2
+
+
+GREY = torch.zeros(20, 1, 8, 8, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"metrics": ["fdi"]}, "Did you mean 'fid'"),
+        ({"metrics": [{"name": "kid", "size": 3}]}, "subset_size"),
+        ({"metrics": ["kid", {"name": "kid", "seed": 1}]}, "'kid' twice"),
+        ({"extractor": "digits-cnn"}, "digits-cnn-64"),
+        ({"images": GREY.float()}, "torch.float32"),
+        ({"images": GREY[:1], "metrics": ["kid"]}, "'kid' takes 2 images.*has 1"),
+        ({"images": GREY[:3], "metrics": ["precision"]}, "takes 4 images.*has 3"),
+        ({"reference": GREY[:3], "metrics": ["recall"]}, "takes 4 images, and the reference has 3"),
+        ({"images": GREY[:9], "metrics": ["isc"]}, "takes 10 images.*has 9"),
+        ({"metrics": ["fid"]}, "64 features.*give 65.*allow_few_images"),
+        ({"images": GREY[..., 1:]}, r"\(1, 8, 7\)"),
+        ({"images": GREY.expand(-1, 3, -1, -1)}, "inception"),
+        ({"metrics": ["sfid"]}, "spatial features.*inception"),
+        ({"metrics": ["fd_dinov2"]}, r"dinov2-\*"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        score(**{"images": GREY, "reference": GREY, "metrics": ["kid"], **changes})
+
+
+def test_few_images_are_scored_all_the_same_where_asked():
+    record = score(GREY + 1, TRAIN.images[:70], ["fid"], allow_few_images=True)
+    assert "singular: it is of 20 images" in record["protocol"]["notes"][0]
+
+
+def test_a_classifier_of_fewer_classes_cannot_read_labels(tmp_path):
+    from tests.evaluation.tiny import write_npz
+    from tread_zoo.evaluation.images import open_images
+
+    few = write_features(tmp_path / "few.safetensors", num_classes=2)
+    images = random_images(12)
+    path = write_npz(tmp_path / "a.npz", images, [0, 1, 2] * 4)
+    assert open_images(path).num_classes == 3
+    with pytest.raises(ValueError, match="knows 2 classes, and the labels are of 3"):
+        score(path, images, ["kid"], extractor=few, label_accuracy=True)
+
+
+def test_all_metrics_take_the_features_that_they_name():
+    by_name = {metric.name: metric for metric in build_metrics([*METRICS, "sfid"])}
+    assert by_name["sfid"].features == "spatial"
+    assert by_name["isc"].features == "logits"
+    assert not by_name["isc"].uses_real
+    assert [name for name, metric in by_name.items() if metric.statistics] == ["fid", "sfid"]
+
+
+def test_importing_brings_in_nothing_heavy():
+    heavy = "('sklearn', 'torch_fidelity', 'PIL', 'torchvision', 'scipy')"
+    code = (
+        "import sys, tread_zoo.data, tread_zoo.evaluation; "
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
