@@ -41,9 +41,10 @@ def stopped_run(run, monkeypatch):
                 os.kill(os.getpid(), number)
             return original(setup, batch, micro_step, *place)
 
-        with monkeypatch.context() as patch, pytest.raises(Stopped) as stopped:
+        with monkeypatch.context() as patch:
             patch.setattr(loop, "draw_step", draw)
-            run(name, *overrides)
+            with pytest.raises(Stopped) as stopped:
+                run(name, *overrides)
         assert stopped.value.code == status
 
     return train
@@ -172,9 +173,10 @@ def test_a_crash_between_checkpoints_loses_only_what_came_after(run, monkeypatch
         if state.step == 4:
             raise RuntimeError("power cut")
 
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
+    with monkeypatch.context() as patch:
         patch.setattr(Log, "numbers", crash)
-        run("broken", "training.checkpoint_every=2")
+        with pytest.raises(RuntimeError, match="power cut"):
+            run("broken", "training.checkpoint_every=2")
     assert find_checkpoint(tmp_path / "broken").step == 2
     broken = run("broken", "training.checkpoint_every=2", "resume=latest")
     assert_same_end(unbroken, broken)
