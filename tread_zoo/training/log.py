@@ -414,6 +414,8 @@ class Log:
     def score(self, state: TrainState, *, last: bool = False) -> None:
         """Score the averaged weights, all ranks together; `last` ends the run."""
         setup, options = self.setup, self.setup.config.evaluation
+        if not last:
+            options = replace(options, keep_images=None)  # type: ignore[type-var]
         if last and self.is_main:
             self.bar.close()
             with optional(self.folder / "loss.png"):
@@ -425,7 +427,7 @@ class Log:
                 setup.objective,
                 setup.data,
                 setup.sampling,
-                options if last else replace(options, keep_images=None),
+                options,
                 precision=self.precision,
                 weak=setup.weak,
                 cache=self.cache,
@@ -495,6 +497,7 @@ class Log:
                     "plugins": list(self.setup.config.plugins),
                     "backbone": describe_backbone(self.setup.backbone),
                     "data": self.facts["data"],
+                    "images_per_step": state.images_per_step,
                     "seconds": state.seconds,
                     **meta,
                 },
