@@ -21,6 +21,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from backbones.scan_shell import (
@@ -33,9 +34,9 @@ from backbones.scan_shell import (
 )
 from tread_zoo.backbone import Layout
 from tread_zoo.kernels import selective_scan
-from tread_zoo.layers import check_positive, convolve_both_ways, scan_both_ways
+from tread_zoo.layers import convolve_both_ways, scan_both_ways
 from tread_zoo.registry import register_backbone
-from tread_zoo.routing import make_scan
+from tread_zoo.routing.scans import Gaps, make_scan
 
 
 class BidirectionalMixer(ScanMixer):
@@ -53,7 +54,7 @@ class BidirectionalMixer(ScanMixer):
         conv_width: int,
         scan_order: str = "raster",
         index: int = 0,
-        gaps: str = "ignore",
+        gaps: Gaps = "ignore",
     ) -> None:
         super().__init__()
         inner = expand * hidden_size
@@ -75,7 +76,7 @@ class BidirectionalMixer(ScanMixer):
         }
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        scan = make_scan(layout, self.scan_order, self.index, len(x), x.device)
+        scan = make_scan(layout, self.scan_order, self.index)
         u, z = self.in_proj(scan.permute(x)).chunk(2, dim=-1)
         segments = None if self.gaps == "ignore" else scan.segment_ids()
         u = F.silu(convolve_both_ways(u, self.conv_weight, self.conv_bias, segments))
@@ -139,7 +140,7 @@ class Mamba(ScanBackbone):
         time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
 
     Raises:
-        ValueError: sizes that do not fit each other, or an unknown scan_order or gaps.
+        ValueError: sizes that do not fit each other, or an unknown scan_order.
     """
 
     def __init__(
@@ -148,18 +149,17 @@ class Mamba(ScanBackbone):
         input_size: int | tuple[int, int],
         in_channels: int,
         num_classes: int,
-        patch_size: int = 2,
-        hidden_size: int = 384,
-        depth: int = 24,
-        expand: int = 2,
-        state_size: int = 16,
-        conv_width: int = 4,
+        patch_size: PositiveInt = 2,
+        hidden_size: PositiveInt = 384,
+        depth: PositiveInt = 24,
+        expand: PositiveInt = 2,
+        state_size: PositiveInt = 16,
+        conv_width: PositiveInt = 4,
         scan_order: str = "raster",
-        gaps: str = "ignore",
+        gaps: Gaps = "ignore",
         learn_sigma: bool = False,
-        time_scale: float = 1000.0,
+        time_scale: PositiveFloat = 1000.0,
     ) -> None:
-        check_positive(expand=expand, state_size=state_size, conv_width=conv_width)
         sizes = (hidden_size, expand, state_size, conv_width)
         super().__init__(
             input_size=input_size,
@@ -185,10 +185,13 @@ _SIZES = {
 }
 
 for _size, _keywords in _SIZES.items():
-    register_backbone(f"mamba_{_size}_2", patch_size=2, **_keywords)(Mamba)
+    _rate = 3e-4 if _size == "s" else None
+    register_backbone(f"mamba_{_size}_2", learning_rate=_rate, patch_size=2, **_keywords)(Mamba)
 # Sizes for comparisons: every architecture has them, of nearly the same number of parameters.
 register_backbone(
     "mamba_tiny", learning_rate=6e-3, patch_size=2, hidden_size=104, depth=8, state_size=4
 )(Mamba)
-register_backbone("mamba_matched_s", patch_size=2, hidden_size=392, depth=24)(Mamba)
+register_backbone("mamba_matched_s", learning_rate=3e-4, patch_size=2, hidden_size=392, depth=24)(
+    Mamba
+)
 register_backbone("mamba_matched_b", patch_size=2, hidden_size=800, depth=24)(Mamba)

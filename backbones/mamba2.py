@@ -23,6 +23,7 @@ B batch, L = E + K tokens present, D width, I = expand * D inner width, P head s
 
 import torch
 import torch.nn.functional as F
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from backbones.scan_shell import (
@@ -35,9 +36,9 @@ from backbones.scan_shell import (
 )
 from tread_zoo.backbone import Layout
 from tread_zoo.kernels import ssd
-from tread_zoo.layers import check_positive, convolve_both_ways, scan_both_ways
+from tread_zoo.layers import convolve_both_ways, scan_both_ways
 from tread_zoo.registry import register_backbone
-from tread_zoo.routing import make_scan
+from tread_zoo.routing.scans import Gaps, make_scan
 
 
 class BidirectionalSSD(ScanMixer):
@@ -56,7 +57,7 @@ class BidirectionalSSD(ScanMixer):
         conv_width: int,
         scan_order: str = "raster",
         index: int = 0,
-        gaps: str = "ignore",
+        gaps: Gaps = "ignore",
     ) -> None:
         super().__init__()
         inner = expand * hidden_size
@@ -76,7 +77,7 @@ class BidirectionalSSD(ScanMixer):
         self.fused_rows = {"in_proj.weight": (inner, *self.mixed_parts, num_heads)}
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        scan = make_scan(layout, self.scan_order, self.index, len(x), x.device)
+        scan = make_scan(layout, self.scan_order, self.index)
         z, u, step = self.in_proj(scan.permute(x)).split(self.parts, dim=-1)
         segments = None if self.gaps == "ignore" else scan.segment_ids()
         u = F.silu(convolve_both_ways(u, self.conv_weight, self.conv_bias, segments))
@@ -136,7 +137,7 @@ class Mamba2(ScanBackbone):
         time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
 
     Raises:
-        ValueError: sizes that do not fit each other, or an unknown scan_order or gaps.
+        ValueError: sizes that do not fit each other, or an unknown scan_order.
     """
 
     def __init__(
@@ -145,20 +146,18 @@ class Mamba2(ScanBackbone):
         input_size: int | tuple[int, int],
         in_channels: int,
         num_classes: int,
-        patch_size: int = 2,
-        hidden_size: int = 384,
-        depth: int = 28,
-        expand: int = 2,
-        state_size: int = 64,
-        head_size: int = 64,
-        conv_width: int = 4,
+        patch_size: PositiveInt = 2,
+        hidden_size: PositiveInt = 384,
+        depth: PositiveInt = 28,
+        expand: PositiveInt = 2,
+        state_size: PositiveInt = 64,
+        head_size: PositiveInt = 64,
+        conv_width: PositiveInt = 4,
         scan_order: str = "raster",
-        gaps: str = "ignore",
+        gaps: Gaps = "ignore",
         learn_sigma: bool = False,
-        time_scale: float = 1000.0,
+        time_scale: PositiveFloat = 1000.0,
     ) -> None:
-        check_positive(hidden_size=hidden_size, expand=expand, state_size=state_size)
-        check_positive(head_size=head_size, conv_width=conv_width)
         if expand * hidden_size % head_size:
             raise ValueError(
                 f"head_size={head_size} must divide the inner width, expand * hidden_size = "
@@ -191,5 +190,7 @@ register_backbone(
     state_size=16,
     head_size=46,
 )(Mamba2)
-register_backbone("mamba2_matched_s", patch_size=2, hidden_size=384, depth=28)(Mamba2)
+register_backbone("mamba2_matched_s", learning_rate=3e-4, patch_size=2, hidden_size=384, depth=28)(
+    Mamba2
+)
 register_backbone("mamba2_matched_b", patch_size=2, hidden_size=768, depth=28)(Mamba2)

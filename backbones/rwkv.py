@@ -27,22 +27,15 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from tread_zoo.backbone import Backbone, Layout, Streams
+from backbones.adaln_shell import AdaLNBackbone
+from tread_zoo.backbone import Layout, Streams
 from tread_zoo.kernels import bidirectional_wkv
-from tread_zoo.layers import (
-    AdaLNHead,
-    LabelEmbedder,
-    TimestepEmbedder,
-    check_mlp_ratio,
-    check_positive,
-    modulate,
-    patchify,
-    unpatchify,
-)
+from tread_zoo.layers import add_gated, modulate
 from tread_zoo.registry import register_backbone
-from tread_zoo.routing import check_scan, make_scan
+from tread_zoo.routing.scans import Gaps, check_scan, make_scan
 
 OPPOSITE = (1, 0, 3, 2)  # of left, right, up, down
 SLOWEST, FASTEST = 0.3, 30.0  # initial decay over the whole image, of the first and last channel
@@ -59,39 +52,30 @@ class Neighbours(NamedTuple):
     targets: Tensor
 
 
-def find_neighbours(
-    layout: Layout, batch: int, device: torch.device, over_gaps: bool = False
-) -> Neighbours:
+def find_neighbours(layout: Layout, over_gaps: bool = False) -> Neighbours:
     """Return the neighbours of the tokens present; made once for a layout.
 
     A neighbour that a route left out is zero, or else, `over_gaps`, the nearest token present in
     that direction stands for it.
     """
-    key = ("rwkv neighbours", batch, over_gaps)
-    if key not in layout.derived:
-        layout.derived[key] = _find_neighbours(layout, batch, device, over_gaps)
-    return layout.derived[key]
+    key = ("rwkv neighbours", over_gaps)
+    if key not in layout.cache:
+        layout.cache[key] = _find_neighbours(layout, over_gaps)
+    return layout.cache[key]
 
 
-def _find_neighbours(
-    layout: Layout, batch: int, device: torch.device, over_gaps: bool
-) -> Neighbours:
+def _find_neighbours(layout: Layout, over_gaps: bool) -> Neighbours:
     height, width = layout.grid
-    num_tokens = height * width
+    num_tokens, ids = height * width, layout.positions()
+    (batch, num_kept), device = ids.shape, ids.device
     raster = torch.arange(num_tokens, device=device).view(height, width)
     around = F.pad(raster, (1, 1, 1, 1), value=num_tokens)  # N stands for outside
     sides = (around[1:-1, :-2], around[1:-1, 2:], around[:-2, 1:-1], around[2:, 1:-1])
     table = torch.stack(sides, dim=-1).view(num_tokens, 4)
-    if layout.ids is None:
-        num_kept, near = num_tokens, table.expand(batch, -1, -1)
-    else:
-        num_kept = layout.ids.shape[1]
-        places = torch.full((batch, num_tokens + 1), num_kept, device=device)
-        places = places.scatter(
-            1, layout.ids, torch.arange(num_kept, device=device).expand_as(layout.ids)
-        )
-        sought = _nearest_present(raster, layout.ids) if over_gaps else table[layout.ids]
-        near = places.gather(1, sought.flatten(1)).view(batch, num_kept, 4)
+    places = torch.full((batch, num_tokens + 1), num_kept, device=device)
+    places = places.scatter(1, ids, torch.arange(num_kept, device=device).expand_as(ids))
+    sought = _nearest_present(raster, ids) if over_gaps else table[ids]
+    near = places.gather(1, sought.flatten(1)).view(batch, num_kept, 4)
     first = torch.arange(batch, device=device).view(-1, 1, 1) * num_kept
     quarters = torch.arange(4, device=device)
 
@@ -147,7 +131,7 @@ def _take_quarters(x: Tensor, rows: Tensor) -> Tensor:
 
 def q_shift(x: Tensor, layout: Layout, over_gaps: bool = False) -> Tensor:
     """Return the q-shift of tokens [B, K, D] on the grid; a neighbour that is not there is zero."""
-    return QShift.apply(x, *find_neighbours(layout, len(x), x.device, over_gaps))
+    return QShift.apply(x, *find_neighbours(layout, over_gaps))
 
 
 def shift_and_blend(x: Tensor, layout: Layout, own: Tensor, over_gaps: bool) -> list[Tensor]:
@@ -177,7 +161,7 @@ class SpatialMix(nn.Module):
         blends = shift_and_blend(x, layout, self.own, over_gaps=self.gaps == "ignore")
         layers = (self.receptance, self.key, self.value)
         r, k, v = (layer(blend) for layer, blend in zip(layers, blends, strict=True))
-        scan = make_scan(layout, self.scan_order, self.index, len(x), x.device)
+        scan = make_scan(layout, self.scan_order, self.index)
         mean = bidirectional_wkv(
             scan.permute(k),
             scan.permute(v),
@@ -235,12 +219,12 @@ class RWKVBlock(nn.Module):
             assert skip is not None, "the block loop hands a skip to each block in `skips`"
             x = self.skip_proj(torch.cat([x, skip], dim=-1))
         mixed = self.spatial(modulate(self.norm1(x), shift1, scale1), layout)
-        x = torch.addcmul(x, gate1.unsqueeze(1), mixed)
+        x = add_gated(x, gate1, mixed)
         mixed = self.channel(modulate(self.norm2(x), shift2, scale2), layout)
-        return torch.addcmul(x, gate2.unsqueeze(1), mixed)
+        return add_gated(x, gate2, mixed)
 
 
-class RWKV(Backbone):
+class RWKV(AdaLNBackbone):
     """A stack of `RWKVBlock`s; block i of the first half hands a skip to block depth-1-i.
 
     A route [s, depth-s) cuts no skip: its ends lie both inside or both outside.
@@ -250,7 +234,7 @@ class RWKV(Backbone):
         hidden_size: D, divisible by 4.
         depth: number of blocks, odd: the middle one has no skip.
         mlp_ratio: inner width of the channel mix over D.
-        scan_order: of the WKV, a name in `tread_zoo.routing.ORDERS`; the shift knows the grid.
+        scan_order: of the WKV, a name in `tread_zoo.routing.ORDERS`; the shift follows the grid.
         gaps: what a route's gaps are to it. `decay`: the WKV decays by the distances of the full
             order, and the shift brings in zeros for what is not there. `reset`: the WKV counts
             distances among the tokens present. `ignore`: so it does, and the shift brings in the
@@ -258,7 +242,7 @@ class RWKV(Backbone):
         time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
 
     Raises:
-        ValueError: sizes that do not fit each other, or an unknown scan_order or gaps.
+        ValueError: sizes that do not fit each other, or an unknown scan_order.
     """
 
     default_selector: ClassVar[str] = "blocks"
@@ -273,81 +257,59 @@ class RWKV(Backbone):
         input_size: int | tuple[int, int],
         in_channels: int,
         num_classes: int,
-        patch_size: int = 2,
-        hidden_size: int = 384,
-        depth: int = 13,
-        mlp_ratio: float = 4.0,
+        patch_size: PositiveInt = 2,
+        hidden_size: PositiveInt = 384,
+        depth: PositiveInt = 13,
+        mlp_ratio: PositiveFloat = 4.0,
         scan_order: str = "raster",
-        gaps: str = "decay",
+        gaps: Gaps = "decay",
         learn_sigma: bool = False,
-        time_scale: float = 1000.0,
+        time_scale: PositiveFloat = 1000.0,
     ) -> None:
-        super().__init__(
-            input_size=input_size,
-            in_channels=in_channels,
-            num_classes=num_classes,
-            patch_size=patch_size,
-            learn_sigma=learn_sigma,
-        )
-        check_positive(hidden_size=hidden_size, depth=depth)
-        check_mlp_ratio(mlp_ratio, hidden_size)
         if hidden_size % 4:
             raise ValueError(
                 f"hidden_size={hidden_size} must be divisible by 4: a quarter of the channels "
                 "comes from each neighbour."
             )
-        check_scan(scan_order, gaps)
-        if depth < 1 or depth % 2 == 0:
+        if depth % 2 == 0:
             raise ValueError(f"depth={depth} must be odd: skips join the halves around a middle.")
-        self.skips = {depth - 1 - i: i for i in range(depth // 2)}
-        self.block_knows = ("order", "ids", "grid")
-        self.patch_embed = nn.Linear(in_channels * patch_size**2, hidden_size)
-        self.positions = nn.Parameter(torch.empty(self.num_tokens, hidden_size))
-        self.time_embed = TimestepEmbedder(
-            hidden_size, frequency_size=256, mlp_size=hidden_size, time_scale=time_scale
-        )
-        self.label_embed = LabelEmbedder(num_classes, hidden_size) if num_classes else None
-        self.blocks = nn.ModuleList(
-            RWKVBlock(
+        check_scan(scan_order, gaps)
+        super().__init__(
+            input_size=input_size,
+            in_channels=in_channels,
+            num_classes=num_classes,
+            patch_size=patch_size,
+            depends_on=("order", "ids", "grid"),
+            hidden_size=hidden_size,
+            depth=depth,
+            make_block=lambda index: RWKVBlock(
                 hidden_size,
                 mlp_ratio,
-                has_skip=index in self.skips,
+                has_skip=index > depth // 2,
                 scan_order=scan_order,
                 index=index,
                 gaps=gaps,
-            )
-            for index in range(depth)
+            ),
+            learned_positions=True,
+            learn_sigma=learn_sigma,
+            time_scale=time_scale,
         )
+        self.skips = {depth - 1 - i: i for i in range(depth // 2)}
         self.norm_in = nn.LayerNorm(hidden_size, eps=1e-5)
         self.norm = nn.LayerNorm(hidden_size, eps=1e-5)
-        self.final = AdaLNHead(hidden_size, patch_size, self.out_channels)
         self.initialize()
 
     def initialize(self) -> None:
-        """Set every weight; called once, last.
+        """Set every weight; called once, last. Beside what the shell sets:
 
         | parameter | value |
         |---|---|
-        | linear layers | Xavier uniform; biases 0 |
-        | positions, time MLP, label table | normal, std 0.02; biases 0 |
         | `own` | 0.5: half the token, half what is shifted in |
         | `decay` | log-spaced over the channels, 0.3 … 30 |
-        | norms | weight 1, bias 0 |
         | `bonus` | 0: the token weighs as its neighbour does |
-        | modulation of each block and of the head | 0 |
-        | last linear layer | 0 |
+        | norms | weight 1, bias 0 |
         """
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-        for module in self.time_embed.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
-        nn.init.normal_(self.positions, std=0.02)
-        if self.label_embed is not None:
-            nn.init.normal_(self.label_embed.table.weight, std=0.02)
+        super().initialize()
         for module in self.modules():
             if isinstance(module, SpatialMix | ChannelMix):
                 nn.init.constant_(module.own, 0.5)
@@ -356,16 +318,10 @@ class RWKV(Backbone):
                 with torch.no_grad():
                     spaced = torch.linspace(math.log(SLOWEST), math.log(FASTEST), len(module.decay))
                     module.decay.copy_(spaced.exp())
-            if isinstance(module, RWKVBlock):
-                nn.init.zeros_(module.modulation.weight)
-        self.final.zero()
 
-    def embed(self, x: Tensor, t: Tensor, y: Tensor | None) -> tuple[Streams, Tensor]:
-        tokens = self.norm_in(self.patch_embed(patchify(x, self.patch_size)) + self.positions)
-        condition = self.time_embed(t)
-        if self.label_embed is not None:
-            condition = condition + self.label_embed(y, len(x))
-        return (tokens,), F.silu(condition)
+    def embed(self, x: Tensor, t: Tensor, y: Tensor | None) -> tuple[Streams, Any]:
+        (tokens,), condition = super().embed(x, t, y)
+        return (self.norm_in(tokens),), condition
 
     def run_block(
         self, index: int, streams: Streams, condition: Tensor, layout: Layout, skip: Tensor | None
@@ -373,8 +329,7 @@ class RWKV(Backbone):
         return (self.blocks[index](streams[0], condition, layout, skip),)
 
     def head(self, streams: Streams, condition: Tensor) -> Tensor:
-        tokens = self.final(self.norm(streams[0]), condition)
-        return unpatchify(tokens, self.patch_size, self.grid)
+        return super().head((self.norm(streams[0]),), condition)
 
 
 _SIZES = {
@@ -386,8 +341,11 @@ _SIZES = {
 }
 
 for _size, _keywords in _SIZES.items():
-    register_backbone(f"rwkv_{_size}_2", patch_size=2, **_keywords)(RWKV)
+    _rate = 3e-4 if _size == "s" else None
+    register_backbone(f"rwkv_{_size}_2", learning_rate=_rate, patch_size=2, **_keywords)(RWKV)
 # Sizes for comparisons: every architecture has them, of nearly the same number of parameters.
 register_backbone("rwkv_tiny", learning_rate=6e-3, patch_size=2, hidden_size=80, depth=7)(RWKV)
-register_backbone("rwkv_matched_s", patch_size=2, hidden_size=352, depth=13)(RWKV)
+register_backbone("rwkv_matched_s", learning_rate=3e-4, patch_size=2, hidden_size=352, depth=13)(
+    RWKV
+)
 register_backbone("rwkv_matched_b", patch_size=2, **_SIZES["m"])(RWKV)

@@ -33,11 +33,10 @@ from tread_zoo.layers import (
     AdaLNHead,
     LabelEmbedder,
     TimestepEmbedder,
-    check_positive,
     patchify,
     unpatchify,
 )
-from tread_zoo.routing import check_scan
+from tread_zoo.routing.scans import Gaps, check_scan
 
 
 class ScanMixer(nn.Module, ABC):
@@ -102,7 +101,7 @@ class ScanBackbone(Backbone):
         hidden_size: int,
         depth: int,
         scan_order: str,
-        gaps: str,
+        gaps: Gaps,
         time_scale: float,
         make_mixer: Callable[[int], ScanMixer],
     ) -> None:
@@ -111,23 +110,18 @@ class ScanBackbone(Backbone):
             in_channels=in_channels,
             num_classes=num_classes,
             patch_size=patch_size,
+            depends_on=_dependence(scan_order, gaps),
             learn_sigma=learn_sigma,
         )
-        check_positive(hidden_size=hidden_size, depth=depth)
         if depth % 2:
-            raise ValueError(f"depth={depth} must be even and at least 2: skips join the halves.")
+            raise ValueError(f"depth={depth} must be even: skips join the halves.")
         if hidden_size % 2:
             raise ValueError(
                 f"hidden_size={hidden_size} must be even: half the sinusoids are cosines."
             )
         check_scan(scan_order, gaps)
-        if not time_scale > 0:
-            raise ValueError(f"time_scale={time_scale!r} must be positive.")
         self.num_extra_tokens = 2 if num_classes else 1
         self.skips = {depth - i: i for i in range(depth // 2)}
-        self.block_knows = ("order",) if gaps == "ignore" else ("order", "ids")
-        if scan_order != "raster":
-            self.block_knows = ("order", "ids", "grid")
         self.patch_embed = nn.Linear(in_channels * patch_size**2, hidden_size)
         self.positions = nn.Parameter(
             torch.empty(self.num_extra_tokens + self.num_tokens, hidden_size)
@@ -187,6 +181,17 @@ class ScanBackbone(Backbone):
         delta, residual = (stream[:, self.num_extra_tokens :] for stream in streams)
         tokens = self.final(self.norm(residual + delta), condition)
         return unpatchify(tokens, self.patch_size, self.grid)
+
+    def hidden_state(self, streams: Streams) -> Tensor:
+        delta, residual = streams
+        return residual + delta
+
+
+def _dependence(scan_order: str, gaps: Gaps) -> tuple[str, ...]:
+    """Return what a mixer along this order, with these gaps, depends on."""
+    if scan_order != "raster":
+        return ("order", "ids", "grid")
+    return ("order",) if gaps == "ignore" else ("order", "ids")
 
 
 # For mixers ---------------------------------------------------------------------------------------

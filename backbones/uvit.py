@@ -5,8 +5,8 @@
     x = x + MLP(LN(x))
 
 Label and time are tokens ahead of the image's, in this order, and have learned positions as these
-do. Positions are added once, so a routed token carries its own and the blocks need not be told
-which tokens they see. The image is joined from its patches and then smoothed by a 3x3 convolution,
+do. Positions are added once, so a routed token carries its own, and blocks do not depend on which
+tokens they see. The image is joined from its patches and then smoothed by a 3x3 convolution,
 which runs after every route has ended, on the whole grid.
 
 In place of a label it takes a context, T embeddings of width S, as the text-to-image network of the
@@ -19,17 +19,16 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from tread_zoo.backbone import Backbone, Layout, Streams
-from tread_zoo.kernels import attention
 from tread_zoo.layers import (
     LabelEmbedder,
     Mlp,
     TimestepEmbedder,
-    check_mlp_ratio,
-    check_positive,
     patchify,
+    self_attention,
     time_sinusoids,
     unpatchify,
 )
@@ -57,14 +56,8 @@ class UViTBlock(nn.Module):
             assert skip is not None, "the block loop hands a skip to each block in `skips`"
             # Under autocast the projection is half precision; the residual stream stays as it was.
             x = self.skip_proj(torch.cat([x, skip], dim=-1)).to(x.dtype)
-        x = x + self.attend(self.norm1(x))
+        x = x + self_attention(self.norm1(x), self.qkv, self.proj, self.num_heads)
         return x + self.mlp(self.norm2(x))
-
-    def attend(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.num_heads, width // self.num_heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        return self.proj(attention(q, k, v).transpose(1, 2).reshape(batch, length, width))
 
 
 class UViT(Backbone):
@@ -85,7 +78,7 @@ class UViT(Backbone):
         context_length, context_size: see `Backbone`.
 
     Raises:
-        ValueError: sizes that do not fit each other, or an init_std that is not positive.
+        ValueError: sizes that do not fit each other.
     """
 
     default_selector: ClassVar[str] = "random"
@@ -98,16 +91,16 @@ class UViT(Backbone):
         input_size: int | tuple[int, int],
         in_channels: int,
         num_classes: int,
-        patch_size: int = 2,
-        hidden_size: int = 512,
-        depth: int = 12,
-        num_heads: int = 8,
-        mlp_ratio: float = 4.0,
+        patch_size: PositiveInt = 2,
+        hidden_size: PositiveInt = 512,
+        depth: PositiveInt = 12,
+        num_heads: PositiveInt = 8,
+        mlp_ratio: PositiveFloat = 4.0,
         time_mlp: bool = False,
         final_conv: bool = True,
         learn_sigma: bool = False,
-        time_scale: float = 1000.0,
-        init_std: float = 0.02,
+        time_scale: PositiveFloat = 1000.0,
+        init_std: PositiveFloat = 0.02,
         context_length: int = 0,
         context_size: int = 0,
     ) -> None:
@@ -116,26 +109,22 @@ class UViT(Backbone):
             in_channels=in_channels,
             num_classes=num_classes,
             patch_size=patch_size,
+            depends_on=(),
             learn_sigma=learn_sigma,
             context_length=context_length,
             context_size=context_size,
         )
-        check_positive(hidden_size=hidden_size, depth=depth, num_heads=num_heads)
-        check_mlp_ratio(mlp_ratio, hidden_size)
-        if depth < 2 or depth % 2:
-            raise ValueError(f"depth={depth} must be even and at least 2: skips join the halves.")
+        if depth % 2:
+            raise ValueError(f"depth={depth} must be even: skips join the halves.")
         if hidden_size % 2 or hidden_size % num_heads:
             raise ValueError(
                 f"hidden_size={hidden_size} must be even (half the time token is cosines) and "
                 f"divisible by num_heads={num_heads}."
             )
-        if not init_std > 0:
-            raise ValueError(f"init_std={init_std} must be positive; 0.02 is the published one.")
         self.hidden_size, self.time_scale = hidden_size, time_scale
         self.init_std = init_std
         self.num_extra_tokens = 2 if num_classes else 1 + context_length
         self.skips = {depth - i: i for i in range(depth // 2)}
-        self.block_knows = ()
         self.patch_embed = nn.Linear(in_channels * patch_size**2, hidden_size)
         self.positions = nn.Parameter(
             torch.empty(self.num_extra_tokens + self.num_tokens, hidden_size)
@@ -230,7 +219,8 @@ _SIZES = {
 }
 
 for _size, _keywords in _SIZES.items():
-    register_backbone(f"uvit_{_size}_2", patch_size=2, **_keywords)(UViT)
+    _rate = 3e-4 if _size == "s" else None
+    register_backbone(f"uvit_{_size}_2", learning_rate=_rate, patch_size=2, **_keywords)(UViT)
 # Sizes for comparisons: every architecture has them, of nearly the same number of parameters.
 register_backbone(
     "uvit_tiny",
@@ -241,5 +231,7 @@ register_backbone(
     num_heads=2,
     init_std=0.05,
 )(UViT)
-register_backbone("uvit_matched_s", patch_size=2, hidden_size=448, depth=12, num_heads=7)(UViT)
+register_backbone(
+    "uvit_matched_s", learning_rate=3e-4, patch_size=2, hidden_size=448, depth=12, num_heads=7
+)(UViT)
 register_backbone("uvit_matched_b", patch_size=2, **_SIZES["m"])(UViT)

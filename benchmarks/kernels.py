@@ -87,8 +87,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ops", nargs="+", choices=list(get_forms()), default=list(get_forms()))
-    parser.add_argument("--forms", nargs="+", help="beside the baseline; all by default")
+    ops = list(get_forms())
+    forms = sorted({form for op in ops for form in list_forms(op)})
+    parser.add_argument("--ops", nargs="+", choices=ops, default=ops)
+    parser.add_argument(
+        "--forms", nargs="+", choices=forms, help="beside the baseline; default all"
+    )
     parser.add_argument("--lengths", nargs="+", type=int, default=[64, 256, 1024, 4096])
     parser.add_argument(
         "--rates", nargs="+", type=float, default=[0.0, 0.5], help="fractions that a route drops"

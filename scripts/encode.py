@@ -12,42 +12,36 @@ import logging
 import os
 from pathlib import Path
 
-import hydra
-from omegaconf import DictConfig
-
-from tread_zoo.cli import as_keywords, clear_errors
+from tread_zoo.cli import command
+from tread_zoo.config import check
+from tread_zoo.data.encode import EncodingConfig
 
 logger = logging.getLogger(__name__)
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="encode")
-@clear_errors
-def main(config: DictConfig) -> None:
+@command("encode", EncodingConfig, groups=("data",))
+def main(settings: dict) -> None:
     import torch
 
-    from tread_zoo.data.encode import EncodingConfig, encode
+    from tread_zoo.data.encode import encode
     from tread_zoo.data.vae import load_vae
     from tread_zoo.registry import create
     from tread_zoo.runtime import describe_device, resolve_device, resolve_precision
 
-    settings = as_keywords(config)
-    source, name, out = settings.pop("data"), settings.pop("vae"), Path(settings.pop("out"))
-    device = resolve_device(settings.pop("device"))
-    precision = resolve_precision(settings.pop("precision"), device)
-    options = EncodingConfig(**settings)
+    config = check(EncodingConfig, settings)
+    device = resolve_device(config.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    precision = resolve_precision(config.precision, device)
     rank, num_ranks = (int(os.environ.get(k, d)) for k, d in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    vae = load_vae(name).to(device)
+    data, vae = create("data", config.data), load_vae(config.vae).to(device)
     if rank == 0:
         where = f"{describe_device(device)}; {precision}; {num_ranks} process(es)"
         logger.info("%-9s %s", "device", where)
         logger.info("%-9s %s %s, sha256 %s…", "vae", vae.kind, vae.name, vae.sha256[:12])
-    if encode(
-        create("data", source), vae, out, options,
-        source=source, precision=precision, rank=rank, num_ranks=num_ranks,
-    ):  # fmt: skip
-        logger.info("%-9s data=latents data.path=%s", "done", out)
+    place = {"precision": precision, "rank": rank, "num_ranks": num_ranks}
+    if encode(data, vae, Path(config.out), config, **place):
+        logger.info("%-9s data=latents data.path=%s", "done", config.out)
 
 
 if __name__ == "__main__":

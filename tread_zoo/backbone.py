@@ -5,7 +5,7 @@
 A backbone says how its input becomes token streams, what one block does, and how the streams become
 the output. The loop below does the rest: it takes tokens out where a route starts, puts them back
 where it ends, fuses the streams there if the network has a fusion, and hands each block the skip
-that it asks for, with the right tokens in it. Forward has no randomness of its own: noise, times,
+that it consumes, with the right tokens in it. Forward has no randomness of its own: noise, times,
 dropped labels and kept ids come from outside.
 
 B batch, N = h * w tokens in raster order, E extra tokens (time, label, context), K kept tokens,
@@ -13,55 +13,71 @@ D width; a context has T embeddings of width S.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tread_zoo.layers import as_pair
+from tread_zoo.errors import unknown_name
 from tread_zoo.routing.fusion import Fusion, Streams
-from tread_zoo.routing.routes import (
-    PathDrop,
-    Route,
-    check_ranges,
-    check_routes,
-    gather_rows,
-    scatter_rows,
-)
+from tread_zoo.routing.routes import PathDrop, Route, check_ranges, check_routes
 
-BLOCK_KNOWS = ("order", "ids", "grid")
+DEPENDS_ON = ("order", "ids", "grid")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which tokens a block sees: E extra tokens, then grid tokens in raster order.
+    """Which tokens a block sees: E extra tokens, then K of the grid's in raster order.
 
     Args:
         grid: (h, w) of the full image.
         num_extra: E.
         ids: int64 [B, K] raster positions of the tokens present, ascending; None means all N.
-        derived: what an architecture made of the layout and wants again in later blocks: tables of
-            neighbours, scan orders; lives as long as the layout, which is one forward pass.
+        batch, device: B and the place of the tokens, where `ids` does not say.
+        cache: what blocks computed from the layout and use again: tables of neighbours, scan
+            orders; lives as long as the layout, which is one forward pass.
     """
 
     grid: tuple[int, int]
     num_extra: int
     ids: Tensor | None = None
-    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    batch: int = 1
+    device: torch.device | None = None
+    cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def segment_ids(self) -> Tensor | None:
-        """Return int64 [B, E + K], one higher after every gap in the raster order; None if dense.
+    def positions(self) -> Tensor:
+        """Return int64 [B, K], the raster positions of the tokens present, all or some."""
+        if self.ids is not None:
+            return self.ids
+        num_tokens = self.grid[0] * self.grid[1]
+        return torch.arange(num_tokens, device=self.device).expand(self.batch, -1)
 
-        The extra tokens count as the neighbours of raster position 0.
-        """
-        if self.ids is None:
-            return None
-        before = torch.cat([torch.full_like(self.ids[:, :1], -1), self.ids[:, :-1]], dim=1)
-        segments = (self.ids - before != 1).cumsum(dim=1)
-        return torch.cat([segments.new_zeros(len(segments), self.num_extra), segments], dim=1)
+    def rows_cols(self) -> tuple[Tensor, Tensor]:
+        """Return the row and the column of each token present, both int64 [B, K]."""
+        positions = self.positions()
+        return positions // self.grid[1], positions % self.grid[1]
+
+
+class Features(NamedTuple):
+    """What a block left behind: tokens [B, K, D] without extra ones, and their raster positions
+    int64 [B, K]; ids is None where all N tokens were there."""
+
+    tokens: Tensor
+    ids: Tensor | None
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """A condition that differs between tokens, [B, E + N, D]: a block gets the rows of its own.
+
+    `embed` returns one in place of a condition, or in a tuple of conditions; `run_block` and `head`
+    are given plain tensors, [B, E + K, D] and [B, E + N, D].
+    """
+
+    values: Tensor
 
 
 class Backbone(nn.Module, ABC):
@@ -73,6 +89,11 @@ class Backbone(nn.Module, ABC):
         num_classes: labels are 0 … num_classes-1, and num_classes is the null label of guidance;
             0 makes an unconditional network.
         patch_size: side of a patch in pixels.
+        depends_on: what changes the result of some block if it alone changes: the `order` of the
+            tokens in the sequence, the `ids` of the layout, the full `grid`; `tread_zoo.testing`
+            measures it. Attention on tokens that carry their positions with them depends on
+            nothing, `()`; a scan that runs over gaps on the `order`; rotary positions on `order`
+            and `ids`; a decay over distances divided by the full length on all three.
         learn_sigma: give 2 C output channels, as some published checkpoints have; objectives use
             the first C.
         context_length, context_size: T and S of contexts, float [T, S], which take the place of
@@ -82,26 +103,26 @@ class Backbone(nn.Module, ABC):
         default_selector: the selector that suits it; `routing.selector=auto` takes it.
         default_range: start and end of its default route, as in Python slices.
         why_no_context: for the error of one that takes no contexts.
+        per_token_time: whether t may also be [B, N], a time for each token.
 
     Attributes:
         fused_ranges: block ranges [start, end) at whose end the streams are fused, in ascending
             order; `add_fusions` sets them after construction, whatever the subclass.
 
-    Subclasses fill `self.blocks` (an `nn.ModuleList`), and may set
+    Raises:
+        ValueError: sizes or conditions that do not go together, or an unknown dependence.
+
+    Subclasses fill `self.blocks`, an `nn.ModuleList`, and may set
 
     - `self.num_extra_tokens`;
-    - `self.skips`, which maps a block that consumes a skip to the earlier block that produced it. A
-      skip carries the first stream;
-    - `self.block_knows`, what changes the result of some block if it alone changes, which
-      `tread_zoo.testing` then holds it to: the `order` of the tokens in the sequence, the `ids` of
-      the layout, the full `grid`. Attention on tokens that carry their positions with them knows
-      nothing, `()`; a scan that runs over gaps the `order`; rotary positions `order` and `ids`; a
-      decay over distances divided by the full length all three. None leaves it unsaid.
+    - `self.skips`, which maps each block that consumes a skip to the earlier block that produces
+      it. A skip carries the first stream; several blocks may consume the same one.
     """
 
     default_selector: ClassVar[str] = "random"
     default_range: ClassVar[tuple[int, int]] = (2, -4)
     why_no_context: ClassVar[str] = "its condition is a label"
+    per_token_time: ClassVar[bool] = False
 
     blocks: nn.ModuleList
 
@@ -112,22 +133,16 @@ class Backbone(nn.Module, ABC):
         in_channels: int,
         num_classes: int,
         patch_size: int,
+        depends_on: Sequence[str],
         learn_sigma: bool = False,
         context_length: int = 0,
         context_size: int = 0,
     ) -> None:
         super().__init__()
-        self.input_size = as_pair("input_size", input_size)
-        for name, value, least in (
-            ("in_channels", in_channels, 1),
-            ("num_classes", num_classes, 0),
-            ("patch_size", patch_size, 1),
-            ("context_length", context_length, 0),
-            ("context_size", context_size, 0),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
-        if any(side % patch_size for side in self.input_size):
+        sides = input_size if isinstance(input_size, Sequence) else (input_size, input_size)
+        height, width = sides
+        self.input_size = (height, width)
+        if height % patch_size or width % patch_size:
             raise ValueError(
                 f"input_size={self.input_size} is not divisible by patch_size={patch_size}; "
                 "choose another patch_size, or pad or resize the images."
@@ -142,14 +157,17 @@ class Backbone(nn.Module, ABC):
                 f"num_classes={num_classes} and context_size={context_size} exclude each other: "
                 "the condition is a label or a context. Set num_classes=0."
             )
+        for name in depends_on:
+            if name not in DEPENDS_ON:
+                raise unknown_name("depends_on", name, DEPENDS_ON)
         self.in_channels, self.num_classes = in_channels, num_classes
         self.context_length, self.context_size = context_length, context_size
         self.patch_size = patch_size
+        self.depends_on = tuple(depends_on)
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
-        self.grid = (self.input_size[0] // patch_size, self.input_size[1] // patch_size)
+        self.grid = (height // patch_size, width // patch_size)
         self.num_extra_tokens = 0
         self.skips: dict[int, int] = {}
-        self.block_knows: tuple[str, ...] | None = None
         self.checkpoint_blocks = 0  # n: blocks 0, n, 2n, … are computed again in the backward pass
         self.fused_ranges: tuple[tuple[int, int], ...] = ()
         self.fusions = nn.ModuleDict()  # by range, as in "2_8"
@@ -166,17 +184,24 @@ class Backbone(nn.Module, ABC):
     def run_block(
         self, index: int, streams: Streams, condition: Any, layout: Layout, skip: Tensor | None
     ) -> Streams:
-        """Run block `index` on streams [B, E + K, D]; `skip` has the same tokens as they have."""
+        """Return the streams [B, E + K, D] after `self.blocks[index]`, which must be called as a
+        module: compilation and sharding hook that call. `skip` has the same tokens as they have."""
 
     @abstractmethod
     def head(self, streams: Streams, condition: Any) -> Tensor:
         """Return the output [B, C_out, H, W] from streams [B, E + N, D]."""
+
+    def hidden_state(self, streams: Streams) -> Tensor:
+        """Return what features show of the streams, [B, L, D]: the first one, if not overridden."""
+        return streams[0]
 
     # What all share -------------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks that a route can count."""
+        if "blocks" not in self._modules:
+            raise TypeError(f"{type(self).__name__} has no self.blocks: fill an nn.ModuleList.")
         return len(self.blocks)
 
     @property
@@ -239,7 +264,7 @@ class Backbone(nn.Module, ABC):
         like = next(self.parameters())
         one = torch.zeros(1, self.in_channels, *self.input_size, device=like.device)
         with torch.no_grad():
-            streams, _ = self.embed(one.to(like.dtype), torch.zeros_like(one[:, 0, 0, 0]), None)
+            streams, _ = self._embed(one.to(like.dtype), torch.zeros_like(one[:, 0, 0, 0]), None)
         widths = [stream.shape[-1] for stream in streams]
         for start, end in self.fused_ranges:
             fusion = Fusion(widths, device=like.device, dtype=like.dtype)
@@ -252,55 +277,50 @@ class Backbone(nn.Module, ABC):
         y: Tensor | None = None,
         *,
         routes: Sequence[Route | PathDrop] = (),
-    ) -> Tensor:
+        features: Sequence[int] | None = None,
+    ) -> Tensor | tuple[Tensor, dict[int, Features]]:
         """Return the raw output [B, C_out, H, W]; of an empty batch an empty one, with no gradient.
 
         Args:
             x: noisy images [B, C, H, W].
-            t: noise labels [B] of order 1, as the objective gives them.
+            t: noise labels [B] of order 1, as the objective gives them; or [B, N], one for each
+                token, where `per_token_time` says so.
             y: labels [B], int64, in 0 … num_classes, or contexts [B, T, S], floats of any
                 precision, shorter ones filled up with zeros; None means no label, or all zeros.
             routes: disjoint concrete routes in ascending order, and dropped paths among them. In a
                 network with fusions each must be one of `fused_ranges`, the others of which run
-                dense; without fusions no path can be dropped.
+                dense; without fusions no path can be dropped. A route that keeps all tokens is
+                none.
+            features: blocks whose tokens are returned too, as (output, {block: `Features`}), with
+                their gradients: those that were there right after the block, within a route the
+                kept ones.
 
         Raises:
-            ValueError: an input of another type or shape, a label out of range (checked on the CPU
-                alone), a condition given to an unconditional network, or a route that does not fit.
+            ValueError: an input of another shape, a condition given to an unconditional network, or
+                a route or feature that does not fit.
+            TypeError: a method of the subclass that returns something else than the contract says.
         """
-        routes = self._check(x, t, y, routes)
-        if not len(x):  # kernels take no empty batch
-            return x.new_zeros(0, self.out_channels, *self.input_size)
-        streams, condition = self.embed(x, t, y)
-        streams = self._run_blocks(streams, condition, routes, self.num_blocks)
-        return self.head(streams, condition)
-
-    def _run_blocks(
-        self, streams: Streams, condition: Any, routes: Sequence[Route | PathDrop], stop: int
-    ) -> Streams:
-        """Run blocks 0 … stop-1, each on the tokens that are in play; no route may lie across
-        `stop`, and a fused range that does is not fused yet."""
-        dense = Layout(self.grid, self.num_extra_tokens)
-        passages = self._passages(routes)
-        consumers = {producer: consumer for consumer, producer in self.skips.items()}
-        skips: dict[int, Tensor] = {}  # by producer, with the tokens that are in play
-        waiting: _Waiting | None = None
-        for index in range(stop):
-            if waiting is not None and index == waiting.passage.end:
-                streams, skips = waiting.rejoin(streams, skips)
-                waiting = None
-            if index in passages:
-                waiting = _Waiting(passages[index], streams, skips, consumers, dense)
-                streams, skips = waiting.leave()
-            layout = dense if waiting is None else waiting.layout
-            skip = skips.pop(self.skips[index]) if index in self.skips else None
-            if layout is not None:  # else the path is dropped, and the streams stay as they are
-                streams = self._run_block(index, streams, condition, layout, skip)
-            if index in consumers:
-                skips[index] = streams[0]
-        if waiting is not None and waiting.passage.end <= stop:
-            streams, _ = waiting.rejoin(streams, skips)
-        return streams
+        self._check_inputs(x, t, y)
+        routes = check_routes(
+            routes,
+            num_blocks=self.num_blocks,
+            num_tokens=self.num_tokens,
+            batch=len(x),
+            fused_ranges=self.fused_ranges,
+        )
+        wanted = tuple(features or ())
+        if not all(0 <= index < self.num_blocks for index in wanted):
+            raise ValueError(f"features={list(wanted)}: blocks are 0 … {self.num_blocks - 1}.")
+        if len(x):
+            streams, condition = self._embed(x, t, y)
+            streams, collected = self._run_blocks(streams, condition, routes, wanted)
+            out = self.head(streams, rows_of(condition, None))
+        else:  # kernels take no empty batch
+            out, collected = x.new_zeros(0, self.out_channels, *self.input_size), {}
+        expected = (len(x), self.out_channels, *self.input_size)
+        if out.shape != expected:
+            raise TypeError(f"head returned {list(out.shape)}; expected {list(expected)}.")
+        return out if features is None else (out, collected)
 
     @torch.no_grad()
     def importance(self, x: Tensor, t: Tensor, y: Tensor | None, start: int) -> Tensor:
@@ -316,154 +336,231 @@ class Backbone(nn.Module, ABC):
         Raises:
             ValueError: an input of another shape, or a start outside the depth.
         """
-        self._check(x, t, y, ())
+        self._check_inputs(x, t, y)
         if not 0 <= start <= self.num_blocks:
             raise ValueError(f"start={start} is not in 0 … {self.num_blocks}, the depth.")
-        streams, condition = self.embed(x, t, y)
-        streams = self._run_blocks(streams, condition, (), start)
+        streams, condition = self._embed(x, t, y)
+        streams, _ = self._run_blocks(streams, condition, stop=start)
         return streams[0][:, self.num_extra_tokens :].float().norm(dim=-1)
 
-    def _passages(self, routes: Sequence[Route | PathDrop]) -> dict[int, "_Passage"]:
-        """Return by start the ranges of the routes, and the fused ones that no route takes."""
+    # The loop -------------------------------------------------------------------------------------
+
+    def _run_blocks(
+        self,
+        streams: Streams,
+        condition: Any,
+        routes: Sequence[Route | PathDrop] = (),
+        wanted: Sequence[int] = (),
+        stop: int | None = None,
+    ) -> tuple[Streams, dict[int, Features]]:
+        """Return the streams after blocks 0 … stop-1, each on the tokens that are in play, and the
+        features of the wanted ones; no route may lie across `stop`."""
+        batch, device = len(streams[0]), streams[0].device
+        dense = Layout(self.grid, self.num_extra_tokens, batch=batch, device=device)
+        dense_condition = rows_of(condition, None)
+        frames = self._frames(routes, dense)
+        last_use = {producer: consumer for consumer, producer in sorted(self.skips.items())}
+        skips: dict[int, Tensor] = {}  # by producer, with the tokens that are in play
+        collected: dict[int, Features] = {}
+        frame, layout, given = None, dense, dense_condition
+        for i in range(self.num_blocks if stop is None else stop):
+            if i in frames:  # a route, a fused range or a dropped path starts here
+                frame = frames[i]
+                streams, skips = frame.enter(streams, skips)
+                layout, given = frame.layout, rows_of(condition, frame.rows)
+            skip = skips[self.skips[i]] if i in self.skips else None
+            if i in self.skips and last_use[self.skips[i]] == i:
+                del skips[self.skips[i]]
+            if frame is None or frame.runs:
+                streams = self._run_block(i, streams, given, layout, skip)
+            if i in last_use:
+                skips[i] = streams[0]
+            if i in wanted:
+                tokens = self.hidden_state(streams)[:, self.num_extra_tokens :]
+                collected[i] = Features(tokens, layout.ids)
+            if frame is not None and i + 1 == frame.end:
+                streams, skips = frame.exit(streams, skips)
+                frame, layout, given = None, dense, dense_condition
+        return streams, collected
+
+    def _frames(self, routes: Sequence[Route | PathDrop], dense: Layout) -> dict[int, "Frame"]:
+        """Return by start the ranges with work at their ends: routes, dropped paths, and fused
+        ranges that neither takes."""
         fusions = dict(zip(self.fused_ranges, self.fusions.values(), strict=True))
-        passages = {start: _Passage(end, None, fusion) for (start, end), fusion in fusions.items()}
+        ways: dict[tuple[int, int], Route | PathDrop | None] = dict.fromkeys(fusions)
         for route in routes:
-            fusion = fusions.get((route.start, route.end))
-            passages[route.start] = _Passage(route.end, route, fusion)
-        return passages
+            if isinstance(route, PathDrop) or route.num_kept < self.num_tokens:
+                ways[route.start, route.end] = route
+        return {
+            span[0]: Frame(span, route, fusions.get(span), dense, self.skips)
+            for span, route in ways.items()
+        }
 
     def _run_block(
         self, index: int, streams: Streams, condition: Any, layout: Layout, skip: Tensor | None
     ) -> Streams:
         every = self.checkpoint_blocks
         if every and index % every == 0 and torch.is_grad_enabled():
-            return checkpoint(
+            after = checkpoint(
                 self.run_block, index, streams, condition, layout, skip, use_reentrant=False
             )
-        return self.run_block(index, streams, condition, layout, skip)
+        else:
+            after = self.run_block(index, streams, condition, layout, skip)
+        _check_streams("run_block", after)
+        return after
 
-    def _check(
-        self, x: Tensor, t: Tensor, y: Tensor | None, routes: Sequence[Route | PathDrop]
-    ) -> tuple[Route | PathDrop, ...]:
-        self._check_tensors(x, t, y)
-        expected = (self.in_channels, *self.input_size)
-        if x.ndim != 4 or tuple(x.shape[1:]) != expected:
-            raise ValueError(f"x has shape {list(x.shape)}; expected [batch, *{list(expected)}].")
-        if t.shape != (len(x),):
-            raise ValueError(f"t has shape {list(t.shape)}; expected [{len(x)}], one per image.")
-        if y is not None:
-            self._check_condition(y, len(x))
-        return check_routes(
-            routes,
-            num_blocks=self.num_blocks,
-            num_tokens=self.num_tokens,
-            batch=len(x),
-            fused_ranges=self.fused_ranges,
-        )
-
-    def _check_tensors(self, x: Tensor, t: Tensor, y: Tensor | None) -> None:
-        """Raise `ValueError` for what is no tensor or of a type that blocks cannot take."""
-        for name, value in (("x", x), ("t", t), ("y", y)):
-            if not isinstance(value, Tensor) and (name != "y" or value is not None):
-                raise ValueError(
-                    f"{name} is a {type(value).__name__}; expected a tensor with one entry per "
-                    "image in its first dimension."
+    def _embed(self, x: Tensor, t: Tensor, y: Tensor | None) -> tuple[Streams, Any]:
+        returned = self.embed(x, t, y)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise TypeError(
+                f"embed returned a {type(returned).__name__}; expected streams and condition, as "
+                "in ((tokens,), condition)."
+            )
+        streams, condition = returned
+        _check_streams("embed", streams)
+        length = self.num_extra_tokens + self.num_tokens
+        for stream in streams:
+            if stream.shape[:2] != (len(x), length):
+                raise TypeError(
+                    f"embed returned a stream {list(stream.shape)}; expected [{len(x)}, {length}, "
+                    f"D]: {self.num_tokens} tokens behind num_extra_tokens={self.num_extra_tokens}."
                 )
-        own = next(self.parameters()).dtype
-        # Half precision and float32 meet under autocast and in sharded networks; float64 never.
-        doubles = (x.dtype == torch.float64, own == torch.float64)
-        if not x.is_floating_point() or doubles[0] != doubles[1]:
-            raise ValueError(f"x is {x.dtype}; this network's weights are {own}: use x.to({own}).")
+        return streams, condition
 
-    def _check_labels(self, y: Tensor, batch: int) -> None:
-        """Raise `ValueError` unless y has a label for each image. Values are looked at where that
-        is cheap: on the CPU, and not while compiling."""
-        if y.shape != (batch,) or y.dtype not in (torch.int64, torch.int32):
-            raise ValueError(
-                f"y has shape {list(y.shape)} and dtype {y.dtype}; expected labels, int64 "
-                f"[{batch}], one per image."
-            )
-        if y.device.type != "cpu" or torch.compiler.is_compiling() or not batch:
-            return
-        low, high = int(y.min()), int(y.max())
-        if low < 0 or high > self.num_classes:
-            raise ValueError(
-                f"y reaches from {low} to {high}; labels are 0 … {self.num_classes - 1}, and "
-                f"{self.num_classes} is the null label."
-            )
+    def _check_inputs(self, x: Tensor, t: Tensor, y: Tensor | None) -> None:
+        """Raise `ValueError` for shapes that would pass and mean something else, and for skips from
+        a later block."""
+        expected = (self.in_channels, *self.input_size)
+        if x.shape[1:] != expected:
+            raise ValueError(f"x has shape {list(x.shape)}; expected [batch, *{list(expected)}].")
+        batch = len(x)
+        each = self.per_token_time and t.shape == (batch, self.num_tokens)
+        if t.shape != (batch,) and not each:
+            raise ValueError(f"t has shape {list(t.shape)}; expected [{batch}], one per image.")
+        if y is not None:
+            self._check_condition(y, batch)
+        for consumer, producer in self.skips.items():
+            if not 0 <= producer < consumer < self.num_blocks:
+                raise ValueError(
+                    f"self.skips has {{{consumer}: {producer}}}; expected {{consumer: producer}}, "
+                    f"the producer first, among {self.num_blocks} blocks."
+                )
 
     def _check_condition(self, y: Tensor, batch: int) -> None:
         if not self.is_conditional:
             raise ValueError("y was given, but num_classes=0 makes an unconditional network.")
         if self.context_size:
-            expected = [batch, self.context_length, self.context_size]
-            if list(y.shape) != expected or not y.is_floating_point():
+            expected = (batch, self.context_length, self.context_size)
+            if y.shape != expected or not y.is_floating_point():
                 raise ValueError(
                     f"y has shape {list(y.shape)} and dtype {y.dtype}; expected contexts, floats "
-                    f"{expected}: {self.context_length} embeddings per image."
+                    f"{list(expected)}: {self.context_length} embeddings per image."
                 )
-        else:
-            self._check_labels(y, batch)
+        elif y.shape != (batch,):
+            raise ValueError(f"y has shape {list(y.shape)}; expected labels [{batch}].")
 
 
-@dataclass(frozen=True)
-class _Passage:
-    """A range of blocks that begins or ends with work on the streams: it runs up to `end`, with the
-    tokens of a route, with none (a dropped path) or with all (None), and is fused or not."""
+class Frame:
+    """A range of blocks with work at its ends: a route, a dropped path, a fused range.
 
-    end: int
-    route: Route | PathDrop | None
-    fusion: nn.Module | None
+    From `enter` to `exit` it holds what waits at full length: the streams, and the skips that are
+    consumed after it.
 
+    Args:
+        span: start and end of the range.
+        route: its route or dropped path; None: the blocks see all tokens.
+        fusion: of the streams at the end; None: the tokens rejoin as they are.
+        dense: the layout of all tokens.
+        skips: consumer -> producer, of the network.
 
-class _Waiting:
-    """What waits at full length while a passage runs: the streams, and the skips made before it.
-
-    `layout` is what its blocks see; None where the path is dropped, and they do not run.
+    Attributes:
+        runs: whether the blocks run; those of a dropped path do not.
+        layout: what they see.
+        rows: of the flattened streams that they see, from `row_index`; None: all.
     """
 
     def __init__(
         self,
-        passage: _Passage,
-        streams: Streams,
-        skips: dict[int, Tensor],
-        consumers: dict[int, int],
+        span: tuple[int, int],
+        route: Route | PathDrop | None,
+        fusion: nn.Module | None,
         dense: Layout,
+        skips: Mapping[int, int],
     ) -> None:
-        self.passage, self.streams = passage, streams
-        self.rows: Tensor | None = None  # of the tokens that enter; None: they stay as they are
-        self.layout: Layout | None = None if isinstance(passage.route, PathDrop) else dense
-        self.used_inside = {k: skip for k, skip in skips.items() if consumers[k] < passage.end}
-        self.used_after = {k: skip for k, skip in skips.items() if consumers[k] >= passage.end}
-        if isinstance(passage.route, Route):
-            num_tokens = dense.grid[0] * dense.grid[1]
-            self.rows = passage.route.row_index(num_tokens, dense.num_extra)
-            self.layout = Layout(dense.grid, dense.num_extra, passage.route.ids)
+        self.start, self.end = span
+        self.fusion = fusion
+        self.runs = not isinstance(route, PathDrop)
+        self.layout, self.rows = dense, None
+        if isinstance(route, Route):
+            self.layout = Layout(dense.grid, dense.num_extra, route.ids)
+            self.rows = row_index(route.ids, dense.grid[0] * dense.grid[1], dense.num_extra)
+        self.used_inside = {p for c, p in skips.items() if self.start <= c < self.end}
+        self.used_after = {p for c, p in skips.items() if c >= self.end}
 
-    def leave(self) -> tuple[Streams, dict[int, Tensor]]:
-        """Return the streams, and the skips used on the way, with the tokens that enter."""
-        if self.rows is None:
-            return self.streams, dict(self.used_inside)
-        streams = tuple(gather_rows(stream, self.rows) for stream in self.streams)
-        return streams, {k: gather_rows(skip, self.rows) for k, skip in self.used_inside.items()}
-
-    def rejoin(
-        self, streams: Streams, made_inside: dict[int, Tensor]
+    def enter(
+        self, streams: Streams, skips: dict[int, Tensor]
     ) -> tuple[Streams, dict[int, Tensor]]:
-        """Return streams and open skips at full length, the streams fused if the passage is.
+        """Return the streams, and the skips consumed inside, with the tokens that stay."""
+        self.streams = streams
+        self.waiting = {k: skip for k, skip in skips.items() if k in self.used_after}
+        skips = {k: skip for k, skip in skips.items() if k in self.used_inside}
+        if self.rows is None:
+            return streams, skips
+        rows = self.rows
+        return tuple(gather(s, rows) for s in streams), {
+            k: gather(skip, rows) for k, skip in skips.items()
+        }
+
+    def exit(self, streams: Streams, skips: dict[int, Tensor]) -> tuple[Streams, dict[int, Tensor]]:
+        """Return streams and open skips at full length, the streams fused if the range is.
 
         A bypassed token is as it was when the route started, in the streams and in a skip that was
         made on the way; a skip that was made before the route is whole again.
         """
+        made = {k: skip for k, skip in skips.items() if k >= self.start}
         if self.rows is not None:
-            rows = self.rows
-            made_inside = {
-                k: scatter_rows(self.streams[0], rows, skip) for k, skip in made_inside.items()
-            }
-            streams = tuple(
-                scatter_rows(before, rows, after)
-                for before, after in zip(self.streams, streams, strict=True)
-            )
-        if self.passage.fusion is not None:
-            streams = self.passage.fusion(self.streams, streams)
-        return streams, {**self.used_after, **made_inside}
+            rows, full = self.rows, self.streams
+            made = {k: scatter(full[0], rows, skip) for k, skip in made.items()}
+            streams = tuple(scatter(f, rows, s) for f, s in zip(full, streams, strict=True))
+        if self.fusion is not None:
+            streams = self.fusion(self.streams, streams)
+        return streams, {**self.waiting, **made}
+
+
+def row_index(ids: Tensor, num_tokens: int, num_extra: int) -> Tensor:
+    """Return int64 [B * (E + K)]: the rows of a flattened [B * (E + N), D] stream that stay, the
+    extra tokens' and those of ids [B, K]."""
+    batch, device = ids.shape[0], ids.device
+    extra = torch.arange(num_extra, device=device).expand(batch, num_extra)
+    within = torch.cat([extra, ids + num_extra], dim=1)
+    first = torch.arange(batch, device=device)[:, None] * (num_extra + num_tokens)
+    return (within + first).flatten()
+
+
+def gather(stream: Tensor, rows: Tensor) -> Tensor:
+    """Return the tokens [B, E + K, D] of a stream [B, E + N, D] in `rows`, from `row_index`."""
+    batch, _, width = stream.shape
+    return stream.flatten(0, 1).index_select(0, rows).view(batch, -1, width)
+
+
+def scatter(stream: Tensor, rows: Tensor, kept: Tensor) -> Tensor:
+    """Return `stream` [B, E + N, D] with `kept` [B, E + K, D] put into its rows."""
+    flat = stream.flatten(0, 1).index_copy(0, rows, kept.flatten(0, 1).to(stream.dtype))
+    return flat.view_as(stream)
+
+
+def rows_of(condition: Any, rows: Tensor | None) -> Any:
+    """Return a condition as blocks take it: of what differs between tokens the rows, or all."""
+    if type(condition) is tuple:
+        return tuple(rows_of(part, rows) for part in condition)
+    if not isinstance(condition, PerToken):
+        return condition
+    return condition.values if rows is None else gather(condition.values, rows)
+
+
+def _check_streams(method: str, streams: Any) -> None:
+    if not isinstance(streams, tuple) or not all(isinstance(s, Tensor) for s in streams):
+        raise TypeError(
+            f"{method} returned a {type(streams).__name__} for its streams; expected a tuple of "
+            "tensors, as in (tokens,)."
+        )

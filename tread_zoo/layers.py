@@ -1,46 +1,17 @@
-"""Layers that several backbones share: patches, positions, time and labels, modulation, the
-convolution ahead of a scan, the head.
+"""Layers that several backbones share: patches, positions, time and labels, modulation, attention,
+scans both ways, the head.
 
 B batch, N tokens, D width, C channels, p patch size, h x w grid of patches.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tread_zoo.kernels import causal_conv1d
-
-
-def as_pair(name: str, size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return (height, width) of a size given as one integer or two.
-
-    Raises:
-        ValueError: not one or two positive integers.
-    """
-    pair = tuple(size) if isinstance(size, Sequence) else (size, size)
-    if len(pair) != 2 or any(type(s) is not int or s < 1 for s in pair):
-        raise ValueError(f"{name}={size!r} must be one positive integer or two (height, width).")
-    return pair[0], pair[1]
-
-
-def check_positive(**sizes: int) -> None:
-    """Raise `ValueError` for the first of the named sizes that is no positive integer."""
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} must be a positive integer.")
-
-
-def check_mlp_ratio(mlp_ratio: float, hidden_size: int) -> None:
-    """Raise `ValueError` unless an MLP of so many times D has a width."""
-    is_number = isinstance(mlp_ratio, int | float) and math.isfinite(mlp_ratio)
-    if not is_number or int(hidden_size * mlp_ratio) < 1:
-        raise ValueError(
-            f"mlp_ratio={mlp_ratio!r} must be a positive number: the width of the MLP over "
-            f"hidden_size={hidden_size}."
-        )
+from tread_zoo.kernels import attention, causal_conv1d
 
 
 def patchify(x: Tensor, patch_size: int) -> Tensor:
@@ -80,10 +51,10 @@ def sincos_2d(width: int, grid: tuple[int, int]) -> Tensor:
 
 
 def time_sinusoids(t: Tensor, size: int, time_scale: float) -> Tensor:
-    """Return cosines, then sines, of `time_scale * t * 10000^(-2i / size)`: float32 [B, size].
+    """Return cosines, then sines, of `time_scale * t * 10000^(-2i / size)`: float32 [.., size].
 
     Args:
-        t: noise labels [B] of order 1.
+        t: noise labels [..] of order 1.
         size: even.
         time_scale: t is multiplied by this first, so that labels of order 1 spread over the
             wavelengths 2 pi … 10000 * 2 pi.
@@ -92,12 +63,12 @@ def time_sinusoids(t: Tensor, size: int, time_scale: float) -> Tensor:
     # Multiplied before it is divided, as published networks do: the other order rounds otherwise,
     # which at 1000 wavelengths shows in the fifth digit.
     exponent = -math.log(10000.0) * torch.arange(half, device=t.device, dtype=torch.float32) / half
-    angle = (time_scale * t.float())[:, None] * torch.exp(exponent)
-    return torch.cat([angle.cos(), angle.sin()], dim=1)
+    angle = (time_scale * t.float())[..., None] * torch.exp(exponent)
+    return torch.cat([angle.cos(), angle.sin()], dim=-1)
 
 
 class TimestepEmbedder(nn.Module):
-    """Embed noise labels t [B] of order 1 into [B, D]: sinusoids, then a two-layer MLP with SiLU.
+    """Embed noise labels t [..] of order 1 into [.., D]: sinusoids, then a two-layer MLP with SiLU.
 
     Args:
         hidden_size: D.
@@ -139,9 +110,27 @@ class LabelEmbedder(nn.Module):
         return self.table(y)
 
 
+def per_token(condition: Tensor) -> Tensor:
+    """Return a condition that broadcasts over tokens: [B, 1, D] of [B, D], [B, N, D] as it is."""
+    return condition if condition.ndim == 3 else condition.unsqueeze(1)
+
+
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return x * (1 + scale) + shift for tokens [B, N, D] and conditions [B, D] (adaLN)."""
-    return torch.addcmul(shift.unsqueeze(1), x, 1 + scale.unsqueeze(1))
+    """Return x * (1 + scale) + shift for tokens [B, N, D]; conditions [B, D] or [B, N, D]."""
+    return torch.addcmul(per_token(shift), x, 1 + per_token(scale))
+
+
+def add_gated(x: Tensor, gate: Tensor, update: Tensor) -> Tensor:
+    """Return x + gate * update for tokens [B, N, D] and a gate [B, D] or [B, N, D]."""
+    return torch.addcmul(x, per_token(gate), update)
+
+
+def self_attention(x: Tensor, qkv: nn.Module, proj: nn.Module, num_heads: int) -> Tensor:
+    """Return the attention of tokens [B, N, D] to each other, through maps D -> 3 D and D -> D."""
+    batch, length, width = x.shape
+    split = qkv(x).view(batch, length, 3, num_heads, width // num_heads)
+    q, k, v = split.permute(2, 0, 3, 1, 4)
+    return proj(attention(q, k, v).transpose(1, 2).reshape(batch, length, width))
 
 
 def convolve_both_ways(
@@ -212,7 +201,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 class AdaLNHead(nn.Module):
     """The last layer: LayerNorm modulated by the condition, then a linear map to patches.
 
-    tokens [B, N, D], condition [B, D], already through SiLU -> [B, N, p * p * C_out].
+    tokens [B, N, D], condition [B, D] or [B, N, D], already through SiLU -> [B, N, p * p * C_out].
     """
 
     def __init__(self, hidden_size: int, patch_size: int, out_channels: int) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import tarfile
+from typing import ClassVar
 
 import datasets
 import numpy as np
@@ -121,7 +122,7 @@ class Stub:
     name, kind, sha256, latent_channels = "stub/vae", "AutoencoderKL", "5" * 64, 3
     has_posterior = True
     network = torch.nn.Linear(1, 1)
-    facts = {
+    facts: ClassVar = {
         "class": kind, "name": name, "sha256": sha256, "latent_channels": 3, "scaling_factor": 0.5,
         "shift_factor": 0.25,
     }  # fmt: skip
@@ -140,5 +141,5 @@ class Stub:
 def write_latents(folder, data=None, **options):
     """Encode `data` by the stub: [3,4,4] a picture of 8x8; return the folder."""
     config = EncodingConfig(**{"content": "mode", "batch_size": 4, "part_size": 10, **options})
-    assert encode(data or with_contexts(), Stub(), folder, config, source={"name": "made"})
+    assert encode(data or with_contexts(), Stub(), folder, config)
     return folder

@@ -17,8 +17,8 @@ from tread_zoo.seeding import make_generator
     ],
 )
 def test_preconditioning(sigma, c_skip, c_out, c_in, c_noise):
-    found = EDM().preconditioning(torch.tensor([sigma]))
-    assert [value.item() for value in found] == pytest.approx(
+    scalings = EDM().preconditioning(torch.tensor([sigma]))
+    assert [value.item() for value in scalings] == pytest.approx(
         [c_skip, c_out, c_in, c_noise], rel=1e-5
     )
 

@@ -11,16 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.uvit import UViT
-from tread_zoo.backbone import Backbone, Layout
+from tread_zoo.backbone import Backbone, Features, Layout
 from tread_zoo.layers import LabelEmbedder, TimestepEmbedder, patchify, unpatchify
-from tread_zoo.routing import PathDrop, Route
+from tread_zoo.routing import PathDrop, Route, check_routes
 
 
 class OwnLoop(UViT):
     """U-ViT with a plain block loop for routes, dropped paths and fusions in its own words."""
 
-    def forward(self, x, t, y=None, *, routes=()):
-        routes = self._check(x, t, y, routes)
+    def forward(self, x, t, y=None, *, routes=(), features=None):
+        self._check_inputs(x, t, y)
+        routes = check_routes(
+            routes, num_blocks=self.num_blocks, num_tokens=self.num_tokens, batch=len(x),
+            fused_ranges=self.fused_ranges,
+        )  # fmt: skip
+        collected = {}
         streams, condition = self.embed(x, t, y)
         now, skips, dense = streams[0], {}, None
         for index in range(self.num_blocks):
@@ -33,23 +38,26 @@ class OwnLoop(UViT):
                 rows = self.rows(now, route)
                 wide = rows[:, :, None].expand(-1, -1, now.shape[2])
                 ids = None if route is None else route.ids
-                layout = Layout(self.grid, self.num_extra_tokens, ids)
+                layout = Layout(self.grid, self.num_extra_tokens, ids, len(x), x.device)
                 skip = self.take_skip(skips, index, wide) if index in self.skips else None
                 (after,) = self.run_block(index, (now.gather(1, wide),), condition, layout, skip)
                 skips[index] = self.make_skip(now, wide, after)
+                if features is not None and index in features:
+                    collected[index] = Features(after[:, self.num_extra_tokens :], ids)
                 now = self.rejoin(now, wide, after, route)
             for start, end in self.fused_ranges:
                 if index == end - 1:
                     now = self.fuse(self.fusions[f"{start}_{end}"], dense, now, route)
-        return self.head((now,), condition)
+        out = self.head((now,), condition)
+        return out if features is None else (out, collected)
 
     def is_inside(self, route, index):
         return route.start <= index < route.end
 
     def rows(self, now, route):
         if route is None:
-            return torch.arange(now.shape[1]).expand(len(now), -1)
-        extra = torch.arange(self.num_extra_tokens).expand(len(now), -1)
+            return torch.arange(now.shape[1], device=now.device).expand(len(now), -1)
+        extra = torch.arange(self.num_extra_tokens, device=now.device).expand(len(now), -1)
         return torch.cat([extra, route.ids + self.num_extra_tokens], dim=1)
 
     def make_skip(self, now, wide, after):
@@ -141,8 +149,8 @@ class KeepsTheLength(OwnLoop):
 
 
 class SwallowsKeywords(OwnLoop):
-    def forward(self, x, t, y=None, *, routes=(), **keywords):
-        return super().forward(x, t, y, routes=routes)
+    def forward(self, x, t, y=None, *, routes=(), features=None, **keywords):
+        return super().forward(x, t, y, routes=routes, features=features)
 
 
 class FusesOutputs(OwnLoop):
@@ -201,44 +209,45 @@ class ForgetsFusionsWhenRecomputing(OwnLoop):
         return now if self.checkpoint_blocks else super().fuse(fusion, dense, now, route)
 
 
-class MixingNet(Backbone):
-    """Blocks that average over the sequence with weights given by where tokens are.
+class MixingBlock(nn.Module):
+    """x = x + Linear(mix(LN(x)));  x = x + SiLU(Linear(x + c)), with the network's own `mix`."""
 
-    x = x + Linear(weights @ LN(x));  x = x + MLP(LN(x + c))
-    """
+    def __init__(self, hidden_size, index, mix):
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden_size)
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        self.mlp = nn.Linear(hidden_size, hidden_size)
+        self.index, self.mix = index, mix
+
+    def forward(self, x, condition, layout):
+        x = x + self.linear(self.mix(self.norm(x), layout, self.index))
+        return x + F.silu(self.mlp(x + condition[:, None]))
+
+
+class MixingNet(Backbone):
+    """Blocks that average over the sequence with weights given by where tokens are."""
+
+    dependence = ("order", "ids", "grid")
 
     def __init__(
-        self,
-        *,
-        input_size: int | tuple[int, int],
-        in_channels: int,
-        num_classes: int,
-        patch_size: int = 2,
-        hidden_size: int = 16,
-        depth: int = 4,
+        self, *, input_size: int | tuple[int, int], in_channels: int, num_classes: int
     ) -> None:
         super().__init__(
             input_size=input_size,
             in_channels=in_channels,
             num_classes=num_classes,
-            patch_size=patch_size,
+            patch_size=2,
+            depends_on=self.dependence,
         )
-        self.patch_embed = nn.Linear(in_channels * patch_size**2, hidden_size)
+        width = 16
+        self.patch_embed = nn.Linear(in_channels * 4, width)
         self.time_embed = TimestepEmbedder(
-            hidden_size, frequency_size=16, mlp_size=hidden_size, time_scale=1000.0
+            width, frequency_size=16, mlp_size=width, time_scale=1000.0
         )
-        self.label_embed = LabelEmbedder(num_classes, hidden_size) if num_classes else None
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "norm": nn.LayerNorm(hidden_size),
-                    "mix": nn.Linear(hidden_size, hidden_size),
-                    "mlp": nn.Linear(hidden_size, hidden_size),
-                }
-            )
-            for _ in range(depth)
-        )
-        self.last = nn.Linear(hidden_size, patch_size**2 * self.out_channels)
+        self.label_embed = LabelEmbedder(num_classes, width) if num_classes else None
+        mix = type(self).mix.__get__(self)
+        self.blocks = nn.ModuleList(MixingBlock(width, index, mix) for index in range(4))
+        self.last = nn.Linear(width, 4 * self.out_channels)
 
     def embed(self, x, t, y):
         condition = self.time_embed(t)
@@ -247,11 +256,9 @@ class MixingNet(Backbone):
         return (self.patch_embed(patchify(x, self.patch_size)),), condition
 
     def run_block(self, index, streams, condition, layout, skip):
-        block, (x,) = self.blocks[index], streams
-        x = x + block["mix"](self.mix(block["norm"](x), layout))
-        return (x + F.silu(block["mlp"](x + condition[:, None])),)
+        return (self.blocks[index](streams[0], condition, layout),)
 
-    def mix(self, x: Tensor, layout: Layout) -> Tensor:
+    def mix(self, x: Tensor, layout: Layout, index: int) -> Tensor:
         """Return [B, K, D] from [B, K, D]."""
         return self.weights(x, layout).to(x.dtype) @ x
 
@@ -261,26 +268,17 @@ class MixingNet(Backbone):
     def head(self, streams, condition):
         return unpatchify(self.last(streams[0]), self.patch_size, self.grid)
 
-    def ids(self, x, layout):
-        if layout.ids is not None:
-            return layout.ids
-        return torch.arange(self.num_tokens, device=x.device).expand(len(x), -1)
-
 
 class Decays(MixingNet):
     """Weights exp(-8 |i - j| / T) of raster distances over the full length T."""
 
-    def __init__(self, *, input_size: int | tuple[int, int], in_channels: int, num_classes: int):
-        super().__init__(input_size=input_size, in_channels=in_channels, num_classes=num_classes)
-        self.block_knows = ("order", "ids", "grid")
-
     def weights(self, x, layout):
-        at = self.positions(x, layout)
+        at = self.places(x, layout)
         far = (at[:, :, None] - at[:, None]).abs() / self.length(x, layout)
         return torch.exp(-8 * far) / 4
 
-    def positions(self, x, layout):
-        return self.ids(x, layout)
+    def places(self, x, layout):
+        return layout.positions()
 
     def length(self, x, layout):
         return layout.grid[0] * layout.grid[1]
@@ -299,40 +297,65 @@ class DecaysByKept(Decays):
 class DecaysByIndex(Decays):
     """Counts the kept tokens as if no gap lay between them."""
 
-    def positions(self, x, layout):
-        return torch.arange(x.shape[1]).expand(len(x), -1)
+    def places(self, x, layout):
+        return torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
 
 
-class Undeclared(DecaysByKept):
-    """Positions by index, and nothing said about it."""
+class ScansOverGaps(DecaysByIndex):
+    """The same, said: a scan both ways that runs over gaps."""
 
-    def __init__(self, *, input_size: int | tuple[int, int], in_channels: int, num_classes: int):
-        super().__init__(input_size=input_size, in_channels=in_channels, num_classes=num_classes)
-        self.block_knows = None
+    dependence = ("order",)
 
-    positions = DecaysByIndex.positions
+    def length(self, x, layout):
+        return 24
+
+
+class Rotates(MixingNet):
+    """Attention with rotary positions along the raster."""
+
+    dependence = ("order", "ids")
+
+    def weights(self, x, layout):
+        far = self.places(x, layout)
+        far = far[:, :, None] - far[:, None]
+        return torch.softmax(torch.cos(far) + torch.cos(far / 3), dim=-1)
+
+    def places(self, x, layout):
+        return layout.positions()
+
+
+class RotatesByIndex(Rotates):
+    """Positions by index in the routed sequence, declared as a scan that runs over gaps."""
+
+    dependence = ("order",)
+    places = DecaysByIndex.places
 
 
 class Serpentine(MixingNet):
-    """One scan: columns from the left, each second one upwards; run over gaps."""
+    """One scan: columns from the left, each second one upwards; run over gaps, every second block
+    backwards."""
+
+    dependence = ("order", "ids")
 
     def __init__(self, *, input_size: int | tuple[int, int], in_channels: int, num_classes: int):
         super().__init__(input_size=input_size, in_channels=in_channels, num_classes=num_classes)
-        self.block_knows = ("order", "ids")
         height, width = self.grid
         path = torch.arange(height * width).view(height, width).T.contiguous()
         path[1::2] = path[1::2].flip(1)
         self.register_buffer("rank", path.flatten().argsort(), persistent=False)
 
-    def mix(self, x, layout):
-        order = self.order(self.rank[self.ids(x, layout)])
+    def mix(self, x, layout, index):
+        order = self.order(self.rank[layout.positions()], layout)
         steps = torch.arange(x.shape[1], device=x.device)
-        behind = steps[:, None] - steps
+        behind = self.behind(steps[:, None] - steps, index)
         weights = torch.where(behind >= 0, torch.exp(-0.2 * behind), 0.0).to(x.dtype)
         scanned = weights @ x.gather(1, order[:, :, None].expand_as(x))
         return self.undo(scanned, order, layout) / 4
 
-    def order(self, rank):
+    def behind(self, steps, index):
+        return -steps if index % 2 else steps
+
+    def order(self, rank, layout):
         return rank.argsort(dim=1)
 
     def undo(self, scanned, order, layout):
@@ -342,8 +365,29 @@ class Serpentine(MixingNet):
 class ScansUnsorted(Serpentine):
     """Takes each token's place on the path for the path."""
 
-    def order(self, rank):
+    def order(self, rank, layout):
         return rank.argsort(dim=1).argsort(dim=1)
+
+
+class ScansBothWays(Serpentine):
+    def behind(self, steps, index):
+        return steps.abs()
+
+
+class ScansUnsortedWhenRouted(ScansBothWays):
+    """Sorts where all tokens are there, and else walks over the kept ones in a drawn order."""
+
+    def order(self, rank, layout):
+        if rank.shape[1] == self.num_tokens:
+            return super().order(rank, layout)
+        return (layout.ids * 7919 % 31).argsort(dim=1)
+
+
+class ScansOneWay(Serpentine):
+    """Means to alternate, and runs forwards in every block."""
+
+    def behind(self, steps, index):
+        return steps
 
 
 class LeavesTokensPermuted(Serpentine):
@@ -351,5 +395,5 @@ class LeavesTokensPermuted(Serpentine):
         (x,) = super().run_block(index, streams, condition, layout, skip)
         if layout.ids is None:
             return (x,)
-        order = self.order(self.rank[layout.ids])
+        order = self.order(self.rank[layout.ids], layout)
         return (x.gather(1, order[:, :, None].expand_as(x)),)

@@ -1,5 +1,7 @@
 """Each fault that the conformance kit promises to catch, planted and caught by its check."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,8 @@ from backbones.mamba import Mamba
 from backbones.uvit import UViT
 from tests.testing import own_loops
 from tread_zoo import list_backbones, register_backbone, registry
+from tread_zoo.backbone import PerToken
+from tread_zoo.kernels import attention
 from tread_zoo.testing import CHECKS, Probe
 
 DIT = {"hidden_size": 32, "depth": 4, "num_heads": 2}
@@ -129,6 +133,159 @@ class TakesAnyShape(UViT):
         return super().embed(x, t, full)
 
 
+class ReadsKeptTokensAlone(DiT):
+    """The head has nothing to say where the last block did not run."""
+
+    def run_block(self, index, streams, condition, layout, skip):
+        if index == 0 or layout.ids is not None:
+            self.ids = layout.ids
+        return super().run_block(index, streams, condition, layout, skip)
+
+    def head(self, streams, condition):
+        (x,) = streams
+        if self.ids is not None:
+            kept = torch.zeros_like(x[..., :1]).scatter(1, self.ids[..., None], 1.0)
+            x = x * kept
+        return super().head((x,), condition)
+
+
+class RoundsTimes(DiT):
+    def embed(self, x, t, y):
+        return super().embed(x, (t * 1000).round() / 1000, y)
+
+
+class TakesAClassForNone(DiT):
+    def embed(self, x, t, y):
+        y = torch.full((len(x),), self.num_classes, device=x.device) if y is None else y
+        return super().embed(x, t, torch.where(y == self.num_classes, 2, y))
+
+
+class ReturnsFloat64UnderAutocast(DiT):
+    def head(self, streams, condition):
+        out = super().head(streams, condition)
+        return out.double() if torch.is_autocast_enabled("cpu") else out
+
+
+class SwapsAxes(DiT):
+    def head(self, streams, condition):
+        (h, w), p = self.grid, self.patch_size
+        patches = self.final(streams[0], condition)
+        x = patches.view(len(patches), h, w, p, p, self.out_channels)
+        return x.permute(0, 5, 2, 4, 1, 3).reshape(len(x), self.out_channels, h * p, w * p)
+
+
+class ShiftsByAPatch(DiT):
+    def head(self, streams, condition):
+        return super().head((streams[0].roll(1, dims=1),), condition)
+
+
+class HasNoSuchSelector(DiT):
+    default_selector = "randm"
+
+
+class ReadsAValue(DiT):
+    """The scale of the input is a number of the host, which the meta device has not."""
+
+    def embed(self, x, t, y):
+        return super().embed(x / max(1.0, x.detach().abs().max().item() / 100), t, y)
+
+
+class CallsForward(DiT):
+    """No hook of a block runs: neither compilation's nor sharding's."""
+
+    def run_block(self, index, streams, condition, layout, skip):
+        return (self.blocks[index].forward(streams[0], condition, layout),)
+
+
+class ConditionsByIndex(DiT):
+    """A condition for each token, whose first ones a route's tokens take."""
+
+    def embed(self, x, t, y):
+        streams, condition = super().embed(x, t, y)
+        return streams, condition.values if isinstance(condition, PerToken) else condition
+
+    def run_block(self, index, streams, condition, layout, skip):
+        if condition.ndim == 3:
+            condition = condition[:, : streams[0].shape[1]]
+        return super().run_block(index, streams, condition, layout, skip)
+
+
+class DetachesFeatures(DiT):
+    def hidden_state(self, streams):
+        return streams[0].detach()
+
+
+class RotatesHeadsByIndex(DiT):
+    """Rotary attention along the routed sequence, declared as a scan that runs over gaps."""
+
+    def __init__(
+        self, *, input_size: int | tuple[int, int], in_channels: int, num_classes: int
+    ) -> None:
+        sizes = {"input_size": input_size, "in_channels": in_channels, "num_classes": num_classes}
+        super().__init__(**sizes, **DIT)
+        self.depends_on = ("order",)
+        for block in self.blocks:
+            block.mix = partial(rotate, block)
+
+
+def rotate(block, x, layout):
+    q, k, v = block.qkv(x).unflatten(-1, (3, block.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    half = q.shape[-1] // 2
+    rates = 100.0 ** -(torch.arange(half, device=x.device) / half)
+    angle = torch.arange(x.shape[1], device=x.device)[:, None] * rates
+    turn = torch.polar(torch.ones_like(angle), angle)
+
+    def turned(z):
+        pairs = torch.complex(*z.float().chunk(2, dim=-1)) * turn
+        return torch.cat([pairs.real, pairs.imag], dim=-1).to(z.dtype)
+
+    return block.proj(attention(turned(q), turned(k), v).transpose(1, 2).flatten(2))
+
+
+class StashesSkips(UViT):
+    """Skips of its own, which no route's end puts in order."""
+
+    def __init__(
+        self, *, input_size: int | tuple[int, int], in_channels: int, num_classes: int
+    ) -> None:
+        sizes = {"input_size": input_size, "in_channels": in_channels, "num_classes": num_classes}
+        super().__init__(**sizes, **UVIT)
+        self.own, self.skips, self.depends_on = self.skips, {}, ("order",)
+
+    def run_block(self, index, streams, condition, layout, skip):
+        if index in self.own:
+            kept = self.stash(condition).get(self.own[index], streams[0])
+            skip = streams[0].clone()
+            length = min(kept.shape[1], skip.shape[1])
+            skip[:, :length] = kept[:, :length]
+        after = super().run_block(index, streams, condition, layout, skip)
+        self.stash(condition)[index] = after[0]
+        return after
+
+    def stash(self, condition):
+        self.__dict__.setdefault("kept", {})
+        return self.kept
+
+
+class StashesInTheCondition(StashesSkips):
+    def embed(self, x, t, y):
+        return super().embed(x, t, y)[0], {}
+
+    def stash(self, condition):
+        return condition
+
+
+class SharesASkip(UViT):
+    """Both later blocks take the skip of the first one."""
+
+    def __init__(
+        self, *, input_size: int | tuple[int, int], in_channels: int, num_classes: int
+    ) -> None:
+        sizes = {"input_size": input_size, "in_channels": in_channels, "num_classes": num_classes}
+        super().__init__(**sizes, **UVIT)
+        self.skips = {3: 0, 4: 0}
+
+
 class ScansInHalf(Mamba):
     """Two streams, of which one is routed by hand and dropped."""
 
@@ -137,14 +294,33 @@ class ScansInHalf(Mamba):
         return delta, residual.roll(1, dims=1) if layout.ids is not None else residual
 
 
+# What no other check catches.
+ALONE = [
+    (ReadsKeptTokensAlone, DIT, "patches_stay_in_place"),
+    (SwapsAxes, DIT, "patches_stay_in_place"),
+    (ShiftsByAPatch, DIT, "patches_stay_in_place"),
+    (RoundsTimes, DIT, "conditions_matter"),
+    (TakesAClassForNone, DIT, "conditions_matter"),
+    (ReturnsFloat64UnderAutocast, DIT, "half_precision"),
+    (HasNoSuchSelector, DIT, "default_selector_exists"),
+    (ReadsAValue, DIT, "meta"),
+    (CallsForward, DIT, "blocks_are_called_as_modules"),
+    (WritesInPlace, DIT, "blocks_depend_on_their_arguments_alone"),
+    (ConditionsByIndex, DIT, "times_of_tokens"),
+    (DetachesFeatures, DIT, "features"),
+    (own_loops.ScansOneWay, {}, "pixels_reach_each_other"),
+    (own_loops.ScansUnsortedWhenRouted, {}, "a_missing_token_leaves_the_others"),
+    (own_loops.RotatesByIndex, {}, "order_alone_is_a_scans"),
+    (RotatesHeadsByIndex, {}, "order_alone_is_a_scans"),
+]
+
 FAULTS = [
-    (AddsPositionsByIndex, DIT, "blocks_know_what_they_declare"),
+    (AddsPositionsByIndex, DIT, "blocks_depend_on_what_they_declare"),
     (DropsOut, DIT, "pure"),
     (RemembersARoute, DIT, "pure"),
     (CentresTheBatch, DIT, "samples_do_not_mix"),
     (DetachesABlock, DIT, "gradients_flow"),
     (HalvesAGradient, DIT, "gradients_equal_differences"),
-    (WritesInPlace, DIT, "inputs_are_left_alone"),
     (SeesTheBypassed, DIT, "bypassed_tokens_are_unseen"),
     (HasAnUnsavedTable, DIT, "save_and_load"),
     (IgnoresTheLabel, DIT, "conditions_matter"),
@@ -152,18 +328,18 @@ FAULTS = [
     (ReadsOneEmbedding, UVIT, "contexts_condition_or_are_refused"),
     (HasANullOfItsOwn, UVIT, "contexts_condition_or_are_refused"),
     (TakesAnyShape, UVIT, "contexts_condition_or_are_refused"),
-    (CentresContexts, UVIT, "contexts_do_not_mix"),
-    (own_loops.RoutesExtraTokens, UVIT, "contexts_are_not_routed"),
-    (ScansInHalf, MAMBA, "tokens_stay_in_place"),
-    (NeedsAutocast, DIT, "stored_half_precision"),
+    (CentresContexts, UVIT, "contexts_stay_with_their_images"),
+    (own_loops.RoutesExtraTokens, UVIT, "contexts_stay_with_their_images"),
+    (ScansInHalf, MAMBA, "a_missing_token_leaves_the_others"),
+    (NeedsAutocast, DIT, "half_precision"),
     (own_loops.IgnoresRoutes, UVIT, "ids_matter"),
     (own_loops.IgnoresRoutes, UVIT, "blocks_see_kept_tokens"),
     (own_loops.KeepsTheLength, UVIT, "blocks_see_kept_tokens"),
     (own_loops.EndIsInclusive, UVIT, "blocks_see_kept_tokens"),
     (own_loops.RoutesExtraTokens, UVIT, "blocks_see_kept_tokens"),
-    (own_loops.CountsExtraTokensAsImage, UVIT, "kept_tokens_are_the_right_ones"),
-    (own_loops.OneSetOfIdsForAll, UVIT, "kept_tokens_are_the_right_ones"),
-    (own_loops.ZeroesTheBypassed, UVIT, "bypassed_tokens_are_unchanged"),
+    (own_loops.CountsExtraTokensAsImage, UVIT, "tokens_leave_and_rejoin"),
+    (own_loops.OneSetOfIdsForAll, UVIT, "tokens_leave_and_rejoin"),
+    (own_loops.ZeroesTheBypassed, UVIT, "tokens_leave_and_rejoin"),
     (own_loops.DetachesTheBypassed, UVIT, "gradients_equal_differences"),
     (own_loops.SkipInZeros, UVIT, "skips_carry_their_tokens"),
     (own_loops.SkipByIndex, UVIT, "skips_carry_their_tokens"),
@@ -176,13 +352,16 @@ FAULTS = [
     (own_loops.DetachesTheDense, UVIT, "fused_gradients_equal_differences"),
     (own_loops.RunsDroppedBlocks, UVIT, "dropped_paths_leave_streams"),
     (own_loops.SkipOfADroppedPathInZeros, UVIT, "dropped_paths_leave_streams"),
-    (own_loops.ForgetsFusionsWhenRecomputing, UVIT, "fused_recomputation"),
+    (own_loops.ForgetsFusionsWhenRecomputing, UVIT, "recomputation"),
     (own_loops.SwallowsKeywords, UVIT, "wrong_keyword"),
-    (own_loops.DecaysByKept, {}, "blocks_know_what_they_declare"),
-    (own_loops.DecaysByIndex, {}, "blocks_know_what_they_declare"),
-    (own_loops.Undeclared, {}, "blocks_know_what_they_declare"),
+    (own_loops.DecaysByKept, {}, "blocks_depend_on_what_they_declare"),
+    (own_loops.DecaysByIndex, {}, "blocks_depend_on_what_they_declare"),
     (own_loops.ScansUnsorted, {}, "scan_order_is_the_dense_one"),
-    (own_loops.LeavesTokensPermuted, {}, "tokens_stay_in_place"),
+    (own_loops.LeavesTokensPermuted, {}, "a_missing_token_leaves_the_others"),
+    (Mamba, {**MAMBA, "scan_order": "unsorted"}, "a_missing_token_leaves_the_others"),
+    (StashesSkips, {}, "blocks_depend_on_their_arguments_alone"),
+    (StashesInTheCondition, {}, "blocks_depend_on_their_arguments_alone"),
+    *ALONE,
 ]
 
 HEALTHY = [
@@ -190,6 +369,11 @@ HEALTHY = [
     (own_loops.Decays, {}),
     (own_loops.DecaysByOwnLength, {}),
     (own_loops.Serpentine, {}),
+    (own_loops.ScansBothWays, {}),
+    (own_loops.ScansOverGaps, {}),
+    (own_loops.Rotates, {}),
+    (SharesASkip, {}),
+    (Mamba, {**MAMBA, "gaps": "decay"}),
     (Mamba, {**MAMBA, "gaps": "reset"}),
     (UViT, {**UVIT, "time_mlp": True, "final_conv": False, "learn_sigma": True}),
 ]
@@ -224,13 +408,15 @@ def test_what_keeps_the_contract_passes(as_probe, cls, overrides, check):
     CHECKS[check](as_probe(cls, overrides))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "overrides", "check"), ALONE, ids=[f"{f.__name__}-{c}" for f, _, c in ALONE]
+)
+def test_no_other_check_catches_it(as_probe, fault, overrides, check):
+    for name in CHECKS.keys() - {check}:
+        CHECKS[name](as_probe(fault, overrides))
+
+
 def test_what_to_declare_is_said(as_probe):
-    with pytest.raises(AssertionError, match=r"self.block_knows = \('order',\)"):
-        CHECKS["blocks_know_what_they_declare"](as_probe(own_loops.Undeclared, {}))
-    with pytest.raises(AssertionError, match=r"'grid'\).*is: ids, order"):
-        CHECKS["blocks_know_what_they_declare"](_renamed(own_loops.DecaysByKept))
-
-
-def _renamed(cls):
-    register_backbone("planted_too")(cls)
-    return Probe("planted_too")
+    with pytest.raises(AssertionError, match="is: ids, order"):
+        CHECKS["blocks_depend_on_what_they_declare"](as_probe(own_loops.DecaysByKept, {}))

@@ -1,9 +1,9 @@
 """Images to train on: sources by name, which images a step sees, and their range of values."""
 
+import tread_zoo.data.latents  # noqa: F401  (registers)
 from tread_zoo.data.batches import StepBatches
 from tread_zoo.data.codec import PIXELS, Codec, PixelCodec, to_model_range, to_uint8
 from tread_zoo.data.dataset import ArrayDataset, ImageData
-from tread_zoo.data.latents import latents
 from tread_zoo.data.loader import (
     CorruptItem,
     CorruptLog,
@@ -28,7 +28,6 @@ __all__ = [
     "fashion_mnist",
     "hf",
     "image_folder",
-    "latents",
     "make_loader",
     "npz",
     "read_items",

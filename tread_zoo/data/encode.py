@@ -14,6 +14,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -44,6 +45,10 @@ class EncodingConfig:
     """How to encode.
 
     Args:
+        plugins: as of `RunConfig`.
+        data: a source of images.
+        vae: a folder of diffusers, or a hub's name.
+        out: folder of the table; the same command again encodes what is missing.
         content: moments keeps mean and logvar, and training draws; samples draws once; mode takes
             the mean; auto is moments where the autoencoder has them, else mode.
         flips: encode the mirrored image beside each, for training.horizontal_flip.
@@ -53,8 +58,13 @@ class EncodingConfig:
         num_workers: processes that read images.
         max_corrupt_share: fraction of the images that may be unreadable, each left out and listed
             in corrupt.txt; past it the encoding stops.
+        device, precision: of the autoencoder.
     """
 
+    plugins: tuple[str, ...] = ()
+    data: dict[str, Any] = field(default_factory=dict)
+    vae: str = ""
+    out: str = ""
     content: Literal["auto", "moments", "samples", "mode"] = "auto"
     flips: bool = False
     dtype: Literal["float16", "bfloat16", "float32"] = "float16"
@@ -62,6 +72,8 @@ class EncodingConfig:
     part_size: PositiveInt = 4000
     num_workers: NonNegativeInt = 0
     max_corrupt_share: Annotated[float, Field(ge=0, lt=1)] = 0.001
+    device: str = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
 
 
 def encode(
@@ -70,7 +82,6 @@ def encode(
     out: Path,
     config: EncodingConfig,
     *,
-    source: dict[str, Any] | None = None,
     precision: str = "fp32",
     rank: int = 0,
     num_ranks: int = 1,
@@ -82,7 +93,6 @@ def encode(
         vae: on the device that is to encode.
         out: the table's folder.
         config: how.
-        source: name and options of the data, for the record.
         precision: of the autoencoder, resolved.
         rank, num_ranks: of this process.
 
@@ -104,7 +114,7 @@ def encode(
     }
     facts: dict[str, Any] = {
         "settings": {"content": content, "part_size": config.part_size, "precision": precision,
-                     "images": lengths, "source": source},
+                     "images": lengths, "source": config.data},
         "content": "mean_logvar" if content == "moments" else "samples",
         "dtype": config.dtype,
         "num_classes": data.num_classes,

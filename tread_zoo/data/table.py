@@ -10,6 +10,7 @@ import copy
 import logging
 import os
 import re
+import tarfile
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -295,9 +296,11 @@ def _load(where: str, **options: Any) -> Any:
 
     try:
         return datasets.load_dataset(where, **options)
-    except datasets.exceptions.DatasetGenerationError as error:
+    except (datasets.exceptions.DatasetGenerationError, tarfile.TarError) as error:
         files = options.get("data_files", {}).get("train", [where])
-        raise ValueError(f"data.path: {files[0]} cannot be read: {error.__cause__}") from error
+        raise ValueError(
+            f"data.path: {files[0]} cannot be read: {error.__cause__ or error}"
+        ) from error
 
 
 def expand_braces(pattern: str) -> list[str]:

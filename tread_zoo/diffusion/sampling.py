@@ -43,9 +43,11 @@ class SamplingOptions:
         Raises:
             ValueError: the sampler or the grid does not fit the objective.
         """
-        fits, name = _objectives(self.sampler), describe_part("objective", objective)["name"]
+        fits = getattr(self.sampler, "objectives", None)
+        name = describe_part("objective", objective)["name"]
         if fits is not None and name not in fits:
-            others = [n for n in available("sampler") if not _objectives(_target("sampler", n))]
+            samplers = {other: get_entry("sampler", other).target for other in available("sampler")}
+            others = [k for k, v in samplers.items() if getattr(v, "objectives", None) is None]
             raise ValueError(
                 f"sampler={describe_part('sampler', self.sampler)['name']} is for objective="
                 f"{' or '.join(fits)}, and the network is trained with objective={name}; "
@@ -166,14 +168,6 @@ def generate(
         with torch.no_grad(), autocast(device, precision):
             images.append(options.sampler(problem, noise, levels).cpu())
     return torch.cat(images) if images else torch.empty(0, *shape)
-
-
-def _objectives(sampler: Any) -> tuple[str, ...] | None:
-    return getattr(sampler, "objectives", None)
-
-
-def _target(kind: str, name: str) -> Any:
-    return get_entry(kind, name).target
 
 
 def describe_part(kind: str, part: Any) -> dict[str, Any]:

@@ -84,14 +84,6 @@ class Route:
         """Return the same route with its ids on `device`; the values are not checked again."""
         return Route.of_sorted(self.start, self.end, self.ids.to(device, non_blocking=True))
 
-    def row_index(self, num_tokens: int, num_extra: int) -> Tensor:
-        """Return int64 [B * (E + K)]: rows of a flattened [B * (E + N), D] stream that are kept."""
-        batch, device = self.ids.shape[0], self.ids.device
-        extra = torch.arange(num_extra, device=device).expand(batch, num_extra)
-        within = torch.cat([extra, self.ids + num_extra], dim=1)
-        first = torch.arange(batch, device=device)[:, None] * (num_extra + num_tokens)
-        return (within + first).flatten()
-
 
 @dataclass(frozen=True)
 class PathDrop:
@@ -123,18 +115,6 @@ class PathDrop:
         return self
 
 
-def gather_rows(stream: Tensor, rows: Tensor) -> Tensor:
-    """Return the kept tokens [B, E+K, D] of a stream [B, E+N, D]; `rows` from `Route.row_index`."""
-    batch, _, width = stream.shape
-    return stream.flatten(0, 1).index_select(0, rows).view(batch, -1, width)
-
-
-def scatter_rows(stream: Tensor, rows: Tensor, kept: Tensor) -> Tensor:
-    """Return `stream` [B, E+N, D] with the rows of `kept` [B, E+K, D] put back."""
-    flat = stream.flatten(0, 1).index_copy(0, rows, kept.flatten(0, 1).to(stream.dtype))
-    return flat.view_as(stream)
-
-
 def check_routes(
     routes: Sequence[Route | PathDrop],
     *,
@@ -151,18 +131,11 @@ def check_routes(
         fused_ranges: where the network fuses; it then takes no route elsewhere.
 
     Raises:
-        ValueError: no list of routes, a route outside the depth, overlapping or disordered routes,
-            another batch size, ids beyond the grid (checked where the ids lie on the CPU), a route
-            beside the fused ranges of a network that has some, or a dropped path beside those of
-            any network.
+        ValueError: a route outside the depth, overlapping or disordered routes, another batch size,
+            ids beyond the grid (checked where the ids lie on the CPU), a route beside the fused
+            ranges of a network that has some, or a dropped path beside those of any network.
     """
-    listed = isinstance(routes, list | tuple)
-    if not listed or not all(hasattr(route, "end") for route in routes):  # pending ones say more
-        kind = type(routes).__name__
-        raise ValueError(
-            f"routes is a {kind}; expected a list of Route and PathDrop, () for none of them: "
-            "routes=[route]."
-        )
+    routes = tuple(routes)
     previous_end = 0
     for route in routes:
         where = f"{_name(route)} [{route.start}, {route.end})"
@@ -177,7 +150,7 @@ def check_routes(
         if not isinstance(route, PathDrop):
             _check_ids(where, route.ids, num_tokens, batch)
         previous_end = route.end
-    return tuple(routes)
+    return routes
 
 
 def check_ranges(

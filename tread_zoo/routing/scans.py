@@ -20,7 +20,7 @@ B batch, N = h * w tokens of the grid, K tokens present, E extra tokens ahead of
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,8 @@ from torch import Tensor
 from tread_zoo.errors import unknown_name
 from tread_zoo.routing.orders import ORDERS, inverse, scan_order
 
-GAPS = ("ignore", "reset", "decay")
+Gaps = Literal["ignore", "reset", "decay"]
+GAPS: tuple[str, ...] = get_args(Gaps)
 PERIODS = {"serpentine8": 8}  # orders that differ between layers
 UNSORTED = "unsorted"
 PRIME = 2**31 - 1
@@ -87,27 +88,26 @@ def reverse_gaps(gaps: Tensor) -> Tensor:
     return torch.cat([torch.ones_like(gaps[:, :1]), gaps[:, 1:].flip(1)], dim=1)
 
 
-def make_scan(layout: Any, name: str, index: int, batch: int, device: torch.device) -> Scan:
+def make_scan(layout: Any, name: str, index: int) -> Scan:
     """Return the walk of layer `index` over the tokens of a `Layout`; made once for a layout.
 
     Args:
-        layout: with `grid`, `num_extra`, `ids` and `derived`.
+        layout: with `grid`, `num_extra`, `ids`, `positions()` and `cache`.
         name: in `ORDERS`, or `unsorted`.
-        index: of the layer; orders that are alike in all layers do not ask.
-        batch: B.
-        device: of the tokens.
+        index: of the layer, for orders that differ between layers.
     """
-    key = ("scan", name, index % PERIODS.get(name, 1), batch)
-    if key not in layout.derived:
-        layout.derived[key] = _make_scan(layout, name, key[2], batch, device)
-    return layout.derived[key]
+    key = ("scan", name, index % PERIODS.get(name, 1))
+    if key not in layout.cache:
+        layout.cache[key] = _make_scan(layout, name, key[2])
+    return layout.cache[key]
 
 
-def _make_scan(layout: Any, name: str, index: int, batch: int, device: torch.device) -> Scan:
+def _make_scan(layout: Any, name: str, index: int) -> Scan:
     extra, ids = layout.num_extra, layout.ids
     if name == "raster" or (name == UNSORTED and ids is None):
         return Scan(None, None, ids, extra)
-    places = None
+    positions, places = layout.positions(), None
+    batch, device = len(positions), positions.device
     if name == UNSORTED:
         walk = _shuffle(ids)
     elif ids is None:
@@ -122,13 +122,11 @@ def _make_scan(layout: Any, name: str, index: int, batch: int, device: torch.dev
     return Scan(take, inverse(take), places, extra)
 
 
-def check_scan(scan_order: str, gaps: str) -> None:
-    """Raise `ValueError` for an unknown order, an unknown way to deal with gaps, or `unsorted` with
-    gaps to be dealt with: it has none."""
+def check_scan(scan_order: str, gaps: Gaps) -> None:
+    """Raise `ValueError` for an unknown order, or for `unsorted` with gaps that need tokens in
+    order."""
     if scan_order not in (*ORDERS, UNSORTED):
         raise unknown_name("scan_order", scan_order, (*ORDERS, UNSORTED))
-    if gaps not in GAPS:
-        raise unknown_name("gaps", gaps, GAPS)
     if scan_order == UNSORTED and gaps != "ignore":
         raise ValueError(
             f"gaps={gaps} needs tokens in order, and scan_order=unsorted has none; use gaps=ignore."

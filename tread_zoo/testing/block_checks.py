@@ -3,40 +3,18 @@
 B batch, L = E + K tokens present, K kept tokens, E extra tokens, D width.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from tread_zoo.backbone import BLOCK_KNOWS, Backbone, Layout, Streams
+from tread_zoo.backbone import Backbone
 from tread_zoo.routing import Route
 from tread_zoo.seeding import make_generator
-from tread_zoo.testing.probe import BlockCall, Probe, watching
+from tread_zoo.testing.probe import BlockCall, Probe, run_again, watching, what_blocks_depend_on
 
 NUM_TARGETS = 6
-
-
-@torch.no_grad()
-def check_inputs_are_left_alone(probe: Probe) -> None:
-    """Forward writes into none of its inputs, and no block into its streams or its skip, which
-    others may still hold."""
-    backbone = probe.build()
-    x, t, y = probe.inputs()
-    route = probe.route(backbone)
-    given = [v for v in (x, t, y, route.ids) if v is not None]
-    copies = [v.clone() for v in given]
-    with watching(backbone) as seen:
-        backbone(x, t, y, routes=[route])
-    for value, copy in zip(given, copies, strict=True):
-        assert torch.equal(value, copy), "forward writes into its inputs"
-    for call in seen:
-        streams = tuple(stream.clone() for stream in call.before)
-        skip = None if call.skip is None else call.skip.clone()
-        backbone.run_block(call.block, streams, call.condition, call.layout, skip)
-        held = [*streams] if skip is None else [*streams, skip]
-        assert not any(v._version for v in held), f"block {call.block} writes into its input"
 
 
 @torch.no_grad()
@@ -74,49 +52,65 @@ def check_skips_carry_their_tokens(probe: Probe) -> None:
 
 
 @torch.no_grad()
-def check_blocks_know_what_they_declare(probe: Probe) -> None:
-    """`block_knows` tells the truth: other order, other ids, a taller grid change what some block
+def check_blocks_depend_on_what_they_declare(probe: Probe) -> None:
+    """`depends_on` tells the truth: other order, other ids, a taller grid change what some block
     gives, or change nothing.
 
     So positions taken by index in the routed sequence, tokens scanned as if no gap lay between
     them, or a decay divided by the number of kept tokens contradict what the backbone says.
     """
     backbone = probe.build()
-    knows = _what_blocks_know(probe, backbone)
-    measured = ", ".join(sorted(knows)) or "nothing"
-    if backbone.block_knows is None:
-        assert knows != {"order"}, (
-            "the order of the kept tokens changes what blocks give, but their ids do not: either "
-            "positions are taken by index in the routed sequence, which is wrong, or this is a "
-            "scan that runs over gaps; then say so: self.block_knows = ('order',)"
-        )
-        return
-    declared = set(backbone.block_knows)
-    unknown = declared.difference(BLOCK_KNOWS)
-    assert not unknown, f"block_knows={backbone.block_knows}; known: {', '.join(BLOCK_KNOWS)}"
-    assert knows == declared, (
-        f"block_knows={backbone.block_knows}, but what changes the blocks' results is: {measured}"
+    measured = what_blocks_depend_on(probe, backbone)
+    assert measured == set(backbone.depends_on), (
+        f"depends_on={backbone.depends_on}, but what changes the blocks' results is: "
+        f"{', '.join(sorted(measured)) or 'nothing'}"
     )
 
 
 @torch.no_grad()
-def check_tokens_stay_in_place(probe: Probe) -> None:
-    """Where dense blocks leave each token recognisable in its place, routed blocks do too: none
-    leaves them in the order of its scan."""
-    backbone = probe.build()
-    inputs, route = probe.inputs(), probe.route(backbone, rate=0.5)
-    with watching(backbone) as dense:
-        backbone(*inputs)
-    with watching(backbone) as routed:
+def check_blocks_depend_on_their_arguments_alone(probe: Probe) -> None:
+    """A block called again, out of turn, with a new layout and condition, gives what it gave and
+    writes into none of its arguments: others may still hold them, and a skip of one's own, kept in
+    the network, the layout's cache or the condition, is not found by a route's end. Forward writes
+    into none of its inputs either."""
+    backbone, inputs = probe.build(), probe.inputs()
+    route = probe.route(backbone)
+    given = [v for v in (*inputs, route.ids) if v is not None]
+    versions = [v._version for v in given]
+    with watching(backbone) as seen:
         backbone(*inputs, routes=[route])
-    for index in range(route.start, route.end):
-        extra = backbone.num_extra_tokens
-        rates = zip(_in_place(dense[index], extra), _in_place(routed[index], extra), strict=True)
-        for stream, (full, kept) in enumerate(rates):
-            assert full < 0.9 or kept > 0.75, (
-                f"block {index}: {full:.0%} of the tokens of stream {stream} are recognisable in "
-                f"their places when dense, {kept:.0%} when routed"
+    assert [v._version for v in given] == versions, "forward writes into its inputs"
+    backbone(*probe.inputs(seed=1))  # what a block has kept is now of another call
+    for call in reversed(seen):
+        copies: list[Tensor] = []
+
+        def copy(tensor: Tensor, copies: list[Tensor] = copies) -> Tensor:
+            copies.append(tensor.clone())
+            return copies[-1]
+
+        try:
+            after = run_again(backbone, inputs, call, copy, call.layout)
+        except Exception as error:
+            raise AssertionError(f"block {call.block} cannot be called alone: {error!r}") from error
+        assert not any(v._version for v in copies), f"block {call.block} writes into its input"
+        for one, other in zip(after, call.after, strict=True):
+            assert torch.equal(one, other), (
+                f"block {call.block} depends on what other blocks left behind; is a skip missing "
+                "in self.skips?"
             )
+
+
+@torch.no_grad()
+def check_blocks_are_called_as_modules(probe: Probe) -> None:
+    """`run_block` calls `self.blocks[i]` once, as a module: compilation and sharding hook that."""
+    backbone, calls = probe.build(), []
+    for index, block in enumerate(backbone.blocks):
+        block.register_forward_hook(lambda *_, index=index: calls.append(index))
+    backbone(*probe.inputs(), routes=[probe.route(backbone)])
+    assert calls == list(range(backbone.num_blocks)), (
+        f"of blocks 0 … {backbone.num_blocks - 1} these are called as modules: {calls}; write "
+        "self.blocks[index](…)"
+    )
 
 
 def check_scan_order_is_the_dense_one(probe: Probe) -> None:
@@ -150,67 +144,6 @@ def _rows(backbone: Backbone, route: Route | None, batch: int) -> Tensor:
 
 def _wide(rows: Tensor, stream: Tensor) -> Tensor:
     return rows[:, :, None].expand(-1, -1, stream.shape[-1])
-
-
-def _what_blocks_know(probe: Probe, backbone: Backbone) -> set[str]:
-    """Return which of `BLOCK_KNOWS`, changed alone, changes what some routed block gives."""
-    route, other = (probe.route(backbone, rate=0.5, seed=seed) for seed in (0, 1))
-    with watching(backbone) as seen:
-        backbone(*probe.inputs(), routes=[route])
-    extra, knows = backbone.num_extra_tokens, set()
-    shuffle = torch.randperm(route.num_kept, generator=make_generator("probe shuffle"))
-    shuffle = torch.cat([torch.arange(extra), shuffle + extra])
-    taller = _taller(probe, backbone)
-    for call in seen[route.start : route.end]:
-        streams = tuple(stream[:, shuffle] for stream in call.before)
-        skip = None if call.skip is None else call.skip[:, shuffle]
-        after = backbone.run_block(call.block, streams, call.condition, call.layout, skip)
-        if _differ(after, tuple(stream[:, shuffle] for stream in call.after)):
-            knows.add("order")
-        moved = Layout(backbone.grid, extra, other.ids)
-        after = backbone.run_block(call.block, call.before, call.condition, moved, call.skip)
-        if _differ(after, call.after):
-            knows.add("ids")
-        if taller is not None:
-            larger = Layout(taller.grid, extra, route.ids)
-            after = taller.run_block(call.block, call.before, call.condition, larger, call.skip)
-            if _differ(after, call.after):
-                knows.add("grid")
-    return knows
-
-
-def _taller(probe: Probe, backbone: Backbone) -> Backbone | None:
-    """Return the backbone with the same weights on a grid of twice the rows; None if it has none.
-
-    Raster position i is the same row and column in both.
-    """
-    height, width = probe.input_size
-    try:
-        taller = dataclasses.replace(probe, input_size=(2 * height, width)).build()
-    except ValueError:
-        return None
-    own = taller.state_dict()
-    same = {k: v for k, v in backbone.state_dict().items() if own[k].shape == v.shape}
-    taller.load_state_dict(same, strict=False)
-    return taller
-
-
-def _differ(some: Streams, others: Streams) -> bool:
-    return any(
-        bool((a - b).abs().max() > 1e-5 * b.abs().max()) for a, b in zip(some, others, strict=True)
-    )
-
-
-def _in_place(call: BlockCall, extra: int) -> list[float]:
-    """Return for each stream the fraction of tokens that are most like themselves before."""
-    rates = []
-    for before, after in zip(call.before, call.after, strict=True):
-        a, b = (s[:, extra:] - s[:, extra:].mean(dim=1, keepdim=True) for s in (after, before))
-        likeness = torch.nn.functional.normalize(a, dim=-1) @ b.mT
-        likeness = likeness / b.norm(dim=-1)[:, None].clamp_min(1e-12)
-        same = likeness.argmax(dim=-1) == torch.arange(likeness.shape[-1])
-        rates.append(float(same.float().mean()))
-    return rates
 
 
 def _reach(backbone: Backbone, call: BlockCall, places: Sequence[int]) -> Tensor:

@@ -6,13 +6,18 @@ probe therefore gives it random weights first. B batch, N tokens, K kept tokens,
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
+from itertools import combinations
 
 import torch
+from torch import Tensor
 
-from tread_zoo.registry import create_backbone
-from tread_zoo.routing import Route
+from tread_zoo.backbone import Layout
+from tread_zoo.kernels.dispatch import plain_forms
+from tread_zoo.registry import available, takes_contexts
+from tread_zoo.routing import PathDrop, Route
 from tread_zoo.seeding import make_generator
-from tread_zoo.testing import block_checks, context_checks, fusion_checks
+from tread_zoo.testing import block_checks, flow_checks, fusion_checks
 from tread_zoo.testing.probe import (
     BATCH,
     Probe,
@@ -30,6 +35,7 @@ def check_shapes(probe: Probe) -> None:
     x, t, y = probe.inputs()
     out = backbone(x, t, y)
     assert out.shape == (BATCH, backbone.out_channels, *probe.input_size), out.shape
+    assert out.dtype == x.dtype, f"the output is {out.dtype}, not {x.dtype}"
     assert torch.isfinite(out).all(), "the output is not finite"
     for bad in (
         lambda: backbone(x[:, :, :-1], t, y),
@@ -66,22 +72,38 @@ def check_samples_do_not_mix(probe: Probe) -> None:
     torch.testing.assert_close(together[1:2], alone, atol=1e-5, rtol=1e-4)
 
 
+@torch.no_grad()
 def check_conditions_matter(probe: Probe) -> None:
-    """Time and label change the output; y=None is the null label."""
+    """Times that differ by 1e-5 give other outputs, and so do any two labels, the null label among
+    them; y=None is the null label."""
     backbone = probe.build()
-    x, t, y = probe.inputs()
-    out = backbone(x, t, y)
-    assert not torch.equal(backbone(x, t + 0.1, y), out), "t is ignored"
-    if y is not None:
-        other = y + 1 if probe.context else (y + 1) % probe.num_classes
-        assert not torch.equal(backbone(x, t, other), out), "y is ignored"
-        null = backbone(x, t, backbone.null_like(y))
-        assert torch.equal(backbone(x, t), null), "y=None is not the null label"
-        assert not torch.equal(null, out), "the null label equals a class"
+    x, t, y = (None if v is None else v[:1] for v in probe.inputs())
+
+    def call(t: Tensor, y: Tensor | None) -> Tensor:
+        return backbone(x.expand(len(t), -1, -1, -1), t, y)
+
+    times = torch.linspace(0.1, 0.9, 5)
+    given = None if y is None else y.expand(5, *y.shape[1:])
+    moved = call(times + 1e-5, given) - call(times, given)
+    assert moved.flatten(1).any(1).all(), "t is ignored, or rounded"
+    if y is None:
+        return
+    null = call(t, backbone.null_like(y))
+    assert torch.equal(call(t, None), null), "y=None is not the null label"
+    if probe.context:
+        assert not torch.equal(call(t, y), null), "y is ignored"
+        return
+    labels = torch.arange(probe.num_classes + 1)  # the last one is the null label
+    outputs = call(t.expand(len(labels)), labels)
+    for one, other in combinations(labels.tolist(), 2):
+        assert not torch.equal(outputs[one], outputs[other]), (
+            f"labels {one} and {other} give the same output; {probe.num_classes} is the null label"
+        )
 
 
 def check_keeping_all_equals_no_route(probe: Probe) -> None:
-    """A route that keeps every token changes nothing, to the bit, in output and gradient."""
+    """A route that keeps every token changes nothing, to the bit, in output and gradient; and what
+    blocks make of the ids of all tokens is what they make of none."""
     backbone = probe.build()
     inputs = probe.inputs()
     dense, grads = output_and_gradients(backbone, inputs, ())
@@ -91,18 +113,13 @@ def check_keeping_all_equals_no_route(probe: Probe) -> None:
         assert torch.equal(dense, routed), f"route [{start}, {end}) that keeps all changes output"
         for name, grad in grads.items():
             torch.testing.assert_close(grad, routed_grads[name], atol=1e-6, rtol=1e-4, msg=name)
-
-
-def check_unsorted_ids(probe: Probe) -> None:
-    """Ids that are not ascending raise, or give what sorted ones give."""
-    backbone = probe.build()
-    inputs, route = probe.inputs(), probe.route(backbone)
-    try:
-        shuffled = Route(route.start, route.end, route.ids.flip(1))
-    except ValueError:
-        return
-    out = backbone(*inputs, routes=[shuffled])
-    assert torch.equal(out, backbone(*inputs, routes=[route])), "order of ids matters silently"
+    with torch.no_grad(), watching(backbone) as seen:
+        backbone(*inputs)
+    for call in seen:
+        layout = Layout(backbone.grid, backbone.num_extra_tokens, call.layout.positions())
+        after = backbone.run_block(call.block, call.before, call.condition, layout, call.skip)
+        for one, other in zip(after, call.after, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
 def check_ids_matter(probe: Probe) -> None:
@@ -133,35 +150,28 @@ def check_blocks_see_kept_tokens(probe: Probe) -> None:
             same = layout.ids is expected
         else:
             same = torch.equal(layout.ids, expected)
-        assert same, f"block {index} is told of other ids"
+        assert same, f"block {index} is given other ids"
 
 
-def check_kept_tokens_are_the_right_ones(probe: Probe) -> None:
-    """What enters a route are the rows of the kept ids; the extra tokens all enter."""
-    backbone = probe.build()
-    route = probe.route(backbone)
-    with watching(backbone) as seen:
-        backbone(*probe.inputs(), routes=[route])
-    extra = backbone.num_extra_tokens
-    for full, kept in zip(seen[route.start - 1][2], seen[route.start][0], strict=True):
-        assert torch.equal(kept[:, :extra], full[:, :extra]), "extra tokens were routed"
-        ids = route.ids[:, :, None].expand(-1, -1, full.shape[-1])
-        assert torch.equal(kept[:, extra:], full[:, extra:].gather(1, ids)), "other tokens entered"
-
-
-def check_bypassed_tokens_are_unchanged(probe: Probe) -> None:
-    """A bypassed token rejoins as it left, to the bit, in every stream; kept ones as processed."""
+def check_tokens_leave_and_rejoin(probe: Probe) -> None:
+    """What enters a route are the rows of the kept ids and all extra tokens; a bypassed token
+    rejoins as it left, to the bit, in every stream, and a kept one as processed."""
     backbone = probe.build()
     route = probe.route(backbone)
     with watching(backbone) as seen:
         backbone(*probe.inputs(), routes=[route])
     out, extra = bypassed(route, backbone.num_tokens), backbone.num_extra_tokens
-    left, inside, rejoined = seen[route.start - 1][2], seen[route.end - 1][2], seen[route.end][0]
-    for before, processed, after in zip(left, inside, rejoined, strict=True):
-        assert torch.equal(before[:, extra:][out], after[:, extra:][out]), "bypassed ones changed"
-        kept = processed[:, extra:].flatten(0, 1)
-        assert torch.equal(after[:, extra:][~out], kept), "kept tokens did not rejoin in place"
-        assert torch.equal(after[:, :extra], processed[:, :extra]), "extra tokens did not rejoin"
+    left, entered = seen[route.start - 1].after, seen[route.start].before
+    inside, rejoined = seen[route.end - 1].after, seen[route.end].before
+    for full, kept, done, after in zip(left, entered, inside, rejoined, strict=True):
+        assert kept.shape[1] == extra + route.num_kept, "another number of tokens entered"
+        assert torch.equal(kept[:, :extra], full[:, :extra]), "extra tokens were routed"
+        own = full[:, extra:][~out].view_as(kept[:, extra:])
+        assert torch.equal(kept[:, extra:], own), "other tokens entered"
+        assert torch.equal(full[:, extra:][out], after[:, extra:][out]), "bypassed ones changed"
+        own = after[:, extra:][~out].view_as(done[:, extra:])
+        assert torch.equal(own, done[:, extra:]), "kept tokens did not rejoin in place"
+        assert torch.equal(after[:, :extra], done[:, :extra]), "extra tokens did not rejoin"
 
 
 def check_bypassed_tokens_are_unseen(probe: Probe) -> None:
@@ -203,52 +213,46 @@ def check_gradients_equal_differences(probe: Probe) -> None:
 
 
 def check_recomputation(probe: Probe) -> None:
-    """Activation checkpointing changes neither output nor gradient."""
-    backbone = probe.build()
-    inputs, routes = probe.inputs(), (probe.route(backbone),)
-    out, grads = output_and_gradients(backbone, inputs, routes)
-    backbone.checkpoint_blocks = True
-    again, again_grads = output_and_gradients(backbone, inputs, routes)
-    assert torch.equal(out, again), "the output differs"
-    for name, grad in grads.items():
-        assert torch.equal(grad, again_grads[name]), f"the gradient of {name} differs"
+    """Activation checkpointing changes neither output nor gradient, with fusions and dropped paths
+    too."""
+    plain = probe.build()
+    span = (1, plain.num_blocks - 1)
+    fused = probe.build_fused(span)
+    for backbone, route in ((plain, probe.route(plain)), (fused, PathDrop(*span))):
+        found = []
+        for backbone.checkpoint_blocks in (0, 1):
+            found.append(output_and_gradients(backbone, probe.inputs(), (route,)))
+        (out, grads), (again, again_grads) = found
+        assert torch.equal(out, again), "the output differs"
+        assert grads.keys() == again_grads.keys()
+        for name, grad in grads.items():
+            assert torch.equal(grad, again_grads[name]), f"the gradient of {name} differs"
 
 
 def check_half_precision(probe: Probe) -> None:
-    """bfloat16 autocast gives finite gradients and nearly the output of float32."""
-    backbone = probe.build()
-    inputs, routes = probe.inputs(), (probe.route(backbone),)
-    full, _ = output_and_gradients(backbone, inputs, routes)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        half = backbone(*inputs, routes=routes)
-    half.float().square().mean().backward()
-    error = (half.float() - full).norm() / full.norm()
-    assert error < 0.1, f"bfloat16 differs by {float(error):.3f} of the output's norm"
-    for name, parameter in backbone.named_parameters():
-        grad = parameter.grad
-        assert grad is not None, f"{name} gets no gradient in bfloat16"
-        assert torch.isfinite(grad).all(), f"the bfloat16 gradient of {name} is not finite"
-
-
-def check_stored_half_precision(probe: Probe) -> None:
-    """Weights and images stored in bfloat16, without autocast, give nearly the output of float32,
-    in bfloat16, and finite gradients."""
+    """bfloat16, by autocast and as stored weights and images, gives nearly the output of float32,
+    in a type no wider, and finite gradients."""
     backbone = probe.build()
     (x, t, y), routes = probe.inputs(), (probe.route(backbone),)
     full, _ = output_and_gradients(backbone, (x, t, y), routes)
-    backbone = backbone.to(torch.bfloat16)
-    backbone.zero_grad()
-    try:
-        half = backbone(x.bfloat16(), t, y, routes=routes)
-    except RuntimeError as error:
-        raise AssertionError(f"weights stored in bfloat16 do not run: {error}") from error
-    assert half.dtype == torch.bfloat16, f"the output is {half.dtype}, not bfloat16 as the weights"
-    half.float().square().mean().backward()
-    gap = (half.float() - full).norm() / full.norm()
-    assert gap < 0.1, f"stored bfloat16 differs by {float(gap):.3f} of the output's norm"
-    for name, parameter in backbone.named_parameters():
-        grad = parameter.grad
-        assert grad is None or torch.isfinite(grad).all(), f"the gradient of {name} is not finite"
+    for stored in (False, True):
+        backbone.zero_grad()
+        given = x
+        if stored:
+            backbone, given = backbone.to(torch.bfloat16), x.bfloat16()
+        try:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not stored):
+                half = backbone(given, t, y, routes=routes)
+        except RuntimeError as error:
+            raise AssertionError(f"bfloat16 (stored: {stored}) does not run: {error}") from error
+        types = (torch.bfloat16,) if stored else (torch.float32, torch.bfloat16)
+        assert half.dtype in types, f"the output is {half.dtype}"
+        half.float().square().mean().backward()
+        error = (half.float() - full).norm() / full.norm()
+        assert error < 0.1, f"bfloat16 differs by {float(error):.3f} of the output's norm"
+        for name, parameter in backbone.named_parameters():
+            assert parameter.grad is not None, f"{name} gets no gradient in bfloat16"
+            assert torch.isfinite(parameter.grad).all(), f"{name}'s gradient is not finite"
 
 
 def check_compiles(probe: Probe) -> None:
@@ -266,6 +270,73 @@ def check_compiles(probe: Probe) -> None:
         torch.testing.assert_close(parameter.grad, grads[name], atol=1e-5, rtol=1e-3, msg=name)
 
 
+def check_meta(probe: Probe) -> None:
+    """Forward and backward run on the meta device, where tensors have shapes and no values: so
+    FLOPs are counted. Nothing may depend on a value (`.item()`, `if x.any()`) or name a device."""
+    backbone = probe.build().to("meta")
+    x, t, y = (None if v is None else v.to("meta") for v in probe.inputs())
+    routes = [probe.route(backbone).to("meta")]
+    try:
+        with plain_forms():
+            out = backbone(x, t, y, routes=routes)
+            out.sum().backward()
+    except (RuntimeError, NotImplementedError) as error:
+        raise AssertionError(f"it does not run on the meta device: {error}") from error
+    assert out.is_meta, f"the output of inputs on meta is on {out.device}"
+
+
+def check_default_selector_exists(probe: Probe) -> None:
+    """`default_selector` is a registered name."""
+    selector, names = probe.build().default_selector, available("selector")
+    assert selector in names, f"default_selector={selector!r} is none of {', '.join(names)}"
+
+
+def check_features(probe: Probe) -> None:
+    """Features are what each block left, in play at that place, with gradients; asking for them
+    changes nothing, and recomputation changes nothing in them."""
+    backbone = probe.build()
+    inputs, route = probe.inputs(), probe.route(backbone, rate=0.5)
+    plain, wanted = backbone(*inputs, routes=[route]), range(backbone.num_blocks)
+    with watching(backbone) as seen:
+        out, features = backbone(*inputs, routes=[route], features=wanted)
+    assert torch.equal(out, plain), "features change the output"
+    grads = []
+    for call, (block, (tokens, ids)) in zip(seen, features.items(), strict=True):
+        expected = backbone.hidden_state(call.after)[:, backbone.num_extra_tokens :]
+        assert block == call.block
+        assert torch.equal(tokens, expected), f"features of block {block} are other tokens"
+        assert ids is call.layout.ids, f"features of block {block} have other ids"
+    for backbone.checkpoint_blocks in (0, 1):
+        _, features = backbone(*inputs, routes=[route], features=[1])
+        backbone.zero_grad()
+        assert features[1].tokens.requires_grad, "features have no gradient"
+        features[1].tokens.square().mean().backward()
+        first = next(p for p in backbone.blocks[0].parameters() if p.grad is not None)
+        grads.append(first.grad)
+    assert torch.equal(*grads), "recomputation changes the gradient of features"
+
+
+def check_times_of_tokens(probe: Probe) -> None:
+    """Where each token may have its time, equal ones give what one time gives; under routes a token
+    that is kept takes its own along, and the others' are not seen."""
+    backbone = probe.build()
+    x, t, y = probe.inputs()
+    if not backbone.per_token_time:
+        assert raises(ValueError, lambda: backbone(x, t[:, None].expand(-1, backbone.num_tokens)))
+        return
+    each = t[:, None].expand(-1, backbone.num_tokens)
+    torch.testing.assert_close(backbone(x, each, y), backbone(x, t, y), atol=1e-5, rtol=1e-4)
+    depth = backbone.num_blocks
+    route = probe.route(backbone, 0, depth, rate=0.5)
+    out = bypassed(route, backbone.num_tokens)
+    with watching(backbone) as seen:
+        for times in (each, torch.where(out, each + 0.1, each), torch.where(out, each, each + 0.1)):
+            backbone(x, times, y, routes=[route])
+    first, others, own = (seen[n * depth - 1].after[0] for n in (1, 2, 3))
+    assert torch.equal(first, others), "a routed block takes the times of bypassed tokens"
+    assert not torch.isclose(first, own).all(-1).any(), "a kept token's time is not its own"
+
+
 def check_save_and_load(probe: Probe) -> None:
     """A state dict carries all: another network with it gives the same output."""
     backbone, other = probe.build(seed=0), probe.build(seed=1)
@@ -275,25 +346,10 @@ def check_save_and_load(probe: Probe) -> None:
     assert torch.equal(backbone(*inputs), other(*inputs)), "the loaded network differs"
 
 
-def check_config_rebuilds(probe: Probe) -> None:
-    """`backbone.config` builds the same network again."""
-    backbone = probe.build()
-    again = create_backbone(probe.name, **backbone.config)
-    shapes = {key: value.shape for key, value in backbone.state_dict().items()}
-    assert {key: value.shape for key, value in again.state_dict().items()} == shapes
-
-
 def check_wrong_keyword(probe: Probe) -> None:
-    """A misspelt keyword raises, in the constructor and in forward."""
+    """A misspelt keyword of forward raises; one of the constructor cannot be registered."""
     backbone = probe.build()
-    wrong = {**probe.overrides, "hiden_size": 8}
-    assert raises(
-        (TypeError, ValueError),
-        lambda: create_backbone(probe.name, input_size=8, in_channels=1, num_classes=0, **wrong),
-    ), "a misspelt keyword of the constructor passes"
-    assert raises(TypeError, lambda: backbone(*probe.inputs(), route=())), (
-        "a misspelt keyword of forward passes"
-    )
+    assert raises(TypeError, lambda: backbone(*probe.inputs(), route=())), "route= passes"
 
 
 def check_unconditional(probe: Probe) -> None:
@@ -306,9 +362,58 @@ def check_unconditional(probe: Probe) -> None:
     assert raises(ValueError, lambda: backbone(x, t, labels)), "labels are ignored silently"
 
 
+def check_contexts_condition_or_are_refused(probe: Probe) -> None:
+    """Each embedding changes the output; y=None equals zeros, to the bit; half precision is taken;
+    what does not fit raises. A constructor without the keywords refuses them."""
+    contextual = probe.with_contexts()
+    if not takes_contexts(probe.name):
+        assert raises(ValueError, contextual.build), "contexts are ignored silently"
+        return
+    backbone = contextual.build()
+    x, t, y = contextual.inputs()
+    assert y is not None
+    out = backbone(x, t, y)
+    null = backbone(x, t, torch.zeros_like(y))
+    assert torch.equal(backbone(x, t), null), "y=None is not the context of zeros"
+    for place in range(y.shape[1]):
+        changed = y.clone()
+        changed[:, place] += 1
+        assert not torch.equal(backbone(x, t, changed), out), f"embedding {place} is ignored"
+    half = y.half()
+    assert torch.equal(backbone(x, t, half), backbone(x, t, half.float())), "half differs"
+    labels = torch.zeros(BATCH, dtype=torch.int64)
+    for bad in (y[:, 1:], y[:, :, 1:], y[:1], y.long(), labels):
+        refused = raises(ValueError, partial(backbone, x, t, bad))
+        assert refused, f"a condition {list(bad.shape)}, {bad.dtype} was accepted"
+    both = Probe(probe.name, overrides=contextual.overrides)
+    both.num_classes = 5
+    assert raises(ValueError, both.build), "labels and contexts were accepted together"
+
+
+def check_contexts_stay_with_their_images(probe: Probe) -> None:
+    """An image's output depends on its own context alone, and no embedding is routed: each reaches
+    the output with every block routed."""
+    if not takes_contexts(probe.name):
+        return
+    contextual = probe.with_contexts()
+    check_samples_do_not_mix(contextual)
+    check_tokens_leave_and_rejoin(contextual)
+    backbone = contextual.build()
+    x, t, y = contextual.inputs()
+    assert y is not None
+    everywhere = contextual.route(backbone, 0, backbone.num_blocks, rate=0.5)
+    out = backbone(x, t, y, routes=[everywhere])
+    for place in range(y.shape[1]):
+        changed = y.clone()
+        changed[:, place] += 1
+        again = backbone(x, t, changed, routes=[everywhere])
+        assert not torch.equal(again, out), f"embedding {place} does not reach routed tokens"
+
+
+OTHERS = (block_checks, flow_checks, fusion_checks)
 CHECKS: dict[str, Callable[[Probe], None]] = {
     name.removeprefix("check_"): check
-    for module in (globals(), vars(block_checks), vars(context_checks), vars(fusion_checks))
-    for name, check in module.items()
+    for checks in (globals(), *map(vars, OTHERS))
+    for name, check in checks.items()
     if name.startswith("check_")
 }

@@ -5,13 +5,13 @@ B batch, N tokens, K kept tokens, E extra tokens.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tread_zoo.backbone import Backbone, Layout, Streams
+from tread_zoo.backbone import Backbone, Layout, Streams, row_index, rows_of
 from tread_zoo.registry import create_backbone
 from tread_zoo.routing import Route, num_kept_tokens
 from tread_zoo.seeding import make_generator
@@ -140,6 +140,84 @@ def watching(backbone: Backbone) -> Iterator[list[BlockCall]]:
         yield seen
     finally:
         del backbone.run_block
+
+
+def fresh_condition(
+    backbone: Backbone, inputs: tuple[Tensor, Tensor, Tensor | None], layout: Layout
+) -> Any:
+    """Return the condition of the inputs as a block with this layout takes it."""
+    rows = None
+    if layout.ids is not None:
+        rows = row_index(layout.ids, backbone.num_tokens, layout.num_extra)
+    return rows_of(backbone.embed(*inputs)[1], rows)
+
+
+def run_again(
+    backbone: Backbone,
+    inputs: tuple[Tensor, Tensor, Tensor | None],
+    call: BlockCall,
+    change: Callable[[Tensor], Tensor],
+    layout: Layout,
+) -> Streams:
+    """Return what a block gives on changed streams and skip, with the condition of the inputs and a
+    copy of the layout."""
+    streams = tuple(change(stream) for stream in call.before)
+    skip = None if call.skip is None else change(call.skip)
+    condition = fresh_condition(backbone, inputs, layout)
+    return backbone.run_block(call.block, streams, condition, replace(layout), skip)
+
+
+def shuffled_tokens(num_tokens: int, num_extra: int) -> Tensor:
+    """Return int64 [E + K], the tokens of a stream in another order, the extra ones ahead."""
+    shuffle = torch.randperm(num_tokens, generator=make_generator("probe shuffle"))
+    return torch.cat([torch.arange(num_extra), shuffle + num_extra])
+
+
+@torch.no_grad()
+def what_blocks_depend_on(probe: Probe, backbone: Backbone) -> set[str]:
+    """Return which of order, ids and grid, changed alone, changes what some routed block gives."""
+    inputs, measured = probe.inputs(), set()
+    route, other = (probe.route(backbone, rate=0.5, seed=seed) for seed in (0, 1))
+    with watching(backbone) as seen:
+        backbone(*inputs, routes=[route])
+    extra, taller = backbone.num_extra_tokens, _taller(probe, backbone)
+    shuffle = shuffled_tokens(route.num_kept, extra)
+    same = Layout(backbone.grid, extra, route.ids)
+    moved = Layout(backbone.grid, extra, other.ids)
+    for call in seen[route.start : route.end]:
+        after = run_again(backbone, inputs, call, lambda s: s[:, shuffle], same)
+        if _differ(after, tuple(stream[:, shuffle] for stream in call.after)):
+            measured.add("order")
+        if _differ(run_again(backbone, inputs, call, Tensor.clone, moved), call.after):
+            measured.add("ids")
+        if taller is not None:
+            larger = Layout(taller.grid, extra, route.ids)
+            after = taller.run_block(call.block, call.before, call.condition, larger, call.skip)
+            if _differ(after, call.after):
+                measured.add("grid")
+    return measured
+
+
+def _taller(probe: Probe, backbone: Backbone) -> Backbone | None:
+    """Return the backbone with the same weights on a grid of twice the rows; None if it has none.
+
+    Raster position i is the same row and column in both.
+    """
+    height, width = probe.input_size
+    try:
+        taller = replace(probe, input_size=(2 * height, width)).build()
+    except ValueError:
+        return None
+    own = taller.state_dict()
+    same = {k: v for k, v in backbone.state_dict().items() if own[k].shape == v.shape}
+    taller.load_state_dict(same, strict=False)
+    return taller
+
+
+def _differ(some: Streams, others: Streams) -> bool:
+    return any(
+        bool((a - b).abs().max() > 1e-5 * b.abs().max()) for a, b in zip(some, others, strict=True)
+    )
 
 
 def bypassed(route: Route, num_tokens: int) -> Tensor:

@@ -1,0 +1,196 @@
+"""Training on contexts: what a step draws, exact resume, what samples are made for, refusals."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.tables import (
+    SHAPE,
+    WithContexts,
+    filled,
+    made_contexts,
+    with_contexts,
+    write_latents,
+)
+from tests.data.test_contexts import write_folder
+from tests.small_run import parts_of, settings, train_small
+from tests.training.test_resume import assert_same_end
+from tread_zoo.data import ArrayDataset, ImageData
+from tread_zoo.diffusion import generate
+from tread_zoo.evaluation.conditions import conditions_of, contexts_in
+from tread_zoo.evaluation.held_out import held_out_loss
+from tread_zoo.registry import create
+from tread_zoo.seeding import make_generator
+from tread_zoo.training.loop import draw_step
+from tread_zoo.training.restore import restore
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """24 + 6 latents [3,4,4] with contexts."""
+    return write_latents(tmp_path_factory.mktemp("latents"))
+
+
+def given(folder, *more):
+    return ["backbone=uvit", "data=latents", f"data.path={folder}", "data.vae=none", *more]
+
+
+@pytest.fixture(scope="module")
+def trained(folder, tmp_path_factory):
+    """A small run on them."""
+    run = tmp_path_factory.mktemp("run") / "run"
+    return train_small(run, *given(folder, "guidance=cfg", "sampler.num_steps=2"))
+
+
+def drawn(setup, rank=0, num_ranks=1):
+    images, contexts = next(setup.batches())
+    own = slice(rank * 8 // num_ranks, (rank + 1) * 8 // num_ranks)
+    return contexts, draw_step(setup, (images[own], contexts[own]), 3, rank, num_ranks, CPU)
+
+
+def test_a_step_drops_contexts_as_it_drops_labels_and_draws_nothing_else(folder):
+    dropout = "training.label_dropout=0.4"
+    setup = parts_of(settings(*given(folder, dropout)))
+    contexts, (x, y, draw, routes) = drawn(setup)
+    generator = make_generator("train", 0, 0, 3)
+    torch.rand(8, generator=generator)  # flips
+    dropped = torch.rand(8, generator=generator) < 0.4
+    assert 0 < dropped.sum() < 8
+    assert not y[dropped].any()
+    assert torch.equal(y[~dropped], contexts[~dropped])
+    plain = parts_of(settings(*given(folder, dropout, "data.context=false")))
+    _, (other, none, same, ids) = drawn(plain)
+    assert none is None
+    assert torch.equal(x, other)
+    assert torch.equal(draw.noise, same.noise)
+    assert torch.equal(routes[0].ids, ids[0].ids)
+    halves = [drawn(setup, rank, 2)[1] for rank in (0, 1)]  # by place in the global batch
+    assert torch.equal(torch.cat([half[1] for half in halves]), y)
+    assert torch.equal(torch.cat([half[2].noise for half in halves]), draw.noise)
+
+
+@torch.no_grad()
+def test_importance_and_held_out_loss_see_the_contexts(folder):
+    setup = parts_of(settings(*given(folder, "routing.selector=norm")))
+    _, (x, y, *_) = drawn(setup)
+    backbone, t = setup.backbone, torch.full((8,), 0.5)
+    importance = backbone.importance(x, t, y, 2)
+    assert not torch.equal(importance, backbone.importance(x, t, None, 2))
+    loss = held_out_loss(backbone, setup.objective, setup.data, seed=0, precision="fp32")[0]
+    draw = setup.objective.draw((6, 3, 4, 4), make_generator("held_out", 0))
+    stored = torch.stack([setup.data.held_out[i][0] for i in range(6)])
+    clean = setup.data.codec.to_model(stored, device=CPU)
+    level = draw.level.view(-1, 1, 1, 1)
+    noisy = (1 - level) * clean + level * draw.noise
+    contexts = torch.stack([filled(one) for one in made_contexts(6, seed=1)]).half()
+    expected, without = (
+        (backbone(noisy, draw.level, y) - (draw.noise - clean)).double().square().mean()
+        for y in (contexts, None)
+    )
+    assert loss == pytest.approx(float(expected), rel=1e-5)
+    assert loss != pytest.approx(float(without), rel=1e-5)
+
+
+def test_a_run_resumes_to_the_bit_in_the_middle_of_an_epoch(run, folder):
+    options = given(folder, "routing.selector=norm", "guidance=interval", "lr_schedule=constant")
+    options.append("training.sample_every=6")
+    unbroken = run("unbroken", *options)  # 3 steps an epoch
+    run("parts", *options, "training.num_steps=4")
+    parts = run("parts", *options, "resume=latest")
+    assert_same_end(unbroken, parts)
+    pictures = [(one / "samples" / "step_00000006.png").read_bytes() for one in (unbroken, parts)]
+    assert pictures[0] == pictures[1]
+
+
+def test_backbones_that_take_none_refuse_contexts_and_say_which_do(folder):
+    for name in ("dit", "rwkv", "mamba", "mamba2"):
+        with pytest.raises(ValueError, match=r"takes no contexts .*uvit_h_2.*data.context=false"):
+            parts_of(settings(*given(folder, f"backbone={name}", "backbone.hidden_size=32")))
+    without = given(folder, "backbone=dit", "data.context=false")
+    assert parts_of(settings(*without)).backbone.context_size == 0
+
+
+def test_pictures_with_files_beside_them_are_trained_on_as_they_are(run, tmp_path):
+    path = write_folder(tmp_path / "pictures", made_contexts(8))
+    options = ["backbone=uvit", "data=image_folder", f"data.path={path}", "data.held_out=0.25"]
+    options += ["data.context=context.npy", "training.batch_size=4", "training.num_steps=2"]
+    folder = run("run", *options)
+    score = json.loads((folder / "score.json").read_text())
+    assert "contexts of held-out images, evenly spaced" in json.dumps(score)
+    restored = restore(folder, weights="ema", device="cpu", precision="fp32")
+    assert (restored.backbone.in_channels, restored.backbone.context_length) == (3, 3)
+    with pytest.raises(ValueError, match="context"):
+        restored.data({"context_length": 5})
+
+
+def test_other_contexts_than_in_training_are_refused(trained, folder, tmp_path, copy_of):
+    restored = restore(trained, weights="ema", device="cpu", precision="fp32")
+    assert (restored.backbone.context_length, restored.backbone.context_size) == SHAPE
+    data = with_contexts()
+    for part in (data.train, data.held_out):
+        part.contexts = torch.cat([part.contexts, part.contexts], dim=1)
+    data = ImageData(**{**vars(data), "context": (6, 4)})
+    other = write_latents(tmp_path / "other", data)
+    with pytest.raises(ValueError, match="context"):
+        restored.data({"path": str(other)})
+    with pytest.raises(ValueError, match="context"):
+        train_small(copy_of(trained), *given(other, "guidance=cfg", "resume=latest"))
+    with pytest.raises(ValueError, match="context"):
+        restored.data({"context": False})
+
+
+def test_samples_are_made_for_held_out_contexts_whatever_their_number(trained):
+    restored = restore(trained, weights="ema", device="cpu", precision="fp32")
+    held_out = torch.stack([filled(one) for one in made_contexts(6, seed=1)]).half()
+    conditions = conditions_of(restored.backbone, restored.data({}))
+    order = [0, 4, 2, 1, 5, 3]  # of 6: bits reversed
+    assert torch.equal(conditions.of(range(8)), held_out[[*order, 0, 4]])
+    assert torch.equal(conditions.of([7]), held_out[[4]])
+
+
+def test_contexts_of_a_file(trained, tmp_path):
+    backbone = restore(trained, weights="ema", device="cpu", precision="fp32").backbone
+    values = np.random.default_rng(0).standard_normal((2, 2, 4)).astype(np.float32)
+    np.save(tmp_path / "two.npy", values)
+    contexts = contexts_in(str(tmp_path / "two.npy"), backbone).of(range(3))
+    expected = torch.cat([torch.from_numpy(values), torch.zeros(2, 1, 4)], dim=1)
+    assert torch.equal(contexts, expected[[0, 1, 0]])
+    np.save(tmp_path / "one.npy", values[0])
+    assert torch.equal(contexts_in(str(tmp_path / "one.npy"), backbone).of([5]), expected[:1])
+    np.save(tmp_path / "long.npy", np.zeros((1, 4, 4)))
+    for name in ("long", "none"):
+        with pytest.raises(ValueError, match=name):
+            contexts_in(str(tmp_path / f"{name}.npy"), backbone)
+
+
+@pytest.mark.slow
+def test_a_network_learns_what_its_contexts_say(run, tmp_path):
+    """Dark and bright images, each with its own text: samples are of the text's brightness."""
+    texts = torch.stack([filled(one) for one in made_contexts(2, seed=5)])
+    images = torch.tensor([40, 200], dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 8, 8)
+    part = WithContexts(ArrayDataset(images.repeat(16, 1, 1, 1)), texts.repeat(16, 1, 1))
+    data = ImageData("grey", part, part, (8, 8), 3, 0, (), context=SHAPE)
+    latents = write_latents(tmp_path / "grey", data)
+    folder = run(
+        "run", *given(latents), "training.num_steps=500", "optimizer.learning_rate=0.01",
+        "training.ema_decay=0.9", "training.label_dropout=0.4", "training.log_every=300",
+        "sampler.num_steps=8", "evaluation.num_images=4",
+    )  # fmt: skip
+    restored = restore(folder, weights="ema", device="cpu", precision="fp32")
+    data = create("data", "latents", path=str(latents), vae="none")
+    dark, bright = (data.codec.to_model(data.train[i][0][None], device=CPU).mean() for i in (0, 1))
+    assert (float(dark), float(bright)) == pytest.approx((-1.0, 1.0), abs=1e-3)
+    sampling = restored.sampling({}, {"name": "cfg", "scale": 1.5})
+    dark, bright = (
+        generate(
+            restored.backbone, restored.objective, sampling, indices=range(32), seed=0,
+            labels=text.expand(32, *SHAPE), batch_size=32,
+        ).mean((1, 2, 3))
+        for text in texts
+    )  # fmt: skip
+    assert (dark < -0.5).all()
+    assert (bright > 0.5).all()

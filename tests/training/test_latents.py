@@ -1,0 +1,117 @@
+"""Training on latents: exact resume, what a step draws, decoding, and what is refused later."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.data.vaes import save_vaes
+from tests.processes import run_python
+from tests.small_run import parts_of, settings
+from tests.training.test_resume import assert_same_end
+from tread_zoo.data.encode import EncodingConfig, encode, write_table
+from tread_zoo.data.vae import load_vae
+from tread_zoo.evaluation.held_out import held_out_loss
+from tread_zoo.registry import create
+from tread_zoo.seeding import make_generator
+from tread_zoo.training.loop import draw_step
+from tread_zoo.training.restore import restore
+
+CPU = torch.device("cpu")
+
+
+def write_moments(folder, factor=1.0):
+    """Write 40 moments of 2 channels, with mirrored copies."""
+    generator = torch.Generator().manual_seed(0)
+    values = factor * torch.randn(40, 2, 4, 8, 8, generator=generator)
+    write_table(folder, zip(values, [i % 4 for i in range(40)], strict=True), content="mean_logvar")
+    return ["data=latents", f"data.path={folder}", "data.held_out=0.2"]
+
+
+def test_noise_of_moments_is_drawn_last_and_flips_choose_the_copy(tmp_path):
+    """Levels, noise, labels and kept ids are those of data that draw nothing themselves."""
+    setup = parts_of(settings(*write_moments(tmp_path), "training.horizontal_flip=true"))
+    stored, labels = next(setup.batches())
+    x, y, draw, routes = draw_step(setup, (stored, labels), 3, 0, 1, CPU)
+    generator = make_generator("train", 0, 0, 3)
+    flipped = torch.rand(8, generator=generator) < 0.5
+    dropped = torch.rand(8, generator=generator) < 0.1
+    expected = setup.objective.draw((8, 2, 8, 8), generator)
+    ids = setup.routing.at(3, 6, 0).draw(8, setup.backbone.grid, generator)[0].ids
+    noise = torch.randn(8, 2, 8, 8, generator=generator)
+    assert torch.equal(draw.noise, expected.noise)
+    assert torch.equal(draw.level, expected.level)
+    assert torch.equal(routes[0].ids, ids)
+    assert torch.equal(y == 4, dropped)
+    assert 0 < flipped.sum() < 8
+    chosen = stored[torch.arange(8), flipped.long()]
+    z = chosen[:, :2] + (chosen[:, 2:] / 2).exp() * noise
+    torch.testing.assert_close(setup.data.codec.to_latents(x), z)
+
+
+def test_a_run_on_moments_resumes_to_the_bit_in_the_middle_of_an_epoch(run, tmp_path):
+    given = [*write_moments(tmp_path / "set"), "training.horizontal_flip=true"]  # 4 steps an epoch
+    given += ["training.num_workers=1", "lr_schedule=constant", "training.sample_every=6"]
+    unbroken = run("unbroken", *given)
+    run("parts", *given, "training.num_steps=2")
+    parts = run("parts", *given, "resume=latest")
+    assert_same_end(unbroken, parts)
+    assert list((unbroken / "samples").glob("*.png"))  # previews: there is no autoencoder
+
+
+def test_another_normalization_is_refused_at_resume_and_at_evaluation(run, tmp_path):
+    given = [*write_moments(tmp_path / "set"), "training.num_steps=2"]
+    folder = run("run", *given)
+    write_moments(tmp_path / "set", factor=2)
+    with pytest.raises(ValueError, match="scale"):
+        run("run", *given, "resume=latest")
+    restored = restore(folder, weights="ema", device="cpu", precision="fp32")
+    with pytest.raises(ValueError, match="scale"):
+        restored.data({})
+
+
+def test_the_held_out_loss_draws_moments_with_fixed_noise(tmp_path):
+    setup = parts_of(settings(*write_moments(tmp_path)))
+    arguments = (setup.backbone, setup.objective, setup.data)
+    one, again = (held_out_loss(*arguments, seed=0, precision="fp32") for _ in range(2))
+    assert one == again
+    # a fresh network gives 0: the loss is the mean square of noise - x
+    generator = make_generator("held_out", 0)
+    draw = setup.objective.draw((8, 2, 8, 8), generator)
+    stored = torch.stack([setup.data.held_out[i][0] for i in range(8)])
+    noise = setup.data.codec.draw(stored.shape, generator)
+    x = setup.data.codec.to_model(stored, device=CPU, noise=noise)
+    assert one[0] == pytest.approx(float((draw.noise - x).double().square().mean()), rel=1e-5)
+
+
+def call(script, *overrides, expect=0):
+    done = run_python(f"scripts/{script}", *overrides, "device=cpu")
+    said = done.stdout + done.stderr
+    assert done.returncode == expect, said[-3000:]
+    return said
+
+
+@pytest.mark.slow
+def test_from_encoded_digits_to_decoded_samples(run, tmp_path):
+    vaes = save_vaes(tmp_path)
+    config = EncodingConfig(batch_size=200, flips=True)
+    vae = load_vae(vaes["AutoencoderKL"])
+    assert encode(create("data", "digits"), vae, tmp_path / "latents", config)
+    folder = run(
+        "run", "backbone=mamba", "data=latents", f"data.path={tmp_path / 'latents'}",
+        "training.horizontal_flip=true", "evaluation.num_reference=20", "training.sample_every=6",
+    )  # fmt: skip
+    picture = np.asarray(Image.open(folder / "samples" / "step_00000006.png"))
+    assert picture.shape[-1] == 3  # decoded: grey digits came back in colour
+    assert "decoded latents" in json.dumps(json.loads((folder / "score.json").read_text()))
+    moved = (tmp_path / "AutoencoderKL").rename(tmp_path / "moved")
+    given = [f"checkpoint={folder}", "num_images=3"]
+    call("sample.py", *given, expect=1)  # it is gone
+    assert "another autoencoder" in call(
+        "sample.py", *given, f"vae={vaes['AutoencoderTiny']}", expect=1
+    )
+    call("sample.py", *given, f"vae={moved}")
+    [file] = (folder / "generated").glob("*/samples.npz")
+    assert np.load(file)["arr_0"].shape == (3, 8, 8, 3)
