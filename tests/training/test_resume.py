@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from tests.data.tables import write_latents
 from tests.small_run import parts_of, settings, train_small
 from tread_zoo.registry import register
 from tread_zoo.training import loop
@@ -41,9 +42,10 @@ def stopped_run(run, monkeypatch):
                 os.kill(os.getpid(), number)
             return original(setup, batch, micro_step, *place)
 
-        with monkeypatch.context() as patch, pytest.raises(Stopped) as stopped:
+        with monkeypatch.context() as patch:
             patch.setattr(loop, "draw_step", draw)
-            run(name, *overrides)
+            with pytest.raises(Stopped) as stopped:
+                run(name, *overrides)
         assert stopped.value.code == status
 
     return train
@@ -172,9 +174,10 @@ def test_a_crash_between_checkpoints_loses_only_what_came_after(run, monkeypatch
         if state.step == 4:
             raise RuntimeError("power cut")
 
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
+    with monkeypatch.context() as patch:
         patch.setattr(Log, "numbers", crash)
-        run("broken", "training.checkpoint_every=2")
+        with pytest.raises(RuntimeError, match="power cut"):
+            run("broken", "training.checkpoint_every=2")
     assert find_checkpoint(tmp_path / "broken").step == 2
     broken = run("broken", "training.checkpoint_every=2", "resume=latest")
     assert_same_end(unbroken, broken)
@@ -211,6 +214,22 @@ def test_other_settings_are_allowed_and_said(in_two_parts, copy_of, caplog):
         assert field in caplog.text
     rows = [row for row in read_metrics(folder) if "loss" in row]
     assert rows[-1]["learning_rate"] == 0.001
+
+
+def test_another_number_of_images_per_step_is_said(in_two_parts, copy_of, caplog):
+    more = ["lr_schedule=constant", "training.gradient_accumulation_steps=2"]
+    train_small(copy_of(in_two_parts), *more, "training.num_steps=7", "resume=latest")
+    assert "resumed with 16 images per step" in caplog.text
+
+
+@pytest.mark.parametrize("content", ["mode", "moments"])
+def test_latents_with_contexts_resume_too(run, stopped_run, tmp_path, content):
+    """With moments, each step samples the latents of its images."""
+    path = write_latents(tmp_path / "latents", content=content)
+    overrides = ["backbone=uvit", "data=latents", f"data.path={path}", "data.vae=none"]
+    unbroken = run("unbroken", *overrides)
+    stopped_run("broken", 2, signal.SIGTERM, 128 + signal.SIGTERM, *overrides)
+    assert_same_end(unbroken, run("broken", *overrides, "resume=latest"))
 
 
 def test_a_plug_in_of_the_run_must_be_loaded(in_two_parts, copy_of):

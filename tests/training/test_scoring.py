@@ -77,9 +77,10 @@ def test_a_run_that_is_stopped_is_scored_once_at_each_step(scored, run, monkeypa
             os.kill(os.getpid(), signal.SIGTERM)
         return original(setup, batch, step, *place)
 
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
+    with monkeypatch.context() as patch:
         patch.setattr(loop, "draw_step", draw)
-        run("run", *SCORED)
+        with pytest.raises(Stopped):
+            run("run", *SCORED)
     assert list(read_scores(tmp_path / "run")) == [2]
     folder = run("run", *SCORED, "resume=latest")
     assert values(folder) == values(scored)
@@ -94,9 +95,10 @@ def test_a_crash_while_scoring_loses_nothing_that_was_saved(scored, run, monkeyp
             raise RuntimeError("power cut")
         return original(self, state, last=last)
 
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
+    with monkeypatch.context() as patch:
         patch.setattr(Log, "score", crash)
-        run("run", *SCORED)
+        with pytest.raises(RuntimeError, match="power cut"):
+            run("run", *SCORED)
     folder = run("run", *SCORED, "resume=latest")
     assert values(folder) == values(scored)
     assert scored_steps(folder) == [2, 4, 6]

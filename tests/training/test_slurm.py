@@ -79,7 +79,7 @@ def test_without_scontrol_the_remedy_is_said(monkeypatch, tmp_path):
 
 def test_the_preset_composes():
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    command = ["scripts/train.py", "--cfg", "hydra", "hydra/launcher=slurm", SHARDED]
+    command = ["scripts/train.py", "--cfg=hydra", "hydra/launcher=slurm", SHARDED]
     done = run_python(*command, "hydra.launcher.partition=gpu", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     for words in ("SlurmLauncher", "partition: gpu", "requeue: true", "FSDP_VERSION=2"):

@@ -180,7 +180,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(run, monkeypatch):
         return original(setup, batch, step, **where)
 
     monkeypatch.setattr(loop, "step_loss", step_loss)
-    with pytest.raises(FloatingPointError, match="step 1: the loss is [0-9.]+, the norm of its"):
+    with pytest.raises(FloatingPointError, match=r"step 1: the loss is [0-9.]+, the norm of its"):
         run("run")
 
 
@@ -235,7 +235,7 @@ def test_a_finished_run_is_not_replaced_by_accident(run, finished, copy_of, tmp_
 def test_a_folder_of_something_else_is_left_alone(run, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").touch()
-    with pytest.raises(ValueError, match="thesis.tex"):
+    with pytest.raises(ValueError, match=r"thesis\.tex"):
         run("run", "overwrite=true")
 
 
@@ -293,5 +293,5 @@ def test_items_that_cannot_be_read_are_listed_and_too_many_end_the_run(run, tmp_
     done = run("run", *data, "training.max_corrupt_share=0.1")
     assert "10.png" in (done / "corrupt.txt").read_text()
     assert any(row.get("corrupt_items") == 1 for row in read_metrics(done))
-    with pytest.raises(ValueError, match="max_corrupt_share=0.001"):
+    with pytest.raises(ValueError, match=r"max_corrupt_share=0\.001"):
         run("other", *data)

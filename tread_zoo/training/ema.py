@@ -7,6 +7,7 @@
 averaging, and it deep-copies the network, which one that is sharded by FSDP2 refuses.
 """
 
+from collections.abc import Sequence
 from copy import deepcopy
 
 import torch
@@ -40,7 +41,7 @@ class WeightAverage:
     def update(self, network: nn.Module, step: int) -> None:
         """Add the weights after optimizer step `step`, counted from 1."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        averages = list(self._slices.values()) or list(self.network.parameters())
+        averages: Sequence[Tensor] = list(self._slices.values()) or list(self.network.parameters())
         weights = list(network.parameters())
         torch._foreach_lerp_(_local(averages), _local(weights), 1 - decay)
 
@@ -73,5 +74,5 @@ def slice_like(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor.detach().to(like.device), mesh, placements, src_data_rank=None)
 
 
-def _local(tensors: list[Tensor]) -> list[Tensor]:
+def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t.to_local() if is_sharded(t) else t for t in tensors]  # type: ignore[attr-defined]

@@ -317,7 +317,8 @@ class Log:
                        f"{self.machine['num_processes']} process(es)"),
             *(("kernel", line) for line in describe(device, used_ops)),
             ("data", f"{data['name']}: {data['num_images']} images {size}, {condition}"),
-            ("backbone", f"{setup.backbone.name}: {facts['num_parameters'] / 1e6:.2f} M parameters"),
+            ("backbone", f"{setup.backbone.name}: {facts['num_parameters'] / 1e6:.2f} M "
+                         "parameters"),
             ("routing", setup.routing.describe(setup.backbone.grid)),
             ("flops", f"{facts['flops_routed'] / 1e6:.1f} M per image, forward and backward{mean}; "
                       f"dense {facts['flops_dense'] / 1e6:.1f} M"),
@@ -369,7 +370,7 @@ class Log:
     # Averaged weights --------------------------------------------------------------------------
 
     def samples(self, state: TrainState) -> None:
-        """Leave a grid of samples from fixed seeds, and the held-out loss; every rank calls this."""
+        """Leave a grid of samples and the held-out loss; every rank must call this."""
         with timed(state, "samples"):
             network = state.average.whole(self.accelerator.device)
             if self.is_main:
@@ -413,6 +414,8 @@ class Log:
     def score(self, state: TrainState, *, last: bool = False) -> None:
         """Score the averaged weights, all ranks together; `last` ends the run."""
         setup, options = self.setup, self.setup.config.evaluation
+        if not last:
+            options = replace(options, keep_images=None)  # type: ignore[type-var]
         if last and self.is_main:
             self.bar.close()
             with optional(self.folder / "loss.png"):
@@ -424,7 +427,7 @@ class Log:
                 setup.objective,
                 setup.data,
                 setup.sampling,
-                options if last else replace(options, keep_images=None),
+                options,
                 precision=self.precision,
                 weak=setup.weak,
                 cache=self.cache,
@@ -494,6 +497,7 @@ class Log:
                     "plugins": list(self.setup.config.plugins),
                     "backbone": describe_backbone(self.setup.backbone),
                     "data": self.facts["data"],
+                    "images_per_step": state.images_per_step,
                     "seconds": state.seconds,
                     **meta,
                 },

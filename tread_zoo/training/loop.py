@@ -216,8 +216,8 @@ def draw_step(
     Every rank draws for the images of all of them, num_ranks B, and takes its own: the same images
     get the same draws on whatever number of ranks. The order of the draws is fixed: flips, dropped
     labels, noise level and noise, kept ids, and last what the codec draws; none depends on an
-    option of another. Whether and how much is routed, and whether the step drops its paths, depends on the
-    optimizer step alone: a path saves time only if no rank waits for another.
+    option of another. Whether and how much is routed, and whether the step drops its paths, depends
+    on the optimizer step alone: a path saves time only if no rank waits for another.
     """
     images, labels = batch
     training, codec = setup.training, setup.data.codec

@@ -165,7 +165,7 @@ def _build_backbone(config: RunConfig, data: ImageData) -> Backbone:
 
 def _build_routing(config: RunConfig, backbone: Backbone) -> Routing:
     routing = build_routing(
-        **asdict(config.routing),
+        **asdict(config.routing),  # type: ignore[call-overload]
         num_blocks=backbone.num_blocks,
         default_selector=backbone.default_selector,
         default_range=backbone.default_range,
@@ -209,6 +209,13 @@ class TrainState:
     average: WeightAverage
     step: int
     seconds: dict[str, float]
+
+    @property
+    def images_per_step(self) -> int:
+        """Images that all ranks together see in an optimizer step."""
+        training = self.setup.training
+        micro_batch = self.accelerator.num_processes * training.batch_size
+        return micro_batch * training.gradient_accumulation_steps
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -279,6 +286,12 @@ def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | Non
         if accelerator.scaler is not None and meta["scaler"]:
             accelerator.scaler.load_state_dict(meta["scaler"])
         state.step, state.seconds = checkpoint.step, dict(meta["seconds"])
+        if accelerator.is_main_process and state.images_per_step != meta["images_per_step"]:
+            logger.warning(
+                "resumed with %d images per step (ranks x batch_size x accumulated), and %s had "
+                "%d: from here it is another run", state.images_per_step, checkpoint.path,
+                meta["images_per_step"],
+            )  # fmt: skip
     if setup.weak is not None:
         setup.weak.to(accelerator.device)
     setup.data.codec.prepare(accelerator.device)
