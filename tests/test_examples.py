@@ -14,7 +14,7 @@ from tread_zoo import list_backbones, register_backbone, registry
 from tread_zoo.testing import CHECKS, Probe
 
 ROOT = Path(__file__).parents[1]
-EXAMPLE = ROOT / "examples" / "tread_zoo_mixer"
+EXAMPLE = ROOT / "examples" / "plugin"
 GUIDE = ROOT / "docs" / "adding_a_backbone.md"
 CODE_LIMIT = 45
 

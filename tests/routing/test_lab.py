@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from tests.small_run import parts_of, settings
-from tread_zoo import list_backbones
-from tread_zoo.registry import available
-from tread_zoo.routing import GAPS, ORDERS, SELECTOR_NAMES, build_routing, num_kept_tokens
-from tread_zoo.training.loop import losses_of
-from tread_zoo.training.parts import draw_step
+from tread_zoo import available, list_backbones
+from tread_zoo.routing import GAPS, ORDERS, build_routing, num_kept_tokens
+from tread_zoo.training.loop import step_loss
 
+OBJECTIVES = available("objective")
+SELECTOR_NAMES = available("selector")
 NUM_STEPS = 8
 SELECTORS = {
     **{name: {"selector": name} for name in SELECTOR_NAMES},
-    "hilbert": {"selector": "segments", "segment_order": "hilbert"},
-    "shared": {"selector": "blocks", "shared": True},
-    "shared norm": {"selector": "norm", "shared": True},
+    "hilbert": {"selector": {"name": "segments", "order": "hilbert"}},
+    "per batch": {"selector": "blocks", "per_batch": True},
+    "per batch norm": {"selector": "norm", "per_batch": True},
 }
 # name -> fields of the routing, and the rate of the step that is taken; None: it is dense
 SCHEDULES = {
@@ -72,20 +72,18 @@ def with_routing(parts, fields):
     return dataclasses.replace(parts, routing=routing)
 
 
-def step_of(parts, step):
+def step_of(setup, step):
     """Return the routes that the network got in a step, its loss and its gradients."""
-    images, labels = next(parts.batches(0, 1, 0))
-    drawn = draw_step(parts, images, labels, rank=0, micro_step=step, device=torch.device("cpu"))
     got = []
 
     def model(x, t, y, *, routes):
         got.extend(routes)
-        return parts.backbone(x, t, y, routes=routes)
+        return setup.backbone(x, t, y, routes=routes)
 
-    parts.backbone.zero_grad()
-    loss = losses_of(model, parts, drawn).mean()
+    setup.backbone.zero_grad()
+    loss = step_loss(setup, next(setup.batches()), step, model=model).losses.mean()
     loss.backward()
-    return got, loss.detach(), [p.grad for p in parts.backbone.parameters()]
+    return got, loss.detach(), [p.grad for p in setup.backbone.parameters()]
 
 
 def in_turns():
@@ -127,7 +125,7 @@ def check_step(parts, step, rate, case):
         assert (route.ids.diff(dim=1) > 0).all()
         assert 0 <= int(route.ids.min()) <= int(route.ids.max()) < num_tokens
         assert torch.equal(route.ids, other.ids)
-        if "shared" in case:
+        if "per batch" in case:
             assert (route.ids == route.ids[0]).all()
     assert torch.isfinite(loss)
     assert torch.equal(loss, same_loss)
