@@ -224,15 +224,13 @@ def to_reference(settings: dict[str, Any]) -> int:
 def recipe_differences(recipe: str, config: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return in what a run differs from its recipe, seed and data source apart:
     {field: (of the run, of the recipe)}."""
-    from tread_zoo.cli import as_keywords, register_configs
+    from tread_zoo.cli import compose_settings
     from tread_zoo.config import make_config
 
-    register_configs()
     experiment, backbone, kind = recipe.rsplit("_", 2)
     routing = "none" if kind == "dense" else "tread"
     overrides = [f"experiment={experiment}", f"backbone={backbone}_tiny", f"routing={routing}"]
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        wanted = make_config(**as_keywords(compose("train", overrides=overrides)))
+    wanted = make_config(**compose_settings("train", overrides))
     different = make_config(**config).differences(wanted)
     return {f: v for f, v in different.items() if f != "seed" and not f.startswith("data")}
 
