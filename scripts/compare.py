@@ -139,6 +139,7 @@ def compare(settings: dict[str, Any], overrides: Sequence[str], command: str) ->
 
 def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> list[Any]:
     """Return the cells: training of every combination, or with `runs` scoring of each of them."""
+    from tread_zoo.cli import compose_settings
     from tread_zoo.comparison import Cell, cell_name, expand, find_runs
 
     out = Path(settings["out"])
@@ -153,6 +154,7 @@ def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> list[Any]:
                        "resume=latest")  # fmt: skip
             log = out / "logs" / f"{name}.log"
             cells.append(Cell(name, choices, command, folder / "score.json", log))
+        compose_settings("train", cells[0].command[2:])  # what all have is checked before any runs
         return cells
     sweeps, fixed = split_sweeps([{}], overrides)
     cells = []

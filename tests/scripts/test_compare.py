@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,9 +96,12 @@ def test_a_cell_that_fails_is_reported_and_the_others_are_compared(place, call):
     assert "failed: backbone-dit_tiny_routing-wrong_seed-0" in said
     assert "error: routing=wrong is unknown." in said
     assert "dit_tiny dense" in (place / "out" / "report.md").read_text()
-    assert "nothing to compare" in call(
-        "backbone=dit_tiny", "routing=wrong", "seed=0", "compare.out=other", status=2
-    )
+
+
+def test_where_every_cell_fails_nothing_is_written(place, call):
+    shutil.rmtree("made")
+    assert "nothing to compare" in call(*GRID, status=2)
+    assert not (place / "out" / "index.html").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -167,6 +171,7 @@ def test_every_study_has_cells_and_a_title_that_counts_nothing(study):
         (["compare.to=reference"], "compare.runs"),
         (["compare.runs=nowhere/*"], "holds no run"),
         (["run_dir=there"], "set by the comparison"),
+        (["training.num_step=5"], "num_steps"),
     ],
 )
 def test_a_wrong_command_is_one_line_and_status_2(given, message, call):

@@ -152,7 +152,7 @@ def direction(metric: str) -> str | None:
     """Return whether a metric is better `lower` or `higher`, None if that is not known."""
     if metric in available("metric"):
         return get_entry("metric", metric).facts.get("better")
-    return "lower" if metric.endswith("loss") else None
+    return {"loss": "lower", "accuracy": "higher"}.get(metric.rpartition("_")[2])
 
 
 def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
