@@ -16,6 +16,8 @@ from scripts import compare
 from scripts.compare import CONFIGS, CURVES, make_cells, read_settings, split_sweeps
 from tests.comparison.recorded import write_run
 from tests.comparison.test_reference import follow
+from tread_zoo.cli import compose_settings
+from tread_zoo.config import make_config
 
 ROOT = Path(__file__).parents[2]
 # What stands for scripts/train.py and scripts/evaluate.py: it copies a run, fails, or waits.
@@ -151,7 +153,10 @@ def test_values_of_the_command_line_take_the_place_of_the_study_s():
     ]
 
 
-@pytest.mark.parametrize("study", sorted(path.stem for path in (CONFIGS / "study").glob("*.yaml")))
+STUDIES = sorted(path.stem for path in (CONFIGS / "study").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("study", STUDIES)
 def test_every_study_has_cells_and_a_title_that_counts_nothing(study):
     settings = read_settings([f"compare.study={study}", "compare.out=a=b,c"])
     cells = make_cells(settings, ["device=cpu"])
@@ -159,6 +164,15 @@ def test_every_study_has_cells_and_a_title_that_counts_nothing(study):
     assert f"run_dir='{cells[0].result.parent}'" in cells[0].command
     assert "device=cpu" in cells[0].command
     assert not any(word in settings["title"] for word in ("Two", "Three", "Four"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("study", STUDIES)
+def test_every_study_is_a_set_of_settings_that_can_be_built(study):
+    cells = make_cells(read_settings([f"compare.study={study}"]), [])
+    for cell in cells:
+        if cell.choices["seed"] == "0":
+            make_config(**compose_settings("train", cell.command[2:]))
 
 
 @pytest.mark.parametrize(
