@@ -139,6 +139,7 @@ def compare(settings: dict[str, Any], overrides: Sequence[str], command: str) ->
 
 def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> list[Any]:
     """Return the cells: training of every combination, or with `runs` scoring of each of them."""
+    from tread_zoo.cli import compose_settings
     from tread_zoo.comparison import Cell, cell_name, expand, find_runs
 
     out = Path(settings["out"])
@@ -153,6 +154,7 @@ def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> list[Any]:
                        "resume=latest")  # fmt: skip
             log = out / "logs" / f"{name}.log"
             cells.append(Cell(name, choices, command, folder / "score.json", log))
+        compose_settings("train", cells[0].command[2:])  # what all have is checked before any runs
         return cells
     sweeps, fixed = split_sweeps([{}], overrides)
     cells = []
@@ -224,15 +226,13 @@ def to_reference(settings: dict[str, Any]) -> int:
 def recipe_differences(recipe: str, config: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return in what a run differs from its recipe, seed and data source apart:
     {field: (of the run, of the recipe)}."""
-    from tread_zoo.cli import as_keywords, register_configs
+    from tread_zoo.cli import compose_settings
     from tread_zoo.config import make_config
 
-    register_configs()
     experiment, backbone, kind = recipe.rsplit("_", 2)
     routing = "none" if kind == "dense" else "tread"
     overrides = [f"experiment={experiment}", f"backbone={backbone}_tiny", f"routing={routing}"]
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        wanted = make_config(**as_keywords(compose("train", overrides=overrides)))
+    wanted = make_config(**compose_settings("train", overrides))
     different = make_config(**config).differences(wanted)
     return {f: v for f, v in different.items() if f != "seed" and not f.startswith("data")}
 

@@ -20,6 +20,7 @@ def write_run(
     every=20,
     values=None,
     protocol=None,
+    held_out=None,
     seconds=10.0,
     ended=True,
     device="a CPU",
@@ -29,7 +30,7 @@ def write_run(
 
     Args:
         values: further scores at the end; on the way they change as the loss does.
-        protocol: entries in place of the common ones.
+        protocol, held_out: entries in place of the common ones.
         settings: groups in place of the defaults.
     """
     (folder / "samples").mkdir(parents=True)
@@ -46,8 +47,8 @@ def write_run(
         "flops_routed": FLOPS[routing["name"]],
         "num_steps": steps,
     }
-    common = {"data": "digits", "reference": "train", "weights": "ema", "held_out_draws": 8,
-              "sampling": {"sampler": "euler", "flops_per_image": 5000}}  # fmt: skip
+    common = {"data": "digits", "reference": "train", "weights": "ema", "notes": [],
+              "sampling": {"sampler": "euler"}, "flops_per_image": 5000}  # fmt: skip
 
     def loss(step):
         return final * (1 + 2 * (1 / step - 1 / steps) * 10)
@@ -60,6 +61,7 @@ def write_run(
             "values": {"held_out_loss": loss(step), **scaled(loss(step) / final)},
             "real": {name: value / 4 for name, value in (values or {}).items()},
             "protocol": {**common, "step": step, **(protocol or {})},
+            "held_out": {"draws": 8, **(held_out or {})},
             "run": {"device": device, "precision": "bf16", "num_processes": 1, "torch": "2.15",
                     "seconds": {"training": seconds * step / steps}},
         }  # fmt: skip

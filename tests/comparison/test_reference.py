@@ -77,6 +77,15 @@ def test_every_committed_curve_lies_on_itself_and_not_on_one_ten_percent_higher(
     assert not higher[higher.metric == "held_out_loss"].on.any()
 
 
+def test_the_page_of_recipes_has_the_numbers_of_the_curves():
+    text = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    for path in CURVES:
+        last = pd.read_csv(path, comment="#").query("metric == 'held_out_loss'").iloc[-1]
+        experiment, backbone, _ = path.stem.rsplit("_", 2)
+        row = next(x for x in text.splitlines() if x.startswith(f"| `{experiment}` | `{backbone}`"))
+        assert f" {last['mean']:.4f} ± {last['std']:.4f} |" in row
+
+
 def test_what_a_difference_of_settings_changes_is_not_compared(tmp_path):
     runs = [write_run(tmp_path / f"{i}", seed=i) for i in range(2)]
     curve = make_curve(runs)

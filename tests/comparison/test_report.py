@@ -110,12 +110,17 @@ def test_settings_are_counted_and_told_apart(tmp_path):
 
 
 def test_scores_of_two_protocols_are_not_ranked(tmp_path):
-    write_run(tmp_path / "runs" / "a", protocol={"held_out_draws": 8})
-    write_run(tmp_path / "runs" / "b", routing="tread", protocol={"held_out_draws": 1})
-    with pytest.raises(ValueError, match="held_out_draws"):
+    write_run(tmp_path / "runs" / "a", values={"fid": 4.0})
+    write_run(tmp_path / "runs" / "b", seed=1, values={"fid": 5.0}, protocol={
+        "step": 50, "nfe": 3, "torch": "1", "sampling": {"sampler": "heun"},
+        "notes": ["few images"]})  # fmt: skip
+    runs = read_runs(str(tmp_path / "runs" / "*"))
+    assert comparable_metrics(runs) == (["fid", "held_out_loss"], ["few images"])
+    write_run(tmp_path / "runs" / "c", routing="tread", values={"fid": 4.0}, held_out={"draws": 1})
+    assert "Held-out losses are not compared: the runs differ in held_out.draws" in report(tmp_path)
+    write_run(tmp_path / "runs" / "d", seed=2, values={"fid": 4.0}, protocol={"reference": "other"})
+    with pytest.raises(ValueError, match="reference"):
         report(tmp_path)
-    runs = read_runs(write_run(tmp_path / "c", protocol={"step": 100, "sampling": {"nfe": 3}}))
-    assert comparable_metrics(runs) == (["held_out_loss"], [])
 
 
 def test_failed_unfinished_and_repeated_runs_are_noted(tmp_path):

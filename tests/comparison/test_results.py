@@ -66,7 +66,7 @@ def test_records_of_scores_may_stand_for_a_run_s_own(tmp_path):
     folder = write_run(tmp_path / "a", values={"fid": 8.0})
     record = json.loads((folder / "score.json").read_text())
     record["values"] = {"fid": 5.0}
-    record["protocol"]["sampling"]["flops_per_image"] = 77
+    record["protocol"]["flops_per_image"] = 77
     (tmp_path / "guided.json").write_text(json.dumps(record))
     runs = read_runs([folder, folder], [folder / "score.json", tmp_path / "guided.json"])
     assert list(runs.fid) == [8.0, 5.0]

@@ -5,6 +5,7 @@ every seed that both have shows it, two at least. Budgets are equal at the small
 spent: what the others had by then is read off their curves, straight between the measured points.
 """
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from tread_zoo.comparison.figures import si, words
+from tread_zoo.evaluation.score import Protocol
 from tread_zoo.registry import available, get_entry
 
 HELD_OUT = "held_out_loss"
@@ -150,24 +152,25 @@ def direction(metric: str) -> str | None:
     """Return whether a metric is better `lower` or `higher`, None if that is not known."""
     if metric in available("metric"):
         return get_entry("metric", metric).facts.get("better")
-    return "lower" if metric.endswith("loss") else None
+    return {"loss": "lower", "accuracy": "higher"}.get(metric.rpartition("_")[2])
 
 
 def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
     """Return the scores that all runs have by one protocol, and notes on those that they do not.
 
-    What was sampled by (sampler, guidance) may differ: it is a setting, and shown. What concerns
-    the held-out loss alone begins with `held_out`.
+    Scores compare where their protocols are equal; but what was sampled by (sampler, guidance) may
+    differ: it is a setting, and shown. The held-out loss depends on the data and `held_out` alone.
 
     Raises:
         ValueError: no score is left.
     """
+    noted = {field.name for field in dataclasses.fields(Protocol) if not field.compare}
     protocols = [flat(protocol or {}) for protocol in runs.protocol]
     different = [
         key
         for key in dict.fromkeys(key for own in protocols for key in own)
         if len({repr(own.get(key)) for own in protocols}) > 1
-        and key.partition(".")[0] not in ("step", "sampling", "sampler", "guidance")
+        and key.partition(".")[0] not in {*noted, "sampling"}
     ]
     of_loss = [key for key in different if key.startswith(("held_out", "data"))]
     of_samples = [key for key in different if not key.startswith("held_out")]
@@ -176,6 +179,7 @@ def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
         for what, keys in (("Held-out losses are", of_loss), ("Scores of samples are", of_samples))
         if keys
     ]
+    notes += dict.fromkeys(note for own in protocols for note in own.get("notes") or ())
     metrics = []
     for name in runs.attrs["metrics"]:
         barred = of_loss if name == HELD_OUT else of_samples
@@ -367,6 +371,8 @@ def _difference(dense: Setting, routed: Setting, measured: Measured) -> Differen
     first, second = (
         {seed: values[row] for row, seed in s.runs.seed.items()} for s in (dense, routed)
     )
+    if not all(first.values()):  # nothing is relative to zero
+        return None
     relative = [second[seed] / first[seed] - 1 for seed in first if seed in second]
     return Difference(relative, direction(metric) or "lower") if relative else None
 

@@ -172,6 +172,8 @@ def _row(folder: Path, settings: Mapping[str, Any], file: Path) -> dict[str, Any
     facts_file = folder / "facts.json"
     facts = json.loads(facts_file.read_text()) if facts_file.exists() else {}
     run, protocol = record.get("run", {}), record.get("protocol")
+    if protocol is not None:
+        protocol = {**protocol, "held_out": record.get("held_out")}
     log = list(_lines(folder / "metrics.jsonl"))
     last: dict[str, Any] = {}
     for line in log:
@@ -192,7 +194,7 @@ def _row(folder: Path, settings: Mapping[str, Any], file: Path) -> dict[str, Any
         "flops_per_step": routed * batch,
         "flops": routed * batch * steps,
         "flops_of_dense": routed / dense,
-        "flops_per_sample": (protocol or {}).get("sampling", {}).get("flops_per_image", math.nan),
+        "flops_per_sample": (protocol or {}).get("flops_per_image") or math.nan,
         "seconds": run.get("seconds", {}).get("training", steps * batch / speed),
         "images_per_s": speed,
         "peak_memory_bytes": run.get("peak_memory_bytes", math.nan),
