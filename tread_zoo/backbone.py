@@ -345,7 +345,7 @@ class Backbone(nn.Module, ABC):
         frame, layout, given = None, dense, dense_condition
         for i in range(self.num_blocks if stop is None else stop):
             if i in frames:  # a route, a fused range or a dropped path starts here
-                frame = frames[i]
+                frame = frames.pop(i)
                 streams, skips = frame.enter(streams, skips)
                 layout, given = frame.layout, rows_of(condition, frame.rows)
             skip = skips[self.skips[i]] if i in self.skips else None
