@@ -140,6 +140,11 @@ class Backbone(nn.Module, ABC):
     ) -> None:
         super().__init__()
         sides = input_size if isinstance(input_size, Sequence) else (input_size, input_size)
+        if len(sides) != 2 or min(*sides, in_channels) < 1 or num_classes < 0:  # from the data
+            raise ValueError(
+                f"input_size={input_size}, in_channels={in_channels}, num_classes={num_classes} "
+                "must be a height and a width, one channel or more, and no classes or more."
+            )
         height, width = sides
         self.input_size = (height, width)
         if height % patch_size or width % patch_size:
