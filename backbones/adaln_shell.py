@@ -151,7 +151,7 @@ class AdaLNBackbone(Backbone):
         if self.label_embed is not None:
             nn.init.normal_(self.label_embed.table.weight, std=0.02)
         for block in self.blocks:
-            nn.init.zeros_(block.modulation.weight)
+            nn.init.zeros_(block.get_parameter("modulation.weight"))
         self.final.zero()
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor | None) -> tuple[Streams, Any]:

@@ -18,6 +18,9 @@ from tread_zoo.registry import register_backbone
 class DiTBlock(AdaLNBlock):
     """Attention and MLP, modulated and gated by the condition: [B, K, D] -> [B, K, D]."""
 
+    qkv: nn.Linear
+    proj: nn.Linear
+
     def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float) -> None:
         super().__init__(
             hidden_size,

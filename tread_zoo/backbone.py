@@ -140,6 +140,11 @@ class Backbone(nn.Module, ABC):
     ) -> None:
         super().__init__()
         sides = input_size if isinstance(input_size, Sequence) else (input_size, input_size)
+        if len(sides) != 2 or min(*sides, in_channels) < 1 or num_classes < 0:  # from the data
+            raise ValueError(
+                f"input_size={input_size}, in_channels={in_channels}, num_classes={num_classes} "
+                "must be a height and a width, one channel or more, and no classes or more."
+            )
         height, width = sides
         self.input_size = (height, width)
         if height % patch_size or width % patch_size:
@@ -365,7 +370,7 @@ class Backbone(nn.Module, ABC):
         frame, layout, given = None, dense, dense_condition
         for i in range(self.num_blocks if stop is None else stop):
             if i in frames:  # a route, a fused range or a dropped path starts here
-                frame = frames[i]
+                frame = frames.pop(i)
                 streams, skips = frame.enter(streams, skips)
                 layout, given = frame.layout, rows_of(condition, frame.rows)
             skip = skips[self.skips[i]] if i in self.skips else None

@@ -107,9 +107,9 @@ def check_order_alone_is_a_scans(probe: Probe) -> None:
     alike, those further on in the sequence matter less. Positions by index, rotary ones or sines,
     make that swing up and down."""
     backbone = probe.build()
-    if what_blocks_depend_on(probe, backbone) != {"order"}:
-        return
     extra, num_kept = backbone.num_extra_tokens, backbone.num_tokens - 1
+    if num_kept < 3 * EDGE or what_blocks_depend_on(probe, backbone) != {"order"}:
+        return
     layout = Layout(backbone.grid, extra, torch.arange(num_kept)[None])
     inputs = probe.inputs(1)
     with torch.no_grad(), watching(backbone) as seen:
@@ -138,7 +138,7 @@ def _swing(backbone: Backbone, call: BlockCall, layout: Layout, condition: objec
     skip = None if call.skip is None else alike(call.skip)
     after = backbone.run_block(call.block, streams, condition, layout, skip)
     generator = make_generator("probe swing")
-    first = sum((s[0, extra] * torch.randn(s.shape[-1], generator=generator)).sum() for s in after)
+    first = [s[0, extra] @ torch.randn(s.shape[-1], generator=generator) for s in after]
     grads = torch.autograd.grad(first, streams, allow_unused=True)
     weights = torch.cat([g[0, extra + EDGE : -EDGE] for g in grads if g is not None], dim=-1)
     series = weights.double() @ weights.double().mean(dim=0)
