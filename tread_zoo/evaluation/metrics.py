@@ -63,7 +63,9 @@ class Metric:
     def compute(self, generated: "FeatureSet", real: "FeatureSet") -> dict[str, float]:
         """Return the values by name."""
         sets = (generated, real) if self.uses_real else (generated,)
-        given = [(s.statistics if self.statistics else s.rows)[self.features] for s in sets]
+        given: list[Any] = [
+            (s.statistics if self.statistics else s.rows)[self.features] for s in sets
+        ]
         given += [generated.labels] if self.labels else []
         found = self.function(*given)
         if isinstance(found, Mapping):
