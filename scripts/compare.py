@@ -1,188 +1,170 @@
-"""Train grids of settings, and put their numbers into one table.
+"""Train grids of settings, and put their numbers on one page.
 
 python scripts/compare.py                                       # the study architectures
 python scripts/compare.py backbone=dit_tiny,mamba_tiny routing=none,tread seed=0,1,2
 python scripts/compare.py compare.study=selectors backbone=mamba_tiny     # configs/study/ has them
-python scripts/compare.py data=npz data.path=faces.npz training.num_steps=20000 \
-    backbone=dit_matched_s,rwkv_matched_s compare.out=comparisons/faces
-python scripts/compare.py compare.equal=flops           # or equal=seconds compare.seconds=240
+python scripts/compare.py compare.jobs=2 training.score_every=100 compare.out=comparisons/faces
 python scripts/compare.py compare.runs=[runs/a,runs/b] compare.out=comparisons/mine
-python scripts/compare.py compare.runs="comparisons/faces/runs/*seed=0" compare.out=comparisons/one
-python scripts/compare.py compare.study=fashion_mnist data=npz data.path=fashion_mnist.npz
-python scripts/compare.py compare.to=reference compare.runs=[runs/mine]       # docs/recipes.md
+python scripts/compare.py compare.runs="runs/digits_*" compare.metric=kid
+python scripts/compare.py compare.runs="runs/dit_*" 'guidance=none,{name: cfg, scale: 2}' \
+    sampler.num_steps=10,20,40 compare.out=comparisons/guidance           # cells score, not train
+python scripts/compare.py compare.to=reference compare.runs=[runs/mine]   # docs/recipes.md
+python scripts/compare.py compare.curve=mine.csv compare.runs="runs/mine_seed*"
 
 Every override of scripts/train.py works; one with several values (hydra's sweep syntax) takes the
-place of the study's values for that field, or spans the study's grids further. The same command
-again continues where it stopped: finished runs are read, not repeated. The folder compare.out then
-holds index.html (one page, self-contained), plots/, report.md, results.csv, results.json and runs/.
+place of the study's values for that field, or spans the study's grids further. Each cell is a
+process. The same command again continues where it stopped: finished cells are read, not repeated.
 
-compare.to=reference says of each run whether it lies on the curve of its recipe, as far as it got;
-reference.md and reference.png go to the run's folder, or to compare.out if that is given. The exit
-status is 0 if all do, 1 if one does not, and 2 after an error.
+compare.to=reference says of each run whether it lies on the curve of its recipe, as far as it got.
+The exit status is 0 if all do (or all cells ended well), 1 if one does not, and 2 after an error.
 """
 
-import logging
+import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import OmegaConf
 
-from tread_zoo.cli import as_keywords, clear_errors, register_configs
-
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "configs"
 CURVES = CONFIGS / "experiment" / "curves"
+TRAIN, EVALUATE = ROOT / "scripts" / "train.py", ROOT / "scripts" / "evaluate.py"
 OWN = "compare."
-TO = ("reference",)
-QUOTING = (
-    "\nFolders with = or a comma in their names need quotes in a list: "
-    """compare.runs="['runs/seed=0','runs/seed=1']"; one, or a pattern, needs no list: """
-    'compare.runs="runs/*".'
-)
-TO_TAKES = ("to", "recipe", "runs", "out")  # what compare.to goes with
-
-register_configs()
 
 
 def main() -> None:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(f"{__doc__}\nDefaults:\n{(CONFIGS / 'compare.yaml').read_text()}")
         return
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    own = [quoted(text.removeprefix(OWN)) for text in sys.argv[1:] if text.startswith(OWN)]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            config = compose("compare", overrides=own)
-        clear_errors(run_to_the_end)(config)
-    except HydraException as error:
-        quoting = any(text.startswith("runs=[") for text in own)
-        leave(f"error: {error}{QUOTING if quoting else ''}", own)
-    except SystemExit as left:
-        if not str(left.code).startswith("error: "):
-            raise
-        leave(str(left.code), own)
+        sys.exit(run(sys.argv[1:]))
+    except (ValueError, OSError, HydraException) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped; the same command continues", file=sys.stderr)
+        sys.exit(130)
 
 
-def quoted(text: str) -> str:
-    """Return a word of the command line as hydra reads it: one folder, or one pattern, of runs may
-    have = and commas in its name."""
-    field, _, value = text.partition("=")
-    if field != "runs" or not value or value[0] in "['\"":
-        return text
-    return "runs='{}'".format(value.replace("'", "\\'"))
+def run(arguments: Sequence[str]) -> int:
+    """Do what the command line says, and return the exit status."""
+    settings = read_settings([text for text in arguments if text.startswith(OWN)])
+    overrides = [text for text in arguments if not text.startswith(OWN)]
+    if settings["to"] or settings["curve"]:
+        if overrides or not settings["runs"]:
+            raise ValueError("compare.to and compare.curve take compare.runs and no overrides.")
+        return to_reference(settings) if settings["to"] else write_curve(settings)
+    return compare(settings, overrides, shlex.join(["python", "scripts/compare.py", *arguments]))
 
 
-def run_to_the_end(config: DictConfig) -> None:
-    """Run, and know that what was printed has been read before the exit status is decided."""
-    try:
-        try:
-            run(config)
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-        sys.exit("error: what reads the output was closed before its end (broken pipe).")
+def read_settings(own: Sequence[str]) -> dict[str, Any]:
+    """Return the comparison's settings, from overrides that begin with `compare.`."""
+    from tread_zoo.errors import unknown_name
+
+    known = [*OmegaConf.load(CONFIGS / "compare.yaml"), "study"]
+    texts = []
+    for text in own:
+        field, _, value = text.removeprefix(OWN).partition("=")
+        if field not in known:
+            raise unknown_name("compare: field", field, known)
+        if field in ("runs", "out", "title", "curve") and value and value[0] not in "['\"":
+            value = quoted(value)
+        texts.append(f"{field}={value}")
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        settings = OmegaConf.to_container(compose("compare", overrides=texts), resolve=True)
+    assert isinstance(settings, dict)
+    if settings["to"] not in (None, "reference"):
+        raise unknown_name("compare.to", settings["to"], ["reference"])
+    if not isinstance(settings["jobs"], int) or settings["jobs"] < 1:
+        raise ValueError(
+            f"compare.jobs={settings['jobs']} must be a number of processes from 1 on."
+        )
+    if settings["runs"] and not any(text.startswith("title=") for text in texts):
+        settings["title"] = None  # the study's is of others
+    return {str(key): value for key, value in settings.items()}
 
 
-def leave(error: str, own: Sequence[str]) -> NoReturn:
-    """Say an error and leave: with status 2 beside compare.to, where 1 is a run off its curve."""
-    print(error, file=sys.stderr)
-    sys.exit(2 if any(text.startswith(("to=", "recipe=")) for text in own) else 1)
-
-
-def run(config: DictConfig) -> None:
+def compare(settings: dict[str, Any], overrides: Sequence[str], command: str) -> int:
+    """Run what is not there yet, write the report, and return 1 if a cell failed."""
     from tread_zoo.comparison import (
-        check_equal,
-        check_equal_runs,
-        collect,
-        equalise,
-        expand_all,
-        find_runs,
-        read_run,
-        run_grid,
-        write_page,
+        check_same_commands,
+        read_curves,
+        read_runs,
+        run_cells,
         write_report,
     )
 
-    settings = as_keywords(config)
-    given = [text for text in sys.argv[1:] if not text.startswith(OWN)]
-    out, equal = Path(settings["out"]), settings["equal"]
-    if settings["runs"] and given:
-        raise ValueError(
-            f"{given[0]}: compare.runs takes runs as they are; leave it out. (What belongs to the "
-            f"comparison begins with {OWN}: {OWN}to=reference.)"
-        )
-    if settings["to"] is not None or settings["recipe"] is not None:
-        to_reference(settings)
-        return
-    check_equal(equal, settings["seconds"], collected=bool(settings["runs"]))
-    title = settings["title"]
-    if settings["runs"]:
-        cells = collect(find_runs(settings["runs"]))
-        if not any(text.startswith(f"{OWN}title=") for text in sys.argv[1:]):
-            title = f"{len(cells)} runs compared"  # the study's is of others
+    out, failed = Path(settings["out"]), dict[str, str]()
+    if settings["runs"] and not overrides:
+        runs = read_runs(settings["runs"])
     else:
-        grids, fixed = split_sweeps(settings["grids"], given, settings["fixed"])
-        cells = expand_all(grids, fixed, out)
-        cells = equalise(cells, compose_run, equal=equal, seconds=settings["seconds"], out=out)
-        run_grid(cells, compose_run)
-    if int(os.environ.get("RANK", "0")) > 0:
-        return
-    command = shlex.join(["python", "scripts/compare.py", *sys.argv[1:]])
-    results = [read_run(cell.folder) for cell in cells]
-    if settings["runs"]:
-        check_equal_runs(cells, results, equal)
-    about = {"title": title, "command": command, "equal": equal}
-    print(write_report(cells, results, out, **about))
-    write_page(cells, results, out, **about)
-    print(f"written to {out}: index.html, plots/, report.md, results.csv, results.json")
-
-
-def to_reference(settings: dict[str, Any]) -> None:
-    """Compare each of the runs with its recipe's curve; leave with status 1 if one is off it."""
-    from tread_zoo.comparison import find_runs
-    from tread_zoo.comparison.reference import compare_run, load_curves, write_comparison
-    from tread_zoo.errors import unknown_name
-
-    if settings["to"] not in TO:
-        raise unknown_name("compare.to", settings["to"], TO)
-    own = [text.removeprefix(OWN) for text in sys.argv[1:] if text.startswith(OWN)]
-    for text in own:
-        if text.partition("=")[0] not in TO_TAKES:
-            raise ValueError(
-                f"{OWN}{text} says nothing of a run that is there: leave it out; compare.to goes "
-                f"with {', '.join(OWN + name for name in TO_TAKES[1:])}."
-            )
-    if not settings["runs"]:
-        raise ValueError("compare.to=reference needs runs: add compare.runs=[runs/mine].")
-    if int(os.environ.get("RANK", "0")) > 0:
-        return
-    curves = load_curves(CURVES)
-    folders = find_runs(settings["runs"])
-    out_is_given = any(text.startswith("out=") for text in own)
-    names = [folder.resolve().name for folder in folders]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if out_is_given and twice is not None:
-        raise ValueError(
-            f"compare.runs has two folders of the name {twice!r}, and their reports in compare.out "
-            "would be one: leave compare.out out, or compare them one by one."
+        cells = make_cells(settings, overrides)
+        check_same_commands(cells, out)
+        failed = run_cells(cells, jobs=settings["jobs"], devices=visible_devices())
+        ended = [cell for cell in cells if cell.result.exists()]
+        if not ended:
+            for name, reason in failed.items():
+                print(f"{name}: {reason}", file=sys.stderr)
+            raise ValueError("No cell ended well: there is nothing to compare.")
+        if settings["runs"]:
+            runs = read_runs([c.choices["run"] for c in ended], [c.result for c in ended])
+            for field in dict.fromkeys(field for cell in ended for field in cell.choices):
+                if field != "run":
+                    runs[field] = [cell.choices.get(field) for cell in ended]
+                    runs.attrs["settings"] = [*dict.fromkeys([*runs.attrs["settings"], field])]
+        else:
+            runs = read_runs([cell.result.parent for cell in ended])
+    curves = read_curves(list(dict.fromkeys(runs.folder)))
+    title = settings["title"] or "Runs compared"
+    print(
+        write_report(
+            runs, curves, out, title=title, command=command, metric=settings["metric"],
+            failed=failed,
         )
-    found = [compare_run(folder, curves, settings["recipe"]) for folder in folders]
-    for folder, name, comparison in zip(folders, names, found, strict=True):
-        place = folder
-        if out_is_given:
-            place = Path(settings["out"]) / (name if len(folders) > 1 else "")
-        print(write_comparison(comparison, place))
-        print(f"written to {place}: reference.md, reference.png")
-    off = [comparison.run.folder for comparison in found if comparison.is_off]
-    if off:
-        sys.exit(f"off the curve: {', '.join(off)}")
+    )  # fmt: skip
+    print(f"written to {out}: index.html, report.md, quality.png, results.csv, curves.csv")
+    for name, reason in failed.items():
+        print(f"failed: {name}: {reason}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> list[Any]:
+    """Return the cells: training of every combination, or with `runs` scoring of each of them."""
+    from tread_zoo.comparison import Cell, cell_name, expand, find_runs
+
+    out = Path(settings["out"])
+    if not settings["runs"]:
+        cells = []
+        for choices, texts in expand(
+            *split_sweeps(settings["grids"], overrides, settings["fixed"])
+        ):
+            name = cell_name(choices)
+            folder = out / "runs" / name
+            command = (sys.executable, str(TRAIN), *texts, f"run_dir={quoted(folder)}",
+                       "resume=latest")  # fmt: skip
+            log = out / "logs" / f"{name}.log"
+            cells.append(Cell(name, choices, command, folder / "score.json", log))
+        return cells
+    sweeps, fixed = split_sweeps([{}], overrides)
+    cells = []
+    for folder in find_runs(settings["runs"]):
+        for choices, texts in expand(sweeps, fixed):
+            name = cell_name({"run": str(folder), **choices})
+            result = out / "scores" / f"{name}.json"
+            command = (sys.executable, str(EVALUATE), *texts, f"checkpoint={quoted(folder)}",
+                       f"out={quoted(result)}")  # fmt: skip
+            log = out / "logs" / f"{name}.log"
+            cells.append(Cell(name, {"run": str(folder), **choices}, command, result, log))
+    return cells
 
 
 def split_sweeps(
@@ -191,21 +173,17 @@ def split_sweeps(
     """Return the swept values by field of each grid, and the other overrides.
 
     Values from `overrides` replace those of every grid that has the field, and of `shared`, what
-    all runs of a study have. A sweep over a field that no grid has spans all of them.
+    all cells of a study have. A sweep over a field that no grid has spans all of them.
     """
     sweeps = [{f: [str(v) for v in values] for f, values in grid.items()} for grid in grids]
     parser = OverridesParser.create()
-    parsed_overrides = parser.parse_overrides(list(overrides))
-    given = {parsed.get_key_element() for parsed in parsed_overrides}
-    fixed = [
-        text
-        for text, parsed in zip(shared, parser.parse_overrides(list(shared)), strict=True)
-        if parsed.get_key_element() not in given
-    ]
-    for text, parsed in zip(overrides, parsed_overrides, strict=True):
-        field = parsed.get_key_element()
-        spans = parsed.is_sweep_override()
-        values = list(parsed.sweep_string_iterator()) if spans else [text.partition("=")[2]]
+    parsed = dict(zip(overrides, parser.parse_overrides(list(overrides)), strict=True))
+    given = {override.get_key_element() for override in parsed.values()}
+    fixed = [text for text in shared if text.partition("=")[0].lstrip("+~") not in given]
+    for text, override in parsed.items():
+        field = override.get_key_element()
+        spans = override.is_sweep_override()
+        values = list(override.sweep_string_iterator()) if spans else [text.partition("=")[2]]
         having = [grid for grid in sweeps if field in grid]
         for grid in having or (sweeps if spans else []):
             grid[field] = values
@@ -214,10 +192,73 @@ def split_sweeps(
     return sweeps, fixed
 
 
-def compose_run(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the keywords of `train`."""
+def to_reference(settings: dict[str, Any]) -> int:
+    """Compare runs with the curves of their recipes, and return 1 if one is off its curve."""
+    import pandas as pd
+
+    from tread_zoo.comparison import compare_with_curve, describe_comparison, find_runs
+    from tread_zoo.errors import unknown_name
+
+    status, own_out = 0, OmegaConf.load(CONFIGS / "compare.yaml").out
+    for folder in find_runs(settings["runs"]):
+        config = json.loads((folder / "config.json").read_text())
+        kind = "dense" if config["routing"]["name"] == "none" else "tread"
+        architecture = config["backbone"]["name"].partition("_")[0]
+        recipe = settings["recipe"] or f"{config['data']['name']}_{architecture}_{kind}"
+        known = [path.stem for path in CURVES.glob("*.csv")]
+        if recipe not in known:
+            raise unknown_name(f"{folder}: compare.recipe", recipe, known)
+        different = recipe_differences(recipe, config)
+        curve = pd.read_csv(CURVES / f"{recipe}.csv", comment="#")
+        verdicts = compare_with_curve(folder, curve, different)
+        said = [f"{field}={value} (recipe: {other})" for field, (value, other) in different.items()]
+        text = describe_comparison(folder.name, recipe, verdicts, said)
+        place = folder if settings["out"] == own_out else Path(settings["out"]) / folder.name
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "reference.md").write_text(text)
+        print(f"{text}\nwritten to {place / 'reference.md'}")
+        status |= int(not verdicts.on.all())
+    return status
+
+
+def recipe_differences(recipe: str, config: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return in what a run differs from its recipe, seed and data source apart:
+    {field: (of the run, of the recipe)}."""
+    from tread_zoo.cli import as_keywords, register_configs
+    from tread_zoo.config import make_config
+
+    register_configs()
+    experiment, backbone, kind = recipe.rsplit("_", 2)
+    routing = "none" if kind == "dense" else "tread"
+    overrides = [f"experiment={experiment}", f"backbone={backbone}_tiny", f"routing={routing}"]
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return as_keywords(compose("train", overrides=list(overrides)))
+        wanted = make_config(**as_keywords(compose("train", overrides=overrides)))
+    different = make_config(**config).differences(wanted)
+    return {f: v for f, v in different.items() if f != "seed" and not f.startswith("data")}
+
+
+def write_curve(settings: dict[str, Any]) -> int:
+    """Write the curve of runs, its first line their folders."""
+    from tread_zoo.comparison import find_runs, make_curve
+
+    folders = find_runs(settings["runs"])
+    text = make_curve(folders).to_csv(index=False, float_format="%.6g")
+    Path(settings["curve"]).write_text(f"# {', '.join(map(str, folders))}\n{text}")
+    print(f"written: {settings['curve']}")
+    return 0
+
+
+def quoted(path: str | Path) -> str:
+    """Return a path or text as hydra reads it, whatever it has in it."""
+    return "'{}'".format(str(path).replace("'", "\\'"))
+
+
+def visible_devices() -> list[str]:
+    """Return the CUDA devices that cells may share out."""
+    import torch
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
 
 
 if __name__ == "__main__":

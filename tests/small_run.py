@@ -1,28 +1,29 @@
 """A run small enough for a test: digits, a narrow network, a handful of steps."""
 
-import functools
 import json
-from contextlib import contextmanager
-from copy import deepcopy
-from pathlib import Path
+from contextlib import contextmanager, suppress
 from unittest import mock
 
-from hydra import compose, initialize_config_dir
+import yaml
 
-from tread_zoo.cli import as_keywords, register_configs
+from tread_zoo.config import make_config
 from tread_zoo.evaluation import flops
 from tread_zoo.kernels import get_forms
-from tread_zoo.training.parts import Parts, build_parts
+from tread_zoo.training import train
+from tread_zoo.training.setup import Setup, build_setup
 
-CONFIGS = Path(__file__).parents[1] / "configs"
-OUTSIDE_PARTS = {"tracker", "device", "run_dir", "resume", "overwrite", "kernels"}
-
+# Part by field, for overrides of its options alone.
+PARTS = {
+    "backbone": "dit_tiny", "routing": "tread", "objective": "flow", "data": "digits",
+    "optimizer": "adamw", "lr_schedule": "cosine", "sampler": "euler", "guidance": "none",
+    "tracker": "local",
+}  # fmt: skip
 SMALL = [
     "backbone.depth=4",
     "backbone.hidden_size=16",
     "training.batch_size=8",
     "training.num_steps=6",
-    "training.warmup_steps=2",
+    "lr_schedule.warmup_steps=2",
     "training.log_every=2",
     "training.sample_every=0",
     "training.checkpoint_every=0",
@@ -34,6 +35,26 @@ SMALL = [
 ]
 
 
+def fields_of(*overrides):
+    """Return the keywords of `train` that overrides such as `backbone.depth=4` give."""
+    fields = {}
+    for override in overrides:
+        path, _, text = override.partition("=")
+        value = yaml.safe_load(text)
+        if isinstance(value, str) and text[:1].isdigit():
+            with suppress(ValueError):
+                value = float(text)  # 1e-3 is text to YAML
+        group, _, key = path.partition(".")
+        if group in PARTS and not key:
+            fields[group] = {**fields.get(group, {}), **_named(value)}
+        elif key:
+            node = fields.setdefault(group, {"name": PARTS[group]} if group in PARTS else {})
+            node[key] = value
+        else:
+            fields[group] = value
+    return fields
+
+
 def settings(*overrides):
     """Return the keywords of `train` for the small run with overrides."""
     return full_settings(*SMALL, *overrides)
@@ -41,30 +62,21 @@ def settings(*overrides):
 
 def full_settings(*overrides):
     """Return the keywords of `train` for the default run with overrides."""
-    return deepcopy(_compose(overrides))
+    return make_config(**fields_of(*overrides)).as_dict()
 
 
-@functools.cache
-def _compose(overrides):
-    register_configs()
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return as_keywords(compose("train", overrides=list(overrides)))
+def parts_of(given) -> Setup:
+    """Return the parts of a run from the keywords of `train`."""
+    return build_setup(make_config(**given))
 
 
-def parts_of(given) -> Parts:
-    """Build the parts of a run from the keywords of `train`."""
-    return build_parts(**{key: v for key, v in given.items() if key not in OUTSIDE_PARTS})
-
-
-def train_small(folder, *overrides):
+def train_small(folder, *overrides, **fields):
     """Train the small run with overrides in `folder`, and return it.
 
     What a kind of call costs is counted once for all of them: it is most of so short a run.
     """
-    from tread_zoo.training import train
-
     with counting_once():
-        return train(**{**settings(*overrides), "run_dir": str(folder)})
+        return train(**{**settings(*overrides), **fields, "run_dir": str(folder)})
 
 
 @contextmanager
@@ -75,6 +87,10 @@ def counting_once():
 
 
 _trace, _traced = flops._trace, {}
+
+
+def _named(value):
+    return value if isinstance(value, dict) else {"name": value}
 
 
 def _trace_once(meta, batch, routes, backward):

@@ -1,66 +1,42 @@
-"""What a backbone is called with by mistake: one ValueError that says what it takes."""
+"""What the loop refuses before it computes something else than was meant."""
 
 import pytest
 import torch
 
 from tests.test_contract import SMALL
+from tests.testing.own_loops import Decays, DecaysByOwnLength
 from tread_zoo import create_backbone
+from tread_zoo.backbone import Backbone, Layout
 from tread_zoo.routing import Route
 
 X, T, Y = torch.zeros(2, 1, 8, 8), torch.zeros(2), torch.tensor([0, 3])
-ROUTE = Route(1, 3, torch.tensor([[0, 3], [1, 2]]))
+SIZES = {"input_size": 8, "in_channels": 1, "num_classes": 3}
 
 
 def built(name="dit_tiny", **changes):
-    sizes = {"input_size": 8, "in_channels": 1, "num_classes": 3, **SMALL[name], **changes}
-    return create_backbone(name, **sizes)
-
-
-@pytest.fixture(scope="module")
-def backbone():
-    return built()
+    return create_backbone(name, **{**SIZES, **SMALL[name], **changes})
 
 
 @pytest.mark.parametrize(
-    ("inputs", "words"),
+    ("inputs", "changes"),
     [
-        (
-            (X, T, torch.tensor([0, 4])),
-            "y reaches from 0 to 4; labels are 0 … 2, and 3 is the null",
-        ),
-        ((X, T, torch.tensor([-1, 0])), "y reaches from -1 to 0"),
-        ((X, T, Y.float()), "y has shape [2] and dtype torch.float32; expected labels, int64"),
-        ((X, T, [0, 1]), "y is a list; expected a tensor"),
-        ((X, 0.5, Y), "t is a float; expected a tensor"),
-        ((X, T[0], Y), "t has shape []; expected [2]"),
-        ((X.double(), T, Y), "x is torch.float64; this network's weights are torch.float32"),
-        ((X.byte(), T, Y), "x is torch.uint8; this network's weights are torch.float32"),
-        ((X.numpy(), T, Y), "x is a ndarray; expected a tensor"),
+        ((X[:, :, :6], T, Y), {}),
+        ((X.expand(2, 3, 8, 8), T, Y), {}),
+        ((X, T[:1], Y), {}),
+        ((X, T[:, None], Y), {}),
+        ((X, T, Y[:, None]), {}),
+        ((X, T, Y), {"num_classes": 0}),
     ],
 )
-def test_inputs_of_another_type(backbone, inputs, words):
-    with pytest.raises(ValueError) as error:
-        backbone(*inputs)
-    assert str(error.value).startswith(words), str(error.value)
+def test_inputs_that_would_broadcast_or_be_ignored(inputs, changes):
+    with pytest.raises(ValueError):
+        built(**changes)(*inputs)
 
 
-@pytest.mark.parametrize("routes", [None, ROUTE, [ROUTE.ids], iter([ROUTE])])
-def test_routes_that_are_no_list_of_routes(backbone, routes):
-    with pytest.raises(ValueError, match=r"routes is a .*routes=\[route\]"):
-        backbone(X, T, Y, routes=routes)
-
-
-@pytest.mark.parametrize("size", [8.0, None, "8", True, (8, 8.0)])
-def test_sizes_that_are_no_integers(size):
-    with pytest.raises(ValueError, match=r"input_size=.* must be one positive integer or two"):
-        built(input_size=size)
-
-
-def test_a_numpy_integer_is_told_apart():
-    import numpy as np
-
-    with pytest.raises(ValueError, match=r"input_size=np.int64\(8\) must be one positive integer"):
-        built(input_size=np.int64(8))
+@pytest.mark.parametrize("features", [[4], [-1]])
+def test_features_of_blocks_that_are_not_there(features):
+    with pytest.raises(ValueError, match="blocks are 0 … 3"):
+        built()(X, T, Y, features=features)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -71,3 +47,101 @@ def test_an_empty_batch_is_empty(name):
         assert network(X[:0], T[:0], Y[:0], routes=routes).shape == X[:0].shape
     with pytest.raises(ValueError, match=r"t has shape \[2\]; expected \[0\]"):
         network(X[:0], T, Y[:0])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"input_size": 7},
+        {"hidden_size": 30, "num_heads": 4},
+        {"hidden_size": 0},
+        {"depth": -1},
+        {"patch_size": 2.0},
+        {"mlp_ratio": 0.0},
+        {"context_size": 4, "context_length": 2},
+    ],
+)
+def test_sizes_that_do_not_fit(changes):
+    with pytest.raises(ValueError):
+        built(**changes)
+
+
+class BareEmbed(Decays):
+    def embed(self, x, t, y):
+        (tokens,), condition = super().embed(x, t, y)
+        return tokens, condition
+
+
+class BareBlock(Decays):
+    def run_block(self, *arguments):
+        return super().run_block(*arguments)[0]
+
+
+class NoCondition(Decays):
+    def embed(self, x, t, y):
+        return super().embed(x, t, y)[0][0]
+
+
+class UnsaidExtraToken(Decays):
+    def embed(self, x, t, y):
+        (tokens,), condition = super().embed(x, t, y)
+        return (torch.cat([condition[:, None], tokens], dim=1),), condition
+
+
+class SmallOutput(Decays):
+    def head(self, streams, condition):
+        return super().head(streams, condition)[:, :, 1:]
+
+
+class NoBlocks(Decays):
+    def __init__(self, *, input_size, in_channels, num_classes):
+        super().__init__(input_size=input_size, in_channels=in_channels, num_classes=num_classes)
+        del self.blocks
+
+
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [
+        (BareEmbed, r"embed returned a Tensor for its streams.*\(tokens,\)"),
+        (NoCondition, r"embed returned a Tensor.*\(\(tokens,\), condition\)"),
+        (BareBlock, r"run_block returned a Tensor for its streams.*\(tokens,\)"),
+        (UnsaidExtraToken, "num_extra_tokens=0"),
+        (SmallOutput, r"head returned \[2, 1, 7, 8\]; expected \[2, 1, 8, 8\]"),
+        (NoBlocks, "has no self.blocks"),
+    ],
+)
+def test_methods_that_return_something_else(cls, words):
+    with pytest.raises(TypeError, match=words):
+        cls(**SIZES)(X, T, Y)
+
+
+@pytest.mark.parametrize("skips", [{1: 2}, {2: 2}, {4: 0}])
+def test_skips_from_a_later_block(skips):
+    network = DecaysByOwnLength(**SIZES)
+    network.skips = skips
+    with pytest.raises(ValueError, match="producer first"):
+        network(X, T, Y)
+
+
+def test_what_blocks_depend_on_must_be_said():
+    class Silent(Decays):
+        def __init__(self):
+            Backbone.__init__(self, **SIZES, patch_size=2)
+
+    class Misspelt(Decays):
+        dependence = ("idz",)
+
+    with pytest.raises(TypeError, match="depends_on"):
+        Silent()
+    with pytest.raises(ValueError, match=r"'idz'.*ids"):
+        Misspelt(**SIZES)
+
+
+def test_positions_are_alike_with_and_without_ids():
+    dense = Layout((2, 3), 1, batch=2)
+    assert dense.positions().tolist() == [[0, 1, 2, 3, 4, 5]] * 2
+    rows, cols = dense.rows_cols()
+    assert (rows.tolist(), cols.tolist()) == ([[0, 0, 0, 1, 1, 1]] * 2, [[0, 1, 2, 0, 1, 2]] * 2)
+    routed = Layout((2, 3), 1, torch.tensor([[1, 5]]))
+    assert routed.positions().tolist() == [[1, 5]]
+    assert [v.tolist() for v in routed.rows_cols()] == [[[0, 1]], [[1, 2]]]

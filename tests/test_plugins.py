@@ -3,11 +3,11 @@
 import csv
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run_python
 
 ROOT = Path(__file__).parents[1]
 PLUGIN = ROOT / "examples" / "plugin"
@@ -31,8 +31,7 @@ OTHERS = [
 def run(script, *overrides, plugin=True, cwd=ROOT):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = os.pathsep.join([*([str(PLUGIN)] if plugin else []), str(ROOT)])
-    command = [sys.executable, str(ROOT / "scripts" / script), *overrides]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    return run_python(ROOT / "scripts" / script, *overrides, cwd=cwd, env=env)
 
 
 def numbers(folder):

@@ -139,7 +139,8 @@ class Backbone(nn.Module, ABC):
         context_size: int = 0,
     ) -> None:
         super().__init__()
-        height, width = (input_size, input_size) if isinstance(input_size, int) else input_size
+        sides = input_size if isinstance(input_size, Sequence) else (input_size, input_size)
+        height, width = sides
         self.input_size = (height, width)
         if height % patch_size or width % patch_size:
             raise ValueError(

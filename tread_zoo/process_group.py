@@ -1,60 +1,96 @@
-"""The connections between the processes of a launcher: made by the first run, kept, closed at exit.
+"""Joining and leaving the processes of a run that a launcher started.
 
-Runs of a sweep follow one another in the same processes. A group that is destroyed cannot be made
-anew there (the launcher's store still has the addresses of the first), so none is: each run takes
-the group that it finds, with its own time limit.
+`accelerate launch` and torchrun set torch's variables (RANK, WORLD_SIZE, …). `srun python
+scripts/train.py` sets SLURM's alone, which are translated here:
 
-Processes that come to an end together, be it a good one or not, close the group at exit. Left open,
-its threads may still give back a tensor while the interpreter is being taken down, which aborts the
-process: its exit status would be lost. One that ends alone, by an error, does not close it: that
-would wait for the others, which wait for it, and its launcher ends them all.
+    SLURM_PROCID, SLURM_STEP_NUM_TASKS   -> RANK, WORLD_SIZE
+    SLURM_LOCALID                        -> LOCAL_RANK (and LOCAL_WORLD_SIZE, by node)
+    SLURM_STEP_NODELIST, its first host  -> MASTER_ADDR
+    SLURM_JOB_ID                         -> MASTER_PORT, one of 20000 … 59999
 """
 
 import atexit
-from datetime import timedelta
+import os
+import re
+import subprocess
+from collections.abc import MutableMapping
 
 import torch
 import torch.distributed as dist
 
 
-def take_connections(device: torch.device, timeout: timedelta | None = None) -> None:
-    """Make ready for a run, before accelerate is asked for its processes.
+def take_connections(device: torch.device) -> None:
+    """Make ready for accelerate, which connects the processes.
 
     Args:
-        device: that the run's networks are on.
-        timeout: after which a process that waits for another gives up; None: as it is.
-
-    Raises:
-        ValueError: processes are connected already, for another kind of device.
+        device: that networks run on; one with an index becomes the current one.
     """
-    from accelerate.state import AcceleratorState, PartialState
-
-    atexit.unregister(_close)  # until this run, too, is at its end
-    connected = dist.is_available() and dist.is_initialized()
-    # What an earlier run of this process had set, as its precision; alone, its device too.
-    AcceleratorState._reset_state(reset_partial_state=not connected)
-    if not connected:
-        return
-    known = PartialState(cpu=device.type == "cpu").device
-    if known.type != device.type:
-        raise ValueError(
-            f"device={device.type} cannot follow a run on device={known.type} in the same "
-            "processes, which are connected for that; start a sweep for each device."
-        )
-    if timeout is not None:
-        if hasattr(dist, "set_timeout"):
-            dist.set_timeout(timeout)
-        else:  # before torch 2.15 it had this name
-            dist.distributed_c10d._set_pg_timeout(timeout)
+    atexit.unregister(_close)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    join_slurm_step()
 
 
 def leave_connections() -> None:
-    """Say that every process is at the end of a run, with nothing more to tell the others: without
-    another run, this one closes what connects it."""
+    """Close the connections when this process exits.
+
+    Call it where every process comes to its end. A group that stays open may abort the process
+    while the interpreter shuts down, and its exit status is lost. A process that fails alone must
+    not close it: that waits for the others, which wait for it.
+    """
     atexit.unregister(_close)
     atexit.register(_close)
+
+
+def join_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set torch's variables where this process is one of several tasks of a SLURM step.
+
+    A batch script's own shell is no step. Variables that are set stay.
+
+    Raises:
+        ValueError: the first host cannot be found out.
+    """
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    if tasks < 2 or "RANK" in environment:
+        return
+    hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    variables = {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(_tasks_on_node(environment, tasks)),
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or _first_host(hosts),
+        "MASTER_PORT": str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 40000),
+    }
+    for name, value in variables.items():
+        environment.setdefault(name, value)
 
 
 def _close() -> None:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _tasks_on_node(environment: MutableMapping[str, str], tasks: int) -> int:
+    """Return how many tasks run on this node, from `8(x2),4`: eight on two nodes, four on one."""
+    counts: list[int] = []
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", str(tasks)).split(","):
+        count, _, repeated = part.partition("(x")
+        counts += [int(count)] * int(repeated.rstrip(")") or 1)
+    node = int(environment.get("SLURM_NODEID", "0"))
+    return counts[node] if node < len(counts) else counts[0]
+
+
+def _first_host(hosts: str) -> str:
+    """Return the first host of SLURM's list; a plain name is taken as it is."""
+    if re.fullmatch(r"[\w.-]+", hosts):
+        return hosts
+    try:
+        command = ["scontrol", "show", "hostnames", hosts]
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return listed.stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError) as error:
+        raise ValueError(
+            f"SLURM_STEP_NODELIST={hosts!r}: the first host is not known ({error}). "
+            "Set MASTER_ADDR to it: export MASTER_ADDR=$(scontrol show hostnames | head -n 1)."
+        ) from error

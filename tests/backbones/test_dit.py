@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from tread_zoo import create_backbone
+from tread_zoo.backbone import Layout
 from tread_zoo.layers import sincos_2d
 
 
@@ -21,7 +22,7 @@ def test_every_block_is_the_identity_at_the_start():
     backbone = build()
     streams, condition = backbone.embed(torch.randn(2, 3, 8, 8), torch.rand(2), None)
     for block in backbone.blocks:
-        assert torch.equal(block(streams[0], condition), streams[0])
+        assert torch.equal(block(streams[0], condition, Layout((4, 4), 0)), streams[0])
 
 
 def test_block_equals_the_formula_in_float64():
@@ -46,7 +47,7 @@ def test_block_equals_the_formula_in_float64():
     x1 = x + a1 * block.proj(torch.cat(heads, -1))
     h = norm(x1) * (1 + g2) + s2
     expected = x1 + a2 * block.mlp(h)
-    torch.testing.assert_close(block(x, c), expected)
+    torch.testing.assert_close(block(x, c, Layout((1, 5), 0)), expected)
 
 
 def test_positions_follow_the_formula():

@@ -90,7 +90,7 @@ def test_spatial_mix_equals_the_written_out_loop(kept):
     """At 0.25 kept too, where a decay over K tokens in place of N would show."""
     mix = randomized(SpatialMix(8))
     ids = make_ids(kept=kept)
-    layout = Layout(GRID, 0, None if kept == NUM_TOKENS else ids)
+    layout = Layout(GRID, 0, None if kept == NUM_TOKENS else ids, batch=len(ids))
     x = torch.randn(2, kept, 8, dtype=torch.float64)
     torch.testing.assert_close(mix(x, layout), spatial_mix_by_loop(mix, x, ids))
 
@@ -110,7 +110,7 @@ def test_channel_mix_equals_the_formula():
 def test_q_shift_equals_scatter_shift_gather_to_the_bit(kept):
     ids = None if kept is None else make_ids(batch=3, kept=kept)
     x = torch.randn(3, kept or NUM_TOKENS, 12, requires_grad=True)
-    ours, expected = q_shift(x, Layout(GRID, 0, ids)), shift_on_the_grid(x, ids)
+    ours, expected = q_shift(x, Layout(GRID, 0, ids, batch=len(x))), shift_on_the_grid(x, ids)
     assert torch.equal(ours, expected)
     weight = torch.randn_like(x)
     assert torch.equal(*(torch.autograd.grad((y * weight).sum(), x)[0] for y in (ours, expected)))
@@ -124,14 +124,14 @@ def test_q_shift_reads_no_neighbour_that_the_route_left_out():
 
 def test_neighbours_are_found_once_for_a_layout():
     layout = Layout(GRID, 0, make_ids())
-    first = find_neighbours(layout, 2, torch.device("cpu"))
-    assert find_neighbours(layout, 2, torch.device("cpu")) is first
+    first = find_neighbours(layout)
+    assert find_neighbours(layout) is first
     backbone = Probe("rwkv_tiny", overrides=SMALL).build()
     probe = Probe("rwkv_tiny", overrides=SMALL)
     with watching(backbone) as seen:
         backbone(*probe.inputs(), routes=[probe.route(backbone)])
     assert len({id(call.layout) for call in seen}) == 2
-    assert all(len(call.layout.derived) == 2 for call in seen)  # neighbours and the walk
+    assert all(len(call.layout.cache) == 2 for call in seen)  # neighbours and the walk
 
 
 def shift_over_gaps(x, ids):
@@ -174,7 +174,7 @@ def test_every_order_and_every_way_with_gaps_by_pairs(name, gaps, kept):
     logits = torch.where(own, (mix.bonus + k).unsqueeze(1), logits)
     mean = (logits.softmax(dim=2) * v.unsqueeze(1)).sum(dim=2)
     expected = (torch.sigmoid(r) * mean) @ mix.output.weight.T
-    layout = Layout(GRID, 0, None if kept == NUM_TOKENS else ids)
+    layout = Layout(GRID, 0, None if kept == NUM_TOKENS else ids, batch=len(ids))
     torch.testing.assert_close(mix(x, layout), expected)
 
 
@@ -221,7 +221,7 @@ def test_skips_join_the_first_half_to_the_second():
     has_skip = [block.skip_proj is not None for block in backbone.blocks]
     assert has_skip == [False] * 4 + [True] * 3
     x, condition = torch.randn(3, 24, 16), torch.randn(3, 16)
-    layout, skip = Layout(backbone.grid, 0), torch.randn(3, 24, 16)
+    layout, skip = Layout(backbone.grid, 0, batch=3), torch.randn(3, 24, 16)
     block = backbone.blocks[4]
     joined = block.skip_proj(torch.cat([x, skip], dim=-1))
     linear, block.skip_proj = block.skip_proj, None

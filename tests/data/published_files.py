@@ -1,6 +1,5 @@
 """Small files in the formats in which Fashion-MNIST and CIFAR-10 are published."""
 
-import gzip
 import io
 import struct
 import tarfile
@@ -10,21 +9,19 @@ import numpy as np
 NAMES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 
 
-def idx(array):
-    """Return a gzipped IDX file of a uint8 array."""
-    header = struct.pack(">HBB", 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
-    return gzip.compress(header + array.tobytes())
-
-
 def write_fashion_mnist(folder):
-    """Write 40 + 20 images and their labels as four files; return the four arrays."""
+    """Write 40 + 20 images and labels as torchvision unpacks them; return the four arrays."""
     rng = np.random.default_rng(0)
     arrays = [
         rng.integers(0, 256, (40, 28, 28), np.uint8), np.arange(40, dtype=np.uint8) % 10,
         rng.integers(0, 256, (20, 28, 28), np.uint8), np.arange(20, dtype=np.uint8) % 10,
     ]  # fmt: skip
+    raw = folder / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
     for name, array in zip(NAMES, arrays, strict=True):
-        (folder / f"{name}-ubyte.gz").write_bytes(idx(array))
+        header = struct.pack(">HBB", 0, 8, array.ndim)
+        header += struct.pack(f">{array.ndim}I", *array.shape)
+        (raw / f"{name}-ubyte").write_bytes(header + array.tobytes())
     return arrays
 
 

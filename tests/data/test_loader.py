@@ -10,10 +10,12 @@ from torch.utils.data import Dataset
 
 from tread_zoo.data import (
     ArrayDataset,
+    CorruptItem,
+    CorruptLog,
     StepBatches,
     make_loader,
     read_items,
-    told_of_dead_workers,
+    report_dead_workers,
 )
 from tread_zoo.data.loader import MAX_TRIES
 
@@ -139,9 +141,9 @@ def test_a_worker_that_is_killed_is_told_in_one_line(tmp_path):
 
 def test_the_death_of_a_worker_is_told_wherever_torch_raises_it():
     words = "DataLoader worker (pid 7) is killed by signal: Killed. "
-    with pytest.raises(ChildProcessError, match=r"pid 7.*resume=latest"), told_of_dead_workers():
+    with pytest.raises(ChildProcessError, match=r"pid 7.*resume=latest"), report_dead_workers():
         raise RuntimeError(words)
-    with pytest.raises(RuntimeError, match=r"^a matter of the network$"), told_of_dead_workers():
+    with pytest.raises(RuntimeError, match=r"^a matter of the network$"), report_dead_workers():
         raise RuntimeError("a matter of the network")
 
 
@@ -179,3 +181,28 @@ def test_items_read_at_once_are_replaced_too(tmp_path, caplog):
     assert images.shape == (4, 1, 2, 2)
     assert labels[2] != 2
     assert caplog.text.count("file_2; another item takes its place. no 2") == 1
+
+
+def test_a_list_of_corrupt_items_is_kept_by_all_processes_and_ends_a_run(tmp_path):
+    dataset = Watched(tmp_path, {4, 17, 20})
+    given = {"num_items": 30, "max_share": 0.08}
+    one, other = (CorruptLog(tmp_path / "corrupt.txt", **given) for _ in range(2))
+    one(CorruptItem(4, "file_4", "cut\tshort\n"))
+    other(CorruptItem(17, "file_17", "no 17"))
+    one(CorruptItem(17, "file_17", "no 17"))
+    assert one.indices == other.indices == {4, 17}
+    lines = (tmp_path / "corrupt.txt").read_text().splitlines()
+    assert lines == ["4\tfile_4\tcut short", "17\tfile_17\tno 17"]
+    with pytest.raises(ValueError, match=r"3 of 30 .*corrupt\.txt"):
+        one(CorruptItem(20, "file_20", "no 20"))
+    dataset.corrupt -= {4, 20}  # repaired
+    one.recheck(dataset)
+    assert other.indices == {17}
+
+
+def test_names_of_any_bytes_can_be_listed(tmp_path):
+    dataset = Watched(tmp_path, {3})
+    dataset.item_name = lambda index: os.fsdecode(b"caf\xe9.png")
+    log = CorruptLog(tmp_path / "corrupt.txt", num_items=30, max_share=0.5)
+    read_items(dataset, [3], on_corrupt=log)
+    assert (tmp_path / "corrupt.txt").read_text() == "3\tcaf\\udce9.png\tno 3\n"

@@ -1,9 +1,7 @@
-"""Images and autoencoders of a few thousand weights, made from diffusers' configurations."""
+"""Autoencoders of a few thousand weights, made from diffusers' configurations."""
 
 import pytest
 import torch
-
-from tread_zoo.data import ArrayDataset, ImageData
 
 
 def save_vaes(folder):
@@ -32,15 +30,3 @@ def save_vaes(folder):
         paths[type(network).__name__] = str(folder / type(network).__name__)
         network.save_pretrained(paths[type(network).__name__])
     return paths
-
-
-def image_data(num_train=11, num_held_out=5, channels=3, size=8):
-    """Random images, labels 0 … 3."""
-
-    def part(count, seed):
-        generator = torch.Generator().manual_seed(seed)
-        images = torch.randint(0, 256, (count, channels, size, size), generator=generator)
-        return ArrayDataset(images.to(torch.uint8), torch.arange(count) % 4)
-
-    held_out = part(num_held_out, 1) if num_held_out else None
-    return ImageData("made", part(num_train, 0), held_out, (size, size), channels, 4, tuple("abcd"))

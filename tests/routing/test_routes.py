@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
+from tread_zoo.backbone import gather, row_index, scatter
 from tread_zoo.routing import Route, check_routes, num_kept_tokens
-from tread_zoo.routing.routes import gather_rows, scatter_rows
 
 
 def route(ids, start=1, end=3):
@@ -70,12 +70,12 @@ def test_routes_that_do_not_fit_the_network(routes, words):
 def test_gather_and_scatter_equal_indexing(num_extra):
     stream = torch.randn(2, num_extra + 6, 3, dtype=torch.float64)
     way = route([[0, 2, 5], [1, 2, 3]])
-    rows = way.row_index(6, num_extra)
-    kept = gather_rows(stream, rows)
+    rows = row_index(way.ids, 6, num_extra)
+    kept = gather(stream, rows)
     for sample in range(2):
         where = [*range(num_extra), *(way.ids[sample] + num_extra).tolist()]
         assert torch.equal(kept[sample], stream[sample, where])
-        back = scatter_rows(stream, rows, kept + 1)[sample]
+        back = scatter(stream, rows, kept + 1)[sample]
         others = [i for i in range(num_extra + 6) if i not in where]
         assert torch.equal(back[where], stream[sample, where] + 1)
         assert torch.equal(back[others], stream[sample, others])
@@ -83,10 +83,10 @@ def test_gather_and_scatter_equal_indexing(num_extra):
 
 def test_gradients_of_gather_and_scatter():
     stream = torch.randn(2, 5, 2, dtype=torch.float64, requires_grad=True)
-    rows = route([[0, 3], [1, 4]]).row_index(5, 0)
+    rows = row_index(torch.tensor([[0, 3], [1, 4]]), 5, 0)
 
     def there_and_back(x):
-        return scatter_rows(x, rows, gather_rows(x, rows).tanh())
+        return scatter(x, rows, gather(x, rows).tanh())
 
     assert torch.autograd.gradcheck(there_and_back, stream)
 

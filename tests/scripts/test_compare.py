@@ -1,126 +1,206 @@
-"""The comparison as a user meets it: one command, a table, the same command again."""
+"""The comparison as a user meets it: one command, a page, the same command again."""
 
+import json
 import os
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
+import pandas as pd
 import pytest
-from hydra import compose, initialize_config_dir
 
 from scripts import compare
-from scripts.compare import CONFIGS, split_sweeps
-from tests.comparison.reference.runs import run_from_curve
-from tests.scripts.test_command_line import ROOT, call
-from tests.small_run import SMALL, counting_once, full_settings, parts_of
-from tread_zoo.cli import as_keywords
-from tread_zoo.comparison import expand_all
-from tread_zoo.comparison.reference import load_curve
+from scripts.compare import CONFIGS, CURVES, make_cells, read_settings, split_sweeps
+from tests.comparison.recorded import write_run
+from tests.comparison.test_reference import follow
 
-CURVE = load_curve(ROOT / "configs" / "experiment" / "curves" / "digits_dit_tread.json")
-SHORT = [*SMALL, "training.num_steps=2", "training.warmup_steps=1", "compare.out=out"]
+ROOT = Path(__file__).parents[2]
+# What stands for scripts/train.py and scripts/evaluate.py: it copies a run, fails, or waits.
+FAKE = """
+import json, pathlib, shutil, sys, time
+given = {key: value.strip("'") for key, value in (text.split("=", 1) for text in sys.argv[1:])}
+while pathlib.Path("wait").exists():
+    pathlib.Path("waiting").touch()
+    time.sleep(0.05)
+if given.get("routing") == "wrong":
+    sys.exit("error: routing=wrong is unknown.")
+if "checkpoint" in given:
+    record = json.loads(pathlib.Path(given["checkpoint"], "score.json").read_text())
+    record["values"]["held_out_loss"] /= len(given["guidance"])
+    record["protocol"]["sampling"]["flops_per_image"] = 1000 * len(given["guidance"])
+    pathlib.Path(given["out"]).parent.mkdir(exist_ok=True)
+    pathlib.Path(given["out"]).write_text(json.dumps(record))
+else:
+    shutil.copytree(f"made/{given['routing']}{given['seed']}", given["run_dir"])
+"""
+GRID = ("backbone=dit_tiny", "routing=none,tread", "seed=0,1", "compare.out=out")
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder to work in, where cells are `FAKE`."""
+    for routing, loss in (("none", 0.4), ("tread", 0.3)):
+        for seed in range(3):
+            folder = tmp_path / "made" / f"{routing}{seed}"
+            write_run(folder, routing=routing, seed=seed, final=loss + 0.01 * seed)
+    (tmp_path / "fake.py").write_text(FAKE)
+    monkeypatch.chdir(tmp_path)
+    for name in ("TRAIN", "EVALUATE"):
+        monkeypatch.setattr(compare, name, tmp_path / "fake.py")
+    before = signal.getsignal(signal.SIGTERM)
+    yield tmp_path
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Return a function that gives the command line and returns what was printed."""
+
+    def call(*given, status=0):
+        monkeypatch.setattr(sys, "argv", ["compare.py", *given])
+        with pytest.raises(SystemExit) as left:
+            compare.main()
+        said = capsys.readouterr()
+        assert left.value.code == status, said.err
+        return said.out + said.err
+
+    return call
+
+
+def test_one_command_makes_the_page_and_again_only_reads(place, call):
+    said = call(*GRID, "compare.jobs=2")
+    text = (place / "out" / "report.md").read_text()
+    assert text in said
+    assert "2 settings of 1 backbone, 4 runs, on digits" in text
+    assert "pays for dit_tiny tread" in text
+    assert "4 cells, 4 of them done" in call(*GRID)
+    assert "6 cells, 4 of them done" in call(*GRID[:2], "seed=0,1,2", GRID[-1])
+    assert "training.batch_size=4" in call(*GRID, "training.batch_size=4", status=2)
+
+
+def test_overrides_of_runs_that_are_there_score_them_again(place, call):
+    given = ("compare.runs=made/*0", "guidance=none,cfg", "compare.out=guided")
+    text = call(*given)
+    assert "From 3000 FLOPs per sample: dit_tiny tread, guidance cfg has the best held-out" in text
+    table = pd.read_csv("guided/results.csv").set_index(["routing", "guidance"])
+    assert table.held_out_loss["none", "none"] == pytest.approx(0.1)
+    assert table.held_out_loss["tread", "cfg"] == pytest.approx(0.1)
+    assert "4 cells, 4 of them done" in call(*given)
+
+
+def test_a_cell_that_fails_is_reported_and_the_others_are_compared(place, call):
+    said = call("backbone=dit_tiny", "routing=none,wrong", "seed=0", "compare.out=out", status=1)
+    assert "failed: backbone-dit_tiny_routing-wrong_seed-0" in said
+    assert "error: routing=wrong is unknown." in said
+    assert "dit_tiny dense" in (place / "out" / "report.md").read_text()
+    assert "nothing to compare" in call(
+        "backbone=dit_tiny", "routing=wrong", "seed=0", "compare.out=other", status=2
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_the_cells_and_says_how_to_go_on(place, number):
+    (place / "wait").touch()
+    code = "import pathlib; from scripts import compare; compare.TRAIN = pathlib.Path('fake.py')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{code}; compare.main()", *GRID, "compare.jobs=2"],
+        text=True, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (place / "waiting").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert error == "stopped; the same command continues\n"
+    (place / "waiting").unlink()
+    time.sleep(0.5)
+    assert not (place / "waiting").exists(), "a cell still runs"
 
 
 @pytest.mark.slow
-def test_one_command_makes_the_table_and_again_only_reads(tmp_path):
-    grid = ("backbone=dit_tiny", "routing=none,tread_random", "seed=3")
-    said = call("compare.py", *SHORT, *grid, cwd=tmp_path)
-    assert sorted(os.listdir(tmp_path / "out")) == [
-        "curves.csv", "index.html", "plots", "report.md", "results.csv", "results.json", "runs",
-    ]  # fmt: skip
-    text = (tmp_path / "out" / "report.md").read_text()
-    assert text in said
-    for routing in ("none", "tread_random"):
-        assert f"| `dit_tiny` | `{routing}` |" in text
-    again = call("compare.py", *SHORT, *grid, cwd=tmp_path)
-    assert "2 runs, 2 of them done" in again
-    assert (tmp_path / "out" / "report.md").read_text() == text
+def test_cells_are_runs_of_the_real_script(tmp_path):
+    given = ("backbone=dit_tiny", "routing=none,tread", "seed=0", "training.num_steps=4",
+             "training.sample_every=2", "evaluation.num_images=70", "compare.out=out")  # fmt: skip
+    command = [sys.executable, str(ROOT / "scripts" / "compare.py"), *given]
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    runs = pd.read_csv(tmp_path / "out" / "results.csv")
+    assert list(runs.steps) == [4, 4]
+    assert runs.flops.notna().all()
 
 
 def test_values_of_the_command_line_take_the_place_of_the_study_s():
     grids = [{"backbone": ["a", "b"], "seed": [0, 1]}, {"routing.selector": ["rows"], "seed": [0]}]
     given = ["seed=2,3", "backbone=dit_tiny", "data=npz", "objective=edm,flow"]
-    sweeps, fixed = split_sweeps(grids, given)
-    assert fixed == ["data=npz"]
+    sweeps, fixed = split_sweeps(grids, given, ["experiment=cifar10", "data=digits"])
+    assert fixed == ["experiment=cifar10", "data=npz"]
     spanned = {"seed": ["2", "3"], "objective": ["edm", "flow"]}
     assert sweeps == [
         {"backbone": ["dit_tiny"], **spanned},
         {"routing.selector": ["rows"], **spanned},
     ]
+    assert split_sweeps([{}], ["guidance=none,{name: cfg, scale: 2}"])[0] == [
+        {"guidance": ["none", "{name:cfg,scale:2}"]}
+    ]
 
 
-# Those with settings of their own are recipes, which tests/test_experiments.py builds.
-STUDIES = sorted(path.stem for path in (CONFIGS / "study").glob("*.yaml"))
-OF_RECIPES = {"fashion_mnist", "cifar10"}
+@pytest.mark.parametrize("study", sorted(path.stem for path in (CONFIGS / "study").glob("*.yaml")))
+def test_every_study_has_cells_and_a_title_that_counts_nothing(study):
+    settings = read_settings([f"compare.study={study}", "compare.out=a=b,c"])
+    cells = make_cells(settings, ["device=cpu"])
+    assert len({cell.result for cell in cells}) == len(cells) > 3
+    assert f"run_dir='{cells[0].result.parent}'" in cells[0].command
+    assert "device=cpu" in cells[0].command
+    assert not any(word in settings["title"] for word in ("Two", "Three", "Four"))
 
 
-@pytest.mark.parametrize("study", [study for study in STUDIES if study not in OF_RECIPES])
-def test_every_study_is_a_set_of_settings_that_can_be_built(study, tmp_path):
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = compose("compare", overrides=[f"study={study}"])
-    grids, fixed = split_sweeps(as_keywords(config)["grids"], [], config.fixed)
-    kinds = {cell.overrides[:-1]: cell for cell in expand_all(grids, fixed, tmp_path)}
-    assert config.title
-    for cell in kinds.values():  # one seed of each
-        assert parts_of(full_settings(*cell.overrides)).settings
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["compare.sudy=rates"], "Did you mean 'study'"),
+        (["compare.study=ratse"], "ratse"),
+        (["compare.jobs=0"], "compare.jobs=0"),
+        (["compare.to=referense"], "reference"),
+        (["compare.to=reference"], "compare.runs"),
+        (["compare.runs=nowhere/*"], "holds no run"),
+        (["run_dir=there"], "set by the comparison"),
+    ],
+)
+def test_a_wrong_command_is_one_line_and_status_2(given, message, call):
+    error = call(*given, status=2)
+    assert error.startswith("error: ")
+    assert message in error
 
 
-def test_what_a_study_fixes_gives_way_to_the_command_line():
-    grids = [{"backbone": ["a"], "seed": [0]}]
-    shared = ["experiment=base/cifar10", "training.num_steps=5"]
-    sweeps, fixed = split_sweeps(grids, ["training.num_steps=7", "device=cpu"], shared)
-    assert sweeps == [{"backbone": ["a"], "seed": ["0"]}]
-    assert fixed == ["experiment=base/cifar10", "training.num_steps=7", "device=cpu"]
+@pytest.mark.parametrize(("factor", "status"), [(1.0, 0), (1.2, 1)])
+def test_the_status_says_whether_a_run_lies_on_its_curve(
+    tmp_path, factor, status, monkeypatch, call
+):
+    monkeypatch.setattr(compare, "recipe_differences", lambda recipe, config: {})
+    curve = pd.read_csv(CURVES / "digits_dit_dense.csv", comment="#")
+    folder = follow(tmp_path / "run=0,a", curve, factor)
+    said = call("compare.to=reference", f"compare.runs={folder}", status=status)
+    text = (folder / "reference.md").read_text()
+    assert text in said
+    assert f"is {'off' if status else 'on'} the curve of digits_dit_dense" in text
 
 
-def main(*given, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, given)])
-    compare.main()
+@pytest.mark.skipif(
+    not (CONFIGS / "experiment" / "digits.yaml").exists(), reason="no recipe digits yet"
+)
+def test_a_run_of_a_recipe_differs_in_nothing_from_it(tmp_path):
+    config = json.loads((write_run(tmp_path / "run") / "config.json").read_text())
+    config["training"] |= {"num_steps": 800, "log_every": 5}
+    assert compare.recipe_differences("digits_dit_dense", config) == {}
+    config["optimizer"]["learning_rate"] = 1.0
+    assert "optimizer.learning_rate" in compare.recipe_differences("digits_dit_dense", config)
 
 
-@pytest.fixture
-def runs(tmp_path):
-    """Two runs whose folders are named as a comparison names them."""
+def test_a_curve_is_made_from_runs(tmp_path, call):
     for seed in range(2):
-        run_from_curve(tmp_path / "runs" / f"backbone=dit_tiny,seed={seed}", CURVE, seed)
-    return tmp_path / "runs"
-
-
-def test_runs_that_are_there_are_given_by_a_pattern_or_by_name(runs, monkeypatch, tmp_path, capsys):
-    out = f"compare.out={tmp_path / 'out'}"
-    monkeypatch.setattr("tread_zoo.comparison.write_page", lambda *given, **keywords: None)
-    with counting_once():
-        main(f"compare.runs={runs}/*", out, "compare.equal=flops", monkeypatch=monkeypatch)
-        assert capsys.readouterr().out.startswith("# 2 runs compared\n")
-        one = runs / "backbone=dit_tiny,seed=1"
-        main(f"compare.runs={one}", out, "compare.title=Mine", monkeypatch=monkeypatch)
-        assert capsys.readouterr().out.startswith("# Mine\n")
-    with pytest.raises(SystemExit):
-        main(f"compare.runs=[{one}]", out, monkeypatch=monkeypatch)
-    assert "need quotes in a list" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(f"compare.runs={runs}/*", out, "compare.equal=flop", monkeypatch=monkeypatch)
-    assert "Did you mean 'flops'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("to", "status"), [([], 1), (["compare.to=reference"], 2)])
-def test_a_closed_pipe_is_an_error_and_no_verdict(monkeypatch, to, status):
-    def off_its_curve(config):
-        print("some words")
-        sys.exit("off the curve: a")
-
-    reads, writes = os.pipe()
-    os.close(reads)
-    with open(writes, "w") as stream:
-        monkeypatch.setattr(sys, "stdout", stream)
-        monkeypatch.setattr(compare, "run", off_its_curve)
-        with pytest.raises(SystemExit) as left:
-            main(*to, monkeypatch=monkeypatch)
-    assert left.value.code == status
-
-
-def test_bad_words_are_one_line(tmp_path):
-    said = call("compare.py", "seed=0,0", cwd=tmp_path, expect=1)
-    assert said.strip() == "error: seed=0,0 must list different values."
-    said = call("compare.py", "compare.outt=x", cwd=tmp_path, expect=1)
-    assert said.startswith("error: ")
-    assert "outt" in said
-    assert not list(tmp_path.iterdir())
+        write_run(tmp_path / f"seed{seed}", seed=seed)
+    call(f"compare.runs={tmp_path}/seed*", f"compare.curve={tmp_path / 'curve.csv'}")
+    assert set(pd.read_csv(tmp_path / "curve.csv", comment="#").n) == {2}

@@ -53,7 +53,7 @@ def test_a_strangers_backbones_are_checked(folder):
         assert f"strange_nets.dits:stranger_tiny-{check}]" in said, said
     failed = [line for line in said.splitlines() if line.startswith("FAILED")]
     assert len(failed) == 1, said
-    assert "stranger_wrong-blocks_know_what_they_declare" in failed[0]
+    assert "stranger_wrong-blocks_depend_on_what_they_declare" in failed[0]
     assert f"{2 * (len(CHECKS) - 1) - 1} passed" in said
 
 

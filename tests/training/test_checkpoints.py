@@ -7,7 +7,7 @@ import torch
 
 from tests.processes import run_python
 from tests.small_run import train_small
-from tread_zoo.diffusion import AutoGuidance, ClassifierFree, Euler, Heun, NoGuidance
+from tread_zoo.diffusion import AutoGuidance, ClassifierFree, NoGuidance
 from tread_zoo.training.checkpoints import (
     CheckpointError,
     find_checkpoint,
@@ -17,9 +17,9 @@ from tread_zoo.training.checkpoints import (
 from tread_zoo.training.restore import restore
 
 
-def save(folder, step, keep=2, **meta):
+def save(folder, step):
     parts = {"model": {"w": torch.full((4,), float(step))}}
-    return save_checkpoint(folder, parts, {"step": step, **meta}, keep)
+    return save_checkpoint(folder, parts, {"step": step}, keep=2)
 
 
 def test_rotation_keeps_the_newest(tmp_path):
@@ -97,7 +97,7 @@ def test_a_disk_that_is_full_while_saving_keeps_the_previous_checkpoint(tmp_path
     assert done.returncode == 3, done.stderr
     assert "could not save" in done.stdout
     assert "step_00000001 is intact" in done.stdout
-    assert "Free some space and continue with resume=latest" in done.stdout
+    assert "continue with resume=latest" in done.stdout
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
     assert find_checkpoint(tmp_path).step == 1
 
@@ -108,43 +108,18 @@ def one_step(tmp_path_factory):
     return train_small(tmp_path_factory.mktemp("one_step"), "training.num_steps=1")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["backbone=mamba"], ["backbone.name='dit_tiny', not 'mamba_tiny'"]),
-        (["backbone.depth=6"], ["backbone.config.depth=4, not 6"]),
-        (["objective=edm"], ["objective.name='flow', not 'edm'"]),
-        (["seed=1"], ["seed=0, not 1"]),
-        (["data.held_out=0.5"], ["data.num_images=1438"]),
-    ],
-)
-def test_resuming_something_else_names_the_difference(one_step, overrides, words):
-    with pytest.raises(CheckpointError) as error:
-        train_small(one_step, "resume=latest", *overrides)
-    assert all(word in str(error.value) for word in words), str(error.value)
-    assert find_checkpoint(one_step).step == 1
-
-
-def test_finetuning_with_another_routing_is_allowed_and_said(one_step, copy_of, caplog):
-    with caplog.at_level(logging.WARNING):
-        train_small(copy_of(one_step), "routing=none", "resume=latest")
-    assert "routing.name='tread', not 'none'" in caplog.text
-
-
 def test_restore_gives_back_what_sampling_needs(run):
     folder = run("run", "objective=edm", "sampler=heun", "sampler.num_steps=3")
     restored = restore(folder, weights="ema", device="cpu", precision="fp32")
     unset = {"name": None, "num_steps": None}
     sampling = restored.sampling(unset, {"scale": None})
-    assert (sampling.sampler, sampling.num_steps) == (Heun(), 3)
+    assert (sampling.as_dict()["sampler"], sampling.num_steps) == ("heun", 3)
     assert sampling.guidance == NoGuidance()
     changed = restored.sampling({"name": "euler", "num_steps": 9}, {"scale": 2.0})
-    assert (changed.sampler, changed.num_steps) == (Euler(), 9)
+    assert (changed.as_dict()["sampler"], changed.num_steps) == ("euler", 9)
     assert changed.guidance == ClassifierFree(scale=2.0)
     assert type(restored.objective).__name__ == "EDM"
     assert len(restored.data({}).train) == 1438
-    with pytest.raises(ValueError, match="weights='last' must be ema or model"):
-        restore(folder, weights="last", device="cpu", precision="fp32")
 
 
 NOTHING = {"name": None, "num_steps": None}
@@ -173,49 +148,36 @@ def test_sampling_as_the_run_had_it_but_for_a_value(run):
         "sampler": "dpmpp_2m", "num_steps": 3, "grid": "auto", "shift": 2, "rho": "auto",
         "guidance": "cfg", "guidance_scale": 2.0,
     }  # fmt: skip
-    with pytest.raises(ValueError, match=r"guidance=sparse: field='low' is unknown"):
+    with pytest.raises(ValueError, match=r"guidance\.low"):
         sampled_as(restored, guidance={"low": 0.1})
     with pytest.raises(ValueError, match=r"sampler=edm_stochastic is for objective=edm"):
         sampled_as(restored, {"name": "edm_stochastic"})
-    score = json.loads((folder / "score.json").read_text())["protocol"]["sampling"]
-    assert score.items() >= own.items()
+    score = json.loads((folder / "score.json").read_text())["protocol"]
+    assert score["sampling"] == own
     assert score["nfe"] == 6
-
-
-def test_a_checkpoint_from_before_guidance_had_kinds(one_step, copy_of):
-    folder = copy_of(one_step)
-    file = find_checkpoint(folder).path / "checkpoint.json"
-    for scale, kind in ((1.0, NoGuidance()), (1.5, ClassifierFree(scale=1.5))):
-        meta = {**json.loads(file.read_text()), "guidance": {"scale": scale}}
-        meta.pop("checkpoint_sha256", None)
-        file.write_text(json.dumps({**meta, "sampler": {"name": "heun", "num_steps": 2}}))
-        restored = restore(folder, weights="ema", device="cpu", precision="fp32")
-        assert restored.sampling(NOTHING, NOTHING).guidance == kind
-        changed = restored.sampling(NOTHING, {"scale": 2.0})
-        assert changed.guidance == ClassifierFree(scale=2.0)
 
 
 def test_autoguidance_takes_an_earlier_or_smaller_network(run, tmp_path):
     weak = run("weak", "training.num_steps=1", "backbone.depth=3")
     folder = run(
-        "run", "training.num_steps=1", "guidance=auto", f"guidance.weak_checkpoint={weak}",
+        "run", "training.num_steps=1", "guidance=auto", f"guidance.weak_checkpoint={weak}"
     )  # fmt: skip
     restored = restore(folder, weights="ema", device="cpu", precision="fp32")
     options = restored.sampling(NOTHING, NOTHING)
     assert options.guidance == AutoGuidance(weak_checkpoint=str(weak))
     network = restored.weak(options)
-    expected = load_backbone(find_checkpoint(weak), "ema").state_dict()
+    expected = load_backbone(find_checkpoint(weak)).state_dict()
     assert network.num_blocks == 3
     assert all(torch.equal(value, expected[k]) for k, value in network.state_dict().items())
-    assert restored.weak(restored.sampling(NOTHING, {"name": "none", "scale": 1.0})) is None
+    assert restored.weak(restored.sampling(NOTHING, {"name": "none"})) is None
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["objective=edm"], "objective edm, the network that it is to guide flow"),
-        (["data.pad_to=12"], r"size \(12, 12\), the network that it is to guide \(8, 8\)"),
-        (["data.num_classes=5"], "classes 5, the network that it is to guide 4"),
+        (["objective=edm"], "has objective"),
+        (["data.pad_to=12"], r"size \(12, 12\)"),
+        (["data.num_classes=5"], "classes 5"),
     ],
 )
 def test_a_weak_network_of_another_kind_is_refused_before_training(run, tmp_path, overrides, words):

@@ -2,19 +2,21 @@
 
 import json
 import os
-import shutil
 import signal
+from dataclasses import dataclass
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from tests.data.tables import write_latents
 from tests.small_run import parts_of, settings, train_small
-from tread_zoo.training import loop as module
-from tread_zoo.training.checkpoints import find_checkpoint
-from tread_zoo.training.parts import draw_step
-from tread_zoo.training.reporting import Reporter
-from tread_zoo.training.stopping import Stopped
+from tread_zoo.registry import register
+from tread_zoo.training import loop
+from tread_zoo.training.checkpoints import CheckpointError, find_checkpoint
+from tread_zoo.training.log import Log
+from tread_zoo.training.loop import draw_step
+from tread_zoo.training.signals import Stopped
+from tread_zoo.training.trackers import read_metrics
 
 
 def assert_same_end(one, other):
@@ -25,141 +27,230 @@ def assert_same_end(one, other):
         assert left.keys() == right.keys()
         for key in left:
             assert torch.equal(left[key], right[key]), f"{part}: {key}"
+    assert first.meta["optimizer"] == second.meta["optimizer"]
 
 
 @pytest.fixture
-def stop_at(monkeypatch):
-    """Send this process a signal while a given step is computed."""
+def stopped_run(run, monkeypatch):
+    """Train a run that gets a signal while a step is computed; it must end with a status."""
 
-    def arrange(step, number):
-        original = module.draw_step
+    def train(name, step, number, status, *overrides):
+        original = loop.draw_step
 
-        def draw(parts, *batch, micro_step, **keywords):
-            if micro_step == step * parts.options.gradient_accumulation_steps:
+        def draw(setup, batch, micro_step, *place):
+            if micro_step == step * setup.training.gradient_accumulation_steps:
                 os.kill(os.getpid(), number)
-            return original(parts, *batch, micro_step=micro_step, **keywords)
+            return original(setup, batch, micro_step, *place)
 
-        monkeypatch.setattr(module, "draw_step", draw)
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "draw_step", draw)
+            with pytest.raises(Stopped) as stopped:
+                run(name, *overrides)
+        assert stopped.value.code == status
 
-    return arrange
+    return train
 
 
-@pytest.mark.parametrize(("backbone", "objective"), [("dit", "edm"), ("mamba", "flow")])
-def test_a_run_that_is_killed_and_resumed(run, stop_at, backbone, objective, monkeypatch):
-    options = [f"backbone={backbone}", f"objective={objective}", "training.horizontal_flip=true"]
-    unbroken = run("unbroken", *options)
-    stop_at(2, signal.SIGTERM)
-    with pytest.raises(Stopped) as stopped:
-        run("broken", *options)
-    assert stopped.value.code == 128 + signal.SIGTERM
-    monkeypatch.undo()
-    broken = unbroken.parent / "broken"
-    assert find_checkpoint(broken).step == 3
-    run("broken", *options, "resume=latest")
-    assert_same_end(unbroken, broken)
+class NestedSGD(torch.optim.Optimizer):
+    """Two optimizers in one, the second of which counts in its groups and keeps whole numbers."""
+
+    class Counting(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": 0.01, "count": 0, "betas": (0.5, 0.9)})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["count"] += 1
+                for p in group["params"]:
+                    state = self.state[p]
+                    state["seen"] = state.get("seen", 0) + 1
+                    state["last"] = p.grad.bfloat16()
+                    scale = group["lr"] / (group["count"] + state["seen"])
+                    p.add_(p.grad.sign() + state["last"], alpha=-scale)
+
+    def __init__(self, parameters):
+        matrices = [p for p in parameters if p.ndim > 1]
+        rest = [p for p in parameters if p.ndim <= 1]
+        self.inner = [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), self.Counting(rest)]
+        super().__init__([*matrices, *rest], {})
+
+    def step(self, closure=None):
+        for inner in self.inner:
+            inner.step()
+
+    def zero_grad(self, set_to_none=True):
+        for inner in self.inner:
+            inner.zero_grad(set_to_none)
+
+
+@register("optimizer", "nested_for_tests")
+@dataclass(frozen=True)
+class Nested:
+    def build(self, backbone):
+        return NestedSGD(list(backbone.parameters()))
+
+
+@register("optimizer", "stateless_for_tests")
+@dataclass(frozen=True)
+class Stateless:
+    learning_rate: float = 1e-2
+
+    def build(self, backbone):
+        return torch.optim.SGD(backbone.parameters(), lr=self.learning_rate, weight_decay=0.1)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["objective=edm", "training.horizontal_flip=true"],
+        ["backbone=mamba"],
+        ["training.gradient_accumulation_steps=2", "training.precision=bf16"],
+        ["optimizer=muon"],
+        ["optimizer=nested_for_tests", "lr_schedule=wsd"],
+        ["optimizer=stateless_for_tests", "lr_schedule=constant"],
+    ],
+    ids=["edm", "mamba", "accumulation", "muon", "nested", "stateless"],
+)
+def test_a_run_that_is_stopped_and_resumed(run, stopped_run, overrides, tmp_path):
+    unbroken = run("unbroken", *overrides)
+    stopped_run("broken", 2, signal.SIGTERM, 128 + signal.SIGTERM, *overrides)
+    assert find_checkpoint(tmp_path / "broken").step == 3
+    assert_same_end(unbroken, run("broken", *overrides, "resume=latest"))
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGUSR1, 75), (signal.SIGUSR2, 75)]
+)
+def test_each_signal_saves_and_has_its_status(stopped_run, tmp_path, number, status):
+    stopped_run("run", 1, number, status)
+    assert find_checkpoint(tmp_path / "run").step == 2
+
+
+def test_a_handler_of_before_gets_the_signal_after_saving(stopped_run, tmp_path):
+    """submitit requeues its job so."""
+    steps = []
+
+    def handle(number, frame):
+        steps.append(find_checkpoint(tmp_path / "run").step)
+
+    before = signal.signal(signal.SIGUSR2, handle)
+    try:
+        stopped_run("run", 1, signal.SIGUSR2, 75)
+        assert signal.getsignal(signal.SIGUSR2) is handle
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert steps == [2]
 
 
 @pytest.fixture(scope="module")
 def in_two_parts(tmp_path_factory):
     """Return the folder of a run of 3 steps that was taken up for 3 more."""
     folder = tmp_path_factory.mktemp("in_two_parts")
-    first = ("training.num_steps=3", "training.checkpoint_every=3")
-    train_small(folder, "training.schedule=constant", *first)
-    return train_small(folder, "training.schedule=constant", "resume=latest")
+    train_small(folder, "lr_schedule=constant", "training.num_steps=3", "resume=latest")
+    return train_small(folder, "lr_schedule=constant", "resume=latest")
 
 
 def test_twice_n_steps_equal_n_then_n_more(run, in_two_parts):
-    assert_same_end(run("unbroken", "training.schedule=constant"), in_two_parts)
+    assert_same_end(run("unbroken", "lr_schedule=constant"), in_two_parts)
 
 
-def test_accumulation_and_half_precision_resume_exactly(run, stop_at, monkeypatch):
-    options = ["training.gradient_accumulation_steps=2", "training.precision=bf16"]
-    unbroken = run("unbroken", *options)
-    stop_at(3, signal.SIGINT)
-    with pytest.raises(Stopped) as stopped:
-        run("broken", *options)
-    assert stopped.value.code == 128 + signal.SIGINT
-    monkeypatch.undo()
-    assert_same_end(unbroken, run("broken", *options, "resume=latest"))
-
-
-def test_a_resumed_run_knows_what_all_of_its_time_went_into(in_two_parts, tmp_path):
-    """Of the first part the checkpoint tells; one of an earlier version did not."""
-    first = find_checkpoint(in_two_parts / "checkpoints" / "step_00000003").meta["clock"]
-    assert first["since"] == 0
-    record = json.loads((in_two_parts / "score.json").read_text())["run"]
-    assert "seconds_since_step" not in record
-    assert all(record["seconds"][name] > first["seconds"][name] for name in ("training", "data"))
-
-    shutil.copytree(in_two_parts, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
-    file = tmp_path / "run" / "checkpoints" / "step_00000003" / "checkpoint.json"
-    meta = json.loads(file.read_text())
-    del meta["clock"], meta["checkpoint_sha256"]
-    file.write_text(json.dumps(meta))
-    folder = train_small(tmp_path / "run", "training.schedule=constant", "resume=latest")
-    assert json.loads((folder / "score.json").read_text())["run"]["seconds_since_step"] == 3
-    assert find_checkpoint(folder).meta["clock"]["since"] == 3
-
-
-def test_metrics_of_a_resumed_run_have_each_step_once(in_two_parts):
-    rows = [json.loads(line) for line in (in_two_parts / "metrics.jsonl").read_text().splitlines()]
+def test_metrics_and_seconds_of_a_resumed_run(in_two_parts):
+    rows = [json.loads(line) for line in (in_two_parts / "metrics.jsonl").open()]
     steps = [row["step"] for row in rows if "loss" in row]
     assert steps == sorted(set(steps))
     assert steps[-1] == 6
+    first = find_checkpoint(in_two_parts / "checkpoints" / "step_00000003").meta["seconds"]
+    last = json.loads((in_two_parts / "score.json").read_text())["run"]["seconds"]
+    assert all(last[name] > first[name] for name in ("training", "data"))
 
 
-def test_a_crash_between_checkpoints_loses_only_what_came_after(run, monkeypatch):
+def test_a_crash_between_checkpoints_loses_only_what_came_after(run, monkeypatch, tmp_path):
     unbroken = run("unbroken", "training.checkpoint_every=2")
-    original = Reporter.numbers
+    original = Log.numbers
 
-    def crash(self, step, values):
-        original(self, step, values)
-        if step == 4:
+    def crash(self, state, window):
+        original(self, state, window)
+        if state.step == 4:
             raise RuntimeError("power cut")
 
-    monkeypatch.setattr(Reporter, "numbers", crash)
-    with pytest.raises(RuntimeError, match="power cut"):
-        run("broken", "training.checkpoint_every=2")
-    monkeypatch.undo()
-    broken = unbroken.parent / "broken"
-    assert find_checkpoint(broken).step == 2
-    run("broken", "training.checkpoint_every=2", "resume=latest")
+    with monkeypatch.context() as patch:
+        patch.setattr(Log, "numbers", crash)
+        with pytest.raises(RuntimeError, match="power cut"):
+            run("broken", "training.checkpoint_every=2")
+    assert find_checkpoint(tmp_path / "broken").step == 2
+    broken = run("broken", "training.checkpoint_every=2", "resume=latest")
     assert_same_end(unbroken, broken)
     steps = [json.loads(line)["step"] for line in (broken / "metrics.jsonl").open()]
-    assert [s for s in steps if s == 4] == [4]
+    assert steps.count(4) == 1
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """Return the folder of a run that was started with resume=latest."""
-    return train_small(tmp_path_factory.mktemp("finished"), "resume=latest")
+def test_resuming_a_finished_run_changes_nothing(in_two_parts, copy_of):
+    folder = copy_of(in_two_parts)
+    train_small(folder, "lr_schedule=constant", "resume=latest")
+    assert_same_end(folder, in_two_parts)
 
 
-def test_latest_without_a_checkpoint_starts(finished):
-    assert find_checkpoint(finished).step == 6
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ("backbone=mamba", "backbone.name"),
+        ("backbone.depth=6", "backbone.depth"),
+        ("objective=edm", "objective.name"),
+        ("seed=1", "seed"),
+        ("data.held_out=0.5", "data.held_out"),
+    ],
+)
+def test_resuming_another_run_names_the_difference(in_two_parts, override, field):
+    with pytest.raises(CheckpointError, match=field):
+        train_small(in_two_parts, "resume=latest", override)
+    assert find_checkpoint(in_two_parts).step == 6
 
 
-def test_resuming_a_finished_run_changes_nothing(run, finished, copy_of):
-    folder = copy_of(finished)
-    before = load_file(find_checkpoint(folder).path / "model.safetensors")
-    run("run", "resume=latest")
-    after = load_file(find_checkpoint(folder).path / "model.safetensors")
-    assert all(torch.equal(before[key], after[key]) for key in before)
+def test_other_settings_are_allowed_and_said(in_two_parts, copy_of, caplog):
+    more = ["optimizer.learning_rate=0.001", "lr_schedule=constant", "training.num_steps=7"]
+    folder = train_small(copy_of(in_two_parts), *more, "routing=none", "resume=latest")
+    for field in ("routing.name='tread', not 'none'", "optimizer.learning_rate=0.006, not 0.001"):
+        assert field in caplog.text
+    rows = [row for row in read_metrics(folder) if "loss" in row]
+    assert rows[-1]["learning_rate"] == 0.001
+
+
+def test_another_number_of_images_per_step_is_said(in_two_parts, copy_of, caplog):
+    more = ["lr_schedule=constant", "training.gradient_accumulation_steps=2"]
+    train_small(copy_of(in_two_parts), *more, "training.num_steps=7", "resume=latest")
+    assert "resumed with 16 images per step" in caplog.text
+
+
+@pytest.mark.parametrize("content", ["mode", "moments"])
+def test_latents_with_contexts_resume_too(run, stopped_run, tmp_path, content):
+    """With moments, each step samples the latents of its images."""
+    path = write_latents(tmp_path / "latents", content=content)
+    overrides = ["backbone=uvit", "data=latents", f"data.path={path}", "data.vae=none"]
+    unbroken = run("unbroken", *overrides)
+    stopped_run("broken", 2, signal.SIGTERM, 128 + signal.SIGTERM, *overrides)
+    assert_same_end(unbroken, run("broken", *overrides, "resume=latest"))
+
+
+def test_a_plug_in_of_the_run_must_be_loaded(in_two_parts, copy_of):
+    """Its name in a checkpoint never imports it."""
+    folder = copy_of(in_two_parts)
+    file = find_checkpoint(folder).path / "checkpoint.json"
+    meta = json.loads(file.read_text())
+    file.write_text(json.dumps({**meta, "plugins": ["somebodys_parts"]}))
+    with pytest.raises(ValueError, match=r"plugins=\[somebodys_parts\]"):
+        train_small(folder, "lr_schedule=constant", "resume=latest")
 
 
 def test_seeds_and_ranks_draw_apart():
-    def draw(seed, rank, micro_step):
-        parts = parts_of(settings(f"seed={seed}"))
-        images, labels = next(parts.batches(0, 1, 0))
-        return draw_step(
-            parts, images, labels, rank=rank, num_ranks=2, micro_step=micro_step,
-            device=torch.device("cpu"),
-        )  # fmt: skip
+    def draw(seed, rank, step):
+        setup = parts_of(settings(f"seed={seed}"))
+        _, _, drawn, routes = draw_step(
+            setup, next(setup.batches()), step, rank, 2, torch.device("cpu")
+        )
+        return drawn.noise, routes[0].ids
 
-    base, again = draw(0, 0, 0), draw(0, 0, 0)
-    assert torch.equal(base.draw.noise, again.draw.noise)
-    assert torch.equal(base.routes[0].ids, again.routes[0].ids)
+    base = draw(0, 0, 0)
+    assert all(map(torch.equal, base, draw(0, 0, 0)))
     for other in (draw(1, 0, 0), draw(0, 1, 0), draw(0, 0, 1)):
-        assert not torch.equal(base.draw.noise, other.draw.noise)
-        assert not torch.equal(base.routes[0].ids, other.routes[0].ids)
+        assert not any(map(torch.equal, base, other))

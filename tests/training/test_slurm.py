@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from tests.small_run import CONFIGS, SMALL
-from tread_zoo.cli import register_configs
+from tests.processes import run_python
+from tests.small_run import SMALL
+from tread_zoo.process_group import join_slurm_step
 from tread_zoo.training.checkpoints import find_checkpoint
-from tread_zoo.training.slurm import join_slurm_step
 
 ROOT = Path(__file__).parents[2]
 SHARDED = "hydra.launcher.setup=['export ACCELERATE_USE_FSDP=true FSDP_VERSION=2']"
@@ -80,19 +79,11 @@ def test_without_scontrol_the_remedy_is_said(monkeypatch, tmp_path):
 
 def test_the_preset_composes():
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    register_configs()
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        given = compose(
-            "train",
-            overrides=["hydra/launcher=slurm", "hydra.launcher.partition=gpu", SHARDED],
-            return_hydra_config=True,
-        )
-    launcher = given.hydra.launcher
-    assert launcher._target_.endswith("SlurmLauncher")
-    assert launcher.tasks_per_node == launcher.gpus_per_node == 8
-    assert (launcher.partition, launcher.additional_parameters.requeue) == ("gpu", True)
-    assert launcher.max_num_timeout > 0
-    assert launcher.setup == ["export ACCELERATE_USE_FSDP=true FSDP_VERSION=2"]
+    command = ["scripts/train.py", "--cfg=hydra", "hydra/launcher=slurm", SHARDED]
+    done = run_python(*command, "hydra.launcher.partition=gpu", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    for words in ("SlurmLauncher", "partition: gpu", "requeue: true", "FSDP_VERSION=2"):
+        assert words in done.stdout
 
 
 @pytest.mark.slow

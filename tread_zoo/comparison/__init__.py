@@ -1,27 +1,21 @@
-"""Compare settings: grids of runs at equal budgets, what each one left, one table and one page."""
+"""Compare settings: grids of processes, their runs as tables, one report, and reference curves."""
 
-from tread_zoo.comparison.budget import EQUAL, check_equal, check_equal_runs, equalise
-from tread_zoo.comparison.grid import Cell, collect, expand, expand_all, find_runs, run_grid
-from tread_zoo.comparison.groups import Group, group_runs
-from tread_zoo.comparison.page import write_page
-from tread_zoo.comparison.results import RunResult, read_run
-from tread_zoo.comparison.table import write_report
+from tread_zoo.comparison.grid import Cell, cell_name, check_same_commands, expand, run_cells
+from tread_zoo.comparison.reference import compare_with_curve, describe_comparison, make_curve
+from tread_zoo.comparison.report import write_report
+from tread_zoo.comparison.results import find_runs, read_curves, read_runs
 
 __all__ = [
-    "EQUAL",
     "Cell",
-    "Group",
-    "RunResult",
-    "check_equal",
-    "check_equal_runs",
-    "collect",
-    "equalise",
+    "cell_name",
+    "check_same_commands",
+    "compare_with_curve",
+    "describe_comparison",
     "expand",
-    "expand_all",
     "find_runs",
-    "group_runs",
-    "read_run",
-    "run_grid",
-    "write_page",
+    "make_curve",
+    "read_curves",
+    "read_runs",
+    "run_cells",
     "write_report",
 ]

@@ -1,257 +1,266 @@
-"""Grids of runs: every combination of the values given, one folder each, done once.
+"""Grids of processes: every combination of swept overrides, each one a command of its own.
 
-A run that is finished is left alone, one that was cut off continues from its newest checkpoint, so
-a comparison is taken up where it stopped by giving the same command again.
+A cell whose result is there is left alone, and one that was cut off continues, so the same command
+again takes a grid up where it stopped.
 """
 
-import glob
+import contextlib
 import hashlib
 import itertools
 import json
-import logging
+import os
+import queue
 import re
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
-from tread_zoo.data.build import SOURCES, as_set
-from tread_zoo.diffusion import build_sampling
-from tread_zoo.training import train
-from tread_zoo.training.checkpoints import CheckpointError, find_checkpoint
-from tread_zoo.training.files import FAILED
-from tread_zoo.training.parts import Parts, build_parts
-
-logger = logging.getLogger(__name__)
-
-SEED = "seed"
 LONGEST_NAME = 150  # bytes of a folder's name; file systems take 255
-NAMED = ("backbone", "routing")  # of these a run is first known by the name
-OUTSIDE_PARTS = ("tracker", "device", "run_dir", "resume", "overwrite", "kernels")
+PATIENCE_S = 60.0  # for a process that was asked to end, which may be saving
+SET_HERE = ("run_dir", "resume", "overwrite", "checkpoint", "out")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a grid.
-
-    choices: the swept values by field, as in {"backbone": "dit_tiny", "seed": "0"}; cells of
-        different grids may have different fields.
-    overrides: all that composes the run's settings.
-    folder: the run's own.
-    """
-
-    choices: Mapping[str, str]
-    overrides: tuple[str, ...]
-    folder: Path
-
-    @property
-    def setting(self) -> str:
-        """What it chose, its seed apart."""
-        return ",".join(f"{f}={value}" for f, value in self.choices.items() if f != SEED)
-
-
-def find_runs(given: str | Sequence[str]) -> list[Path]:
-    """Return the folders that `compare.runs` names: one, or several, each a path or a pattern as in
-    "runs/*", whose matches that hold a run come in the order of their names.
-
-    Raises:
-        ValueError: a pattern that no run matches.
-    """
-    found: list[Path] = []
-    for text in [given] if isinstance(given, str) else given:
-        path = Path(text)
-        if path.exists() or not glob.has_magic(text):  # a folder's name may have brackets
-            found.append(path)
-            continue
-        matches = sorted(Path(match) for match in glob.glob(text))
-        runs = [match for match in matches if (match / "config.json").exists()]
-        if not runs:
-            raise ValueError(
-                f"compare.runs: no run matches {text!r}; give the folders of runs, as in "
-                'compare.runs="comparisons/digits/runs/*".'
-            )
-        found += [run for run in runs if run not in found]
-    return found
-
-
-def collect(folders: Sequence[Path]) -> list[Cell]:
-    """Return the cells of runs that are there, whatever made them; what tells them apart is read
-    from their settings.
-
-    Raises:
-        ValueError: a folder that holds no run, or runs that cannot be told apart.
-    """
-    described = [_describe(folder) for folder in folders]
-    fields = list(dict.fromkeys(field for facts in described for field in facts))
-    told = [f for f in fields if f in (*NAMED, SEED) or _tells_apart(f, described)]
-    cells = [
-        Cell({field: facts[field] for field in told if field in facts}, (), folder)
-        for facts, folder in zip(described, folders, strict=True)
-    ]
-    for index, cell in enumerate(cells):
-        twin = next((c for c in cells[:index] if c.choices == cell.choices), None)
-        if twin is not None:
-            raise ValueError(
-                f"compare.runs: {cell.folder} has the same settings and seed as {twin.folder}; "
-                "give one of them."
-            )
-    return cells
-
-
-def _describe(folder: Path) -> dict[str, str]:
-    """Return the settings of a run by field, those that have a name under it too."""
-    config = folder / "config.json"
-    if not config.exists():
-        raise ValueError(f"compare.runs: {folder} holds no run: config.json is missing.")
-    settings = json.loads(config.read_text())
-    facts = {group: str(settings[group]["name"]) for group in NAMED}
-    for group in (*NAMED, "objective", "training", "sampler", "guidance"):
-        values = settings[group]
-        for key, value in {**values, **values.get("config", {})}.items():
-            if key not in ("name", "config") or group not in NAMED:
-                facts[f"{group}.{key}"] = str(value)
-    return {**facts, SEED: str(settings["seed"])}
-
-
-def _tells_apart(field: str, described: Sequence[Mapping[str, str]]) -> bool:
-    """Return whether two runs, of the same backbone or routing if it is one of its fields, have
-    different values; what one architecture has and another has not is said by their names."""
-    group = field.partition(".")[0]
-    values: dict[str, set[str]] = {}
-    for facts in described:
-        if field in facts:
-            values.setdefault(facts.get(group, ""), set()).add(facts[field])
-    return any(len(found) > 1 for found in values.values())
-
-
-def expand(sweeps: Mapping[str, Sequence[str]], fixed: Sequence[str], out: Path) -> list[Cell]:
-    """Return a cell for every combination of the swept values, the last field changing fastest.
+    """One process of a grid.
 
     Args:
-        sweeps: values by field of `configs/train.yaml`.
-        fixed: overrides that all runs share.
-        out: the comparison's folder; runs go to `runs/` in it.
+        name: a file name that tells it from the other cells.
+        choices: the swept values by field, as in {"backbone": "dit_tiny", "seed": "0"}.
+        command: what is run.
+        result: the file that it leaves when it has ended well.
+        log: file for its output.
+    """
+
+    name: str
+    choices: Mapping[str, str]
+    command: tuple[str, ...]
+    result: Path
+    log: Path
+
+
+def expand(
+    grids: Sequence[Mapping[str, Sequence[str]]], fixed: Sequence[str] = ()
+) -> list[tuple[dict[str, str], list[str]]]:
+    """Return (choices, overrides) of every combination of the swept values, each once.
+
+    The first seed of all settings comes before the second of any, so that a comparison that is
+    stopped early has something to show for each.
+
+    Args:
+        grids: values by field, each grid swept on its own.
+        fixed: overrides that all have.
 
     Raises:
-        ValueError: a field that the comparison sets itself, a field without values, or values that
-            come twice.
+        ValueError: a field that the comparison sets itself, or no cell at all.
     """
-    for field in (*sweeps, *(text.partition("=")[0].lstrip("+~") for text in fixed)):
-        if field in ("run_dir", "resume", "overwrite"):
+    fields = [field for grid in grids for field in grid]
+    for field in (*fields, *(text.partition("=")[0].lstrip("+~") for text in fixed)):
+        if field in SET_HERE:
             raise ValueError(f"{field} is set by the comparison; use compare.out for its folder.")
-    for field, values in sweeps.items():
-        if not values or len(set(values)) < len(values):
-            raise ValueError(f"{field}={','.join(values)} must list different values.")
-    cells = []
-    for values in itertools.product(*sweeps.values()):
-        choices = dict(zip(sweeps, values, strict=True))
-        swept = tuple(f"{field}={value}" for field, value in choices.items())
-        name = _folder_name(",".join(swept) or "run")
-        cells.append(Cell(choices, (*fixed, *swept), out / "runs" / name))
-    return cells
+    combinations = [
+        dict(zip(grid, values, strict=True))
+        for grid in grids
+        for values in itertools.product(*grid.values())
+    ]
+    cells = list({tuple(choices.items()): choices for choices in combinations}.values())
+    if not cells:
+        raise ValueError("compare.grids has no cell: choose a study, as in compare.study=rates.")
+    seeds = list(dict.fromkeys(choices.get("seed") for choices in cells))
+    cells.sort(key=lambda choices: seeds.index(choices.get("seed")))
+    return [(choices, [*fixed, *(f"{k}={v}" for k, v in choices.items())]) for choices in cells]
 
 
-def _folder_name(text: str) -> str:
-    """Return `text` as the name of a folder; where it cannot be one as it is, what tells it from
-    others is its digest."""
-    name = re.sub(r"[^\w.,=-]+", "_", text)
+def cell_name(choices: Mapping[str, str]) -> str:
+    """Return choices as a file name, as in `backbone-dit_tiny_seed-0`; where characters are lost,
+    or it is long, a digest keeps it apart from others."""
+    text = "_".join(f"{field}-{value}" for field, value in choices.items()) or "run"
+    name = re.sub(r"[^\w.-]+", "_", text)
     if name == text and len(name.encode()) <= LONGEST_NAME:
         return name
     short = name.encode()[: LONGEST_NAME - 9].decode(errors="ignore")
     return f"{short}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def expand_all(
-    grids: Sequence[Mapping[str, Sequence[str]]], fixed: Sequence[str], out: Path
-) -> list[Cell]:
-    """Return the cells of several grids, those of a seed together and each one once.
-
-    The first seed of all settings comes before the second of any, so that a comparison that is cut
-    off has all settings to show.
+def check_same_commands(cells: Sequence[Cell], out: Path) -> None:
+    """Check cells against those that `out` was made with, which `cells.json` has, and note them.
 
     Raises:
-        ValueError: as `expand`, or there is no grid.
+        ValueError: a cell of the same name had other overrides, so its result is of other settings.
     """
-    if not grids:
-        raise ValueError(
-            "compare.grids=[] has no run: choose a study, as in compare.study=architectures, or "
-            "give a grid, compare.grids=[{backbone:[dit_tiny],seed:[0]}]."
-        )
-    cells = {cell.folder: cell for grid in grids for cell in expand(grid, fixed, out)}
-    seeds = list(dict.fromkeys(cell.choices.get(SEED) for cell in cells.values()))
-    return sorted(cells.values(), key=lambda cell: seeds.index(cell.choices.get(SEED)))
+    file = out / "cells.json"
+    earlier = json.loads(file.read_text()) if file.exists() else {}
+    for cell in cells:
+        now, before = set(cell.command[2:]), set(earlier.get(cell.name, cell.command[2:]))
+        if now != before:
+            raise ValueError(
+                f"{out} has {cell.name} with {' '.join(sorted(before - now)) or 'fewer overrides'} "
+                f"instead of {' '.join(sorted(now - before)) or 'these'}; choose another "
+                "compare.out, or remove that folder."
+            )
+    out.mkdir(parents=True, exist_ok=True)
+    commands = {**earlier, **{cell.name: cell.command[2:] for cell in cells}}
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(commands, indent=1))
+    partial.replace(file)
 
 
-def run_grid(cells: Sequence[Cell], compose: Callable[[Sequence[str]], dict[str, Any]]) -> None:
-    """Train what is not yet trained.
+def run_cells(
+    cells: Sequence[Cell],
+    *,
+    jobs: int = 1,
+    devices: Sequence[str] = (),
+    stream: TextIO | None = None,
+) -> dict[str, str]:
+    """Run the cells that have no result yet, and return why each that failed did, by name.
 
-    A run whose loss diverges is noted in its folder and the others go on.
+    Ctrl-C ends the processes, which save what they have, and is raised again.
 
     Args:
-        cells: the runs.
-        compose: overrides -> keywords of `train`.
-
-    Raises:
-        ValueError: settings that cannot work, before any run starts; or a folder that holds a run
-            with other settings.
+        cells: the grid.
+        jobs: how many run at a time.
+        devices: for CUDA_VISIBLE_DEVICES; with several, cells that run together take turns.
+        stream: where progress is shown: a table that is renewed on a terminal, lines otherwise;
+            None is the standard output.
     """
-    todo = []
-    for cell in cells:
-        keywords = compose(cell.overrides)
+    stream = stream or sys.stdout
+    todo = [cell for cell in cells if not cell.result.exists()]
+    count = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
+    print(f"{count}, {len(cells) - len(todo)} of them done", file=stream, flush=True)
+    slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for slot in range(jobs):
+        slots.put(slot)
+    running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+    stopping: list[bool] = []
+
+    def run(cell: Cell) -> str | None:
+        slot = slots.get()
         try:
-            wanted = parts_of(keywords).settings
-        except ValueError as error:
-            raise ValueError(f"{cell.folder.name}: {error}") from error
-        if not _is_done(cell, wanted):
-            todo.append((cell, keywords))
-    logger.info("%d runs, %d of them done", len(cells), len(cells) - len(todo))
-    for number, (cell, keywords) in enumerate(todo, start=1):
-        logger.info("--- %d of %d: %s", number, len(todo), cell.folder.name)
-        keywords |= {"run_dir": str(cell.folder)} | _how_to_start(cell.folder)
+            if stopping:
+                return None
+            cell.log.parent.mkdir(parents=True, exist_ok=True)
+            with cell.log.open("wb") as log:
+                process = subprocess.Popen(
+                    cell.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                    env=_environment(slot, jobs, devices), start_new_session=True,
+                )  # fmt: skip
+            running[cell.name] = process, time.monotonic()
+            status = process.wait()
+            del running[cell.name]
+        finally:
+            slots.put(slot)
+        if cell.result.exists():
+            return None
+        return f"exit status {status}: {_last_line(cell.log) or 'no output'} ({cell.log})"
+
+    board = _Board(stream, len(todo))
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = {pool.submit(run, cell): cell for cell in todo}
         try:
-            train(**keywords)
-        except FloatingPointError as error:
-            logger.warning("%s: %s", cell.folder.name, error)
-            (cell.folder / FAILED).write_text(str(error))
+            _watch(futures, running, board)
+        except BaseException:
+            stopping.append(True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            _end([process for process, _ in list(running.values())])
+            raise
+    reasons = {cell.name: future.result() for future, cell in futures.items()}
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
-def parts_of(keywords: Mapping[str, Any]) -> Parts:
-    """Return the parts of a run, from the keywords of `train`."""
-    return build_parts(**{key: v for key, v in keywords.items() if key not in OUTSIDE_PARTS})
+def _environment(slot: int, jobs: int, devices: Sequence[str]) -> dict[str, str]:
+    environment = dict(os.environ)
+    if jobs > 1:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
+        if len(devices) > 1:
+            environment["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
+    return environment
 
 
-def _is_done(cell: Cell, wanted: dict[str, Any]) -> bool:
-    """Return whether the run has ended, with the settings that are asked for."""
-    config = cell.folder / "config.json"
-    if not config.exists():
-        return False
-    given = json.loads(config.read_text())
-    if given.get("data_options", {}).get("name") in SOURCES:
-        given["data_options"] = as_set(given["data_options"])
-    different = sorted(
-        key for key in wanted.keys() | given.keys() if wanted.get(key) != given.get(key)
-    )
-    if set(different) <= {"sampler", "guidance"} and _samples_alike(given, wanted):
-        different = []
-    if different:
-        raise ValueError(
-            f"{cell.folder} holds a run whose {different[0]} is {given.get(different[0])}, not "
-            f"{wanted.get(different[0])}; choose another compare.out, or remove that folder."
+def _watch(
+    futures: Mapping["Future[str | None]", Cell],
+    running: Mapping[str, tuple[subprocess.Popen[bytes], float]],
+    board: "_Board",
+) -> None:
+    """Show what runs until all futures are done."""
+    logs = {cell.name: cell.log for cell in futures.values()}
+    pending = set(futures)
+    while pending:
+        done, pending = wait(pending, timeout=1, return_when="FIRST_COMPLETED")
+        for future in done:
+            board.ended(futures[future].name, future.result())
+        now = time.monotonic()
+        board.show(
+            {
+                name: f"{now - began:5.0f} s  {_last_line(logs[name])}"
+                for name, (_, began) in list(running.items())
+            }
         )
-    return (cell.folder / "score.json").exists() or (cell.folder / FAILED).exists()
+    board.show({})
 
 
-def _samples_alike(given: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Return whether both sample alike; older runs say it in fewer words."""
-    return build_sampling(given["sampler"], given["guidance"]) == build_sampling(
-        wanted["sampler"], wanted["guidance"]
-    )
+class _Board:
+    """Shows running cells; on a terminal as a table in place, otherwise a line when one begins."""
+
+    def __init__(self, stream: TextIO, total: int) -> None:
+        self.stream, self.total, self.count = stream, total, 0
+        self.shown: dict[str, str] = {}
+
+    def ended(self, name: str, reason: str | None) -> None:
+        self.count += 1
+        self._clear()
+        outcome = f"failed, {reason}" if reason else "done"
+        print(f"{self.count}/{self.total} {name}: {outcome}", file=self.stream, flush=True)
+
+    def show(self, lines: Mapping[str, str]) -> None:
+        if not self.stream.isatty():
+            for name in lines.keys() - self.shown.keys():
+                print(f"started {name}", file=self.stream, flush=True)
+            self.shown = dict(lines)
+            return
+        self._clear()
+        width = shutil.get_terminal_size().columns
+        for name, text in lines.items():
+            print(f"  {name}  {text}"[: width - 1], file=self.stream)
+        self.stream.flush()
+        self.shown = dict(lines)
+
+    def _clear(self) -> None:
+        if self.shown and self.stream.isatty():
+            self.stream.write(f"\x1b[{len(self.shown)}F\x1b[J")
+            self.shown = {}
 
 
-def _how_to_start(folder: Path) -> dict[str, Any]:
-    """Return the keywords that continue a run that was cut off, or start it."""
+def _last_line(log: Path) -> str:
+    """Return the last line of a log, or what a progress bar shows at its end."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - 4096))
+        text = stream.read().decode(errors="replace")
+    return next((line.strip() for line in re.split(r"[\r\n]", text)[::-1] if line.strip()), "")
+
+
+def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """End processes and their children: gently, and by force after a while or a second Ctrl-C."""
+    _signal(processes, signal.SIGTERM)
     try:
-        find_checkpoint(folder)
-    except CheckpointError:
-        return {"resume": None, "overwrite": True}
-    return {"resume": "latest", "overwrite": False}
+        deadline = time.monotonic() + PATIENCE_S
+        for process in processes:
+            process.wait(max(0.0, deadline - time.monotonic()))
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        pass
+    finally:
+        _signal(processes, signal.SIGKILL)
+
+
+def _signal(processes: Sequence["subprocess.Popen[bytes]"], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)

@@ -1,202 +1,237 @@
-"""What a run left behind, read from its folder as plain numbers."""
+"""Runs as tables: one row for each run, and their curves.
 
+    runs = read_runs("comparisons/digits/runs/*")
+    runs.groupby(["backbone", "routing"]).fid.agg(["mean", "std", "count"])
+    curves = read_curves(runs.folder)
+    curves.query("metric == 'held_out_loss'").pivot(index="step", columns="folder", values="value")
+
+A run's folder has `config.json` (its `RunConfig`), `facts.json` (data, size, FLOPs),
+`metrics.jsonl` (what was logged), and once it was scored `scores.jsonl` and `score.json`. Nothing
+is computed from networks here, and no code that a run names is imported.
+"""
+
+import dataclasses
+import glob
 import json
 import math
+import os
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-import torch
+import pandas as pd
 
-from tread_zoo.comparison.markdown import NEWER, SAME_PROTOCOL, check_same
-from tread_zoo.evaluation.flops import count_flops, stage_flops
-from tread_zoo.routing import build_routing
-from tread_zoo.training.checkpoints import build_described
-from tread_zoo.training.files import FAILED
-from tread_zoo.training.scoring import FILE, read_scores
-from tread_zoo.training.trackers import read_metrics
+from tread_zoo.config import ASIDE, RunConfig
 
-Curve = tuple[tuple[int, float], ...]  # (step, value), by step
+Folders = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+NAMED = ("backbone", "routing", "data")  # columns of every table, whether they differ or not
+CURVE_COLUMNS = ("folder", "source", "metric", "step", "flops", "seconds", "value")
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """The numbers of a run.
+def find_runs(folders: Folders) -> list[Path]:
+    """Return the folders of runs, each once; a pattern as in "runs/*" stands for its matches that
+    hold a run, by name.
+
+    Raises:
+        ValueError: a folder that holds no run, or a pattern without any.
+    """
+    runs: dict[Path, None] = {}
+    for given in [folders] if isinstance(folders, str | os.PathLike) else folders:
+        path = Path(given)
+        matches = [path] if path.exists() else [Path(match) for match in glob.glob(str(given))]
+        matches = sorted(match for match in matches if (match / "config.json").exists())
+        if not matches:
+            raise ValueError(f"{given} holds no run: there is no config.json.")
+        runs |= dict.fromkeys(matches)
+    return list(runs)
+
+
+def read_runs(folders: Folders, records: Sequence[Path] | None = None) -> pd.DataFrame:
+    """Return a table with a row for each run.
+
+    Columns: `folder`; `backbone`, `routing`, `data`; every other setting in which the runs differ,
+    by its name on the command line (`routing.selection_rate`); `seed`; `ended`, whether it was
+    scored after its last step; `steps` and `images` so far; `parameters`; `flops_per_step` (forward
+    and backward, as routed, all images of an optimizer step), `flops` (of all steps so far),
+    `flops_of_dense` (per image, routed over dense), `flops_per_sample`; `seconds` of training
+    steps; `images_per_s`; `peak_memory_bytes`; `machine`; `loss`, the last that was logged;
+    `protocol`, what made the scores; `samples`, the last picture; the scores by name,
+    `held_out_loss` among them; `real_…`, what real images score. What was not measured is NaN or
+    None. `attrs["settings"]` and `attrs["metrics"]` list the columns that are settings and scores.
 
     Args:
-        values: scores of the averaged weights, `held_out_loss` among them; `real` has what real
-            images score.
-        parameters: of the network.
-        flops: of a training step, forward and backward, an image, as it was routed: the mean over
-            the run where a schedule changes the routing.
-        flops_dense: the same without routes.
-        seconds: of all training steps at the median speed; sampling, saving and scoring excluded.
-        images_per_s: the median over the lines of the log.
-        protocol: how the scores were made.
-        machine: what the run ran on; newer runs add the speed of a plain matrix product on one
-            device there, `matmul_flops_per_s`, and `peak_memory_bytes` of the process that used
-            most (of the main one in earlier runs; those before have a `peak_memory` that takes in
-            the runs before them in one process, and is not read).
-        by_level: the held-out loss of each fourth of the noise levels, the lowest first.
-        failed: why it did not end, or "".
-        num_steps, images: optimizer steps, and the images that they saw.
-        stages: (step, FLOPs of a training step an image up to it, from the stage before), as the
-            routing changes; () where it does not.
-        curve: (step, held-out loss) on the way, one draw of level and noise an image.
-        scores: (step, value) of each score on the way and at the end, made as `values` are.
-        phases: seconds by what they went into (training, data, samples, score, saving).
-        phases_since: the step after which they were counted; beyond 0 in a run that was resumed
-            from a checkpoint without them.
-        picture: the last grid of samples, from the same seeds in every run; "" if there is none.
-    """
-
-    values: dict[str, float]
-    real: dict[str, float]
-    parameters: int
-    flops: int
-    flops_dense: int
-    seconds: float
-    images_per_s: float
-    protocol: dict[str, Any]
-    machine: dict[str, Any]
-    by_level: tuple[float, ...] = ()
-    failed: str = ""
-    num_steps: int = 0
-    images: int = 0
-    stages: Curve = ()
-    curve: Curve = ()
-    scores: dict[str, Curve] = field(default_factory=dict)
-    phases: dict[str, float] = field(default_factory=dict)
-    phases_since: int = 0
-    picture: str = ""
-
-    @property
-    def num_processes(self) -> int:
-        """How many trained together; older runs do not say, and were one."""
-        return self.machine.get("num_processes", 1)
-
-    @property
-    def peak_memory_bytes(self) -> int | None:
-        """Of the process that used most; None if the run does not say."""
-        return self.machine.get("peak_memory_bytes")
-
-    @property
-    def flops_per_sample(self) -> int | None:
-        """FLOPs of all evaluations from noise to data; None if the run does not say."""
-        return self.protocol.get("sampling", {}).get("flops_per_image")
-
-    def flops_by(self, step: int) -> float:
-        """Return the FLOPs of training of all images up to a step, as they were routed."""
-        total, begin = 0.0, 0
-        for end, flops in self.stages or ((self.num_steps, self.flops),):
-            total += flops * max(0, min(step, end) - begin)
-            begin = end
-        return total * self.images / self.num_steps
-
-
-def read_run(folder: Path) -> RunResult:
-    """Read the folder of a run that has ended.
+        folders: of runs: one, several, or patterns as in "runs/*".
+        records: files of scores, one for each folder, in place of the runs' own `score.json`.
 
     Raises:
-        ValueError: the run has not ended, or was scored by different protocols on its way.
+        ValueError: a folder that holds no run.
     """
-    failed = folder / FAILED
-    if not failed.exists() and not (folder / "score.json").exists():
-        raise ValueError(
-            f"{folder} holds no run that has ended: score.json is missing. Let it end, by the "
-            "command that began it and resume=latest, or leave it out."
-        )
-    settings = json.loads((folder / "config.json").read_text())
-    score: dict[str, Any] = {"values": {}, "real": {}, "protocol": {}, "run": {}}
-    if not failed.exists():
-        score = json.loads((folder / "score.json").read_text())
-    rows = read_metrics(folder)
-    speeds = [row["images_per_s"] for row in rows if "images_per_s" in row]
-    speed = statistics.median(speeds) if speeds else math.nan  # it may fail before its first line
-    training = settings["training"]
-    images = seen_images(training, score["run"])
-    parameters, stages, flops_dense = _cost(settings)
+    paths = find_runs(folders) if records is None else [Path(f) for f in _listed(folders)]
+    files = list(records) if records is not None else [path / "score.json" for path in paths]
+    settings = [_flat(json.loads((path / "config.json").read_text())) for path in paths]
+    fields = [*NAMED, *differing(settings)]
+    rows = [
+        {"folder": str(path), **_choices(own, fields), **_row(path, own, file)}
+        for path, own, file in zip(paths, settings, files, strict=True)
+    ]
+    table = pd.DataFrame(rows)
+    first = table.columns.get_loc("samples") + 1 if rows else 0
+    real = [name for name in table if str(name).startswith("real_")]
+    table.attrs["settings"] = fields
+    table.attrs["metrics"] = [name for name in table.columns[first:] if name not in real]
+    return table
+
+
+def read_curves(folders: Folders) -> pd.DataFrame:
+    """Return a long table of all that was measured on the way.
+
+    Columns: `folder`, `source` ("log" for metrics.jsonl, "score" for scores.jsonl), `metric`,
+    `step`, `flops` and `seconds` of training until then (at the run's mean rate), `value`. The
+    held-out loss of the log is of a single draw of times and noises, that of the scores of several:
+    they are two curves.
+
+    Args:
+        folders: as of `read_runs`.
+
+    Raises:
+        ValueError: a folder that holds no run.
+    """
+    tables = []
+    for path in find_runs(folders):
+        own = _flat(json.loads((path / "config.json").read_text()))
+        row = _row(path, own, path / "score.json")
+        points = [
+            (source, metric, line.get("step", line.get("protocol", {}).get("step")), value)
+            for source, file in (("log", "metrics.jsonl"), ("score", "scores.jsonl"))
+            for line in _lines(path / file)
+            for metric, value in _values(line).items()
+        ]
+        table = pd.DataFrame(points, columns=["source", "metric", "step", "value"])
+        table.insert(0, "folder", str(path))
+        table["flops"] = table.step * row["flops_per_step"]
+        table["seconds"] = table.step * (row["seconds"] / max(1, row["steps"]))
+        tables.append(table[list(CURVE_COLUMNS)])
+    return pd.concat(tables, ignore_index=True)
+
+
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the fields, beside seed and those of `NAMED`, in which two runs differ that chose the
+    same part; what one backbone has and another has not is said by their names."""
+    values: dict[str, dict[Any, set[str]]] = {}
+    for own in settings:
+        for field, value in own.items():
+            part = own.get(field.rpartition(".")[0])
+            values.setdefault(field, {}).setdefault(part, set()).add(repr(value))
+    outside = {*NAMED, "seed", *_aside(RunConfig)}
+    return [
+        field
+        for field, by_part in values.items()
+        if any(len(of_part) > 1 for of_part in by_part.values())
+        and field not in outside
+        and field.partition(".")[0] not in outside - set(NAMED)
+    ]
+
+
+def _listed(folders: Folders) -> list[str | os.PathLike[str]]:
+    return [folders] if isinstance(folders, str | os.PathLike) else list(folders)
+
+
+def _choices(settings: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+    """Return a run's values of `fields`; those of routes are None where there are none."""
+    dense = settings["routing"] == "none"
+    return {f: None if dense and f.startswith("routing.") else settings.get(f) for f in fields}
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return settings by their names on the command line; a part's name under its field itself."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if key == "name" and prefix:
+            flat[prefix.rstrip(".")] = value
+        elif isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = str(value) if isinstance(value, list) else value
+    return flat
+
+
+def _aside(cls: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the fields of a configuration that do not change what a run computes."""
+    hints = get_type_hints(cls, include_extras=True)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if ASIDE in getattr(hint, "__metadata__", ()):
+            yield prefix + field.name
+        elif dataclasses.is_dataclass(hint):
+            yield from _aside(hint, f"{prefix}{field.name}.")
+
+
+def _row(folder: Path, settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    record = json.loads(file.read_text()) if file.exists() else {}
+    facts_file = folder / "facts.json"
+    facts = json.loads(facts_file.read_text()) if facts_file.exists() else {}
+    run, protocol = record.get("run", {}), record.get("protocol")
+    log = list(_lines(folder / "metrics.jsonl"))
+    last: dict[str, Any] = {}
+    for line in log:
+        last |= line
+    steps = settings["training.num_steps"] if record else last.get("step", 0)
+    batch = settings["training.batch_size"] * settings["training.gradient_accumulation_steps"]
+    batch *= run.get("num_processes", 1)
+    speeds = [line["images_per_s"] for line in log if "images_per_s" in line]
+    speed = statistics.median(speeds) if speeds else math.nan
     pictures = sorted((folder / "samples").glob("step_*.png"))
-    return RunResult(
-        values=score["values"],
-        real=score["real"],
-        parameters=parameters,
-        flops=round(_mean(stages)),
-        flops_dense=flops_dense,
-        seconds=images / speed,
-        images_per_s=speed,
-        protocol=score["protocol"],
-        machine=score["run"],
-        by_level=tuple(score.get("held_out_loss_by_level", ())),
-        failed=failed.read_text() if failed.exists() else "",
-        num_steps=training["num_steps"],
-        images=images,
-        stages=stages,
-        curve=tuple((r["step"], r["held_out_loss"]) for r in rows if "held_out_loss" in r),
-        scores=score_curves(folder),
-        phases=score["run"].get("seconds", {}),
-        phases_since=score["run"].get("seconds_since_step", 0),
-        picture=str(pictures[-1]) if pictures else "",
-    )
-
-
-def seen_images(training: Mapping[str, Any], machine: Mapping[str, Any]) -> int:
-    """Return the images that the steps of a run see; older runs do not say of how many processes,
-    and had one."""
-    batch = training["batch_size"] * training["gradient_accumulation_steps"]
-    return batch * training["num_steps"] * machine.get("num_processes", 1)
-
-
-def score_curves(folder: Path) -> dict[str, Curve]:
-    """Return the curve of each score of a run, by its name in `score.json`; {} without records.
-
-    Raises:
-        ValueError: a line that is no record, or scores by different protocols, as a run has that
-            was resumed with another sampler or evaluation.
-    """
-    records = read_scores(folder)
-    keys = [key for key in SAME_PROTOCOL if key != "step"]
-    try:
-        check_same([(f"step {s}", r["protocol"]) for s, r in records.items()], keys, NEWER)
-    except ValueError as error:
-        raise ValueError(
-            f"{folder / FILE}: {error} Of a run that is there: keep the lines of one setting."
-        ) from error
-    names = dict.fromkeys(name for record in records.values() for name in record["values"])
+    routed, dense = (facts.get(key, math.nan) for key in ("flops_routed", "flops_dense"))
     return {
-        name: tuple(
-            (step, record["values"][name])
-            for step, record in records.items()
-            if math.isfinite(record["values"].get(name, math.nan))
-        )
-        for name in names
+        "seed": settings["seed"],
+        "ended": bool(record),
+        "steps": steps,
+        "images": steps * batch,
+        "parameters": facts.get("num_parameters", math.nan),
+        "flops_per_step": routed * batch,
+        "flops": routed * batch * steps,
+        "flops_of_dense": routed / dense,
+        "flops_per_sample": (protocol or {}).get("sampling", {}).get("flops_per_image", math.nan),
+        "seconds": run.get("seconds", {}).get("training", steps * batch / speed),
+        "images_per_s": speed,
+        "peak_memory_bytes": run.get("peak_memory_bytes", math.nan),
+        "machine": _machine(run) if run else None,
+        "loss": last.get("loss", math.nan),
+        "protocol": protocol,
+        "samples": str(pictures[-1]) if pictures else None,
+        **({"held_out_loss": last["held_out_loss"]} if "held_out_loss" in last else {}),
+        **record.get("values", {}),
+        **{f"real_{name}": value for name, value in record.get("real", {}).items()},
     }
 
 
-def _cost(settings: dict[str, Any]) -> tuple[int, Curve, int]:
-    """Return parameters, and the FLOPs of a step an image as routed (by stage) and dense."""
-    with torch.device("meta"):
-        network = build_described(settings["backbone"])
-    routing = build_routing(
-        **settings["routing"],
-        num_blocks=network.num_blocks,
-        default_selector=network.default_selector,
-        default_range=network.default_range,
-    )
-    return (
-        sum(p.numel() for p in network.parameters()),
-        tuple(
-            (steps.stop, flops)
-            for steps, flops in stage_flops(network, routing, settings["training"]["num_steps"])
-        ),
-        count_flops(network, backward=True),
+def _machine(run: Mapping[str, Any]) -> str:
+    parts = [str(run[key]) for key in ("device", "precision") if key in run]
+    processes = run.get("num_processes", 1)
+    return ", ".join(
+        [
+            *([f"{processes} processes"] if processes > 1 else []),
+            *parts,
+            f"torch {run.get('torch')}",
+        ]
     )
 
 
-def _mean(stages: Curve) -> float:
-    """Return the mean over the steps of all stages."""
-    begins = [0, *(end for end, _ in stages)]
-    total = sum((end - begin) * flops for begin, (end, flops) in zip(begins, stages, strict=False))
-    return total / begins[-1]
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file of JSON lines; the last may be half written, by a run that goes
+    on."""
+    for text in file.read_text().splitlines() if file.exists() else ():
+        try:
+            yield json.loads(text)
+        except json.JSONDecodeError:
+            continue
+
+
+def _values(line: Mapping[str, Any]) -> dict[str, float]:
+    values = line.get("values", line)
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if name != "step" and isinstance(value, int | float)
+    }

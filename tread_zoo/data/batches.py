@@ -15,10 +15,12 @@ class StepBatches:
     batch_size * num_ranks; rank r takes the r-th slice of each. The tail of an epoch that does
     not fill a global batch is dropped (another tail in each epoch).
 
-    Exactness: the same (seed, num_items, batch_size, num_ranks) gives the same images at the same
-    step and rank, so a run resumed with `start_step=k` sees what the unbroken one would have
-    seen; nothing is replayed. With another number of ranks but the same global batch, a step
-    sees the same images, dealt out otherwise. Another global batch is another order.
+    A run resumed with `start_step=k` sees what the unbroken one would have seen; nothing is
+    replayed. With another number of ranks but the same global batch, a step sees the same images,
+    dealt out otherwise. Another global batch is another order.
+
+    Raises:
+        ValueError: there are fewer items than a global batch.
     """
 
     def __init__(
@@ -32,17 +34,6 @@ class StepBatches:
         num_ranks: int = 1,
         start_step: int = 0,
     ):
-        if batch_size < 1 or num_ranks < 1:
-            raise ValueError(
-                f"batch_size={batch_size} and num_ranks={num_ranks}: both must be at least 1."
-            )
-        if not 0 <= rank < num_ranks:
-            raise ValueError(f"rank={rank} is outside 0 … num_ranks - 1 = {num_ranks - 1}.")
-        if not 0 <= start_step <= num_steps:
-            raise ValueError(
-                f"start_step={start_step} is outside 0 … num_steps={num_steps}. num_steps counts "
-                "from the start of the run, not from the resume: raise it to train on."
-            )
         if num_items < batch_size * num_ranks:
             raise ValueError(
                 f"batch_size={batch_size} on {num_ranks} rank(s) asks for "
@@ -50,13 +41,9 @@ class StepBatches:
                 f"Use a batch size of at most {max(num_items // num_ranks, 1)}"
                 + ("." if num_items >= num_ranks else " on fewer ranks.")
             )
-        self.num_items = num_items
-        self.batch_size = batch_size
-        self.seed = seed
-        self.num_steps = num_steps
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.start_step = start_step
+        self.num_items, self.batch_size, self.seed = num_items, batch_size, seed
+        self.num_steps, self.start_step = num_steps, start_step
+        self.rank, self.num_ranks = rank, num_ranks
 
     @property
     def steps_per_epoch(self) -> int:

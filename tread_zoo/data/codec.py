@@ -16,7 +16,29 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tread_zoo.data.ranges import to_model_range, to_uint8
+
+def to_model_range(images: Tensor) -> Tensor:
+    """Return uint8 `images` as float32 in [-1, 1]: x / 127.5 - 1."""
+    if images.dtype != torch.uint8:
+        raise ValueError(
+            f"images has dtype {images.dtype}; to_model_range wants uint8 0 … 255 "
+            "(anything else may have been scaled already)."
+        )
+    return images.to(torch.float32) / 127.5 - 1.0
+
+
+def to_uint8(x: Tensor) -> Tensor:
+    """Return `x` of [-1, 1] as uint8, clamped and rounded: the exact inverse of `to_model_range`.
+
+    Raises:
+        ValueError: NaN, which has no nearest byte.
+    """
+    if torch.isnan(x).any():
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} has NaN; no image can be made of it. "
+            "Look at the loss of the run, or at the sampler's settings, that it came from."
+        )
+    return ((x.to(torch.float32).clamp(-1.0, 1.0) + 1.0) * 127.5).round().to(torch.uint8)
 
 
 class Codec(Protocol):
@@ -32,28 +54,24 @@ class Codec(Protocol):
 
     @property
     def decoded_by(self) -> dict[str, Any] | None:
-        """Class and sha256 of the network that `to_pixels` decodes with; None where there is none.
-
-        Raises:
-            ValueError: it is not known before it is loaded, and cannot be.
-        """
+        """Class and sha256 of the network that `to_pixels` decodes with; None without one."""
 
     @property
     def options(self) -> dict[str, Any]:
         """Options of the data, resolved, that a checkpoint needs to find it again."""
 
     def check(self, *, flip: bool = False) -> None:
-        """Check what costs nothing: that items can be mirrored, that packages are there.
+        """Check what costs nothing: that items can be mirrored, that the autoencoder is there.
 
         Raises:
             ValueError: what is missing, with the remedy.
         """
 
     def prepare(self, device: torch.device) -> None:
-        """Load what `to_pixels` needs.
+        """Load onto `device` what `to_pixels` needs.
 
         Raises:
-            ValueError: what is missing, with the remedy.
+            ValueError: it is missing, or another one.
         """
 
     def model_shape(self, stored: Sequence[int]) -> tuple[int, ...]:
@@ -70,10 +88,10 @@ class Codec(Protocol):
         noise: Tensor | None = None,
         flip: Tensor | None = None,
     ) -> Tensor:
-        """Return a stored batch, on the CPU, as the model sees it: float32 [B,C,H,W] on `device`.
+        """Return a stored batch as the model sees it: float32 [B,C,H,W] on `device`.
 
         Args:
-            stored: as the loader gave it.
+            stored: as the loader gave it, on the CPU.
             device: where to.
             noise: what `draw` gave, or the rows of these items; without it, the mean.
             flip: bool [B], which items are mirrored.
@@ -85,27 +103,11 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class PixelCodec:
-    """Images uint8 [B,C,H,W]: seen as x / 127.5 - 1."""
+    """Images uint8 [B,C,H,W], seen as x / 127.5 - 1. See `Codec` for the methods."""
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Nothing: every version reads bytes the same way."""
-        return {}
-
-    @property
-    def has_pixels(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def decoded_by(self) -> None:
-        """None: pixels are not decoded."""
-        return None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """None."""
-        return {}
+    facts = options = property(lambda self: dict[str, Any]())
+    has_pixels = property(lambda self: True)
+    decoded_by = property(lambda self: None)
 
     def check(self, *, flip: bool = False) -> None:
         """Every image can be mirrored."""

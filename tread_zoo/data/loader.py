@@ -16,6 +16,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,16 +43,62 @@ OnCorrupt = Callable[[CorruptItem], None]
 
 
 def warn_of(item: CorruptItem) -> None:
-    """Say which item could not be read, and that another is taken."""
-    logger.warning(
-        "corrupt   %s; another item takes its place. %s",
-        writable(item.name), writable(item.reason.splitlines()[0]),
-    )  # fmt: skip
+    """Log which item could not be read, and that another is taken."""
+    logger.warning("corrupt   %s; another item takes its place. %s", item.name, item.reason)
 
 
-def writable(text: str) -> str:
-    """Return a text with nothing that cannot be encoded: names of files may be any bytes."""
-    return text.encode(errors="backslashreplace").decode()
+class CorruptLog:
+    """Lists the items that cannot be read, and ends a run when they are too many; an `on_corrupt`.
+
+    Every process appends what it meets to the same file, one line an item (index, name and reason,
+    with tabs between), and counts the distinct items in it: so no process waits for another.
+
+    Args:
+        file: the list, `corrupt.txt` of the run, with what earlier starts left there.
+        num_items: how many there are, whole or not.
+        max_share: the fraction of them that may be corrupt.
+    """
+
+    def __init__(self, file: Path, *, num_items: int, max_share: float):
+        self.file, self.num_items, self.max_share = file, num_items, max_share
+
+    @property
+    def indices(self) -> set[int]:
+        """The corrupt items that all processes have met so far."""
+        if not self.file.exists():
+            return set()
+        lines = self.file.read_text(errors="replace").splitlines()
+        return {int(line.split("\t")[0]) for line in lines}
+
+    def recheck(self, dataset: Dataset) -> None:
+        """Read what is listed again, when a run continues, and drop what is whole by now."""
+        items = [read_item(dataset, index) for index in sorted(self.indices)]
+        lines = [_line(item) for item in items if isinstance(item, CorruptItem)]
+        if items:
+            self.file.write_text("".join(lines))
+
+    def __call__(self, item: CorruptItem) -> None:
+        """Add an item, if it is new.
+
+        Raises:
+            ValueError: they are too many.
+        """
+        indices = self.indices
+        if item.index not in indices:
+            warn_of(item)
+            with self.file.open("a") as stream:
+                stream.write(_line(item))
+            indices.add(item.index)
+        if len(indices) > self.max_share * self.num_items:
+            raise ValueError(
+                f"{len(indices)} of {self.num_items} images cannot be read, more than "
+                f"max_corrupt_share={self.max_share:g} allows: {self.file} lists them. Put whole "
+                "files in their places, or raise max_corrupt_share, and continue."
+            )
+
+
+def _line(item: CorruptItem) -> str:
+    return "\t".join((str(item.index), item.name, " ".join(item.reason.split()))) + "\n"
 
 
 def make_loader(
@@ -77,13 +124,9 @@ def make_loader(
         on_corrupt: called in this process, once for each corrupt item.
 
     Raises:
-        ValueError: a negative num_workers; later, items of which no replacement can be read.
+        ValueError: later, items of which no replacement can be read.
         ChildProcessError: later, a worker died.
     """
-    if num_workers < 0:
-        raise ValueError(
-            f"training.num_workers={num_workers} must be 0 (read in the training process) or more."
-        )
     gather = getattr(dataset, "gather", None)
     if gather is not None:
         return (gather(torch.tensor(indices, dtype=torch.int64)) for indices in batches)
@@ -95,13 +138,12 @@ def read_items(
 ) -> tuple[Tensor, Tensor]:
     """Return (images [B,…], labels int64 [B]) of some items, read in this process.
 
-    As in `make_loader`, a corrupt item is told of and another takes its place, unless `on_corrupt`
-    raises.
+    As in `make_loader`, another item takes the place of a corrupt one, unless `on_corrupt` raises.
     """
     images, labels, corrupt = BatchReader(dataset, seed=0)[indices]
     for item in corrupt:
         on_corrupt(item)
-    return _whole(images, labels, corrupt)
+    return _check_whole(images, labels, corrupt)
 
 
 class BatchReader(Dataset):
@@ -131,10 +173,10 @@ class BatchReader(Dataset):
         """Return item `index`, or what replaces it; note what is corrupt."""
         wanted = index
         for number in range(MAX_TRIES):
-            found = read_item(self.dataset, wanted)
-            if not isinstance(found, CorruptItem):
-                return found
-            corrupt.append(found)
+            item = read_item(self.dataset, wanted)
+            if not isinstance(item, CorruptItem):
+                return item
+            corrupt.append(item)
             generator = make_generator("replacement", self.seed, index, number)
             wanted = int(torch.randint(self.num_items, (), generator=generator))
         return None
@@ -146,19 +188,15 @@ def read_item(dataset: Dataset, index: int) -> tuple[Tensor, int] | CorruptItem:
         return dataset[index]
     except (ValueError, OSError) as error:
         name_of = getattr(dataset, "item_name", "item {}".format)
-        return CorruptItem(index, name_of(index), str(error) or type(error).__name__)
-
-
-def lost_items(dataset: Dataset) -> list[CorruptItem]:
-    """Return the items that a data set knows to be lost before any is read, as of a shard that is
-    cut short: `lost_items()`, if it has that, gives their indices."""
-    found = (read_item(dataset, index) for index in getattr(dataset, "lost_items", list)())
-    return [item for item in found if isinstance(item, CorruptItem)]
+        words = (name_of(index), str(error) or type(error).__name__)
+        # Names of files may be any bytes, also such as no log can write.
+        return CorruptItem(index, *(w.encode(errors="backslashreplace").decode() for w in words))
 
 
 @contextmanager
-def told_of_dead_workers() -> Iterator[None]:
-    """Turn what torch raises when a loader's worker died into one line that says so.
+def report_dead_workers() -> Iterator[None]:
+    """Turn what torch raises, at any place of the process, when a loader's worker died into one
+    line that says so.
 
     Raises:
         ChildProcessError: a worker died.
@@ -171,8 +209,7 @@ def told_of_dead_workers() -> Iterator[None]:
         raise ChildProcessError(
             f"a process that reads the data died ({str(error).strip().splitlines()[0]}). It is "
             "often killed for want of memory, or of shared memory (/dev/shm): lower "
-            "training.num_workers or training.batch_size. The last checkpoint is kept; continue "
-            "with resume=latest."
+            "training.num_workers or training.batch_size, and continue with resume=latest."
         ) from error
 
 
@@ -188,23 +225,23 @@ def _read_batches(
         sampler=batches,
         batch_size=None,
         num_workers=num_workers,
-        collate_fn=_as_it_is,
+        collate_fn=_identity,
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=_leave_signals_to_the_run,
         # DataLoader draws its workers' seed, else from the global generator.
         generator=make_generator("workers"),
     )
-    told: set[int] = set()
-    with told_of_dead_workers():
+    reported: set[int] = set()
+    with report_dead_workers():
         for images, labels, corrupt in loader:
             for item in corrupt:
-                if item.index not in told:
-                    told.add(item.index)
+                if item.index not in reported:
+                    reported.add(item.index)
                     on_corrupt(item)
-            yield _whole(images, labels, corrupt)
+            yield _check_whole(images, labels, corrupt)
 
 
-def _whole(
+def _check_whole(
     images: Tensor | None, labels: Tensor | None, corrupt: list[CorruptItem]
 ) -> tuple[Tensor, Tensor]:
     if images is None or labels is None:
@@ -216,13 +253,13 @@ def _whole(
     return images, labels
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
 def _leave_signals_to_the_run(worker: int) -> None:
-    """Ctrl-C and clusters signal every process; a worker that dies of it takes the run along,
-    before it could save.
+    """Ignore signals in a worker: Ctrl-C and clusters signal every process, and a worker that dies
+    of it takes the run along, before it could save.
 
     Workers end when the run closes them or is gone. One that hangs in a read is ended by torch
     with SIGTERM, of which therefore only the first is passed over.
@@ -231,3 +268,13 @@ def _leave_signals_to_the_run(worker: int) -> None:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
+
+
+def lost_items(dataset: Dataset) -> list[CorruptItem]:
+    """Return nothing: an old name."""
+    return []
+
+
+def writable(text: str) -> str:
+    """Return the text: an old name."""
+    return text

@@ -1,11 +1,12 @@
-"""Picture files (PNG, JPEG, WebP …) to pixels, with whatever goes wrong named.
+"""Picture files (PNG, JPEG, WebP …) to pixels.
 
 C channels, H height, W width.
 """
 
 import io
-from collections.abc import Iterable
-from typing import IO, TYPE_CHECKING, BinaryIO
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,86 +15,90 @@ from torch import Tensor
 if TYPE_CHECKING:
     from PIL import Image
 
-MODES = {1: "L", 3: "RGB"}  # Pillow's name of what so many channels hold
-_ORIENTATION = 0x0112  # the EXIF tag
-_PNG_START = 8  # bytes of the signature, ahead of a PNG's first chunk
-_EXIF_TEXTS = (b"Raw profile type exif\0", b"XML:com.adobe.xmp\0")  # PNG's other places for it
-_TURNED = (5, 6, 7, 8)  # its values that swap height and width
+logger = logging.getLogger(__name__)
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+_MODES = {1: "L", 3: "RGB"}  # Pillow's name of what so many channels hold
+_SURVEYED = 64
 
 
-def check_picture_options(image_size: int | None, channels: int) -> None:
-    """Raise `ValueError` for a data.image_size or data.channels that no picture can have."""
-    if channels not in MODES:
-        raise ValueError(f"data.channels={channels!r} must be 1 (grey) or 3 (RGB).")
-    if image_size is not None and image_size < 1:
-        raise ValueError(f"data.image_size={image_size!r} must be 1 or more pixels.")
+def open_picture(source: str | bytes) -> "Image.Image":
+    """Return the picture in a file or in its content, upright as its EXIF says, not yet decoded."""
+    from PIL import Image, ImageOps
+
+    opened = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+    ImageOps.exif_transpose(opened, in_place=True)
+    return opened
 
 
-def read_picture(
-    source: str | bytes | BinaryIO, name: str, image_size: int | None, channels: int
-) -> Tensor:
+def read_picture(source: str | bytes, image_size: int | None, channels: int) -> Tensor:
     """Return a picture as uint8 [C,H,W].
 
     Args:
-        source: a path, an open file, or a file's content.
-        name: what an error calls it.
+        source: a path, or a file's content.
         image_size: resize and crop to this square; None leaves the size.
         channels: 1 (grey) or 3 (RGB).
 
     Raises:
-        ValueError: it cannot be read; the text has the name, the reason and what to do.
+        ValueError: it cannot be read.
     """
-    from PIL import ImageOps
-
-    with naming(name), _open(source) as opened:
-        ImageOps.exif_transpose(opened, in_place=True)  # without a copy of those that are upright
-        image: Image.Image = opened
+    try:
+        image = open_picture(source)
         if image.mode.startswith(("I", "F")):  # convert() would clip it, not scale it
             raise ValueError(f"{image.mode!r} pixels, more than 8 bits a channel")
-        if image.mode != MODES[channels]:
-            image = image.convert(MODES[channels])
+        if image.mode != _MODES[channels]:
+            image = image.convert(_MODES[channels])
         if image_size is not None:
             image = resize_and_crop(image, image_size)
         pixels = torch.from_numpy(np.array(image, dtype=np.uint8))
+    except Exception as error:  # of OSError, SyntaxError, struct.error, zlib.error and more
+        raise ValueError(f"the picture cannot be read: {error}") from error
     return pixels.reshape(*pixels.shape[:2], channels).permute(2, 0, 1).contiguous()
 
 
-def picture_size(source: str | bytes | BinaryIO, name: str) -> tuple[int, int]:
-    """Return (H, W) of a picture as it is seen, from its header; raises as `read_picture` does."""
-    with naming(name), _open(source) as image:
-        width, height = image.size
-        turned = width != height and _orientation(image) in _TURNED
-    return (width, height) if turned else (height, width)
+def survey(
+    read: Callable[[int], str | bytes], count: int, name: str, *, any_size: bool = False
+) -> tuple[int, int] | None:
+    """Return (H, W) of up to 64 evenly spaced pictures; transparency among them is logged.
 
+    Those that cannot be opened are passed over: they are met again in training, and counted there.
 
-def picture_channels(source: str | bytes | BinaryIO, name: str) -> int:
-    """Return 1 for a grey picture, else 3, from its header; raises as `read_picture` does."""
-    with naming(name), _open(source) as image:
-        mode = image.mode
-    return 1 if mode in ("1", "L", "LA") else 3
-
-
-def common_size(sources: Iterable[tuple[str, str | bytes]]) -> tuple[int, int]:
-    """Return the (H, W) that all pictures share, read from their headers.
-
-    sources: (name, path or content) of each; at least one.
+    Args:
+        read: path or content of picture i.
+        count: how many pictures there are.
+        name: of the data, for messages.
+        any_size: they may differ in size; None is returned then.
 
     Raises:
-        ValueError: two of them differ, or one cannot be read.
+        ValueError: none can be opened, or they differ in size.
     """
-    first: tuple[int, int] | None = None
-    for name, source in sources:
-        size = picture_size(source, name)
-        if first is None:
-            first, first_name = size, name
-        if size != first:
-            raise ValueError(
-                f"the pictures differ in size: {first_name!r} is {first[0]}x{first[1]}, {name!r} "
-                f"is {size[0]}x{size[1]} (height x width). Set data.image_size to resize and "
-                "crop them all to one square."
-            )
-    assert first is not None
-    return first
+    sizes: dict[tuple[int, int], int] = {}
+    transparent, reason = 0, ""
+    for index in sorted({number * count // _SURVEYED for number in range(_SURVEYED)}):
+        try:
+            image = open_picture(read(index))
+        except Exception as error:  # as above
+            reason = str(error)
+            continue
+        sizes.setdefault((image.height, image.width), index)
+        transparent += image.has_transparency_data
+    if not sizes:
+        raise ValueError(f"{name}: none of the pictures that were tried can be opened: {reason}")
+    if transparent:
+        logger.warning(
+            "alpha     %s: some pictures (%d of the first ones looked at) have transparency, which "
+            "is dropped: the colours beneath it are what is trained on", name, transparent,
+        )  # fmt: skip
+    if any_size:
+        return None
+    if len(sizes) > 1:
+        (one, first), (other, second) = list(sizes.items())[:2]
+        raise ValueError(
+            f"{name}: the pictures differ in size: number {first} is {one[0]}x{one[1]}, number "
+            f"{second} is {other[0]}x{other[1]} (height x width). Set data.image_size to resize "
+            "and crop them all to one square."
+        )
+    return next(iter(sizes))
 
 
 def resize_and_crop(image: "Image.Image", size: int) -> "Image.Image":
@@ -119,68 +124,6 @@ def resize_and_crop(image: "Image.Image", size: int) -> "Image.Image":
     return image.crop((left, top, left + size, top + size))
 
 
-def _orientation(image: "Image.Image") -> int | None:
-    """Return the EXIF orientation of a picture that was just opened, without decoding it.
-
-    Pillow decodes a PNG to look for EXIF behind its pixels. Here the chunks behind them are looked
-    through by their headers, and only a picture that has some there is decoded.
-    """
-    from PIL import Image
-
-    if image.format != "PNG":
-        return image.getexif().get(_ORIENTATION)
-    if _has_exif_behind_pixels(image):
-        image.load()
-    return Image.Image.getexif(image).get(_ORIENTATION)  # PNG's own would decode
-
-
-def _has_exif_behind_pixels(image: "Image.Image") -> bool:
-    """Return whether a PNG has EXIF, or text that stands for it, behind its pixels.
-
-    The file is left where it was. One that is cut short has nothing behind them.
-    """
-    file = image.fp  # type: ignore[attr-defined]
-    place = file.tell()
-    try:
-        file.seek(_PNG_START)
-        behind_pixels = False
-        while len(header := file.read(8)) == 8:
-            length, kind = int.from_bytes(header[:4], "big"), header[4:]
-            behind_pixels = behind_pixels or kind == b"IDAT"
-            end = file.tell() + length + 4  # a checksum follows
-            if behind_pixels and (kind == b"eXIf" or _is_text_of_exif(kind, file)):
-                return True
-            file.seek(end)
-        return False
-    finally:
-        file.seek(place)
-
-
-def _is_text_of_exif(kind: bytes, file: "IO[bytes]") -> bool:
-    """Return whether the PNG chunk whose content comes next in `file` is text that holds EXIF."""
-    return kind.endswith(b"Xt") and file.read(len(_EXIF_TEXTS[0])).startswith(_EXIF_TEXTS)
-
-
-def _open(source: str | bytes | BinaryIO) -> "Image.Image":
-    from PIL import Image
-
-    return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
-
-
-class naming:
-    """Turn whatever a picture's decoder raises into a ValueError that names the picture."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # Decoders raise OSError, SyntaxError, ValueError, struct.error, zlib.error and more.
-        if isinstance(error, Exception):
-            raise ValueError(
-                f"the picture {self.name!r} cannot be read ({error}). It may be cut short or of "
-                "another kind than its name says: write it again as an 8-bit PNG or JPEG, or "
-                "remove it."
-            ) from error
+def picture_channels(source: str, name: str) -> int:
+    """Return 1 for a grey picture, else 3: an old name."""
+    return 1 if open_picture(source).mode in ("1", "L", "LA") else 3

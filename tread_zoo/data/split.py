@@ -1,10 +1,13 @@
-"""A fixed, stratified held-out part: the same images in every run, whatever the run's seed."""
+"""Labels and the held-out part: the same images in every run, whatever the run's seed."""
+
+import logging
 
 import torch
 from torch import Tensor
 
-from tread_zoo.data.dataset import ArrayDataset
 from tread_zoo.seeding import make_generator
+
+logger = logging.getLogger(__name__)
 
 
 def split_held_out(labels: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
@@ -14,11 +17,6 @@ def split_held_out(labels: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
     image i of the n in a class (in a fixed random order) gets the key (i + u) / n, u uniform per
     class, and the smallest keys are held out. Every class keeps at least one training image.
     """
-    if not 0.0 <= fraction < 1.0:
-        raise ValueError(
-            f"data.held_out={fraction!r} is no fraction of the images; use 0 (nothing held out) "
-            "or a number below 1, say 0.1."
-        )
     num_items = len(labels)
     keys = torch.full((num_items,), float("inf"), dtype=torch.float64)
     for label in labels.unique().tolist():
@@ -36,31 +34,44 @@ def split_held_out(labels: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
     return (~is_held_out).nonzero().squeeze(1), is_held_out.nonzero().squeeze(1)
 
 
-def choose_parts(
-    train: ArrayDataset, test: ArrayDataset, held_out: float | None
-) -> tuple[ArrayDataset, ArrayDataset | None]:
-    """Return what is trained on and what is held out, of a set that has a test part of its own.
+def split_parts(
+    labels: Tensor, num_train: int, held_out: float | None, default: float
+) -> tuple[Tensor, Tensor]:
+    """Return (train, held-out) indices, int64, of images of which the first `num_train` are a
+    training part and the others, if any, a test part.
 
-    held_out: None holds out `test`; a fraction is split off `train` instead, and `test` left alone.
+    Args:
+        labels: int64 [N].
+        num_train: how many of them train.
+        held_out: a fraction to split off the training part, which leaves the test part alone; None
+            holds out the test part or, where there is none, the fraction `default`.
+        default: see there.
     """
-    if held_out is None:
-        return train, test
-    kept, split_off = split_held_out(train.labels, held_out)
-    return (
-        ArrayDataset(*train.gather(kept)),
-        ArrayDataset(*train.gather(split_off)) if len(split_off) else None,
-    )
+    if held_out is None and num_train < len(labels):
+        return torch.arange(num_train), torch.arange(num_train, len(labels))
+    return split_held_out(labels[:num_train], default if held_out is None else held_out)
 
 
-def choose_num_classes(num_classes: int | None, own: int) -> int:
-    """Return the number of classes of a set with `own`: None keeps them, 0 drops the labels.
+def check_labels(labels: Tensor, num_classes: int | None, where: str) -> int:
+    """Return the number of classes of labels int64 [N]: the largest + 1 unless it is given.
+
+    Classes without an image are logged: labels may have been counted from 1.
 
     Raises:
-        ValueError: another number.
+        ValueError: a label is outside 0 … num_classes - 1.
     """
-    if num_classes not in (None, 0, own):
+    low, high = int(labels.min()), int(labels.max())
+    classes = high + 1 if num_classes is None else num_classes
+    if low < 0 or high >= classes:
         raise ValueError(
-            f"data.num_classes={num_classes!r}: the set has {own} classes. Leave it out, or set 0 "
-            "to train without labels."
+            f"{where}: the labels run from {low} to {high}; they must lie in 0 … "
+            f"{max(classes - 1, 0)}. data.num_classes says how many there are, and "
+            "data.num_classes=0 trains without labels."
         )
-    return own if num_classes is None else num_classes
+    empty = (torch.bincount(labels, minlength=classes) == 0).nonzero().flatten().tolist()
+    if empty:
+        logger.warning(
+            "labels    %s: %d of %d classes have no image (%s%s)", where, len(empty), classes,
+            ", ".join(map(str, empty[:5])), ", …" if len(empty) > 5 else "",
+        )  # fmt: skip
+    return classes

@@ -9,7 +9,14 @@ why. `verify.py` compares two forms; `benchmarks/kernels.py` times them.
 from tread_zoo.kernels.attention import attention
 from tread_zoo.kernels.bidirectional_wkv import bidirectional_wkv
 from tread_zoo.kernels.causal_conv1d import causal_conv1d
-from tread_zoo.kernels.dispatch import describe, get_forms, plain_forms, set_form, set_forms
+from tread_zoo.kernels.dispatch import (
+    describe,
+    get_forms,
+    plain_forms,
+    set_form,
+    set_forms,
+    used_ops,
+)
 from tread_zoo.kernels.selective_scan import selective_scan
 from tread_zoo.kernels.ssd import ssd
 
@@ -24,4 +31,5 @@ __all__ = [
     "set_form",
     "set_forms",
     "ssd",
+    "used_ops",
 ]

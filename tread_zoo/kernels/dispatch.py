@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +78,7 @@ _CHOICE: dict[str, str] = {}
 _PROBLEMS: dict[str, str | None] = {}
 _REFUSED: dict[tuple[str, str, torch.device], str | None] = {}
 _TOLD: set[tuple[str, str]] = set()
+used_ops: set[str] = set()  # that ran since somebody cleared it; of compiled code, when traced
 
 
 def register(op: str, forms: Iterable[Form], example: Example) -> None:
@@ -210,6 +211,8 @@ def choose(op: str, device: torch.device, *args: object) -> Form:
     Raises:
         ValueError: for a form set by hand that cannot take the call.
     """
+    if not torch.compiler.is_compiling():
+        used_ops.add(op)
     if _CHOICE[op] != AUTO:
         form = get_form(op, _CHOICE[op])
         reason = unusable(op, form, device)
@@ -232,9 +235,10 @@ def choose(op: str, device: torch.device, *args: object) -> Form:
     raise AssertionError(f"{op} has no form that takes every call")
 
 
-def describe(device: torch.device) -> list[str]:
-    """Return one line an operation: the form that runs on `device`, and why not another."""
-    return [f"{op}: {_describe(op, device)}" for op in _FORMS]
+def describe(device: torch.device, ops: Collection[str] | None = None) -> list[str]:
+    """Return one line for each of `ops` (None: all): the form that runs on `device`, and why not
+    another."""
+    return [f"{op}: {_describe(op, device)}" for op in _FORMS if ops is None or op in ops]
 
 
 def _describe(op: str, device: torch.device) -> str:

@@ -3,7 +3,6 @@
 B batch, L = E + K tokens present, K kept tokens, E extra tokens, D width.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -13,36 +12,9 @@ from torch import Tensor
 from tread_zoo.backbone import Backbone
 from tread_zoo.routing import Route
 from tread_zoo.seeding import make_generator
-from tread_zoo.testing.probe import (
-    BlockCall,
-    Probe,
-    fresh_condition,
-    watching,
-    what_blocks_depend_on,
-)
+from tread_zoo.testing.probe import BlockCall, Probe, run_again, watching, what_blocks_depend_on
 
 NUM_TARGETS = 6
-
-
-@torch.no_grad()
-def check_inputs_are_left_alone(probe: Probe) -> None:
-    """Forward writes into none of its inputs, and no block into its streams or its skip, which
-    others may still hold."""
-    backbone = probe.build()
-    x, t, y = probe.inputs()
-    route = probe.route(backbone)
-    given = [v for v in (x, t, y, route.ids) if v is not None]
-    copies = [v.clone() for v in given]
-    with watching(backbone) as seen:
-        backbone(x, t, y, routes=[route])
-    for value, copy in zip(given, copies, strict=True):
-        assert torch.equal(value, copy), "forward writes into its inputs"
-    for call in seen:
-        streams = tuple(stream.clone() for stream in call.before)
-        skip = None if call.skip is None else call.skip.clone()
-        backbone.run_block(call.block, streams, call.condition, call.layout, skip)
-        held = [*streams] if skip is None else [*streams, skip]
-        assert not any(v._version for v in held), f"block {call.block} writes into its input"
 
 
 @torch.no_grad()
@@ -97,20 +69,30 @@ def check_blocks_depend_on_what_they_declare(probe: Probe) -> None:
 
 @torch.no_grad()
 def check_blocks_depend_on_their_arguments_alone(probe: Probe) -> None:
-    """A block called again, out of turn, with a new layout and condition, gives what it gave: no
-    skip of one's own is kept in the network, the layout's cache or the condition, where a route
-    would not find it."""
+    """A block called again, out of turn, with a new layout and condition, gives what it gave and
+    writes into none of its arguments: others may still hold them, and a skip of one's own, kept in
+    the network, the layout's cache or the condition, is not found by a route's end. Forward writes
+    into none of its inputs either."""
     backbone, inputs = probe.build(), probe.inputs()
+    route = probe.route(backbone)
+    given = [v for v in (*inputs, route.ids) if v is not None]
+    versions = [v._version for v in given]
     with watching(backbone) as seen:
-        backbone(*inputs, routes=[probe.route(backbone)])
+        backbone(*inputs, routes=[route])
+    assert [v._version for v in given] == versions, "forward writes into its inputs"
     backbone(*probe.inputs(seed=1))  # what a block has kept is now of another call
     for call in reversed(seen):
-        layout = dataclasses.replace(call.layout)
-        condition = fresh_condition(backbone, inputs, layout)
+        copies: list[Tensor] = []
+
+        def copy(tensor: Tensor, copies: list[Tensor] = copies) -> Tensor:
+            copies.append(tensor.clone())
+            return copies[-1]
+
         try:
-            after = backbone.run_block(call.block, call.before, condition, layout, call.skip)
+            after = run_again(backbone, inputs, call, copy, call.layout)
         except Exception as error:
             raise AssertionError(f"block {call.block} cannot be called alone: {error!r}") from error
+        assert not any(v._version for v in copies), f"block {call.block} writes into its input"
         for one, other in zip(after, call.after, strict=True):
             assert torch.equal(one, other), (
                 f"block {call.block} depends on what other blocks left behind; is a skip missing "
@@ -129,26 +111,6 @@ def check_blocks_are_called_as_modules(probe: Probe) -> None:
         f"of blocks 0 … {backbone.num_blocks - 1} these are called as modules: {calls}; write "
         "self.blocks[index](…)"
     )
-
-
-@torch.no_grad()
-def check_tokens_stay_in_place(probe: Probe) -> None:
-    """Where dense blocks leave each token recognisable in its place, routed blocks do too: none
-    leaves them in the order of its scan."""
-    backbone = probe.build()
-    inputs, route = probe.inputs(), probe.route(backbone, rate=0.5)
-    with watching(backbone) as dense:
-        backbone(*inputs)
-    with watching(backbone) as routed:
-        backbone(*inputs, routes=[route])
-    for index in range(route.start, route.end):
-        extra = backbone.num_extra_tokens
-        rates = zip(_in_place(dense[index], extra), _in_place(routed[index], extra), strict=True)
-        for stream, (full, kept) in enumerate(rates):
-            assert full < 0.9 or kept > 0.75, (
-                f"block {index}: {full:.0%} of the tokens of stream {stream} are recognisable in "
-                f"their places when dense, {kept:.0%} when routed"
-            )
 
 
 def check_scan_order_is_the_dense_one(probe: Probe) -> None:
@@ -182,18 +144,6 @@ def _rows(backbone: Backbone, route: Route | None, batch: int) -> Tensor:
 
 def _wide(rows: Tensor, stream: Tensor) -> Tensor:
     return rows[:, :, None].expand(-1, -1, stream.shape[-1])
-
-
-def _in_place(call: BlockCall, extra: int) -> list[float]:
-    """Return for each stream the fraction of tokens that are most like themselves before."""
-    rates = []
-    for before, after in zip(call.before, call.after, strict=True):
-        a, b = (s[:, extra:] - s[:, extra:].mean(dim=1, keepdim=True) for s in (after, before))
-        likeness = torch.nn.functional.normalize(a, dim=-1) @ b.mT
-        likeness = likeness / b.norm(dim=-1)[:, None].clamp_min(1e-12)
-        same = likeness.argmax(dim=-1) == torch.arange(likeness.shape[-1])
-        rates.append(float(same.float().mean()))
-    return rates
 
 
 def _reach(backbone: Backbone, call: BlockCall, places: Sequence[int]) -> Tensor:

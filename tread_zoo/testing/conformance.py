@@ -6,6 +6,7 @@ probe therefore gives it random weights first. B batch, N tokens, K kept tokens,
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from itertools import combinations
 
 import torch
@@ -13,10 +14,10 @@ from torch import Tensor
 
 from tread_zoo.backbone import Layout
 from tread_zoo.kernels.dispatch import plain_forms
-from tread_zoo.registry import available, create_backbone
-from tread_zoo.routing import Route
+from tread_zoo.registry import available, takes_contexts
+from tread_zoo.routing import PathDrop, Route
 from tread_zoo.seeding import make_generator
-from tread_zoo.testing import block_checks, context_checks, flow_checks, fusion_checks
+from tread_zoo.testing import block_checks, flow_checks, fusion_checks
 from tread_zoo.testing.probe import (
     BATCH,
     Probe,
@@ -152,32 +153,25 @@ def check_blocks_see_kept_tokens(probe: Probe) -> None:
         assert same, f"block {index} is given other ids"
 
 
-def check_kept_tokens_are_the_right_ones(probe: Probe) -> None:
-    """What enters a route are the rows of the kept ids; the extra tokens all enter."""
-    backbone = probe.build()
-    route = probe.route(backbone)
-    with watching(backbone) as seen:
-        backbone(*probe.inputs(), routes=[route])
-    extra = backbone.num_extra_tokens
-    for full, kept in zip(seen[route.start - 1][2], seen[route.start][0], strict=True):
-        assert torch.equal(kept[:, :extra], full[:, :extra]), "extra tokens were routed"
-        ids = route.ids[:, :, None].expand(-1, -1, full.shape[-1])
-        assert torch.equal(kept[:, extra:], full[:, extra:].gather(1, ids)), "other tokens entered"
-
-
-def check_bypassed_tokens_are_unchanged(probe: Probe) -> None:
-    """A bypassed token rejoins as it left, to the bit, in every stream; kept ones as processed."""
+def check_tokens_leave_and_rejoin(probe: Probe) -> None:
+    """What enters a route are the rows of the kept ids and all extra tokens; a bypassed token
+    rejoins as it left, to the bit, in every stream, and a kept one as processed."""
     backbone = probe.build()
     route = probe.route(backbone)
     with watching(backbone) as seen:
         backbone(*probe.inputs(), routes=[route])
     out, extra = bypassed(route, backbone.num_tokens), backbone.num_extra_tokens
-    left, inside, rejoined = seen[route.start - 1][2], seen[route.end - 1][2], seen[route.end][0]
-    for before, processed, after in zip(left, inside, rejoined, strict=True):
-        assert torch.equal(before[:, extra:][out], after[:, extra:][out]), "bypassed ones changed"
-        kept = processed[:, extra:].flatten(0, 1)
-        assert torch.equal(after[:, extra:][~out], kept), "kept tokens did not rejoin in place"
-        assert torch.equal(after[:, :extra], processed[:, :extra]), "extra tokens did not rejoin"
+    left, entered = seen[route.start - 1].after, seen[route.start].before
+    inside, rejoined = seen[route.end - 1].after, seen[route.end].before
+    for full, kept, done, after in zip(left, entered, inside, rejoined, strict=True):
+        assert kept.shape[1] == extra + route.num_kept, "another number of tokens entered"
+        assert torch.equal(kept[:, :extra], full[:, :extra]), "extra tokens were routed"
+        own = full[:, extra:][~out].view_as(kept[:, extra:])
+        assert torch.equal(kept[:, extra:], own), "other tokens entered"
+        assert torch.equal(full[:, extra:][out], after[:, extra:][out]), "bypassed ones changed"
+        own = after[:, extra:][~out].view_as(done[:, extra:])
+        assert torch.equal(own, done[:, extra:]), "kept tokens did not rejoin in place"
+        assert torch.equal(after[:, :extra], done[:, :extra]), "extra tokens did not rejoin"
 
 
 def check_bypassed_tokens_are_unseen(probe: Probe) -> None:
@@ -219,53 +213,46 @@ def check_gradients_equal_differences(probe: Probe) -> None:
 
 
 def check_recomputation(probe: Probe) -> None:
-    """Activation checkpointing changes neither output nor gradient."""
-    backbone = probe.build()
-    inputs, routes = probe.inputs(), (probe.route(backbone),)
-    out, grads = output_and_gradients(backbone, inputs, routes)
-    backbone.checkpoint_blocks = True
-    again, again_grads = output_and_gradients(backbone, inputs, routes)
-    assert torch.equal(out, again), "the output differs"
-    for name, grad in grads.items():
-        assert torch.equal(grad, again_grads[name]), f"the gradient of {name} differs"
+    """Activation checkpointing changes neither output nor gradient, with fusions and dropped paths
+    too."""
+    plain = probe.build()
+    span = (1, plain.num_blocks - 1)
+    fused = probe.build_fused(span)
+    for backbone, route in ((plain, probe.route(plain)), (fused, PathDrop(*span))):
+        found = []
+        for backbone.checkpoint_blocks in (0, 1):
+            found.append(output_and_gradients(backbone, probe.inputs(), (route,)))
+        (out, grads), (again, again_grads) = found
+        assert torch.equal(out, again), "the output differs"
+        assert grads.keys() == again_grads.keys()
+        for name, grad in grads.items():
+            assert torch.equal(grad, again_grads[name]), f"the gradient of {name} differs"
 
 
 def check_half_precision(probe: Probe) -> None:
-    """bfloat16 autocast gives finite gradients and nearly the output of float32."""
-    backbone = probe.build()
-    inputs, routes = probe.inputs(), (probe.route(backbone),)
-    full, _ = output_and_gradients(backbone, inputs, routes)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        half = backbone(*inputs, routes=routes)
-    assert half.dtype in (torch.float32, torch.bfloat16), f"the output is {half.dtype}"
-    half.float().square().mean().backward()
-    error = (half.float() - full).norm() / full.norm()
-    assert error < 0.1, f"bfloat16 differs by {float(error):.3f} of the output's norm"
-    for name, parameter in backbone.named_parameters():
-        grad = parameter.grad
-        assert grad is not None, f"{name} gets no gradient in bfloat16"
-        assert torch.isfinite(grad).all(), f"the bfloat16 gradient of {name} is not finite"
-
-
-def check_stored_half_precision(probe: Probe) -> None:
-    """Weights and images stored in bfloat16, without autocast, give nearly the output of float32,
-    in bfloat16, and finite gradients."""
+    """bfloat16, by autocast and as stored weights and images, gives nearly the output of float32,
+    in a type no wider, and finite gradients."""
     backbone = probe.build()
     (x, t, y), routes = probe.inputs(), (probe.route(backbone),)
     full, _ = output_and_gradients(backbone, (x, t, y), routes)
-    backbone = backbone.to(torch.bfloat16)
-    backbone.zero_grad()
-    try:
-        half = backbone(x.bfloat16(), t, y, routes=routes)
-    except RuntimeError as error:
-        raise AssertionError(f"weights stored in bfloat16 do not run: {error}") from error
-    assert half.dtype == torch.bfloat16, f"the output is {half.dtype}, not bfloat16 as the weights"
-    half.float().square().mean().backward()
-    gap = (half.float() - full).norm() / full.norm()
-    assert gap < 0.1, f"stored bfloat16 differs by {float(gap):.3f} of the output's norm"
-    for name, parameter in backbone.named_parameters():
-        grad = parameter.grad
-        assert grad is None or torch.isfinite(grad).all(), f"the gradient of {name} is not finite"
+    for stored in (False, True):
+        backbone.zero_grad()
+        given = x
+        if stored:
+            backbone, given = backbone.to(torch.bfloat16), x.bfloat16()
+        try:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not stored):
+                half = backbone(given, t, y, routes=routes)
+        except RuntimeError as error:
+            raise AssertionError(f"bfloat16 (stored: {stored}) does not run: {error}") from error
+        types = (torch.bfloat16,) if stored else (torch.float32, torch.bfloat16)
+        assert half.dtype in types, f"the output is {half.dtype}"
+        half.float().square().mean().backward()
+        error = (half.float() - full).norm() / full.norm()
+        assert error < 0.1, f"bfloat16 differs by {float(error):.3f} of the output's norm"
+        for name, parameter in backbone.named_parameters():
+            assert parameter.grad is not None, f"{name} gets no gradient in bfloat16"
+            assert torch.isfinite(parameter.grad).all(), f"{name}'s gradient is not finite"
 
 
 def check_compiles(probe: Probe) -> None:
@@ -359,25 +346,10 @@ def check_save_and_load(probe: Probe) -> None:
     assert torch.equal(backbone(*inputs), other(*inputs)), "the loaded network differs"
 
 
-def check_config_rebuilds(probe: Probe) -> None:
-    """`backbone.config` builds the same network again."""
-    backbone = probe.build()
-    again = create_backbone(probe.name, **backbone.config)
-    shapes = {key: value.shape for key, value in backbone.state_dict().items()}
-    assert {key: value.shape for key, value in again.state_dict().items()} == shapes
-
-
 def check_wrong_keyword(probe: Probe) -> None:
-    """A misspelt keyword raises, in the constructor and in forward."""
+    """A misspelt keyword of forward raises; one of the constructor cannot be registered."""
     backbone = probe.build()
-    wrong = {**probe.overrides, "hiden_size": 8}
-    assert raises(
-        (TypeError, ValueError),
-        lambda: create_backbone(probe.name, input_size=8, in_channels=1, num_classes=0, **wrong),
-    ), "a misspelt keyword of the constructor passes"
-    assert raises(TypeError, lambda: backbone(*probe.inputs(), route=())), (
-        "a misspelt keyword of forward passes"
-    )
+    assert raises(TypeError, lambda: backbone(*probe.inputs(), route=())), "route= passes"
 
 
 def check_unconditional(probe: Probe) -> None:
@@ -390,13 +362,58 @@ def check_unconditional(probe: Probe) -> None:
     assert raises(ValueError, lambda: backbone(x, t, labels)), "labels are ignored silently"
 
 
-OTHERS = (block_checks, flow_checks, context_checks, fusion_checks)
+def check_contexts_condition_or_are_refused(probe: Probe) -> None:
+    """Each embedding changes the output; y=None equals zeros, to the bit; half precision is taken;
+    what does not fit raises. A constructor without the keywords refuses them."""
+    contextual = probe.with_contexts()
+    if not takes_contexts(probe.name):
+        assert raises(ValueError, contextual.build), "contexts are ignored silently"
+        return
+    backbone = contextual.build()
+    x, t, y = contextual.inputs()
+    assert y is not None
+    out = backbone(x, t, y)
+    null = backbone(x, t, torch.zeros_like(y))
+    assert torch.equal(backbone(x, t), null), "y=None is not the context of zeros"
+    for place in range(y.shape[1]):
+        changed = y.clone()
+        changed[:, place] += 1
+        assert not torch.equal(backbone(x, t, changed), out), f"embedding {place} is ignored"
+    half = y.half()
+    assert torch.equal(backbone(x, t, half), backbone(x, t, half.float())), "half differs"
+    labels = torch.zeros(BATCH, dtype=torch.int64)
+    for bad in (y[:, 1:], y[:, :, 1:], y[:1], y.long(), labels):
+        refused = raises(ValueError, partial(backbone, x, t, bad))
+        assert refused, f"a condition {list(bad.shape)}, {bad.dtype} was accepted"
+    both = Probe(probe.name, overrides=contextual.overrides)
+    both.num_classes = 5
+    assert raises(ValueError, both.build), "labels and contexts were accepted together"
+
+
+def check_contexts_stay_with_their_images(probe: Probe) -> None:
+    """An image's output depends on its own context alone, and no embedding is routed: each reaches
+    the output with every block routed."""
+    if not takes_contexts(probe.name):
+        return
+    contextual = probe.with_contexts()
+    check_samples_do_not_mix(contextual)
+    check_tokens_leave_and_rejoin(contextual)
+    backbone = contextual.build()
+    x, t, y = contextual.inputs()
+    assert y is not None
+    everywhere = contextual.route(backbone, 0, backbone.num_blocks, rate=0.5)
+    out = backbone(x, t, y, routes=[everywhere])
+    for place in range(y.shape[1]):
+        changed = y.clone()
+        changed[:, place] += 1
+        again = backbone(x, t, changed, routes=[everywhere])
+        assert not torch.equal(again, out), f"embedding {place} does not reach routed tokens"
+
+
+OTHERS = (block_checks, flow_checks, fusion_checks)
 CHECKS: dict[str, Callable[[Probe], None]] = {
     name.removeprefix("check_"): check
-    for module in (
-        globals(),
-        *map(vars, (block_checks, flow_checks, context_checks, fusion_checks)),
-    )
-    for name, check in module.items()
+    for checks in (globals(), *map(vars, OTHERS))
+    for name, check in checks.items()
     if name.startswith("check_")
 }

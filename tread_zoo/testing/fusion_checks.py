@@ -139,21 +139,6 @@ def check_dropped_paths_leave_streams(probe: Probe) -> None:
             assert torch.equal(call.skip, left[0]), f"block {call.block} is given another skip"
 
 
-def check_fused_recomputation(probe: Probe) -> None:
-    """In a fused network activation checkpointing changes neither output nor gradient."""
-    span = (1, probe.build().num_blocks - 1)
-    backbone, inputs = probe.build_fused(span), probe.inputs()
-    for route in (probe.route(backbone, *span), PathDrop(*span)):
-        backbone.checkpoint_blocks = False
-        out, grads = output_and_gradients(backbone, inputs, (route,))
-        backbone.checkpoint_blocks = True
-        again, again_grads = output_and_gradients(backbone, inputs, (route,))
-        assert torch.equal(out, again), "the output differs"
-        assert grads.keys() == again_grads.keys()
-        for name, grad in grads.items():
-            assert torch.equal(grad, again_grads[name]), f"the gradient of {name} differs"
-
-
 def _fused(backbone: Backbone, span: tuple[int, int], dense: Streams, update: Streams) -> Streams:
     """Return W [D, 2D] cat(dense, update) + b of each stream, as two products."""
     fusion = backbone.fusions[f"{span[0]}_{span[1]}"]

@@ -13,7 +13,6 @@ import pytest
 pytest.register_assert_rewrite(
     "tread_zoo.testing.conformance",
     "tread_zoo.testing.block_checks",
-    "tread_zoo.testing.context_checks",
     "tread_zoo.testing.flow_checks",
     "tread_zoo.testing.fusion_checks",
     "tread_zoo.testing.probe",

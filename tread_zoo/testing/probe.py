@@ -3,10 +3,9 @@
 B batch, N tokens, K kept tokens, E extra tokens.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -153,25 +152,43 @@ def fresh_condition(
     return rows_of(backbone.embed(*inputs)[1], rows)
 
 
+def run_again(
+    backbone: Backbone,
+    inputs: tuple[Tensor, Tensor, Tensor | None],
+    call: BlockCall,
+    change: Callable[[Tensor], Tensor],
+    layout: Layout,
+) -> Streams:
+    """Return what a block gives on changed streams and skip, with the condition of the inputs and a
+    copy of the layout."""
+    streams = tuple(change(stream) for stream in call.before)
+    skip = None if call.skip is None else change(call.skip)
+    condition = fresh_condition(backbone, inputs, layout)
+    return backbone.run_block(call.block, streams, condition, replace(layout), skip)
+
+
+def shuffled_tokens(num_tokens: int, num_extra: int) -> Tensor:
+    """Return int64 [E + K], the tokens of a stream in another order, the extra ones ahead."""
+    shuffle = torch.randperm(num_tokens, generator=make_generator("probe shuffle"))
+    return torch.cat([torch.arange(num_extra), shuffle + num_extra])
+
+
 @torch.no_grad()
 def what_blocks_depend_on(probe: Probe, backbone: Backbone) -> set[str]:
-    """Return which of `DEPENDS_ON`, changed alone, changes what some routed block gives."""
+    """Return which of order, ids and grid, changed alone, changes what some routed block gives."""
+    inputs, measured = probe.inputs(), set()
     route, other = (probe.route(backbone, rate=0.5, seed=seed) for seed in (0, 1))
     with watching(backbone) as seen:
-        backbone(*probe.inputs(), routes=[route])
-    extra, measured = backbone.num_extra_tokens, set()
-    shuffle = torch.randperm(route.num_kept, generator=make_generator("probe shuffle"))
-    shuffle = torch.cat([torch.arange(extra), shuffle + extra])
-    taller = _taller(probe, backbone)
+        backbone(*inputs, routes=[route])
+    extra, taller = backbone.num_extra_tokens, _taller(probe, backbone)
+    shuffle = shuffled_tokens(route.num_kept, extra)
+    same = Layout(backbone.grid, extra, route.ids)
+    moved = Layout(backbone.grid, extra, other.ids)
     for call in seen[route.start : route.end]:
-        streams = tuple(stream[:, shuffle] for stream in call.before)
-        skip = None if call.skip is None else call.skip[:, shuffle]
-        after = backbone.run_block(call.block, streams, call.condition, call.layout, skip)
+        after = run_again(backbone, inputs, call, lambda s: s[:, shuffle], same)
         if _differ(after, tuple(stream[:, shuffle] for stream in call.after)):
             measured.add("order")
-        moved = Layout(backbone.grid, extra, other.ids)
-        after = backbone.run_block(call.block, call.before, call.condition, moved, call.skip)
-        if _differ(after, call.after):
+        if _differ(run_again(backbone, inputs, call, Tensor.clone, moved), call.after):
             measured.add("ids")
         if taller is not None:
             larger = Layout(taller.grid, extra, route.ids)
@@ -188,7 +205,7 @@ def _taller(probe: Probe, backbone: Backbone) -> Backbone | None:
     """
     height, width = probe.input_size
     try:
-        taller = dataclasses.replace(probe, input_size=(2 * height, width)).build()
+        taller = replace(probe, input_size=(2 * height, width)).build()
     except ValueError:
         return None
     own = taller.state_dict()

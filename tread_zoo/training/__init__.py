@@ -1,5 +1,24 @@
-"""Training: the run itself, its options, averaged weights, checkpoints, trackers."""
+"""Training: the run itself, what it is made of, checkpoints, its log.
 
-from tread_zoo.training.loop import train
+loop.py         the run, read from top to bottom
+setup.py        its parts, and their state on the devices
+checkpoints.py  written beside and renamed, verified when read
+ema.py          averaged weights
+log.py          what a run prints and leaves in its folder
+signals.py      saving and ending when a signal comes
+optimizers.py, lr_schedules.py, trackers.py     registered parts
+restore.py      from a checkpoint back to what samples and scores need
+"""
+
+from pathlib import Path
+from typing import Any
+
+
+def train(**fields: Any) -> Path:
+    """Train, and return the run's folder; see `tread_zoo.training.loop.train`."""
+    from tread_zoo.training.loop import train as run
+
+    return run(**fields)
+
 
 __all__ = ["train"]

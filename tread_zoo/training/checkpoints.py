@@ -3,23 +3,23 @@
     <run>/checkpoints/step_00001000/
         model.safetensors       weights
         ema.safetensors         averaged weights, which are sampled and scored
-        optimizer.safetensors   `<parameter>.<state>` tensors
-        checkpoint.json         step, backbone, objective, data facts, sha256 of all of these
+        optimizer.safetensors   its state, `<parameter>|<name>`
+        checkpoint.json         step, configuration, plug-ins, backbone, data, sha256 of the files
 
-A checkpoint exists once its folder has its final name; a crash or a full disk on the way leaves the
+A checkpoint exists once its folder has its final name: a crash or a full disk on the way leaves the
 one before untouched. Folders that begin with a dot are what it left; the next save clears them.
 """
 
-import errno
 import hashlib
 import json
 import logging
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
@@ -27,16 +27,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tread_zoo.backbone import Backbone
-from tread_zoo.plain import check_plain
-from tread_zoo.registry import create_backbone
-from tread_zoo.training.sharding import slice_like
+from tread_zoo.config import RunConfig, make_config
+from tread_zoo.registry import check_plugins, create_backbone
+from tread_zoo.training.ema import is_sharded, slice_like
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 META_NAME = "checkpoint.json"
-META_CHECKSUM = "checkpoint_sha256"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # safetensors' errors have but their words
+_SAME = ("backbone", "objective", "data", "seed")  # what a resumed run must share
 
 
 class CheckpointError(ValueError):
@@ -56,9 +55,18 @@ class Checkpoint:
         return self.meta["step"]
 
     @property
-    def digest(self) -> str:
-        """The sha256 of its record, which has those of all of its files."""
-        return _meta_checksum(self.meta)
+    def run_dir(self) -> Path:
+        """The folder of the run that saved it."""
+        return self.path.parent.parent
+
+    def config(self) -> RunConfig:
+        """Return the configuration of the run.
+
+        Raises:
+            ValueError: the run had a plug-in that is not loaded, or this version lacks a field.
+        """
+        check_plugins(self.meta["plugins"], str(self.path))
+        return make_config(**self.meta["config"])
 
     def tensors(self, part: str) -> dict[str, Tensor]:
         """Load `model`, `ema` or `optimizer` onto the CPU.
@@ -74,11 +82,9 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    run_dir: Path, parts: dict[str, dict[str, Tensor]], meta: dict[str, Any], keep: int
+    run_dir: Path, parts: Mapping[str, dict[str, Tensor]], meta: dict[str, Any], keep: int
 ) -> Path:
-    """Write the checkpoint of `meta["step"]`, then delete all but the newest `keep`.
-
-    The newest one before which no step was skipped (`meta["skipped_steps"]`) is kept beside them.
+    """Write the checkpoint of `meta["step"]`, delete all but the newest `keep`, return its folder.
 
     Raises:
         CheckpointError: it could not be written; nothing half-written is left, older ones stay.
@@ -89,37 +95,38 @@ def save_checkpoint(
     try:
         _clear_leftovers(folder)
         partial.mkdir(parents=True)
-        checksums = {}
         for part, tensors in parts.items():
-            file = partial / f"{part}.safetensors"
-            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
-            checksums[file.name] = _checksum(file)
-        meta = {"format": FORMAT, **meta, "sha256": checksums}
-        text = json.dumps({**meta, META_CHECKSUM: _meta_checksum(meta)}, indent=2)
+            whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
+            save_file(whole, partial / f"{part}.safetensors")
+        checksums = {file.name: _checksum(file) for file in sorted(partial.iterdir())}
+        text = json.dumps({"format": FORMAT, **meta, "sha256": checksums}, indent=2)
         (partial / META_NAME).write_text(text)
+        for file in partial.iterdir():
+            _sync(file)
         _sync(partial)
         if final.exists():  # the same step, saved again after a resume
             _put_aside(final)
         os.rename(partial, final)
-        _sync_entries(folder)
+        _sync(folder)
     except (OSError, SafetensorError) as error:
         _clear_leftovers(folder)
-        older: list[Path] = []
-        with suppress(OSError):  # it may not even be read
-            older = _folders(folder)
+        older = _folders(folder)
         kept = f"{older[-1]} is intact" if older else "there is no earlier checkpoint"
-        full = any(os.strerror(number) in str(error) for number in _FULL)
-        remedy = "Free some space" if full else "Make the folder writable"
         raise CheckpointError(
-            f"could not save {final}: {error}. Nothing half-written is left; {kept}. {remedy} "
-            "and continue with resume=latest."
+            f"could not save {final}: {error}. Nothing half-written is left; {kept}. Make room, or "
+            "the folder writable, and continue with resume=latest."
         ) from error
-    _rotate(folder, keep)
+    try:
+        for old in _folders(folder)[:-keep]:
+            _put_aside(old)
+    except OSError as error:  # the new checkpoint is there all the same
+        logger.warning("an old checkpoint could not be deleted: %s", error)
+    _clear_leftovers(folder)
     return final
 
 
 def find_checkpoint(path: str | Path) -> Checkpoint:
-    """Return the checkpoint at `path`: its own folder, or a run's, whose newest sound one is taken.
+    """Return the checkpoint at `path`: its own folder, or a run's, whose newest whole one is taken.
 
     Raises:
         CheckpointError: there is none, or it is damaged or of another format.
@@ -131,16 +138,14 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
     if not folders:
         raise CheckpointError(
             f"checkpoint={str(path)!r} holds no checkpoint. Give a run's folder or one of its "
-            "checkpoints/step_… folders; scripts/train.py prints where it saves."
+            "checkpoints/step_… folders."
         )
-    for folder in reversed(folders):
+    for folder in reversed(folders[1:]):
         try:
             return _verify(folder)
         except CheckpointError as error:
-            if folder == folders[0]:
-                raise
             logger.warning("%s Falling back to the one before.", error)
-    raise AssertionError("unreachable")
+    return _verify(folders[0])
 
 
 def has_checkpoints(run_dir: Path) -> bool:
@@ -148,14 +153,37 @@ def has_checkpoints(run_dir: Path) -> bool:
     return bool(_folders(run_dir / "checkpoints"))
 
 
+def check_same_run(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """Check that a resumed run continues what the checkpoint began; see `RunConfig.differences`.
+
+    Other differences are allowed, to finetune, and are warned about.
+
+    Raises:
+        CheckpointError: another backbone, objective, data or seed; the differences are named.
+    """
+    differences = checkpoint.config().differences(config)
+    fields = {f: f"{f}={old!r}, not {new!r}" for f, (old, new) in differences.items()}
+    wrong = [text for field, text in fields.items() if field.partition(".")[0] in _SAME]
+    if wrong:
+        raise CheckpointError(
+            f"cannot resume from {checkpoint.path}: it was trained with {'; '.join(wrong)}. Resume "
+            "with the same settings, or start a new run in another run_dir."
+        )
+    for text in fields.values():
+        logger.warning("resumed with another setting: it was %s", text)
+
+
+# Networks ------------------------------------------------------------------------------------
+
+
 def load_backbone(checkpoint: Checkpoint, weights: str = "ema") -> Backbone:
-    """Build the checkpoint's backbone with its `ema` (default) or `model` weights, in eval mode.
+    """Return the checkpoint's backbone with its `ema` (default) or `model` weights, in eval mode.
 
     Raises:
         CheckpointError: the weights do not fit the backbone that this version builds.
+        ValueError: the backbone is of a plug-in that is not loaded.
     """
-    if weights not in ("ema", "model"):
-        raise ValueError(f"weights={weights!r} must be ema or model.")
+    check_plugins(checkpoint.meta["plugins"], str(checkpoint.path))
     backbone = build_described(checkpoint.meta["backbone"])
     load_weights(backbone, checkpoint, weights)
     return backbone.eval()
@@ -169,15 +197,15 @@ def describe_backbone(backbone: Backbone) -> dict[str, Any]:
     return described
 
 
-def build_described(described: dict[str, Any]) -> Backbone:
-    """Build the backbone that a checkpoint or a run's settings describe, with fresh weights."""
+def build_described(described: Mapping[str, Any]) -> Backbone:
+    """Return the backbone that a checkpoint describes, with fresh weights."""
     backbone = create_backbone(described["name"], **described["config"])
     backbone.add_fusions(described.get("fusions", ()))
     return backbone
 
 
 def load_weights(network: nn.Module, checkpoint: Checkpoint, part: str) -> None:
-    """Fill `network` with the checkpoint's `part`.
+    """Load the checkpoint's `part` into `network`.
 
     Raises:
         CheckpointError: keys or shapes differ; some of them are named.
@@ -193,80 +221,122 @@ def load_weights(network: nn.Module, checkpoint: Checkpoint, part: str) -> None:
     network.load_state_dict(tensors)
 
 
-def check_same_run(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
-    """Check that a resumed run continues what the checkpoint began.
+# Optimizers ----------------------------------------------------------------------------------
+# torch.distributed.checkpoint.state_dict is not used for them: it takes a step of its own to make
+# the state that it loads into, which not every optimizer survives unchanged.
 
-    Another routing or other training options are allowed, to finetune, and are said.
 
-    Raises:
-        CheckpointError: another backbone, objective, data or seed; the differences are named.
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that have state: those that `optimizer` holds as attributes or in lists
+    of them, or itself."""
+    inner = []
+    for value in vars(optimizer).values():
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(each, torch.optim.Optimizer):
+                inner += inner_optimizers(each)
+    return inner or [optimizer]
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, network: nn.Module
+) -> tuple[dict[str, Tensor], list[Any]]:
+    """Return the state of an optimizer of any kind; every rank must call this.
+
+    Returns:
+        Its tensors, whole, by `<parameter>|<name>`; and, as plain values for each of
+        `inner_optimizers`, what else the state and the groups hold: {"state": {key: value},
+        "groups": [{option: value}]}.
     """
-    old = checkpoint.meta
-    wrong = [
-        difference
-        for section in ("backbone", "objective", "data", "seed")
-        for difference in differences(section, old.get(section), settings[section])
-    ]
-    if wrong:
-        fusions = "(Fusions follow routing.rejoin and the ranges of the routes.) "
-        raise CheckpointError(
-            f"cannot resume from {checkpoint.path}: it was trained with {'; '.join(wrong)}. "
-            f"{fusions if 'backbone.fusions' in ''.join(wrong) else ''}Resume with the same "
-            "settings, or start a new run in another run_dir."
-        )
-    for section in ("routing", "training"):
-        for difference in differences(section, old.get(section), settings[section]):
-            logger.warning("resumed with another setting: it was %s", difference)
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    tensors: dict[str, Tensor] = {}
+    plain: list[Any] = []
+    for inner in inner_optimizers(optimizer):
+        values, number = {}, 0
+        content = inner.state_dict()
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                for name, value in content["state"].get(number, {}).items():
+                    key = f"{names[parameter]}|{name}"
+                    if isinstance(value, Tensor):
+                        whole = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
+                        tensors[key] = whole.detach().cpu()
+                    else:
+                        values[key] = value
+                number += 1
+        groups = [
+            {k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)}
+            for group in content["param_groups"]
+        ]
+        plain.append({"state": values, "groups": groups})
+    return tensors, plain
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's state as `<parameter index>.<name>` tensors."""
-    return {
-        f"{index}.{name}": value
-        for index, state in optimizer.state_dict()["state"].items()
-        for name, value in state.items()
-    }
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    network: nn.Module,
+    tensors: Mapping[str, Tensor],
+    plain: list[Any],
+    *,
+    with_groups: bool,
+) -> None:
+    """Load what `optimizer_state` returned; of a sharded network each rank takes its slices.
+
+    Args:
+        with_groups: the groups' options, too; False keeps those that the optimizer was built with.
+    """
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    for inner, kept in zip(inner_optimizers(optimizer), plain, strict=True):
+        by_name: dict[str, dict[str, Any]] = {}
+        for key, value in {**tensors, **kept["state"]}.items():
+            parameter, _, name = key.partition("|")
+            by_name.setdefault(parameter, {})[name] = value
+        content, state, number = inner.state_dict(), {}, 0
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                own = by_name.get(names[parameter], {})
+                if own:
+                    state[number] = {
+                        k: slice_like(v, parameter) if isinstance(v, Tensor) else v
+                        for k, v in own.items()
+                    }
+                number += 1
+        if with_groups:
+            for group, options in zip(content["param_groups"], kept["groups"], strict=True):
+                group.update({k: _like(v, group.get(k)) for k, v in options.items()})
+        inner.load_state_dict({"state": state, "param_groups": content["param_groups"]})
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Restore what `optimizer_tensors` gave, whole; of a sharded optimizer each rank its slice."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
-        index, _, name = key.partition(".")
-        state.setdefault(int(index), {})[name] = slice_like(value, parameters[int(index)])
-    optimizer.load_state_dict(
-        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
-    )
+def _like(value: Any, own: Any) -> Any:
+    """Return a value that JSON has made a list of as the tuple that it was."""
+    return tuple(value) if isinstance(own, tuple) else value
+
+
+# Files ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def written_whole(path: Path) -> Any:
+    """Open a file beside `path` to write to; it is brought to the disk and renamed at the end."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())  # or a power cut keeps the name without the bytes
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file beside and rename it, so that no half of it is ever read."""
+    stream: BinaryIO
+    with written_whole(path) as stream:
+        stream.write(text.encode())
 
 
 def _folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_*") if path.is_dir())
-
-
-def _rotate(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` and the newest that was saved while all was well.
-
-    What cannot be deleted stays, with a warning: the new checkpoint is there all the same.
-    """
-    folders = _folders(folder)
-    sound = next((path for path in reversed(folders) if _no_step_was_skipped(path)), None)
-    try:
-        for old in folders[:-keep]:
-            if old != sound:
-                _put_aside(old)
-        _clear_leftovers(folder)
-    except OSError as error:
-        logger.warning("an old checkpoint could not be deleted: %s", error)
-
-
-def _no_step_was_skipped(path: Path) -> bool:
-    """Return whether all went well between this checkpoint and the one before."""
-    try:
-        skipped = json.loads((path / META_NAME).read_text()).get("skipped_steps")
-        return not (skipped and skipped["since_last"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return False
 
 
 def _put_aside(path: Path) -> None:
@@ -275,10 +345,8 @@ def _put_aside(path: Path) -> None:
 
 
 def _clear_leftovers(folder: Path) -> None:
-    """Delete what is half-written or half-deleted, as far as this process may."""
-    with suppress(OSError):
-        for path in (*folder.glob(".partial_*"), *folder.glob(".removed_*")):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in (*folder.glob(".partial_*"), *folder.glob(".removed_*")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _verify(path: Path) -> Checkpoint:
@@ -291,15 +359,8 @@ def _verify(path: Path) -> Checkpoint:
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {META_NAME} is no JSON. {advice}") from error
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        found = meta.get("format") if isinstance(meta, dict) else None
-        raise CheckpointError(f"{path} has format {found!r}; this version reads {FORMAT}. {advice}")
-    own = meta.pop(META_CHECKSUM, None)  # checkpoints of earlier versions have none
-    if own is not None and own != _meta_checksum(meta):
-        raise CheckpointError(
-            f"{path} is damaged: {META_NAME} differs from what was saved (sha256). {advice} If you "
-            f"changed it yourself, remove {META_CHECKSUM} from it."
-        )
-    check_plain(meta, str(path / META_NAME))
+        given = meta.get("format") if isinstance(meta, dict) else None
+        raise CheckpointError(f"{path} has format {given!r}; this version reads {FORMAT}. {advice}")
     for name, expected in meta["sha256"].items():
         if not (path / name).exists():
             raise CheckpointError(f"{path} is damaged: {name} is missing. {advice}")
@@ -315,33 +376,12 @@ def _checksum(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _meta_checksum(meta: dict[str, Any]) -> str:
-    """Return the sha256 of all that `checkpoint.json` says but this itself."""
-    as_read = json.loads(json.dumps(meta))
-    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    """Wait until the folder's files are on the disk, so that the rename cannot outrun them."""
-    for file in folder.iterdir():
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-    _sync_entries(folder)
-
-
-def _sync_entries(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk, where the system can wait for that."""
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk, so that a rename cannot outrun
+    them; some systems cannot open folders."""
     with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def differences(name: str, old: Any, new: Any) -> list[str]:
-    """Return `name.key=old, not new` for each value that differs, however deep."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = sorted(old.keys() | new.keys())
-        return [d for key in keys for d in differences(f"{name}.{key}", old.get(key), new.get(key))]
-    return [] if old == new else [f"{name}={old!r}, not {new!r}"]

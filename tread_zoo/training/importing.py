@@ -110,10 +110,13 @@ def import_checkpoint(
     sampler, num_steps = _SAMPLING[kind]
     meta = {
         "step": step,
+        "plugins": [],
         "backbone": {"name": backbone.name, "config": backbone.config},
-        "objective": {"name": kind},
-        "sampler": {"name": sampler, "num_steps": num_steps},
-        "guidance": {"name": "none", "scale": 1.0},
+        "config": {
+            "objective": {"name": kind},
+            "sampler": {"name": sampler, "num_steps": num_steps},
+            "guidance": {"name": "none"},
+        },
         "imported": {"format": format, "file": Path(file).name},
     }
     tensors = {part: found.tensors for part, found in converted.items()}

@@ -1,7 +1,13 @@
-"""Where numbers and pictures of a run go: always a local file, and a tracker if asked for.
+"""Trackers: where the numbers and pictures of a run go beside its `metrics.jsonl`.
 
-The local `metrics.jsonl` has one JSON object a line, each with its `step`. wandb and tensorboard
-get the same names.
+A tracker is a dataclass of options with four methods, called by the main process alone:
+
+    start(run_dir, step, settings)   before anything else; `step` is 0, or where the run resumes
+    log(step, values)                numbers by name
+    image(step, name, path)          a picture that was written to `path`
+    close()
+
+One that fails is dropped with a warning, once; the run goes on, and `metrics.jsonl` has all of it.
 """
 
 import importlib.util
@@ -13,89 +19,191 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from tread_zoo.errors import unknown_name
 from tread_zoo.registry import register
-from tread_zoo.training.files import write_text
+from tread_zoo.training.checkpoints import write_text
 
 logger = logging.getLogger(__name__)
 
-TRACKERS = ("local", "wandb", "tensorboard")
+METRICS = "metrics.jsonl"
 
 
 class Tracker(Protocol):
-    """Receives what is logged."""
+    """What is registered as a tracker."""
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Take the numbers of optimizer step `step`."""
+    def start(self, run_dir: Path, step: int, settings: dict[str, Any]) -> None: ...
 
-    def image(self, step: int, name: str, path: Path) -> None:
-        """Take a picture that was written to `path`."""
+    def log(self, step: int, values: dict[str, float]) -> None: ...
 
-    def close(self) -> None:
-        """Finish writing."""
+    def image(self, step: int, name: str, path: Path) -> None: ...
 
-
-class LocalTracker:
-    """`metrics.jsonl` in the run's folder; lines after `step` are dropped when a run resumes.
-
-    A line that cannot be written is lost with a warning, and the next one is tried again.
-    """
-
-    def __init__(self, run_dir: Path, step: int) -> None:
-        self.path = run_dir / "metrics.jsonl"
-        lines = [row for row in read_metrics(run_dir) if row["step"] <= step]
-        beside = self.path.with_suffix(".partial")
-        beside.write_text("".join(json.dumps(row) + "\n" for row in lines))
-        beside.replace(self.path)
-        self.failed = False
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        line = json.dumps({"step": step, **values}) + "\n"
-        try:
-            with self.path.open("a") as stream:
-                stream.write("\n" + line if self.failed else line)  # half a line may be there
-            self.failed = False
-        except OSError as error:
-            if not self.failed:
-                logger.warning("%s lacks lines from step %d on: %s", self.path, step, error)
-            self.failed = True
-
-    def image(self, step: int, name: str, path: Path) -> None:
-        pass  # it already lies in the run's folder
-
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
 
-class Dispensable:
-    """Passes all on to another tracker until it fails once; the run goes on without it.
+@register("tracker", "local")
+@dataclass
+class Local:
+    """`metrics.jsonl` alone."""
 
-    It is not tried again before the run resumes: a service that is down answers slowly, and what it
-    missed is in the local file.
+    def start(self, run_dir: Path, step: int, settings: dict[str, Any]) -> None: ...
+
+    def log(self, step: int, values: dict[str, float]) -> None: ...
+
+    def image(self, step: int, name: str, path: Path) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class _OfAccelerate:
+    """A tracker of accelerate's; what it has no option for here, the service's own environment
+    variables set.
 
     Args:
-        name: of the tracker, for the warning.
-        build: makes it.
+        project: that the run is filed under.
     """
 
-    def __init__(self, name: str, build: Callable[[], Tracker]) -> None:
-        self.name = name
-        self.tracker: Tracker | None = None
-        self._try(lambda: setattr(self, "tracker", build()))
+    service: ClassVar[str]
+    package: ClassVar[str]
+    project: str = "tread_zoo"
+
+    def __post_init__(self) -> None:
+        if importlib.util.find_spec(self.package) is None:
+            raise ValueError(
+                f"tracker={self.service} needs a package that is not installed: run "
+                f"`pip install {self.package}`, or use tracker=local."
+            )
+
+    def start(self, run_dir: Path, step: int, settings: dict[str, Any]) -> None:
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        made = LOGGER_TYPE_TO_CLASS[self.service]
+        self.tracker = made(self.project, **self.options(run_dir, step))
+        self.tracker.start()
+        if self.service != "tensorboard":  # there it would be a run of its own
+            self.tracker.store_init_configuration(settings)
+
+    def options(self, run_dir: Path, step: int) -> dict[str, Any]:
+        """Return keywords of the service for a run."""
+        return {}
 
     def log(self, step: int, values: dict[str, float]) -> None:
+        self.tracker.log(values, step=step)
+
+    def image(self, step: int, name: str, path: Path) -> None:
+        if hasattr(self.tracker, "log_images"):
+            import numpy as np
+            from PIL import Image
+
+            picture = np.asarray(Image.open(path).convert("RGB"))
+            keywords = {"dataformats": "NHWC"} if self.service == "tensorboard" else {}
+            self.tracker.log_images({name: picture[None]}, step=step, **keywords)
+
+    def close(self) -> None:
+        self.tracker.finish()
+
+
+@register("tracker", "tensorboard")
+@dataclass
+class Tensorboard(_OfAccelerate):
+    """Event files in the run's folder."""
+
+    service: ClassVar[str] = "tensorboard"
+    package: ClassVar[str] = "tensorboard"
+    project: str = "tensorboard"
+
+    def options(self, run_dir: Path, step: int) -> dict[str, Any]:
+        return {"logging_dir": str(run_dir), "purge_step": step + 1}
+
+
+@register("tracker", "wandb")
+@dataclass
+class Wandb(_OfAccelerate):
+    """Weights & Biases; without a key, and without WANDB_MODE, it works offline."""
+
+    service: ClassVar[str] = "wandb"
+    package: ClassVar[str] = "wandb"
+
+    def options(self, run_dir: Path, step: int) -> dict[str, Any]:
+        file = run_dir / "wandb_id"
+        if not file.exists():
+            write_text(file, uuid.uuid4().hex[:8])
+        options = {"name": run_dir.name, "id": file.read_text(), "resume": "allow"}
+        if "WANDB_MODE" not in os.environ and not _has_wandb_key():
+            options["mode"] = "offline"
+            logger.warning(
+                "wandb: no API key, so the run is logged offline in %s/wandb; `wandb login` or "
+                "WANDB_API_KEY changes that, `wandb sync` uploads it later.", run_dir,
+            )  # fmt: skip
+        return {**options, "dir": str(run_dir)}
+
+
+@register("tracker", "trackio")
+@dataclass
+class Trackio(_OfAccelerate):
+    """Trackio, a local dashboard."""
+
+    service: ClassVar[str] = "trackio"
+    package: ClassVar[str] = "trackio"
+
+
+@register("tracker", "comet")
+@dataclass
+class Comet(_OfAccelerate):
+    """Comet."""
+
+    service: ClassVar[str] = "comet_ml"
+    package: ClassVar[str] = "comet_ml"
+
+
+@register("tracker", "mlflow")
+@dataclass
+class MLflow(_OfAccelerate):
+    """MLflow."""
+
+    service: ClassVar[str] = "mlflow"
+    package: ClassVar[str] = "mlflow"
+
+    def options(self, run_dir: Path, step: int) -> dict[str, Any]:
+        return {"run_name": run_dir.name}
+
+
+class Trackers:
+    """`metrics.jsonl`, and the run's tracker until it fails.
+
+    Lines of the file after `step` are dropped: what comes after it will be done again.
+    """
+
+    def __init__(
+        self, name: str, tracker: Tracker, run_dir: Path, step: int, settings: dict[str, Any]
+    ) -> None:
+        self.name, self.path = name, run_dir / METRICS
+        rows = [row for row in read_metrics(run_dir) if row["step"] <= step]
+        write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        self.tracker: Tracker | None = tracker
+        self._try(partial(tracker.start, run_dir, step, settings))
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Write the numbers of a step; what cannot be written is lost with a warning."""
+        try:
+            with self.path.open("a") as stream:
+                stream.write(json.dumps({"step": step, **values}) + "\n")
+        except OSError as error:
+            logger.warning("%s lacks step %d: %s", self.path, step, error)
         if self.tracker:
             self._try(partial(self.tracker.log, step, values))
 
     def image(self, step: int, name: str, path: Path) -> None:
+        """Hand on a picture that was written to `path`."""
         if self.tracker:
             self._try(partial(self.tracker.image, step, name, path))
 
     def close(self) -> None:
+        """Finish writing."""
         if self.tracker:
             self._try(self.tracker.close)
+        self.tracker = None
 
     def _try(self, call: Callable[[], object]) -> None:
         try:
@@ -108,115 +216,10 @@ class Dispensable:
             )  # fmt: skip
 
 
-class WandbTracker:
-    """Weights & Biases; without a key, and without WANDB_MODE, it works offline and never asks."""
-
-    def __init__(self, run_dir: Path, config: dict[str, Any], project: str) -> None:
-        import wandb
-
-        mode = os.environ.get("WANDB_MODE")
-        if mode is None and not _has_wandb_key():
-            mode = "offline"
-            logger.warning(
-                "wandb: no API key found, so the run is logged offline in %s/wandb; "
-                "`wandb login` or WANDB_API_KEY changes that, `wandb sync` uploads it later.",
-                run_dir,
-            )
-        self.wandb = wandb
-        self.run = wandb.init(
-            project=project,
-            name=run_dir.name,
-            id=_wandb_id(run_dir / "wandb_id"),
-            resume="allow",
-            dir=str(run_dir),
-            config=config,
-            mode=mode,  # type: ignore[arg-type]
-        )
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self.run.log(values, step=step)
-
-    def image(self, step: int, name: str, path: Path) -> None:
-        self.run.log({name: self.wandb.Image(str(path))}, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
-
-
-class TensorboardTracker:
-    """Event files in the run's folder."""
-
-    def __init__(self, run_dir: Path, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-
-    def image(self, step: int, name: str, path: Path) -> None:
-        import numpy as np
-        from PIL import Image
-
-        picture = np.asarray(Image.open(path).convert("RGB"))
-        self.writer.add_image(name, picture, step, dataformats="HWC")
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-@register("tracker", "local")
-@dataclass(frozen=True)
-class LocalOptions:
-    """metrics.jsonl alone."""
-
-
-@register("tracker", "tensorboard")
-@dataclass(frozen=True)
-class TensorboardOptions:
-    """Event files in the run's folder."""
-
-
-@register("tracker", "wandb")
-@dataclass(frozen=True)
-class WandbOptions:
-    """Weights & Biases."""
-
-    project: str = "tread_zoo"
-
-
-def check_tracker(name: str) -> None:
-    """Check a tracker's name and package before any work is done.
-
-    Raises:
-        ValueError: an unknown name, or its package is not installed.
-    """
-    if name not in TRACKERS:
-        raise unknown_name("tracker.name", name, TRACKERS)
-    if name != "local" and importlib.util.find_spec(name) is None:
-        raise ValueError(
-            f"tracker.name={name!r}: the package {name} is not installed; "
-            f'run `pip install "tread-zoo[{name}]"` or use tracker=local.'
-        )
-
-
-def build_trackers(
-    name: str, run_dir: Path, step: int, config: dict[str, Any], project: str
-) -> list[Tracker]:
-    """Return the local tracker and, if another is named, that one too."""
-    trackers: list[Tracker] = [LocalTracker(run_dir, step)]
-    if name == "wandb":
-        trackers.append(Dispensable(name, lambda: WandbTracker(run_dir, config, project)))
-    if name == "tensorboard":
-        trackers.append(Dispensable(name, lambda: TensorboardTracker(run_dir, step)))
-    return trackers
-
-
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return the rows of a run's `metrics.jsonl`; lines that a crash or a full disk cut short are
     left out."""
-    path = run_dir / "metrics.jsonl"
+    path = run_dir / METRICS
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -224,16 +227,6 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return rows
-
-
-def _wandb_id(file: Path) -> str:
-    """Return the id under which wandb knows the run of a folder, made at its start and kept."""
-    kept = file.read_text().strip() if file.exists() else ""
-    if kept:
-        return kept
-    made = uuid.uuid4().hex[:8]
-    write_text(file, made)
-    return made
 
 
 def _has_wandb_key() -> bool:

@@ -1,0 +1,198 @@
+"""What a report says follows from the numbers, and its page opens."""
+
+import html
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from tests.comparison.recorded import write_run
+from tread_zoo.comparison import read_curves, read_runs, write_report
+from tread_zoo.comparison.figures import si
+from tread_zoo.comparison.findings import Difference, comparable_metrics, group_settings
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+def report(tmp_path, **options):
+    runs = read_runs(str(tmp_path / "runs" / "*"))
+    curves = read_curves(str(tmp_path / "runs" / "*"))
+    return write_report(runs, curves, tmp_path / "out", title="A title", **options)
+
+
+def write_pair(tmp_path, dense, routed, backbone="dit_tiny", **options):
+    """Write dense and routed runs that end at these losses, one for each seed."""
+    for routing, finals in (("none", dense), ("tread", routed)):
+        for seed, final in enumerate(finals):
+            place = tmp_path / "runs" / f"{backbone}_{routing}_{seed}"
+            write_run(place, backbone=backbone, routing=routing, seed=seed, final=final, **options)
+
+
+@pytest.mark.parametrize(
+    ("values", "better", "verdict"),
+    [
+        ([-0.1, -0.2], "lower", "better"),
+        ([-0.1, -0.2], "higher", "worse"),
+        ([0.0, 0.0], "lower", "equal"),
+        ([0.0], "higher", "equal"),
+        ([0.0, -0.2], "lower", "not settled"),
+        ([-0.1, 0.2, -0.3], "lower", "not settled"),
+        ([-0.1], "lower", "not settled"),
+    ],
+)
+def test_a_difference_is_settled_where_every_seed_shows_it(values, better, verdict):
+    assert Difference(values, better).verdict == verdict
+
+
+def test_routing_pays_where_it_is_better_at_equal_flops(tmp_path):
+    write_pair(tmp_path, [0.400, 0.402], [0.401, 0.4035])
+    write_pair(tmp_path, [0.300, 0.302], [0.350, 0.352], backbone="mamba_tiny")
+    write_pair(tmp_path, [0.500, 0.502], [0.500, 0.502], backbone="rwkv_tiny", seconds=20.0)
+    text = report(tmp_path)
+    by_flops = next(line for line in text.splitlines() if "by held-out loss at equal FLOPs" in line)
+    paying, _, not_paying = by_flops.partition("does not pay for")
+    assert "dit_tiny tread" in paying
+    assert "rwkv_tiny tread" in paying
+    assert "mamba_tiny tread" in not_paying
+    assert re.search(r"rwkv_tiny tread .*equal: \+0\.0 %", text), "at equal steps"
+
+
+def test_the_value_at_equal_flops_is_read_off_the_curve(tmp_path):
+    write_pair(tmp_path, [0.4, 0.4], [0.4, 0.4])
+    text = report(tmp_path)
+    # the dense run at 70 of its 100 steps, between those that were scored at 60 and 80
+    at_70 = 0.4 * (1 + 20 * ((1 / 60 + 1 / 80) / 2 - 1 / 100))
+    assert f"{100 * (0.4 / at_70 - 1):+.1f} %" in text
+
+
+def test_the_best_is_named_and_what_does_not_lie_apart_from_it(tmp_path):
+    write_pair(tmp_path, [0.40, 0.42], [0.41, 0.43])
+    write_pair(tmp_path, [0.50, 0.51], [0.52, 0.53], backbone="mamba_tiny")
+    line = next(line for line in report(tmp_path).splitlines() if "At equal steps (100)" in line)
+    assert "dit_tiny dense has the best held-out loss, 0.41" in line
+    assert "not settled against dit_tiny tread" in line
+    assert "mamba" not in line
+
+
+def test_one_seed_settles_nothing(tmp_path):
+    write_pair(tmp_path, [0.4], [0.5])
+    text = report(tmp_path)
+    assert "One seed: not settled." in text
+    assert "is not settled for dit_tiny tread" in text
+
+
+def test_seconds_of_two_machines_are_not_compared(tmp_path):
+    write_pair(tmp_path, [0.4, 0.4], [0.3, 0.3])
+    write_run(tmp_path / "runs" / "other", backbone="uvit_tiny", device="a GPU")
+    text = report(tmp_path)
+    assert "At equal seconds" not in text
+    assert "held-out loss at equal seconds" in text, "the pair ran on one"
+
+
+def test_what_the_curves_do_not_reach_is_not_measured(tmp_path):
+    write_pair(tmp_path, [0.4, 0.4], [0.3, 0.3], every=100)
+    assert "set training.score_every" in report(tmp_path)
+
+
+def test_settings_are_counted_and_told_apart(tmp_path):
+    for rate in (0.25, 0.5):
+        routing = {"name": "tread", "selection_rate": rate}
+        write_run(tmp_path / "runs" / f"{rate}", routing=routing)
+    write_run(tmp_path / "runs" / "dense", seed=0)
+    runs = read_runs(str(tmp_path / "runs" / "*"))
+    labels = {setting.label for setting in group_settings(runs)}
+    assert labels == {
+        "dit_tiny dense", "dit_tiny tread, selection_rate 0.25",
+        "dit_tiny tread, selection_rate 0.5",
+    }  # fmt: skip
+    assert "3 settings of 1 backbone, 3 runs, on digits" in report(tmp_path)
+
+
+def test_scores_of_two_protocols_are_not_ranked(tmp_path):
+    write_run(tmp_path / "runs" / "a", protocol={"held_out_draws": 8})
+    write_run(tmp_path / "runs" / "b", routing="tread", protocol={"held_out_draws": 1})
+    with pytest.raises(ValueError, match="held_out_draws"):
+        report(tmp_path)
+    runs = read_runs(write_run(tmp_path / "c", protocol={"step": 100, "sampling": {"nfe": 3}}))
+    assert comparable_metrics(runs) == (["held_out_loss"], [])
+
+
+def test_failed_unfinished_and_repeated_runs_are_noted(tmp_path):
+    write_run(tmp_path / "runs" / "a")
+    write_run(tmp_path / "runs" / "b", routing="tread", ended=False)
+    write_run(tmp_path / "runs" / "twin")
+    text = report(tmp_path, failed={"c": "exit status 1"})
+    assert "1 setting of 1 backbone, 1 run, on digits" in text
+    assert "twin has the settings and seed of another run" in text
+    assert "c failed: exit status 1" in text
+    assert "b is at step 100, not scored" in text
+    with pytest.raises(ValueError, match="No run has been scored"):
+        write_report(read_runs(tmp_path / "runs" / "b"), read_curves(tmp_path / "runs" / "b"),
+                     tmp_path, title="t")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.40123, "0.4012"), (9999, "9999"), (12345, "12.35k"), (2.15e12, "2.15T"), (0, "0")],
+)
+def test_numbers_are_short(value, text):
+    assert si(value) == text
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    write_pair(folder, [0.400, 0.402], [0.401, 0.4035])
+    write_pair(folder, [0.300, 0.302], [0.350, 0.352], backbone="mamba_tiny")
+    shutil.copy(
+        folder / "runs/dit_tiny_none_0/samples/step_00000100.png",
+        folder / "runs/dit_tiny_none_0/samples/real.png",
+    )
+    report(folder, command="python scripts/compare.py 'a<b'")
+    return folder / "out" / "index.html"
+
+
+def test_the_page_needs_no_other_file_and_begins_with_the_answer(page):
+    text = page.read_text()
+    assert not re.search(r"""(src|href)=["'](?!data:|#)""", text)
+    assert "python scripts/compare.py &#39;a&lt;b&#39;" in text
+    places = [text.index(mark) for mark in ("At equal steps", "<svg", "real images</fig", "<table")]
+    assert places == sorted(places)
+    assert "currentColor" in text
+    names = {path.name for path in page.parent.iterdir()}
+    assert names == {"index.html", "report.md", "quality.png", "results.csv", "curves.csv"}
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_fits_a_browser(page, tmp_path, width):
+    probe = """<script>addEventListener("load", () => {
+      const box = element => element.getBoundingClientRect();
+      document.title = [innerWidth, document.documentElement.scrollWidth,
+        Math.round(box(document.querySelector("svg")).bottom),
+        [...document.querySelectorAll("svg, img, li")].filter(
+          element => box(element).right > innerWidth).length,
+        [...document.images].filter(image => !image.naturalWidth).length].join(" ");
+    })</script>"""
+    # a frame of this width: a window of a browser has a least width of its own
+    (tmp_path / "page.html").write_text(page.read_text() + probe)
+    frame = (
+        f'<iframe src="page.html" style="width:{width}px;height:800px;border:0"></iframe><script>'
+        'addEventListener("load", () => document.title ='
+        "document.querySelector('iframe').contentDocument.title)</script>"
+    )
+    (tmp_path / "frame.html").write_text(frame)
+    done = subprocess.run(
+        [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom",
+         "--allow-file-access-from-files", f"--user-data-dir={tmp_path / 'profile'}",
+         (tmp_path / "frame.html").as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    title = re.search("<title>(.*?)</title>", done.stdout)
+    assert title, html.unescape(done.stdout)[:500]
+    inner, scroll, picture_ends, too_wide, broken = map(int, title.group(1).split())
+    assert inner == width
+    assert scroll <= width, "it scrolls sideways"
+    assert picture_ends <= 800 + 400 * (width < 800), "the picture is not on the first screen"
+    assert (too_wide, broken) == (0, 0)

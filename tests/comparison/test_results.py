@@ -1,0 +1,89 @@
+"""Runs as tables."""
+
+import json
+
+import pandas as pd
+import pytest
+
+from tests.comparison.recorded import FLOPS, write_run
+from tread_zoo.comparison import find_runs, read_curves, read_runs
+
+
+def test_a_row_has_what_the_run_chose_spent_and_scored(tmp_path):
+    folder = write_run(
+        tmp_path / "a", routing="tread", seed=3, final=0.25, values={"fid": 8.0}, seconds=12.0
+    )
+    row = read_runs(folder).iloc[0]
+    assert (row.backbone, row.routing, row.data, row.seed) == ("dit_tiny", "tread", "digits", 3)
+    assert row.ended
+    assert (row.steps, row.images, row.seconds, row.images_per_s) == (100, 6400, 12.0, 640.0)
+    assert row.flops == pytest.approx(FLOPS["tread"] * 6400)
+    assert row.flops_of_dense == pytest.approx(0.7)
+    assert (row.held_out_loss, row.fid, row.real_fid) == (0.25, 8.0, 2.0)
+    assert row.samples.endswith("step_00000100.png")
+    runs = read_runs(folder)
+    assert runs.attrs["settings"] == ["backbone", "routing", "data"]
+    assert runs.attrs["metrics"] == ["held_out_loss", "fid"]
+
+
+def test_columns_are_the_settings_in_which_runs_of_one_kind_differ(tmp_path):
+    write_run(tmp_path / "dense", device="a", training={"log_every": 10})
+    write_run(tmp_path / "mamba", backbone="mamba_tiny", tracker="local")
+    write_run(tmp_path / "rate", routing={"name": "tread", "selection_rate": 0.25})
+    blocks = {"name": "tread", "selector": {"name": "blocks", "size": 4}}
+    write_run(tmp_path / "blocks", routing=blocks)
+    write_run(tmp_path / "seed", seed=1)
+    runs = read_runs(str(tmp_path / "*")).set_index("folder")
+    assert runs.attrs["settings"] == [
+        "backbone", "routing", "data", "routing.selection_rate", "routing.selector",
+    ]  # fmt: skip
+    assert runs["routing.selector"][str(tmp_path / "blocks")] == "blocks"
+    assert runs["routing.selection_rate"][str(tmp_path / "rate")] == 0.25
+    assert runs["routing.selection_rate"].isna()[str(tmp_path / "dense")], "it has no routes"
+
+
+def test_a_run_that_still_trains_has_a_row_as_far_as_it_got(tmp_path):
+    folder = write_run(tmp_path / "a", ended=False)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([*lines[:2], lines[2][:9]]))
+    row = read_runs(folder).iloc[0]
+    assert not row.ended
+    assert (row.steps, row.loss) == (40, json.loads(lines[1])["loss"])
+    assert set(read_curves(folder).step) == {20, 40}
+
+
+def test_curves_are_over_steps_flops_and_seconds(tmp_path):
+    curves = read_curves(write_run(tmp_path / "a", final=0.25, seconds=10.0))
+    scored = curves[(curves.source == "score") & (curves.metric == "held_out_loss")]
+    assert list(scored.step) == [20, 40, 60, 80, 100]
+    assert list(scored.seconds) == pytest.approx([2, 4, 6, 8, 10])
+    assert list(scored.flops) == pytest.approx([64 * FLOPS["none"] * step for step in scored.step])
+    assert scored.value.iloc[-1] == 0.25
+    assert "loss" in set(curves[curves.source == "log"].metric)
+
+
+def test_records_of_scores_may_stand_for_a_run_s_own(tmp_path):
+    folder = write_run(tmp_path / "a", values={"fid": 8.0})
+    record = json.loads((folder / "score.json").read_text())
+    record["values"] = {"fid": 5.0}
+    record["protocol"]["sampling"]["flops_per_image"] = 77
+    (tmp_path / "guided.json").write_text(json.dumps(record))
+    runs = read_runs([folder, folder], [folder / "score.json", tmp_path / "guided.json"])
+    assert list(runs.fid) == [8.0, 5.0]
+    assert list(runs.flops_per_sample) == [5000, 77]
+
+
+def test_runs_are_named_by_folder_or_pattern(tmp_path):
+    first, odd = (write_run(tmp_path / name) for name in ("a,seed=0", "[odd]"))
+    (tmp_path / "no_run").mkdir()
+    assert find_runs(odd) == [odd], "its name is no pattern"
+    assert find_runs([odd, str(tmp_path / "*")]) == [odd, first]
+    for missing in (tmp_path / "no_run", "nowhere/*"):
+        with pytest.raises(ValueError, match="holds no run"):
+            read_runs(str(missing))
+
+
+def test_a_table_goes_through_csv(tmp_path):
+    runs = read_runs(write_run(tmp_path / "a")).drop(columns="protocol")
+    runs.to_csv(tmp_path / "runs.csv", index=False)
+    assert pd.read_csv(tmp_path / "runs.csv").held_out_loss.iloc[0] == runs.held_out_loss.iloc[0]

@@ -1,0 +1,145 @@
+"""Small folders, tables and shards of pictures, some with contexts; no autoencoder is needed."""
+
+import io
+import tarfile
+from typing import ClassVar
+
+import datasets
+import numpy as np
+import torch
+from PIL import Image
+
+from tread_zoo.data import ArrayDataset, ImageData
+from tread_zoo.data.encode import EncodingConfig, encode
+
+SHAPE = (3, 4)  # T, S of contexts
+LENGTHS = (2, 1, 3, 2, 1, 2, 1, 2)  # embeddings of an image, as they are before filling up
+
+
+def made_contexts(count, seed=0):
+    """Return contexts float32 [t, 4], of which some are shorter than T."""
+    rng = np.random.default_rng(seed)
+    shape = [(LENGTHS[i % len(LENGTHS)], SHAPE[1]) for i in range(count)]
+    return [rng.standard_normal(one).astype(np.float32) for one in shape]
+
+
+def filled(array, length=SHAPE[0]):
+    """Return what an item must have: float32 [T, S], zeros below."""
+    rest = torch.zeros(length - len(array), array.shape[1])
+    return torch.cat([torch.from_numpy(array), rest])
+
+
+def npy(array):
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
+
+
+def png(pixels):
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def flat(value, size=(8, 8)):
+    """Return the pixels of a picture of one value, by which it is known again."""
+    return np.full((*size, 3), value, np.uint8)
+
+
+def write_tar(file, values, *, labels=True, contexts=()):
+    """Write a shard of flat pictures, with the label value mod 4."""
+    with tarfile.open(file, "w") as tar:
+        for number, value in enumerate(values):
+            members = {"png": png(flat(value))}
+            if labels:
+                members["cls"] = b"%d" % (value % 4)
+            if len(contexts):
+                members["context.npy"] = npy(contexts[number])
+            for suffix, content in members.items():
+                info = tarfile.TarInfo(f"s{value:03d}.{suffix}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+
+
+def picture_table(values, size=(8, 8), **columns):
+    """Return a table of flat pictures, with the class value mod 3."""
+    kinds = {
+        "picture": datasets.Image(),
+        "kind": datasets.ClassLabel(names=["ant", "bee", "cat"]),
+    }
+    rows = {
+        "picture": [Image.fromarray(flat(value, size)) for value in values],
+        "kind": [value % 3 for value in values],
+    }
+    for name, (kind, column) in columns.items():
+        kinds[name], rows[name] = kind, column
+    return datasets.Dataset.from_dict(rows, features=datasets.Features(kinds))
+
+
+def values_of(*parts):
+    """Return the values of flat pictures, in order."""
+    return [int(part[i][0][0, 0, 0]) for part in parts if part for i in range(len(part))]
+
+
+def image_data(num_train=11, num_held_out=5, channels=3, size=8):
+    """Return random images, labels 0 … 3."""
+
+    def part(count, seed):
+        generator = torch.Generator().manual_seed(seed)
+        images = torch.randint(0, 256, (count, channels, size, size), generator=generator)
+        return ArrayDataset(images.to(torch.uint8), torch.arange(count) % 4)
+
+    held_out = part(num_held_out, 1) if num_held_out else None
+    return ImageData("made", part(num_train, 0), held_out, (size, size), channels, 4, tuple("abcd"))
+
+
+class WithContexts(torch.utils.data.Dataset):
+    """Images of a part with contexts float32 [n, T, S]."""
+
+    def __init__(self, part, contexts):
+        self.part, self.contexts = part, contexts
+
+    def __len__(self):
+        return len(self.part)
+
+    def __getitem__(self, index):
+        return self.part[index][0], self.contexts[index]
+
+
+def with_contexts(num_train=24, num_held_out=6):
+    """Return random images of 8x8, each with a context."""
+    plain = image_data(num_train, num_held_out)
+    parts = [
+        WithContexts(part, torch.stack([filled(one) for one in made_contexts(len(part), seed)]))
+        for seed, part in enumerate((plain.train, plain.held_out))
+    ]
+    return ImageData("made", *parts, (8, 8), 3, 0, (), context=SHAPE)
+
+
+class Stub:
+    """An autoencoder with a posterior: the mean of 2x2 pixels, and that less 2 as its logvar."""
+
+    name, kind, sha256, latent_channels = "stub/vae", "AutoencoderKL", "5" * 64, 3
+    has_posterior = True
+    network = torch.nn.Linear(1, 1)
+    facts: ClassVar = {
+        "class": kind, "name": name, "sha256": sha256, "latent_channels": 3, "scaling_factor": 0.5,
+        "shift_factor": 0.25,
+    }  # fmt: skip
+
+    def to(self, device):
+        return self
+
+    def encode(self, x):
+        mean = torch.nn.functional.avg_pool2d(x, 2)
+        return mean, mean - 2
+
+    def decode(self, z):
+        return z.repeat_interleave(2, -1).repeat_interleave(2, -2)
+
+
+def write_latents(folder, data=None, **options):
+    """Encode `data` by the stub: [3,4,4] a picture of 8x8; return the folder."""
+    config = EncodingConfig(**{"content": "mode", "batch_size": 4, "part_size": 10, **options})
+    assert encode(data or with_contexts(), Stub(), folder, config)
+    return folder

@@ -1,0 +1,170 @@
+"""Data in memory: digits, npz, Fashion-MNIST and CIFAR-10 as published."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.published_files import write_cifar10, write_fashion_mnist
+from tread_zoo.registry import create
+
+FASHION = Path(__file__).parents[2].parent / "shared" / "data" / "fashion_mnist.npz"
+
+
+def images_of(*shape):
+    return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+
+
+def save(tmp_path, **arrays):
+    np.savez(tmp_path / "set.npz", **arrays)
+    return str(tmp_path / "set.npz")
+
+
+def test_digits_are_scikit_learns():
+    from sklearn.datasets import load_digits
+
+    data = create("data", "digits")
+    assert (data.name, data.image_size, data.channels) == ("digits", (8, 8), 1)
+    assert data.num_classes == len(data.class_names) == 10
+    assert (len(data.train), len(data.held_out)) == (1438, 359)
+    assert data.held_out.labels.bincount().min() >= 35
+    whole = create("data", "digits", held_out=0.0)
+    assert whole.held_out is None
+    back = whole.train.images.squeeze(1).double() * 16 / 255
+    assert torch.equal(back.round(), torch.from_numpy(load_digits().images))
+
+
+def test_npz_with_its_own_test_part(tmp_path):
+    x, y = images_of(12, 6, 5), np.arange(12) % 3
+    path = save(tmp_path, x_train=x, y_train=y, x_test=x[:4], y_test=y[:4])
+    data = create("data", "npz", path=path)
+    assert (data.name, data.image_size, data.channels) == ("set.npz", (6, 5), 1)
+    assert data.class_names == ("0", "1", "2")
+    assert torch.equal(data.train.images.squeeze(1), torch.from_numpy(x))
+    assert data.train.labels.tolist() == y.tolist()
+    assert torch.equal(data.held_out.images.squeeze(1), torch.from_numpy(x[:4]))
+
+
+@pytest.mark.parametrize("keys", [("images", "labels"), ("arr_0", "arr_1"), ("pics", "kinds")])
+def test_npz_names_split_and_dropped_labels(tmp_path, keys):
+    path = save(tmp_path, **{keys[0]: images_of(40, 6, 6), keys[1]: np.arange(40)[:, None] % 2})
+    given = dict(zip(("images_key", "labels_key"), keys, strict=True)) if "pics" in keys else {}
+    data = create("data", "npz", path=path, **given)
+    assert (len(data.train), len(data.held_out), data.num_classes) == (36, 4, 2)
+    bare = create("data", "npz", path=path, num_classes=0, **given)
+    assert (bare.num_classes, bare.class_names, bare.train.labels.unique().tolist()) == (0, (), [0])
+    assert create("data", "npz", path=path, num_classes=5, **given).num_classes == 5
+    unlabelled = create("data", "npz", path=save(tmp_path, images=images_of(10, 6, 6)))
+    assert unlabelled.num_classes == 0
+
+
+def test_npz_channels_first_and_last_and_padding(tmp_path):
+    x = images_of(10, 6, 5, 3)
+    last = create("data", "npz", path=save(tmp_path, images=x), held_out=0.0)
+    path = save(tmp_path, images=x.transpose(0, 3, 1, 2))
+    first = create("data", "npz", path=path, held_out=0.0)
+    assert (last.image_size, last.channels) == ((6, 5), 3)
+    assert torch.equal(last.train.images, first.train.images)
+    padded = create("data", "npz", path=path, pad_to=[8, 9], held_out=0.0).train.images
+    assert torch.equal(padded[:, :, 1:7, 2:7], first.train.images)
+    assert (padded.shape[2:], int(padded.long().sum())) == ((8, 9), x.astype(int).sum())
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options"),
+    [
+        ({"images": images_of(10, 6, 6) / 255}, {}),
+        ({"images": images_of(5, 7, 6, 5)}, {}),
+        ({"images": images_of(5, 3, 6, 3)}, {}),
+        ({"images": images_of(10, 6, 6), "labels": np.arange(10) - 1}, {}),
+        ({"images": images_of(10, 6, 6), "labels": np.arange(9)}, {}),
+        ({"images": images_of(10, 6, 6), "labels": np.arange(10)}, {"num_classes": 5}),
+        ({"images": images_of(10, 6, 6)}, {"num_classes": 5}),
+        ({"pics": images_of(10, 6, 6)}, {}),
+        ({"images": images_of(10, 6, 6)}, {"pad_to": 5}),
+        ({"images": images_of(10, 6, 6)}, {"held_out": 1.5}),
+        ({"images": np.array([{}])}, {}),
+    ],
+)
+def test_npz_refuses_what_would_train_wrongly(tmp_path, arrays, options):
+    with pytest.raises(ValueError, match=r"set\.npz|held_out|pad_to|labels"):
+        create("data", "npz", path=save(tmp_path, **arrays), **options)
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.02, 0.5, 0.95])
+def test_an_npz_that_is_cut_short_is_named(tmp_path, keep):
+    file = Path(save(tmp_path, images=images_of(50, 16, 16)))
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * keep)])
+    with pytest.raises(ValueError, match=r"set\.npz"):
+        create("data", "npz", path=str(file))
+
+
+def test_classes_without_images_are_remarked_on(tmp_path, caplog):
+    path = save(tmp_path, images=images_of(10, 6, 6), labels=np.arange(10) % 3 + 1)
+    with caplog.at_level(logging.WARNING):
+        data = create("data", "npz", path=path, held_out=0.0)
+    assert data.num_classes == 4
+    assert "1 of 4 classes have no image (0)" in caplog.text
+
+
+def test_fashion_mnist_padded_unlabelled_and_split(tmp_path):
+    x, y, test_x, test_y = write_fashion_mnist(tmp_path)
+    data = create("data", "fashion_mnist", path=str(tmp_path))
+    assert (data.image_size, data.channels, data.class_names[9]) == ((28, 28), 1, "Ankle boot")
+    for part, images, labels in ((data.train, x, y), (data.held_out, test_x, test_y)):
+        assert torch.equal(part.images[:, 0], torch.from_numpy(images))
+        assert part.labels.tolist() == labels.tolist()
+    given = {"pad_to": 32, "num_classes": 0, "held_out": 0.25}
+    data = create("data", "fashion_mnist", path=str(tmp_path), **given)
+    assert (data.image_size, data.num_classes, data.class_names) == ((32, 32), 0, ())
+    assert (len(data.train), len(data.held_out)) == (30, 10)  # the test part is left alone
+    together = torch.cat([data.train.images, data.held_out.images])
+    assert int(together.long().sum()) == int(x.astype(np.int64).sum())
+    with pytest.raises(ValueError, match="num_classes=7"):
+        create("data", "fashion_mnist", path=str(tmp_path), num_classes=7)
+
+
+@pytest.mark.parametrize("inside", ["", "cifar-10-binary.tar.gz"])
+def test_cifar10_is_what_was_written(tmp_path, inside):
+    records = write_cifar10(tmp_path)
+    train = np.concatenate([records[f"data_batch_{n}"] for n in range(1, 6)])
+    data = create("data", "cifar10", path=str(tmp_path / inside))
+    assert (data.image_size, data.channels, data.class_names[6]) == ((32, 32), 3, "frog")
+    assert data.train.labels.tolist() == train[:, 0].tolist()
+    # Red plane first, raster order: the pixel (row 2, column 5) of the green plane.
+    assert data.train.images[3, 1, 2, 5] == train[3, 1 + 1024 + 2 * 32 + 5]
+    assert data.held_out.labels.tolist() == records["test_batch"][:, 0].tolist()
+
+
+def test_what_is_downloaded_is_whole_or_not_there(tmp_path, monkeypatch):
+    """A copy of a small archive stands for the network."""
+    import torchvision.datasets.utils as utils
+
+    write_cifar10(tmp_path)
+    content = (tmp_path / "cifar-10-binary.tar.gz").read_bytes()
+    monkeypatch.setenv("TREAD_ZOO_CACHE", str(tmp_path / "cache"))
+
+    def download(url, root, filename, md5):
+        (Path(root) / filename).write_bytes(content)
+        if len(content) < 1000:
+            raise RuntimeError("File not found or corrupted.")
+
+    monkeypatch.setattr(utils, "download_url", download)
+    whole, content = content, content[:500]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="corrupted"):
+            create("data", "cifar10")
+    content = whole
+    assert len(create("data", "cifar10").train) == 20
+    monkeypatch.setattr(utils, "download_url", None)  # it is there by now
+    assert len(create("data", "cifar10").train) == 20
+
+
+@pytest.mark.skipif(not FASHION.exists(), reason="shared/data/fashion_mnist.npz is absent")
+def test_the_real_fashion_mnist():
+    data = create("data", "npz", path=str(FASHION), pad_to=32)
+    assert (len(data.train), len(data.held_out)) == (60000, 10000)
+    assert (data.image_size, data.channels, data.num_classes) == ((32, 32), 1, 10)

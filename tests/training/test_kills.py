@@ -1,0 +1,77 @@
+"""A run that is killed at random moments and resumed ends as one that never was, to the bit."""
+
+import logging
+import multiprocessing
+import random
+import time
+
+import pytest
+
+from tests.processes import PRELOADED
+from tests.small_run import train_small
+from tests.training.test_resume import assert_same_end
+from tread_zoo.training.checkpoints import find_checkpoint, has_checkpoints
+from tread_zoo.training.trackers import read_metrics
+
+OPTIONS = (
+    "training.num_steps=150", "training.checkpoint_every=4", "training.log_every=5",
+    "evaluation.num_images=1", "training.horizontal_flip=true",
+)  # fmt: skip
+
+
+def _train(folder, *overrides):
+    import torch
+
+    torch.set_num_threads(1)
+    logging.disable()
+    train_small(folder, *OPTIONS, *overrides, "resume=latest")
+
+
+def start(*arguments):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=_train, args=arguments)
+    process.start()
+    return process
+
+
+def kill_at_random(folder, overrides, rounds, seed):
+    """Start, wait for a checkpoint and a moment, SIGKILL, and again; then train to the end."""
+    generator = random.Random(seed)
+    for _ in range(rounds):
+        before = find_checkpoint(folder).step if has_checkpoints(folder) else 0
+        process = start(folder, *overrides)
+        ahead = before + 4 * generator.randint(0, 1)
+        deadline = time.monotonic() + 120
+        while process.is_alive() and time.monotonic() < deadline:
+            names = [path.name for path in folder.glob("checkpoints/step_*")]
+            if names and int(max(names)[5:]) > ahead:
+                break
+            time.sleep(0.002)
+        time.sleep(generator.uniform(0, 0.06))
+        process.kill()
+        process.join()
+        assert has_checkpoints(folder)
+        find_checkpoint(folder / "checkpoints" / max(p.name for p in folder.glob("checkpoints/s*")))
+    process = start(folder, *overrides)
+    process.join(300)
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rounds"),
+    [
+        (("objective=flow",), 3),
+        pytest.param(("objective=flow",), 20, marks=pytest.mark.slow),
+        pytest.param(("objective=edm", "backbone=mamba"), 20, marks=pytest.mark.slow),
+    ],
+)
+def test_kills_change_nothing(tmp_path, overrides, rounds):
+    unbroken = train_small(tmp_path / "unbroken", *OPTIONS, *overrides)
+    kill_at_random(tmp_path / "broken", overrides, rounds, seed=rounds)
+    assert_same_end(unbroken, tmp_path / "broken")
+    steps = [
+        [row["step"] for row in read_metrics(folder) if "loss" in row]
+        for folder in (unbroken, tmp_path / "broken")
+    ]
+    assert steps[0] == steps[1]

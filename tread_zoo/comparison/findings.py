@@ -1,0 +1,393 @@
+"""What the numbers of runs say: settings, which is best at equal budgets, and where routing pays.
+
+A setting is the runs that differ in seed alone. A difference between two settings is settled where
+every seed that both have shows it, two at least. Budgets are equal at the smallest that any run
+spent: what the others had by then is read off their curves, straight between the measured points.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tread_zoo.comparison.figures import si, words
+from tread_zoo.registry import available, get_entry
+
+HELD_OUT = "held_out_loss"
+SAME = 0.01  # budgets that differ by less are equal
+BUDGETS = {"steps": "step", "flops": "flops", "seconds": "seconds"}  # of runs -> of curves
+NAMES = {"steps": "steps", "flops": "FLOPs", "seconds": "seconds"}
+COSTS = {
+    "parameters": "parameters",
+    "flops": "training FLOPs",
+    "flops_of_dense": "FLOPs of dense",
+    "flops_per_sample": "FLOPs per sample",
+    "seconds": "seconds",
+    "images_per_s": "images/s",
+}
+
+Table = tuple[list[str], list[list[str]]]  # header, rows
+Measured = tuple[str, float, Mapping[Any, float]]  # metric, budget, values by row
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Runs that differ in their seed alone.
+
+    Args:
+        label: what tells it from the others, in words.
+        backbone: its name.
+        is_dense: whether it was trained without routes.
+        choices: the settings in which the runs of the table differ.
+        runs: its rows.
+    """
+
+    label: str
+    backbone: str
+    is_dense: bool
+    choices: Mapping[str, Any]
+    runs: pd.DataFrame
+
+    def dense_of(self, settings: "Sequence[Setting]") -> "Setting | None":
+        """Return the dense setting that this routed one compares with: of the same backbone, and
+        alike in all in which the dense ones of it differ."""
+        if self.is_dense:
+            return None
+        dense = [s for s in settings if s.is_dense and s.backbone == self.backbone]
+        varied = [k for k in self.choices if len({repr(s.choices[k]) for s in dense}) > 1]
+        alike = [s for s in dense if all(s.choices[k] == self.choices[k] for k in varied)]
+        return alike[0] if len(alike) == 1 else None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one setting lies from another, relative to it, for each seed that both have."""
+
+    values: Sequence[float]
+    better: str
+
+    @property
+    def verdict(self) -> str:
+        """better, worse, equal or not settled."""
+        sign = 1 if self.better == "higher" else -1
+        if all(value == 0 for value in self.values):
+            return "equal"
+        for word, way in (("better", sign), ("worse", -sign)):
+            if len(self.values) > 1 and all(way * value > 0 for value in self.values):
+                return word
+        return "not settled"
+
+    def __str__(self) -> str:
+        low, high = (f"{100 * v:+.1f}" for v in (min(self.values), max(self.values)))
+        alone = ", one seed" if len(self.values) == 1 else ""
+        spread = f", {low} … {high}" if low != high else alone
+        return f"{100 * statistics.fmean(self.values):+.1f} %{spread}"
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that a report says.
+
+    Args:
+        runs: the rows that are compared.
+        settings: the same, by setting.
+        metrics: scores that compare, `main` the one of the first screen.
+        by_sample: the rows are several scores of each run, as of guidances, and what they cost is
+            that of a sample.
+        headline: sentences.
+        scores, pairs: tables of the settings, and of routed ones against dense.
+        notes: what is to be known beside the numbers.
+    """
+
+    runs: pd.DataFrame
+    settings: Sequence[Setting]
+    metrics: Sequence[str]
+    main: str
+    by_sample: bool
+    headline: Sequence[str]
+    scores: Table
+    pairs: Table
+    notes: Sequence[str]
+
+
+def find(
+    runs: pd.DataFrame,
+    curves: pd.DataFrame,
+    metric: str | None = None,
+    failed: Mapping[str, str] | None = None,
+) -> Findings:
+    """Return what runs say; see `write_report`."""
+    ended = runs[runs.ended] if len(runs) else runs
+    if not len(ended):
+        raise ValueError("No run has been scored: there is nothing to compare.")
+    again = ended.astype(str).duplicated([*ended.attrs["settings"], "seed"])
+    repeated, ended = ended[again], ended[~again]
+    metrics, notes = comparable_metrics(ended)
+    if metric is not None and metric not in metrics:
+        raise ValueError(f"compare.metric={metric} must be one of {', '.join(metrics)}.")
+    notes += [f"{name} failed: {reason}" for name, reason in (failed or {}).items()]
+    notes += [f"{name} has the settings and seed of another run." for name in repeated.folder]
+    going = runs[~runs.ended].itertuples()
+    notes += [f"{run.folder} is at step {run.steps}, not scored." for run in going]
+    main = metric or metrics[0]
+    settings = group_settings(ended)
+    pairs: Table = ([], [])
+    by_sample = bool(ended.folder.duplicated().any())
+    if by_sample:
+        headline = best_by_sample(settings, main)
+    else:
+        pairs, paying = routing_table(settings, curves, main)
+        headline = [*best_settings(settings, ended, curves, main), *paying]
+    scores = scores_table(settings, metrics)
+    return Findings(ended, settings, metrics, main, by_sample, headline, scores, pairs, notes)
+
+
+def direction(metric: str) -> str | None:
+    """Return whether a metric is better `lower` or `higher`, None if that is not known."""
+    if metric in available("metric"):
+        return get_entry("metric", metric).facts.get("better")
+    return "lower" if metric.endswith("loss") else None
+
+
+def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
+    """Return the scores that all runs have by one protocol, and notes on those that they do not.
+
+    What was sampled by (sampler, guidance) may differ: it is a setting, and shown. What concerns
+    the held-out loss alone begins with `held_out`.
+
+    Raises:
+        ValueError: no score is left.
+    """
+    protocols = [flat(protocol or {}) for protocol in runs.protocol]
+    different = [
+        key
+        for key in dict.fromkeys(key for own in protocols for key in own)
+        if len({repr(own.get(key)) for own in protocols}) > 1
+        and key.partition(".")[0] not in ("step", "sampling", "sampler", "guidance")
+    ]
+    of_loss = [key for key in different if key.startswith(("held_out", "data"))]
+    of_samples = [key for key in different if not key.startswith("held_out")]
+    notes = [
+        f"{what} not compared: the runs differ in {', '.join(keys)}."
+        for what, keys in (("Held-out losses are", of_loss), ("Scores of samples are", of_samples))
+        if keys
+    ]
+    metrics = []
+    for name in runs.attrs["metrics"]:
+        barred = of_loss if name == HELD_OUT else of_samples
+        if direction(name) and not barred and runs[name].notna().all():
+            metrics.append(name)
+    if not metrics:
+        raise ValueError(" ".join(["The runs have no score in common.", *notes]))
+    return sorted(metrics, key=lambda name: name == HELD_OUT), notes
+
+
+def group_settings(runs: pd.DataFrame) -> list[Setting]:
+    """Return the settings, in the order in which they first come."""
+    fields = runs.attrs["settings"]
+    keys = [tuple(repr(v) for v in row) for row in runs[fields].itertuples(index=False)]
+    parts = list(zip(runs.backbone, runs.routing, strict=True))
+    extra = [
+        field
+        for field in fields
+        if field not in ("backbone", "routing")
+        and any(
+            len({repr(v) for v, p in zip(runs[field], parts, strict=True) if p == part}) > 1
+            for part in set(parts)
+        )
+    ]
+    settings = []
+    for key in dict.fromkeys(keys):
+        rows = runs[[k == key for k in keys]]
+        first = rows.iloc[0]
+        more = [f"{f.rpartition('.')[2]} {first[f]}" for f in extra if pd.notna(first[f])]
+        is_dense = first.routing == "none"
+        label = ", ".join([f"{first.backbone} {'dense' if is_dense else first.routing}", *more])
+        choices = {f: first[f] for f in fields if not f.startswith(("backbone", "routing"))}
+        choices |= {f: first[f] for f in fields if f.startswith("backbone.")}
+        settings.append(Setting(label, first.backbone, is_dense, choices, rows))
+    return settings
+
+
+def values_at_equal(
+    runs: pd.DataFrame, curves: pd.DataFrame, metric: str, axis: str
+) -> tuple[float, dict[Any, float]] | None:
+    """Return the smallest budget that any run spent, and each run's value when it had spent that,
+    by its row; None where it was not measured, or seconds are of several machines.
+
+    Args:
+        runs, curves: of `read_runs` and `read_curves`.
+        metric: a score.
+        axis: steps, flops or seconds.
+    """
+    spent = runs[axis]
+    if spent.isna().any() or (axis == "seconds" and runs.machine.nunique() > 1):
+        return None
+    budget = spent.min()
+    if spent.max() <= budget * (1 + SAME):
+        return budget, runs[metric].to_dict()
+    for source in ("score", "log"):
+        values = {}
+        for run in runs.itertuples():
+            own = curves[
+                (curves.folder == run.folder)
+                & (curves.source == source)
+                & (curves.metric == metric)
+            ].sort_values("step")
+            x = own[BUDGETS[axis]].to_numpy()
+            if len(x) and x[0] <= budget <= x[-1] * (1 + SAME):
+                values[run.Index] = float(np.interp(budget, x, own.value))
+        if len(values) == len(runs):
+            return budget, values
+    return None
+
+
+def best_settings(
+    settings: Sequence[Setting], runs: pd.DataFrame, curves: pd.DataFrame, metric: str
+) -> list[str]:
+    """Return a sentence for each budget: which setting is best when all have spent the same, and
+    from which others it is not told apart by the seeds."""
+    if len(settings) < 2:
+        return []
+    lines = []
+    for axis, name in NAMES.items():
+        measured = _first_measured(runs, curves, metric, axis)
+        if measured is None:
+            continue
+        used, budget, values = measured
+        by_label = {s.label: [values[row] for row in s.runs.index] for s in settings}
+        sign = -1 if direction(used) == "higher" else 1
+        order = sorted(by_label, key=lambda label: sign * statistics.fmean(by_label[label]))
+        best, *others = order
+        worst = max(sign * v for v in by_label[best])
+        near = [o for o in others if min(sign * v for v in by_label[o]) <= worst]
+        single = min(map(len, by_label.values())) < 2
+        text = f"At equal {name} ({si(budget)}): {best} has the best {words(used)}, "
+        text += _mean(by_label[best])
+        if single:
+            text += f"; next {others[0]}, {_mean(by_label[others[0]])}. One seed: not settled."
+        elif near:
+            more = f" and {len(near) - 3} more" if len(near) > 3 else ""
+            listed = ", ".join(f"{o} {_mean(by_label[o])}" for o in near[:3])
+            text += f"; not settled against {listed}{more}."
+        else:
+            text += f"; next {others[0]}, {_mean(by_label[others[0]])}. Settled."
+        lines.append(text)
+    return lines
+
+
+def best_by_sample(settings: Sequence[Setting], metric: str) -> list[str]:
+    """Return a sentence for each setting that no cheaper one reaches, by FLOPs per sample."""
+    sign = -1 if direction(metric) == "higher" else 1
+    means = [(s.runs.flops_per_sample.mean(), sign * s.runs[metric].mean(), s) for s in settings]
+    lines, best = [], math.inf
+    for cost, value, setting in sorted(means, key=lambda row: row[:2]):
+        if value < best:
+            best = value
+            text = f"From {si(cost)} FLOPs per sample: {setting.label} has the best {words(metric)}"
+            lines.append(f"{text}, {_mean(setting.runs[metric])}.")
+    return lines
+
+
+def routing_table(
+    settings: Sequence[Setting], curves: pd.DataFrame, metric: str
+) -> tuple[Table, list[str]]:
+    """Return routed settings against their dense ones at equal steps, FLOPs and seconds, and a
+    sentence that says for which of them routing pays."""
+    rows, verdicts = [], dict[str, dict[str, list[str]]]()
+    for setting in settings:
+        dense = setting.dense_of(settings)
+        if dense is None:
+            continue
+        row = [setting.label, f"{setting.runs.flops_of_dense.mean():.2f}"]
+        for axis, name in NAMES.items():
+            runs = pd.concat([dense.runs, setting.runs])
+            measured = _first_measured(runs, curves, metric, axis)
+            difference = measured and _difference(dense, setting, measured)
+            if not measured or not difference:
+                row.append("not measured")
+                continue
+            used = f"{words(measured[0])} " if measured[0] != metric else ""
+            row.append(f"{used}{difference.verdict}: {difference}")
+            if axis != "steps":
+                by = f"{words(measured[0])} at equal {name}"
+                text = f"{setting.label} ({difference})"
+                verdicts.setdefault(by, {}).setdefault(difference.verdict, []).append(text)
+        rows.append(row)
+    says = {"better": "pays for", "worse": "does not pay for", "equal": "makes no difference for",
+            "not settled": "is not settled for"}  # fmt: skip
+    lines = [
+        f"Routing, by {by}: "
+        + "; ".join(f"{says[word]} {_and(found[word])}" for word in says if word in found)
+        + "."
+        for by, found in verdicts.items()
+    ]
+    if rows and not any(by.endswith("FLOPs") for by in verdicts):
+        lines += ["Whether routing pays at equal FLOPs was not measured: set training.score_every."]
+    header = ["routed against dense", "FLOPs of dense", *(f"at equal {n}" for n in NAMES.values())]
+    return (header, rows), lines
+
+
+def scores_table(settings: Sequence[Setting], metrics: Sequence[str]) -> Table:
+    """Return a row for each setting, mean ± standard deviation over its seeds, and one for real
+    images where they were scored."""
+    runs = pd.concat([setting.runs for setting in settings])
+    costs = [name for name in COSTS if runs[name].notna().any()]
+    costs = [c for c in costs if c != "flops_per_sample" or runs[c].nunique() > 1]
+    rows = [
+        [s.label, str(len(s.runs)), *(_mean(s.runs[name].dropna()) for name in (*metrics, *costs))]
+        for s in settings
+    ]
+    real = {m: runs[f"real_{m}"].dropna() for m in metrics if f"real_{m}" in runs}
+    if any(map(len, real.values())):
+        values = [_mean(real[m].unique()[:1]) if m in real else "" for m in metrics]
+        rows.append(["real images", "", *values, *[""] * len(costs)])
+    arrows = {"lower": "↓", "higher": "↑"}
+    titles = [f"{words(m)} {arrows[direction(m) or 'lower']}" for m in metrics]
+    return ["setting", "runs", *titles, *(COSTS[c] for c in costs)], rows
+
+
+def _first_measured(
+    runs: pd.DataFrame, curves: pd.DataFrame, metric: str, axis: str
+) -> Measured | None:
+    """Return the metric, or else the held-out loss, at an equal budget."""
+    for name in dict.fromkeys((metric, HELD_OUT)):
+        found = values_at_equal(runs, curves, name, axis) if name in runs else None
+        if found and all(map(math.isfinite, found[1].values())):
+            return name, *found
+    return None
+
+
+def _difference(dense: Setting, routed: Setting, measured: Measured) -> Difference | None:
+    metric, _, values = measured
+    first, second = (
+        {seed: values[row] for row, seed in s.runs.seed.items()} for s in (dense, routed)
+    )
+    relative = [second[seed] / first[seed] - 1 for seed in first if seed in second]
+    return Difference(relative, direction(metric) or "lower") if relative else None
+
+
+def _mean(values: Any) -> str:
+    """Return mean ± standard deviation as text; "" of no values."""
+    listed = [float(value) for value in values]
+    if not listed:
+        return ""
+    std = statistics.stdev(listed) if len(listed) > 1 else 0.0
+    return si(statistics.fmean(listed)) + (f" ± {si(float(f'{std:.2g}'))}" if std else "")
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def flat(protocol: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one, with dots in its keys."""
+    entries: dict[str, Any] = {}
+    for key, value in protocol.items():
+        nested = isinstance(value, Mapping)
+        entries |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return entries

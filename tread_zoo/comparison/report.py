@@ -1,0 +1,143 @@
+"""The report of a comparison: CSV, markdown and one HTML page that needs no other file."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from tread_zoo.comparison.figures import as_png, as_svg, draw_curve, draw_quality, looks, words
+from tread_zoo.comparison.findings import Findings, Setting, direction, find, flat
+
+MARKS = {"-": "━━━", "--": "╍╍╍", ":": "┈┈┈", "-.": "━╍━"}
+
+
+def write_report(
+    runs: pd.DataFrame,
+    curves: pd.DataFrame,
+    out: Path,
+    *,
+    title: str,
+    command: str = "",
+    metric: str | None = None,
+    failed: Mapping[str, str] | None = None,
+) -> str:
+    """Write `index.html`, `report.md`, `results.csv`, `curves.csv` and `quality.png` to the folder
+    `out`, and return the markdown.
+
+    Args:
+        runs, curves: of `read_runs` and `read_curves`.
+        out: folder.
+        title: first line.
+        command: what made the runs, or "".
+        metric: what the first screen is about; None takes the first score that all runs have.
+        failed: why runs have no row, by name.
+
+    Raises:
+        ValueError: no run was scored, or the runs have no score that compares.
+    """
+    found = find(runs, curves, metric, failed)
+    out.mkdir(parents=True, exist_ok=True)
+    real = found.runs.get(f"real_{found.main}", pd.Series(dtype=float)).dropna()
+    quality = draw_quality(
+        found.settings,
+        found.main,
+        direction(found.main) or "lower",
+        "flops_per_sample" if found.by_sample else "flops",
+        real.iloc[0] if len(real) else None,
+    )
+    as_png(quality, out / "quality.png")
+    runs.drop(columns=["protocol", "samples"]).to_csv(out / "results.csv", index=False)
+    curves.to_csv(out / "curves.csv", index=False)
+    about = {"title": title, "subtitle": _count(found), "command": command}
+    text = _markdown(about, found)
+    (out / "report.md").write_text(text)
+    style = looks(found.settings)
+    page = _render(
+        **about,
+        findings=found,
+        quality=as_svg(quality, f"{words(found.main)} against FLOPs"),
+        samples={} if found.by_sample else _samples(found.settings),
+        figures=[] if found.by_sample else _curve_figures(found, curves),
+        legend=[(label, colour, MARKS.get(str(d), "━ ━")) for label, (colour, d) in style.items()],
+        machines=list(dict.fromkeys(found.runs.machine.dropna())),
+        protocol=flat(found.runs.protocol.iloc[0] or {}),
+    )
+    (out / "index.html").write_text(page)
+    return text
+
+
+def _count(findings: Findings) -> str:
+    settings, runs = findings.settings, findings.runs
+    backbones, data = {s.backbone for s in settings}, " and ".join(sorted(set(runs.data)))
+    counts = [(len(settings), "setting"), (len(backbones), "backbone"), (len(runs), "run")]
+    first, second, third = (f"{n} {word}{'s' * (n != 1)}" for n, word in counts)
+    return f"{first} of {second}, {third}, on {data}"
+
+
+def _samples(settings: Sequence[Setting]) -> dict[str, Any]:
+    """Return the pictures of the first seed that all settings have, and of real images if a run
+    has them."""
+    seeds = [set(setting.runs.seed) for setting in settings]
+    common = set.intersection(*seeds)
+    pictures, real = [], None
+    for setting in settings:
+        runs = setting.runs.sort_values("seed")
+        rows = runs[runs.seed == min(common)] if common else runs
+        path = rows.samples.iloc[0]
+        if path and Path(path).exists():
+            pictures.append((setting.label, _embed(Path(path))))
+            beside = Path(path).with_name("real.png")
+            real = real or (_embed(beside) if beside.exists() else None)
+    seed = f"seed {min(common)}" if common else "each setting's first seed"
+    return {"seed": seed, "pictures": ([("real images", real)] if real else []) + pictures}
+
+
+def _embed(path: Path) -> str:
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+
+
+def _curve_figures(findings: Findings, curves: pd.DataFrame) -> list[tuple[str, list[str]]]:
+    """Return (metric, its figures against steps, FLOPs and seconds) of all that every run measured
+    more than once on its way."""
+    labels = {"step": "steps", "flops": "training FLOPs", "seconds": "seconds of training steps"}
+    if findings.runs.machine.nunique() > 1:
+        del labels["seconds"]  # of several clocks
+    figures: dict[str, list[str]] = {}
+    of_runs = curves[curves.folder.isin(findings.runs.folder)]
+    for source in ("score", "log"):
+        for metric in findings.metrics:
+            own = of_runs[(of_runs.metric == metric) & (of_runs.source == source)]
+            counts = own.groupby("folder").step.nunique()
+            if words(metric) in figures or len(counts) < len(findings.runs) or counts.min() < 2:
+                continue
+            figures[words(metric)] = [
+                as_svg(draw_curve(findings.settings, own, metric, x, label), f"{metric} by {x}")
+                for x, label in labels.items()
+                if own[x].notna().all()
+            ]
+    return list(figures.items())
+
+
+def _render(**context: Any) -> str:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("tread_zoo.comparison", "")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined,
+                              trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+    return environment.get_template("page.html.jinja").render(**context)
+
+
+def _markdown(about: Mapping[str, str], findings: Findings) -> str:
+    lines = [f"# {about['title']}", "", f"{about['subtitle']}.", ""]
+    lines += [f"- {text}" for text in findings.headline]
+    lines += ["", "![quality against FLOPs](quality.png)", ""]
+    for header, rows in (findings.scores, findings.pairs):
+        if rows:
+            table = (header, ["---"] * len(header), *rows)
+            lines += [*("| " + " | ".join(cells) + " |" for cells in table), ""]
+    lines += [f"- {note}" for note in findings.notes]
+    if about["command"]:
+        lines += ["", "```bash", about["command"], "```"]
+    return "\n".join(lines).rstrip() + "\n"

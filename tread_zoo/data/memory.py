@@ -1,0 +1,262 @@
+"""Images that lie in memory: digits, one .npz file, Fashion-MNIST, CIFAR-10.
+
+N images, C channels, H height, W width.
+"""
+
+import os
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field, NonNegativeInt, PositiveInt
+from torch import Tensor
+
+from tread_zoo.data.dataset import ArrayDataset, ImageData
+from tread_zoo.data.split import check_labels, split_parts
+from tread_zoo.registry import register
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Side = PositiveInt | tuple[PositiveInt, PositiveInt] | None
+_KEYS = (("x_train", "y_train"), ("images", "labels"), ("arr_0", "arr_1"))  # the last as ADM's
+_CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+_CIFAR10_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
+_CIFAR10_NAMES = "airplane automobile bird cat deer dog frog horse ship truck"
+
+
+@register("data", "digits", num_steps=800)
+def digits(held_out: Fraction = 0.2) -> ImageData:
+    """Return scikit-learn's 1797 digits, 8x8 grey, 10 classes.
+
+    The stored values 0 … 16 become 0 … 255 by rounding v * 255 / 16.
+
+    Args:
+        held_out: the fraction split off, the same images in every run.
+    """
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    values = torch.from_numpy(bunch.images).to(torch.float64)
+    images = (values * (255 / 16)).round().to(torch.uint8).unsqueeze(1)
+    labels = torch.from_numpy(bunch.target).to(torch.int64)
+    return _in_memory("digits", [(images, labels)], held_out, 10)
+
+
+@register("data", "npz")
+def npz(
+    path: str,
+    images_key: str | None = None,
+    labels_key: str | None = None,
+    pad_to: Side = None,
+    held_out: Fraction = 0.1,
+    num_classes: NonNegativeInt | None = None,
+) -> ImageData:
+    """Return the uint8 images of an .npz file, [N,H,W], [N,H,W,C] or [N,C,H,W].
+
+    Its arrays are `x_train`, `y_train`, `x_test`, `y_test` (the test part is held out), or
+    `images`, `labels`, or `arr_0`, `arr_1`. The labels may be absent.
+
+    Args:
+        path: of the file.
+        images_key, labels_key: other names; `images_key` alone means unlabelled.
+        pad_to: a side or (H, W); zeros are added around the centred image.
+        held_out: the fraction split off where the file has no test part of its own.
+        num_classes: the largest label + 1 unless given; 0 drops the labels.
+    """
+    file = Path(path).expanduser()
+    try:
+        archive = np.load(file, allow_pickle=False)
+        arrays = {name: archive[name] for name in archive.files}
+    except (zipfile.BadZipFile, zlib.error, EOFError, AttributeError, ValueError) as error:
+        raise ValueError(f"data.path={path!r} is no whole .npz file of numbers: {error}") from error
+    images_name, labels_name = images_key, labels_key
+    if images_key is None:
+        images_name, usual = next((k for k in _KEYS if k[0] in arrays), (None, None))
+        labels_name = labels_key or (usual if usual in arrays else None)
+    if images_name is None:
+        raise ValueError(
+            f"data.path={path!r} has the arrays {', '.join(arrays)}, none of "
+            f"{', '.join(name for name, _ in _KEYS)}: set data.images_key, data.labels_key."
+        )
+    pairs = [(images_name, labels_name)]
+    if images_name == "x_train" and "x_test" in arrays:
+        pairs.append(("x_test", "y_test" if labels_name else None))
+    parts = [
+        (
+            _as_images(arrays[x], f"data.path={path!r}: {x!r}"),
+            None if y is None else torch.from_numpy(arrays[y].astype(np.int64)).flatten(),
+        )
+        for x, y in pairs
+    ]
+    classes = num_classes
+    if parts[0][1] is None or num_classes == 0:
+        if num_classes:
+            raise ValueError(
+                f"data.num_classes={num_classes}, but data.path={path!r} has no labels."
+            )
+        parts, classes = [(images, None) for images, _ in parts], 0
+    own_test = len(parts) > 1
+    return _in_memory(
+        file.name,  # with its suffix: never mistaken for a built-in source
+        parts,
+        None if own_test else held_out,
+        classes,
+        pad_to=pad_to,
+    )
+
+
+@register("data", "fashion_mnist", num_steps=600)
+def fashion_mnist(
+    path: str | None = None,
+    pad_to: Side = None,
+    held_out: Fraction | None = None,
+    num_classes: NonNegativeInt | None = None,
+) -> ImageData:
+    """Return Fashion-MNIST, 28x28 grey, 10 kinds of clothes, as torchvision reads it.
+
+    Args:
+        path: the folder that has torchvision's FashionMNIST/raw; None is a cache folder, into which
+            30 MB are downloaded once.
+        pad_to: a side or (H, W); zeros are added around the centred image (32 suits patches of 4).
+        held_out: None holds out the set's own test part; a fraction splits that much off the
+            training part instead, and leaves the test part alone.
+        num_classes: 0 drops the labels.
+    """
+    from torchvision.datasets import FashionMNIST
+
+    root = cache_folder("fashion_mnist") if path is None else Path(path).expanduser()
+    with _locked(root) if path is None else nullcontext():
+        sets = [FashionMNIST(root, train=t, download=path is None) for t in (True, False)]
+    return _in_memory(
+        "fashion_mnist",
+        [(part.data.unsqueeze(1), part.targets) for part in sets],
+        held_out,
+        num_classes,
+        pad_to=pad_to,
+        class_names=tuple(sets[0].classes),
+    )
+
+
+@register("data", "cifar10", num_steps=400)
+def cifar10(
+    path: str | None = None,
+    held_out: Fraction | None = None,
+    num_classes: NonNegativeInt | None = None,
+) -> ImageData:
+    """Return CIFAR-10, 32x32 colour, 10 classes.
+
+    Its binary version is read: records of 1 label byte and 3072 pixel bytes (red, green, blue
+    plane, each in raster order). torchvision's own reader unpickles the Python version instead.
+
+    Args:
+        path: cifar-10-binary.tar.gz, or its folder; None is a cache folder, into which 170 MB are
+            downloaded once and compared with their MD5.
+        held_out, num_classes: as of `fashion_mnist`.
+    """
+    from torchvision.datasets.utils import download_url
+
+    folder = cache_folder("cifar10") if path is None else Path(path).expanduser()
+    file = folder if folder.is_file() else folder / _CIFAR10_URL.rpartition("/")[2]
+    if path is None:
+        with _locked(folder):
+            if not file.exists():
+                partial = f".{file.name}.partial"
+                download_url(_CIFAR10_URL, str(folder), partial, _CIFAR10_MD5)
+                (folder / partial).replace(file)
+    records: dict[str, np.ndarray] = {}
+    with tarfile.open(file) as archive:
+        for member in archive:
+            content = archive.extractfile(member) if member.name.endswith(".bin") else None
+            if content is not None:
+                records[Path(member.name).stem] = np.frombuffer(content.read(), np.uint8)
+    train = np.concatenate([records[f"data_batch_{number}"] for number in range(1, 6)])
+    parts = [
+        (
+            torch.from_numpy(part.reshape(-1, 3073)[:, 1:].reshape(-1, 3, 32, 32).copy()),
+            torch.from_numpy(part.reshape(-1, 3073)[:, 0].astype(np.int64)),
+        )
+        for part in (train, records["test_batch"])
+    ]
+    names = tuple(_CIFAR10_NAMES.split())
+    return _in_memory("cifar10", parts, held_out, num_classes, class_names=names)
+
+
+def cache_folder(name: str) -> Path:
+    """Return where downloads are kept: `$TREAD_ZOO_CACHE/<name>`, or ~/.cache/tread_zoo/<name>."""
+    root = os.environ.get("TREAD_ZOO_CACHE") or Path.home() / ".cache" / "tread_zoo"
+    return Path(root) / name
+
+
+def _in_memory(
+    name: str,
+    parts: Sequence[tuple[Tensor, Tensor | None]],
+    held_out: float | None,
+    num_classes: int | None,
+    *,
+    pad_to: Any = None,
+    class_names: tuple[str, ...] = (),
+) -> ImageData:
+    """Return the data of images uint8 [N,C,H,W] and labels int64 [N]: a training part, and a test
+    part if there are two."""
+    images = torch.cat([pad_images(part, pad_to) for part, _ in parts])
+    count = num_classes
+    if class_names and num_classes not in (None, 0, len(class_names)):
+        raise ValueError(f"data.num_classes={num_classes}: {name} has {len(class_names)} classes.")
+    if count == 0 or parts[0][1] is None:
+        labels, count = torch.zeros(len(images), dtype=torch.int64), 0
+    else:
+        labels = torch.cat([part for _, part in parts if part is not None])
+        count = check_labels(labels, num_classes or len(class_names) or None, name)
+    whole = ArrayDataset(images, labels)
+    train, unseen = split_parts(labels, len(parts[0][0]), held_out, default=0.0)
+    return ImageData(
+        name=name,
+        train=ArrayDataset(*whole.gather(train)),
+        held_out=ArrayDataset(*whole.gather(unseen)) if len(unseen) else None,
+        image_size=(images.shape[2], images.shape[3]),
+        channels=images.shape[1],
+        num_classes=count,
+        class_names=class_names[:count] or tuple(map(str, range(count))),
+    )
+
+
+def pad_images(images: Tensor, pad_to: int | tuple[int, int] | None) -> Tensor:
+    """Return `images` [N,C,H,W] with zeros around them, centred, up to a side or (H, W)."""
+    if pad_to is None:
+        return images
+    sides = (pad_to, pad_to) if isinstance(pad_to, int) else pad_to
+    height, width = images.shape[2:]
+    if sides[0] < height or sides[1] < width:  # or torch would crop
+        raise ValueError(f"data.pad_to={pad_to!r} is less than the images' {height}x{width}.")
+    top, left = (sides[0] - height) // 2, (sides[1] - width) // 2
+    edges = (left, sides[1] - width - left, top, sides[0] - height - top)
+    return torch.nn.functional.pad(images, edges)
+
+
+def _as_images(array: np.ndarray, where: str) -> Tensor:
+    """Return uint8 [N,C,H,W]."""
+    shape = array.shape
+    first, last = (len(shape) == 4 and shape[axis] in (1, 3, 4) for axis in (1, 3))
+    if array.dtype != np.uint8 or (len(shape) != 3 and first == last):
+        raise ValueError(
+            f"{where} is {array.dtype} {list(shape)}; images must be uint8 [N,H,W], [N,H,W,C] or "
+            "[N,C,H,W] with 1, 3 or 4 channels. Values from 0 to 1 become bytes by "
+            "(x * 255).round().astype(numpy.uint8)."
+        )
+    images = torch.from_numpy(array)
+    if len(shape) == 3:
+        return images.unsqueeze(1)
+    return images.permute(0, 3, 1, 2).contiguous() if last else images
+
+
+def _locked(folder: Path) -> Any:
+    """Return a lock on a folder that is made: of several processes one downloads."""
+    from filelock import FileLock
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder / ".download.lock")

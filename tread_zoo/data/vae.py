@@ -1,0 +1,118 @@
+"""Autoencoders of diffusers behind one small interface, identified by the hash of their weights.
+
+    images [B,3,H,W] in [-1, 1]  --encode-->  mean, logvar [B,C,h,w]  --decode-->  images
+
+AutoencoderKL gives a normal distribution for each image; the others give one latent, and no logvar.
+Latents are the autoencoder's own, before any scaling. Only safetensors are read: no pickle.
+
+Dimensions: B batch, C channels of a latent, H, W of an image, h, w of a latent.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tread_zoo.errors import unknown_name
+
+CLASSES = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC", "AutoencoderRAE")
+
+
+class Vae:
+    """An autoencoder in eval mode; `network` is of one of diffusers' classes in `CLASSES`."""
+
+    def __init__(self, network: nn.Module, name: str):
+        self.network, self.name = network.eval().requires_grad_(False), name
+        self.kind = type(network).__name__
+        config: Any = network.config
+        # RAE: a latent is the encoder's features at a patch
+        self.latent_channels = int(
+            config.encoder_hidden_size if self.kind == "AutoencoderRAE" else config.latent_channels
+        )
+        self.scaling_factor = float(config.scaling_factor)
+        self.shift_factor = float(getattr(config, "shift_factor", None) or 0.0)
+        self.sha256 = weights_digest(network)
+        network.to(memory_format=torch.channels_last)  # convolutions are faster so
+
+    @property
+    def has_posterior(self) -> bool:
+        """Whether `encode` gives a distribution."""
+        return self.kind == "AutoencoderKL"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What tells this autoencoder from others, and where it was."""
+        return {
+            "class": self.kind,
+            "name": self.name,
+            "sha256": self.sha256,
+            "latent_channels": self.latent_channels,
+            "scaling_factor": self.scaling_factor,
+            "shift_factor": self.shift_factor,
+        }
+
+    def to(self, device: torch.device) -> "Vae":
+        """Move the network; return this."""
+        self.network.to(device)
+        return self
+
+    @torch.no_grad()
+    def encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return mean and logvar (None without a posterior), float32 [B,C,h,w], of images in
+        [-1, 1]; grey ones are repeated to three channels."""
+        images = images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images
+        network: Any = self.network
+        if self.kind == "AutoencoderRAE":  # takes [0, 1], and scales latents itself
+            return network.encode((images + 1) / 2).latent.float() / self.scaling_factor, None
+        encoded = network.encode(images)
+        if self.has_posterior:
+            return encoded.latent_dist.mean.float(), encoded.latent_dist.logvar.float()
+        return (encoded.latents if self.kind == "AutoencoderTiny" else encoded.latent).float(), None
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return images float32 [B,3,H,W], about in [-1, 1], of latents [B,C,h,w]."""
+        network: Any = self.network
+        if self.kind == "AutoencoderRAE":
+            return network.decode(latents * self.scaling_factor).sample.float() * 2 - 1
+        return network.decode(latents).sample.float()
+
+
+def load_vae(name: str) -> Vae:
+    """Return the autoencoder of a local diffusers folder or a hub's name, on the CPU in float32.
+
+    A folder with a whole pipeline is taken by its `vae` part.
+
+    Raises:
+        ValueError: it is of another class.
+        OSError: there is nothing by that name.
+    """
+    import diffusers
+
+    path = Path(name).expanduser()
+    where, folder = (str(path.resolve()), None) if path.is_dir() else (name, None)
+    try:
+        config: Any = diffusers.AutoencoderKL.load_config(where)
+    except OSError:
+        folder = "vae"
+        config = diffusers.AutoencoderKL.load_config(where, subfolder=folder)
+    kind = config.get("_class_name")
+    if kind not in CLASSES:
+        raise unknown_name(f"vae={name!r}: class", kind, CLASSES)
+    network = getattr(diffusers, kind).from_pretrained(
+        where, subfolder=folder, use_safetensors=True, torch_dtype=torch.float32
+    )
+    return Vae(network, where)
+
+
+def weights_digest(network: nn.Module) -> str:
+    """Return the sha256 of all weights as float32, with names and shapes in order: the same for
+    each file format and precision of storage that loses nothing."""
+    digest = hashlib.sha256()
+    for key, value in sorted(network.state_dict().items()):
+        array = value.detach().cpu().float().contiguous()
+        digest.update(f"{key}{tuple(array.shape)}".encode())
+        digest.update(array.numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,543 @@
+"""What a run prints and leaves in its folder.
+
+    config.json     every setting                    metrics.jsonl   a row each `log_every` steps
+    facts.json      data, parameters, FLOPs          scores.jsonl    a record a score
+    train.log       what was printed, with times     score.json      the last one
+    samples/, loss.png                               corrupt.txt     items that cannot be read
+    checkpoints/    see checkpoints.py
+
+The main process writes; the others have a part in the scores and in corrupt.txt.
+"""
+
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tread_zoo.config import RunConfig
+from tread_zoo.data import CorruptLog
+from tread_zoo.diffusion import generate
+from tread_zoo.evaluation.conditions import conditions_of
+from tread_zoo.evaluation.evaluate import describe_record, evaluate, score_names
+from tread_zoo.evaluation.flops import count_flops, training_flops
+from tread_zoo.evaluation.held_out import held_out_loss, held_out_record
+from tread_zoo.evaluation.pictures import plot_losses, save_grid
+from tread_zoo.kernels import describe, used_ops
+from tread_zoo.runtime import describe_device, matmul_speed
+from tread_zoo.training.checkpoints import (
+    Checkpoint,
+    describe_backbone,
+    find_checkpoint,
+    has_checkpoints,
+    save_checkpoint,
+    write_text,
+)
+from tread_zoo.training.setup import TrainState, data_facts
+from tread_zoo.training.trackers import Trackers, read_metrics
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+logger = logging.getLogger(__name__)
+
+CONFIG, FACTS, SCORE, SCORES = "config.json", "facts.json", "score.json", "scores.jsonl"
+GRID_IMAGES, GRID_SEED = 100, 0
+HELD_OUT_SEED = 0
+HELD_OUT_DRAWS = 8  # for each image, of a score
+NUM_LEVELS = 4  # losses are logged by fourths of the noise levels, the lowest first
+QUIET = ("loss_level_", "held_out_loss_level_", "peak_memory")  # not printed
+
+
+# The folder ----------------------------------------------------------------------------------
+
+
+def checkpoint_to_resume(config: RunConfig) -> Checkpoint | None:
+    """Return the checkpoint to continue from, or None for a run that starts afresh.
+
+    Raises:
+        ValueError: it has done more than the run is long, or is to be replaced as well.
+        CheckpointError: no checkpoint is there, or none that is whole.
+    """
+    folder, num_steps = Path(config.run_dir), int(config.training.num_steps)
+    if config.resume is None or (config.resume == "latest" and not has_checkpoints(folder)):
+        return None
+    if config.overwrite:
+        raise ValueError(
+            f"resume={config.resume} continues a run, and overwrite=true replaces it: leave one of "
+            "them out."
+        )
+    checkpoint = find_checkpoint(folder if config.resume == "latest" else config.resume)
+    if checkpoint.step > num_steps:
+        raise ValueError(
+            f"training.num_steps={num_steps}, and {checkpoint.path} has done {checkpoint.step} "
+            f"already: set training.num_steps={checkpoint.step} or more, or resume from an earlier "
+            "checkpoint, resume=RUN/checkpoints/step_…"
+        )
+    return checkpoint
+
+
+class RunFolder:
+    """The folder of a run, checked when this is made; nothing is changed before `opened`.
+
+    Raises:
+        ValueError: it holds what may not be replaced.
+    """
+
+    def __init__(self, config: RunConfig, checkpoint: Checkpoint | None) -> None:
+        self.path, self.overwrite = Path(config.run_dir), config.overwrite
+        own = checkpoint is not None and checkpoint.run_dir.resolve() == self.path.resolve()
+        if own or not self.path.exists():
+            return
+        entries = {path.name for path in self.path.iterdir() if not path.name.startswith(".")}
+        if entries and not entries & {CONFIG, "checkpoints"}:
+            raise ValueError(
+                f"run_dir={str(self.path)!r} holds {', '.join(sorted(entries)[:3])}, and no run "
+                "made them. Choose another run_dir."
+            )
+        if not self.overwrite and (has_checkpoints(self.path) or SCORE in entries):
+            raise ValueError(
+                f"run_dir={str(self.path)!r} already holds a run. Continue it with resume=latest, "
+                "replace it with overwrite=true, or choose another run_dir."
+            )
+
+    @contextmanager
+    def opened(self, accelerator: "Accelerator") -> Iterator[None]:
+        """Lock the folder for the main process; a run to be overwritten is moved aside.
+
+        Raises:
+            ValueError: another process is training there.
+        """
+        with ExitStack() as stack:
+            if accelerator.is_main_process:
+                stack.enter_context(self._locked())
+                if self.overwrite and (self.path / CONFIG).exists():
+                    aside = self.path.with_name(
+                        f"{self.path.name}.{time.strftime('%Y%m%d-%H%M%S')}"
+                    )
+                    self.path.rename(aside)
+                    logger.info("%-9s the run that was here before lies in %s", "overwrite", aside)
+                    stack.enter_context(self._locked())
+            accelerator.wait_for_everyone()  # all have read what is there; now it may change
+            yield
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        from filelock import FileLock, Timeout
+
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = FileLock(self.path / ".lock", blocking=False).acquire()
+        except Timeout:
+            raise ValueError(
+                f"another process is training in run_dir={str(self.path)!r}. Wait for it or stop "
+                "it, or choose another run_dir."
+            ) from None
+        with lock:
+            yield
+
+
+# Numbers -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def timed(state: TrainState, name: str) -> Iterator[None]:
+    """Count the seconds inside for `name`; those of `data` lie within `training`, too."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        state.seconds[name] = state.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+class Window:
+    """What is collected between two lines of the log."""
+
+    def __init__(self) -> None:
+        self.learning_rate = self.grad_norm = math.nan
+        self._steps: list[float] = []
+        self._losses: list[Tensor] = []
+        self._levels: list[Tensor] = []
+        self._values: dict[str, list[Tensor]] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the time and images so far: sampling and saving do not count as training."""
+        self._images, self._began = 0, time.perf_counter()
+
+    def add(
+        self, losses: Tensor, values: dict[str, Tensor], levels: Tensor, num_ranks: int
+    ) -> None:
+        """Add a micro-step of this rank: losses and levels [B], what else the objective names."""
+        self._losses.append(losses.detach())
+        self._levels.append(levels)
+        for name, value in values.items():
+            self._values.setdefault(name, []).append(value.detach().float().mean())
+        self._images += len(losses) * num_ranks
+
+    def close_step(self, loss: float, grad_norm: float) -> None:
+        """Add the mean loss of all ranks, and the norm of the gradient, of an optimizer step."""
+        self._steps.append(loss)
+        self.grad_norm = grad_norm
+
+    def close(self, accelerator: "Accelerator") -> dict[str, float]:
+        """Return the means of the window, and begin another; every rank must call this.
+
+        Returns:
+            `loss`, `images_per_s`, `loss_level_1` … `loss_level_4` (of this rank), what the
+            objective names, `learning_rate` and `grad_norm` of the last step.
+        """
+        numbers = {"loss": sum(self._steps) / len(self._steps)}
+        numbers["images_per_s"] = self._images / (time.perf_counter() - self._began)
+        order = torch.cat(self._levels).argsort()
+        fourths = torch.cat(self._losses).float()[order].tensor_split(NUM_LEVELS)
+        by_level = torch.stack([part.mean() for part in fourths]).tolist()
+        numbers |= {f"loss_level_{i}": loss for i, loss in enumerate(by_level, start=1)}
+        if self._values:
+            names = sorted(self._values)
+            means = torch.stack([torch.stack(self._values[name]).mean() for name in names])
+            means = accelerator.reduce(means, reduction="mean")
+            numbers |= dict(zip(names, means.tolist(), strict=True))
+        numbers |= {"learning_rate": self.learning_rate, "grad_norm": self.grad_norm}
+        self._steps, self._losses, self._levels, self._values = [], [], [], {}
+        self.restart()
+        return numbers
+
+
+class Log:
+    """The log of a run, as a context; of other processes than the main one it is silent.
+
+    Args:
+        state: of the run at its start.
+        folder: the run's; it is there.
+        precision: resolved.
+        checkpoint: that it continues from, or None.
+    """
+
+    def __init__(
+        self, state: TrainState, folder: Path, precision: str, checkpoint: Checkpoint | None
+    ) -> None:
+        self.setup, self.accelerator = state.setup, state.accelerator
+        self.whole = state.whole
+        self.folder, self.precision, self.checkpoint = folder, precision, checkpoint
+        self.is_main = state.accelerator.is_main_process
+        self.cache: dict[str, Any] = {}  # of the evaluation: what depends on the data alone
+        self.first_step = state.step
+        train = state.setup.data.train
+        self.corrupt = CorruptLog(
+            folder / "corrupt.txt",
+            num_items=len(train),  # type: ignore[arg-type]
+            max_share=state.setup.training.max_corrupt_share,
+        )
+        if self.is_main and state.step:
+            self.corrupt.recheck(train)
+        self.began = time.monotonic()
+        self._stack = ExitStack()
+        if state.accelerator.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(state.accelerator.device)
+
+    def __enter__(self) -> "Log":
+        if self.is_main:
+            self._open()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _open(self) -> None:
+        from tqdm.auto import tqdm
+        from tqdm.contrib.logging import logging_redirect_tqdm
+
+        setup = self.setup
+        self.settings = setup.config.as_dict()
+        file = logging.FileHandler(self.folder / "train.log", encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
+        package = logging.getLogger("tread_zoo")
+        if not package.isEnabledFor(logging.INFO):
+            package.setLevel(logging.INFO)
+        package.addHandler(file)
+        self._stack.callback(file.close)
+        self._stack.callback(package.removeHandler, file)
+        self.facts = self._measure()
+        write_text(self.folder / CONFIG, json.dumps(self.settings, indent=2))
+        write_text(self.folder / FACTS, json.dumps(self.facts, indent=2))
+        self.scores = {k: v for k, v in read_scores(self.folder).items() if k <= self.first_step}
+        self._write_scores()
+        name = setup.config.tracker["name"]
+        step, settings = self.first_step, self.settings
+        self.trackers = Trackers(name, setup.tracker, self.folder, step, settings)
+        self._stack.callback(self.trackers.close)
+        self._print_first_lines()
+        self.bar = tqdm(
+            total=setup.num_steps, initial=step, unit="step", disable=not sys.stderr.isatty()
+        )
+        if not self.bar.disable:
+            self._stack.enter_context(logging_redirect_tqdm())
+        self._stack.callback(self.bar.close)
+
+    def _measure(self) -> dict[str, Any]:
+        setup = self.setup
+        num_steps = setup.num_steps
+        used_ops.clear()
+        return {
+            "data": data_facts(setup.data),
+            "num_parameters": sum(p.numel() for p in self.whole.parameters()),
+            "flops_dense": count_flops(self.whole, backward=True),
+            "flops_routed": training_flops(self.whole, setup.routing, num_steps),
+            "num_steps": num_steps,
+        }
+
+    def _print_first_lines(self) -> None:
+        setup, facts, device = self.setup, self.facts, self.accelerator.device
+        self.machine = {
+            "device": describe_device(device),
+            "precision": self.precision,
+            "num_processes": self.accelerator.num_processes,
+            "torch": torch.__version__,
+        }
+        data = facts["data"]
+        size = "x".join(map(str, [data["channels"], *data["image_size"]]))
+        condition = f"{data['num_classes']} classes"
+        if "context" in data:
+            condition = "contexts of {} embeddings of width {}".format(*data["context"])
+        optimizer = setup.config.optimizer
+        options = {k: v for k, v in optimizer.items() if k != "name"}
+        mean = ", on average over training" if setup.routing.is_scheduled else ""
+        origin = f"resumes {self.checkpoint.path}" if self.checkpoint else "starts"
+        for name, text in (
+            ("device", f"{self.machine['device']}; {self.precision}; "
+                       f"{self.machine['num_processes']} process(es)"),
+            *(("kernel", line) for line in describe(device, used_ops)),
+            ("data", f"{data['name']}: {data['num_images']} images {size}, {condition}"),
+            ("backbone", f"{setup.backbone.name}: {facts['num_parameters'] / 1e6:.2f} M "
+                         "parameters"),
+            ("routing", setup.routing.describe(setup.backbone.grid)),
+            ("flops", f"{facts['flops_routed'] / 1e6:.1f} M per image, forward and backward{mean}; "
+                      f"dense {facts['flops_dense'] / 1e6:.1f} M"),
+            ("optimizer", f"{optimizer['name']}: "
+                          + ", ".join(f"{k} {v}" for k, v in options.items())),
+            ("run", f"{self.folder} {origin}, {setup.num_steps} steps in all"),
+        ):  # fmt: skip
+            logger.info("%-9s %s", name, text)
+
+    def numbers(self, state: TrainState, window: Window) -> None:
+        """Write the numbers of a window; every rank must call this."""
+        numbers = window.close(self.accelerator)
+        numbers["peak_memory"] = float(peak_memory(self.accelerator.device))
+        if corrupt := self.corrupt.indices:
+            numbers["corrupt_items"] = float(len(corrupt))
+        self._write_numbers(state.step, numbers)
+
+    def _write_numbers(self, step: int, numbers: dict[str, float]) -> None:
+        if not self.is_main:
+            return
+        numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        self.trackers.log(step, numbers)
+        shown = {name: value for name, value in numbers.items() if not name.startswith(QUIET)}
+        text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
+        if not self.bar.disable:
+            if "loss" in numbers:
+                speed = f"{numbers['images_per_s']:.0f} images/s"
+                self.bar.set_postfix_str(f"loss {numbers['loss']:.4f}, {speed}")
+            return
+        done, total = step - self.first_step, self.setup.num_steps
+        left = (time.monotonic() - self.began) / max(1, done) * (total - step)
+        logger.info("step %d/%d  %s  left %s", step, total, text, _clock(left))
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar."""
+        if self.is_main:
+            self.bar.update(step - self.bar.n)
+
+    def stopped(self, signal: int, step: int) -> None:
+        """Say that a signal ends the run."""
+        from signal import Signals
+
+        if self.is_main:
+            self.bar.close()
+            name = Signals(signal).name
+            logger.info("stopped   by %s; saved %s at step %d; continue with resume=latest",
+                        name, self.folder, step)  # fmt: skip
+
+    # Averaged weights --------------------------------------------------------------------------
+
+    def samples(self, state: TrainState) -> None:
+        """Leave a grid of samples and the held-out loss; every rank must call this."""
+        with timed(state, "samples"):
+            network = state.average.whole(self.accelerator.device)
+            if self.is_main:
+                self._sample(network, state.step)
+            state.average.release()
+
+    def _sample(self, network: Any, step: int) -> None:
+        setup, indices = self.setup, range(GRID_IMAGES)
+        images = generate(
+            network,
+            setup.objective,
+            setup.sampling,
+            indices=indices,
+            labels=conditions_of(network, setup.data).of(indices),
+            seed=GRID_SEED,
+            batch_size=setup.config.evaluation.batch_size,
+            precision=self.precision,
+            weak=setup.weak,
+        )
+        path = self.folder / "samples" / f"step_{step:08d}.png"
+        if setup.data.codec.has_pixels:
+            with optional(path):
+                path.parent.mkdir(exist_ok=True)
+                save_grid(setup.data.codec.to_pixels(images, device=self.accelerator.device), path)
+                self.trackers.image(step, "samples", path)
+        loss = held_out_loss(
+            network, setup.objective, setup.data, seed=HELD_OUT_SEED, precision=self.precision
+        )
+        if loss is not None:
+            levels = {f"held_out_loss_level_{i}": x for i, x in enumerate(loss[1], 1)}
+            self._write_numbers(step, {"held_out_loss": loss[0], **levels})
+
+    def score_if_missing(self, state: TrainState) -> None:
+        """Score a resumed run that was stopped after a step was saved and before it was scored."""
+        every, step = self.setup.training.score_every, state.step
+        if every and step % every == 0 and 0 < step < self.setup.num_steps:
+            missing = torch.tensor(float(self.is_main and step not in self.scores))
+            if self.accelerator.reduce(missing.to(self.accelerator.device), reduction="sum"):
+                self.score(state)
+
+    def score(self, state: TrainState, *, last: bool = False) -> None:
+        """Score the averaged weights, all ranks together; `last` ends the run."""
+        setup, options = self.setup, self.setup.config.evaluation
+        if not last:
+            options = replace(options, keep_images=None)  # type: ignore[type-var]
+        if last and self.is_main:
+            self.bar.close()
+            with optional(self.folder / "loss.png"):
+                plot_losses(read_metrics(self.folder), self.folder / "loss.png")
+        with timed(state, "score"):
+            network = state.average.whole(self.accelerator.device)
+            record = evaluate(
+                network,
+                setup.objective,
+                setup.data,
+                setup.sampling,
+                options,
+                precision=self.precision,
+                weak=setup.weak,
+                cache=self.cache,
+                step=state.step,
+            )
+            if self.is_main:
+                self._add_held_out_loss(network, record)
+            state.average.release()
+        if not self.is_main:
+            return
+        record["run"] = dict(self.machine)
+        record["run"]["seconds"] = {k: round(v, 3) for k, v in state.seconds.items()}
+        if last:
+            device = self.accelerator.device
+            record["run"]["peak_memory_bytes"] = peak_memory(device)
+            record["run"]["matmul_flops_per_s"] = round(matmul_speed(device, self.precision))
+        self._keep_score(record, state.step)
+        if last:
+            write_text(self.folder / SCORE, json.dumps(record, indent=2))
+            for line in describe_record(record):
+                logger.info("%-9s %s", "score", line)
+            logger.info(
+                "%-9s %s: samples/, loss.png, score.json, checkpoints/", "done", self.folder
+            )
+        else:
+            shown = "  ".join(f"{k} {v:.4g}" for k, v in record["values"].items())
+            logger.info("%-9s step %d  %s", "score", state.step, shown)
+
+    def _add_held_out_loss(self, network: Any, record: dict[str, Any]) -> None:
+        setup, seed, draws = self.setup, HELD_OUT_SEED, HELD_OUT_DRAWS
+        loss = held_out_loss(
+            network, setup.objective, setup.data,
+            seed=seed, precision=self.precision, num_draws=draws,
+        )  # fmt: skip
+        if loss is not None:
+            record["values"]["held_out_loss"] = loss[0]
+            record["held_out_loss_by_level"] = loss[1]
+            record["held_out"] = held_out_record(
+                setup.objective, setup.data, seed=seed, num_draws=draws
+            )
+
+    def _keep_score(self, record: dict[str, Any], step: int) -> None:
+        before, names = self.scores.get(step), score_names(record)
+        self.scores[step] = record
+        self._write_scores()
+        if before is None or score_names(before) != names:  # a finished run may be resumed
+            self.trackers.log(step, {k: v for k, v in names.items() if math.isfinite(v)})
+
+    def _write_scores(self) -> None:
+        """Write all of them anew, so that no half of a line is ever there; they are few."""
+        if self.scores or (self.folder / SCORES).exists():
+            lines = [json.dumps(self.scores[step]) + "\n" for step in sorted(self.scores)]
+            with optional(self.folder / SCORES):
+                write_text(self.folder / SCORES, "".join(lines))
+
+    def save(
+        self, state: TrainState, parts: dict[str, dict[str, Tensor]], meta: dict[str, Any]
+    ) -> None:
+        """Write a checkpoint; the main process alone has whole tensors."""
+        if self.is_main:
+            path = save_checkpoint(
+                self.folder,
+                parts,
+                {
+                    "step": state.step,
+                    "config": self.settings,
+                    "plugins": list(self.setup.config.plugins),
+                    "backbone": describe_backbone(self.setup.backbone),
+                    "data": self.facts["data"],
+                    "images_per_step": state.images_per_step,
+                    "seconds": state.seconds,
+                    **meta,
+                },
+                keep=self.setup.training.keep_checkpoints,
+            )
+            logger.info("%-9s %s", "saved", path)
+        self.accelerator.wait_for_everyone()
+
+
+def read_scores(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the records of a run's `scores.jsonl` by step, ascending; empty if it has none."""
+    path = folder / SCORES
+    lines = path.read_text().splitlines() if path.exists() else []
+    records = [json.loads(line) for line in lines]
+    return dict(sorted((int(record["protocol"]["step"]), record) for record in records))
+
+
+@contextmanager
+def optional(path: Path) -> Iterator[None]:
+    """Turn a failure to write a file that the run can do without into a warning."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s could not be written (%s); the run goes on without it", path, error)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that were used: on a GPU by tensors, since the run began; else by the
+    process since its start, or 0 where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(ImportError):
+        import resource
+
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return used if sys.platform == "darwin" else used * 1024  # bytes there, KiB elsewhere
+    return 0
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,351 @@
+"""What a run is made of, and the state of it on its devices.
+
+build_setup(config)   every part, on the CPU, weights from the seed: checked, nothing written
+place(setup, …)       on this process's device, sharded if that was asked for, as a checkpoint
+                      left it
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tread_zoo.backbone import Backbone
+from tread_zoo.config import RunConfig, TrainingConfig
+from tread_zoo.data import CorruptLog, ImageData, StepBatches, make_loader
+from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling
+from tread_zoo.evaluation.evaluate import check_evaluation
+from tread_zoo.registry import create, create_backbone, split
+from tread_zoo.routing import Routing, build_routing
+from tread_zoo.seeding import make_generator
+from tread_zoo.training.checkpoints import (
+    Checkpoint,
+    inner_optimizers,
+    load_optimizer_state,
+    load_weights,
+)
+from tread_zoo.training.ema import WeightAverage, is_sharded
+from tread_zoo.training.lr_schedules import LRSchedule
+from tread_zoo.training.optimizers import OptimizerPart
+from tread_zoo.training.restore import load_weak
+from tread_zoo.training.trackers import Tracker
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+logger = logging.getLogger(__name__)
+
+COMPILE_BACKEND = "inductor"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The parts of a run. `weak` is the network of a guidance that has a checkpoint."""
+
+    config: RunConfig
+    data: ImageData
+    backbone: Backbone
+    routing: Routing
+    objective: Objective
+    sampling: SamplingOptions
+    optimizer: OptimizerPart
+    lr_schedule: LRSchedule
+    tracker: Tracker
+    weak: Backbone | None = None
+
+    @property
+    def training(self) -> TrainingConfig:
+        """How to train."""
+        return self.config.training
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return int(self.training.num_steps)  # make_config resolves auto
+
+    def batches(
+        self,
+        rank: int = 0,
+        num_ranks: int = 1,
+        step: int = 0,
+        on_corrupt: CorruptLog | None = None,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return (images as stored, labels [B] or contexts [B,T,S]) of every micro-step of a rank
+        from optimizer step `step` on.
+
+        Raises:
+            ValueError: the data cannot fill a batch on each rank.
+        """
+        micro_steps = self.training.gradient_accumulation_steps
+        plan = StepBatches(
+            len(self.data.train),  # type: ignore[arg-type]
+            self.training.batch_size,
+            seed=self.config.seed,
+            rank=rank,
+            num_ranks=num_ranks,
+            start_step=step * micro_steps,
+            num_steps=max(step, self.num_steps) * micro_steps,
+        )
+        keywords = {} if on_corrupt is None else {"on_corrupt": on_corrupt}
+        workers = self.training.num_workers
+        return make_loader(self.data.train, plan, workers, seed=self.config.seed, **keywords)
+
+
+def build_setup(config: RunConfig) -> Setup:
+    """Return the parts of a run; the weights come from the seed alone.
+
+    Raises:
+        ValueError: parts that do not go together, in one line.
+    """
+    objective = create("objective", config.objective)
+    sampling = build_sampling(config.sampler, config.guidance)
+    sampling.levels(objective)
+    data = create("data", config.data)
+    data.codec.check(flip=config.training.horizontal_flip)
+    check_evaluation(config.evaluation, data)
+    backbone = _build_backbone(config, data)
+    routing = _build_routing(config, backbone)
+    backbone.add_fusions(routing.fused_ranges)
+    sampling.check(backbone, objective)
+    sampling.check_training(
+        conditional=backbone.is_conditional,
+        label_dropout=config.training.label_dropout,
+        has_routes=bool(routing.plans),
+    )
+    return Setup(
+        config=config,
+        data=data,
+        backbone=backbone,
+        routing=routing,
+        objective=objective,
+        sampling=sampling,
+        optimizer=create("optimizer", config.optimizer),
+        lr_schedule=create("lr_schedule", config.lr_schedule),
+        tracker=create("tracker", config.tracker),
+        weak=load_weak(sampling, backbone, objective),
+    )
+
+
+def data_facts(data: ImageData) -> dict[str, Any]:
+    """Return what a checkpoint and `facts.json` say of the data."""
+    facts: dict[str, Any] = {
+        "name": data.name,
+        "image_size": list(data.image_size),
+        "channels": data.channels,
+        "num_classes": data.num_classes,
+        "num_images": len(data.train),  # type: ignore[arg-type]
+    }
+    if data.codec.facts:
+        facts["codec"] = data.codec.facts
+    if data.context:
+        facts["context"] = list(data.context)
+    return facts
+
+
+def _build_backbone(config: RunConfig, data: ImageData) -> Backbone:
+    name, options = split("backbone", config.backbone)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(make_generator("weights", config.seed).initial_seed())
+        backbone = create_backbone(
+            name,
+            input_size=data.image_size,
+            in_channels=data.channels,
+            num_classes=data.num_classes,
+            **data.context_keywords,
+            **options,
+        )
+    backbone.checkpoint_blocks = int(config.training.activation_checkpointing)
+    return backbone
+
+
+def _build_routing(config: RunConfig, backbone: Backbone) -> Routing:
+    routing = build_routing(
+        **asdict(config.routing),  # type: ignore[call-overload]
+        num_blocks=backbone.num_blocks,
+        default_selector=backbone.default_selector,
+        default_range=backbone.default_range,
+    )
+    num_steps = int(config.training.num_steps)
+    if routing.plans and not routing.routed_steps(num_steps):
+        raise ValueError(
+            f"routing.warm_start={routing.warm_start:g} and routing.dense_tail="
+            f"{routing.dense_tail:g} leave none of training.num_steps={num_steps} to route; make "
+            "them smaller, or set routing=none."
+        )
+    return routing
+
+
+# On the devices ------------------------------------------------------------------------------
+
+
+@dataclass
+class TrainState:
+    """A run on its devices: what an optimizer step changes, and what it needs for that.
+
+    Args:
+        setup, accelerator: of the run.
+        model: the backbone as it is called in training, wrapped for several processes.
+        whole: the network with all of its weights, for counting and describing.
+        optimizer: of the backbone's parameters.
+        stepper: the optimizer as accelerate wraps it.
+        rates: the learning rate that each parameter group starts with.
+        average: of the weights.
+        step: optimizer steps done.
+        seconds: that the run took so far, by what they went into.
+    """
+
+    setup: Setup
+    accelerator: "Accelerator"
+    model: nn.Module
+    whole: Backbone
+    optimizer: torch.optim.Optimizer
+    stepper: Any
+    rates: list[float]
+    average: WeightAverage
+    step: int
+    seconds: dict[str, float]
+
+    @property
+    def images_per_step(self) -> int:
+        """Images that all ranks together see in an optimizer step."""
+        training = self.setup.training
+        micro_batch = self.accelerator.num_processes * training.batch_size
+        return micro_batch * training.gradient_accumulation_steps
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of the optimizer, and of those within it."""
+        inner = inner_optimizers(self.optimizer)
+        return [group for each in inner for group in each.param_groups]
+
+
+def make_accelerator(setup: Setup, device: torch.device, precision: str) -> "Accelerator":
+    """Return the accelerator that connects the processes of a launcher.
+
+    Autocast is the loop's own, the same with and without sharding; accelerate scales the loss in
+    fp16 alone. Where blocks may idle for a step, ranks do not wait for their gradients.
+    """
+    from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+    idle = setup.routing.path_drop_probability > 0
+    timeout = timedelta(seconds=setup.training.timeout_s)
+    return Accelerator(
+        cpu=device.type == "cpu",
+        mixed_precision="fp16" if precision == "fp16" else "no",
+        gradient_accumulation_steps=setup.training.gradient_accumulation_steps,
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(find_unused_parameters=idle),
+            InitProcessGroupKwargs(timeout=timeout),
+        ],
+    )
+
+
+def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | None) -> TrainState:
+    """Return the state of a run at its start, or as a checkpoint left it; every rank calls this."""
+    network, training = setup.backbone, setup.training
+    average = WeightAverage(network, training.ema_decay)
+    if checkpoint is not None:
+        load_weights(network, checkpoint, "model")
+        load_weights(average.network, checkpoint, "ema")
+    if training.compile:
+        _compile_blocks(network)
+    if sharding_requested() and accelerator.num_processes > 1:
+        _shard(network, accelerator.device)
+    else:
+        network.to(accelerator.device)
+    average.to(accelerator.device, network)
+    sharded = is_sharded(next(network.parameters()))
+    optimizer = setup.optimizer.build(network)
+    state = TrainState(
+        setup=setup,
+        accelerator=accelerator,
+        model=network if sharded else accelerator.prepare_model(network),
+        whole=average.network,
+        optimizer=optimizer,
+        stepper=accelerator.prepare_optimizer(optimizer, device_placement=False),
+        rates=[],
+        average=average,
+        step=0,
+        seconds={},
+    )
+    state.rates = [group["lr"] for group in state.groups]
+    if checkpoint is not None:
+        meta = checkpoint.meta
+        load_optimizer_state(
+            optimizer,
+            network,
+            checkpoint.tensors("optimizer"),
+            meta["optimizer"],
+            with_groups=meta["config"]["optimizer"] == setup.config.as_dict()["optimizer"],
+        )
+        if accelerator.scaler is not None and meta["scaler"]:
+            accelerator.scaler.load_state_dict(meta["scaler"])
+        state.step, state.seconds = checkpoint.step, dict(meta["seconds"])
+        if accelerator.is_main_process and state.images_per_step != meta["images_per_step"]:
+            logger.warning(
+                "resumed with %d images per step (ranks x batch_size x accumulated), and %s had "
+                "%d: from here it is another run", state.images_per_step, checkpoint.path,
+                meta["images_per_step"],
+            )  # fmt: skip
+    if setup.weak is not None:
+        setup.weak.to(accelerator.device)
+    setup.data.codec.prepare(accelerator.device)
+    return state
+
+
+def sharding_requested() -> bool:
+    """Return whether `accelerate launch` was told to use FSDP, by its file or `--use_fsdp`.
+
+    Raises:
+        ValueError: a setting of its `fsdp_config` that this project does not do.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return False
+    for name, works, remedy in (
+        ("VERSION", "2", "set fsdp_version: 2"),
+        ("OFFLOAD_PARAMS", "false", "leave it out: slices stay on their device"),
+        ("ACTIVATION_CHECKPOINTING", "false", "use training.activation_checkpointing=true"),
+    ):
+        given = os.environ.get(f"FSDP_{name}", works).lower()
+        if given != works:
+            raise ValueError(
+                f"fsdp_{name.lower()}={given} of accelerate's configuration cannot be used here; "
+                f"{remedy}. configs/accelerate/ has files that work."
+            )
+    return True
+
+
+def _shard(network: Backbone, device: torch.device) -> None:
+    """Slice the weights over all ranks (FSDP2), in place: each block by itself, and the rest.
+
+    accelerate's own plugin finds blocks by the names of classes, and does not know the CPU.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    for block in network.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(network, mesh=mesh, reshard_after_forward=False)
+    register_fsdp_forward_method(network, "importance")
+
+
+def _compile_blocks(network: Backbone) -> None:
+    """Compile each block in place, at its first call; blocks of one kind share their graphs.
+
+    How many tokens a route keeps is a dynamic size from the second number on: a rate that follows a
+    schedule does not compile anew.
+    """
+    config = torch._dynamo.config
+    # Blocks of every kind (with a skip or without, routed or dense) share one cache.
+    config.recompile_limit = max(config.recompile_limit, 8 * network.num_blocks)
+    # DDP would cut graphs at its buckets; between blocks it can send gradients early as it is.
+    config.optimize_ddp = False
+    for block in network.blocks:
+        block.compile(backend=COMPILE_BACKEND)

@@ -1,0 +1,103 @@
+"""Signals that end a run: it saves at the end of the step, then exits.
+
+    signal              sent by                                   exit status
+    SIGINT              Ctrl-C                                    130 = 128 + 2
+    SIGTERM             kill, a launcher, a cluster that ends it  143 = 128 + 15
+    SIGUSR1, SIGUSR2    SLURM (--signal=USR1@120), submitit       75: run the same command again
+
+75 is EX_TEMPFAIL of sysexits.h. docs/faults.md says how a job script requeues on it.
+"""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+logger = logging.getLogger(__name__)
+
+REQUEUE_STATUS = 75
+REQUEUE_SIGNALS: tuple[int, ...] = tuple(
+    getattr(signal, n) for n in ("SIGUSR1", "SIGUSR2") if hasattr(signal, n)
+)
+# Where several came, to this process or to others, the last of these decides.
+SIGNALS: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, *REQUEUE_SIGNALS)
+# A launcher passes on what the terminal or the cluster has sent to every process already.
+REPEAT_SECONDS = 3.0
+
+
+class Stopped(SystemExit):
+    """A signal ended the run; the module's docstring has the exit status."""
+
+
+class StopSignals:
+    """The signals that came while `deferred` was entered.
+
+    Outside of `deferred` there is nothing to save: SIGINT and SIGTERM do what they always do, and
+    the signals that requeue end the process at once with their status.
+    """
+
+    def __init__(self) -> None:
+        self.received: dict[int, float] = {}
+        self._before: dict[int, Any] = {}
+        self._pid = os.getpid()
+
+    def __enter__(self) -> "StopSignals":
+        self._handle(REQUEUE_SIGNALS, self._leave_now)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Note signals in `received`. The same SIGINT or SIGTERM once more, seconds later, acts."""
+        self._handle(SIGNALS, self._note)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._before[number])
+            self._handle(REQUEUE_SIGNALS, self._leave_now)
+        for late in self.received:  # they came after the last step
+            signal.raise_signal(late)
+
+    def leave(self, number: int) -> NoReturn:
+        """End the process because of signal `number`.
+
+        Whoever handled it before, as submitit does to requeue its job, gets it first.
+        """
+        before = self._before[number]
+        if number in REQUEUE_SIGNALS and callable(before):
+            before(number, None)
+        raise Stopped(REQUEUE_STATUS if number in REQUEUE_SIGNALS else 128 + number)
+
+    def _handle(self, numbers: tuple[int, ...], handler: Any) -> None:
+        for number in numbers:
+            before = signal.signal(number, handler)
+            self._before.setdefault(number, before)
+
+    def _leave_now(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._pid:
+            logger.warning("stopped   by %s; run the same command again", _name(number))
+            self.leave(number)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            return  # a process that was forked from this one
+        now = time.monotonic()
+        first = self.received.setdefault(number, now)
+        if first == now:
+            again = "" if number in REQUEUE_SIGNALS else "; once more ends at once"
+            logger.warning("received %s: saving at the end of this step%s", _name(number), again)
+        elif number not in REQUEUE_SIGNALS and now - first > REPEAT_SECONDS:
+            signal.signal(number, self._before[number])
+            signal.raise_signal(number)
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name
