@@ -29,7 +29,7 @@ def main(settings: dict) -> None:
     from tread_zoo.data import StepBatches, make_loader
     from tread_zoo.evaluation.features import ClassifierFeatures, find_extractor, save_features
     from tread_zoo.evaluation.images import PartImages
-    from tread_zoo.evaluation.score import extract
+    from tread_zoo.evaluation.score import score
     from tread_zoo.registry import create
     from tread_zoo.runtime import resolve_device
 
@@ -63,10 +63,9 @@ def main(settings: dict) -> None:
     save_features(network.cpu(), out, about)
     extractor = find_extractor(str(out))
     if data.held_out is not None:
-        loaded = extractor.load(["logits"], device)
-        images = PartImages(data, data.held_out, "held_out")
-        accuracy = extract(images, loaded, labels=True, batch_size=500).label_accuracy
-        logger.info("held-out accuracy %.4f", accuracy)
+        held_out = PartImages(data, data.held_out, "held_out")
+        values = score(held_out, held_out, ["label_accuracy"], extractor=str(out))["values"]
+        logger.info("held-out accuracy %.4f", values["label_accuracy"])
     count = sum(p.numel() for p in network.parameters())
     logger.info("%s: %d parameters, written to %s", extractor.label, count, out)
 

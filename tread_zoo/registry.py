@@ -152,7 +152,7 @@ _loaded: set[str] = set()  # kinds, and plug-ins' entry points
 _broken: dict[str, str] = {}  # plug-ins that could not be imported, and why
 _FACTS = {
     "backbone": {"learning_rate"},
-    "metric": {"better", "features", "statistics", "extractor", "min_images"},
+    "metric": {"better", "features", "statistics", "extractor", "min_images", "labels"},
     "data": {"num_steps"},
 }
 

@@ -205,11 +205,11 @@ def test_label_accuracy_is_of_the_extractors_own_classifier():
         shift = 0
 
     images = Labelled()
-    record = score(images, TRAIN.images, [], label_accuracy=True, batch_size=50)
+    record = score(images, TRAIN.images, ["label_accuracy"], batch_size=50)
     right = load_digits_features()(HELD_OUT.images)[1].argmax(1) == HELD_OUT.labels
     assert record["values"] == {"label_accuracy": pytest.approx(float(right.double().mean()))}
     images.shift = 1
-    record = score(images, TRAIN.images, [], label_accuracy=True)
+    record = score(images, TRAIN.images, ["label_accuracy"])
     assert record["values"]["label_accuracy"] < 0.05
 
 
@@ -278,8 +278,9 @@ def test_a_classifier_of_fewer_classes_cannot_read_labels(tmp_path):
     images = random_images(12)
     path = write_npz(tmp_path / "a.npz", images, [0, 1, 2] * 4)
     assert open_images(path).num_classes == 3
-    with pytest.raises(ValueError, match="knows 2 classes, and the labels are of 3"):
-        score(path, images, ["kid"], extractor=few, label_accuracy=True)
+    for scored in (path, images):
+        with pytest.raises(ValueError, match=r"reads 2 classes with .*, and the labels are of"):
+            score(scored, images, ["label_accuracy"], extractor=few)
 
 
 def test_all_metrics_take_the_features_that_they_name():

@@ -204,14 +204,10 @@ def make_evaluation(
         metrics, not_scored = (), str(error) if metrics else ""
     # the digits extractor's classes are those of digits alone
     reads = extractor is not None and extractor.num_classes > 0 and (name != DIGITS or is_digits)
-    label_accuracy = bool(reads and num_classes)
+    if reads and num_classes and "label_accuracy" not in [metric.name for metric in metrics]:
+        metrics = (*build_metrics(["label_accuracy"]), *metrics)
     return Evaluation(
-        metrics,
-        extractor if metrics or label_accuracy else None,
-        reference,
-        label_accuracy,
-        options.allow_few_images,
-        not_scored,
+        metrics, extractor if metrics else None, reference, options.allow_few_images, not_scored
     )
 
 

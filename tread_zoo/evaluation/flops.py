@@ -131,7 +131,7 @@ def _stand_in(network: Backbone, calls: list[int]) -> Backbone:
         return x.new_zeros(len(x), network.out_channels, *network.input_size)
 
     stand_in = copy(network)
-    stand_in.forward = forward  # type: ignore[method-assign]
+    stand_in.forward = forward  # type: ignore[method-assign,assignment]
     return stand_in
 
 

@@ -13,6 +13,7 @@ in the record of the score. Facts of a registration:
                   batch, in place of all features; and more images than features
     extractor     a shell pattern: the extractors that it is defined for
     min_images    fewest images that it is defined for, 2 without
+    labels        True: in place of real images it takes the labels [N] of the generated ones
 
 Dimensions: N generated images, M real images, D features.
 """
@@ -52,6 +53,7 @@ class Metric:
     statistics: bool = False
     extractor: str = "*"
     min_images: int = 2
+    labels: bool = False
 
     @property
     def name(self) -> str:
@@ -61,7 +63,10 @@ class Metric:
     def compute(self, generated: "FeatureSet", real: "FeatureSet") -> dict[str, float]:
         """Return the values by name."""
         sets = (generated, real) if self.uses_real else (generated,)
-        given = [(s.statistics if self.statistics else s.rows)[self.features] for s in sets]
+        given: list[Any] = [
+            (s.statistics if self.statistics else s.rows)[self.features] for s in sets
+        ]
+        given += [generated.labels] if self.labels else []
         found = self.function(*given)
         if isinstance(found, Mapping):
             return {name: float(value) for name, value in found.items()}
@@ -84,7 +89,8 @@ def build_metrics(parts: Iterable[str | Mapping[str, Any]]) -> tuple[Metric, ...
         ]  # fmt: skip
         facts = {name: value for name, value in entry.facts.items() if name != "better"}
         own = {name: value for name, value in options.items() if name != "name"}
-        metrics.append(Metric(options, entry.build(own), len(positional) > 1, **facts))
+        uses_real = len(positional) > 1 and not facts.get("labels")
+        metrics.append(Metric(options, entry.build(own), uses_real, **facts))
     names = [metric.name for metric in metrics]
     for name in names:
         if names.count(name) > 1:
@@ -165,6 +171,20 @@ def isc(generated: Tensor, *, num_parts: PositiveInt = 10, seed: int = 0) -> dic
 
     values = isc_features_to_metric(generated, splits=num_parts, rng_seed=seed)
     return {"isc": values["inception_score_mean"], "isc_std": values["inception_score_std"]}
+
+
+@register("metric", "label_accuracy", better="higher", features="logits", min_images=1, labels=True)
+def label_accuracy(generated: Tensor, labels: Tensor) -> float:
+    """Return the fraction of images that the extractor's own classifier reads as labelled.
+
+    It saturates, and says nothing of variety: a network that repeats one good image of each class
+    gets 1.
+
+    Args:
+        generated: logits [N, classes].
+        labels: int64 [N].
+    """
+    return float((generated.argmax(dim=1) == labels).double().mean())
 
 
 def _coverage(points: Tensor, centers: Tensor, num_neighbors: int) -> float:

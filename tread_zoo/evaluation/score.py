@@ -44,14 +44,14 @@ class FeatureSet:
         sha256: of the shape and of the sha256 of each image, whatever they are stored in; or of a
             file of statistics.
         statistics, rows: mean and covariance; float32 [N, D].
-        label_accuracy: fraction of the images that the extractor's classifier reads as labelled.
+        labels: int64 [N], where the images have some.
     """
 
     count: int | None = None
     sha256: str | None = None
     statistics: Mapping[str, Statistics] = field(default_factory=dict)
     rows: Mapping[str, Tensor] = field(default_factory=dict)
-    label_accuracy: float | None = None
+    labels: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,6 @@ class Evaluation:
         metrics: those to compute.
         extractor: None where no features are needed.
         reference: what they are compared with.
-        label_accuracy: whether the extractor's classifier reads the labels of the images.
         allow_few_images: take covariances of no more images than features, too.
         not_scored: why there are no metrics, or "".
     """
@@ -137,7 +136,6 @@ class Evaluation:
     metrics: tuple[Metric, ...]
     extractor: Extractor | None
     reference: Reference
-    label_accuracy: bool = False
     allow_few_images: bool = False
     not_scored: str = ""
 
@@ -164,15 +162,14 @@ class Evaluation:
                     "bring them to one size, or take another evaluation.extractor, such as "
                     f"{INCEPTION}."
                 )
-        if self.label_accuracy and num_classes > extractor.num_classes:
-            raise ValueError(
-                f"evaluation.extractor={extractor.name!r} knows {extractor.num_classes} classes, "
-                f"and the labels are of {num_classes}: train one on these data with "
-                "scripts/make_features.py."
-            )
         for metric in self.metrics:
             given = self.reference.has_statistics_of(extractor) if metric.statistics else ()
             why = _misfit(metric, extractor, self.reference)
+            if metric.labels and not 0 < num_classes <= extractor.num_classes:
+                why = (
+                    f"reads {extractor.num_classes} classes with {extractor.name}, and the labels "
+                    f"are of {num_classes}: train an extractor with scripts/make_features.py"
+                )
             why = why or self._too_few(metric, count, "evaluation.num_images")
             if not why and metric.uses_real and real is not None and metric.features not in given:
                 why = self._too_few(metric, len(real), "the reference")
@@ -222,14 +219,14 @@ class Evaluation:
         extractor, metrics = self.extractor, self.metrics
         record: dict[str, Any] = {"values": {}, "real": {}}
         device = device if device.type == "cuda" else torch.device("cpu")
-        network = extractor.load(self._names(), device) if extractor is not None else None
-        labels = self.label_accuracy
+        names = {metric.features for metric in metrics}
+        network = extractor.load(names, device) if extractor is not None else None
 
         def features(of: Images, *, real: bool, some: Iterable[Metric] = metrics) -> FeatureSet:
             needs = [m for m in some if m.uses_real or not real]
             given = self.reference.has_statistics_of(extractor) if real and extractor else ()
             return extract(
-                of, network, batch_size=batch_size, labels=labels and not real,
+                of, network, batch_size=batch_size,
                 statistics={m.features for m in needs if m.statistics} - set(given),
                 rows={m.features for m in needs if not m.statistics},
             )  # fmt: skip
@@ -267,9 +264,6 @@ class Evaluation:
             record["not_scored"] = self.not_scored
         return record
 
-    def _names(self) -> set[str]:
-        return {m.features for m in self.metrics} | ({"logits"} if self.label_accuracy else set())
-
     def _read_reference(self, features: Callable[..., FeatureSet]) -> FeatureSet:
         reference = self.reference
         assert self.extractor is not None
@@ -301,7 +295,6 @@ def score(
     *,
     extractor: str = DIGITS,
     held_out: Images | Tensor | None = None,
-    label_accuracy: bool = False,
     batch_size: int = 250,
     device: str | torch.device = "cpu",
     allow_few_images: bool = False,
@@ -319,8 +312,6 @@ def score(
         metrics: names, or mappings with `name` and options.
         extractor: see `tread_zoo.evaluation.features`.
         held_out: real images to score in the same way, for "real".
-        label_accuracy: also score the fraction of images that the extractor's own classifier reads
-            as they are labelled.
         batch_size: images at a time.
         device: of the extractor.
         allow_few_images: Fréchet distances of no more images than features, too, which is noted.
@@ -337,7 +328,6 @@ def score(
         build_metrics(metrics),
         find_extractor(extractor, **weights),
         open_reference(reference),
-        label_accuracy=label_accuracy,
         allow_few_images=allow_few_images,
     )
     evaluation.check(len(source), source.shape, source.num_classes)
@@ -353,7 +343,6 @@ def extract(
     *,
     statistics: Collection[str] = (),
     rows: Collection[str] = (),
-    labels: bool = False,
     batch_size: int,
 ) -> FeatureSet:
     """Return the features of all images; one batch of them is in memory at a time.
@@ -361,27 +350,23 @@ def extract(
     Args:
         network: gives the features; None where none are asked for.
         statistics, rows: names of features to gather.
-        labels: score the labels of the images with the logits.
     """
     from tqdm.auto import tqdm
 
     rank, world = _rank()
     running = {name: RunningStatistics() for name in statistics}
     batches: dict[int, dict[str, Any]] = {}  # by first image
-    right = total = 0
     starts = range(rank * batch_size, len(images), batch_size * world)
     for first in tqdm(starts, "images", disable=rank > 0 or not sys.stderr.isatty(), leave=False):
         batch, shown = images.read(range(first, min(first + batch_size, len(images))))
-        found = network(batch) if network and (statistics or rows or labels) else {}
+        found = network(batch) if network and (statistics or rows) else {}
         for name in statistics:
             running[name].add(found[name])
-        if labels and shown is not None:
-            right += int((found["logits"].argmax(dim=1).cpu() == shown).sum())
-            total += len(shown)
         digests = [hashlib.sha256(image).digest() for image in batch.contiguous().numpy()]
-        batches[first] = {"sha256": b"".join(digests), **{n: found[n].cpu() for n in rows}}
+        batches[first] = {n: found[n].cpu() for n in rows}
+        batches[first] |= {"sha256": b"".join(digests), "labels": shown}
     sums = {name: (one.count, one.mean.cpu(), one.squares.cpu()) for name, one in running.items()}
-    gathered = _gather((batches, sums, right, total))
+    gathered = _gather((batches, sums))
     if not gathered:
         return FeatureSet()
     for name in statistics:
@@ -396,13 +381,13 @@ def extract(
             raise ValueError(f"the extractor gave {name} features that are not finite.")
     digest = hashlib.sha256("x".join(map(str, images.shape)).encode())
     digest.update(b"".join(batch["sha256"] for batch in ordered))
-    right, total = (sum(part[i] for part in gathered) for i in (2, 3))
+    labels = [batch["labels"] for batch in ordered if batch["labels"] is not None]
     return FeatureSet(
         len(images),
         digest.hexdigest(),
         {name: running[name].finish() for name in statistics},
         whole,
-        right / total if total else None,
+        torch.cat(labels) if labels else None,
     )
 
 
@@ -412,8 +397,6 @@ def _values(
     """Return the values, and what metrics warned of."""
     values: dict[str, float] = {}
     notes: list[str] = []
-    if generated.label_accuracy is not None:
-        values["label_accuracy"] = generated.label_accuracy
     for metric in metrics:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", RuntimeWarning)
