@@ -2,7 +2,8 @@
 
 python scripts/encode.py data=image_folder data.path=photos data.image_size=256 \
     vae=stabilityai/sd-vae-ft-ema out=photos_latents flips=true
-python scripts/train.py data=latents data.path=photos_latents backbone=dit_s_2
+python scripts/train.py data=latents data.path=photos_latents backbone=dit_s_2 \
+    training.num_steps=100000
 torchrun --nproc-per-node 4 scripts/encode.py …      # several processes share the parts
 
 Stopped, the same command again encodes the parts that are missing.

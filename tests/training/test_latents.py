@@ -1,7 +1,5 @@
 """Training on latents: exact resume, what a step draws, decoding, and what is refused later."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -53,12 +51,11 @@ def test_noise_of_moments_is_drawn_last_and_flips_choose_the_copy(tmp_path):
 
 def test_a_run_on_moments_resumes_to_the_bit_in_the_middle_of_an_epoch(run, tmp_path):
     given = [*write_moments(tmp_path / "set"), "training.horizontal_flip=true"]  # 4 steps an epoch
-    given += ["training.num_workers=1", "lr_schedule=constant", "training.sample_every=6"]
+    given += ["training.num_workers=1", "lr_schedule=constant"]
     unbroken = run("unbroken", *given)
     run("parts", *given, "training.num_steps=2")
     parts = run("parts", *given, "resume=latest")
     assert_same_end(unbroken, parts)
-    assert list((unbroken / "samples").glob("*.png"))  # previews: there is no autoencoder
 
 
 def test_another_normalization_is_refused_at_resume_and_at_evaluation(run, tmp_path):
@@ -101,11 +98,10 @@ def test_from_encoded_digits_to_decoded_samples(run, tmp_path):
     assert encode(create("data", "digits"), vae, tmp_path / "latents", config)
     folder = run(
         "run", "backbone=mamba", "data=latents", f"data.path={tmp_path / 'latents'}",
-        "training.horizontal_flip=true", "evaluation.num_reference=20", "training.sample_every=6",
+        "training.horizontal_flip=true", "evaluation.num_reference=20",
     )  # fmt: skip
     picture = np.asarray(Image.open(folder / "samples" / "step_00000006.png"))
     assert picture.shape[-1] == 3  # decoded: grey digits came back in colour
-    assert "decoded latents" in json.dumps(json.loads((folder / "score.json").read_text()))
     moved = (tmp_path / "AutoencoderKL").rename(tmp_path / "moved")
     given = [f"checkpoint={folder}", "num_images=3"]
     call("sample.py", *given, expect=1)  # it is gone

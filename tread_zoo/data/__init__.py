@@ -36,8 +36,3 @@ __all__ = [
     "to_uint8",
     "webdataset",
 ]
-
-# Old names, until their last users are gone.
-from tread_zoo.data.build import SOURCES, build_data  # noqa: F401
-
-told_of_dead_workers = report_dead_workers

@@ -268,13 +268,3 @@ def _leave_signals_to_the_run(worker: int) -> None:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
-
-
-def lost_items(dataset: Dataset) -> list[CorruptItem]:
-    """Return nothing: an old name."""
-    return []
-
-
-def writable(text: str) -> str:
-    """Return the text: an old name."""
-    return text

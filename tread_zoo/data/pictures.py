@@ -122,8 +122,3 @@ def resize_and_crop(image: "Image.Image", size: int) -> "Image.Image":
         return image
     left, top = (width - size) // 2, (height - size) // 2
     return image.crop((left, top, left + size, top + size))
-
-
-def picture_channels(source: str, name: str) -> int:
-    """Return 1 for a grey picture, else 3: an old name."""
-    return 1 if open_picture(source).mode in ("1", "L", "LA") else 3
