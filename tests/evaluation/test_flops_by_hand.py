@@ -25,7 +25,7 @@ from tread_zoo.diffusion import (
 from tread_zoo.evaluation.flops import SamplingCounter, count_flops, stage_flops, training_flops
 from tread_zoo.kernels import get_forms, set_forms
 from tread_zoo.routing import Route, build_routing
-from tread_zoo.training.compiling import compile_blocks
+from tread_zoo.training.setup import compile_blocks
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,8 +13,7 @@ from tests.small_run import parts_of, settings
 from tread_zoo import list_backbones
 from tread_zoo.registry import available
 from tread_zoo.routing import GAPS, ORDERS, SELECTOR_NAMES, build_routing, num_kept_tokens
-from tread_zoo.training.loop import losses_of
-from tread_zoo.training.parts import draw_step
+from tread_zoo.training.loop import step_loss
 
 NUM_STEPS = 8
 SELECTORS = {
@@ -74,8 +73,6 @@ def with_routing(parts, fields):
 
 def step_of(parts, step):
     """Return the routes that the network got in a step, its loss and its gradients."""
-    images, labels = next(parts.batches(0, 1, 0))
-    drawn = draw_step(parts, images, labels, rank=0, micro_step=step, device=torch.device("cpu"))
     got = []
 
     def model(x, t, y, *, routes):
@@ -83,7 +80,7 @@ def step_of(parts, step):
         return parts.backbone(x, t, y, routes=routes)
 
     parts.backbone.zero_grad()
-    loss = losses_of(model, parts, drawn).mean()
+    loss = step_loss(parts, next(parts.batches()), step, model=model).losses.mean()
     loss.backward()
     return got, loss.detach(), [p.grad for p in parts.backbone.parameters()]
 
