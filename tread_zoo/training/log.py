@@ -32,6 +32,7 @@ from tread_zoo.evaluation.flops import count_flops, training_flops
 from tread_zoo.evaluation.held_out import held_out_loss, held_out_record
 from tread_zoo.evaluation.pictures import plot_losses, save_grid
 from tread_zoo.kernels import describe, used_ops
+from tread_zoo.registry import get_entry
 from tread_zoo.runtime import describe_device, matmul_speed
 from tread_zoo.training.checkpoints import (
     Checkpoint,
@@ -258,7 +259,7 @@ class Log:
 
         setup = self.setup
         self.settings = setup.config.as_dict()
-        file = logging.FileHandler(self.folder / "train.log", encoding="utf-8")
+        file = self._file = logging.FileHandler(self.folder / "train.log", encoding="utf-8")
         file.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
         package = logging.getLogger("tread_zoo")
         if not package.isEnabledFor(logging.INFO):
@@ -310,6 +311,9 @@ class Log:
             condition = "contexts of {} embeddings of width {}".format(*data["context"])
         optimizer = setup.config.optimizer
         options = {k: v for k, v in optimizer.items() if k != "name"}
+        preset = get_entry("backbone", setup.config.backbone["name"])
+        if options.get("learning_rate") == preset.facts.get("learning_rate", 1e-4):
+            options["learning_rate"] = f"{options['learning_rate']} (auto: {preset.name}'s)"
         mean = ", on average over training" if setup.routing.is_scheduled else ""
         origin = f"resumes {self.checkpoint.path}" if self.checkpoint else "starts"
         for name, text in (
@@ -343,14 +347,16 @@ class Log:
         self.trackers.log(step, numbers)
         shown = {name: value for name, value in numbers.items() if not name.startswith(QUIET)}
         text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
-        if not self.bar.disable:
-            if "loss" in numbers:
-                speed = f"{numbers['images_per_s']:.0f} images/s"
-                self.bar.set_postfix_str(f"loss {numbers['loss']:.4f}, {speed}")
-            return
         done, total = step - self.first_step, self.setup.num_steps
         left = (time.monotonic() - self.began) / max(1, done) * (total - step)
-        logger.info("step %d/%d  %s  left %s", step, total, text, _clock(left))
+        line = f"step {step}/{total}  {text}  left {_clock(left)}"
+        if self.bar.disable:
+            logger.info(line)
+            return
+        self._file.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, line, (), None))
+        if "loss" in numbers:
+            speed = f"{numbers['images_per_s']:.0f} images/s"
+            self.bar.set_postfix_str(f"loss {numbers['loss']:.4f}, {speed}")
 
     def advance(self, step: int) -> None:
         """Move the progress bar."""

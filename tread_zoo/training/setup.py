@@ -253,7 +253,7 @@ def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | Non
         load_weights(network, checkpoint, "model")
         load_weights(average.network, checkpoint, "ema")
     if training.compile:
-        _compile_blocks(network)
+        compile_blocks(network)
     if sharding_requested() and accelerator.num_processes > 1:
         _shard(network, accelerator.device)
     else:
@@ -336,7 +336,7 @@ def _shard(network: Backbone, device: torch.device) -> None:
     register_fsdp_forward_method(network, "importance")
 
 
-def _compile_blocks(network: Backbone) -> None:
+def compile_blocks(network: Backbone) -> None:
     """Compile each block in place, at its first call; blocks of one kind share their graphs.
 
     How many tokens a route keeps is a dynamic size from the second number on: a rate that follows a
