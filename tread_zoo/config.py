@@ -29,7 +29,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from tread_zoo.errors import describe_invalid, unknown_field
-from tread_zoo.registry import STRICT, complete, get_entry, plugins_of
+from tread_zoo.registry import STRICT, complete, get_entry, plugins_of, split
 
 logger = logging.getLogger(__name__)
 
@@ -479,8 +479,14 @@ def make_config(**fields: Any) -> RunConfig:
     if run_dir == "auto":
         names = (config.data["name"], config.backbone["name"], config.routing.name)
         run_dir = f"runs/{'_'.join((*names, config.objective['name']))}_seed{config.seed}"
-    used = plugins_of((kind, getattr(config, kind)["name"]) for kind in PART_FIELDS)
-    plugins = tuple(dict.fromkeys((*config.plugins, *used)))
+    used = [(kind, getattr(config, kind)["name"]) for kind in PART_FIELDS]
+    used += [("metric", metric["name"]) for metric in config.evaluation.metrics]
+    selectors = [
+        config.routing.selector,
+        *(r.get("selector", "auto") for r in config.routing.routes),
+    ]
+    used += [("selector", split("selector", s)[0]) for s in selectors if s != "auto"]
+    plugins = tuple(dict.fromkeys((*config.plugins, *plugins_of(used))))
     return dataclasses.replace(
         config, training=training, optimizer=optimizer, run_dir=run_dir, plugins=plugins
     )
@@ -516,8 +522,6 @@ GRID_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingGrid))
 
 def complete_sampler(part: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return `{"name": …, "num_steps": …, "grid": …, "shift": …, "rho": …, option: …}`, checked."""
-    from tread_zoo.registry import split
-
     name, options = split("sampler", part)
     entry = get_entry("sampler", name)
     for option in options:

@@ -173,6 +173,23 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig) -> None:
         logger.warning("resumed with another setting: it was %s", text)
 
 
+def check_same_data(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
+    """Check that the data are still those of the checkpoint: under the same path, files of another
+    normalisation or other classes would go unnoticed.
+
+    Raises:
+        CheckpointError: size, channels, classes, contexts or what makes images of latents differ.
+    """
+    before = checkpoint.meta["data"]
+    for name in ("image_size", "channels", "num_classes", "codec", "context"):
+        if before.get(name) != facts.get(name):
+            raise CheckpointError(
+                f"cannot resume from {checkpoint.path}: its data had {name}={before.get(name)}, "
+                f"these have {facts.get(name)}. Resume with the data that it was trained on, or "
+                "start a new run in another run_dir."
+            )
+
+
 # Networks ------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,12 @@ from tread_zoo.registry import load_plugins
 from tread_zoo.routing import PathDrop, PendingRoute, Route, resolve_routes
 from tread_zoo.runtime import autocast, resolve_device, resolve_precision
 from tread_zoo.seeding import make_generator
-from tread_zoo.training.checkpoints import Checkpoint, check_same_run, optimizer_state
+from tread_zoo.training.checkpoints import (
+    Checkpoint,
+    check_same_data,
+    check_same_run,
+    optimizer_state,
+)
 from tread_zoo.training.log import Log, RunFolder, Window, checkpoint_to_resume, timed
 from tread_zoo.training.setup import (
     Setup,
@@ -68,6 +73,8 @@ def train(**fields: Any) -> Path:
     folder = RunFolder(config, checkpoint)
     with StopSignals() as signals, _memory_explained(config):
         setup = build_setup(config)
+        if checkpoint is not None:
+            check_same_data(checkpoint, data_facts(setup.data))
         accelerator = make_accelerator(setup, device, precision)
         setup.batches(num_ranks=accelerator.num_processes)  # it raises for data that are too few
         _check_ranks_agree(accelerator, checkpoint, setup)
