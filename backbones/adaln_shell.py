@@ -62,7 +62,7 @@ class AdaLNBlock(nn.Module, ABC):
         self.norm2 = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
         self.mlp = Mlp(hidden_size, int(hidden_size * mlp_ratio), gelu_tanh)
         self.modulation = nn.Linear(hidden_size, 6 * hidden_size)
-        self.fused_rows = {"modulation.weight": 6 * (hidden_size,)}
+        self.fused_rows: dict[str, tuple[int, ...]] = {"modulation.weight": 6 * (hidden_size,)}
 
     @abstractmethod
     def mix(self, x: Tensor, layout: Layout) -> Tensor:

@@ -192,13 +192,14 @@ def plugins_named_by(words: Sequence[str]) -> list[str]:
     for word in overrides:
         key, _, value = word.lstrip("+").partition("=")
         if key == "plugins":
-            parsed = OverridesParser.create().parse_override(word).value()
+            parsed: Any = OverridesParser.create().parse_override(word).value()
             modules += [parsed] if isinstance(parsed, str) else parsed
         elif value:
             files.append(f"{key}/{value}.yaml")
     for path in (folder / file for folder in folders for file in files):
         if path.is_file():
-            modules += OmegaConf.load(path).get("plugins") or []  # type: ignore[union-attr]
+            own: Any = OmegaConf.load(path)
+            modules += own.get("plugins") or []
     return modules
 
 
@@ -253,6 +254,8 @@ def _listed(node: Any) -> Any:
 def _parse(words: Sequence[str]) -> tuple[str | None, list[Path], list[str]]:
     """Return --config-name, the folders to look for configurations in, and the overrides."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("--cfg", "-c", "--package", "-p"):  # of hydra's, with a value
+        parser.add_argument(flag)
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-dir", "-cd", type=Path)
     flags, rest = parser.parse_known_args(list(words))

@@ -10,15 +10,15 @@ Fields marked `ASIDE` do not change what a run computes: where it writes, how of
 """
 
 import dataclasses
-import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import (
     BeforeValidator,
+    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -29,16 +29,14 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from tread_zoo.errors import describe_invalid, unknown_field
-from tread_zoo.registry import STRICT, complete, get_entry, plugins_of, split
+from tread_zoo.registry import complete, get_entry, plugins_of, split
 
 logger = logging.getLogger(__name__)
 
 ASIDE = "aside"
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-configuration = functools.partial(
-    dataclass, frozen=True, kw_only=True, config={**STRICT, "frozen": None}
-)
+OPTIONS = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
 
 
 def _part(kind: str, field: str | None = None) -> Any:
@@ -58,7 +56,7 @@ def _metrics(parts: Any) -> Any:
     return tuple(complete("metric", part, "evaluation.metrics") for part in parts)
 
 
-@configuration()
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class RouteConfig:
     """One route: which blocks see which tokens. docs/routing.md says which to choose.
 
@@ -85,7 +83,7 @@ class RouteConfig:
     rate_steps: tuple[tuple[Fraction, Fraction], ...] = ()
 
 
-@configuration()
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class RoutingConfig(RouteConfig):
     """Tokens bypass blocks in training (TREAD, arXiv 2501.04765). Sampling is dense.
 
@@ -124,7 +122,7 @@ class RoutingConfig(RouteConfig):
             )
 
 
-@configuration()
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class TrainingConfig:
     """How to train.
 
@@ -171,7 +169,7 @@ class TrainingConfig:
     timeout_s: Annotated[PositiveInt, ASIDE] = 1800
 
 
-@configuration()
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class EvaluationConfig:
     """What a run, or a checkpoint, is scored by.
 
@@ -209,7 +207,7 @@ def _sampler(part: Any) -> dict[str, Any]:
     return complete_sampler(part)
 
 
-@configuration()
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class RunConfig:
     """All that makes a run.
 
@@ -253,7 +251,7 @@ class RunConfig:
         return _differences(_compared(self), _compared(other))
 
 
-@configuration()
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class SampleConfig:
     """What scripts/sample.py draws.
 
@@ -292,7 +290,7 @@ class SampleConfig:
     kernels: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-@configuration()
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class EvaluateConfig:
     """What scripts/evaluate.py scores: a checkpoint's samples, or images that are there.
 
@@ -331,7 +329,7 @@ class EvaluateConfig:
             raise ValueError("name what to score: either checkpoint=… or samples=…")
 
 
-@configuration()
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class ReferenceConfig:
     """What scripts/make_reference.py writes.
 
@@ -350,7 +348,7 @@ class ReferenceConfig:
     device: str = "auto"
 
 
-@configuration()
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class FeaturesConfig:
     """What scripts/make_features.py trains.
 
@@ -376,7 +374,7 @@ class FeaturesConfig:
     device: str = "auto"
 
 
-@configuration()
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class ProbeConfig:
     """What scripts/probe_routes.py measures.
 
@@ -413,7 +411,7 @@ class ProbeConfig:
     kernels: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-@configuration()
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class DoctorConfig:
     """What scripts/doctor.py shows.
 
@@ -431,7 +429,7 @@ class DoctorConfig:
     num_classes: NonNegativeInt = 1000
 
 
-@configuration()
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class ImportConfig:
     """What scripts/import_checkpoint.py converts; the file itself is `in`.
 
@@ -499,7 +497,7 @@ PART_FIELDS = (
 # Settings that every sampler has beside its own options -------------------------------------------
 
 
-@configuration()
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class SamplingGrid:
     """How a sampler walks from noise to data, whatever its rule.
 
@@ -534,7 +532,7 @@ def complete_sampler(part: str | Mapping[str, Any]) -> dict[str, Any]:
     return {"name": entry.name, **dataclasses.asdict(grid), **entry.complete(options)}
 
 
-def check(cls: Callable[..., Any], fields: Mapping[str, Any], prefix: str = "") -> Any:
+def check(cls: type[Any], fields: Mapping[str, Any], prefix: str = "") -> Any:
     """Return an instance of a configuration class made of plain values.
 
     Args:

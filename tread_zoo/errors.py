@@ -57,7 +57,7 @@ def describe_invalid(
             return ValueError(f"{field} is not set: add {field}=… to the command line.")
         if isinstance(value, Mapping) and key in value:
             path.append(str(key))
-            known = known.get(key, {}) if isinstance(known, Mapping) else {}
+            known = known.get(str(key), {}) if isinstance(known, Mapping) else {}
             value = value[key]  # type: ignore[index]
         elif isinstance(value, list) and isinstance(key, int) and key < len(value):
             path[-1] += f"[{key}]"

@@ -348,8 +348,14 @@ def create_backbone(
             takes none, or a value that it refuses.
     """
     entry = get_entry("backbone", name)
-    given = {"input_size": input_size, "in_channels": in_channels, "num_classes": num_classes}
-    contexts = {k: options.pop(k) for k in ("context_length", "context_size") if k in options}
+    given: dict[str, Any] = {
+        "input_size": input_size,
+        "in_channels": in_channels,
+        "num_classes": num_classes,
+    }
+    contexts: dict[str, Any] = {
+        k: options.pop(k) for k in ("context_length", "context_size") if k in options
+    }
     if contexts.keys() <= inspect.signature(entry.target).parameters.keys():
         given |= contexts
     elif any(contexts.values()):

@@ -21,11 +21,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from tread_zoo.config import configuration
+from tread_zoo.config import OPTIONS
 from tread_zoo.data.codec import to_model_range, to_uint8
 from tread_zoo.data.dataset import ImageData
 from tread_zoo.data.files import written_whole
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 PSNR_IMAGES = 16
 
 
-@configuration()
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class EncodingConfig:
     """How to encode.
 

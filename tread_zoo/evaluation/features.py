@@ -271,12 +271,10 @@ def _load_dinov2(extractor: Extractor, device: torch.device) -> Network:
         )
     os.environ.setdefault("XFORMERS_DISABLED", "1")  # as torch-fidelity has it: plain attention
     name = DINOV2[extractor.name][0]
-    network: nn.Module = torch.hub.load(  # type: ignore[no-untyped-call]
-        str(code), name, source="local", pretrained=False
-    )
+    network: nn.Module = torch.hub.load(str(code), name, source="local", pretrained=False)
     network.load_state_dict(torch.load(extractor.file, map_location="cpu", weights_only=True))
 
-    class Local(FeatureExtractorDinoV2):  # type: ignore[misc]
+    class Local(FeatureExtractorDinoV2):
         """Its forward pass, around a network that is there already."""
 
         def __init__(self) -> None:

@@ -69,7 +69,7 @@ class Protocol:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain values, for records."""
-        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
+        return json.loads(json.dumps(asdict(self)))
 
     @property
     def digest(self) -> str:

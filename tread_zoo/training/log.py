@@ -421,7 +421,7 @@ class Log:
         """Score the averaged weights, all ranks together; `last` ends the run."""
         setup, options = self.setup, self.setup.config.evaluation
         if not last:
-            options = replace(options, keep_images=None)  # type: ignore[type-var]
+            options = replace(options, keep_images=None)
         if last and self.is_main:
             self.bar.close()
             with optional(self.folder / "loss.png"):

@@ -165,7 +165,7 @@ def _build_backbone(config: RunConfig, data: ImageData) -> Backbone:
 
 def _build_routing(config: RunConfig, backbone: Backbone) -> Routing:
     routing = build_routing(
-        **asdict(config.routing),  # type: ignore[call-overload]
+        **asdict(config.routing),
         num_blocks=backbone.num_blocks,
         default_selector=backbone.default_selector,
         default_range=backbone.default_range,
