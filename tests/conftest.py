@@ -1,5 +1,6 @@
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,22 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: one thread 
 
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
     torch.set_num_threads(1)
+
+
+# What the product does, however it is built: `pytest -m golden`.
+GOLDEN = (
+    "backbones", "diffusion", "kernels", "routing", "test_contract.py", "test_golden.py",
+    "testing/test_planted_faults.py", "training/test_distributed.py", "training/test_importing.py",
+    "training/test_kills.py", "training/test_resume.py", "scripts/test_command_line.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    """Mark the golden tests."""
+    for item in items:
+        place = item.path.relative_to(Path(__file__).parent).as_posix()
+        if place.startswith(GOLDEN):
+            item.add_marker(pytest.mark.golden)
 
 
 def pytest_configure(config):

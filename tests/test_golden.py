@@ -16,8 +16,6 @@ import torch
 
 from tread_zoo.evaluation import score
 
-pytestmark = pytest.mark.golden
-
 ROOT = Path(__file__).parents[1]
 FIGURES = Path(__file__).with_name("golden.json")
 FASHION_MNIST = ROOT.parent / "shared" / "data" / "fashion_mnist.npz"

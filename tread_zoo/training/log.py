@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tread_zoo.config import RunConfig
-from tread_zoo.data import CorruptLog
+from tread_zoo.data import CorruptLog, read_items
 from tread_zoo.diffusion import generate
 from tread_zoo.evaluation.conditions import conditions_of
 from tread_zoo.evaluation.evaluate import describe_record, evaluate, score_names
@@ -400,8 +400,15 @@ class Log:
         if setup.data.codec.has_pixels:
             with optional(path):
                 path.parent.mkdir(exist_ok=True)
-                save_grid(setup.data.codec.to_pixels(images, device=self.accelerator.device), path)
+                device, codec = self.accelerator.device, setup.data.codec
+                save_grid(codec.to_pixels(images, device=device), path)
                 self.trackers.image(step, "samples", path)
+                real = path.with_name("real.png")
+                if not real.exists():
+                    part = setup.data.held_out or setup.data.train
+                    count = min(GRID_IMAGES, len(part))  # type: ignore[arg-type]
+                    stored = codec.to_model(read_items(part, range(count))[0], device=device)
+                    save_grid(codec.to_pixels(stored, device=device), real)
         loss = held_out_loss(
             network, setup.objective, setup.data, seed=HELD_OUT_SEED, precision=self.precision
         )
