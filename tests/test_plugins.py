@@ -89,7 +89,7 @@ def test_a_yaml_of_ones_own_names_the_plug_in(tmp_path):
         "defaults:\n  - override /optimizer: sign_sgd\n"
         "plugins: [my_plugin]\nseed: 3\n"
     )
-    done = run("train.py", "--config-dir", str(tmp_path), "experiment=mine", "--cfg", "job", *SMALL)
+    done = run("train.py", *SMALL, "experiment=mine", "--config-dir", str(tmp_path), "--cfg", "job")
     assert done.returncode == 0, done.stderr
     assert "name: sign_sgd" in done.stdout
     assert "seed: 3" in done.stdout

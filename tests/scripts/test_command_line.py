@@ -72,13 +72,16 @@ def test_images_of_two_settings_never_mix(trained):
     run = [f"checkpoint={RUN}", "device=cpu"]
     call("sample.py", *run, "num_images=3", cwd=folder)
     call("sample.py", *run, "num_images=2", "guidance=cfg", "guidance.scale=3", cwd=folder)
-    made = sorted(path for path in (folder / RUN / "generated").iterdir() if path.is_dir())
-    assert [len(list(path.glob("*.png"))) for path in made] == [2, 3]  # …_cfg3_…, …_seed0_…
-    assert "cfg3" in made[0].name
-    assert json.loads((made[0] / "sampling.json").read_text())["settings"]["guidance_scale"] == 3.0
-    out = [*run, f"out={made[1]}"]
+    made = {
+        json.loads(path.read_text())["settings"]["sampling"]["guidance"]: path.parent
+        for path in (folder / RUN / "generated").glob("*/sampling.json")
+    }
+    assert {kind: len(list(path.glob("*.png"))) for kind, path in made.items()} == {
+        "none": 3, "cfg": 2,
+    }  # fmt: skip
+    out = [*run, f"out={made['none']}"]
     call("sample.py", *out, "guidance=cfg", "num_images=1", cwd=folder, expect=1)
-    assert len(list(made[1].glob("*.png"))) == 3
+    assert len(list(made["none"].glob("*.png"))) == 3
 
 
 def test_evaluating_prints_the_numbers_with_their_protocol(trained):
@@ -137,7 +140,7 @@ def test_another_guidance_and_sampler_on_the_command_line(trained):
         "sampler=dpmpp_2m", "sampler.num_steps=3", "num_images=2", "out=sparse", "device=cpu",
         cwd=folder,
     )  # fmt: skip
-    for words in ("dpmpp_2m 3 steps, sparse guidance 2, 6 evaluations", "MFLOPs an image"):
+    for words in ("dpmpp_2m 3 steps, sparse guidance 2.0, 6 evaluations", "MFLOPs per image"):
         assert words in said
     assert (folder / "sparse_grid.png").exists()
 
