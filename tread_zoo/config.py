@@ -11,7 +11,6 @@ Fields marked `ASIDE` do not change what a run computes: where it writes, how of
 
 import dataclasses
 import json
-import logging
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_type_hints
@@ -31,19 +30,15 @@ from pydantic.dataclasses import dataclass
 from tread_zoo.errors import describe_invalid, unknown_field
 from tread_zoo.registry import complete, get_entry, plugins_of, split
 
-logger = logging.getLogger(__name__)
-
 ASIDE = "aside"
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 OPTIONS = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
 
 
-def _part(kind: str, field: str | None = None) -> Any:
+def _part(kind: str) -> Any:
     """Return the type of a field that chooses a part."""
-    return Annotated[
-        dict[str, Any], BeforeValidator(lambda part: complete(kind, part, field or kind))
-    ]
+    return Annotated[dict[str, Any], BeforeValidator(lambda part: complete(kind, part))]
 
 
 def _selector(part: Any) -> Any:
@@ -203,8 +198,39 @@ class EvaluationConfig:
     allow_few_images: bool = False
 
 
-def _sampler(part: Any) -> dict[str, Any]:
-    return complete_sampler(part)
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
+class SamplingGrid:
+    """How a sampler walks from noise to data, whatever its rule.
+
+    Args:
+        num_steps: auto is the sampler's own.
+        grid: flow: uniform, quadratic, logit_normal; edm: rho, log; auto is the first.
+        shift: flow: t' = shift t / (1 + (shift - 1) t); above 1 spends more steps on noisier
+            images.
+        rho: edm: how the levels crowd towards 0; auto is the objective's own.
+    """
+
+    num_steps: Auto | PositiveInt = "auto"
+    grid: Literal["auto", "uniform", "quadratic", "logit_normal", "rho", "log"] = "auto"
+    shift: Annotated[float, Field(gt=0)] = 1.0
+    rho: Auto | Annotated[float, Field(gt=0)] = "auto"
+
+
+GRID_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingGrid))
+
+
+def complete_sampler(part: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return `{"name": …, "num_steps": …, "grid": …, "shift": …, "rho": …, option: …}`, checked."""
+    name, options = split("sampler", part)
+    entry = get_entry("sampler", name)
+    for option in options:
+        known = (*GRID_FIELDS, *entry.parameters())
+        if option not in known:
+            raise unknown_field("sampler", option, known)
+    grid = check(SamplingGrid, {k: options.pop(k) for k in GRID_FIELDS if k in options}, "sampler")
+    if grid.num_steps == "auto":
+        grid = dataclasses.replace(grid, num_steps=getattr(entry.target, "default_num_steps", 25))
+    return {"name": entry.name, **dataclasses.asdict(grid), **entry.complete(options)}
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
@@ -231,7 +257,7 @@ class RunConfig:
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
     optimizer: _part("optimizer") = "adamw"  # type: ignore[valid-type]
     lr_schedule: _part("lr_schedule") = "cosine"  # type: ignore[valid-type]
-    sampler: Annotated[dict[str, Any], BeforeValidator(_sampler)] = "euler"  # type: ignore[assignment]
+    sampler: Annotated[dict[str, Any], BeforeValidator(complete_sampler)] = "euler"  # type: ignore[assignment]
     guidance: _part("guidance") = "none"  # type: ignore[valid-type]
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     tracker: Annotated[_part("tracker"), ASIDE] = "local"  # type: ignore[valid-type]
@@ -493,43 +519,6 @@ def make_config(**fields: Any) -> RunConfig:
 PART_FIELDS = (
     "backbone", "objective", "data", "optimizer", "lr_schedule", "sampler", "guidance", "tracker",
 )  # fmt: skip
-
-# Settings that every sampler has beside its own options -------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, config=OPTIONS)
-class SamplingGrid:
-    """How a sampler walks from noise to data, whatever its rule.
-
-    Args:
-        num_steps: auto is the sampler's own.
-        grid: flow: uniform, quadratic, logit_normal; edm: rho, log; auto is the first.
-        shift: flow: t' = shift t / (1 + (shift - 1) t); above 1 spends more steps on noisier
-            images.
-        rho: edm: how the levels crowd towards 0; auto is the objective's own.
-    """
-
-    num_steps: Auto | PositiveInt = "auto"
-    grid: Literal["auto", "uniform", "quadratic", "logit_normal", "rho", "log"] = "auto"
-    shift: Annotated[float, Field(gt=0)] = 1.0
-    rho: Auto | Annotated[float, Field(gt=0)] = "auto"
-
-
-GRID_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingGrid))
-
-
-def complete_sampler(part: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return `{"name": …, "num_steps": …, "grid": …, "shift": …, "rho": …, option: …}`, checked."""
-    name, options = split("sampler", part)
-    entry = get_entry("sampler", name)
-    for option in options:
-        known = (*GRID_FIELDS, *entry.parameters())
-        if option not in known:
-            raise unknown_field("sampler", option, known)
-    grid = check(SamplingGrid, {k: options.pop(k) for k in GRID_FIELDS if k in options}, "sampler")
-    if grid.num_steps == "auto":
-        grid = dataclasses.replace(grid, num_steps=getattr(entry.target, "default_num_steps", 25))
-    return {"name": entry.name, **dataclasses.asdict(grid), **entry.complete(options)}
 
 
 def check(cls: type[Any], fields: Mapping[str, Any], prefix: str = "") -> Any:
