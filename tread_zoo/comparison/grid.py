@@ -132,7 +132,8 @@ def run_cells(
 
     stream = stream or sys.stdout
     todo = [cell for cell in cells if not cell.result.exists()]
-    print(f"{len(cells)} cells, {len(cells) - len(todo)} of them done", file=stream, flush=True)
+    count = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
+    print(f"{count}, {len(cells) - len(todo)} of them done", file=stream, flush=True)
     running: dict[int, tuple[Cell, subprocess.Popen[bytes]]] = {}  # by place, 0 … jobs - 1
     failed: dict[str, str] = {}
     waiting = deque(todo)
@@ -161,8 +162,8 @@ def run_cells(
                         why = f"exit status {status}: {last or 'no output'}"
                         failed[cell.name] = f"{why} ({cell.log})"
                         outcome = f"failed, {failed[cell.name]}"
-                    count = len(todo) - len(waiting) - len(running)
-                    say(f"{count}/{len(todo)} {cell.name}: {outcome}")
+                    ended = len(todo) - len(waiting) - len(running)
+                    say(f"{ended}/{len(todo)} {cell.name}: {outcome}")
         except BaseException:
             _end([process for _, process in running.values()])
             raise

@@ -75,7 +75,7 @@ def frechet_distance(generated: Statistics, real: Statistics) -> float:
     """
     for name, given in (("generated", generated), ("real", real)):
         if not (given.mean.isfinite().all() and given.covariance.isfinite().all()):
-            raise ValueError(f"the {name} statistics have NaN or infinite values.")
+            raise ValueError(f"the {name} statistics are not finite.")
         if given.count is not None and given.count <= len(given.mean):
             _warn(
                 f"the {name} covariance, of {len(given.mean)} features, is singular: it is of "
