@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.evaluation.tiny import METRICS, random_images, write_features
+from tests.evaluation.tiny import random_images, write_features
 from tread_zoo import register
 from tread_zoo.data import digits
 from tread_zoo.evaluation import Protocol, score
 from tread_zoo.evaluation.features import load_digits_features
-from tread_zoo.evaluation.metrics import build_metrics
 from tread_zoo.evaluation.score import extract
 from tread_zoo.registry import available, get_entry
 
@@ -281,14 +280,6 @@ def test_a_classifier_of_fewer_classes_cannot_read_labels(tmp_path):
     for scored in (path, images):
         with pytest.raises(ValueError, match=r"reads 2 classes with .*, and the labels are of"):
             score(scored, images, ["label_accuracy"], extractor=few)
-
-
-def test_all_metrics_take_the_features_that_they_name():
-    by_name = {metric.name: metric for metric in build_metrics([*METRICS, "sfid"])}
-    assert by_name["sfid"].features == "spatial"
-    assert by_name["isc"].features == "logits"
-    assert not by_name["isc"].uses_real
-    assert [name for name, metric in by_name.items() if metric.statistics] == ["fid", "sfid"]
 
 
 def test_importing_brings_in_nothing_heavy():

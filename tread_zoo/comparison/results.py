@@ -209,15 +209,10 @@ def _row(folder: Path, settings: Mapping[str, Any], file: Path) -> dict[str, Any
 
 
 def _machine(run: Mapping[str, Any]) -> str:
-    parts = [str(run[key]) for key in ("device", "precision") if key in run]
     processes = run.get("num_processes", 1)
-    return ", ".join(
-        [
-            *([f"{processes} processes"] if processes > 1 else []),
-            *parts,
-            f"torch {run.get('torch')}",
-        ]
-    )
+    parts = [f"{processes} processes"] if processes > 1 else []
+    parts += [str(run[key]) for key in ("device", "precision") if key in run]
+    return ", ".join([*parts, f"torch {run.get('torch')}"])
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
