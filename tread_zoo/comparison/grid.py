@@ -197,12 +197,11 @@ def _last_line(log: Path) -> str:
 def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
     """End processes and their children: gently, and by force after a while or a second Ctrl-C."""
     _signal(processes, signal.SIGTERM)
+    deadline = time.monotonic() + PATIENCE_S
     try:
-        deadline = time.monotonic() + PATIENCE_S
-        for process in processes:
-            process.wait(max(0.0, deadline - time.monotonic()))
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        pass
+        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            for process in processes:
+                process.wait(max(0.0, deadline - time.monotonic()))
     finally:
         _signal(processes, signal.SIGKILL)
 
