@@ -86,8 +86,8 @@ class Difference:
     def __str__(self) -> str:
         low, high = (f"{100 * v:+.1f}" for v in (min(self.values), max(self.values)))
         alone = ", one seed" if len(self.values) == 1 else ""
-        spread = f", {low} … {high}" if low != high else alone
-        return f"{100 * statistics.fmean(self.values):+.1f} %{spread}"
+        bounds = f", {low} … {high}" if low != high else alone
+        return f"{100 * statistics.fmean(self.values):+.1f} %{bounds}"
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Findings:
             that of a sample.
         headline: sentences.
         scores, pairs: tables of the settings, and of routed ones against dense.
-        notes: what is to be known beside the numbers.
+        notes: remarks on runs and protocols.
     """
 
     runs: pd.DataFrame
@@ -355,9 +355,9 @@ def _first_measured(
 ) -> Measured | None:
     """Return the metric, or else the held-out loss, at an equal budget."""
     for name in dict.fromkeys((metric, HELD_OUT)):
-        found = values_at_equal(runs, curves, name, axis) if name in runs else None
-        if found and all(map(math.isfinite, found[1].values())):
-            return name, *found
+        measured = values_at_equal(runs, curves, name, axis) if name in runs else None
+        if measured and all(map(math.isfinite, measured[1].values())):
+            return name, *measured
     return None
 
 

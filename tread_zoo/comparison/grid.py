@@ -22,7 +22,7 @@ from typing import TextIO
 
 LONGEST_NAME = 150  # bytes of a folder's name; file systems take 255
 POLL_S = 0.2
-PATIENCE_S = 60.0  # for a process that was asked to end, which may be saving
+PATIENCE_S = 60.0  # for a process that ends, which may be saving
 SET_HERE = ("run_dir", "resume", "overwrite", "checkpoint", "out")
 
 

@@ -39,7 +39,7 @@ def evaluate(
     precision: str = "fp32",
     weak: Backbone | None = None,
     cache: dict[str, Any] | None = None,
-    **known: Any,
+    **facts: Any,
 ) -> dict[str, Any]:
     """Return `{"values": …, "real": …, "protocol": …}` of samples; every process must call this.
 
@@ -56,7 +56,7 @@ def evaluate(
         weak: the weak network of guidance=auto.
         cache: an empty dictionary that keeps, for later calls that differ in the weights alone,
             what does not depend on them.
-        known: further fields of `Protocol`, such as `weights` and `step`.
+        facts: further fields of `Protocol`, such as `weights` and `step`.
 
     Raises:
         ValueError: as `check_evaluation`, or the network gives NaN.
@@ -67,7 +67,7 @@ def evaluate(
     evaluation = check_evaluation(options, data, labelled=labelled, device=device)
     if "sampling" not in cache:
         cache["sampling"] = sampling_record(backbone, objective, sampling, weak=weak)
-    protocol = {**cache["sampling"], "weights": "ema", "precision": precision, **known}
+    protocol = {**cache["sampling"], "weights": "ema", "precision": precision, **facts}
     protocol |= {"data": data.name, "seed": options.seed}
     if not data.codec.has_pixels:
         return {"values": {}, "real": {}, "protocol": protocol, "not_scored": _NO_DECODER}

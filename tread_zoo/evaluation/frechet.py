@@ -73,13 +73,13 @@ def frechet_distance(generated: Statistics, real: Statistics) -> float:
     Raises:
         ValueError: statistics of different sizes, or not finite.
     """
-    for name, given in (("generated", generated), ("real", real)):
-        if not (given.mean.isfinite().all() and given.covariance.isfinite().all()):
+    for name, own in (("generated", generated), ("real", real)):
+        if not (own.mean.isfinite().all() and own.covariance.isfinite().all()):
             raise ValueError(f"the {name} statistics are not finite.")
-        if given.count is not None and given.count <= len(given.mean):
+        if own.count is not None and own.count <= len(own.mean):
             _warn(
-                f"the {name} covariance, of {len(given.mean)} features, is singular: it is of "
-                f"{given.count} images, and the distance depends strongly on how many"
+                f"the {name} covariance, of {len(own.mean)} features, is singular: it is of "
+                f"{own.count} images, and the distance depends strongly on how many"
             )
     if len(generated.mean) != len(real.mean):
         raise ValueError(

@@ -144,7 +144,7 @@ class Evaluation:
         """Check that `count` images [C,H,W] of `shape` can be scored; nothing is read.
 
         Args:
-            shape: None where it is not known yet.
+            shape: None where only a decoder would tell.
             num_classes: of their labels.
 
         Raises:
@@ -164,7 +164,7 @@ class Evaluation:
                     f"{INCEPTION}."
                 )
         for metric in self.metrics:
-            given = self.reference.has_statistics_of(extractor) if metric.statistics else ()
+            stored = self.reference.has_statistics_of(extractor) if metric.statistics else ()
             why = _misfit(metric, extractor, self.reference)
             if metric.labels and not 0 < num_classes <= extractor.num_classes:
                 why = (
@@ -172,7 +172,7 @@ class Evaluation:
                     f"are of {num_classes}: train an extractor with scripts/make_features.py"
                 )
             why = why or self._too_few(metric, count, "evaluation.num_images")
-            if not why and metric.uses_real and real is not None and metric.features not in given:
+            if not why and metric.uses_real and real is not None and metric.features not in stored:
                 why = self._too_few(metric, len(real), "the reference")
             if why:
                 raise ValueError(f"evaluation.metrics: {metric.name!r} {why}, or leave it out.")
@@ -199,7 +199,7 @@ class Evaluation:
         batch_size: int,
         device: torch.device,
         cache: dict[str, Any] | None = None,
-        **known: Any,
+        **facts: Any,
     ) -> dict[str, Any]:
         """Return `{"values": …, "real": …, "protocol": …}` of the images.
 
@@ -210,7 +210,7 @@ class Evaluation:
             device: of the extractor.
             cache: keeps what does not depend on the images for the next call: features of the
                 reference, and "real".
-            known: fields of `Protocol` that images do not tell themselves.
+            facts: fields of `Protocol` that do not follow from the images.
         """
         cache = {} if cache is None else cache
         extractor, metrics = self.extractor, self.metrics
@@ -220,11 +220,11 @@ class Evaluation:
         network = extractor.load(names, device) if extractor is not None else None
 
         def features(
-            source: Images, some: Iterable[Metric], given: Set[str] = frozenset()
+            source: Images, some: Iterable[Metric], stored: Set[str] = frozenset()
         ) -> FeatureSet:
             return extract(
                 source, network, batch_size=batch_size,
-                statistics={m.features for m in some if m.statistics} - given,
+                statistics={m.features for m in some if m.statistics} - stored,
                 rows={m.features for m in some if not m.statistics},
             )  # fmt: skip
 
@@ -239,8 +239,8 @@ class Evaluation:
         record["values"], notes = _values(generated, reference, metrics)
         record["real"] = dict(cache.get("real", {}))
         if extractor is not None:
-            known |= {"extractor": extractor.label, "extractor_sha256": extractor.sha256}
-            known |= {"resize": extractor.resize, "device": device.type}
+            facts |= {"extractor": extractor.label, "extractor_sha256": extractor.sha256}
+            facts |= {"resize": extractor.resize, "device": device.type}
         record["protocol"] = Protocol(
             metrics=[metric.options for metric in metrics],
             num_generated=len(images),
@@ -253,7 +253,7 @@ class Evaluation:
             torch=str(torch.__version__),
             torch_fidelity=version("torch-fidelity"),
             notes=notes,
-            **known,
+            **facts,
         ).as_dict()
         if self.not_scored:
             record["not_scored"] = self.not_scored
@@ -293,7 +293,7 @@ def score(
     allow_few_images: bool = False,
     inception_weights: str | None = None,
     dinov2_weights: str | None = None,
-    **known: Any,
+    **facts: Any,
 ) -> dict[str, Any]:
     """Return `{"values": {name: float}, "real": …, "protocol": …}` of images against a reference.
 
@@ -309,7 +309,7 @@ def score(
         device: of the extractor.
         allow_few_images: Fréchet distances of no more images than features, too, which is noted.
         inception_weights, dinov2_weights: files; None looks in torch's hub folder.
-        known: fields of `Protocol` that images do not tell themselves.
+        facts: fields of `Protocol` that do not follow from the images.
 
     Raises:
         ValueError: images, reference, metrics and extractor do not fit each other, or weights are
@@ -326,7 +326,7 @@ def score(
     evaluation.check(len(source), source.shape, source.num_classes)
     real = None if held_out is None else _as_images(held_out)
     return evaluation.run(
-        source, held_out=real, batch_size=batch_size, device=torch.device(device), **known
+        source, held_out=real, batch_size=batch_size, device=torch.device(device), **facts
     )
 
 
@@ -341,7 +341,7 @@ def extract(
     """Return the features of all images; one batch of them is in memory at a time.
 
     Args:
-        network: gives the features; None where none are asked for.
+        network: gives the features; None where there are none to gather.
         statistics, rows: names of features to gather.
     """
     from tqdm.auto import tqdm
@@ -352,11 +352,11 @@ def extract(
     starts = range(rank * batch_size, len(images), batch_size * world)
     for first in tqdm(starts, "images", disable=rank > 0 or not sys.stderr.isatty(), leave=False):
         batch, shown = images.read(range(first, min(first + batch_size, len(images))))
-        found = network(batch) if network and (statistics or rows) else {}
+        features = network(batch) if network and (statistics or rows) else {}
         for name in statistics:
-            running[name].add(found[name])
+            running[name].add(features[name])
         digests = [hashlib.sha256(image).digest() for image in batch.contiguous().numpy()]
-        batches[first] = {n: found[n].cpu() for n in rows}
+        batches[first] = {n: features[n].cpu() for n in rows}
         batches[first] |= {"sha256": b"".join(digests), "labels": shown}
     sums = {name: (one.count, one.mean.cpu(), one.squares.cpu()) for name, one in running.items()}
     gathered = _gather((batches, sums))
