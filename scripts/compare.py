@@ -70,12 +70,12 @@ def read_settings(own: Sequence[str]) -> dict[str, Any]:
     """Return the comparison's settings, from overrides that begin with `compare.`."""
     from tread_zoo.errors import unknown_name
 
-    known = [*OmegaConf.load(CONFIGS / "compare.yaml"), "study"]
+    fields = [*OmegaConf.load(CONFIGS / "compare.yaml"), "study"]
     texts = []
     for text in own:
         field, _, value = text.removeprefix(OWN).partition("=")
-        if field not in known:
-            raise unknown_name("compare: field", field, known)
+        if field not in fields:
+            raise unknown_name("compare: field", field, fields)
         if field in ("runs", "out", "title", "curve") and value and value[0] not in "['\"":
             value = quoted(value)
         texts.append(f"{field}={value}")
@@ -180,8 +180,8 @@ def split_sweeps(
     sweeps = [{f: [str(v) for v in values] for f, values in grid.items()} for grid in grids]
     parser = OverridesParser.create()
     parsed = dict(zip(overrides, parser.parse_overrides(list(overrides)), strict=True))
-    given = {override.get_key_element() for override in parsed.values()}
-    fixed = [text for text in shared if text.partition("=")[0].lstrip("+~") not in given]
+    overridden = {override.get_key_element() for override in parsed.values()}
+    fixed = [text for text in shared if text.partition("=")[0].lstrip("+~") not in overridden]
     for text, override in parsed.items():
         field = override.get_key_element()
         spans = override.is_sweep_override()
@@ -207,14 +207,14 @@ def to_reference(settings: dict[str, Any]) -> int:
         kind = "dense" if config["routing"]["name"] == "none" else "tread"
         architecture = config["backbone"]["name"].partition("_")[0]
         recipe = settings["recipe"] or f"{config['data']['name']}_{architecture}_{kind}"
-        known = [path.stem for path in CURVES.glob("*.csv")]
-        if recipe not in known:
-            raise unknown_name(f"{folder}: compare.recipe", recipe, known)
+        recipes = [path.stem for path in CURVES.glob("*.csv")]
+        if recipe not in recipes:
+            raise unknown_name(f"{folder}: compare.recipe", recipe, recipes)
         different = recipe_differences(recipe, config)
         curve = pd.read_csv(CURVES / f"{recipe}.csv", comment="#")
         verdicts = compare_with_curve(folder, curve, different)
-        said = [f"{field}={value} (recipe: {other})" for field, (value, other) in different.items()]
-        text = describe_comparison(folder.name, recipe, verdicts, said)
+        lines = [f"{name}={value} (recipe: {other})" for name, (value, other) in different.items()]
+        text = describe_comparison(folder.name, recipe, verdicts, lines)
         place = folder if settings["out"] == own_out else Path(settings["out"]) / folder.name
         place.mkdir(parents=True, exist_ok=True)
         (place / "reference.md").write_text(text)
@@ -257,8 +257,8 @@ def visible_devices() -> list[str]:
     """Return the CUDA devices that cells may share out."""
     import torch
 
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ See docs/evaluation.md.
 
 import json
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +74,7 @@ def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
 
 def _score_images(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
     """Return the record of images that are there, and the name of its file."""
-    from tread_zoo.evaluation.evaluate import make_evaluation
-    from tread_zoo.evaluation.images import PartImages, open_images
+    from tread_zoo.evaluation.evaluate import evaluate_images
     from tread_zoo.registry import create
     from tread_zoo.runtime import resolve_device
 
@@ -84,24 +82,7 @@ def _score_images(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
     data = create("data", config.data) if config.data else None
     if data is not None:
         data.codec.prepare(device)
-    images = open_images(config.samples, () if data is None else data.class_names)
-    options = replace(config.evaluation, num_images=len(images), keep_images=None)
-    evaluation = make_evaluation(options, data, num_classes=images.num_classes, device=device)
-    evaluation.check(len(images), images.shape, images.num_classes)
-    if evaluation.not_scored:
-        raise ValueError(f"samples={config.samples} cannot be scored: {evaluation.not_scored}")
-    held_out = None
-    if data is not None and data.held_out is not None and options.reference == "train":
-        count = options.num_reference
-        held_out = PartImages(data, data.held_out, "held_out", count=count, device=device)
-    record = evaluation.run(
-        images,
-        held_out=held_out,
-        batch_size=options.batch_size,
-        device=device,
-        data=None if data is None else data.name,
-        uint8="as given",
-    )
+    record = evaluate_images(config.samples, data, config.evaluation, device)
     place = Path(config.samples).expanduser().resolve()
     name = place.name if place.is_dir() else place.stem
     return record, str(place.with_name(f"{name}_score.json"))

@@ -44,10 +44,10 @@ def main(settings: dict) -> None:
     names = {"pooled", "spatial"} & set(extractor.sizes)
     network = extractor.load(names, device)
     with process_group(device) as is_main:
-        found = extract(images, network, statistics=names, batch_size=options.batch_size)
+        features = extract(images, network, statistics=names, batch_size=options.batch_size)
     if not is_main:
         return
-    write_statistics(out, found, extractor)
+    write_statistics(out, features, extractor)
     logger.info("%d images of %s, %s, features %s, written to %s",
                 len(images), data.name, images.name, extractor.label, out)  # fmt: skip
 

@@ -90,13 +90,7 @@ def token_states(run: "Restored", config: ProbeConfig) -> "tuple[list[float], li
     """
     import torch
 
-    from tread_zoo.diffusion import (
-        Draw,
-        build_sampling,
-        default_labels,
-        generate,
-        initial_noise,
-    )
+    from tread_zoo.diffusion import Draw, build_sampling, default_labels, generate, initial_noise
     from tread_zoo.evaluation.held_out import stack_part
     from tread_zoo.routing.probe import recording
     from tread_zoo.runtime import autocast

@@ -19,8 +19,8 @@ for name in architectures:
     routing = build_routing("tread", num_blocks=b.num_blocks, default_selector=b.default_selector)
     routes = routing.draw(2, b.grid, torch.Generator())
     b(torch.randn(2, 1, 8, 8), torch.rand(2), torch.tensor([1, 2]), routes=routes).sum().backward()
-from tread_zoo.evaluation.features import load_digits_features
-load_digits_features()
+from tread_zoo.evaluation.features import load_features
+load_features()
 print("ran", *architectures)
 """
 

@@ -17,7 +17,6 @@ from tread_zoo.evaluation.features import (
     INCEPTION_URL,
     ClassifierFeatures,
     find_extractor,
-    load_digits_features,
     load_features,
     save_features,
 )
@@ -46,7 +45,7 @@ CPU = torch.device("cpu")
 
 
 def test_the_shipped_network_is_small_and_knows_digits():
-    network, held_out = load_digits_features(), digits().held_out
+    network, held_out = load_features(), digits().held_out
     features, logits = network(held_out.images)
     assert features.shape == (359, 64)
     assert (logits.argmax(1) == held_out.labels).double().mean() > 0.99

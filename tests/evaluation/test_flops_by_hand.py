@@ -5,14 +5,12 @@ activations, gates, q-shifts, residuals, and in a scan what has no state or is n
 """
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.evaluation import hand_flops
-from tests.processes import run_python
 from tread_zoo import create_backbone
 from tread_zoo.diffusion import (
     ClassifierFree,
@@ -25,8 +23,6 @@ from tread_zoo.diffusion import (
 from tread_zoo.evaluation.flops import count_flops, count_sampling, stage_flops, training_flops
 from tread_zoo.kernels import get_forms, set_forms
 from tread_zoo.routing import Route, build_routing
-
-ROOT = Path(__file__).parents[2]
 
 # Digits: 8x8 pixels of 1 channel in patches of 2x2, so 16 tokens of 4 values.
 TINY = {
@@ -139,24 +135,6 @@ def test_a_scheduled_run():
         (range(5, 9), (many + dense) / 2),
         (range(9, 10), dense),
     ]
-
-
-@pytest.mark.slow
-def test_the_printed_list_is_counted_so():
-    """At full depth, and routed as the list routes: rate 0.75, the default range."""
-    script = ROOT / "scripts/list_backbones.py"
-    done = run_python(script, "pattern=*_s_2", "selection_rate=0.75", cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    rows = {line.split()[0]: line.split() for line in done.stdout.splitlines()}
-    for name, (start, end) in {
-        "uvit_s_2": (2, 11),
-        "mamba_s_2": (2, 21),
-        "rwkv_s_2": (2, 11),
-    }.items():
-        dense, routed = LARGE[name]().forward, LARGE[name](routes=[(start, end, 64)]).forward
-        wanted = [f"{dense / 1e9:.3f}", f"{routed / 1e9:.3f}", f"{routed / dense:.3f}"]
-        assert rows[name][2:5] == wanted, name
-        assert rows[name][-2] == f"{start}:{end}"
 
 
 # One number, whatever runs ------------------------------------------------------------------------

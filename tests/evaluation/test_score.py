@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.evaluation.tiny import METRICS, random_images, write_features
+from tests.evaluation.tiny import random_images, write_features
 from tread_zoo import register
 from tread_zoo.data import digits
 from tread_zoo.evaluation import Protocol, score
-from tread_zoo.evaluation.features import load_digits_features
-from tread_zoo.evaluation.metrics import build_metrics
+from tread_zoo.evaluation.features import load_features
 from tread_zoo.evaluation.score import extract
 from tread_zoo.registry import available, get_entry
 
@@ -37,7 +36,7 @@ def test_metrics_equal_those_of_torch_fidelity_on_the_same_images():
     import torch_fidelity
     from torch.utils.data import Dataset
 
-    network = load_digits_features()
+    network = load_features()
 
     class Images(Dataset):
         def __init__(self, images):
@@ -134,7 +133,7 @@ def sharp(generated):
 
 
 def test_a_metric_of_ones_own_is_one_function():
-    network, images, others = load_digits_features(), HELD_OUT.images[:80], TRAIN.images[:90]
+    network, images, others = load_features(), HELD_OUT.images[:80], TRAIN.images[:90]
     metrics = [
         "fid",
         {"name": "of_a_test_gap", "power": 2.0},
@@ -206,7 +205,7 @@ def test_label_accuracy_is_of_the_extractors_own_classifier():
 
     images = Labelled()
     record = score(images, TRAIN.images, ["label_accuracy"], batch_size=50)
-    right = load_digits_features()(HELD_OUT.images)[1].argmax(1) == HELD_OUT.labels
+    right = load_features()(HELD_OUT.images)[1].argmax(1) == HELD_OUT.labels
     assert record["values"] == {"label_accuracy": pytest.approx(float(right.double().mean()))}
     images.shift = 1
     record = score(images, TRAIN.images, ["label_accuracy"])
@@ -229,7 +228,7 @@ def test_no_more_than_two_batches_are_in_memory():
             most.append(len(alive))
             return images, None
 
-    network = load_digits_features()
+    network = load_features()
     found = extract(
         Many(), lambda images: {"pooled": network(images)[0]}, statistics=["pooled"], batch_size=5
     )
@@ -281,14 +280,6 @@ def test_a_classifier_of_fewer_classes_cannot_read_labels(tmp_path):
     for scored in (path, images):
         with pytest.raises(ValueError, match=r"reads 2 classes with .*, and the labels are of"):
             score(scored, images, ["label_accuracy"], extractor=few)
-
-
-def test_all_metrics_take_the_features_that_they_name():
-    by_name = {metric.name: metric for metric in build_metrics([*METRICS, "sfid"])}
-    assert by_name["sfid"].features == "spatial"
-    assert by_name["isc"].features == "logits"
-    assert not by_name["isc"].uses_real
-    assert [name for name, metric in by_name.items() if metric.statistics] == ["fid", "sfid"]
 
 
 def test_importing_brings_in_nothing_heavy():

@@ -8,7 +8,6 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from itertools import cycle
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -26,19 +25,14 @@ Point = tuple[float, float]
 DASHES: Sequence[Dash] = ("--", ":", "-.", (0, (8, 2)), (0, (1, 3)))
 
 
-def looks(
-    settings: Sequence["Setting"],
-) -> dict[str, tuple[str, str | tuple[int, tuple[int, ...]]]]:
+def looks(settings: Sequence["Setting"]) -> dict[str, tuple[str, Dash]]:
     """Return colour and line style by label: the colour says the backbone, the style the rest."""
     backbones = list(dict.fromkeys(setting.backbone for setting in settings))
     colours = dict(zip(backbones, cycle(COLOURS), strict=False))
     rests = dict.fromkeys(s.label.removeprefix(s.backbone) for s in settings if not s.is_dense)
     styles = dict(zip(rests, cycle(DASHES), strict=False))
     return {
-        s.label: (
-            colours[s.backbone],
-            "-" if s.is_dense else styles[s.label.removeprefix(s.backbone)],
-        )
+        s.label: (colours[s.backbone], styles.get(s.label.removeprefix(s.backbone), "-"))
         for s in settings
     }
 
@@ -77,8 +71,11 @@ def draw_quality(
             arrow = {"arrowstyle": "-|>", "color": colour, "lw": 1.6, "shrinkA": 6, "shrinkB": 6}
             axes.annotate("", points[setting.label], points[dense.label], arrowprops=arrow)
     axes.set_ylabel(f"{words(metric)} ({better} is better)")
-    if real is not None and points:
-        _draw_real(axes, real)
+    low, high = axes.get_ylim()
+    if real is not None and low - (high - low) / 2 <= real <= high + (high - low) / 2:
+        axes.axhline(real, color=INK, ls=":", lw=1, alpha=0.6)
+        axes.annotate(f"real images {real:.3g}", (0, real), (4, 3), fontsize=9,
+                      xycoords=("axes fraction", "data"), textcoords="offset points")  # fmt: skip
     if points:
         _scale(axes, "x", [cost for cost, _ in points.values()])
         _scale(axes, "y", [value for _, value in points.values()])
@@ -99,6 +96,8 @@ def draw_curve(
         x: step, flops or seconds.
         label: of the x axis.
     """
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
     figure, axes = _new_figure((4.8, 3.4))
     drawn = []
     for setting in settings:
@@ -113,7 +112,8 @@ def draw_curve(
         axes.fill_between(rows.x, rows.low, rows.high, color=colour, alpha=0.15, lw=0)
         drawn += [*rows.low, *rows.high]
     axes.set(xlabel=label, ylabel=words(metric))
-    _engineering(axes)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_formatter(FuncFormatter(si))
     if drawn:
         _scale(axes, "y", drawn)
     return figure
@@ -136,11 +136,6 @@ def as_svg(figure: "Figure", name: str) -> str:
     head, tag, rest = text.partition(">")
     start = head[: head.index(" width=")] + head[head.index(" viewBox=") :]
     return start + f' role="img" aria-label="{name}"' + tag + rest
-
-
-def as_png(figure: "Figure", path: Path) -> None:
-    """Write a figure on white."""
-    figure.savefig(path, dpi=120, facecolor="white")
 
 
 def _new_figure(size: tuple[float, float]) -> "tuple[Figure, Axes]":
@@ -172,14 +167,6 @@ def _name_points(
             )  # fmt: skip
 
 
-def _draw_real(axes: "Axes", real: float) -> None:
-    low, high = axes.get_ylim()
-    if low - (high - low) / 2 <= real <= high + (high - low) / 2:
-        axes.axhline(real, color=INK, ls=":", lw=1, alpha=0.6)
-        axes.annotate(f"real images {real:.3g}", (0, real), (4, 3), fontsize=9,
-                      xycoords=("axes fraction", "data"), textcoords="offset points")  # fmt: skip
-
-
 def _scale(axes: "Axes", which: str, values: Sequence[float]) -> None:
     """Make an axis logarithmic where its values span more than a factor of three, and label ticks
     by plain numbers."""
@@ -193,13 +180,6 @@ def _scale(axes: "Axes", which: str, values: Sequence[float]) -> None:
         axis.set_minor_formatter(NullFormatter())
     form = si if high >= 1e4 else (lambda value, place=None: f"{value:.6g}")
     axis.set_major_formatter(FuncFormatter(form))
-
-
-def _engineering(axes: "Axes") -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(5))
-    axes.xaxis.set_major_formatter(FuncFormatter(si))
 
 
 def si(value: float, place: object = None) -> str:

@@ -86,8 +86,8 @@ class Difference:
     def __str__(self) -> str:
         low, high = (f"{100 * v:+.1f}" for v in (min(self.values), max(self.values)))
         alone = ", one seed" if len(self.values) == 1 else ""
-        spread = f", {low} … {high}" if low != high else alone
-        return f"{100 * statistics.fmean(self.values):+.1f} %{spread}"
+        bounds = f", {low} … {high}" if low != high else alone
+        return f"{100 * statistics.fmean(self.values):+.1f} %{bounds}"
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Findings:
             that of a sample.
         headline: sentences.
         scores, pairs: tables of the settings, and of routed ones against dense.
-        notes: what is to be known beside the numbers.
+        notes: remarks on runs and protocols.
     """
 
     runs: pd.DataFrame
@@ -270,17 +270,14 @@ def best_settings(
         worst = max(sign * v for v in by_label[best])
         near = [o for o in others if min(sign * v for v in by_label[o]) <= worst]
         single = min(map(len, by_label.values())) < 2
-        text = f"At equal {name} ({si(budget)}): {best} has the best {words(used)}, "
-        text += _mean(by_label[best])
-        if single:
-            text += f"; next {others[0]}, {_mean(by_label[others[0]])}. One seed: not settled."
-        elif near:
+        verdict = f"next {others[0]}, {_mean(by_label[others[0]])}. "
+        verdict += "One seed: not settled." if single else "Settled."
+        if near and not single:
             more = f" and {len(near) - 3} more" if len(near) > 3 else ""
             listed = ", ".join(f"{o} {_mean(by_label[o])}" for o in near[:3])
-            text += f"; not settled against {listed}{more}."
-        else:
-            text += f"; next {others[0]}, {_mean(by_label[others[0]])}. Settled."
-        lines.append(text)
+            verdict = f"not settled against {listed}{more}."
+        lead = f"At equal {name} ({si(budget)}): {best} has the best {words(used)}"
+        lines.append(f"{lead}, {_mean(by_label[best])}; {verdict}")
     return lines
 
 
@@ -324,12 +321,10 @@ def routing_table(
         rows.append(row)
     says = {"better": "pays for", "worse": "does not pay for", "equal": "makes no difference for",
             "not settled": "is not settled for"}  # fmt: skip
-    lines = [
-        f"Routing, by {by}: "
-        + "; ".join(f"{says[word]} {_and(found[word])}" for word in says if word in found)
-        + "."
-        for by, found in verdicts.items()
-    ]
+    lines = []
+    for by, own in verdicts.items():
+        parts = [f"{says[word]} {', '.join(own[word])}" for word in says if word in own]
+        lines.append(f"Routing, by {by}: {'; '.join(parts)}.")
     if rows and not any(by.endswith("FLOPs") for by in verdicts):
         lines += ["Whether routing pays at equal FLOPs was not measured: set training.score_every."]
     header = ["routed against dense", "FLOPs of dense", *(f"at equal {n}" for n in NAMES.values())]
@@ -360,9 +355,9 @@ def _first_measured(
 ) -> Measured | None:
     """Return the metric, or else the held-out loss, at an equal budget."""
     for name in dict.fromkeys((metric, HELD_OUT)):
-        found = values_at_equal(runs, curves, name, axis) if name in runs else None
-        if found and all(map(math.isfinite, found[1].values())):
-            return name, *found
+        measured = values_at_equal(runs, curves, name, axis) if name in runs else None
+        if measured and all(map(math.isfinite, measured[1].values())):
+            return name, *measured
     return None
 
 
@@ -384,10 +379,6 @@ def _mean(values: Any) -> str:
         return ""
     std = statistics.stdev(listed) if len(listed) > 1 else 0.0
     return si(statistics.fmean(listed)) + (f" ± {si(float(f'{std:.2g}'))}" if std else "")
-
-
-def _and(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def flat(protocol: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -9,21 +9,20 @@ import hashlib
 import itertools
 import json
 import os
-import queue
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 LONGEST_NAME = 150  # bytes of a folder's name; file systems take 255
-PATIENCE_S = 60.0  # for a process that was asked to end, which may be saving
+POLL_S = 0.2
+PATIENCE_S = 60.0  # for a process that ends, which may be saving
 SET_HERE = ("run_dir", "resume", "overwrite", "checkpoint", "out")
 
 
@@ -127,114 +126,62 @@ def run_cells(
         cells: the grid.
         jobs: how many run at a time.
         devices: for CUDA_VISIBLE_DEVICES; with several, cells that run together take turns.
-        stream: where progress is shown: a table that is renewed on a terminal, lines otherwise;
-            None is the standard output.
+        stream: where lines of progress go, and on a terminal a bar; None is the standard output.
     """
+    from tqdm.auto import tqdm
+
     stream = stream or sys.stdout
     todo = [cell for cell in cells if not cell.result.exists()]
     count = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
     print(f"{count}, {len(cells) - len(todo)} of them done", file=stream, flush=True)
-    slots: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for slot in range(jobs):
-        slots.put(slot)
-    running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
-    stopping: list[bool] = []
+    running: dict[int, tuple[Cell, subprocess.Popen[bytes]]] = {}  # by place, 0 … jobs - 1
+    failed: dict[str, str] = {}
+    waiting = deque(todo)
+    with tqdm(total=len(todo), unit="cell", file=stream, disable=not stream.isatty()) as bar:
 
-    def run(cell: Cell) -> str | None:
-        slot = slots.get()
-        try:
-            if stopping:
-                return None
-            cell.log.parent.mkdir(parents=True, exist_ok=True)
-            with cell.log.open("wb") as log:
-                process = subprocess.Popen(
-                    cell.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                    env=_environment(slot, jobs, devices), start_new_session=True,
-                )  # fmt: skip
-            running[cell.name] = process, time.monotonic()
-            status = process.wait()
-            del running[cell.name]
-        finally:
-            slots.put(slot)
-        if cell.result.exists():
-            return None
-        return f"exit status {status}: {_last_line(cell.log) or 'no output'} ({cell.log})"
+        def say(text: str) -> None:
+            bar.write(text, file=stream)
+            stream.flush()
 
-    board = _Board(stream, len(todo))
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = {pool.submit(run, cell): cell for cell in todo}
         try:
-            _watch(futures, running, board)
+            while waiting or running:
+                for place in sorted(set(range(jobs)) - set(running))[: len(waiting)]:
+                    cell = waiting.popleft()
+                    running[place] = cell, _start(cell, place, jobs, devices)
+                    say(f"started {cell.name}")
+                time.sleep(POLL_S)
+                for place, (cell, process) in list(running.items()):
+                    status, last = process.poll(), _last_line(cell.log)
+                    bar.set_postfix_str(last[:60])
+                    if status is None:
+                        continue
+                    del running[place]
+                    bar.update()
+                    outcome = "done"
+                    if not cell.result.exists():
+                        why = f"exit status {status}: {last or 'no output'}"
+                        failed[cell.name] = f"{why} ({cell.log})"
+                        outcome = f"failed, {failed[cell.name]}"
+                    ended = len(todo) - len(waiting) - len(running)
+                    say(f"{ended}/{len(todo)} {cell.name}: {outcome}")
         except BaseException:
-            stopping.append(True)
-            pool.shutdown(wait=False, cancel_futures=True)
-            _end([process for process, _ in list(running.values())])
+            _end([process for _, process in running.values()])
             raise
-    reasons = {cell.name: future.result() for future, cell in futures.items()}
-    return {name: reason for name, reason in reasons.items() if reason}
+    return failed
 
 
-def _environment(slot: int, jobs: int, devices: Sequence[str]) -> dict[str, str]:
+def _start(cell: Cell, place: int, jobs: int, devices: Sequence[str]) -> "subprocess.Popen[bytes]":
     environment = dict(os.environ)
     if jobs > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
         if len(devices) > 1:
-            environment["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
-    return environment
-
-
-def _watch(
-    futures: Mapping["Future[str | None]", Cell],
-    running: Mapping[str, tuple[subprocess.Popen[bytes], float]],
-    board: "_Board",
-) -> None:
-    """Show what runs until all futures are done."""
-    logs = {cell.name: cell.log for cell in futures.values()}
-    pending = set(futures)
-    while pending:
-        done, pending = wait(pending, timeout=1, return_when="FIRST_COMPLETED")
-        for future in done:
-            board.ended(futures[future].name, future.result())
-        now = time.monotonic()
-        board.show(
-            {
-                name: f"{now - began:5.0f} s  {_last_line(logs[name])}"
-                for name, (_, began) in list(running.items())
-            }
-        )
-    board.show({})
-
-
-class _Board:
-    """Shows running cells; on a terminal as a table in place, otherwise a line when one begins."""
-
-    def __init__(self, stream: TextIO, total: int) -> None:
-        self.stream, self.total, self.count = stream, total, 0
-        self.shown: dict[str, str] = {}
-
-    def ended(self, name: str, reason: str | None) -> None:
-        self.count += 1
-        self._clear()
-        outcome = f"failed, {reason}" if reason else "done"
-        print(f"{self.count}/{self.total} {name}: {outcome}", file=self.stream, flush=True)
-
-    def show(self, lines: Mapping[str, str]) -> None:
-        if not self.stream.isatty():
-            for name in lines.keys() - self.shown.keys():
-                print(f"started {name}", file=self.stream, flush=True)
-            self.shown = dict(lines)
-            return
-        self._clear()
-        width = shutil.get_terminal_size().columns
-        for name, text in lines.items():
-            print(f"  {name}  {text}"[: width - 1], file=self.stream)
-        self.stream.flush()
-        self.shown = dict(lines)
-
-    def _clear(self) -> None:
-        if self.shown and self.stream.isatty():
-            self.stream.write(f"\x1b[{len(self.shown)}F\x1b[J")
-            self.shown = {}
+            environment["CUDA_VISIBLE_DEVICES"] = devices[place % len(devices)]
+    cell.log.parent.mkdir(parents=True, exist_ok=True)
+    with cell.log.open("wb") as log:
+        return subprocess.Popen(
+            cell.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            env=environment, start_new_session=True,
+        )  # fmt: skip
 
 
 def _last_line(log: Path) -> str:
@@ -250,12 +197,11 @@ def _last_line(log: Path) -> str:
 def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
     """End processes and their children: gently, and by force after a while or a second Ctrl-C."""
     _signal(processes, signal.SIGTERM)
+    deadline = time.monotonic() + PATIENCE_S
     try:
-        deadline = time.monotonic() + PATIENCE_S
-        for process in processes:
-            process.wait(max(0.0, deadline - time.monotonic()))
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        pass
+        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            for process in processes:
+                process.wait(max(0.0, deadline - time.monotonic()))
     finally:
         _signal(processes, signal.SIGKILL)
 

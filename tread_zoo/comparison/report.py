@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from tread_zoo.comparison.figures import as_png, as_svg, draw_curve, draw_quality, looks, words
+from tread_zoo.comparison.figures import as_svg, draw_curve, draw_quality, looks, words
 from tread_zoo.comparison.findings import Findings, Setting, direction, find, flat
 
 MARKS = {"-": "━━━", "--": "╍╍╍", ":": "┈┈┈", "-.": "━╍━"}
@@ -37,32 +37,32 @@ def write_report(
     Raises:
         ValueError: no run was scored, or the runs have no score that compares.
     """
-    found = find(runs, curves, metric, failed)
+    findings = find(runs, curves, metric, failed)
     out.mkdir(parents=True, exist_ok=True)
-    real = found.runs.get(f"real_{found.main}", pd.Series(dtype=float)).dropna()
+    real = findings.runs.get(f"real_{findings.main}", pd.Series(dtype=float)).dropna()
     quality = draw_quality(
-        found.settings,
-        found.main,
-        direction(found.main) or "lower",
-        "flops_per_sample" if found.by_sample else "flops",
+        findings.settings,
+        findings.main,
+        direction(findings.main) or "lower",
+        "flops_per_sample" if findings.by_sample else "flops",
         real.iloc[0] if len(real) else None,
     )
-    as_png(quality, out / "quality.png")
+    quality.savefig(out / "quality.png", dpi=120, facecolor="white")
     runs.drop(columns=["protocol", "samples"]).to_csv(out / "results.csv", index=False)
     curves.to_csv(out / "curves.csv", index=False)
-    about = {"title": title, "subtitle": _count(found), "command": command}
-    text = _markdown(about, found)
+    about = {"title": title, "subtitle": _count(findings), "command": command}
+    text = _markdown(about, findings)
     (out / "report.md").write_text(text)
-    style = looks(found.settings)
+    style = looks(findings.settings)
     page = _render(
         **about,
-        findings=found,
-        quality=as_svg(quality, f"{words(found.main)} against FLOPs"),
-        samples={} if found.by_sample else _samples(found.settings),
-        figures=[] if found.by_sample else _curve_figures(found, curves),
+        findings=findings,
+        quality=as_svg(quality, f"{words(findings.main)} against FLOPs"),
+        samples={} if findings.by_sample else _samples(findings.settings),
+        figures=[] if findings.by_sample else _curve_figures(findings, curves),
         legend=[(label, colour, MARKS.get(str(d), "━ ━")) for label, (colour, d) in style.items()],
-        machines=list(dict.fromkeys(found.runs.machine.dropna())),
-        protocol=flat(found.runs.protocol.iloc[0] or {}),
+        machines=list(dict.fromkeys(findings.runs.machine.dropna())),
+        protocol=flat(findings.runs.protocol.iloc[0] or {}),
     )
     (out / "index.html").write_text(page)
     return text

@@ -37,12 +37,12 @@ def find_runs(folders: Folders) -> list[Path]:
         ValueError: a folder that holds no run, or a pattern without any.
     """
     runs: dict[Path, None] = {}
-    for given in [folders] if isinstance(folders, str | os.PathLike) else folders:
-        path = Path(given)
-        matches = [path] if path.exists() else [Path(match) for match in glob.glob(str(given))]
+    for folder in [folders] if isinstance(folders, str | os.PathLike) else folders:
+        path = Path(folder)
+        matches = [path] if path.exists() else [Path(match) for match in glob.glob(str(folder))]
         matches = sorted(match for match in matches if (match / "config.json").exists())
         if not matches:
-            raise ValueError(f"{given} holds no run: there is no config.json.")
+            raise ValueError(f"{folder} holds no run: there is no config.json.")
         runs |= dict.fromkeys(matches)
     return list(runs)
 
@@ -209,15 +209,10 @@ def _row(folder: Path, settings: Mapping[str, Any], file: Path) -> dict[str, Any
 
 
 def _machine(run: Mapping[str, Any]) -> str:
-    parts = [str(run[key]) for key in ("device", "precision") if key in run]
     processes = run.get("num_processes", 1)
-    return ", ".join(
-        [
-            *([f"{processes} processes"] if processes > 1 else []),
-            *parts,
-            f"torch {run.get('torch')}",
-        ]
-    )
+    parts = [f"{processes} processes"] if processes > 1 else []
+    parts += [str(run[key]) for key in ("device", "precision") if key in run]
+    return ", ".join([*parts, f"torch {run.get('torch')}"])
 
 
 def _lines(file: Path) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@
 Samples are drawn batch by batch and not kept. Dimensions: B batch, C channels, H height, W width.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tread_zoo.errors import unknown_name
 from tread_zoo.evaluation.conditions import conditions_of
 from tread_zoo.evaluation.features import DIGITS, INCEPTION, find_extractor
 from tread_zoo.evaluation.flops import count_sampling
-from tread_zoo.evaluation.images import PartImages, pixel_shape
+from tread_zoo.evaluation.images import PartImages, open_images, pixel_shape
 from tread_zoo.evaluation.metrics import build_metrics
 from tread_zoo.evaluation.pictures import save_png
 from tread_zoo.evaluation.score import Evaluation, Reference, open_reference
@@ -39,7 +39,7 @@ def evaluate(
     precision: str = "fp32",
     weak: Backbone | None = None,
     cache: dict[str, Any] | None = None,
-    **known: Any,
+    **facts: Any,
 ) -> dict[str, Any]:
     """Return `{"values": …, "real": …, "protocol": …}` of samples; every process must call this.
 
@@ -56,7 +56,7 @@ def evaluate(
         weak: the weak network of guidance=auto.
         cache: an empty dictionary that keeps, for later calls that differ in the weights alone,
             what does not depend on them.
-        known: further fields of `Protocol`, such as `weights` and `step`.
+        facts: further fields of `Protocol`, such as `weights` and `step`.
 
     Raises:
         ValueError: as `check_evaluation`, or the network gives NaN.
@@ -67,7 +67,7 @@ def evaluate(
     evaluation = check_evaluation(options, data, labelled=labelled, device=device)
     if "sampling" not in cache:
         cache["sampling"] = sampling_record(backbone, objective, sampling, weak=weak)
-    protocol = {**cache["sampling"], "weights": "ema", "precision": precision, **known}
+    protocol = {**cache["sampling"], "weights": "ema", "precision": precision, **facts}
     protocol |= {"data": data.name, "seed": options.seed}
     if not data.codec.has_pixels:
         return {"values": {}, "real": {}, "protocol": protocol, "not_scored": _NO_DECODER}
@@ -79,13 +79,9 @@ def evaluate(
             seed=options.seed, batch_size=options.batch_size, precision=precision, weak=weak,
         )  # fmt: skip
 
-    held_out = None
-    if data.held_out is not None and options.reference == "train":
-        count = options.num_reference
-        held_out = PartImages(data, data.held_out, "held_out", count=count, device=device)
     return evaluation.run(
         Samples(draw, data, options, backbone.num_classes, device),
-        held_out=held_out,
+        held_out=_held_out(data, options, device),
         batch_size=options.batch_size,
         device=device,
         cache=cache,
@@ -94,6 +90,44 @@ def evaluate(
         decoder=_describe_decoder(data),
         **protocol,
     )
+
+
+def evaluate_images(
+    place: str | Path, data: ImageData | None, options: EvaluationConfig, device: torch.device
+) -> dict[str, Any]:
+    """Return the record of images that are there, as `evaluate` does of samples.
+
+    Args:
+        place: a folder of pictures, or an .npz file.
+        data: whose parts they are compared with, and whose classes their folders may name.
+        options: by what; all images are scored.
+        device: of the extractor.
+
+    Raises:
+        ValueError: they cannot be scored so.
+    """
+    images = open_images(place, () if data is None else data.class_names)
+    evaluation = make_evaluation(options, data, num_classes=images.num_classes, device=device)
+    evaluation.check(len(images), images.shape, images.num_classes)
+    if evaluation.not_scored:
+        raise ValueError(f"samples={place} cannot be scored: {evaluation.not_scored}")
+    return evaluation.run(
+        images,
+        held_out=None if data is None else _held_out(data, options, device),
+        batch_size=options.batch_size,
+        device=device,
+        data=None if data is None else data.name,
+        uint8="as given",
+    )
+
+
+def _held_out(
+    data: ImageData, options: EvaluationConfig, device: torch.device
+) -> PartImages | None:
+    """Return the held-out images, where samples are compared with those of the training part."""
+    if data.held_out is None or options.reference != "train":
+        return None
+    return PartImages(data, data.held_out, "held_out", count=options.num_reference, device=device)
 
 
 class Samples:
@@ -185,7 +219,7 @@ def make_evaluation(
     """
     if data is not None and not data.codec.has_pixels:
         return Evaluation((), None, Reference(options.reference, None), not_scored=_NO_DECODER)
-    reference = reference_of(options, data, device)
+    reference = _reference(options, data, device)
     metrics = build_metrics(options.metrics)
     name, not_scored = options.extractor, ""
     is_digits = data is not None and data.name == "digits"
@@ -203,37 +237,32 @@ def make_evaluation(
             raise
         metrics, not_scored = (), str(error) if metrics else ""
     # the digits extractor's classes are those of digits alone
-    reads = extractor is not None and extractor.num_classes > 0 and (name != DIGITS or is_digits)
-    if reads and num_classes and "label_accuracy" not in [metric.name for metric in metrics]:
+    reads_labels = extractor and extractor.num_classes > 0 and (name != DIGITS or is_digits)
+    if reads_labels and num_classes and "label_accuracy" not in [metric.name for metric in metrics]:
         metrics = (*build_metrics(["label_accuracy"]), *metrics)
     return Evaluation(
         metrics, extractor if metrics else None, reference, options.allow_few_images, not_scored
     )
 
 
-def reference_of(
-    options: EvaluationConfig, data: ImageData | None, device: torch.device | None = None
+def _reference(
+    options: EvaluationConfig, data: ImageData | None, device: torch.device | None
 ) -> Reference:
-    """Return the real images of a part of the data, or of a path.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Return the real images of a part of the data, or of a path."""
     name = options.reference
     if name not in ("train", "held_out"):
         if not Path(name).expanduser().exists():
             error = unknown_name("evaluation.reference", name, ("train", "held_out"))
             raise ValueError(f"{error} Or name a folder of pictures or an .npz; none is there.")
         return open_reference(name)
-    part = None if data is None else getattr(data, name)
+    part = getattr(data, name, None)
     if data is None or part is None:
+        missing = "no data are named: add data=…" if data is None else f"{data.name} has none"
         raise ValueError(
-            f"evaluation.reference={name} is a part of the data, and "
-            f"{'no data are named: add data=…' if data is None else f'{data.name} has none'}. Or "
-            "name a folder of pictures, or an .npz file."
+            f"evaluation.reference={name} is a part of the data, and {missing}. Or name a folder "
+            "of pictures, or an .npz file."
         )
-    images = PartImages(data, part, name, count=options.num_reference, device=device)
-    return Reference(name, images)
+    return Reference(name, PartImages(data, part, name, count=options.num_reference, device=device))
 
 
 def sampling_record(
@@ -246,11 +275,8 @@ def sampling_record(
     """Return the fields of `Protocol` that say how samples are drawn: `sampling`, every setting of
     sampler and guidance; `nfe`, evaluations of a network for each image; `flops_per_image`."""
     cost = count_sampling(backbone, objective, sampling, weak=weak)
-    return {
-        "sampling": sampling.as_dict(),
-        "nfe": cost.evaluations,
-        "flops_per_image": cost.flops,
-    }
+    settings = sampling.as_dict()
+    return {"sampling": settings, "nfe": cost.evaluations, "flops_per_image": cost.flops}
 
 
 def score_names(record: Mapping[str, Any]) -> dict[str, float]:
@@ -296,5 +322,4 @@ def _describe_decoder(data: ImageData) -> dict[str, Any] | None:
     decoder = data.codec.decoded_by
     if decoder is None:
         return None
-    facts: Sequence[str] = ("normalization", "shift", "scale")
-    return {**decoder, **{name: data.codec.facts[name] for name in facts}}
+    return {**decoder, **{n: data.codec.facts[n] for n in ("normalization", "shift", "scale")}}

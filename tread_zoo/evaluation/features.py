@@ -178,9 +178,9 @@ class ClassifierFeatures(nn.Module):
         return features, self.classify(features)
 
 
-# Of the file that ships here. scripts/make_features.py makes it: see there.
-DIGITS_LAYERS = ((32, 1, False), (64, 1, True), (64, 0, False))
-_DIGITS = {"image_size": (8, 8), "channels": 1, "num_classes": 10, "layers": DIGITS_LAYERS}
+# Sizes of the file that ships here, which has none. scripts/make_features.py makes it: see there.
+_DIGITS_LAYERS = ((32, 1, False), (64, 1, True), (64, 0, False))
+_DIGITS = {"image_size": (8, 8), "channels": 1, "num_classes": 10, "layers": _DIGITS_LAYERS}
 
 
 def save_features(network: ClassifierFeatures, path: Path, about: str) -> None:
@@ -197,8 +197,8 @@ def save_features(network: ClassifierFeatures, path: Path, about: str) -> None:
     partial.replace(path)
 
 
-def load_features(path: Path) -> ClassifierFeatures:
-    """Return the classifier that `save_features` wrote, frozen.
+def load_features(path: Path = DIGITS_WEIGHTS) -> ClassifierFeatures:
+    """Return the classifier that `save_features` wrote, frozen; that of digits ships here.
 
     Raises:
         ValueError: there is no such file, or it holds something else.
@@ -221,11 +221,6 @@ def load_features(path: Path) -> ClassifierFeatures:
         network = ClassifierFeatures(**facts)
     network.load_state_dict(state, assign=True)
     return network.eval().requires_grad_(False)
-
-
-def load_digits_features() -> ClassifierFeatures:
-    """Return the classifier of digits that ships with the package, frozen."""
-    return load_features(DIGITS_WEIGHTS)
 
 
 def _load_classifier(file: Path, device: torch.device) -> Network:

@@ -63,7 +63,7 @@ def stage_flops(backbone: Backbone, routing: Routing, num_steps: int) -> list[tu
     meta = _without_data(backbone)
     dense = _trace(meta, 1, (), backward=True)
     counted: dict[tuple[Any, ...], float] = {(): dense}  # by start, end, and rate of each route
-    found = []
+    stages = []
     for steps, used in routing.stages(num_steps):
         key = tuple((plan.start, plan.end, plan.selection_rate) for plan in used.plans)
         if key not in counted:
@@ -74,8 +74,8 @@ def stage_flops(backbone: Backbone, routing: Routing, num_steps: int) -> list[tu
                 chance, short = used.path_drop_probability, _trace(meta, 1, dropped, backward=True)
                 counted[key] = (1 - chance) * counted[key] + chance * short
         flops = routing.probability * counted[key] + (1 - routing.probability) * dense
-        found.append((steps, flops))
-    return found
+        stages.append((steps, flops))
+    return stages
 
 
 @dataclass(frozen=True)

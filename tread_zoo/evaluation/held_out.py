@@ -57,8 +57,7 @@ def held_out_loss(
 
     losses, levels = [], []
     for number in range(num_draws):
-        parts = (seed,) if number == 0 else (seed, number)
-        generator = make_generator("held_out", *parts)
+        generator = make_generator("held_out", seed, *([number] if number else []))
         draw = objective.draw(data.codec.model_shape(images.shape), generator).to(device)
         noise = data.codec.draw(images.shape, generator)
         x = data.codec.to_model(images, device=device, noise=noise)

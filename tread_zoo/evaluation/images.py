@@ -129,23 +129,23 @@ class FolderImages:
         others = [path.name for path in files if path not in set(self.files)]
         if others:
             logger.info("%s: %d other files, such as %s", folder, len(others), others[0])
-        modes: dict[str, Path] = {}
-        sizes: dict[tuple[int, int], Path] = {}
+        modes: set[str] = set()
+        sizes: dict[str, Path] = {}
         for path in self.files:
             with Image.open(path) as picture:
-                modes.setdefault(picture.mode, path)
-                sizes.setdefault(picture.size, path)
+                width, height = picture.size
+                modes.add(picture.mode)
+                sizes.setdefault(f"{width}x{height}", path)
         if len(sizes) > 1:
             (one, first), (other, second) = list(sizes.items())[:2]
             raise ValueError(
-                f"{first} is {one[0]}x{one[1]} and {second} {other[0]}x{other[1]}: pictures of one "
-                "size are compared. Resize them, or take out what is no sample."
+                f"{first} is {one} and {second} {other}: pictures of one size are compared. Resize "
+                "them, or take out what is no sample."
             )
-        if modes.keys() & set(_ALPHA):
+        if modes & set(_ALPHA):
             logger.warning("%s: alpha channels are dropped", folder)
-        width, height = next(iter(sizes))
         self.name = f"{folder.resolve().name}/"
-        self.shape = (1 if modes.keys() <= set(_GREY) else 3, height, width)
+        self.shape = (1 if modes <= set(_GREY) else 3, height, width)
         names = [path.relative_to(folder).parts[0] for path in self.files]
         labelled = bool(class_names) and set(names) <= set(class_names)
         self.num_classes = len(class_names) if labelled else 0
@@ -185,9 +185,8 @@ class NpzImages:
                 raise ValueError(f"{str(file)!r} has {', '.join(archive.files)}, and no arr_0.")
             labels = archive["arr_1"] if "arr_1" in archive.files else None
         self._stream: Any = zipfile.ZipFile(file).open("arr_0.npy")  # noqa: SIM115
-        old = npy.read_magic(self._stream) == (1, 0)
-        read = npy.read_array_header_1_0 if old else npy.read_array_header_2_0
-        shape, fortran, dtype = read(self._stream)
+        npy.read_magic(self._stream)
+        shape, fortran, dtype = npy.read_array_header_1_0(self._stream)
         self._begin = self._stream.tell()
         if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] not in (1, 3):
             raise ValueError(

@@ -63,14 +63,13 @@ class Metric:
     def compute(self, generated: "FeatureSet", real: "FeatureSet") -> dict[str, float]:
         """Return the values by name."""
         sets = (generated, real) if self.uses_real else (generated,)
-        given: list[Any] = [
+        args: list[Any] = [
             (s.statistics if self.statistics else s.rows)[self.features] for s in sets
         ]
-        given += [generated.labels] if self.labels else []
-        found = self.function(*given)
-        if isinstance(found, Mapping):
-            return {name: float(value) for name, value in found.items()}
-        return {self.name: float(found)}
+        args += [generated.labels] if self.labels else []
+        result = self.function(*args)
+        values = result if isinstance(result, Mapping) else {self.name: result}
+        return {name: float(value) for name, value in values.items()}
 
 
 def build_metrics(parts: Iterable[str | Mapping[str, Any]]) -> tuple[Metric, ...]:
@@ -83,10 +82,8 @@ def build_metrics(parts: Iterable[str | Mapping[str, Any]]) -> tuple[Metric, ...
     for part in parts:
         options = complete("metric", part, "evaluation.metrics")
         entry = get_entry("metric", options["name"])
-        positional = [
-            p for p in inspect.signature(entry.target).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]  # fmt: skip
+        parameters = inspect.signature(entry.target).parameters.values()
+        positional = [p for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
         facts = {name: value for name, value in entry.facts.items() if name != "better"}
         own = {name: value for name, value in options.items() if name != "name"}
         uses_real = len(positional) > 1 and not facts.get("labels")
@@ -189,13 +186,9 @@ def label_accuracy(generated: Tensor, labels: Tensor) -> float:
 
 def _coverage(points: Tensor, centers: Tensor, num_neighbors: int) -> float:
     rows = max(1, _DISTANCES_AT_ONCE // len(centers))
+    nearest = num_neighbors + 1  # the first one is the centre itself
     radii = torch.cat(
-        [  # + 1: the nearest one is the centre itself
-            torch.cdist(part, centers).kthvalue(num_neighbors + 1).values
-            for part in torch.split(centers, rows)
-        ]
+        [torch.cdist(part, centers).kthvalue(nearest).values for part in centers.split(rows)]
     )
-    inside = [
-        (torch.cdist(part, centers) <= radii).any(dim=1) for part in torch.split(points, rows)
-    ]
+    inside = [(torch.cdist(part, centers) <= radii).any(dim=1) for part in points.split(rows)]
     return float(torch.cat(inside).double().mean())

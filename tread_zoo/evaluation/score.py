@@ -15,9 +15,10 @@ import hashlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -98,14 +99,14 @@ def open_reference(reference: "Reference | Images | Tensor | str | Path") -> Ref
     with np.load(path, allow_pickle=False) as archive:
         names = set(archive.files)
         extractor = str(archive["extractor"]) if "extractor" in names else INCEPTION
-    found = frozenset(name for name, arrays in _STATISTICS.items() if set(arrays) <= names)
-    if not found and "arr_0" not in names:
+    statistics = frozenset(name for name, arrays in _STATISTICS.items() if set(arrays) <= names)
+    if not statistics and "arr_0" not in names:
         raise ValueError(
             f"{reference} has {', '.join(sorted(names))}: images as arr_0, uint8 [N,H,W,C], or "
             "statistics as mu and sigma are expected; scripts/make_reference.py makes these."
         )
-    images_too = open_images(path) if "arr_0" in names else None
-    return Reference(path.name, images_too, path, found, extractor)
+    both = open_images(path) if "arr_0" in names else None
+    return Reference(path.name, both, path, statistics, extractor)
 
 
 def write_statistics(path: Path, features: FeatureSet, extractor: Extractor) -> None:
@@ -143,7 +144,7 @@ class Evaluation:
         """Check that `count` images [C,H,W] of `shape` can be scored; nothing is read.
 
         Args:
-            shape: None where it is not known yet.
+            shape: None where only a decoder would tell.
             num_classes: of their labels.
 
         Raises:
@@ -163,7 +164,7 @@ class Evaluation:
                     f"{INCEPTION}."
                 )
         for metric in self.metrics:
-            given = self.reference.has_statistics_of(extractor) if metric.statistics else ()
+            stored = self.reference.has_statistics_of(extractor) if metric.statistics else ()
             why = _misfit(metric, extractor, self.reference)
             if metric.labels and not 0 < num_classes <= extractor.num_classes:
                 why = (
@@ -171,14 +172,10 @@ class Evaluation:
                     f"are of {num_classes}: train an extractor with scripts/make_features.py"
                 )
             why = why or self._too_few(metric, count, "evaluation.num_images")
-            if not why and metric.uses_real and real is not None and metric.features not in given:
+            if not why and metric.uses_real and real is not None and metric.features not in stored:
                 why = self._too_few(metric, len(real), "the reference")
             if why:
                 raise ValueError(f"evaluation.metrics: {metric.name!r} {why}, or leave it out.")
-
-    def possible(self, count: int) -> tuple[Metric, ...]:
-        """Return the metrics that `count` images are enough for."""
-        return tuple(metric for metric in self.metrics if not self._too_few(metric, count, ""))
 
     def _too_few(self, metric: Metric, count: int, name: str) -> str:
         """Return why a metric is not defined for `count` images, or ""."""
@@ -202,7 +199,7 @@ class Evaluation:
         batch_size: int,
         device: torch.device,
         cache: dict[str, Any] | None = None,
-        **known: Any,
+        **facts: Any,
     ) -> dict[str, Any]:
         """Return `{"values": …, "real": …, "protocol": …}` of the images.
 
@@ -213,39 +210,37 @@ class Evaluation:
             device: of the extractor.
             cache: keeps what does not depend on the images for the next call: features of the
                 reference, and "real".
-            known: fields of `Protocol` that images do not tell themselves.
+            facts: fields of `Protocol` that do not follow from the images.
         """
         cache = {} if cache is None else cache
         extractor, metrics = self.extractor, self.metrics
-        record: dict[str, Any] = {"values": {}, "real": {}}
+        record: dict[str, Any] = {}
         device = device if device.type == "cuda" else torch.device("cpu")
         names = {metric.features for metric in metrics}
         network = extractor.load(names, device) if extractor is not None else None
 
-        def features(of: Images, *, real: bool, some: Iterable[Metric] = metrics) -> FeatureSet:
-            needs = [m for m in some if m.uses_real or not real]
-            given = self.reference.has_statistics_of(extractor) if real and extractor else ()
+        def features(
+            source: Images, some: Iterable[Metric], stored: Set[str] = frozenset()
+        ) -> FeatureSet:
             return extract(
-                of, network, batch_size=batch_size,
-                statistics={m.features for m in needs if m.statistics} - set(given),
-                rows={m.features for m in needs if not m.statistics},
+                source, network, batch_size=batch_size,
+                statistics={m.features for m in some if m.statistics} - stored,
+                rows={m.features for m in some if not m.statistics},
             )  # fmt: skip
 
-        generated = features(images, real=False)
+        generated = features(images, metrics)
         if metrics and "reference" not in cache:
             cache["reference"] = self._read_reference(features)
         reference = cache.get("reference", FeatureSet())
         if held_out is not None and "real" not in cache and network is not None:
-            some = self.possible(len(held_out))
-            found = features(held_out, real=False, some=some)
-            cache["real"] = _values(found, reference, some)[0] if _is_main() else {}
-        notes: list[str] = []
-        if _is_main():
-            record["values"], notes = _values(generated, reference, metrics)
-            record["real"] = dict(cache.get("real", {}))
+            some = [m for m in metrics if not self._too_few(m, len(held_out), "")]
+            values, _ = _values(features(held_out, some), reference, some)
+            cache["real"] = values
+        record["values"], notes = _values(generated, reference, metrics)
+        record["real"] = dict(cache.get("real", {}))
         if extractor is not None:
-            known |= {"extractor": extractor.label, "extractor_sha256": extractor.sha256}
-            known |= {"resize": extractor.resize, "device": device.type}
+            facts |= {"extractor": extractor.label, "extractor_sha256": extractor.sha256}
+            facts |= {"resize": extractor.resize, "device": device.type}
         record["protocol"] = Protocol(
             metrics=[metric.options for metric in metrics],
             num_generated=len(images),
@@ -256,36 +251,34 @@ class Evaluation:
             num_reference=reference.count,
             reference_sha256=reference.sha256,
             torch=str(torch.__version__),
-            torch_fidelity=_torch_fidelity_version(),
+            torch_fidelity=version("torch-fidelity"),
             notes=notes,
-            **known,
+            **facts,
         ).as_dict()
         if self.not_scored:
             record["not_scored"] = self.not_scored
         return record
 
     def _read_reference(self, features: Callable[..., FeatureSet]) -> FeatureSet:
-        reference = self.reference
+        """Return the reference's features; of those that a file has, its statistics."""
+        reference, metrics = self.reference, [m for m in self.metrics if m.uses_real]
         assert self.extractor is not None
         usable = reference.has_statistics_of(self.extractor)
-        needed = [m for m in self.metrics if m.uses_real]
-        found = FeatureSet()
-        if not needed:
-            return found
-        if not usable or any(not m.statistics or m.features not in usable for m in needed):
+        own = FeatureSet()
+        if any(not m.statistics or m.features not in usable for m in metrics):
             assert reference.images is not None
-            found = features(reference.images, real=True)
-        if reference.file is None or not usable:
-            return found
-        given: dict[str, Statistics] = {}
+            own = features(reference.images, metrics, usable)
+        if not metrics or not usable or reference.file is None:
+            return own
+        statistics = dict(own.statistics)
         with np.load(reference.file, allow_pickle=False) as archive:
             count = int(archive["num_images"]) if "num_images" in archive.files else None
             for name in usable:
                 mean, sigma = (torch.from_numpy(archive[a]).double() for a in _STATISTICS[name])
-                given[name] = Statistics(mean, sigma, count)
+                statistics[name] = Statistics(mean, sigma, count)
         with reference.file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return FeatureSet(found.count or count, digest, {**found.statistics, **given}, found.rows)
+        return FeatureSet(own.count or count, digest, statistics, own.rows)
 
 
 def score(
@@ -300,7 +293,7 @@ def score(
     allow_few_images: bool = False,
     inception_weights: str | None = None,
     dinov2_weights: str | None = None,
-    **known: Any,
+    **facts: Any,
 ) -> dict[str, Any]:
     """Return `{"values": {name: float}, "real": …, "protocol": …}` of images against a reference.
 
@@ -316,7 +309,7 @@ def score(
         device: of the extractor.
         allow_few_images: Fréchet distances of no more images than features, too, which is noted.
         inception_weights, dinov2_weights: files; None looks in torch's hub folder.
-        known: fields of `Protocol` that images do not tell themselves.
+        facts: fields of `Protocol` that do not follow from the images.
 
     Raises:
         ValueError: images, reference, metrics and extractor do not fit each other, or weights are
@@ -333,7 +326,7 @@ def score(
     evaluation.check(len(source), source.shape, source.num_classes)
     real = None if held_out is None else _as_images(held_out)
     return evaluation.run(
-        source, held_out=real, batch_size=batch_size, device=torch.device(device), **known
+        source, held_out=real, batch_size=batch_size, device=torch.device(device), **facts
     )
 
 
@@ -348,7 +341,7 @@ def extract(
     """Return the features of all images; one batch of them is in memory at a time.
 
     Args:
-        network: gives the features; None where none are asked for.
+        network: gives the features; None where there are none to gather.
         statistics, rows: names of features to gather.
     """
     from tqdm.auto import tqdm
@@ -359,11 +352,11 @@ def extract(
     starts = range(rank * batch_size, len(images), batch_size * world)
     for first in tqdm(starts, "images", disable=rank > 0 or not sys.stderr.isatty(), leave=False):
         batch, shown = images.read(range(first, min(first + batch_size, len(images))))
-        found = network(batch) if network and (statistics or rows) else {}
+        features = network(batch) if network and (statistics or rows) else {}
         for name in statistics:
-            running[name].add(found[name])
+            running[name].add(features[name])
         digests = [hashlib.sha256(image).digest() for image in batch.contiguous().numpy()]
-        batches[first] = {n: found[n].cpu() for n in rows}
+        batches[first] = {n: features[n].cpu() for n in rows}
         batches[first] |= {"sha256": b"".join(digests), "labels": shown}
     sums = {name: (one.count, one.mean.cpu(), one.squares.cpu()) for name, one in running.items()}
     gathered = _gather((batches, sums))
@@ -394,18 +387,15 @@ def extract(
 def _values(
     generated: FeatureSet, reference: FeatureSet, metrics: Iterable[Metric]
 ) -> tuple[dict[str, float], list[str]]:
-    """Return the values, and what metrics warned of."""
+    """Return the values, and what metrics warned of; nothing but on the main process."""
     values: dict[str, float] = {}
     notes: list[str] = []
-    for metric in metrics:
+    for metric in metrics if _rank()[0] == 0 else ():
         with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("ignore")
             warnings.simplefilter("always", RuntimeWarning)
             values |= metric.compute(generated, reference)
-        for one in caught:
-            if issubclass(one.category, RuntimeWarning):
-                notes.append(f"{metric.name}: {one.message}")
-            else:
-                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        notes += [f"{metric.name}: {one.message}" for one in caught]
     return values, list(dict.fromkeys(notes))
 
 
@@ -445,14 +435,8 @@ def process_group(device: torch.device) -> Iterator[bool]:
     from accelerate import PartialState
 
     PartialState(cpu=device.type == "cpu")
-    yield _is_main()
+    yield dist.get_rank() == 0
     dist.destroy_process_group()
-
-
-def _torch_fidelity_version() -> str:
-    from importlib.metadata import version
-
-    return version("torch-fidelity")
 
 
 def _rank() -> tuple[int, int]:
@@ -461,10 +445,6 @@ def _rank() -> tuple[int, int]:
 
     alone = not (dist.is_available() and dist.is_initialized())
     return (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
-
-
-def _is_main() -> bool:
-    return _rank()[0] == 0
 
 
 def _gather(own: Any) -> list[Any]:
