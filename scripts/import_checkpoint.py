@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 @command("import_checkpoint", ImportConfig)
 def main(settings: dict) -> None:
-    from tread_zoo.training.importing import import_checkpoint
+    from tread_zoo.published import import_checkpoint
 
     file = settings.pop("in")
     done = import_checkpoint(file, settings.pop("out"), **settings)

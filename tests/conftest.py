@@ -13,8 +13,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: one thread 
 
 # What the product does, however it is built: `pytest -m golden`.
 GOLDEN = (
-    "backbones", "diffusion", "kernels", "routing", "test_contract.py", "test_golden.py",
-    "testing/test_planted_faults.py", "training/test_distributed.py", "training/test_importing.py",
+    "backbones", "diffusion", "kernels", "published", "routing", "test_contract.py",
+    "test_golden.py", "testing/test_planted_faults.py", "training/test_distributed.py",
     "training/test_kills.py", "training/test_resume.py", "scripts/test_command_line.py",
 )  # fmt: skip
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.published_tensors import theirs
+from tests.published.tensors import theirs
 from tests.scripts.test_command_line import call
 
 

@@ -5,23 +5,15 @@ import math
 import torch
 
 
-def layer(name, rows, columns, bias=True):
-    return {f"{name}.weight": (rows, columns), **({f"{name}.bias": (rows,)} if bias else {})}
-
-
-def norm(name, width):
-    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-
-
-def patches(name, width, channels, patch):
-    return {f"{name}.weight": (width, channels, patch, patch), f"{name}.bias": (width,)}
+def layer(name, *shape, bias=True):
+    return {f"{name}.weight": shape, **({f"{name}.bias": shape[:1]} if bias else {})}
 
 
 def dit_shapes(*, width=64, depth=2, patch=2, channels=4, side=4, rows=8, sigma=True, ratio=4, **_):
     out = patch**2 * channels * (2 if sigma else 1)
     shapes = {
         "pos_embed": (1, side**2, width),
-        **patches("x_embedder.proj", width, channels, patch),
+        **layer("x_embedder.proj", width, channels, patch, patch),
         **layer("t_embedder.mlp.0", width, 256),
         **layer("t_embedder.mlp.2", width, width),
         **layer("final_layer.linear", out, width),
@@ -46,23 +38,26 @@ def halves(depth):
 def uvit_shapes(*, width=64, depth=4, patch=2, channels=4, side=4, rows=8, ratio=4, conv=True, **_):
     shapes = {
         "pos_embed": (1, side**2 + (2 if rows else 1), width),
-        **patches("patch_embed.proj", width, channels, patch),
-        **norm("norm", width),
+        **layer("patch_embed.proj", width, channels, patch, patch),
+        **layer("norm", width),
         **layer("decoder_pred", patch**2 * channels, width),
     }
     if rows:
         shapes["label_emb.weight"] = (rows, width)
     if conv:
-        shapes |= patches("final_layer", channels, channels, 3)
+        shapes |= layer("final_layer", channels, channels, 3, 3)
     else:  # no published one has both
         shapes |= layer("time_embed.0", 4 * width, width)
         shapes |= layer("time_embed.2", width, 4 * width)
     for name in halves(depth):
-        shapes |= norm(f"{name}.norm1", width) | norm(f"{name}.norm2", width)
-        shapes |= layer(f"{name}.attn.qkv", 3 * width, width, bias=False)
-        shapes |= layer(f"{name}.attn.proj", width, width)
-        shapes |= layer(f"{name}.mlp.fc1", ratio * width, width)
-        shapes |= layer(f"{name}.mlp.fc2", width, ratio * width)
+        shapes |= {
+            **layer(f"{name}.norm1", width),
+            **layer(f"{name}.attn.qkv", 3 * width, width, bias=False),
+            **layer(f"{name}.attn.proj", width, width),
+            **layer(f"{name}.norm2", width),
+            **layer(f"{name}.mlp.fc1", ratio * width, width),
+            **layer(f"{name}.mlp.fc2", width, ratio * width),
+        }
         if name.startswith("out"):
             shapes |= layer(f"{name}.skip_linear", width, 2 * width)
     return shapes
@@ -74,7 +69,7 @@ def dis_shapes(
     inner, rank = 2 * width, math.ceil(width / 16)
     shapes = {
         "pos_embed": (1, side**2 + (2 if rows else 1), width),
-        **patches("patch_embed.proj", width, channels, patch),
+        **layer("patch_embed.proj", width, channels, patch, patch),
         **layer("time_embed.0", 4 * width, width),
         **layer("time_embed.2", width, 4 * width),
         "norm_f.weight": (width,),
@@ -109,18 +104,18 @@ def drwkv_shapes(
 ):
     shapes = {
         "pos_embed": (1, side**2, width),
-        **patches("patch_embed.proj", width, channels, patch),
+        **layer("patch_embed.proj", width, channels, patch, patch),
         **layer("time_embed.mlp.0", width, 256),
         **layer("time_embed.mlp.2", width, width),
-        **norm("in_blocks.0.ln0", width),
-        **norm("norm_f", width),
+        **layer("in_blocks.0.ln0", width),
+        **layer("norm_f", width),
         **layer("final_layer.linear", patch**2 * channels * (2 if sigma else 1), width),
         **layer("final_layer.adaLN_modulation.1", 2 * width, width),
     }
     if rows:
         shapes["label_emb.embedding_table.weight"] = (rows, width)
     for name in halves(depth):
-        shapes |= norm(f"{name}.ln1", width) | norm(f"{name}.ln2", width)
+        shapes |= layer(f"{name}.ln1", width) | layer(f"{name}.ln2", width)
         shapes |= layer(f"{name}.adaLN_modulation.1", 6 * width, width)
         for part in ("spatial_decay", "spatial_first"):
             shapes[f"{name}.att.{part}"] = (width,)

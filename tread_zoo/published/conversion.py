@@ -1,0 +1,218 @@
+"""From another project's checkpoint file to one of ours."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tread_zoo.backbone import Backbone
+from tread_zoo.errors import unknown_name
+from tread_zoo.layers import sincos_2d
+from tread_zoo.published.dis import DIS
+from tread_zoo.published.dit import DIT, SIT, TREAD
+from tread_zoo.published.drwkv import DRWKV
+from tread_zoo.published.format import Format, Tensors
+from tread_zoo.published.reader import list_names, read_parts
+from tread_zoo.published.uvit import UVIT
+from tread_zoo.registry import create_backbone, get_entry, list_backbones
+from tread_zoo.training.checkpoints import CheckpointError, save_checkpoint
+
+FORMATS: dict[str, Format] = {
+    "dit": DIT,
+    "sit": SIT,
+    "tread": TREAD,
+    "uvit": UVIT,
+    "dis": DIS,
+    "drwkv": DRWKV,
+}
+_SAMPLING = {"flow": ("heun", 50), "edm": ("heun", 40), "ddpm": ("euler", 250)}
+_POSITIONS_TOLERANCE = 1e-4
+_LABEL_TABLE = "label_embed.table.weight"
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import wrote, and what there is to know about it."""
+
+    path: Path
+    backbone: str
+    config: dict[str, Any]
+    num_parameters: int
+    notes: tuple[str, ...]
+
+
+def import_checkpoint(
+    file: str | Path,
+    out: str | Path,
+    *,
+    format: str,
+    objective: str | None = None,
+    num_heads: int | None = None,
+    num_classes: int | None = None,
+    drop_unknown: bool = False,
+) -> Imported:
+    """Write `file` as a checkpoint of ours in the folder `out`.
+
+    Args:
+        file: what another project saved, by `torch.save` or as safetensors.
+        out: a folder as of a run; it must not hold a checkpoint yet.
+        format: a name in `FORMATS`.
+        objective: what it was trained for, where the project has several; None for its usual one.
+        num_heads: of its attention, which no tensor shows; None for the published sizes' own.
+        num_classes: None takes the last row of its label table for the null label.
+        drop_unknown: leave out tensors that ours has no place for, instead of refusing them.
+
+    Raises:
+        ValueError: an unknown format or objective, or sizes that do not fit.
+        CheckpointError: the file cannot be read, or does not fit; the text names what.
+    """
+    if format not in FORMATS:
+        raise unknown_name("format", format, FORMATS)
+    form, out = FORMATS[format], Path(out)
+    objective = objective or form.objectives[0]
+    if objective not in form.objectives:
+        choices = " or ".join(form.objectives)
+        raise ValueError(f"objective={objective!r} is none of format={format}: it has {choices}.")
+    if (out / "checkpoints").exists():
+        raise CheckpointError(f"out={str(out)!r} holds a checkpoint already; give another folder.")
+    parts, step = read_parts(file)
+    if "ema" not in parts:  # samples are drawn from `ema`
+        parts = {"ema": parts["model"]}
+    converted = {
+        part: _convert(theirs, format, num_heads, num_classes, drop_unknown)
+        for part, theirs in parts.items()
+    }
+    backbone, _, notes = converted["ema"]
+    assert backbone.name is not None
+    sampler, num_steps = _SAMPLING[objective]
+    meta = {
+        "step": step,
+        "plugins": [],
+        "backbone": {"name": backbone.name, "config": backbone.config},
+        "config": {
+            "objective": {"name": objective},
+            "sampler": {"name": sampler, "num_steps": num_steps},
+            "guidance": {"name": "none"},
+        },
+        "imported": {"format": format, "file": Path(file).name},
+    }
+    tensors = {part: ours for part, (_, ours, _) in converted.items()}
+    path = save_checkpoint(out, tensors, meta, keep=1)
+    count = sum(tensor.numel() for tensor in tensors["ema"].values())
+    return Imported(path, backbone.name, backbone.config, count, (form.note, *notes))
+
+
+def _convert(
+    theirs: Tensors, format: str, num_heads: int | None, num_classes: int | None, drop_unknown: bool
+) -> tuple[Backbone, Tensors, list[str]]:
+    """Return our backbone on the meta device, its tensors made of theirs, and what to know."""
+    form = FORMATS[format]
+    _check_format(theirs, format)
+    backbone = build(form, form.keywords(theirs, num_heads, num_classes))
+    own, blocks = backbone.state_dict(), form.blocks(theirs)
+    ours: Tensors = {}
+    if form.zero_without_labels and not backbone.num_classes:
+        zero = [key for key in own if key.startswith(form.zero_without_labels)]
+        ours = {key: torch.zeros(own.pop(key).shape) for key in zero}
+    rules = {key: form.rule(key, blocks) for key in own}
+    wanted = {"pos_embed"}.union(*(names for names, _ in rules.values()))
+    unknown = _check_names(theirs, wanted, format, drop_unknown)
+    if "positions" not in own:
+        _check_positions(
+            theirs["pos_embed"], sincos_2d(backbone.config["hidden_size"], backbone.grid)
+        )
+    for key, (names, layout) in rules.items():
+        ours[key] = layout(*(theirs[name].float() for name in names))
+    notes = list(_notes(backbone, format, num_heads))
+    table = ours.get(_LABEL_TABLE)
+    if table is not None and len(table) == backbone.num_classes:
+        ours[_LABEL_TABLE] = torch.cat([table, table.mean(dim=0, keepdim=True)])
+        notes.append(
+            f"Its label table has no row beside its {backbone.num_classes} classes; the row for no "
+            "label is their mean, which it was not trained for: do not guide with it."
+        )
+    if unknown:
+        notes.append(f"Left out: {list_names(unknown)}.")
+    wrong = [
+        f"{' + '.join(rules[key][0])} gives {list(ours[key].shape)} for {key}, "
+        f"not {list(tensor.shape)}"
+        for key, tensor in own.items()
+        if ours[key].shape != tensor.shape
+    ]
+    if wrong:
+        raise CheckpointError(f"{len(wrong)} tensors have another shape: {list_names(wrong)}.")
+    return backbone, ours, notes
+
+
+def build(form: Format, keywords: dict[str, Any]) -> Backbone:
+    """Build the network, on the meta device, under the preset that has these sizes, or else under
+    the smallest one."""
+    name = f"{form.backbone}_tiny"
+    names = list_backbones(f"{form.backbone}_*")
+    for candidate in sorted(names, key=lambda each: "matched" in each):  # published names first
+        entry = get_entry("backbone", candidate)
+        sizes = {**entry.defaults(), **keywords}
+        if all(sizes[key] == value for key, value in entry.preset.items()):
+            name = candidate
+            break
+    with torch.device("meta"):
+        return create_backbone(name, **keywords)
+
+
+def recognize(theirs: Tensors) -> list[str]:
+    """Return the formats whose marks are all there; DiT, SiT and TREAD share theirs."""
+    return [name for name, form in FORMATS.items() if not form.missing_marks(theirs)]
+
+
+def _check_format(theirs: Tensors, name: str) -> None:
+    absent = FORMATS[name].missing_marks(theirs)
+    if absent:
+        like = " or ".join(recognize(theirs))
+        raise CheckpointError(
+            f"the file is not of format={name} ({FORMATS[name].project}): it has no "
+            f"{list_names(absent)}. It looks like "
+            + (f"format={like}." if like else f"none of {', '.join(FORMATS)}.")
+        )
+
+
+def _check_names(theirs: Tensors, wanted: set[str], format: str, drop_unknown: bool) -> list[str]:
+    """Return the tensors that ours has no place for."""
+    missing, unknown = sorted(wanted - theirs.keys()), sorted(theirs.keys() - wanted)
+    if missing or (unknown and not drop_unknown):
+        raise CheckpointError(
+            f"the file does not fit format={format}. "
+            + (f"Missing: {list_names(missing)}. " if missing else "")
+            + (f"Unknown: {list_names(unknown)}. " if unknown else "")
+            + ("" if missing else "drop_unknown=true leaves the unknown ones out.")
+        )
+    return unknown
+
+
+def _check_positions(theirs: Tensor, own: Tensor) -> None:
+    same_shape = theirs.shape == (1, *own.shape)
+    gap = float((theirs.float() - own).abs().max()) if same_shape else float("inf")
+    if gap > _POSITIONS_TOLERANCE:
+        raise CheckpointError(
+            f"pos_embed {list(theirs.shape)} is not the fixed table that this backbone computes "
+            f"{[1, *own.shape]}: they differ by {gap:.2g}. This network was trained otherwise."
+        )
+
+
+def _notes(backbone: Backbone, format: str, num_heads: int | None) -> Iterator[str]:
+    """Yield what a user should know that the tensors could not say."""
+    twins = [name for name, form in FORMATS.items() if form.names == FORMATS[format].names]
+    if len(twins) > 1:
+        yield f"No tensor tells {', '.join(twins)} apart: format={format} is taken at its word."
+    if "num_heads" in backbone.config and num_heads is None:
+        yield (
+            f"num_heads={backbone.config['num_heads']} is what the published sizes have; no tensor "
+            "shows it. Give num_heads=… if it is another."
+        )
+    if backbone.in_channels not in (1, 3):
+        yield (
+            f"It works on latents of {backbone.in_channels} channels: what it samples are latents, "
+            "for the autoencoder that it was trained with."
+        )

@@ -1,0 +1,58 @@
+"""feizc/Diffusion-RWKV: adaLN-Zero on affine norms, one more norm at each end of the stack.
+
+The decay is taken as it is, of any sign, over the number of tokens T; so is the bonus, where ours
+is not divided, so T goes into it here. The published kernel departs from the formula of the WKV
+between its chunks of T / 32 tokens, where it counts distances as one more.
+"""
+
+from torch import Tensor
+
+from tread_zoo.published.format import DDPM_NOTE, Format, stack_flat
+
+
+def _over_tokens(bonus: Tensor, positions: Tensor) -> Tensor:
+    return bonus / positions.shape[1]
+
+
+DRWKV = Format(
+    project="feizc/Diffusion-RWKV",
+    backbone="rwkv",
+    names={
+        "patch_embed": "patch_embed.proj",
+        "positions": "pos_embed",
+        "time_embed.mlp.0": "time_embed.mlp.0",
+        "time_embed.mlp.2": "time_embed.mlp.2",
+        "label_embed.table": "label_emb.embedding_table",
+        "norm_in": "in_blocks.0.ln0",
+        "*.norm1": "*.ln1",
+        "*.norm2": "*.ln2",
+        "*.modulation": "*.adaLN_modulation.1",
+        "*.spatial.own": tuple(f"*.att.spatial_mix_{part}" for part in "rkv"),
+        "*.spatial.decay": "*.att.spatial_decay",
+        "*.spatial.bonus": ("*.att.spatial_first", "pos_embed"),
+        "*.spatial.receptance": "*.att.receptance",
+        "*.spatial.key": "*.att.key",
+        "*.spatial.value": "*.att.value",
+        "*.spatial.output": "*.att.output",
+        "*.channel.own": tuple(f"*.ffn.spatial_mix_{part}" for part in "rk"),
+        "*.channel.receptance": "*.ffn.receptance",
+        "*.channel.key": "*.ffn.key",
+        "*.channel.value": "*.ffn.value",
+        "*.skip_proj": "*.skip_linear",
+        "norm": "norm_f",
+        "final.modulation": "final_layer.adaLN_modulation.1",
+        "final.linear": "final_layer.linear",
+    },
+    marks=("in_blocks.0.att.spatial_decay", "in_blocks.0.ffn.key.weight"),
+    sizes=lambda theirs: {
+        "mlp_ratio": len(theirs["in_blocks.0.ffn.key.weight"]) / theirs["pos_embed"].shape[2]
+    },
+    note=DDPM_NOTE
+    + " The kernel that it was trained with departs from the WKV's formula between its chunks of "
+    "tokens; ours does not, and outputs differ by about 0.3 % of their standard deviation.",
+    layouts={
+        "*.spatial.own": stack_flat,
+        "*.spatial.bonus": _over_tokens,
+        "*.channel.own": stack_flat,
+    },
+)

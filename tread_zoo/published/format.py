@@ -1,0 +1,157 @@
+"""What a format is: a table of names, and what the shapes say about sizes.
+
+    names: our layer or tensor -> theirs
+
+    "patch_embed": "x_embedder.proj"     a layer: its weight, and its bias if ours has one
+    "*.qkv": "*.attn.qkv"                `*` is a block, ours or theirs
+    "*.mixer.D": ("*.mixer.D", "*.mixer.D_b")    several, for a layout to join
+
+A tensor is taken as it is, unless `layouts` has a function for it.
+
+D width, C channels, p patch size, N tokens.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+
+DDPM_NOTE = (
+    "It predicts the noise of DDPM in its first C channels, and counts time in 1000 steps: give "
+    "t = step / 1000. No objective here samples such a network, so scripts/sample.py refuses it; "
+    "use it from Python."
+)
+
+
+def join(*tensors: Tensor) -> Tensor:
+    return torch.cat(tensors)
+
+
+def join_flat(*tensors: Tensor) -> Tensor:
+    """Join convolutions as linear layers: [D, C, p, p], … -> [n D, C p p]."""
+    return torch.cat(tensors).flatten(1)
+
+
+def stack(*tensors: Tensor) -> Tensor:
+    return torch.stack(tensors)
+
+
+def stack_flat(*tensors: Tensor) -> Tensor:
+    """Stack vectors, whatever axes of 1 they have: [1, 1, D], … -> [n, D]."""
+    return torch.stack(tensors).flatten(1)
+
+
+def first(table: Tensor) -> Tensor:
+    """Drop the batch axis of a table: [1, N, D] -> [N, D]."""
+    return table[0]
+
+
+Layout = Callable[..., Tensor]
+_SHARED_LAYOUTS: dict[str, Layout] = {"patch_embed.weight": join_flat, "positions": first}
+
+
+@dataclass(frozen=True)
+class Format:
+    """The checkpoints of one project.
+
+    Args:
+        project: on GitHub.
+        backbone: our architecture.
+        names: our layers and tensors -> theirs; see the module's docstring. Positions that it
+            does not name are the fixed sines.
+        marks: tensors of theirs that, with both ends, tell it from the others.
+        sizes: their tensors -> keywords of our constructor beside those that all have.
+        time_scale: from our time, of order 1, to theirs.
+        objectives: what its networks are trained for, the usual one first; "ddpm" is one that
+            nothing here samples with.
+        note: what to know about its time and its output.
+        layouts: our tensors -> how they are made of theirs.
+        head: our name of the last linear layer.
+        has_heads: our constructor takes `num_heads`.
+        in_halves: blocks are `in_blocks`, `mid_block` and `out_blocks`, else `blocks`.
+        time_token: time, and the label where there is one, are the first tokens.
+        zero_without_labels: our layer that does nothing in a network without labels.
+    """
+
+    project: str
+    backbone: str
+    names: Mapping[str, str | tuple[str, ...]]
+    marks: tuple[str, ...]
+    sizes: Callable[[Tensors], dict[str, Any]]
+    time_scale: float = 1000.0
+    objectives: tuple[str, ...] = ("ddpm",)
+    note: str = DDPM_NOTE
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    head: str = "final.linear"
+    has_heads: bool = False
+    in_halves: bool = True
+    time_token: bool = False
+    zero_without_labels: str | None = None
+
+    def missing_marks(self, theirs: Tensors) -> list[str]:
+        """Return which of the tensors that mark a file of this format are not in `theirs`."""
+        ends = (f"{self.names['patch_embed']}.weight", f"{self.names[self.head]}.weight")
+        return [key for key in (*ends, "pos_embed", *self.marks) if key not in theirs]
+
+    def blocks(self, theirs: Tensors) -> list[str]:
+        """Return their names of the blocks, in order."""
+        stem = "in_blocks" if self.in_halves else "blocks"
+        matches = (re.match(rf"{stem}\.(\d+)\.", key) for key in theirs)
+        indices = range(1 + max(int(match[1]) for match in matches if match))
+        if not self.in_halves:
+            return [f"blocks.{i}" for i in indices]
+        halves = [[f"{half}.{i}" for i in indices] for half in ("in_blocks", "out_blocks")]
+        return [*halves[0], "mid_block", *halves[1]]
+
+    def keywords(
+        self, theirs: Tensors, num_heads: int | None = None, num_classes: int | None = None
+    ) -> dict[str, Any]:
+        """Return the keywords of our constructor for a network of the same sizes.
+
+        Where numbers do not fit each other, shapes of the two networks will differ.
+        """
+        width, channels, patch_size, _ = theirs[f"{self.names['patch_embed']}.weight"].shape
+        if num_classes is None:  # the last row is the null label, but ImageNet may be without one
+            table = theirs.get(f"{self.names['label_embed.table']}.weight", ())
+            num_classes = 1000 if len(table) == 1000 else max(0, len(table) - 1)
+        num_tokens = theirs["pos_embed"].shape[1]
+        if self.time_token:
+            num_tokens -= 2 if num_classes else 1
+        out_values = len(theirs[f"{self.names[self.head]}.weight"])
+        keywords = {
+            "input_size": math.isqrt(num_tokens) * patch_size,
+            "in_channels": channels,
+            "patch_size": patch_size,
+            "learn_sigma": out_values > channels * patch_size**2,
+            "num_classes": num_classes,
+            "hidden_size": width,
+            "depth": len(self.blocks(theirs)),
+            "time_scale": self.time_scale,
+            **self.sizes(theirs),
+        }
+        if self.has_heads:  # of 64 in every published size but the widest, which has 16 of 72
+            published = 16 if width == 1152 else max(1, width // 64)
+            keywords["num_heads"] = num_heads or published
+        return keywords
+
+    def rule(self, ours: str, blocks: list[str]) -> tuple[tuple[str, ...], Layout]:
+        """Return what our tensor `ours` is made of, by their names, and how.
+
+        Args:
+            ours: its name in our state dict.
+            blocks: their names of the blocks, in order.
+        """
+        block = re.match(r"blocks\.(\d+)\.", ours)
+        pattern = f"*.{ours[block.end() :]}" if block else ours
+        layer, _, parameter = pattern.rpartition(".")
+        given = self.names.get(pattern) or f"{self.names[layer]}.{parameter}"
+        names = (given,) if isinstance(given, str) else given
+        if block:
+            names = tuple(name.replace("*", blocks[int(block[1])]) for name in names)
+        return names, {**_SHARED_LAYOUTS, **self.layouts}.get(pattern, join)

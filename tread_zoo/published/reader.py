@@ -1,0 +1,101 @@
+"""The networks in a file that `torch.save` or safetensors wrote, read without running its code."""
+
+import argparse
+import re
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tread_zoo.published.format import Tensors
+from tread_zoo.training.checkpoints import CheckpointError
+
+# Training scripts keep several networks in one file, under these names.
+_PARTS = {
+    "ema": ("ema", "ema_state_dict", "model_ema"),
+    "model": ("model", "model_state_dict", "state_dict"),
+}
+_PREFIXES = ("module.", "_orig_mod.", "model.")
+_NAMES_SHOWN = 20
+
+
+def read_parts(file: str | Path) -> tuple[dict[str, Tensors], int]:
+    """Return the networks in `file` as `ema` and `model`, whichever are there, and the step.
+
+    A bare network counts as `ema`, which is what projects publish. Prefixes that wrappers put
+    before every key (`module.`, `_orig_mod.`, `model.`) are taken off.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, unsafe, or holds no network.
+    """
+    content = _load(Path(file))
+    parts = {}
+    for part, names in _PARTS.items():
+        networks = [content[name] for name in names if _is_network(content.get(name))]
+        if networks:
+            parts[part] = networks[0]
+    if not parts and _is_network(content):
+        parts["ema"] = content
+    if not parts:
+        raise CheckpointError(
+            f"in={str(file)!r} holds no network: its entries are {list_names(map(str, content))}."
+        )
+    step = content.get("step")
+    step = step if type(step) is int and step >= 0 else 0
+    return {part: _without_prefixes(tensors) for part, tensors in parts.items()}, step
+
+
+def list_names(names: Iterable[str]) -> str:
+    """Return the first names, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more
+
+
+def _load(file: Path) -> Mapping[str, Any]:
+    """Return what the file holds, on the CPU."""
+    if not file.is_file():
+        raise CheckpointError(f"in={str(file)!r} is no file; give the checkpoint that you have.")
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        # argparse's Namespace, in which scripts keep their options, holds values and does nothing.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(
+                file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
+            )
+    except Exception as error:  # a damaged file raises whatever it leads the parser into
+        unsafe = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if unsafe:
+            raise CheckpointError(
+                f"in={str(file)!r} holds a {unsafe[1]}, and to load that could run code, so it is "
+                "refused. Save the network's state_dict() alone, where you trust the file."
+            ) from error
+        raise CheckpointError(
+            f"in={str(file)!r} cannot be read: it is cut short, damaged or no checkpoint "
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}). "
+            "Compare its size with the published one and download it again."
+        ) from error
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"in={str(file)!r} holds a {type(content).__name__}, not a network.")
+    return content
+
+
+def _is_network(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and bool(value)
+        and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())
+    )
+
+
+def _without_prefixes(tensors: Mapping[str, Tensor]) -> Tensors:
+    """Take off each prefix that all keys share, however many wrappers put one there."""
+    tensors = dict(tensors)
+    while prefix := next((p for p in _PREFIXES if all(k.startswith(p) for k in tensors)), None):
+        tensors = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
+    return tensors
