@@ -54,20 +54,6 @@ def test_ids_are_sorted_unique_and_exactly_k(rate, grid):
     assert route.ids.max() < num_tokens
 
 
-def test_noise_and_importance_fix_the_ids():
-    importance = torch.rand(16, 64)
-    first, again = (pending(16, 64, 32, seed=1).resolve(importance).ids for _ in range(2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, pending(16, 64, 32, seed=2).resolve(importance).ids)
-    assert not torch.equal(first, pending(16, 64, 32, seed=1).resolve(importance.flip(1)).ids)
-
-
-def test_what_matters_more_stays_more_often():
-    weights = torch.tensor([100.0] * 8 + [1.0] * 8)
-    ids = pending(2000, 16, 8).resolve(weights.expand(2000, 16)).ids
-    assert (ids < 8).float().mean() > 0.9
-
-
 def test_one_draw_for_the_batch_goes_by_the_mean_importance():
     routing = build_routing("tread", num_blocks=12, selector="norm", per_batch=True)
     (route,) = routing.draw(4, (4, 4), make_generator("test"))
