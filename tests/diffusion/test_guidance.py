@@ -431,10 +431,3 @@ def test_parts_of_others_work_like_ours(plugin, sampler):
     )  # fmt: skip
     own = {"midpoint": ("place", 0.5), "leap": ("length", 1.0)}.get(sampler, ("num_steps", 2))
     assert record[own[0]] == own[1]
-
-
-def test_samplers_of_one_objective_are_not_for_another_of_others(plugin):
-    assert len(build_sampling("midpoint").levels(plugin)) == 4
-    for sampler in ("edm_stochastic", "flow_sde"):
-        with pytest.raises(ValueError, match="noise_prediction"):
-            build_sampling(sampler).levels(plugin)

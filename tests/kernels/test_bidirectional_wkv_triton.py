@@ -11,7 +11,6 @@ import torch
 
 from tests.kernels.ops import OPS, make_positions, relative_error, run
 from tests.processes import run_python
-from tread_zoo.kernels import bidirectional_wkv, dispatch, set_form
 from tread_zoo.kernels.bidirectional_wkv import triton_form
 from tread_zoo.kernels.bidirectional_wkv.naive import bidirectional_wkv_naive
 from tread_zoo.kernels.bidirectional_wkv.triton_form import bidirectional_wkv_triton
@@ -194,23 +193,3 @@ def test_more_values_than_int32_can_count_on_a_gpu() -> None:
     last = bidirectional_wkv_triton(k[-1:], v[-1:], w, u, None, 1024)
     assert torch.equal(out[-1:], last)
     assert not out[:-1].any()
-
-
-@pytest.mark.gpu
-@on_a_gpu
-def test_public_function_takes_it_and_compiles_whole_on_a_gpu() -> None:
-    args = [*make_inputs((2, 33, 8), torch.float32, device="cuda"), None, 33]
-    assert dispatch.choose("bidirectional_wkv", torch.device("cuda"), *args).name == "triton"
-
-    def public(*args):
-        return bidirectional_wkv(*args).sin()
-
-    positions = make_positions(2, 33, 50).cuda()
-    set_form("bidirectional_wkv", "triton")
-    try:
-        expected = run(public, args[:4], positions, 50)
-        ours = run(torch.compile(public, fullgraph=True), args[:4], positions, 50)
-    finally:
-        set_form("bidirectional_wkv", "auto")
-    for mine, true in zip(ours, expected, strict=True):
-        torch.testing.assert_close(mine, true)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.kernels.ops import OPS
 from tests.processes import run_python
-from tread_zoo.kernels import describe, dispatch, get_forms, selective_scan, set_form
+from tread_zoo.kernels import describe, dispatch, get_forms, selective_scan, set_form, set_forms
 from tread_zoo.kernels.attention.fused import CPU_HALF_TOKENS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -49,10 +49,6 @@ def test_plain_forms_hold_for_a_while() -> None:
     assert get_forms() == {**dict.fromkeys(OPS, "auto"), "selective_scan": "mamba-ssm"}
 
 
-def test_auto_is_the_default_of_every_op() -> None:
-    assert get_forms() == dict.fromkeys(OPS, "auto")
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_forms_agree_through_the_public_function(op) -> None:
     results = []
@@ -71,6 +67,12 @@ def test_unknown_names_suggest_the_nearest() -> None:
         set_form("attention", "naiv")
     with pytest.raises(ValueError, match="Known: attention"):
         dispatch.list_forms("scan")
+    with pytest.raises(ValueError, match="Did you mean 'attention'"):
+        set_forms({"atention": "naive"})
+    set_forms({"attention": "naive"})
+    assert get_forms()["attention"] == "naive"
+    set_forms({})
+    assert set(get_forms().values()) == {"auto"}
     assert dispatch.list_forms("selective_scan") == ("mamba-ssm", "triton", "torch", "naive")
 
 

@@ -26,12 +26,17 @@ def test_every_operation_is_tested() -> None:
     assert OPS.keys() == dispatch.get_forms().keys()
 
 
-@pytest.mark.parametrize("subset", [False, True])
-@pytest.mark.parametrize("size", range(5))
-def test_torch_form_equals_formula(op, size, subset) -> None:
-    if size >= len(op.shapes) or (subset and not op.tokens):
-        pytest.skip("has fewer")
-    shape = op.shapes[size]
+@pytest.mark.parametrize(
+    ("op", "shape", "subset"),
+    [
+        (op.name, shape, subset)
+        for op in OPS.values()
+        for shape in op.shapes
+        for subset in (False, True)[: 1 + bool(op.tokens)]
+    ],
+    indirect=["op"],
+)
+def test_torch_form_equals_formula(op, shape, subset) -> None:
     rest = op.rest(shape, subset)
     truth = run(op.form("naive"), op.inputs(shape), *rest)
     for dtype, bound in ((torch.float64, 1e-12), (torch.float32, op.bound)):
@@ -225,11 +230,11 @@ def test_compiles_whole(op, device) -> None:
         torch.testing.assert_close(mine, true)
 
 
-def count_flops(op: Op, shape, device: str) -> list[int]:
+def count_flops(op: Op, shape, device: str, form=None) -> list[int]:
     """Return the FLOPs of the forward and of the backward pass."""
     inputs = op.inputs(shape, torch.float32, device)
     with FlopCounterMode(display=False) as forward:
-        y = op.public(*inputs, *op.rest(shape))
+        y = (form or op.public)(*inputs, *op.rest(shape))
     with FlopCounterMode(display=False) as backward:
         y.sum().backward()
     return [forward.get_total_flops(), backward.get_total_flops()]
@@ -241,6 +246,8 @@ def test_flops_are_the_same_without_data_and_linear_in_the_batch(op) -> None:
     once, meta = (count_flops(op, shape, device) for device in ("cpu", "meta"))
     assert once == meta
     assert count_flops(op, (3 * shape[0], *shape[1:]), "meta") == [3 * n for n in once]
+    if "triton" in dispatch.list_forms(op.name):
+        assert count_flops(op, shape, "meta", op.form("triton")) == once
 
 
 @of(("causal_conv1d", *CUSTOM))

@@ -13,7 +13,6 @@ import torch
 
 from tests.kernels.ops import OPS, make_segments, relative_error, run
 from tests.processes import run_python
-from tread_zoo.kernels import selective_scan, set_form
 from tread_zoo.kernels.dispatch import choose
 from tread_zoo.kernels.selective_scan import triton_form
 from tread_zoo.kernels.selective_scan.naive import selective_scan_naive
@@ -179,21 +178,3 @@ def test_strong_decay_on_a_gpu() -> None:
     ours = run(selective_scan_triton, [x.detach().float().requires_grad_() for x in inputs])
     for mine, true in zip(ours, truth, strict=True):
         assert relative_error(mine, true) <= 1e-5
-
-
-@pytest.mark.gpu
-@on_a_gpu
-def test_public_function_compiles_whole_on_a_gpu() -> None:
-    def public(*args):
-        return selective_scan(*args[:-1], segment_ids=args[-1]).sin()
-
-    inputs = make_inputs((2, 33, 8, 4, 2), torch.float32, "cuda")
-    segment_ids = make_segments(2, 33).cuda()
-    set_form("selective_scan", "triton")
-    try:
-        expected = run(public, inputs, segment_ids)
-        ours = run(torch.compile(public, fullgraph=True), inputs, segment_ids)
-    finally:
-        set_form("selective_scan", "auto")
-    for mine, true in zip(ours, expected, strict=True):
-        torch.testing.assert_close(mine, true)

@@ -5,12 +5,11 @@ import itertools
 import pytest
 import torch
 
-from tread_zoo import create_backbone, list_backbones
+from tread_zoo import create_backbone
 from tread_zoo.routing import PendingRoute, build_routing, num_kept_tokens, resolve_routes
 from tread_zoo.routing.pending import draw_pending
 from tread_zoo.seeding import make_generator
 from tread_zoo.testing import Probe
-from tread_zoo.testing.probe import watching
 
 
 def pending(batch, num_tokens, num_kept, seed=0):
@@ -82,20 +81,6 @@ def test_concrete_routes_pass_through_and_each_start_is_asked_for():
     assert first is drawn[0]
     assert (second.start, second.end, second.num_kept) == (5, 7, 8)
     assert asked == [5]
-
-
-@pytest.mark.parametrize("name", list_backbones("*_tiny"))
-def test_importance_is_the_norm_of_what_the_routed_block_would_see(name):
-    backbone = Probe(name).build()
-    inputs = Probe(name).inputs()
-    with watching(backbone) as seen, torch.no_grad():
-        backbone(*inputs)
-    extra = backbone.num_extra_tokens
-    for start in range(backbone.num_blocks):
-        expected = seen[start].before[0][:, extra:].square().sum(-1).sqrt()
-        found = backbone.importance(*inputs, start)
-        assert not found.requires_grad
-        torch.testing.assert_close(found, expected)
 
 
 def test_importance_leaves_gradients_alone_under_autocast():
