@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.test_contract import SMALL
-from tread_zoo import create_backbone
 from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.routing import PathDrop
 from tread_zoo.testing import Probe
@@ -45,25 +44,12 @@ def test_fusions_start_as_identities_and_draw_nothing(name):
         assert torch.equal(new[f"fusions.{span}.biases.{stream}"], torch.zeros(width))
 
 
-def test_a_network_without_fusions_has_no_trace_of_them():
-    backbone = probe_of("dit_tiny").build()
-    backbone.add_fusions(())
-    assert backbone.fused_ranges == ()
-    assert not [key for key in backbone.state_dict() if "fus" in key]
-
-
 @pytest.mark.parametrize("ranges", [[(0, 5)], [(2, 2)], [(-1, 2)], [(1, 3), (2, 4)]])
 def test_ranges_that_do_not_fit_are_refused(ranges):
     backbone = probe_of("dit_tiny").build()
     with pytest.raises(ValueError, match=r"disjoint, ascending, not empty.*4 blocks"):
         backbone.add_fusions(ranges)
     assert backbone.fused_ranges == ()
-
-
-def test_fusions_are_added_once():
-    backbone = probe_of("dit_tiny").build_fused((1, 3))
-    with pytest.raises(ValueError, match=r"has fusions already, at \(\(1, 3\),\)"):
-        backbone.add_fusions([(1, 2)])
 
 
 def test_routes_and_drops_that_do_not_fit_are_told():
@@ -80,18 +66,6 @@ def test_routes_and_drops_that_do_not_fit_are_told():
         fused(*probe.inputs(), routes=[PathDrop(1, 3), PathDrop(1, 3)])
 
 
-def test_places_and_types_follow_the_network():
-    with torch.device("meta"):
-        backbone = create_backbone(
-            "mamba_tiny", input_size=8, in_channels=1, num_classes=3, hidden_size=16, depth=6
-        )
-        backbone.add_fusions([(2, 5)])
-    assert all(p.is_meta for p in backbone.fusions.parameters())
-    half = probe_of("uvit_tiny").build().to(torch.bfloat16)
-    half.add_fusions([(1, 3)])
-    assert {p.dtype for p in half.fusions.parameters()} == {torch.bfloat16}
-
-
 @pytest.mark.parametrize("name", SMALL)
 def test_one_dropped_path_of_two_equals_the_rest_of_the_network(name):
     """With fresh fusions, dropping blocks is the same as blocks that give back what they get."""
@@ -103,20 +77,6 @@ def test_one_dropped_path_of_two_equals_the_rest_of_the_network(name):
         streams if 2 <= index < 4 else run_block(index, streams, *rest)
     )
     torch.testing.assert_close(dropped, backbone(*probe.inputs()), atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", SHALLOW)  # one stream, and two of different types
-def test_half_precision_is_near(name):
-    probe = probe_of(name, SHALLOW)
-    backbone = probe.build_fused((1, 2))
-    for routes in ((), (probe.route(backbone, 1, 2),), (PathDrop(1, 2),)):
-        full = backbone(*probe.inputs(), routes=routes)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            half = backbone(*probe.inputs(), routes=routes)
-        half.float().square().mean().backward()
-        assert (half.float() - full).norm() < 0.1 * full.norm()
-        for parameter in backbone.fusions.parameters():
-            assert torch.isfinite(parameter.grad).all()
 
 
 @pytest.mark.parametrize("name", SHALLOW)  # one stream, and two with skips

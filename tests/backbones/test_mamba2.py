@@ -7,7 +7,6 @@ from tests.backbones.test_mamba import walks_of
 from tread_zoo import create_backbone
 from tread_zoo.backbone import Layout
 from tread_zoo.routing import GAPS, ORDERS
-from tread_zoo.testing.conformance import CHECKS, Probe, watching
 
 GRID = (3, 4)
 SIZES = {"input_size": 8, "in_channels": 1, "num_classes": 10}
@@ -85,47 +84,6 @@ def test_block_joins_the_skip_and_adds_to_the_residual():
     torch.testing.assert_close(after, block.mixer(normed, layout))
 
 
-def test_gap_rule_matters_only_at_gaps():
-    contiguous = Layout(GRID, 2, torch.arange(6).expand(2, 6))
-    gapped = Layout(GRID, 2, torch.tensor([[0, 1, 2, 5, 6, 9]]).expand(2, 6))
-    x = torch.randn(2, 8, 8, dtype=torch.float64)
-    ignore, reset = make_mixer("ignore"), make_mixer("reset")
-    torch.testing.assert_close(ignore(x, contiguous), reset(x, contiguous))
-    assert not torch.allclose(ignore(x, gapped), reset(x, gapped))
-
-
-def test_a_block_that_resets_knows_the_ids():
-    probe = Probe("mamba2_tiny", overrides={**SMALL, "gaps": "reset"})
-    assert probe.build().depends_on == ("order", "ids")
-    CHECKS["blocks_depend_on_what_they_declare"](probe)
-
-
-def test_scan_runs_both_ways():
-    mixer = make_mixer()
-    x = torch.randn(1, 14, 8, dtype=torch.float64)
-    changed = x.clone()
-    changed[0, 7] += 1
-    moved = mixer(changed, Layout(GRID, 2)) - mixer(x, Layout(GRID, 2))
-    assert (moved.abs().sum(-1) > 0).all(), "a token reaches those before it and those after it"
-
-
-def test_a_kept_subset_is_scanned_as_if_it_were_alone():
-    mixer = make_mixer()
-    ids = torch.tensor([[1, 2, 6, 7, 8]])
-    x = torch.randn(1, 14, 8, dtype=torch.float64)
-    kept = x[:, [0, 1, *(ids[0] + 2).tolist()]]
-    torch.testing.assert_close(mixer(kept, Layout(GRID, 2, ids)), mixer(kept, Layout((1, 5), 2)))
-
-
-def test_both_streams_are_routed():
-    probe = Probe("mamba2_tiny", overrides=SMALL)
-    backbone = probe.build()
-    route = probe.route(backbone)
-    with watching(backbone) as seen:
-        backbone(*probe.inputs(), routes=[route])
-    assert [s.shape[1] for s in seen[route.start].before] == [2 + route.num_kept] * 2
-
-
 @torch.no_grad()
 def test_initial_steps_and_rates_follow_the_table():
     backbone = create_backbone("mamba2_tiny", **SIZES, state_size=8, expand=2, head_size=4)
@@ -142,41 +100,3 @@ def test_initial_steps_and_rates_follow_the_table():
         assert torch.equal(mixer.conv_bias, torch.zeros_like(mixer.conv_bias))
         bound = 1 / (mixer.out_proj.in_features * len(mixers)) ** 0.5
         assert 0.9 * bound < mixer.out_proj.weight.abs().max() <= bound
-
-
-def test_output_is_exactly_zero_at_the_start():
-    backbone = create_backbone("mamba2_tiny", **SIZES)
-    out = backbone(torch.randn(2, 1, 8, 8), torch.rand(2))
-    assert torch.equal(out, torch.zeros_like(out))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"depth": 5}, "depth=5 must be even"),
-        ({"hidden_size": 15, "head_size": 3}, "hidden_size=15 must be even"),
-        ({"head_size": 5}, "head_size=5 must divide the inner width.* 138"),
-        ({"state_size": 0}, "backbone.state_size=0 must be greater than 0"),
-        ({"gaps": "zero"}, "gaps='zero' must be 'ignore', 'reset'"),
-    ],
-)
-def test_wrong_sizes(changes, words):
-    with pytest.raises(ValueError, match=words):
-        create_backbone("mamba2_tiny", **SIZES, **changes)
-
-
-@pytest.mark.parametrize(
-    ("name", "millions"), [("mamba2_matched_s", 32.96), ("mamba2_matched_b", 130.5)]
-)
-def test_matched_sizes_are_those_of_dit(name, millions):
-    with torch.device("meta"):
-        backbone = create_backbone(
-            name, input_size=32, in_channels=4, num_classes=1000, learn_sigma=True
-        )
-    counted = sum(p.numel() for p in backbone.parameters()) / 1e6
-    assert counted == pytest.approx(millions, rel=0.03)
-
-
-def test_tiny_is_of_the_size_of_the_other_tiny_ones():
-    backbone = create_backbone("mamba2_tiny", **SIZES)
-    assert 0.91e6 <= sum(p.numel() for p in backbone.parameters()) <= 0.94e6

@@ -1,14 +1,12 @@
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from backbones.rwkv import ChannelMix, SpatialMix, find_neighbours, q_shift
+from backbones.rwkv import ChannelMix, SpatialMix, q_shift
 from tread_zoo import create_backbone
 from tread_zoo.backbone import Layout
 from tread_zoo.routing import GAPS, ORDERS, Route, inverse, num_kept_tokens, scan_order
-from tread_zoo.testing.conformance import Probe, watching
+from tread_zoo.testing.conformance import Probe
 
 GRID = (3, 5)
 NUM_TOKENS = 15
@@ -48,53 +46,6 @@ def shift_on_the_grid(x, ids=None):
     return shifted if ids is None else shifted.gather(1, index)
 
 
-def spatial_mix_by_loop(mix, x, ids):
-    """The mix written out, one token and one pair at a time; `ids` are the tokens' places."""
-    batch, num_kept, width = x.shape
-    out = torch.zeros_like(x)
-    w = mix.decay
-    for b in range(batch):
-        places = ids[b].tolist()
-        found = {place: x[b, i] for i, place in enumerate(places)}
-        blends = []
-        for i, place in enumerate(places):
-            row, column = divmod(place, GRID[1])
-            quarters = []
-            for q, (down, right) in enumerate(OFFSETS):
-                there = (row + down, column + right)
-                inside = 0 <= there[0] < GRID[0] and 0 <= there[1] < GRID[1]
-                source = found.get(there[0] * GRID[1] + there[1]) if inside else None
-                part = slice(q * width // 4, (q + 1) * width // 4)
-                quarters.append(
-                    torch.zeros(width // 4).double() if source is None else source[part]
-                )
-            shifted = torch.cat(quarters)
-            blends.append([x[b, i] * own + shifted * (1 - own) for own in mix.own])
-        r, k, v = (
-            [layer.weight @ blend[j] for blend in blends]
-            for j, layer in enumerate((mix.receptance, mix.key, mix.value))
-        )
-        for t in range(num_kept):
-            top = bottom = torch.zeros(width).double()
-            for i in range(num_kept):
-                distance = abs(places[t] - places[i])
-                log_weight = mix.bonus if i == t else -(distance - 1) * w / NUM_TOKENS
-                weight = torch.exp(k[i] + log_weight)
-                top, bottom = top + weight * v[i], bottom + weight
-            out[b, t] = mix.output.weight @ (torch.sigmoid(r[t]) * top / bottom)
-    return out
-
-
-@pytest.mark.parametrize("kept", [NUM_TOKENS, QUARTER])
-def test_spatial_mix_equals_the_written_out_loop(kept):
-    """At 0.25 kept too, where a decay over K tokens in place of N would show."""
-    mix = randomized(SpatialMix(8))
-    ids = make_ids(kept=kept)
-    layout = Layout(GRID, 0, None if kept == NUM_TOKENS else ids, batch=len(ids))
-    x = torch.randn(2, kept, 8, dtype=torch.float64)
-    torch.testing.assert_close(mix(x, layout), spatial_mix_by_loop(mix, x, ids))
-
-
 def test_channel_mix_equals_the_formula():
     mix = randomized(ChannelMix(8, 4.0))
     ids = make_ids()
@@ -114,24 +65,6 @@ def test_q_shift_equals_scatter_shift_gather_to_the_bit(kept):
     assert torch.equal(ours, expected)
     weight = torch.randn_like(x)
     assert torch.equal(*(torch.autograd.grad((y * weight).sum(), x)[0] for y in (ours, expected)))
-
-
-def test_q_shift_reads_no_neighbour_that_the_route_left_out():
-    ids = torch.tensor([[0, 2, 8]])  # no two of them touch on the grid of 3 x 5
-    x = torch.full((1, 3, 4), torch.inf)
-    assert torch.equal(q_shift(x, Layout(GRID, 0, ids)), torch.zeros(1, 3, 4))
-
-
-def test_neighbours_are_found_once_for_a_layout():
-    layout = Layout(GRID, 0, make_ids())
-    first = find_neighbours(layout)
-    assert find_neighbours(layout) is first
-    backbone = Probe("rwkv_tiny", overrides=SMALL).build()
-    probe = Probe("rwkv_tiny", overrides=SMALL)
-    with watching(backbone) as seen:
-        backbone(*probe.inputs(), routes=[probe.route(backbone)])
-    assert len({id(call.layout) for call in seen}) == 2
-    assert all(len(call.layout.cache) == 2 for call in seen)  # neighbours and the walk
 
 
 def shift_over_gaps(x, ids):
@@ -186,21 +119,6 @@ def test_the_nearest_present_is_mutual_so_gradients_are_gathers():
     assert torch.autograd.gradcheck(lambda y: q_shift(y, layout, over_gaps=True), (x,))
 
 
-def test_decay_follows_the_full_length_and_the_places():
-    """Two tokens far apart weigh each other less than two neighbours, by the full length."""
-    mix = randomized(SpatialMix(8))
-    torch.nn.init.constant_(mix.decay, 30.0)
-    x = torch.randn(1, 2, 8, dtype=torch.float64)
-    changed = x.clone()
-    changed[0, 1] += 1
-    moved = []
-    for places in ([0, 7], [0, 14]):  # no neighbours on the grid: the WKV alone joins them
-        layout = Layout(GRID, 0, torch.tensor([places]))
-        moved.append((mix(changed, layout) - mix(x, layout))[0, 0].abs().max().item())
-    near, far = moved
-    assert far / near == pytest.approx(math.exp(-7 * 30 / NUM_TOKENS), rel=1e-2)
-
-
 def test_far_tokens_stay_finite():
     """Decays so strong that the whole sequence lies beyond the smallest float."""
     backbone = Probe("rwkv_tiny", input_size=(32, 32), overrides=SMALL).build()
@@ -230,30 +148,6 @@ def test_skips_join_the_first_half_to_the_second():
     assert torch.equal(block(x, condition, layout, skip), expected)
 
 
-def test_default_route_cuts_no_skip():
-    backbone = create_backbone("rwkv_tiny", input_size=8, in_channels=1, num_classes=10)
-    start, end = backbone.default_range
-    end += backbone.num_blocks
-    for consumer, producer in backbone.skips.items():
-        assert (start <= consumer < end) == (start <= producer < end)
-
-
-def test_a_route_may_lie_anywhere():
-    probe = Probe("rwkv_tiny", overrides=SMALL)
-    backbone = probe.build()
-    ids = probe.route(backbone).ids
-    for start in range(backbone.num_blocks):
-        for end in range(start + 1, backbone.num_blocks + 1):
-            out = backbone(*probe.inputs(), routes=[Route(start, end, ids)])
-            assert torch.isfinite(out).all()
-
-
-def test_output_is_exactly_zero_at_the_start():
-    backbone = create_backbone("rwkv_tiny", input_size=8, in_channels=1, num_classes=10)
-    out = backbone(torch.randn(2, 1, 8, 8), torch.rand(2), torch.tensor([1, 2]))
-    assert torch.equal(out, torch.zeros_like(out))
-
-
 def test_initial_values_follow_the_table():
     backbone = create_backbone("rwkv_tiny", input_size=8, in_channels=1, num_classes=0)
     spatial, channel = backbone.blocks[0].spatial, backbone.blocks[0].channel
@@ -262,28 +156,3 @@ def test_initial_values_follow_the_table():
     assert torch.equal(spatial.bonus, torch.zeros_like(spatial.bonus))
     for own in (spatial.own, channel.own):
         assert torch.equal(own, torch.full_like(own, 0.5))
-
-
-def test_tiny_is_the_size_of_the_other_tinies():
-    rwkv, dit = (
-        create_backbone(name, input_size=8, in_channels=1, num_classes=10)
-        for name in ("rwkv_tiny", "dit_tiny")
-    )
-    counts = [sum(p.numel() for p in backbone.parameters()) for backbone in (rwkv, dit)]
-    assert counts[0] == pytest.approx(counts[1], rel=0.1)
-
-
-def test_learned_sigma_doubles_the_channels():
-    backbone = create_backbone(
-        "rwkv_tiny", input_size=8, in_channels=3, num_classes=0, learn_sigma=True
-    )
-    assert backbone(torch.randn(1, 3, 8, 8), torch.rand(1)).shape == (1, 6, 8, 8)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"depth": 6}, "depth=6 must be odd"), ({"hidden_size": 66}, "hidden_size=66.*by 4")],
-)
-def test_wrong_sizes(changes, words):
-    with pytest.raises(ValueError, match=words):
-        create_backbone("rwkv_tiny", input_size=8, in_channels=1, num_classes=10, **changes)

@@ -79,19 +79,6 @@ def test_what_it_depends_on_follows_from_the_order(guide):
     assert guide["Mean"](**SIZES, scan_order="hilbert").depends_on == ("order", "ids", "grid")
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"depth": 3}, "depth=3 must be even"),
-        ({"hidden_size": 7}, "hidden_size=7 must be even"),
-        ({"scan_order": "hilbrt"}, "scan_order='hilbrt'.*hilbert"),
-    ],
-)
-def test_wrong_sizes(guide, changes, words):
-    with pytest.raises(ValueError, match=words):
-        guide["Mean"](**{**SIZES, **changes})
-
-
 def test_steps_start_log_uniform():
     bias = torch.nn.Parameter(torch.empty(20_000))
     init_step_bias(bias)

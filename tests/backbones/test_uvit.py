@@ -7,7 +7,6 @@ import torch.nn.functional as F
 
 from tread_zoo import create_backbone
 from tread_zoo.layers import time_sinusoids
-from tread_zoo.routing import Route, build_routing
 from tread_zoo.testing.conformance import Probe, watching
 
 SMALL = {"hidden_size": 8, "depth": 4, "num_heads": 2}
@@ -82,16 +81,6 @@ def assert_equals_formula(probe, backbone, routes):
     torch.testing.assert_close(out, backbone.head((expected,), None))
 
 
-@pytest.mark.parametrize("has_skip", [False, True])
-def test_block_equals_the_formula_in_float64(has_skip):
-    backbone = make_probe().build().double()
-    block = backbone.blocks[-1 if has_skip else 0]
-    x, skip = torch.randn(2, 7, 8).double()
-    skip = skip if has_skip else None
-    got = block(x[None], None if skip is None else skip[None])[0]
-    torch.testing.assert_close(got, block_by_formula(block, x, skip))
-
-
 @pytest.mark.parametrize("depth", [2, 4, 6])
 def test_every_route_equals_the_formula(depth):
     """Wherever a route cuts the skips, each carries the tokens of its consumer."""
@@ -114,18 +103,6 @@ def test_every_two_routes_equal_the_formula():
         assert_equals_formula(probe, backbone, [one, two])
         across += any(a <= i < b and c <= j < d for j, i in backbone.skips.items())
     assert across > 0
-
-
-def test_the_default_range_cuts_no_skip():
-    for depth in (8, 10, 28):
-        backbone = build(depth=depth)
-        (plan,) = build_routing(
-            "tread", num_blocks=backbone.num_blocks, default_range=backbone.default_range
-        ).plans
-        assert (plan.start, plan.end) == (2, depth + 1 - 2)
-        for consumer, producer in backbone.skips.items():
-            inside = [plan.start <= index < plan.end for index in (consumer, producer)]
-            assert inside[0] == inside[1]
 
 
 def test_label_and_time_stand_ahead_and_are_never_routed():
@@ -153,13 +130,6 @@ def test_time_token_follows_the_formula():
     torch.testing.assert_close(
         time_sinusoids(t, 6, 1000.0), torch.tensor(expected), atol=1e-3, rtol=0
     )
-
-
-def test_time_mlp_is_a_choice():
-    plain, mapped = build(), build(time_mlp=True)
-    new = {name for name, _ in mapped.named_parameters()} - {n for n, _ in plain.named_parameters()}
-    assert new == {f"time_embed.mlp.{i}.{kind}" for i in (0, 2) for kind in ("weight", "bias")}
-    assert mapped.time_embed.mlp[0].weight.shape == (4 * 88, 88)
 
 
 @pytest.mark.parametrize(("num_classes", "extra"), [(0, 1), (10, 2)])
@@ -191,11 +161,6 @@ def test_convolution_comes_after_the_patches_are_joined():
     torch.testing.assert_close(F.conv2d(without, conv.weight, conv.bias, padding=1), joined)
 
 
-def test_the_convolution_can_be_left_out():
-    assert build(final_conv=False).conv is None
-    assert create_backbone("uvit_h_2", **{**SIZES, "input_size": 4}, depth=2).conv is None
-
-
 @pytest.mark.parametrize("std", [0.02, 0.05])
 def test_initial_values_follow_the_table(std):
     backbone = build(hidden_size=128, num_heads=4, init_std=std)
@@ -215,45 +180,6 @@ def test_the_convolution_starts_as_the_identity(learn_sigma):
     backbone = build(learn_sigma=learn_sigma)
     image = torch.randn(2, 3 * (1 + learn_sigma), 8, 8)
     assert torch.equal(backbone.conv(image), image)
-
-
-def test_the_residual_stream_stays_in_float32_under_autocast():
-    probe = make_probe()
-    backbone = probe.build()
-    with torch.autocast("cpu", dtype=torch.bfloat16), watching(backbone) as seen:
-        backbone(*probe.inputs())
-    assert {stream.dtype for call in seen for stream in call.after} == {torch.float32}
-
-
-def test_learned_sigma_doubles_the_channels():
-    out = build(learn_sigma=True)(torch.randn(1, 3, 8, 8), torch.rand(1))
-    assert out.shape == (1, 6, 8, 8)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"depth": 5}, "depth=5 must be even"),
-        ({"depth": 0}, "depth=0"),
-        ({"num_heads": 3}, "hidden_size=88.*num_heads=3"),
-        ({"hidden_size": 5, "num_heads": 1}, "hidden_size=5 must be even"),
-    ],
-)
-def test_wrong_sizes(changes, words):
-    with pytest.raises(ValueError, match=words):
-        build(**changes)
-
-
-def test_ids_of_one_image_do_not_reach_another():
-    probe = make_probe()
-    backbone = probe.build()
-    inputs, route = probe.inputs(), probe.route(backbone, rate=0.5)
-    other = route.ids.clone()
-    other[1] = torch.arange(3)
-    one = backbone(*inputs, routes=[route])
-    two = backbone(*inputs, routes=[Route(route.start, route.end, other)])
-    same = (one == two).flatten(1).all(dim=1)
-    assert same.tolist() == [True, torch.equal(other[1], route.ids[1]), True]
 
 
 def test_a_context_is_tokens_between_the_times_and_the_images():

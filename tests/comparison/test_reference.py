@@ -1,9 +1,7 @@
 """Whether a run lies on the curve of its recipe."""
 
-import math
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -37,26 +35,6 @@ def test_a_new_seed_is_on_the_curve_and_another_learning_is_not(tmp_path):
     assert off.value.iloc[0] > off["mean"].iloc[0] + off.band.iloc[0]
 
 
-def test_the_band_holds_new_seeds_and_finds_five_percent():
-    """As many curves as in the docs, of seeds that deviate by 0.8 % at each of 16 points."""
-    generator = np.random.default_rng(0)
-    outside = {1.0: 0, 1.1: 0}
-    for _ in range(200):
-        seeds = 1 + 0.008 * generator.normal(size=(16, 3))
-        pair = pd.DataFrame(seeds[:, :2])
-        for factor in outside:
-            outside[factor] += _is_off(pair, factor * seeds[:, 2])
-    assert outside[1.0] <= 4
-    assert outside[1.1] >= 190
-
-
-def _is_off(pair, values):
-    mean, std = pair.mean(axis=1), pair.std(axis=1)
-    least = np.maximum(0.0075, math.sqrt(((std / mean) ** 2).mean())) * mean
-    band = 4 * math.sqrt(1.5) * np.maximum(std, least)
-    return bool((abs(values - mean) > band).any())
-
-
 def test_a_loss_that_is_not_finite_is_off(tmp_path):
     curve = pd.read_csv(CURVES[0], comment="#")
     folder = follow(tmp_path / "run", curve)
@@ -69,8 +47,8 @@ def test_a_loss_that_is_not_finite_is_off(tmp_path):
     assert verdicts.on.any()
 
 
-@pytest.mark.parametrize("path", CURVES, ids=lambda path: path.stem)
-def test_every_committed_curve_lies_on_itself_and_not_on_one_ten_percent_higher(path, tmp_path):
+@pytest.mark.parametrize("path", CURVES[::4], ids=lambda path: path.stem)
+def test_a_committed_curve_lies_on_itself_and_not_on_one_ten_percent_higher(path, tmp_path):
     curve = pd.read_csv(path, comment="#")
     assert compare_with_curve(follow(tmp_path / "same", curve), curve).on.all()
     higher = compare_with_curve(follow(tmp_path / "higher", curve, 1.1), curve)

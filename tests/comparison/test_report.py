@@ -9,7 +9,6 @@ import pytest
 
 from tests.comparison.recorded import write_run
 from tread_zoo.comparison import read_curves, read_runs, write_report
-from tread_zoo.comparison.figures import si
 from tread_zoo.comparison.findings import Difference, comparable_metrics, group_settings
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -135,14 +134,6 @@ def test_failed_unfinished_and_repeated_runs_are_noted(tmp_path):
     with pytest.raises(ValueError, match="No run has been scored"):
         write_report(read_runs(tmp_path / "runs" / "b"), read_curves(tmp_path / "runs" / "b"),
                      tmp_path, title="t")  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.40123, "0.4012"), (9999, "9999"), (12345, "12.35k"), (2.15e12, "2.15T"), (0, "0")],
-)
-def test_numbers_are_short(value, text):
-    assert si(value) == text
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import json
 
-import pandas as pd
 import pytest
 
 from tests.comparison.recorded import FLOPS, write_run
@@ -81,9 +80,3 @@ def test_runs_are_named_by_folder_or_pattern(tmp_path):
     for missing in (tmp_path / "no_run", "nowhere/*"):
         with pytest.raises(ValueError, match="holds no run"):
             read_runs(str(missing))
-
-
-def test_a_table_goes_through_csv(tmp_path):
-    runs = read_runs(write_run(tmp_path / "a")).drop(columns="protocol")
-    runs.to_csv(tmp_path / "runs.csv", index=False)
-    assert pd.read_csv(tmp_path / "runs.csv").held_out_loss.iloc[0] == runs.held_out_loss.iloc[0]

@@ -1,7 +1,6 @@
 """Contexts beside images and in latents: what is read, how it is filled up, and what is refused."""
 
 import pickle
-from itertools import pairwise
 
 import datasets
 import numpy as np
@@ -22,7 +21,6 @@ from tests.data.tables import (
     write_tar,
 )
 from tread_zoo.data import make_loader
-from tread_zoo.data.contexts import spread_order
 from tread_zoo.registry import create
 
 
@@ -160,14 +158,3 @@ def test_an_overflow_of_float16_stops_the_encoding(tmp_path):
     data.held_out.contexts[2][0, 0] = 1e5
     with pytest.raises(ValueError, match="100000, beyond what float16"):
         write_latents(tmp_path, data)
-
-
-def test_the_first_numbers_of_the_order_are_spread_evenly():
-    assert spread_order(8) == [0, 4, 2, 6, 1, 5, 3, 7]
-    assert (spread_order(6), spread_order(0)) == ([0, 4, 2, 1, 5, 3], [])
-    for size in (7, 100, 513):
-        order = spread_order(size)
-        assert sorted(order) == list(range(size))
-        for count in (2, 5, 16, 64):
-            gaps = [after - before for before, after in pairwise([*sorted(order[:count]), size])]
-            assert count > size or max(gaps) <= 4 * size / count

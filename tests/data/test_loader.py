@@ -15,7 +15,6 @@ from tread_zoo.data import (
     StepBatches,
     make_loader,
     read_items,
-    report_dead_workers,
 )
 from tread_zoo.data.loader import MAX_TRIES
 
@@ -139,14 +138,6 @@ def test_a_worker_that_is_killed_is_told_in_one_line(tmp_path):
         labels_of(Watched(tmp_path, doing=die), num_workers=1)
 
 
-def test_the_death_of_a_worker_is_told_wherever_torch_raises_it():
-    words = "DataLoader worker (pid 7) is killed by signal: Killed. "
-    with pytest.raises(ChildProcessError, match=r"pid 7.*resume=latest"), report_dead_workers():
-        raise RuntimeError(words)
-    with pytest.raises(RuntimeError, match=r"^a matter of the network$"), report_dead_workers():
-        raise RuntimeError("a matter of the network")
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_all_processes_leaves_the_workers_alive(tmp_path, number):
     sent = tmp_path / "sent"
@@ -164,15 +155,6 @@ def test_items_in_memory_are_gathered(tmp_path, monkeypatch):
     memory = ArrayDataset(torch.arange(30, dtype=torch.uint8).view(30, 1, 1, 1), torch.arange(30))
     monkeypatch.setattr(ArrayDataset, "__getitem__", None)  # no item is read by itself
     assert labels_of(memory, num_workers=2) == labels_of(Watched(tmp_path))
-
-
-def test_an_error_without_words_is_told_by_its_kind(tmp_path, caplog):
-    def fail(index):
-        if index == 1:
-            raise OSError
-
-    read_items(Watched(tmp_path, doing=fail), [1])
-    assert "file_1; another item takes its place. OSError" in caplog.text
 
 
 def test_items_read_at_once_are_replaced_too(tmp_path, caplog):

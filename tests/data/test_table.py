@@ -176,12 +176,9 @@ def test_parquet_files_resized_to_grey_through_the_loader(tmp_path):
     [
         ({"image_column": "pictur"}, r"image_column='pictur' is unknown.*'picture'"),
         ({"label_column": "caption"}, r"'caption' are .*class_encode_column"),
-        ({"label_column": "knd"}, r"label_column='knd' is unknown.*'kind'"),
         ({"num_classes": 2}, r"from 0 to 2"),
         ({"test_split": "valid"}, r"test_split='valid' is unknown"),
-        ({"channels": 2}, r"data.channels=2"),
         ({"streaming": True}, r"data.*streaming"),
-        ({"context_column": "captain"}, r"context_column='captain' is unknown.*'caption'"),
     ],
 )
 def test_options_of_tables_that_do_not_fit(tmp_path, options, words):

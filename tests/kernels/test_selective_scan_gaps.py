@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.test_selective_scan import make_inputs, make_segments, relative_error, run
+from tests.kernels.ops import OPS, make_gaps, make_segments, relative_error, run
 from tread_zoo.kernels import selective_scan, set_form
 from tread_zoo.kernels.selective_scan.fused import (
     MODULE,
@@ -18,6 +18,8 @@ from tread_zoo.kernels.selective_scan.fused import (
 from tread_zoo.kernels.selective_scan.naive import selective_scan_naive
 from tread_zoo.kernels.selective_scan.torch_form import selective_scan_torch
 
+make_inputs = OPS["selective_scan"].inputs
+
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
@@ -26,10 +28,6 @@ def form(request):
     set_form("selective_scan", request.param)
     yield request.param
     set_form("selective_scan", "auto")
-
-
-def make_gaps(batch: int, length: int) -> Tensor:
-    return torch.randint(1, 6, (batch, length), generator=torch.Generator().manual_seed(3))
 
 
 def test_formula_by_hand(form) -> None:
@@ -90,19 +88,9 @@ def test_gaps_of_one_change_nothing_and_the_first_gap_never(form) -> None:
     gaps = make_gaps(3, 9)
     other = gaps.clone()
     other[:, 0] = torch.tensor([0, -7, 10**9])
-    results = [
-        run(lambda *args, g=g: selective_scan(*args[:-1], gaps=g), inputs) for g in (gaps, other)
-    ]
+    results = [run(lambda *args, g=g: selective_scan(*args, gaps=g), inputs) for g in (gaps, other)]
     for mine, true in zip(*results, strict=True):
         assert torch.equal(mine, true)
-
-
-def test_gradcheck(form) -> None:
-    inputs, gaps = make_inputs((2, 4, 4, 2, 2)), make_gaps(2, 4)
-    ids = torch.tensor([[0, 0, 1, 1], [2, 2, 2, 2]])
-    assert torch.autograd.gradcheck(
-        lambda *args: selective_scan(*args, segment_ids=ids, gaps=gaps), inputs
-    )
 
 
 def test_half_precision_inputs_are_divided_in_float32(form) -> None:
@@ -111,7 +99,7 @@ def test_half_precision_inputs_are_divided_in_float32(form) -> None:
     inputs, gaps = [half[0], delta, A, half[1], half[2], D], make_gaps(2, 20)
 
     def spaced(*args) -> Tensor:
-        return selective_scan(*args[:-1], gaps=gaps)
+        return selective_scan(*args, gaps=gaps)
 
     truth = run(spaced, [x.detach().double().requires_grad_() for x in inputs])
     with torch.autocast("cpu", torch.bfloat16):
@@ -119,29 +107,6 @@ def test_half_precision_inputs_are_divided_in_float32(form) -> None:
     assert [x.dtype for x in ours] == [torch.bfloat16, *(x.dtype for x in inputs)]
     for mine, true in zip(ours, truth, strict=True):
         assert relative_error(mine, true) <= 4e-3  # one rounding to bfloat16
-
-
-@pytest.mark.parametrize(
-    ("gaps", "message"),
-    [
-        (torch.ones(2, 4), r"gaps has shape \(2, 4\); it must be \(2, 5\)"),
-        (torch.ones(2, 5, 1), "gaps has shape"),
-        (torch.ones(2, 5, dtype=torch.bool), "gaps has dtype torch.bool"),
-        (torch.ones(2, 5, dtype=torch.complex64), "gaps has dtype torch.complex64"),
-    ],
-)
-def test_what_does_not_fit_is_refused(gaps, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        selective_scan(*make_inputs((2, 5, 4, 3, 2)), gaps=gaps)
-
-
-@pytest.mark.slow
-def test_compiles_whole() -> None:
-    inputs, gaps = make_inputs((2, 9, 4, 2, 2), torch.float32), make_gaps(2, 9)
-    compiled = torch.compile(lambda *args: selective_scan(*args[:-1], gaps=gaps), fullgraph=True)
-    expected = run(lambda *args: selective_scan(*args[:-1], gaps=gaps), inputs)
-    for mine, true in zip(run(compiled, inputs), expected, strict=True):
-        torch.testing.assert_close(mine, true)
 
 
 @pytest.mark.parametrize("form", [selective_scan_naive, selective_scan_torch])

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from tread_zoo.kernels import describe, dispatch, selective_scan, set_form, set_forms
+from tread_zoo.kernels import describe, dispatch, selective_scan, set_form
 from tread_zoo.kernels.dispatch import Form
 from tread_zoo.kernels.verify import TOLERANCE, cast, compare
 
@@ -103,13 +103,3 @@ def test_torch_and_naive_agree_on_the_example(op):
     torch_form, naive = (dispatch.get_form(op, name).run for name in ("torch", "naive"))
     assert max(compare(torch_form, naive, cast(args, torch.float64))) < 1e-10
     assert max(compare(torch_form, naive, args)) < TOLERANCE[torch.float32] / 30
-
-
-def test_forms_are_set_together():
-    set_forms({"attention": "naive"})
-    assert dispatch.get_forms()["attention"] == "naive"
-    set_forms({})
-    assert set(dispatch.get_forms().values()) == {"auto"}
-    with pytest.raises(ValueError, match="Did you mean 'attention'"):
-        set_forms({"atention": "naive"})
-    set_forms({})

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from tread_zoo.routing import ORDERS, inverse, scan_order
-from tread_zoo.seeding import make_generator
 
-GRIDS = [(1, 1), (1, 7), (6, 1), (2, 2), (3, 3), (4, 4), (5, 7), (7, 4), (8, 8), (6, 10), (16, 16)]
+GRIDS = [(1, 1), (1, 7), (6, 1), (4, 4), (5, 7), (7, 4), (16, 16)]
 
 
 def steps(order, grid):
@@ -28,8 +27,8 @@ def test_an_order_visits_every_token_once_and_its_rank_undoes_it(name, grid):
 
 @pytest.mark.parametrize("name", ["serpentine", "hilbert", "serpentine8"])
 def test_every_step_goes_to_a_neighbour_on_every_grid_of_odd_and_even_sides(name):
-    for height in range(1, 14):
-        for width in range(1, 14):
+    for height in range(1, 8):
+        for width in range(1, 8):
             for index in range(8 if name == "serpentine8" else 1):
                 order = scan_order(name, (height, width), index)
                 assert (steps(order, (height, width)) == 1).all(), (height, width, index)
@@ -58,10 +57,6 @@ def test_hilbert_keeps_neighbours_nearer_than_rows_do_on_odd_grids_too():
         assert boxes["hilbert"] < boxes["serpentine"], grid
 
 
-def test_serpentine_turns_at_the_end_of_each_row():
-    assert scan_order("serpentine", (3, 4)).tolist() == [0, 1, 2, 3, 7, 6, 5, 4, 8, 9, 10, 11]
-
-
 def test_the_eight_serpentines_are_every_corner_with_every_direction():
     grid, width = (4, 6), 6
     orders = [scan_order("serpentine8", grid, index).tolist() for index in range(8)]
@@ -72,32 +67,3 @@ def test_the_eight_serpentines_are_every_corner_with_every_direction():
         along_rows = order[0] // width == order[1] // width
         assert along_rows == (index % 2 == 0)
     assert scan_order("serpentine8", grid, 11).tolist() == orders[3]
-
-
-@pytest.mark.parametrize("name", ORDERS)
-@pytest.mark.parametrize("grid", [(5, 7), (8, 8)])
-def test_on_a_subset_the_order_is_the_full_one_with_the_others_deleted(name, grid):
-    generator = make_generator("test orders")
-    num_tokens = grid[0] * grid[1]
-    scores = torch.rand(4, num_tokens, generator=generator)
-    ids = scores.argsort(dim=1)[:, : num_tokens // 3].sort(dim=1).values
-    for index in (0, 5):
-        order = scan_order(name, grid, index)
-        places = inverse(order)[ids].argsort(1)
-        for sample in range(4):
-            kept = set(ids[sample].tolist())
-            expected = [token for token in order.tolist() if token in kept]
-            assert ids[sample, places[sample]].tolist() == expected
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("hilbret", (4, 4)), "scan order='hilbret' is unknown. Did you mean 'hilbert'"),
-        (("raster", (0, 4)), r"grid=\(0, 4\)"),
-        (("serpentine8", (4, 4), -1), "index=-1"),
-    ],
-)
-def test_orders_that_cannot_be(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        scan_order(*arguments)

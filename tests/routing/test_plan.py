@@ -44,11 +44,6 @@ def test_default_range_fits_itself_to_a_small_depth_and_says_so(num_blocks, capl
     assert f"{num_blocks} blocks" in caplog.text
 
 
-def test_default_range_that_fits_says_nothing(caplog):
-    ranges(12)
-    assert caplog.text == ""
-
-
 def test_several_routes_share_what_they_leave_out():
     routing = build_routing(
         "tread",
@@ -62,25 +57,12 @@ def test_several_routes_share_what_they_leave_out():
     assert [plan.selector_name for plan in routing.plans] == ["rows", "rows"]
 
 
-def test_rate_is_the_fraction_that_bypasses():
-    (route,) = build_routing("tread", num_blocks=12, selection_rate=0.25).draw(
-        3, (4, 4), make_generator("test")
-    )
-    assert route.ids.shape == (3, 12)
-
-
 @pytest.mark.parametrize("name", SELECTORS)
 def test_a_shared_draw_is_one_draw_for_the_whole_batch(name):
     routing = build_routing("tread", num_blocks=12, selector=name, per_batch=True)
     (route,) = routing.draw(5, (6, 6), make_generator("test"))
     alone = create("selector", name)(1, (6, 6), 18, make_generator("test"))
     assert torch.equal(route.ids, alone.expand(5, -1))
-
-
-def test_draw_repeats_from_the_same_generator():
-    routing = build_routing("tread", num_blocks=12)
-    first, again = (routing.draw(4, (4, 4), make_generator("test", 5))[0].ids for _ in range(2))
-    assert torch.equal(first, again)
 
 
 @pytest.mark.parametrize(
@@ -100,11 +82,6 @@ def test_draw_repeats_from_the_same_generator():
 def test_what_cannot_work_is_refused(options):
     with pytest.raises(ValueError):
         build_routing("tread", num_blocks=12, **options)
-
-
-def test_a_depth_of_two_has_no_default_route():
-    with pytest.raises(ValueError, match="2 blocks"):
-        ranges(2)
 
 
 def fused_routing(**options):
@@ -136,10 +113,3 @@ def test_without_a_probability_and_without_routes_nothing_is_dropped():
     assert all(routing.drop_paths(routes, make_generator("t", s)) == routes for s in range(50))
     often = fused_routing(path_drop_probability=0.99)
     assert all(often.drop_paths((), make_generator("t", s)) == () for s in range(50))
-
-
-def test_the_log_says_how_tokens_rejoin():
-    said = fused_routing(path_drop_probability=0.1).describe((4, 4))
-    assert "fused where they rejoin" in said
-    assert "10%" in said
-    assert "fused" not in build_routing("tread", num_blocks=12).describe((4, 4))

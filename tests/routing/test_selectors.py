@@ -22,7 +22,7 @@ def mask(ids, grid):
 
 @pytest.mark.parametrize("name", SELECTORS)
 @pytest.mark.parametrize("rate", RATES)
-@pytest.mark.parametrize("grid", [(8, 8), (4, 4), (5, 7), (1, 9)])
+@pytest.mark.parametrize("grid", [(8, 8), (5, 7), (1, 9)])
 def test_ids_are_sorted_unique_and_exactly_k(name, rate, grid):
     num_tokens = grid[0] * grid[1]
     num_kept = num_kept_tokens(num_tokens, rate)
@@ -54,7 +54,7 @@ def test_every_token_is_equally_likely(name, num_kept):
     torch.testing.assert_close(share, torch.full((8, 8), num_kept / 64), atol=0.018, rtol=0)
 
 
-@pytest.mark.parametrize("num_kept", range(1, 64, 7))
+@pytest.mark.parametrize("num_kept", [1, 29, 63])
 def test_all_kept_of_any_count(num_kept):
     for name in SELECTORS:
         assert draw(name, num_kept=num_kept).shape == (8, num_kept)
@@ -79,12 +79,6 @@ def test_neighbours_that_stay_together(name, sizes, sideways, vertical):
     assert float(below) == pytest.approx(vertical, abs=0.03)
 
 
-def test_segments_are_contiguous():
-    ids = draw("segments", grid=(4, 16), num_kept=24, length=8)
-    kept = mask(ids, (1, 64)).view(8, 8, 8)
-    assert set(kept.sum(-1).flatten().tolist()) == {0, 8}
-
-
 @pytest.mark.parametrize("order", ["raster", "serpentine", "hilbert"])
 @pytest.mark.parametrize("grid", [(4, 16), (8, 8), (5, 7)])
 def test_segments_are_contiguous_along_their_order(order, grid):
@@ -97,13 +91,6 @@ def test_segments_are_contiguous_along_their_order(order, grid):
     # The last piece of an odd grid is shorter, and then one segment is cut to reach the count.
     cut = ((whole > 0) & (whole < 4)).sum(-1)
     assert (cut <= (num_tokens % 4 > 0)).all()
-
-
-@pytest.mark.parametrize("order", ["serpentine", "hilbert"])
-def test_segments_of_every_order_keep_all_tokens_alike(order):
-    kept = draw("segments", batch=20000, grid=(5, 7), num_kept=17, order=order)
-    share = mask(kept, (5, 7)).float().mean(0)
-    torch.testing.assert_close(share, torch.full((5, 7), 17 / 35), atol=0.018, rtol=0)
 
 
 @pytest.mark.parametrize("rate", RATES)

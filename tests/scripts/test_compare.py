@@ -106,7 +106,9 @@ def test_where_every_cell_fails_nothing_is_written(place, call):
     assert not (place / "out" / "index.html").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_ctrl_c_ends_the_cells_and_says_how_to_go_on(place, number):
     (place / "wait").touch()
     code = "import pathlib; from scripts import compare; compare.TRAIN = pathlib.Path('fake.py')"
@@ -157,13 +159,12 @@ STUDIES = sorted(path.stem for path in (CONFIGS / "study").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("study", STUDIES)
-def test_every_study_has_cells_and_a_title_that_counts_nothing(study):
+def test_every_study_has_cells(study):
     settings = read_settings([f"compare.study={study}", "compare.out=a=b,c"])
     cells = make_cells(settings, ["device=cpu"])
     assert len({cell.result for cell in cells}) == len(cells) > 3
     assert f"run_dir='{cells[0].result.parent}'" in cells[0].command
     assert "device=cpu" in cells[0].command
-    assert not any(word in settings["title"] for word in ("Two", "Three", "Four"))
 
 
 @pytest.mark.slow

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.kernels.test_bidirectional_wkv import make_inputs, make_positions, relative_error, run
+from tests.kernels.ops import OPS, make_positions, relative_error, run
 from tread_zoo.kernels.bidirectional_wkv import triton_form
 from tread_zoo.kernels.bidirectional_wkv.naive import bidirectional_wkv_naive
 from tread_zoo.kernels.bidirectional_wkv.triton_form import bidirectional_wkv_triton
+
+make_inputs = OPS["bidirectional_wkv"].inputs
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run with TRITON_INTERPRET=1"
 
@@ -47,7 +49,7 @@ def test_equals_formula(shape, length) -> None:
     check(make_inputs(shape), positions, length or shape[1])
 
 
-@pytest.mark.parametrize(("chunk", "subset"), [(1, True), (3, False), (3, True)])
+@pytest.mark.parametrize(("chunk", "subset"), [(1, True), (3, False)])
 def test_chunks_do_not_matter(chunk, subset, monkeypatch) -> None:
     monkeypatch.setattr(triton_form, "CHUNK", chunk)
     positions = make_positions(1, 5, 30) if subset else None
@@ -57,12 +59,8 @@ def test_chunks_do_not_matter(chunk, subset, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("reach", "keys", "subset"),
     [
-        (1000, 1, False),
         (1000, 1, True),
-        (0, 25, False),
-        (3, 25, True),
-        (1000, 25, True),
-        (1e6, 25, False),
+        (1000, 25, False),
         (-8, 6, False),
         (-1, 25, True),
     ],

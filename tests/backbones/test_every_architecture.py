@@ -1,0 +1,68 @@
+"""What every architecture promises beside the conformance kit."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.test_contract import SMALL
+from tread_zoo import create_backbone
+from tread_zoo.routing import Route, build_routing
+from tread_zoo.testing import Probe
+
+
+def build(name, **overrides):
+    sizes = {"input_size": 8, "in_channels": 3, "num_classes": 10}
+    return create_backbone(name, **{**sizes, **overrides})
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_output_starts_at_zero_and_learned_sigma_doubles_its_channels(name):
+    out = build(name, learn_sigma=True)(torch.randn(2, 3, 8, 8), torch.rand(2))
+    assert out.shape == (2, 6, 8, 8)
+    if name != "uvit_tiny":  # which starts at random, as published
+        assert torch.equal(out, torch.zeros_like(out))
+
+
+@pytest.mark.parametrize("name", ["rwkv_tiny", "uvit_tiny"])
+def test_the_default_route_cuts_no_skip(name):
+    for depth in (9, 13, 29) if name == "rwkv_tiny" else (8, 12, 28):
+        with torch.device("meta"):
+            network = build(name, depth=depth)
+        (plan,) = build_routing(
+            "tread", num_blocks=network.num_blocks, default_range=network.default_range
+        ).plans
+        for consumer, producer in network.skips.items():
+            assert (plan.start <= consumer < plan.end) == (plan.start <= producer < plan.end)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_route_may_lie_anywhere(name):
+    probe = Probe(name, overrides=SMALL[name])
+    network = probe.build()
+    ids = probe.route(network).ids
+    for start, end in itertools.combinations(range(network.num_blocks + 1), 2):
+        out = network(*probe.inputs(), routes=[Route(start, end, ids)])
+        assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("dit_tiny", {"hidden_size": 66, "num_heads": 2}),
+        ("mamba_tiny", {"depth": 5}),
+        ("mamba_tiny", {"gaps": "zero"}),
+        ("mamba2_tiny", {"hidden_size": 15, "head_size": 3}),
+        ("mamba2_tiny", {"head_size": 5}),
+        ("mamba2_tiny", {"scan_order": "hilbrt"}),
+        ("rwkv_tiny", {"depth": 6}),
+        ("rwkv_tiny", {"hidden_size": 66}),
+        ("rwkv_tiny", {"scan_order": "unsorted", "gaps": "decay"}),
+        ("uvit_tiny", {"depth": 5}),
+        ("uvit_tiny", {"num_heads": 3}),
+        ("uvit_tiny", {"hidden_size": 5, "num_heads": 1}),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(name, changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        build(name, **changes)

@@ -1,0 +1,277 @@
+"""Every operation: the torch form equals the naive one in output and gradients, in every dtype."""
+
+from importlib import import_module
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.kernels.ops import OPS, Op, assert_close, leaves, relative_error, run
+from tread_zoo.kernels import dispatch
+
+CUSTOM = ("selective_scan", "ssd", "bidirectional_wkv")  # custom operators of torch
+OPTIONAL = ("causal_conv1d", "selective_scan", "ssd")  # the last input may be None
+
+
+@pytest.fixture(params=OPS)
+def op(request) -> Op:
+    return OPS[request.param]
+
+
+def of(names):
+    return pytest.mark.parametrize("op", names, indirect=True)
+
+
+def test_every_operation_is_tested() -> None:
+    assert OPS.keys() == dispatch.get_forms().keys()
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "subset"),
+    [
+        (op.name, shape, subset)
+        for op in OPS.values()
+        for shape in op.shapes
+        for subset in (False, True)[: 1 + bool(op.tokens)]
+    ],
+    indirect=["op"],
+)
+def test_torch_form_equals_formula(op, shape, subset) -> None:
+    rest = op.rest(shape, subset)
+    truth = run(op.form("naive"), op.inputs(shape), *rest)
+    for dtype, bound in ((torch.float64, 1e-12), (torch.float32, op.bound)):
+        for form in (op.form("torch"), op.public):
+            ours = run(form, op.inputs(shape, dtype), *rest)
+            assert {x.dtype for x in ours} == {dtype}
+            assert_close(ours, truth, bound, op.floor)
+
+
+@of(OPTIONAL)
+def test_the_last_input_may_be_left_out(op) -> None:
+    rest = (None, *op.rest())
+    truth, ours = (run(form, op.inputs()[:-1], *rest) for form in map(op.form, ("naive", "torch")))
+    assert_close(ours, truth, 1e-12)
+
+
+@of(CUSTOM)
+def test_a_shape_of_training_is_exact_and_keeps_little(op) -> None:
+    shape, mebibytes = op.bar
+    kept: dict[int, int] = {}
+
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    inputs = op.inputs(shape)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        ours = op.public(*leaves(inputs, torch.float32), *op.rest(shape))
+    assert ours.requires_grad
+    assert sum(kept.values()) <= mebibytes * 2**20
+    with torch.no_grad():
+        truth = op.form("naive")(*inputs, *op.rest(shape))
+    bound = 2e-6 * truth.abs().max() if op.name == "ssd" else 2e-5
+    assert (ours - truth).abs().max() <= bound
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_half_precision_inputs_keep_float32_sums(op, device) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    shape = op.shapes[-1]
+    inputs, rest = op.mixed(shape, device=device), op.rest(shape)
+    truth = run(op.form("naive"), leaves(inputs, torch.float64, device), *rest)
+    with torch.autocast(device, torch.bfloat16):
+        ours = run(op.form("torch"), inputs, *rest)
+    assert [x.dtype for x in ours] == [torch.bfloat16, *(x.dtype for x in inputs)]
+    # One rounding to bfloat16; attention rounds its weights, too.
+    assert_close(ours, truth, 3e-2 if op.name == "attention" else 4e-3, op.floor)
+
+
+@of(CUSTOM)
+def test_autocast_changes_nothing_in_float32(op) -> None:
+    inputs, rest = op.inputs(dtype=torch.float32), op.rest()
+    plain = run(op.public, inputs, *rest)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = run(op.public, inputs, *rest)
+    assert all(torch.equal(*pair) for pair in zip(cast, plain, strict=True))
+
+
+def test_views_are_taken_as_inputs(op) -> None:
+    inputs, rest = op.inputs(), op.rest(subset=True)
+    strided = [
+        x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_() for x in inputs
+    ]
+    places = [v.t().contiguous().t() if torch.is_tensor(v) else v for v in rest]
+    truth = run(op.form("naive"), inputs, *rest)
+    assert_close(run(op.public, strided, *places), truth, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("op", "constants"),
+    [
+        ("selective_scan", {"STEP_VALUES": 1}),
+        ("selective_scan", {"STEP_VALUES": 40, "CHUNK": 3}),
+        ("ssd", {"BLOCK_VALUES": 1}),
+        ("ssd", {"BLOCK_VALUES": 1500, "CHUNK": 3}),
+        ("bidirectional_wkv", {"BLOCK_VALUES": 1}),
+        ("bidirectional_wkv", {"BLOCK_VALUES": 100}),
+    ],
+    indirect=["op"],
+)
+def test_blocks_and_chunks_do_not_matter(op, constants, monkeypatch) -> None:
+    shape = op.shapes[-1]
+    inputs, rest = op.inputs(shape), op.rest(shape, subset=True)
+    truth = run(op.form("naive"), inputs, *rest)
+    module = import_module(f"tread_zoo.kernels.{op.name}.torch_form")
+    for name, value in constants.items():
+        monkeypatch.setattr(module, name, value)
+    assert_close(run(op.form("torch"), inputs, *rest), truth, 1e-12)
+
+
+@pytest.mark.parametrize("form", ["naive", "torch"])
+@pytest.mark.parametrize(
+    ("op", "along"),
+    [("causal_conv1d", (0,)), ("selective_scan", (0, 1, 3, 4)), ("ssd", (0, 1, 3, 4))],
+    indirect=["op"],
+)
+def test_segments_equal_separate_calls(op, along, form) -> None:
+    shape = (1, 84, *op.shapes[0][2:])
+    inputs, rest = op.inputs(shape), op.rest(shape)[1:]
+    ids = torch.zeros(1, 84, dtype=torch.int32)
+    parts = []
+    for name, part in ((3, slice(0, 30)), (8, slice(30, 69)), (3, slice(69, 84))):
+        ids[:, part] = name
+        own = [x[:, part] if i in along else x for i, x in enumerate(inputs)]
+        parts.append(op.form(form)(*own, None, *rest))
+    torch.testing.assert_close(op.form(form)(*inputs, ids, *rest), torch.cat(parts, dim=1))
+
+
+@of(("selective_scan", "ssd"))
+def test_strong_decay_is_finite_and_exact(op) -> None:
+    inputs = op.inputs((1, 100, 4, 2, 1) if op.name == "selective_scan" else (1, 100, 4, 2, 3, 1))
+    with torch.no_grad():
+        inputs[1].fill_(1.0)
+        rates = torch.tensor([10.0, 20.0, 200.0, 1e-4])  # summed: from -1000 to -20000
+        inputs[2].copy_(-rates.view(-1, *[1] * (inputs[2].ndim - 1)).expand_as(inputs[2]))
+    rest, bound = op.rest(), 1e-6 if op.name == "ssd" else 1e-5
+    truth = run(op.form("naive"), inputs, *rest)
+    assert_close(run(op.form("torch"), leaves(inputs, torch.float32), *rest), truth, bound)
+
+
+IDS = torch.zeros(2, 5, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("op", "change"),
+    [
+        ("attention", {1: torch.zeros(2, 3, 2, 8)}),
+        ("causal_conv1d", {0: torch.zeros(0, 5, 4)}),
+        ("causal_conv1d", {1: torch.zeros(3, 4)}),
+        ("causal_conv1d", {2: torch.zeros(3)}),
+        ("causal_conv1d", {3: IDS[:, 1:]}),
+        ("selective_scan", {0: torch.zeros(2, 0, 4)}),
+        ("selective_scan", {1: torch.zeros(2, 5, 3)}),
+        ("selective_scan", {2: torch.zeros(3, 4)}),
+        ("selective_scan", {3: torch.zeros(2, 5, 3, 3)}),  # 3 groups of 4 channels
+        ("selective_scan", {4: torch.zeros(2, 5, 1, 3)}),
+        ("selective_scan", {5: torch.zeros(1)}),
+        ("selective_scan", {6: IDS.float()}),
+        ("ssd", {0: torch.zeros(2, 5, 12)}),
+        ("ssd", {1: torch.zeros(2, 5, 3)}),
+        ("ssd", {2: torch.zeros(4, 2)}),
+        ("ssd", {3: torch.zeros(2, 5, 3, 2)}),  # 3 groups of 4 heads
+        ("ssd", {4: torch.zeros(2, 5, 1, 2)}),
+        ("ssd", {5: torch.zeros(1)}),
+        ("ssd", {6: IDS[:, 1:]}),
+        ("ssd", {7: IDS.float()}),  # no gap is 0
+        ("ssd", {7: torch.ones(2, 5, requires_grad=True)}),
+        ("bidirectional_wkv", {0: torch.zeros(2, 0, 4)}),
+        ("bidirectional_wkv", {1: torch.zeros(2, 5, 3)}),
+        ("bidirectional_wkv", {2: torch.zeros(3)}),
+        ("bidirectional_wkv", {3: torch.zeros(1)}),
+        ("bidirectional_wkv", {5: 4}),
+        ("bidirectional_wkv", {4: IDS.float()}),
+        ("bidirectional_wkv", {4: torch.tensor([[0, 1, 2, 2, 3]] * 2)}),
+        ("bidirectional_wkv", {4: torch.tensor([[0, 1, 2, 3, 5]] * 2)}),
+        ("bidirectional_wkv", {4: torch.tensor([[-1, 1, 2, 3, 4]] * 2)}),
+    ],
+    indirect=["op"],
+)
+def test_what_would_broadcast_or_be_wrong_is_refused(op, change) -> None:
+    shape = (2, 5, 4, *op.shapes[0][3:]) if op.name != "attention" else None
+    given = dict(enumerate([*op.inputs(shape), *op.rest(shape)]))
+    with pytest.raises(ValueError):
+        op.public(*(given | change).values())
+
+
+@of(CUSTOM)
+@pytest.mark.parametrize("subset", [False, True])
+def test_opcheck(op, subset) -> None:
+    inputs, rest = op.inputs(dtype=torch.float32), op.rest(subset=subset)
+    forward = getattr(torch.ops.tread_zoo, op.name)
+    torch.library.opcheck(forward.default, (*inputs, *rest))
+    values = [x.detach() for x in inputs]
+    made = forward(*values, *rest)
+    made = made if isinstance(made, tuple) else (made,)
+    backward = getattr(torch.ops.tread_zoo, f"{op.name}_backward").default
+    torch.library.opcheck(backward, (*made, *values, *rest))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_compiles_whole(op, device) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    inputs = op.inputs(dtype=torch.float32, device=device)
+    rest = [v.to(device) if torch.is_tensor(v) else v for v in op.rest(subset=True)]
+    compiled = torch.compile(lambda *args: op.public(*args).sin(), fullgraph=True)
+    expected = run(lambda *args: op.public(*args).sin(), inputs, *rest)
+    for mine, true in zip(run(compiled, inputs, *rest), expected, strict=True):
+        torch.testing.assert_close(mine, true)
+
+
+def count_flops(op: Op, shape, device: str, form=None) -> list[int]:
+    """Return the FLOPs of the forward and of the backward pass."""
+    inputs = op.inputs(shape, torch.float32, device)
+    with FlopCounterMode(display=False) as forward:
+        y = (form or op.public)(*inputs, *op.rest(shape))
+    with FlopCounterMode(display=False) as backward:
+        y.sum().backward()
+    return [forward.get_total_flops(), backward.get_total_flops()]
+
+
+@of(("causal_conv1d", *CUSTOM))
+def test_flops_are_the_same_without_data_and_linear_in_the_batch(op) -> None:
+    shape = op.shapes[-1]
+    once, meta = (count_flops(op, shape, device) for device in ("cpu", "meta"))
+    assert once == meta
+    assert count_flops(op, (3 * shape[0], *shape[1:]), "meta") == [3 * n for n in once]
+    if "triton" in dispatch.list_forms(op.name):
+        assert count_flops(op, shape, "meta", op.form("triton")) == once
+
+
+@of(("causal_conv1d", *CUSTOM))
+def test_flops_are_linear_in_the_length(op) -> None:
+    rest = op.shapes[0][2:]
+    short, long = (count_flops(op, (1, n, *rest), "meta") for n in (2048, 4096))
+    assert all(2 <= b / a <= 2.05 or b == 2 * a for a, b in zip(short, long, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("subset", [False, True])
+def test_every_form_equals_the_torch_form_on_a_gpu(op, subset) -> None:
+    shape = {"attention": (2, 3, 64, 32), "causal_conv1d": (2, 50, 16, 4),
+             "selective_scan": (2, 100, 16, 8, 2), "ssd": (2, 200, 4, 64, 32, 2)}.get(
+                 op.name, op.shapes[-1])  # fmt: skip
+    rest = [v.cuda() if torch.is_tensor(v) else v for v in op.rest(shape, subset)]
+    inputs = op.inputs(shape, torch.float32, "cuda")
+    truth = run(op.form("torch"), inputs, *rest)
+    exact = run(op.form("naive"), op.inputs(shape, device="cuda"), *rest)
+    assert_close(truth, exact, 1e-4 if op.name == "attention" else 1e-5, op.floor)
+    bounds = {"attention": 2e-3, "ssd": 5e-3}  # kernels that multiply in TF32
+    for name in dispatch.list_forms(op.name):
+        module = dispatch.get_form(op.name, name).module
+        if module is None or dispatch.import_problem(module) is None:
+            for mine, true in zip(run(op.form(name), inputs, *rest), truth, strict=True):
+                assert relative_error(mine, true, op.floor) <= bounds.get(op.name, 1e-4), name
