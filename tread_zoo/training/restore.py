@@ -15,6 +15,7 @@ from tread_zoo.runtime import resolve_device, resolve_precision
 from tread_zoo.training.checkpoints import (
     Checkpoint,
     CheckpointError,
+    check_same_data,
     find_checkpoint,
     load_backbone,
 )
@@ -82,8 +83,8 @@ class Restored:
         """Return the data that it was trained on, with some options changed.
 
         Raises:
-            ValueError: the data have another size, other channels, classes, codec or contexts.
-            CheckpointError: the checkpoint was imported, and names no data.
+            CheckpointError: the data are of another kind, or the checkpoint was imported, and
+                names none.
         """
         from tread_zoo.training.setup import data_facts
 
@@ -93,17 +94,7 @@ class Restored:
                 "with. It can be sampled: scripts/sample.py."
             )
         data = create("data", {**self.config["data"], **changes})
-        own, facts = self.checkpoint.meta["data"], data_facts(data)
-        wrong = [
-            f"{name}={own.get(name)!r}, not {facts.get(name)!r}"
-            for name in sorted({*own, *facts} - {"name", "num_images"})
-            if own.get(name) != facts.get(name)
-        ]
-        if wrong:
-            raise ValueError(
-                f"the checkpoint was trained on data with {'; '.join(wrong)}. Set data.path and "
-                "its options to data of the same kind."
-            )
+        check_same_data(self.checkpoint, data_facts(data))
         return data
 
     def codec(self, vae: str | None) -> Codec:
