@@ -131,7 +131,7 @@ def encode(
     encoder = _Encoder(vae, content, config, precision)
     numbered = [(part, n) for part in PARTS for n in range(len(files[part]))]
     missing = [
-        one for one in numbered[rank::num_ranks] if not (out / files[one[0]][one[1]]).exists()
+        (part, n) for part, n in numbered[rank::num_ranks] if not (out / files[part][n]).exists()
     ]
     if rank == 0 and missing:
         logger.info("%-9s PSNR of decoded latents %.1f dB", "vae", encoder.psnr(data))

@@ -292,18 +292,16 @@ def latents(
     if own is None and vae not in (None, "none"):
         own = load_vae(vae).facts
     copies, channels, height, width = facts["shape"]
+    shift, scale = normalizing(normalization, mean=facts["mean"], std=facts["std"], vae=own)
     codec = LatentCodec(
         content=facts["content"],
         flips=copies == 2,
         normalization=normalization,
-        **dict(zip(
-            ("shift", "scale"),
-            normalizing(normalization, mean=facts["mean"], std=facts["std"], vae=own),
-            strict=True,
-        )),
+        shift=shift,
+        scale=scale,
         vae={key: own[key] for key in ("class", "sha256")} if own else None,
         decoder=_decoder_at(vae or (own["name"] if own else "none"), own),
-    )  # fmt: skip
+    )
     if own and codec.model_shape((1, *facts["shape"]))[1] != own["latent_channels"]:
         raise ValueError(
             f"data.path={path!r} has {channels} channels of {facts['content']}, and the latents of "

@@ -460,11 +460,11 @@ class Log:
             logger.info("%-9s step %d  %s", "score", state.step, shown)
 
     def _keep_score(self, record: dict[str, Any], step: int) -> None:
-        before, names = self.scores.get(step), score_names(record)
+        before, values = self.scores.get(step), score_names(record)
         self.scores[step] = record
         self._write_scores()
-        if before is None or score_names(before) != names:  # a finished run may be resumed
-            self.trackers.log(step, {k: v for k, v in names.items() if math.isfinite(v)})
+        if before is None or score_names(before) != values:  # a finished run may be resumed
+            self.trackers.log(step, {k: v for k, v in values.items() if math.isfinite(v)})
 
     def _write_scores(self) -> None:
         """Write all of them anew, so that no half of a line is ever there; they are few."""

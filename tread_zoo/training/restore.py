@@ -62,7 +62,7 @@ class Restored:
         )
         options.check(self.backbone, self.objective)
         training = self.config.get("training", {})
-        options.check_training(  # of an imported network nobody knows
+        options.check_training(  # an imported network does not say: the usual
             conditional=self.backbone.is_conditional,
             label_dropout=training.get("label_dropout", 0.1),
             has_routes=self.config.get("routing", {}).get("name") != "none",
@@ -70,7 +70,7 @@ class Restored:
         return options
 
     def weak(self, options: SamplingOptions) -> Backbone | None:
-        """Return the weak network that `options` guide with, beside this one, or None."""
+        """Return the weak network of the guidance in `options`, on the same device, or None."""
         weak = load_weak(options, self.backbone, self.objective)
         return None if weak is None else weak.to(next(self.backbone.parameters()).device)
 
@@ -90,8 +90,8 @@ class Restored:
 
         if not self.has_data:
             raise CheckpointError(
-                f"{self.checkpoint.path} was imported, and knows no data of its own to be compared "
-                "with. It can be sampled: scripts/sample.py."
+                f"{self.checkpoint.path} was imported, and knows no data to compare with. It can "
+                "be sampled: scripts/sample.py."
             )
         data = create("data", {**self.config["data"], **changes})
         check_same_data(self.checkpoint, data_facts(data))
