@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tread_zoo.backbone import Backbone
 from tread_zoo.config import RunConfig
 from tread_zoo.data import CorruptLog, read_items
 from tread_zoo.data.files import write_text
@@ -367,38 +368,42 @@ class Log:
                 self._sample(network, state.step)
             state.average.release()
 
-    def _sample(self, network: Any, step: int) -> None:
-        setup, indices = self.setup, range(GRID_IMAGES)
-        images = generate(
-            network,
-            setup.objective,
-            setup.sampling,
-            indices=indices,
-            labels=conditions_of(network, setup.data).of(indices),
-            seed=GRID_SEED,
-            batch_size=setup.config.evaluation.batch_size,
-            precision=self.precision,
-            weak=setup.weak,
-        )
-        path = self.folder / "samples" / f"step_{step:08d}.png"
+    def _sample(self, network: Backbone, step: int) -> None:
+        setup = self.setup
         if setup.data.codec.has_pixels:
-            with _optional(path):
-                path.parent.mkdir(exist_ok=True)
-                device, codec = self.accelerator.device, setup.data.codec
-                save_grid(codec.to_pixels(images, device=device), path)
-                self.trackers.image(step, "samples", path)
-                real = path.with_name("real.png")
-                if not real.exists():
-                    part = setup.data.held_out or setup.data.train
-                    count = min(GRID_IMAGES, len(part))  # type: ignore[arg-type]
-                    stored = codec.to_model(read_items(part, range(count))[0], device=device)
-                    save_grid(codec.to_pixels(stored, device=device), real)
+            indices = range(GRID_IMAGES)
+            images = generate(
+                network,
+                setup.objective,
+                setup.sampling,
+                indices=indices,
+                labels=conditions_of(network, setup.data).of(indices),
+                seed=GRID_SEED,
+                batch_size=setup.config.evaluation.batch_size,
+                precision=self.precision,
+                weak=setup.weak,
+            )
+            self._save_grids(images, self.folder / "samples" / f"step_{step:08d}.png", step)
         loss = held_out_loss(
             network, setup.objective, setup.data, seed=HELD_OUT_SEED, precision=self.precision
         )
         if loss is not None:
             levels = {f"held_out_loss_level_{i}": x for i, x in enumerate(loss[1], 1)}
             self._write_numbers(step, {"held_out_loss": loss[0], **levels})
+
+    def _save_grids(self, images: Tensor, path: Path, step: int) -> None:
+        """Save samples and, once, real images beside them."""
+        data, device = self.setup.data, self.accelerator.device
+        with _optional(path):
+            path.parent.mkdir(exist_ok=True)
+            save_grid(data.codec.to_pixels(images, device=device), path)
+            self.trackers.image(step, "samples", path)
+            real = path.with_name("real.png")
+            if not real.exists():
+                part = data.held_out or data.train
+                count = min(GRID_IMAGES, len(part))  # type: ignore[arg-type]
+                x = data.codec.to_model(read_items(part, range(count))[0], device=device)
+                save_grid(data.codec.to_pixels(x, device=device), real)
 
     def score_if_missing(self, state: TrainState) -> None:
         """Score a resumed run that was stopped after a step was saved and before it was scored."""
