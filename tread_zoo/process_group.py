@@ -4,7 +4,8 @@
 scripts/train.py` sets SLURM's alone, which are translated here:
 
     SLURM_PROCID, SLURM_STEP_NUM_TASKS   -> RANK, WORLD_SIZE
-    SLURM_LOCALID                        -> LOCAL_RANK (and LOCAL_WORLD_SIZE, by node)
+    SLURM_LOCALID                        -> LOCAL_RANK
+    SLURM_NTASKS_PER_NODE                -> LOCAL_WORLD_SIZE, where the job sets it
     SLURM_STEP_NODELIST, its first host  -> MASTER_ADDR
     SLURM_JOB_ID                         -> MASTER_PORT, one of 20000 … 59999
 """
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 
-def take_connections(device: torch.device) -> None:
+def prepare_process_group(device: torch.device) -> None:
     """Make ready for accelerate, which connects the processes.
 
     Args:
@@ -31,7 +32,7 @@ def take_connections(device: torch.device) -> None:
     join_slurm_step()
 
 
-def leave_connections() -> None:
+def close_process_group_at_exit() -> None:
     """Close the connections when this process exits.
 
     Call it where every process comes to its end. A group that stays open may abort the process
@@ -58,10 +59,11 @@ def join_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None:
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(_tasks_on_node(environment, tasks)),
         "MASTER_ADDR": environment.get("MASTER_ADDR") or _first_host(hosts),
         "MASTER_PORT": str(20000 + int(environment.get("SLURM_JOB_ID", "0")) % 40000),
     }
+    if "SLURM_NTASKS_PER_NODE" in environment:
+        variables["LOCAL_WORLD_SIZE"] = environment["SLURM_NTASKS_PER_NODE"]
     for name, value in variables.items():
         environment.setdefault(name, value)
 
@@ -69,16 +71,6 @@ def join_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None:
 def _close() -> None:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _tasks_on_node(environment: MutableMapping[str, str], tasks: int) -> int:
-    """Return how many tasks run on this node, from `8(x2),4`: eight on two nodes, four on one."""
-    counts: list[int] = []
-    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", str(tasks)).split(","):
-        count, _, repeated = part.partition("(x")
-        counts += [int(count)] * int(repeated.rstrip(")") or 1)
-    node = int(environment.get("SLURM_NODEID", "0"))
-    return counts[node] if node < len(counts) else counts[0]
 
 
 def _first_host(hosts: str) -> str:

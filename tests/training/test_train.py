@@ -29,7 +29,7 @@ def test_a_run_leaves_what_it_should(run, caplog):
         "score.json", "scores.jsonl", "train.log",
     }  # fmt: skip
     assert [p.name for p in sorted((folder / "samples").iterdir())] == [
-        "step_00000003.png", "step_00000006.png",
+        "real.png", "step_00000003.png", "step_00000006.png",
     ]  # fmt: skip
     assert Image.open(folder / "loss.png").size[0] > 400
     rows = read_metrics(folder)

@@ -2,7 +2,7 @@
 
 import tread_zoo.data.latents  # noqa: F401  (registers)
 from tread_zoo.data.batches import StepBatches
-from tread_zoo.data.codec import PIXELS, Codec, PixelCodec, to_model_range, to_uint8
+from tread_zoo.data.codec import PIXELS, Codec, to_model_range, to_uint8
 from tread_zoo.data.dataset import ArrayDataset, ImageData
 from tread_zoo.data.loader import (
     CorruptItem,
@@ -21,7 +21,6 @@ __all__ = [
     "CorruptItem",
     "CorruptLog",
     "ImageData",
-    "PixelCodec",
     "StepBatches",
     "cifar10",
     "digits",

@@ -10,8 +10,7 @@ Dimensions: B batch, C channels, H height, W width.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,24 +40,27 @@ def to_uint8(x: Tensor) -> Tensor:
     return ((x.to(torch.float32).clamp(-1.0, 1.0) + 1.0) * 127.5).round().to(torch.uint8)
 
 
-class Codec(Protocol):
-    """How stored items become what a model sees, and what it makes becomes pixels."""
+class Codec:
+    """How stored items become what a model sees, and what it makes becomes pixels.
+
+    These are the methods for images, uint8 [B,C,H,W], seen as x / 127.5 - 1; latents have their own
+    (`LatentCodec`).
+    """
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a checkpoint remembers, as plain values; empty for pixels."""
+        return {}
 
     @property
     def has_pixels(self) -> bool:
         """Whether `to_pixels` gives images: False for latents without their autoencoder."""
+        return True
 
     @property
     def decoded_by(self) -> dict[str, Any] | None:
         """Class and sha256 of the network that `to_pixels` decodes with; None without one."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Options of the data, resolved, that a checkpoint needs to find it again."""
+        return None
 
     def check(self, *, flip: bool = False) -> None:
         """Check what costs nothing: that items can be mirrored, that the autoencoder is there.
@@ -76,9 +78,11 @@ class Codec(Protocol):
 
     def model_shape(self, stored: Sequence[int]) -> tuple[int, ...]:
         """Return the shape that `to_model` gives a batch of shape `stored`."""
+        return tuple(stored)
 
     def draw(self, stored: Sequence[int], generator: torch.Generator) -> Tensor | None:
         """Return what is random in a batch of shape `stored`, [B,C,H,W] on the CPU, or None."""
+        return None
 
     def to_model(
         self,
@@ -96,49 +100,13 @@ class Codec(Protocol):
             noise: what `draw` gave, or the rows of these items; without it, the mean.
             flip: bool [B], which items are mirrored.
         """
-
-    def to_pixels(self, x: Tensor, *, device: torch.device) -> Tensor:
-        """Return x float [B,C,H,W] of the model's range as images uint8 on the CPU."""
-
-
-@dataclass(frozen=True)
-class PixelCodec:
-    """Images uint8 [B,C,H,W], seen as x / 127.5 - 1. See `Codec` for the methods."""
-
-    facts = options = property(lambda self: dict[str, Any]())
-    has_pixels = property(lambda self: True)
-    decoded_by = property(lambda self: None)
-
-    def check(self, *, flip: bool = False) -> None:
-        """Every image can be mirrored."""
-
-    def prepare(self, device: torch.device) -> None:
-        """Nothing is needed."""
-
-    def model_shape(self, stored: Sequence[int]) -> tuple[int, ...]:
-        """Return the same shape."""
-        return tuple(stored)
-
-    def draw(self, stored: Sequence[int], generator: torch.Generator) -> Tensor | None:
-        """Nothing is random."""
-        return None
-
-    def to_model(
-        self,
-        stored: Tensor,
-        *,
-        device: torch.device,
-        noise: Tensor | None = None,
-        flip: Tensor | None = None,
-    ) -> Tensor:
-        """Return images in [-1, 1], some mirrored."""
         if flip is not None:
             stored = torch.where(flip.view(-1, 1, 1, 1), stored.flip(-1), stored)
         return to_model_range(stored.to(device))
 
     def to_pixels(self, x: Tensor, *, device: torch.device) -> Tensor:
-        """Return the nearest bytes."""
+        """Return x float [B,C,H,W] of the model's range as images uint8 on the CPU."""
         return to_uint8(x).cpu()
 
 
-PIXELS = PixelCodec()
+PIXELS = Codec()

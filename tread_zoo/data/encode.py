@@ -129,11 +129,9 @@ def encode(
         out / "corrupt.txt", num_items=sum(lengths.values()), max_share=config.max_corrupt_share
     )
     encoder = _Encoder(vae, content, config, precision)
-    numbered = list(enumerate((part, n) for part in PARTS for n in range(len(files[part]))))
+    numbered = [(part, n) for part in PARTS for n in range(len(files[part]))]
     missing = [
-        (part, n)
-        for number, (part, n) in numbered[rank::num_ranks]
-        if not (out / files[part][n]).exists()
+        (part, n) for part, n in numbered[rank::num_ranks] if not (out / files[part][n]).exists()
     ]
     if rank == 0 and missing:
         logger.info("%-9s PSNR of decoded latents %.1f dB", "vae", encoder.psnr(data))
@@ -169,21 +167,24 @@ def _begin(out: Path, facts: dict[str, Any]) -> None:
 
 
 def finish(out: Path, facts: dict[str, Any]) -> bool:
-    """Write table.json with shape, mean and standard deviation, if all parts are there."""
+    """Write table.json with shape, mean and standard deviation by channel, if all parts are there;
+    of moments, over what they draw: E[z] = E[mean], E[z^2] = E[mean^2] + E[std^2]."""
     import pyarrow
 
     names = [name for part in PARTS for name in facts["parts"][part]]
     if not all((out / name).exists() for name in names):
         return False
-    moments, shape = Moments(), None
+    count, total, square, shape = 0, np.zeros(1), np.zeros(1), None
     for name in facts["parts"]["train"]:
         with pyarrow.ipc.open_stream(out / name) as reader:
             own = json.loads(reader.schema.metadata[b"tread_zoo"])
-        moments.add_sums(own["count"], np.array(own["total"]), np.array(own["square"]))
+        count += own["count"]
+        total, square = total + np.array(own["total"]), square + np.array(own["square"])
         shape = own["shape"] or shape
-    mean, std = moments.result()
+    mean = total / count
+    std = np.sqrt(np.maximum(square / count - mean**2, 0))
+    done = {**facts, "shape": shape, "mean": mean.tolist(), "std": std.tolist()}
     with written_whole(out / "table.json", alone=False) as stream:
-        done = {**facts, "shape": shape, "mean": mean, "std": std}
         stream.write(json.dumps(done, indent=1).encode())
     return True
 
@@ -245,9 +246,14 @@ def write_part(
     """
     import pyarrow as pa
 
-    moments = Moments()
+    count, total, square = 0, np.zeros(1), np.zeros(1)  # of each channel, in float64
     for latent in latents:
-        moments.add(latent, content)
+        mean, std = split_moments(latent, content)
+        mean = mean.double()
+        squares = mean.square() if std is None else mean.square() + std.double().square()
+        count += mean.numel() // mean.shape[1]
+        total = total + mean.sum((0, 2, 3)).numpy()
+        square = square + squares.sum((0, 2, 3)).numpy()
     columns = {
         "latent": pa.array([as_bytes(latent) for latent in latents], pa.large_binary()),
         "label": pa.array(labels, pa.int64()),
@@ -256,9 +262,9 @@ def write_part(
         columns["context"] = pa.array([as_bytes(one) for one in contexts], pa.large_binary())
     own = {
         "shape": list(latents[0].shape) if latents else None,
-        "count": moments.count,
-        "total": moments.total.tolist(),
-        "square": moments.square.tolist(),
+        "count": count,
+        "total": total.tolist(),
+        "square": square.tolist(),
     }
     table = pa.table(columns).replace_schema_metadata({"tread_zoo": json.dumps(own)})
     with written_whole(file) as stream, pa.ipc.new_stream(stream, table.schema) as writer:
@@ -268,34 +274,6 @@ def write_part(
 def as_bytes(values: Tensor) -> bytes:
     """Return the bytes of a tensor on the CPU, in C order."""
     return values.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
-class Moments:
-    """Mean and standard deviation by channel, streamed in float64; of moments, over what they draw:
-    E[z] = E[mean], E[z^2] = E[mean^2] + E[std^2]."""
-
-    def __init__(self) -> None:
-        self.count, self.total, self.square = 0, np.zeros(1), np.zeros(1)
-
-    def add(self, stored: Tensor, content: str) -> None:
-        """Add [K,C',h,w]."""
-        mean, std = (None if x is None else x.double() for x in split_moments(stored, content))
-        assert mean is not None
-        square = mean.square() if std is None else mean.square() + std.square()
-        axes = (0, 2, 3)
-        count = mean.numel() // mean.shape[1]
-        self.add_sums(count, mean.sum(axes).numpy(), square.sum(axes).numpy())
-
-    def add_sums(self, count: int, total: np.ndarray, square: np.ndarray) -> None:
-        """Add the sums of some numbers of each channel, and of their squares."""
-        self.count += count
-        self.total, self.square = self.total + total, self.square + square
-
-    def result(self) -> tuple[list[float], list[float]]:
-        """Return mean and standard deviation, C numbers each."""
-        mean = self.total / self.count
-        variance = np.maximum(self.square / self.count - mean**2, 0)
-        return mean.tolist(), np.sqrt(variance).tolist()
 
 
 class _Encoder:
@@ -368,36 +346,30 @@ class _Encoder:
     def psnr(self, data: ImageData) -> float:
         """Return the mean PSNR, 10 log10(255² / mean squared difference) in dB, of some images
         that are encoded and decoded: a wrong autoencoder shows here."""
-        first = next(iter(self._read(data.train, range(PSNR_IMAGES), size=PSNR_IMAGES)))
-        whole = [item[0] for _, item in first if not isinstance(item, CorruptItem)]
-        images = torch.stack(whole)
+        count = min(PSNR_IMAGES, len(data.train))  # type: ignore[arg-type]
+        first = (read_item(data.train, index) for index in range(count))
+        images = torch.stack([item[0] for item in first if not isinstance(item, CorruptItem)])
         mean, _ = self.vae.encode(to_model_range(images.to(self.device)))
         gap = to_uint8(self.vae.decode(mean)).cpu().double() - images.double()
         error = gap.square().mean(dim=(1, 2, 3)).clamp(min=1e-6)
         return float((10 * (255**2 / error).log10()).mean())
 
-    def _read(
-        self, dataset: Dataset, span: range, size: int | None = None
-    ) -> Iterable[list[tuple[int, Any]]]:
+    def _read(self, dataset: Dataset, span: range) -> Iterable[list[tuple[int, Any]]]:
         """Yield batches of (index, item or what is wrong with it)."""
-        size = size or self.config.batch_size
-        span = range(span.start, min(span.stop, len(dataset)))  # type: ignore[arg-type]
-        batches = [list(span[first : first + size]) for first in range(0, len(span), size)]
-        # With batch_size=None what the sampler gives, a list of indices, is handed to the reader.
         return DataLoader(
-            _Reader(dataset), sampler=batches, batch_size=None, collate_fn=list,
-            num_workers=min(self.config.num_workers, len(batches)),
+            _Reader(dataset), sampler=span, batch_size=self.config.batch_size,
+            collate_fn=list, num_workers=self.config.num_workers,
         )  # fmt: skip
 
 
 class _Reader(Dataset):
-    """Reads whole batches, with what cannot be read."""
+    """Reads items, or what is wrong with them."""
 
     def __init__(self, dataset: Dataset):
         self.dataset = dataset
 
-    def __getitem__(self, indices: Sequence[int]) -> list[tuple[int, Any]]:
-        return [(index, read_item(self.dataset, index)) for index in indices]
+    def __getitem__(self, index: int) -> tuple[int, Any]:
+        return index, read_item(self.dataset, index)
 
 
 def _part_of(data: ImageData, part: str) -> Any:

@@ -23,3 +23,9 @@ def written_whole(path: Path, *, alone: bool = True) -> Iterator[BinaryIO]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    with written_whole(path) as stream:
+        stream.write(text.encode())

@@ -32,7 +32,7 @@ from pydantic import Field, NonNegativeInt
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from tread_zoo.data.codec import to_uint8
+from tread_zoo.data.codec import Codec, to_uint8
 from tread_zoo.data.dataset import ImageData
 from tread_zoo.data.split import check_labels, split_parts
 from tread_zoo.data.vae import Vae, load_vae
@@ -88,7 +88,7 @@ class Decoder:
 
 
 @dataclass(frozen=True)
-class LatentCodec:
+class LatentCodec(Codec):
     """Latents [B,K,C,h,w] or, with moments, [B,K,2C,h,w]. See `Codec` for the methods.
 
     Args:
@@ -121,29 +121,17 @@ class LatentCodec:
         }
 
     @property
-    def options(self) -> dict[str, Any]:
-        """Where the autoencoder is, as an option of the data."""
-        return {"vae": "none" if self.decoder is None else self.decoder.name}
-
-    @property
     def has_pixels(self) -> bool:
-        """Whether there is an autoencoder to decode with."""
         return self.decoder is not None
 
     @property
     def decoded_by(self) -> dict[str, Any] | None:
-        """Class and sha256 of the autoencoder."""
         if self.decoder is None or self.vae is not None:
             return self.vae if self.decoder else None
         vae = self.decoder.load()
         return {"class": vae.kind, "sha256": vae.sha256}
 
     def check(self, *, flip: bool = False) -> None:
-        """Check that there are mirrored copies, and diffusers.
-
-        Raises:
-            ValueError: there are no mirrored copies.
-        """
         if flip and not self.flips:
             raise ValueError(
                 "training.horizontal_flip=true, but these latents have no mirrored copies, and a "
@@ -154,7 +142,6 @@ class LatentCodec:
             import diffusers  # noqa: F401  (before the training, not after)
 
     def prepare(self, device: torch.device) -> None:
-        """Load the autoencoder onto `device`, if there is one."""
         if self.decoder is not None:
             self.decoder.load().to(device)
 
@@ -305,18 +292,16 @@ def latents(
     if own is None and vae not in (None, "none"):
         own = load_vae(vae).facts
     copies, channels, height, width = facts["shape"]
+    shift, scale = normalizing(normalization, mean=facts["mean"], std=facts["std"], vae=own)
     codec = LatentCodec(
         content=facts["content"],
         flips=copies == 2,
         normalization=normalization,
-        **dict(zip(
-            ("shift", "scale"),
-            normalizing(normalization, mean=facts["mean"], std=facts["std"], vae=own),
-            strict=True,
-        )),
+        shift=shift,
+        scale=scale,
         vae={key: own[key] for key in ("class", "sha256")} if own else None,
         decoder=_decoder_at(vae or (own["name"] if own else "none"), own),
-    )  # fmt: skip
+    )
     if own and codec.model_shape((1, *facts["shape"]))[1] != own["latent_channels"]:
         raise ValueError(
             f"data.path={path!r} has {channels} channels of {facts['content']}, and the latents of "

@@ -93,19 +93,13 @@ def npz(
         )
         for x, y in pairs
     ]
-    classes = num_classes
-    if parts[0][1] is None or num_classes == 0:
-        if num_classes:
-            raise ValueError(
-                f"data.num_classes={num_classes}, but data.path={path!r} has no labels."
-            )
-        parts, classes = [(images, None) for images, _ in parts], 0
-    own_test = len(parts) > 1
+    if labels_name is None and num_classes:
+        raise ValueError(f"data.num_classes={num_classes}, but data.path={path!r} has no labels.")
     return _in_memory(
         file.name,  # with its suffix: never mistaken for a built-in source
         parts,
-        None if own_test else held_out,
-        classes,
+        None if len(parts) > 1 else held_out,
+        num_classes,
         pad_to=pad_to,
     )
 

@@ -139,17 +139,15 @@ def image_folder(
     root = Path(path).expanduser()
     files, labels, names = _find_pictures(root, context)
     columns: dict[str, Any] = {"image": files}
-    if names:
-        columns["label"] = labels
     if context is not None:
         columns["context"] = [f"{os.path.splitext(f)[0]}.{context.lstrip('.')}" for f in files]
+    table = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
+    if names:
+        table = table.add_column("label", labels, feature=datasets.ClassLabel(names=names))
     return _picture_data(
         f"{root.name}/",  # never mistaken for a built-in source
-        datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image()),
-        len(files),
+        [table],
         held_out=held_out,
-        label_column=None,
-        class_names=names,
         num_classes=num_classes,
         image_size=image_size,
         channels=channels,
@@ -227,8 +225,7 @@ def hf(
         tables.append(table_of(test_split, "data.test_split"))
     return _picture_data(
         f"hf:{folder.resolve().name if folder.exists() else path}",
-        _concatenate(tables),
-        len(tables[0]),
+        tables,
         held_out=held_out,
         image_column=image_column,
         label_column=label_column,
@@ -267,10 +264,8 @@ def webdataset(
     """
 
     def load(pattern: str) -> "datasets.Dataset":
-        folder = Path(pattern).expanduser()
-        files = [str(folder / "*.tar")] if folder.is_dir() else expand_braces(str(folder))
-        if "://" in pattern:
-            files = expand_braces(pattern)
+        where = os.path.expanduser(pattern)
+        files = [f"{where}/*.tar"] if os.path.isdir(where) else expand_braces(where)
         return _load("webdataset", data_files={"train": files}, split="train")
 
     tables = [load(path)]
@@ -278,8 +273,7 @@ def webdataset(
         tables.append(load(held_out_path))
     return _picture_data(
         f"{Path(path).name}:tar",  # never mistaken for a built-in source
-        _concatenate(tables),
-        len(tables[0]),
+        tables,
         held_out=held_out,
         label_column="cls" if "cls" in tables[0].features else None,
         num_classes=num_classes,
@@ -321,8 +315,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 def _picture_data(
     name: str,
-    table: "datasets.Dataset",
-    num_train: int,
+    tables: list["datasets.Dataset"],
     *,
     held_out: float | None,
     num_classes: int | None,
@@ -332,11 +325,12 @@ def _picture_data(
     context_length: int | None,
     image_column: str | None = None,
     label_column: str | None = None,
-    class_names: tuple[str, ...] = (),
 ) -> ImageData:
-    """Return the data in a table, of which the first `num_train` rows are the training part."""
+    """Return the data in a table of the training part, and perhaps one of a test part."""
     import datasets
 
+    columns = [column for column in tables[0].features if all(column in t.features for t in tables)]
+    table = datasets.concatenate_datasets([one.select_columns(columns) for one in tables])
     images = _image_column(table, image_column)
     contexts = None
     if context_column is not None:
@@ -349,8 +343,6 @@ def _picture_data(
             )
         num_classes, contexts = 0, ContextColumn(table, context_column, context_length)
     labels, names = _labels_of(table, label_column, num_classes, name)
-    if class_names and names:
-        names = class_names if len(class_names) == len(names) else names
     # As stored: a picture that cannot be decoded is met, and named, where it is decoded.
     table = table.select_columns([images]).cast_column(images, datasets.Image(decode=False))
     size = survey(
@@ -359,7 +351,7 @@ def _picture_data(
     )  # fmt: skip
     shape = size or (image_size or 0, image_size or 0)
     whole = PictureTable(table, images, labels, contexts, image_size, channels, shape)
-    train, unseen = split_parts(labels, num_train, held_out, default=0.1)
+    train, unseen = split_parts(labels, len(tables[0]), held_out, default=0.1)
     return ImageData(
         name=name,
         train=whole.subset(train),
@@ -370,13 +362,6 @@ def _picture_data(
         class_names=names,
         context=None if contexts is None else contexts.shape,
     )
-
-
-def _concatenate(tables: list["datasets.Dataset"]) -> "datasets.Dataset":
-    import datasets
-
-    columns = [name for name in tables[0].features if all(name in t.features for t in tables)]
-    return datasets.concatenate_datasets([table.select_columns(columns) for table in tables])
 
 
 def _image_column(table: "datasets.Dataset", column: str | None) -> str:
@@ -426,11 +411,9 @@ def _labels_of(
             "data.num_classes=0 to train without."
         )
     labels, kind = torch.from_numpy(values.astype(np.int64)), features[column]
-    own = tuple(kind.names) if isinstance(kind, datasets.ClassLabel) else None
-    count = check_labels(labels, num_classes or (len(own) if own else None), name)
-    if own is not None and len(own) == count:
-        return labels, own
-    return labels, tuple(map(str, range(count)))
+    own = tuple(kind.names) if isinstance(kind, datasets.ClassLabel) else ()
+    count = check_labels(labels, num_classes or len(own) or None, name)
+    return labels, own if len(own) == count else tuple(map(str, range(count)))
 
 
 # Folders ------------------------------------------------------------------------------------------

@@ -15,11 +15,12 @@ import json
 import logging
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -174,20 +175,23 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig) -> None:
 
 
 def check_same_data(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
-    """Check that the data are still those of the checkpoint: under the same path, files of another
-    normalisation or other classes would go unnoticed.
+    """Check that the data are of the kind that the checkpoint was trained on: under the same path,
+    another normalisation or other classes would go unnoticed.
 
     Raises:
         CheckpointError: size, channels, classes, contexts or what makes images of latents differ.
     """
-    before = checkpoint.meta["data"]
-    for name in ("image_size", "channels", "num_classes", "codec", "context"):
-        if before.get(name) != facts.get(name):
-            raise CheckpointError(
-                f"cannot resume from {checkpoint.path}: its data had {name}={before.get(name)}, "
-                f"these have {facts.get(name)}. Resume with the data that it was trained on, or "
-                "start a new run in another run_dir."
-            )
+    own = checkpoint.meta["data"]
+    wrong = [
+        f"{name}={own.get(name)!r}, not {facts.get(name)!r}"
+        for name in sorted({*own, *facts} - {"name", "num_images"})
+        if own.get(name) != facts.get(name)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint.path} was trained on data with {'; '.join(wrong)}. Set data.path and its "
+            "options to data of the same kind, or start a new run in another run_dir."
+        )
 
 
 # Networks ------------------------------------------------------------------------------------
@@ -201,24 +205,19 @@ def load_backbone(checkpoint: Checkpoint, weights: str = "ema") -> Backbone:
         ValueError: the backbone is of a plug-in that is not loaded.
     """
     check_plugins(checkpoint.meta["plugins"], str(checkpoint.path))
-    backbone = build_described(checkpoint.meta["backbone"])
+    described = checkpoint.meta["backbone"]
+    backbone = create_backbone(described["name"], **described["config"])
+    backbone.add_fusions(described.get("fusions", ()))
     load_weights(backbone, checkpoint, weights)
     return backbone.eval()
 
 
 def describe_backbone(backbone: Backbone) -> dict[str, Any]:
-    """Return what `build_described` needs: `name`, `config`, and `fusions` if there are any."""
+    """Return what `load_backbone` builds from: `name`, `config`, and `fusions` if there are any."""
     described: dict[str, Any] = {"name": backbone.name, "config": backbone.config}
     if backbone.fused_ranges:
         described["fusions"] = [list(pair) for pair in backbone.fused_ranges]
     return described
-
-
-def build_described(described: Mapping[str, Any]) -> Backbone:
-    """Return the backbone that a checkpoint describes, with fresh weights."""
-    backbone = create_backbone(described["name"], **described["config"])
-    backbone.add_fusions(described.get("fusions", ()))
-    return backbone
 
 
 def load_weights(network: nn.Module, checkpoint: Checkpoint, part: str) -> None:
@@ -264,22 +263,17 @@ def optimizer_state(
         `inner_optimizers`, what else the state and the groups hold: {"state": {key: value},
         "groups": [{option: value}]}.
     """
-    names = {parameter: name for name, parameter in network.named_parameters()}
     tensors: dict[str, Tensor] = {}
     plain: list[Any] = []
     for inner in inner_optimizers(optimizer):
-        values, number = {}, 0
-        content = inner.state_dict()
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                for name, value in content["state"].get(number, {}).items():
-                    key = f"{names[parameter]}|{name}"
-                    if isinstance(value, Tensor):
-                        whole = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
-                        tensors[key] = whole.detach().cpu()
-                    else:
-                        values[key] = value
-                number += 1
+        values, content = {}, inner.state_dict()
+        for number, parameter in enumerate(_names(inner, network)):
+            for name, value in content["state"].get(number, {}).items():
+                if isinstance(value, Tensor):
+                    whole = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
+                    tensors[f"{parameter}|{name}"] = whole.detach().cpu()
+                else:
+                    values[f"{parameter}|{name}"] = value
         groups = [
             {k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)}
             for group in content["param_groups"]
@@ -301,55 +295,31 @@ def load_optimizer_state(
     Args:
         with_groups: the groups' options, too; False keeps those that the optimizer was built with.
     """
-    names = {parameter: name for name, parameter in network.named_parameters()}
-    for inner, kept in zip(inner_optimizers(optimizer), plain, strict=True):
-        by_name: dict[str, dict[str, Any]] = {}
-        for key, value in {**tensors, **kept["state"]}.items():
+    for inner, saved in zip(inner_optimizers(optimizer), plain, strict=True):
+        numbers = {name: number for number, name in enumerate(_names(inner, network))}
+        content, state = inner.state_dict(), defaultdict[int, dict[str, Any]](dict)
+        for key, value in {**tensors, **saved["state"]}.items():
             parameter, _, name = key.partition("|")
-            by_name.setdefault(parameter, {})[name] = value
-        content, state, number = inner.state_dict(), {}, 0
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                own = by_name.get(names[parameter], {})
-                if own:
-                    state[number] = {
-                        k: slice_like(v, parameter) if isinstance(v, Tensor) else v
-                        for k, v in own.items()
-                    }
-                number += 1
+            if parameter in numbers:
+                if isinstance(value, Tensor):
+                    value = slice_like(value, network.get_parameter(parameter))
+                state[numbers[parameter]][name] = value
+        content["state"] = dict(state)
         if with_groups:
-            for group, options in zip(content["param_groups"], kept["groups"], strict=True):
-                group.update({k: _like(v, group.get(k)) for k, v in options.items()})
-        inner.load_state_dict({"state": state, "param_groups": content["param_groups"]})
+            for group, options in zip(content["param_groups"], saved["groups"], strict=True):
+                for name, value in options.items():  # JSON has made lists of tuples
+                    is_tuple = isinstance(group.get(name), tuple)
+                    group[name] = tuple(value) if is_tuple else value
+        inner.load_state_dict(content)
 
 
-def _like(value: Any, own: Any) -> Any:
-    """Return a value that JSON has made a list of as the tuple that it was."""
-    return tuple(value) if isinstance(own, tuple) else value
+def _names(optimizer: torch.optim.Optimizer, network: nn.Module) -> list[str]:
+    """Return the parameters of an optimizer, by name, in the order that its state counts them."""
+    names = {parameter: name for name, parameter in network.named_parameters()}
+    return [names[p] for group in optimizer.param_groups for p in group["params"]]
 
 
 # Files ---------------------------------------------------------------------------------------
-
-
-@contextmanager
-def written_whole(path: Path) -> Any:
-    """Open a file beside `path` to write to; it is brought to the disk and renamed at the end."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())  # or a power cut keeps the name without the bytes
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file beside and rename it, so that no half of it is ever read."""
-    stream: BinaryIO
-    with written_whole(path) as stream:
-        stream.write(text.encode())
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -368,23 +338,17 @@ def _clear_leftovers(folder: Path) -> None:
 
 def _verify(path: Path) -> Checkpoint:
     """Return the checkpoint in `path` if every file is what it was when it was saved."""
-    advice = "Use another checkpoint of the run, or train again."
     try:
         meta = json.loads((path / META_NAME).read_text())
-    except OSError as error:
-        raise CheckpointError(f"{path} is no checkpoint: {error}. {advice}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {META_NAME} is no JSON. {advice}") from error
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        given = meta.get("format") if isinstance(meta, dict) else None
-        raise CheckpointError(f"{path} has format {given!r}; this version reads {FORMAT}. {advice}")
-    for name, expected in meta["sha256"].items():
-        if not (path / name).exists():
-            raise CheckpointError(f"{path} is damaged: {name} is missing. {advice}")
-        if _checksum(path / name) != expected:
-            raise CheckpointError(
-                f"{path} is damaged: {name} differs from what was saved (sha256). {advice}"
-            )
+        if meta["format"] != FORMAT:
+            raise ValueError(f"it has format {meta['format']!r}, this version reads {FORMAT}")
+        for name, expected in meta["sha256"].items():
+            if _checksum(path / name) != expected:
+                raise ValueError(f"{name} differs from what was saved (sha256)")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: {error}. Use another checkpoint of the run, or train again."
+        ) from error
     return Checkpoint(path, meta)
 
 

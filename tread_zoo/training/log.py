@@ -12,19 +12,23 @@ The main process writes; the others have a part in the scores and in corrupt.txt
 import json
 import logging
 import math
+import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from signal import Signals
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from tread_zoo.backbone import Backbone
 from tread_zoo.config import RunConfig
 from tread_zoo.data import CorruptLog, read_items
+from tread_zoo.data.files import write_text
 from tread_zoo.diffusion import generate
 from tread_zoo.evaluation.conditions import conditions_of
 from tread_zoo.evaluation.evaluate import describe_record, evaluate, score_names
@@ -39,8 +43,8 @@ from tread_zoo.training.checkpoints import (
     describe_backbone,
     find_checkpoint,
     has_checkpoints,
+    optimizer_state,
     save_checkpoint,
-    write_text,
 )
 from tread_zoo.training.setup import TrainState, data_facts
 from tread_zoo.training.trackers import Trackers, read_metrics
@@ -86,64 +90,61 @@ def checkpoint_to_resume(config: RunConfig) -> Checkpoint | None:
     return checkpoint
 
 
-class RunFolder:
-    """The folder of a run, checked when this is made; nothing is changed before `opened`.
+def check_folder(config: RunConfig, checkpoint: Checkpoint | None) -> None:
+    """Check that a run may write to its folder; nothing is changed.
 
     Raises:
         ValueError: it holds what may not be replaced.
     """
+    folder = Path(config.run_dir)
+    own = checkpoint is not None and checkpoint.run_dir.resolve() == folder.resolve()
+    if own or not folder.exists():
+        return
+    entries = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    if entries and not entries & {CONFIG, "checkpoints"}:
+        raise ValueError(
+            f"run_dir={config.run_dir!r} holds {', '.join(sorted(entries)[:3])}, and no run made "
+            "them. Choose another run_dir."
+        )
+    if not config.overwrite and (has_checkpoints(folder) or SCORE in entries):
+        raise ValueError(
+            f"run_dir={config.run_dir!r} already holds a run. Continue it with resume=latest, "
+            "replace it with overwrite=true, or choose another run_dir."
+        )
 
-    def __init__(self, config: RunConfig, checkpoint: Checkpoint | None) -> None:
-        self.path, self.overwrite = Path(config.run_dir), config.overwrite
-        own = checkpoint is not None and checkpoint.run_dir.resolve() == self.path.resolve()
-        if own or not self.path.exists():
-            return
-        entries = {path.name for path in self.path.iterdir() if not path.name.startswith(".")}
-        if entries and not entries & {CONFIG, "checkpoints"}:
-            raise ValueError(
-                f"run_dir={str(self.path)!r} holds {', '.join(sorted(entries)[:3])}, and no run "
-                "made them. Choose another run_dir."
-            )
-        if not self.overwrite and (has_checkpoints(self.path) or SCORE in entries):
-            raise ValueError(
-                f"run_dir={str(self.path)!r} already holds a run. Continue it with resume=latest, "
-                "replace it with overwrite=true, or choose another run_dir."
-            )
 
-    @contextmanager
-    def opened(self, accelerator: "Accelerator") -> Iterator[None]:
-        """Lock the folder for the main process; a run to be overwritten is moved aside.
+@contextmanager
+def open_folder(config: RunConfig, accelerator: "Accelerator") -> Iterator[Path]:
+    """Lock the run's folder for the main process; a run to be overwritten is moved aside.
 
-        Raises:
-            ValueError: another process is training there.
-        """
-        with ExitStack() as stack:
-            if accelerator.is_main_process:
-                stack.enter_context(self._locked())
-                if self.overwrite and (self.path / CONFIG).exists():
-                    aside = self.path.with_name(
-                        f"{self.path.name}.{time.strftime('%Y%m%d-%H%M%S')}"
-                    )
-                    self.path.rename(aside)
-                    logger.info("%-9s the run that was here before lies in %s", "overwrite", aside)
-                    stack.enter_context(self._locked())
-            accelerator.wait_for_everyone()  # all have read what is there; now it may change
-            yield
+    Raises:
+        ValueError: another process is training there.
+    """
+    from filelock import FileLock, Timeout
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        from filelock import FileLock, Timeout
-
-        self.path.mkdir(parents=True, exist_ok=True)
+    folder = Path(config.run_dir)
+    lock = FileLock(folder / ".lock", blocking=False)
+    if accelerator.is_main_process:
         try:
-            lock = FileLock(self.path / ".lock", blocking=False).acquire()
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+            if config.overwrite and (folder / CONFIG).exists():
+                aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+                folder.rename(aside)
+                lock.release()
+                folder.mkdir()
+                lock.acquire()
+                logger.info("%-9s the earlier run was moved to %s", "overwrite", aside)
         except Timeout:
             raise ValueError(
-                f"another process is training in run_dir={str(self.path)!r}. Wait for it or stop "
+                f"another process is training in run_dir={config.run_dir!r}. Wait for it or stop "
                 "it, or choose another run_dir."
             ) from None
-        with lock:
-            yield
+    accelerator.wait_for_everyone()  # all have read what is there; now it may change
+    try:
+        yield folder
+    finally:
+        lock.release()
 
 
 # Numbers -------------------------------------------------------------------------------------
@@ -164,10 +165,8 @@ class Window:
 
     def __init__(self) -> None:
         self.learning_rate = self.grad_norm = math.nan
-        self._steps: list[float] = []
-        self._losses: list[Tensor] = []
-        self._levels: list[Tensor] = []
-        self._values: dict[str, list[Tensor]] = {}
+        self._step_losses: list[float] = []
+        self._micro_steps: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = []
         self.restart()
 
     def restart(self) -> None:
@@ -178,15 +177,13 @@ class Window:
         self, losses: Tensor, values: dict[str, Tensor], levels: Tensor, num_ranks: int
     ) -> None:
         """Add a micro-step of this rank: losses and levels [B], what else the objective names."""
-        self._losses.append(losses.detach())
-        self._levels.append(levels)
-        for name, value in values.items():
-            self._values.setdefault(name, []).append(value.detach().float().mean())
+        means = {name: value.detach().float().mean() for name, value in values.items()}
+        self._micro_steps.append((losses.detach(), levels, means))
         self._images += len(losses) * num_ranks
 
     def close_step(self, loss: float, grad_norm: float) -> None:
         """Add the mean loss of all ranks, and the norm of the gradient, of an optimizer step."""
-        self._steps.append(loss)
+        self._step_losses.append(loss)
         self.grad_norm = grad_norm
 
     def close(self, accelerator: "Accelerator") -> dict[str, float]:
@@ -196,19 +193,19 @@ class Window:
             `loss`, `images_per_s`, `loss_level_1` … `loss_level_4` (of this rank), what the
             objective names, `learning_rate` and `grad_norm` of the last step.
         """
-        numbers = {"loss": sum(self._steps) / len(self._steps)}
+        numbers = {"loss": sum(self._step_losses) / len(self._step_losses)}
         numbers["images_per_s"] = self._images / (time.perf_counter() - self._began)
-        order = torch.cat(self._levels).argsort()
-        fourths = torch.cat(self._losses).float()[order].tensor_split(NUM_LEVELS)
+        losses, levels, values = zip(*self._micro_steps, strict=True)
+        order = torch.cat(levels).argsort()
+        fourths = torch.cat(losses).float()[order].tensor_split(NUM_LEVELS)
         by_level = torch.stack([part.mean() for part in fourths]).tolist()
         numbers |= {f"loss_level_{i}": loss for i, loss in enumerate(by_level, start=1)}
-        if self._values:
-            names = sorted(self._values)
-            means = torch.stack([torch.stack(self._values[name]).mean() for name in names])
+        if names := sorted(values[0]):
+            means = torch.stack([torch.stack([v[name] for v in values]).mean() for name in names])
             means = accelerator.reduce(means, reduction="mean")
             numbers |= dict(zip(names, means.tolist(), strict=True))
         numbers |= {"learning_rate": self.learning_rate, "grad_norm": self.grad_norm}
-        self._steps, self._losses, self._levels, self._values = [], [], [], {}
+        self._step_losses, self._micro_steps = [], []
         self.restart()
         return numbers
 
@@ -218,7 +215,7 @@ class Log:
 
     Args:
         state: of the run at its start.
-        folder: the run's; it is there.
+        folder: the run's, which exists.
         precision: resolved.
         checkpoint: that it continues from, or None.
     """
@@ -227,23 +224,39 @@ class Log:
         self, state: TrainState, folder: Path, precision: str, checkpoint: Checkpoint | None
     ) -> None:
         self.setup, self.accelerator = state.setup, state.accelerator
-        self.whole = state.whole
         self.folder, self.precision, self.checkpoint = folder, precision, checkpoint
         self.is_main = state.accelerator.is_main_process
         self.cache: dict[str, Any] = {}  # of the evaluation: what depends on the data alone
-        self.first_step = state.step
+        self.first_step, self.began = state.step, time.monotonic()
         train = state.setup.data.train
         self.corrupt = CorruptLog(
             folder / "corrupt.txt",
             num_items=len(train),  # type: ignore[arg-type]
             max_share=state.setup.training.max_corrupt_share,
         )
-        if self.is_main and state.step:
-            self.corrupt.recheck(train)
-        self.began = time.monotonic()
+        device = state.accelerator.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         self._stack = ExitStack()
-        if state.accelerator.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(state.accelerator.device)
+        if not self.is_main:
+            return
+        if state.step:
+            self.corrupt.recheck(train)
+        self.settings = state.setup.config.as_dict()
+        self.machine = {
+            "device": describe_device(device),
+            "precision": precision,
+            "num_processes": state.accelerator.num_processes,
+            "torch": torch.__version__,
+        }
+        used_ops.clear()  # counting notes those of this backbone
+        self.facts: dict[str, Any] = {
+            "data": data_facts(state.setup.data),
+            "num_parameters": sum(p.numel() for p in state.whole.parameters()),
+            "flops_dense": count_flops(state.whole, backward=True),
+            "flops_routed": training_flops(state.whole, state.setup.routing, state.setup.num_steps),
+            "num_steps": state.setup.num_steps,
+        }
 
     def __enter__(self) -> "Log":
         if self.is_main:
@@ -257,8 +270,6 @@ class Log:
         from tqdm.auto import tqdm
         from tqdm.contrib.logging import logging_redirect_tqdm
 
-        setup = self.setup
-        self.settings = setup.config.as_dict()
         file = self._file = logging.FileHandler(self.folder / "train.log", encoding="utf-8")
         file.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
         package = logging.getLogger("tread_zoo")
@@ -267,66 +278,44 @@ class Log:
         package.addHandler(file)
         self._stack.callback(file.close)
         self._stack.callback(package.removeHandler, file)
-        self.facts = self._measure()
         write_text(self.folder / CONFIG, json.dumps(self.settings, indent=2))
         write_text(self.folder / FACTS, json.dumps(self.facts, indent=2))
-        self.scores = {k: v for k, v in read_scores(self.folder).items() if k <= self.first_step}
+        step = self.first_step
+        self.scores = {k: v for k, v in read_scores(self.folder).items() if k <= step}
         self._write_scores()
-        name = setup.config.tracker["name"]
-        step, settings = self.first_step, self.settings
-        self.trackers = Trackers(name, setup.tracker, self.folder, step, settings)
+        name = self.setup.config.tracker["name"]
+        self.trackers = Trackers(name, self.setup.tracker, self.folder, step, self.settings)
         self._stack.callback(self.trackers.close)
         self._print_first_lines()
-        self.bar = tqdm(
-            total=setup.num_steps, initial=step, unit="step", disable=not sys.stderr.isatty()
-        )
-        if not self.bar.disable:
-            self._stack.enter_context(logging_redirect_tqdm())
+        total, is_pipe = self.setup.num_steps, not sys.stderr.isatty()
+        self.bar = tqdm(total=total, initial=step, unit="step", disable=is_pipe)
         self._stack.callback(self.bar.close)
-
-    def _measure(self) -> dict[str, Any]:
-        setup = self.setup
-        num_steps = setup.num_steps
-        used_ops.clear()
-        return {
-            "data": data_facts(setup.data),
-            "num_parameters": sum(p.numel() for p in self.whole.parameters()),
-            "flops_dense": count_flops(self.whole, backward=True),
-            "flops_routed": training_flops(self.whole, setup.routing, num_steps),
-            "num_steps": num_steps,
-        }
+        if not is_pipe:
+            self._stack.enter_context(logging_redirect_tqdm())
 
     def _print_first_lines(self) -> None:
-        setup, facts, device = self.setup, self.facts, self.accelerator.device
-        self.machine = {
-            "device": describe_device(device),
-            "precision": self.precision,
-            "num_processes": self.accelerator.num_processes,
-            "torch": torch.__version__,
-        }
+        setup, facts, machine = self.setup, self.facts, self.machine
         data = facts["data"]
         size = "x".join(map(str, [data["channels"], *data["image_size"]]))
         condition = f"{data['num_classes']} classes"
         if "context" in data:
             condition = "contexts of {} embeddings of width {}".format(*data["context"])
-        optimizer = setup.config.optimizer
-        options = {k: v for k, v in optimizer.items() if k != "name"}
+        options = {k: v for k, v in setup.config.optimizer.items() if k != "name"}
         preset = get_entry("backbone", setup.config.backbone["name"])
         if options.get("learning_rate") == preset.facts.get("learning_rate", 1e-4):
             options["learning_rate"] = f"{options['learning_rate']} (auto: {preset.name}'s)"
         mean = ", on average over training" if setup.routing.is_scheduled else ""
         origin = f"resumes {self.checkpoint.path}" if self.checkpoint else "starts"
         for name, text in (
-            ("device", f"{self.machine['device']}; {self.precision}; "
-                       f"{self.machine['num_processes']} process(es)"),
-            *(("kernel", line) for line in describe(device, used_ops)),
+            ("device", "{device}; {precision}; {num_processes} process(es)".format(**machine)),
+            *(("kernel", line) for line in describe(self.accelerator.device, used_ops)),
             ("data", f"{data['name']}: {data['num_images']} images {size}, {condition}"),
             ("backbone", f"{setup.backbone.name}: {facts['num_parameters'] / 1e6:.2f} M "
                          "parameters"),
             ("routing", setup.routing.describe(setup.backbone.grid)),
             ("flops", f"{facts['flops_routed'] / 1e6:.1f} M per image, forward and backward{mean}; "
                       f"dense {facts['flops_dense'] / 1e6:.1f} M"),
-            ("optimizer", f"{optimizer['name']}: "
+            ("optimizer", f"{setup.config.optimizer['name']}: "
                           + ", ".join(f"{k} {v}" for k, v in options.items())),
             ("run", f"{self.folder} {origin}, {setup.num_steps} steps in all"),
         ):  # fmt: skip
@@ -345,11 +334,10 @@ class Log:
             return
         numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
         self.trackers.log(step, numbers)
-        shown = {name: value for name, value in numbers.items() if not name.startswith(QUIET)}
-        text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
+        text = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if not k.startswith(QUIET))
         done, total = step - self.first_step, self.setup.num_steps
         left = (time.monotonic() - self.began) / max(1, done) * (total - step)
-        line = f"step {step}/{total}  {text}  left {_clock(left)}"
+        line = f"step {step}/{total}  {text}  left {self.bar.format_interval(left)}"
         if self.bar.disable:
             logger.info(line)
             return
@@ -364,14 +352,11 @@ class Log:
             self.bar.update(step - self.bar.n)
 
     def stopped(self, signal: int, step: int) -> None:
-        """Say that a signal ends the run."""
-        from signal import Signals
-
+        """Log that a signal ends the run."""
         if self.is_main:
             self.bar.close()
-            name = Signals(signal).name
             logger.info("stopped   by %s; saved %s at step %d; continue with resume=latest",
-                        name, self.folder, step)  # fmt: skip
+                        Signals(signal).name, self.folder, step)  # fmt: skip
 
     # Averaged weights --------------------------------------------------------------------------
 
@@ -383,38 +368,42 @@ class Log:
                 self._sample(network, state.step)
             state.average.release()
 
-    def _sample(self, network: Any, step: int) -> None:
-        setup, indices = self.setup, range(GRID_IMAGES)
-        images = generate(
-            network,
-            setup.objective,
-            setup.sampling,
-            indices=indices,
-            labels=conditions_of(network, setup.data).of(indices),
-            seed=GRID_SEED,
-            batch_size=setup.config.evaluation.batch_size,
-            precision=self.precision,
-            weak=setup.weak,
-        )
-        path = self.folder / "samples" / f"step_{step:08d}.png"
+    def _sample(self, network: Backbone, step: int) -> None:
+        setup = self.setup
         if setup.data.codec.has_pixels:
-            with optional(path):
-                path.parent.mkdir(exist_ok=True)
-                device, codec = self.accelerator.device, setup.data.codec
-                save_grid(codec.to_pixels(images, device=device), path)
-                self.trackers.image(step, "samples", path)
-                real = path.with_name("real.png")
-                if not real.exists():
-                    part = setup.data.held_out or setup.data.train
-                    count = min(GRID_IMAGES, len(part))  # type: ignore[arg-type]
-                    stored = codec.to_model(read_items(part, range(count))[0], device=device)
-                    save_grid(codec.to_pixels(stored, device=device), real)
+            indices = range(GRID_IMAGES)
+            images = generate(
+                network,
+                setup.objective,
+                setup.sampling,
+                indices=indices,
+                labels=conditions_of(network, setup.data).of(indices),
+                seed=GRID_SEED,
+                batch_size=setup.config.evaluation.batch_size,
+                precision=self.precision,
+                weak=setup.weak,
+            )
+            self._save_grids(images, self.folder / "samples" / f"step_{step:08d}.png", step)
         loss = held_out_loss(
             network, setup.objective, setup.data, seed=HELD_OUT_SEED, precision=self.precision
         )
         if loss is not None:
             levels = {f"held_out_loss_level_{i}": x for i, x in enumerate(loss[1], 1)}
             self._write_numbers(step, {"held_out_loss": loss[0], **levels})
+
+    def _save_grids(self, images: Tensor, path: Path, step: int) -> None:
+        """Save samples and, once, real images beside them."""
+        data, device = self.setup.data, self.accelerator.device
+        with _optional(path):
+            path.parent.mkdir(exist_ok=True)
+            save_grid(data.codec.to_pixels(images, device=device), path)
+            self.trackers.image(step, "samples", path)
+            real = path.with_name("real.png")
+            if not real.exists():
+                part = data.held_out or data.train
+                count = min(GRID_IMAGES, len(part))  # type: ignore[arg-type]
+                x = data.codec.to_model(read_items(part, range(count))[0], device=device)
+                save_grid(data.codec.to_pixels(x, device=device), real)
 
     def score_if_missing(self, state: TrainState) -> None:
         """Score a resumed run that was stopped after a step was saved and before it was scored."""
@@ -431,7 +420,7 @@ class Log:
             options = replace(options, keep_images=None)
         if last and self.is_main:
             self.bar.close()
-            with optional(self.folder / "loss.png"):
+            with _optional(self.folder / "loss.png"):
                 plot_losses(read_metrics(self.folder), self.folder / "loss.png")
         with timed(state, "score"):
             network = state.average.whole(self.accelerator.device)
@@ -447,7 +436,13 @@ class Log:
                 step=state.step,
             )
             if self.is_main:
-                self._add_held_out_loss(network, record)
+                draws: dict[str, Any] = {"seed": HELD_OUT_SEED, "num_draws": HELD_OUT_DRAWS}
+                loss = held_out_loss(
+                    network, setup.objective, setup.data, precision=self.precision, **draws
+                )
+                if loss is not None:
+                    record["values"]["held_out_loss"], record["held_out_loss_by_level"] = loss
+                    record["held_out"] = held_out_record(setup.objective, setup.data, **draws)
             state.average.release()
         if not self.is_main:
             return
@@ -469,55 +464,50 @@ class Log:
             shown = "  ".join(f"{k} {v:.4g}" for k, v in record["values"].items())
             logger.info("%-9s step %d  %s", "score", state.step, shown)
 
-    def _add_held_out_loss(self, network: Any, record: dict[str, Any]) -> None:
-        setup, seed, draws = self.setup, HELD_OUT_SEED, HELD_OUT_DRAWS
-        loss = held_out_loss(
-            network, setup.objective, setup.data,
-            seed=seed, precision=self.precision, num_draws=draws,
-        )  # fmt: skip
-        if loss is not None:
-            record["values"]["held_out_loss"] = loss[0]
-            record["held_out_loss_by_level"] = loss[1]
-            record["held_out"] = held_out_record(
-                setup.objective, setup.data, seed=seed, num_draws=draws
-            )
-
     def _keep_score(self, record: dict[str, Any], step: int) -> None:
-        before, names = self.scores.get(step), score_names(record)
+        before, values = self.scores.get(step), score_names(record)
         self.scores[step] = record
         self._write_scores()
-        if before is None or score_names(before) != names:  # a finished run may be resumed
-            self.trackers.log(step, {k: v for k, v in names.items() if math.isfinite(v)})
+        if before is None or score_names(before) != values:  # a finished run may be resumed
+            self.trackers.log(step, {k: v for k, v in values.items() if math.isfinite(v)})
 
     def _write_scores(self) -> None:
         """Write all of them anew, so that no half of a line is ever there; they are few."""
         if self.scores or (self.folder / SCORES).exists():
             lines = [json.dumps(self.scores[step]) + "\n" for step in sorted(self.scores)]
-            with optional(self.folder / SCORES):
+            with _optional(self.folder / SCORES):
                 write_text(self.folder / SCORES, "".join(lines))
 
-    def save(
-        self, state: TrainState, parts: dict[str, dict[str, Tensor]], meta: dict[str, Any]
-    ) -> None:
-        """Write a checkpoint; the main process alone has whole tensors."""
-        if self.is_main:
-            path = save_checkpoint(
-                self.folder,
-                parts,
-                {
-                    "step": state.step,
-                    "config": self.settings,
-                    "plugins": list(self.setup.config.plugins),
-                    "backbone": describe_backbone(self.setup.backbone),
-                    "data": self.facts["data"],
-                    "images_per_step": state.images_per_step,
-                    "seconds": state.seconds,
-                    **meta,
-                },
-                keep=self.setup.training.keep_checkpoints,
-            )
-            logger.info("%-9s %s", "saved", path)
-        self.accelerator.wait_for_everyone()
+    def save(self, state: TrainState) -> None:
+        """Save weights, averages, the optimizer's state and settings; every rank must call this."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        setup, scaler = self.setup, self.accelerator.scaler
+        with timed(state, "saving"):
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            weights: Any = get_model_state_dict(setup.backbone, options=options)
+            averages = state.average.whole(self.accelerator.device).state_dict()
+            tensors, plain = optimizer_state(state.optimizer, setup.backbone)
+            if self.is_main:
+                path = save_checkpoint(
+                    self.folder,
+                    {"model": weights, "ema": averages, "optimizer": tensors},
+                    {
+                        "step": state.step,
+                        "config": self.settings,
+                        "plugins": list(setup.config.plugins),
+                        "backbone": describe_backbone(setup.backbone),
+                        "data": self.facts["data"],
+                        "images_per_step": state.images_per_step,
+                        "seconds": state.seconds,
+                        "optimizer": plain,
+                        "scaler": scaler.state_dict() if scaler else None,
+                    },
+                    keep=setup.training.keep_checkpoints,
+                )
+                logger.info("%-9s %s", "saved", path)
+            self.accelerator.wait_for_everyone()
+            state.average.release()
 
 
 def read_scores(folder: Path) -> dict[int, dict[str, Any]]:
@@ -529,7 +519,7 @@ def read_scores(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 @contextmanager
-def optional(path: Path) -> Iterator[None]:
+def _optional(path: Path) -> Iterator[None]:
     """Turn a failure to write a file that the run can do without into a warning."""
     try:
         yield
@@ -539,18 +529,8 @@ def optional(path: Path) -> Iterator[None]:
 
 def peak_memory(device: torch.device) -> int:
     """Return the most bytes that were used: on a GPU by tensors, since the run began; else by the
-    process since its start, or 0 where the system does not say."""
+    process since its start."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    with suppress(ImportError):
-        import resource
-
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return used if sys.platform == "darwin" else used * 1024  # bytes there, KiB elsewhere
-    return 0
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024  # bytes there, KiB elsewhere

@@ -22,18 +22,20 @@ from torch import Tensor
 from tread_zoo.config import RunConfig, make_config
 from tread_zoo.diffusion import Draw
 from tread_zoo.kernels import set_forms
-from tread_zoo.process_group import leave_connections, take_connections
+from tread_zoo.process_group import close_process_group_at_exit, prepare_process_group
 from tread_zoo.registry import load_plugins
 from tread_zoo.routing import PathDrop, PendingRoute, Route, resolve_routes
 from tread_zoo.runtime import autocast, resolve_device, resolve_precision
 from tread_zoo.seeding import make_generator
-from tread_zoo.training.checkpoints import (
-    Checkpoint,
-    check_same_data,
-    check_same_run,
-    optimizer_state,
+from tread_zoo.training.checkpoints import Checkpoint, check_same_data, check_same_run
+from tread_zoo.training.log import (
+    Log,
+    Window,
+    check_folder,
+    checkpoint_to_resume,
+    open_folder,
+    timed,
 )
-from tread_zoo.training.log import Log, RunFolder, Window, checkpoint_to_resume, timed
 from tread_zoo.training.setup import (
     Setup,
     TrainState,
@@ -66,11 +68,11 @@ def train(**fields: Any) -> Path:
     set_forms(config.kernels)
     device = resolve_device(config.device)
     precision = resolve_precision(config.training.precision, device)
-    take_connections(device)
+    prepare_process_group(device)
     checkpoint = checkpoint_to_resume(config)
     if checkpoint is not None:
         check_same_run(checkpoint, config)
-    folder = RunFolder(config, checkpoint)
+    check_folder(config, checkpoint)
     with StopSignals() as signals, _memory_explained(config):
         setup = build_setup(config)
         if checkpoint is not None:
@@ -79,12 +81,15 @@ def train(**fields: Any) -> Path:
         setup.batches(num_ranks=accelerator.num_processes)  # it raises for data that are too few
         _check_ranks_agree(accelerator, checkpoint, setup)
         state = place(setup, accelerator, checkpoint)
-        with folder.opened(accelerator), Log(state, folder.path, precision, checkpoint) as log:
+        with (
+            open_folder(config, accelerator) as folder,
+            Log(state, folder, precision, checkpoint) as log,
+        ):
             with signals.deferred():
                 run_steps(state, log, signals)
             log.score(state, last=True)
-        leave_connections()
-    return folder.path
+        close_process_group_at_exit()
+    return folder
 
 
 def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
@@ -107,7 +112,7 @@ def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
             log.samples(state)
             window.restart()
         if last or signal or _due(step, training.checkpoint_every):
-            save(state, log)
+            log.save(state)
             window.restart()
         if _due(step, training.score_every) and not (last or signal):
             log.score(state)
@@ -116,7 +121,7 @@ def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
         if signal:
             log.stopped(signal, step)
             accelerator.wait_for_everyone()  # a task that ends may take its job along
-            leave_connections()
+            close_process_group_at_exit()
             signals.leave(signal)
 
 
@@ -250,22 +255,6 @@ def draw_step(
     return x, y, Draw(draw.noise[own], draw.level[own]).to(device), own_routes
 
 
-def save(state: TrainState, log: Log) -> None:
-    """Save weights, averages, the optimizer's state and the settings; every rank must call this."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    network, scaler = state.setup.backbone, state.accelerator.scaler
-    with timed(state, "saving"):
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(network, options=options)
-        averages = state.average.whole(state.accelerator.device).state_dict()
-        tensors, plain = optimizer_state(state.optimizer, network)
-        parts = {"model": weights, "ema": averages, "optimizer": tensors}
-        meta = {"optimizer": plain, "scaler": scaler.state_dict() if scaler else None}
-        log.save(state, parts, meta)
-        state.average.release()
-
-
 def _draw_routes(
     setup: Setup, step: int, batch: int, generator: torch.Generator
 ) -> tuple[Route | PendingRoute | PathDrop, ...]:
@@ -312,7 +301,7 @@ def _check_step(
     total, *signals, size = torch.cat([shared, norm.to(shared).view(1)]).tolist()
     mean = total / state.accelerator.num_processes
     if not math.isfinite(mean) or not (math.isfinite(size) or state.accelerator.scaler):
-        leave_connections()
+        close_process_group_at_exit()
         raise FloatingPointError(
             f"step {state.step + 1}: the loss is {mean:g}, the norm of its gradient {size:g}; both "
             "must be finite. The step was not applied. The same settings would come here again: "
@@ -344,7 +333,7 @@ def _check_ranks_agree(
     for rank, other in enumerate(ranks):
         for name, value in other.items():
             if value != ranks[0][name]:
-                leave_connections()
+                close_process_group_at_exit()
                 raise ValueError(
                     f"ranks 0 and {rank} of this run differ in their {name}: {ranks[0][name]} and "
                     f"{value}. Nothing was trained. Give all of them the same command, and a "

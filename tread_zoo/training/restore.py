@@ -15,6 +15,7 @@ from tread_zoo.runtime import resolve_device, resolve_precision
 from tread_zoo.training.checkpoints import (
     Checkpoint,
     CheckpointError,
+    check_same_data,
     find_checkpoint,
     load_backbone,
 )
@@ -61,7 +62,7 @@ class Restored:
         )
         options.check(self.backbone, self.objective)
         training = self.config.get("training", {})
-        options.check_training(  # of an imported network nobody knows
+        options.check_training(  # an imported network does not say: the usual
             conditional=self.backbone.is_conditional,
             label_dropout=training.get("label_dropout", 0.1),
             has_routes=self.config.get("routing", {}).get("name") != "none",
@@ -69,7 +70,7 @@ class Restored:
         return options
 
     def weak(self, options: SamplingOptions) -> Backbone | None:
-        """Return the weak network that `options` guide with, beside this one, or None."""
+        """Return the weak network of the guidance in `options`, on the same device, or None."""
         weak = load_weak(options, self.backbone, self.objective)
         return None if weak is None else weak.to(next(self.backbone.parameters()).device)
 
@@ -82,28 +83,18 @@ class Restored:
         """Return the data that it was trained on, with some options changed.
 
         Raises:
-            ValueError: the data have another size, other channels, classes, codec or contexts.
-            CheckpointError: the checkpoint was imported, and names no data.
+            CheckpointError: the data are of another kind, or the checkpoint was imported, and
+                names none.
         """
         from tread_zoo.training.setup import data_facts
 
         if not self.has_data:
             raise CheckpointError(
-                f"{self.checkpoint.path} was imported, and knows no data of its own to be compared "
-                "with. It can be sampled: scripts/sample.py."
+                f"{self.checkpoint.path} was imported, and knows no data to compare with. It can "
+                "be sampled: scripts/sample.py."
             )
         data = create("data", {**self.config["data"], **changes})
-        own, facts = self.checkpoint.meta["data"], data_facts(data)
-        wrong = [
-            f"{name}={own.get(name)!r}, not {facts.get(name)!r}"
-            for name in sorted({*own, *facts} - {"name", "num_images"})
-            if own.get(name) != facts.get(name)
-        ]
-        if wrong:
-            raise ValueError(
-                f"the checkpoint was trained on data with {'; '.join(wrong)}. Set data.path and "
-                "its options to data of the same kind."
-            )
+        check_same_data(self.checkpoint, data_facts(data))
         return data
 
     def codec(self, vae: str | None) -> Codec:

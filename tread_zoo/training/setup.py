@@ -1,8 +1,7 @@
 """What a run is made of, and the state of it on its devices.
 
 build_setup(config)   every part, on the CPU, weights from the seed: checked, nothing written
-place(setup, …)       on this process's device, sharded if that was asked for, as a checkpoint
-                      left it
+place(setup, …)       on this process's device, sharded if requested, as a checkpoint left it
 """
 
 import logging
@@ -299,7 +298,7 @@ def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | Non
 
 
 def sharding_requested() -> bool:
-    """Return whether `accelerate launch` was told to use FSDP, by its file or `--use_fsdp`.
+    """Return whether `accelerate launch` is to use FSDP, by its file or `--use_fsdp`.
 
     Raises:
         ValueError: a setting of its `fsdp_config` that this project does not do.

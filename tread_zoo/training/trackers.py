@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from tread_zoo.data.files import write_text
 from tread_zoo.registry import register
-from tread_zoo.training.checkpoints import write_text
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +78,8 @@ class _OfAccelerate:
     def start(self, run_dir: Path, step: int, settings: dict[str, Any]) -> None:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        made = LOGGER_TYPE_TO_CLASS[self.service]
-        self.tracker = made(self.project, **self.options(run_dir, step))
+        tracker_class = LOGGER_TYPE_TO_CLASS[self.service]
+        self.tracker = tracker_class(self.project, **self.options(run_dir, step))
         self.tracker.start()
         if self.service != "tensorboard":  # there it would be a run of its own
             self.tracker.store_init_configuration(settings)
@@ -126,11 +126,15 @@ class Wandb(_OfAccelerate):
     package: ClassVar[str] = "wandb"
 
     def options(self, run_dir: Path, step: int) -> dict[str, Any]:
+        from requests.utils import get_netrc_auth
+
         file = run_dir / "wandb_id"
         if not file.exists():
             write_text(file, uuid.uuid4().hex[:8])
+        site = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+        has_key = "WANDB_API_KEY" in os.environ or get_netrc_auth(site) is not None
         options = {"name": run_dir.name, "id": file.read_text(), "resume": "allow"}
-        if "WANDB_MODE" not in os.environ and not _has_wandb_key():
+        if "WANDB_MODE" not in os.environ and not has_key:
             options["mode"] = "offline"
             logger.warning(
                 "wandb: no API key, so the run is logged offline in %s/wandb; `wandb login` or "
@@ -227,13 +231,3 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return rows
-
-
-def _has_wandb_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    for netrc in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
-        path = Path(netrc).expanduser() if netrc else None
-        if path is not None and path.exists() and "wandb" in path.read_text(errors="ignore"):
-            return True
-    return False
