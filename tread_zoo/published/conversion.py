@@ -136,14 +136,7 @@ def _convert(
         )
     if unknown:
         notes.append(f"Left out: {list_names(unknown)}.")
-    wrong = [
-        f"{' + '.join(rules[key][0])} gives {list(ours[key].shape)} for {key}, "
-        f"not {list(tensor.shape)}"
-        for key, tensor in own.items()
-        if ours[key].shape != tensor.shape
-    ]
-    if wrong:
-        raise CheckpointError(f"{len(wrong)} tensors have another shape: {list_names(wrong)}.")
+    _check_shapes(own, ours, {key: names for key, (names, _) in rules.items()})
     return backbone, ours, notes
 
 
@@ -189,6 +182,16 @@ def _check_names(theirs: Tensors, wanted: set[str], format: str, drop_unknown: b
             + ("" if missing else "drop_unknown=true leaves the unknown ones out.")
         )
     return unknown
+
+
+def _check_shapes(own: Tensors, ours: Tensors, sources: dict[str, tuple[str, ...]]) -> None:
+    wrong = [
+        f"{' + '.join(names)} gives {list(ours[key].shape)} for {key}, not {list(own[key].shape)}"
+        for key, names in sources.items()
+        if ours[key].shape != own[key].shape
+    ]
+    if wrong:
+        raise CheckpointError(f"{len(wrong)} tensors have another shape: {list_names(wrong)}.")
 
 
 def _check_positions(theirs: Tensor, own: Tensor) -> None:

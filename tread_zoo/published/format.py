@@ -4,9 +4,10 @@
 
     "patch_embed": "x_embedder.proj"     a layer: its weight, and its bias if ours has one
     "*.qkv": "*.attn.qkv"                `*` is a block, ours or theirs
-    "*.mixer.D": ("*.mixer.D", "*.mixer.D_b")    several, for a layout to join
+    "*.mixer.D": ("*.mixer.D", "*.mixer.D_b")    several make one
 
-A tensor is taken as it is, unless `layouts` has a function for it.
+Tensors are joined along the first axis, one is taken as it is, unless `layouts` has a function for
+it.
 
 D width, C channels, p patch size, N tokens.
 """
