@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.config import RunConfig, make_config
+from tread_zoo.data import ImageData
 from tread_zoo.registry import check_plugins, create_backbone
 from tread_zoo.training.ema import is_sharded, slice_like
 
@@ -172,6 +173,22 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig) -> None:
         )
     for text in fields.values():
         logger.warning("resumed with another setting: it was %s", text)
+
+
+def data_facts(data: ImageData) -> dict[str, Any]:
+    """Return what a checkpoint and `facts.json` say of the data."""
+    facts: dict[str, Any] = {
+        "name": data.name,
+        "image_size": list(data.image_size),
+        "channels": data.channels,
+        "num_classes": data.num_classes,
+        "num_images": len(data.train),  # type: ignore[arg-type]
+    }
+    if data.codec.facts:
+        facts["codec"] = data.codec.facts
+    if data.context:
+        facts["context"] = list(data.context)
+    return facts
 
 
 def check_same_data(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:

@@ -40,13 +40,14 @@ from tread_zoo.registry import get_entry
 from tread_zoo.runtime import describe_device, matmul_speed
 from tread_zoo.training.checkpoints import (
     Checkpoint,
+    data_facts,
     describe_backbone,
     find_checkpoint,
     has_checkpoints,
     optimizer_state,
     save_checkpoint,
 )
-from tread_zoo.training.setup import TrainState, data_facts
+from tread_zoo.training.setup import TrainState
 from tread_zoo.training.trackers import Trackers, read_metrics
 
 if TYPE_CHECKING:

@@ -27,7 +27,12 @@ from tread_zoo.registry import load_plugins
 from tread_zoo.routing import PathDrop, PendingRoute, Route, resolve_routes
 from tread_zoo.runtime import autocast, resolve_device, resolve_precision
 from tread_zoo.seeding import make_generator
-from tread_zoo.training.checkpoints import Checkpoint, check_same_data, check_same_run
+from tread_zoo.training.checkpoints import (
+    Checkpoint,
+    check_same_data,
+    check_same_run,
+    data_facts,
+)
 from tread_zoo.training.log import (
     Log,
     Window,
@@ -40,7 +45,6 @@ from tread_zoo.training.setup import (
     Setup,
     TrainState,
     build_setup,
-    data_facts,
     make_accelerator,
     place,
 )

@@ -16,6 +16,7 @@ from tread_zoo.training.checkpoints import (
     Checkpoint,
     CheckpointError,
     check_same_data,
+    data_facts,
     find_checkpoint,
     load_backbone,
 )
@@ -86,7 +87,6 @@ class Restored:
             CheckpointError: the data are of another kind, or the checkpoint was imported, and
                 names none.
         """
-        from tread_zoo.training.setup import data_facts
 
         if not self.has_data:
             raise CheckpointError(

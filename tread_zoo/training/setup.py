@@ -130,22 +130,6 @@ def build_setup(config: RunConfig) -> Setup:
     )
 
 
-def data_facts(data: ImageData) -> dict[str, Any]:
-    """Return what a checkpoint and `facts.json` say of the data."""
-    facts: dict[str, Any] = {
-        "name": data.name,
-        "image_size": list(data.image_size),
-        "channels": data.channels,
-        "num_classes": data.num_classes,
-        "num_images": len(data.train),  # type: ignore[arg-type]
-    }
-    if data.codec.facts:
-        facts["codec"] = data.codec.facts
-    if data.context:
-        facts["context"] = list(data.context)
-    return facts
-
-
 def _build_backbone(config: RunConfig, data: ImageData) -> Backbone:
     name, options = split("backbone", config.backbone)
     with torch.random.fork_rng(devices=[]):
