@@ -50,6 +50,17 @@ def test_a_configuration_goes_through_plain_values_unchanged():
     assert config.routing.selector == {"name": "blocks", "size": 4}
 
 
+def test_a_part_is_a_name_or_a_mapping_on_the_command_line():
+    given = ["optimizer={name: muon, momentum: 0.9}", "backbone={name: dit, depth: 3}"]
+    assert compose(*given) == compose(
+        "optimizer=muon", "optimizer.momentum=0.9", "backbone=dit", "backbone.depth=3"
+    )
+    sparse = compose("guidance={name: sparse, selector: {name: blocks, size: 4}}").guidance
+    assert sparse["selector"] == {"name": "blocks", "size": 4}
+    with pytest.raises(ValueError, match=r"optimizer\.momentum"):
+        compose("optimizer={name: muon, momntum: 0.9}")
+
+
 def test_automatic_values_are_those_of_backbone_and_data():
     assert make_config(backbone="dit").optimizer["learning_rate"] == 6e-3
     assert make_config(backbone="dit_s_4").optimizer["learning_rate"] == 3e-4

@@ -31,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tread_zoo.config import GRID_FIELDS, PART_FIELDS, RunConfig, SamplingGrid, default_fields
 from tread_zoo.errors import unknown_field, unknown_name
-from tread_zoo.registry import available, get_entry, load_plugins
+from tread_zoo.registry import available, get_entry, load_plugins, split
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,8 @@ def command(
     def decorate(run: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
         @functools.wraps(run)
         def main() -> None:
-            with errors_in_one_line():
+            with errors_in_one_line(), _worded():
+                sys.argv[1:] = spell_out(sys.argv[1:], groups)
                 load_plugins(plugins_named_by(sys.argv[1:]))
                 register_groups(name, config, groups)
                 if {"-h", "--help"} & set(sys.argv):
@@ -155,7 +156,9 @@ def compose_settings(
     Raises:
         ValueError: an override that names no field or no option, in one line.
     """
-    load_plugins(plugins_named_by(overrides))
+    with _worded():
+        overrides = spell_out(overrides, groups)
+        load_plugins(plugins_named_by(overrides))
     register_groups(name, config, groups)
     with _worded(), initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return as_settings(compose(name, overrides=list(overrides)))
@@ -181,6 +184,37 @@ def check_overrides(name: str, words: Sequence[str]) -> None:
             single.append(text)
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             compose(chosen or name, overrides=single)
+
+
+def spell_out(words: Sequence[str], groups: Sequence[str]) -> list[str]:
+    """Return a command line on which a part that is given as a mapping, `group={name: x, a: 1}`, is
+    chosen as hydra does: `group=x group.a=1`."""
+    spelled = []
+    for word in words:
+        group, _, text = word.partition("=")
+        if group not in groups or not text.startswith("{"):
+            spelled.append(word)
+            continue
+        parsed = OverridesParser.create().parse_override(word)
+        if parsed.is_sweep_override():
+            spelled.append(word)
+            continue
+        name, options = split(group, parsed.value())  # type: ignore[arg-type]
+        spelled += [f"{group}={name}", *(f"{group}.{k}={_text(v)}" for k, v in options.items())]
+    return spelled
+
+
+def _text(value: Any) -> str:
+    """Return a value as hydra's grammar writes it."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{k}:{_text(v)}' for k, v in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_text, value))}]"
+    if isinstance(value, str):
+        return "'{}'".format(value.replace("'", "\\'"))
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    )
 
 
 def plugins_named_by(words: Sequence[str]) -> list[str]:
