@@ -67,7 +67,9 @@ def kill_at_random(folder, overrides, rounds, seed):
     ],
 )
 def test_kills_change_nothing(tmp_path, overrides, rounds):
-    unbroken = train_small(tmp_path / "unbroken", *OPTIONS, *overrides)
+    unbroken = tmp_path / "unbroken"
+    process = start(unbroken, *overrides)  # with as many threads as those that are killed
+    process.join(300)
     kill_at_random(tmp_path / "broken", overrides, rounds, seed=rounds)
     assert_same_end(unbroken, tmp_path / "broken")
     steps = [
