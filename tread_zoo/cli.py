@@ -175,7 +175,7 @@ def check_overrides(name: str, words: Sequence[str]) -> None:
         ValueError: an override that names no field or no option; the nearest is suggested.
     """
     chosen, folders, overrides = _parse(words)
-    single = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders[1:])}]"]
+    single = [f"hydra.searchpath=[file://{folder}]" for folder in folders[1:]]  # --config-dir
     with _worded():
         every = OverridesParser.create().parse_overrides(overrides)
         for text, parsed in zip(overrides, every, strict=True):

@@ -235,7 +235,7 @@ def get_entry(kind: str, name: str, field: str | None = None) -> Entry:
         ValueError: an unknown name.
     """
     _load(kind)
-    for candidate in (name, f"{name}_tiny"):
+    for candidate in (name, f"{name}_tiny") if kind == "backbone" else (name,):
         if (kind, candidate) in _entries:
             return _entries[kind, candidate]
     error = unknown_name(field or kind, name, available(kind))
