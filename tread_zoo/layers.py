@@ -1,7 +1,7 @@
 """Layers that several backbones share: patches, positions, time and labels, modulation, attention,
 scans both ways, the head.
 
-B batch, N tokens, D width, C channels, p patch size, h x w grid of patches.
+B batch, N tokens, K of them kept, D width, C channels, p patch size, h x w grid of patches.
 """
 
 import math
@@ -48,6 +48,33 @@ def sincos_2d(width: int, grid: tuple[int, int]) -> Tensor:
     cols = torch.arange(grid[1], dtype=torch.float64).repeat(grid[0])
     parts = [f(axis[:, None] * frequency) for axis in (cols, rows) for f in (torch.sin, torch.cos)]
     return torch.cat(parts, dim=1).float()
+
+
+def rotary_angles(rows: Tensor, cols: Tensor, head_size: int) -> Tensor:
+    """Return the angles of rotary positions in two dimensions, float32 [B, K, head_size / 2].
+
+    The first half of the pairs of channels turns with the row, the second with the column, each by
+    `position * 10000^(-4i / head_size)` (RoFormer, arXiv 2104.09864, over two axes as in EVA-02,
+    arXiv 2303.11331).
+
+    Args:
+        rows, cols: of the tokens, int64 [B, K]: their places on the grid of the full image.
+        head_size: divisible by 4.
+    """
+    pairs = torch.arange(head_size // 4, device=rows.device, dtype=torch.float32)
+    frequency = 10000.0 ** -(pairs / (head_size // 4))
+    return torch.cat([axis[..., None] * frequency for axis in (rows, cols)], dim=-1)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x [B, H, K, Dh], its pairs of channels (2i, 2i + 1) turned by angles of these cosines
+    and sines, each [B, 1, K, Dh / 2].
+
+    The product of two vectors so turned depends on the difference of their positions alone.
+    """
+    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = (first * cos - second * sin, first * sin + second * cos)
+    return torch.stack(turned, dim=-1).flatten(-2)
 
 
 def time_sinusoids(t: Tensor, size: int, time_scale: float) -> Tensor:
