@@ -23,14 +23,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from backbones.lightning_shell import LightningBackbone, Mixer
+from backbones.lightning_shell import LightningBackbone, LightningBlock, Mixer
 from tread_zoo.backbone import Layout, PerToken, Streams
 from tread_zoo.kernels import attention
-from tread_zoo.layers import rotary_angles, rotate_pairs, unpatchify
+from tread_zoo.layers import rotary_2d, rotate, unpatchify
 from tread_zoo.registry import register_backbone
 
 
@@ -77,8 +76,8 @@ class RotaryAttention(Mixer):
     ) -> tuple[Tensor, Tensor | None]:
         q, k, value = self.qkv(x).chunk(3, dim=-1)
         rotation = find_rotation(layout, self.head_size)
-        q = rotate_pairs(self._heads(q, self.q_norm), *rotation)
-        k = rotate_pairs(self._heads(k, self.k_norm), *rotation)
+        q = rotate(self._heads(q, self.q_norm), *rotation)
+        k = rotate(self._heads(k, self.k_norm), *rotation)
         v = value
         if self.value_mix is not None:
             assert first_value is not None, "the shell has a stream for it"
@@ -94,22 +93,21 @@ class RotaryAttention(Mixer):
 
     def _heads(self, x: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
         """Return [B, H, L, Dh] of [B, L, D], normalised by head."""
-        x = x.unflatten(-1, (self.num_heads, self.head_size)).transpose(1, 2)
+        x = x.view(*x.shape[:2], self.num_heads, self.head_size).transpose(1, 2)
         # Under autocast x is in half precision and the weight is not: the fused form wants one.
         return x if norm is None else norm(x.to(norm.weight.dtype))
 
 
 def find_rotation(layout: Layout, head_size: int) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines, each [B or 1, 1, L, Dh / 2], that turn the tokens present, and
-    leave extra ones as they are; made once for a layout."""
-    key = ("rotation", head_size)
+    """Return what turns the tokens present, extra ones by nothing; made once for a layout."""
+    key = ("rotary_2d", head_size)
     if key not in layout.cache:
         rows, cols = layout.rows_cols()
         if layout.ids is None:  # all images alike
             rows, cols = rows[:1], cols[:1]
-        angles = F.pad(rotary_angles(rows, cols, head_size), (0, 0, layout.num_extra, 0))
-        layout.cache[key] = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
-    return layout.cache[key]
+        layout.cache[key] = rotary_2d(rows, cols, head_size, layout.num_extra)
+    rotation: tuple[Tensor, Tensor] = layout.cache[key]
+    return rotation
 
 
 class ModulationOffset(nn.Module):
@@ -179,9 +177,10 @@ class LightningDiT(LightningBackbone):
         if shared_modulation:
             self.modulation = nn.Linear(hidden_size, 6 * hidden_size)
             for block in self.blocks:
-                block.modulation = ModulationOffset(6 * hidden_size)
-                block.fused_rows = {}
+                assert isinstance(block, LightningBlock)
+                block.modulation, block.fused_rows = ModulationOffset(6 * hidden_size), {}
         self.num_extra_tokens, self.joins_at = num_class_tokens, depth // 3
+        self.per_token_time = not num_class_tokens  # these have no time of their own
         self.class_positions: nn.Parameter | None = None
         if num_class_tokens:
             self.class_positions = nn.Parameter(torch.empty(num_class_tokens, hidden_size))
@@ -213,9 +212,6 @@ class LightningDiT(LightningBackbone):
                 *(tokens.new_zeros(*tokens.shape[:2], s.shape[2]) for s in streams[1:]),
             )
             streams = tuple(torch.cat(pair, dim=1) for pair in zip(ahead, streams, strict=True))
-            if isinstance(condition, PerToken):
-                mean = condition.values.mean(dim=1, keepdim=True).expand_as(tokens)
-                condition = PerToken(torch.cat([mean, condition.values], dim=1))
         if self.modulation is None:
             return streams, condition
         if isinstance(condition, PerToken):
@@ -229,8 +225,6 @@ class LightningDiT(LightningBackbone):
         num_extra = self.num_extra_tokens
         if not num_extra or index >= self.joins_at:
             return super().run_block(index, streams, given, layout, skip)
-        if given.ndim == 3:
-            given = given[:, num_extra:]
         layout = layout.cache.setdefault("grid alone", replace(layout, num_extra=0))
         after = super().run_block(
             index, tuple(s[:, num_extra:] for s in streams), given, layout, skip
@@ -240,8 +234,6 @@ class LightningDiT(LightningBackbone):
 
     def head(self, streams: Streams, condition: Any) -> Tensor:
         given = condition if self.modulation is None else condition[0]
-        if given.ndim == 3:
-            given = given[:, self.num_extra_tokens :]
         tokens = self.final(streams[0][:, self.num_extra_tokens :], given)
         return unpatchify(tokens, self.patch_size, self.grid)
 

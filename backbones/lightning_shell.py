@@ -97,11 +97,11 @@ class LightningBlock(nn.Module):
         self.mixer = mixer
         self.norm2 = nn.RMSNorm(hidden_size, eps=1e-6)
         self.mlp = mlp
-        self.modulation = nn.Linear(hidden_size, 6 * hidden_size)
+        self.modulation: nn.Module = nn.Linear(hidden_size, 6 * hidden_size)
         self.fused_rows: dict[str, tuple[int, ...]] = {"modulation.weight": 6 * (hidden_size,)}
 
     def forward(self, streams: Streams, condition: Tensor, layout: Layout) -> Streams:
-        x, first_value = streams if len(streams) == 2 else (*streams, None)
+        x, first_value = streams[0], streams[1] if len(streams) == 2 else None
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).chunk(6, dim=-1)
         mixed, value = self.mixer(modulate(self.norm1(x), shift1, scale1), layout, first_value)
         x = add_gated(x, gate1, mixed)
@@ -167,9 +167,11 @@ class LightningBackbone(AdaLNBackbone):
         `initialize`, says of its own; a subclass calls it once, last."""
         super().initialize()
         for block in self.blocks:
-            for part in (block.mixer, block.mlp):
-                if hasattr(part, "initialize"):
-                    part.initialize()
+            assert isinstance(block, LightningBlock)
+            block.mixer.initialize()
+            own: Callable[[], None] | None = getattr(block.mlp, "initialize", None)
+            if own is not None:
+                own()
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor | None) -> tuple[Streams, Any]:
         (tokens,), condition = super().embed(x, t, y)

@@ -50,31 +50,35 @@ def sincos_2d(width: int, grid: tuple[int, int]) -> Tensor:
     return torch.cat(parts, dim=1).float()
 
 
-def rotary_angles(rows: Tensor, cols: Tensor, head_size: int) -> Tensor:
-    """Return the angles of rotary positions in two dimensions, float32 [B, K, head_size / 2].
+def rotary_2d(
+    rows: Tensor, cols: Tensor, head_size: int, num_extra: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and signed sines of rotary positions, float32 [B, 1, E + K, Dh], for `rotate`.
 
-    The first half of the pairs of channels turns with the row, the second with the column, each by
-    `position * 10000^(-4i / head_size)` (RoFormer, arXiv 2104.09864, over two axes as in EVA-02,
-    arXiv 2303.11331).
+    Channels 2i and 2i + 1 are a pair. The first half of the pairs turns with the row, the second
+    with the column, by `position * 10000^(-i / (Dh/4))`, i = 0 … Dh/4 - 1 (RoFormer, arXiv
+    2104.09864, over two axes).
 
     Args:
         rows, cols: of the tokens, int64 [B, K]: their places on the grid of the full image.
-        head_size: divisible by 4.
+        head_size: Dh, divisible by 4.
+        num_extra: E tokens ahead that are not turned.
     """
     pairs = torch.arange(head_size // 4, device=rows.device, dtype=torch.float32)
     frequency = 10000.0 ** -(pairs / (head_size // 4))
-    return torch.cat([axis[..., None] * frequency for axis in (rows, cols)], dim=-1)
+    angles = torch.cat([axis[..., None] * frequency for axis in (rows, cols)], dim=-1)
+    angles = F.pad(angles, (0, 0, num_extra, 0)).unsqueeze(1)
+    sin = torch.stack([-angles.sin(), angles.sin()], dim=-1)
+    return angles.cos().repeat_interleave(2, dim=-1), sin.flatten(-2)
 
 
-def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x [B, H, K, Dh], its pairs of channels (2i, 2i + 1) turned by angles of these cosines
-    and sines, each [B, 1, K, Dh / 2].
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x [B, H, N, Dh] with its pairs of channels turned, see `rotary_2d`.
 
     The product of two vectors so turned depends on the difference of their positions alone.
     """
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-    turned = (first * cos - second * sin, first * sin + second * cos)
-    return torch.stack(turned, dim=-1).flatten(-2)
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return torch.addcmul(x * cos, swapped, sin)
 
 
 def time_sinusoids(t: Tensor, size: int, time_scale: float) -> Tensor:
@@ -226,14 +230,14 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 class AdaLNHead(nn.Module):
-    """The last layer: LayerNorm modulated by the condition, then a linear map to patches.
+    """The last layer: a norm modulated by the condition, then a linear map to patches.
 
     tokens [B, N, D], condition [B, D] or [B, N, D], already through SiLU -> [B, N, p * p * C_out].
     """
 
     def __init__(self, hidden_size: int, patch_size: int, out_channels: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
+        self.norm: nn.Module = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
         self.modulation = nn.Linear(hidden_size, 2 * hidden_size)
         self.linear = nn.Linear(hidden_size, patch_size**2 * out_channels)
 
