@@ -42,7 +42,8 @@ def sdpa_limits(device: torch.device) -> str | None:
 def attention_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return `flash_attn_func`, which takes and gives [B, N, H, Dh]."""
     function = importlib.import_module(FLASH_MODULE).flash_attn_func
-    return function(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    out: Tensor = function(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    return out
 
 
 def flash_unsuited(q: Tensor, k: Tensor, v: Tensor) -> str | None:

@@ -20,7 +20,8 @@ def causal_conv1d_fused(
         None if bias is None else bias.to(weight.dtype),
         seq_idx=None if segment_ids is None else segment_ids.to(torch.int32).contiguous(),
     )
-    return y.transpose(1, 2)
+    out: Tensor = y.transpose(1, 2)
+    return out
 
 
 def unsuited(

@@ -61,7 +61,8 @@ def _scan(
         C.float().permute(0, 2, 3, 1).contiguous(),
         None if D is None else D.float().contiguous(),
     )
-    return y.transpose(1, 2).to(u.dtype)
+    out: Tensor = y.transpose(1, 2).to(u.dtype)
+    return out
 
 
 def unsuited(

@@ -55,7 +55,8 @@ def ssd_mamba(
     )
     if gaps is not None and skip is not None:
         y = y + skip.unsqueeze(-1) * u
-    return y.to(x.dtype)
+    out: Tensor = y.to(x.dtype)
+    return out
 
 
 def ssd_fla(
@@ -84,7 +85,8 @@ def ssd_fla(
         g=falls,
         scale=1.0,
     )
-    return (y if D is None else y + D.float().unsqueeze(-1) * u).to(x.dtype)
+    out: Tensor = (y if D is None else y + D.float().unsqueeze(-1) * u).to(x.dtype)
+    return out
 
 
 def unsuited(x: Tensor, delta: Tensor, *rest: Tensor | None) -> str | None:
