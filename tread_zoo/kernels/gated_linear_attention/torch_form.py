@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 32  # steps of a chunk at most, a power of 2
+BLOCK_VALUES = 2**18  # B·L·H·K values done at a time on a CPU: what a block makes fits in cache
 
 
 def gated_linear_attention_torch(
@@ -47,23 +48,34 @@ def gated_linear_attention_torch(
     """Return the attention; see `tread_zoo.kernels.gated_linear_attention`."""
     dtypes = (q.dtype, k.dtype, v.dtype, log_decay.dtype, torch.float32)
     dtype = reduce(torch.promote_types, dtypes)
-    batch, length, heads, width = q.shape
+    if segment_ids is not None:
+        starts = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
+        log_decay = log_decay.masked_fill(starts[..., None, None], -torch.inf)
+    queries = q.to(dtype) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return _attend(queries, k.to(dtype), v.to(dtype), log_decay.to(dtype)).to(v.dtype)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+    """Return the unscaled attention [B, L, H, V], on a CPU some rows of the batch, or heads, at a
+    time."""
+    batch, length, heads, _ = q.shape
+    in_blocks = q.device.type == "cpu" and not torch.compiler.is_compiling()
+    num_blocks = -(-q.numel() // BLOCK_VALUES) if in_blocks else 1
+    dim = 0 if batch > 1 else 2
+    if num_blocks > 1 and q.shape[dim] > 1:
+        parts = (x.chunk(num_blocks, dim) for x in (q, k, v, log_decay))
+        return torch.cat([_attend(*block) for block in zip(*parts, strict=True)], dim)
     span = min(CHUNK, 1 << (length - 1).bit_length())
     num_chunks = -(-length // span)
 
     def cut(x: Tensor) -> Tensor:
         """[B, L, H, F] -> [N, Q, F], contiguous, with zeros after the end."""
-        x = F.pad(x.to(dtype), (0, 0, 0, 0, 0, num_chunks * span - length))
+        x = F.pad(x, (0, 0, 0, 0, 0, num_chunks * span - length))
         return x.unflatten(1, (-1, span)).permute(1, 0, 3, 2, 4).flatten(0, 2).contiguous()
 
-    if segment_ids is not None:
-        starts = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
-        log_decay = log_decay.masked_fill(starts[..., None, None], -torch.inf)
-    queries = q.to(dtype) * (width**-0.5 if scale is None else scale)
-    inputs = (cut(x) for x in (queries, k, v, log_decay))
-    out = _Attention.apply(*inputs, batch * heads)[0]
+    out = _Attention.apply(cut(q), cut(k), cut(v), cut(log_decay), batch * heads)[0]
     out = out.unflatten(0, (num_chunks, batch, heads)).permute(1, 0, 3, 2, 4)
-    return out.flatten(1, 2)[:, :length].to(v.dtype)
+    return out.flatten(1, 2)[:, :length]
 
 
 class _Attention(torch.autograd.Function):
@@ -101,6 +113,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_decay, weights, states = ctx.saved_tensors
         with _full_precision(q.device):
+            grad = grad.contiguous()  # bmm would copy its matrices one by one
             levels, since, until = _decays(log_decay)
             gw, gv = torch.bmm(grad, v.mT), torch.bmm(weights.mT, grad)
             own = gw.diagonal(dim1=1, dim2=2).unsqueeze(-1)
