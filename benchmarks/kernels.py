@@ -138,6 +138,9 @@ def make_case(op: str, length: int, rate: float, *, batch: int, width: int) -> l
         vectors = [normal(batch, tokens, 1, 16) for _ in range(2)]
         u, A = normal(batch, tokens, width), -torch.exp(normal(width, 16))
         return [u, step(width), A, *vectors, normal(width), segments]
+    if op == "gated_linear_attention":
+        q, k, v, gate = (normal(batch, tokens, heads, 64) for _ in range(4))
+        return [q, k, v, F.logsigmoid(gate) / 16, segments]
     assert op == "ssd", f"{op} has no case here"
     vectors = [normal(batch, tokens, 1, 64) for _ in range(2)]
     x, A = normal(batch, tokens, heads, 64), -torch.exp(normal(heads))

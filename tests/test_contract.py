@@ -9,6 +9,7 @@ from tread_zoo.testing import CHECKS, Probe
 SMALL = {
     "dit_tiny": {"hidden_size": 32, "depth": 4},
     "hybrid_tiny": {"hidden_size": 32, "depth": 4, "pattern": "mamba2,attention"},
+    "gla_tiny": {"hidden_size": 32, "depth": 4},
     "lightning_dit_tiny": {"hidden_size": 32, "depth": 4},
     "mamba_tiny": {"hidden_size": 32, "depth": 4, "state_size": 4},
     "mamba2_tiny": {"hidden_size": 32, "depth": 4, "state_size": 4, "head_size": 16},

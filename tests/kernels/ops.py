@@ -57,6 +57,13 @@ def ssd(shape: tuple[int, ...]) -> list[Tensor]:
     return [x, F.softplus(delta - 2), -torch.exp(A), B, C, D]
 
 
+def gated_linear_attention(shape: tuple[int, ...]) -> list[Tensor]:
+    """Return q, k, v and log-decays for a shape [B, L, H, K, V]."""
+    *keys, width = shape
+    q, k, v, gate = normals(tuple(keys), tuple(keys), (*keys[:3], width), tuple(keys))
+    return [q, k, v, F.logsigmoid(2 * gate)]
+
+
 def bidirectional_wkv(
     shape: tuple[int, ...], reach: float = 5.0, keys: float = 1.0
 ) -> list[Tensor]:
@@ -180,6 +187,11 @@ OPS = {
             [(2, 9, 4, 3, 2, 2), (2, 1, 2, 3, 4, 1), (3, 7, 6, 5, 1, 3), (1, 65, 4, 4, 5, 4),
              (2, 187, 6, 4, 3, 2)],
             ("segment_ids", "gaps"), (0, 3, 4), 2e-6, bar=((4, 256, 6, 64, 64, 1), 3.5),
+        ),
+        Op(
+            "gated_linear_attention", gated_linear_attention,
+            [(2, 9, 2, 3, 4), (2, 1, 1, 2, 3), (1, 32, 3, 4, 1), (2, 77, 2, 5, 4)],
+            ("segment_ids",), (0, 1, 2), 2e-6, bar=((4, 256, 6, 64, 64), 10.0),
         ),
         Op(
             "bidirectional_wkv", bidirectional_wkv,
