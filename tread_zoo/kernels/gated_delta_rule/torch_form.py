@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread_zoo.kernels.chunks import unit_lower_inverse
+from tread_zoo.kernels.chunks import unit_lower_inverse, without_autocast
 
 CHUNK = 32
 
@@ -40,10 +40,11 @@ def gated_delta_rule_torch(
         falls = falls.masked_fill(starts[:, :, None, None], -torch.inf)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = torch.promote_types(q.dtype, torch.float32)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         given = (_cut(x, dtype) for x in (q, k, v, beta.unsqueeze(-1), falls))
         out = _rule(*given).mul(scale).unflatten(1, (len(q), -1))  # [T, B, H, Q, V]
-    return out.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, : q.shape[1]].to(v.dtype)
+    joined: Tensor = out.permute(1, 0, 3, 2, 4).flatten(1, 2)  # [B, T Q, H, V]
+    return joined[:, : q.shape[1]].to(v.dtype)
 
 
 def _rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, falls: Tensor) -> Tensor:
@@ -53,26 +54,32 @@ def _rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, falls: Tensor) -> Tenso
     scores, before, after = products(torch.stack([q, written], dim=2), k, falls)
     attention, overlaps = scores.unbind(2)
     since, until = before.exp(), after.exp()
-    given = torch.cat([beta * v, since * written], dim=-1)
-    values, reads = (unit_lower_inverse(-overlaps) @ given).split([v.shape[-1], k.shape[-1]], -1)
-    values, states = _scan(values, reads, until * k, since[..., -1:, :].mT)
-    out = attention @ values
-    return torch.cat([out[:1], out[1:] + (since * q)[1:] @ states])
+    inverse = unit_lower_inverse(-overlaps)
+    reads = torch.cat([inverse @ (since * written), since * q], dim=-2)
+    writes = torch.cat([attention, (until * k).mT], dim=-2)
+    return _scan(inverse @ (beta * v), reads, writes, since[..., -1:, :].mT)
 
 
-def _scan(u: Tensor, reads: Tensor, keys: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
-    """Return v' [T, N, Q, V] and the states before all chunks but the first [T - 1, N, K, V]."""
-    values, states = [u[0]], []
-    chunks = zip(u[1:], reads[1:], keys[:-1].mT, totals[:-1], strict=True)
-    for value, read, key, total in chunks:
-        state = key @ values[-1]
-        if states:
-            state = state + total * states[-1]
-        states.append(state)
-        values.append(torch.baddbmm(value, read, state, alpha=-1))
-    if not states:
-        return u, u.new_empty(0, u.shape[1], keys.shape[-1], u.shape[-1])
-    return torch.stack(values), torch.stack(states)
+def _scan(values: Tensor, reads: Tensor, writes: Tensor, totals: Tensor) -> Tensor:
+    """Return o / scale [T, N, Q, V], a chunk after the other.
+
+    Args:
+        values: T (β v) [T, N, Q, V].
+        reads: what multiplies the state, for v' and for o [T, N, 2 Q, K].
+        writes: what multiplies v', for o and for the next state [T, N, Q + K, Q].
+        totals: decays of the state over a chunk [T, N, 1 or K, 1].
+    """
+    steps = values.shape[-2]
+    state, outs = None, []
+    for value, read, write, total in zip(values, reads, writes, totals, strict=True):
+        if state is None:
+            out, state = (write @ value).split([steps, write.shape[-2] - steps], dim=-2)
+        else:
+            known, recalled = (read @ state).chunk(2, dim=-2)
+            own, added = (write @ (value - known)).split([steps, write.shape[-2] - steps], dim=-2)
+            out, state = own + recalled, added + total * state
+        outs.append(out)
+    return torch.stack(outs)
 
 
 def _decayed_products(x: Tensor, k: Tensor, falls: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,6 +125,7 @@ def _decayed_products_by_channel(
 def _cut(values: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, L, H, F] -> [T, N, Q, F], contiguous, with zeros after the end."""
     length = values.shape[1]
-    span = min(CHUNK, 1 << (length - 1).bit_length())
+    span = min(CHUNK, max(2, 1 << (length - 1).bit_length()))
     padded = F.pad(values.to(dtype), (0, 0, 0, 0, 0, -length % span))
-    return padded.unflatten(1, (-1, span)).permute(1, 0, 3, 2, 4).contiguous().flatten(1, 2)
+    chunks: Tensor = padded.unflatten(1, (-1, span)).permute(1, 0, 3, 2, 4)
+    return chunks.contiguous().flatten(1, 2)
