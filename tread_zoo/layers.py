@@ -1,7 +1,7 @@
 """Layers that several backbones share: patches, positions, time and labels, modulation, attention,
 scans both ways, the head.
 
-B batch, N tokens, D width, C channels, p patch size, h x w grid of patches.
+B batch, N tokens, K of them kept, D width, C channels, p patch size, h x w grid of patches.
 """
 
 import math
@@ -50,6 +50,37 @@ def sincos_2d(width: int, grid: tuple[int, int]) -> Tensor:
     return torch.cat(parts, dim=1).float()
 
 
+def rotary_2d(
+    rows: Tensor, cols: Tensor, head_size: int, num_extra: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and signed sines of rotary positions, float32 [B, 1, E + K, Dh], for `rotate`.
+
+    Channels 2i and 2i + 1 are a pair. The first half of the pairs turns with the row, the second
+    with the column, by `position * 10000^(-i / (Dh/4))`, i = 0 … Dh/4 - 1 (RoFormer, arXiv
+    2104.09864, over two axes).
+
+    Args:
+        rows, cols: of the tokens, int64 [B, K]: their places on the grid of the full image.
+        head_size: Dh, divisible by 4.
+        num_extra: E tokens ahead that are not turned.
+    """
+    pairs = torch.arange(head_size // 4, device=rows.device, dtype=torch.float32)
+    frequency = 10000.0 ** -(pairs / (head_size // 4))
+    angles = torch.cat([axis[..., None] * frequency for axis in (rows, cols)], dim=-1)
+    angles = F.pad(angles, (0, 0, num_extra, 0)).unsqueeze(1)
+    sin = torch.stack([-angles.sin(), angles.sin()], dim=-1)
+    return angles.cos().repeat_interleave(2, dim=-1), sin.flatten(-2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x [B, H, N, Dh] with its pairs of channels turned, see `rotary_2d`.
+
+    The product of two vectors so turned depends on the difference of their positions alone.
+    """
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return torch.addcmul(x * cos, swapped, sin)
+
+
 def time_sinusoids(t: Tensor, size: int, time_scale: float) -> Tensor:
     """Return cosines, then sines, of `time_scale * t * 10000^(-2i / size)`: float32 [.., size].
 
@@ -90,7 +121,8 @@ class TimestepEmbedder(nn.Module):
     def forward(self, t: Tensor) -> Tensor:
         sinusoids = time_sinusoids(t, self.frequency_size, self.time_scale)
         # Angles need float32, but a network stored in another type is fed that type.
-        return self.mlp(sinusoids.to(next(self.mlp.parameters()).dtype))
+        out: Tensor = self.mlp(sinusoids.to(next(self.mlp.parameters()).dtype))
+        return out
 
 
 class LabelEmbedder(nn.Module):
@@ -107,7 +139,8 @@ class LabelEmbedder(nn.Module):
     def forward(self, y: Tensor | None, batch: int) -> Tensor:
         if y is None:
             return self.table.weight[-1].expand(batch, -1)
-        return self.table(y)
+        out: Tensor = self.table(y)
+        return out
 
 
 def per_token(condition: Tensor) -> Tensor:
@@ -130,7 +163,8 @@ def self_attention(x: Tensor, qkv: nn.Module, proj: nn.Module, num_heads: int) -
     batch, length, width = x.shape
     split = qkv(x).view(batch, length, 3, num_heads, width // num_heads)
     q, k, v = split.permute(2, 0, 3, 1, 4)
-    return proj(attention(q, k, v).transpose(1, 2).reshape(batch, length, width))
+    out: Tensor = proj(attention(q, k, v).transpose(1, 2).reshape(batch, length, width))
+    return out
 
 
 def convolve_both_ways(
@@ -190,7 +224,8 @@ class Mlp(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(x)))
+        out: Tensor = self.fc2(self.activation(self.fc1(x)))
+        return out
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -199,20 +234,21 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 class AdaLNHead(nn.Module):
-    """The last layer: LayerNorm modulated by the condition, then a linear map to patches.
+    """The last layer: a norm modulated by the condition, then a linear map to patches.
 
     tokens [B, N, D], condition [B, D] or [B, N, D], already through SiLU -> [B, N, p * p * C_out].
     """
 
     def __init__(self, hidden_size: int, patch_size: int, out_channels: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
+        self.norm: nn.Module = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
         self.modulation = nn.Linear(hidden_size, 2 * hidden_size)
         self.linear = nn.Linear(hidden_size, patch_size**2 * out_channels)
 
     def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
         shift, scale = self.modulation(condition).chunk(2, dim=-1)
-        return self.linear(modulate(self.norm(tokens), shift, scale))
+        out: Tensor = self.linear(modulate(self.norm(tokens), shift, scale))
+        return out
 
     def zero(self) -> None:
         """Start at zero: the untrained network then predicts exactly 0."""
