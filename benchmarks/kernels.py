@@ -134,6 +134,11 @@ def make_case(op: str, length: int, rate: float, *, batch: int, width: int) -> l
     if op == "bidirectional_wkv":
         k, v = (normal(batch, tokens, width) for _ in range(2))
         return [k, v, normal(width).exp(), normal(width), kept, length]
+    if op in ("gated_delta_rule", "kda"):
+        q, k, v, falls = (normal(batch, tokens, heads, 64) for _ in range(4))
+        beta, falls = normal(batch, tokens, heads).sigmoid(), -F.softplus(falls)
+        falls = falls if op == "kda" else falls[..., 0].contiguous()
+        return [q, F.normalize(k, dim=-1), v, beta, falls, segments]
     if op == "selective_scan":
         vectors = [normal(batch, tokens, 1, 16) for _ in range(2)]
         u, A = normal(batch, tokens, width), -torch.exp(normal(width, 16))

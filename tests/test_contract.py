@@ -8,6 +8,7 @@ from tread_zoo.testing import CHECKS, Probe
 
 SMALL = {
     "dit_tiny": {"hidden_size": 32, "depth": 4},
+    "gated_deltanet_tiny": {"hidden_size": 32, "depth": 4},
     "hybrid_tiny": {"hidden_size": 32, "depth": 4, "pattern": "mamba2,attention"},
     "gla_tiny": {"hidden_size": 32, "depth": 4},
     "lightning_dit_tiny": {"hidden_size": 32, "depth": 4},

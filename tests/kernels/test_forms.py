@@ -11,6 +11,7 @@ from tread_zoo.kernels import dispatch
 
 CUSTOM = ("selective_scan", "ssd", "bidirectional_wkv")  # custom operators of torch
 SCANS = (*CUSTOM, "gated_linear_attention")
+COUNTED = ("causal_conv1d", *SCANS, "gated_delta_rule", "kda")
 OPTIONAL = ("causal_conv1d", "selective_scan", "ssd")  # the last input may be None
 
 
@@ -135,8 +136,14 @@ def test_blocks_and_chunks_do_not_matter(op, constants, monkeypatch) -> None:
 @pytest.mark.parametrize("form", ["naive", "torch"])
 @pytest.mark.parametrize(
     ("op", "along"),
-    [("causal_conv1d", (0,)), ("selective_scan", (0, 1, 3, 4)), ("ssd", (0, 1, 3, 4)),
-     ("gated_linear_attention", (0, 1, 2, 3))],
+    [
+        ("causal_conv1d", (0,)),
+        ("selective_scan", (0, 1, 3, 4)),
+        ("ssd", (0, 1, 3, 4)),
+        ("gated_linear_attention", (0, 1, 2, 3)),
+        ("gated_delta_rule", range(5)),
+        ("kda", range(5)),
+    ],
     indirect=["op"],
 )  # fmt: skip
 def test_segments_equal_separate_calls(op, along, form) -> None:
@@ -195,6 +202,13 @@ IDS = torch.zeros(2, 5, dtype=torch.int64)
         ("gated_linear_attention", {2: torch.zeros(2, 5, 1, 4)}),
         ("gated_linear_attention", {3: torch.zeros(2, 5, 4, 1)}),
         ("gated_linear_attention", {4: IDS[:1]}),
+        ("gated_delta_rule", {0: torch.zeros(2, 0, 4, 4)}),
+        ("gated_delta_rule", {1: torch.zeros(2, 5, 1, 4)}),
+        ("gated_delta_rule", {2: torch.zeros(2, 5, 1, 5)}),
+        ("gated_delta_rule", {3: torch.zeros(2, 5, 1)}),
+        ("gated_delta_rule", {4: torch.zeros(2, 5, 1)}),
+        ("gated_delta_rule", {5: IDS[:, 1:]}),
+        ("kda", {4: torch.zeros(2, 5, 4, 1)}),
         ("bidirectional_wkv", {0: torch.zeros(2, 0, 4)}),
         ("bidirectional_wkv", {1: torch.zeros(2, 5, 3)}),
         ("bidirectional_wkv", {2: torch.zeros(3)}),
@@ -250,7 +264,7 @@ def count_flops(op: Op, shape, device: str, form=None) -> list[int]:
     return [forward.get_total_flops(), backward.get_total_flops()]
 
 
-@of(("causal_conv1d", *SCANS))
+@of(COUNTED)
 def test_flops_are_the_same_without_data_and_linear_in_the_batch(op) -> None:
     shape = op.shapes[-1]
     once, meta = (count_flops(op, shape, device) for device in ("cpu", "meta"))
