@@ -17,6 +17,7 @@ from tread_zoo.kernels.dispatch import (
     set_forms,
     used_ops,
 )
+from tread_zoo.kernels.dplr_delta_rule import dplr_delta_rule
 from tread_zoo.kernels.selective_scan import selective_scan
 from tread_zoo.kernels.ssd import ssd
 
@@ -25,6 +26,7 @@ __all__ = [
     "bidirectional_wkv",
     "causal_conv1d",
     "describe",
+    "dplr_delta_rule",
     "get_forms",
     "plain_forms",
     "selective_scan",
