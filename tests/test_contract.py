@@ -7,6 +7,7 @@ from tread_zoo.testing import CHECKS, Probe
 
 SMALL = {
     "dit_tiny": {"hidden_size": 32, "depth": 4},
+    "lightning_dit_tiny": {"hidden_size": 32, "depth": 4},
     "mamba_tiny": {"hidden_size": 32, "depth": 4, "state_size": 4},
     "mamba2_tiny": {"hidden_size": 32, "depth": 4, "state_size": 4, "head_size": 16},
     "rwkv_tiny": {"hidden_size": 32, "depth": 5},
