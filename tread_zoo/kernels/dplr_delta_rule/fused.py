@@ -32,7 +32,7 @@ def dplr_delta_rule_fla(
         starts = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))[..., None, None]
         falls, a = falls.masked_fill(starts, RESET), a.masked_fill(starts, 0.0)
     given = [x.to(v.dtype).contiguous() for x in (q, k, v, a, b)]
-    out, _ = function(*given, falls.contiguous(), scale=scale)
+    out: Tensor = function(*given, falls.contiguous(), scale=scale)[0]
     return out.to(v.dtype)
 
 

@@ -70,7 +70,7 @@ def _in_chunks(
     def cut(x: Tensor) -> Tensor:
         """[B, L, H, D] -> [T, B, H, Q, D], a view unless steps are missing."""
         x = F.pad(x.to(dtype), (0, 0, 0, 0, 0, missing)) if missing else x.to(dtype)
-        return x.unflatten(1, (num_chunks, steps)).permute(1, 0, 3, 2, 4)
+        return x.reshape(batch, num_chunks, steps, heads, -1).permute(1, 0, 3, 2, 4)
 
     falls = cut(g).clamp_min(math.log(torch.finfo(dtype).eps))
     # a_i decays up to the step before it, q_i up to its own: so both have the factor exp(s_i).
@@ -89,7 +89,8 @@ def _in_chunks(
         joined = joined & (runs.unsqueeze(-1) == runs.unsqueeze(-2)).repeat(1, 1, 2, 2)
         since = since * (runs == before).unsqueeze(-1)
         until = until * (runs == runs[:, :, -1:]).unsqueeze(-1)
-    scores = _Scores.apply(rows, cols, sums).masked_fill(~joined, 0.0)
+    scores: Tensor = _Scores.apply(rows, cols, sums)
+    scores = scores.masked_fill(~joined, 0.0)
     by_a, by_q = (rows * since.unsqueeze(2)).unbind(2)
     to_b, to_k = (cols * until.unsqueeze(2)).unbind(2)
     of_b, of_k = scores.chunk(2, dim=-1)
@@ -98,7 +99,7 @@ def _in_chunks(
     alone, carried = inverse @ of_a, inverse @ by_a
     states, driven = _walk(alone, carried, to_b, to_k.mT @ values, since[:, :, -1].unsqueeze(-1))
     out = out + of_b[..., steps:, :] @ driven + by_q @ states
-    out = out.unflatten(1, (batch, heads)).permute(1, 0, 3, 2, 4).flatten(1, 2)
+    out = out.view(num_chunks, batch, heads, steps, -1).permute(1, 0, 3, 2, 4).flatten(1, 2)
     return out[:, :length].to(v.dtype)
 
 
@@ -119,7 +120,8 @@ def _walk(
 def _number_runs(segment_ids: Tensor, steps: int, heads: int) -> Tensor:
     """Return ids [T, N, Q] that never come back, of [B, T Q] ids that may."""
     starts = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
-    return starts.cumsum(1).unflatten(1, (-1, steps)).transpose(0, 1).repeat_interleave(heads, 1)
+    runs = starts.cumsum(1).view(len(starts), -1, steps).transpose(0, 1)
+    return runs.repeat_interleave(heads, dim=1)
 
 
 class _Scores(torch.autograd.Function):
