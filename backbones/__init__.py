@@ -1,6 +1,17 @@
 """The zoo: one file an architecture. Importing this package registers them all."""
 
-from backbones import dit, gated_deltanet, gla, hybrid, lightning_dit, mamba, mamba2, rwkv, uvit
+from backbones import (
+    dit,
+    gated_deltanet,
+    gla,
+    hybrid,
+    lightning_dit,
+    mamba,
+    mamba2,
+    rwkv,
+    rwkv7,
+    uvit,
+)
 
 __distribution__ = "tread-zoo"  # tells the registry that this `backbones` is ours
 
@@ -13,5 +24,6 @@ __all__ = [
     "mamba",
     "mamba2",
     "rwkv",
+    "rwkv7",
     "uvit",
 ]

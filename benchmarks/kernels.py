@@ -146,6 +146,11 @@ def make_case(op: str, length: int, rate: float, *, batch: int, width: int) -> l
     if op == "gated_linear_attention":
         q, k, v, gate = (normal(batch, tokens, heads, 64) for _ in range(4))
         return [q, k, v, F.logsigmoid(gate) / 16, segments]
+    if op == "dplr_delta_rule":
+        q, k, v, a, rate, decay = (normal(batch, tokens, heads, 64) for _ in range(6))
+        a = F.normalize(a, dim=-1)
+        falls = -math.exp(-0.5) * decay.sigmoid()  # RWKV-7's range
+        return [q, k, v, -a, a * rate.sigmoid(), falls, segments]
     assert op == "ssd", f"{op} has no case here"
     vectors = [normal(batch, tokens, 1, 64) for _ in range(2)]
     x, A = normal(batch, tokens, heads, 64), -torch.exp(normal(heads))

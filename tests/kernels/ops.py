@@ -93,6 +93,14 @@ def bidirectional_wkv(
     return [k, normal(batch, length, channels), w, normal(channels)]
 
 
+def dplr_delta_rule(shape: tuple[int, ...]) -> list[Tensor]:
+    """Return q, k, v, a, b and the log-decay as RWKV-7 has them for a shape [B, L, H, K, V]."""
+    *tokens, size, width = shape
+    q, k, a, rate, decay, v = normals(*[(*tokens, size)] * 5, (*tokens, width))
+    a = F.normalize(a, dim=-1)
+    return [q, k, v, -a, a * rate.sigmoid(), -0.6 * decay.sigmoid()]
+
+
 def make_segments(batch: int, length: int) -> Tensor:
     """Return ids that change here and there, and come back: 0, 1, 2, 0, …"""
     return (torch.rand(batch, length, generator=seeded(1)) < 0.2).long().cumsum(dim=1) % 3
@@ -109,10 +117,11 @@ def make_positions(batch: int, length: int, whole: int) -> Tensor:
 
 def run(form: Callable, inputs: list[Tensor], *tokens: Any) -> list[Tensor]:
     """Return the output and the gradient of every input for one fixed gradient of the output,
-    which is the same in half precision."""
+    which is the same in half precision. The backward pass runs outside autocast, as it should."""
     y = form(*inputs, *tokens)
     grad = torch.randn(y.shape, generator=seeded(2)).bfloat16()
-    return [y, *torch.autograd.grad(y, inputs, grad.to(y))]
+    with torch.autocast(y.device.type, enabled=False):
+        return [y, *torch.autograd.grad(y, inputs, grad.to(y))]
 
 
 def relative_error(ours: Tensor, truth: Tensor, floor: float = 1e-6) -> float:
@@ -170,6 +179,7 @@ class Op:
             "gaps": make_gaps(batch, length) if subset else None,
             "positions": make_positions(batch, length, 3 * length) if subset else None,
             "length": 3 * length if subset else length,
+            "scale": 0.7,
         }
         return tuple(values[name] for name in self.tokens)
 
@@ -222,6 +232,11 @@ OPS = {
             "bidirectional_wkv", bidirectional_wkv,
             [(2, 9, 4), (1, 2, 4), (2, 33, 8), (16, 18, 24)],
             ("positions", "length"), (0, 1), 5e-6, bar=((1, 256, 48), 0.19),
+        ),
+        Op(
+            "dplr_delta_rule", dplr_delta_rule,
+            [(2, 9, 2, 3, 4), (1, 1, 2, 3, 2), (2, 65, 3, 8, 5), (1, 130, 1, 4, 4)],
+            ("segment_ids", "scale"), (0, 1, 2, 3, 4), 2e-6, floor=0.1,
         ),
     )
 }  # fmt: skip

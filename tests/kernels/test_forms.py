@@ -10,7 +10,7 @@ from tests.kernels.ops import OPS, Op, assert_close, leaves, relative_error, run
 from tread_zoo.kernels import dispatch
 
 CUSTOM = ("selective_scan", "ssd", "bidirectional_wkv")  # custom operators of torch
-SCANS = (*CUSTOM, "gated_linear_attention")
+SCANS = (*CUSTOM, "gated_linear_attention", "dplr_delta_rule")
 COUNTED = ("causal_conv1d", *SCANS, "gated_delta_rule", "kda")
 OPTIONAL = ("causal_conv1d", "selective_scan", "ssd")  # the last input may be None
 
@@ -120,6 +120,8 @@ def test_views_are_taken_as_inputs(op) -> None:
         ("bidirectional_wkv", {"BLOCK_VALUES": 100}),
         ("gated_linear_attention", {"CHUNK": 1}),
         ("gated_linear_attention", {"CHUNK": 4}),
+        ("dplr_delta_rule", {"CHUNK": 1}),
+        ("dplr_delta_rule", {"CHUNK": 12}),
     ],
     indirect=["op"],
 )
@@ -143,6 +145,7 @@ def test_blocks_and_chunks_do_not_matter(op, constants, monkeypatch) -> None:
         ("gated_linear_attention", (0, 1, 2, 3)),
         ("gated_delta_rule", range(5)),
         ("kda", range(5)),
+        ("dplr_delta_rule", range(6)),
     ],
     indirect=["op"],
 )  # fmt: skip
@@ -209,6 +212,11 @@ IDS = torch.zeros(2, 5, dtype=torch.int64)
         ("gated_delta_rule", {4: torch.zeros(2, 5, 1)}),
         ("gated_delta_rule", {5: IDS[:, 1:]}),
         ("kda", {4: torch.zeros(2, 5, 4, 1)}),
+        ("dplr_delta_rule", {0: torch.zeros(2, 5, 1, 3)}),
+        ("dplr_delta_rule", {2: torch.zeros(2, 0, 4, 4)}),
+        ("dplr_delta_rule", {3: torch.zeros(2, 5, 4, 1)}),
+        ("dplr_delta_rule", {5: torch.zeros(2, 5, 1, 3)}),
+        ("dplr_delta_rule", {6: IDS.float()}),
         ("bidirectional_wkv", {0: torch.zeros(2, 0, 4)}),
         ("bidirectional_wkv", {1: torch.zeros(2, 5, 3)}),
         ("bidirectional_wkv", {2: torch.zeros(3)}),
@@ -287,7 +295,8 @@ def test_flops_are_linear_in_the_length(op) -> None:
 def test_every_form_equals_the_torch_form_on_a_gpu(op, subset) -> None:
     shape = {"attention": (2, 3, 64, 32), "causal_conv1d": (2, 50, 16, 4),
              "selective_scan": (2, 100, 16, 8, 2), "ssd": (2, 200, 4, 64, 32, 2),
-             "gated_linear_attention": (2, 200, 4, 32, 64)}.get(
+             "gated_linear_attention": (2, 200, 4, 32, 64),
+             "dplr_delta_rule": (2, 200, 4, 32, 64)}.get(
                  op.name, op.shapes[-1])  # fmt: skip
     rest = [v.cuda() if torch.is_tensor(v) else v for v in op.rest(shape, subset)]
     inputs = op.inputs(shape, torch.float32, "cuda")
@@ -298,6 +307,7 @@ def test_every_form_equals_the_torch_form_on_a_gpu(op, subset) -> None:
         "attention": 2e-3,
         "ssd": 5e-3,
         "gated_linear_attention": 5e-3,
+        "dplr_delta_rule": 5e-3,
     }  # kernels that multiply in TF32
     for name in dispatch.list_forms(op.name):
         module = dispatch.get_form(op.name, name).module
