@@ -1,28 +1,31 @@
 """Hybrids: blocks of several kinds in a repeated pattern, as linear attention with some softmax
 attention between (Kimi Linear, arXiv 2510.26692; Qwen3-Next; Dimba, 2406.01159).
 
-    pattern="mamba2:3,attention:1"       three blocks of state-space duals, one of attention, again
+    pattern="gated_deltanet:3,attention:1"    three blocks of delta rules, one of attention, again
 
 `lightning_shell` has the shell, and the mixers are those of their own rows, with the options that
 these have by default; every block has SwiGLU. With attention alone it is `lightning_dit`.
 
-What a route's gaps are to it is for each block what they are to its mixer. A first value is that of
-the first block of its kind: after a route around that block, the tokens that bypassed it have none.
+What a route's gaps are to it is for each block what they are to its mixer. The first value of
+RWKV-7 is that of its first block here; where that lies within a route, the tokens that bypassed it
+have zeros for it.
 
 D width, H heads.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import AfterValidator, PositiveFloat, PositiveInt
 from torch import Tensor
 
+from backbones.gated_deltanet import BidirectionalDelta
+from backbones.gla import BidirectionalGLA
 from backbones.lightning_dit import RotaryAttention
 from backbones.lightning_shell import LightningBackbone, Mixer
 from backbones.mamba2 import BidirectionalSSD
+from backbones.rwkv7 import TimeMix
 from tread_zoo.backbone import DEPENDS_ON, Layout
 from tread_zoo.errors import unknown_name
 from tread_zoo.registry import register_backbone
@@ -47,27 +50,32 @@ class StateSpaceDual(Mixer):
         self.ssd.initialize(self.depth)
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """A mixer by name.
 
     Args:
-        make: (D, H, depth, whether it is the first of its kind) -> the mixer.
+        make: (D, H, depth, index among the blocks of its kind) -> the mixer.
         depends_on: as of `Backbone`.
     """
 
-    make: Callable[[int, int, int, bool], Mixer]
+    make: Callable[[int, int, int, int], Mixer]
     depends_on: tuple[str, ...]
 
 
 MIXERS = {
-    "attention": Kind(lambda d, h, depth, first: RotaryAttention(d, h), ("order", "ids")),
-    "mamba2": Kind(lambda d, h, depth, first: StateSpaceDual(d, h, depth), ("order",)),
+    "attention": Kind(lambda d, h, depth, index: RotaryAttention(d, h), ("order", "ids")),
+    "gated_deltanet": Kind(lambda d, h, depth, index: BidirectionalDelta(d, h), ("order",)),
+    "gla": Kind(lambda d, h, depth, index: BidirectionalGLA(d, h), ("order",)),
+    "mamba2": Kind(lambda d, h, depth, index: StateSpaceDual(d, h, depth), ("order",)),
+    "rwkv7": Kind(
+        lambda d, h, depth, index: TimeMix(d, d // h, low_rank=d // 12, index=index),
+        ("order", "ids"),
+    ),
 }
 
 
 def read_pattern(pattern: str) -> list[str]:
-    """Return the names of the mixers of one period, as of "mamba2:3,attention" four.
+    """Return the names of the mixers of one period, as of "gla:3,attention" four.
 
     Raises:
         ValueError: an unknown name, or a count that is none.
@@ -112,7 +120,7 @@ class Hybrid(LightningBackbone):
         input_size: int | tuple[int, int],
         in_channels: int,
         num_classes: int,
-        pattern: Annotated[str, AfterValidator(_check_pattern)] = "mamba2:3,attention:1",
+        pattern: Annotated[str, AfterValidator(_check_pattern)] = "gated_deltanet:3,attention:1",
         patch_size: PositiveInt = 2,
         hidden_size: PositiveInt = 384,
         depth: PositiveInt = 12,
@@ -125,8 +133,8 @@ class Hybrid(LightningBackbone):
         depends_on = {each for name in names for each in MIXERS[name].depends_on}
 
         def make_mixer(index: int) -> Mixer:
-            is_first = names.index(names[index]) == index
-            return MIXERS[names[index]].make(hidden_size, num_heads, depth, is_first)
+            before = names[:index].count(names[index])
+            return MIXERS[names[index]].make(hidden_size, num_heads, depth, before)
 
         super().__init__(
             input_size=input_size,

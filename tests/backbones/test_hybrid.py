@@ -1,8 +1,9 @@
 import pytest
 import torch
 
+from backbones.hybrid import MIXERS
 from tread_zoo import create_backbone
-from tread_zoo.testing import Probe
+from tread_zoo.testing import CHECKS, Probe
 
 SIZES = {"input_size": 8, "in_channels": 1, "num_classes": 10}
 
@@ -30,6 +31,12 @@ def test_the_pattern_is_repeated_to_the_depth():
     network = create_backbone("hybrid_tiny", **SIZES, depth=5, pattern="mamba2:2, attention")
     kinds = [type(block.mixer).__name__ for block in network.blocks]
     assert kinds == [*2 * ["StateSpaceDual"], "RotaryAttention", *2 * ["StateSpaceDual"]]
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_every_mixer_depends_on_what_is_declared(name):
+    overrides = {"hidden_size": 32, "depth": 3, "pattern": name}
+    CHECKS["blocks_depend_on_what_they_declare"](Probe("hybrid_tiny", overrides=overrides))
 
 
 @pytest.mark.parametrize(

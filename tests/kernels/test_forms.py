@@ -55,7 +55,7 @@ def test_the_last_input_may_be_left_out(op) -> None:
     assert_close(ours, truth, 1e-12)
 
 
-@of(SCANS)
+@of((*CUSTOM, "gated_linear_attention"))
 def test_a_shape_of_training_is_exact_and_keeps_little(op) -> None:
     shape, mebibytes = op.bar
     kept: dict[int, int] = {}
