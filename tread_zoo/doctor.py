@@ -9,6 +9,7 @@ import platform
 import torch
 
 from tread_zoo import __version__
+from tread_zoo.backbone import Backbone
 from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.kernels import describe, get_forms
 from tread_zoo.kernels.dispatch import (
@@ -21,7 +22,7 @@ from tread_zoo.kernels.dispatch import (
 )
 from tread_zoo.kernels.verify import TOLERANCE, cast, compare
 from tread_zoo.registry import create_backbone, list_backbones
-from tread_zoo.routing import build_routing
+from tread_zoo.routing import Routing, build_routing
 from tread_zoo.runtime import autocast, describe_device, resolve_precision
 from tread_zoo.seeding import make_generator
 
@@ -29,7 +30,7 @@ from tread_zoo.seeding import make_generator
 BUILD = 'pip install --no-build-isolation "tread-zoo[cuda-build]"'
 PACKAGES = (
     ("triton", "triton", "our fused scans", "pip install triton"),
-    ("fla-core", "fla", "ssd", 'pip install "tread-zoo[cuda]"'),
+    ("fla-core", "fla", "ssd, gated_delta_rule, kda", 'pip install "tread-zoo[cuda]"'),
     ("mamba-ssm", "mamba_ssm", "selective_scan, ssd", BUILD),
     ("causal-conv1d", "causal_conv1d", "causal_conv1d", BUILD),
     ("flash-attn", "flash_attn", "attention, by hand", BUILD),
@@ -132,7 +133,7 @@ def list_sizes(pattern: str, input_size: int, in_channels: int, num_classes: int
     return lines
 
 
-def _routing(network):  # type: ignore[no-untyped-def]
+def _routing(network: Backbone) -> Routing:
     return build_routing(
         num_blocks=network.num_blocks,
         default_selector=network.default_selector,

@@ -57,6 +57,27 @@ def ssd(shape: tuple[int, ...]) -> list[Tensor]:
     return [x, F.softplus(delta - 2), -torch.exp(A), B, C, D]
 
 
+def gated_linear_attention(shape: tuple[int, ...]) -> list[Tensor]:
+    """Return q, k, v and log-decays for a shape [B, L, H, K, V]."""
+    *keys, width = shape
+    q, k, v, gate = normals(tuple(keys), tuple(keys), (*keys[:3], width), tuple(keys))
+    return [q, k, v, F.logsigmoid(2 * gate)]
+
+
+def gated_delta_rule(shape: tuple[int, ...]) -> list[Tensor]:
+    """Return q, k, v, β and log-decays, one a head, for a shape [B, L, H, K, V]."""
+    batch, length, heads, width, size = shape
+    tokens, keys = (batch, length, heads), (batch, length, heads, width)
+    q, k, v, beta, gates = normals(keys, keys, (*tokens, size), tokens, tokens)
+    return [q, F.normalize(k, dim=-1), v, beta.sigmoid(), -F.softplus(gates)]
+
+
+def kda(shape: tuple[int, ...]) -> list[Tensor]:
+    """Return the same with a log-decay for each channel."""
+    *inputs, _ = gated_delta_rule(shape)
+    return [*inputs, -F.softplus(normals(shape[:4])[0])]
+
+
 def bidirectional_wkv(
     shape: tuple[int, ...], reach: float = 5.0, keys: float = 1.0
 ) -> list[Tensor]:
@@ -125,6 +146,7 @@ class Op:
         bound: Largest error of the torch form in float32, relative to the norm of each result.
         floor: Norm below which a result counts as zero.
         bar: A shape of training, and the MiB that may be kept there for the backward pass.
+        function: The public one, if it has another name.
     """
 
     name: str
@@ -135,6 +157,7 @@ class Op:
     bound: float
     floor: float = 1e-6
     bar: tuple[tuple[int, ...], float] | None = None
+    function: str = ""
 
     def form(self, name: str) -> Callable:
         return get_form(self.name, name).run
@@ -143,7 +166,7 @@ class Op:
         """The public function, with what the forms take."""
         count = len(args) - len(self.tokens)
         rest = dict(zip(self.tokens, args[count:], strict=True))
-        return getattr(kernels, self.name)(*args[:count], **rest)
+        return getattr(kernels, self.function or self.name)(*args[:count], **rest)
 
     def inputs(self, shape=None, dtype=torch.float64, device="cpu", **options) -> list[Tensor]:
         return leaves(self.make(shape or self.shapes[0], **options), dtype, device)
@@ -190,6 +213,20 @@ OPS = {
             [(2, 9, 4, 3, 2, 2), (2, 1, 2, 3, 4, 1), (3, 7, 6, 5, 1, 3), (1, 65, 4, 4, 5, 4),
              (2, 187, 6, 4, 3, 2)],
             ("segment_ids", "gaps"), (0, 3, 4), 2e-6, bar=((4, 256, 6, 64, 64, 1), 3.5),
+        ),
+        Op(
+            "gated_linear_attention", gated_linear_attention,
+            [(2, 9, 2, 3, 4), (2, 1, 1, 2, 3), (1, 32, 3, 4, 1), (2, 77, 2, 5, 4)],
+            ("segment_ids",), (0, 1, 2), 2e-6, bar=((4, 256, 6, 64, 64), 10.0),
+        ),
+        Op(
+            "gated_delta_rule", gated_delta_rule,
+            [(2, 9, 3, 4, 5), (1, 1, 2, 3, 3), (1, 32, 1, 4, 2), (2, 75, 2, 8, 4)],
+            ("segment_ids",), (0, 1, 2), 3e-6,
+        ),
+        Op(
+            "kda", kda, [(2, 9, 3, 4, 5), (1, 1, 2, 3, 3), (1, 32, 1, 4, 2), (2, 75, 2, 8, 4)],
+            ("segment_ids",), (0, 1, 2), 3e-6, function="gated_delta_rule",
         ),
         Op(
             "bidirectional_wkv", bidirectional_wkv,

@@ -10,7 +10,8 @@ from tests.kernels.ops import OPS, Op, assert_close, leaves, relative_error, run
 from tread_zoo.kernels import dispatch
 
 CUSTOM = ("selective_scan", "ssd", "bidirectional_wkv")  # custom operators of torch
-SCANS = (*CUSTOM, "dplr_delta_rule")
+SCANS = (*CUSTOM, "gated_linear_attention", "dplr_delta_rule")
+COUNTED = ("causal_conv1d", *SCANS, "gated_delta_rule", "kda")
 OPTIONAL = ("causal_conv1d", "selective_scan", "ssd")  # the last input may be None
 
 
@@ -54,7 +55,7 @@ def test_the_last_input_may_be_left_out(op) -> None:
     assert_close(ours, truth, 1e-12)
 
 
-@of(CUSTOM)
+@of(SCANS)
 def test_a_shape_of_training_is_exact_and_keeps_little(op) -> None:
     shape, mebibytes = op.bar
     kept: dict[int, int] = {}
@@ -70,7 +71,8 @@ def test_a_shape_of_training_is_exact_and_keeps_little(op) -> None:
     assert sum(kept.values()) <= mebibytes * 2**20
     with torch.no_grad():
         truth = op.form("naive")(*inputs, *op.rest(shape))
-    bound = 2e-6 * truth.abs().max() if op.name == "ssd" else 2e-5
+    exact = op.name in ("ssd", "gated_linear_attention")
+    bound = 2e-6 * truth.abs().max() if exact else 2e-5
     assert (ours - truth).abs().max() <= bound
 
 
@@ -116,6 +118,8 @@ def test_views_are_taken_as_inputs(op) -> None:
         ("ssd", {"BLOCK_VALUES": 1500, "CHUNK": 3}),
         ("bidirectional_wkv", {"BLOCK_VALUES": 1}),
         ("bidirectional_wkv", {"BLOCK_VALUES": 100}),
+        ("gated_linear_attention", {"CHUNK": 1}),
+        ("gated_linear_attention", {"CHUNK": 4}),
         ("dplr_delta_rule", {"CHUNK": 1}),
         ("dplr_delta_rule", {"CHUNK": 12}),
     ],
@@ -134,8 +138,15 @@ def test_blocks_and_chunks_do_not_matter(op, constants, monkeypatch) -> None:
 @pytest.mark.parametrize("form", ["naive", "torch"])
 @pytest.mark.parametrize(
     ("op", "along"),
-    [("causal_conv1d", (0,)), ("selective_scan", (0, 1, 3, 4)), ("ssd", (0, 1, 3, 4)),
-     ("dplr_delta_rule", range(6))],
+    [
+        ("causal_conv1d", (0,)),
+        ("selective_scan", (0, 1, 3, 4)),
+        ("ssd", (0, 1, 3, 4)),
+        ("gated_linear_attention", (0, 1, 2, 3)),
+        ("gated_delta_rule", range(5)),
+        ("kda", range(5)),
+        ("dplr_delta_rule", range(6)),
+    ],
     indirect=["op"],
 )  # fmt: skip
 def test_segments_equal_separate_calls(op, along, form) -> None:
@@ -189,6 +200,18 @@ IDS = torch.zeros(2, 5, dtype=torch.int64)
         ("ssd", {6: IDS[:, 1:]}),
         ("ssd", {7: IDS.float()}),  # no gap is 0
         ("ssd", {7: torch.ones(2, 5, requires_grad=True)}),
+        ("gated_linear_attention", {0: torch.zeros(2, 0, 4, 3)}),
+        ("gated_linear_attention", {1: torch.zeros(2, 5, 1, 3)}),
+        ("gated_linear_attention", {2: torch.zeros(2, 5, 1, 4)}),
+        ("gated_linear_attention", {3: torch.zeros(2, 5, 4, 1)}),
+        ("gated_linear_attention", {4: IDS[:1]}),
+        ("gated_delta_rule", {0: torch.zeros(2, 0, 4, 4)}),
+        ("gated_delta_rule", {1: torch.zeros(2, 5, 1, 4)}),
+        ("gated_delta_rule", {2: torch.zeros(2, 5, 1, 5)}),
+        ("gated_delta_rule", {3: torch.zeros(2, 5, 1)}),
+        ("gated_delta_rule", {4: torch.zeros(2, 5, 1)}),
+        ("gated_delta_rule", {5: IDS[:, 1:]}),
+        ("kda", {4: torch.zeros(2, 5, 4, 1)}),
         ("dplr_delta_rule", {0: torch.zeros(2, 5, 1, 3)}),
         ("dplr_delta_rule", {2: torch.zeros(2, 0, 4, 4)}),
         ("dplr_delta_rule", {3: torch.zeros(2, 5, 4, 1)}),
@@ -249,7 +272,7 @@ def count_flops(op: Op, shape, device: str, form=None) -> list[int]:
     return [forward.get_total_flops(), backward.get_total_flops()]
 
 
-@of(("causal_conv1d", *SCANS))
+@of(COUNTED)
 def test_flops_are_the_same_without_data_and_linear_in_the_batch(op) -> None:
     shape = op.shapes[-1]
     once, meta = (count_flops(op, shape, device) for device in ("cpu", "meta"))
@@ -272,6 +295,7 @@ def test_flops_are_linear_in_the_length(op) -> None:
 def test_every_form_equals_the_torch_form_on_a_gpu(op, subset) -> None:
     shape = {"attention": (2, 3, 64, 32), "causal_conv1d": (2, 50, 16, 4),
              "selective_scan": (2, 100, 16, 8, 2), "ssd": (2, 200, 4, 64, 32, 2),
+             "gated_linear_attention": (2, 200, 4, 32, 64),
              "dplr_delta_rule": (2, 200, 4, 32, 64)}.get(
                  op.name, op.shapes[-1])  # fmt: skip
     rest = [v.cuda() if torch.is_tensor(v) else v for v in op.rest(shape, subset)]
@@ -282,6 +306,7 @@ def test_every_form_equals_the_torch_form_on_a_gpu(op, subset) -> None:
     bounds = {
         "attention": 2e-3,
         "ssd": 5e-3,
+        "gated_linear_attention": 5e-3,
         "dplr_delta_rule": 5e-3,
     }  # kernels that multiply in TF32
     for name in dispatch.list_forms(op.name):

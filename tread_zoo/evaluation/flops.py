@@ -8,6 +8,7 @@ Every operation is counted in its torch form, whichever form runs, so that machi
     causal_conv1d       2 a tap and channel; twice that backward
     selective_scan      7 a token, channel and state: Δ A, 2^x, (Δ u) B, a h + b, C · h; 20 backward
     ssd                 the matrix products of its chunks of at most 64 tokens
+    gated_delta_rule    the matrix products of its chunks of at most 32 tokens; so with kda
     bidirectional_wkv   54 a token and channel, two scans carried in log space; 94 backward
 
 What a block computes again because of activation checkpointing counts, too.

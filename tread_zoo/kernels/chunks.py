@@ -4,6 +4,7 @@ Dimensions: Q steps of a chunk.
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,13 @@ def unit_lower_inverse(a: Tensor) -> Tensor:
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
     inverse: Tensor = torch.linalg.solve_triangular(-a, eye, upper=False, unitriangular=True)
     return inverse
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which sums stay in float32; the meta device has no autocast."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 @register_flop_formula(torch.ops.aten.linalg_solve_triangular)

@@ -7,13 +7,14 @@ that are not ours, each stops the import and is named. Times differ; ours is of 
 at 1, and `time_scale` is the factor between. What a factor cannot turn is folded into weights, see
 `dit`.
 
-conversion.py   from a file to a checkpoint folder
-reader.py       what a file holds
-format.py       what a format is
-dit.py          DiT, SiT, TREAD
-uvit.py         U-ViT
-dis.py          DiS
-drwkv.py        Diffusion-RWKV
+conversion.py      from a file to a checkpoint folder
+reader.py          what a file holds
+format.py          what a format is
+dit.py             DiT, SiT, TREAD
+uvit.py            U-ViT
+dis.py             DiS
+drwkv.py           Diffusion-RWKV
+lightning_dit.py   LightningDiT
 """
 
 from tread_zoo.published.conversion import FORMATS, Imported, import_checkpoint
