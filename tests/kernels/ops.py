@@ -236,7 +236,8 @@ OPS = {
         Op(
             "dplr_delta_rule", dplr_delta_rule,
             [(2, 9, 2, 3, 4), (1, 1, 2, 3, 2), (2, 65, 3, 8, 5), (1, 130, 1, 4, 4)],
-            ("segment_ids", "scale"), (0, 1, 2, 3, 4), 2e-6, floor=0.1, bar=((1, 256, 6, 64, 64), 11.0),
+            ("segment_ids", "scale"), (0, 1, 2, 3, 4), 2e-6, floor=0.1,
+            bar=((1, 256, 6, 64, 64), 11.0),
         ),
     )
 }  # fmt: skip
