@@ -19,8 +19,8 @@ and the channel mix is Linear(relu(Linear(blend))^2). Tokens are scanned in rast
 another curve; the directions have all in common but the bias of their decays.
 
 v_1, the values of the first block, are a stream of their own, so that a route takes a token's first
-value along with the token. A token that bypassed a route is not in any state within it: `gaps` says
-whether states decay by the steps of the full curve all the same.
+value along with the token. A token that bypasses a route is in no state and no shift within it:
+`gaps` says whether states decay by its steps of the curve all the same, and what is shifted in.
 
 B batch, K tokens present, D width, H heads of P channels.
 """
@@ -132,7 +132,17 @@ class TimeMix(Mixer):
         return x.view(*x.shape[:2], self.num_heads, -1)
 
     def initialize(self) -> None:
-        """Set what differs from the shell, as the table of `RWKV7` says."""
+        """Set what differs from the shell:
+
+        | parameter | value |
+        |---|---|
+        | `own` | 0.5: half the token, half what is shifted in |
+        | last matrix of the LoRAs, but the gate's | 0 |
+        | `decay_bias` | evenly spaced over the channels, -6 … -1 |
+        | `rate_bias`, `mix_bias` | 0: rate 0.5, the mean of both values |
+        | `removed`, `replaced` | 1 |
+        | `bonus` | 0 |
+        """
         nn.init.constant_(self.own, 0.5)
         nn.init.ones_(self.removed)
         nn.init.ones_(self.replaced)
@@ -238,20 +248,6 @@ class RWKV7(LightningBackbone):
             time_scale=time_scale,
         )
         self.initialize()
-
-    def initialize(self) -> None:
-        """Set every weight; called once, last. Beside what the shell sets:
-
-        | parameter | value |
-        |---|---|
-        | `own` | 0.5: half the token, half what is shifted in |
-        | last matrix of the LoRAs, but the gate's | 0 |
-        | `decay_bias` | evenly spaced over the channels, -6 … -1 |
-        | `rate_bias`, `mix_bias` | 0: rate 0.5, the mean of both values |
-        | `removed`, `replaced` | 1 |
-        | `bonus` | 0 |
-        """
-        super().initialize()
 
 
 # Sizes for comparisons; nobody has published diffusion networks of this kind.

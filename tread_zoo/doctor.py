@@ -30,7 +30,7 @@ from tread_zoo.seeding import make_generator
 BUILD = 'pip install --no-build-isolation "tread-zoo[cuda-build]"'
 PACKAGES = (
     ("triton", "triton", "our fused scans", "pip install triton"),
-    ("fla-core", "fla", "ssd, gated_delta_rule, kda", 'pip install "tread-zoo[cuda]"'),
+    ("fla-core", "fla", "ssd, linear attention, delta rules", 'pip install "tread-zoo[cuda]"'),
     ("mamba-ssm", "mamba_ssm", "selective_scan, ssd", BUILD),
     ("causal-conv1d", "causal_conv1d", "causal_conv1d", BUILD),
     ("flash-attn", "flash_attn", "attention, by hand", BUILD),

@@ -24,14 +24,13 @@ a, q and b, k lie behind each other: rows and cols are [T, N, 2, Q, K].
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread_zoo.kernels.chunks import unit_lower_inverse
+from tread_zoo.kernels.chunks import unit_lower_inverse, without_autocast
 
 CHUNK = 32  # steps of a chunk at most; exp(CHUNK / 2 * 36) must be finite in float64
 
@@ -47,7 +46,7 @@ def dplr_delta_rule_torch(
     scale: float = 1.0,
 ) -> Tensor:
     """Return the recurrence; see `tread_zoo.kernels.dplr_delta_rule`."""
-    with _no_autocast(v.device):
+    with without_autocast(v.device):
         return _in_chunks(q, k, v, a, b, log_decay, segment_ids, scale)
 
 
@@ -140,7 +139,7 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows, cols, sums = ctx.saved_tensors
-        with _no_autocast(rows.device):
+        with without_autocast(rows.device):
             r, c, up, down = _scale(rows, cols, sums)
             wide = grad.double()
             grad_rows = (wide @ c).view(rows.shape).mul_(up).to(rows.dtype)
@@ -157,8 +156,3 @@ def _scale(rows: Tensor, cols: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Te
     r = rows.to(torch.float64, copy=True).mul_(up)
     c = cols.to(torch.float64, copy=True).mul_(down)
     return r.flatten(2, 3), c.flatten(2, 3), up, down
-
-
-def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    known = torch.amp.is_autocast_available(device.type)  # it is not on "meta"
-    return torch.autocast(device.type, enabled=False) if known else nullcontext()
