@@ -29,7 +29,7 @@ from backbones.scan_shell import (
     ScanMixer,
     full,
     init_convolution,
-    init_step_bias,
+    init_selective_scan,
     init_uniform,
 )
 from tread_zoo.backbone import Layout
@@ -117,10 +117,7 @@ class BidirectionalMixer(ScanMixer):
         init_convolution(self.conv_weight, self.conv_bias)
         init_uniform(self.select, self.inner)
         init_uniform(self.step_weight, self.step_rank)
-        init_step_bias(self.step_bias)
-        with torch.no_grad():
-            self.A_log.copy_(torch.arange(1, self.state_size + 1).float().log())
-        nn.init.ones_(self.D)
+        init_selective_scan(self.step_bias, self.A_log, self.D)
 
 
 class Mamba(ScanBackbone):
