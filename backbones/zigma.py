@@ -56,7 +56,8 @@ class OneWayMixer(ScanMixer):
         self.conv_weight = nn.Parameter(torch.empty(inner, taps))
         self.conv_bias = nn.Parameter(torch.empty(inner))
         self.select = nn.Linear(inner, sum(self.parts), bias=False)
-        self.step = nn.Linear(rank, inner)
+        self.step_weight = nn.Parameter(torch.empty(inner, rank))
+        self.step_bias = nn.Parameter(torch.empty(inner))
         self.A_log = nn.Parameter(torch.empty(inner, state))
         self.D = nn.Parameter(torch.empty(inner))
         self.out_proj = nn.Linear(inner, width, bias=False)
@@ -69,7 +70,7 @@ class OneWayMixer(ScanMixer):
         gaps = scan.gaps() if self.gaps == "decay" else None
         u = F.silu(causal_conv1d(u, self.conv_weight, self.conv_bias, segment_ids=segments))
         step, b, c = self.select(u).split(self.parts, dim=-1)
-        step = F.softplus(full(F.linear(step, self.step.weight)) + full(self.step.bias))
+        step = F.softplus(full(F.linear(step, self.step_weight)) + full(self.step_bias))
         rates, b, c = -torch.exp(full(self.A_log)), b.unsqueeze(2), c.unsqueeze(2)
         y = selective_scan(u, step, rates, b, c, full(self.D), gaps=gaps)
         return scan.restore(self.out_proj(y * F.silu(z)))
@@ -79,16 +80,17 @@ class OneWayMixer(ScanMixer):
 
         | parameter | value |
         |---|---|
-        | linear layers, `conv_weight` | uniform within 1 / sqrt(fan in); `conv_bias` 0 |
+        | linear layers, `step_weight`, `conv_weight` | uniform within 1 / sqrt(fan in) |
         | `out_proj` | the same, over sqrt(number of blocks) |
-        | bias of `step` | softplus of it log-uniform in 0.001 … 0.1 |
+        | `step_bias`, `conv_bias` | softplus of it log-uniform in 0.001 … 0.1; 0 |
         | `A_log`, `D` | log 1 … log S for each channel; 1 |
         """
-        for layer in (self.in_proj, self.select, self.step):
-            init_uniform(layer.weight, layer.in_features)
+        init_uniform(self.in_proj.weight, self.in_proj.in_features)
+        init_uniform(self.select.weight, self.select.in_features)
+        init_uniform(self.step_weight, self.parts[0])
         init_uniform(self.out_proj.weight, self.out_proj.in_features * num_blocks)
         init_convolution(self.conv_weight, self.conv_bias)
-        init_selective_scan(self.step.bias, self.A_log, self.D)
+        init_selective_scan(self.step_bias, self.A_log, self.D)
 
 
 class ZigMaBlock(nn.Module):

@@ -41,7 +41,7 @@ def block_by_loop(block, x, condition, places, gaps):
                 v = v + mixer.conv_weight[:, 3 - lag] * u[before]
         v = F.silu(v)
         low, inp, read = mixer.select(v).split(mixer.parts)
-        size = F.softplus(mixer.step(low))[:, None]
+        size = F.softplus(mixer.step_weight @ low + mixer.step_bias)[:, None]
         decay = torch.exp(-(gap if gaps == "decay" else 1) * size * mixer.A_log.exp())
         state = decay * state + size * v[:, None] * inp
         mixed = mixer.out_proj((state @ read + mixer.D * v) * F.silu(z[token]))
