@@ -141,7 +141,7 @@ class ZigMa(AdaLNBackbone):
         scan_order: of conv and scan, a name in `tread_zoo.routing.ORDERS`.
         gaps: `ignore`: conv and scan run over a route's gaps; `reset`: the conv sees zeros beyond
             one; `decay`: so it does, and the state decays by its length, exp(gap Δ A).
-        time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
+        time_scale, reversed_time: see `AdaLNBackbone`.
 
     Raises:
         ValueError: sizes that do not fit each other, or an unknown scan_order.
@@ -165,6 +165,7 @@ class ZigMa(AdaLNBackbone):
         gaps: Gaps = "reset",
         learn_sigma: bool = False,
         time_scale: PositiveFloat = 1000.0,
+        reversed_time: bool = False,
     ) -> None:
         check_scan(scan_order, gaps)
         sizes = (hidden_size, expand, state_size, conv_width, scan_order)
@@ -180,6 +181,7 @@ class ZigMa(AdaLNBackbone):
             learned_positions=True,
             learn_sigma=learn_sigma,
             time_scale=time_scale,
+            reversed_time=reversed_time,
         )
         self.final = ZigMaHead(hidden_size, patch_size, self.out_channels)  # type: ignore[assignment]
         self.initialize()
