@@ -462,6 +462,8 @@ class ImportConfig:
     Args:
         format: the project: see docs/importing.md.
         out: a new folder, which scripts/sample.py takes as its checkpoint.
+        export: the other way: `in` is a run's folder, `out` a file as the project has it; the
+            fields below do not apply.
         objective: null: the project's usual one; of format=tread edm or flow.
         num_heads: null: as the published sizes have; no tensor shows it.
         num_classes: null: the label table less its last row, the null label.
@@ -470,6 +472,7 @@ class ImportConfig:
 
     format: str
     out: str
+    export: bool = False
     objective: str | None = None
     num_heads: PositiveInt | None = None
     num_classes: NonNegativeInt | None = None
