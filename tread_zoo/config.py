@@ -274,7 +274,8 @@ class RunConfig:
 
     def differences(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
         """Return what two runs compute differently: {field: (of this one, of the other)}."""
-        return _differences(_compared(self), _compared(other))
+        pairs, aside = _differences(self.as_dict(), other.as_dict()), aside_fields()
+        return {f: pair for f, pair in pairs.items() if not {f, f.partition(".")[0]} & aside}
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
@@ -557,23 +558,33 @@ def default_fields(cls: Any) -> dict[str, Any]:
     return found
 
 
-def _compared(config: Any) -> dict[str, Any]:
-    hints = get_type_hints(type(config), include_extras=True)
-    found = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if ASIDE in getattr(hints[field.name], "__metadata__", ()):
-            continue
-        found[field.name] = _compared(value) if dataclasses.is_dataclass(value) else value
-    return found
-
-
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    found: dict[str, tuple[Any, Any]] = {}
+    pairs: dict[str, tuple[Any, Any]] = {}
     for key in {**one, **other}:
         a, b = one.get(key), other.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found |= {f"{key}.{inner}": pair for inner, pair in _differences(a, b).items()}
+            pairs |= {f"{key}.{inner}": pair for inner, pair in _differences(a, b).items()}
         elif a != b:
-            found[key] = (a, b)
-    return found
+            pairs[key] = (a, b)
+    return pairs
+
+
+def aside_fields(cls: Any = RunConfig, prefix: str = "") -> set[str]:
+    """Return the dotted names of the fields that are marked `ASIDE`."""
+    hints, names = get_type_hints(cls, include_extras=True), set[str]()
+    for field in dataclasses.fields(cls):
+        hint, name = hints[field.name], prefix + field.name
+        if ASIDE in getattr(hint, "__metadata__", ()):
+            names.add(name)
+        elif dataclasses.is_dataclass(hint):
+            names |= aside_fields(hint, f"{name}.")
+    return names
+
+
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one, with dots in its keys."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        inside = isinstance(value, Mapping)
+        flat |= flatten(value, f"{prefix}{key}.") if inside else {prefix + key: value}
+    return flat

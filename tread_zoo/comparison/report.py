@@ -7,10 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from tread_zoo.comparison.figures import as_svg, draw_curve, draw_quality, looks, words
-from tread_zoo.comparison.findings import Findings, Setting, direction, find, flat
-
-MARKS = {"-": "━━━", "--": "╍╍╍", ":": "┈┈┈", "-.": "━╍━"}
+from tread_zoo.comparison.figures import DASHES, as_svg, draw_curve, draw_quality, looks
+from tread_zoo.comparison.findings import Findings, Setting, direction, find, words
+from tread_zoo.config import flatten
 
 
 def write_report(
@@ -53,71 +52,69 @@ def write_report(
     about = {"title": title, "subtitle": _count(findings), "command": command}
     text = _markdown(about, findings)
     (out / "report.md").write_text(text)
-    style = looks(findings.settings)
+    style = looks(findings.settings).items()
     page = _render(
         **about,
         findings=findings,
         quality=as_svg(quality, f"{words(findings.main)} against FLOPs"),
         samples={} if findings.by_sample else _samples(findings.settings),
-        figures=[] if findings.by_sample else _curve_figures(findings, curves),
-        legend=[(label, colour, MARKS.get(str(d), "━ ━")) for label, (colour, d) in style.items()],
+        figures={} if findings.by_sample else _curve_figures(findings, curves),
+        legend=[(label, colour, DASHES.get(dash, "━━━")) for label, (colour, dash) in style],
         machines=list(dict.fromkeys(findings.runs.machine.dropna())),
-        protocol=flat(findings.runs.protocol.iloc[0] or {}),
+        protocol=flatten(findings.runs.protocol.iloc[0] or {}),
     )
     (out / "index.html").write_text(page)
     return text
 
 
 def _count(findings: Findings) -> str:
-    settings, runs = findings.settings, findings.runs
-    backbones, data = {s.backbone for s in settings}, " and ".join(sorted(set(runs.data)))
-    counts = [(len(settings), "setting"), (len(backbones), "backbone"), (len(runs), "run")]
-    first, second, third = (f"{n} {word}{'s' * (n != 1)}" for n, word in counts)
-    return f"{first} of {second}, {third}, on {data}"
+    counts = {
+        "setting": len(findings.settings),
+        "backbone": len({setting.backbone for setting in findings.settings}),
+        "run": len(findings.runs),
+    }
+    first, second, third = (f"{n} {word}{'s' * (n != 1)}" for word, n in counts.items())
+    return f"{first} of {second}, {third}, on {' and '.join(sorted(set(findings.runs.data)))}"
 
 
 def _samples(settings: Sequence[Setting]) -> dict[str, Any]:
     """Return the pictures of the first seed that all settings have, and of real images if a run
     has them."""
-    seeds = [set(setting.runs.seed) for setting in settings]
-    common = set.intersection(*seeds)
-    pictures, real = [], None
+    common = set.intersection(*(set(setting.runs.seed) for setting in settings))
+    pictures: dict[str, str] = {}
     for setting in settings:
         runs = setting.runs.sort_values("seed")
-        rows = runs[runs.seed == min(common)] if common else runs
-        path = rows.samples.iloc[0]
+        path = runs[runs.seed == min(common)].samples.iloc[0] if common else runs.samples.iloc[0]
         if path and Path(path).exists():
-            pictures.append((setting.label, _embed(Path(path))))
-            beside = Path(path).with_name("real.png")
-            real = real or (_embed(beside) if beside.exists() else None)
+            real = Path(path).with_name("real.png")
+            if real.exists() and "real images" not in pictures:
+                pictures = {"real images": _embed(real), **pictures}
+            pictures[setting.label] = _embed(Path(path))
     seed = f"seed {min(common)}" if common else "each setting's first seed"
-    return {"seed": seed, "pictures": ([("real images", real)] if real else []) + pictures}
+    return {"seed": seed, "pictures": pictures}
 
 
 def _embed(path: Path) -> str:
     return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
 
 
-def _curve_figures(findings: Findings, curves: pd.DataFrame) -> list[tuple[str, list[str]]]:
-    """Return (metric, its figures against steps, FLOPs and seconds) of all that every run measured
+def _curve_figures(findings: Findings, curves: pd.DataFrame) -> dict[str, list[str]]:
+    """Return by metric its figures against steps, FLOPs and seconds, of all that every run measured
     more than once on its way."""
     labels = {"step": "steps", "flops": "training FLOPs", "seconds": "seconds of training steps"}
     if findings.runs.machine.nunique() > 1:
         del labels["seconds"]  # of several clocks
     figures: dict[str, list[str]] = {}
     of_runs = curves[curves.folder.isin(findings.runs.folder)]
-    for source in ("score", "log"):
-        for metric in findings.metrics:
-            own = of_runs[(of_runs.metric == metric) & (of_runs.source == source)]
-            counts = own.groupby("folder").step.nunique()
-            if words(metric) in figures or len(counts) < len(findings.runs) or counts.min() < 2:
-                continue
+    for (_, metric), own in of_runs.groupby(["source", "metric"], sort=False):
+        counts = own.groupby("folder").step.nunique()
+        if metric in findings.metrics and len(counts) == len(findings.runs) and counts.min() > 1:
             figures[words(metric)] = [
                 as_svg(draw_curve(findings.settings, own, metric, x, label), f"{metric} by {x}")
                 for x, label in labels.items()
                 if own[x].notna().all()
             ]
-    return list(figures.items())
+    return {words(m): figures[words(m)] for m in findings.metrics if words(m) in figures}
 
 
 def _render(**context: Any) -> str:

@@ -16,6 +16,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -221,13 +222,15 @@ class Trackers:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's `metrics.jsonl`; lines that a crash or a full disk cut short are
-    left out."""
-    path = run_dir / METRICS
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
+    """Return the rows of a run's `metrics.jsonl`; none if it has no such file."""
+    return read_lines(run_dir / METRICS)
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the records of a file of JSON lines; those that a crash or a full disk cut short are
+    left out, and none are there without a file."""
+    records = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return records
