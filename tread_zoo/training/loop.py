@@ -30,13 +30,11 @@ from tread_zoo.seeding import make_generator
 from tread_zoo.training.checkpoints import (
     Checkpoint,
     check_same_data,
-    check_same_run,
     data_facts,
 )
 from tread_zoo.training.log import (
     Log,
     Window,
-    check_folder,
     checkpoint_to_resume,
     open_folder,
     timed,
@@ -74,9 +72,6 @@ def train(**fields: Any) -> Path:
     precision = resolve_precision(config.training.precision, device)
     prepare_process_group(device)
     checkpoint = checkpoint_to_resume(config)
-    if checkpoint is not None:
-        check_same_run(checkpoint, config)
-    check_folder(config, checkpoint)
     with StopSignals() as signals, _memory_explained(config):
         setup = build_setup(config)
         if checkpoint is not None:
