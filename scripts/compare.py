@@ -80,8 +80,7 @@ def read_settings(own: Sequence[str]) -> dict[str, Any]:
             value = quoted(value)
         texts.append(f"{field}={value}")
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        settings = OmegaConf.to_container(compose("compare", overrides=texts), resolve=True)
-    assert isinstance(settings, dict)
+        settings: Any = OmegaConf.to_container(compose("compare", overrides=texts), resolve=True)
     if settings["to"] not in (None, "reference"):
         raise unknown_name("compare.to", settings["to"], ["reference"])
     if not isinstance(settings["jobs"], int) or settings["jobs"] < 1:
@@ -90,7 +89,7 @@ def read_settings(own: Sequence[str]) -> dict[str, Any]:
         )
     if settings["runs"] and not any(text.startswith("title=") for text in texts):
         settings["title"] = None  # the study's is of others
-    return {str(key): value for key, value in settings.items()}
+    return settings
 
 
 def compare(settings: dict[str, Any], overrides: Sequence[str], command: str) -> int:
@@ -110,10 +109,10 @@ def compare(settings: dict[str, Any], overrides: Sequence[str], command: str) ->
         cells = make_cells(settings, overrides)
         check_same_commands(cells, out)
         failed = run_cells(cells, jobs=settings["jobs"], devices=visible_devices())
+        for name, reason in failed.items():
+            print(f"failed: {name}: {reason}", file=sys.stderr)
         ended = [cell for cell in cells if cell.result.exists()]
         if not ended:
-            for name, reason in failed.items():
-                print(f"{name}: {reason}", file=sys.stderr)
             raise ValueError("No cell ended well: there is nothing to compare.")
         if settings["runs"]:
             runs = read_runs([c.choices["run"] for c in ended], [c.result for c in ended])
@@ -123,17 +122,10 @@ def compare(settings: dict[str, Any], overrides: Sequence[str], command: str) ->
                     runs.attrs["settings"] = [*dict.fromkeys([*runs.attrs["settings"], field])]
         else:
             runs = read_runs([cell.result.parent for cell in ended])
-    curves = read_curves(list(dict.fromkeys(runs.folder)))
-    title = settings["title"] or "Runs compared"
-    print(
-        write_report(
-            runs, curves, out, title=title, command=command, metric=settings["metric"],
-            failed=failed,
-        )
-    )  # fmt: skip
+    curves = read_curves(dict.fromkeys(runs.folder))
+    about = {"title": settings["title"] or "Runs compared", "command": command}
+    print(write_report(runs, curves, out, **about, metric=settings["metric"], failed=failed))
     print(f"written to {out}: index.html, report.md, quality.png, results.csv, curves.csv")
-    for name, reason in failed.items():
-        print(f"failed: {name}: {reason}", file=sys.stderr)
     return int(bool(failed))
 
 
@@ -142,30 +134,23 @@ def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> list[Any]:
     from tread_zoo.cli import compose_settings
     from tread_zoo.comparison import Cell, cell_name, expand, find_runs
 
-    out = Path(settings["out"])
-    if not settings["runs"]:
-        cells = []
-        for choices, texts in expand(
-            *split_sweeps(settings["grids"], overrides, settings["fixed"])
-        ):
-            name = cell_name(choices)
-            folder = out / "runs" / name
-            command = (sys.executable, str(TRAIN), *texts, f"run_dir={quoted(folder)}",
-                       "resume=latest")  # fmt: skip
-            log = out / "logs" / f"{name}.log"
-            cells.append(Cell(name, choices, command, folder / "score.json", log))
-        compose_settings("train", cells[0].command[2:])  # what all have is checked before any runs
-        return cells
-    sweeps, fixed = split_sweeps([{}], overrides)
+    out, runs = Path(settings["out"]), settings["runs"]
+    grids, shared = ([{}], []) if runs else (settings["grids"], settings["fixed"])
     cells = []
-    for folder in find_runs(settings["runs"]):
-        for choices, texts in expand(sweeps, fixed):
-            name = cell_name({"run": str(folder), **choices})
-            result = out / "scores" / f"{name}.json"
-            command = (sys.executable, str(EVALUATE), *texts, f"checkpoint={quoted(folder)}",
-                       f"out={quoted(result)}")  # fmt: skip
-            log = out / "logs" / f"{name}.log"
-            cells.append(Cell(name, {"run": str(folder), **choices}, command, result, log))
+    for run in find_runs(runs) if runs else [None]:
+        for choices, texts in expand(*split_sweeps(grids, overrides, shared)):
+            choices = choices if run is None else {"run": str(run), **choices}
+            name = cell_name(choices)
+            if run is None:
+                script, result = TRAIN, out / "runs" / name / "score.json"
+                own = [f"run_dir={quoted(result.parent)}", "resume=latest"]
+            else:
+                script, result = EVALUATE, out / "scores" / f"{name}.json"
+                own = [f"checkpoint={quoted(run)}", f"out={quoted(result)}"]
+            command = (sys.executable, str(script), *texts, *own)
+            cells.append(Cell(name, choices, command, result, out / "logs" / f"{name}.log"))
+    if not runs:
+        compose_settings("train", cells[0].command[2:])  # what all have is checked before any runs
     return cells
 
 
@@ -202,12 +187,12 @@ def to_reference(settings: dict[str, Any]) -> int:
     from tread_zoo.errors import unknown_name
 
     status, own_out = 0, OmegaConf.load(CONFIGS / "compare.yaml").out
+    recipes = [path.stem for path in CURVES.glob("*.csv")]
     for folder in find_runs(settings["runs"]):
         config = json.loads((folder / "config.json").read_text())
         kind = "dense" if config["routing"]["name"] == "none" else "tread"
         architecture = config["backbone"]["name"].partition("_")[0]
         recipe = settings["recipe"] or f"{config['data']['name']}_{architecture}_{kind}"
-        recipes = [path.stem for path in CURVES.glob("*.csv")]
         if recipe not in recipes:
             raise unknown_name(f"{folder}: compare.recipe", recipe, recipes)
         different = recipe_differences(recipe, config)

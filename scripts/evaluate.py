@@ -59,16 +59,9 @@ def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
     data = run.data({**config.data, **moved})
     data.codec.prepare(next(run.backbone.parameters()).device)
     record = evaluate(
-        run.backbone,
-        run.objective,
-        data,
-        sampling,
-        config.evaluation,
-        precision=run.precision,
-        weak=run.weak(sampling),
-        weights=config.weights,
-        step=run.checkpoint.step,
-    )
+        run.backbone, run.objective, data, sampling, config.evaluation, precision=run.precision,
+        weak=run.weak(sampling), weights=config.weights, step=run.checkpoint.step,
+    )  # fmt: skip
     return record, str(run.run_dir / f"score_{run.checkpoint.step:08d}_{{digest}}.json")
 
 

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 @command("sample", SampleConfig, groups=("sampler", "guidance"))
-def main(settings: dict) -> None:
+def main(settings: dict[str, Any]) -> None:
     import torch
 
     from tread_zoo.diffusion import generate
@@ -53,22 +53,15 @@ def main(settings: dict) -> None:
     record = sampling_record(run.backbone, run.objective, sampling, weak=weak)
     indices = range(config.first_index, config.first_index + config.num_images)
     labels = _conditions(run, config).of(indices)
-    folder = _open_folder(run, codec, config, record)
     if config.label is not None:
         labels = torch.full((len(indices),), config.label)
+    folder = _open_folder(run, codec, config, record)
     place, words = describe_device(device), describe_sampling(record)
     logger.info("%s, step %d, on %s; %s", run.backbone.name, run.checkpoint.step, place, words)
     x = generate(
-        run.backbone,
-        run.objective,
-        sampling,
-        indices=indices,
-        labels=labels,
-        seed=config.seed,
-        batch_size=config.batch_size,
-        precision=run.precision,
-        weak=weak,
-    )
+        run.backbone, run.objective, sampling, indices=indices, labels=labels, seed=config.seed,
+        batch_size=config.batch_size, precision=run.precision, weak=weak,
+    )  # fmt: skip
     labels = labels if run.backbone.num_classes else None
     if not codec.has_pixels:
         folder.save_latents(indices, codec.to_latents(x), labels)
