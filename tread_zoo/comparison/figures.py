@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from tread_zoo.comparison.findings import Setting, si, words
+from tread_zoo.comparison.findings import Setting, direction, si, words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,19 +36,9 @@ def looks(settings: Sequence[Setting]) -> dict[str, tuple[str, str]]:
     }
 
 
-def draw_quality(
-    settings: Sequence[Setting], metric: str, better: str, x: str, real: float | None
-) -> "Figure":
+def draw_quality(settings: Sequence[Setting], metric: str, x: str) -> "Figure":
     """Return the picture of quality against cost, an arrow from each dense setting to its routed
-    ones.
-
-    Args:
-        settings: rows of the comparison.
-        metric: column of the quality.
-        better: lower or higher.
-        x: column of the cost: flops, or flops_per_sample.
-        real: what real images score, or None.
-    """
+    ones; `metric` and `x` (flops, or flops_per_sample) are columns of the runs."""
     figure, axes = _new_figure((6.4, 4.2))
     points: dict[str, Point] = {}
     style = looks(settings)
@@ -70,9 +60,10 @@ def draw_quality(
             arrow = {"arrowstyle": "-|>", "lw": 1.6, "shrinkA": 6, "shrinkB": 6}
             arrow["color"] = style[setting.label][0]
             axes.annotate("", points[setting.label], points[dense.label], arrowprops=arrow)
-    axes.set_ylabel(f"{words(metric)} ({better} is better)")
+    axes.set_ylabel(f"{words(metric)} ({direction(metric)} is better)")
     low, high = axes.get_ylim()
-    if real is not None and low - (high - low) / 2 <= real <= high + (high - low) / 2:
+    real = settings[0].runs.get(f"real_{metric}", pd.Series([math.nan])).iloc[0]
+    if low - (high - low) / 2 <= real <= high + (high - low) / 2:
         axes.axhline(real, color=INK, ls=":", lw=1, alpha=0.6)
         axes.annotate(f"real images {real:.3g}", (0, real), (4, 3), fontsize=9,
                       xycoords=("axes fraction", "data"), textcoords="offset points")  # fmt: skip

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from tread_zoo.config import flatten
-from tread_zoo.evaluation.score import Protocol
+from tread_zoo.evaluation.protocol import Protocol
 from tread_zoo.registry import available, get_entry
 
 HELD_OUT = "held_out_loss"
@@ -83,64 +83,6 @@ class Difference:
         alone = ", one seed" if len(self.values) == 1 else ""
         bounds = f", {low} … {high}" if low != high else alone
         return f"{100 * statistics.fmean(self.values):+.1f} %{bounds}"
-
-
-@dataclass(frozen=True)
-class Findings:
-    """All that a report says.
-
-    Args:
-        runs: the rows that are compared.
-        settings: the same, by setting.
-        metrics: scores that compare, `main` the one of the first screen.
-        by_sample: the rows are several scores of each run, as of guidances, and what they cost is
-            that of a sample.
-        headline: sentences.
-        scores, pairs: tables of the settings, and of routed ones against dense.
-        notes: remarks on runs and protocols.
-    """
-
-    runs: pd.DataFrame
-    settings: Sequence[Setting]
-    metrics: Sequence[str]
-    main: str
-    by_sample: bool
-    headline: Sequence[str]
-    scores: Table
-    pairs: Table
-    notes: Sequence[str]
-
-
-def find(
-    runs: pd.DataFrame,
-    curves: pd.DataFrame,
-    metric: str | None = None,
-    failed: Mapping[str, str] | None = None,
-) -> Findings:
-    """Return what runs say; see `write_report`."""
-    ended = runs[runs.ended]
-    if not len(ended):
-        raise ValueError("No run has been scored: there is nothing to compare.")
-    again = ended.astype(str).duplicated([*ended.attrs["settings"], "seed"])
-    repeated, ended = ended[again], ended[~again]
-    metrics, notes = comparable_metrics(ended)
-    if metric is not None and metric not in metrics:
-        raise ValueError(f"compare.metric={metric} must be one of {', '.join(metrics)}.")
-    notes += [f"{name} failed: {reason}" for name, reason in (failed or {}).items()]
-    notes += [f"{name} has the settings and seed of another run." for name in repeated.folder]
-    going = runs[~runs.ended].itertuples()
-    notes += [f"{run.folder} is at step {run.steps}, not scored." for run in going]
-    main = metric or metrics[0]
-    settings = group_settings(ended)
-    pairs: Table = ([], [])
-    by_sample = bool(ended.folder.duplicated().any())
-    if by_sample:
-        headline = best_by_sample(settings, main)
-    else:
-        pairs, paying = routing_table(settings, curves, main)
-        headline = [*best_settings(settings, ended, curves, main), *paying]
-    scores = scores_table(settings, metrics)
-    return Findings(ended, settings, metrics, main, by_sample, headline, scores, pairs, notes)
 
 
 def direction(metric: str) -> str | None:
