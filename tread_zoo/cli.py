@@ -43,7 +43,7 @@ PARSER = OverridesParser.create()
 
 def command(
     name: str, config: type, groups: Sequence[str] = ()
-) -> Callable[[Callable[[dict], None]], Callable]:
+) -> Callable[[Callable[[dict[str, Any]], None]], Callable[[], None]]:
     """Return a decorator that makes a script's main function from one that takes its settings.
 
     Args:

@@ -273,7 +273,8 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Return every field as plain values: what a checkpoint stores."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return plain
 
     def differences(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
         """Return what two runs compute differently: {field: (of this one, of the other)}."""

@@ -73,7 +73,7 @@ def write_report(
     curves.to_csv(out / "curves.csv", index=False)
     quality = draw_quality(settings, main, "flops_per_sample" if by_sample else "flops")
     quality.savefig(out / "quality.png", dpi=120, facecolor="white")
-    about = {
+    about: dict[str, Any] = {
         "title": title,
         "subtitle": _count(settings, ended),
         "command": command,

@@ -54,7 +54,7 @@ class Checkpoint:
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return self.meta["step"]
+        return int(self.meta["step"])
 
     @property
     def run_dir(self) -> Path:
@@ -318,9 +318,7 @@ def load_optimizer_state(
         content["state"] = dict(state)
         if with_groups:
             for group, options in zip(content["param_groups"], saved["groups"], strict=True):
-                for name, value in options.items():  # JSON has made lists of tuples
-                    is_tuple = isinstance(group.get(name), tuple)
-                    group[name] = tuple(value) if is_tuple else value
+                group |= options
         inner.load_state_dict(content)
 
 
@@ -369,9 +367,8 @@ def _checksum(file: Path) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk, so that a rename cannot outrun
-    them; some systems cannot open folders."""
-    with suppress(OSError):
+    """Wait until a file, or the names in a folder, are on the disk."""
+    with suppress(OSError):  # some systems cannot open folders
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)

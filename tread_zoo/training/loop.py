@@ -115,13 +115,8 @@ def optimize(
     window: Window,
     received: Mapping[int, float],
 ) -> int:
-    """Do one optimizer step, and return the signal that ends the run after it, or 0.
-
-    Args:
-        state: its `step` is that of this step, counted from 0.
-        batches: of this rank.
-        window: gets the losses.
-        received: signals that came to this process.
+    """Do optimizer step `state.step`, counted from 0, on this rank's batches, and return the signal
+    that ends the run after it, or 0; `received` are those that came to this process.
 
     Raises:
         FloatingPointError: the loss or the gradient is not finite; on every rank.
@@ -194,7 +189,8 @@ def step_loss(
             concrete = resolve_routes(
                 routes, lambda start: setup.backbone.importance(x_t, t, y, start)
             )
-            return (model or setup.backbone)(x_t, t, y, routes=concrete)
+            output: Tensor = (model or setup.backbone)(x_t, t, y, routes=concrete)
+        return output
 
     losses, values = setup.objective.loss(predict, x, draw)
     return StepLoss(losses, values, draw.level)

@@ -180,8 +180,8 @@ class TrainState:
     def images_per_step(self) -> int:
         """Images that all ranks together see in an optimizer step."""
         training = self.setup.training
-        micro_batch = self.accelerator.num_processes * training.batch_size
-        return micro_batch * training.gradient_accumulation_steps
+        num_ranks = int(self.accelerator.num_processes)
+        return num_ranks * training.batch_size * training.gradient_accumulation_steps
 
     @property
     def groups(self) -> list[dict[str, Any]]:
