@@ -182,7 +182,7 @@ def _orthogonal_step(matrix: Tensor, update: Tensor, group: Mapping[str, Any]) -
     for part, gradient in zip(parts, updates, strict=True):
         part.grad = gradient
     options = {**group, "params": parts, "momentum": 0.0, "nesterov": False}
-    torch.optim.Muon([options]).step()  # type: ignore[no-untyped-call]
+    torch.optim.Muon([options]).step()
 
 
 def _has_fused_step(backbone: Backbone) -> bool:
