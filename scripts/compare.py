@@ -28,10 +28,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
+
+from tread_zoo.cli import compose_settings
+from tread_zoo.comparison import (
+    Cell,
+    cell_name,
+    check_same_commands,
+    compare_with_curve,
+    describe_comparison,
+    expand,
+    find_runs,
+    make_curve,
+    read_curves,
+    read_runs,
+    run_cells,
+    write_report,
+)
+from tread_zoo.config import make_config
+from tread_zoo.errors import unknown_name
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
@@ -68,8 +88,6 @@ def run(arguments: Sequence[str]) -> int:
 
 def read_settings(own: Sequence[str]) -> dict[str, Any]:
     """Return the comparison's settings, from overrides that begin with `compare.`."""
-    from tread_zoo.errors import unknown_name
-
     fields = [*OmegaConf.load(CONFIGS / "compare.yaml"), "study"]
     texts = []
     for text in own:
@@ -94,14 +112,6 @@ def read_settings(own: Sequence[str]) -> dict[str, Any]:
 
 def compare(settings: dict[str, Any], overrides: Sequence[str], command: str) -> int:
     """Run what is not there yet, write the report, and return 1 if a cell failed."""
-    from tread_zoo.comparison import (
-        check_same_commands,
-        read_curves,
-        read_runs,
-        run_cells,
-        write_report,
-    )
-
     out, failed = Path(settings["out"]), dict[str, str]()
     if settings["runs"] and not overrides:
         runs = read_runs(settings["runs"])
@@ -131,9 +141,6 @@ def compare(settings: dict[str, Any], overrides: Sequence[str], command: str) ->
 
 def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> list[Any]:
     """Return the cells: training of every combination, or with `runs` scoring of each of them."""
-    from tread_zoo.cli import compose_settings
-    from tread_zoo.comparison import Cell, cell_name, expand, find_runs
-
     out, runs = Path(settings["out"]), settings["runs"]
     grids, shared = ([{}], []) if runs else (settings["grids"], settings["fixed"])
     cells = []
@@ -181,11 +188,6 @@ def split_sweeps(
 
 def to_reference(settings: dict[str, Any]) -> int:
     """Compare runs with the curves of their recipes, and return 1 if one is off its curve."""
-    import pandas as pd
-
-    from tread_zoo.comparison import compare_with_curve, describe_comparison, find_runs
-    from tread_zoo.errors import unknown_name
-
     status, own_out = 0, OmegaConf.load(CONFIGS / "compare.yaml").out
     recipes = [path.stem for path in CURVES.glob("*.csv")]
     for folder in find_runs(settings["runs"]):
@@ -211,9 +213,6 @@ def to_reference(settings: dict[str, Any]) -> int:
 def recipe_differences(recipe: str, config: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return in what a run differs from its recipe, seed and data source apart:
     {field: (of the run, of the recipe)}."""
-    from tread_zoo.cli import compose_settings
-    from tread_zoo.config import make_config
-
     experiment, backbone, kind = recipe.rsplit("_", 2)
     routing = "none" if kind == "dense" else "tread"
     overrides = [f"experiment={experiment}", f"backbone={backbone}_tiny", f"routing={routing}"]
@@ -224,8 +223,6 @@ def recipe_differences(recipe: str, config: dict[str, Any]) -> dict[str, tuple[A
 
 def write_curve(settings: dict[str, Any]) -> int:
     """Write the curve of runs, its first line their folders."""
-    from tread_zoo.comparison import find_runs, make_curve
-
     folders = find_runs(settings["runs"])
     text = make_curve(folders).to_csv(index=False, float_format="%.6g")
     Path(settings["curve"]).write_text(f"# {', '.join(map(str, folders))}\n{text}")
@@ -240,8 +237,6 @@ def quoted(path: str | Path) -> str:
 
 def visible_devices() -> list[str]:
     """Return the CUDA devices that cells may share out."""
-    import torch
-
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
 
