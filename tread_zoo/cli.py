@@ -77,7 +77,7 @@ def command(
 
 
 def register_groups(name: str, config: type, groups: Sequence[str]) -> None:
-    """Make the defaults of a script, and every registered part of its groups, known to hydra."""
+    """Give hydra the defaults of a script and every registered part of its groups."""
     from tread_zoo.kernels import get_forms
 
     store = ConfigStore.instance()
@@ -254,8 +254,7 @@ def _worded() -> Iterator[None]:
         cause = error.__cause__
         if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
             group = str(cause.full_key).rpartition(".")[0]
-            known = map(str, cause.parent_node)
-            raise unknown_field(group, cause.key, known) from None
+            raise unknown_field(group, cause.key, map(str, cause.parent_node)) from None
         raise ValueError("; ".join(str(error).split("\n")[:2])) from None
 
 

@@ -72,10 +72,10 @@ class Entry:
     """A registered name.
 
     Args:
-        kind, name: what it is found by.
+        kind, name: of the part.
         target: the class or function.
         preset: values of options in place of the target's own defaults.
-        facts: what else the kind knows of its parts, such as a metric's `better`.
+        facts: what else is said of parts of the kind, such as a metric's `better`.
     """
 
     kind: str
@@ -183,8 +183,8 @@ def register(
             raise unknown_name(f"register({kind!r}) keyword", fact, _FACTS.get(kind, ()))
 
     def decorate(target: Target) -> Target:
-        known = {k: v for k, v in facts.items() if v is not None}
-        entry = Entry(kind, name, target, dict(preset or {}), known)
+        stated = {k: v for k, v in facts.items() if v is not None}
+        entry = Entry(kind, name, target, dict(preset or {}), stated)
         taken = _entries.get((kind, name))
         if taken is not None and _place(taken) != _place(entry):
             raise ValueError(f"{kind} {name!r} is already registered by {_place(taken)}.")

@@ -86,7 +86,7 @@ class Difference:
 
 
 def direction(metric: str) -> str | None:
-    """Return whether a metric is better `lower` or `higher`, None if that is not known."""
+    """Return whether a metric is better `lower` or `higher`, None if nothing says."""
     if metric in available("metric"):
         return get_entry("metric", metric).facts.get("better")
     return {"loss": "lower", "accuracy": "higher"}.get(metric.rpartition("_")[2])
@@ -298,7 +298,7 @@ def _difference(dense: Setting, routed: Setting, measured: Measured) -> Differen
     )
     if not all(first.values()):  # nothing is relative to zero
         return None
-    relative = [second[seed] / first[seed] - 1 for seed in first if seed in second]
+    relative = [(second[k] - v) / abs(v) for k, v in first.items() if k in second]  # kid may be < 0
     return Difference(relative, direction(metric) or "lower") if relative else None
 
 

@@ -64,7 +64,7 @@ def compare_with_curve(
     Args:
         folder: the run's, ended or not.
         curve: of `make_curve`, or read from its file.
-        differences: settings in which the run is known to differ from the recipe: then losses of
+        differences: settings in which the run differs from the recipe: then losses of
             another routing, and scores of other samples, are not compared.
 
     Raises:

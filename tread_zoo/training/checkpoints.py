@@ -41,7 +41,7 @@ _SAME = ("backbone", "objective", "data", "seed")  # what a resumed run must sha
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written, found or used; the text says what to do."""
+    """A checkpoint that is missing, or cannot be written or used; the text says what to do."""
 
 
 @dataclass(frozen=True)
