@@ -65,7 +65,7 @@ def draw_quality(settings: Sequence[Setting], metric: str, x: str) -> "Figure":
     real = settings[0].runs.get(f"real_{metric}", pd.Series([math.nan])).iloc[0]
     if low - (high - low) / 2 <= real <= high + (high - low) / 2:
         axes.axhline(real, color=INK, ls=":", lw=1, alpha=0.6)
-        axes.annotate(f"real images {real:.3g}", (0, real), (4, 3), fontsize=9,
+        axes.annotate(f"real images {real:.3g}", (0, real), (4, 3), fontsize=10,
                       xycoords=("axes fraction", "data"), textcoords="offset points")  # fmt: skip
     if points:
         _scale(axes, "x", [cost for cost, _ in points.values()])
@@ -119,7 +119,7 @@ def _new_figure(size: tuple[float, float]) -> "tuple[Figure, Axes]":
     from matplotlib.figure import Figure
 
     coloured = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    style: dict[Any, Any] = {**dict.fromkeys(coloured, INK), "font.size": 11}
+    style: dict[Any, Any] = {**dict.fromkeys(coloured, INK), "font.size": 12}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
@@ -139,7 +139,7 @@ def _name_points(
             text = setting.label.partition(", ")[2] if each else setting.backbone
             axes.annotate(
                 text, points[setting.label], (8, 6), textcoords="offset points",
-                color=looks(settings)[setting.label][0], fontsize=8 if each else 10,
+                color=looks(settings)[setting.label][0], fontsize=9 if each else 11,
             )  # fmt: skip
 
 

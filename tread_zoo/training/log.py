@@ -204,14 +204,8 @@ class Window:
 
 
 class Log:
-    """The log of a run, as a context; of other processes than the main one it is silent.
-
-    Args:
-        state: of the run at its start.
-        folder: the run's, which exists.
-        precision: resolved.
-        checkpoint: that it continues from, or None.
-    """
+    """The log of a run in its folder, as a context; of other processes than the main one it is
+    silent. The state is that at its start, as the checkpoint left it if it continues from one."""
 
     def __init__(
         self, state: TrainState, folder: Path, precision: str, checkpoint: Checkpoint | None
@@ -250,15 +244,12 @@ class Log:
             "num_steps": state.setup.num_steps,
         }
 
-    def __enter__(self) -> "Log":
-        if self.is_main:
-            self._open()
-        return self
-
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def _open(self) -> None:
+    def __enter__(self) -> "Log":
+        if not self.is_main:
+            return self
         from tqdm.auto import tqdm
         from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -285,6 +276,7 @@ class Log:
         self._stack.callback(self.bar.close)
         if not is_pipe:
             self._stack.enter_context(logging_redirect_tqdm())
+        return self
 
     def _first_lines(self) -> list[tuple[str, str]]:
         setup, facts, data = self.setup, self.facts, self.facts["data"]
@@ -363,29 +355,20 @@ class Log:
         self, network: Backbone, num_draws: int = 1
     ) -> tuple[float, list[float]] | None:
         return held_out_loss(
-            network,
-            self.setup.objective,
-            self.setup.data,
-            seed=HELD_OUT_SEED,
-            num_draws=num_draws,
-            precision=self.precision,
-        )
+            network, self.setup.objective, self.setup.data, seed=HELD_OUT_SEED,
+            num_draws=num_draws, precision=self.precision,
+        )  # fmt: skip
 
     def _save_grids(self, network: Backbone, step: int) -> None:
         """Save samples and, once, real images beside them."""
         setup, data, device = self.setup, self.setup.data, self.accelerator.device
         indices = range(GRID_IMAGES)
         images = generate(
-            network,
-            setup.objective,
-            setup.sampling,
-            indices=indices,
-            labels=conditions_of(network, data).of(indices),
-            seed=GRID_SEED,
-            batch_size=setup.config.evaluation.batch_size,
-            precision=self.precision,
+            network, setup.objective, setup.sampling, indices=indices,
+            labels=conditions_of(network, data).of(indices), seed=GRID_SEED,
+            batch_size=setup.config.evaluation.batch_size, precision=self.precision,
             weak=setup.weak,
-        )
+        )  # fmt: skip
         path = self.folder / "samples" / f"step_{step:08d}.png"
         real = path.with_name("real.png")
         with _optional(path):
@@ -418,16 +401,9 @@ class Log:
         with timed(state, "score"):
             network = state.average.whole(self.accelerator.device)
             record = evaluate(
-                network,
-                setup.objective,
-                setup.data,
-                setup.sampling,
-                options,
-                precision=self.precision,
-                weak=setup.weak,
-                cache=self.cache,
-                step=state.step,
-            )
+                network, setup.objective, setup.data, setup.sampling, options, weak=setup.weak,
+                precision=self.precision, cache=self.cache, step=state.step,
+            )  # fmt: skip
             if self.is_main and (loss := self._held_out_loss(network, HELD_OUT_DRAWS)) is not None:
                 record["values"]["held_out_loss"], record["held_out_loss_by_level"] = loss
                 record["held_out"] = held_out_record(
@@ -440,7 +416,11 @@ class Log:
         record["run"] = {**self.machine, "seconds": seconds}
         if last:
             record["run"]["peak_memory_bytes"] = peak_memory(self.accelerator.device)
-        self._keep_score(record, state.step)
+        before, values = self.scores.get(state.step), score_names(record)
+        self.scores[state.step] = record
+        self._write_scores()
+        if before is None or score_names(before) != values:  # a finished run may be resumed
+            self.trackers.log(state.step, {k: v for k, v in values.items() if math.isfinite(v)})
         if last:
             write_text(self.folder / SCORE, json.dumps(record, indent=2))
             for line in describe_record(record):
@@ -449,13 +429,6 @@ class Log:
         else:
             shown = "  ".join(f"{k} {v:.4g}" for k, v in record["values"].items())
             _say("score", f"step {state.step}  {shown}")
-
-    def _keep_score(self, record: dict[str, Any], step: int) -> None:
-        before, values = self.scores.get(step), score_names(record)
-        self.scores[step] = record
-        self._write_scores()
-        if before is None or score_names(before) != values:  # a finished run may be resumed
-            self.trackers.log(step, {k: v for k, v in values.items() if math.isfinite(v)})
 
     def _write_scores(self) -> None:
         """Write all of them anew, so that no half of a line is ever there; they are few."""
@@ -475,23 +448,20 @@ class Log:
             averages = state.average.whole(self.accelerator.device).state_dict()
             tensors, plain = optimizer_state(state.optimizer, setup.backbone)
             if self.is_main:
-                path = save_checkpoint(
-                    self.folder,
-                    {"model": weights, "ema": averages, "optimizer": tensors},
-                    {
-                        "step": state.step,
-                        "config": self.settings,
-                        "plugins": list(setup.config.plugins),
-                        "backbone": describe_backbone(setup.backbone),
-                        "data": self.facts["data"],
-                        "images_per_step": state.images_per_step,
-                        "seconds": state.seconds,
-                        "optimizer": plain,
-                        "scaler": scaler.state_dict() if scaler else None,
-                    },
-                    keep=setup.training.keep_checkpoints,
-                )
-                _say("saved", str(path))
+                parts = {"model": weights, "ema": averages, "optimizer": tensors}
+                meta = {
+                    "step": state.step,
+                    "config": self.settings,
+                    "plugins": list(setup.config.plugins),
+                    "backbone": describe_backbone(setup.backbone),
+                    "data": self.facts["data"],
+                    "images_per_step": state.images_per_step,
+                    "seconds": state.seconds,
+                    "optimizer": plain,
+                    "scaler": scaler.state_dict() if scaler else None,
+                }
+                keep = setup.training.keep_checkpoints
+                _say("saved", str(save_checkpoint(self.folder, parts, meta, keep)))
             self.accelerator.wait_for_everyone()
             state.average.release()
 

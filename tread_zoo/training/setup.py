@@ -107,10 +107,9 @@ def build_setup(config: RunConfig) -> Setup:
     backbone.add_fusions(routing.fused_ranges)
     sampling.check(backbone, objective)
     sampling.check_training(
-        conditional=backbone.is_conditional,
-        label_dropout=config.training.label_dropout,
+        conditional=backbone.is_conditional, label_dropout=config.training.label_dropout,
         has_routes=bool(routing.plans),
-    )
+    )  # fmt: skip
     return Setup(
         config=config,
         data=data,
