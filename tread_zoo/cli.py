@@ -91,7 +91,7 @@ def register_groups(name: str, config: type, groups: Sequence[str]) -> None:
     for kind in set(groups) & set(PART_FIELDS):
         for part in available(kind):
             entry = get_entry(kind, part)
-            options = {k: "???" for k in entry.parameters() if entry.kind != "backbone"}
+            options: dict[str, Any] = dict.fromkeys(entry.parameters(), "???")
             options |= {**(grid if kind == "sampler" else {}), **entry.defaults()}
             fields.get(kind, {}).update(dict.fromkeys(options))
             chosen = {"name": part, **_listed(options)}
