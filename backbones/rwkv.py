@@ -61,7 +61,8 @@ def find_neighbours(layout: Layout, over_gaps: bool = False) -> Neighbours:
     key = ("rwkv neighbours", over_gaps)
     if key not in layout.cache:
         layout.cache[key] = _find_neighbours(layout, over_gaps)
-    return layout.cache[key]
+    out: Neighbours = layout.cache[key]
+    return out
 
 
 def _find_neighbours(layout: Layout, over_gaps: bool) -> Neighbours:
@@ -131,7 +132,8 @@ def _take_quarters(x: Tensor, rows: Tensor) -> Tensor:
 
 def q_shift(x: Tensor, layout: Layout, over_gaps: bool = False) -> Tensor:
     """Return the q-shift of tokens [B, K, D] on the grid; a neighbour that is not there is zero."""
-    return QShift.apply(x, *find_neighbours(layout, over_gaps))
+    out: Tensor = QShift.apply(x, *find_neighbours(layout, over_gaps))
+    return out
 
 
 def shift_and_blend(x: Tensor, layout: Layout, own: Tensor, over_gaps: bool) -> list[Tensor]:
@@ -170,7 +172,8 @@ class SpatialMix(nn.Module):
             positions=scan.places if self.gaps == "decay" else None,
             length=layout.grid[0] * layout.grid[1],
         )
-        return self.output(torch.sigmoid(r) * scan.restore(mean))
+        out: Tensor = self.output(torch.sigmoid(r) * scan.restore(mean))
+        return out
 
 
 class ChannelMix(nn.Module):
@@ -188,7 +191,8 @@ class ChannelMix(nn.Module):
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         r, k = shift_and_blend(x, layout, self.own, over_gaps=self.gaps == "ignore")
         keys = F.relu(self.key(k)).square()
-        return torch.sigmoid(self.receptance(r)) * self.value(keys)
+        out: Tensor = torch.sigmoid(self.receptance(r)) * self.value(keys)
+        return out
 
 
 class RWKVBlock(nn.Module):

@@ -175,7 +175,8 @@ class ScanBackbone(Backbone):
     def run_block(
         self, index: int, streams: Streams, condition: Tensor, layout: Layout, skip: Tensor | None
     ) -> Streams:
-        return self.blocks[index](streams, layout, skip)
+        out: tuple[Tensor, ...] = self.blocks[index](streams, layout, skip)
+        return out
 
     def head(self, streams: Streams, condition: Tensor) -> Tensor:
         delta, residual = (stream[:, self.num_extra_tokens :] for stream in streams)

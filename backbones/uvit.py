@@ -57,7 +57,8 @@ class UViTBlock(nn.Module):
             # Under autocast the projection is half precision; the residual stream stays as it was.
             x = self.skip_proj(torch.cat([x, skip], dim=-1)).to(x.dtype)
         x = x + self_attention(self.norm1(x), self.qkv, self.proj, self.num_heads)
-        return x + self.mlp(self.norm2(x))
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
 
 
 class UViT(Backbone):

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tread_zoo.errors import unknown_name
-from tread_zoo.routing.fusion import Fusion, Streams
+from tread_zoo.routing.fusion import Fusion
+from tread_zoo.routing.fusion import Streams as Streams
 from tread_zoo.routing.routes import PathDrop, Route, check_ranges, check_routes
 
 DEPENDS_ON = ("order", "ids", "grid")
@@ -346,7 +347,8 @@ class Backbone(nn.Module, ABC):
             raise ValueError(f"start={start} is not in 0 … {self.num_blocks}, the depth.")
         streams, condition = self._embed(x, t, y)
         streams, _ = self._run_blocks(streams, condition, stop=start)
-        return streams[0][:, self.num_extra_tokens :].float().norm(dim=-1)
+        out: Tensor = streams[0][:, self.num_extra_tokens :].float().norm(dim=-1)
+        return out
 
     # The loop -------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import platform
 import torch
 
 from tread_zoo import __version__
+from tread_zoo.backbone import Backbone
 from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.kernels import get_forms
 from tread_zoo.kernels.dispatch import (
@@ -21,7 +22,7 @@ from tread_zoo.kernels.dispatch import (
 )
 from tread_zoo.kernels.verify import TOLERANCE, cast, compare
 from tread_zoo.registry import create_backbone, list_backbones
-from tread_zoo.routing import build_routing
+from tread_zoo.routing import Routing, build_routing
 from tread_zoo.runtime import autocast, describe_device, resolve_precision
 from tread_zoo.seeding import make_generator
 
@@ -127,7 +128,7 @@ def list_sizes(pattern: str, input_size: int, in_channels: int, num_classes: int
     return lines
 
 
-def _routing(network):  # type: ignore[no-untyped-def]
+def _routing(network: Backbone) -> Routing:
     return build_routing(
         num_blocks=network.num_blocks,
         default_selector=network.default_selector,

@@ -90,7 +90,8 @@ class TimestepEmbedder(nn.Module):
     def forward(self, t: Tensor) -> Tensor:
         sinusoids = time_sinusoids(t, self.frequency_size, self.time_scale)
         # Angles need float32, but a network stored in another type is fed that type.
-        return self.mlp(sinusoids.to(next(self.mlp.parameters()).dtype))
+        out: Tensor = self.mlp(sinusoids.to(next(self.mlp.parameters()).dtype))
+        return out
 
 
 class LabelEmbedder(nn.Module):
@@ -107,7 +108,8 @@ class LabelEmbedder(nn.Module):
     def forward(self, y: Tensor | None, batch: int) -> Tensor:
         if y is None:
             return self.table.weight[-1].expand(batch, -1)
-        return self.table(y)
+        out: Tensor = self.table(y)
+        return out
 
 
 def per_token(condition: Tensor) -> Tensor:
@@ -130,7 +132,8 @@ def self_attention(x: Tensor, qkv: nn.Module, proj: nn.Module, num_heads: int) -
     batch, length, width = x.shape
     split = qkv(x).view(batch, length, 3, num_heads, width // num_heads)
     q, k, v = split.permute(2, 0, 3, 1, 4)
-    return proj(attention(q, k, v).transpose(1, 2).reshape(batch, length, width))
+    out: Tensor = proj(attention(q, k, v).transpose(1, 2).reshape(batch, length, width))
+    return out
 
 
 def convolve_both_ways(
@@ -190,7 +193,8 @@ class Mlp(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(x)))
+        out: Tensor = self.fc2(self.activation(self.fc1(x)))
+        return out
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -212,7 +216,8 @@ class AdaLNHead(nn.Module):
 
     def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
         shift, scale = self.modulation(condition).chunk(2, dim=-1)
-        return self.linear(modulate(self.norm(tokens), shift, scale))
+        out: Tensor = self.linear(modulate(self.norm(tokens), shift, scale))
+        return out
 
     def zero(self) -> None:
         """Start at zero: the untrained network then predicts exactly 0."""

@@ -57,7 +57,7 @@ def _cpu_computes_bf16() -> bool:
     return any(bool(getattr(torch.cpu, name, lambda: False)()) for name in names)
 
 
-def autocast(device: torch.device, precision: str) -> AbstractContextManager:
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
     """Return the context in which a network computes in a resolved precision."""
     if precision == "fp32":
         return nullcontext()

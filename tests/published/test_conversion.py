@@ -5,9 +5,11 @@ import math
 import os
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from tests.published.tensors import SHAPES, dit_shapes, theirs
@@ -201,10 +203,28 @@ def test_other_shapes_and_trained_positions_are_named(tmp_path):
     other = {**theirs("dit"), "blocks.1.attn.proj.weight": torch.zeros(64, 32)}
     with pytest.raises(CheckpointError, match=r"blocks\.1\.attn\.proj\.weight gives \[64, 32\]"):
         imported(tmp_path, "dit", other)
+    averaged = {**theirs("dit"), "pos_embed": theirs("dit")["pos_embed"].bfloat16()}
+    notes = imported(tmp_path / "averaged", "dit", averaged).notes
+    assert any("off the fixed table" in note for note in notes)
     trained = theirs("dit")
     trained["pos_embed"] += 0.01
     with pytest.raises(CheckpointError, match=r"pos_embed .* differ by 0\.01"):
         imported(tmp_path, "dit", trained)
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path):
+    content = theirs("dit")
+    content["blocks.1.attn.proj.bias"][3] = math.nan
+    with pytest.raises(CheckpointError, match=r"blocks\.1\.attn\.proj\.bias"):
+        imported(tmp_path, "dit", content)
+
+
+def test_what_may_have_been_lost_is_said(tmp_path):
+    content = theirs("dit")
+    del content["y_embedder.embedding_table.weight"]
+    notes = " ".join(imported(tmp_path, "dit", content).notes)
+    assert "no published size" in notes
+    assert "unconditional" in notes
 
 
 def test_formats_do_not_look_like_each_other(tmp_path):
@@ -227,6 +247,7 @@ def test_a_network_of_nobody(tmp_path):
 
 
 def test_a_folder_that_holds_a_checkpoint_is_not_written_over(tmp_path):
+    (tmp_path / "out/checkpoints/.partial_step_00000000").mkdir(parents=True)  # as a kill leaves it
     imported(tmp_path, "sit", theirs("sit"))
     with pytest.raises(CheckpointError, match="holds a checkpoint already"):
         imported(tmp_path, "sit", theirs("sit"))
@@ -261,7 +282,7 @@ def test_classes_follow_from_the_table(rows, classes):
 def test_prefixes_of_wrappers(tmp_path, prefix):
     content = {f"{prefix}{key}": value for key, value in theirs("sit").items()}
     torch.save(content, tmp_path / "x.pt")
-    save_file(content, tmp_path / "x.safetensors")
+    save_file(content, tmp_path / "named_so.pt")  # a file is known by its content
     for file in tmp_path.iterdir():
         parts, step = read_parts(file)
         assert parts.keys() == {"ema"}
@@ -314,10 +335,24 @@ def test_a_file_cut_short(tmp_path, part, legacy):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_page_saved_in_place_of_the_file(tmp_path):
-    (tmp_path / "x.pt").write_text("<!DOCTYPE html><html>Sign in</html>")
-    with pytest.raises(CheckpointError, match="cannot be read"):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("<!DOCTYPE html><html>Sign in</html>", "a web page"),
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
+    ],
+)
+def test_a_text_in_place_of_the_file(tmp_path, text, words):
+    (tmp_path / "x.pt").write_text(text)
+    with pytest.raises(CheckpointError, match=words) as error:
         import_checkpoint(tmp_path / "x.pt", tmp_path / "out", format="sit")
+    assert "weights_only" not in str(error.value)
+
+
+def test_options_of_other_packages_beside_the_weights(tmp_path):
+    options = OmegaConf.create({"betas": [0.9, 0.99]})
+    content = {"ema": theirs("tread"), "opt": {"param_groups": [options]}, "loss": np.float64(1)}
+    imported(tmp_path, "tread", content)
 
 
 class Harmful:

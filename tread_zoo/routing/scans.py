@@ -99,7 +99,8 @@ def make_scan(layout: Any, name: str, index: int) -> Scan:
     key = ("scan", name, index % PERIODS.get(name, 1))
     if key not in layout.cache:
         layout.cache[key] = _make_scan(layout, name, key[2])
-    return layout.cache[key]
+    out: Scan = layout.cache[key]
+    return out
 
 
 def _make_scan(layout: Any, name: str, index: int) -> Scan:

@@ -80,7 +80,8 @@ def check_conditions_matter(probe: Probe) -> None:
     x, t, y = probe.inputs(batch=1)
 
     def call(t: Tensor, y: Tensor | None) -> Tensor:
-        return backbone(x.expand(len(t), -1, -1, -1), t, y)
+        out: Tensor = backbone(x.expand(len(t), -1, -1, -1), t, y)
+        return out
 
     times = torch.linspace(0.1, 0.9, 5)
     given = None if y is None else y.expand(5, *y.shape[1:])

@@ -26,7 +26,8 @@ def bidirectional_wkv_torch(
     k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
 ) -> Tensor:
     """Return the WKV; see `tread_zoo.kernels.bidirectional_wkv`."""
-    return _forward(k, v, w, u, positions, length)
+    out: Tensor = _forward(k, v, w, u, positions, length)
+    return out
 
 
 @torch.library.custom_op("tread_zoo::bidirectional_wkv", mutates_args=())

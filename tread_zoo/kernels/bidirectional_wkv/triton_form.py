@@ -52,7 +52,8 @@ def bidirectional_wkv_triton(
     k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
 ) -> Tensor:
     """Return the WKV; see `tread_zoo.kernels.bidirectional_wkv`. The state is float32."""
-    return _forward(k, v, w, u, positions, length)[0]
+    out: Tensor = _forward(k, v, w, u, positions, length)[0]
+    return out
 
 
 def unsuited(

@@ -19,9 +19,10 @@ def causal_conv1d_torch(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, segment_ids: Tensor | None = None
 ) -> Tensor:
     """Return the convolution; see `tread_zoo.kernels.causal_conv1d`."""
-    if torch.compiler.is_compiling():  # as an operator of its own it could not be fused
-        return _Fusible.apply(x, weight, bias, segment_ids)
-    return _forward(x, weight, bias, segment_ids)
+    # While compiling: an operator of its own could not be fused.
+    run = _Fusible.apply if torch.compiler.is_compiling() else _forward
+    out: Tensor = run(x, weight, bias, segment_ids)
+    return out
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None) -> Tensor:

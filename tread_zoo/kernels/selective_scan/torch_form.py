@@ -74,7 +74,8 @@ def selective_scan_torch(
     segment_ids: Tensor | None = None,
 ) -> Tensor:
     """Return the scan; see `tread_zoo.kernels.selective_scan`."""
-    return _forward(u, delta, A, B, C, D, segment_ids)[0]
+    out: Tensor = _forward(u, delta, A, B, C, D, segment_ids)[0]
+    return out
 
 
 @torch.library.custom_op("tread_zoo::selective_scan", mutates_args=())

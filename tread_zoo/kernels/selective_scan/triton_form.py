@@ -59,7 +59,8 @@ def selective_scan_triton(
     segment_ids: Tensor | None = None,
 ) -> Tensor:
     """Return the scan; see `tread_zoo.kernels.selective_scan`. The state is float32."""
-    return _forward(u, delta, A, B, C, D, segment_ids)
+    out: Tensor = _forward(u, delta, A, B, C, D, segment_ids)
+    return out
 
 
 def unsuited(

@@ -94,7 +94,8 @@ def ssd_torch(
     gaps: Tensor | None = None,
 ) -> Tensor:
     """Return the scan; see `tread_zoo.kernels.ssd`."""
-    return _forward(x, delta, A, B, C, D, segment_ids, gaps)[0]
+    out: Tensor = _forward(x, delta, A, B, C, D, segment_ids, gaps)[0]
+    return out
 
 
 @torch.library.custom_op("tread_zoo::ssd", mutates_args=())
@@ -298,7 +299,8 @@ def _steps_first(values: Tensor, weights: Tensor) -> Tensor:
 
 def _heads_first(values: Tensor, heads: int) -> Tensor:
     """[T, K, Q, R P] -> [T, K, R, Q, P], without a copy."""
-    return values.unflatten(-1, (heads, -1)).transpose(2, 3)
+    out: Tensor = values.unflatten(-1, (heads, -1)).transpose(2, 3)
+    return out
 
 
 def _cut(values: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
@@ -334,7 +336,8 @@ def _join(values: Tensor, out: Tensor, groups: int) -> None:
 def _chunked(values: Tensor, groups: int) -> Tensor:
     """[B, T Q, H, F] -> [T, B, G, R, Q, F], without a copy."""
     chunks = values.unflatten(1, _spans(values.shape[1])).unflatten(3, (groups, -1))
-    return chunks.permute(1, 0, 3, 4, 2, 5)
+    out: Tensor = chunks.permute(1, 0, 3, 4, 2, 5)
+    return out
 
 
 def _spans(length: int) -> tuple[int, int]:
