@@ -366,7 +366,7 @@ def create_backbone(
             "latents, null for images."
         )
     config = {**given, **entry.complete(options)}
-    backbone = entry.target(**config)
+    backbone: Backbone = entry.target(**config)
     backbone.name, backbone.config = entry.name, config
     return backbone
 
