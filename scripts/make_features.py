@@ -14,25 +14,25 @@ of the digits: out=digits.safetensors data=digits num_steps=1200 batch_size=64
 import logging
 import math
 from pathlib import Path
-from typing import Any
-
-import torch
-import torch.nn.functional as F
 
 from tread_zoo.cli import command
 from tread_zoo.config import FeaturesConfig, check
-from tread_zoo.data import StepBatches, make_loader
-from tread_zoo.evaluation.features import ClassifierFeatures, find_extractor, save_features
-from tread_zoo.evaluation.images import PartImages
-from tread_zoo.evaluation.score import score
-from tread_zoo.registry import create
-from tread_zoo.runtime import resolve_device
 
 logger = logging.getLogger(__name__)
 
 
 @command("make_features", FeaturesConfig, groups=("data",))
-def main(settings: dict[str, Any]) -> None:
+def main(settings: dict) -> None:
+    import torch
+    import torch.nn.functional as F
+
+    from tread_zoo.data import StepBatches, make_loader
+    from tread_zoo.evaluation.features import ClassifierFeatures, find_extractor, save_features
+    from tread_zoo.evaluation.images import PartImages
+    from tread_zoo.evaluation.score import score
+    from tread_zoo.registry import create
+    from tread_zoo.runtime import resolve_device
+
     config = check(FeaturesConfig, settings)
     out = Path(config.out).expanduser()
     out.parent.mkdir(parents=True, exist_ok=True)
