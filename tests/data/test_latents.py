@@ -126,7 +126,6 @@ def test_a_checkpoint_restores_the_codec_and_another_autoencoder_is_refused(enco
     assert again.decoded_by == {"class": "AutoencoderKL", "sha256": "5" * 64}
     bare = restore_codec(facts, "none")
     assert (bare.has_pixels, bare.decoded_by) == (False, None)
-    assert bare.to_pixels(x, device=CPU).shape == (2, 3, 4, 4)  # a preview
     other = save_vaes(tmp_path)["AutoencoderTiny"]
     with pytest.raises(ValueError, match="is another autoencoder"):
         restore_codec(facts, other).to_pixels(x, device=CPU)

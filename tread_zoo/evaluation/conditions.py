@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.data import ImageData
-from tread_zoo.data.contexts import as_context, read_npy, spread_order
+from tread_zoo.data.contexts import as_context, load_npy
 from tread_zoo.data.loader import read_items
 from tread_zoo.diffusion import default_labels
 
@@ -36,7 +36,7 @@ def conditions_of(backbone: Backbone, data: ImageData) -> Conditions:
     if not backbone.context_size:
         return label_conditions(backbone)
     kind, part = ("training", data.train) if data.held_out is None else ("held-out", data.held_out)
-    order = spread_order(len(part))  # type: ignore[arg-type]
+    order = _evenly(len(part))  # type: ignore[arg-type]
 
     def of(indices: Sequence[int]) -> Tensor:
         return read_items(part, [order[index % len(order)] for index in indices])[1]
@@ -62,7 +62,7 @@ def contexts_in(file: str, backbone: Backbone) -> Conditions:
         raise ValueError(
             f"contexts={file!r}, but {backbone.name} was trained without contexts; leave it out."
         )
-    array = read_npy(Path(file).expanduser().read_bytes, repr(file))
+    array = load_npy(Path(file).expanduser())
     rows = array if array.ndim == 3 else array[None]
     shape = (backbone.context_length, backbone.context_size)
     contexts = torch.stack(
@@ -72,3 +72,10 @@ def contexts_in(file: str, backbone: Backbone) -> Conditions:
         f"contexts of {file}",
         lambda indices: contexts[[index % len(contexts) for index in indices]],
     )
+
+
+def _evenly(size: int) -> list[int]:
+    """Return 0 … size - 1 in an order of which any first ones lie evenly spaced: bits reversed."""
+    bits = max(size - 1, 0).bit_length()
+    reverse = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
+    return [index for index in reverse if index < size]
