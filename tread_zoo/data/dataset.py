@@ -9,13 +9,17 @@ their own. What is random is drawn from the caller's generator, never in a loade
 Dimensions: N images, B batch, C channels, H height, W width, T embeddings of width S.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+
+if TYPE_CHECKING:
+    import datasets
 
 
 def to_model_range(images: Tensor) -> Tensor:
@@ -118,8 +122,8 @@ class ImageData:
     """
 
     name: str
-    train: Dataset
-    held_out: Dataset | None
+    train: Dataset[Any]
+    held_out: Dataset[Any] | None
     image_size: tuple[int, int]  # H, W
     channels: int
     num_classes: int
@@ -135,7 +139,7 @@ class ImageData:
         return {"context_length": self.context[0], "context_size": self.context[1]}
 
 
-class ArrayDataset(Dataset):
+class ArrayDataset(Dataset[Any]):
     """Images in memory: images uint8 [N,C,H,W], labels int64 [N] (None: all 0)."""
 
     def __init__(self, images: Tensor, labels: Tensor | None = None):
@@ -151,6 +155,30 @@ class ArrayDataset(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.images[index], int(self.labels[index])
 
+    def subset(self, rows: Tensor) -> "ArrayDataset":
+        """Return the items `rows` int64 [K]."""
+        return ArrayDataset(self.images[rows], self.labels[rows])
+
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return (images [B,C,H,W], labels [B]) of `indices` int64 [B] in one indexing."""
         return self.images[indices], self.labels[indices]
+
+
+class TableDataset(Dataset[Any]):
+    """Some rows of a table of the `datasets` library, with labels int64 [N], all 0 without."""
+
+    def __init__(self, table: "datasets.Dataset", labels: Tensor):
+        self.table, self.labels, self.rows = table, labels, torch.arange(len(table))
+
+    def subset(self, rows: Tensor) -> Self:
+        """Return the items `rows` int64 [K], on the same table."""
+        part = copy.copy(self)
+        part.rows, part.labels = self.rows[rows], self.labels[rows]
+        return part
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def item_name(self, index: int) -> str:
+        """Return what logs call item `index`."""
+        return f"row {int(self.rows[index])}"

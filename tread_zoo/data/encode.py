@@ -167,7 +167,7 @@ def _begin(out: Path, facts: dict[str, Any]) -> None:
 
 
 def _read(
-    dataset: Dataset,
+    dataset: Dataset[Any],
     span: range,
     config: EncodingConfig,
     corrupt: CorruptLog,
@@ -192,10 +192,10 @@ def _read(
         advance(len(items))
 
 
-class _Reader(Dataset):
+class _Reader(Dataset[Any]):
     """Reads items, or what is wrong with them."""
 
-    def __init__(self, dataset: Dataset):
+    def __init__(self, dataset: Dataset[Any]):
         self.dataset = dataset
 
     def __getitem__(self, index: int) -> tuple[int, Any]:

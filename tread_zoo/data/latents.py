@@ -17,7 +17,6 @@ there are moments), h height, w width.
 """
 
 import bisect
-import copy
 import functools
 import itertools
 import json
@@ -31,11 +30,10 @@ import numpy as np
 import torch
 from pydantic import NonNegativeInt
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from tread_zoo.config import Fraction
-from tread_zoo.data.dataset import Codec, ImageData, to_uint8
-from tread_zoo.data.split import check_labels, split_parts
+from tread_zoo.data.dataset import Codec, ImageData, TableDataset, to_uint8
+from tread_zoo.data.split import check_labels, split_data
 from tread_zoo.data.vae import Vae, load_vae
 from tread_zoo.registry import register
 
@@ -219,14 +217,13 @@ def latents(
     """
     root = Path(path).expanduser()
     table, num_train, facts = open_table(root)
-    own, contexts = facts["vae"], None
-    count = facts["num_classes"] if num_classes is None else num_classes
-    if context and facts["context"]:
-        contexts, count = (facts["context"][0], facts["context"][1]), 0
+    own, contexts, names = facts["vae"], None, tuple[str, ...]()
     labels = torch.zeros(len(table), dtype=torch.int64)
-    if count:
+    if context and facts["context"]:
+        contexts = (facts["context"][0], facts["context"][1])
+    elif count := facts["num_classes"] if num_classes is None else num_classes:
         labels = torch.from_numpy(np.array(table.with_format("numpy")[:]["label"], np.int64))
-        check_labels(labels, count, str(root))
+        names = check_labels(labels, count, facts["class_names"], str(root))
     if own is None and vae not in (None, "none"):
         own = load_vae(vae).facts
     shift, scale = _normalize(normalization, facts, own)
@@ -245,17 +242,14 @@ def latents(
             f"data.path={path!r} has latents of {channels} channels, and those of "
             f"vae={own['name']!r} have {own['latent_channels']}."
         )
-    whole = LatentTable(table, labels, facts["shape"], facts["dtype"], contexts)
-    train, unseen = split_parts(labels, num_train, held_out, default=0.1)
-    names = facts["class_names"]
-    return ImageData(
-        name=f"{root.name} (latents)",  # never mistaken for a built-in source
-        train=whole.subset(train),
-        held_out=whole.subset(unseen) if len(unseen) else None,
+    return split_data(
+        f"{root.name} (latents)",  # never mistaken for a built-in source
+        LatentTable(table, labels, facts["shape"], facts["dtype"], contexts),
+        num_train,
+        held_out,
+        names,
         image_size=(height, width),
         channels=channels,
-        num_classes=count,
-        class_names=tuple(names) if len(names) == count else tuple(map(str, range(count))),
         codec=codec,
         context=contexts,
     )
@@ -299,7 +293,7 @@ def open_table(root: Path) -> tuple["datasets.Dataset", int, dict[str, Any]]:
     return datasets.concatenate_datasets([*train, *held_out]), sum(map(len, train)), facts
 
 
-class LatentTable(Dataset):
+class LatentTable(TableDataset):
     """Some rows of a table of latents, [K,C',h,w] as stored, with their labels or contexts.
 
     They are read straight from the memory-mapped Arrow chunks: a few microseconds each.
@@ -319,21 +313,12 @@ class LatentTable(Dataset):
         dtype: str,
         context: tuple[int, int] | None = None,
     ):
-        self.table, self.labels, self.rows = table, labels, torch.arange(len(table))
+        super().__init__(table, labels)
         self.shape, self.dtype, self.context = tuple(shape), dtype, context
         self._chunks: dict[str, tuple[list[Any], list[int]]] = {}  # and their ends, by column
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_chunks": {}}
-
-    def subset(self, rows: Tensor) -> "LatentTable":
-        """Return the items `rows` int64 [K], on the same table."""
-        part = copy.copy(self)
-        part.rows, part.labels = self.rows[rows], self.labels[rows]
-        return part
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         """Return (latent, label or context). Raises ValueError if its bytes are not the shape's."""
@@ -355,7 +340,3 @@ class LatentTable(Dataset):
         if values.numel() != math.prod(shape):
             raise ValueError(f"{column} of row {row} has {len(content)} bytes, not {list(shape)}")
         return values.view(shape)
-
-    def item_name(self, index: int) -> str:
-        """Return the row of item `index`."""
-        return f"row {int(self.rows[index])}"

@@ -103,7 +103,7 @@ class CorruptItem:
 OnCorrupt = Callable[[CorruptItem], None]
 
 
-def read_item(dataset: Dataset, index: int) -> tuple[Tensor, Any] | CorruptItem:
+def read_item(dataset: Dataset[Any], index: int) -> tuple[Tensor, Any] | CorruptItem:
     """Return an item, or what is wrong with it."""
     try:
         return dataset[index]
@@ -142,7 +142,7 @@ class CorruptLog:
         lines = self.file.read_text(errors="replace").splitlines()
         return {int(line.split("\t")[0]) for line in lines}
 
-    def recheck(self, dataset: Dataset) -> None:
+    def recheck(self, dataset: Dataset[Any]) -> None:
         """Read what is listed again, when a run continues, and drop what is whole by now."""
         items = [read_item(dataset, index) for index in sorted(self.indices)]
         if items:
@@ -173,7 +173,7 @@ class CorruptLog:
 
 
 def make_loader(
-    dataset: Dataset,
+    dataset: Dataset[Any],
     batches: Iterable[list[int]],
     num_workers: int = 0,
     *,
@@ -205,7 +205,7 @@ def make_loader(
 
 
 def read_items(
-    dataset: Dataset, indices: Sequence[int], *, on_corrupt: OnCorrupt = warn_of
+    dataset: Dataset[Any], indices: Sequence[int], *, on_corrupt: OnCorrupt = warn_of
 ) -> tuple[Tensor, Tensor]:
     """Return (images [B,…], labels int64 [B]) of some items, read in this process.
 
@@ -214,13 +214,13 @@ def read_items(
     return next(_read_batches(BatchReader(dataset, seed=0), [list(indices)], 0, on_corrupt))
 
 
-class BatchReader(Dataset):
+class BatchReader(Dataset[Any]):
     """Reads whole batches: item `indices` is (images [B,…], labels int64 [B], corrupt items).
 
     Where an item and all of its replacements are corrupt, the images are None.
     """
 
-    def __init__(self, dataset: Dataset, seed: int):
+    def __init__(self, dataset: Dataset[Any], seed: int):
         self.dataset, self.seed = dataset, seed
         self.num_items = len(dataset)  # type: ignore[arg-type]
 

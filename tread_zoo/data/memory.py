@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tread_zoo.config import Fraction
 from tread_zoo.data.dataset import ArrayDataset, ImageData
-from tread_zoo.data.split import check_labels, split_parts
+from tread_zoo.data.split import check_labels, split_data
 from tread_zoo.registry import register
 
 Side = PositiveInt | tuple[PositiveInt, PositiveInt] | None
@@ -195,24 +195,21 @@ def _in_memory(
     """Return the data of images uint8 [N,C,H,W] and labels int64 [N]: a training part, and a test
     part if there are two."""
     images = torch.cat([_pad(part, pad_to) for part, _ in parts])
-    count = num_classes
     if class_names and num_classes not in (None, 0, len(class_names)):
         raise ValueError(f"data.num_classes={num_classes}: {name} has {len(class_names)} classes.")
-    if count == 0 or parts[0][1] is None:
-        labels, count = torch.zeros(len(images), dtype=torch.int64), 0
+    if num_classes == 0 or parts[0][1] is None:
+        labels, class_names = None, ()
     else:
         labels = torch.cat([part for _, part in parts if part is not None])
-        count = check_labels(labels, num_classes or len(class_names) or None, name)
-    whole = ArrayDataset(images, labels)
-    train, unseen = split_parts(labels, len(parts[0][0]), held_out, default=0.0)
-    return ImageData(
-        name=name,
-        train=ArrayDataset(*whole.gather(train)),
-        held_out=ArrayDataset(*whole.gather(unseen)) if len(unseen) else None,
+        class_names = check_labels(labels, num_classes, class_names, name)
+    return split_data(
+        name,
+        ArrayDataset(images, labels),
+        len(parts[0][0]),
+        held_out,
+        class_names,
         image_size=(images.shape[2], images.shape[3]),
         channels=images.shape[1],
-        num_classes=count,
-        class_names=class_names[:count] or tuple(map(str, range(count))),
     )
 
 

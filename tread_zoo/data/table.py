@@ -6,7 +6,6 @@ here when they are read. Labels and contexts are columns beside them.
 C channels, H height, W width, N rows.
 """
 
-import copy
 import io
 import logging
 import os
@@ -20,12 +19,11 @@ import numpy as np
 import torch
 from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from tread_zoo.config import Fraction
 from tread_zoo.data.contexts import as_context, context_shape
-from tread_zoo.data.dataset import ImageData
-from tread_zoo.data.split import check_labels, split_parts
+from tread_zoo.data.dataset import ImageData, TableDataset
+from tread_zoo.data.split import check_labels, split_data
 from tread_zoo.errors import unknown_name
 from tread_zoo.registry import register
 
@@ -40,7 +38,7 @@ TEST_SPLITS = ("test", "validation")  # taken in this order where none is named
 _SURVEYED = 64
 
 
-class PictureTable(Dataset):
+class PictureTable(TableDataset):
     """Some rows of a table: pictures, with their labels or contexts.
 
     Args:
@@ -61,18 +59,9 @@ class PictureTable(Dataset):
         channels: int,
         shape: tuple[int, int],
     ):
-        self.table, self.labels, self.rows = table, labels, torch.arange(len(table))
-        self.context, self.shape = context, shape
-        self.image_size, self.channels = image_size, channels
-
-    def subset(self, rows: Tensor) -> "PictureTable":
-        """Return the items `rows` int64 [K], on the same table."""
-        part = copy.copy(self)
-        part.rows, part.labels = self.rows[rows], self.labels[rows]
-        return part
-
-    def __len__(self) -> int:
-        return len(self.rows)
+        super().__init__(table, labels)
+        self.context, self.image_size, self.channels = context, image_size, channels
+        self.shape = shape
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         """Return (image uint8 [C,H,W], label or context).
@@ -93,8 +82,8 @@ class PictureTable(Dataset):
 
     def item_name(self, index: int) -> str:
         """Return the file of item `index`, or its row."""
-        row = int(self.rows[index])
-        return (self.table[row]["image"] or {}).get("path") or f"row {row}"
+        cell = self.table[int(self.rows[index])]["image"] or {}
+        return cell.get("path") or super().item_name(index)
 
 
 # Sources ------------------------------------------------------------------------------------------
@@ -357,16 +346,14 @@ def _picture_data(
         context = context_shape(table, "context", context_length)
     shape = (image_size, image_size) if image_size else None
     shape = _survey(table.select_columns(["image"]), name, shape)
-    whole = PictureTable(table, labels, context, image_size, channels, shape)
-    train, unseen = split_parts(labels, len(tables[0]), held_out, default=0.1)
-    return ImageData(
-        name=name,
-        train=whole.subset(train),
-        held_out=whole.subset(unseen) if len(unseen) else None,
+    return split_data(
+        name,
+        PictureTable(table, labels, context, image_size, channels, shape),
+        len(tables[0]),
+        held_out,
+        names,
         image_size=shape,
         channels=channels,
-        num_classes=len(names),
-        class_names=names,
         context=context,
     )
 
@@ -416,9 +403,8 @@ def _read_labels(
             "data.num_classes=0 to train without."
         )
     labels, kind = torch.from_numpy(values.astype(np.int64)), features[column]
-    own = tuple(kind.names) if isinstance(kind, datasets.ClassLabel) else ()
-    count = check_labels(labels, num_classes or len(own) or None, name)
-    return labels, own if len(own) == count else tuple(map(str, range(count)))
+    own = kind.names if isinstance(kind, datasets.ClassLabel) else ()
+    return labels, check_labels(labels, num_classes, own, name)
 
 
 # Pictures -----------------------------------------------------------------------------------------
