@@ -22,16 +22,8 @@ if TYPE_CHECKING:
 
 
 def context_shape(table: "datasets.Dataset", column: str, length: int | None) -> tuple[int, int]:
-    """Return (T, S) of a column of contexts.
-
-    Args:
-        table: in numpy's format.
-        column: of paths, or of embeddings.
-        length: T; None is the longest one's.
-
-    Raises:
-        ValueError: the longest cannot be read.
-    """
+    """Return (T, S) of a column, in numpy's format, of paths or of embeddings; T is `length`, or
+    the longest one's. Raises ValueError if that cannot be read."""
     row = _longest(table.select_columns([column]), column) if length is None else 0
     rows = _as_rows(table[row][column], f"of row {row}")
     return length or max(len(rows), 1), rows.shape[1]
@@ -52,12 +44,8 @@ def _longest(table: "datasets.Dataset", column: str) -> int:
 
 
 def as_context(value: Any, name: str, shape: tuple[int, int]) -> Tensor:
-    """Return embeddings as a context float32 [T, S], with zeros below.
-
-    Args:
-        value: embeddings [t, S] or [S], or the path of an .npy file of them.
-        name: what an error calls them.
-        shape: T and S.
+    """Return embeddings [t, S] or [S], or those in an .npy file, as a context float32 [T, S] with
+    zeros below.
 
     Raises:
         ValueError: they cannot be read, are no finite floats, too many, or of another width.

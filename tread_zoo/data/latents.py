@@ -167,11 +167,7 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 def imported_codec(vae: str, num_channels: int) -> LatentCodec:
     """Return the codec of a network from elsewhere on latents of C channels, scaled as `vae` says;
-    for `vae=none` they are left as they are.
-
-    Raises:
-        ValueError: the autoencoder has other channels.
-    """
+    for `vae=none` they are left as they are. Raises ValueError for a vae of other channels."""
     shift, scale, facts = 0.0, 1.0, None
     if vae != "none":
         own = load_vae(vae)
@@ -277,10 +273,7 @@ def _normalize(
 
 def open_table(root: Path) -> tuple["datasets.Dataset", int, dict[str, Any]]:
     """Return the table in a folder, training part first, the length of that, and table.json.
-
-    Raises:
-        ValueError: it is not finished.
-    """
+    Raises ValueError if it is not finished."""
     import datasets
 
     facts = json.loads((root / "table.json").read_text())

@@ -36,11 +36,9 @@ class StepBatches:
 
     Epoch e is a permutation drawn from (seed, e) alone, cut into global batches of
     batch_size * num_ranks; rank r takes the r-th slice of each. The tail of an epoch that does
-    not fill a global batch is dropped (another tail in each epoch).
-
-    A run resumed with `start_step=k` sees what the unbroken one would have seen; nothing is
-    replayed. With another number of ranks but the same global batch, a step sees the same images,
-    dealt out otherwise. Another global batch is another order.
+    not fill a global batch is dropped (another tail in each epoch). A run resumed with
+    `start_step=k` sees what the unbroken one would have seen, and so do other numbers of ranks
+    with the same global batch.
 
     Raises:
         ValueError: there are fewer items than a global batch.
@@ -122,13 +120,9 @@ def warn_of(item: CorruptItem) -> None:
 class CorruptLog:
     """Lists the items that cannot be read, and ends a run when they are too many; an `on_corrupt`.
 
-    Every process appends what it meets to the same file, one line an item (index, name and reason,
-    with tabs between), and counts the distinct items in it: so no process waits for another.
-
-    Args:
-        file: the list, `corrupt.txt` of the run, with what earlier starts left there.
-        num_items: how many there are, whole or not.
-        max_share: the fraction of them that may be corrupt.
+    Every process appends what it meets to the same file, `corrupt.txt`, one line for each item
+    (index, name and reason, with tabs between), and counts the distinct items in it: so no process
+    waits for another. `max_share` is the fraction of `num_items` that may be corrupt.
     """
 
     def __init__(self, file: Path, *, num_items: int, max_share: float):
@@ -150,11 +144,7 @@ class CorruptLog:
             self.file.write_text("".join(lines))
 
     def __call__(self, item: CorruptItem) -> None:
-        """Add an item, if it is new.
-
-        Raises:
-            ValueError: they are too many.
-        """
+        """Add an item, if it is new. Raises ValueError if they are too many."""
         indices = self.indices
         if item.index not in indices:
             warn_of(item)
@@ -183,9 +173,8 @@ def make_loader(
     """Return an iterator of (images [B,C,H,W], labels int64 [B]), in the order of `batches`.
 
     Images in memory (a data set with `gather`) are indexed directly. All others are read by
-    `num_workers` processes, which live as long as the iterator, each two batches ahead, into pinned
-    memory where there is a GPU. Nothing is read or started before the first batch is requested.
-    Draws nothing from the global generators.
+    `num_workers` processes, which live as long as the iterator, each two batches ahead. Nothing is
+    read or started before the first batch is requested, or drawn from the global generators.
 
     Args:
         dataset: items (image, label); `item_name(index)`, if it has that, names one in a message.
@@ -207,10 +196,8 @@ def make_loader(
 def read_items(
     dataset: Dataset[Any], indices: Sequence[int], *, on_corrupt: OnCorrupt = warn_of
 ) -> tuple[Tensor, Tensor]:
-    """Return (images [B,…], labels int64 [B]) of some items, read in this process.
-
-    As in `make_loader`, another item takes the place of a corrupt one, unless `on_corrupt` raises.
-    """
+    """Return (images [B,…], labels int64 [B]) of some items, read in this process. Another item
+    takes the place of a corrupt one, as in `make_loader`, unless `on_corrupt` raises."""
     return next(_read_batches(BatchReader(dataset, seed=0), [list(indices)], 0, on_corrupt))
 
 
@@ -286,12 +273,7 @@ def _read_batches(
 
 @contextmanager
 def report_dead_workers() -> Iterator[None]:
-    """Turn what torch raises, at any place of the process, when a loader's worker died into one
-    line that says so.
-
-    Raises:
-        ChildProcessError: a worker died.
-    """
+    """Raise ChildProcessError, in one line, for what torch raises anywhere when a worker died."""
     try:
         yield
     except RuntimeError as error:
@@ -310,11 +292,8 @@ def _identity(batch: Any) -> Any:
 
 def _leave_signals_to_the_run(worker: int) -> None:
     """Ignore signals in a worker: Ctrl-C and clusters signal every process, and a worker that dies
-    of it takes the run along, before it could save.
-
-    Workers end when the run closes them or is gone. One that hangs in a read is ended by torch
-    with SIGTERM, of which therefore only the first is passed over.
-    """
+    of it takes the run along, before it could save. Torch ends one that hangs with a second
+    SIGTERM."""
     for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -64,11 +64,8 @@ class PictureTable(TableDataset):
         self.shape = shape
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
-        """Return (image uint8 [C,H,W], label or context).
-
-        Raises:
-            ValueError: the picture cannot be read, or is of another size.
-        """
+        """Return (image uint8 [C,H,W], label or context). Raises ValueError if the picture cannot
+        be read, or is of another size."""
         row = self.table[int(self.rows[index])]
         image = read_picture(_content(row["image"]), self.image_size, self.channels)
         if image.shape[1:] != self.shape:
@@ -182,10 +179,7 @@ def hf(
     context_column: str | None = None,
     context_length: PositiveInt | None = None,
 ) -> ImageData:
-    """Return a data set that the `datasets` library reads.
-
-    A streamed set has no random access, so a resumed run could not see what the unbroken one would
-    have: sets are downloaded and memory-mapped.
+    """Return a data set that the `datasets` library reads, downloaded and memory-mapped.
 
     Args:
         path: a folder that `save_to_disk` wrote, a folder of parquet files or pictures, or a name
@@ -420,16 +414,8 @@ def open_picture(source: str | bytes | Path) -> "Image.Image":
 
 
 def read_picture(source: str | bytes | Path, image_size: int | None, channels: int) -> Tensor:
-    """Return a picture as uint8 [C,H,W].
-
-    Args:
-        source: a path, or a file's content.
-        image_size: resize and crop to this square; None leaves the size.
-        channels: 1 (grey) or 3 (RGB).
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """Return the picture of a path, or of a file's content, as uint8 [C,H,W], resized and cropped
+    to the square `image_size` unless that is None. Raises ValueError if it cannot be read."""
     try:
         picture = open_picture(source)
         if picture.mode.startswith(("I", "F")):  # convert() would clip it, not scale it
@@ -471,9 +457,7 @@ def _content(cell: Any) -> str | bytes:
 
 def _survey(table: "datasets.Dataset", name: str, shape: tuple[int, int] | None) -> tuple[int, int]:
     """Return (H, W) of up to 64 evenly spaced pictures, or `shape`, if they are brought to that;
-    transparency among them is logged.
-
-    Those that cannot be opened are passed over: they are met again in training, and counted there.
+    transparency is logged. Those that cannot be opened are met, and counted, in training.
 
     Raises:
         ValueError: none can be opened, or they differ in size.
@@ -491,15 +475,12 @@ def _survey(table: "datasets.Dataset", name: str, shape: tuple[int, int] | None)
     if not sizes:
         raise ValueError(f"{name}: none of the pictures that were tried can be opened: {reason}")
     if transparent:
-        logger.warning(
-            "alpha     %s: some pictures (%d of the first ones looked at) have transparency, which "
-            "is dropped: the colours beneath it are what is trained on", name, transparent,
-        )  # fmt: skip
+        text = "alpha     %s: %d of the first pictures have transparency, which is dropped"
+        logger.warning(text, name, transparent)
     if shape is None and len(sizes) > 1:
         (one, first), (other, second) = list(sizes.items())[:2]
         raise ValueError(
             f"{name}: the pictures differ in size: number {first} is {one[0]}x{one[1]}, number "
-            f"{second} is {other[0]}x{other[1]} (height x width). Set data.image_size to resize "
-            "and crop them all to one square."
+            f"{second} is {other[0]}x{other[1]} (height x width). Set data.image_size."
         )
     return shape or next(iter(sizes))

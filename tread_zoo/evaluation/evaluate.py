@@ -105,16 +105,10 @@ def evaluate(
 def evaluate_images(
     place: str | Path, data: ImageData | None, options: EvaluationConfig, device: torch.device
 ) -> dict[str, Any]:
-    """Return the record of images that are there, as `evaluate` does of samples.
+    """Return the record, as of `evaluate`, of all images in a folder or an .npz file.
 
-    Args:
-        place: a folder of pictures, or an .npz file.
-        data: whose parts they are compared with, and whose classes their folders may name.
-        options: by what; all images are scored.
-        device: of the extractor.
-
-    Raises:
-        ValueError: they cannot be scored so.
+    They are compared with a part of `data`, whose classes their folders may name. Raises ValueError
+    if they cannot be.
     """
     images = open_images(place, () if data is None else data.class_names)
     evaluation = make_evaluation(options, data, num_classes=images.num_classes, device=device)
@@ -147,12 +141,8 @@ def check_evaluation(
 ) -> Evaluation:
     """Return what samples like `data` are scored by; no image is drawn or read.
 
-    Args:
-        num_classes: of the labels that samples are drawn for; None: those of the data.
-        device: where latents are decoded; None is the CPU.
-
-    Raises:
-        ValueError: they cannot be scored so.
+    `num_classes` are those of the labels that samples are drawn for, unless given the data's own;
+    `device` is where latents are decoded. Raises ValueError if they cannot be scored so.
     """
     num_classes = data.num_classes if num_classes is None else num_classes
     evaluation = make_evaluation(options, data, num_classes=num_classes, device=device)
@@ -175,17 +165,8 @@ def make_evaluation(
     num_classes: int = 0,
     device: torch.device | None = None,
 ) -> Evaluation:
-    """Return what images are scored by.
-
-    Args:
-        options: by what.
-        data: whose part the reference is, where it is one.
-        num_classes: of the images' labels; 0: they have none.
-        device: where latents are decoded.
-
-    Raises:
-        ValueError: unknown names, or files that are not there.
-    """
+    """Return what images with labels of `num_classes` (0: none) are scored by. Raises ValueError
+    for unknown names, or files that are not there."""
     if data is not None and not data.codec.has_pixels:
         return Evaluation((), None, Reference(options.reference, None), not_scored=_NO_DECODER)
     reference = _open_reference(options, data, device)

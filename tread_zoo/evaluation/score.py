@@ -220,17 +220,8 @@ class Evaluation:
         cache: dict[str, Any] | None = None,
         **facts: Any,
     ) -> dict[str, Any]:
-        """Return `{"values": …, "real": …, "protocol": …}` of the images.
-
-        Args:
-            held_out: real images whose scores against the same reference are "real": the best that
-                samples can hope for.
-            batch_size: images at a time.
-            device: of the extractor.
-            cache: keeps what does not depend on the images for the next call: features of the
-                reference, and "real".
-            facts: fields of `Protocol` that do not follow from the images.
-        """
+        """Return `{"values": …, "real": …, "protocol": …}` of the images, as `score`; `cache` keeps
+        what does not depend on them: features of the reference, and "real"."""
         cache = {} if cache is None else cache
         extractor, metrics, network = self.extractor, self.metrics, None
         if extractor is not None:
@@ -306,7 +297,8 @@ def score(
             extractors of colour.
         metrics: names, or mappings with `name` and options.
         extractor: see `tread_zoo.evaluation.features`.
-        held_out: real images to score in the same way, for "real".
+        held_out: real images whose scores against the same reference are "real": the best that
+            samples can hope for.
         batch_size: images at a time.
         device: of the extractor.
         allow_few_images: Fréchet distances of no more images than features, too, which is noted.
