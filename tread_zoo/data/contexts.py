@@ -68,9 +68,10 @@ def as_context(value: Any, name: str, shape: tuple[int, int]) -> Tensor:
 def load_npy(path: str | Path) -> np.ndarray:
     """Return the array in an .npy file. Raises ValueError if it is cut short or holds objects."""
     try:
-        return np.load(path, allow_pickle=False)
+        array: np.ndarray = np.load(path, allow_pickle=False)
     except Exception as error:  # of the disk, the header, its numbers: half a dozen kinds
         raise ValueError(f"{path} cannot be read as an .npy file of numbers ({error}).") from error
+    return array
 
 
 def _as_rows(value: Any, name: str) -> np.ndarray:

@@ -153,7 +153,7 @@ class LatentCodec(Codec):
     def to_pixels(self, x: Tensor, *, device: torch.device) -> Tensor:
         """Return decoded images."""
         vae = self.autoencoder.to(device)
-        parts = self.to_latents(x).split(DECODE_BATCH)
+        parts = torch.split(self.to_latents(x), DECODE_BATCH)
         return torch.cat([to_uint8(vae.decode(z.to(device))).cpu() for z in parts])
 
     def to_latents(self, x: Tensor) -> Tensor:

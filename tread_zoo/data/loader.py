@@ -104,12 +104,13 @@ OnCorrupt = Callable[[CorruptItem], None]
 def read_item(dataset: Dataset[Any], index: int) -> tuple[Tensor, Any] | CorruptItem:
     """Return an item, or what is wrong with it."""
     try:
-        return dataset[index]
+        item: tuple[Tensor, Any] = dataset[index]
     except (ValueError, OSError) as error:
         name_of = getattr(dataset, "item_name", "item {}".format)
         words = (name_of(index), str(error) or type(error).__name__)
         # Names of files may be any bytes, also such as no log can write.
         return CorruptItem(index, *(w.encode(errors="backslashreplace").decode() for w in words))
+    return item
 
 
 def warn_of(item: CorruptItem) -> None:

@@ -452,7 +452,8 @@ def _content(cell: Any) -> str | bytes:
     """Return the path or the content of a picture."""
     if cell is None or (cell["bytes"] is None and cell["path"] is None):
         raise ValueError("the row has no picture")
-    return cell["path"] if cell["bytes"] is None else cell["bytes"]
+    source: str | bytes = cell["path"] if cell["bytes"] is None else cell["bytes"]
+    return source
 
 
 def _survey(table: "datasets.Dataset", name: str, shape: tuple[int, int] | None) -> tuple[int, int]:

@@ -260,10 +260,11 @@ def _load_dinov2(extractor: Extractor, device: torch.device) -> Network:
         )
     os.environ.setdefault("XFORMERS_DISABLED", "1")  # as torch-fidelity has it: plain attention
     name = DINOV2[extractor.name][0]
-    network: nn.Module = torch.hub.load(str(code), name, source="local", pretrained=False)
+    load: Any = torch.hub.load
+    network: nn.Module = load(str(code), name, source="local", pretrained=False)
     network.load_state_dict(torch.load(extractor.file, map_location="cpu", weights_only=True))
 
-    class Local(FeatureExtractorDinoV2):
+    class Local(FeatureExtractorDinoV2):  # type: ignore[misc,unused-ignore]
         """Its forward pass, around a network that is there already."""
 
         def __init__(self) -> None:

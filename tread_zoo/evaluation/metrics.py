@@ -161,7 +161,9 @@ def _coverage(points: Tensor, centers: Tensor, num_neighbors: int) -> float:
     rows = max(1, _DISTANCES_AT_ONCE // len(centers))
     nearest = num_neighbors + 1  # the first one is the centre itself
     radii = torch.cat(
-        [torch.cdist(part, centers).kthvalue(nearest).values for part in centers.split(rows)]
+        [torch.cdist(part, centers).kthvalue(nearest).values for part in torch.split(centers, rows)]
     )
-    inside = [(torch.cdist(part, centers) <= radii).any(dim=1) for part in points.split(rows)]
+    inside = [
+        (torch.cdist(part, centers) <= radii).any(dim=1) for part in torch.split(points, rows)
+    ]
     return float(torch.cat(inside).double().mean())
