@@ -9,9 +9,10 @@ from PIL import Image
 from tests.data.tables import Stub, image_data, write_latents
 from tests.evaluation.tiny import METRICS, random_images, write_features, write_npz
 from tread_zoo.data.latents import latents
+from tread_zoo.data.split import evenly_spaced
 from tread_zoo.evaluation import score
 from tread_zoo.evaluation.features import find_extractor
-from tread_zoo.evaluation.images import evenly_spaced, open_images, part_images, tensor_images
+from tread_zoo.evaluation.images import open_images, part_images, tensor_images
 from tread_zoo.evaluation.pictures import save_png
 from tread_zoo.evaluation.score import extract, open_reference, write_statistics
 

@@ -133,11 +133,8 @@ def encode(
     missing = [name for name in list(spans)[rank::num_ranks] if not (out / name).exists()]
     if rank == 0 and missing:
         logger.info("%-9s PSNR of decoded latents %.1f dB", "vae", _psnr(data, vae))
-    total, began, terminal = (
-        sum(len(spans[n][1]) for n in missing),
-        time.time(),
-        sys.stderr.isatty(),
-    )
+    began, terminal = time.time(), sys.stderr.isatty()
+    total = sum(len(spans[name][1]) for name in missing)
     with tqdm(total=total, unit="image", disable=rank != 0 or not terminal) as bar:
         for number, name in enumerate(missing, start=1):
             part, span = spans[name]

@@ -1,4 +1,4 @@
-"""Labels and the held-out part: the same images in every run, whatever the run's seed."""
+"""Labels, the held-out part, evenly spaced items: the same in every run, whatever the run's seed."""
 
 import logging
 from collections.abc import Sequence
@@ -93,3 +93,9 @@ def check_labels(
             "labels    %s: %d of %d classes have no image (%s)", where, len(empty), count, shown
         )
     return tuple(names) if len(names) == count else tuple(map(str, range(count)))
+
+
+def evenly_spaced(size: int, count: int | None) -> list[int]:
+    """Return `count` indices, evenly spaced over 0 … size - 1; None or more than there are: all."""
+    count = size if count is None else min(count, size)
+    return [index * size // count for index in range(count)]

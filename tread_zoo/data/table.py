@@ -23,7 +23,7 @@ from torch import Tensor
 from tread_zoo.config import Fraction
 from tread_zoo.data.contexts import as_context, context_shape
 from tread_zoo.data.dataset import ImageData, TableDataset
-from tread_zoo.data.split import check_labels, split_data
+from tread_zoo.data.split import check_labels, evenly_spaced, split_data
 from tread_zoo.errors import unknown_name
 from tread_zoo.registry import register
 
@@ -465,7 +465,7 @@ def _survey(table: "datasets.Dataset", name: str, shape: tuple[int, int] | None)
     """
     sizes: dict[tuple[int, int], int] = {}
     transparent, reason = 0, ""
-    for row in sorted({number * len(table) // _SURVEYED for number in range(_SURVEYED)}):
+    for row in evenly_spaced(len(table), _SURVEYED):
         try:
             picture = open_picture(_content(table[row]["image"]))
         except Exception as error:  # as above

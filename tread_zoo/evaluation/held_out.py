@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.data import ImageData, read_items
+from tread_zoo.data.split import evenly_spaced
 from tread_zoo.diffusion import Objective, describe_part
-from tread_zoo.evaluation.images import evenly_spaced
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
 

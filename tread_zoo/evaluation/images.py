@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tread_zoo.data import ImageData, read_items
+from tread_zoo.data.split import evenly_spaced
 from tread_zoo.data.table import SUFFIXES, read_picture
 
 logger = logging.getLogger(__name__)
@@ -187,12 +188,6 @@ def _open_npz(file: Path) -> Images:
 
     num_classes = 0 if labels is None else int(labels.max()) + 1
     return Images(file.name, (channels, height, width), count, read, num_classes)
-
-
-def evenly_spaced(size: int, count: int | None) -> list[int]:
-    """Return `count` indices, evenly spaced over 0 … size - 1; None or more than there are: all."""
-    count = size if count is None else min(count, size)
-    return [index * size // count for index in range(count)]
 
 
 def pixel_shape(data: ImageData, device: torch.device) -> tuple[int, ...]:
