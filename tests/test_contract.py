@@ -22,15 +22,18 @@ def test_every_architecture_is_checked():
     }
 
 
-@pytest.mark.parametrize("check", CHECKS)
+SLOW = {"compiles": pytest.mark.slow}
+EVERY_CHECK = pytest.mark.parametrize(
+    "check", [pytest.param(name, marks=SLOW.get(name, ())) for name in CHECKS]
+)
+
+
+@EVERY_CHECK
 @pytest.mark.parametrize("name", SMALL)
 def test_contract(name, check):
     CHECKS[check](Probe(name, overrides=SMALL[name]))
 
 
-SLOW = {"compiles": pytest.mark.slow}
-
-
-@pytest.mark.parametrize("check", [pytest.param(c, marks=SLOW.get(c, ())) for c in CHECKS])
+@EVERY_CHECK
 def test_contract_with_contexts(check):
     CHECKS[check](Probe("uvit_tiny", overrides=CONTEXTS))
