@@ -61,11 +61,11 @@ class BidirectionalGLA(Mixer):
         self.num_heads = num_heads
         self.scan_order, self.index, self.gaps = scan_order, index, gaps
         self.in_proj = nn.Linear(hidden_size, sum(self.parts), bias=False)
-        self.decay_down = nn.Linear(hidden_size, DECAY_CHANNELS, bias=False)
-        self.decay_up = nn.Linear(DECAY_CHANNELS, 2 * keys)  # the forward direction's first
+        self.forget_in = nn.Linear(hidden_size, DECAY_CHANNELS, bias=False)
+        self.forget_out = nn.Linear(DECAY_CHANNELS, 2 * keys)  # the forward direction's first
         self.norm = nn.RMSNorm(hidden_size // num_heads, eps=1e-6)
         self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
-        self.fused_rows = {"in_proj.weight": tuple(self.parts), "decay_up.weight": (keys, keys)}
+        self.fused_rows = {"in_proj.weight": tuple(self.parts), "forget_out.weight": (keys, keys)}
 
     def forward(
         self, x: Tensor, layout: Layout, first_value: Tensor | None
@@ -73,7 +73,7 @@ class BidirectionalGLA(Mixer):
         scan = make_scan(layout, self.scan_order, self.index)
         x = scan.permute(x)
         q, k, v, z = self.in_proj(x).split(self.parts, dim=-1)
-        gates = full(self.decay_up(self.decay_down(x))).chunk(2, dim=-1)
+        gates = full(self.forget_out(self.forget_in(x))).chunk(2, dim=-1)
         forward, backward = (F.logsigmoid(gate) / DECAY_ROOT for gate in gates)
         log_decay = torch.cat([forward, backward.flip(1)])
         segments, apart = None, scan.gaps_both_ways()
@@ -95,7 +95,8 @@ class BidirectionalGLA(Mixer):
         return scan.restore(self.out_proj(mixed.to(self.out_proj.weight.dtype))), None
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, -1))
+        heads: Tensor = x.unflatten(-1, (self.num_heads, -1))
+        return heads
 
 
 class GLA(LightningBackbone):

@@ -23,7 +23,7 @@ def make_mixer(gaps="ignore", name="raster", index=0):
 def mix_by_loop(mixer, x, walks):
     """The mixer one direction, one step, one head at a time: 2 heads, keys of 2, values of 4."""
     q, k, v, z = (x @ mixer.in_proj.weight.T).split([4, 4, 8, 8], dim=-1)
-    gates = x @ mixer.decay_down.weight.T @ mixer.decay_up.weight.T + mixer.decay_up.bias
+    gates = x @ mixer.forget_in.weight.T @ mixer.forget_out.weight.T + mixer.forget_out.bias
     decays = gates.sigmoid() ** (1 / 16)
     total = torch.zeros_like(v)
     for b, walk in enumerate(walks):
@@ -68,9 +68,9 @@ def test_it_learns_to_tell_what_an_earlier_token_said():
     torch.manual_seed(0)
     mixer, read = BidirectionalGLA(16, 2), torch.nn.Linear(16, 4)
     parameters = [*mixer.parameters(), *read.parameters()]
-    optimizer = torch.optim.Adam(parameters, lr=1e-2)
+    optimizer = torch.optim.Adam(parameters, lr=3e-2)
     rows = torch.arange(64)
-    for _ in range(120):
+    for _ in range(30):
         labels = torch.randint(4, (64, 12), generator=generator)
         marked = torch.randint(11, (64,), generator=generator)
         x = F.pad(F.one_hot(labels, 4).float(), (0, 12))
@@ -81,4 +81,4 @@ def test_it_learns_to_tell_what_an_earlier_token_said():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert loss < 0.3
+    assert loss < 0.1
