@@ -21,8 +21,8 @@ takes until now all of its first half's decays, and the reverse.
 Backward goes through the blocks from the largest to the smallest and carries ∂ log since and
 ∂ log until, which need no division by the decays; those of single steps are ∂l.
 
-Dimensions: B batch, L length, H heads, T chunks of Q steps, R = B H rows, of which r are done at a
-time, K and V widths of keys and values, h half of a block of 2h steps.
+Dimensions: B batch, L length, H heads, T chunks of Q steps, K and V widths of keys and values, h
+half of a block; r is a number of heads, of some rows of the batch, which are done at a time.
 """
 
 from functools import reduce
@@ -60,12 +60,15 @@ def _forward(
     segment_ids: Tensor | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return o [B, L, H, V], W [T, R, Q, Q] and the states between chunks [T - 1, R, K, V]."""
+    """Return o [B, L, H, V], W [T, B, H, Q, Q], the states between chunks [T - 1, B, H, K, V]."""
+    out, weights, states = _empty(q, k, v, log_decay)
     with torch.autocast(q.device.type, enabled=False):
-        cut = _cut(q, k, v, log_decay, segment_ids, scale)
-        blocks = [_attend(*(x[:, rows].contiguous() for x in cut)) for rows in _blocks(q)]
-        out, weights, states = (torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True))
-    return _join(out, v), weights, states
+        for rows, heads in _blocks(q):
+            found = _attend(*_cut(q, k, v, log_decay, segment_ids, scale, rows, heads))
+            _join(found[0], out[rows, :, heads])
+            for values, whole in zip(found[1:], (weights, states), strict=True):
+                whole[:, rows, heads] = values.view(whole[:, rows, heads].shape)
+    return out, weights, states
 
 
 @torch.library.custom_op("tread_zoo::gated_linear_attention_backward", mutates_args=())
@@ -81,16 +84,22 @@ def _backward(
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and log_decay."""
+    gq, gk, gv, gl = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, log_decay)
+    )
     with torch.autocast(q.device.type, enabled=False):
-        cut = _cut(q, k, v, log_decay, segment_ids, scale)
-        given = (*cut, weights, states, _chunked(grad.to(weights.dtype)))
-        blocks = [_gradients(*(x[:, rows].contiguous() for x in given)) for rows in _blocks(q)]
-        gq, gk, gv, gl = (torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True))
-    return _join(gq.mul_(scale), q), _join(gk, k), _join(gv, v), _join(gl, log_decay)
+        for rows, heads in _blocks(q):
+            cut = _cut(q, k, v, log_decay, segment_ids, scale, rows, heads)
+            own_weights, own_states = (x[:, rows, heads].flatten(1, 2) for x in (weights, states))
+            arriving = _chunked(grad[rows, :, heads].to(weights.dtype))
+            own_q, *others = _gradients(*cut, own_weights, own_states, arriving)
+            for values, whole in zip((own_q * scale, *others), (gq, gk, gv, gl), strict=True):
+                _join(values, whole[rows, :, heads])
+    return gq, gk, gv, gl
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return o, W and the states between chunks of some rows [T, r, Q, F]."""
+    """Return o, W and the states between chunks of inputs [T, r, Q, F]."""
     levels, since, until = _decays(log_decay)
     weights = torch.diag_embed((q * k).sum(-1))
     for h, since_mid, until_mid in levels:
@@ -114,7 +123,7 @@ def _gradients(
     states: Tensor,
     grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and log_decay for that of o, of some rows [T, r, Q, F]."""
+    """Return the gradients of q, k, v and log_decay for that of o, of inputs [T, r, Q, F]."""
     levels, since, until = _decays(log_decay)
     gw, gv = grad @ v.mT, weights.mT @ grad
     own = gw.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
@@ -188,33 +197,33 @@ def _cut(
     log_decay: Tensor,
     segment_ids: Tensor | None,
     scale: float,
+    rows: slice,
+    heads: slice,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return scaled q, k, v and log-decays as [T, R, Q, F] in the state's dtype."""
+    """Return scaled q, k, v and log-decays of some rows and heads, [T, r, Q, F]."""
     dtype = _state_dtype(q, k, v, log_decay)
+    queries, keys, values, decays = (
+        _chunked(x[rows, :, heads].to(dtype)) for x in (q, k, v, log_decay)
+    )
     if segment_ids is not None:
-        starts = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
-        log_decay = log_decay.masked_fill(starts[..., None, None], -torch.inf)
-    queries = _chunked(q.to(dtype)) * scale
-    return queries, _chunked(k.to(dtype)), _chunked(v.to(dtype)), _chunked(log_decay.to(dtype))
-
-
-def _state_dtype(*inputs: Tensor) -> torch.dtype:
-    return reduce(torch.promote_types, (x.dtype for x in inputs), torch.float32)
+        starts = F.pad(segment_ids[rows, 1:] != segment_ids[rows, :-1], (1, 0))
+        starts = starts[..., None, None].expand(-1, -1, decays.shape[1] // len(starts), -1)
+        decays = decays.masked_fill(_chunked(starts), -torch.inf)
+    return queries * scale, keys, values, decays
 
 
 def _chunked(x: Tensor) -> Tensor:
-    """[B, L, H, F] -> [T, R, Q, F], contiguous, with zeros after the end."""
+    """[B, L, H, F] -> [T, B H, Q, F], contiguous, with zeros after the end."""
     num_chunks, span = _spans(x.shape[1])
     x = F.pad(x, (0, 0, 0, 0, 0, num_chunks * span - x.shape[1])).unflatten(1, (-1, span))
     chunked: Tensor = x.permute(1, 0, 3, 2, 4).flatten(1, 2).contiguous()
     return chunked
 
 
-def _join(x: Tensor, like: Tensor) -> Tensor:
-    """[T, R, Q, F] -> [B, L, H, F], contiguous, in the dtype of `like`, which has that shape."""
-    x = x.unflatten(1, (like.shape[0], like.shape[2])).permute(1, 0, 3, 2, 4)
-    joined = torch.empty_like(like, memory_format=torch.contiguous_format)
-    return joined.copy_(x.flatten(1, 2)[:, : like.shape[1]])
+def _join(x: Tensor, out: Tensor) -> None:
+    """Write x [T, B H, Q, F] to out [B, L, H, F]."""
+    joined = x.unflatten(1, (out.shape[0], out.shape[2])).permute(1, 0, 3, 2, 4).flatten(1, 2)
+    out.copy_(joined[:, : out.shape[1]])
 
 
 def _spans(length: int) -> tuple[int, int]:
@@ -223,17 +232,24 @@ def _spans(length: int) -> tuple[int, int]:
     return -(-length // span), span
 
 
-def _blocks(q: Tensor) -> list[slice]:
-    """Return the rows that are done at a time."""
+def _state_dtype(*inputs: Tensor) -> torch.dtype:
+    return reduce(torch.promote_types, (x.dtype for x in inputs), torch.float32)
+
+
+def _blocks(q: Tensor) -> list[tuple[slice, slice]]:
+    """Return the rows of the batch and the heads that are done at a time."""
     batch, length, heads, width = q.shape
-    num_rows = step = batch * heads
-    if q.device.type == "cpu":
-        step = max(1, BLOCK_VALUES // (length * width))
-    return [slice(row, row + step) for row in range(0, num_rows, step)]
+    num = max(1, BLOCK_VALUES // (length * width)) if q.device.type == "cpu" else batch * heads
+    some_rows, some_heads = max(1, num // heads), min(num, heads)
+    return [
+        (slice(row, row + some_rows), slice(head, head + some_heads))
+        for row in range(0, batch, some_rows)
+        for head in range(0, heads, some_heads)
+    ]
 
 
 @_forward.register_fake
-def _(
+def _empty(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -241,10 +257,12 @@ def _(
     segment_ids: Tensor | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype, num_chunks, span = _state_dtype(q, k, v, log_decay), *_spans(q.shape[1])
-    rows, out = len(q) * q.shape[2], torch.empty_like(v, memory_format=torch.contiguous_format)
-    weights = q.new_empty(num_chunks, rows, span, span, dtype=dtype)
-    return out, weights, q.new_empty(num_chunks - 1, rows, q.shape[3], v.shape[3], dtype=dtype)
+    """Return memory for what `_forward` returns."""
+    dtype, (num_chunks, span) = _state_dtype(q, k, v, log_decay), _spans(q.shape[1])
+    batch, _, heads, width = q.shape
+    weights = q.new_empty(num_chunks, batch, heads, span, span, dtype=dtype)
+    states = q.new_empty(num_chunks - 1, batch, heads, width, v.shape[3], dtype=dtype)
+    return torch.empty_like(v, memory_format=torch.contiguous_format), weights, states
 
 
 @_backward.register_fake
