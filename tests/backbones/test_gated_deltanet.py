@@ -64,7 +64,9 @@ def test_mixer_equals_the_written_out_loop(per_channel, gaps, name):
     ):
         x = torch.randn(2, kept.shape[1], 8, dtype=torch.float64)
         mixed, first_value = mixer(x, layout, None)
-        torch.testing.assert_close(mixed, mix_by_loop(mixer, x, walks_of(kept, name, 3, num_extra=0)))
+        torch.testing.assert_close(
+            mixed, mix_by_loop(mixer, x, walks_of(kept, name, 3, num_extra=0))
+        )
         assert first_value is None
 
 
