@@ -11,6 +11,7 @@ from backbones import (
     rwkv,
     rwkv7,
     uvit,
+    zigma,
 )
 
 __distribution__ = "tread-zoo"  # tells the registry that this `backbones` is ours
@@ -26,4 +27,5 @@ __all__ = [
     "rwkv",
     "rwkv7",
     "uvit",
+    "zigma",
 ]

@@ -45,6 +45,7 @@ class DiT(AdaLNBackbone):
         num_heads: H.
         mlp_ratio: width of the MLP over D.
         time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
+        reversed_time: embed 1 - t, the time of networks that have data at 1, as SiT's.
 
     Raises:
         ValueError: sizes that do not fit each other.
@@ -63,6 +64,7 @@ class DiT(AdaLNBackbone):
         mlp_ratio: PositiveFloat = 4.0,
         learn_sigma: bool = False,
         time_scale: PositiveFloat = 1000.0,
+        reversed_time: bool = False,
     ) -> None:
         if hidden_size % num_heads:
             raise ValueError(
@@ -79,6 +81,7 @@ class DiT(AdaLNBackbone):
             make_block=lambda index: DiTBlock(hidden_size, num_heads, mlp_ratio),
             learn_sigma=learn_sigma,
             time_scale=time_scale,
+            reversed_time=reversed_time,
         )
         self.initialize()
 

@@ -17,6 +17,7 @@ SMALL = {
     "rwkv_tiny": {"hidden_size": 32, "depth": 5},
     "rwkv7_tiny": {"hidden_size": 32, "depth": 4, "head_size": 16, "low_rank": 4},
     "uvit_tiny": {"hidden_size": 32, "depth": 4},
+    "zigma_tiny": {"hidden_size": 32, "depth": 4, "state_size": 4},
 }
 CONTEXTS = {**SMALL["uvit_tiny"], "hidden_size": 16, "context_length": 3, "context_size": 4}
 

@@ -25,13 +25,14 @@ PUBLISHED = {
     "rwkv_h_2": 780.3,
 }
 
-# U-ViT predicts the noise alone. The published S is the unconditional one of CIFAR-10 and CelebA:
-# with 1000 labels and their token it has 44.77.
-PUBLISHED_UVIT = {
+# U-ViT predicts the noise alone, ZigMa the velocity. The published U-ViT-S is the unconditional one
+# of CIFAR-10 and CelebA: with 1000 labels and their token it has 44.77.
+PUBLISHED_WITHOUT_SIGMA = {
     "uvit_s_2": (44.3, {"num_classes": 0}),
     "uvit_m_2": (130.9, {}),
     "uvit_l_2": (286.8, {}),
     "uvit_h_2": (500.8, {}),
+    "zigma_b_1": (134.6, {"num_classes": 0}),
 }
 
 # LightningDiT was trained on latents of 32 channels; the published L has patches of 2.
@@ -62,9 +63,9 @@ def test_parameter_count(name, millions, overrides):
     assert sum(t.numel() for t in tensors) / 1e6 == pytest.approx(millions, rel=0.002)
 
 
-@pytest.mark.parametrize("name", PUBLISHED_UVIT)
-def test_parameter_count_of_uvit(name):
-    millions, overrides = PUBLISHED_UVIT[name]
+@pytest.mark.parametrize("name", PUBLISHED_WITHOUT_SIGMA)
+def test_parameter_count_without_sigma(name):
+    millions, overrides = PUBLISHED_WITHOUT_SIGMA[name]
     backbone = build(name, learn_sigma=False, **overrides)
     counted = sum(p.numel() for p in backbone.parameters()) / 1e6
     assert counted == pytest.approx(millions, rel=0.002)

@@ -148,6 +148,33 @@ def drwkv_shapes(
     return shapes
 
 
+def zigma_shapes(*, width=48, depth=4, patch=2, channels=4, side=4, rows=8, state=16, **_):
+    inner, rank = 2 * width, math.ceil(width / 16)
+    shapes = {
+        "pos_embed": (1, side**2, width),
+        **layer("x_embedder.proj", width, channels, patch, patch),
+        **layer("t_embedder.mlp.0", width, 256),
+        **layer("t_embedder.mlp.2", width, width),
+        "norm_f.weight": (width,),
+        **layer("final_layer.linear", patch**2 * channels, width),
+    }
+    if rows:
+        shapes["y_embedder.embedding_table.weight"] = (rows, width)
+    for i in range(depth):
+        shapes |= {
+            f"blocks.{i}.norm.weight": (width,),
+            **layer(f"blocks.{i}.adaLN_modulation.1", 3 * width, width),
+            f"blocks.{i}.mixer.in_proj.weight": (2 * inner, width),
+            **layer(f"blocks.{i}.mixer.conv1d", inner, 1, 4),
+            f"blocks.{i}.mixer.x_proj.weight": (rank + 2 * state, inner),
+            **layer(f"blocks.{i}.mixer.dt_proj", inner, rank),
+            f"blocks.{i}.mixer.A_log": (inner, state),
+            f"blocks.{i}.mixer.D": (inner,),
+            f"blocks.{i}.mixer.out_proj.weight": (width, inner),
+        }
+    return shapes
+
+
 SHAPES = {
     "dit": dit_shapes,
     "sit": dit_shapes,
@@ -156,6 +183,7 @@ SHAPES = {
     "dis": dis_shapes,
     "drwkv": drwkv_shapes,
     "lightning_dit": lightning_dit_shapes,
+    "zigma": zigma_shapes,
 }
 
 

@@ -18,6 +18,7 @@ from tread_zoo.published.format import Format, Tensors
 from tread_zoo.published.lightning_dit import LIGHTNING_DIT
 from tread_zoo.published.reader import list_names, read_parts
 from tread_zoo.published.uvit import UVIT
+from tread_zoo.published.zigma import ZIGMA
 from tread_zoo.registry import create_backbone, get_entry, list_backbones
 from tread_zoo.training.checkpoints import CheckpointError, has_checkpoints, save_checkpoint
 
@@ -29,11 +30,12 @@ FORMATS: dict[str, Format] = {
     "dis": DIS,
     "drwkv": DRWKV,
     "lightning_dit": LIGHTNING_DIT,
+    "zigma": ZIGMA,
 }
 _SAMPLING = {"flow": ("heun", 50), "edm": ("heun", 40), "ddpm": ("euler", 250)}
 # Weight averaging moves a fixed table by 2e-4, bfloat16 by 2e-3; a trained one is further away.
 _POSITIONS_TOLERANCE = 4e-3
-_LABEL_TABLE = "label_embed.table.weight"
+LABEL_TABLE = "label_embed.table.weight"
 
 
 @dataclass(frozen=True)
@@ -131,9 +133,9 @@ def _convert(
             notes.append(f"Its pos_embed is up to {gap:.1g} off the fixed table; ours is exact.")
     for key, (names, layout) in rules.items():
         ours[key] = layout(*(theirs[name].float() for name in names))
-    table = ours.get(_LABEL_TABLE)
+    table = ours.get(LABEL_TABLE)
     if table is not None and len(table) == backbone.num_classes:
-        ours[_LABEL_TABLE] = torch.cat([table, table.mean(dim=0, keepdim=True)])
+        ours[LABEL_TABLE] = torch.cat([table, table.mean(dim=0, keepdim=True)])
         notes.append(
             f"Its label table has no row beside its {backbone.num_classes} classes; the row for no "
             "label is their mean, which it was not trained for: do not guide with it."
