@@ -134,7 +134,7 @@ class LightningDiT(LightningBackbone):
         mlp_ratio: of `SwiGLU`.
         qk_norm: RMSNorm of queries and keys.
         value_residual, shared_modulation, num_class_tokens: see the module.
-        time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
+        time_scale, reversed_time: see `AdaLNBackbone`.
 
     Raises:
         ValueError: sizes that do not fit each other.
@@ -157,6 +157,7 @@ class LightningDiT(LightningBackbone):
         num_class_tokens: NonNegativeInt = 0,
         learn_sigma: bool = False,
         time_scale: PositiveFloat = 1000.0,
+        reversed_time: bool = False,
     ) -> None:
         super().__init__(
             input_size=input_size,
@@ -173,6 +174,7 @@ class LightningDiT(LightningBackbone):
             learn_sigma=learn_sigma,
             time_scale=time_scale,
         )
+        self.reversed_time = reversed_time
         self.modulation: nn.Linear | None = None
         if shared_modulation:
             self.modulation = nn.Linear(hidden_size, 6 * hidden_size)

@@ -12,6 +12,8 @@ from tread_zoo.kernels import dispatch
 CUSTOM = (  # custom operators of torch
     "selective_scan", "ssd", "bidirectional_wkv", "gated_linear_attention",
 )  # fmt: skip
+SCANS = (*CUSTOM, "dplr_delta_rule")
+COUNTED = ("causal_conv1d", *SCANS, "gated_delta_rule", "kda")
 OPTIONAL = ("causal_conv1d", "selective_scan", "ssd")  # the last input may be None
 
 
@@ -120,6 +122,8 @@ def test_views_are_taken_as_inputs(op) -> None:
         ("bidirectional_wkv", {"BLOCK_VALUES": 100}),
         ("gated_linear_attention", {"CHUNK": 1}),
         ("gated_linear_attention", {"CHUNK": 4, "BLOCK_VALUES": 400}),
+        ("dplr_delta_rule", {"CHUNK": 1}),
+        ("dplr_delta_rule", {"CHUNK": 12}),
     ],
     indirect=["op"],
 )
@@ -136,8 +140,15 @@ def test_blocks_and_chunks_do_not_matter(op, constants, monkeypatch) -> None:
 @pytest.mark.parametrize("form", ["naive", "torch"])
 @pytest.mark.parametrize(
     ("op", "along"),
-    [("causal_conv1d", (0,)), ("selective_scan", (0, 1, 3, 4)), ("ssd", (0, 1, 3, 4)),
-     ("gated_linear_attention", (0, 1, 2, 3))],
+    [
+        ("causal_conv1d", (0,)),
+        ("selective_scan", (0, 1, 3, 4)),
+        ("ssd", (0, 1, 3, 4)),
+        ("gated_linear_attention", (0, 1, 2, 3)),
+        ("gated_delta_rule", range(5)),
+        ("kda", range(5)),
+        ("dplr_delta_rule", range(6)),
+    ],
     indirect=["op"],
 )  # fmt: skip
 def test_segments_equal_separate_calls(op, along, form) -> None:
@@ -196,6 +207,18 @@ IDS = torch.zeros(2, 5, dtype=torch.int64)
         ("gated_linear_attention", {2: torch.zeros(2, 5, 1, 4)}),
         ("gated_linear_attention", {3: torch.zeros(2, 5, 4, 1)}),
         ("gated_linear_attention", {4: IDS[:1]}),
+        ("gated_delta_rule", {0: torch.zeros(2, 0, 4, 4)}),
+        ("gated_delta_rule", {1: torch.zeros(2, 5, 1, 4)}),
+        ("gated_delta_rule", {2: torch.zeros(2, 5, 1, 5)}),
+        ("gated_delta_rule", {3: torch.zeros(2, 5, 1)}),
+        ("gated_delta_rule", {4: torch.zeros(2, 5, 1)}),
+        ("gated_delta_rule", {5: IDS[:, 1:]}),
+        ("kda", {4: torch.zeros(2, 5, 4, 1)}),
+        ("dplr_delta_rule", {0: torch.zeros(2, 5, 1, 3)}),
+        ("dplr_delta_rule", {2: torch.zeros(2, 0, 4, 4)}),
+        ("dplr_delta_rule", {3: torch.zeros(2, 5, 4, 1)}),
+        ("dplr_delta_rule", {5: torch.zeros(2, 5, 1, 3)}),
+        ("dplr_delta_rule", {6: IDS.float()}),
         ("bidirectional_wkv", {0: torch.zeros(2, 0, 4)}),
         ("bidirectional_wkv", {1: torch.zeros(2, 5, 3)}),
         ("bidirectional_wkv", {2: torch.zeros(3)}),
@@ -251,7 +274,7 @@ def count_flops(op: Op, shape, device: str, form=None) -> list[int]:
     return [forward.get_total_flops(), backward.get_total_flops()]
 
 
-@of(("causal_conv1d", *CUSTOM))
+@of(COUNTED)
 def test_flops_are_the_same_without_data_and_linear_in_the_batch(op) -> None:
     shape = op.shapes[-1]
     once, meta = (count_flops(op, shape, device) for device in ("cpu", "meta"))
@@ -274,7 +297,8 @@ def test_flops_are_linear_in_the_length(op) -> None:
 def test_every_form_equals_the_torch_form_on_a_gpu(op, subset) -> None:
     shape = {"attention": (2, 3, 64, 32), "causal_conv1d": (2, 50, 16, 4),
              "selective_scan": (2, 100, 16, 8, 2), "ssd": (2, 200, 4, 64, 32, 2),
-             "gated_linear_attention": (2, 200, 4, 32, 64)}.get(
+             "gated_linear_attention": (2, 200, 4, 32, 64),
+             "dplr_delta_rule": (2, 200, 4, 32, 64)}.get(
                  op.name, op.shapes[-1])  # fmt: skip
     rest = [v.cuda() if torch.is_tensor(v) else v for v in op.rest(shape, subset)]
     inputs = op.inputs(shape, torch.float32, "cuda")
@@ -285,6 +309,7 @@ def test_every_form_equals_the_torch_form_on_a_gpu(op, subset) -> None:
         "attention": 2e-3,
         "ssd": 5e-3,
         "gated_linear_attention": 5e-3,
+        "dplr_delta_rule": 5e-3,
     }  # kernels that multiply in TF32
     for name in dispatch.list_forms(op.name):
         module = dispatch.get_form(op.name, name).module

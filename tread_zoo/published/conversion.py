@@ -15,8 +15,10 @@ from tread_zoo.published.dis import DIS
 from tread_zoo.published.dit import DIT, SIT, TREAD
 from tread_zoo.published.drwkv import DRWKV
 from tread_zoo.published.format import Format, Tensors
+from tread_zoo.published.lightning_dit import LIGHTNING_DIT
 from tread_zoo.published.reader import list_names, read_parts
 from tread_zoo.published.uvit import UVIT
+from tread_zoo.published.zigma import ZIGMA
 from tread_zoo.registry import create_backbone, get_entry, list_backbones
 from tread_zoo.training.checkpoints import CheckpointError, has_checkpoints, save_checkpoint
 
@@ -27,11 +29,13 @@ FORMATS: dict[str, Format] = {
     "uvit": UVIT,
     "dis": DIS,
     "drwkv": DRWKV,
+    "lightning_dit": LIGHTNING_DIT,
+    "zigma": ZIGMA,
 }
 _SAMPLING = {"flow": ("heun", 50), "edm": ("heun", 40), "ddpm": ("euler", 250)}
 # Weight averaging moves a fixed table by 2e-4, bfloat16 by 2e-3; a trained one is further away.
 _POSITIONS_TOLERANCE = 4e-3
-_LABEL_TABLE = "label_embed.table.weight"
+LABEL_TABLE = "label_embed.table.weight"
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ def _convert(
         zero = [key for key in own if key.startswith(form.zero_without_labels)]
         ours = {key: torch.zeros(own.pop(key).shape) for key in zero}
     rules = {key: form.rule(key, blocks) for key in own}
-    wanted = {"pos_embed"}.union(*(names for names, _ in rules.values()))
+    wanted = {"pos_embed", *form.computed}.union(*(names for names, _ in rules.values()))
     unknown = _check_names(theirs, wanted, format, drop_unknown)
     notes = list(_notes(backbone, format, num_heads))
     if "positions" not in own:
@@ -129,9 +133,9 @@ def _convert(
             notes.append(f"Its pos_embed is up to {gap:.1g} off the fixed table; ours is exact.")
     for key, (names, layout) in rules.items():
         ours[key] = layout(*(theirs[name].float() for name in names))
-    table = ours.get(_LABEL_TABLE)
+    table = ours.get(LABEL_TABLE)
     if table is not None and len(table) == backbone.num_classes:
-        ours[_LABEL_TABLE] = torch.cat([table, table.mean(dim=0, keepdim=True)])
+        ours[LABEL_TABLE] = torch.cat([table, table.mean(dim=0, keepdim=True)])
         notes.append(
             f"Its label table has no row beside its {backbone.num_classes} classes; the row for no "
             "label is their mean, which it was not trained for: do not guide with it."
@@ -228,7 +232,7 @@ def _notes(backbone: Backbone, format: str, num_heads: int | None) -> Iterator[s
     twins = [name for name, form in FORMATS.items() if form.names == FORMATS[format].names]
     if len(twins) > 1:
         yield f"No tensor tells {', '.join(twins)} apart: format={format} is taken at its word."
-    if "num_heads" in backbone.config and num_heads is None:
+    if FORMATS[format].has_heads and num_heads is None:
         yield (
             f"num_heads={backbone.config['num_heads']} is what the published sizes have; no tensor "
             "shows it. Give num_heads=… if it is another."
