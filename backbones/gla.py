@@ -158,6 +158,6 @@ class GLA(LightningBackbone):
 
 
 # Sizes for comparisons, of nearly as many parameters as those of the other architectures.
-register_backbone("gla_tiny", learning_rate=6e-3, hidden_size=64, depth=12, num_heads=2)(GLA)
+register_backbone("gla_tiny", learning_rate=1.2e-2, hidden_size=64, depth=12, num_heads=2)(GLA)
 register_backbone("gla_matched_s", learning_rate=3e-4, hidden_size=384, depth=12, num_heads=6)(GLA)
 register_backbone("gla_matched_b", hidden_size=768, depth=12, num_heads=12)(GLA)
