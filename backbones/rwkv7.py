@@ -34,7 +34,7 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from backbones.lightning_shell import LightningBackbone, Mixer
-from backbones.rwkv import shift_and_blend
+from backbones.q_shift import shift_and_blend
 from backbones.scan_shell import full
 from tread_zoo.backbone import Layout
 from tread_zoo.kernels import dplr_delta_rule
