@@ -91,7 +91,7 @@ class AdaLNBackbone(Backbone):
     """
 
     why_no_context: ClassVar[str] = "adaLN takes one vector for all tokens"
-    per_token_time: ClassVar[bool] = True
+    per_token_time: bool = True
 
     def __init__(
         self,

@@ -105,3 +105,20 @@ register_backbone(
 )(DiT)
 register_backbone("dit_matched_s", learning_rate=3e-4, patch_size=2, **_SIZES["s"])(DiT)
 register_backbone("dit_matched_b", patch_size=2, **_SIZES["b"])(DiT)
+
+# SiT (arXiv 2401.08740) is this class under its names, its times in [0, 1] unscaled; what sets it
+# apart is its objective, `flow`.
+for _size, _keywords in _SIZES.items():
+    _rate = 3e-4 if _size == "s" else None
+    register_backbone(
+        f"sit_{_size}_2", learning_rate=_rate, patch_size=2, time_scale=1.0, **_keywords
+    )(DiT)
+register_backbone(
+    "sit_tiny",
+    learning_rate=6e-3,
+    patch_size=2,
+    hidden_size=64,
+    depth=12,
+    num_heads=2,
+    time_scale=1.0,
+)(DiT)

@@ -3,13 +3,19 @@
 import pytest
 
 from tread_zoo import list_backbones
+from tread_zoo.registry import get_entry
 from tread_zoo.testing import CHECKS, Probe
 
 SMALL = {
     "dit_tiny": {"hidden_size": 32, "depth": 4},
+    "gated_deltanet_tiny": {"hidden_size": 32, "depth": 4},
+    "gla_tiny": {"hidden_size": 32, "depth": 4},
+    "hybrid_tiny": {"hidden_size": 32, "depth": 4, "pattern": "rwkv7,attention:2,rwkv7"},
+    "lightning_dit_tiny": {"hidden_size": 32, "depth": 4},
     "mamba_tiny": {"hidden_size": 32, "depth": 4, "state_size": 4},
     "mamba2_tiny": {"hidden_size": 32, "depth": 4, "state_size": 4, "head_size": 16},
     "rwkv_tiny": {"hidden_size": 32, "depth": 5},
+    "rwkv7_tiny": {"hidden_size": 32, "depth": 4, "head_size": 16, "low_rank": 4},
     "uvit_tiny": {"hidden_size": 32, "depth": 4},
     "zigma_tiny": {"hidden_size": 32, "depth": 4, "state_size": 4},
 }
@@ -17,21 +23,24 @@ CONTEXTS = {**SMALL["uvit_tiny"], "hidden_size": 16, "context_length": 3, "conte
 
 
 def test_every_architecture_is_checked():
-    assert set(list_backbones("*_tiny")) == set(SMALL)
-    assert {name.partition("_")[0] for name in list_backbones()} == {
-        name.partition("_")[0] for name in SMALL
-    }
+    def classes(names):
+        return {get_entry("backbone", name).target for name in names}
+
+    assert classes(list_backbones()) == classes(SMALL)
 
 
-@pytest.mark.parametrize("check", CHECKS)
+SLOW = {"compiles": pytest.mark.slow}
+EVERY_CHECK = pytest.mark.parametrize(
+    "check", [pytest.param(name, marks=SLOW.get(name, ())) for name in CHECKS]
+)
+
+
+@EVERY_CHECK
 @pytest.mark.parametrize("name", SMALL)
 def test_contract(name, check):
     CHECKS[check](Probe(name, overrides=SMALL[name]))
 
 
-SLOW = {"compiles": pytest.mark.slow}
-
-
-@pytest.mark.parametrize("check", [pytest.param(c, marks=SLOW.get(c, ())) for c in CHECKS])
+@EVERY_CHECK
 def test_contract_with_contexts(check):
     CHECKS[check](Probe("uvit_tiny", overrides=CONTEXTS))

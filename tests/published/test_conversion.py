@@ -42,8 +42,8 @@ def network(folder, name, content, **choices):
 def test_every_value_lands(tmp_path, name, rows):
     content = theirs(name, rows=rows)
     own = network(tmp_path, name, content).state_dict()
-    if FORMATS[name].backbone == "dit":
-        del content["pos_embed"]  # computed
+    for key in (*FORMATS[name].computed, *(() if "positions" in own else ("pos_embed",))):
+        del content[key]
     if name == "dis" and not rows:
         for part in ("weight", "bias"):
             assert not own.pop(f"final.modulation.{part}").any(), "its head is not modulated"

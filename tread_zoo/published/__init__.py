@@ -6,15 +6,16 @@ Nothing is guessed silently: a tensor too many or too few, a shape that differs,
 that are not ours, each stops the import and is named. Times differ; ours is of order 1 with noise
 at 1, and `time_scale` is the factor between.
 
-conversion.py   from a file to a checkpoint folder
-export.py       from a checkpoint folder to a file
-reader.py       what a file holds
-format.py       what a format is
-dit.py          DiT, SiT, TREAD
-uvit.py         U-ViT
-dis.py          DiS
-drwkv.py        Diffusion-RWKV
-zigma.py        ZigMa
+conversion.py      from a file to a checkpoint folder
+export.py         from a checkpoint folder to a file
+reader.py          what a file holds
+format.py          what a format is
+dit.py             DiT, SiT, TREAD
+uvit.py            U-ViT
+dis.py             DiS
+drwkv.py           Diffusion-RWKV
+lightning_dit.py   LightningDiT
+zigma.py           ZigMa
 """
 
 from tread_zoo.published.conversion import FORMATS, Imported, import_checkpoint

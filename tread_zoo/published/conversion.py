@@ -15,6 +15,7 @@ from tread_zoo.published.dis import DIS
 from tread_zoo.published.dit import DIT, SIT, TREAD
 from tread_zoo.published.drwkv import DRWKV
 from tread_zoo.published.format import Format, Tensors
+from tread_zoo.published.lightning_dit import LIGHTNING_DIT
 from tread_zoo.published.reader import list_names, read_parts
 from tread_zoo.published.uvit import UVIT
 from tread_zoo.published.zigma import ZIGMA
@@ -28,6 +29,7 @@ FORMATS: dict[str, Format] = {
     "uvit": UVIT,
     "dis": DIS,
     "drwkv": DRWKV,
+    "lightning_dit": LIGHTNING_DIT,
     "zigma": ZIGMA,
 }
 _SAMPLING = {"flow": ("heun", 50), "edm": ("heun", 40), "ddpm": ("euler", 250)}
@@ -121,7 +123,7 @@ def _convert(
         zero = [key for key in own if key.startswith(form.zero_without_labels)]
         ours = {key: torch.zeros(own.pop(key).shape) for key in zero}
     rules = {key: form.rule(key, blocks) for key in own}
-    wanted = {"pos_embed"}.union(*(names for names, _ in rules.values()))
+    wanted = {"pos_embed", *form.computed}.union(*(names for names, _ in rules.values()))
     unknown = _check_names(theirs, wanted, format, drop_unknown)
     notes = list(_notes(backbone, format, num_heads))
     if "positions" not in own:
@@ -230,7 +232,7 @@ def _notes(backbone: Backbone, format: str, num_heads: int | None) -> Iterator[s
     twins = [name for name, form in FORMATS.items() if form.names == FORMATS[format].names]
     if len(twins) > 1:
         yield f"No tensor tells {', '.join(twins)} apart: format={format} is taken at its word."
-    if "num_heads" in backbone.config and num_heads is None:
+    if FORMATS[format].has_heads and num_heads is None:
         yield (
             f"num_heads={backbone.config['num_heads']} is what the published sizes have; no tensor "
             "shows it. Give num_heads=… if it is another."

@@ -81,6 +81,7 @@ class Format:
             does not name are the fixed sines.
         marks: tensors of theirs that, with both ends, tell it from the others.
         sizes: their tensors -> keywords of our constructor beside those that all have.
+        computed: tensors of theirs, beside positions, that ours computes; `sizes` compares them.
         time_scale: from our time, of order 1, to theirs.
         reversed_time: its time is 1 - ours.
         has_null_label: its label table ends with a row for no label.
@@ -89,7 +90,7 @@ class Format:
         note: what to know about its time and its output.
         layouts: our tensors -> how they are made of theirs.
         head: our name of the last linear layer.
-        has_heads: our constructor takes `num_heads`.
+        has_heads: our constructor takes `num_heads`, which no tensor shows.
         in_halves: blocks are `in_blocks`, `mid_block` and `out_blocks`, else `blocks`.
         time_token: time, and the label where there is one, are the first tokens.
         zero_without_labels: our layer that does nothing in a network without labels.
@@ -100,6 +101,7 @@ class Format:
     names: Mapping[str, str | tuple[str, ...]]
     marks: tuple[str, ...]
     sizes: Callable[[Tensors], dict[str, Any]]
+    computed: tuple[str, ...] = ()
     time_scale: float = 1000.0
     reversed_time: bool = False
     has_null_label: bool = True
