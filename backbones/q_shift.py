@@ -1,8 +1,8 @@
 """The q-shift of Vision-RWKV (arXiv 2403.02308): a quarter of the channels from each neighbour.
 
 The quarters come from the left neighbour on the grid, the right, the upper and the lower one, zero
-outside. A route's tokens keep their places on the grid; a neighbour that the route left out is zero,
-or the nearest token present in that direction stands for it.
+outside. A route's tokens keep their places on the grid; a neighbour that the route left out is
+zero, or the nearest token present in that direction stands for it.
 
 B batch, K tokens present, N = h * w tokens of the full grid, D width.
 """

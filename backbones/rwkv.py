@@ -23,7 +23,7 @@ B batch, K tokens present, N = h * w tokens of the full grid, D width.
 """
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
