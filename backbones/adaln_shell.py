@@ -84,13 +84,14 @@ class AdaLNBackbone(Backbone):
         make_block: (index of the block) -> the block.
         learned_positions: instead of fixed 2-D sines.
         time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
+        reversed_time: embed 1 - t, the time of networks that have data at 1.
 
     Raises:
         ValueError: sizes that do not fit each other.
     """
 
     why_no_context: ClassVar[str] = "adaLN takes one vector for all tokens"
-    per_token_time: ClassVar[bool] = True
+    per_token_time: bool = True
 
     def __init__(
         self,
@@ -106,6 +107,7 @@ class AdaLNBackbone(Backbone):
         learned_positions: bool = False,
         learn_sigma: bool = False,
         time_scale: float = 1000.0,
+        reversed_time: bool = False,
     ) -> None:
         super().__init__(
             input_size=input_size,
@@ -115,6 +117,7 @@ class AdaLNBackbone(Backbone):
             depends_on=depends_on,
             learn_sigma=learn_sigma,
         )
+        self.reversed_time = reversed_time
         self.patch_embed = nn.Linear(in_channels * patch_size**2, hidden_size)
         self.positions: Tensor | nn.Parameter
         if learned_positions:
@@ -156,7 +159,7 @@ class AdaLNBackbone(Backbone):
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor | None) -> tuple[Streams, Any]:
         tokens = self.patch_embed(patchify(x, self.patch_size)) + self.positions
-        condition = self.time_embed(t)
+        condition = self.time_embed(1 - t if self.reversed_time else t)
         if self.label_embed is not None:
             label = self.label_embed(y, len(x))
             condition = condition + (label if t.ndim == 1 else per_token(label))

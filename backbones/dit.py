@@ -45,6 +45,7 @@ class DiT(AdaLNBackbone):
         num_heads: H.
         mlp_ratio: width of the MLP over D.
         time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
+        reversed_time: embed 1 - t, the time of networks that have data at 1, as SiT's.
 
     Raises:
         ValueError: sizes that do not fit each other.
@@ -63,6 +64,7 @@ class DiT(AdaLNBackbone):
         mlp_ratio: PositiveFloat = 4.0,
         learn_sigma: bool = False,
         time_scale: PositiveFloat = 1000.0,
+        reversed_time: bool = False,
     ) -> None:
         if hidden_size % num_heads:
             raise ValueError(
@@ -79,6 +81,7 @@ class DiT(AdaLNBackbone):
             make_block=lambda index: DiTBlock(hidden_size, num_heads, mlp_ratio),
             learn_sigma=learn_sigma,
             time_scale=time_scale,
+            reversed_time=reversed_time,
         )
         self.initialize()
 
@@ -102,3 +105,20 @@ register_backbone(
 )(DiT)
 register_backbone("dit_matched_s", learning_rate=3e-4, patch_size=2, **_SIZES["s"])(DiT)
 register_backbone("dit_matched_b", patch_size=2, **_SIZES["b"])(DiT)
+
+# SiT (arXiv 2401.08740) is this class under its names, its times in [0, 1] unscaled; what sets it
+# apart is its objective, `flow`.
+for _size, _keywords in _SIZES.items():
+    _rate = 3e-4 if _size == "s" else None
+    register_backbone(
+        f"sit_{_size}_2", learning_rate=_rate, patch_size=2, time_scale=1.0, **_keywords
+    )(DiT)
+register_backbone(
+    "sit_tiny",
+    learning_rate=6e-3,
+    patch_size=2,
+    hidden_size=64,
+    depth=12,
+    num_heads=2,
+    time_scale=1.0,
+)(DiT)

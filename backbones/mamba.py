@@ -29,7 +29,7 @@ from backbones.scan_shell import (
     ScanMixer,
     full,
     init_convolution,
-    init_step_bias,
+    init_selective_scan,
     init_uniform,
 )
 from tread_zoo.backbone import Layout
@@ -117,10 +117,7 @@ class BidirectionalMixer(ScanMixer):
         init_convolution(self.conv_weight, self.conv_bias)
         init_uniform(self.select, self.inner)
         init_uniform(self.step_weight, self.step_rank)
-        init_step_bias(self.step_bias)
-        with torch.no_grad():
-            self.A_log.copy_(torch.arange(1, self.state_size + 1).float().log())
-        nn.init.ones_(self.D)
+        init_selective_scan(self.step_bias, self.A_log, self.D)
 
 
 class Mamba(ScanBackbone):
@@ -189,7 +186,7 @@ for _size, _keywords in _SIZES.items():
     register_backbone(f"mamba_{_size}_2", learning_rate=_rate, patch_size=2, **_keywords)(Mamba)
 # Sizes for comparisons: every architecture has them, of nearly the same number of parameters.
 register_backbone(
-    "mamba_tiny", learning_rate=6e-3, patch_size=2, hidden_size=104, depth=8, state_size=4
+    "mamba_tiny", learning_rate=6e-3, patch_size=2, hidden_size=88, depth=12, state_size=4
 )(Mamba)
 register_backbone("mamba_matched_s", learning_rate=3e-4, patch_size=2, hidden_size=392, depth=24)(
     Mamba

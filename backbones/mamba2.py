@@ -184,11 +184,11 @@ register_backbone(
     "mamba2_tiny",
     learning_rate=6e-3,
     patch_size=2,
-    hidden_size=138,
-    depth=8,
+    hidden_size=120,
+    depth=12,
     expand=1,
     state_size=16,
-    head_size=46,
+    head_size=40,
 )(Mamba2)
 register_backbone("mamba2_matched_s", learning_rate=3e-4, patch_size=2, hidden_size=384, depth=28)(
     Mamba2

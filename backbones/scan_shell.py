@@ -110,7 +110,7 @@ class ScanBackbone(Backbone):
             in_channels=in_channels,
             num_classes=num_classes,
             patch_size=patch_size,
-            depends_on=_dependence(scan_order, gaps),
+            depends_on=scan_dependence(scan_order, gaps),
             learn_sigma=learn_sigma,
         )
         if depth % 2:
@@ -188,14 +188,14 @@ class ScanBackbone(Backbone):
         return residual + delta
 
 
-def _dependence(scan_order: str, gaps: Gaps) -> tuple[str, ...]:
+# For mixers ---------------------------------------------------------------------------------------
+
+
+def scan_dependence(scan_order: str, gaps: Gaps) -> tuple[str, ...]:
     """Return what a mixer along this order, with these gaps, depends on."""
     if scan_order != "raster":
         return ("order", "ids", "grid")
     return ("order",) if gaps == "ignore" else ("order", "ids")
-
-
-# For mixers ---------------------------------------------------------------------------------------
 
 
 def init_uniform(weight: Tensor, fan_in: int) -> None:
@@ -215,6 +215,14 @@ def init_step_bias(bias: Tensor) -> None:
     """Draw a bias whose softplus, the step, is log-uniform in 0.001 … 0.1."""
     step = torch.empty_like(bias).uniform_(math.log(0.001), math.log(0.1)).exp()
     bias.copy_(step + torch.log(-torch.expm1(-step)))  # inverse of softplus
+
+
+def init_selective_scan(step_bias: Tensor, A_log: Tensor, D: Tensor) -> None:
+    """Draw steps as `init_step_bias`, and set the rates of each channel to 1 … S and D to 1."""
+    init_step_bias(step_bias)
+    with torch.no_grad():
+        A_log.copy_(torch.arange(1, A_log.shape[1] + 1).float().log())
+    nn.init.ones_(D)
 
 
 def full(x: Tensor) -> Tensor:

@@ -83,8 +83,6 @@ class UViT(Backbone):
     """
 
     default_selector: ClassVar[str] = "random"
-    # [s, e) with e = depth + 1 - s: every skip lies wholly inside the route or wholly outside.
-    default_range: ClassVar[tuple[int, int]] = (2, -2)
 
     def __init__(
         self,
@@ -227,8 +225,8 @@ register_backbone(
     "uvit_tiny",
     learning_rate=6e-3,
     patch_size=2,
-    hidden_size=88,
-    depth=8,
+    hidden_size=74,
+    depth=12,
     num_heads=2,
     init_std=0.05,
 )(UViT)

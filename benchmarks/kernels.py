@@ -134,10 +134,23 @@ def make_case(op: str, length: int, rate: float, *, batch: int, width: int) -> l
     if op == "bidirectional_wkv":
         k, v = (normal(batch, tokens, width) for _ in range(2))
         return [k, v, normal(width).exp(), normal(width), kept, length]
+    if op in ("gated_delta_rule", "kda"):
+        q, k, v, falls = (normal(batch, tokens, heads, 64) for _ in range(4))
+        beta, falls = normal(batch, tokens, heads).sigmoid(), -F.softplus(falls)
+        falls = falls if op == "kda" else falls[..., 0].contiguous()
+        return [q, F.normalize(k, dim=-1), v, beta, falls, segments]
     if op == "selective_scan":
         vectors = [normal(batch, tokens, 1, 16) for _ in range(2)]
         u, A = normal(batch, tokens, width), -torch.exp(normal(width, 16))
         return [u, step(width), A, *vectors, normal(width), segments]
+    if op == "gated_linear_attention":
+        q, k, v, gate = (normal(batch, tokens, heads, 64) for _ in range(4))
+        return [q, k, v, F.logsigmoid(gate) / 16, segments]
+    if op == "dplr_delta_rule":
+        q, k, v, a, rate, decay = (normal(batch, tokens, heads, 64) for _ in range(6))
+        a = F.normalize(a, dim=-1)
+        falls = -math.exp(-0.5) * decay.sigmoid()  # RWKV-7's range
+        return [q, k, v, -a, a * rate.sigmoid(), falls, segments]
     assert op == "ssd", f"{op} has no case here"
     vectors = [normal(batch, tokens, 1, 64) for _ in range(2)]
     x, A = normal(batch, tokens, heads, 64), -torch.exp(normal(heads))

@@ -28,10 +28,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
+
+from tread_zoo.cli import compose_settings
+from tread_zoo.comparison import (
+    Cell,
+    cell_name,
+    check_same_commands,
+    compare_with_curve,
+    describe_comparison,
+    expand,
+    find_runs,
+    make_curve,
+    read_curves,
+    read_runs,
+    run_cells,
+    write_report,
+)
+from tread_zoo.config import make_config
+from tread_zoo.errors import unknown_name
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
@@ -68,8 +88,6 @@ def run(arguments: Sequence[str]) -> int:
 
 def read_settings(own: Sequence[str]) -> dict[str, Any]:
     """Return the comparison's settings, from overrides that begin with `compare.`."""
-    from tread_zoo.errors import unknown_name
-
     fields = [*OmegaConf.load(CONFIGS / "compare.yaml"), "study"]
     texts = []
     for text in own:
@@ -80,8 +98,7 @@ def read_settings(own: Sequence[str]) -> dict[str, Any]:
             value = quoted(value)
         texts.append(f"{field}={value}")
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        settings = OmegaConf.to_container(compose("compare", overrides=texts), resolve=True)
-    assert isinstance(settings, dict)
+        settings: Any = OmegaConf.to_container(compose("compare", overrides=texts), resolve=True)
     if settings["to"] not in (None, "reference"):
         raise unknown_name("compare.to", settings["to"], ["reference"])
     if not isinstance(settings["jobs"], int) or settings["jobs"] < 1:
@@ -90,19 +107,11 @@ def read_settings(own: Sequence[str]) -> dict[str, Any]:
         )
     if settings["runs"] and not any(text.startswith("title=") for text in texts):
         settings["title"] = None  # the study's is of others
-    return {str(key): value for key, value in settings.items()}
+    return settings
 
 
 def compare(settings: dict[str, Any], overrides: Sequence[str], command: str) -> int:
     """Run what is not there yet, write the report, and return 1 if a cell failed."""
-    from tread_zoo.comparison import (
-        check_same_commands,
-        read_curves,
-        read_runs,
-        run_cells,
-        write_report,
-    )
-
     out, failed = Path(settings["out"]), dict[str, str]()
     if settings["runs"] and not overrides:
         runs = read_runs(settings["runs"])
@@ -110,10 +119,10 @@ def compare(settings: dict[str, Any], overrides: Sequence[str], command: str) ->
         cells = make_cells(settings, overrides)
         check_same_commands(cells, out)
         failed = run_cells(cells, jobs=settings["jobs"], devices=visible_devices())
+        for name, reason in failed.items():
+            print(f"failed: {name}: {reason}", file=sys.stderr)
         ended = [cell for cell in cells if cell.result.exists()]
         if not ended:
-            for name, reason in failed.items():
-                print(f"{name}: {reason}", file=sys.stderr)
             raise ValueError("No cell ended well: there is nothing to compare.")
         if settings["runs"]:
             runs = read_runs([c.choices["run"] for c in ended], [c.result for c in ended])
@@ -123,49 +132,32 @@ def compare(settings: dict[str, Any], overrides: Sequence[str], command: str) ->
                     runs.attrs["settings"] = [*dict.fromkeys([*runs.attrs["settings"], field])]
         else:
             runs = read_runs([cell.result.parent for cell in ended])
-    curves = read_curves(list(dict.fromkeys(runs.folder)))
-    title = settings["title"] or "Runs compared"
-    print(
-        write_report(
-            runs, curves, out, title=title, command=command, metric=settings["metric"],
-            failed=failed,
-        )
-    )  # fmt: skip
+    curves = read_curves(dict.fromkeys(runs.folder))
+    about = {"title": settings["title"] or "Runs compared", "command": command}
+    print(write_report(runs, curves, out, **about, metric=settings["metric"], failed=failed))
     print(f"written to {out}: index.html, report.md, quality.png, results.csv, curves.csv")
-    for name, reason in failed.items():
-        print(f"failed: {name}: {reason}", file=sys.stderr)
     return int(bool(failed))
 
 
 def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> list[Any]:
     """Return the cells: training of every combination, or with `runs` scoring of each of them."""
-    from tread_zoo.cli import compose_settings
-    from tread_zoo.comparison import Cell, cell_name, expand, find_runs
-
-    out = Path(settings["out"])
-    if not settings["runs"]:
-        cells = []
-        for choices, texts in expand(
-            *split_sweeps(settings["grids"], overrides, settings["fixed"])
-        ):
-            name = cell_name(choices)
-            folder = out / "runs" / name
-            command = (sys.executable, str(TRAIN), *texts, f"run_dir={quoted(folder)}",
-                       "resume=latest")  # fmt: skip
-            log = out / "logs" / f"{name}.log"
-            cells.append(Cell(name, choices, command, folder / "score.json", log))
-        compose_settings("train", cells[0].command[2:])  # what all have is checked before any runs
-        return cells
-    sweeps, fixed = split_sweeps([{}], overrides)
+    out, runs = Path(settings["out"]), settings["runs"]
+    grids, shared = ([{}], []) if runs else (settings["grids"], settings["fixed"])
     cells = []
-    for folder in find_runs(settings["runs"]):
-        for choices, texts in expand(sweeps, fixed):
-            name = cell_name({"run": str(folder), **choices})
-            result = out / "scores" / f"{name}.json"
-            command = (sys.executable, str(EVALUATE), *texts, f"checkpoint={quoted(folder)}",
-                       f"out={quoted(result)}")  # fmt: skip
-            log = out / "logs" / f"{name}.log"
-            cells.append(Cell(name, {"run": str(folder), **choices}, command, result, log))
+    for run in find_runs(runs) if runs else [None]:
+        for choices, texts in expand(*split_sweeps(grids, overrides, shared)):
+            choices = choices if run is None else {"run": str(run), **choices}
+            name = cell_name(choices)
+            if run is None:
+                script, result = TRAIN, out / "runs" / name / "score.json"
+                own = [f"run_dir={quoted(result.parent)}", "resume=latest"]
+            else:
+                script, result = EVALUATE, out / "scores" / f"{name}.json"
+                own = [f"checkpoint={quoted(run)}", f"out={quoted(result)}"]
+            command = (sys.executable, str(script), *texts, *own)
+            cells.append(Cell(name, choices, command, result, out / "logs" / f"{name}.log"))
+    if not runs:
+        compose_settings("train", cells[0].command[2:])  # what all have is checked before any runs
     return cells
 
 
@@ -196,18 +188,13 @@ def split_sweeps(
 
 def to_reference(settings: dict[str, Any]) -> int:
     """Compare runs with the curves of their recipes, and return 1 if one is off its curve."""
-    import pandas as pd
-
-    from tread_zoo.comparison import compare_with_curve, describe_comparison, find_runs
-    from tread_zoo.errors import unknown_name
-
     status, own_out = 0, OmegaConf.load(CONFIGS / "compare.yaml").out
+    recipes = [path.stem for path in CURVES.glob("*.csv")]
     for folder in find_runs(settings["runs"]):
         config = json.loads((folder / "config.json").read_text())
         kind = "dense" if config["routing"]["name"] == "none" else "tread"
         architecture = config["backbone"]["name"].partition("_")[0]
         recipe = settings["recipe"] or f"{config['data']['name']}_{architecture}_{kind}"
-        recipes = [path.stem for path in CURVES.glob("*.csv")]
         if recipe not in recipes:
             raise unknown_name(f"{folder}: compare.recipe", recipe, recipes)
         different = recipe_differences(recipe, config)
@@ -226,9 +213,6 @@ def to_reference(settings: dict[str, Any]) -> int:
 def recipe_differences(recipe: str, config: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return in what a run differs from its recipe, seed and data source apart:
     {field: (of the run, of the recipe)}."""
-    from tread_zoo.cli import compose_settings
-    from tread_zoo.config import make_config
-
     experiment, backbone, kind = recipe.rsplit("_", 2)
     routing = "none" if kind == "dense" else "tread"
     overrides = [f"experiment={experiment}", f"backbone={backbone}_tiny", f"routing={routing}"]
@@ -239,8 +223,6 @@ def recipe_differences(recipe: str, config: dict[str, Any]) -> dict[str, tuple[A
 
 def write_curve(settings: dict[str, Any]) -> int:
     """Write the curve of runs, its first line their folders."""
-    from tread_zoo.comparison import find_runs, make_curve
-
     folders = find_runs(settings["runs"])
     text = make_curve(folders).to_csv(index=False, float_format="%.6g")
     Path(settings["curve"]).write_text(f"# {', '.join(map(str, folders))}\n{text}")
@@ -255,8 +237,6 @@ def quoted(path: str | Path) -> str:
 
 def visible_devices() -> list[str]:
     """Return the CUDA devices that cells may share out."""
-    import torch
-
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
 

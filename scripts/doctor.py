@@ -8,18 +8,18 @@ Ends with status 1 if a self-test fails.
 """
 
 import sys
+from typing import Any
 
+from tread_zoo import available, doctor
 from tread_zoo.cli import command
 from tread_zoo.config import DoctorConfig, check
+from tread_zoo.kernels import describe, set_forms
+from tread_zoo.registry import KINDS
+from tread_zoo.runtime import resolve_device
 
 
 @command("doctor", DoctorConfig)
-def main(settings: dict) -> None:
-    from tread_zoo import available, doctor
-    from tread_zoo.kernels import set_forms
-    from tread_zoo.registry import KINDS
-    from tread_zoo.runtime import resolve_device
-
+def main(settings: dict[str, Any]) -> None:
     config = check(DoctorConfig, settings)
     if config.backbones is not None:
         sizes = (config.input_size, config.in_channels, config.num_classes)
@@ -29,7 +29,7 @@ def main(settings: dict) -> None:
     set_forms(config.kernels)
     show("Machine", doctor.describe_machine(device))
     show("Optional packages", doctor.describe_packages(device))
-    show("What runs", doctor.describe_kernels(device))
+    show("What runs", describe(device))
     show("What is registered", [f"{kind:12s} {', '.join(available(kind))}" for kind in KINDS])
     checks = doctor.check_kernels(device) + doctor.check_backbones(device)
     show("Self-test", [f"{'ok' if fine else 'FAILED':7s} {words}" for words, fine in checks])

@@ -12,23 +12,22 @@ Stopped, the same command again encodes the parts that are missing.
 import logging
 import os
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from tread_zoo.cli import command
 from tread_zoo.config import check
-from tread_zoo.data.encode import EncodingConfig
+from tread_zoo.data.encode import EncodingConfig, encode
+from tread_zoo.data.vae import load_vae
+from tread_zoo.registry import create
+from tread_zoo.runtime import describe_device, resolve_device, resolve_precision
 
 logger = logging.getLogger(__name__)
 
 
 @command("encode", EncodingConfig, groups=("data",))
-def main(settings: dict) -> None:
-    import torch
-
-    from tread_zoo.data.encode import encode
-    from tread_zoo.data.vae import load_vae
-    from tread_zoo.registry import create
-    from tread_zoo.runtime import describe_device, resolve_device, resolve_precision
-
+def main(settings: dict[str, Any]) -> None:
     config = check(EncodingConfig, settings)
     device = resolve_device(config.device)
     if device.type == "cuda" and device.index is None:

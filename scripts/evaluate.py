@@ -18,18 +18,19 @@ from typing import Any
 
 from tread_zoo.cli import command
 from tread_zoo.config import EvaluateConfig, check
+from tread_zoo.evaluation.evaluate import describe_record, evaluate, evaluate_images
+from tread_zoo.evaluation.protocol import Protocol
+from tread_zoo.evaluation.score import process_group
+from tread_zoo.kernels import set_forms
+from tread_zoo.registry import create
+from tread_zoo.runtime import resolve_device
+from tread_zoo.training.restore import restore
 
 logger = logging.getLogger(__name__)
 
 
 @command("evaluate", EvaluateConfig, groups=("sampler", "guidance"))
-def main(settings: dict) -> None:
-    from tread_zoo.evaluation.evaluate import describe_record
-    from tread_zoo.evaluation.protocol import Protocol
-    from tread_zoo.evaluation.score import process_group
-    from tread_zoo.kernels import set_forms
-    from tread_zoo.runtime import resolve_device
-
+def main(settings: dict[str, Any]) -> None:
     config = check(EvaluateConfig, settings)
     set_forms(config.kernels)
     if config.out is not None:
@@ -48,9 +49,6 @@ def main(settings: dict) -> None:
 
 def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
     """Return the record of a checkpoint's samples, and the name of its file."""
-    from tread_zoo.evaluation.evaluate import evaluate
-    from tread_zoo.training.restore import restore
-
     run = restore(
         config.checkpoint, weights=config.weights, device=config.device, precision=config.precision
     )
@@ -59,25 +57,14 @@ def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
     data = run.data({**config.data, **moved})
     data.codec.prepare(next(run.backbone.parameters()).device)
     record = evaluate(
-        run.backbone,
-        run.objective,
-        data,
-        sampling,
-        config.evaluation,
-        precision=run.precision,
-        weak=run.weak(sampling),
-        weights=config.weights,
-        step=run.checkpoint.step,
-    )
+        run.backbone, run.objective, data, sampling, config.evaluation, precision=run.precision,
+        weak=run.weak(sampling), weights=config.weights, step=run.checkpoint.step,
+    )  # fmt: skip
     return record, str(run.run_dir / f"score_{run.checkpoint.step:08d}_{{digest}}.json")
 
 
 def _score_images(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
     """Return the record of images that are there, and the name of its file."""
-    from tread_zoo.evaluation.evaluate import evaluate_images
-    from tread_zoo.registry import create
-    from tread_zoo.runtime import resolve_device
-
     device = resolve_device(config.device)
     data = create("data", config.data) if config.data else None
     if data is not None:

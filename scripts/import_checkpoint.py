@@ -1,7 +1,8 @@
-"""Turn a checkpoint that another project published into one of ours.
+"""Turn a checkpoint that another project published into one of ours, or one of ours into theirs.
 
 python scripts/import_checkpoint.py format=sit in=SiT-XL-2-256x256.pt out=runs/sit_xl_2
 python scripts/sample.py checkpoint=runs/sit_xl_2 label=207 num_images=4
+python scripts/import_checkpoint.py export=true format=sit in=runs/sit_xl_2 out=SiT-XL-2.pt
 """
 
 import logging
@@ -14,10 +15,14 @@ logger = logging.getLogger(__name__)
 
 @command("import_checkpoint", ImportConfig)
 def main(settings: dict) -> None:
-    from tread_zoo.published import import_checkpoint
+    from tread_zoo.published import export_checkpoint, import_checkpoint
 
-    file = settings.pop("in")
-    done = import_checkpoint(file, settings.pop("out"), **settings)
+    file, out = settings.pop("in"), settings.pop("out")
+    if settings.pop("export"):
+        export_checkpoint(file, out, format=settings["format"])
+        logger.info("written to %s", out)
+        return
+    done = import_checkpoint(file, out, **settings)
     sizes = ", ".join(f"{key}={value}" for key, value in done.config.items())
     logger.info("%s, %.1fM parameters: %s", done.backbone, done.num_parameters / 1e6, sizes)
     for note in done.notes:

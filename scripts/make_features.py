@@ -28,7 +28,7 @@ def main(settings: dict) -> None:
 
     from tread_zoo.data import StepBatches, make_loader
     from tread_zoo.evaluation.features import ClassifierFeatures, find_extractor, save_features
-    from tread_zoo.evaluation.images import PartImages
+    from tread_zoo.evaluation.images import part_images
     from tread_zoo.evaluation.score import score
     from tread_zoo.registry import create
     from tread_zoo.runtime import resolve_device
@@ -63,7 +63,7 @@ def main(settings: dict) -> None:
     save_features(network.cpu(), out, about)
     extractor = find_extractor(str(out))
     if data.held_out is not None:
-        held_out = PartImages(data, data.held_out, "held_out")
+        held_out = part_images(data, data.held_out, "held_out")
         values = score(held_out, held_out, ["label_accuracy"], extractor=str(out))["values"]
         logger.info("held-out accuracy %.4f", values["label_accuracy"])
     count = sum(p.numel() for p in network.parameters())

@@ -11,23 +11,22 @@ images.
 """
 
 import logging
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tread_zoo.cli import command
 from tread_zoo.config import ReferenceConfig, check
+from tread_zoo.evaluation.evaluate import make_evaluation
+from tread_zoo.evaluation.score import extract, process_group, write_statistics
+from tread_zoo.registry import create
+from tread_zoo.runtime import resolve_device
 
 logger = logging.getLogger(__name__)
 
 
 @command("make_reference", ReferenceConfig, groups=("data",))
-def main(settings: dict) -> None:
-    from dataclasses import replace
-
-    from tread_zoo.evaluation.evaluate import make_evaluation
-    from tread_zoo.evaluation.score import extract, process_group, write_statistics
-    from tread_zoo.registry import create
-    from tread_zoo.runtime import resolve_device
-
+def main(settings: dict[str, Any]) -> None:
     config = check(ReferenceConfig, settings)
     out, device = Path(config.out).expanduser(), resolve_device(config.device)
     if out.suffix != ".npz":

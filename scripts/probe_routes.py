@@ -10,29 +10,31 @@ tread_zoo/routing/probe.py. A dense run shows most: a routed one has learnt its 
 
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from tread_zoo.cli import command
 from tread_zoo.config import ProbeConfig, check
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tread_zoo.backbone import Backbone
-    from tread_zoo.routing.probe import Proposal
-    from tread_zoo.training.restore import Restored
+from tread_zoo.diffusion import Draw, build_sampling, default_labels, generate, initial_noise
+from tread_zoo.evaluation.flops import count_flops
+from tread_zoo.evaluation.held_out import stack_part
+from tread_zoo.evaluation.pictures import plot_similarity
+from tread_zoo.kernels import set_forms
+from tread_zoo.registry import create_backbone
+from tread_zoo.routing import build_routing
+from tread_zoo.routing.probe import propose_route, recording, similarity
+from tread_zoo.runtime import autocast
+from tread_zoo.seeding import make_generator
+from tread_zoo.training.restore import Restored, restore
 
 logger = logging.getLogger(__name__)
 
 
 @command("probe_routes", ProbeConfig)
-def main(settings: dict) -> None:
-    from pathlib import Path
-
-    from tread_zoo.evaluation.pictures import plot_similarity
-    from tread_zoo.kernels import set_forms
-    from tread_zoo.training.restore import restore
-
+def main(settings: dict[str, Any]) -> None:
     config = check(ProbeConfig, settings)
     set_forms(config.kernels)
     run = restore(
@@ -44,30 +46,50 @@ def main(settings: dict) -> None:
     for line in describe(record):
         logger.info("%s", line)
     (out / "placement.json").write_text(json.dumps(record, indent=2))
-    route = record["route"]
     plot_similarity(
         record["mean_similarity"],
         record["changes"],
-        (route["start"], route["end"]),
+        (record["route"]["start"], record["route"]["end"]),
         out / "placement.png",
         title=f"{record['backbone']}, step {record['step']}: {record['measure']} of token states",
     )
     logger.info("written to %s: placement.png, placement.json", out)
 
 
-def probe(run: "Restored", config: ProbeConfig) -> dict[str, Any]:
-    """Return the similarities, the proposed and the default route, and their costs."""
-    import torch
-
-    from tread_zoo.routing.probe import propose_route, similarity
-
+def probe(run: Restored, config: ProbeConfig) -> dict[str, Any]:
+    """Return the similarities, the proposed and the default route, and what they save."""
     levels, states, source = token_states(run, config)
     each = torch.stack([similarity(some, config.measure) for some in states])
-    mean = each.mean(dim=0)
+    mean, backbone = each.mean(dim=0), run.backbone
     changes = (1 - mean.diagonal(offset=1)).tolist()
-    proposal = propose_route(changes, run.backbone.skips)
+    proposal = propose_route(changes, backbone.skips)
+    if backbone.fused_ranges:  # it can be routed there alone
+        with torch.device("meta"):
+            backbone = create_backbone(backbone.name, **backbone.config)  # type: ignore[arg-type]
+    dense = count_flops(backbone, backward=True)
+
+    def cost(start: int | str, end: int | str) -> dict[str, Any]:
+        routing = build_routing(
+            "tread",
+            num_blocks=backbone.num_blocks,
+            default_selector=backbone.default_selector,
+            default_range=backbone.default_range,
+            selection_rate=config.selection_rate,
+            start=start,
+            end=end,
+        )
+        (route,) = routing.draw(1, backbone.grid, make_generator("placement", config.seed))
+        routed = count_flops(backbone, routes=[route], backward=True)
+        return {
+            "start": route.start,
+            "end": route.end,
+            "similarity": float(mean[route.start, route.end]),
+            "flops_routed": routed,
+            "saving": 1 - routed / dense,
+        }
+
     return {
-        "backbone": run.backbone.name,
+        "backbone": backbone.name,
         "source": source,
         "measure": config.measure,
         "num_tokens": states[0].shape[1],
@@ -79,52 +101,46 @@ def probe(run: "Restored", config: ProbeConfig) -> dict[str, Any]:
         "similarity": each.tolist(),
         "mean_similarity": mean.tolist(),
         "changes": changes,
-        **_costs(run.backbone, mean, config, proposal),
+        "selection_rate": config.selection_rate,
+        "flops_dense": dense,
+        "route": {"gain": proposal.gain, **cost(proposal.start, proposal.end)},
+        "default_route": cost("auto", "auto"),
     }
 
 
-def token_states(run: "Restored", config: ProbeConfig) -> "tuple[list[float], list[Tensor], str]":
+def token_states(run: Restored, config: ProbeConfig) -> tuple[list[float], list[Tensor], str]:
     """Return the noise levels, for each the states [S, n, D], and what the tokens are of.
 
     Without data, as of an imported checkpoint, they are of samples on their way from noise.
     """
-    import torch
-
-    from tread_zoo.diffusion import Draw, build_sampling, default_labels, generate, initial_noise
-    from tread_zoo.evaluation.held_out import stack_part
-    from tread_zoo.routing.probe import recording
-    from tread_zoo.runtime import autocast
-    from tread_zoo.seeding import make_generator
-
-    backbone, objective = run.backbone, run.objective
+    backbone, objective, num_images = run.backbone, run.objective, config.num_images
     device, shape = next(backbone.parameters()).device, (backbone.in_channels, *backbone.input_size)
-    count = max(1, config.max_tokens // config.num_images)
     generator = make_generator("placement", config.seed)
-    places = torch.randperm(backbone.num_tokens, generator=generator)[:count].sort().values
+    places = torch.randperm(backbone.num_tokens, generator=generator)
+    places = places[: max(1, config.max_tokens // num_images)].sort().values
     levels = objective.levels(config.num_levels)[:-1].tolist()
     if not run.has_data:
-        indices = range(config.num_images)
+        indices = range(num_images)
         with recording(backbone, places) as calls:
             generate(
                 backbone, objective,
                 build_sampling({"name": "euler", "num_steps": config.num_levels}, {"name": "none"}),
                 indices=indices, labels=default_labels(indices, backbone.num_classes),
-                seed=config.seed, batch_size=config.num_images, precision=run.precision,
+                seed=config.seed, batch_size=num_images, precision=run.precision,
             )  # fmt: skip
-        return levels, calls, f"{len(indices)} samples on their way from noise"
+        return levels, calls, f"{num_images} samples on their way from noise"
     data = run.data(config.data)
     part, kind = (data.train, "training") if data.held_out is None else (data.held_out, "held-out")
-    images, labels = stack_part(part, config.num_images)
+    images, labels = stack_part(part, num_images)
     batches = []
-    for first in range(0, len(images), config.batch_size):
-        chosen = range(first, min(first + config.batch_size, len(images)))
-        y = labels[first : chosen.stop].to(device) if backbone.is_conditional else None
+    for rows in torch.arange(len(images)).split(config.batch_size):
+        y = labels[rows].to(device) if backbone.is_conditional else None
 
-        def predict(x_t: "Tensor", t: "Tensor", y: "Tensor | None" = y) -> "Tensor":
+        def predict(x_t: Tensor, t: Tensor, y: Tensor | None = y) -> Tensor:
             return backbone(x_t, t, y)
 
-        noise = initial_noise(shape, config.seed, chosen).to(device)
-        x = data.codec.to_model(images[first : chosen.stop], device=device)
+        noise = initial_noise(shape, config.seed, rows.tolist()).to(device)
+        x = data.codec.to_model(images[rows], device=device)
         with torch.no_grad(), autocast(device, run.precision), recording(backbone, places) as calls:
             for level in levels:
                 objective.loss(predict, x, Draw(noise, noise.new_full((len(x),), level)))
@@ -155,51 +171,6 @@ def describe(record: dict[str, Any]) -> list[str]:
     route = record["route"]
     lines.append(f"try: routing=tread routing.start={route['start']} routing.end={route['end']}")
     return lines
-
-
-def _costs(
-    backbone: "Backbone", mean: "Tensor", config: ProbeConfig, proposal: "Proposal"
-) -> dict[str, Any]:
-    """Return the FLOPs per image of a dense training step and, of both routes, the similarity at
-    their ends, FLOPs, and saving 1 - routed / dense."""
-    import torch
-
-    from tread_zoo.evaluation.flops import count_flops
-    from tread_zoo.registry import create_backbone
-    from tread_zoo.routing import build_routing
-    from tread_zoo.seeding import make_generator
-
-    if backbone.fused_ranges:  # it can be routed there alone
-        with torch.device("meta"):
-            backbone = create_backbone(backbone.name, **backbone.config)  # type: ignore[arg-type]
-    dense = count_flops(backbone, backward=True)
-
-    def numbers(start: int | str, end: int | str) -> dict[str, Any]:
-        routing = build_routing(
-            "tread",
-            num_blocks=backbone.num_blocks,
-            default_selector=backbone.default_selector,
-            default_range=backbone.default_range,
-            selection_rate=config.selection_rate,
-            start=start,
-            end=end,
-        )
-        (route,) = routing.draw(1, backbone.grid, make_generator("placement", config.seed))
-        routed = count_flops(backbone, routes=[route], backward=True)
-        return {
-            "start": route.start,
-            "end": route.end,
-            "similarity": float(mean[route.start, route.end]),
-            "flops_routed": routed,
-            "saving": 1 - routed / dense,
-        }
-
-    return {
-        "selection_rate": config.selection_rate,
-        "flops_dense": dense,
-        "route": {"gain": proposal.gain, **numbers(proposal.start, proposal.end)},
-        "default_route": numbers("auto", "auto"),
-    }
 
 
 if __name__ == "__main__":

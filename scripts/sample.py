@@ -17,30 +17,26 @@ contexts is given those of held-out images, or those of a file.
 import hashlib
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from tread_zoo.cli import command
 from tread_zoo.config import SampleConfig, check
-
-if TYPE_CHECKING:
-    from tread_zoo.data import Codec
-    from tread_zoo.evaluation.conditions import Conditions
-    from tread_zoo.evaluation.sample_folder import SampleFolder
-    from tread_zoo.training.restore import Restored
+from tread_zoo.data import Codec
+from tread_zoo.diffusion import generate
+from tread_zoo.evaluation.conditions import Conditions, conditions_of, contexts_in, label_conditions
+from tread_zoo.evaluation.evaluate import describe_sampling, sampling_record
+from tread_zoo.evaluation.sample_folder import SampleFolder, folder_name
+from tread_zoo.kernels import set_forms
+from tread_zoo.runtime import describe_device
+from tread_zoo.training.restore import Restored, restore
 
 logger = logging.getLogger(__name__)
 
 
 @command("sample", SampleConfig, groups=("sampler", "guidance"))
-def main(settings: dict) -> None:
-    import torch
-
-    from tread_zoo.diffusion import generate
-    from tread_zoo.evaluation.evaluate import describe_sampling, sampling_record
-    from tread_zoo.kernels import set_forms
-    from tread_zoo.runtime import describe_device
-    from tread_zoo.training.restore import restore
-
+def main(settings: dict[str, Any]) -> None:
     config = check(SampleConfig, settings)
     set_forms(config.kernels)
     run = restore(
@@ -53,22 +49,15 @@ def main(settings: dict) -> None:
     record = sampling_record(run.backbone, run.objective, sampling, weak=weak)
     indices = range(config.first_index, config.first_index + config.num_images)
     labels = _conditions(run, config).of(indices)
-    folder = _open_folder(run, codec, config, record)
     if config.label is not None:
         labels = torch.full((len(indices),), config.label)
+    folder = _open_folder(run, codec, config, record)
     place, words = describe_device(device), describe_sampling(record)
     logger.info("%s, step %d, on %s; %s", run.backbone.name, run.checkpoint.step, place, words)
     x = generate(
-        run.backbone,
-        run.objective,
-        sampling,
-        indices=indices,
-        labels=labels,
-        seed=config.seed,
-        batch_size=config.batch_size,
-        precision=run.precision,
-        weak=weak,
-    )
+        run.backbone, run.objective, sampling, indices=indices, labels=labels, seed=config.seed,
+        batch_size=config.batch_size, precision=run.precision, weak=weak,
+    )  # fmt: skip
     labels = labels if run.backbone.num_classes else None
     if not codec.has_pixels:
         folder.save_latents(indices, codec.to_latents(x), labels)
@@ -80,11 +69,9 @@ def main(settings: dict) -> None:
 
 
 def _open_folder(
-    run: "Restored", codec: "Codec", config: SampleConfig, record: dict[str, Any]
-) -> "SampleFolder":
+    run: Restored, codec: Codec, config: SampleConfig, record: dict[str, Any]
+) -> SampleFolder:
     """Return the folder of the images, `out` or one of the run's that these settings name."""
-    from tread_zoo.evaluation.sample_folder import SampleFolder, folder_name
-
     cost = {name: record[name] for name in ("nfe", "flops_per_image")}
     made_with = {name: value for name, value in record.items() if name not in cost}
     made_with |= {
@@ -105,10 +92,8 @@ def _open_folder(
     return SampleFolder(out, made_with, facts, overwrite=config.overwrite)
 
 
-def _conditions(run: "Restored", config: SampleConfig) -> "Conditions":
+def _conditions(run: Restored, config: SampleConfig) -> Conditions:
     """Return the labels, or the contexts of a file or of the data that the run was trained on."""
-    from tread_zoo.evaluation.conditions import conditions_of, contexts_in, label_conditions
-
     if config.contexts is not None:
         return contexts_in(config.contexts, run.backbone)
     if not run.backbone.context_size:

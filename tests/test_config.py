@@ -10,6 +10,7 @@ from tests.small_run import fields_of
 from tread_zoo import available
 from tread_zoo.cli import compose_settings
 from tread_zoo.config import PART_FIELDS, make_config
+from tread_zoo.routing import build_routing
 
 ROOT = Path(__file__).parents[1]
 NEEDS = {  # what an option needs beside itself
@@ -138,6 +139,13 @@ def test_a_wrong_value_is_one_line_with_field_value_and_remedy(override, words):
 
 RECIPES = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml"))
 CHOICES = [("dit", "none"), ("mamba", "tread"), ("uvit", "tread_random")]
+
+
+def test_the_released_route_counts_the_end_block():
+    routing = compose("routing=tread_released").routing
+    options = {"start": routing.start, "end": routing.end}
+    (plan,) = build_routing(routing.name, num_blocks=12, **options).plans
+    assert (plan.start, plan.end) == (2, 9)
 
 
 @pytest.mark.parametrize(("number", "recipe"), enumerate(RECIPES))

@@ -3,23 +3,30 @@
 import pytest
 
 from tread_zoo import list_backbones
+from tread_zoo.registry import get_entry
 from tread_zoo.testing import CHECKS, Probe
 
 SMALL = {
     "dit_tiny": {"hidden_size": 32, "depth": 4},
+    "gated_deltanet_tiny": {"hidden_size": 32, "depth": 4},
+    "gla_tiny": {"hidden_size": 32, "depth": 4},
+    "hybrid_tiny": {"hidden_size": 32, "depth": 4, "pattern": "rwkv7,attention:2,rwkv7"},
+    "lightning_dit_tiny": {"hidden_size": 32, "depth": 4},
     "mamba_tiny": {"hidden_size": 32, "depth": 4, "state_size": 4},
     "mamba2_tiny": {"hidden_size": 32, "depth": 4, "state_size": 4, "head_size": 16},
     "rwkv_tiny": {"hidden_size": 32, "depth": 5},
+    "rwkv7_tiny": {"hidden_size": 32, "depth": 4, "head_size": 16, "low_rank": 4},
     "uvit_tiny": {"hidden_size": 32, "depth": 4},
+    "zigma_tiny": {"hidden_size": 32, "depth": 4, "state_size": 4},
 }
 CONTEXTS = {**SMALL["uvit_tiny"], "hidden_size": 16, "context_length": 3, "context_size": 4}
 
 
 def test_every_architecture_is_checked():
-    assert set(list_backbones("*_tiny")) == set(SMALL)
-    assert {name.partition("_")[0] for name in list_backbones()} == {
-        name.partition("_")[0] for name in SMALL
-    }
+    def classes(names):
+        return {get_entry("backbone", name).target for name in names}
+
+    assert classes(list_backbones()) == classes(SMALL)
 
 
 SLOW = {"compiles": pytest.mark.slow}

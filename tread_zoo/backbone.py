@@ -123,7 +123,7 @@ class Backbone(nn.Module, ABC):
     default_selector: ClassVar[str] = "random"
     default_range: ClassVar[tuple[int, int]] = (2, -4)
     why_no_context: ClassVar[str] = "its condition is a label"
-    per_token_time: ClassVar[bool] = False
+    per_token_time: bool = False
 
     blocks: nn.ModuleList
 

@@ -11,6 +11,7 @@ traceback.
 
 import argparse
 import functools
+import json
 import logging
 import os
 import sys
@@ -37,11 +38,12 @@ logger = logging.getLogger(__name__)
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 GROUPS = (*PART_FIELDS, "routing")  # of a run
+PARSER = OverridesParser.create()
 
 
 def command(
     name: str, config: type, groups: Sequence[str] = ()
-) -> Callable[[Callable[[dict], None]], Callable]:
+) -> Callable[[Callable[[dict[str, Any]], None]], Callable[[], None]]:
     """Return a decorator that makes a script's main function from one that takes its settings.
 
     Args:
@@ -75,7 +77,7 @@ def command(
 
 
 def register_groups(name: str, config: type, groups: Sequence[str]) -> None:
-    """Make the defaults of a script, and every registered part of its groups, known to hydra."""
+    """Give hydra the defaults of a script and every registered part of its groups."""
     from tread_zoo.kernels import get_forms
 
     store = ConfigStore.instance()
@@ -89,7 +91,7 @@ def register_groups(name: str, config: type, groups: Sequence[str]) -> None:
     for kind in set(groups) & set(PART_FIELDS):
         for part in available(kind):
             entry = get_entry(kind, part)
-            options = {k: "???" for k in entry.parameters() if entry.kind != "backbone"}
+            options: dict[str, Any] = dict.fromkeys(entry.parameters(), "???")
             options |= {**(grid if kind == "sampler" else {}), **entry.defaults()}
             fields.get(kind, {}).update(dict.fromkeys(options))
             chosen = {"name": part, **_listed(options)}
@@ -109,26 +111,17 @@ def describe(name: str, groups: Sequence[str]) -> str:
 
     hydra's own help copies all that is registered once for each group, which takes seconds.
     """
-    lines = [(sys.modules["__main__"].__doc__ or "").strip()]
-    lines += ["", "Groups (group=option):", ""] if groups else []
+    lines = [(sys.modules["__main__"].__doc__ or "").strip(), ""]
+    lines += ["Groups (group=option):", ""] if groups else []
     for group in (*groups, "experiment") if groups else ():
         options = {path.stem for path in (CONFIGS / group).glob("*.yaml")}
-        if group in PART_FIELDS:
-            options |= set(available(group))
-        elif group == "routing":
-            options |= {"none", "tread"}
+        options |= set(available(group)) if group in PART_FIELDS else set()
+        options |= {"none", "tread"} if group == "routing" else set()
         lines.append(f"{group}: {', '.join(sorted(options))}")
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         defaults = OmegaConf.to_yaml(compose(name))
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "Defaults (field=value changes one; tread_zoo/config.py explains them):",
-            "",
-            defaults,
-        ]
-    )
+    explained = "Defaults (field=value changes one; tread_zoo/config.py explains them):"
+    return "\n".join([*lines, "", explained, "", defaults])
 
 
 def as_settings(composed: DictConfig) -> dict[str, Any]:
@@ -146,10 +139,7 @@ def as_settings(composed: DictConfig) -> dict[str, Any]:
 
 
 def compose_settings(
-    name: str,
-    overrides: Sequence[str],
-    config: type = RunConfig,
-    groups: Sequence[str] = GROUPS,
+    name: str, overrides: Sequence[str], config: type = RunConfig, groups: Sequence[str] = GROUPS
 ) -> dict[str, Any]:
     """Return the settings of a script for some overrides, from Python; see `command`.
 
@@ -159,31 +149,26 @@ def compose_settings(
     with _worded():
         overrides = spell_out(overrides, groups)
         load_plugins(plugins_named_by(overrides))
-    register_groups(name, config, groups)
-    with _worded(), initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return as_settings(compose(name, overrides=list(overrides)))
+        register_groups(name, config, groups)
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            return as_settings(compose(name, overrides=list(overrides)))
 
 
 def check_overrides(name: str, words: Sequence[str]) -> None:
-    """Compose once, the first value of each sweep, to say in one line what hydra says in many.
-
-    Args:
-        name: of the script.
-        words: of its command line.
+    """Compose the command line `words` of a script once, the first value of each sweep, to say in
+    one line what hydra says in many.
 
     Raises:
         ValueError: an override that names no field or no option; the nearest is suggested.
     """
     chosen, folders, overrides = _parse(words)
     single = [f"hydra.searchpath=[file://{folder}]" for folder in folders[1:]]  # --config-dir
-    with _worded():
-        every = OverridesParser.create().parse_overrides(overrides)
-        for text, parsed in zip(overrides, every, strict=True):
-            if parsed.is_sweep_override():
-                text = f"{parsed.get_key_element()}={next(iter(parsed.sweep_string_iterator()))}"
-            single.append(text)
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            compose(chosen or name, overrides=single)
+    for text, parsed in zip(overrides, PARSER.parse_overrides(overrides), strict=True):
+        if parsed.is_sweep_override():
+            text = f"{parsed.get_key_element()}={next(iter(parsed.sweep_string_iterator()))}"
+        single.append(text)
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        compose(chosen or name, overrides=single)
 
 
 def spell_out(words: Sequence[str], groups: Sequence[str]) -> list[str]:
@@ -192,11 +177,9 @@ def spell_out(words: Sequence[str], groups: Sequence[str]) -> list[str]:
     spelled = []
     for word in words:
         group, _, text = word.partition("=")
-        if group not in groups or not text.startswith("{"):
-            spelled.append(word)
-            continue
-        parsed = OverridesParser.create().parse_override(word)
-        if parsed.is_sweep_override():
+        is_mapping = group in groups and text.startswith("{")
+        parsed = PARSER.parse_override(word) if is_mapping else None
+        if parsed is None or parsed.is_sweep_override():
             spelled.append(word)
             continue
         name, options = split(group, parsed.value())  # type: ignore[arg-type]
@@ -212,9 +195,7 @@ def _text(value: Any) -> str:
         return f"[{','.join(map(_text, value))}]"
     if isinstance(value, str):
         return "'{}'".format(value.replace("'", "\\'"))
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-    )
+    return json.dumps(value)  # a number, true, false or null
 
 
 def plugins_named_by(words: Sequence[str]) -> list[str]:
@@ -226,8 +207,8 @@ def plugins_named_by(words: Sequence[str]) -> list[str]:
     for word in overrides:
         key, _, value = word.lstrip("+").partition("=")
         if key == "plugins":
-            parsed: Any = OverridesParser.create().parse_override(word).value()
-            modules += [parsed] if isinstance(parsed, str) else parsed
+            named: Any = PARSER.parse_override(word).value()
+            modules += [named] if isinstance(named, str) else named
         elif value:
             files.append(f"{key}/{value}.yaml")
     for path in (folder / file for folder in folders for file in files):
@@ -273,8 +254,7 @@ def _worded() -> Iterator[None]:
         cause = error.__cause__
         if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
             group = str(cause.full_key).rpartition(".")[0]
-            known = map(str, cause.parent_node)
-            raise unknown_field(group, cause.key, known) from None
+            raise unknown_field(group, cause.key, map(str, cause.parent_node)) from None
         raise ValueError("; ".join(str(error).split("\n")[:2])) from None
 
 

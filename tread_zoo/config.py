@@ -217,16 +217,19 @@ class SamplingGrid:
 
 
 GRID_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingGrid))
+PART_FIELDS = (
+    "backbone", "objective", "data", "optimizer", "lr_schedule", "sampler", "guidance", "tracker",
+)  # fmt: skip
 
 
 def complete_sampler(part: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return `{"name": …, "num_steps": …, "grid": …, "shift": …, "rho": …, option: …}`, checked."""
     name, options = split("sampler", part)
     entry = get_entry("sampler", name)
+    names = (*GRID_FIELDS, *entry.parameters())
     for option in options:
-        known = (*GRID_FIELDS, *entry.parameters())
-        if option not in known:
-            raise unknown_field("sampler", option, known)
+        if option not in names:
+            raise unknown_field("sampler", option, names)
     grid = check(SamplingGrid, {k: options.pop(k) for k in GRID_FIELDS if k in options}, "sampler")
     if grid.num_steps == "auto":
         grid = dataclasses.replace(grid, num_steps=getattr(entry.target, "default_num_steps", 25))
@@ -270,20 +273,41 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Return every field as plain values: what a checkpoint stores."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return plain
 
     def differences(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
         """Return what two runs compute differently: {field: (of this one, of the other)}."""
-        return _differences(_compared(self), _compared(other))
+        pairs, aside = _differences(self.as_dict(), other.as_dict()), aside_fields()
+        return {f: pair for f, pair in pairs.items() if not {f, f.partition(".")[0]} & aside}
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
-class SampleConfig:
-    """What scripts/sample.py draws.
+class CheckpointConfig:
+    """What every script on a trained network takes.
 
     Args:
         plugins: as of `RunConfig`: those of the checkpoint must be loaded.
         checkpoint: a run's folder (its newest checkpoint) or one checkpoint.
+        out: where the result goes; null: to the run's folder, see each script.
+        weights: ema or model.
+        device, precision, kernels: as of `RunConfig` and `TrainingConfig`.
+    """
+
+    plugins: tuple[str, ...] = ()
+    checkpoint: str
+    out: str | None = None
+    weights: Literal["ema", "model"] = "ema"
+    device: str = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
+class SampleConfig(CheckpointConfig):
+    """What scripts/sample.py draws.
+
+    Args:
         sampler, guidance: what differs from the run's own, by field; with `name`, another one.
         out: folder of the images; null is <run>/generated/ and a name made of the settings.
         overwrite: replace the images that `out` holds, if they were made with other settings.
@@ -292,16 +316,11 @@ class SampleConfig:
         label: one class for all; null: image i gets label i mod num_classes.
         contexts: .npy [n, T, S]: image i gets row i mod n; null: those of held-out images.
         seed, batch_size: of the images.
-        weights: ema or model.
         vae: of latents: null is the run's; a folder where it has moved; none leaves latents.
-        device, precision, kernels: as of `RunConfig` and `TrainingConfig`.
     """
 
-    plugins: tuple[str, ...] = ()
-    checkpoint: str
     sampler: dict[str, Any] = dataclasses.field(default_factory=dict)
     guidance: dict[str, Any] = dataclasses.field(default_factory=dict)
-    out: str | None = None
     overwrite: bool = False
     num_images: PositiveInt = 64
     first_index: NonNegativeInt = 0
@@ -309,46 +328,32 @@ class SampleConfig:
     contexts: str | None = None
     seed: int = 0
     batch_size: PositiveInt = 64
-    weights: Literal["ema", "model"] = "ema"
     vae: str | None = None
-    device: str = "auto"
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
-class EvaluateConfig:
+class EvaluateConfig(CheckpointConfig):
     """What scripts/evaluate.py scores: a checkpoint's samples, or images that are there.
 
     Args:
-        plugins: as of `RunConfig`: those of the checkpoint must be loaded.
-        checkpoint: a run's folder (its newest checkpoint) or one checkpoint.
-        samples: instead of it a folder of pictures, or an .npz with arr_0 uint8 [N,H,W,C] and
-            perhaps labels arr_1; all are scored.
+        samples: instead of a checkpoint a folder of pictures, or an .npz with arr_0 uint8
+            [N,H,W,C] and perhaps labels arr_1; all are scored.
         data: of a checkpoint, options that differ from the run's, as in data={path: …}; of
             samples, the data whose part the reference is, as in data=cifar10.
         sampler, guidance: what differs from the run's own, by field; with `name`, another one.
         evaluation: by what.
         out: file of the record; null: <run>/score_<step>_<digest of the protocol>.json, or beside
             the samples.
-        weights: ema or model.
         vae: of latents: null is the run's; a folder where it has moved.
-        device, precision, kernels: as of `RunConfig` and `TrainingConfig`.
     """
 
-    plugins: tuple[str, ...] = ()
-    checkpoint: str | None = None
+    checkpoint: str | None = None  # type: ignore[assignment]
     samples: str | None = None
     data: str | dict[str, Any] = dataclasses.field(default_factory=dict)
     sampler: dict[str, Any] = dataclasses.field(default_factory=dict)
     guidance: dict[str, Any] = dataclasses.field(default_factory=dict)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
-    out: str | None = None
-    weights: Literal["ema", "model"] = "ema"
     vae: str | None = None
-    device: str = "auto"
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if (self.checkpoint is None) == (self.samples is None):
@@ -356,15 +361,40 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
+class ProbeConfig(CheckpointConfig):
+    """What scripts/probe_routes.py measures.
+
+    Args:
+        out: folder of placement.png and placement.json; null: <run>/placement.
+        data: options that differ from the run's, as in data={path: …}.
+        measure: cosine or cka: whether a turned state counts as changed, or not.
+        num_images: held-out ones; of an imported checkpoint, samples on their way from noise.
+        num_levels: noise levels, over the objective's range.
+        max_tokens: measured at most, all images together; the same places in each.
+        batch_size: images at a time.
+        selection_rate: of the route whose saving is counted.
+        seed: of the noise and of the places.
+    """
+
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)
+    measure: Literal["cosine", "cka"] = "cosine"
+    num_images: PositiveInt = 64
+    num_levels: PositiveInt = 5
+    max_tokens: PositiveInt = 4096
+    batch_size: PositiveInt = 64
+    selection_rate: Fraction = 0.5
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class ReferenceConfig:
     """What scripts/make_reference.py writes.
 
     Args:
-        plugins, data: as of `RunConfig`.
+        plugins, data, device: as of `RunConfig`.
         out: an .npz file, for evaluation.reference.
         evaluation: `reference` is the part of the data, and extractor, its weights, num_reference
             and batch_size count.
-        device: as of `RunConfig`.
     """
 
     plugins: tuple[str, ...] = ()
@@ -379,13 +409,12 @@ class FeaturesConfig:
     """What scripts/make_features.py trains.
 
     Args:
-        plugins, data: as of `RunConfig`.
+        plugins, data, device: as of `RunConfig`.
         out: a .safetensors file, for evaluation.extractor.
         num_features: of the vector that distances are taken in.
         layers: of each convolution its channels, its padding, and whether a pooling follows; null:
             four, for images of 16 pixels and more.
         num_steps, batch_size, learning_rate, seed: of the training.
-        device: as of `RunConfig`.
     """
 
     plugins: tuple[str, ...] = ()
@@ -398,43 +427,6 @@ class FeaturesConfig:
     learning_rate: NonNegativeFloat = 2e-3
     seed: int = 0
     device: str = "auto"
-
-
-@dataclass(frozen=True, kw_only=True, config=OPTIONS)
-class ProbeConfig:
-    """What scripts/probe_routes.py measures.
-
-    Args:
-        plugins: as of `RunConfig`: those of the checkpoint must be loaded.
-        checkpoint: a run's folder (its newest checkpoint) or one checkpoint.
-        out: folder of placement.png and placement.json; null: <run>/placement.
-        data: options that differ from the run's, as in data={path: …}.
-        measure: cosine or cka: whether a turned state counts as changed, or not.
-        num_images: held-out ones; of an imported checkpoint, samples on their way from noise.
-        num_levels: noise levels, over the objective's range.
-        max_tokens: measured at most, all images together; the same places in each.
-        batch_size: images at a time.
-        selection_rate: of the route whose saving is counted.
-        seed: of the noise and of the places.
-        weights: ema or model.
-        device, precision, kernels: as of `RunConfig` and `TrainingConfig`.
-    """
-
-    plugins: tuple[str, ...] = ()
-    checkpoint: str
-    out: str | None = None
-    data: dict[str, Any] = dataclasses.field(default_factory=dict)
-    measure: Literal["cosine", "cka"] = "cosine"
-    num_images: PositiveInt = 64
-    num_levels: PositiveInt = 5
-    max_tokens: PositiveInt = 4096
-    batch_size: PositiveInt = 64
-    selection_rate: Fraction = 0.5
-    seed: int = 0
-    weights: Literal["ema", "model"] = "ema"
-    device: str = "auto"
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
@@ -462,6 +454,8 @@ class ImportConfig:
     Args:
         format: the project: see docs/importing.md.
         out: a new folder, which scripts/sample.py takes as its checkpoint.
+        export: the other way: `in` is a run's folder, `out` a file as the project has it; the
+            fields below do not apply.
         objective: null: the project's usual one; of format=tread edm or flow.
         num_heads: null: as the published sizes have; no tensor shows it.
         num_classes: null: the label table less its last row, the null label.
@@ -470,6 +464,7 @@ class ImportConfig:
 
     format: str
     out: str
+    export: bool = False
     objective: str | None = None
     num_heads: PositiveInt | None = None
     num_classes: NonNegativeInt | None = None
@@ -486,8 +481,8 @@ def make_config(**fields: Any) -> RunConfig:
             range, or values that exclude each other; one line with the field, the value and what
             would work.
     """
-    config = check(RunConfig, fields, "")
-    training, optimizer = config.training, dict(config.optimizer)
+    config: RunConfig = check(RunConfig, fields, "")
+    training, optimizer, routing = config.training, dict(config.optimizer), config.routing
     if training.num_steps == "auto":
         steps = get_entry("data", config.data["name"]).facts.get("num_steps")
         if steps is None:
@@ -501,24 +496,16 @@ def make_config(**fields: Any) -> RunConfig:
         optimizer["learning_rate"] = get_entry("backbone", name).facts.get("learning_rate", 1e-4)
     run_dir = config.run_dir
     if run_dir == "auto":
-        names = (config.data["name"], config.backbone["name"], config.routing.name)
+        names = (config.data["name"], config.backbone["name"], routing.name)
         run_dir = f"runs/{'_'.join((*names, config.objective['name']))}_seed{config.seed}"
     used = [(kind, getattr(config, kind)["name"]) for kind in PART_FIELDS]
     used += [("metric", metric["name"]) for metric in config.evaluation.metrics]
-    selectors = [
-        config.routing.selector,
-        *(r.get("selector", "auto") for r in config.routing.routes),
-    ]
+    selectors = [routing.selector, *(route.get("selector", "auto") for route in routing.routes)]
     used += [("selector", split("selector", s)[0]) for s in selectors if s != "auto"]
     plugins = tuple(dict.fromkeys((*config.plugins, *plugins_of(used))))
     return dataclasses.replace(
         config, training=training, optimizer=optimizer, run_dir=run_dir, plugins=plugins
     )
-
-
-PART_FIELDS = (
-    "backbone", "objective", "data", "optimizer", "lr_schedule", "sampler", "guidance", "tracker",
-)  # fmt: skip
 
 
 def check(cls: type[Any], fields: Mapping[str, Any], prefix: str = "") -> Any:
@@ -546,34 +533,42 @@ def _as_plain(value: Any) -> Any:
 def default_fields(cls: Any) -> dict[str, Any]:
     """Return the fields of a configuration class with their defaults, nested ones as mappings; a
     required one as "???", hydra's sign for what is missing."""
-    found = {}
+    defaults: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        default = "???" if field.default is dataclasses.MISSING else field.default
+        value = "???" if field.default is dataclasses.MISSING else field.default
         if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        found[field.name] = (
-            default_fields(default) if dataclasses.is_dataclass(default) else default
-        )
-    return found
-
-
-def _compared(config: Any) -> dict[str, Any]:
-    hints = get_type_hints(type(config), include_extras=True)
-    found = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if ASIDE in getattr(hints[field.name], "__metadata__", ()):
-            continue
-        found[field.name] = _compared(value) if dataclasses.is_dataclass(value) else value
-    return found
+            value = field.default_factory()
+        defaults[field.name] = default_fields(value) if dataclasses.is_dataclass(value) else value
+    return defaults
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    found: dict[str, tuple[Any, Any]] = {}
+    pairs: dict[str, tuple[Any, Any]] = {}
     for key in {**one, **other}:
         a, b = one.get(key), other.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found |= {f"{key}.{inner}": pair for inner, pair in _differences(a, b).items()}
+            pairs |= {f"{key}.{inner}": pair for inner, pair in _differences(a, b).items()}
         elif a != b:
-            found[key] = (a, b)
-    return found
+            pairs[key] = (a, b)
+    return pairs
+
+
+def aside_fields(cls: Any = RunConfig, prefix: str = "") -> set[str]:
+    """Return the dotted names of the fields that are marked `ASIDE`."""
+    hints, names = get_type_hints(cls, include_extras=True), set[str]()
+    for field in dataclasses.fields(cls):
+        hint, name = hints[field.name], prefix + field.name
+        if ASIDE in getattr(hint, "__metadata__", ()):
+            names.add(name)
+        elif dataclasses.is_dataclass(hint):
+            names |= aside_fields(hint, f"{name}.")
+    return names
+
+
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one, with dots in its keys."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        inside = isinstance(value, Mapping)
+        flat |= flatten(value, f"{prefix}{key}.") if inside else {prefix + key: value}
+    return flat

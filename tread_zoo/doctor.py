@@ -11,7 +11,7 @@ import torch
 from tread_zoo import __version__
 from tread_zoo.backbone import Backbone
 from tread_zoo.evaluation.flops import count_flops
-from tread_zoo.kernels import describe, get_forms
+from tread_zoo.kernels import get_forms
 from tread_zoo.kernels.dispatch import (
     NAIVE,
     get_example,
@@ -30,7 +30,7 @@ from tread_zoo.seeding import make_generator
 BUILD = 'pip install --no-build-isolation "tread-zoo[cuda-build]"'
 PACKAGES = (
     ("triton", "triton", "our fused scans", "pip install triton"),
-    ("fla-core", "fla", "ssd", 'pip install "tread-zoo[cuda]"'),
+    ("fla-core", "fla", "ssd, linear attention, delta rules", 'pip install "tread-zoo[cuda]"'),
     ("mamba-ssm", "mamba_ssm", "selective_scan, ssd", BUILD),
     ("causal-conv1d", "causal_conv1d", "causal_conv1d", BUILD),
     ("flash-attn", "flash_attn", "attention, by hand", BUILD),
@@ -65,11 +65,6 @@ def describe_packages(device: torch.device) -> list[str]:
         remedy = f"   {install}" if problem and device.type == "cuda" else ""
         lines.append(f"{name:16s} {state:22s} {purpose}{remedy}")
     return lines
-
-
-def describe_kernels(device: torch.device) -> list[str]:
-    """Return a line for each operation: the form that runs on `device`, and why not another."""
-    return describe(device)
 
 
 def check_kernels(device: torch.device) -> list[tuple[str, bool]]:

@@ -1,7 +1,7 @@
 """Layers that several backbones share: patches, positions, time and labels, modulation, attention,
 scans both ways, the head.
 
-B batch, N tokens, D width, C channels, p patch size, h x w grid of patches.
+B batch, N tokens, K of them kept, D width, C channels, p patch size, h x w grid of patches.
 """
 
 import math
@@ -48,6 +48,37 @@ def sincos_2d(width: int, grid: tuple[int, int]) -> Tensor:
     cols = torch.arange(grid[1], dtype=torch.float64).repeat(grid[0])
     parts = [f(axis[:, None] * frequency) for axis in (cols, rows) for f in (torch.sin, torch.cos)]
     return torch.cat(parts, dim=1).float()
+
+
+def rotary_2d(
+    rows: Tensor, cols: Tensor, head_size: int, num_extra: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and signed sines of rotary positions, float32 [B, 1, E + K, Dh], for `rotate`.
+
+    Channels 2i and 2i + 1 are a pair. The first half of the pairs turns with the row, the second
+    with the column, by `position * 10000^(-i / (Dh/4))`, i = 0 … Dh/4 - 1 (RoFormer, arXiv
+    2104.09864, over two axes).
+
+    Args:
+        rows, cols: of the tokens, int64 [B, K]: their places on the grid of the full image.
+        head_size: Dh, divisible by 4.
+        num_extra: E tokens ahead that are not turned.
+    """
+    pairs = torch.arange(head_size // 4, device=rows.device, dtype=torch.float32)
+    frequency = 10000.0 ** -(pairs / (head_size // 4))
+    angles = torch.cat([axis[..., None] * frequency for axis in (rows, cols)], dim=-1)
+    angles = F.pad(angles, (0, 0, num_extra, 0)).unsqueeze(1)
+    sin = torch.stack([-angles.sin(), angles.sin()], dim=-1)
+    return angles.cos().repeat_interleave(2, dim=-1), sin.flatten(-2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x [B, H, N, Dh] with its pairs of channels turned, see `rotary_2d`.
+
+    The product of two vectors so turned depends on the difference of their positions alone.
+    """
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return torch.addcmul(x * cos, swapped, sin)
 
 
 def time_sinusoids(t: Tensor, size: int, time_scale: float) -> Tensor:
@@ -203,14 +234,14 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 class AdaLNHead(nn.Module):
-    """The last layer: LayerNorm modulated by the condition, then a linear map to patches.
+    """The last layer: a norm modulated by the condition, then a linear map to patches.
 
     tokens [B, N, D], condition [B, D] or [B, N, D], already through SiLU -> [B, N, p * p * C_out].
     """
 
     def __init__(self, hidden_size: int, patch_size: int, out_channels: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
+        self.norm: nn.Module = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
         self.modulation = nn.Linear(hidden_size, 2 * hidden_size)
         self.linear = nn.Linear(hidden_size, patch_size**2 * out_channels)
 

@@ -72,10 +72,10 @@ class Entry:
     """A registered name.
 
     Args:
-        kind, name: what it is found by.
+        kind, name: of the part.
         target: the class or function.
         preset: values of options in place of the target's own defaults.
-        facts: what else the kind knows of its parts, such as a metric's `better`.
+        facts: what else is said of parts of the kind, such as a metric's `better`.
     """
 
     kind: str
@@ -85,18 +85,20 @@ class Entry:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """Return the parameters of the target that are options, by name."""
-        parameters = inspect.signature(self.target).parameters
-        if inspect.isclass(self.target) or self.kind == "data":
-            return dict(parameters)
-        return {k: p for k, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+        """Return the parameters of the target that are options, by name; a backbone's that come
+        from the data are none."""
+        every = inspect.isclass(self.target) or self.kind == "data"
+        return {
+            name: parameter
+            for name, parameter in inspect.signature(self.target).parameters.items()
+            if (every or parameter.kind is parameter.KEYWORD_ONLY)
+            and not (self.kind == "backbone" and name in FROM_DATA)
+        }
 
     def defaults(self) -> dict[str, Any]:
-        """Return every option with its value in this variant; those without one are left out, and
-        so are a backbone's that come from the data."""
+        """Return every option with its value in this variant; those without one are left out."""
         given = {k: p.default for k, p in self.parameters().items() if p.default is not p.empty}
-        options = {**given, **self.preset}
-        return {k: v for k, v in options.items() if self.kind != "backbone" or k not in FROM_DATA}
+        return {**given, **self.preset}
 
     @functools.cached_property
     def schema(self) -> type[BaseModel]:
@@ -107,8 +109,6 @@ class Entry:
         except NameError:  # types that are imported for a type checker alone
             hints = {}
         defaults = {**dict.fromkeys(self.parameters(), ...), **self.defaults()}
-        if self.kind == "backbone":  # required, or of contexts: `create_backbone` has them
-            defaults = {k: v for k, v in defaults.items() if k not in FROM_DATA}
         fields: dict[str, Any] = {k: (hints.get(k, Any), v) for k, v in defaults.items()}
         return create_model(f"{self.kind}_{self.name}", __config__=STRICT, **fields)
 
@@ -183,8 +183,8 @@ def register(
             raise unknown_name(f"register({kind!r}) keyword", fact, _FACTS.get(kind, ()))
 
     def decorate(target: Target) -> Target:
-        known = {k: v for k, v in facts.items() if v is not None}
-        entry = Entry(kind, name, target, dict(preset or {}), known)
+        stated = {k: v for k, v in facts.items() if v is not None}
+        entry = Entry(kind, name, target, dict(preset or {}), stated)
         taken = _entries.get((kind, name))
         if taken is not None and _place(taken) != _place(entry):
             raise ValueError(f"{kind} {name!r} is already registered by {_place(taken)}.")
@@ -366,7 +366,7 @@ def create_backbone(
             "latents, null for images."
         )
     config = {**given, **entry.complete(options)}
-    backbone = entry.target(**config)
+    backbone: Backbone = entry.target(**config)
     backbone.name, backbone.config = entry.name, config
     return backbone
 

@@ -1,6 +1,5 @@
 """What a run computes on: device, precision, and a line that says so."""
 
-import time
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -74,26 +73,3 @@ def describe_device(device: torch.device) -> str:
         return "Apple GPU (mps)"
     threads = torch.get_num_threads()
     return f"CPU, {threads} thread{'s' if threads > 1 else ''}; no GPU is used"
-
-
-@torch.no_grad()
-def matmul_speed(device: torch.device, precision: str, rounds: int = 5) -> float:
-    """Return the FLOPs a second of a large square matrix product, the best of some rounds.
-
-    It is what a network's FLOPs are measured against: no network is faster, on the same threads.
-
-    Args:
-        device: where.
-        precision: resolved, see above.
-    """
-    side = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(side, side, device=device) for _ in range(2))
-    times = []
-    for _ in range(rounds + 1):  # the first one warms up
-        began = time.perf_counter()
-        with autocast(device, precision):
-            a @ b
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
-    return 2 * side**3 / min(times[1:])

@@ -126,7 +126,6 @@ def test_a_checkpoint_restores_the_codec_and_another_autoencoder_is_refused(enco
     assert again.decoded_by == {"class": "AutoencoderKL", "sha256": "5" * 64}
     bare = restore_codec(facts, "none")
     assert (bare.has_pixels, bare.decoded_by) == (False, None)
-    assert bare.to_pixels(x, device=CPU).shape == (2, 3, 4, 4)  # a preview
     other = save_vaes(tmp_path)["AutoencoderTiny"]
     with pytest.raises(ValueError, match="is another autoencoder"):
         restore_codec(facts, other).to_pixels(x, device=CPU)
@@ -222,6 +221,30 @@ def test_a_real_autoencoder_gives_digits_back(tmp_path):
     ).double()
     error = (images - data.train.images).square().mean()
     assert 10 * np.log10(255**2 / error) > 18
+
+
+def test_a_representation_autoencoder_scales_its_latents_itself(tmp_path, monkeypatch):
+    """diffusers' AutoencoderRAE, with a convolution in the place of transformers' DINOv2."""
+    rae = pytest.importorskip("diffusers.models.autoencoders.autoencoder_rae")
+    monkeypatch.setattr(rae, "_build_encoder", lambda **sizes: torch.nn.Conv2d(3, 8, 4, 4))
+    tokens = {"dinov2": lambda network, x: network(x).flatten(2).mT}
+    monkeypatch.setattr(rae, "_ENCODER_FORWARD_FNS", tokens)
+    network = rae.AutoencoderRAE(
+        encoder_hidden_size=8, encoder_patch_size=4, encoder_input_size=8, patch_size=4,
+        decoder_hidden_size=16, decoder_num_hidden_layers=1, decoder_num_attention_heads=2,
+        decoder_intermediate_size=16, scaling_factor=0.5,
+    )  # fmt: skip
+    network.save_pretrained(tmp_path / "rae")
+    config = EncodingConfig(batch_size=4, dtype="float32")
+    assert encode(image_data(), load_vae(str(tmp_path / "rae")), tmp_path / "latents", config)
+    data = latents(str(tmp_path / "latents"), normalization="scale")
+    x = data.codec.to_model(stack(data.train), device=CPU)
+    images = (to_model_range(image_data().train.images) + 1) / 2  # it takes and gives [0, 1]
+    with torch.no_grad():
+        z = network.eval().encode(images).latent
+        pixels = to_uint8(network.decode(z).sample * 2 - 1)
+    torch.testing.assert_close(x, z, atol=1e-5, rtol=1e-4)
+    assert (data.codec.to_pixels(x, device=CPU).int() - pixels.int()).abs().max() <= 1
 
 
 # Other projects -----------------------------------------------------------------------------------

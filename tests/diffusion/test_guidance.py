@@ -89,6 +89,8 @@ def test_combine_by_hand():
     assert combine(weak, strong, 0.0) is weak
     assert torch.equal(combine(weak, strong, 2.0)(torch.ones(1), LEVEL), torch.tensor([7.0]))
     assert torch.equal(combine(weak, strong, 0.5)(torch.ones(1), LEVEL), torch.tensor([2.5]))
+    first = combine(weak, strong, 2.0, channels=1)(torch.ones(1, 2), LEVEL)
+    assert torch.equal(first, torch.tensor([[7.0, 4.0]]))
 
 
 @pytest.mark.parametrize("guidance", GUIDED, ids=lambda g: type(g).__name__)
@@ -359,6 +361,7 @@ def test_settings_become_options_and_back():
         "sampler": "flow_sde", "num_steps": 7, "grid": "quadratic", "shift": 1.0, "rho": "auto",
         "diffusion": 2.0,
         "guidance": "interval", "guidance_scale": 3.0, "guidance_low": 0.1, "guidance_high": 0.7,
+            "guidance_channels": None,
     }  # fmt: skip
     assert build_sampling("heun") == SamplingOptions(Heun(), 18)
     selector = {"name": "blocks", "size": 4}

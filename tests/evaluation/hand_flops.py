@@ -148,3 +148,22 @@ def rwkv(N, p, q, *, D, depth, labels=True, routes=()):
     cost.linear(1, D, 2 * D)  # shift and scale of the head
     cost.linear(N, D, q)
     return cost
+
+
+def zigma(N, p, q, *, D, depth, S, rank, taps=4, labels=True, routes=()):
+    """One direction of Mamba in a shell like RWKV's, with a head that is not modulated."""
+    cost, inner = Cost(), 2 * D
+    cost.linear(N, p, D, first=True)
+    cost.linear(1, 256, D, first=True)  # time
+    cost.linear(1, D, D)
+    for n in tokens_by_block(depth, N, routes):
+        cost.linear(1, D, 3 * D)  # shift, scale and gate
+        cost.linear(n, D, 2 * inner)  # u and z
+        cost.linear(n * inner, taps, 1)  # one filter a channel
+        cost.linear(n, inner, rank + S + S)  # step, B, C
+        cost.linear(n, rank, inner)
+        cost.scans += 7 * n * inner * S
+        cost.scans_backward += 20 * n * inner * S
+        cost.linear(n, inner, D)
+    cost.linear(N, D, q)
+    return cost

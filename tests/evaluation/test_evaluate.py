@@ -74,7 +74,7 @@ def test_the_record_is_json_and_has_the_protocol(record):
 def test_what_does_not_depend_on_the_weights_is_measured_once(tiny, record, monkeypatch):
     cache = {}
     assert tiny.score(cache=cache) == record
-    monkeypatch.setattr(module.PartImages, "read", None)
+    monkeypatch.setattr("tread_zoo.evaluation.images.read_items", None)
     monkeypatch.setattr(module, "count_sampling", None)
     assert tiny.score(cache=cache) == record
 

@@ -26,10 +26,11 @@ from tread_zoo.routing import Route, build_routing
 
 # Digits: 8x8 pixels of 1 channel in patches of 2x2, so 16 tokens of 4 values.
 TINY = {
-    "uvit_tiny": partial(hand_flops.uvit, 16, 4, 4, D=88, depth=8, side=8, conv_channels=1),
-    "mamba_tiny": partial(hand_flops.mamba, 16, 4, 4, D=104, depth=8, S=4, rank=7),
-    "mamba2_tiny": partial(hand_flops.mamba2, 16, 4, 4, D=138, depth=8, expand=1, S=16, P=46),
-    "rwkv_tiny": partial(hand_flops.rwkv, 16, 4, 4, D=80, depth=7),
+    "uvit_tiny": partial(hand_flops.uvit, 16, 4, 4, D=74, depth=12, side=8, conv_channels=1),
+    "mamba_tiny": partial(hand_flops.mamba, 16, 4, 4, D=88, depth=12, S=4, rank=6),
+    "mamba2_tiny": partial(hand_flops.mamba2, 16, 4, 4, D=120, depth=12, expand=1, S=16, P=40),
+    "rwkv_tiny": partial(hand_flops.rwkv, 16, 4, 4, D=60, depth=13),
+    "zigma_tiny": partial(hand_flops.zigma, 16, 4, 4, D=88, depth=12, S=4, rank=6),
 }
 # Latents of 32x32 of 4 channels: 256 tokens of 16 values; the state-space dual has 5 chunks.
 LARGE = {
@@ -39,6 +40,7 @@ LARGE = {
         hand_flops.mamba2, 256, 16, 16, D=384, depth=28, expand=2, S=64, P=64
     ),
     "rwkv_s_2": partial(hand_flops.rwkv, 256, 16, 16, D=384, depth=13),
+    "zigma_b_2": partial(hand_flops.zigma, 256, 16, 16, D=768, depth=24, S=16, rank=48),
 }
 SCANS = ("mamba_tiny", "mamba2_tiny", "rwkv_tiny")
 
@@ -59,7 +61,7 @@ def check_both_passes(network, hand, routes=()):
 @pytest.mark.parametrize(("routes", "labels"), [((), False), (((0, 2, 5), (3, 7, 11)), True)])
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_networks(name, routes, labels):
-    depth = 7 if name.startswith("rwkv") else 6
+    depth = 7 if name.startswith(("rwkv", "zigma")) else 6
     hand = TINY[name](depth=depth, labels=labels, routes=routes)
     check_both_passes(digits(name, 10 * labels, depth=depth), hand, routes)
 
@@ -93,9 +95,9 @@ def test_gaps_and_orders_cost_nothing(name, gaps, scan_order):
 
 
 def test_guided_sampling_of_a_scan():
-    """5 Euler steps; at rate 0.7 a call keeps 16 - 11 tokens in the default route, [2, 5)."""
+    """5 Euler steps; at rate 0.7 a call keeps 16 - 11 tokens in the default route, [2, 9)."""
     name = "mamba2_tiny"
-    dense, weak = TINY[name]().forward, TINY[name](routes=[(2, 5, 5)]).forward
+    dense, weak = TINY[name]().forward, TINY[name](routes=[(2, 9, 5)]).forward
     network = digits(name)
     for guidance, evaluations, expected in (
         (ClassifierFree(scale=2.0), 10, 10 * dense),

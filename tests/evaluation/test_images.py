@@ -6,10 +6,13 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.data.tables import Stub, image_data, write_latents
 from tests.evaluation.tiny import METRICS, random_images, write_features, write_npz
+from tread_zoo.data.latents import latents
+from tread_zoo.data.split import evenly_spaced
 from tread_zoo.evaluation import score
 from tread_zoo.evaluation.features import find_extractor
-from tread_zoo.evaluation.images import TensorImages, evenly_spaced, open_images
+from tread_zoo.evaluation.images import open_images, part_images, tensor_images
 from tread_zoo.evaluation.pictures import save_png
 from tread_zoo.evaluation.score import extract, open_reference, write_statistics
 
@@ -32,7 +35,7 @@ def write_reference(path, images, extractor):
     """Write statistics as the script does, and return the path."""
     found = find_extractor(extractor)
     network = found.load(["pooled"], torch.device("cpu"))
-    features = extract(TensorImages(images), network, statistics=["pooled"], batch_size=11)
+    features = extract(tensor_images(images), network, statistics=["pooled"], batch_size=11)
     write_statistics(path, features, found)
     return str(path)
 
@@ -129,7 +132,7 @@ def test_what_are_no_images_is_refused(tmp_path):
     np.savez(tmp_path / "floats.npz", arr_0=np.zeros((2, 8, 8, 1)))
     np.savez(tmp_path / "none.npz", images=np.zeros(3))
     for name, words in {
-        "nowhere": "neither a folder", "empty": "no pictures", "two": "8x8 and .*z.png 9x8",
+        "nowhere": "neither a folder", "empty": "no pictures", "two": "8x8 and .*z.png 8x9",
         "floats.npz": "float64", "none.npz": "images",
     }.items():  # fmt: skip
         with pytest.raises((ValueError, KeyError), match=words):
@@ -142,10 +145,22 @@ def test_a_picture_that_cannot_be_read_is_named(own, tmp_path):
     folder = write_folder(tmp_path / "a", random_images(12))
     whole = (folder / "005.png").read_bytes()
     (folder / "005.png").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(OSError, match=r"005\.png"):
+    with pytest.raises(ValueError, match=r"005\.png"):
         score(folder, REAL, ["kid"], extractor=own)
 
 
 def test_evenly_spaced():
     assert evenly_spaced(10, 4) == [0, 2, 5, 7]
     assert evenly_spaced(3, None) == evenly_spaced(3, 9) == [0, 1, 2]
+
+
+def test_latents_are_decoded_before_they_are_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr("tread_zoo.data.latents.load_vae", lambda name: Stub())
+    data = latents(str(write_latents(tmp_path / "latents", image_data(), dtype="float32")))
+    images = part_images(data, data.held_out, "held_out", count=3)
+    assert images.shape == (3, 8, 8)
+    pixels, labels = images.read(range(1, 3))
+    originals = image_data().held_out.images[[1, 3]].float()  # 3 of 5, evenly spaced
+    blurred = torch.nn.functional.avg_pool2d(originals, 2).repeat_interleave(2, -1)
+    assert (pixels - blurred.repeat_interleave(2, -2)).abs().max() <= 1
+    assert labels.tolist() == [1, 3]

@@ -57,6 +57,27 @@ def ssd(shape: tuple[int, ...]) -> list[Tensor]:
     return [x, F.softplus(delta - 2), -torch.exp(A), B, C, D]
 
 
+def gated_linear_attention(shape: tuple[int, ...]) -> list[Tensor]:
+    """Return q, k, v and log-decays for a shape [B, L, H, K, V]."""
+    *keys, width = shape
+    q, k, v, gate = normals(tuple(keys), tuple(keys), (*keys[:3], width), tuple(keys))
+    return [q, k, v, F.logsigmoid(2 * gate)]
+
+
+def gated_delta_rule(shape: tuple[int, ...]) -> list[Tensor]:
+    """Return q, k, v, β and log-decays, one a head, for a shape [B, L, H, K, V]."""
+    batch, length, heads, width, size = shape
+    tokens, keys = (batch, length, heads), (batch, length, heads, width)
+    q, k, v, beta, gates = normals(keys, keys, (*tokens, size), tokens, tokens)
+    return [q, F.normalize(k, dim=-1), v, beta.sigmoid(), -F.softplus(gates)]
+
+
+def kda(shape: tuple[int, ...]) -> list[Tensor]:
+    """Return the same with a log-decay for each channel."""
+    *inputs, _ = gated_delta_rule(shape)
+    return [*inputs, -F.softplus(normals(shape[:4])[0])]
+
+
 def bidirectional_wkv(
     shape: tuple[int, ...], reach: float = 5.0, keys: float = 1.0
 ) -> list[Tensor]:
@@ -70,6 +91,14 @@ def bidirectional_wkv(
     k = keys * normal(batch, length, channels).clamp(-2, 2)
     w = reach * torch.rand(channels, generator=generator) + 1e-3 * reach
     return [k, normal(batch, length, channels), w, normal(channels)]
+
+
+def dplr_delta_rule(shape: tuple[int, ...]) -> list[Tensor]:
+    """Return q, k, v, a, b and the log-decay as RWKV-7 has them for a shape [B, L, H, K, V]."""
+    *tokens, size, width = shape
+    q, k, a, rate, decay, v = normals(*[(*tokens, size)] * 5, (*tokens, width))
+    a = F.normalize(a, dim=-1)
+    return [q, k, v, -a, a * rate.sigmoid(), -0.6 * decay.sigmoid()]
 
 
 def make_segments(batch: int, length: int) -> Tensor:
@@ -88,10 +117,11 @@ def make_positions(batch: int, length: int, whole: int) -> Tensor:
 
 def run(form: Callable, inputs: list[Tensor], *tokens: Any) -> list[Tensor]:
     """Return the output and the gradient of every input for one fixed gradient of the output,
-    which is the same in half precision."""
+    which is the same in half precision. The backward pass runs outside autocast, as it should."""
     y = form(*inputs, *tokens)
     grad = torch.randn(y.shape, generator=seeded(2)).bfloat16()
-    return [y, *torch.autograd.grad(y, inputs, grad.to(y))]
+    with torch.autocast(y.device.type, enabled=False):
+        return [y, *torch.autograd.grad(y, inputs, grad.to(y))]
 
 
 def relative_error(ours: Tensor, truth: Tensor, floor: float = 1e-6) -> float:
@@ -116,6 +146,7 @@ class Op:
         bound: Largest error of the torch form in float32, relative to the norm of each result.
         floor: Norm below which a result counts as zero.
         bar: A shape of training, and the MiB that may be kept there for the backward pass.
+        function: The public one, if it has another name.
     """
 
     name: str
@@ -126,6 +157,7 @@ class Op:
     bound: float
     floor: float = 1e-6
     bar: tuple[tuple[int, ...], float] | None = None
+    function: str = ""
 
     def form(self, name: str) -> Callable:
         return get_form(self.name, name).run
@@ -134,7 +166,7 @@ class Op:
         """The public function, with what the forms take."""
         count = len(args) - len(self.tokens)
         rest = dict(zip(self.tokens, args[count:], strict=True))
-        return getattr(kernels, self.name)(*args[:count], **rest)
+        return getattr(kernels, self.function or self.name)(*args[:count], **rest)
 
     def inputs(self, shape=None, dtype=torch.float64, device="cpu", **options) -> list[Tensor]:
         return leaves(self.make(shape or self.shapes[0], **options), dtype, device)
@@ -147,6 +179,7 @@ class Op:
             "gaps": make_gaps(batch, length) if subset else None,
             "positions": make_positions(batch, length, 3 * length) if subset else None,
             "length": 3 * length if subset else length,
+            "scale": 0.7,
         }
         return tuple(values[name] for name in self.tokens)
 
@@ -182,9 +215,30 @@ OPS = {
             ("segment_ids", "gaps"), (0, 3, 4), 2e-6, bar=((4, 256, 6, 64, 64, 1), 3.5),
         ),
         Op(
+            "gated_linear_attention", gated_linear_attention,
+            [(2, 9, 2, 3, 4), (2, 1, 1, 2, 3), (1, 32, 3, 4, 1), (2, 77, 2, 5, 4)],
+            ("segment_ids",), (0, 1, 2), 2e-6, bar=((4, 256, 6, 64, 64), 10.0),
+        ),
+        Op(
+            "gated_delta_rule", gated_delta_rule,
+            [(2, 9, 3, 4, 5), (1, 1, 2, 3, 3), (1, 32, 1, 4, 2), (2, 75, 2, 8, 4)],
+            ("segment_ids",), (0, 1, 2), 3e-6, bar=((1, 256, 6, 64, 64), 8.0),
+        ),
+        Op(
+            "kda", kda, [(2, 9, 3, 4, 5), (1, 1, 2, 3, 3), (1, 32, 1, 4, 2), (2, 75, 2, 8, 4)],
+            ("segment_ids",), (0, 1, 2), 3e-6, bar=((1, 256, 6, 64, 64), 13.0),
+            function="gated_delta_rule",
+        ),
+        Op(
             "bidirectional_wkv", bidirectional_wkv,
             [(2, 9, 4), (1, 2, 4), (2, 33, 8), (16, 18, 24)],
             ("positions", "length"), (0, 1), 5e-6, bar=((1, 256, 48), 0.19),
+        ),
+        Op(
+            "dplr_delta_rule", dplr_delta_rule,
+            [(2, 9, 2, 3, 4), (1, 1, 2, 3, 2), (2, 65, 3, 8, 5), (1, 130, 1, 4, 4)],
+            ("segment_ids", "scale"), (0, 1, 2, 3, 4), 2e-6, floor=0.1,
+            bar=((1, 256, 6, 64, 64), 11.0),
         ),
     )
 }  # fmt: skip

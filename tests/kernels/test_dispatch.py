@@ -1,8 +1,10 @@
 """The choice of a form: what is chosen, what is set by hand, and what is said about it."""
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ def _fresh(monkeypatch):
     """Give every test the choices and the import results of a new process."""
     monkeypatch.setattr(dispatch, "_CHOICE", dict.fromkeys(dispatch._FORMS, "auto"))
     monkeypatch.setattr(dispatch, "_PROBLEMS", {})
+    monkeypatch.setattr(dispatch, "_MODULES", {})
     monkeypatch.setattr(dispatch, "_TOLD", set())
     monkeypatch.setattr(dispatch, "_difference_to_torch", lambda *args: None)
     monkeypatch.setattr(dispatch, "_REFUSED", {})
@@ -47,6 +50,25 @@ def test_plain_forms_hold_for_a_while() -> None:
     with pytest.raises(ValueError, match="must be"), dispatch.plain_forms():
         selective_scan(*[torch.ones(1)] * 5)
     assert get_forms() == {**dict.fromkeys(OPS, "auto"), "selective_scan": "mamba-ssm"}
+
+
+def test_a_package_that_is_not_installed_is_taken_as_built_on_the_hub(monkeypatch) -> None:
+    fetched = []
+
+    def get_kernel(repository, version):
+        fetched.append((repository, version))
+        return SimpleNamespace(causal_conv1d_fn=len)
+
+    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=get_kernel))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name == "causal_conv1d" else find_spec(name),
+    )
+    assert dispatch.import_problem("causal_conv1d") is None
+    assert dispatch.load_module("causal_conv1d").causal_conv1d_fn is len
+    assert fetched == [("kernels-community/causal-conv1d", 1)]
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -79,8 +101,9 @@ def test_unknown_names_suggest_the_nearest() -> None:
 @pytest.mark.parametrize(("op", "form"), OPTIONAL.items())
 def test_a_form_whose_package_is_missing_says_what_to_install(op, form, monkeypatch) -> None:
     module = next(each.module for each in dispatch._FORMS[op] if each.name == form)
-    monkeypatch.setitem(sys.modules, module.split(".")[0], None)
-    with pytest.raises(ImportError, match=f"pip install {form}"):
+    for package in (module.split(".")[0], "kernels"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match="`pip install "):
         set_form(op, form)
     assert get_forms()[op] == "auto"
 

@@ -9,7 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.kernels.ops import OPS, Op, assert_close, leaves, relative_error, run
 from tread_zoo.kernels import dispatch
 
-CUSTOM = ("selective_scan", "ssd", "bidirectional_wkv")  # custom operators of torch
+CUSTOM = (  # custom operators of torch
+    "selective_scan", "ssd", "bidirectional_wkv", "gated_linear_attention",
+)  # fmt: skip
+SCANS = (*CUSTOM, "gated_delta_rule", "kda", "dplr_delta_rule")
+COUNTED = ("causal_conv1d", *SCANS)
 OPTIONAL = ("causal_conv1d", "selective_scan", "ssd")  # the last input may be None
 
 
@@ -53,7 +57,7 @@ def test_the_last_input_may_be_left_out(op) -> None:
     assert_close(ours, truth, 1e-12)
 
 
-@of(CUSTOM)
+@of(SCANS)
 def test_a_shape_of_training_is_exact_and_keeps_little(op) -> None:
     shape, mebibytes = op.bar
     kept: dict[int, int] = {}
@@ -69,7 +73,8 @@ def test_a_shape_of_training_is_exact_and_keeps_little(op) -> None:
     assert sum(kept.values()) <= mebibytes * 2**20
     with torch.no_grad():
         truth = op.form("naive")(*inputs, *op.rest(shape))
-    bound = 2e-6 * truth.abs().max() if op.name == "ssd" else 2e-5
+    exact = op.name in ("ssd", "gated_linear_attention")
+    bound = 2e-6 * truth.abs().max() if exact else 2e-5
     assert (ours - truth).abs().max() <= bound
 
 
@@ -87,7 +92,7 @@ def test_half_precision_inputs_keep_float32_sums(op, device) -> None:
     assert_close(ours, truth, 3e-2 if op.name == "attention" else 4e-3, op.floor)
 
 
-@of(CUSTOM)
+@of(SCANS)
 def test_autocast_changes_nothing_in_float32(op) -> None:
     inputs, rest = op.inputs(dtype=torch.float32), op.rest()
     plain = run(op.public, inputs, *rest)
@@ -115,6 +120,10 @@ def test_views_are_taken_as_inputs(op) -> None:
         ("ssd", {"BLOCK_VALUES": 1500, "CHUNK": 3}),
         ("bidirectional_wkv", {"BLOCK_VALUES": 1}),
         ("bidirectional_wkv", {"BLOCK_VALUES": 100}),
+        ("gated_linear_attention", {"CHUNK": 1}),
+        ("gated_linear_attention", {"CHUNK": 4, "BLOCK_VALUES": 400}),
+        ("dplr_delta_rule", {"CHUNK": 1}),
+        ("dplr_delta_rule", {"CHUNK": 12}),
     ],
     indirect=["op"],
 )
@@ -131,9 +140,17 @@ def test_blocks_and_chunks_do_not_matter(op, constants, monkeypatch) -> None:
 @pytest.mark.parametrize("form", ["naive", "torch"])
 @pytest.mark.parametrize(
     ("op", "along"),
-    [("causal_conv1d", (0,)), ("selective_scan", (0, 1, 3, 4)), ("ssd", (0, 1, 3, 4))],
+    [
+        ("causal_conv1d", (0,)),
+        ("selective_scan", (0, 1, 3, 4)),
+        ("ssd", (0, 1, 3, 4)),
+        ("gated_linear_attention", (0, 1, 2, 3)),
+        ("gated_delta_rule", range(5)),
+        ("kda", range(5)),
+        ("dplr_delta_rule", range(6)),
+    ],
     indirect=["op"],
-)
+)  # fmt: skip
 def test_segments_equal_separate_calls(op, along, form) -> None:
     shape = (1, 84, *op.shapes[0][2:])
     inputs, rest = op.inputs(shape), op.rest(shape)[1:]
@@ -185,6 +202,23 @@ IDS = torch.zeros(2, 5, dtype=torch.int64)
         ("ssd", {6: IDS[:, 1:]}),
         ("ssd", {7: IDS.float()}),  # no gap is 0
         ("ssd", {7: torch.ones(2, 5, requires_grad=True)}),
+        ("gated_linear_attention", {0: torch.zeros(2, 0, 4, 3)}),
+        ("gated_linear_attention", {1: torch.zeros(2, 5, 1, 3)}),
+        ("gated_linear_attention", {2: torch.zeros(2, 5, 1, 4)}),
+        ("gated_linear_attention", {3: torch.zeros(2, 5, 4, 1)}),
+        ("gated_linear_attention", {4: IDS[:1]}),
+        ("gated_delta_rule", {0: torch.zeros(2, 0, 4, 4)}),
+        ("gated_delta_rule", {1: torch.zeros(2, 5, 1, 4)}),
+        ("gated_delta_rule", {2: torch.zeros(2, 5, 1, 5)}),
+        ("gated_delta_rule", {3: torch.zeros(2, 5, 1)}),
+        ("gated_delta_rule", {4: torch.zeros(2, 5, 1)}),
+        ("gated_delta_rule", {5: IDS[:, 1:]}),
+        ("kda", {4: torch.zeros(2, 5, 4, 1)}),
+        ("dplr_delta_rule", {0: torch.zeros(2, 5, 1, 3)}),
+        ("dplr_delta_rule", {2: torch.zeros(2, 0, 4, 4)}),
+        ("dplr_delta_rule", {3: torch.zeros(2, 5, 4, 1)}),
+        ("dplr_delta_rule", {5: torch.zeros(2, 5, 1, 3)}),
+        ("dplr_delta_rule", {6: IDS.float()}),
         ("bidirectional_wkv", {0: torch.zeros(2, 0, 4)}),
         ("bidirectional_wkv", {1: torch.zeros(2, 5, 3)}),
         ("bidirectional_wkv", {2: torch.zeros(3)}),
@@ -240,7 +274,7 @@ def count_flops(op: Op, shape, device: str, form=None) -> list[int]:
     return [forward.get_total_flops(), backward.get_total_flops()]
 
 
-@of(("causal_conv1d", *CUSTOM))
+@of(COUNTED)
 def test_flops_are_the_same_without_data_and_linear_in_the_batch(op) -> None:
     shape = op.shapes[-1]
     once, meta = (count_flops(op, shape, device) for device in ("cpu", "meta"))
@@ -262,14 +296,21 @@ def test_flops_are_linear_in_the_length(op) -> None:
 @pytest.mark.parametrize("subset", [False, True])
 def test_every_form_equals_the_torch_form_on_a_gpu(op, subset) -> None:
     shape = {"attention": (2, 3, 64, 32), "causal_conv1d": (2, 50, 16, 4),
-             "selective_scan": (2, 100, 16, 8, 2), "ssd": (2, 200, 4, 64, 32, 2)}.get(
+             "selective_scan": (2, 100, 16, 8, 2), "ssd": (2, 200, 4, 64, 32, 2),
+             "gated_linear_attention": (2, 200, 4, 32, 64),
+             "dplr_delta_rule": (2, 200, 4, 32, 64)}.get(
                  op.name, op.shapes[-1])  # fmt: skip
     rest = [v.cuda() if torch.is_tensor(v) else v for v in op.rest(shape, subset)]
     inputs = op.inputs(shape, torch.float32, "cuda")
     truth = run(op.form("torch"), inputs, *rest)
     exact = run(op.form("naive"), op.inputs(shape, device="cuda"), *rest)
     assert_close(truth, exact, 1e-4 if op.name == "attention" else 1e-5, op.floor)
-    bounds = {"attention": 2e-3, "ssd": 5e-3}  # kernels that multiply in TF32
+    bounds = {
+        "attention": 2e-3,
+        "ssd": 5e-3,
+        "gated_linear_attention": 5e-3,
+        "dplr_delta_rule": 5e-3,
+    }  # kernels that multiply in TF32
     for name in dispatch.list_forms(op.name):
         module = dispatch.get_form(op.name, name).module
         if module is None or dispatch.import_problem(module) is None:

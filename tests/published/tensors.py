@@ -30,6 +30,23 @@ def dit_shapes(*, width=64, depth=2, patch=2, channels=4, side=4, rows=8, sigma=
     return shapes
 
 
+def lightning_dit_shapes(*, width=64, depth=2, heads=4, norms=True, side=4, **sizes):
+    shapes = dit_shapes(width=width, depth=depth, side=side, **{"sigma": False, **sizes})
+    inner = int(2 / 3 * 4 * width)
+    for name in ("cos", "sin"):
+        shapes[f"feat_rope.freqs_{name}"] = (side**2, width // heads)
+    shapes["final_layer.norm_final.weight"] = (width,)
+    for i in range(depth):
+        for part in ("weight", "bias"):
+            del shapes[f"blocks.{i}.mlp.fc1.{part}"], shapes[f"blocks.{i}.mlp.fc2.{part}"]
+        shapes |= layer(f"blocks.{i}.mlp.w12", 2 * inner, width)
+        shapes |= layer(f"blocks.{i}.mlp.w3", width, inner)
+        shapes |= {f"blocks.{i}.norm{j}.weight": (width,) for j in (1, 2)}
+        if norms:
+            shapes |= {f"blocks.{i}.attn.{j}_norm.weight": (width // heads,) for j in "qk"}
+    return shapes
+
+
 def halves(depth):
     half = range(depth // 2)
     return [*(f"in_blocks.{i}" for i in half), "mid_block", *(f"out_blocks.{i}" for i in half)]
@@ -131,6 +148,33 @@ def drwkv_shapes(
     return shapes
 
 
+def zigma_shapes(*, width=48, depth=4, patch=2, channels=4, side=4, rows=8, state=16, **_):
+    inner, rank = 2 * width, math.ceil(width / 16)
+    shapes = {
+        "pos_embed": (1, side**2, width),
+        **layer("x_embedder.proj", width, channels, patch, patch),
+        **layer("t_embedder.mlp.0", width, 256),
+        **layer("t_embedder.mlp.2", width, width),
+        "norm_f.weight": (width,),
+        **layer("final_layer.linear", patch**2 * channels, width),
+    }
+    if rows:
+        shapes["y_embedder.embedding_table.weight"] = (rows, width)
+    for i in range(depth):
+        shapes |= {
+            f"blocks.{i}.norm.weight": (width,),
+            **layer(f"blocks.{i}.adaLN_modulation.1", 3 * width, width),
+            f"blocks.{i}.mixer.in_proj.weight": (2 * inner, width),
+            **layer(f"blocks.{i}.mixer.conv1d", inner, 1, 4),
+            f"blocks.{i}.mixer.x_proj.weight": (rank + 2 * state, inner),
+            **layer(f"blocks.{i}.mixer.dt_proj", inner, rank),
+            f"blocks.{i}.mixer.A_log": (inner, state),
+            f"blocks.{i}.mixer.D": (inner,),
+            f"blocks.{i}.mixer.out_proj.weight": (width, inner),
+        }
+    return shapes
+
+
 SHAPES = {
     "dit": dit_shapes,
     "sit": dit_shapes,
@@ -138,6 +182,8 @@ SHAPES = {
     "uvit": uvit_shapes,
     "dis": dis_shapes,
     "drwkv": drwkv_shapes,
+    "lightning_dit": lightning_dit_shapes,
+    "zigma": zigma_shapes,
 }
 
 
@@ -154,6 +200,19 @@ def sines(width, side):
     return torch.tensor(rows)[None]
 
 
+def rotations(width, side):
+    """Angles of places in a head: the row's, then the column's, each of them twice in a row."""
+    quarter = width // 4
+    rows = []
+    for token in range(side**2):
+        row = []
+        for place in (token // side, token % side):
+            for i in range(quarter):
+                row += 2 * [place / 10000 ** (i / quarter)]
+        rows.append(row)
+    return torch.tensor(rows)
+
+
 def theirs(name, **sizes):
     """A state dict of that project with random values."""
     generator = torch.Generator().manual_seed(0)
@@ -162,7 +221,11 @@ def theirs(name, **sizes):
     for key, shape in shapes.items():
         scale = 0.3 if len(shape) == 1 else 1 / math.sqrt(math.prod(shape[1:]))
         tensors[key] = scale * torch.randn(shape, generator=generator)
-    if SHAPES[name] is dit_shapes:
+    if SHAPES[name] in (dit_shapes, lightning_dit_shapes):
         width, tokens = shapes["pos_embed"][2], shapes["pos_embed"][1]
         tensors["pos_embed"] = sines(width, math.isqrt(tokens))
+    if name == "lightning_dit":
+        tokens, width = shapes["feat_rope.freqs_cos"]
+        angles = rotations(width, math.isqrt(tokens))
+        tensors |= {"feat_rope.freqs_cos": angles.cos(), "feat_rope.freqs_sin": angles.sin()}
     return tensors

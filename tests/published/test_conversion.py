@@ -5,15 +5,17 @@ import math
 import os
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from tests.published.tensors import SHAPES, dit_shapes, theirs
 from tread_zoo import list_backbones
 from tread_zoo.diffusion import NoGuidance
-from tread_zoo.published import FORMATS, import_checkpoint
+from tread_zoo.published import FORMATS, export_checkpoint, import_checkpoint
 from tread_zoo.published.conversion import build, recognize
 from tread_zoo.published.reader import read_parts
 from tread_zoo.registry import get_entry
@@ -35,20 +37,24 @@ def network(folder, name, content, **choices):
 # Every tensor lands, and where it should ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"sit"}))  # some of its values are turned
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("rows", [8, 0])
 def test_every_value_lands(tmp_path, name, rows):
     content = theirs(name, rows=rows)
     own = network(tmp_path, name, content).state_dict()
-    if FORMATS[name].backbone == "dit":
-        del content["pos_embed"]  # computed
+    for key in (*FORMATS[name].computed, *(() if "positions" in own else ("pos_embed",))):
+        del content[key]
     if name == "dis" and not rows:
         for part in ("weight", "bias"):
             assert not own.pop(f"final.modulation.{part}").any(), "its head is not modulated"
     for key in own:
         if key.endswith(".bonus"):
             own[key] = own[key] * 16  # theirs is divided by the number of tokens
-    landed, given = (torch.cat([v.flatten() for v in d.values()]).sort()[0] for d in (own, content))
+    if name == "zigma" and rows:
+        own["label_embed.table.weight"] = own["label_embed.table.weight"][:rows]  # theirs lacks one
+    landed, given = (  # the sign of a velocity may be turned
+        torch.cat([v.flatten() for v in d.values()]).abs().sort()[0] for d in (own, content)
+    )
     torch.testing.assert_close(landed, given, rtol=1e-6, atol=0)
 
 
@@ -77,6 +83,7 @@ def test_a_size_without_a_preset(tmp_path):
     expected = {
         "input_size": 8, "in_channels": 3, "num_classes": 0, "patch_size": 4, "hidden_size": 96,
         "depth": 3, "num_heads": 3, "mlp_ratio": 4.0, "learn_sigma": False, "time_scale": 1000.0,
+        "reversed_time": False,
     }  # fmt: skip
     assert done.config == expected
     assert done.backbone == "dit_tiny"
@@ -148,6 +155,95 @@ def test_dit_sit_and_tread_equal_their_formula(tmp_path, name, t, fed, sign):
     assert (other - expected).abs().max() > 0.01, "the test would not see time"
 
 
+def zigma_by_formula(w, x, t, y):
+    """ZigMa from its own tensors, with patches of 2 on a grid of 4 x 4: t is what its sinusoids are
+    fed. The tokens are numbered row by row; the paths are those of its zigzagN8."""
+    width, grid = len(w["norm_f.weight"]), torch.arange(16).view(4, 4)
+    paths = [
+        torch.cat([row.flip(0) if i % 2 else row for i, row in enumerate(places)])
+        for turned in (grid, grid.flip(1), grid.flip(0), grid.flip(0, 1))
+        for places in (turned, turned.T)
+    ]
+
+    def linear(name, v):
+        return F.linear(v, w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+    def rms(name, v):
+        return F.rms_norm(v, (width,), w[f"{name}.weight"], eps=1e-5)
+
+    tokens = F.conv2d(x, w["x_embedder.proj.weight"], w["x_embedder.proj.bias"], stride=2)
+    h, residual = tokens.flatten(2).mT + w["pos_embed"], 0
+    angle = t[:, None] * torch.tensor([10000 ** (-i / 128) for i in range(128)])
+    time = linear("t_embedder.mlp.0", torch.cat([angle.cos(), angle.sin()], 1))
+    c = linear("t_embedder.mlp.2", F.silu(time)) + w["y_embedder.embedding_table.weight"][y]
+    for i in range(1 + max(int(k.split(".")[1]) for k in w if k.startswith("blocks."))):
+        residual = residual + h
+        h = rms(f"blocks.{i}.norm", residual)
+        shift, scale, gate = linear(f"blocks.{i}.adaLN_modulation.1", F.silu(c)).chunk(3, 1)
+        path, mixer = paths[i % 8], f"blocks.{i}.mixer"
+        modulated = h * (1 + scale[:, None]) + shift[:, None]
+        u, z = linear(f"{mixer}.in_proj", modulated[:, path]).chunk(2, -1)
+        taps, bias = w[f"{mixer}.conv1d.weight"], w[f"{mixer}.conv1d.bias"]
+        u = F.silu(F.conv1d(F.pad(u.mT, (3, 0)), taps, bias, groups=u.shape[-1]).mT)
+        rank = w[f"{mixer}.dt_proj.weight"].shape[1]
+        low, b, read = linear(f"{mixer}.x_proj", u).split([rank, 16, 16], -1)
+        step = F.softplus(linear(f"{mixer}.dt_proj", low))
+        state, scanned = 0, []
+        for k in range(16):
+            decay = torch.exp(-step[:, k, :, None] * w[f"{mixer}.A_log"].exp())
+            state = decay * state + (step[:, k] * u[:, k])[..., None] * b[:, k, None]
+            scanned.append((state * read[:, k, None]).sum(-1) + w[f"{mixer}.D"] * u[:, k])
+        mixed = torch.zeros_like(h)
+        mixed[:, path] = linear(f"{mixer}.out_proj", torch.stack(scanned, 1) * F.silu(z))
+        h = h + gate[:, None] * mixed
+    out = F.layer_norm(rms("norm_f", residual + h), (width,), eps=1e-6)
+    return F.fold(  # theirs has a patch's channels last
+        linear("final_layer.linear", out).unflatten(2, (4, -1)).transpose(2, 3).flatten(2).mT,
+        x.shape[2:], 2, stride=2,
+    )  # fmt: skip
+
+
+def test_zigma_equals_its_formula(tmp_path):
+    content = theirs("zigma", depth=9)
+    backbone, (x, y) = network(tmp_path, "zigma", content), inputs()
+    t = torch.tensor([0.0, 0.25, 0.8125])  # both ours and theirs to the bit
+    expected = zigma_by_formula(content, x, 1000 * t, y)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(-backbone(x, 1 - t, y), expected, atol=1e-4, rtol=0)
+    other = zigma_by_formula(content, x, 1000 * (1 - t), y)
+    assert (other - expected).abs().max() > 0.01, "the test would not see time"
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+@pytest.mark.parametrize("name", ["dit", "sit", "tread", "uvit", "zigma"])
+def test_a_file_that_comes_in_and_goes_out_is_the_same_to_the_bit(tmp_path, name, suffix):
+    content = theirs(name)
+    done = imported(tmp_path, name, content)
+    file = export_checkpoint(done.path, tmp_path / f"back.{suffix}", format=name)
+    (parts, _), own = read_parts(file), load_backbone(find_checkpoint(done.path)).state_dict()
+    assert parts["ema"].keys() == content.keys()
+    assert all(torch.equal(parts["ema"][key], content[key]) for key in content)
+    again = import_checkpoint(file, tmp_path / "again", format=name)
+    landed = load_backbone(find_checkpoint(again.path)).state_dict()
+    assert all(torch.equal(landed[key], own[key]) for key in own)
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "word"),
+    [
+        ("dit", "uvit", "backbone"),
+        ("dit", "tread", "time_scale"),
+        ("tread", "sit", "reversed_time"),
+        ("dis", "dis", "select"),
+    ],
+)
+def test_what_a_project_does_not_have_is_not_exported(tmp_path, name, format, word):
+    done = imported(tmp_path, name, theirs(name))
+    with pytest.raises(CheckpointError, match=word):
+        export_checkpoint(done.path, tmp_path / "back.pt", format=format)
+    assert not (tmp_path / "back.pt").exists()
+
+
 def test_dis_directions_and_halves_keep_their_places(tmp_path):
     content = theirs("dis")
     own = network(tmp_path, "dis", content).state_dict()
@@ -201,10 +297,28 @@ def test_other_shapes_and_trained_positions_are_named(tmp_path):
     other = {**theirs("dit"), "blocks.1.attn.proj.weight": torch.zeros(64, 32)}
     with pytest.raises(CheckpointError, match=r"blocks\.1\.attn\.proj\.weight gives \[64, 32\]"):
         imported(tmp_path, "dit", other)
+    averaged = {**theirs("dit"), "pos_embed": theirs("dit")["pos_embed"].bfloat16()}
+    notes = imported(tmp_path / "averaged", "dit", averaged).notes
+    assert any("off the fixed table" in note for note in notes)
     trained = theirs("dit")
     trained["pos_embed"] += 0.01
     with pytest.raises(CheckpointError, match=r"pos_embed .* differ by 0\.01"):
         imported(tmp_path, "dit", trained)
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path):
+    content = theirs("dit")
+    content["blocks.1.attn.proj.bias"][3] = math.nan
+    with pytest.raises(CheckpointError, match=r"blocks\.1\.attn\.proj\.bias"):
+        imported(tmp_path, "dit", content)
+
+
+def test_what_may_have_been_lost_is_said(tmp_path):
+    content = theirs("dit")
+    del content["y_embedder.embedding_table.weight"]
+    notes = " ".join(imported(tmp_path, "dit", content).notes)
+    assert "no published size" in notes
+    assert "unconditional" in notes
 
 
 def test_formats_do_not_look_like_each_other(tmp_path):
@@ -227,6 +341,7 @@ def test_a_network_of_nobody(tmp_path):
 
 
 def test_a_folder_that_holds_a_checkpoint_is_not_written_over(tmp_path):
+    (tmp_path / "out/checkpoints/.partial_step_00000000").mkdir(parents=True)  # as a kill leaves it
     imported(tmp_path, "sit", theirs("sit"))
     with pytest.raises(CheckpointError, match="holds a checkpoint already"):
         imported(tmp_path, "sit", theirs("sit"))
@@ -261,7 +376,7 @@ def test_classes_follow_from_the_table(rows, classes):
 def test_prefixes_of_wrappers(tmp_path, prefix):
     content = {f"{prefix}{key}": value for key, value in theirs("sit").items()}
     torch.save(content, tmp_path / "x.pt")
-    save_file(content, tmp_path / "x.safetensors")
+    save_file(content, tmp_path / "named_so.pt")  # a file is known by its content
     for file in tmp_path.iterdir():
         parts, step = read_parts(file)
         assert parts.keys() == {"ema"}
@@ -314,10 +429,24 @@ def test_a_file_cut_short(tmp_path, part, legacy):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_page_saved_in_place_of_the_file(tmp_path):
-    (tmp_path / "x.pt").write_text("<!DOCTYPE html><html>Sign in</html>")
-    with pytest.raises(CheckpointError, match="cannot be read"):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("<!DOCTYPE html><html>Sign in</html>", "a web page"),
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
+    ],
+)
+def test_a_text_in_place_of_the_file(tmp_path, text, words):
+    (tmp_path / "x.pt").write_text(text)
+    with pytest.raises(CheckpointError, match=words) as error:
         import_checkpoint(tmp_path / "x.pt", tmp_path / "out", format="sit")
+    assert "weights_only" not in str(error.value)
+
+
+def test_options_of_other_packages_beside_the_weights(tmp_path):
+    options = OmegaConf.create({"betas": [0.9, 0.99]})
+    content = {"ema": theirs("tread"), "opt": {"param_groups": [options]}, "loss": np.float64(1)}
+    imported(tmp_path, "tread", content)
 
 
 class Harmful:

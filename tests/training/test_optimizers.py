@@ -65,11 +65,12 @@ def test_hidden_matrices_are_whole_parameters_of_the_blocks(name):
         ("dit_tiny", "qkv.weight", (64, 64, 64)),
         ("dit_tiny", "modulation.weight", 6 * (64,)),
         ("dit_tiny", "mlp.fc1.weight", (256,)),
-        ("uvit_tiny", "qkv.weight", (88, 88, 88)),
-        ("rwkv_tiny", "modulation.weight", 6 * (80,)),
-        ("mamba_tiny", "mixer.in_proj.weight", (208, 208)),  # u, z
-        ("mamba_tiny", "mixer.select", 2 * (7, 4, 4)),  # step, B, C of each direction
-        ("mamba2_tiny", "mixer.in_proj.weight", (138, 138, 16, 16, 3)),  # z, u, B, C, step
+        ("uvit_tiny", "qkv.weight", (74, 74, 74)),
+        ("rwkv_tiny", "modulation.weight", 6 * (60,)),
+        ("mamba_tiny", "mixer.in_proj.weight", (176, 176)),  # u, z
+        ("mamba_tiny", "mixer.select", 2 * (6, 4, 4)),  # step, B, C of each direction
+        ("mamba2_tiny", "mixer.in_proj.weight", (120, 120, 16, 16, 3)),  # z, u, B, C, step
+        ("zigma_tiny", "mixer.select.weight", (6, 4, 4)),  # step, B, C
     ],
 )
 def test_fused_matrices_are_split_into_what_they_fuse(name, part, sizes):

@@ -12,22 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from tread_zoo.comparison.findings import Setting, direction, si, words
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from tread_zoo.comparison.findings import Setting
-
 INK = "#010203"  # becomes the text colour of the page
 COLOURS = ("#2a7fd4", "#e0731d", "#2e9e5b", "#c94f9b", "#8d6bd1", "#b08d17", "#1aa3a8", "#d14b4b")
-Dash = str | tuple[int, tuple[int, ...]]
+DASHES = {"--": "╍╍╍", ":": "┈┈┈", "-.": "━╍━"}  # and as text
 Point = tuple[float, float]
-DASHES: Sequence[Dash] = ("--", ":", "-.", (0, (8, 2)), (0, (1, 3)))
 
 
-def looks(settings: Sequence["Setting"]) -> dict[str, tuple[str, Dash]]:
+def looks(settings: Sequence[Setting]) -> dict[str, tuple[str, str]]:
     """Return colour and line style by label: the colour says the backbone, the style the rest."""
-    backbones = list(dict.fromkeys(setting.backbone for setting in settings))
+    backbones = dict.fromkeys(setting.backbone for setting in settings)
     colours = dict(zip(backbones, cycle(COLOURS), strict=False))
     rests = dict.fromkeys(s.label.removeprefix(s.backbone) for s in settings if not s.is_dense)
     styles = dict(zip(rests, cycle(DASHES), strict=False))
@@ -37,44 +36,36 @@ def looks(settings: Sequence["Setting"]) -> dict[str, tuple[str, Dash]]:
     }
 
 
-def draw_quality(
-    settings: Sequence["Setting"], metric: str, better: str, x: str, real: float | None
-) -> "Figure":
+def draw_quality(settings: Sequence[Setting], metric: str, x: str) -> "Figure":
     """Return the picture of quality against cost, an arrow from each dense setting to its routed
-    ones.
-
-    Args:
-        settings: rows of the comparison.
-        metric: column of the quality.
-        better: lower or higher.
-        x: column of the cost: flops, or flops_per_sample.
-        real: what real images score, or None.
-    """
+    ones; `metric` and `x` (flops, or flops_per_sample) are columns of the runs."""
     figure, axes = _new_figure((6.4, 4.2))
     points: dict[str, Point] = {}
+    style = looks(settings)
     for setting in settings:
         values, cost = setting.runs[metric].dropna(), setting.runs[x].mean()
         if not len(values) or not math.isfinite(cost):
             continue
-        colour, _ = looks(settings)[setting.label]
-        points[setting.label] = cost, values.mean()
+        colour, mean = style[setting.label][0], values.mean()
+        points[setting.label] = cost, mean
         axes.errorbar(
-            cost, values.mean(), [[values.mean() - values.min()], [values.max() - values.mean()]],
-            fmt="o", color=colour, mfc=colour if setting.is_dense else "none", ms=8, capsize=3,
+            cost, mean, [[mean - values.min()], [values.max() - mean]], fmt="o", ms=8, capsize=3,
+            color=colour, mfc=colour if setting.is_dense else "none",
         )  # fmt: skip
     by_sample = x == "flops_per_sample"
     _name_points(axes, settings, points, each=by_sample)
     for setting in settings:
         dense = None if by_sample else setting.dense_of(settings)
         if dense and {dense.label, setting.label} <= points.keys():
-            colour, _ = looks(settings)[setting.label]
-            arrow = {"arrowstyle": "-|>", "color": colour, "lw": 1.6, "shrinkA": 6, "shrinkB": 6}
+            arrow = {"arrowstyle": "-|>", "lw": 1.6, "shrinkA": 6, "shrinkB": 6}
+            arrow["color"] = style[setting.label][0]
             axes.annotate("", points[setting.label], points[dense.label], arrowprops=arrow)
-    axes.set_ylabel(f"{words(metric)} ({better} is better)")
+    axes.set_ylabel(f"{words(metric)} ({direction(metric)} is better)")
     low, high = axes.get_ylim()
-    if real is not None and low - (high - low) / 2 <= real <= high + (high - low) / 2:
+    real = settings[0].runs.get(f"real_{metric}", pd.Series([math.nan])).iloc[0]
+    if low - (high - low) / 2 <= real <= high + (high - low) / 2:
         axes.axhline(real, color=INK, ls=":", lw=1, alpha=0.6)
-        axes.annotate(f"real images {real:.3g}", (0, real), (4, 3), fontsize=9,
+        axes.annotate(f"real images {real:.3g}", (0, real), (4, 3), fontsize=10,
                       xycoords=("axes fraction", "data"), textcoords="offset points")  # fmt: skip
     if points:
         _scale(axes, "x", [cost for cost, _ in points.values()])
@@ -85,17 +76,10 @@ def draw_quality(
 
 
 def draw_curve(
-    settings: Sequence["Setting"], curves: pd.DataFrame, metric: str, x: str, label: str
+    settings: Sequence[Setting], curves: pd.DataFrame, metric: str, x: str, label: str
 ) -> "Figure":
-    """Return one metric on the way against `x`, a line for each setting.
-
-    Args:
-        settings: rows of the comparison.
-        curves: of `read_curves`, of this metric alone.
-        metric: its name.
-        x: step, flops or seconds.
-        label: of the x axis.
-    """
+    """Return one metric on the way against `x` (step, flops or seconds), a line for each setting;
+    `curves` of `read_curves` are those of this metric alone, `label` is of the x axis."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     figure, axes = _new_figure((4.8, 3.4))
@@ -105,8 +89,6 @@ def draw_curve(
         rows = own.agg(x=(x, "mean"), y=("value", "mean"), low=("value", "min"),
                        high=("value", "max"), n=("value", "count"))  # fmt: skip
         rows = rows[rows.n == rows.n.max()]
-        if not len(rows):
-            continue
         colour, style = looks(settings)[setting.label]
         axes.plot(rows.x, rows.y, color=colour, ls=style, lw=1.8, marker=".", ms=5)
         axes.fill_between(rows.x, rows.low, rows.high, color=colour, alpha=0.15, lw=0)
@@ -114,14 +96,8 @@ def draw_curve(
     axes.set(xlabel=label, ylabel=words(metric))
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(FuncFormatter(si))
-    if drawn:
-        _scale(axes, "y", drawn)
+    _scale(axes, "y", drawn)
     return figure
-
-
-def words(metric: str) -> str:
-    """Return the name of a metric as text."""
-    return metric.replace("held_out", "held-out").replace("_", " ")
 
 
 def as_svg(figure: "Figure", name: str) -> str:
@@ -143,7 +119,7 @@ def _new_figure(size: tuple[float, float]) -> "tuple[Figure, Axes]":
     from matplotlib.figure import Figure
 
     coloured = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    style: dict[Any, Any] = {**dict.fromkeys(coloured, INK), "font.size": 11}
+    style: dict[Any, Any] = {**dict.fromkeys(coloured, INK), "font.size": 12}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
@@ -153,7 +129,7 @@ def _new_figure(size: tuple[float, float]) -> "tuple[Figure, Axes]":
 
 
 def _name_points(
-    axes: "Axes", settings: Sequence["Setting"], points: Mapping[str, Point], *, each: bool
+    axes: "Axes", settings: Sequence[Setting], points: Mapping[str, Point], each: bool
 ) -> None:
     """Write each backbone beside its first point, or beside each point what else its setting is."""
     named: set[str] = set()
@@ -163,7 +139,7 @@ def _name_points(
             text = setting.label.partition(", ")[2] if each else setting.backbone
             axes.annotate(
                 text, points[setting.label], (8, 6), textcoords="offset points",
-                color=looks(settings)[setting.label][0], fontsize=8 if each else 10,
+                color=looks(settings)[setting.label][0], fontsize=9 if each else 11,
             )  # fmt: skip
 
 
@@ -172,19 +148,10 @@ def _scale(axes: "Axes", which: str, values: Sequence[float]) -> None:
     by plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axis = getattr(axes, f"{which}axis")
-    low, high = min(values), max(values)
+    axis, low, high = getattr(axes, f"{which}axis"), min(values), max(values)
     if low > 0 and high > 3 * low:
         getattr(axes, f"set_{which}scale")("log")
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_minor_formatter(NullFormatter())
     form = si if high >= 1e4 else (lambda value, place=None: f"{value:.6g}")
     axis.set_major_formatter(FuncFormatter(form))
-
-
-def si(value: float, place: object = None) -> str:
-    """Return a number with a letter for its thousands, as in 1.5T; below ten thousand as it is."""
-    for letter, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= size and abs(value) >= 1e4:
-            return f"{value / size:.4g}{letter}"
-    return f"{value:.4g}"

@@ -8,18 +8,19 @@ spent: what the others had by then is read off their curves, straight between th
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from tread_zoo.comparison.figures import si, words
-from tread_zoo.evaluation.score import Protocol
+from tread_zoo.config import flatten
+from tread_zoo.evaluation.protocol import Protocol
 from tread_zoo.registry import available, get_entry
 
 HELD_OUT = "held_out_loss"
+LAST = ("label_accuracy", HELD_OUT)  # what the first screen is about only if there is no other
 SAME = 0.01  # budgets that differ by less are equal
 BUDGETS = {"steps": "step", "flops": "flops", "seconds": "seconds"}  # of runs -> of curves
 NAMES = {"steps": "steps", "flops": "FLOPs", "seconds": "seconds"}
@@ -38,15 +39,9 @@ Measured = tuple[str, float, Mapping[Any, float]]  # metric, budget, values by r
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs that differ in their seed alone.
-
-    Args:
-        label: what tells it from the others, in words.
-        backbone: its name.
-        is_dense: whether it was trained without routes.
-        choices: the settings in which the runs of the table differ.
-        runs: its rows.
-    """
+    """Runs that differ in their seed alone: what tells them from the others, in words; the name of
+    their backbone; whether they are trained without routes; the settings in which the runs of the
+    table differ; their rows."""
 
     label: str
     backbone: str
@@ -90,66 +85,8 @@ class Difference:
         return f"{100 * statistics.fmean(self.values):+.1f} %{bounds}"
 
 
-@dataclass(frozen=True)
-class Findings:
-    """All that a report says.
-
-    Args:
-        runs: the rows that are compared.
-        settings: the same, by setting.
-        metrics: scores that compare, `main` the one of the first screen.
-        by_sample: the rows are several scores of each run, as of guidances, and what they cost is
-            that of a sample.
-        headline: sentences.
-        scores, pairs: tables of the settings, and of routed ones against dense.
-        notes: remarks on runs and protocols.
-    """
-
-    runs: pd.DataFrame
-    settings: Sequence[Setting]
-    metrics: Sequence[str]
-    main: str
-    by_sample: bool
-    headline: Sequence[str]
-    scores: Table
-    pairs: Table
-    notes: Sequence[str]
-
-
-def find(
-    runs: pd.DataFrame,
-    curves: pd.DataFrame,
-    metric: str | None = None,
-    failed: Mapping[str, str] | None = None,
-) -> Findings:
-    """Return what runs say; see `write_report`."""
-    ended = runs[runs.ended] if len(runs) else runs
-    if not len(ended):
-        raise ValueError("No run has been scored: there is nothing to compare.")
-    again = ended.astype(str).duplicated([*ended.attrs["settings"], "seed"])
-    repeated, ended = ended[again], ended[~again]
-    metrics, notes = comparable_metrics(ended)
-    if metric is not None and metric not in metrics:
-        raise ValueError(f"compare.metric={metric} must be one of {', '.join(metrics)}.")
-    notes += [f"{name} failed: {reason}" for name, reason in (failed or {}).items()]
-    notes += [f"{name} has the settings and seed of another run." for name in repeated.folder]
-    going = runs[~runs.ended].itertuples()
-    notes += [f"{run.folder} is at step {run.steps}, not scored." for run in going]
-    main = metric or metrics[0]
-    settings = group_settings(ended)
-    pairs: Table = ([], [])
-    by_sample = bool(ended.folder.duplicated().any())
-    if by_sample:
-        headline = best_by_sample(settings, main)
-    else:
-        pairs, paying = routing_table(settings, curves, main)
-        headline = [*best_settings(settings, ended, curves, main), *paying]
-    scores = scores_table(settings, metrics)
-    return Findings(ended, settings, metrics, main, by_sample, headline, scores, pairs, notes)
-
-
 def direction(metric: str) -> str | None:
-    """Return whether a metric is better `lower` or `higher`, None if that is not known."""
+    """Return whether a metric is better `lower` or `higher`, None if nothing says."""
     if metric in available("metric"):
         return get_entry("metric", metric).facts.get("better")
     return {"loss": "lower", "accuracy": "higher"}.get(metric.rpartition("_")[2])
@@ -165,7 +102,7 @@ def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
         ValueError: no score is left.
     """
     noted = {field.name for field in dataclasses.fields(Protocol) if not field.compare}
-    protocols = [flat(protocol or {}) for protocol in runs.protocol]
+    protocols = [flatten(protocol or {}) for protocol in runs.protocol]
     different = [
         key
         for key in dict.fromkeys(key for own in protocols for key in own)
@@ -187,32 +124,23 @@ def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
             metrics.append(name)
     if not metrics:
         raise ValueError(" ".join(["The runs have no score in common.", *notes]))
-    return sorted(metrics, key=lambda name: name == HELD_OUT), notes
+    return sorted(metrics, key=lambda name: LAST.index(name) + 1 if name in LAST else 0), notes
 
 
 def group_settings(runs: pd.DataFrame) -> list[Setting]:
     """Return the settings, in the order in which they first come."""
     fields = runs.attrs["settings"]
-    keys = [tuple(repr(v) for v in row) for row in runs[fields].itertuples(index=False)]
-    parts = list(zip(runs.backbone, runs.routing, strict=True))
-    extra = [
-        field
-        for field in fields
-        if field not in ("backbone", "routing")
-        and any(
-            len({repr(v) for v, p in zip(runs[field], parts, strict=True) if p == part}) > 1
-            for part in set(parts)
-        )
-    ]
+    values = runs[fields].map(repr)  # which compares whatever a setting is
+    others = [f for f in fields if f not in ("backbone", "routing")]
+    counts = values.groupby(["backbone", "routing"])[others].nunique()
+    extra = [field for field in others if (counts[field] > 1).any()]
     settings = []
-    for key in dict.fromkeys(keys):
-        rows = runs[[k == key for k in keys]]
+    for _, rows in runs.groupby([values[f] for f in fields], sort=False):
         first = rows.iloc[0]
         more = [f"{f.rpartition('.')[2]} {first[f]}" for f in extra if pd.notna(first[f])]
         is_dense = first.routing == "none"
         label = ", ".join([f"{first.backbone} {'dense' if is_dense else first.routing}", *more])
-        choices = {f: first[f] for f in fields if not f.startswith(("backbone", "routing"))}
-        choices |= {f: first[f] for f in fields if f.startswith("backbone.")}
+        choices = {f: first[f] for f in others if not f.startswith("routing")}
         settings.append(Setting(label, first.backbone, is_dense, choices, rows))
     return settings
 
@@ -254,11 +182,9 @@ def best_settings(
     settings: Sequence[Setting], runs: pd.DataFrame, curves: pd.DataFrame, metric: str
 ) -> list[str]:
     """Return a sentence for each budget: which setting is best when all have spent the same, and
-    from which others it is not told apart by the seeds."""
-    if len(settings) < 2:
-        return []
+    from which others its seeds do not set it apart."""
     lines = []
-    for axis, name in NAMES.items():
+    for axis, name in NAMES.items() if len(settings) > 1 else ():
         measured = _first_measured(runs, curves, metric, axis)
         if measured is None:
             continue
@@ -269,13 +195,15 @@ def best_settings(
         best, *others = order
         worst = max(sign * v for v in by_label[best])
         near = [o for o in others if min(sign * v for v in by_label[o]) <= worst]
-        single = min(map(len, by_label.values())) < 2
         verdict = f"next {others[0]}, {_mean(by_label[others[0]])}. "
-        verdict += "One seed: not settled." if single else "Settled."
-        if near and not single:
+        if min(map(len, by_label.values())) < 2:
+            verdict += "One seed: not settled."
+        elif near:
             more = f" and {len(near) - 3} more" if len(near) > 3 else ""
             listed = ", ".join(f"{o} {_mean(by_label[o])}" for o in near[:3])
             verdict = f"not settled against {listed}{more}."
+        else:
+            verdict += "Settled."
         lead = f"At equal {name} ({si(budget)}): {best} has the best {words(used)}"
         lines.append(f"{lead}, {_mean(by_label[best])}; {verdict}")
     return lines
@@ -297,9 +225,9 @@ def best_by_sample(settings: Sequence[Setting], metric: str) -> list[str]:
 def routing_table(
     settings: Sequence[Setting], curves: pd.DataFrame, metric: str
 ) -> tuple[Table, list[str]]:
-    """Return routed settings against their dense ones at equal steps, FLOPs and seconds, and a
-    sentence that says for which of them routing pays."""
-    rows, verdicts = [], dict[str, dict[str, list[str]]]()
+    """Return routed settings against their dense ones at equal steps, FLOPs and seconds, and
+    sentences that say for which of them routing pays."""
+    rows, verdicts, missing = [], dict[str, dict[str, list[str]]](), dict[str, list[str]]()
     for setting in settings:
         dense = setting.dense_of(settings)
         if dense is None:
@@ -311,6 +239,7 @@ def routing_table(
             difference = measured and _difference(dense, setting, measured)
             if not measured or not difference:
                 row.append("not measured")
+                missing.setdefault(name, []).append(setting.label)
                 continue
             used = f"{words(measured[0])} " if measured[0] != metric else ""
             row.append(f"{used}{difference.verdict}: {difference}")
@@ -325,8 +254,9 @@ def routing_table(
     for by, own in verdicts.items():
         parts = [f"{says[word]} {', '.join(own[word])}" for word in says if word in own]
         lines.append(f"Routing, by {by}: {'; '.join(parts)}.")
-    if rows and not any(by.endswith("FLOPs") for by in verdicts):
-        lines += ["Whether routing pays at equal FLOPs was not measured: set training.score_every."]
+    for name, labels in missing.items():
+        remedy = "; set training.score_every" if name == "FLOPs" else ""
+        lines.append(f"Routing at equal {name}: not measured for {', '.join(labels)}{remedy}.")
     header = ["routed against dense", "FLOPs of dense", *(f"at equal {n}" for n in NAMES.values())]
     return (header, rows), lines
 
@@ -368,23 +298,26 @@ def _difference(dense: Setting, routed: Setting, measured: Measured) -> Differen
     )
     if not all(first.values()):  # nothing is relative to zero
         return None
-    relative = [second[seed] / first[seed] - 1 for seed in first if seed in second]
+    relative = [(second[k] - v) / abs(v) for k, v in first.items() if k in second]  # kid may be < 0
     return Difference(relative, direction(metric) or "lower") if relative else None
 
 
-def _mean(values: Any) -> str:
+def _mean(values: Iterable[float]) -> str:
     """Return mean ± standard deviation as text; "" of no values."""
     listed = [float(value) for value in values]
-    if not listed:
-        return ""
     std = statistics.stdev(listed) if len(listed) > 1 else 0.0
-    return si(statistics.fmean(listed)) + (f" ± {si(float(f'{std:.2g}'))}" if std else "")
+    mean = si(statistics.fmean(listed)) if listed else ""
+    return mean + (f" ± {si(float(f'{std:.2g}'))}" if std else "")
 
 
-def flat(protocol: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, with dots in its keys."""
-    entries: dict[str, Any] = {}
-    for key, value in protocol.items():
-        nested = isinstance(value, Mapping)
-        entries |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
-    return entries
+def words(metric: str) -> str:
+    """Return the name of a metric as text."""
+    return metric.replace("held_out", "held-out").replace("_", " ")
+
+
+def si(value: float, place: object = None) -> str:
+    """Return a number with a letter for its thousands, as in 1.5T; below ten thousand as it is."""
+    for letter, size in zip("EPTGMk", (1e18, 1e15, 1e12, 1e9, 1e6, 1e3), strict=True):
+        if abs(value) >= max(size, 1e4):
+            return f"{value / size:.4g}{letter}"
+    return f"{value:.4g}"

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from tread_zoo.data.files import write_text
+
 LONGEST_NAME = 150  # bytes of a folder's name; file systems take 255
 POLL_S = 0.2
 PATIENCE_S = 60.0  # for a process that ends, which may be saving
@@ -28,15 +30,9 @@ SET_HERE = ("run_dir", "resume", "overwrite", "checkpoint", "out")
 
 @dataclass(frozen=True)
 class Cell:
-    """One process of a grid.
-
-    Args:
-        name: a file name that tells it from the other cells.
-        choices: the swept values by field, as in {"backbone": "dit_tiny", "seed": "0"}.
-        command: what is run.
-        result: the file that it leaves when it has ended well.
-        log: file for its output.
-    """
+    """One process of a grid: a file name that tells it from the others; the swept values by field,
+    as in {"backbone": "dit_tiny", "seed": "0"}; what is run; the file that it leaves when it has
+    ended well; a file for its output."""
 
     name: str
     choices: Mapping[str, str]
@@ -106,9 +102,7 @@ def check_same_commands(cells: Sequence[Cell], out: Path) -> None:
             )
     out.mkdir(parents=True, exist_ok=True)
     commands = {**earlier, **{cell.name: cell.command[2:] for cell in cells}}
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(commands, indent=1))
-    partial.replace(file)
+    write_text(file, json.dumps(commands, indent=1))
 
 
 def run_cells(
@@ -137,36 +131,34 @@ def run_cells(
     running: dict[int, tuple[Cell, subprocess.Popen[bytes]]] = {}  # by place, 0 … jobs - 1
     failed: dict[str, str] = {}
     waiting = deque(todo)
-    with tqdm(total=len(todo), unit="cell", file=stream, disable=not stream.isatty()) as bar:
+    bar = tqdm(total=len(todo), unit="cell", file=stream, disable=not stream.isatty())
 
-        def say(text: str) -> None:
-            bar.write(text, file=stream)
-            stream.flush()
+    def say(text: str) -> None:
+        bar.write(text, file=stream)
+        stream.flush()
 
-        try:
-            while waiting or running:
-                for place in sorted(set(range(jobs)) - set(running))[: len(waiting)]:
-                    cell = waiting.popleft()
-                    running[place] = cell, _start(cell, place, jobs, devices)
-                    say(f"started {cell.name}")
-                time.sleep(POLL_S)
-                for place, (cell, process) in list(running.items()):
-                    status, last = process.poll(), _last_line(cell.log)
-                    bar.set_postfix_str(last[:60])
-                    if status is None:
-                        continue
-                    del running[place]
-                    bar.update()
-                    outcome = "done"
-                    if not cell.result.exists():
-                        why = f"exit status {status}: {last or 'no output'}"
-                        failed[cell.name] = f"{why} ({cell.log})"
-                        outcome = f"failed, {failed[cell.name]}"
-                    ended = len(todo) - len(waiting) - len(running)
-                    say(f"{ended}/{len(todo)} {cell.name}: {outcome}")
-        except BaseException:
-            _end([process for _, process in running.values()])
-            raise
+    try:
+        while waiting or running:
+            for place in sorted(set(range(jobs)) - set(running))[: len(waiting)]:
+                cell = waiting.popleft()
+                running[place] = cell, _start(cell, place, jobs, devices)
+                say(f"started {cell.name}")
+            time.sleep(POLL_S)
+            for place, (cell, process) in list(running.items()):
+                status, last, outcome = process.poll(), _last_line(cell.log), "done"
+                bar.set_postfix_str(last[:60])
+                if status is None:
+                    continue
+                del running[place]
+                bar.update()
+                if not cell.result.exists():
+                    why = f"exit status {status}: {last or 'no output'} ({cell.log})"
+                    failed[cell.name], outcome = why, f"failed, {why}"
+                ended = len(todo) - len(waiting) - len(running)
+                say(f"{ended}/{len(todo)} {cell.name}: {outcome}")
+    finally:  # nothing runs on, whatever ends this
+        bar.close()
+        _end([process for _, process in running.values()])
     return failed
 
 

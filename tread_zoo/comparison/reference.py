@@ -64,7 +64,7 @@ def compare_with_curve(
     Args:
         folder: the run's, ended or not.
         curve: of `make_curve`, or read from its file.
-        differences: settings in which the run is known to differ from the recipe: then losses of
+        differences: settings in which the run differs from the recipe: then losses of
             another routing, and scores of other samples, are not compared.
 
     Raises:
@@ -75,10 +75,9 @@ def compare_with_curve(
     rows = []
     for (source, metric), reference in curve.groupby(["source", "metric"], sort=False):
         own = run[(run.source == source) & (run.metric == metric)]
-        of_training = metric.startswith("loss")
+        of_training, sampled = metric.startswith("loss"), source == "score" and metric != HELD_OUT
         if of_training and ("routing" in groups or not _same_windows(own.step, reference.step)):
             continue
-        sampled = source == "score" and metric != HELD_OUT
         if sampled and groups & {"evaluation", "sampler", "guidance"}:
             continue
         relative = math.sqrt(((reference["std"] / reference["mean"]) ** 2).mean())
@@ -89,15 +88,8 @@ def compare_with_curve(
             continue
         both["bands"] = (both.value - both["mean"]) / both.band
         worst = both.loc[both.bands.abs().fillna(math.inf).idxmax()]
-        rows.append(
-            {
-                "source": source,
-                "metric": metric,
-                "points": len(both),
-                **worst[["step", "value", "mean", "band", "bands"]],
-                "on": bool(both.bands.abs().le(1).all()),
-            }
-        )
+        on = {"points": len(both), "on": bool(both.bands.abs().le(1).all())}
+        rows.append({**worst[["source", "metric", "step", "value", "mean", "band", "bands"]], **on})
     if not rows:
         raise ValueError(
             f"{folder} and the curve have nothing in common: training.log_every, sample_every and "

@@ -7,10 +7,19 @@ from typing import Any
 
 import pandas as pd
 
-from tread_zoo.comparison.figures import as_svg, draw_curve, draw_quality, looks, words
-from tread_zoo.comparison.findings import Findings, Setting, direction, find, flat
-
-MARKS = {"-": "━━━", "--": "╍╍╍", ":": "┈┈┈", "-.": "━╍━"}
+from tread_zoo.comparison.figures import DASHES, as_svg, draw_curve, draw_quality, looks
+from tread_zoo.comparison.findings import (
+    Setting,
+    Table,
+    best_by_sample,
+    best_settings,
+    comparable_metrics,
+    group_settings,
+    routing_table,
+    scores_table,
+    words,
+)
+from tread_zoo.config import flatten
 
 
 def write_report(
@@ -27,7 +36,8 @@ def write_report(
     `out`, and return the markdown.
 
     Args:
-        runs, curves: of `read_runs` and `read_curves`.
+        runs, curves: of `read_runs` and `read_curves`. Where a run has several rows, they are its
+            scores by several guidances or samplers, and what they cost is that of a sample.
         out: folder.
         title: first line.
         command: what made the runs, or "".
@@ -37,87 +47,104 @@ def write_report(
     Raises:
         ValueError: no run was scored, or the runs have no score that compares.
     """
-    findings = find(runs, curves, metric, failed)
+    ended = runs[runs.ended]
+    if not len(ended):
+        raise ValueError("No run has been scored: there is nothing to compare.")
+    again = ended.astype(str).duplicated([*ended.attrs["settings"], "seed"])
+    repeated, ended = ended[again], ended[~again]
+    metrics, notes = comparable_metrics(ended)
+    if metric is not None and metric not in metrics:
+        raise ValueError(f"compare.metric={metric} must be one of {', '.join(metrics)}.")
+    notes += [f"{name} failed: {reason}" for name, reason in (failed or {}).items()]
+    notes += [f"{name} has the settings and seed of another run." for name in repeated.folder]
+    going = runs[~runs.ended].itertuples()
+    notes += [f"{run.folder} is at step {run.steps}, not scored." for run in going]
+    main, settings = metric or metrics[0], group_settings(ended)
+    by_sample = bool(ended.folder.duplicated().any())
+    pairs: Table = ([], [])
+    if by_sample:
+        headline = best_by_sample(settings, main)
+    else:
+        pairs, paying = routing_table(settings, curves, main)
+        headline = [*best_settings(settings, ended, curves, main), *paying]
+
     out.mkdir(parents=True, exist_ok=True)
-    real = findings.runs.get(f"real_{findings.main}", pd.Series(dtype=float)).dropna()
-    quality = draw_quality(
-        findings.settings,
-        findings.main,
-        direction(findings.main) or "lower",
-        "flops_per_sample" if findings.by_sample else "flops",
-        real.iloc[0] if len(real) else None,
-    )
-    quality.savefig(out / "quality.png", dpi=120, facecolor="white")
     runs.drop(columns=["protocol", "samples"]).to_csv(out / "results.csv", index=False)
     curves.to_csv(out / "curves.csv", index=False)
-    about = {"title": title, "subtitle": _count(findings), "command": command}
-    text = _markdown(about, findings)
-    (out / "report.md").write_text(text)
-    style = looks(findings.settings)
+    quality = draw_quality(settings, main, "flops_per_sample" if by_sample else "flops")
+    quality.savefig(out / "quality.png", dpi=120, facecolor="white")
+    about: dict[str, Any] = {
+        "title": title,
+        "subtitle": _count(settings, ended),
+        "command": command,
+        "headline": headline,
+        "scores": scores_table(settings, metrics),
+        "pairs": pairs,
+        "notes": notes,
+    }
     page = _render(
         **about,
-        findings=findings,
-        quality=as_svg(quality, f"{words(findings.main)} against FLOPs"),
-        samples={} if findings.by_sample else _samples(findings.settings),
-        figures=[] if findings.by_sample else _curve_figures(findings, curves),
-        legend=[(label, colour, MARKS.get(str(d), "━ ━")) for label, (colour, d) in style.items()],
-        machines=list(dict.fromkeys(findings.runs.machine.dropna())),
-        protocol=flat(findings.runs.protocol.iloc[0] or {}),
+        by_sample=by_sample,
+        quality=as_svg(quality, f"{words(main)} against FLOPs"),
+        samples={} if by_sample else _samples(settings),
+        figures={} if by_sample else _curve_figures(settings, ended, metrics, curves),
+        legend=[(k, colour, DASHES.get(d, "━━━")) for k, (colour, d) in looks(settings).items()],
+        machines=list(dict.fromkeys(ended.machine.dropna())),
+        protocol=flatten(ended.protocol.iloc[0] or {}),
     )
     (out / "index.html").write_text(page)
+    text = _markdown(**about)
+    (out / "report.md").write_text(text)
     return text
 
 
-def _count(findings: Findings) -> str:
-    settings, runs = findings.settings, findings.runs
-    backbones, data = {s.backbone for s in settings}, " and ".join(sorted(set(runs.data)))
-    counts = [(len(settings), "setting"), (len(backbones), "backbone"), (len(runs), "run")]
-    first, second, third = (f"{n} {word}{'s' * (n != 1)}" for n, word in counts)
-    return f"{first} of {second}, {third}, on {data}"
+def _count(settings: Sequence[Setting], runs: pd.DataFrame) -> str:
+    num_backbones = len({setting.backbone for setting in settings})
+    counts = {"setting": len(settings), "backbone": num_backbones, "run": len(runs)}
+    first, second, third = (f"{n} {word}{'s' * (n != 1)}" for word, n in counts.items())
+    return f"{first} of {second}, {third}, on {' and '.join(sorted(set(runs.data)))}"
 
 
 def _samples(settings: Sequence[Setting]) -> dict[str, Any]:
     """Return the pictures of the first seed that all settings have, and of real images if a run
     has them."""
-    seeds = [set(setting.runs.seed) for setting in settings]
-    common = set.intersection(*seeds)
-    pictures, real = [], None
+    common = set.intersection(*(set(setting.runs.seed) for setting in settings))
+    pictures: dict[str, str] = {}
     for setting in settings:
         runs = setting.runs.sort_values("seed")
-        rows = runs[runs.seed == min(common)] if common else runs
-        path = rows.samples.iloc[0]
+        path = runs[runs.seed == min(common)].samples.iloc[0] if common else runs.samples.iloc[0]
         if path and Path(path).exists():
-            pictures.append((setting.label, _embed(Path(path))))
-            beside = Path(path).with_name("real.png")
-            real = real or (_embed(beside) if beside.exists() else None)
+            real = Path(path).with_name("real.png")
+            if real.exists() and "real images" not in pictures:
+                pictures = {"real images": _embed(real), **pictures}
+            pictures[setting.label] = _embed(Path(path))
     seed = f"seed {min(common)}" if common else "each setting's first seed"
-    return {"seed": seed, "pictures": ([("real images", real)] if real else []) + pictures}
+    return {"seed": seed, "pictures": pictures}
 
 
 def _embed(path: Path) -> str:
     return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
 
 
-def _curve_figures(findings: Findings, curves: pd.DataFrame) -> list[tuple[str, list[str]]]:
-    """Return (metric, its figures against steps, FLOPs and seconds) of all that every run measured
+def _curve_figures(
+    settings: Sequence[Setting], runs: pd.DataFrame, metrics: Sequence[str], curves: pd.DataFrame
+) -> dict[str, list[str]]:
+    """Return by metric its figures against steps, FLOPs and seconds, of all that every run measured
     more than once on its way."""
     labels = {"step": "steps", "flops": "training FLOPs", "seconds": "seconds of training steps"}
-    if findings.runs.machine.nunique() > 1:
+    if runs.machine.nunique() > 1:
         del labels["seconds"]  # of several clocks
     figures: dict[str, list[str]] = {}
-    of_runs = curves[curves.folder.isin(findings.runs.folder)]
-    for source in ("score", "log"):
-        for metric in findings.metrics:
-            own = of_runs[(of_runs.metric == metric) & (of_runs.source == source)]
-            counts = own.groupby("folder").step.nunique()
-            if words(metric) in figures or len(counts) < len(findings.runs) or counts.min() < 2:
-                continue
-            figures[words(metric)] = [
-                as_svg(draw_curve(findings.settings, own, metric, x, label), f"{metric} by {x}")
+    of_runs = curves[curves.folder.isin(runs.folder)]
+    for (_, metric), own in of_runs.groupby(["source", "metric"]):  # scores replace the log's
+        counts = own.groupby("folder").step.nunique()
+        if metric in metrics and len(counts) == len(runs) and counts.min() > 1:
+            figures[metric] = [
+                as_svg(draw_curve(settings, own, metric, x, label), f"{metric} by {x}")
                 for x, label in labels.items()
                 if own[x].notna().all()
             ]
-    return list(figures.items())
+    return {words(metric): figures[metric] for metric in metrics if metric in figures}
 
 
 def _render(**context: Any) -> str:
@@ -129,15 +156,22 @@ def _render(**context: Any) -> str:
     return environment.get_template("page.html.jinja").render(**context)
 
 
-def _markdown(about: Mapping[str, str], findings: Findings) -> str:
-    lines = [f"# {about['title']}", "", f"{about['subtitle']}.", ""]
-    lines += [f"- {text}" for text in findings.headline]
+def _markdown(
+    title: str,
+    subtitle: str,
+    command: str,
+    headline: Sequence[str],
+    scores: Table,
+    pairs: Table,
+    notes: Sequence[str],
+) -> str:
+    lines = [f"# {title}", "", f"{subtitle}.", "", *(f"- {text}" for text in headline)]
     lines += ["", "![quality against FLOPs](quality.png)", ""]
-    for header, rows in (findings.scores, findings.pairs):
+    for header, rows in (scores, pairs):
         if rows:
             table = (header, ["---"] * len(header), *rows)
             lines += [*("| " + " | ".join(cells) + " |" for cells in table), ""]
-    lines += [f"- {note}" for note in findings.notes]
-    if about["command"]:
-        lines += ["", "```bash", about["command"], "```"]
+    lines += [f"- {note}" for note in notes]
+    if command:
+        lines += ["", "```bash", command, "```"]
     return "\n".join(lines).rstrip() + "\n"

@@ -10,23 +10,22 @@ A run's folder has `config.json` (its `RunConfig`), `facts.json` (data, size, FL
 is computed from networks here, and no code that a run names is imported.
 """
 
-import dataclasses
 import glob
 import json
 import math
 import os
-import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from statistics import median
+from typing import Any
 
 import pandas as pd
 
-from tread_zoo.config import ASIDE, RunConfig
+from tread_zoo.config import aside_fields, flatten
+from tread_zoo.training.trackers import read_lines
 
 Folders = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 NAMED = ("backbone", "routing", "data")  # columns of every table, whether they differ or not
-CURVE_COLUMNS = ("folder", "source", "metric", "step", "flops", "seconds", "value")
 
 
 def find_runs(folders: Folders) -> list[Path]:
@@ -39,11 +38,11 @@ def find_runs(folders: Folders) -> list[Path]:
     runs: dict[Path, None] = {}
     for folder in [folders] if isinstance(folders, str | os.PathLike) else folders:
         path = Path(folder)
-        matches = [path] if path.exists() else [Path(match) for match in glob.glob(str(folder))]
-        matches = sorted(match for match in matches if (match / "config.json").exists())
-        if not matches:
+        matches = [path] if path.exists() else map(Path, glob.glob(str(folder)))
+        holding = sorted(match for match in matches if (match / "config.json").exists())
+        if not holding:
             raise ValueError(f"{folder} holds no run: there is no config.json.")
-        runs |= dict.fromkeys(matches)
+        runs |= dict.fromkeys(holding)
     return list(runs)
 
 
@@ -62,24 +61,24 @@ def read_runs(folders: Folders, records: Sequence[Path] | None = None) -> pd.Dat
 
     Args:
         folders: of runs: one, several, or patterns as in "runs/*".
-        records: files of scores, one for each folder, in place of the runs' own `score.json`.
+        records: files of scores, one for each of `folders`, which are then paths of runs, in place
+            of the runs' own `score.json`.
 
     Raises:
         ValueError: a folder that holds no run.
     """
-    paths = find_runs(folders) if records is None else [Path(f) for f in _listed(folders)]
-    files = list(records) if records is not None else [path / "score.json" for path in paths]
-    settings = [_flat(json.loads((path / "config.json").read_text())) for path in paths]
+    paths = find_runs(folders) if records is None else [Path(f) for f in folders]  # type: ignore[union-attr]
+    files = [path / "score.json" for path in paths] if records is None else records
+    settings = [_settings(path) for path in paths]
     fields = [*NAMED, *differing(settings)]
     rows = [
         {"folder": str(path), **_choices(own, fields), **_row(path, own, file)}
         for path, own, file in zip(paths, settings, files, strict=True)
     ]
     table = pd.DataFrame(rows)
-    first = table.columns.get_loc("samples") + 1 if rows else 0
-    real = [name for name in table if str(name).startswith("real_")]
+    scores = list(table.columns[table.columns.get_loc("samples") + 1 :])
     table.attrs["settings"] = fields
-    table.attrs["metrics"] = [name for name in table.columns[first:] if name not in real]
+    table.attrs["metrics"] = [name for name in scores if not name.startswith("real_")]
     return table
 
 
@@ -97,22 +96,20 @@ def read_curves(folders: Folders) -> pd.DataFrame:
     Raises:
         ValueError: a folder that holds no run.
     """
-    tables = []
+    points = []
     for path in find_runs(folders):
-        own = _flat(json.loads((path / "config.json").read_text()))
-        row = _row(path, own, path / "score.json")
-        points = [
-            (source, metric, line.get("step", line.get("protocol", {}).get("step")), value)
-            for source, file in (("log", "metrics.jsonl"), ("score", "scores.jsonl"))
-            for line in _lines(path / file)
-            for metric, value in _values(line).items()
-        ]
-        table = pd.DataFrame(points, columns=["source", "metric", "step", "value"])
-        table.insert(0, "folder", str(path))
-        table["flops"] = table.step * row["flops_per_step"]
-        table["seconds"] = table.step * (row["seconds"] / max(1, row["steps"]))
-        tables.append(table[list(CURVE_COLUMNS)])
-    return pd.concat(tables, ignore_index=True)
+        row = _row(path, _settings(path), path / "score.json")
+        second = row["seconds"] / max(1, row["steps"])
+        for source, file in (("log", "metrics.jsonl"), ("score", "scores.jsonl")):
+            for line in read_lines(path / file):
+                step = line["step"] if source == "log" else line["protocol"]["step"]
+                at = {"step": step, "flops": step * row["flops_per_step"], "seconds": step * second}
+                for metric, value in line.get("values", line).items():
+                    if metric != "step":
+                        what = {"folder": str(path), "source": source, "metric": metric}
+                        points.append({**what, **at, "value": float(value)})
+    columns = ["folder", "source", "metric", "step", "flops", "seconds", "value"]
+    return pd.DataFrame(points, columns=columns)
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -123,18 +120,24 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
         for field, value in own.items():
             part = own.get(field.rpartition(".")[0])
             values.setdefault(field, {}).setdefault(part, set()).add(repr(value))
-    outside = {*NAMED, "seed", *_aside(RunConfig)}
+    outside = {*NAMED, "seed"}
+    aside = aside_fields()
     return [
         field
         for field, by_part in values.items()
         if any(len(of_part) > 1 for of_part in by_part.values())
+        and not {field, field.partition(".")[0]} & aside
         and field not in outside
-        and field.partition(".")[0] not in outside - set(NAMED)
     ]
 
 
-def _listed(folders: Folders) -> list[str | os.PathLike[str]]:
-    return [folders] if isinstance(folders, str | os.PathLike) else list(folders)
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of a run by their names on the command line."""
+    flat = flatten(json.loads((folder / "config.json").read_text()))
+    return {
+        field.removesuffix(".name"): str(value) if isinstance(value, list) else value
+        for field, value in flat.items()
+    }
 
 
 def _choices(settings: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
@@ -143,46 +146,20 @@ def _choices(settings: Mapping[str, Any], fields: Sequence[str]) -> dict[str, An
     return {f: None if dense and f.startswith("routing.") else settings.get(f) for f in fields}
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return settings by their names on the command line; a part's name under its field itself."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if key == "name" and prefix:
-            flat[prefix.rstrip(".")] = value
-        elif isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = str(value) if isinstance(value, list) else value
-    return flat
-
-
-def _aside(cls: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the fields of a configuration that do not change what a run computes."""
-    hints = get_type_hints(cls, include_extras=True)
-    for field in dataclasses.fields(cls):
-        hint = hints[field.name]
-        if ASIDE in getattr(hint, "__metadata__", ()):
-            yield prefix + field.name
-        elif dataclasses.is_dataclass(hint):
-            yield from _aside(hint, f"{prefix}{field.name}.")
-
-
 def _row(folder: Path, settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    record = json.loads(file.read_text()) if file.exists() else {}
-    facts_file = folder / "facts.json"
-    facts = json.loads(facts_file.read_text()) if facts_file.exists() else {}
+    record, facts = _read(file), _read(folder / "facts.json")
     run, protocol = record.get("run", {}), record.get("protocol")
     if protocol is not None:
         protocol = {**protocol, "held_out": record.get("held_out")}
-    log = list(_lines(folder / "metrics.jsonl"))
     last: dict[str, Any] = {}
-    for line in log:
+    speeds = []
+    for line in read_lines(folder / "metrics.jsonl"):
         last |= line
+        speeds += [line["images_per_s"]] if "images_per_s" in line else []
+    speed = median(speeds) if speeds else math.nan
     steps = settings["training.num_steps"] if record else last.get("step", 0)
     batch = settings["training.batch_size"] * settings["training.gradient_accumulation_steps"]
     batch *= run.get("num_processes", 1)
-    speeds = [line["images_per_s"] for line in log if "images_per_s" in line]
-    speed = statistics.median(speeds) if speeds else math.nan
     pictures = sorted((folder / "samples").glob("step_*.png"))
     routed, dense = (facts.get(key, math.nan) for key in ("flops_routed", "flops_dense"))
     return {
@@ -209,26 +186,10 @@ def _row(folder: Path, settings: Mapping[str, Any], file: Path) -> dict[str, Any
 
 
 def _machine(run: Mapping[str, Any]) -> str:
-    processes = run.get("num_processes", 1)
-    parts = [f"{processes} processes"] if processes > 1 else []
+    parts = [f"{run['num_processes']} processes"] if run.get("num_processes", 1) > 1 else []
     parts += [str(run[key]) for key in ("device", "precision") if key in run]
     return ", ".join([*parts, f"torch {run.get('torch')}"])
 
 
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file of JSON lines; the last may be half written, by a run that goes
-    on."""
-    for text in file.read_text().splitlines() if file.exists() else ():
-        try:
-            yield json.loads(text)
-        except json.JSONDecodeError:
-            continue
-
-
-def _values(line: Mapping[str, Any]) -> dict[str, float]:
-    values = line.get("values", line)
-    return {
-        name: float(value)
-        for name, value in values.items()
-        if name != "step" and isinstance(value, int | float)
-    }
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.exists() else {}

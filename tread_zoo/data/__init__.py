@@ -1,12 +1,18 @@
 """Images to train on: sources by name, which images a step sees, and their range of values."""
 
 import tread_zoo.data.latents  # noqa: F401  (registers)
-from tread_zoo.data.batches import StepBatches
-from tread_zoo.data.codec import PIXELS, Codec, to_model_range, to_uint8
-from tread_zoo.data.dataset import ArrayDataset, ImageData
+from tread_zoo.data.dataset import (
+    PIXELS,
+    ArrayDataset,
+    Codec,
+    ImageData,
+    to_model_range,
+    to_uint8,
+)
 from tread_zoo.data.loader import (
     CorruptItem,
     CorruptLog,
+    StepBatches,
     make_loader,
     read_items,
     report_dead_workers,

@@ -17,24 +17,23 @@ there are moments), h height, w width.
 """
 
 import bisect
-import copy
+import functools
 import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, NonNegativeInt
+from pydantic import NonNegativeInt
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from tread_zoo.data.codec import Codec, to_uint8
-from tread_zoo.data.dataset import ImageData
-from tread_zoo.data.split import check_labels, split_parts
+from tread_zoo.config import Fraction
+from tread_zoo.data.dataset import Codec, ImageData, TableDataset, to_uint8
+from tread_zoo.data.split import check_labels, split_data
 from tread_zoo.data.vae import Vae, load_vae
 from tread_zoo.registry import register
 
@@ -56,37 +55,6 @@ def split_moments(stored: Tensor, content: str) -> tuple[Tensor, Tensor | None]:
     return mean, (0.5 * std.clamp(*_LOGVAR_RANGE)).exp() if content == "mean_logvar" else std
 
 
-@dataclass
-class Decoder:
-    """An autoencoder by name, loaded when it is first needed and checked by its hash.
-
-    Args:
-        name: a folder, or a name on the hub.
-        sha256: of its weights; None takes whatever is there.
-    """
-
-    name: str
-    sha256: str | None
-    _vae: Vae | None = field(default=None, repr=False, compare=False)
-
-    def load(self) -> Vae:
-        """Return the autoencoder.
-
-        Raises:
-            ValueError: it is another one.
-        """
-        if self._vae is None:
-            vae = load_vae(self.name)
-            if self.sha256 is not None and vae.sha256 != self.sha256:
-                raise ValueError(
-                    f"vae={self.name!r} is another autoencoder ({vae.kind}, sha256 "
-                    f"{vae.sha256[:12]}…) than the latents were made with (sha256 "
-                    f"{self.sha256[:12]}…): its images would be wrong. Name the right one."
-                )
-            self._vae = vae
-        return self._vae
-
-
 @dataclass(frozen=True)
 class LatentCodec(Codec):
     """Latents [B,K,C,h,w] or, with moments, [B,K,2C,h,w]. See `Codec` for the methods.
@@ -97,7 +65,7 @@ class LatentCodec(Codec):
         normalization: its name, for records.
         shift, scale: C numbers each.
         vae: class and sha256 of the autoencoder that they were made with; None if unknown.
-        decoder: where it is; None leaves pictures out.
+        decoder: where it is, a folder or a hub's name; none: nowhere, there are no pictures.
     """
 
     content: str
@@ -106,7 +74,7 @@ class LatentCodec(Codec):
     shift: tuple[float, ...]
     scale: tuple[float, ...]
     vae: dict[str, Any] | None
-    decoder: Decoder | None
+    decoder: str
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -122,14 +90,25 @@ class LatentCodec(Codec):
 
     @property
     def has_pixels(self) -> bool:
-        return self.decoder is not None
+        return self.decoder != "none"
 
     @property
     def decoded_by(self) -> dict[str, Any] | None:
-        if self.decoder is None or self.vae is not None:
-            return self.vae if self.decoder else None
-        vae = self.decoder.load()
-        return {"class": vae.kind, "sha256": vae.sha256}
+        if not self.has_pixels:
+            return None
+        return self.vae or {"class": self.autoencoder.kind, "sha256": self.autoencoder.sha256}
+
+    @functools.cached_property
+    def autoencoder(self) -> Vae:
+        """The one that decodes. Raises ValueError if it is not the one that encoded."""
+        vae = load_vae(self.decoder)
+        if self.vae is not None and vae.sha256 != self.vae["sha256"]:
+            raise ValueError(
+                f"vae={self.decoder!r} is another autoencoder ({vae.kind}, sha256 "
+                f"{vae.sha256[:12]}…) than the latents were made with (sha256 "
+                f"{self.vae['sha256'][:12]}…): its images would be wrong. Name the right one."
+            )
+        return vae
 
     def check(self, *, flip: bool = False) -> None:
         if flip and not self.flips:
@@ -138,12 +117,10 @@ class LatentCodec(Codec):
                 "mirrored latent is not the latent of a mirrored image. Encode with flips=true, or "
                 "set training.horizontal_flip=false."
             )
-        if self.decoder is not None:
-            import diffusers  # noqa: F401  (before the training, not after)
 
     def prepare(self, device: torch.device) -> None:
-        if self.decoder is not None:
-            self.decoder.load().to(device)
+        if self.has_pixels:
+            self.autoencoder.to(device)
 
     def model_shape(self, stored: Sequence[int]) -> tuple[int, ...]:
         """Return (B, C, h, w) for (B, K, C or 2C, h, w)."""
@@ -174,12 +151,9 @@ class LatentCodec(Codec):
         return (z - _column(self.shift, z)) * _column(self.scale, z)
 
     def to_pixels(self, x: Tensor, *, device: torch.device) -> Tensor:
-        """Return decoded images; without an autoencoder, a preview: the first three channels (or
-        the first) as colours, 3 standard deviations to the brightest and darkest."""
-        if self.decoder is None:
-            return to_uint8(x[:, : 3 if x.shape[1] >= 3 else 1] / 3).cpu()
-        vae = self.decoder.load().to(device)
-        parts = self.to_latents(x).split(DECODE_BATCH)
+        """Return decoded images."""
+        vae = self.autoencoder.to(device)
+        parts = torch.split(self.to_latents(x), DECODE_BATCH)
         return torch.cat([to_uint8(vae.decode(z.to(device))).cpu() for z in parts])
 
     def to_latents(self, x: Tensor) -> Tensor:
@@ -191,71 +165,28 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=like.device).view(-1, 1, 1)
 
 
-def normalizing(
-    normalization: str, *, mean: Sequence[float], std: Sequence[float], vae: dict[str, Any] | None
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return shift and scale, C numbers each.
-
-    Args:
-        normalization: standardize or scale.
-        mean, std: of the latents, by channel.
-        vae: has scaling_factor and shift_factor.
-
-    Raises:
-        ValueError: a constant channel, or no autoencoder to take factors from.
-    """
-    if normalization == "scale":
-        if vae is None:
-            raise ValueError(
-                "data.normalization=scale takes the factor of the autoencoder, and none is named: "
-                "set data.vae=…, or data.normalization=standardize."
-            )
-        return (vae["shift_factor"],) * len(mean), (vae["scaling_factor"],) * len(mean)
-    if not min(std) > 0:
-        raise ValueError(
-            "data.normalization=standardize: a channel of the latents is constant, and cannot be "
-            "scaled to a standard deviation of 1. Set data.normalization=scale."
-        )
-    return tuple(mean), tuple(1.0 / value for value in std)
-
-
 def imported_codec(vae: str, num_channels: int) -> LatentCodec:
     """Return the codec of a network from elsewhere on latents of C channels, scaled as `vae` says;
-    for `vae=none` they are left as they are.
-
-    Raises:
-        ValueError: the autoencoder has other channels.
-    """
-    zeros, ones = (0.0,) * num_channels, (1.0,) * num_channels
-    if vae == "none":
-        return LatentCodec("samples", False, "scale", zeros, ones, None, None)
-    loaded = load_vae(vae)
-    if loaded.latent_channels != num_channels:
-        raise ValueError(
-            f"vae={vae!r} has latents of {loaded.latent_channels} channels, and the network of "
-            f"{num_channels}; name the autoencoder that it was trained with."
-        )
-    shift, scale = normalizing("scale", mean=zeros, std=zeros, vae=loaded.facts)
-    facts = {"class": loaded.kind, "sha256": loaded.sha256}
-    decoder = Decoder(vae, loaded.sha256, loaded)
-    return LatentCodec("samples", False, "scale", shift, scale, facts, decoder)
+    for `vae=none` they are left as they are. Raises ValueError for a vae of other channels."""
+    shift, scale, facts = 0.0, 1.0, None
+    if vae != "none":
+        own = load_vae(vae)
+        if own.latent_channels != num_channels:
+            raise ValueError(
+                f"vae={vae!r} has latents of {own.latent_channels} channels, and the network of "
+                f"{num_channels}; name the autoencoder that it was trained with."
+            )
+        shift, scale = own.facts["shift_factor"], own.facts["scaling_factor"]
+        facts = {"class": own.kind, "sha256": own.sha256}
+    columns = (shift,) * num_channels, (scale,) * num_channels
+    return LatentCodec("samples", False, "scale", *columns, facts, vae)
 
 
 def restore_codec(facts: dict[str, Any], vae: str) -> LatentCodec:
     """Return the codec of a checkpoint's `facts`; its autoencoder is at `vae` (`none`: nowhere)."""
-    return LatentCodec(
-        content=facts["content"],
-        flips=False,
-        normalization=facts["normalization"],
-        shift=tuple(facts["shift"]),
-        scale=tuple(facts["scale"]),
-        vae=facts["vae"],
-        decoder=_decoder_at(vae, facts["vae"]),
-    )
-
-
-def _decoder_at(name: str, vae: dict[str, Any] | None) -> Decoder | None:
-    return None if name == "none" else Decoder(name, vae["sha256"] if vae else None)
+    values = {name: value for name, value in facts.items() if name != "kind"}
+    values |= {"shift": tuple(facts["shift"]), "scale": tuple(facts["scale"])}
+    return LatentCodec(**values, flips=False, decoder=vae)
 
 
 @register("data", "latents")
@@ -263,7 +194,7 @@ def latents(
     path: str,
     normalization: Literal["standardize", "scale"] = "standardize",
     vae: str | None = None,
-    held_out: Annotated[float, Field(ge=0, lt=1)] | None = None,
+    held_out: Fraction | None = None,
     num_classes: NonNegativeInt | None = None,
     context: bool = True,
 ) -> ImageData:
@@ -282,67 +213,80 @@ def latents(
     """
     root = Path(path).expanduser()
     table, num_train, facts = open_table(root)
-    contexts = tuple(facts["context"]) if context and facts["context"] else None
-    count = 0 if contexts else facts["num_classes"] if num_classes is None else num_classes
+    own, contexts, names = facts["vae"], None, tuple[str, ...]()
     labels = torch.zeros(len(table), dtype=torch.int64)
-    if count:
+    if context and facts["context"]:
+        contexts = (facts["context"][0], facts["context"][1])
+    elif count := facts["num_classes"] if num_classes is None else num_classes:
         labels = torch.from_numpy(np.array(table.with_format("numpy")[:]["label"], np.int64))
-        check_labels(labels, count, str(root))
-    own = facts["vae"]
+        names = check_labels(labels, count, facts["class_names"], str(root))
     if own is None and vae not in (None, "none"):
         own = load_vae(vae).facts
-    copies, channels, height, width = facts["shape"]
-    shift, scale = normalizing(normalization, mean=facts["mean"], std=facts["std"], vae=own)
+    shift, scale = _normalize(normalization, facts, own)
     codec = LatentCodec(
         content=facts["content"],
-        flips=copies == 2,
+        flips=facts["shape"][0] == 2,
         normalization=normalization,
         shift=shift,
         scale=scale,
         vae={key: own[key] for key in ("class", "sha256")} if own else None,
-        decoder=_decoder_at(vae or (own["name"] if own else "none"), own),
+        decoder=vae or (own["name"] if own else "none"),
     )
-    if own and codec.model_shape((1, *facts["shape"]))[1] != own["latent_channels"]:
+    _, channels, height, width = codec.model_shape((1, *facts["shape"]))
+    if own and channels != own["latent_channels"]:
         raise ValueError(
-            f"data.path={path!r} has {channels} channels of {facts['content']}, and the latents of "
+            f"data.path={path!r} has latents of {channels} channels, and those of "
             f"vae={own['name']!r} have {own['latent_channels']}."
         )
-    whole = LatentTable(table, labels, facts["shape"], facts["dtype"], contexts)
-    train, unseen = split_parts(labels, num_train, held_out, default=0.1)
-    names = facts["class_names"]
-    return ImageData(
-        name=f"{root.name} (latents)",  # never mistaken for a built-in source
-        train=whole.subset(train),
-        held_out=whole.subset(unseen) if len(unseen) else None,
+    return split_data(
+        f"{root.name} (latents)",  # never mistaken for a built-in source
+        LatentTable(table, labels, facts["shape"], facts["dtype"], contexts),
+        num_train,
+        held_out,
+        names,
         image_size=(height, width),
-        channels=codec.model_shape((1, *facts["shape"]))[1],
-        num_classes=count,
-        class_names=tuple(names) if len(names) == count else tuple(map(str, range(count))),
+        channels=channels,
         codec=codec,
         context=contexts,
     )
 
 
+def _normalize(
+    normalization: str, facts: dict[str, Any], vae: dict[str, Any] | None
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return shift and scale, C numbers each, of a table's own mean and std or of the vae's."""
+    mean, std = facts["mean"], facts["std"]
+    if normalization == "standardize":
+        if not min(std) > 0:
+            raise ValueError(
+                "data.normalization=standardize: a channel of the latents is constant, and cannot "
+                "be scaled to a standard deviation of 1. Set data.normalization=scale."
+            )
+        return tuple(mean), tuple(1.0 / value for value in std)
+    if vae is None:
+        raise ValueError(
+            "data.normalization=scale takes the factor of the autoencoder, and none is named: "
+            "set data.vae=…, or data.normalization=standardize."
+        )
+    return (vae["shift_factor"],) * len(mean), (vae["scaling_factor"],) * len(mean)
+
+
 def open_table(root: Path) -> tuple["datasets.Dataset", int, dict[str, Any]]:
     """Return the table in a folder, training part first, the length of that, and table.json.
-
-    Raises:
-        ValueError: it is not finished.
-    """
+    Raises ValueError if it is not finished."""
     import datasets
 
     facts = json.loads((root / "table.json").read_text())
     if "mean" not in facts:
         raise ValueError(f"data.path={str(root)!r} is not finished: encode with the same command.")
-    parts = {
-        part: [datasets.Dataset.from_file(str(root / name)) for name in facts["parts"][part]]
+    train, held_out = (
+        [datasets.Dataset.from_file(str(root / name)) for name in facts["parts"][part]]
         for part in PARTS
-    }
-    table = datasets.concatenate_datasets([one for part in PARTS for one in parts[part]])
-    return table, sum(map(len, parts["train"])), facts
+    )
+    return datasets.concatenate_datasets([*train, *held_out]), sum(map(len, train)), facts
 
 
-class LatentTable(Dataset):
+class LatentTable(TableDataset):
     """Some rows of a table of latents, [K,C',h,w] as stored, with their labels or contexts.
 
     They are read straight from the memory-mapped Arrow chunks: a few microseconds each.
@@ -362,21 +306,12 @@ class LatentTable(Dataset):
         dtype: str,
         context: tuple[int, int] | None = None,
     ):
-        self.table, self.labels, self.rows = table, labels, torch.arange(len(table))
+        super().__init__(table, labels)
         self.shape, self.dtype, self.context = tuple(shape), dtype, context
-        self._columns: dict[str, tuple[list[Any], list[int]]] = {}
+        self._chunks: dict[str, tuple[list[Any], list[int]]] = {}  # and their ends, by column
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_columns": {}}
-
-    def subset(self, rows: Tensor) -> "LatentTable":
-        """Return the items `rows` int64 [K], on the same table."""
-        part = copy.copy(self)
-        part.rows, part.labels, part._columns = self.rows[rows], self.labels[rows], {}
-        return part
-
-    def __len__(self) -> int:
-        return len(self.rows)
+        return {**vars(self), "_chunks": {}}
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         """Return (latent, label or context). Raises ValueError if its bytes are not the shape's."""
@@ -387,10 +322,10 @@ class LatentTable(Dataset):
         return latent, self._read("context", row, self.context, "float16")
 
     def _read(self, column: str, row: int, shape: tuple[int, ...], dtype: str) -> Tensor:
-        if column not in self._columns:
+        if column not in self._chunks:
             chunks = self.table.data.column(column).chunks
-            self._columns[column] = chunks, list(itertools.accumulate(map(len, chunks)))
-        chunks, ends = self._columns[column]
+            self._chunks[column] = chunks, list(itertools.accumulate(map(len, chunks)))
+        chunks, ends = self._chunks[column]
         number = bisect.bisect_right(ends, row)
         chunk = chunks[number]
         content = bytearray(chunk[row - ends[number] + len(chunk)].as_buffer())
@@ -398,7 +333,3 @@ class LatentTable(Dataset):
         if values.numel() != math.prod(shape):
             raise ValueError(f"{column} of row {row} has {len(content)} bytes, not {list(shape)}")
         return values.view(shape)
-
-    def item_name(self, index: int) -> str:
-        """Return the row of item `index`."""
-        return f"row {int(self.rows[index])}"

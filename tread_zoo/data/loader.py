@@ -1,7 +1,8 @@
-"""From batches of indices to batches of images, past items that cannot be read.
+"""Which images a step sees, and batches of them, past items that cannot be read.
 
-A data set says that an item is corrupt by raising `ValueError` or `OSError` when it is read. The
-item's place is then taken by another, which (seed, index) alone decides:
+The order is a function of (seed, epoch) alone. A data set says that an item is corrupt by raising
+`ValueError` or `OSError` when it is read; its place is then taken by another, which (seed, index)
+alone decides:
 
     index -> first readable of  draw(seed, index, 0), draw(seed, index, 1), …
 
@@ -30,6 +31,59 @@ logger = logging.getLogger(__name__)
 MAX_TRIES = 16  # of one item's replacements, before the data as a whole are given up
 
 
+class StepBatches:
+    """Index lists for the steps start_step … num_steps - 1 of a run; a torch batch sampler.
+
+    Epoch e is a permutation drawn from (seed, e) alone, cut into global batches of
+    batch_size * num_ranks; rank r takes the r-th slice of each. The tail of an epoch that does
+    not fill a global batch is dropped (another tail in each epoch). A run resumed with
+    `start_step=k` sees what the unbroken one would have seen, and so do other numbers of ranks
+    with the same global batch.
+
+    Raises:
+        ValueError: there are fewer items than a global batch.
+    """
+
+    def __init__(
+        self,
+        num_items: int,
+        batch_size: int,
+        *,
+        seed: int,
+        num_steps: int,
+        rank: int = 0,
+        num_ranks: int = 1,
+        start_step: int = 0,
+    ):
+        global_batch = batch_size * num_ranks
+        if num_items < global_batch:
+            raise ValueError(
+                f"batch_size={batch_size} on {num_ranks} rank(s) needs {global_batch} images a "
+                f"step, but the training part has {num_items}. Use a batch size of at most "
+                f"{max(num_items // num_ranks, 1)}, or fewer ranks."
+            )
+        self.num_items, self.batch_size, self.seed = num_items, batch_size, seed
+        self.num_steps, self.start_step = num_steps, start_step
+        self.rank, self.num_ranks = rank, num_ranks
+        self.steps_per_epoch = num_items // global_batch
+
+    def __len__(self) -> int:
+        return self.num_steps - self.start_step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, order = -1, torch.empty(0, dtype=torch.int64)
+        for step in range(self.start_step, self.num_steps):
+            if step // self.steps_per_epoch != epoch:
+                epoch = step // self.steps_per_epoch
+                generator = make_generator("data", self.seed, epoch)
+                order = torch.randperm(self.num_items, generator=generator)
+            place = step % self.steps_per_epoch * self.num_ranks + self.rank
+            yield order[place * self.batch_size : (place + 1) * self.batch_size].tolist()
+
+
+# Corrupt items ------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class CorruptItem:
     """An item that could not be read: its index, its name in the data set, and the reason."""
@@ -38,8 +92,25 @@ class CorruptItem:
     name: str
     reason: str
 
+    @property
+    def line(self) -> str:
+        """Return its line of corrupt.txt."""
+        return "\t".join((str(self.index), self.name, " ".join(self.reason.split()))) + "\n"
+
 
 OnCorrupt = Callable[[CorruptItem], None]
+
+
+def read_item(dataset: Dataset[Any], index: int) -> tuple[Tensor, Any] | CorruptItem:
+    """Return an item, or what is wrong with it."""
+    try:
+        item: tuple[Tensor, Any] = dataset[index]
+    except (ValueError, OSError) as error:
+        name_of = getattr(dataset, "item_name", "item {}".format)
+        words = (name_of(index), str(error) or type(error).__name__)
+        # Names of files may be any bytes, also such as no log can write.
+        return CorruptItem(index, *(w.encode(errors="backslashreplace").decode() for w in words))
+    return item
 
 
 def warn_of(item: CorruptItem) -> None:
@@ -50,13 +121,9 @@ def warn_of(item: CorruptItem) -> None:
 class CorruptLog:
     """Lists the items that cannot be read, and ends a run when they are too many; an `on_corrupt`.
 
-    Every process appends what it meets to the same file, one line an item (index, name and reason,
-    with tabs between), and counts the distinct items in it: so no process waits for another.
-
-    Args:
-        file: the list, `corrupt.txt` of the run, with what earlier starts left there.
-        num_items: how many there are, whole or not.
-        max_share: the fraction of them that may be corrupt.
+    Every process appends what it meets to the same file, `corrupt.txt`, one line for each item
+    (index, name and reason, with tabs between), and counts the distinct items in it: so no process
+    waits for another. `max_share` is the fraction of `num_items` that may be corrupt.
     """
 
     def __init__(self, file: Path, *, num_items: int, max_share: float):
@@ -70,24 +137,20 @@ class CorruptLog:
         lines = self.file.read_text(errors="replace").splitlines()
         return {int(line.split("\t")[0]) for line in lines}
 
-    def recheck(self, dataset: Dataset) -> None:
+    def recheck(self, dataset: Dataset[Any]) -> None:
         """Read what is listed again, when a run continues, and drop what is whole by now."""
         items = [read_item(dataset, index) for index in sorted(self.indices)]
-        lines = [_line(item) for item in items if isinstance(item, CorruptItem)]
         if items:
+            lines = (item.line for item in items if isinstance(item, CorruptItem))
             self.file.write_text("".join(lines))
 
     def __call__(self, item: CorruptItem) -> None:
-        """Add an item, if it is new.
-
-        Raises:
-            ValueError: they are too many.
-        """
+        """Add an item, if it is new. Raises ValueError if they are too many."""
         indices = self.indices
         if item.index not in indices:
             warn_of(item)
             with self.file.open("a") as stream:
-                stream.write(_line(item))
+                stream.write(item.line)
             indices.add(item.index)
         if len(indices) > self.max_share * self.num_items:
             raise ValueError(
@@ -97,12 +160,11 @@ class CorruptLog:
             )
 
 
-def _line(item: CorruptItem) -> str:
-    return "\t".join((str(item.index), item.name, " ".join(item.reason.split()))) + "\n"
+# Batches ------------------------------------------------------------------------------------------
 
 
 def make_loader(
-    dataset: Dataset,
+    dataset: Dataset[Any],
     batches: Iterable[list[int]],
     num_workers: int = 0,
     *,
@@ -111,10 +173,9 @@ def make_loader(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Return an iterator of (images [B,C,H,W], labels int64 [B]), in the order of `batches`.
 
-    Images in memory (a data set with `gather`) are indexed directly, with no worker, since one
-    would only copy them. All others are read by `num_workers` processes, which live as long as
-    the iterator, each two batches ahead, into pinned memory where there is a GPU. Nothing is read
-    or started before the first batch is asked for. Draws nothing from the global generators.
+    Images in memory (a data set with `gather`) are indexed directly. All others are read by
+    `num_workers` processes, which live as long as the iterator, each two batches ahead. Nothing is
+    read or started before the first batch is requested, or drawn from the global generators.
 
     Args:
         dataset: items (image, label); `item_name(index)`, if it has that, names one in a message.
@@ -134,25 +195,20 @@ def make_loader(
 
 
 def read_items(
-    dataset: Dataset, indices: Sequence[int], *, on_corrupt: OnCorrupt = warn_of
+    dataset: Dataset[Any], indices: Sequence[int], *, on_corrupt: OnCorrupt = warn_of
 ) -> tuple[Tensor, Tensor]:
-    """Return (images [B,…], labels int64 [B]) of some items, read in this process.
-
-    As in `make_loader`, another item takes the place of a corrupt one, unless `on_corrupt` raises.
-    """
-    images, labels, corrupt = BatchReader(dataset, seed=0)[indices]
-    for item in corrupt:
-        on_corrupt(item)
-    return _check_whole(images, labels, corrupt)
+    """Return (images [B,…], labels int64 [B]) of some items, read in this process. Another item
+    takes the place of a corrupt one, as in `make_loader`, unless `on_corrupt` raises."""
+    return next(_read_batches(BatchReader(dataset, seed=0), [list(indices)], 0, on_corrupt))
 
 
-class BatchReader(Dataset):
+class BatchReader(Dataset[Any]):
     """Reads whole batches: item `indices` is (images [B,…], labels int64 [B], corrupt items).
 
     Where an item and all of its replacements are corrupt, the images are None.
     """
 
-    def __init__(self, dataset: Dataset, seed: int):
+    def __init__(self, dataset: Dataset[Any], seed: int):
         self.dataset, self.seed = dataset, seed
         self.num_items = len(dataset)  # type: ignore[arg-type]
 
@@ -169,7 +225,7 @@ class BatchReader(Dataset):
         stacked = torch.stack(labels) if contexts else torch.tensor(labels, dtype=torch.int64)
         return torch.stack(images), stacked, corrupt
 
-    def _read(self, index: int, corrupt: list[CorruptItem]) -> tuple[Tensor, int] | None:
+    def _read(self, index: int, corrupt: list[CorruptItem]) -> tuple[Tensor, Any] | None:
         """Return item `index`, or what replaces it; note what is corrupt."""
         wanted = index
         for number in range(MAX_TRIES):
@@ -180,37 +236,6 @@ class BatchReader(Dataset):
             generator = make_generator("replacement", self.seed, index, number)
             wanted = int(torch.randint(self.num_items, (), generator=generator))
         return None
-
-
-def read_item(dataset: Dataset, index: int) -> tuple[Tensor, int] | CorruptItem:
-    """Return an item, or what is wrong with it."""
-    try:
-        return dataset[index]
-    except (ValueError, OSError) as error:
-        name_of = getattr(dataset, "item_name", "item {}".format)
-        words = (name_of(index), str(error) or type(error).__name__)
-        # Names of files may be any bytes, also such as no log can write.
-        return CorruptItem(index, *(w.encode(errors="backslashreplace").decode() for w in words))
-
-
-@contextmanager
-def report_dead_workers() -> Iterator[None]:
-    """Turn what torch raises, at any place of the process, when a loader's worker died into one
-    line that says so.
-
-    Raises:
-        ChildProcessError: a worker died.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker"):
-            raise
-        raise ChildProcessError(
-            f"a process that reads the data died ({str(error).strip().splitlines()[0]}). It is "
-            "often killed for want of memory, or of shared memory (/dev/shm): lower "
-            "training.num_workers or training.batch_size, and continue with resume=latest."
-        ) from error
 
 
 def _read_batches(
@@ -238,19 +263,28 @@ def _read_batches(
                 if item.index not in reported:
                     reported.add(item.index)
                     on_corrupt(item)
-            yield _check_whole(images, labels, corrupt)
+            if images is None or labels is None:
+                raise ValueError(
+                    f"{MAX_TRIES} items in a row cannot be read, among them {corrupt[-1].name} "
+                    f"({corrupt[-1].reason}). If all are like it, convert or replace them; if not, "
+                    "look whether the disk or the folder is there."
+                )
+            yield images, labels
 
 
-def _check_whole(
-    images: Tensor | None, labels: Tensor | None, corrupt: list[CorruptItem]
-) -> tuple[Tensor, Tensor]:
-    if images is None or labels is None:
-        raise ValueError(
-            f"{MAX_TRIES} items in a row cannot be read, among them {corrupt[-1].name} "
-            f"({corrupt[-1].reason}). If all are like it, convert or replace them; if not, look "
-            "whether the disk or the folder is there."
-        )
-    return images, labels
+@contextmanager
+def report_dead_workers() -> Iterator[None]:
+    """Raise ChildProcessError, in one line, for what torch raises anywhere when a worker died."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise ChildProcessError(
+            f"a process that reads the data died ({str(error).strip().splitlines()[0]}). It is "
+            "often killed for want of memory, or of shared memory (/dev/shm): lower "
+            "training.num_workers or training.batch_size, and continue with resume=latest."
+        ) from error
 
 
 def _identity(batch: Any) -> Any:
@@ -259,11 +293,8 @@ def _identity(batch: Any) -> Any:
 
 def _leave_signals_to_the_run(worker: int) -> None:
     """Ignore signals in a worker: Ctrl-C and clusters signal every process, and a worker that dies
-    of it takes the run along, before it could save.
-
-    Workers end when the run closes them or is gone. One that hangs in a read is ended by torch
-    with SIGTERM, of which therefore only the first is passed over.
-    """
+    of it takes the run along, before it could save. Torch ends one that hangs with a second
+    SIGTERM."""
     for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -7,21 +7,21 @@ import os
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
+from tread_zoo.config import Fraction
 from tread_zoo.data.dataset import ArrayDataset, ImageData
-from tread_zoo.data.split import check_labels, split_parts
+from tread_zoo.data.split import check_labels, split_data
 from tread_zoo.registry import register
 
-Fraction = Annotated[float, Field(ge=0, lt=1)]
 Side = PositiveInt | tuple[PositiveInt, PositiveInt] | None
 _KEYS = (("x_train", "y_train"), ("images", "labels"), ("arr_0", "arr_1"))  # the last as ADM's
 _CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
@@ -70,37 +70,32 @@ def npz(
     """
     file = Path(path).expanduser()
     try:
-        archive = np.load(file, allow_pickle=False)
-        arrays = {name: archive[name] for name in archive.files}
-    except (zipfile.BadZipFile, zlib.error, EOFError, AttributeError, ValueError) as error:
+        arrays = dict(np.load(file, allow_pickle=False))
+    except (zipfile.BadZipFile, zlib.error, EOFError, TypeError, ValueError) as error:
         raise ValueError(f"data.path={path!r} is no whole .npz file of numbers: {error}") from error
-    images_name, labels_name = images_key, labels_key
     if images_key is None:
-        images_name, usual = next((k for k in _KEYS if k[0] in arrays), (None, None))
-        labels_name = labels_key or (usual if usual in arrays else None)
-    if images_name is None:
+        images_key, usual = next((k for k in _KEYS if k[0] in arrays), (None, ""))
+        labels_key = labels_key or (usual if usual in arrays else None)
+    if images_key is None:
         raise ValueError(
             f"data.path={path!r} has the arrays {', '.join(arrays)}, none of "
             f"{', '.join(name for name, _ in _KEYS)}: set data.images_key, data.labels_key."
         )
-    pairs = [(images_name, labels_name)]
-    if images_name == "x_train" and "x_test" in arrays:
-        pairs.append(("x_test", "y_test" if labels_name else None))
+    if labels_key is None and num_classes:
+        raise ValueError(f"data.num_classes={num_classes}, but data.path={path!r} has no labels.")
+    keys = [(images_key, labels_key)]
+    if images_key == "x_train" and "x_test" in arrays:
+        keys.append(("x_test", labels_key and "y_test"))
     parts = [
         (
             _as_images(arrays[x], f"data.path={path!r}: {x!r}"),
             None if y is None else torch.from_numpy(arrays[y].astype(np.int64)).flatten(),
         )
-        for x, y in pairs
+        for x, y in keys
     ]
-    if labels_name is None and num_classes:
-        raise ValueError(f"data.num_classes={num_classes}, but data.path={path!r} has no labels.")
+    # a file's name, with its suffix, is never mistaken for a built-in source
     return _in_memory(
-        file.name,  # with its suffix: never mistaken for a built-in source
-        parts,
-        None if len(parts) > 1 else held_out,
-        num_classes,
-        pad_to=pad_to,
+        file.name, parts, None if len(parts) > 1 else held_out, num_classes, pad_to=pad_to
     )
 
 
@@ -123,8 +118,7 @@ def fashion_mnist(
     """
     from torchvision.datasets import FashionMNIST
 
-    root = cache_folder("fashion_mnist") if path is None else Path(path).expanduser()
-    with _locked(root) if path is None else nullcontext():
+    with _local_folder(path, "fashion_mnist") as root:
         sets = [FashionMNIST(root, train=t, download=path is None) for t in (True, False)]
     return _in_memory(
         "fashion_mnist",
@@ -154,14 +148,10 @@ def cifar10(
     """
     from torchvision.datasets.utils import download_url
 
-    folder = cache_folder("cifar10") if path is None else Path(path).expanduser()
+    with _local_folder(path, "cifar10") as folder:
+        if path is None:  # one that is there and whole is left as it is
+            download_url(_CIFAR10_URL, str(folder), md5=_CIFAR10_MD5)
     file = folder if folder.is_file() else folder / _CIFAR10_URL.rpartition("/")[2]
-    if path is None:
-        with _locked(folder):
-            if not file.exists():
-                partial = f".{file.name}.partial"
-                download_url(_CIFAR10_URL, str(folder), partial, _CIFAR10_MD5)
-                (folder / partial).replace(file)
     records: dict[str, np.ndarray] = {}
     with tarfile.open(file) as archive:
         for member in archive:
@@ -169,21 +159,28 @@ def cifar10(
             if content is not None:
                 records[Path(member.name).stem] = np.frombuffer(content.read(), np.uint8)
     train = np.concatenate([records[f"data_batch_{number}"] for number in range(1, 6)])
-    parts = [
-        (
-            torch.from_numpy(part.reshape(-1, 3073)[:, 1:].reshape(-1, 3, 32, 32).copy()),
-            torch.from_numpy(part.reshape(-1, 3073)[:, 0].astype(np.int64)),
-        )
-        for part in (train, records["test_batch"])
-    ]
+    parts = []
+    for part in (train, records["test_batch"]):
+        rows = torch.from_numpy(part.reshape(-1, 3073).copy())
+        parts.append((rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].to(torch.int64)))
     names = tuple(_CIFAR10_NAMES.split())
     return _in_memory("cifar10", parts, held_out, num_classes, class_names=names)
 
 
-def cache_folder(name: str) -> Path:
-    """Return where downloads are kept: `$TREAD_ZOO_CACHE/<name>`, or ~/.cache/tread_zoo/<name>."""
-    root = os.environ.get("TREAD_ZOO_CACHE") or Path.home() / ".cache" / "tread_zoo"
-    return Path(root) / name
+@contextmanager
+def _local_folder(path: str | None, name: str) -> Iterator[Path]:
+    """Give `path` or, locked (of several processes one downloads), the cache's folder of a set:
+    `$TREAD_ZOO_CACHE/<name>`, else ~/.cache/tread_zoo/<name>."""
+    from filelock import FileLock
+
+    if path is not None:
+        yield Path(path).expanduser()
+        return
+    cache = os.environ.get("TREAD_ZOO_CACHE") or Path.home() / ".cache" / "tread_zoo"
+    folder = Path(cache) / name
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".download.lock"):
+        yield folder
 
 
 def _in_memory(
@@ -197,38 +194,34 @@ def _in_memory(
 ) -> ImageData:
     """Return the data of images uint8 [N,C,H,W] and labels int64 [N]: a training part, and a test
     part if there are two."""
-    images = torch.cat([pad_images(part, pad_to) for part, _ in parts])
-    count = num_classes
+    images = torch.cat([_pad(part, pad_to) for part, _ in parts])
     if class_names and num_classes not in (None, 0, len(class_names)):
         raise ValueError(f"data.num_classes={num_classes}: {name} has {len(class_names)} classes.")
-    if count == 0 or parts[0][1] is None:
-        labels, count = torch.zeros(len(images), dtype=torch.int64), 0
+    if num_classes == 0 or parts[0][1] is None:
+        labels, class_names = None, ()
     else:
         labels = torch.cat([part for _, part in parts if part is not None])
-        count = check_labels(labels, num_classes or len(class_names) or None, name)
-    whole = ArrayDataset(images, labels)
-    train, unseen = split_parts(labels, len(parts[0][0]), held_out, default=0.0)
-    return ImageData(
-        name=name,
-        train=ArrayDataset(*whole.gather(train)),
-        held_out=ArrayDataset(*whole.gather(unseen)) if len(unseen) else None,
+        class_names = check_labels(labels, num_classes, class_names, name)
+    return split_data(
+        name,
+        ArrayDataset(images, labels),
+        len(parts[0][0]),
+        held_out,
+        class_names,
         image_size=(images.shape[2], images.shape[3]),
         channels=images.shape[1],
-        num_classes=count,
-        class_names=class_names[:count] or tuple(map(str, range(count))),
     )
 
 
-def pad_images(images: Tensor, pad_to: int | tuple[int, int] | None) -> Tensor:
+def _pad(images: Tensor, pad_to: int | tuple[int, int] | None) -> Tensor:
     """Return `images` [N,C,H,W] with zeros around them, centred, up to a side or (H, W)."""
     if pad_to is None:
         return images
     sides = (pad_to, pad_to) if isinstance(pad_to, int) else pad_to
-    height, width = images.shape[2:]
-    if sides[0] < height or sides[1] < width:  # or torch would crop
-        raise ValueError(f"data.pad_to={pad_to!r} is less than the images' {height}x{width}.")
-    top, left = (sides[0] - height) // 2, (sides[1] - width) // 2
-    edges = (left, sides[1] - width - left, top, sides[0] - height - top)
+    height, width = (side - own for side, own in zip(sides, images.shape[2:], strict=True))
+    if height < 0 or width < 0:  # or torch would crop
+        raise ValueError(f"data.pad_to={pad_to!r} is less than the images' {images.shape[2:]}.")
+    edges = (width // 2, width - width // 2, height // 2, height - height // 2)
     return torch.nn.functional.pad(images, edges)
 
 
@@ -246,11 +239,3 @@ def _as_images(array: np.ndarray, where: str) -> Tensor:
     if len(shape) == 3:
         return images.unsqueeze(1)
     return images.permute(0, 3, 1, 2).contiguous() if last else images
-
-
-def _locked(folder: Path) -> Any:
-    """Return a lock on a folder that is made: of several processes one downloads."""
-    from filelock import FileLock
-
-    folder.mkdir(parents=True, exist_ok=True)
-    return FileLock(folder / ".download.lock")

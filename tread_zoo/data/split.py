@@ -1,13 +1,48 @@
-"""Labels and the held-out part: the same images in every run, whatever the run's seed."""
+"""Labels, the held-out part, evenly spaced items: the same in every run, whatever its seed."""
 
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tread_zoo.data.dataset import ArrayDataset, ImageData, TableDataset
 from tread_zoo.seeding import make_generator
 
 logger = logging.getLogger(__name__)
+
+
+def split_data(
+    name: str,
+    items: ArrayDataset | TableDataset,
+    num_train: int,
+    held_out: float | None,
+    class_names: tuple[str, ...],
+    *,
+    default: float = 0.1,
+    **facts: Any,
+) -> ImageData:
+    """Return the data in items of which the first `num_train` are a training part and the others,
+    if any, a test part.
+
+    `held_out` is a fraction to split off the training part, which leaves the test part alone; None
+    holds out the test part or, where there is none, the fraction `default`. `facts` are fields of
+    `ImageData`.
+    """
+    if held_out is None and num_train < len(items):
+        train, unseen = torch.arange(num_train), torch.arange(num_train, len(items))
+    else:
+        fraction = default if held_out is None else held_out
+        train, unseen = split_held_out(items.labels[:num_train], fraction)
+    return ImageData(
+        name=name,
+        train=items.subset(train),
+        held_out=items.subset(unseen) if len(unseen) else None,
+        num_classes=len(class_names),
+        class_names=class_names,
+        **facts,
+    )
 
 
 def split_held_out(labels: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
@@ -17,9 +52,8 @@ def split_held_out(labels: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
     image i of the n in a class (in a fixed random order) gets the key (i + u) / n, u uniform per
     class, and the smallest keys are held out. Every class keeps at least one training image.
     """
-    num_items = len(labels)
-    keys = torch.full((num_items,), float("inf"), dtype=torch.float64)
-    for label in labels.unique().tolist():
+    keys = torch.full((len(labels),), float("inf"), dtype=torch.float64)
+    for label in sorted(set(labels.tolist())):
         generator = make_generator("held-out", label)
         members = (labels == label).nonzero().squeeze(1)
         members = members[torch.randperm(len(members), generator=generator)]
@@ -27,33 +61,17 @@ def split_held_out(labels: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
         offset = torch.rand((), dtype=torch.float64, generator=generator)
         # The last of each class keeps the key inf: it is never a candidate.
         keys[members[:-1]] = ((places + offset) / len(members))[:-1]
-    num_held_out = min(round(fraction * num_items), int(keys.isfinite().sum()))
-    chosen = keys.argsort(stable=True)[:num_held_out]
-    is_held_out = torch.zeros(num_items, dtype=torch.bool)
-    is_held_out[chosen] = True
+    num_held_out = min(round(fraction * len(labels)), int(keys.isfinite().sum()))
+    is_held_out = torch.zeros(len(labels), dtype=torch.bool)
+    is_held_out[keys.argsort(stable=True)[:num_held_out]] = True
     return (~is_held_out).nonzero().squeeze(1), is_held_out.nonzero().squeeze(1)
 
 
-def split_parts(
-    labels: Tensor, num_train: int, held_out: float | None, default: float
-) -> tuple[Tensor, Tensor]:
-    """Return (train, held-out) indices, int64, of images of which the first `num_train` are a
-    training part and the others, if any, a test part.
-
-    Args:
-        labels: int64 [N].
-        num_train: how many of them train.
-        held_out: a fraction to split off the training part, which leaves the test part alone; None
-            holds out the test part or, where there is none, the fraction `default`.
-        default: see there.
-    """
-    if held_out is None and num_train < len(labels):
-        return torch.arange(num_train), torch.arange(num_train, len(labels))
-    return split_held_out(labels[:num_train], default if held_out is None else held_out)
-
-
-def check_labels(labels: Tensor, num_classes: int | None, where: str) -> int:
-    """Return the number of classes of labels int64 [N]: the largest + 1 unless it is given.
+def check_labels(
+    labels: Tensor, num_classes: int | None, names: Sequence[str], where: str
+) -> tuple[str, ...]:
+    """Return the names of the classes of labels int64 [N]: those given, if they are as many as the
+    classes, else numbers. Without `num_classes` and names there are the largest + 1.
 
     Classes without an image are logged: labels may have been counted from 1.
 
@@ -61,17 +79,23 @@ def check_labels(labels: Tensor, num_classes: int | None, where: str) -> int:
         ValueError: a label is outside 0 … num_classes - 1.
     """
     low, high = int(labels.min()), int(labels.max())
-    classes = high + 1 if num_classes is None else num_classes
-    if low < 0 or high >= classes:
+    count = num_classes or len(names) or high + 1
+    if low < 0 or high >= count:
         raise ValueError(
             f"{where}: the labels run from {low} to {high}; they must lie in 0 … "
-            f"{max(classes - 1, 0)}. data.num_classes says how many there are, and "
+            f"{max(count - 1, 0)}. data.num_classes says how many there are, and "
             "data.num_classes=0 trains without labels."
         )
-    empty = (torch.bincount(labels, minlength=classes) == 0).nonzero().flatten().tolist()
+    empty = (torch.bincount(labels, minlength=count) == 0).nonzero().flatten().tolist()
     if empty:
+        shown = ", ".join(map(str, empty[:5])) + (", …" if len(empty) > 5 else "")
         logger.warning(
-            "labels    %s: %d of %d classes have no image (%s%s)", where, len(empty), classes,
-            ", ".join(map(str, empty[:5])), ", …" if len(empty) > 5 else "",
-        )  # fmt: skip
-    return classes
+            "labels    %s: %d of %d classes have no image (%s)", where, len(empty), count, shown
+        )
+    return tuple(names) if len(names) == count else tuple(map(str, range(count)))
+
+
+def evenly_spaced(size: int, count: int | None) -> list[int]:
+    """Return `count` indices, evenly spaced over 0 … size - 1; None or more than there are: all."""
+    count = size if count is None else min(count, size)
+    return [index * size // count for index in range(count)]

@@ -6,46 +6,45 @@ here when they are read. Labels and contexts are columns beside them.
 C channels, H height, W width, N rows.
 """
 
-import copy
+import io
 import logging
 import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from tread_zoo.data.contexts import ContextColumn
-from tread_zoo.data.dataset import ImageData
-from tread_zoo.data.pictures import SUFFIXES, read_picture, survey
-from tread_zoo.data.split import check_labels, split_parts
+from tread_zoo.config import Fraction
+from tread_zoo.data.contexts import as_context, context_shape
+from tread_zoo.data.dataset import ImageData, TableDataset
+from tread_zoo.data.split import check_labels, evenly_spaced, split_data
 from tread_zoo.errors import unknown_name
 from tread_zoo.registry import register
 
 if TYPE_CHECKING:
     import datasets
+    from PIL import Image
 
 logger = logging.getLogger(__name__)
 
-Fraction = Annotated[float, Field(ge=0, lt=1)]
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 TEST_SPLITS = ("test", "validation")  # taken in this order where none is named
+_SURVEYED = 64
 
 
-class PictureTable(Dataset):
+class PictureTable(TableDataset):
     """Some rows of a table: pictures, with their labels or contexts.
 
     Args:
-        table: of the `datasets` library.
-        column: of the pictures, as `Image(decode=False)`: path or content.
+        table: with the column image, `Image(decode=False)`, and perhaps context.
         labels: int64 [N].
-        contexts: in place of labels, where there are some.
+        context: T and S, where contexts take the place of labels.
         image_size: resize and crop to this square; None leaves the size.
         channels: 1 (grey) or 3 (RGB).
         shape: (H, W) that all must have then.
@@ -54,55 +53,34 @@ class PictureTable(Dataset):
     def __init__(
         self,
         table: "datasets.Dataset",
-        column: str,
         labels: Tensor,
-        contexts: ContextColumn | None,
+        context: tuple[int, int] | None,
         image_size: int | None,
         channels: int,
         shape: tuple[int, int],
     ):
-        self.table, self.column, self.contexts = table, column, contexts
-        self.labels, self.rows = labels, torch.arange(len(table))
-        self.image_size, self.channels, self.shape = image_size, channels, shape
-
-    def subset(self, rows: Tensor) -> "PictureTable":
-        """Return the items `rows` int64 [K], on the same table."""
-        part = copy.copy(self)
-        part.rows, part.labels = self.rows[rows], self.labels[rows]
-        return part
-
-    def __len__(self) -> int:
-        return len(self.rows)
+        super().__init__(table, labels)
+        self.context, self.image_size, self.channels = context, image_size, channels
+        self.shape = shape
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
-        """Return (image uint8 [C,H,W], label or context).
-
-        Raises:
-            ValueError: the picture cannot be read, or is of another size.
-        """
-        row = int(self.rows[index])
-        image = read_picture(
-            picture_at(self.table, self.column, row), self.image_size, self.channels
-        )
+        """Return (image uint8 [C,H,W], label or context). Raises ValueError if the picture cannot
+        be read, or is of another size."""
+        row = self.table[int(self.rows[index])]
+        image = read_picture(_content(row["image"]), self.image_size, self.channels)
         if image.shape[1:] != self.shape:
             raise ValueError(
                 f"the picture is {image.shape[1]}x{image.shape[2]}, others are {self.shape[0]}x"
                 f"{self.shape[1]} (height x width): set data.image_size"
             )
-        return image, int(self.labels[index]) if self.contexts is None else self.contexts[row]
+        if self.context is None:
+            return image, int(self.labels[index])
+        return image, as_context(row["context"], f"of {self.item_name(index)}", self.context)
 
     def item_name(self, index: int) -> str:
         """Return the file of item `index`, or its row."""
-        row = int(self.rows[index])
-        return (self.table[row][self.column] or {}).get("path") or f"row {row}"
-
-
-def picture_at(table: "datasets.Dataset", column: str, row: int) -> str | bytes:
-    """Return the path or the content of a picture."""
-    value = table[row][column]
-    if value is None or (value["bytes"] is None and value["path"] is None):
-        raise ValueError("the row has no picture")
-    return value["path"] if value["bytes"] is None else value["bytes"]
+        cell = self.table[int(self.rows[index])]["image"] or {}
+        return cell.get("path") or super().item_name(index)
 
 
 # Sources ------------------------------------------------------------------------------------------
@@ -156,6 +134,36 @@ def image_folder(
     )
 
 
+def _find_pictures(root: Path, context: str | None) -> tuple[list[str], list[int], list[str]]:
+    """Return files, their labels and the class names (none: unlabelled), in a fixed order; files of
+    other types are counted in the log."""
+    names = sorted(e.name for e in os.scandir(root) if e.is_dir() and not e.name.startswith("."))
+    files, others = list[tuple[str, str]](), Counter[str]()  # class, path
+    for parent, folders, entries in os.walk(root, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        name = os.path.relpath(parent, root).split(os.sep)[0]
+        for entry in (entry for entry in entries if not entry.startswith(".")):
+            if entry.lower().endswith(SUFFIXES):
+                files.append((name, os.path.join(parent, entry)))
+            elif context is None or not entry.endswith(context):
+                others[os.path.splitext(entry)[1].lower() or "no suffix"] += 1
+    if others:
+        kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common())
+        logger.warning("left out  %s: files that are no pictures: %s", root, kinds)
+    files.sort()
+    loose = [os.path.basename(path) for name, path in files if name == "."]
+    if not files:
+        raise ValueError(f"data.path={str(root)!r} has no pictures ({', '.join(SUFFIXES)}).")
+    if names and loose:
+        raise ValueError(
+            f"data.path={str(root)!r} has pictures beside sub-folders ({loose[0]!r} beside "
+            f"{names[0]!r}); sort them all into sub-folders, one for each class, or put them all "
+            "in one flat folder (unlabelled)."
+        )
+    labels = {name: label for label, name in enumerate(names)}
+    return [path for _, path in files], [labels.get(name, 0) for name, _ in files], names
+
+
 @register("data", "hf")
 def hf(
     path: str,
@@ -171,10 +179,7 @@ def hf(
     context_column: str | None = None,
     context_length: PositiveInt | None = None,
 ) -> ImageData:
-    """Return a data set that the `datasets` library reads.
-
-    A streamed set has no random access, so a resumed run could not see what the unbroken one would
-    have: sets are downloaded and memory-mapped.
+    """Return a data set that the `datasets` library reads, downloaded and memory-mapped.
 
     Args:
         path: a folder that `save_to_disk` wrote, a folder of parquet files or pictures, or a name
@@ -198,31 +203,23 @@ def hf(
     folder = Path(path).expanduser()
     saved = any((folder / name).exists() for name in ("dataset_dict.json", "state.json"))
     where = str(folder) if folder.exists() else path
-
-    def load(part: str | None) -> Any:
-        if saved:
-            return datasets.load_from_disk(where)
-        return _load(where, name=config, split=part)
-
-    loaded = load(None)
-    if isinstance(loaded, datasets.Dataset):  # saved without splits
-        loaded = {str(loaded.split or "train"): loaded}
-    only = next(iter(loaded)) if len(loaded) == 1 else "train"
-    split = split or only
-    if test_split is None and held_out is None:
-        others = [name for name in TEST_SPLITS if name in loaded and name != split.split("[")[0]]
-        test_split = next(iter(others), None)
-
-    def table_of(part: str, field: str) -> "datasets.Dataset":
-        if part in loaded:
-            return loaded[part]
-        if "[" not in part or saved:
-            raise unknown_name(field, part, loaded)
-        return load(part)
-
-    tables = [table_of(split, "data.split")]
-    if test_split is not None and held_out is None:
-        tables.append(table_of(test_split, "data.test_split"))
+    splits = datasets.load_from_disk(where) if saved else _load(where, name=config)
+    if isinstance(splits, datasets.Dataset):  # saved without splits
+        splits = {str(splits.split or "train"): splits}
+    split = split or (next(iter(splits)) if len(splits) == 1 else "train")
+    chosen = {"split": split}
+    if held_out is None:
+        others = [name for name in TEST_SPLITS if name in splits and name != split.split("[")[0]]
+        if test_split or others:
+            chosen["test_split"] = test_split or others[0]
+    tables = []
+    for field, name in chosen.items():
+        if name in splits:
+            tables.append(splits[name])
+        elif "[" in name and not saved:
+            tables.append(_load(where, name=config, split=name))
+        else:
+            raise unknown_name(f"data.{field}", name, splits)
     return _picture_data(
         f"hf:{folder.resolve().name if folder.exists() else path}",
         tables,
@@ -262,15 +259,11 @@ def webdataset(
             labels.
         context_length: as of `image_folder`.
     """
-
-    def load(pattern: str) -> "datasets.Dataset":
+    tables = []
+    for pattern in (path, held_out_path) if held_out_path else (path,):
         where = os.path.expanduser(pattern)
-        files = [f"{where}/*.tar"] if os.path.isdir(where) else expand_braces(where)
-        return _load("webdataset", data_files={"train": files}, split="train")
-
-    tables = [load(path)]
-    if held_out_path is not None:
-        tables.append(load(held_out_path))
+        files = [f"{where}/*.tar"] if os.path.isdir(where) else _expand_braces(where)
+        tables.append(_load("webdataset", data_files={"train": files}, split="train"))
     return _picture_data(
         f"{Path(path).name}:tar",  # never mistaken for a built-in source
         tables,
@@ -292,22 +285,18 @@ def _load(where: str, **options: Any) -> Any:
         return datasets.load_dataset(where, **options)
     except (datasets.exceptions.DatasetGenerationError, tarfile.TarError) as error:
         files = options.get("data_files", {}).get("train", [where])
-        raise ValueError(
-            f"data.path: {files[0]} cannot be read: {error.__cause__ or error}"
-        ) from error
+        reason = error.__cause__ or error
+        raise ValueError(f"data.path: {files[0]} cannot be read: {reason}") from error
 
 
-def expand_braces(pattern: str) -> list[str]:
+def _expand_braces(pattern: str) -> list[str]:
     """Return what the ranges {000..127} of a pattern stand for."""
-    match = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
-    if match is None:
+    before, *rest = re.split(r"\{(\d+)\.\.(\d+)\}", pattern, maxsplit=1)
+    if not rest:
         return [pattern]
-    first, last = match.groups()
-    names = (
-        pattern[: match.start()] + f"{number:0{len(first)}d}" + pattern[match.end() :]
-        for number in range(int(first), int(last) + 1)
-    )
-    return [name for part in names for name in expand_braces(part)]
+    first, last, after = rest
+    numbers = (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
+    return [name for number in numbers for name in _expand_braces(before + number + after)]
 
 
 # Columns ------------------------------------------------------------------------------------------
@@ -332,7 +321,7 @@ def _picture_data(
     columns = [column for column in tables[0].features if all(column in t.features for t in tables)]
     table = datasets.concatenate_datasets([one.select_columns(columns) for one in tables])
     images = _image_column(table, image_column)
-    contexts = None
+    used, context = {images: "image"}, None
     if context_column is not None:
         if context_column not in table.features:
             raise unknown_name("data.context_column", context_column, table.features)
@@ -341,26 +330,25 @@ def _picture_data(
                 f"data.num_classes={num_classes} and contexts exclude each other: the condition "
                 "of an image is its label or its context. Leave one of them out."
             )
-        num_classes, contexts = 0, ContextColumn(table, context_column, context_length)
-    labels, names = _labels_of(table, label_column, num_classes, name)
+        num_classes, used[context_column] = 0, "context"
+    labels, names = _read_labels(table, label_column, num_classes, name)
+    table = table.select_columns(list(used)).rename_columns(used)
     # As stored: a picture that cannot be decoded is met, and named, where it is decoded.
-    table = table.select_columns([images]).cast_column(images, datasets.Image(decode=False))
-    size = survey(
-        lambda row: picture_at(table, images, row), len(table), name,
-        any_size=image_size is not None,
-    )  # fmt: skip
-    shape = size or (image_size or 0, image_size or 0)
-    whole = PictureTable(table, images, labels, contexts, image_size, channels, shape)
-    train, unseen = split_parts(labels, len(tables[0]), held_out, default=0.1)
-    return ImageData(
-        name=name,
-        train=whole.subset(train),
-        held_out=whole.subset(unseen) if len(unseen) else None,
+    table = table.cast_column("image", datasets.Image(decode=False))
+    if context_column is not None:
+        table = table.with_format("numpy", columns=["context"], output_all_columns=True)
+        context = context_shape(table, "context", context_length)
+    shape = (image_size, image_size) if image_size else None
+    shape = _survey(table.select_columns(["image"]), name, shape)
+    return split_data(
+        name,
+        PictureTable(table, labels, context, image_size, channels, shape),
+        len(tables[0]),
+        held_out,
+        names,
         image_size=shape,
         channels=channels,
-        num_classes=len(names),
-        class_names=names,
-        context=None if contexts is None else contexts.shape,
+        context=context,
     )
 
 
@@ -372,14 +360,14 @@ def _image_column(table: "datasets.Dataset", column: str | None) -> str:
         raise unknown_name("data.image_column", column, images)
     if column is None and len(images) != 1:
         raise ValueError(
-            f"data.image_column is not set, and {len(images)} columns hold pictures (the feature "
-            f"Image), of {', '.join(f'{name} ({kind})' for name, kind in table.features.items())}. "
-            + ("Name one of them." if images else "Cast one: cast_column(name, datasets.Image()).")
+            f"data.image_column is not set, and {len(images)} of the columns "
+            f"{', '.join(table.features)} hold pictures (the feature Image): name one of them, or "
+            "cast one, cast_column(name, datasets.Image())."
         )
     return column or images[0]
 
 
-def _labels_of(
+def _read_labels(
     table: "datasets.Dataset", column: str | None, num_classes: int | None, name: str
 ) -> tuple[Tensor, tuple[str, ...]]:
     """Return labels int64 [N] and the names of the classes; all 0 and none without labels."""
@@ -387,16 +375,14 @@ def _labels_of(
 
     features = table.features
     if column is None and num_classes != 0:
+        usual = [n for n in ("label", "labels") if "int" in getattr(features.get(n), "dtype", "")]
         classes = [n for n, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
-        whole = [
-            n for n in ("label", "labels") if "int" in str(getattr(features.get(n), "dtype", ""))
-        ]
-        if len(classes) > 1 and not whole:
+        if len(classes) > 1 and not usual:
             raise ValueError(
                 f"data.label_column is not set, and several columns hold classes: "
                 f"{', '.join(classes)}. Name one, or set data.num_classes=0 to train without."
             )
-        column = next(iter([*whole, *classes]), None)
+        column = next(iter([*usual, *classes]), None)
     if column is not None and column not in features:
         raise unknown_name("data.label_column", column, features)
     if column is None and num_classes:
@@ -411,49 +397,91 @@ def _labels_of(
             "data.num_classes=0 to train without."
         )
     labels, kind = torch.from_numpy(values.astype(np.int64)), features[column]
-    own = tuple(kind.names) if isinstance(kind, datasets.ClassLabel) else ()
-    count = check_labels(labels, num_classes or len(own) or None, name)
-    return labels, own if len(own) == count else tuple(map(str, range(count)))
+    own = kind.names if isinstance(kind, datasets.ClassLabel) else ()
+    return labels, check_labels(labels, num_classes, own, name)
 
 
-# Folders ------------------------------------------------------------------------------------------
+# Pictures -----------------------------------------------------------------------------------------
 
 
-def _find_pictures(root: Path, context: str | None) -> tuple[list[str], list[int], tuple[str, ...]]:
-    """Return files, their labels and the class names (none: unlabelled), in a fixed order."""
-    entries = sorted(entry for entry in root.iterdir() if not entry.name.startswith("."))
-    folders = [entry for entry in entries if entry.is_dir()]
-    loose = _pictures([str(entry) for entry in entries if entry.is_file()], root, context)
-    if folders and loose:
+def open_picture(source: str | bytes | Path) -> "Image.Image":
+    """Return the picture in a file or in its content, upright as its EXIF says, not yet decoded."""
+    from PIL import Image, ImageOps
+
+    picture = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+    ImageOps.exif_transpose(picture, in_place=True)
+    return picture
+
+
+def read_picture(source: str | bytes | Path, image_size: int | None, channels: int) -> Tensor:
+    """Return the picture of a path, or of a file's content, as uint8 [C,H,W], resized and cropped
+    to the square `image_size` unless that is None. Raises ValueError if it cannot be read."""
+    try:
+        picture = open_picture(source)
+        if picture.mode.startswith(("I", "F")):  # convert() would clip it, not scale it
+            raise ValueError(f"{picture.mode!r} pixels, more than 8 bits a channel")
+        picture = picture.convert("L" if channels == 1 else "RGB")
+        if image_size is not None:
+            picture = resize_and_crop(picture, image_size)
+        pixels = torch.from_numpy(np.array(picture, dtype=np.uint8))
+    except Exception as error:  # of OSError, SyntaxError, struct.error, zlib.error and more
+        raise ValueError(f"the picture cannot be read: {error}") from error
+    return pixels.reshape(*pixels.shape[:2], channels).permute(2, 0, 1).contiguous()
+
+
+def resize_and_crop(picture: "Image.Image", size: int) -> "Image.Image":
+    """Return `picture` with its shorter side resized to `size`, centre-cropped to a square.
+
+    Box averages by the largest power of two that leaves the shorter side at `size` or more, then
+    bicubic: no aliasing, and little blur. A smaller picture is enlarged.
+    """
+    from PIL import Image
+
+    factor = 1
+    while min(picture.size) >= 2 * factor * size:
+        factor *= 2
+    picture = picture.reduce(factor)
+    scale = size / min(picture.size)
+    width, height = (max(size, round(side * scale)) for side in picture.size)
+    picture = picture.resize((width, height), Image.Resampling.BICUBIC)
+    left, top = (width - size) // 2, (height - size) // 2
+    return picture.crop((left, top, left + size, top + size))
+
+
+def _content(cell: Any) -> str | bytes:
+    """Return the path or the content of a picture."""
+    if cell is None or (cell["bytes"] is None and cell["path"] is None):
+        raise ValueError("the row has no picture")
+    source: str | bytes = cell["path"] if cell["bytes"] is None else cell["bytes"]
+    return source
+
+
+def _survey(table: "datasets.Dataset", name: str, shape: tuple[int, int] | None) -> tuple[int, int]:
+    """Return (H, W) of up to 64 evenly spaced pictures, or `shape`, if they are brought to that;
+    transparency is logged. Those that cannot be opened are met, and counted, in training.
+
+    Raises:
+        ValueError: none can be opened, or they differ in size.
+    """
+    sizes: dict[tuple[int, int], int] = {}
+    transparent, reason = 0, ""
+    for row in evenly_spaced(len(table), _SURVEYED):
+        try:
+            picture = open_picture(_content(table[row]["image"]))
+        except Exception as error:  # as above
+            reason = str(error)
+            continue
+        sizes.setdefault((picture.height, picture.width), row)
+        transparent += picture.has_transparency_data
+    if not sizes:
+        raise ValueError(f"{name}: none of the pictures that were tried can be opened: {reason}")
+    if transparent:
+        text = "alpha     %s: %d of the first pictures have transparency, which is dropped"
+        logger.warning(text, name, transparent)
+    if shape is None and len(sizes) > 1:
+        (one, first), (other, second) = list(sizes.items())[:2]
         raise ValueError(
-            f"data.path={str(root)!r} has pictures beside sub-folders ({Path(loose[0]).name!r} "
-            f"beside {folders[0].name!r}); sort them all into sub-folders, one a class, or put "
-            "them all in one flat folder (unlabelled)."
+            f"{name}: the pictures differ in size: number {first} is {one[0]}x{one[1]}, number "
+            f"{second} is {other[0]}x{other[1]} (height x width). Set data.image_size."
         )
-    files, labels = loose, [0] * len(loose)
-    for label, folder in enumerate(folders):
-        under = [os.path.join(parent, n) for parent, _, names in os.walk(folder) for n in names]
-        pictures = _pictures(sorted(under), folder, context)
-        files += pictures
-        labels += [label] * len(pictures)
-    if not files:
-        raise ValueError(
-            f"data.path={str(root)!r} has no pictures ({', '.join(SUFFIXES)}), neither in it nor "
-            "in sub-folders."
-        )
-    return files, labels, tuple(folder.name for folder in folders)
-
-
-def _pictures(files: Iterable[str], folder: Path, context: str | None) -> list[str]:
-    """Return those that are pictures; the other ones are counted in the log."""
-    names = [file for file in files if not os.path.basename(file).startswith(".")]
-    pictures = [file for file in names if file.lower().endswith(SUFFIXES)]
-    others = Counter(
-        os.path.splitext(file)[1].lower() or "no suffix"
-        for file in names
-        if not file.lower().endswith((*SUFFIXES, *([context] if context else [])))
-    )
-    if others:
-        kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common())
-        logger.warning("left out  %s: files that are no pictures: %s", folder, kinds)
-    return pictures
+    return shape or next(iter(sizes))

@@ -24,22 +24,17 @@ class Vae:
     """An autoencoder in eval mode; `network` is of one of diffusers' classes in `CLASSES`."""
 
     def __init__(self, network: nn.Module, name: str):
-        self.network, self.name = network.eval().requires_grad_(False), name
-        self.kind = type(network).__name__
-        config: Any = network.config
-        # RAE: a latent is the encoder's features at a patch
-        self.latent_channels = int(
-            config.encoder_hidden_size if self.kind == "AutoencoderRAE" else config.latent_channels
+        self.network: Any = network.eval().requires_grad_(False)
+        self.name, self.kind, self.sha256 = name, type(network).__name__, weights_digest(network)
+        config: Any = self.network.config
+        self.is_rae, self.has_posterior = (
+            self.kind == name for name in ("AutoencoderRAE", "AutoencoderKL")
         )
-        self.scaling_factor = float(config.scaling_factor)
+        # RAE: a latent is the encoder's features at a patch
+        channels = config.encoder_hidden_size if self.is_rae else config.latent_channels
+        self.latent_channels, self.scaling_factor = int(channels), float(config.scaling_factor)
         self.shift_factor = float(getattr(config, "shift_factor", None) or 0.0)
-        self.sha256 = weights_digest(network)
         network.to(memory_format=torch.channels_last)  # convolutions are faster so
-
-    @property
-    def has_posterior(self) -> bool:
-        """Whether `encode` gives a distribution."""
-        return self.kind == "AutoencoderKL"
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -62,11 +57,10 @@ class Vae:
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return mean and logvar (None without a posterior), float32 [B,C,h,w], of images in
         [-1, 1]; grey ones are repeated to three channels."""
-        images = images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images
-        network: Any = self.network
-        if self.kind == "AutoencoderRAE":  # takes [0, 1], and scales latents itself
-            return network.encode((images + 1) / 2).latent.float() / self.scaling_factor, None
-        encoded = network.encode(images)
+        images = images.expand(-1, 3, -1, -1)
+        if self.is_rae:  # takes [0, 1], and scales latents itself
+            return self.network.encode((images + 1) / 2).latent.float() / self.scaling_factor, None
+        encoded = self.network.encode(images)
         if self.has_posterior:
             return encoded.latent_dist.mean.float(), encoded.latent_dist.logvar.float()
         return (encoded.latents if self.kind == "AutoencoderTiny" else encoded.latent).float(), None
@@ -74,10 +68,9 @@ class Vae:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Return images float32 [B,3,H,W], about in [-1, 1], of latents [B,C,h,w]."""
-        network: Any = self.network
-        if self.kind == "AutoencoderRAE":
-            return network.decode(latents * self.scaling_factor).sample.float() * 2 - 1
-        return network.decode(latents).sample.float()
+        scale = self.scaling_factor if self.is_rae else 1.0
+        images: Tensor = self.network.decode(latents * scale).sample.float()
+        return images * 2 - 1 if self.is_rae else images
 
 
 def load_vae(name: str) -> Vae:

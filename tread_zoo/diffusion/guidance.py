@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Protocol
 
 import torch
-from pydantic import BeforeValidator, Field, NonNegativeFloat
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt
 from torch import Tensor
 
 from tread_zoo.backbone import Backbone
@@ -44,16 +44,20 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 _ROUTES_AT_ONCE = 32  # evaluations whose routes one generator draws
 
 
-def combine(weak: DxDt, strong: DxDt, scale: float) -> DxDt:
-    """Return weak + scale (strong - weak); at a scale of 1 or 0 that branch itself, alone."""
+def combine(weak: DxDt, strong: DxDt, scale: float, channels: int | None = None) -> DxDt:
+    """Return weak + scale (strong - weak); at a scale of 1 or 0 that branch itself, alone.
+
+    With `channels` only the first ones are guided; the others are the strong prediction's.
+    """
     if scale == 1:
         return strong
-    if scale == 0:
+    if scale == 0 and channels is None:
         return weak
 
     def guided(x: Tensor, level: Tensor) -> Tensor:
-        away = weak(x, level)
-        return away + scale * (strong(x, level) - away)
+        away, towards = weak(x, level), strong(x, level)
+        out = away + scale * (towards - away)
+        return out if channels is None else torch.cat([out[:, :channels], towards[:, channels:]], 1)
 
     return guided
 
@@ -145,9 +149,12 @@ class ClassifierFree:
 
     Args:
         scale: w; 1 is the conditional network alone, 0 the unconditional one.
+        channels: how many are guided, the first ones; null for all. The published samplers of DiT
+            and SiT guide 3 of their 4 latent channels.
     """
 
     scale: NonNegativeFloat = 2.0
+    channels: PositiveInt | None = None
 
     def check(self, backbone: Backbone, objective: Objective) -> None:
         if not backbone.is_conditional and self.scale != 1:
@@ -168,7 +175,7 @@ class ClassifierFree:
         if batch.labels is None:  # scale 1, or `check` would have raised
             return batch.dx_dt()
         weak = replace(batch, labels=batch.backbone.null_like(batch.labels))
-        return combine(weak.dx_dt(), batch.dx_dt(), self.scale)
+        return combine(weak.dx_dt(), batch.dx_dt(), self.scale, self.channels)
 
 
 @register("guidance", "interval")
@@ -177,7 +184,7 @@ class IntervalGuidance(ClassifierFree):
     """Classifier-free guidance at the levels low < level <= high; elsewhere one evaluation.
 
     Args:
-        scale: w.
+        scale, channels: as of `cfg`.
         low, high: in the objective's level: t in [0, 1] for flow matching, sigma for EDM.
 
     Raises:

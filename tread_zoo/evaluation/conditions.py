@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from tread_zoo.backbone import Backbone
-from tread_zoo.data import ImageData
-from tread_zoo.data.contexts import as_context, read_npy, spread_order
-from tread_zoo.data.loader import read_items
+from tread_zoo.data import ImageData, read_items
+from tread_zoo.data.contexts import as_context, load_npy
 from tread_zoo.diffusion import default_labels
 
 
@@ -36,10 +35,13 @@ def conditions_of(backbone: Backbone, data: ImageData) -> Conditions:
     if not backbone.context_size:
         return label_conditions(backbone)
     kind, part = ("training", data.train) if data.held_out is None else ("held-out", data.held_out)
-    order = spread_order(len(part))  # type: ignore[arg-type]
+    size = len(part)  # type: ignore[arg-type]
+    bits = max(size - 1, 0).bit_length()
+    reversed_bits = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
+    order = [index for index in reversed_bits if index < size]
 
     def of(indices: Sequence[int]) -> Tensor:
-        return read_items(part, [order[index % len(order)] for index in indices])[1]
+        return read_items(part, [order[index % size] for index in indices])[1]
 
     return Conditions(f"contexts of {kind} images, evenly spaced", of)
 
@@ -62,13 +64,14 @@ def contexts_in(file: str, backbone: Backbone) -> Conditions:
         raise ValueError(
             f"contexts={file!r}, but {backbone.name} was trained without contexts; leave it out."
         )
-    array = read_npy(Path(file).expanduser().read_bytes, repr(file))
+    array, shape = (
+        load_npy(Path(file).expanduser()),
+        (backbone.context_length, backbone.context_size),
+    )
     rows = array if array.ndim == 3 else array[None]
-    shape = (backbone.context_length, backbone.context_size)
-    contexts = torch.stack(
-        [as_context(row, f"{file!r}, row {i}", shape) for i, row in enumerate(rows)]
-    )
-    return Conditions(
-        f"contexts of {file}",
-        lambda indices: contexts[[index % len(contexts) for index in indices]],
-    )
+    contexts = torch.stack([as_context(r, f"{file!r}, row {i}", shape) for i, r in enumerate(rows)])
+
+    def of(indices: Sequence[int]) -> Tensor:
+        return contexts[[index % len(contexts) for index in indices]]
+
+    return Conditions(f"contexts of {file}", of)

@@ -20,7 +20,7 @@ from tread_zoo.errors import unknown_name
 from tread_zoo.evaluation.conditions import conditions_of
 from tread_zoo.evaluation.features import DIGITS, INCEPTION, find_extractor
 from tread_zoo.evaluation.flops import count_sampling
-from tread_zoo.evaluation.images import PartImages, open_images, pixel_shape
+from tread_zoo.evaluation.images import Images, open_images, part_images, pixel_shape
 from tread_zoo.evaluation.metrics import build_metrics
 from tread_zoo.evaluation.pictures import save_png
 from tread_zoo.evaluation.score import Evaluation, Reference, open_reference
@@ -62,32 +62,42 @@ def evaluate(
         ValueError: as `check_evaluation`, or the network gives NaN.
     """
     cache = {} if cache is None else cache
-    device = next(backbone.parameters()).device
-    labelled = bool(backbone.num_classes)
-    evaluation = check_evaluation(options, data, labelled=labelled, device=device)
+    device, codec = next(backbone.parameters()).device, data.codec
+    evaluation = check_evaluation(options, data, num_classes=backbone.num_classes, device=device)
     if "sampling" not in cache:
         cache["sampling"] = sampling_record(backbone, objective, sampling, weak=weak)
     protocol = {**cache["sampling"], "weights": "ema", "precision": precision, **facts}
     protocol |= {"data": data.name, "seed": options.seed}
-    if not data.codec.has_pixels:
+    if not codec.has_pixels:
         return {"values": {}, "real": {}, "protocol": protocol, "not_scored": _NO_DECODER}
     conditions = conditions_of(backbone, data)
 
-    def draw(chosen: range) -> Tensor:
-        return generate(
-            backbone, objective, sampling, indices=chosen, labels=conditions.of(chosen),
+    def draw(numbers: range) -> tuple[Tensor, Tensor | None]:
+        x = generate(
+            backbone, objective, sampling, indices=numbers, labels=conditions.of(numbers),
             seed=options.seed, batch_size=options.batch_size, precision=precision, weak=weak,
         )  # fmt: skip
+        images = codec.to_pixels(x, device=device)
+        if options.keep_images is not None:
+            folder = Path(options.keep_images).expanduser()
+            folder.mkdir(parents=True, exist_ok=True)
+            for number, image in zip(numbers, images, strict=True):
+                save_png(image, folder / f"{number:06d}.png")
+        return images, default_labels(numbers, backbone.num_classes)
 
+    decoder = codec.decoded_by
+    if decoder is not None:
+        decoder = decoder | {n: codec.facts[n] for n in ("normalization", "shift", "scale")}
+    shape = pixel_shape(data, device)
     return evaluation.run(
-        Samples(draw, data, options, backbone.num_classes, device),
+        Images("samples", shape, options.num_images, draw, backbone.num_classes),
         held_out=_held_out(data, options, device),
         batch_size=options.batch_size,
         device=device,
         cache=cache,
         labels=conditions.rule,
         uint8=UINT8_RULE,
-        decoder=_describe_decoder(data),
+        decoder=decoder,
         **protocol,
     )
 
@@ -95,16 +105,10 @@ def evaluate(
 def evaluate_images(
     place: str | Path, data: ImageData | None, options: EvaluationConfig, device: torch.device
 ) -> dict[str, Any]:
-    """Return the record of images that are there, as `evaluate` does of samples.
+    """Return the record, as of `evaluate`, of all images in a folder or an .npz file.
 
-    Args:
-        place: a folder of pictures, or an .npz file.
-        data: whose parts they are compared with, and whose classes their folders may name.
-        options: by what; all images are scored.
-        device: of the extractor.
-
-    Raises:
-        ValueError: they cannot be scored so.
+    They are compared with a part of `data`, whose classes their folders may name. Raises ValueError
+    if they cannot be.
     """
     images = open_images(place, () if data is None else data.class_names)
     evaluation = make_evaluation(options, data, num_classes=images.num_classes, device=device)
@@ -121,75 +125,30 @@ def evaluate_images(
     )
 
 
-def _held_out(
-    data: ImageData, options: EvaluationConfig, device: torch.device
-) -> PartImages | None:
+def _held_out(data: ImageData, options: EvaluationConfig, device: torch.device) -> Images | None:
     """Return the held-out images, where samples are compared with those of the training part."""
-    if data.held_out is None or options.reference != "train":
+    if data.held_out is None or options.reference != "train" or not data.codec.has_pixels:
         return None
-    return PartImages(data, data.held_out, "held_out", count=options.num_reference, device=device)
-
-
-class Samples:
-    """Samples as images to be read by number; they are drawn when they are read.
-
-    Args:
-        draw: returns x [B,C,H,W] of the model's range for some numbers.
-        data: that the network was trained on, whose codec decodes.
-        options: `num_images`, and `keep_images`, where they are written as PNG files.
-        num_classes: of the network; sample i has label i mod num_classes.
-        device: where latents are decoded.
-    """
-
-    def __init__(
-        self,
-        draw: Any,
-        data: ImageData,
-        options: EvaluationConfig,
-        num_classes: int,
-        device: torch.device,
-    ):
-        self.name, self.shape, self.num_classes = "samples", pixel_shape(data, device), num_classes
-        self.draw, self.codec, self.device = draw, data.codec, device
-        self.count = options.num_images
-        self.folder = None if options.keep_images is None else Path(options.keep_images)
-
-    def __len__(self) -> int:
-        return self.count
-
-    def read(self, chosen: range) -> tuple[Tensor, Tensor | None]:
-        """Return samples uint8 [B,C,H,W], and their labels."""
-        images = self.codec.to_pixels(self.draw(chosen), device=self.device)
-        if self.folder is not None:
-            self.folder.expanduser().mkdir(parents=True, exist_ok=True)
-            for number, image in zip(chosen, images, strict=True):
-                save_png(image, self.folder.expanduser() / f"{number:06d}.png")
-        return images, default_labels(chosen, self.num_classes)
+    return part_images(data, data.held_out, "held_out", count=options.num_reference, device=device)
 
 
 def check_evaluation(
     options: EvaluationConfig,
     data: ImageData,
     *,
-    labelled: bool | None = None,
+    num_classes: int | None = None,
     device: torch.device | None = None,
 ) -> Evaluation:
     """Return what samples like `data` are scored by; no image is drawn or read.
 
-    Args:
-        labelled: samples are drawn for labels; None: where the data have classes.
-        device: where latents are decoded, to see their size; None: not yet, and what depends on it
-            is not checked.
-
-    Raises:
-        ValueError: they cannot be scored so.
+    `num_classes` are those of the labels that samples are drawn for, unless given the data's own;
+    `device` is where latents are decoded. Raises ValueError if they cannot be scored so.
     """
-    shape = None
-    if data.codec.has_pixels and (device is not None or data.codec.decoded_by is None):
-        shape = pixel_shape(data, device or torch.device("cpu"))
-    num_classes = data.num_classes if labelled in (None, True) else 0
+    num_classes = data.num_classes if num_classes is None else num_classes
     evaluation = make_evaluation(options, data, num_classes=num_classes, device=device)
-    evaluation.check(options.num_images, shape, num_classes)
+    if evaluation.extractor is not None:
+        shape = pixel_shape(data, device or torch.device("cpu"))
+        evaluation.check(options.num_images, shape, num_classes)
     folder = options.keep_images and Path(options.keep_images).expanduser()
     if folder and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(
@@ -206,26 +165,16 @@ def make_evaluation(
     num_classes: int = 0,
     device: torch.device | None = None,
 ) -> Evaluation:
-    """Return what images are scored by.
-
-    Args:
-        options: by what.
-        data: whose part the reference is, where it is one.
-        num_classes: of the images' labels; 0: they have none.
-        device: where latents are decoded.
-
-    Raises:
-        ValueError: unknown names, or files that are not there.
-    """
+    """Return what images with labels of `num_classes` (0: none) are scored by. Raises ValueError
+    for unknown names, or files that are not there."""
     if data is not None and not data.codec.has_pixels:
         return Evaluation((), None, Reference(options.reference, None), not_scored=_NO_DECODER)
-    reference = _reference(options, data, device)
-    metrics = build_metrics(options.metrics)
-    name, not_scored = options.extractor, ""
+    reference = _open_reference(options, data, device)
+    metrics, not_scored, extractor = build_metrics(options.metrics), "", None
     is_digits = data is not None and data.name == "digits"
+    name = options.extractor
     if name == "auto":
         name = DIGITS if is_digits else INCEPTION
-    extractor = None
     try:
         extractor = find_extractor(
             name,
@@ -240,12 +189,11 @@ def make_evaluation(
     reads_labels = extractor and extractor.num_classes > 0 and (name != DIGITS or is_digits)
     if reads_labels and num_classes and "label_accuracy" not in [metric.name for metric in metrics]:
         metrics = (*build_metrics(["label_accuracy"]), *metrics)
-    return Evaluation(
-        metrics, extractor if metrics else None, reference, options.allow_few_images, not_scored
-    )
+    few = options.allow_few_images
+    return Evaluation(metrics, extractor if metrics else None, reference, few, not_scored)
 
 
-def _reference(
+def _open_reference(
     options: EvaluationConfig, data: ImageData | None, device: torch.device | None
 ) -> Reference:
     """Return the real images of a part of the data, or of a path."""
@@ -262,7 +210,9 @@ def _reference(
             f"evaluation.reference={name} is a part of the data, and {missing}. Or name a folder "
             "of pictures, or an .npz file."
         )
-    return Reference(name, PartImages(data, part, name, count=options.num_reference, device=device))
+    return Reference(
+        name, part_images(data, part, name, count=options.num_reference, device=device)
+    )
 
 
 def sampling_record(
@@ -315,11 +265,3 @@ def describe_sampling(protocol: Mapping[str, Any]) -> str:
     words.append("no guidance" if kind == "none" else f"{kind} guidance {scale}")
     megaflops = protocol["flops_per_image"] / 1e6
     return ", ".join([*words, f"{protocol['nfe']} evaluations, {megaflops:.1f} MFLOPs per image"])
-
-
-def _describe_decoder(data: ImageData) -> dict[str, Any] | None:
-    """Return the autoencoder that decodes latents, and their normalization; None for pixels."""
-    decoder = data.codec.decoded_by
-    if decoder is None:
-        return None
-    return {**decoder, **{n: data.codec.facts[n] for n in ("normalization", "shift", "scale")}}

@@ -20,7 +20,6 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tread_zoo.data.files import written_whole
 from tread_zoo.errors import unknown_name
 
 DIGITS = "digits-cnn-64"
@@ -70,7 +70,7 @@ class Extractor:
     file: Path
     sizes: Mapping[str, int]
     resize: str = "none"
-    shape: tuple[int, int, int] | None = None
+    shape: tuple[int, ...] | None = None
     num_classes: int = 0
 
     @functools.cached_property
@@ -96,7 +96,7 @@ class Extractor:
             elif self.name in DINOV2:
                 network = _load_dinov2(self, device)
             else:
-                network = _load_classifier(self.file, device)
+                network = _naming(("pooled", "logits"), load_features(self.file).to(device))
 
         @torch.no_grad()
         def extract(images: Tensor) -> dict[str, Tensor]:
@@ -158,21 +158,21 @@ class ClassifierFeatures(nn.Module):
         layers: Sequence[tuple[int, int, bool]] | None = None,
     ) -> None:
         super().__init__()
-        self.shape = (channels, image_size[0], image_size[1])
+        self.shape = (channels, *image_size)
         width = num_features
         self.layers = layers or ((32, 1, True), (64, 1, True), (width, 1, False), (width, 1, False))
         self.num_classes, self.num_features = num_classes, self.layers[-1][0]
-        widths = (channels, *(layer[0] for layer in self.layers))
-        for index, (before, after) in enumerate(pairwise(widths)):
-            conv = nn.Conv2d(before, after, 3, padding=self.layers[index][1])
-            self.add_module(f"conv{index + 1}", conv)
+        before = channels
+        for index, (after, padding, _) in enumerate(self.layers, start=1):
+            self.add_module(f"conv{index}", nn.Conv2d(before, after, 3, padding=padding))
+            before = after
         self.classify = nn.Linear(self.num_features, num_classes)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return (features [B, D], logits [B, num_classes]) of uint8 [B,C,H,W]."""
         x = images.to(self.classify.weight.dtype) / 255
-        for index, (_, _, pooled) in enumerate(self.layers):
-            x = F.gelu(self.get_submodule(f"conv{index + 1}")(x))
+        for index, (_, _, pooled) in enumerate(self.layers, start=1):
+            x = F.gelu(self.get_submodule(f"conv{index}")(x))
             x = F.max_pool2d(x, 2) if pooled else x
         features = x.mean(dim=(2, 3))
         return features, self.classify(features)
@@ -185,16 +185,14 @@ _DIGITS = {"image_size": (8, 8), "channels": 1, "num_classes": 10, "layers": _DI
 
 def save_features(network: ClassifierFeatures, path: Path, about: str) -> None:
     """Write a classifier's weights and sizes to one safetensors file, which appears whole."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     channels, *image_size = network.shape
     sizes = {"image_size": image_size, "channels": channels, "num_classes": network.num_classes}
     facts = json.dumps({**sizes, "layers": network.layers, "about": about})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
     # one entry of metadata: the order of several is not fixed, and the file's hash is its name
-    save_file(network.state_dict(), partial, metadata={"features": facts})
-    partial.replace(path)
+    with written_whole(path) as stream:
+        stream.write(save(network.state_dict(), metadata={"features": facts}))
 
 
 def load_features(path: Path = DIGITS_WEIGHTS) -> ClassifierFeatures:
@@ -223,11 +221,6 @@ def load_features(path: Path = DIGITS_WEIGHTS) -> ClassifierFeatures:
     return network.eval().requires_grad_(False)
 
 
-def _load_classifier(file: Path, device: torch.device) -> Network:
-    network = load_features(file).to(device)
-    return lambda images: dict(zip(("pooled", "logits"), network(images), strict=True))
-
-
 def _load_inception(file: Path, names: Collection[str], device: torch.device) -> Network:
     """Return Inception; it runs no further than `names` need."""
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
@@ -238,19 +231,20 @@ def _load_inception(file: Path, names: Collection[str], device: torch.device) ->
     network = FeatureExtractorInceptionV3(
         INCEPTION, [layers[name] for name in wanted], feature_extractor_weights_path=str(file)
     ).to(device)
-    seen: dict[str, Tensor] = {}
+    spatial: dict[str, Tensor] = {}
 
-    def watch(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        spatial = output[:, :_SPATIAL_CHANNELS].permute(0, 2, 3, 1)  # [B, 17, 17, 7]
-        seen["spatial"] = spatial.flatten(1).float()
+    def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        first = output[:, :_SPATIAL_CHANNELS].permute(0, 2, 3, 1)  # [B, 17, 17, 7]
+        spatial["spatial"] = first.flatten(1).float()
 
     if "spatial" in wanted:
-        network.Mixed_6d.branch1x1.register_forward_hook(watch)
+        network.Mixed_6d.branch1x1.register_forward_hook(keep)
+    named = _naming(wanted, network)
+    return lambda images: named(images) | spatial
 
-    def forward(images: Tensor) -> dict[str, Tensor]:
-        return dict(zip(wanted, network(images), strict=True)) | seen
 
-    return forward
+def _naming(names: Sequence[str], network: Callable[[Tensor], Sequence[Tensor]]) -> Network:
+    return lambda images: dict(zip(names, network(images), strict=True))
 
 
 def _load_dinov2(extractor: Extractor, device: torch.device) -> Network:
@@ -266,10 +260,11 @@ def _load_dinov2(extractor: Extractor, device: torch.device) -> Network:
         )
     os.environ.setdefault("XFORMERS_DISABLED", "1")  # as torch-fidelity has it: plain attention
     name = DINOV2[extractor.name][0]
-    network: nn.Module = torch.hub.load(str(code), name, source="local", pretrained=False)
+    load: Any = torch.hub.load
+    network: nn.Module = load(str(code), name, source="local", pretrained=False)
     network.load_state_dict(torch.load(extractor.file, map_location="cpu", weights_only=True))
 
-    class Local(FeatureExtractorDinoV2):
+    class Local(FeatureExtractorDinoV2):  # type: ignore[misc,unused-ignore]
         """Its forward pass, around a network that is there already."""
 
         def __init__(self) -> None:
@@ -278,7 +273,7 @@ def _load_dinov2(extractor: Extractor, device: torch.device) -> Network:
             self.model = network
 
     local = Local().eval().requires_grad_(False).to(device)
-    return lambda images: {"pooled": local(images)[0]}
+    return _naming(["pooled"], local)
 
 
 def _hub_file(given: str | None, url: str, field: str) -> Path:

@@ -8,6 +8,7 @@ Every operation is counted in its torch form, whichever form runs, so that machi
     causal_conv1d       2 a tap and channel; twice that backward
     selective_scan      7 a token, channel and state: Δ A, 2^x, (Δ u) B, a h + b, C · h; 20 backward
     ssd                 the matrix products of its chunks of at most 64 tokens
+    gated_delta_rule    the matrix products of its chunks of at most 32 tokens; so with kda
     bidirectional_wkv   54 a token and channel, two scans carried in log space; 94 backward
 
 What a block computes again because of activation checkpointing counts, too.
@@ -50,10 +51,8 @@ def count_flops(
 
 
 def training_flops(backbone: Backbone, routing: Routing, num_steps: int) -> float:
-    """Return the FLOPs of an image, forward and backward, averaged over a run of `num_steps` steps.
-
-    Where a step is routed, or drops its paths, with a probability, this is the expected value.
-    """
+    """Return the FLOPs of an image, forward and backward, averaged over a run of `num_steps` steps;
+    where a step is routed, or drops its paths, with a probability, the expected value."""
     stages = stage_flops(backbone, routing, num_steps)
     return sum(len(steps) * flops for steps, flops in stages) / num_steps
 
@@ -80,11 +79,7 @@ def stage_flops(backbone: Backbone, routing: Routing, num_steps: int) -> list[tu
 
 @dataclass(frozen=True)
 class SamplingCost:
-    """What one image costs from noise to data.
-
-    evaluations: calls of a network, of the strong and the weak one.
-    flops: of all of them.
-    """
+    """What one image costs from noise to data: calls of a network, strong or weak, and FLOPs."""
 
     evaluations: int
     flops: int
@@ -97,14 +92,11 @@ def count_sampling(
     *,
     weak: Backbone | None = None,
 ) -> SamplingCost:
-    """Return what sampling one image with `options` costs.
+    """Return what sampling one image with `options` costs. Raises ValueError if they do not fit.
 
     `generate` itself runs, with networks whose forward computes nothing and notes what it was
     called with: so a branch that a level or a scale leaves out is not counted. Each kind of call
     (which network, which routes) is traced once, as `count_flops` does.
-
-    Raises:
-        ValueError: options that do not fit the network or the objective.
     """
     calls: list[int] = []
     network = _stand_in(backbone, calls)
@@ -138,11 +130,9 @@ def _stand_in(network: Backbone, calls: list[int]) -> Backbone:
 @torch.inference_mode(False)
 def _without_data(backbone: Backbone) -> Backbone:
     """Return a copy on the meta device; no weight is copied on the way."""
-    empty: dict[int, object] = {}
-    for parameter in backbone.parameters():
-        empty[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"))
-    for buffer in backbone.buffers():
-        empty[id(buffer)] = torch.empty_like(buffer, device="meta")
+    empty: dict[int, object] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in backbone.parameters()
+    } | {id(b): torch.empty_like(b, device="meta") for b in backbone.buffers()}
     return deepcopy(backbone, empty)
 
 

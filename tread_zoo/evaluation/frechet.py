@@ -68,11 +68,8 @@ class RunningStatistics:
 
 
 def frechet_distance(generated: Statistics, real: Statistics) -> float:
-    """Return d^2 above; what makes it doubtful is a `RuntimeWarning`.
-
-    Raises:
-        ValueError: statistics of different sizes, or not finite.
-    """
+    """Return d^2 above; what makes it doubtful is a `RuntimeWarning`. Raises ValueError for
+    statistics of different sizes, or that are not finite."""
     for name, own in (("generated", generated), ("real", real)):
         if not (own.mean.isfinite().all() and own.covariance.isfinite().all()):
             raise ValueError(f"the {name} statistics are not finite.")
@@ -96,12 +93,10 @@ def frechet_distance(generated: Statistics, real: Statistics) -> float:
     product = _symmetric(root @ other @ root)
     values = torch.linalg.eigvalsh(product)
     square = product.square().sum()
-    size = len(values) ** 0.5 * square.sqrt()  # no trace is larger
-    if not (
-        error <= allowed
-        and (values.sum() - product.trace()).abs() <= _EXACT * size
-        and (values.square().sum() - square).abs() <= _EXACT * square
-    ):
+    bound = len(values) ** 0.5 * square.sqrt()  # no trace is larger
+    sums_agree = (values.sum() - product.trace()).abs() <= _EXACT * bound
+    squares_agree = (values.square().sum() - square).abs() <= _EXACT * square
+    if not (error <= allowed and sums_agree and squares_agree):
         _warn(
             "the linear algebra of this machine (BLAS) is broken, and so is the distance; use "
             "another build of torch, or another machine"

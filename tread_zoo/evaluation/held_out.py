@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.data import ImageData, read_items
+from tread_zoo.data.split import evenly_spaced
 from tread_zoo.diffusion import Objective, describe_part
-from tread_zoo.evaluation.images import evenly_spaced
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
 
@@ -31,7 +31,9 @@ def held_out_loss(
     precision: str,
     num_draws: int = 1,
 ) -> tuple[float, list[float]] | None:
-    """Return the dense loss on held-out images at fixed draws of level and noise.
+    """Return the mean dense loss on held-out images at fixed draws of level and noise, and the
+    means of the fourths of the draws from the lowest levels to the highest; None if nothing was
+    held out.
 
     The draws depend on the seed alone, so the numbers of different steps and networks compare, pair
     by pair.
@@ -41,10 +43,6 @@ def held_out_loss(
         seed: of the draws.
         precision: resolved, see `tread_zoo.runtime`.
         num_draws: levels and noises for each image; more of them make the numbers less noisy.
-
-    Returns:
-        The mean, and the means of the fourths of the draws from the lowest levels to the highest;
-        None if nothing was held out.
     """
     if data.held_out is None:
         return None
@@ -53,7 +51,8 @@ def held_out_loss(
     y = labels.to(device) if backbone.is_conditional else None
 
     def network(x_t: Tensor, t: Tensor) -> Tensor:
-        return backbone(x_t, t, y)
+        output: Tensor = backbone(x_t, t, y)
+        return output
 
     losses, levels = [], []
     for number in range(num_draws):
@@ -76,9 +75,6 @@ def held_out_record(
 
     `held_out_sha256` is of what the network is given: the images as stored, in their order, their
     labels or contexts, and how latents are normalized.
-
-    Args:
-        objective, data, seed, num_draws: as for `held_out_loss`.
     """
     if data.held_out is None:
         return {}
@@ -102,9 +98,6 @@ def held_out_record(
 
 
 def stack_part(dataset: Dataset[Any], count: int) -> tuple[Tensor, Tensor]:
-    """Return `count` items of a data set, evenly spaced, as stored [n, …], and their labels [n] or
-    contexts [n, T, S].
-
-    Evenly spaced, for the first ones of a set that is sorted by class are of few classes.
-    """
+    """Return `count` items of a data set as stored [n, …], and their labels [n] or contexts
+    [n, T, S]; evenly spaced, for the first ones of a sorted set are of few classes."""
     return read_items(dataset, evenly_spaced(len(dataset), count))  # type: ignore[arg-type]

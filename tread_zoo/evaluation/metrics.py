@@ -19,6 +19,7 @@ Dimensions: N generated images, M real images, D features.
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,21 +64,15 @@ class Metric:
     def compute(self, generated: "FeatureSet", real: "FeatureSet") -> dict[str, float]:
         """Return the values by name."""
         sets = (generated, real) if self.uses_real else (generated,)
-        args: list[Any] = [
-            (s.statistics if self.statistics else s.rows)[self.features] for s in sets
-        ]
-        args += [generated.labels] if self.labels else []
-        result = self.function(*args)
+        inputs = [(s.statistics if self.statistics else s.rows)[self.features] for s in sets]
+        result = self.function(*inputs, *([generated.labels] if self.labels else []))
         values = result if isinstance(result, Mapping) else {self.name: result}
         return {name: float(value) for name, value in values.items()}
 
 
 def build_metrics(parts: Iterable[str | Mapping[str, Any]]) -> tuple[Metric, ...]:
     """Return registered metrics, each given by its name or by a mapping with `name` and options.
-
-    Raises:
-        ValueError: an unknown name or option, or one metric twice.
-    """
+    Raises ValueError for an unknown name or option, or one metric twice."""
     metrics = []
     for part in parts:
         options = complete("metric", part, "evaluation.metrics")
@@ -88,9 +83,8 @@ def build_metrics(parts: Iterable[str | Mapping[str, Any]]) -> tuple[Metric, ...
         own = {name: value for name, value in options.items() if name != "name"}
         uses_real = len(positional) > 1 and not facts.get("labels")
         metrics.append(Metric(options, entry.build(own), uses_real, **facts))
-    names = [metric.name for metric in metrics]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(metric.name for metric in metrics).items():
+        if count > 1:
             raise ValueError(f"evaluation.metrics has {name!r} twice; score it in two calls.")
     return tuple(metrics)
 
@@ -114,16 +108,8 @@ def kid(
     seed: int = 0,
 ) -> dict[str, float]:
     """Return the squared kernel distance, cubic kernel, and its standard deviation over subsets
-    (Bińkowski et al. 2018).
-
-    It is unbiased, so it may fall below 0; between sets that share images it does.
-
-    Args:
-        generated, real: features [N, D], [M, D].
-        num_subsets: over which the mean is taken.
-        subset_size: images of each; all of the smaller set where it has fewer.
-        seed: of the subsets.
-    """
+    (Bińkowski et al. 2018). It is unbiased, so it may fall below 0. A subset has `subset_size`
+    images of each set, or all of the smaller set where it has fewer."""
     from torch_fidelity.metric_kid import kid_features_to_metric
 
     values = kid_features_to_metric(
@@ -156,14 +142,8 @@ def recall(generated: Tensor, real: Tensor, *, num_neighbors: PositiveInt = 3) -
 
 @register("metric", "isc", better="higher", features="logits", min_images=10)
 def isc(generated: Tensor, *, num_parts: PositiveInt = 10, seed: int = 0) -> dict[str, float]:
-    """Return the inception score, exp of the mean KL of an image's classes from those of all, and
-    its standard deviation over parts (Salimans et al. 2016).
-
-    Args:
-        generated: logits [N, classes].
-        num_parts: that the images are dealt into.
-        seed: of the dealing.
-    """
+    """Return the inception score of logits [N, classes], exp of the mean KL of an image's classes
+    from those of all, and its standard deviation over `num_parts` (Salimans et al. 2016)."""
     from torch_fidelity.metric_isc import isc_features_to_metric
 
     values = isc_features_to_metric(generated, splits=num_parts, rng_seed=seed)
@@ -172,15 +152,8 @@ def isc(generated: Tensor, *, num_parts: PositiveInt = 10, seed: int = 0) -> dic
 
 @register("metric", "label_accuracy", better="higher", features="logits", min_images=1, labels=True)
 def label_accuracy(generated: Tensor, labels: Tensor) -> float:
-    """Return the fraction of images that the extractor's own classifier reads as labelled.
-
-    It saturates, and says nothing of variety: a network that repeats one good image of each class
-    gets 1.
-
-    Args:
-        generated: logits [N, classes].
-        labels: int64 [N].
-    """
+    """Return the fraction of logits [N, classes] that are highest at the label, int64 [N]. It
+    saturates, and says nothing of variety: one good image of each class, repeated, gets 1."""
     return float((generated.argmax(dim=1) == labels).double().mean())
 
 
@@ -188,7 +161,9 @@ def _coverage(points: Tensor, centers: Tensor, num_neighbors: int) -> float:
     rows = max(1, _DISTANCES_AT_ONCE // len(centers))
     nearest = num_neighbors + 1  # the first one is the centre itself
     radii = torch.cat(
-        [torch.cdist(part, centers).kthvalue(nearest).values for part in centers.split(rows)]
+        [torch.cdist(part, centers).kthvalue(nearest).values for part in torch.split(centers, rows)]
     )
-    inside = [(torch.cdist(part, centers) <= radii).any(dim=1) for part in points.split(rows)]
+    inside = [
+        (torch.cdist(part, centers) <= radii).any(dim=1) for part in torch.split(points, rows)
+    ]
     return float(torch.cat(inside).double().mean())

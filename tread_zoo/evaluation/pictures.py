@@ -1,9 +1,8 @@
-"""Pictures for people: grids of samples and the curve of a loss."""
+"""Pictures for people: grids of samples, the curve of a loss, the likeness of token states."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from torch import Tensor
 
 _SMALLEST_SIDE = 32  # tiny images are enlarged to about this on a grid
@@ -11,24 +10,18 @@ _SMALLEST_SIDE = 32  # tiny images are enlarged to about this on a grid
 
 def save_png(image: Tensor, path: Path) -> None:
     """Write one image, uint8 [C, H, W] with 1 or 3 channels."""
-    _to_picture(image.permute(1, 2, 0).numpy()).save(path)
+    from torchvision.transforms.functional import to_pil_image
+
+    to_pil_image(image).save(path)
 
 
 def save_grid(images: Tensor, path: Path, columns: int = 10) -> None:
     """Write images uint8 [N, C, H, W] as one PNG, row by row, each enlarged to be seen."""
-    count, channels, height, width = images.shape
-    columns = min(columns, count)
-    rows = -(-count // columns)
-    enlarge = max(1, _SMALLEST_SIDE // max(height, width))
-    margin = 2
-    cell = (height * enlarge + margin, width * enlarge + margin)
-    canvas = np.full((rows * cell[0] + margin, columns * cell[1] + margin, channels), 128, np.uint8)
-    pixels = images.permute(0, 2, 3, 1).numpy().repeat(enlarge, axis=1).repeat(enlarge, axis=2)
-    for index, picture in enumerate(pixels):
-        top = margin + index // columns * cell[0]
-        left = margin + index % columns * cell[1]
-        canvas[top : top + cell[0] - margin, left : left + cell[1] - margin] = picture
-    _to_picture(canvas).save(path)
+    from torchvision.utils import make_grid
+
+    enlarge = max(1, _SMALLEST_SIDE // max(images.shape[2:]))
+    enlarged = images.repeat_interleave(enlarge, 2).repeat_interleave(enlarge, 3)
+    save_png(make_grid(enlarged, nrow=columns, pad_value=128), path)
 
 
 def plot_losses(
@@ -70,32 +63,17 @@ def plot_similarity(
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
-    start, end = route
+    (start, end), middle = route, changes[1:-1]
     figure = Figure(figsize=(11, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    image = left.imshow(np.asarray(matrix), cmap="viridis", vmax=1.0)
-    side = end - start + 1
-    left.add_patch(
-        Rectangle((start - 0.5, start - 0.5), side, side, fill=False, color="tab:red", lw=2)
-    )
+    heat, corner, side = left.imshow(matrix, cmap="viridis", vmax=1.0), start - 0.5, end - start + 1
+    left.add_patch(Rectangle((corner, corner), side, side, fill=False, color="tab:red", lw=2))
     left.set(xlabel="state before block", ylabel="state before block", title=title)
-    figure.colorbar(image, ax=left, shrink=0.8)
-    inside = [start <= block < end for block in range(len(changes))]
-    colours = ["tab:red" if routed else "tab:gray" for routed in inside]
+    figure.colorbar(heat, ax=left, shrink=0.8)
+    colours = ["tab:red" if start <= block < end else "tab:gray" for block in range(len(changes))]
     right.bar(range(len(changes)), changes, color=colours)
-    middle = changes[1:-1]
-    right.axhline(
-        sum(middle) / len(middle), color="black", lw=1, label="mean, first and last apart"
-    )
+    mean = sum(middle) / len(middle)
+    right.axhline(mean, color="black", lw=1, label="mean, first and last apart")
     right.set(xlabel="block", ylabel="change", title=f"proposed route [{start}, {end}) in red")
     right.legend()
     figure.savefig(path, dpi=120)
-
-
-def _to_picture(pixels: np.ndarray):  # type: ignore[no-untyped-def]
-    """Return a PIL image of uint8 [H, W, C]; only the first three of other channel counts."""
-    from PIL import Image
-
-    if pixels.shape[-1] == 1:
-        return Image.fromarray(pixels[..., 0])
-    return Image.fromarray(np.ascontiguousarray(pixels[..., :3]))

@@ -69,7 +69,8 @@ class Protocol:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain values, for records."""
-        return json.loads(json.dumps(asdict(self)))
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return plain
 
     @property
     def digest(self) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from tread_zoo.data.files import write_text, written_whole
 from tread_zoo.evaluation.pictures import save_grid, save_png
 
 RECORD = "sampling.json"
@@ -55,13 +56,13 @@ class SampleFolder:
     ) -> None:
         self.path = Path(path).expanduser()
         self.settings, self.facts = json.loads(json.dumps(dict(settings))), dict(facts)
-        record, made = self.path / RECORD, self._made()
-        if made and not record.exists():
+        record, files = self.path / RECORD, self._files()
+        if files and not record.exists():
             raise ValueError(
-                f"out={str(path)!r} holds {made[0].name}, and no {RECORD} that says what made it: "
+                f"out={str(path)!r} holds {files[0].name}, and no {RECORD} that says what made it: "
                 "name another out=…"
             )
-        own = json.loads(record.read_text())["settings"] if made else self.settings
+        own = json.loads(record.read_text())["settings"] if files else self.settings
         changed = [
             f"{key}={own.get(key)!r}, not {self.settings.get(key)!r}"
             for key in sorted(own.keys() | self.settings.keys())
@@ -87,32 +88,28 @@ class SampleFolder:
         for number, image in zip(numbers, images, strict=True):
             save_png(image, self.path / f"{number:06d}.png")
         save_grid(images, self.grid_path)
-        self._save_arrays("samples.npz", numbers, images.permute(0, 2, 3, 1).numpy(), labels)
+        self._save_arrays("samples.npz", numbers, images.permute(0, 2, 3, 1), labels)
 
     def save_latents(self, numbers: range, latents: Tensor, labels: Tensor | None) -> None:
         """Write latents, float [B,C,h,w], with labels [B] or None."""
         self._begin()
-        self._save_arrays("latents.npz", numbers, latents.numpy(), labels)
+        self._save_arrays("latents.npz", numbers, latents, labels)
 
-    def _made(self) -> list[Path]:
+    def _files(self) -> list[Path]:
         """Return the samples that are there."""
-        pictures = [path for path in sorted(self.path.glob("*.png")) if path.stem.isdigit()]
-        arrays = [self.path / name for name in ("samples.npz", "latents.npz")]
-        return [*pictures, *(path for path in arrays if path.exists())]
+        files = [path for path in sorted(self.path.glob("*.png")) if path.stem.isdigit()]
+        return [*files, *self.path.glob("samples.npz"), *self.path.glob("latents.npz")]
 
     def _begin(self) -> None:
-        if self._replaces:
-            for file in self._made():
-                file.unlink()
-            self._replaces = False
+        for file in self._files() if self._replaces else ():
+            file.unlink()
+        self._replaces = False
         record = {"settings": self.settings, **self.facts}
-        (self.path / RECORD).write_text(json.dumps(record, indent=2))
+        write_text(self.path / RECORD, json.dumps(record, indent=2))
 
-    def _save_arrays(
-        self, name: str, numbers: range, rows: np.ndarray, labels: Tensor | None
-    ) -> None:
+    def _save_arrays(self, name: str, numbers: range, rows: Tensor, labels: Tensor | None) -> None:
         """Write the arrays of these images and of those that the file has already, by number."""
-        arrays = {"arr_0": rows, "numbers": np.asarray(numbers, np.int64)}
+        arrays = {"arr_0": rows.numpy(), "numbers": np.asarray(numbers, np.int64)}
         if labels is not None:
             arrays["arr_1"] = labels.numpy()
         file = self.path / name
@@ -122,6 +119,5 @@ class SampleFolder:
                 arrays = {k: np.concatenate([earlier[k][older], arrays[k]]) for k in arrays}
             order = arrays["numbers"].argsort()
             arrays = {key: values[order] for key, values in arrays.items()}
-        partial = file.with_name(f".partial_{name}")
-        np.savez(partial, **arrays)  # type: ignore[arg-type]  # numpy adds .npz to other names
-        partial.replace(file)
+        with written_whole(file) as stream:
+            np.savez(stream, **arrays)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ import hashlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -26,9 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tread_zoo.data.files import written_whole
 from tread_zoo.evaluation.features import DIGITS, INCEPTION, Extractor, Network, find_extractor
 from tread_zoo.evaluation.frechet import RunningStatistics, Statistics
-from tread_zoo.evaluation.images import Images, TensorImages, open_images
+from tread_zoo.evaluation.images import Images, open_images, tensor_images
 from tread_zoo.evaluation.metrics import Metric, build_metrics
 from tread_zoo.evaluation.protocol import Protocol
 
@@ -53,6 +54,9 @@ class FeatureSet:
     statistics: Mapping[str, Statistics] = field(default_factory=dict)
     rows: Mapping[str, Tensor] = field(default_factory=dict)
     labels: Tensor | None = None
+
+
+# References ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -88,13 +92,9 @@ def open_reference(reference: "Reference | Images | Tensor | str | Path") -> Ref
     """
     if isinstance(reference, Reference):
         return reference
-    if isinstance(reference, Tensor):
-        return Reference("tensor", TensorImages(reference))
-    if not isinstance(reference, str | Path):
-        return Reference(reference.name, reference)
-    path = Path(reference).expanduser()
-    if path.suffix != ".npz" or not path.is_file():
-        images = open_images(path)
+    path = Path(reference).expanduser() if isinstance(reference, str | Path) else None
+    if path is None or path.suffix != ".npz" or not path.is_file():
+        images = _as_images(reference)
         return Reference(images.name, images)
     with np.load(path, allow_pickle=False) as archive:
         names = set(archive.files)
@@ -116,10 +116,25 @@ def write_statistics(path: Path, features: FeatureSet, extractor: Extractor) -> 
     for name, statistics in features.statistics.items():
         mean, covariance = _STATISTICS[name]
         arrays |= {mean: statistics.mean.numpy(), covariance: statistics.covariance.numpy()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".partial_{path.stem}.npz")
-    np.savez(partial, **arrays)
-    partial.replace(path)
+    with written_whole(path) as stream:
+        np.savez(stream, **arrays)
+
+
+def _read_statistics(reference: Reference, names: Iterable[str]) -> FeatureSet:
+    """Return the statistics in the file of a reference."""
+    assert reference.file is not None
+    statistics = {}
+    with np.load(reference.file, allow_pickle=False) as archive:
+        count = int(archive["num_images"]) if "num_images" in archive.files else None
+        for name in names:
+            mean, covariance = (torch.from_numpy(archive[a]).double() for a in _STATISTICS[name])
+            statistics[name] = Statistics(mean, covariance, count)
+    with reference.file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return FeatureSet(count, digest, statistics)
+
+
+# Scores -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -140,31 +155,23 @@ class Evaluation:
     allow_few_images: bool = False
     not_scored: str = ""
 
-    def check(self, count: int, shape: tuple[int, ...] | None, num_classes: int) -> None:
-        """Check that `count` images [C,H,W] of `shape` can be scored; nothing is read.
-
-        Args:
-            shape: None where only a decoder would tell.
-            num_classes: of their labels.
-
-        Raises:
-            ValueError: they cannot.
-        """
+    def check(self, count: int, shape: tuple[int, ...], num_classes: int) -> None:
+        """Raise ValueError if `count` images [C,H,W] of `shape` with labels of `num_classes` cannot
+        be scored; nothing is read."""
         extractor, real = self.extractor, self.reference.images
         if extractor is None:
             return
-        shapes = {"the extractor": extractor.shape}
-        if shape is not None and self.metrics and real is not None:
+        shapes: dict[str, tuple[int, ...] | None] = {"the extractor": extractor.shape}
+        if self.metrics and real is not None:
             shapes[f"the reference {self.reference.name}"] = real.shape
         for name, other in shapes.items():
-            if shape is not None and other is not None and tuple(shape) != tuple(other):
+            if other is not None and tuple(shape) != other:
                 raise ValueError(
-                    f"the images [C,H,W] are {tuple(shape)}, and those of {name} {tuple(other)}: "
-                    "bring them to one size, or take another evaluation.extractor, such as "
+                    f"the images [C,H,W] are {tuple(shape)}, and those of {name} {other}: bring "
+                    "them to one size, or take another evaluation.extractor, such as "
                     f"{INCEPTION}."
                 )
         for metric in self.metrics:
-            stored = self.reference.has_statistics_of(extractor) if metric.statistics else ()
             why = _misfit(metric, extractor, self.reference)
             if metric.labels and not 0 < num_classes <= extractor.num_classes:
                 why = (
@@ -172,10 +179,22 @@ class Evaluation:
                     f"are of {num_classes}: train an extractor with scripts/make_features.py"
                 )
             why = why or self._too_few(metric, count, "evaluation.num_images")
-            if not why and metric.uses_real and real is not None and metric.features not in stored:
+            if not why and metric in self._compared:
+                assert real is not None
                 why = self._too_few(metric, len(real), "the reference")
             if why:
                 raise ValueError(f"evaluation.metrics: {metric.name!r} {why}, or leave it out.")
+
+    @property
+    def _compared(self) -> list[Metric]:
+        """The metrics that read the images of the reference."""
+        assert self.extractor is not None
+        stored = self.reference.has_statistics_of(self.extractor)
+        return [
+            metric
+            for metric in self.metrics
+            if metric.uses_real and not (metric.statistics and metric.features in stored)
+        ]
 
     def _too_few(self, metric: Metric, count: int, name: str) -> str:
         """Return why a metric is not defined for `count` images, or ""."""
@@ -201,47 +220,30 @@ class Evaluation:
         cache: dict[str, Any] | None = None,
         **facts: Any,
     ) -> dict[str, Any]:
-        """Return `{"values": …, "real": …, "protocol": …}` of the images.
-
-        Args:
-            held_out: real images whose scores against the same reference are "real": the best that
-                samples can hope for.
-            batch_size: images at a time.
-            device: of the extractor.
-            cache: keeps what does not depend on the images for the next call: features of the
-                reference, and "real".
-            facts: fields of `Protocol` that do not follow from the images.
-        """
+        """Return `{"values": …, "real": …, "protocol": …}` of the images, as `score`; `cache` keeps
+        what does not depend on them: features of the reference, and "real"."""
         cache = {} if cache is None else cache
-        extractor, metrics = self.extractor, self.metrics
-        record: dict[str, Any] = {}
-        device = device if device.type == "cuda" else torch.device("cpu")
-        names = {metric.features for metric in metrics}
-        network = extractor.load(names, device) if extractor is not None else None
-
-        def features(
-            source: Images, some: Iterable[Metric], stored: Set[str] = frozenset()
-        ) -> FeatureSet:
-            return extract(
-                source, network, batch_size=batch_size,
-                statistics={m.features for m in some if m.statistics} - stored,
-                rows={m.features for m in some if not m.statistics},
-            )  # fmt: skip
-
-        generated = features(images, metrics)
-        if metrics and "reference" not in cache:
-            cache["reference"] = self._read_reference(features)
-        reference = cache.get("reference", FeatureSet())
-        if held_out is not None and "real" not in cache and network is not None:
-            some = [m for m in metrics if not self._too_few(m, len(held_out), "")]
-            values, _ = _values(features(held_out, some), reference, some)
-            cache["real"] = values
-        record["values"], notes = _values(generated, reference, metrics)
-        record["real"] = dict(cache.get("real", {}))
+        extractor, metrics, network = self.extractor, self.metrics, None
         if extractor is not None:
+            device = device if device.type == "cuda" else torch.device("cpu")
+            network = extractor.load({metric.features for metric in metrics}, device)
             facts |= {"extractor": extractor.label, "extractor_sha256": extractor.sha256}
             facts |= {"resize": extractor.resize, "device": device.type}
-        record["protocol"] = Protocol(
+
+        def features(source: Images, some: Collection[Metric]) -> FeatureSet:
+            statistics = {metric.features for metric in some if metric.statistics}
+            rows = {metric.features for metric in some if not metric.statistics}
+            return extract(source, network, statistics=statistics, rows=rows, batch_size=batch_size)
+
+        generated = features(images, metrics)
+        if "reference" not in cache:
+            cache["reference"] = self._read_reference(features) if metrics else FeatureSet()
+        reference = cache["reference"]
+        if held_out is not None and "real" not in cache and network is not None:
+            some = [m for m in metrics if not self._too_few(m, len(held_out), "")]
+            cache["real"], _ = _values(features(held_out, some), reference, some)
+        values, notes = _values(generated, reference, metrics)
+        protocol = Protocol(
             metrics=[metric.options for metric in metrics],
             num_generated=len(images),
             image_size=list(images.shape[1:]),
@@ -254,31 +256,23 @@ class Evaluation:
             torch_fidelity=version("torch-fidelity"),
             notes=notes,
             **facts,
-        ).as_dict()
-        if self.not_scored:
-            record["not_scored"] = self.not_scored
-        return record
+        )
+        record = {"values": values, "real": dict(cache.get("real", {}))}
+        record["protocol"] = protocol.as_dict()
+        return record | ({"not_scored": self.not_scored} if self.not_scored else {})
 
     def _read_reference(self, features: Callable[..., FeatureSet]) -> FeatureSet:
         """Return the reference's features; of those that a file has, its statistics."""
-        reference, metrics = self.reference, [m for m in self.metrics if m.uses_real]
-        assert self.extractor is not None
-        usable = reference.has_statistics_of(self.extractor)
-        own = FeatureSet()
-        if any(not m.statistics or m.features not in usable for m in metrics):
-            assert reference.images is not None
-            own = features(reference.images, metrics, usable)
-        if not metrics or not usable or reference.file is None:
+        own, compared = FeatureSet(), self._compared
+        if compared:
+            assert self.reference.images is not None
+            own = features(self.reference.images, compared)
+        stored = {m.features for m in self.metrics if m.uses_real and m not in compared}
+        if not stored:
             return own
-        statistics = dict(own.statistics)
-        with np.load(reference.file, allow_pickle=False) as archive:
-            count = int(archive["num_images"]) if "num_images" in archive.files else None
-            for name in usable:
-                mean, sigma = (torch.from_numpy(archive[a]).double() for a in _STATISTICS[name])
-                statistics[name] = Statistics(mean, sigma, count)
-        with reference.file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return FeatureSet(own.count or count, digest, statistics, own.rows)
+        theirs = _read_statistics(self.reference, stored)
+        statistics = {**own.statistics, **theirs.statistics}
+        return FeatureSet(own.count or theirs.count, theirs.sha256, statistics, own.rows)
 
 
 def score(
@@ -298,13 +292,13 @@ def score(
     """Return `{"values": {name: float}, "real": …, "protocol": …}` of images against a reference.
 
     Args:
-        images: uint8 [N,C,H,W], a folder of pictures, an .npz with `arr_0`, or anything that reads
-            batches as `tread_zoo.evaluation.images.Images` does.
+        images: uint8 [N,C,H,W], a folder of pictures, an .npz with `arr_0`, or your own `Images`.
         reference: the same, or an .npz of statistics. Grey images are repeated to 3 channels for
             extractors of colour.
         metrics: names, or mappings with `name` and options.
         extractor: see `tread_zoo.evaluation.features`.
-        held_out: real images to score in the same way, for "real".
+        held_out: real images whose scores against the same reference are "real": the best that
+            samples can hope for.
         batch_size: images at a time.
         device: of the extractor.
         allow_few_images: Fréchet distances of no more images than features, too, which is noted.
@@ -351,36 +345,35 @@ def extract(
     batches: dict[int, dict[str, Any]] = {}  # by first image
     starts = range(rank * batch_size, len(images), batch_size * world)
     for first in tqdm(starts, "images", disable=rank > 0 or not sys.stderr.isatty(), leave=False):
-        batch, shown = images.read(range(first, min(first + batch_size, len(images))))
+        batch, labels = images.read(range(first, min(first + batch_size, len(images))))
         features = network(batch) if network and (statistics or rows) else {}
         for name in statistics:
             running[name].add(features[name])
         digests = [hashlib.sha256(image).digest() for image in batch.contiguous().numpy()]
         batches[first] = {n: features[n].cpu() for n in rows}
-        batches[first] |= {"sha256": b"".join(digests), "labels": shown}
+        batches[first] |= {"sha256": b"".join(digests), "labels": labels}
     sums = {name: (one.count, one.mean.cpu(), one.squares.cpu()) for name, one in running.items()}
     gathered = _gather((batches, sums))
     if not gathered:
         return FeatureSet()
     for name in statistics:
         running[name] = RunningStatistics()
-        for part in gathered:
-            running[name].merge(*part[1][name])
-    together = {first: batch for part in gathered for first, batch in part[0].items()}
-    ordered = [together[first] for first in sorted(together)]
+        for _, part in gathered:
+            running[name].merge(*part[name])
+    ordered = [batch for _, batch in sorted(p for part, _ in gathered for p in part.items())]
     whole = {name: torch.cat([batch[name] for batch in ordered]) for name in rows}
     for name, values in whole.items():
         if not values.isfinite().all():
             raise ValueError(f"the extractor gave {name} features that are not finite.")
     digest = hashlib.sha256("x".join(map(str, images.shape)).encode())
     digest.update(b"".join(batch["sha256"] for batch in ordered))
-    labels = [batch["labels"] for batch in ordered if batch["labels"] is not None]
+    shown = [batch["labels"] for batch in ordered if batch["labels"] is not None]
     return FeatureSet(
         len(images),
         digest.hexdigest(),
         {name: running[name].finish() for name in statistics},
         whole,
-        torch.cat(labels) if labels else None,
+        torch.cat(shown) if shown else None,
     )
 
 
@@ -418,16 +411,19 @@ def _misfit(metric: Metric, extractor: Extractor, reference: Reference) -> str:
     )
 
 
-def _as_images(images: Images | Tensor | str | Path) -> Images:
+def _as_images(images: Any) -> Images:
     if isinstance(images, Tensor):
-        return TensorImages(images)
+        return tensor_images(images)
     return open_images(images) if isinstance(images, str | Path) else images
+
+
+# Several processes --------------------------------------------------------------------------------
 
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[bool]:
-    """Connect the processes that a launcher started, if it started several; whether this is the
-    main one."""
+    """Connect the processes that a launcher started, if it started several; give whether this is
+    the main one."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield True
         return

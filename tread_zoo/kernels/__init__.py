@@ -17,6 +17,9 @@ from tread_zoo.kernels.dispatch import (
     set_forms,
     used_ops,
 )
+from tread_zoo.kernels.dplr_delta_rule import dplr_delta_rule
+from tread_zoo.kernels.gated_delta_rule import gated_delta_rule
+from tread_zoo.kernels.gated_linear_attention import gated_linear_attention
 from tread_zoo.kernels.selective_scan import selective_scan
 from tread_zoo.kernels.ssd import ssd
 
@@ -25,6 +28,9 @@ __all__ = [
     "bidirectional_wkv",
     "causal_conv1d",
     "describe",
+    "dplr_delta_rule",
+    "gated_delta_rule",
+    "gated_linear_attention",
     "get_forms",
     "plain_forms",
     "selective_scan",

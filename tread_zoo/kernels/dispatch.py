@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -76,6 +77,13 @@ _FORMS: dict[str, tuple[Form, ...]] = {}
 _EXAMPLES: dict[str, Example] = {}
 _CHOICE: dict[str, str] = {}
 _PROBLEMS: dict[str, str | None] = {}
+_MODULES: dict[str, ModuleType] = {}
+# Packages that must be compiled by nvcc, and who has them built: Hugging Face's package `kernels`
+# fetches the build for the machine at hand.
+_PREBUILT = {
+    "causal_conv1d": ("kernels-community/causal-conv1d", 1),
+    "mamba_ssm": ("kernels-community/mamba-ssm", 1),
+}
 _REFUSED: dict[tuple[str, str, torch.device], str | None] = {}
 _TOLD: set[tuple[str, str]] = set()
 used_ops: set[str] = set()  # that ran since somebody cleared it; of compiled code, when traced
@@ -95,23 +103,38 @@ def register(op: str, forms: Iterable[Form], example: Example) -> None:
     _CHOICE[op] = AUTO
     for form in _FORMS[op]:  # known at once, so that compiled code has nothing left to find out
         package = (form.module or "torch").split(".")[0]
-        if form.module is not None and importlib.util.find_spec(package) is None:
+        sources = {package, "kernels"} if package in _PREBUILT else {package}
+        if form.module is not None and not any(map(importlib.util.find_spec, sources)):
             _PROBLEMS[form.module] = f"no module named {package!r}"
         elif form.module in sys.modules:  # triton: torch imports it
             _PROBLEMS[form.module] = None
 
 
 def import_problem(module: str) -> str | None:
-    """Return why `module` cannot be imported, or None; imports it once."""
+    """Return why `module` cannot be had, or None; imports or fetches it once."""
     if module not in _PROBLEMS:
         try:
-            importlib.import_module(module)
+            load_module(module)
             _PROBLEMS[module] = None
         except ModuleNotFoundError as error:
             _PROBLEMS[module] = f"no module named {error.name!r}"
         except Exception as error:  # a broken extension raises anything: OSError, RuntimeError, …
             _PROBLEMS[module] = f"its import failed, {type(error).__name__}: {error}"
     return _PROBLEMS[module]
+
+
+def load_module(module: str) -> ModuleType:
+    """Return an optional module: as it is installed, or else built by Hugging Face's `kernels`,
+    which has its functions at the top."""
+    if module not in _MODULES:
+        package = module.split(".")[0]
+        if package in _PREBUILT and importlib.util.find_spec(package) is None:
+            repository, version = _PREBUILT[package]
+            kernels = importlib.import_module("kernels")
+            _MODULES[module] = kernels.get_kernel(repository, version=version)
+        else:
+            _MODULES[module] = importlib.import_module(module)
+    return _MODULES[module]
 
 
 def set_form(op: str, form: str) -> None:

@@ -15,10 +15,12 @@ from tread_zoo.published.dis import DIS
 from tread_zoo.published.dit import DIT, SIT, TREAD
 from tread_zoo.published.drwkv import DRWKV
 from tread_zoo.published.format import Format, Tensors
+from tread_zoo.published.lightning_dit import LIGHTNING_DIT
 from tread_zoo.published.reader import list_names, read_parts
 from tread_zoo.published.uvit import UVIT
+from tread_zoo.published.zigma import ZIGMA
 from tread_zoo.registry import create_backbone, get_entry, list_backbones
-from tread_zoo.training.checkpoints import CheckpointError, save_checkpoint
+from tread_zoo.training.checkpoints import CheckpointError, has_checkpoints, save_checkpoint
 
 FORMATS: dict[str, Format] = {
     "dit": DIT,
@@ -27,10 +29,13 @@ FORMATS: dict[str, Format] = {
     "uvit": UVIT,
     "dis": DIS,
     "drwkv": DRWKV,
+    "lightning_dit": LIGHTNING_DIT,
+    "zigma": ZIGMA,
 }
 _SAMPLING = {"flow": ("heun", 50), "edm": ("heun", 40), "ddpm": ("euler", 250)}
-_POSITIONS_TOLERANCE = 1e-4
-_LABEL_TABLE = "label_embed.table.weight"
+# Weight averaging moves a fixed table by 2e-4, bfloat16 by 2e-3; a trained one is further away.
+_POSITIONS_TOLERANCE = 4e-3
+LABEL_TABLE = "label_embed.table.weight"
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ def import_checkpoint(
     if objective not in form.objectives:
         choices = " or ".join(form.objectives)
         raise ValueError(f"objective={objective!r} is none of format={format}: it has {choices}.")
-    if (out / "checkpoints").exists():
+    if has_checkpoints(out):
         raise CheckpointError(f"out={str(out)!r} holds a checkpoint already; give another folder.")
     parts, step = read_parts(file)
     if "ema" not in parts:  # samples are drawn from `ema`
@@ -118,25 +123,32 @@ def _convert(
         zero = [key for key in own if key.startswith(form.zero_without_labels)]
         ours = {key: torch.zeros(own.pop(key).shape) for key in zero}
     rules = {key: form.rule(key, blocks) for key in own}
-    wanted = {"pos_embed"}.union(*(names for names, _ in rules.values()))
+    wanted = {"pos_embed", *form.computed}.union(*(names for names, _ in rules.values()))
     unknown = _check_names(theirs, wanted, format, drop_unknown)
+    notes = list(_notes(backbone, format, num_heads))
     if "positions" not in own:
-        _check_positions(
-            theirs["pos_embed"], sincos_2d(backbone.config["hidden_size"], backbone.grid)
-        )
+        fixed = sincos_2d(backbone.config["hidden_size"], backbone.grid)
+        gap = _positions_gap(theirs["pos_embed"], fixed)
+        if gap > 1e-6:
+            notes.append(f"Its pos_embed is up to {gap:.1g} off the fixed table; ours is exact.")
     for key, (names, layout) in rules.items():
         ours[key] = layout(*(theirs[name].float() for name in names))
-    notes = list(_notes(backbone, format, num_heads))
-    table = ours.get(_LABEL_TABLE)
+    table = ours.get(LABEL_TABLE)
     if table is not None and len(table) == backbone.num_classes:
-        ours[_LABEL_TABLE] = torch.cat([table, table.mean(dim=0, keepdim=True)])
+        ours[LABEL_TABLE] = torch.cat([table, table.mean(dim=0, keepdim=True)])
         notes.append(
             f"Its label table has no row beside its {backbone.num_classes} classes; the row for no "
             "label is their mean, which it was not trained for: do not guide with it."
         )
     if unknown:
         notes.append(f"Left out: {list_names(unknown)}.")
-    _check_shapes(own, ours, {key: names for key, (names, _) in rules.items()})
+    sources = {key: names for key, (names, _) in rules.items()}
+    _check_shapes(own, ours, sources)
+    broken = [" + ".join(sources[key]) for key in sources if not ours[key].isfinite().all()]
+    if broken:
+        raise CheckpointError(
+            f"{len(broken)} tensors have NaN or infinite values: {list_names(broken)}."
+        )
     return backbone, ours, notes
 
 
@@ -179,7 +191,7 @@ def _check_names(theirs: Tensors, wanted: set[str], format: str, drop_unknown: b
             f"the file does not fit format={format}. "
             + (f"Missing: {list_names(missing)}. " if missing else "")
             + (f"Unknown: {list_names(unknown)}. " if unknown else "")
-            + ("" if missing else "drop_unknown=true leaves the unknown ones out.")
+            + ("" if missing else "If its forward pass does not use them, drop_unknown=true.")
         )
     return unknown
 
@@ -194,7 +206,8 @@ def _check_shapes(own: Tensors, ours: Tensors, sources: dict[str, tuple[str, ...
         raise CheckpointError(f"{len(wrong)} tensors have another shape: {list_names(wrong)}.")
 
 
-def _check_positions(theirs: Tensor, own: Tensor) -> None:
+def _positions_gap(theirs: Tensor, own: Tensor) -> float:
+    """Return the largest difference of the two tables, where theirs is a copy of ours."""
     same_shape = theirs.shape == (1, *own.shape)
     gap = float((theirs.float() - own).abs().max()) if same_shape else float("inf")
     if gap > _POSITIONS_TOLERANCE:
@@ -202,14 +215,24 @@ def _check_positions(theirs: Tensor, own: Tensor) -> None:
             f"pos_embed {list(theirs.shape)} is not the fixed table that this backbone computes "
             f"{[1, *own.shape]}: they differ by {gap:.2g}. This network was trained otherwise."
         )
+    return gap
 
 
 def _notes(backbone: Backbone, format: str, num_heads: int | None) -> Iterator[str]:
     """Yield what a user should know that the tensors could not say."""
+    published = list_backbones(f"{FORMATS[format].backbone}_*_[0-9]")
+    if backbone.name not in published:
+        sizes = f"depth={backbone.num_blocks}, hidden_size={backbone.config['hidden_size']}"
+        yield (
+            f"{sizes}, patch_size={backbone.config['patch_size']} is no published size; unless it "
+            "is your own, tensors were lost."
+        )
+    if not backbone.num_classes:
+        yield "It has no label table, so it is taken for an unconditional network."
     twins = [name for name, form in FORMATS.items() if form.names == FORMATS[format].names]
     if len(twins) > 1:
         yield f"No tensor tells {', '.join(twins)} apart: format={format} is taken at its word."
-    if "num_heads" in backbone.config and num_heads is None:
+    if FORMATS[format].has_heads and num_heads is None:
         yield (
             f"num_heads={backbone.config['num_heads']} is what the published sizes have; no tensor "
             "shows it. Give num_heads=… if it is another."

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tread_zoo.published.format import Format, Tensors, join_flat, stack
+from tread_zoo.published.format import Format, Tensors, flatten_taps, stack
 
 
 def _sizes(theirs: Tensors) -> dict[str, Any]:
@@ -43,7 +43,7 @@ DIS = Format(
     marks=("in_blocks.0.mixer.conv1d_b.weight", "in_blocks.0.mixer.A_b_log"),
     sizes=_sizes,
     layouts={
-        "*.mixer.conv_weight": join_flat,
+        "*.mixer.conv_weight": flatten_taps,
         "*.mixer.select": stack,
         "*.mixer.step_weight": stack,
     },

@@ -2,39 +2,14 @@
 
 DiT counts time 0 … 999, TREAD gives ln(sigma) / 4 to its sinusoids as it is, SiT a time in [0, 1].
 SiT's runs the other way (data at 1) and its velocity points to the data, so with t ours, v theirs
-our network must be -v(x, 1 - t). Its sinusoids at 1 - t are a fixed linear map of those at t,
-frequency by frequency:
-
-    cos(f (1 - t)) = cos f cos(f t) + sin f sin(f t)
-    sin(f (1 - t)) = sin f cos(f t) - cos f sin(f t)
-
-and a linear layer comes next, so its columns absorb the map, exactly; the sign goes into the last
-linear layer.
-
-D width, F number of sinusoids.
+our network is -v(x, 1 - t): it embeds 1 - t, and its last linear layer has the opposite sign.
 """
 
-import math
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from tread_zoo.published.format import Format
-
-
-def reverse_time(weight: Tensor) -> Tensor:
-    """Return the layer [D, 2 F] on the sinusoids of t that equals `weight` on those of 1 - t.
-
-    Cosines come first; frequency i is 10000^(-i / F). See the module's docstring for the map.
-    """
-    half = weight.shape[1] // 2
-    frequency = torch.exp(-math.log(10000.0) * torch.arange(half, dtype=torch.float32) / half)
-    cos, sin = frequency.double().cos(), frequency.double().sin()
-    of_cos, of_sin = weight.double().chunk(2, dim=1)
-    both = torch.cat([of_cos * cos + of_sin * sin, of_cos * sin - of_sin * cos], dim=1)
-    return both.to(weight.dtype)
-
 
 DIT = Format(
     project="facebookresearch/DiT",
@@ -65,14 +40,10 @@ SIT = replace(
     project="willisma/SiT",
     time_scale=1.0,
     objectives=("flow",),
+    reversed_time=True,
     note="It is taken for SiT's default, a linear path and a velocity. Its time (data at 1) "
-    "and the sign of its velocity are turned into ours (noise at 1), within its first time "
-    "layer and its last layer.",
-    layouts={
-        "time_embed.mlp.0.weight": reverse_time,
-        "final.linear.weight": torch.neg,
-        "final.linear.bias": torch.neg,
-    },
+    "and the sign of its velocity are turned into ours (noise at 1).",
+    layouts={"final.linear.weight": torch.neg, "final.linear.bias": torch.neg},
 )
 
 TREAD = replace(

@@ -7,14 +7,14 @@
     "*.mixer.D": ("*.mixer.D", "*.mixer.D_b")    several make one
 
 Tensors are joined along the first axis, one is taken as it is, unless `layouts` has a function for
-it.
+it. The same table leads back, where `_INVERSES` has the inverses of these functions.
 
 D width, C channels, p patch size, N tokens.
 """
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,9 +34,14 @@ def join(*tensors: Tensor) -> Tensor:
     return torch.cat(tensors)
 
 
-def join_flat(*tensors: Tensor) -> Tensor:
-    """Join convolutions as linear layers: [D, C, p, p], … -> [n D, C p p]."""
-    return torch.cat(tensors).flatten(1)
+def flatten_patches(weight: Tensor) -> Tensor:
+    """Return the convolution that cuts patches as a linear layer: [D, C, p, p] -> [D, C p p]."""
+    return weight.flatten(1)
+
+
+def flatten_taps(*weights: Tensor) -> Tensor:
+    """Join depthwise convolutions: [I, 1, W], … -> [n I, W]."""
+    return torch.cat(weights).squeeze(1)
 
 
 def stack(*tensors: Tensor) -> Tensor:
@@ -54,7 +59,15 @@ def first(table: Tensor) -> Tensor:
 
 
 Layout = Callable[..., Tensor]
-_SHARED_LAYOUTS: dict[str, Layout] = {"patch_embed.weight": join_flat, "positions": first}
+_SHARED_LAYOUTS: dict[str, Layout] = {"patch_embed.weight": flatten_patches, "positions": first}
+# layout -> (our tensor, number of theirs, patch size) -> theirs
+_INVERSES: dict[Layout, Callable[[Tensor, int, int], Sequence[Tensor]]] = {
+    join: lambda ours, count, p: ours.chunk(count),
+    flatten_patches: lambda ours, count, p: [ours.unflatten(1, (-1, p, p))],
+    flatten_taps: lambda ours, count, p: ours.unsqueeze(1).chunk(count),
+    first: lambda ours, count, p: [ours[None]],
+    torch.neg: lambda ours, count, p: [-ours],
+}
 
 
 @dataclass(frozen=True)
@@ -68,13 +81,16 @@ class Format:
             does not name are the fixed sines.
         marks: tensors of theirs that, with both ends, tell it from the others.
         sizes: their tensors -> keywords of our constructor beside those that all have.
+        computed: tensors of theirs, beside positions, that ours computes; `sizes` compares them.
         time_scale: from our time, of order 1, to theirs.
+        reversed_time: its time is 1 - ours.
+        has_null_label: its label table ends with a row for no label.
         objectives: what its networks are trained for, the usual one first; "ddpm" is one that
             nothing here samples with.
         note: what to know about its time and its output.
         layouts: our tensors -> how they are made of theirs.
         head: our name of the last linear layer.
-        has_heads: our constructor takes `num_heads`.
+        has_heads: our constructor takes `num_heads`, which no tensor shows.
         in_halves: blocks are `in_blocks`, `mid_block` and `out_blocks`, else `blocks`.
         time_token: time, and the label where there is one, are the first tokens.
         zero_without_labels: our layer that does nothing in a network without labels.
@@ -85,7 +101,10 @@ class Format:
     names: Mapping[str, str | tuple[str, ...]]
     marks: tuple[str, ...]
     sizes: Callable[[Tensors], dict[str, Any]]
+    computed: tuple[str, ...] = ()
     time_scale: float = 1000.0
+    reversed_time: bool = False
+    has_null_label: bool = True
     objectives: tuple[str, ...] = ("ddpm",)
     note: str = DDPM_NOTE
     layouts: Mapping[str, Layout] = field(default_factory=dict)
@@ -104,10 +123,16 @@ class Format:
         """Return their names of the blocks, in order."""
         stem = "in_blocks" if self.in_halves else "blocks"
         matches = (re.match(rf"{stem}\.(\d+)\.", key) for key in theirs)
-        indices = range(1 + max(int(match[1]) for match in matches if match))
+        count = 1 + max(int(match[1]) for match in matches if match)
+        return self.block_names(2 * count + 1 if self.in_halves else count)
+
+    def block_names(self, num_blocks: int) -> list[str]:
+        """Return their names of the blocks of a network with so many, in order."""
         if not self.in_halves:
-            return [f"blocks.{i}" for i in indices]
-        halves = [[f"{half}.{i}" for i in indices] for half in ("in_blocks", "out_blocks")]
+            return [f"blocks.{i}" for i in range(num_blocks)]
+        halves = [
+            [f"{half}.{i}" for i in range(num_blocks // 2)] for half in ("in_blocks", "out_blocks")
+        ]
         return [*halves[0], "mid_block", *halves[1]]
 
     def keywords(
@@ -119,8 +144,9 @@ class Format:
         """
         width, channels, patch_size, _ = theirs[f"{self.names['patch_embed']}.weight"].shape
         if num_classes is None:  # the last row is the null label, but ImageNet may be without one
-            table = theirs.get(f"{self.names['label_embed.table']}.weight", ())
-            num_classes = 1000 if len(table) == 1000 else max(0, len(table) - 1)
+            rows = len(theirs.get(f"{self.names['label_embed.table']}.weight", ()))
+            whole = rows == 1000 or not self.has_null_label
+            num_classes = rows if whole else max(0, rows - 1)
         num_tokens = theirs["pos_embed"].shape[1]
         if self.time_token:
             num_tokens -= 2 if num_classes else 1
@@ -136,6 +162,8 @@ class Format:
             "time_scale": self.time_scale,
             **self.sizes(theirs),
         }
+        if self.reversed_time:
+            keywords["reversed_time"] = True
         if self.has_heads:  # of 64 in every published size but the widest, which has 16 of 72
             published = 16 if width == 1152 else max(1, width // 64)
             keywords["num_heads"] = num_heads or published
@@ -156,3 +184,14 @@ class Format:
         if block:
             names = tuple(name.replace("*", blocks[int(block[1])]) for name in names)
         return names, {**_SHARED_LAYOUTS, **self.layouts}.get(pattern, join)
+
+    def take_apart(
+        self, ours: str, tensor: Tensor, blocks: list[str], patch_size: int
+    ) -> dict[str, Tensor]:
+        """Return their tensors that make our tensor `ours`, by name: `rule` the other way.
+
+        Raises:
+            KeyError: the format has no place for it, or no way back.
+        """
+        names, layout = self.rule(ours, blocks)
+        return dict(zip(names, _INVERSES[layout](tensor, len(names), patch_size), strict=True))

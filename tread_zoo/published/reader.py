@@ -1,6 +1,5 @@
 """The networks in a file that `torch.save` or safetensors wrote, read without running its code."""
 
-import argparse
 import re
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -56,18 +55,36 @@ def list_names(names: Iterable[str]) -> str:
     return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
+class _Ignored:
+    """What an object of a class that is not loaded becomes: it takes its state and drops it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    __setstate__ = append = extend = __setitem__ = __init__
+
+
 def _load(file: Path) -> Mapping[str, Any]:
-    """Return what the file holds, on the CPU."""
+    """Return what the file holds, on the CPU; no code in it runs.
+
+    Scripts keep options and optimizers beside the weights. Their classes are replaced by
+    `_Ignored`, so that neither the classes nor the packages they come from are needed.
+    """
     if not file.is_file():
         raise CheckpointError(f"in={str(file)!r} is no file; give the checkpoint that you have.")
+    with open(file, "rb") as opened:
+        start = opened.read(16)
+    if start.startswith(b"version https"):
+        raise CheckpointError(
+            f"in={str(file)!r} is a pointer of Git LFS, not the file: run `git lfs pull` there."
+        )
     try:
-        if file.suffix == ".safetensors":
+        if start[8:9] == b"{":  # a safetensors header, whatever the file is called
             return load_file(file)
-        # argparse's Namespace, in which scripts keep their options, holds values and does nothing.
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(
-                file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
-            )
+        zipped = zipfile.is_zipfile(file)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file) if zipped else []
+        with torch.serialization.safe_globals([(type("_", (_Ignored,), {}), n) for n in names]):
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # a damaged file raises whatever it leads the parser into
         unsafe = re.search(r"GLOBAL ([\w.]+)", str(error))
         if unsafe:
@@ -75,10 +92,10 @@ def _load(file: Path) -> Mapping[str, Any]:
                 f"in={str(file)!r} holds a {unsafe[1]}, and to load that could run code, so it is "
                 "refused. Save the network's state_dict() alone, where you trust the file."
             ) from error
+        kind = "a web page" if start.lstrip().startswith(b"<") else "cut short or no checkpoint"
         raise CheckpointError(
-            f"in={str(file)!r} cannot be read: it is cut short, damaged or no checkpoint "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}). "
-            "Compare its size with the published one and download it again."
+            f"in={str(file)!r} cannot be read: it is {kind}. Compare its size with the published "
+            "one and download it again."
         ) from error
     if not isinstance(content, Mapping):
         raise CheckpointError(f"in={str(file)!r} holds a {type(content).__name__}, not a network.")

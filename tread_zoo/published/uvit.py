@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tread_zoo.published.format import Format, Tensors
+from tread_zoo.published.format import DDPM_NOTE, Format, Tensors
 
 
 def _sizes(theirs: Tensors) -> dict[str, Any]:
@@ -37,6 +37,7 @@ UVIT = Format(
     },
     marks=("in_blocks.0.attn.qkv.weight", "in_blocks.0.mlp.fc1.weight"),
     sizes=_sizes,
+    note=DDPM_NOTE + " Its models of pixels were fed 999 t for a time t in [0, 1]: give 0.999 t.",
     head="linear",
     has_heads=True,
     time_token=True,

@@ -27,7 +27,8 @@ def num_kept_tokens(num_tokens: int, selection_rate: float) -> int:
             f"selection_rate={selection_rate} is outside [0, 1): it is the fraction of tokens that "
             "bypass the routed blocks; 0.5 is TREAD's default, routing=none switches routing off."
         )
-    # 100 * 0.29 is 28.999… in floating point: round away the last digits before the floor.
+    # 100 * 0.29 is 28.999… in floating point: round away the last digits before the floor. The
+    # released TREAD code does not, and keeps one token more at such rates.
     return num_tokens - math.floor(round(num_tokens * selection_rate, 9))
 
 

@@ -41,7 +41,7 @@ _SAME = ("backbone", "objective", "data", "seed")  # what a resumed run must sha
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written, found or used; the text says what to do."""
+    """A checkpoint that is missing, or cannot be written or used; the text says what to do."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Checkpoint:
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return self.meta["step"]
+        return int(self.meta["step"])
 
     @property
     def run_dir(self) -> Path:
@@ -103,9 +103,8 @@ def save_checkpoint(
         checksums = {file.name: _checksum(file) for file in sorted(partial.iterdir())}
         text = json.dumps({"format": FORMAT, **meta, "sha256": checksums}, indent=2)
         (partial / META_NAME).write_text(text)
-        for file in partial.iterdir():
-            _sync(file)
-        _sync(partial)
+        for file in (*partial.iterdir(), partial):
+            _sync(file)  # a rename must not outrun what it renames
         if final.exists():  # the same step, saved again after a resume
             _put_aside(final)
         os.rename(partial, final)
@@ -118,11 +117,8 @@ def save_checkpoint(
             f"could not save {final}: {error}. Nothing half-written is left; {kept}. Make room, or "
             "the folder writable, and continue with resume=latest."
         ) from error
-    try:
-        for old in _folders(folder)[:-keep]:
-            _put_aside(old)
-    except OSError as error:  # the new checkpoint is there all the same
-        logger.warning("an old checkpoint could not be deleted: %s", error)
+    for old in _folders(folder)[:-keep]:
+        _put_aside(old)
     _clear_leftovers(folder)
     return final
 
@@ -243,15 +239,13 @@ def load_weights(network: nn.Module, checkpoint: Checkpoint, part: str) -> None:
     Raises:
         CheckpointError: keys or shapes differ; some of them are named.
     """
-    tensors, own = checkpoint.tensors(part), network.state_dict()
-    wrong = sorted(tensors.keys() ^ own.keys())
-    wrong += [k for k in sorted(tensors.keys() & own.keys()) if tensors[k].shape != own[k].shape]
-    if wrong:
+    try:
+        network.load_state_dict(checkpoint.tensors(part))
+    except RuntimeError as error:
+        differences = " ".join(str(error).split())[:300]
         raise CheckpointError(
-            f"{checkpoint.path} does not fit this backbone: {len(wrong)} tensors are missing, "
-            f"unknown or of another shape, among them {', '.join(wrong[:3])}."
-        )
-    network.load_state_dict(tensors)
+            f"{checkpoint.path} does not fit this backbone: {differences}"
+        ) from error
 
 
 # Optimizers ----------------------------------------------------------------------------------
@@ -324,9 +318,7 @@ def load_optimizer_state(
         content["state"] = dict(state)
         if with_groups:
             for group, options in zip(content["param_groups"], saved["groups"], strict=True):
-                for name, value in options.items():  # JSON has made lists of tuples
-                    is_tuple = isinstance(group.get(name), tuple)
-                    group[name] = tuple(value) if is_tuple else value
+                group |= options
         inner.load_state_dict(content)
 
 
@@ -375,9 +367,8 @@ def _checksum(file: Path) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk, so that a rename cannot outrun
-    them; some systems cannot open folders."""
-    with suppress(OSError):
+    """Wait until a file, or the names in a folder, are on the disk."""
+    with suppress(OSError):  # some systems cannot open folders
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)

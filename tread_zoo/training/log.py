@@ -36,10 +36,10 @@ from tread_zoo.evaluation.flops import count_flops, training_flops
 from tread_zoo.evaluation.held_out import held_out_loss, held_out_record
 from tread_zoo.evaluation.pictures import plot_losses, save_grid
 from tread_zoo.kernels import describe, used_ops
-from tread_zoo.registry import get_entry
-from tread_zoo.runtime import describe_device, matmul_speed
+from tread_zoo.runtime import describe_device
 from tread_zoo.training.checkpoints import (
     Checkpoint,
+    check_same_run,
     data_facts,
     describe_backbone,
     find_checkpoint,
@@ -48,7 +48,7 @@ from tread_zoo.training.checkpoints import (
     save_checkpoint,
 )
 from tread_zoo.training.setup import TrainState
-from tread_zoo.training.trackers import Trackers, read_metrics
+from tread_zoo.training.trackers import Trackers, read_lines, read_metrics
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -67,51 +67,45 @@ QUIET = ("loss_level_", "held_out_loss_level_", "peak_memory")  # not printed
 
 
 def checkpoint_to_resume(config: RunConfig) -> Checkpoint | None:
-    """Return the checkpoint to continue from, or None for a run that starts afresh.
+    """Return the checkpoint that a run continues from, or None where it starts afresh.
+
+    Nothing is changed yet.
 
     Raises:
-        ValueError: it has done more than the run is long, or is to be replaced as well.
-        CheckpointError: no checkpoint is there, or none that is whole.
+        ValueError: the folder holds what may not be replaced, or the checkpoint has done more steps
+            than the run is long.
+        CheckpointError: no checkpoint is there, none that is whole, or one of another run.
     """
-    folder, num_steps = Path(config.run_dir), int(config.training.num_steps)
-    if config.resume is None or (config.resume == "latest" and not has_checkpoints(folder)):
-        return None
-    if config.overwrite:
+    folder, num_steps, checkpoint = Path(config.run_dir), int(config.training.num_steps), None
+    if config.resume is not None and (config.resume != "latest" or has_checkpoints(folder)):
+        if config.overwrite:
+            raise ValueError(
+                f"resume={config.resume} continues a run, and overwrite=true replaces it: leave "
+                "one of them out."
+            )
+        checkpoint = find_checkpoint(folder if config.resume == "latest" else config.resume)
+        if checkpoint.step > num_steps:
+            raise ValueError(
+                f"training.num_steps={num_steps}, and {checkpoint.path} has done {checkpoint.step} "
+                f"already: set training.num_steps={checkpoint.step} or more, or resume from an "
+                "earlier checkpoint, resume=RUN/checkpoints/step_…"
+            )
+        check_same_run(checkpoint, config)
+        if checkpoint.run_dir.resolve() == folder.resolve():
+            return checkpoint
+    paths = folder.iterdir() if folder.exists() else ()
+    entries = sorted(path.name for path in paths if not path.name.startswith("."))
+    if entries and not {CONFIG, "checkpoints"} & set(entries):
         raise ValueError(
-            f"resume={config.resume} continues a run, and overwrite=true replaces it: leave one of "
-            "them out."
-        )
-    checkpoint = find_checkpoint(folder if config.resume == "latest" else config.resume)
-    if checkpoint.step > num_steps:
-        raise ValueError(
-            f"training.num_steps={num_steps}, and {checkpoint.path} has done {checkpoint.step} "
-            f"already: set training.num_steps={checkpoint.step} or more, or resume from an earlier "
-            "checkpoint, resume=RUN/checkpoints/step_…"
-        )
-    return checkpoint
-
-
-def check_folder(config: RunConfig, checkpoint: Checkpoint | None) -> None:
-    """Check that a run may write to its folder; nothing is changed.
-
-    Raises:
-        ValueError: it holds what may not be replaced.
-    """
-    folder = Path(config.run_dir)
-    own = checkpoint is not None and checkpoint.run_dir.resolve() == folder.resolve()
-    if own or not folder.exists():
-        return
-    entries = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
-    if entries and not entries & {CONFIG, "checkpoints"}:
-        raise ValueError(
-            f"run_dir={config.run_dir!r} holds {', '.join(sorted(entries)[:3])}, and no run made "
-            "them. Choose another run_dir."
+            f"run_dir={config.run_dir!r} holds {', '.join(entries[:3])}, and no run made them. "
+            "Choose another run_dir."
         )
     if not config.overwrite and (has_checkpoints(folder) or SCORE in entries):
         raise ValueError(
             f"run_dir={config.run_dir!r} already holds a run. Continue it with resume=latest, "
             "replace it with overwrite=true, or choose another run_dir."
         )
+    return checkpoint
 
 
 @contextmanager
@@ -135,7 +129,7 @@ def open_folder(config: RunConfig, accelerator: "Accelerator") -> Iterator[Path]
                 lock.release()
                 folder.mkdir()
                 lock.acquire()
-                logger.info("%-9s the earlier run was moved to %s", "overwrite", aside)
+                _say("overwrite", f"the earlier run was moved to {aside}")
         except Timeout:
             raise ValueError(
                 f"another process is training in run_dir={config.run_dir!r}. Wait for it or stop "
@@ -199,12 +193,10 @@ class Window:
         losses, levels, values = zip(*self._micro_steps, strict=True)
         order = torch.cat(levels).argsort()
         fourths = torch.cat(losses).float()[order].tensor_split(NUM_LEVELS)
-        by_level = torch.stack([part.mean() for part in fourths]).tolist()
-        numbers |= {f"loss_level_{i}": loss for i, loss in enumerate(by_level, start=1)}
-        if names := sorted(values[0]):
-            means = torch.stack([torch.stack([v[name] for v in values]).mean() for name in names])
-            means = accelerator.reduce(means, reduction="mean")
-            numbers |= dict(zip(names, means.tolist(), strict=True))
+        numbers |= {f"loss_level_{i}": part.mean().item() for i, part in enumerate(fourths, 1)}
+        for name in sorted(values[0]):
+            mean = torch.stack([value[name] for value in values]).mean()
+            numbers[name] = accelerator.reduce(mean, reduction="mean").item()
         numbers |= {"learning_rate": self.learning_rate, "grad_norm": self.grad_norm}
         self._step_losses, self._micro_steps = [], []
         self.restart()
@@ -212,14 +204,8 @@ class Window:
 
 
 class Log:
-    """The log of a run, as a context; of other processes than the main one it is silent.
-
-    Args:
-        state: of the run at its start.
-        folder: the run's, which exists.
-        precision: resolved.
-        checkpoint: that it continues from, or None.
-    """
+    """The log of a run in its folder, as a context; of other processes than the main one it is
+    silent. The state is that at its start, as the checkpoint left it if it continues from one."""
 
     def __init__(
         self, state: TrainState, folder: Path, precision: str, checkpoint: Checkpoint | None
@@ -229,13 +215,12 @@ class Log:
         self.is_main = state.accelerator.is_main_process
         self.cache: dict[str, Any] = {}  # of the evaluation: what depends on the data alone
         self.first_step, self.began = state.step, time.monotonic()
-        train = state.setup.data.train
+        train, device = state.setup.data.train, state.accelerator.device
         self.corrupt = CorruptLog(
             folder / "corrupt.txt",
             num_items=len(train),  # type: ignore[arg-type]
             max_share=state.setup.training.max_corrupt_share,
         )
-        device = state.accelerator.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         self._stack = ExitStack()
@@ -259,15 +244,12 @@ class Log:
             "num_steps": state.setup.num_steps,
         }
 
-    def __enter__(self) -> "Log":
-        if self.is_main:
-            self._open()
-        return self
-
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def _open(self) -> None:
+    def __enter__(self) -> "Log":
+        if not self.is_main:
+            return self
         from tqdm.auto import tqdm
         from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -287,28 +269,26 @@ class Log:
         name = self.setup.config.tracker["name"]
         self.trackers = Trackers(name, self.setup.tracker, self.folder, step, self.settings)
         self._stack.callback(self.trackers.close)
-        self._print_first_lines()
+        for topic, text in self._first_lines():
+            _say(topic, text)
         total, is_pipe = self.setup.num_steps, not sys.stderr.isatty()
         self.bar = tqdm(total=total, initial=step, unit="step", disable=is_pipe)
         self._stack.callback(self.bar.close)
         if not is_pipe:
             self._stack.enter_context(logging_redirect_tqdm())
+        return self
 
-    def _print_first_lines(self) -> None:
-        setup, facts, machine = self.setup, self.facts, self.machine
-        data = facts["data"]
+    def _first_lines(self) -> list[tuple[str, str]]:
+        setup, facts, data = self.setup, self.facts, self.facts["data"]
         size = "x".join(map(str, [data["channels"], *data["image_size"]]))
         condition = f"{data['num_classes']} classes"
         if "context" in data:
             condition = "contexts of {} embeddings of width {}".format(*data["context"])
-        options = {k: v for k, v in setup.config.optimizer.items() if k != "name"}
-        preset = get_entry("backbone", setup.config.backbone["name"])
-        if options.get("learning_rate") == preset.facts.get("learning_rate", 1e-4):
-            options["learning_rate"] = f"{options['learning_rate']} (auto: {preset.name}'s)"
         mean = ", on average over training" if setup.routing.is_scheduled else ""
         origin = f"resumes {self.checkpoint.path}" if self.checkpoint else "starts"
-        for name, text in (
-            ("device", "{device}; {precision}; {num_processes} process(es)".format(**machine)),
+        options = ", ".join(f"{k} {v}" for k, v in setup.config.optimizer.items() if k != "name")
+        return [
+            ("device", "{device}; {precision}; {num_processes} process(es)".format(**self.machine)),
             *(("kernel", line) for line in describe(self.accelerator.device, used_ops)),
             ("data", f"{data['name']}: {data['num_images']} images {size}, {condition}"),
             ("backbone", f"{setup.backbone.name}: {facts['num_parameters'] / 1e6:.2f} M "
@@ -316,11 +296,9 @@ class Log:
             ("routing", setup.routing.describe(setup.backbone.grid)),
             ("flops", f"{facts['flops_routed'] / 1e6:.1f} M per image, forward and backward{mean}; "
                       f"dense {facts['flops_dense'] / 1e6:.1f} M"),
-            ("optimizer", f"{setup.config.optimizer['name']}: "
-                          + ", ".join(f"{k} {v}" for k, v in options.items())),
+            ("optimizer", f"{setup.config.optimizer['name']}: {options}"),
             ("run", f"{self.folder} {origin}, {setup.num_steps} steps in all"),
-        ):  # fmt: skip
-            logger.info("%-9s %s", name, text)
+        ]  # fmt: skip
 
     def numbers(self, state: TrainState, window: Window) -> None:
         """Write the numbers of a window; every rank must call this."""
@@ -328,11 +306,10 @@ class Log:
         numbers["peak_memory"] = float(peak_memory(self.accelerator.device))
         if corrupt := self.corrupt.indices:
             numbers["corrupt_items"] = float(len(corrupt))
-        self._write_numbers(state.step, numbers)
+        if self.is_main:
+            self._write_numbers(state.step, numbers)
 
     def _write_numbers(self, step: int, numbers: dict[str, float]) -> None:
-        if not self.is_main:
-            return
         numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
         self.trackers.log(step, numbers)
         text = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if not k.startswith(QUIET))
@@ -356,8 +333,8 @@ class Log:
         """Log that a signal ends the run."""
         if self.is_main:
             self.bar.close()
-            logger.info("stopped   by %s; saved %s at step %d; continue with resume=latest",
-                        Signals(signal).name, self.folder, step)  # fmt: skip
+            _say("stopped", f"by {Signals(signal).name}; saved {self.folder} at step {step}; "
+                            "continue with resume=latest")  # fmt: skip
 
     # Averaged weights --------------------------------------------------------------------------
 
@@ -366,40 +343,38 @@ class Log:
         with timed(state, "samples"):
             network = state.average.whole(self.accelerator.device)
             if self.is_main:
-                self._sample(network, state.step)
+                if self.setup.data.codec.has_pixels:
+                    self._save_grids(network, state.step)
+                loss = self._held_out_loss(network)
+                if loss is not None:
+                    levels = {f"held_out_loss_level_{i}": x for i, x in enumerate(loss[1], 1)}
+                    self._write_numbers(state.step, {"held_out_loss": loss[0], **levels})
             state.average.release()
 
-    def _sample(self, network: Backbone, step: int) -> None:
-        setup = self.setup
-        if setup.data.codec.has_pixels:
-            indices = range(GRID_IMAGES)
-            images = generate(
-                network,
-                setup.objective,
-                setup.sampling,
-                indices=indices,
-                labels=conditions_of(network, setup.data).of(indices),
-                seed=GRID_SEED,
-                batch_size=setup.config.evaluation.batch_size,
-                precision=self.precision,
-                weak=setup.weak,
-            )
-            self._save_grids(images, self.folder / "samples" / f"step_{step:08d}.png", step)
-        loss = held_out_loss(
-            network, setup.objective, setup.data, seed=HELD_OUT_SEED, precision=self.precision
-        )
-        if loss is not None:
-            levels = {f"held_out_loss_level_{i}": x for i, x in enumerate(loss[1], 1)}
-            self._write_numbers(step, {"held_out_loss": loss[0], **levels})
+    def _held_out_loss(
+        self, network: Backbone, num_draws: int = 1
+    ) -> tuple[float, list[float]] | None:
+        return held_out_loss(
+            network, self.setup.objective, self.setup.data, seed=HELD_OUT_SEED,
+            num_draws=num_draws, precision=self.precision,
+        )  # fmt: skip
 
-    def _save_grids(self, images: Tensor, path: Path, step: int) -> None:
+    def _save_grids(self, network: Backbone, step: int) -> None:
         """Save samples and, once, real images beside them."""
-        data, device = self.setup.data, self.accelerator.device
+        setup, data, device = self.setup, self.setup.data, self.accelerator.device
+        indices = range(GRID_IMAGES)
+        images = generate(
+            network, setup.objective, setup.sampling, indices=indices,
+            labels=conditions_of(network, data).of(indices), seed=GRID_SEED,
+            batch_size=setup.config.evaluation.batch_size, precision=self.precision,
+            weak=setup.weak,
+        )  # fmt: skip
+        path = self.folder / "samples" / f"step_{step:08d}.png"
+        real = path.with_name("real.png")
         with _optional(path):
             path.parent.mkdir(exist_ok=True)
             save_grid(data.codec.to_pixels(images, device=device), path)
             self.trackers.image(step, "samples", path)
-            real = path.with_name("real.png")
             if not real.exists():
                 part = data.held_out or data.train
                 count = min(GRID_IMAGES, len(part))  # type: ignore[arg-type]
@@ -419,58 +394,41 @@ class Log:
         setup, options = self.setup, self.setup.config.evaluation
         if not last:
             options = replace(options, keep_images=None)
-        if last and self.is_main:
+        elif self.is_main:
             self.bar.close()
             with _optional(self.folder / "loss.png"):
                 plot_losses(read_metrics(self.folder), self.folder / "loss.png")
         with timed(state, "score"):
             network = state.average.whole(self.accelerator.device)
             record = evaluate(
-                network,
-                setup.objective,
-                setup.data,
-                setup.sampling,
-                options,
-                precision=self.precision,
-                weak=setup.weak,
-                cache=self.cache,
-                step=state.step,
-            )
-            if self.is_main:
-                draws: dict[str, Any] = {"seed": HELD_OUT_SEED, "num_draws": HELD_OUT_DRAWS}
-                loss = held_out_loss(
-                    network, setup.objective, setup.data, precision=self.precision, **draws
+                network, setup.objective, setup.data, setup.sampling, options, weak=setup.weak,
+                precision=self.precision, cache=self.cache, step=state.step,
+            )  # fmt: skip
+            if self.is_main and (loss := self._held_out_loss(network, HELD_OUT_DRAWS)) is not None:
+                record["values"]["held_out_loss"], record["held_out_loss_by_level"] = loss
+                record["held_out"] = held_out_record(
+                    setup.objective, setup.data, seed=HELD_OUT_SEED, num_draws=HELD_OUT_DRAWS
                 )
-                if loss is not None:
-                    record["values"]["held_out_loss"], record["held_out_loss_by_level"] = loss
-                    record["held_out"] = held_out_record(setup.objective, setup.data, **draws)
             state.average.release()
         if not self.is_main:
             return
-        record["run"] = dict(self.machine)
-        record["run"]["seconds"] = {k: round(v, 3) for k, v in state.seconds.items()}
+        seconds = {name: round(value, 3) for name, value in state.seconds.items()}
+        record["run"] = {**self.machine, "seconds": seconds}
         if last:
-            device = self.accelerator.device
-            record["run"]["peak_memory_bytes"] = peak_memory(device)
-            record["run"]["matmul_flops_per_s"] = round(matmul_speed(device, self.precision))
-        self._keep_score(record, state.step)
+            record["run"]["peak_memory_bytes"] = peak_memory(self.accelerator.device)
+        before, values = self.scores.get(state.step), score_names(record)
+        self.scores[state.step] = record
+        self._write_scores()
+        if before is None or score_names(before) != values:  # a finished run may be resumed
+            self.trackers.log(state.step, {k: v for k, v in values.items() if math.isfinite(v)})
         if last:
             write_text(self.folder / SCORE, json.dumps(record, indent=2))
             for line in describe_record(record):
-                logger.info("%-9s %s", "score", line)
-            logger.info(
-                "%-9s %s: samples/, loss.png, score.json, checkpoints/", "done", self.folder
-            )
+                _say("score", line)
+            _say("done", f"{self.folder}: samples/, loss.png, score.json, checkpoints/")
         else:
             shown = "  ".join(f"{k} {v:.4g}" for k, v in record["values"].items())
-            logger.info("%-9s step %d  %s", "score", state.step, shown)
-
-    def _keep_score(self, record: dict[str, Any], step: int) -> None:
-        before, values = self.scores.get(step), score_names(record)
-        self.scores[step] = record
-        self._write_scores()
-        if before is None or score_names(before) != values:  # a finished run may be resumed
-            self.trackers.log(step, {k: v for k, v in values.items() if math.isfinite(v)})
+            _say("score", f"step {state.step}  {shown}")
 
     def _write_scores(self) -> None:
         """Write all of them anew, so that no half of a line is ever there; they are few."""
@@ -490,33 +448,32 @@ class Log:
             averages = state.average.whole(self.accelerator.device).state_dict()
             tensors, plain = optimizer_state(state.optimizer, setup.backbone)
             if self.is_main:
-                path = save_checkpoint(
-                    self.folder,
-                    {"model": weights, "ema": averages, "optimizer": tensors},
-                    {
-                        "step": state.step,
-                        "config": self.settings,
-                        "plugins": list(setup.config.plugins),
-                        "backbone": describe_backbone(setup.backbone),
-                        "data": self.facts["data"],
-                        "images_per_step": state.images_per_step,
-                        "seconds": state.seconds,
-                        "optimizer": plain,
-                        "scaler": scaler.state_dict() if scaler else None,
-                    },
-                    keep=setup.training.keep_checkpoints,
-                )
-                logger.info("%-9s %s", "saved", path)
+                parts = {"model": weights, "ema": averages, "optimizer": tensors}
+                meta = {
+                    "step": state.step,
+                    "config": self.settings,
+                    "plugins": list(setup.config.plugins),
+                    "backbone": describe_backbone(setup.backbone),
+                    "data": self.facts["data"],
+                    "images_per_step": state.images_per_step,
+                    "seconds": state.seconds,
+                    "optimizer": plain,
+                    "scaler": scaler.state_dict() if scaler else None,
+                }
+                keep = setup.training.keep_checkpoints
+                _say("saved", str(save_checkpoint(self.folder, parts, meta, keep)))
             self.accelerator.wait_for_everyone()
             state.average.release()
 
 
 def read_scores(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the records of a run's `scores.jsonl` by step, ascending; empty if it has none."""
-    path = folder / SCORES
-    lines = path.read_text().splitlines() if path.exists() else []
-    records = [json.loads(line) for line in lines]
-    return dict(sorted((int(record["protocol"]["step"]), record) for record in records))
+    records = {int(record["protocol"]["step"]): record for record in read_lines(folder / SCORES)}
+    return dict(sorted(records.items()))
+
+
+def _say(topic: str, text: str) -> None:
+    logger.info("%-9s %s", topic, text)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tread_zoo.config import RunConfig, make_config
+from tread_zoo.config import TrainingConfig, make_config
 from tread_zoo.diffusion import Draw
 from tread_zoo.kernels import set_forms
 from tread_zoo.process_group import close_process_group_at_exit, prepare_process_group
@@ -27,27 +27,10 @@ from tread_zoo.registry import load_plugins
 from tread_zoo.routing import PathDrop, PendingRoute, Route, resolve_routes
 from tread_zoo.runtime import autocast, resolve_device, resolve_precision
 from tread_zoo.seeding import make_generator
-from tread_zoo.training.checkpoints import (
-    Checkpoint,
-    check_same_data,
-    check_same_run,
-    data_facts,
-)
-from tread_zoo.training.log import (
-    Log,
-    Window,
-    check_folder,
-    checkpoint_to_resume,
-    open_folder,
-    timed,
-)
-from tread_zoo.training.setup import (
-    Setup,
-    TrainState,
-    build_setup,
-    make_accelerator,
-    place,
-)
+from tread_zoo.training.checkpoints import Checkpoint, check_same_data, data_facts
+from tread_zoo.training.ema import is_sharded
+from tread_zoo.training.log import Log, Window, checkpoint_to_resume, open_folder, timed
+from tread_zoo.training.setup import Setup, TrainState, build_setup, make_accelerator, place
 from tread_zoo.training.signals import SIGNALS, StopSignals
 
 if TYPE_CHECKING:
@@ -74,10 +57,7 @@ def train(**fields: Any) -> Path:
     precision = resolve_precision(config.training.precision, device)
     prepare_process_group(device)
     checkpoint = checkpoint_to_resume(config)
-    if checkpoint is not None:
-        check_same_run(checkpoint, config)
-    check_folder(config, checkpoint)
-    with StopSignals() as signals, _memory_explained(config):
+    with StopSignals() as signals, _memory_explained(config.training):
         setup = build_setup(config)
         if checkpoint is not None:
             check_same_data(checkpoint, data_facts(setup.data))
@@ -135,13 +115,8 @@ def optimize(
     window: Window,
     received: Mapping[int, float],
 ) -> int:
-    """Do one optimizer step, and return the signal that ends the run after it, or 0.
-
-    Args:
-        state: its `step` is that of this step, counted from 0.
-        batches: of this rank.
-        window: gets the losses.
-        received: signals that came to this process.
+    """Do optimizer step `state.step`, counted from 0, on this rank's batches, and return the signal
+    that ends the run after it, or 0; `received` are those that came to this process.
 
     Raises:
         FloatingPointError: the loss or the gradient is not finite; on every rank.
@@ -166,7 +141,9 @@ def optimize(
             window.add(result.losses, result.values, result.levels, accelerator.num_processes)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                norm = _clip(state)
+                limit = setup.training.max_grad_norm or math.inf
+                norm = accelerator.clip_grad_norm_(list(state.model.parameters()), limit)
+                norm = norm.full_tensor() if is_sharded(norm) else norm
                 signal = _check_step(state, torch.stack(means).mean(), norm, window, received)
             state.stepper.step()
             state.stepper.zero_grad()
@@ -212,7 +189,8 @@ def step_loss(
             concrete = resolve_routes(
                 routes, lambda start: setup.backbone.importance(x_t, t, y, start)
             )
-            return (model or setup.backbone)(x_t, t, y, routes=concrete)
+            output: Tensor = (model or setup.backbone)(x_t, t, y, routes=concrete)
+        return output
 
     losses, values = setup.objective.loss(predict, x, draw)
     return StepLoss(losses, values, draw.level)
@@ -243,7 +221,12 @@ def draw_step(
     flipped = (torch.rand(total, generator=generator) < 0.5)[own]
     dropped = (torch.rand(total, generator=generator) < training.label_dropout)[own]
     draw = setup.objective.draw(codec.model_shape(stored), generator)
-    routes = _draw_routes(setup, step, total, generator)
+    optimizer_step = step // training.gradient_accumulation_steps
+    routing = setup.routing.at(optimizer_step, setup.num_steps, setup.config.seed)
+    routes = routing.drop_paths(
+        routing.draw(total, setup.backbone.grid, generator),
+        make_generator("path drop", setup.config.seed, optimizer_step),
+    )
     noise = codec.draw(stored, generator)
     x = codec.to_model(
         images,
@@ -259,17 +242,6 @@ def draw_step(
     return x, y, Draw(draw.noise[own], draw.level[own]).to(device), own_routes
 
 
-def _draw_routes(
-    setup: Setup, step: int, batch: int, generator: torch.Generator
-) -> tuple[Route | PendingRoute | PathDrop, ...]:
-    step //= setup.training.gradient_accumulation_steps
-    routing = setup.routing.at(step, setup.num_steps, setup.config.seed)
-    return routing.drop_paths(
-        routing.draw(batch, setup.backbone.grid, generator),
-        make_generator("path drop", setup.config.seed, step),
-    )
-
-
 def _own_rows(
     route: Route | PendingRoute | PathDrop, own: slice
 ) -> Route | PendingRoute | PathDrop:
@@ -279,13 +251,6 @@ def _own_rows(
     if isinstance(route, PendingRoute) and len(route.noise) > 1:  # else all images share it
         return replace(route, noise=route.noise[own])
     return route
-
-
-def _clip(state: TrainState) -> Tensor:
-    """Clip the gradients, unless max_grad_norm is 0, and return the norm that they had."""
-    limit, parameters = state.setup.training.max_grad_norm, list(state.model.parameters())
-    norm = state.accelerator.clip_grad_norm_(parameters, limit or math.inf)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def _check_step(
@@ -346,13 +311,12 @@ def _check_ranks_agree(
 
 
 @contextmanager
-def _memory_explained(config: RunConfig) -> Iterator[None]:
+def _memory_explained(training: TrainingConfig) -> Iterator[None]:
     """Turn what torch raises out of memory into one line with the fields that help."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            training = config.training
+        if "out of memory" in str(error) or "can't allocate memory" in str(error):
             raise ValueError(
                 f"the memory does not suffice ({str(error).splitlines()[0][:200]}): lower "
                 f"training.batch_size={training.batch_size} and raise training."

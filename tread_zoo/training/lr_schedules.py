@@ -26,13 +26,6 @@ class LRSchedule(Protocol):
     def __call__(self, step: int, num_steps: int) -> float: ...
 
 
-def warm_up(step: int, num_steps: int, warmup_steps: int) -> tuple[float, float]:
-    """Return the factor of the warm-up, 1 after it, and the progress after it, 0 … 1."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps, 0.0
-    return 1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps)
-
-
 @register("lr_schedule", "constant")
 @dataclass(frozen=True)
 class Constant:
@@ -41,41 +34,40 @@ class Constant:
     warmup_steps: NonNegativeInt = 50
 
     def __call__(self, step: int, num_steps: int) -> float:
-        return warm_up(step, num_steps, self.warmup_steps)[0]
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        return self.after((step - self.warmup_steps) / max(1, num_steps - self.warmup_steps))
+
+    def after(self, progress: float) -> float:
+        """Return the factor at a progress of 0 … 1 after the warm-up."""
+        return 1.0
 
 
 @register("lr_schedule", "linear")
 @dataclass(frozen=True)
-class Linear:
+class Linear(Constant):
     """Warm-up, then straight to 0."""
 
-    warmup_steps: NonNegativeInt = 50
-
-    def __call__(self, step: int, num_steps: int) -> float:
-        factor, progress = warm_up(step, num_steps, self.warmup_steps)
-        return factor * (1.0 - progress)
+    def after(self, progress: float) -> float:
+        return 1.0 - progress
 
 
 @register("lr_schedule", "cosine")
 @dataclass(frozen=True)
-class Cosine:
+class Cosine(Constant):
     """Warm-up, then half a cosine to 0."""
 
-    warmup_steps: NonNegativeInt = 50
-
-    def __call__(self, step: int, num_steps: int) -> float:
-        factor, progress = warm_up(step, num_steps, self.warmup_steps)
-        return factor * 0.5 * (1.0 + math.cos(math.pi * progress))
+    def after(self, progress: float) -> float:
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 @register("lr_schedule", "wsd")
 @dataclass(frozen=True)
-class WarmupStableDecay:
+class WarmupStableDecay(Constant):
     """Warm-up, then the peak, then straight to 0 over the last `decay` of all steps."""
 
-    warmup_steps: NonNegativeInt = 50
     decay: Annotated[float, Field(gt=0, le=1)] = 0.2
 
     def __call__(self, step: int, num_steps: int) -> float:
-        factor, _ = warm_up(step, num_steps, self.warmup_steps)
-        return factor * min(1.0, (num_steps - step) / max(1.0, self.decay * num_steps))
+        left = (num_steps - step) / max(1.0, self.decay * num_steps)
+        return super().__call__(step, num_steps) * min(1.0, left)

@@ -92,17 +92,11 @@ class Muon:
                 f"optimizer=muon has nothing to train in {type(backbone).__name__}: its "
                 "`hidden_matrices` is empty. Use optimizer=adamw."
             )
+        of_muon = ("weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
         return MuonWithAdamW(
             dict(backbone.named_parameters()),
             matrices,
-            muon={
-                "lr": self.learning_rate,
-                "weight_decay": self.weight_decay,
-                "momentum": self.momentum,
-                "nesterov": self.nesterov,
-                "ns_steps": self.ns_steps,
-                "adjust_lr_fn": self.adjust_lr_fn,
-            },
+            muon={"lr": self.learning_rate, **{name: getattr(self, name) for name in of_muon}},
             adamw={
                 "lr": self.learning_rate if auto else self.adamw_learning_rate,
                 "weight_decay": self.weight_decay,
@@ -184,10 +178,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
 def _orthogonal_step(matrix: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
     """Move each part of a whole matrix [.., rows, columns], in place, by Muon without momentum."""
     columns, row_sizes = matrix.shape[-1], list(group["row_sizes"])
-    parts = matrix.view(-1, columns).split(row_sizes)
-    for part, gradient in zip(parts, update.view(-1, columns).split(row_sizes), strict=True):
+    parts, updates = (torch.split(x.view(-1, columns), row_sizes) for x in (matrix, update))
+    for part, gradient in zip(parts, updates, strict=True):
         part.grad = gradient
-    torch.optim.Muon([{**group, "params": parts, "momentum": 0.0, "nesterov": False}]).step()
+    options = {**group, "params": parts, "momentum": 0.0, "nesterov": False}
+    torch.optim.Muon([options]).step()
 
 
 def _has_fused_step(backbone: Backbone) -> bool:

@@ -39,7 +39,8 @@ class Restored:
     @property
     def config(self) -> dict[str, Any]:
         """The configuration of the run, as plain values; of an imported network a few fields."""
-        return self.checkpoint.meta["config"]
+        config: dict[str, Any] = self.checkpoint.meta["config"]
+        return config
 
     def sampling(self, sampler: Mapping[str, Any], guidance: Mapping[str, Any]) -> SamplingOptions:
         """Return the run's own sampling options, with the values that are not None in place.
@@ -87,13 +88,12 @@ class Restored:
             CheckpointError: the data are of another kind, or the checkpoint was imported, and
                 names none.
         """
-
         if not self.has_data:
             raise CheckpointError(
-                f"{self.checkpoint.path} was imported, and knows no data to compare with. It can "
+                f"{self.checkpoint.path} was imported, and names no data to compare with. It can "
                 "be sampled: scripts/sample.py."
             )
-        data = create("data", {**self.config["data"], **changes})
+        data: ImageData = create("data", {**self.config["data"], **changes})
         check_same_data(self.checkpoint, data_facts(data))
         return data
 
@@ -142,8 +142,9 @@ def restore(path: str | Path, *, weights: str, device: str, precision: str) -> R
             f"version does not have: with one of {', '.join(available('objective'))} it would give "
             f"noise. From Python: load_backbone(find_checkpoint({str(path)!r})) is the network."
         )
-    chosen = resolve_precision(precision, place)
-    return Restored(checkpoint, backbone, create("objective", objective), chosen)
+    return Restored(
+        checkpoint, backbone, create("objective", objective), resolve_precision(precision, place)
+    )
 
 
 def load_weak(

@@ -68,11 +68,7 @@ class Setup:
         return int(self.training.num_steps)  # make_config resolves auto
 
     def batches(
-        self,
-        rank: int = 0,
-        num_ranks: int = 1,
-        step: int = 0,
-        on_corrupt: CorruptLog | None = None,
+        self, rank: int = 0, num_ranks: int = 1, step: int = 0, on_corrupt: CorruptLog | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Return (images as stored, labels [B] or contexts [B,T,S]) of every micro-step of a rank
         from optimizer step `step` on.
@@ -80,19 +76,18 @@ class Setup:
         Raises:
             ValueError: the data cannot fill a batch on each rank.
         """
-        micro_steps = self.training.gradient_accumulation_steps
+        micro_steps, seed = self.training.gradient_accumulation_steps, self.config.seed
         plan = StepBatches(
             len(self.data.train),  # type: ignore[arg-type]
             self.training.batch_size,
-            seed=self.config.seed,
+            seed=seed,
             rank=rank,
             num_ranks=num_ranks,
             start_step=step * micro_steps,
             num_steps=max(step, self.num_steps) * micro_steps,
         )
         keywords = {} if on_corrupt is None else {"on_corrupt": on_corrupt}
-        workers = self.training.num_workers
-        return make_loader(self.data.train, plan, workers, seed=self.config.seed, **keywords)
+        return make_loader(self.data.train, plan, self.training.num_workers, seed=seed, **keywords)
 
 
 def build_setup(config: RunConfig) -> Setup:
@@ -112,10 +107,9 @@ def build_setup(config: RunConfig) -> Setup:
     backbone.add_fusions(routing.fused_ranges)
     sampling.check(backbone, objective)
     sampling.check_training(
-        conditional=backbone.is_conditional,
-        label_dropout=config.training.label_dropout,
+        conditional=backbone.is_conditional, label_dropout=config.training.label_dropout,
         has_routes=bool(routing.plans),
-    )
+    )  # fmt: skip
     return Setup(
         config=config,
         data=data,
@@ -168,37 +162,25 @@ def _build_routing(config: RunConfig, backbone: Backbone) -> Routing:
 
 @dataclass
 class TrainState:
-    """A run on its devices: what an optimizer step changes, and what it needs for that.
-
-    Args:
-        setup, accelerator: of the run.
-        model: the backbone as it is called in training, wrapped for several processes.
-        whole: the network with all of its weights, for counting and describing.
-        optimizer: of the backbone's parameters.
-        stepper: the optimizer as accelerate wraps it.
-        rates: the learning rate that each parameter group starts with.
-        average: of the weights.
-        step: optimizer steps done.
-        seconds: that the run took so far, by what they went into.
-    """
+    """A run on its devices: what an optimizer step changes, and what it needs for that."""
 
     setup: Setup
     accelerator: "Accelerator"
-    model: nn.Module
-    whole: Backbone
+    model: nn.Module  # the backbone as it is called in training, wrapped for several processes
+    whole: Backbone  # the network with all of its weights, for counting and describing
     optimizer: torch.optim.Optimizer
-    stepper: Any
-    rates: list[float]
+    stepper: Any  # the optimizer as accelerate wraps it
+    rates: list[float]  # that each parameter group starts with
     average: WeightAverage
-    step: int
-    seconds: dict[str, float]
+    step: int  # optimizer steps done
+    seconds: dict[str, float]  # that the run took so far, by what they went into
 
     @property
     def images_per_step(self) -> int:
         """Images that all ranks together see in an optimizer step."""
         training = self.setup.training
-        micro_batch = self.accelerator.num_processes * training.batch_size
-        return micro_batch * training.gradient_accumulation_steps
+        num_ranks = int(self.accelerator.num_processes)
+        return num_ranks * training.batch_size * training.gradient_accumulation_steps
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -230,12 +212,11 @@ def make_accelerator(setup: Setup, device: torch.device, precision: str) -> "Acc
 
 def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | None) -> TrainState:
     """Return the state of a run at its start, or as a checkpoint left it; every rank calls this."""
-    network, training = setup.backbone, setup.training
-    average = WeightAverage(network, training.ema_decay)
+    network, average = setup.backbone, WeightAverage(setup.backbone, setup.training.ema_decay)
     if checkpoint is not None:
         load_weights(network, checkpoint, "model")
         load_weights(average.network, checkpoint, "ema")
-    if training.compile:
+    if setup.training.compile:
         compile_blocks(network)
     if sharding_requested() and accelerator.num_processes > 1:
         _shard(network, accelerator.device)
@@ -258,34 +239,39 @@ def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | Non
     )
     state.rates = [group["lr"] for group in state.groups]
     if checkpoint is not None:
-        meta = checkpoint.meta
-        load_optimizer_state(
-            optimizer,
-            network,
-            checkpoint.tensors("optimizer"),
-            meta["optimizer"],
-            with_groups=meta["config"]["optimizer"] == setup.config.as_dict()["optimizer"],
-        )
-        if accelerator.scaler is not None and meta["scaler"]:
-            accelerator.scaler.load_state_dict(meta["scaler"])
-        state.step, state.seconds = checkpoint.step, dict(meta["seconds"])
-        if accelerator.is_main_process and state.images_per_step != meta["images_per_step"]:
-            logger.warning(
-                "resumed with %d images per step (ranks x batch_size x accumulated), and %s had "
-                "%d: from here it is another run", state.images_per_step, checkpoint.path,
-                meta["images_per_step"],
-            )  # fmt: skip
+        _continue(state, checkpoint)
     if setup.weak is not None:
         setup.weak.to(accelerator.device)
     setup.data.codec.prepare(accelerator.device)
     return state
 
 
+def _continue(state: TrainState, checkpoint: Checkpoint) -> None:
+    """Load what a checkpoint says of the optimizer, the scaler and the run's course."""
+    meta, config, accelerator = checkpoint.meta, state.setup.config, state.accelerator
+    load_optimizer_state(
+        state.optimizer,
+        state.setup.backbone,
+        checkpoint.tensors("optimizer"),
+        meta["optimizer"],
+        with_groups=meta["config"]["optimizer"] == config.as_dict()["optimizer"],
+    )
+    if accelerator.scaler is not None and meta["scaler"]:
+        accelerator.scaler.load_state_dict(meta["scaler"])
+    state.step, state.seconds = checkpoint.step, dict(meta["seconds"])
+    if accelerator.is_main_process and state.images_per_step != meta["images_per_step"]:
+        logger.warning(
+            "resumed with %d images per step (ranks x batch_size x accumulated), and %s had %d: "
+            "from here it is another run",
+            state.images_per_step, checkpoint.path, meta["images_per_step"],
+        )  # fmt: skip
+
+
 def sharding_requested() -> bool:
     """Return whether `accelerate launch` is to use FSDP, by its file or `--use_fsdp`.
 
     Raises:
-        ValueError: a setting of its `fsdp_config` that this project does not do.
+        ValueError: a setting of its `fsdp_config` that would be passed over.
     """
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return False
@@ -296,10 +282,7 @@ def sharding_requested() -> bool:
     ):
         given = os.environ.get(f"FSDP_{name}", works).lower()
         if given != works:
-            raise ValueError(
-                f"fsdp_{name.lower()}={given} of accelerate's configuration cannot be used here; "
-                f"{remedy}. configs/accelerate/ has files that work."
-            )
+            raise ValueError(f"fsdp_{name.lower()}={given} of accelerate is not used: {remedy}.")
     return True
 
 

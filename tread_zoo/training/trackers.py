@@ -1,13 +1,7 @@
 """Trackers: where the numbers and pictures of a run go beside its `metrics.jsonl`.
 
-A tracker is a dataclass of options with four methods, called by the main process alone:
-
-    start(run_dir, step, settings)   before anything else; `step` is 0, or where the run resumes
-    log(step, values)                numbers by name
-    image(step, name, path)          a picture that was written to `path`
-    close()
-
-One that fails is dropped with a warning, once; the run goes on, and `metrics.jsonl` has all of it.
+A tracker is a dataclass of options with the four methods of `Tracker`, called by the main process
+alone. One that fails is dropped with a warning, once; the run goes on.
 """
 
 import importlib.util
@@ -16,10 +10,11 @@ import logging
 import os
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from tread_zoo.data.files import write_text
 from tread_zoo.registry import register
@@ -32,13 +27,17 @@ METRICS = "metrics.jsonl"
 class Tracker(Protocol):
     """What is registered as a tracker."""
 
-    def start(self, run_dir: Path, step: int, settings: dict[str, Any]) -> None: ...
+    def start(self, run_dir: Path, step: int, settings: dict[str, Any]) -> None:
+        """Begin, at step 0 or where the run resumes; called before anything else."""
 
-    def log(self, step: int, values: dict[str, float]) -> None: ...
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Take numbers by name."""
 
-    def image(self, step: int, name: str, path: Path) -> None: ...
+    def image(self, step: int, name: str, path: Path) -> None:
+        """Take a picture that was written to `path`."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Finish writing."""
 
 
 @register("tracker", "local")
@@ -55,38 +54,45 @@ class Local:
     def close(self) -> None: ...
 
 
+@register("tracker", "tensorboard", preset={"service": "tensorboard", "project": "tensorboard"})
+@register("tracker", "wandb", preset={"service": "wandb"})
+@register("tracker", "trackio", preset={"service": "trackio"})
+@register("tracker", "comet", preset={"service": "comet_ml"})
+@register("tracker", "mlflow", preset={"service": "mlflow"})
 @dataclass
-class _OfAccelerate:
+class AccelerateTracker:
     """A tracker of accelerate's; what it has no option for here, the service's own environment
     variables set.
 
     Args:
-        project: that the run is filed under.
+        service: accelerate's name of it, which is also that of its package.
+        project: that the run is filed under; of tensorboard the folder in the run's.
     """
 
-    service: ClassVar[str]
-    package: ClassVar[str]
+    service: str
     project: str = "tread_zoo"
 
     def __post_init__(self) -> None:
-        if importlib.util.find_spec(self.package) is None:
+        if importlib.util.find_spec(self.service) is None:
             raise ValueError(
-                f"tracker={self.service} needs a package that is not installed: run "
-                f"`pip install {self.package}`, or use tracker=local."
+                f"the tracker {self.service} needs a package that is not installed: run "
+                f"`pip install {self.service}`, or use tracker=local."
             )
 
     def start(self, run_dir: Path, step: int, settings: dict[str, Any]) -> None:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        tracker_class = LOGGER_TYPE_TO_CLASS[self.service]
-        self.tracker = tracker_class(self.project, **self.options(run_dir, step))
+        options: dict[str, Any] = {}
+        if self.service == "tensorboard":
+            options = {"logging_dir": str(run_dir), "purge_step": step + 1}
+        elif self.service == "wandb":
+            options = _wandb_options(run_dir)
+        elif self.service == "mlflow":
+            options = {"run_name": run_dir.name}
+        self.tracker = LOGGER_TYPE_TO_CLASS[self.service](self.project, **options)
         self.tracker.start()
         if self.service != "tensorboard":  # there it would be a run of its own
             self.tracker.store_init_configuration(settings)
-
-    def options(self, run_dir: Path, step: int) -> dict[str, Any]:
-        """Return keywords of the service for a run."""
-        return {}
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self.tracker.log(values, step=step)
@@ -104,73 +110,25 @@ class _OfAccelerate:
         self.tracker.finish()
 
 
-@register("tracker", "tensorboard")
-@dataclass
-class Tensorboard(_OfAccelerate):
-    """Event files in the run's folder."""
+def _wandb_options(run_dir: Path) -> dict[str, Any]:
+    """Return keywords of wandb: a resumed run is the same one, and without a key, and without
+    WANDB_MODE, it works offline instead of asking for a login."""
+    from requests.utils import get_netrc_auth
 
-    service: ClassVar[str] = "tensorboard"
-    package: ClassVar[str] = "tensorboard"
-    project: str = "tensorboard"
-
-    def options(self, run_dir: Path, step: int) -> dict[str, Any]:
-        return {"logging_dir": str(run_dir), "purge_step": step + 1}
-
-
-@register("tracker", "wandb")
-@dataclass
-class Wandb(_OfAccelerate):
-    """Weights & Biases; without a key, and without WANDB_MODE, it works offline."""
-
-    service: ClassVar[str] = "wandb"
-    package: ClassVar[str] = "wandb"
-
-    def options(self, run_dir: Path, step: int) -> dict[str, Any]:
-        from requests.utils import get_netrc_auth
-
-        file = run_dir / "wandb_id"
-        if not file.exists():
-            write_text(file, uuid.uuid4().hex[:8])
-        site = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-        has_key = "WANDB_API_KEY" in os.environ or get_netrc_auth(site) is not None
-        options = {"name": run_dir.name, "id": file.read_text(), "resume": "allow"}
-        if "WANDB_MODE" not in os.environ and not has_key:
-            options["mode"] = "offline"
-            logger.warning(
-                "wandb: no API key, so the run is logged offline in %s/wandb; `wandb login` or "
-                "WANDB_API_KEY changes that, `wandb sync` uploads it later.", run_dir,
-            )  # fmt: skip
-        return {**options, "dir": str(run_dir)}
-
-
-@register("tracker", "trackio")
-@dataclass
-class Trackio(_OfAccelerate):
-    """Trackio, a local dashboard."""
-
-    service: ClassVar[str] = "trackio"
-    package: ClassVar[str] = "trackio"
-
-
-@register("tracker", "comet")
-@dataclass
-class Comet(_OfAccelerate):
-    """Comet."""
-
-    service: ClassVar[str] = "comet_ml"
-    package: ClassVar[str] = "comet_ml"
-
-
-@register("tracker", "mlflow")
-@dataclass
-class MLflow(_OfAccelerate):
-    """MLflow."""
-
-    service: ClassVar[str] = "mlflow"
-    package: ClassVar[str] = "mlflow"
-
-    def options(self, run_dir: Path, step: int) -> dict[str, Any]:
-        return {"run_name": run_dir.name}
+    file = run_dir / "wandb_id"
+    if not file.exists():
+        write_text(file, uuid.uuid4().hex[:8])
+    options = {
+        "name": run_dir.name, "id": file.read_text(), "resume": "allow", "dir": str(run_dir),
+    }  # fmt: skip
+    site = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    if not {"WANDB_MODE", "WANDB_API_KEY"} & os.environ.keys() and get_netrc_auth(site) is None:
+        options["mode"] = "offline"
+        logger.warning(
+            "wandb: no API key, so the run is logged offline in %s/wandb; `wandb login` or "
+            "WANDB_API_KEY changes that, `wandb sync` uploads it later.", run_dir,
+        )  # fmt: skip
+    return options
 
 
 class Trackers:
@@ -207,7 +165,6 @@ class Trackers:
         """Finish writing."""
         if self.tracker:
             self._try(self.tracker.close)
-        self.tracker = None
 
     def _try(self, call: Callable[[], object]) -> None:
         try:
@@ -221,13 +178,15 @@ class Trackers:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's `metrics.jsonl`; lines that a crash or a full disk cut short are
-    left out."""
-    path = run_dir / METRICS
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
+    """Return the rows of a run's `metrics.jsonl`; none if it has no such file."""
+    return read_lines(run_dir / METRICS)
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the records of a file of JSON lines, none if there is no file; lines that a crash or a
+    full disk cut short are left out."""
+    records = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return records

@@ -5,11 +5,11 @@ forward and backward take 3.6 times as long as two matrix products at 64 tokens,
 long at about 2048.
 """
 
-import importlib
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tread_zoo.kernels.dispatch import load_module
 
 CPU_HALF_TOKENS = 1024
 FLASH_MODULE = "flash_attn"
@@ -41,7 +41,7 @@ def sdpa_limits(device: torch.device) -> str | None:
 
 def attention_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return `flash_attn_func`, which takes and gives [B, N, H, Dh]."""
-    function = importlib.import_module(FLASH_MODULE).flash_attn_func
+    function = load_module(FLASH_MODULE).flash_attn_func
     out: Tensor = function(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
     return out
 

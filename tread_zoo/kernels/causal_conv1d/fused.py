@@ -1,19 +1,19 @@
 """Adapter of the package causal-conv1d: a CUDA kernel for 2 to 4 taps."""
 
-import importlib
-
 import torch
 from torch import Tensor
 
+from tread_zoo.kernels.dispatch import load_module
+
 MODULE = "causal_conv1d"
-INSTALL = "pip install causal-conv1d --no-build-isolation"
+INSTALL = "pip install kernels"
 
 
 def causal_conv1d_fused(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, segment_ids: Tensor | None = None
 ) -> Tensor:
     """Return `causal_conv1d_fn`, which takes [B, D, L] with the channels contiguous."""
-    function = importlib.import_module(MODULE).causal_conv1d_fn
+    function = load_module(MODULE).causal_conv1d_fn
     y = function(
         x.contiguous().transpose(1, 2),
         weight,

@@ -7,13 +7,13 @@ exp(Δ A) h_{t-1} as h_t - Δ B u and multiplies what rounding leaves of it by t
 would make ∂A and ∂Δ 1e11 times too large.
 """
 
-import importlib
-
 import torch
 from torch import Tensor
 
+from tread_zoo.kernels.dispatch import load_module
+
 MODULE = "mamba_ssm.ops.selective_scan_interface"
-INSTALL = "pip install mamba-ssm --no-build-isolation"
+INSTALL = "pip install kernels"
 
 FORGOTTEN = 40.0  # R |A| at least; exp(-40) is 4e-18, nothing beside what float32 rounds away
 
@@ -52,7 +52,7 @@ def _scan(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None
 ) -> Tensor:
     """Return `selective_scan_fn`, which takes u, Δ [B, D, L] and B, C [B, G, N, L], all float32."""
-    function = importlib.import_module(MODULE).selective_scan_fn
+    function = load_module(MODULE).selective_scan_fn
     y = function(
         u.float().transpose(1, 2).contiguous(),
         delta.float().transpose(1, 2).contiguous(),

@@ -12,14 +12,14 @@ given. How each is brought to what it does not know of itself:
   in a chunk and by 2e-4 at most, less than the kernel's products in TF32.
 """
 
-import importlib
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tread_zoo.kernels.dispatch import load_module
+
 MAMBA_MODULE = "mamba_ssm.ops.triton.ssd_combined"
-MAMBA_INSTALL = "pip install mamba-ssm --no-build-isolation"
+MAMBA_INSTALL = "pip install kernels"
 FLA_MODULE = "fla.ops.simple_gla"
 FLA_INSTALL = "pip install fla-core"
 CHUNK = 64
@@ -37,7 +37,7 @@ def ssd_mamba(
     gaps: Tensor | None = None,
 ) -> Tensor:
     """Return `mamba_chunk_scan_combined`, whose arguments are laid out as ours."""
-    function = importlib.import_module(MAMBA_MODULE).mamba_chunk_scan_combined
+    function = load_module(MAMBA_MODULE).mamba_chunk_scan_combined
     u, step, skip = x.float(), delta.float(), None if D is None else D.float()
     inputs = u
     if gaps is not None:
@@ -70,7 +70,7 @@ def ssd_fla(
     gaps: Tensor | None = None,
 ) -> Tensor:
     """Return `chunk_simple_gla` with queries C, keys B, values Δ x and log-decays gaps Δ A."""
-    function = importlib.import_module(FLA_MODULE).chunk_simple_gla
+    function = load_module(FLA_MODULE).chunk_simple_gla
     heads = x.shape[2] // B.shape[2]
     u, step = x.float(), delta.float()
     falls = step * A.float()

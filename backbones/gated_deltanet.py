@@ -1,0 +1,192 @@
+"""Gated DeltaNet in both directions: a linear attention that forgets, and replaces what it writes.
+
+`lightning_shell` has the shell, this file the mixer (arXiv 2412.06464). Tokens are walked over both
+ways, in raster order or along another curve, and what the directions find is added up. They share
+queries, keys and values, and each has decays and writing strengths of its own:
+
+    q, k, v, z = Linear(x),  q, k, v through SiLU,  q and k of norm 1 by head
+    b    = sigmoid(Linear(x)),  a = exp(-exp(A_log) softplus(Linear(x) + bias))
+    S_t  = (I - b_t k_t k_tᵀ) a_t S_{t-1} + b_t k_t v_tᵀ,  o_t = S_tᵀ q_t / sqrt(K)   each direction
+    out  = Linear(RMSNorm(o_forward + o_backward) * SiLU(z))                the norm is by head
+
+With `per_channel` every channel of the keys has a decay a of its own, through a bottleneck as wide
+as a head (Kimi Delta Attention, arXiv 2510.26692). Both papers put a short convolution ahead of the
+walk, which a walk in two directions over a grid has not.
+
+What a route does to the memory: the state walks over the kept tokens alone, in the order of the
+full walk with the missing ones deleted. A token that bypassed the block has written nothing,
+replaced nothing and decayed nothing. `gaps` says what the steps that are missing are to the state.
+
+B batch, L tokens present, D width, H heads, K = D / H width of keys and values.
+"""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from backbones.lightning_shell import LightningBackbone, Mixer
+from backbones.scan_shell import full, init_step_bias
+from tread_zoo.backbone import Layout
+from tread_zoo.kernels import gated_delta_rule
+from tread_zoo.registry import register_backbone
+from tread_zoo.routing.scans import Gaps, check_scan, make_scan
+
+
+class BidirectionalDelta(Mixer):
+    """The gated delta rule over [B, L, D] in both directions, summed.
+
+    The directions' own parameters are stacked along their first axis, forward first.
+
+    Args:
+        hidden_size: D, divisible by H.
+        num_heads: H.
+        per_channel: a decay for each channel of the keys instead of one a head.
+        scan_order: a name in `tread_zoo.routing.ORDERS`.
+        index: of the block, for orders that differ between blocks.
+        gaps: see `GatedDeltaNet`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        per_channel: bool = False,
+        scan_order: str = "raster",
+        index: int = 0,
+        gaps: Gaps = "ignore",
+    ) -> None:
+        super().__init__()
+        self.num_heads, head_size = num_heads, hidden_size // num_heads
+        self.per_channel, self.gaps = per_channel, gaps
+        self.scan_order, self.index = scan_order, index
+        self.in_proj = nn.Linear(hidden_size, 4 * hidden_size, bias=False)
+        self.beta_proj = nn.Linear(hidden_size, 2 * num_heads, bias=False)
+        num_steps = 2 * (hidden_size if per_channel else num_heads)
+        self.step_down = nn.Linear(hidden_size, head_size, bias=False) if per_channel else None
+        self.step_proj = nn.Linear(head_size if per_channel else hidden_size, num_steps, bias=False)
+        self.step_bias = nn.Parameter(torch.empty(num_steps))
+        self.A_log = nn.Parameter(torch.empty(2 * num_heads))
+        self.norm = nn.RMSNorm(head_size, eps=1e-6)
+        self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.fused_rows = {
+            "in_proj.weight": 4 * (hidden_size,),
+            "beta_proj.weight": 2 * (num_heads,),
+            "step_proj.weight": 2 * (num_steps // 2,),
+        }
+
+    def forward(
+        self, x: Tensor, layout: Layout, first_value: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        scan = make_scan(layout, self.scan_order, self.index)
+        x = scan.permute(x)
+        *mixed, z = self.in_proj(x).unflatten(-1, (4, self.num_heads, -1)).unbind(2)
+        q, k, v = (F.silu(torch.cat([part, part.flip(1)])) for part in mixed)  # [2 B, L, H, K]
+        q, k = (F.normalize(full(part), dim=-1).to(v.dtype) for part in (q, k))
+        beta, log_decay = self._turn(full(self.beta_proj(x)).sigmoid()), self._log_decay(x)
+        segments, apart = None, scan.gaps_both_ways()
+        if apart is not None and self.gaps != "ignore":
+            gaps = torch.cat(apart)
+            if self.gaps == "reset":
+                segments = (gaps > 1).cumsum(dim=1)
+            else:
+                log_decay = log_decay * gaps.view(*gaps.shape, *[1] * (log_decay.ndim - 2))
+        out = gated_delta_rule(q, k, v, beta, log_decay, segment_ids=segments)
+        forward, backward = out.chunk(2)
+        out = full(forward + backward.flip(1))
+        out = F.rms_norm(out, self.norm.normalized_shape, full(self.norm.weight), self.norm.eps)
+        gated = (out * F.silu(z)).flatten(2)
+        # Weights may be stored in half precision; under autocast both are float32 here.
+        return scan.restore(self.out_proj(gated.to(self.out_proj.weight.dtype))), None
+
+    def _log_decay(self, x: Tensor) -> Tensor:
+        """Return [2 B, L, H], or [2 B, L, H, K] for one a channel."""
+        down = x if self.step_down is None else self.step_down(x)
+        steps = F.softplus(full(self.step_proj(down)) + full(self.step_bias))
+        rates = -torch.exp(full(self.A_log))
+        if self.per_channel:
+            steps, rates = steps.unflatten(-1, (2 * self.num_heads, -1)), rates.unsqueeze(-1)
+        return self._turn(rates * steps)
+
+    def _turn(self, values: Tensor) -> Tensor:
+        """[B, L, 2 H, ..] -> [2 B, L, H, ..], the directions after one another, each in its way."""
+        forward, backward = values.chunk(2, dim=2)
+        return torch.cat([forward, backward.flip(1)])
+
+    def initialize(self) -> None:
+        """Set what the shell does not: `step_bias` such that softplus of it is log-uniform in
+        0.001 … 0.1, exp of `A_log` uniform in 1 … 16."""
+        init_step_bias(self.step_bias)
+        with torch.no_grad():
+            self.A_log.uniform_(1, 16).log_()
+
+
+class GatedDeltaNet(LightningBackbone):
+    """The gated delta rule in the shell of LightningDiT.
+
+    Args:
+        input_size, in_channels, num_classes, patch_size, learn_sigma: see `Backbone`.
+        hidden_size: D, divisible by 4 and by H.
+        depth: number of blocks.
+        num_heads: H.
+        mlp_ratio: of `SwiGLU`.
+        per_channel: a decay for each channel of the keys, as in KDA, instead of one a head.
+        scan_order: of the walk, a name in `tread_zoo.routing.ORDERS`.
+        gaps: what a route's gaps are to the state. `ignore`: it runs over them as if their sides
+            were neighbours. `reset`: it restarts beyond each. `decay`: it decays by the length of
+            the gap, at the rates of the token that ends it.
+        time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
+
+    Raises:
+        ValueError: sizes that do not fit each other, or an unknown scan_order.
+    """
+
+    default_selector: ClassVar[str] = "rows"
+
+    def __init__(
+        self,
+        *,
+        input_size: int | tuple[int, int],
+        in_channels: int,
+        num_classes: int,
+        patch_size: PositiveInt = 2,
+        hidden_size: PositiveInt = 384,
+        depth: PositiveInt = 12,
+        num_heads: PositiveInt = 6,
+        mlp_ratio: PositiveFloat = 4.0,
+        per_channel: bool = False,
+        scan_order: str = "raster",
+        gaps: Gaps = "ignore",
+        learn_sigma: bool = False,
+        time_scale: PositiveFloat = 1000.0,
+    ) -> None:
+        if hidden_size % num_heads:
+            raise ValueError(f"hidden_size={hidden_size} must be divisible by {num_heads=}.")
+        check_scan(scan_order, gaps)
+        in_raster = ("order",) if gaps == "ignore" else ("order", "ids")
+        super().__init__(
+            input_size=input_size,
+            in_channels=in_channels,
+            num_classes=num_classes,
+            patch_size=patch_size,
+            depends_on=in_raster if scan_order == "raster" else ("order", "ids", "grid"),
+            hidden_size=hidden_size,
+            depth=depth,
+            make_mixer=lambda index: BidirectionalDelta(
+                hidden_size, num_heads, per_channel, scan_order, index, gaps
+            ),
+            mlp_ratio=mlp_ratio,
+            learn_sigma=learn_sigma,
+            time_scale=time_scale,
+        )
+        self.initialize()
+
+
+# Sizes for comparisons, of nearly as many parameters as those of the other architectures.
+register_backbone("gated_deltanet_tiny", learning_rate=6e-3, hidden_size=64, num_heads=2)(
+    GatedDeltaNet
+)
+register_backbone("gated_deltanet_matched_s", learning_rate=3e-4)(GatedDeltaNet)
+register_backbone("gated_deltanet_matched_b", hidden_size=768, num_heads=12)(GatedDeltaNet)

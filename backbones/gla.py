@@ -1,0 +1,163 @@
+"""Gated linear attention in both directions (arXiv 2312.06635; on diffusion, DiG: 2405.18428).
+
+`lightning_shell` has the shell, this file the mixer: a linear attention whose state forgets, each
+row of it at a rate of its own that the token sets. Tokens are walked over both ways, in raster
+order or along another curve, and what the directions find is added up. They share queries, keys and
+values, and each has decays of its own:
+
+    q, k, v, z = Linear(x)                                   keys are half as wide as values
+    a    = sigmoid(Linear(Linear(x)))^(1/16)                 through 16 channels
+    S_t  = diag(a_t) S_{t-1} + k_t v_tᵀ,  o_t = S_tᵀ q_t / sqrt(K)       in each direction
+    out  = Linear(RMSNorm(o_forward + o_backward) * SiLU(z))             the norm is by head
+
+DiG has one direction a layer, which turns from layer to layer, and a depthwise convolution to see
+neighbours in the other ones; here every layer has two directions, and no convolution.
+
+What a route does to the memory: the state walks over the kept tokens alone, in the order of the
+full walk with the missing ones deleted; a token that bypassed the block has put nothing into it and
+decayed nothing. `gaps` says what the steps that are missing are to it.
+
+B batch, L tokens present, D width, H heads, K = D / 2H width of a key.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from backbones.lightning_shell import LightningBackbone, Mixer
+from backbones.scan_shell import full
+from tread_zoo.backbone import Layout
+from tread_zoo.kernels import gated_linear_attention
+from tread_zoo.registry import register_backbone
+from tread_zoo.routing.scans import check_scan, make_scan
+
+DECAY_CHANNELS = 16
+DECAY_ROOT = 16  # a sigmoid of 1/2 leaves 1/2 after as many steps
+
+
+class BidirectionalGLA(Mixer):
+    """Gated linear attention over [B, L, D] in both directions, summed.
+
+    Args:
+        hidden_size: D, divisible by 2 H.
+        num_heads: H.
+        scan_order: a name in `tread_zoo.routing.ORDERS`.
+        index: of the block, for orders that differ between blocks.
+        gaps: see `GLA`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        scan_order: str = "raster",
+        index: int = 0,
+        gaps: Literal["ignore", "decay"] = "ignore",
+    ) -> None:
+        super().__init__()
+        keys = hidden_size // 2
+        self.parts = [keys, keys, hidden_size, hidden_size]
+        self.num_heads = num_heads
+        self.scan_order, self.index, self.gaps = scan_order, index, gaps
+        self.in_proj = nn.Linear(hidden_size, sum(self.parts), bias=False)
+        self.forget_in = nn.Linear(hidden_size, DECAY_CHANNELS, bias=False)
+        self.forget_out = nn.Linear(DECAY_CHANNELS, 2 * keys)  # the forward direction's first
+        self.norm = nn.RMSNorm(hidden_size // num_heads, eps=1e-6)
+        self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.fused_rows = {"in_proj.weight": tuple(self.parts), "forget_out.weight": (keys, keys)}
+
+    def forward(
+        self, x: Tensor, layout: Layout, first_value: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        scan = make_scan(layout, self.scan_order, self.index)
+        x = scan.permute(x)
+        q, k, v, z = self.in_proj(x).split(self.parts, dim=-1)
+        gates = full(self.forget_out(self.forget_in(x))).chunk(2, dim=-1)
+        forward, backward = (F.logsigmoid(gate) / DECAY_ROOT for gate in gates)
+        log_decay = torch.cat([forward, backward.flip(1)])
+        gaps = scan.gaps_both_ways() if self.gaps == "decay" else None
+        if gaps is not None:
+            log_decay = log_decay * torch.cat(gaps).unsqueeze(-1)
+        ways = (torch.cat([part, part.flip(1)]) for part in (q, k, v))  # one batch
+        out = gated_linear_attention(*map(self._heads, (*ways, log_decay)))
+        forward, backward = out.chunk(2)
+        out = full(forward + backward.flip(1))
+        out = F.rms_norm(out, self.norm.normalized_shape, full(self.norm.weight), self.norm.eps)
+        mixed = out.flatten(2) * F.silu(z)
+        # Weights may be stored in half precision; under autocast both are float32 here.
+        return scan.restore(self.out_proj(mixed.to(self.out_proj.weight.dtype))), None
+
+    def _heads(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (self.num_heads, -1))
+        return heads
+
+
+class GLA(LightningBackbone):
+    """Gated linear attention in the shell of LightningDiT.
+
+    Args:
+        input_size, in_channels, num_classes, patch_size, learn_sigma: see `Backbone`.
+        hidden_size: D, divisible by 4 and by 2 H.
+        depth: number of blocks.
+        num_heads: H.
+        mlp_ratio: of `SwiGLU`.
+        scan_order: of the walk, a name in `tread_zoo.routing.ORDERS`.
+        gaps: what a route's gaps are to the state. `ignore`: it runs over them as if their sides
+            were neighbours. `decay`: it decays by the length of a gap, at the rates of the token
+            that ends it. There is no convolution that could `reset`.
+        time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
+
+    Raises:
+        ValueError: sizes that do not fit each other, or an unknown scan_order.
+    """
+
+    default_selector = "rows"
+
+    def __init__(
+        self,
+        *,
+        input_size: int | tuple[int, int],
+        in_channels: int,
+        num_classes: int,
+        patch_size: PositiveInt = 2,
+        hidden_size: PositiveInt = 384,
+        depth: PositiveInt = 12,
+        num_heads: PositiveInt = 6,
+        mlp_ratio: PositiveFloat = 4.0,
+        scan_order: str = "raster",
+        gaps: Literal["ignore", "decay"] = "ignore",
+        learn_sigma: bool = False,
+        time_scale: PositiveFloat = 1000.0,
+    ) -> None:
+        if hidden_size % (2 * num_heads):
+            raise ValueError(
+                f"hidden_size={hidden_size} must be divisible by 2 * num_heads = {2 * num_heads}: "
+                "keys are half as wide."
+            )
+        check_scan(scan_order, gaps)
+        in_raster = ("order",) if gaps == "ignore" else ("order", "ids")
+        super().__init__(
+            input_size=input_size,
+            in_channels=in_channels,
+            num_classes=num_classes,
+            patch_size=patch_size,
+            depends_on=in_raster if scan_order == "raster" else ("order", "ids", "grid"),
+            hidden_size=hidden_size,
+            depth=depth,
+            make_mixer=lambda index: BidirectionalGLA(
+                hidden_size, num_heads, scan_order, index, gaps
+            ),
+            mlp_ratio=mlp_ratio,
+            learn_sigma=learn_sigma,
+            time_scale=time_scale,
+        )
+        self.initialize()
+
+
+# Sizes for comparisons, of nearly as many parameters as those of the other architectures.
+register_backbone("gla_tiny", learning_rate=6e-3, hidden_size=64, depth=12, num_heads=2)(GLA)
+register_backbone("gla_matched_s", learning_rate=3e-4, hidden_size=384, depth=12, num_heads=6)(GLA)
+register_backbone("gla_matched_b", hidden_size=768, depth=12, num_heads=12)(GLA)

@@ -1,0 +1,83 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from backbones.gated_deltanet import BidirectionalDelta
+from tests.backbones.test_mamba import walks_of
+from tread_zoo.backbone import Layout
+from tread_zoo.routing import GAPS
+
+GRID, HEADS = (3, 4), 2
+
+
+def make_mixer(per_channel, gaps="ignore", name="raster"):
+    torch.manual_seed(0)
+    mixer = BidirectionalDelta(8, HEADS, per_channel, name, index=3, gaps=gaps).double()
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return mixer
+
+
+def mix_by_loop(mixer, x, walks):
+    """The mixer written out: one direction, one step, one head at a time; heads of 4 channels."""
+    q, k, v, z = F.linear(x, mixer.in_proj.weight).chunk(4, dim=-1)
+    beta = F.linear(x, mixer.beta_proj.weight).sigmoid()
+    down = x if mixer.step_down is None else mixer.step_down(x)
+    steps = F.softplus(F.linear(down, mixer.step_proj.weight) + mixer.step_bias)
+    total = torch.zeros_like(v)
+    for way in range(2):
+        for b, walk in enumerate(walks):
+            path = walk if way == 0 else walk[::-1]
+            for head in range(HEADS):
+                own, turned = slice(4 * head, 4 * head + 4), HEADS * way + head
+                rate, state = mixer.A_log[turned].exp(), torch.zeros(4, 4, dtype=x.dtype)
+                for step, (now, place) in enumerate(path):
+                    gap = abs(place - path[step - 1][1]) if step else 1
+                    taken = steps[b, now, turned]
+                    if mixer.per_channel:
+                        taken = steps[b, now, 8 * way :][own].unsqueeze(1)
+                    decay = torch.exp(-rate * taken * (gap if mixer.gaps == "decay" else 1))
+                    if mixer.gaps == "reset" and gap > 1:
+                        decay = 0 * decay
+                    key = F.normalize(F.silu(k[b, now, own]), dim=0)
+                    query = F.normalize(F.silu(q[b, now, own]), dim=0)
+                    state = decay * state
+                    error = F.silu(v[b, now, own]) - key @ state
+                    state = state + beta[b, now, turned] * torch.outer(key, error)
+                    total[b, now, own] += query @ state / 2
+    by_head = total.unflatten(-1, (HEADS, 4))
+    normed = by_head / (by_head.square().mean(-1, keepdim=True) + 1e-6).sqrt() * mixer.norm.weight
+    return F.linear(normed.flatten(2) * F.silu(z), mixer.out_proj.weight)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize(
+    ("gaps", "name"), [*((gaps, "raster") for gaps in GAPS), ("decay", "serpentine8")]
+)
+def test_mixer_equals_the_written_out_loop(per_channel, gaps, name):
+    mixer = make_mixer(per_channel, gaps, name)
+    ids = torch.tensor([[0, 1, 2, 5, 6, 9], [1, 3, 4, 5, 10, 11]])
+    for kept, layout in (
+        (ids, Layout(GRID, 0, ids)),
+        (torch.arange(12).expand(2, -1), Layout(GRID, 0, batch=2)),
+    ):
+        x = torch.randn(2, kept.shape[1], 8, dtype=torch.float64)
+        mixed, first_value = mixer(x, layout, None)
+        torch.testing.assert_close(
+            mixed, mix_by_loop(mixer, x, walks_of(kept, name, 3, num_extra=0))
+        )
+        assert first_value is None
+
+
+def test_one_decay_a_head_is_that_of_all_its_channels():
+    by_head, by_channel = (make_mixer(per_channel) for per_channel in (False, True))
+    with torch.no_grad():
+        for mixer in (by_head, by_channel):
+            mixer.step_proj.weight.zero_()
+        for name in ("in_proj.weight", "beta_proj.weight", "A_log", "out_proj.weight"):
+            by_channel.get_parameter(name).copy_(by_head.get_parameter(name))
+        by_channel.norm.weight.copy_(by_head.norm.weight)
+        by_channel.step_bias.copy_(by_head.step_bias.repeat_interleave(4))
+    x, layout = torch.randn(2, 12, 8, dtype=torch.float64), Layout(GRID, 0, batch=2)
+    torch.testing.assert_close(by_channel(x, layout, None)[0], by_head(x, layout, None)[0])

@@ -1,0 +1,108 @@
+import pytest
+import torch
+
+from backbones.lightning_dit import RotaryAttention
+from tests.test_contract import SMALL
+from tread_zoo.backbone import Layout
+from tread_zoo.testing import CHECKS, Probe
+
+GRID = (5, 7)
+OPTIONS = {"value_residual": True, "shared_modulation": True, "num_class_tokens": 3}
+
+
+def mixer(**options):
+    torch.manual_seed(0)
+    attention = RotaryAttention(32, 2, **options).double()
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter.normal_(std=0.5)
+    return attention
+
+
+def kept(rows, cols):
+    """Return ids [1, K] of places on the grid."""
+    return (torch.tensor(rows) * GRID[1] + torch.tensor(cols))[None]
+
+
+def test_attention_equals_the_formula():
+    """q, k and v by head; pair i of a half turned by its row or column times 10000^(-i / 4)."""
+    attention, x = mixer(), torch.randn(1, 4, 32).double()
+    rows, cols = [0, 1, 1, 4], [3, 0, 6, 2]
+    out, value = attention(x, Layout(GRID, 1, kept(rows[1:], cols[1:])), None)
+    assert value is None
+    places = torch.tensor([[0, 0], *zip(rows[1:], cols[1:], strict=True)])  # an extra one ahead
+    weight, bias = attention.qkv.weight, attention.qkv.bias
+    q, k, v = (x[0] @ weight.T + bias).view(4, 3, 2, 16).unbind(1)
+
+    def turned(z, norm):
+        z = z / (z.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
+        pairs = torch.view_as_complex(z.reshape(4, 2, 8, 2))
+        speed = 10000.0 ** -(torch.arange(4).double() / 4)
+        angles = torch.cat([places[:, :1] * speed, places[:, 1:] * speed], 1)
+        return torch.view_as_real(pairs * torch.exp(1j * angles)[:, None]).flatten(2)
+
+    q, k = turned(q, attention.q_norm), turned(k, attention.k_norm)
+    weights = (torch.einsum("ihd,jhd->hij", q, k) / 4).softmax(-1)
+    mixed = torch.einsum("hij,jhd->ihd", weights, v).flatten(1)
+    torch.testing.assert_close(out[0], attention.proj(mixed), atol=1e-5, rtol=1e-5)
+
+
+def test_a_kept_set_that_is_shifted_attends_as_before():
+    attention, x = mixer(), torch.randn(1, 4, 32).double()
+    rows, cols = [0, 1, 2, 2], [1, 3, 0, 4]
+    out, shifted, torn = (
+        attention(x, Layout(GRID, 0, ids), None)[0]
+        for ids in (
+            kept(rows, cols),
+            kept([r + 2 for r in rows], [c + 2 for c in cols]),
+            kept([*rows[:3], 4], cols),
+        )
+    )
+    torch.testing.assert_close(shifted, out, atol=1e-5, rtol=1e-5)
+    assert (torn - out).abs().max() > 0.01, "where tokens lie to each other does not matter"
+
+
+def test_values_are_mixed_with_the_first_ones():
+    """Values are v + m (v_1 - v): at m = 1 those of the first block alone."""
+    attention, plain = mixer(value_residual=True), mixer()
+    plain.load_state_dict(attention.state_dict(), strict=False)
+    x, first, layout = torch.randn(1, 3, 32).double(), torch.randn(32).double(), Layout((1, 3), 0)
+    with torch.no_grad():
+        for mix in (0.0, 0.3, 1.0):
+            attention.value_mix.fill_(mix)
+            out, _ = attention(x, layout, first.expand_as(x))
+            mixed = mixer()
+            mixed.load_state_dict(plain.state_dict())
+            mixed.qkv.weight[64:] *= 1 - mix
+            mixed.qkv.bias[64:] = mix * first + (1 - mix) * plain.qkv.bias[64:]
+            torch.testing.assert_close(out, mixed(x, layout, None)[0])
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        "tokens_leave_and_rejoin",
+        "blocks_see_kept_tokens",
+        "blocks_depend_on_what_they_declare",
+        "blocks_depend_on_their_arguments_alone",
+        "gradients_flow",
+        "conditions_matter",
+        "half_precision",
+        "recomputation",
+    ],
+)
+def test_its_options_keep_the_contract(check):
+    CHECKS[check](Probe("lightning_dit_tiny", overrides={**SMALL["lightning_dit_tiny"], **OPTIONS}))
+
+
+def test_class_tokens_are_seen_after_a_third_of_the_blocks():
+    overrides = {"hidden_size": 32, "depth": 6, "num_class_tokens": 2}
+    probe = Probe("lightning_dit_tiny", overrides=overrides)
+    network, inputs = probe.build(), probe.inputs()
+    moved = probe.build()
+    with torch.no_grad():
+        moved.class_positions.add_(torch.randn(2, 32))
+    _, features = network(*inputs, features=range(6))
+    _, others = moved(*inputs, features=range(6))
+    seen = [not torch.equal(features[i].tokens, others[i].tokens) for i in range(6)]
+    assert seen == [False, False, True, True, True, True]

@@ -1,0 +1,110 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from backbones.rwkv7 import ChannelMix, TimeMix
+from tests.backbones.test_rwkv import (
+    GRID,
+    NUM_TOKENS,
+    make_ids,
+    randomized,
+    shift_on_the_grid,
+    shift_over_gaps,
+)
+from tread_zoo import create_backbone
+from tread_zoo.backbone import Layout
+from tread_zoo.routing import Route, inverse, scan_order
+
+WIDTH, HEAD = 8, 4
+
+
+def low(layers, x, activation):
+    return activation(x @ layers[0].weight.T) @ layers[2].weight.T
+
+
+def mix_by_loop(mixer, x, shifted, walks, first_value):
+    """The time mix written out: one direction, one token, one head at a time."""
+    of_r, of_k, of_v, of_w, of_a, of_g = (x * own + shifted * (1 - own) for own in mixer.own)
+    r, k = of_r @ mixer.receptance.weight.T, of_k @ mixer.key.weight.T
+    v = of_v @ mixer.value.weight.T
+    v = v + torch.sigmoid(low(mixer.mix, of_v, lambda y: y) + mixer.mix_bias) * (first_value - v)
+    rates = torch.sigmoid(low(mixer.rate, of_a, lambda y: y) + mixer.rate_bias)
+    decays = low(mixer.decay, of_w, torch.tanh)
+    written = k * (1 + mixer.replaced * (rates - 1))
+    read = torch.zeros_like(v)
+    for way, bias in enumerate(mixer.decay_bias):
+        falls = -math.exp(-0.5) * torch.sigmoid(decays + bias)
+        for b, walk in enumerate(walks):
+            states = torch.zeros(WIDTH // HEAD, HEAD, HEAD, dtype=x.dtype)
+            path = walk[::-1] if way else walk
+            for step, (now, place) in enumerate(path):
+                apart = abs(place - path[step - 1][1]) if step and mixer.gaps == "decay" else 1
+                for head in range(WIDTH // HEAD):
+                    part = slice(HEAD * head, HEAD * head + HEAD)
+                    removed = F.normalize((k * mixer.removed)[b, now, part], dim=0)
+                    transition = torch.exp(apart * falls[b, now, part]).diag()
+                    transition -= torch.outer(rates[b, now, part] * removed, removed)
+                    states[head] = transition @ states[head]
+                    states[head] += torch.outer(written[b, now, part], v[b, now, part])
+                    read[b, now, part] += states[head].T @ r[b, now, part]
+    heads = read.unflatten(-1, (-1, HEAD))
+    centred = heads - heads.mean(-1, keepdim=True)
+    normed = centred / (centred.square().mean(-1, keepdim=True) + HEAD * 1e-5).sqrt()
+    y = normed.flatten(2) * mixer.norm.weight + mixer.norm.bias
+    bonus = (r * mixer.bonus * written).unflatten(-1, (-1, HEAD)).sum(-1, keepdim=True)
+    y = y + (bonus * v.unflatten(-1, (-1, HEAD))).flatten(2)
+    return (y * low(mixer.gate, of_g, torch.sigmoid)) @ mixer.output.weight.T
+
+
+@pytest.mark.parametrize(
+    ("gaps", "name", "kept"),
+    [
+        ("decay", "raster", 7),
+        ("reset", "raster", 7),
+        ("ignore", "raster", 7),
+        ("decay", "hilbert", 7),
+        ("decay", "raster", NUM_TOKENS),
+    ],
+)
+@torch.no_grad()
+def test_time_mix_equals_the_written_out_loop(gaps, name, kept):
+    mixer = randomized(TimeMix(WIDTH, HEAD, 2, name, 3, gaps))
+    ids = make_ids(kept=kept)
+    x, first_value = torch.randn(2, 2, kept, WIDTH, dtype=torch.float64)
+    shifted = shift_over_gaps(x, ids) if gaps == "ignore" else shift_on_the_grid(x, ids)
+    places = inverse(scan_order(name, GRID, 3))[ids]
+    walks = [sorted(enumerate(row), key=lambda pair: pair[1]) for row in places.tolist()]
+    expected = mix_by_loop(mixer, x, shifted, walks, first_value)
+    layout = Layout(GRID, 0, None if kept == NUM_TOKENS else ids, batch=2)
+    out, value = mixer(x, layout, first_value)
+    torch.testing.assert_close(out, expected)
+    assert value is None
+
+
+@torch.no_grad()
+def test_channel_mix_equals_the_formula():
+    mix, ids = randomized(ChannelMix(8, 4.0, "decay")), make_ids()
+    x = torch.randn(2, ids.shape[1], 8, dtype=torch.float64)
+    blend = x * mix.own[0] + shift_on_the_grid(x, ids) * (1 - mix.own[0])
+    expected = (blend @ mix.key.weight.T).clamp_min(0) ** 2 @ mix.value.weight.T
+    torch.testing.assert_close(mix(x, Layout(GRID, 0, ids)), expected)
+
+
+@torch.no_grad()
+def test_first_values_are_routed_with_their_tokens():
+    sizes = {"input_size": 8, "in_channels": 1, "num_classes": 0, "hidden_size": 16}
+    network = create_backbone("rwkv7_tiny", **sizes, depth=4, head_size=8)
+    made, seen = [], []
+    for block in network.blocks:
+        block.mixer.register_forward_hook(
+            lambda mixer, args, out: (made if mixer.is_first else seen).append((args[2], out[1]))
+        )
+    ids = torch.tensor([[0, 3, 7, 12], [1, 2, 5, 15]])
+    network(torch.randn(2, 1, 8, 8), torch.rand(2), routes=[Route(1, 3, ids)])
+    first = made[0][1]
+    assert first.abs().min() > 0
+    kept = first.gather(1, ids.unsqueeze(-1).expand(-1, -1, 16))
+    for (value, _), expected in zip(seen, (kept, kept, first), strict=True):
+        assert torch.equal(value, expected)

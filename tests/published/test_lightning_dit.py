@@ -1,0 +1,70 @@
+"""LightningDiT from its own tensors, written out anew."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.published.tensors import theirs
+from tests.published.test_conversion import imported, network
+from tread_zoo.training.checkpoints import CheckpointError
+
+
+def by_formula(w, x, t, y):
+    """t is what its sinusoids are fed; patches of 2."""
+    width, head = len(w["x_embedder.proj.bias"]), w["feat_rope.freqs_cos"].shape[1]
+
+    def linear(name, v):
+        return F.linear(v, w[f"{name}.weight"], w[f"{name}.bias"])
+
+    def norm(name, v):
+        weight = w.get(f"{name}.weight", 1.0)
+        return v / (v.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+    def modulated(name, v, shift, scale):
+        return norm(name, v) * (1 + scale[:, None]) + shift[:, None]
+
+    def turned(v):
+        swapped = torch.stack([-v[..., 1::2], v[..., 0::2]], -1).flatten(-2)
+        return v * w["feat_rope.freqs_cos"] + swapped * w["feat_rope.freqs_sin"]
+
+    tokens = F.conv2d(x, w["x_embedder.proj.weight"], w["x_embedder.proj.bias"], stride=2)
+    tokens = tokens.flatten(2).mT + w["pos_embed"]
+    angle = t[:, None] * torch.tensor([10000 ** (-i / 128) for i in range(128)])
+    time = linear("t_embedder.mlp.0", torch.cat([angle.cos(), angle.sin()], 1))
+    c = linear("t_embedder.mlp.2", F.silu(time))
+    c = F.silu(c + w["y_embedder.embedding_table.weight"][y])
+    for name in ("blocks.0", "blocks.1"):
+        s1, g1, a1, s2, g2, a2 = linear(f"{name}.adaLN_modulation.1", c).split(width, 1)
+        qkv = linear(f"{name}.attn.qkv", modulated(f"{name}.norm1", tokens, s1, g1))
+        mixed = []
+        for q, k, v in zip(*(z.split(head, 2) for z in qkv.split(width, 2)), strict=True):
+            if f"{name}.attn.q_norm.weight" in w:
+                q, k = norm(f"{name}.attn.q_norm", q), norm(f"{name}.attn.k_norm", k)
+            mixed.append((turned(q) @ turned(k).mT / math.sqrt(head)).softmax(-1) @ v)
+        tokens = tokens + a1[:, None] * linear(f"{name}.attn.proj", torch.cat(mixed, 2))
+        both = linear(f"{name}.mlp.w12", modulated(f"{name}.norm2", tokens, s2, g2))
+        gate, value = both.chunk(2, 2)
+        tokens = tokens + a2[:, None] * linear(f"{name}.mlp.w3", F.silu(gate) * value)
+    shift, scale = linear("final_layer.adaLN_modulation.1", c).chunk(2, 1)
+    values = linear("final_layer.linear", modulated("final_layer.norm_final", tokens, shift, scale))
+    return values.view(len(x), 4, 4, 2, 2, 4).permute(0, 5, 1, 3, 2, 4).reshape(len(x), 4, 8, 8)
+
+
+@pytest.mark.parametrize("norms", [True, False])
+def test_it_equals_its_formula(tmp_path, norms):
+    content = theirs("lightning_dit", norms=norms)
+    backbone = network(tmp_path, "lightning_dit", content)
+    x, t, y = torch.randn(3, 4, 8, 8), torch.tensor([0.0, 0.3, 1.0]), torch.tensor([0, 7, 3])
+    expected = by_formula(content, x, 1 - t, y)  # time and velocity are turned
+    assert expected.std() > 0.1
+    torch.testing.assert_close(backbone(x, t, y), -expected, atol=1e-4, rtol=0)
+
+
+def test_heads_follow_from_the_table_of_rotations_which_must_be_ours(tmp_path):
+    content = theirs("lightning_dit", heads=2)
+    assert imported(tmp_path, "lightning_dit", content).config["num_heads"] == 2
+    content["feat_rope.freqs_cos"] = content["feat_rope.freqs_cos"].roll(1, 0)
+    with pytest.raises(CheckpointError, match=r"freqs_cos .* trained otherwise"):
+        imported(tmp_path / "other", "lightning_dit", content)

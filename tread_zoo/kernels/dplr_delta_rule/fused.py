@@ -1,0 +1,48 @@
+"""Adapter of fla's Triton kernel; importing fla needs triton.
+
+It knows no segments of padded batches. Where one begins, a log-decay of `RESET` leaves 1e-13 of the
+state, and a = 0 does not look at it. A lower one would leave less, but what is summed over a chunk
+of 16 steps in float32 loses the digits of the decays after it.
+"""
+
+import importlib
+
+import torch.nn.functional as F
+from torch import Tensor
+
+FLA_MODULE = "fla.ops.generalized_delta_rule"
+FLA_INSTALL = "pip install fla-core"
+RESET = -30.0
+
+
+def dplr_delta_rule_fla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    log_decay: Tensor,
+    segment_ids: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """Return `chunk_dplr_delta_rule`, which RWKV-7's own function calls, too."""
+    function = importlib.import_module(FLA_MODULE).chunk_dplr_delta_rule
+    falls = log_decay.float().clamp_min(RESET)
+    if segment_ids is not None:
+        starts = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))[..., None, None]
+        falls, a = falls.masked_fill(starts, RESET), a.masked_fill(starts, 0.0)
+    given = [x.to(v.dtype).contiguous() for x in (q, k, v, a, b)]
+    out: Tensor = function(*given, falls.contiguous(), scale=scale)[0]
+    return out.to(v.dtype)
+
+
+def unsuited(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> str | None:
+    """Return why the kernel does not take this call, or None."""
+    if v.dtype.itemsize > 4:
+        return "float64"
+    return "keys or values wider than 256" if max(k.shape[-1], v.shape[-1]) > 256 else None
+
+
+def limits(device: object) -> str | None:
+    """Return the rule of `unsuited` in words."""
+    return "up to float32 and 256 keys"

@@ -1,0 +1,41 @@
+"""S_t = (I - β_t k_t k_tᵀ) diag(exp(l_t)) S_{t-1} + β_t k_t v_tᵀ,   o_t = scale S_tᵀ q_t.
+
+Dimensions: B batch, L length, H heads, K width of a key, V width of a value.
+"""
+
+import torch
+from torch import Tensor
+
+
+def gated_delta_rule_naive(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    segment_ids: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Return the rule by its formula, step by step; see `tread_zoo.kernels.gated_delta_rule`.
+
+    The loop runs over unbound views: an index into [B, L, ...] under autograd would make the
+    backward pass quadratic in L.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    decays = log_decay.to(dtype).exp()
+    if decays.ndim == 3:
+        decays = decays.unsqueeze(-1)
+    if segment_ids is not None:
+        same = segment_ids == segment_ids.roll(1, dims=1)
+        decays = decays * same[:, :, None, None].to(dtype)
+    writes = beta.to(dtype).unsqueeze(-1)
+    state = torch.zeros_like(k[:, 0, :, :, None] * v[:, 0, :, None], dtype=dtype)
+    outs = []
+    steps = (x.to(dtype).unsqueeze(-1).unbind(1) for x in (q, k, decays))
+    rows = (x.to(dtype).unsqueeze(-2).unbind(1) for x in (v, writes))
+    for query, key, decay, value, write in zip(*steps, *rows, strict=True):
+        state = decay * state
+        state = state + key * (write * (value - (key * state).sum(-2, keepdim=True)))
+        outs.append(scale * (query * state).sum(-2))
+    return torch.stack(outs, dim=1).to(v.dtype)

@@ -1,0 +1,131 @@
+"""The gated delta rule in plain torch: matrix products within chunks, a short scan between them.
+
+In a chunk of Q steps with S the state before it and s_ij = l_{j+1} + … + l_i (the log-decays,
+j = 0 for the chunk's begin), the rule is linear attention over values of its own, v', which are
+those given less what the state knew of them already (the WY form, arXiv 2406.06484 and 2412.06464):
+
+    a_ij = -β_i k_i · exp(s_ij) k_j  for j < i,   T = (I - a)^-1
+    v'   = T (β v) - T (β exp(s_i0) k) S
+    o_i  = scale [ exp(s_i0) q_i · S + Σ_{j <= i} (q_i · exp(s_ij) k_j) v'_j ]
+    S'   = exp(s_Q0) S + Σ_j exp(s_Qj) k_j v'_jᵀ
+
+Every s is a sum, never a difference of sums, and no exponent is above 0: no decay is too strong,
+and weak ones keep their digits beside it. A segment begins with a log-decay of -inf.
+
+T chunks, N = B H, Q steps of a chunk (a power of two), K width of a key, V width of a value.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tread_zoo.kernels.chunks import unit_lower_inverse, without_autocast
+
+CHUNK = 32
+
+
+def gated_delta_rule_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    segment_ids: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Return the rule; see `tread_zoo.kernels.gated_delta_rule`."""
+    falls = log_decay.unsqueeze(-1) if log_decay.ndim == 3 else log_decay
+    if segment_ids is not None:
+        starts = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
+        falls = falls.masked_fill(starts[:, :, None, None], -torch.inf)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    with without_autocast(q.device):
+        given = (_cut(x, dtype) for x in (q, k, v, beta.unsqueeze(-1), falls))
+        out = _rule(*given).mul(scale).unflatten(1, (len(q), -1))  # [T, B, H, Q, V]
+    joined: Tensor = out.permute(1, 0, 3, 2, 4).flatten(1, 2)  # [B, T Q, H, V]
+    return joined[:, : q.shape[1]].to(v.dtype)
+
+
+def _rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, falls: Tensor) -> Tensor:
+    """Return o / scale [T, N, Q, V]; falls are the log-decays [T, N, Q, 1 or K]."""
+    written = beta * k
+    products = _decayed_products if falls.shape[-1] == 1 else _decayed_products_by_channel
+    scores, before, after = products(torch.stack([q, written], dim=2), k, falls)
+    attention, overlaps = scores.unbind(2)
+    since, until = before.exp(), after.exp()
+    inverse = unit_lower_inverse(-overlaps)
+    reads = torch.cat([inverse @ (since * written), since * q], dim=-2)
+    writes = torch.cat([attention, (until * k).mT], dim=-2)
+    return _scan(inverse @ (beta * v), reads, writes, since[..., -1:, :].mT)
+
+
+def _scan(values: Tensor, reads: Tensor, writes: Tensor, totals: Tensor) -> Tensor:
+    """Return o / scale [T, N, Q, V], a chunk after the other.
+
+    Args:
+        values: T (β v) [T, N, Q, V].
+        reads: what multiplies the state, for v' and for o [T, N, 2 Q, K].
+        writes: what multiplies v', for o and for the next state [T, N, Q + K, Q].
+        totals: decays of the state over a chunk [T, N, 1 or K, 1].
+    """
+    steps = values.shape[-2]
+    state, outs = None, []
+    for value, read, write, total in zip(values, reads, writes, totals, strict=True):
+        if state is None:
+            out, state = (write @ value).split([steps, write.shape[-2] - steps], dim=-2)
+        else:
+            known, recalled = (read @ state).chunk(2, dim=-2)
+            own, added = (write @ (value - known)).split([steps, write.shape[-2] - steps], dim=-2)
+            out, state = own + recalled, added + total * state
+        outs.append(out)
+    return torch.stack(outs)
+
+
+def _decayed_products(x: Tensor, k: Tensor, falls: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x_i · exp(s_ij) k_j for j <= i, else 0, [T, N, 2, Q, Q], s_i0 and s_Qj [T, N, Q, 1].
+
+    x is [T, N, 2, Q, K], and falls are [T, N, Q, 1].
+    """
+    length = x.shape[-2]
+    later = torch.ones(length, length, dtype=torch.bool, device=x.device).tril(-1)
+    sums = falls.masked_fill(~later, 0).cumsum(-2)  # s_ij: for each j, of the steps after it
+    products = (x.flatten(2, 3) @ k.mT).unflatten(2, (2, -1))
+    return (products * sums.exp().unsqueeze(2)).tril(), falls.cumsum(-2), sums[..., -1:, :].mT
+
+
+def _decayed_products_by_channel(
+    x: Tensor, k: Tensor, falls: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `_decayed_products` does, s [T, N, Q, K], for falls [T, N, Q, K].
+
+    Blocks of steps are joined two by two, until one is left of every chunk. What a later one has of
+    an earlier one is a product of x decayed since the line between them with k decayed until it.
+    """
+    products = (x * k.unsqueeze(2)).sum(-1).mT[..., None, None]  # [T, N, Q / size, 2, size, size]
+    before = falls.unsqueeze(-2)  # within a block up to a step [T, N, Q / size, size, K]
+    after = torch.zeros_like(before)  # and from it on
+    size = 1
+    while size < x.shape[-2]:
+        (first, second), (since, later), (until, last) = (
+            each.unflatten(2, (-1, 2)).unbind(3) for each in (products, before, after)
+        )
+        queries = x.unflatten(3, (-1, 2, size))[..., 1, :, :].transpose(2, 3)
+        queries = (queries * later.exp().unsqueeze(3)).flatten(3, 4)
+        keys = k.unflatten(2, (-1, 2, size))[..., 0, :, :] * until.exp()
+        between = (queries @ keys.mT).unflatten(3, (2, size))
+        rows = F.pad(first, (0, size)), torch.cat([between, second], dim=-1)
+        products = torch.cat(rows, dim=-2)
+        before = torch.cat([since, later + since[..., -1:, :]], dim=-2)
+        after = torch.cat([until + later[..., -1:, :], last], dim=-2)
+        size *= 2
+    return products.squeeze(2), before.squeeze(2), after.squeeze(2)
+
+
+def _cut(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, L, H, F] -> [T, N, Q, F], contiguous, with zeros after the end."""
+    length = values.shape[1]
+    span = min(CHUNK, max(2, 1 << (length - 1).bit_length()))
+    padded = F.pad(values.to(dtype), (0, 0, 0, 0, 0, -length % span))
+    chunks: Tensor = padded.unflatten(1, (-1, span)).permute(1, 0, 3, 2, 4)
+    return chunks.contiguous().flatten(1, 2)

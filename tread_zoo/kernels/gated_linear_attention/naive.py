@@ -1,0 +1,37 @@
+"""S_t = diag(exp(log_decay_t)) S_{t-1} + k_t v_tᵀ,   o_t = scale S_tᵀ q_t, step by step.
+
+Dimensions: B batch, L length, H heads, K width of a key, V width of a value.
+"""
+
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+
+def gated_linear_attention_naive(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    segment_ids: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Return the attention by its formula; see `tread_zoo.kernels.gated_linear_attention`.
+
+    The loop runs over unbound views: an index into [B, L, H, K] under autograd would make the
+    backward pass quadratic in L.
+    """
+    inputs = (q, k, v, log_decay)
+    dtype = reduce(torch.promote_types, (x.dtype for x in inputs), torch.float32)
+    decay = log_decay.to(dtype).exp()
+    if segment_ids is not None:
+        same = segment_ids == segment_ids.roll(1, dims=1)
+        decay = decay * same[..., None, None]
+    columns = (x.to(dtype).unsqueeze(-1).unbind(1) for x in (q, k, decay))
+    state, outputs = torch.zeros((), dtype=dtype, device=q.device), []
+    for q_t, k_t, a_t, v_t in zip(*columns, v.to(dtype).unsqueeze(-2).unbind(1), strict=True):
+        state = a_t * state + k_t * v_t
+        outputs.append((q_t * state).sum(-2))
+    out = torch.stack(outputs, dim=1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return out.to(v.dtype)

@@ -1,0 +1,318 @@
+"""Gated linear attention in plain torch, in chunks that are halved down to single steps.
+
+Step i of a chunk takes W_ij v_j from a step j <= i of it, and from the state S before the chunk
+
+    W_ij = Σ_c q_ic k_jc exp(l_{j+1,c} + … + l_ic)
+    o_i  = Σ_j W_ij v_j + (q_i exp(l_1 + … + l_i)) S
+
+A product of matrices gives W only if the decay is split in a factor of i and one of j. Split at the
+start of the chunk, the factor of j is a power above 0, which overflows. Here a pair is split in the
+middle of the smallest block of 2, 4, 8, … steps that has both: i is in its second half, j in its
+first, and with the decays a = exp(l)
+
+    W_ij = Σ_c (q_ic since_ic) (k_jc until_jc)
+    since_i = a_m … a_i,    until_j = a_{j+1} … a_{m-1}
+
+where m is the first step of the second half. All factors are products of decays, so that whatever
+they are, nothing overflows, no difference of large sums is taken, and a decay of 0 parts segments
+exactly. The next larger block's are made of these by one product each: since of its second half
+takes until now all of its first half's decays, and the reverse.
+
+Backward goes through the blocks from the largest to the smallest and carries ∂ log since and
+∂ log until, which need no division by the decays; those of single steps are ∂l.
+
+Dimensions: B batch, L length, H heads, T chunks of Q steps, K and V widths of keys and values, h
+half of a block; r is a number of heads, of some rows of the batch, which are done at a time.
+"""
+
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+CHUNK = 32  # steps of a chunk at most, a power of 2
+BLOCK_VALUES = 2**18  # B·L·H·K values done at a time on a CPU: what a block makes fits in cache
+
+
+def gated_linear_attention_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    segment_ids: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Return the attention; see `tread_zoo.kernels.gated_linear_attention`."""
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    out: Tensor = _forward(q, k, v, log_decay, segment_ids, factor)[0]
+    return out
+
+
+@torch.library.custom_op("tread_zoo::gated_linear_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    segment_ids: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return o [B, L, H, V], W [T, B, H, Q, Q], the states between chunks [T - 1, B, H, K, V]."""
+    out, weights, states = _empty(q, k, v, log_decay)
+    with torch.autocast(q.device.type, enabled=False):
+        for rows, heads in _blocks(q):
+            found = _attend(*_cut(q, k, v, log_decay, segment_ids, scale, rows, heads))
+            _join(found[0], out[rows, :, heads])
+            for values, whole in zip(found[1:], (weights, states), strict=True):
+                whole[:, rows, heads] = values.view(whole[:, rows, heads].shape)
+    return out, weights, states
+
+
+@torch.library.custom_op("tread_zoo::gated_linear_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    weights: Tensor,
+    states: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    segment_ids: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v and log_decay."""
+    gq, gk, gv, gl = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, log_decay)
+    )
+    with torch.autocast(q.device.type, enabled=False):
+        for rows, heads in _blocks(q):
+            cut = _cut(q, k, v, log_decay, segment_ids, scale, rows, heads)
+            own_weights, own_states = (x[:, rows, heads].flatten(1, 2) for x in (weights, states))
+            arriving = _chunked(grad[rows, :, heads].to(weights.dtype))
+            own_q, *others = _gradients(*cut, own_weights, own_states, arriving)
+            for values, whole in zip((own_q * scale, *others), (gq, gk, gv, gl), strict=True):
+                _join(values, whole[rows, :, heads])
+    return gq, gk, gv, gl
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return o, W and the states between chunks of inputs [T, r, Q, F]."""
+    levels, since, until = _decays(log_decay)
+    weights = torch.diag_embed((q * k).sum(-1))
+    for h, since_mid, until_mid in levels:
+        left, right = _halves(k, h)[0] * until_mid, _halves(q, h)[1] * since_mid
+        _corners(weights, h).copy_(right @ left.mT)
+    out = weights @ v
+    states = (k[:-1] * until[:-1]).mT @ v[:-1]
+    left_over = since[..., -1, :, None]
+    for i in range(1, len(states)):
+        states[i].addcmul_(left_over[i], states[i - 1])
+    out[1:] += (q[1:] * since[1:]) @ states
+    return out, weights, states
+
+
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    weights: Tensor,
+    states: Tensor,
+    grad: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v and log_decay for that of o, of inputs [T, r, Q, F]."""
+    levels, since, until = _decays(log_decay)
+    gw, gv = grad @ v.mT, weights.mT @ grad
+    own = gw.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    gq, gk = own * k, own * q
+    gsince, guntil = torch.zeros_like(q), torch.zeros_like(q)  # of the logarithms
+
+    left, right = k[:-1] * until[:-1], q[1:] * since[1:]
+    gstates = right.mT @ grad[1:]
+    left_over = since[..., -1, :, None]
+    for i in reversed(range(1, len(states))):
+        gstates[i - 1].addcmul_(left_over[i], gstates[i])
+    gv[:-1] += left @ gstates
+    gleft, gright = v[:-1] @ gstates.mT, grad[1:] @ states.mT
+    gk[:-1].addcmul_(gleft, until[:-1])
+    gq[1:].addcmul_(gright, since[1:])
+    guntil[:-1].addcmul_(gleft, left)
+    gsince[1:].addcmul_(gright, right)
+    passed = (states[:-1] * gstates[1:]).sum(-1)
+    gsince[1:-1, :, -1].addcmul_(passed, since[1:-1, :, -1])
+
+    for h, since_mid, until_mid in reversed(levels):
+        (gsince_left, gsince_right), guntil_left = _halves(gsince, h), _halves(guntil, h)[0]
+        gsince_left[..., -1, :] += gsince_right.sum(-2)
+        gsince_right[..., -1, :] += guntil_left.sum(-2)
+        left, right = _halves(k, h)[0] * until_mid, _halves(q, h)[1] * since_mid
+        block = _corners(gw, h)
+        gleft, gright = _product(block.mT, right), _product(block, left)
+        _halves(gk, h)[0].addcmul_(gleft, until_mid)
+        _halves(gq, h)[1].addcmul_(gright, since_mid)
+        guntil_left.addcmul_(gleft, left)
+        gsince_right.addcmul_(gright, right)
+    return gq, gk, gv, gsince
+
+
+def _decays(log_decay: Tensor) -> tuple[list[tuple[int, Tensor, Tensor]], Tensor, Tensor]:
+    """Return what is left since the middle of a block, and until it, for halves of 1, 2, 4, … steps
+    as (h, since [T, r, Q / 2h, h, K], until); then since the chunk's start and until its end."""
+    since, until, levels = log_decay.exp(), torch.ones_like(log_decay), []
+    h = 1
+    while h < log_decay.shape[2]:
+        (since_left, since_right), until_left = _halves(since, h), _halves(until, h)[0]
+        levels.append((h, since_right.clone(), until_left.clone()))
+        until_left *= since_right[..., -1:, :]
+        since_right *= since_left[..., -1:, :]
+        h *= 2
+    return levels, since, until
+
+
+def _halves(x: Tensor, h: int) -> tuple[Tensor, Tensor]:
+    """Return views [T, r, Q / 2h, h, F] of x: first and second halves of its blocks of 2h."""
+    left, right = x.unflatten(2, (-1, 2, h)).unbind(3)
+    return left, right
+
+
+def _corners(weights: Tensor, h: int) -> Tensor:
+    """Return a view [T, r, Q / 2h, h, h] of W: from first halves of blocks to second halves."""
+    blocks = weights.unflatten(3, (-1, 2 * h)).unflatten(2, (-1, 2 * h))
+    corners: Tensor = blocks.diagonal(dim1=2, dim2=4).movedim(-1, 2)[..., h:, :h]
+    return corners
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b; torch's product of many tiny matrices is slow."""
+    return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2) if a.shape[-1] <= 2 else a @ b
+
+
+def _cut(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    segment_ids: Tensor | None,
+    scale: float,
+    rows: slice,
+    heads: slice,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return scaled q, k, v and log-decays of some rows and heads, [T, r, Q, F]."""
+    dtype = _state_dtype(q, k, v, log_decay)
+    queries, keys, values, decays = (
+        _chunked(x[rows, :, heads].to(dtype)) for x in (q, k, v, log_decay)
+    )
+    if segment_ids is not None:
+        starts = F.pad(segment_ids[rows, 1:] != segment_ids[rows, :-1], (1, 0))
+        starts = starts[..., None, None].expand(-1, -1, decays.shape[1] // len(starts), -1)
+        decays = decays.masked_fill(_chunked(starts), -torch.inf)
+    return queries * scale, keys, values, decays
+
+
+def _chunked(x: Tensor) -> Tensor:
+    """[B, L, H, F] -> [T, B H, Q, F], contiguous, with zeros after the end."""
+    num_chunks, span = _spans(x.shape[1])
+    x = F.pad(x, (0, 0, 0, 0, 0, num_chunks * span - x.shape[1])).unflatten(1, (-1, span))
+    chunked: Tensor = x.permute(1, 0, 3, 2, 4).flatten(1, 2).contiguous()
+    return chunked
+
+
+def _join(x: Tensor, out: Tensor) -> None:
+    """Write x [T, B H, Q, F] to out [B, L, H, F]."""
+    joined = x.unflatten(1, (out.shape[0], out.shape[2])).permute(1, 0, 3, 2, 4).flatten(1, 2)
+    out.copy_(joined[:, : out.shape[1]])
+
+
+def _spans(length: int) -> tuple[int, int]:
+    """Return T and Q, a power of 2."""
+    span = min(CHUNK, 1 << (length - 1).bit_length())
+    return -(-length // span), span
+
+
+def _state_dtype(*inputs: Tensor) -> torch.dtype:
+    return reduce(torch.promote_types, (x.dtype for x in inputs), torch.float32)
+
+
+def _blocks(q: Tensor) -> list[tuple[slice, slice]]:
+    """Return the rows of the batch and the heads that are done at a time."""
+    batch, length, heads, width = q.shape
+    num = max(1, BLOCK_VALUES // (length * width)) if q.device.type == "cpu" else batch * heads
+    some_rows, some_heads = max(1, num // heads), min(num, heads)
+    return [
+        (slice(row, row + some_rows), slice(head, head + some_heads))
+        for row in range(0, batch, some_rows)
+        for head in range(0, heads, some_heads)
+    ]
+
+
+@_forward.register_fake
+def _empty(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    segment_ids: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for what `_forward` returns."""
+    dtype, (num_chunks, span) = _state_dtype(q, k, v, log_decay), _spans(q.shape[1])
+    batch, _, heads, width = q.shape
+    weights = q.new_empty(num_chunks, batch, heads, span, span, dtype=dtype)
+    states = q.new_empty(num_chunks - 1, batch, heads, width, v.shape[3], dtype=dtype)
+    return torch.empty_like(v, memory_format=torch.contiguous_format), weights, states
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor, weights: Tensor, states: Tensor, *inputs: Any, **rest: Any
+) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:4])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*output[1:], *tensors)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _differentiate(ctx: Any, grad: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _products(q: tuple[int, ...], v: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return the FLOPs of all blocks of W, of W v, and of a product with the states."""
+    (batch, length, heads, width), size = q, v[3]
+    num_chunks, span = _spans(length)
+    num = batch * heads * num_chunks
+    between = 2 * (num - batch * heads) * span * width * size
+    return num * span * (span - 1) * width, 2 * num * span * span * size, between
+
+
+@register_flop_formula(torch.ops.tread_zoo.gated_linear_attention)
+def _forward_flops(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *args: Any, **kwargs: Any
+) -> int:
+    """The matrix products: the blocks of W, W v, into the states and out of them."""
+    blocks, weighted, between = _products(q, v)
+    return blocks + weighted + 2 * between
+
+
+@register_flop_formula(torch.ops.tread_zoo.gated_linear_attention_backward)
+def _backward_flops(
+    grad: tuple[int, ...],
+    weights: tuple[int, ...],
+    states: tuple[int, ...],
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    """Two products for the gradients of each of those."""
+    return 2 * _forward_flops(q, k, v)

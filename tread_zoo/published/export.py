@@ -1,0 +1,81 @@
+"""From a checkpoint of ours to another project's file: the import, the other way."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tread_zoo.errors import unknown_name
+from tread_zoo.layers import sincos_2d
+from tread_zoo.published.conversion import FORMATS, LABEL_TABLE
+from tread_zoo.published.format import Format, Tensors
+from tread_zoo.registry import get_entry
+from tread_zoo.training.checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    find_checkpoint,
+    load_backbone,
+)
+
+
+def export_checkpoint(folder: str | Path, out: str | Path, *, format: str) -> Path:
+    """Write the averaged weights of a checkpoint of ours as `format` names them; return `out`.
+
+    An imported file comes out as it went in: the same names, shapes and bits, in float32.
+
+    Args:
+        folder: of a run, or of one checkpoint.
+        out: a new file; safetensors if it ends so, else as `torch.save` writes.
+        format: a name in `FORMATS`.
+
+    Raises:
+        ValueError: an unknown format.
+        CheckpointError: `out` exists, or the network is not one that the project has.
+    """
+    if format not in FORMATS:
+        raise unknown_name("format", format, FORMATS)
+    form, out = FORMATS[format], Path(out)
+    if out.exists():
+        raise CheckpointError(f"out={str(out)!r} exists; give another file.")
+    checkpoint = find_checkpoint(folder)
+    theirs = _convert_back(checkpoint, form, format)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix == ".safetensors":
+        save_file(theirs, out)
+    else:
+        torch.save(theirs, out)
+    return out
+
+
+def _convert_back(checkpoint: Checkpoint, form: Format, format: str) -> Tensors:
+    backbone = load_backbone(checkpoint)
+    config, objective = backbone.config, checkpoint.meta["config"]["objective"]["name"]
+    if type(backbone) is not get_entry("backbone", f"{form.backbone}_tiny").target:
+        raise CheckpointError(
+            f"backbone={backbone.name} is not what {form.project} has: format={format} needs "
+            f"backbone={form.backbone}."
+        )
+    expected = {
+        "backbone.time_scale": (config.get("time_scale"), form.time_scale),
+        "backbone.reversed_time": (config.get("reversed_time", False), form.reversed_time),
+        "objective": (objective, objective if objective in form.objectives else form.objectives[0]),
+    }
+    for key, (own, needed) in expected.items():
+        if own != needed:
+            raise CheckpointError(
+                f"{key}={own} is not what {form.project} has: format={format} needs {key}={needed}."
+            )
+    blocks = form.block_names(backbone.num_blocks)
+    theirs: Tensors = {}
+    for key, tensor in backbone.state_dict().items():
+        if key == LABEL_TABLE and not form.has_null_label:
+            tensor = tensor[:-1]
+        try:
+            theirs |= form.take_apart(key, tensor, blocks, backbone.patch_size)
+        except KeyError:
+            raise CheckpointError(
+                f"{key} of the checkpoint has no place in a file of format={format}."
+            ) from None
+    if "pos_embed" not in theirs:
+        theirs["pos_embed"] = sincos_2d(config["hidden_size"], backbone.grid)[None]
+    return {name: tensor.contiguous() for name, tensor in theirs.items()}
