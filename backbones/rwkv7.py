@@ -253,7 +253,7 @@ class RWKV7(LightningBackbone):
 # Sizes for comparisons; nobody has published diffusion networks of this kind.
 register_backbone(
     "rwkv7_tiny",
-    learning_rate=6e-3,
+    learning_rate=1.2e-2,
     patch_size=2,
     hidden_size=64,
     depth=12,
