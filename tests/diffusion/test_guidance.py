@@ -6,7 +6,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from tread_zoo import create, create_backbone, list_backbones, register, registry
+from tests.test_contract import SMALL
+from tread_zoo import create, create_backbone, register, registry
 from tread_zoo.diffusion import (
     EDM,
     AutoGuidance,
@@ -303,19 +304,16 @@ def draw(network, options, indices, *, batch_size=8, objective=None, **more):
 
 
 IN_TURNS = [("dit_tiny", guidance) for guidance in GUIDED] + [
-    (name, GUIDED[row % len(GUIDED)]) for row, name in enumerate(list_backbones("*_tiny"))
+    (name, GUIDED[row % len(GUIDED)]) for row, name in enumerate(SMALL)
 ]
 
 
 @pytest.mark.parametrize(("number", "name", "guidance"), [(i, *x) for i, x in enumerate(IN_TURNS)])
 def test_every_guidance_and_every_backbone_in_turns(number, name, guidance):
     objective = (EDM(), FlowMatching())[number % 2]
-    sizes = {"depth": 7 if name == "rwkv_tiny" else 8}  # skips: odd there, even elsewhere
-    if name == "mamba2_tiny":
-        sizes["head_size"] = 8
-    network, weak = tiny(name, **sizes), None
+    network, weak = tiny(name, **SMALL[name]), None
     if isinstance(guidance, PathDropGuidance):
-        network.add_fusions([(2, 5)])
+        network.add_fusions([(1, 3)])
     if isinstance(guidance, AutoGuidance):
         weak = tiny("dit_tiny", depth=2, num_heads=1)
     if isinstance(guidance, IntervalGuidance) and isinstance(objective, EDM):
