@@ -6,6 +6,8 @@ routed token carries its position with it, and blocks do not depend on which tok
 B batch, K tokens present, D width, H heads.
 """
 
+from typing import Any
+
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
@@ -106,19 +108,12 @@ register_backbone(
 register_backbone("dit_matched_s", learning_rate=3e-4, patch_size=2, **_SIZES["s"])(DiT)
 register_backbone("dit_matched_b", patch_size=2, **_SIZES["b"])(DiT)
 
-# SiT (arXiv 2401.08740) is this class under its names, its times in [0, 1] unscaled; what sets it
-# apart is its objective, `flow`.
+# SiT (arXiv 2401.08740) is this class under its names, with time as it counts it: data at 1, not
+# scaled. What sets it apart is its objective, `flow`.
+_SIT: dict[str, Any] = {"patch_size": 2, "time_scale": 1.0, "reversed_time": True}
 for _size, _keywords in _SIZES.items():
     _rate = 3e-4 if _size == "s" else None
-    register_backbone(
-        f"sit_{_size}_2", learning_rate=_rate, patch_size=2, time_scale=1.0, **_keywords
-    )(DiT)
-register_backbone(
-    "sit_tiny",
-    learning_rate=6e-3,
-    patch_size=2,
-    hidden_size=64,
-    depth=12,
-    num_heads=2,
-    time_scale=1.0,
-)(DiT)
+    register_backbone(f"sit_{_size}_2", learning_rate=_rate, **_SIT, **_keywords)(DiT)
+register_backbone("sit_tiny", learning_rate=6e-3, hidden_size=64, depth=12, num_heads=2, **_SIT)(
+    DiT
+)
