@@ -253,7 +253,7 @@ for _size, _keywords in _SIZES.items():
         )
 # Sizes for comparisons: every architecture has them, of nearly the same number of parameters.
 register_backbone(
-    "lightning_dit_tiny", learning_rate=6e-3, patch_size=2, hidden_size=64, depth=12, num_heads=2
+    "lightning_dit_tiny", learning_rate=1.2e-2, patch_size=2, hidden_size=64, depth=12, num_heads=2
 )(LightningDiT)
 register_backbone(
     "lightning_dit_matched_s",
