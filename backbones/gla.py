@@ -20,6 +20,8 @@ decayed nothing. `gaps` says what the steps that are missing are to it.
 B batch, L tokens present, D width, H heads, K = D / 2H width of a key.
 """
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from pydantic import PositiveFloat, PositiveInt
@@ -30,7 +32,7 @@ from backbones.scan_shell import full
 from tread_zoo.backbone import Layout
 from tread_zoo.kernels import gated_linear_attention
 from tread_zoo.registry import register_backbone
-from tread_zoo.routing.scans import Gaps, check_scan, make_scan
+from tread_zoo.routing.scans import check_scan, make_scan
 
 DECAY_CHANNELS = 16
 DECAY_ROOT = 16  # a sigmoid of 1/2 leaves 1/2 after as many steps
@@ -53,7 +55,7 @@ class BidirectionalGLA(Mixer):
         num_heads: int,
         scan_order: str = "raster",
         index: int = 0,
-        gaps: Gaps = "ignore",
+        gaps: Literal["ignore", "decay"] = "ignore",
     ) -> None:
         super().__init__()
         keys = hidden_size // 2
@@ -61,11 +63,11 @@ class BidirectionalGLA(Mixer):
         self.num_heads = num_heads
         self.scan_order, self.index, self.gaps = scan_order, index, gaps
         self.in_proj = nn.Linear(hidden_size, sum(self.parts), bias=False)
-        self.decay_down = nn.Linear(hidden_size, DECAY_CHANNELS, bias=False)
-        self.decay_up = nn.Linear(DECAY_CHANNELS, 2 * keys)  # the forward direction's first
+        self.forget_in = nn.Linear(hidden_size, DECAY_CHANNELS, bias=False)
+        self.forget_out = nn.Linear(DECAY_CHANNELS, 2 * keys)  # the forward direction's first
         self.norm = nn.RMSNorm(hidden_size // num_heads, eps=1e-6)
         self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
-        self.fused_rows = {"in_proj.weight": tuple(self.parts), "decay_up.weight": (keys, keys)}
+        self.fused_rows = {"in_proj.weight": tuple(self.parts), "forget_out.weight": (keys, keys)}
 
     def forward(
         self, x: Tensor, layout: Layout, first_value: Tensor | None
@@ -73,20 +75,14 @@ class BidirectionalGLA(Mixer):
         scan = make_scan(layout, self.scan_order, self.index)
         x = scan.permute(x)
         q, k, v, z = self.in_proj(x).split(self.parts, dim=-1)
-        gates = full(self.decay_up(self.decay_down(x))).chunk(2, dim=-1)
+        gates = full(self.forget_out(self.forget_in(x))).chunk(2, dim=-1)
         forward, backward = (F.logsigmoid(gate) / DECAY_ROOT for gate in gates)
         log_decay = torch.cat([forward, backward.flip(1)])
-        segments, apart = None, scan.gaps_both_ways()
-        if apart is not None and self.gaps != "ignore":
-            gaps = torch.cat(apart)
-            if self.gaps == "decay":
-                log_decay = log_decay * gaps.unsqueeze(-1)
-            else:
-                segments = (gaps > 1).cumsum(dim=1)
-        ways = (torch.cat([part, part.flip(1)]) for part in (q, k, v))
-        out = gated_linear_attention(
-            *map(self._heads, (*ways, log_decay)), segment_ids=segments
-        )  # the directions are one batch
+        gaps = scan.gaps_both_ways() if self.gaps == "decay" else None
+        if gaps is not None:
+            log_decay = log_decay * torch.cat(gaps).unsqueeze(-1)
+        ways = (torch.cat([part, part.flip(1)]) for part in (q, k, v))  # one batch
+        out = gated_linear_attention(*map(self._heads, (*ways, log_decay)))
         forward, backward = out.chunk(2)
         out = full(forward + backward.flip(1))
         out = F.rms_norm(out, self.norm.normalized_shape, full(self.norm.weight), self.norm.eps)
@@ -95,7 +91,8 @@ class BidirectionalGLA(Mixer):
         return scan.restore(self.out_proj(mixed.to(self.out_proj.weight.dtype))), None
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, -1))
+        heads: Tensor = x.unflatten(-1, (self.num_heads, -1))
+        return heads
 
 
 class GLA(LightningBackbone):
@@ -109,8 +106,8 @@ class GLA(LightningBackbone):
         mlp_ratio: of `SwiGLU`.
         scan_order: of the walk, a name in `tread_zoo.routing.ORDERS`.
         gaps: what a route's gaps are to the state. `ignore`: it runs over them as if their sides
-            were neighbours. `reset`: it restarts beyond each. `decay`: it decays by the length of
-            the gap, at the rates of the token that ends it.
+            were neighbours. `decay`: it decays by the length of a gap, at the rates of the token
+            that ends it. There is no convolution that could `reset`.
         time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
 
     Raises:
@@ -131,7 +128,7 @@ class GLA(LightningBackbone):
         num_heads: PositiveInt = 6,
         mlp_ratio: PositiveFloat = 4.0,
         scan_order: str = "raster",
-        gaps: Gaps = "ignore",
+        gaps: Literal["ignore", "decay"] = "ignore",
         learn_sigma: bool = False,
         time_scale: PositiveFloat = 1000.0,
     ) -> None:
@@ -161,6 +158,6 @@ class GLA(LightningBackbone):
 
 
 # Sizes for comparisons, of nearly as many parameters as those of the other architectures.
-register_backbone("gla_tiny", learning_rate=6e-3, hidden_size=64, depth=12, num_heads=2)(GLA)
+register_backbone("gla_tiny", learning_rate=1.2e-2, hidden_size=64, depth=12, num_heads=2)(GLA)
 register_backbone("gla_matched_s", learning_rate=3e-4, hidden_size=384, depth=12, num_heads=6)(GLA)
 register_backbone("gla_matched_b", hidden_size=768, depth=12, num_heads=12)(GLA)

@@ -34,7 +34,7 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from backbones.lightning_shell import LightningBackbone, Mixer
-from backbones.rwkv import shift_and_blend
+from backbones.q_shift import shift_and_blend
 from backbones.scan_shell import full
 from tread_zoo.backbone import Layout
 from tread_zoo.kernels import dplr_delta_rule
@@ -253,7 +253,7 @@ class RWKV7(LightningBackbone):
 # Sizes for comparisons; nobody has published diffusion networks of this kind.
 register_backbone(
     "rwkv7_tiny",
-    learning_rate=6e-3,
+    learning_rate=1.2e-2,
     patch_size=2,
     hidden_size=64,
     depth=12,

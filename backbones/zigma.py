@@ -134,9 +134,7 @@ class ZigMa(AdaLNBackbone):
 
     Args:
         input_size, in_channels, num_classes, patch_size, learn_sigma: see `Backbone`.
-        hidden_size, depth: D, and the number of blocks.
-        expand: inner width over D.
-        state_size: S.
+        hidden_size, depth, expand, state_size: D, the number of blocks, I / D, and S.
         conv_width: taps of the causal convolution ahead of the scan.
         scan_order: of conv and scan, a name in `tread_zoo.routing.ORDERS`.
         gaps: `ignore`: conv and scan run over a route's gaps; `reset`: the conv sees zeros beyond

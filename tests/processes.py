@@ -14,8 +14,10 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 PRELOADED = [
     "torch", "torchvision", "accelerate", "hydra", "matplotlib.figure", "sklearn.datasets", "pytest"
 ]  # fmt: skip
@@ -51,6 +53,21 @@ def run_python(*arguments, cwd=None, env=None, fresh=False, timeout=240):
             raise subprocess.TimeoutExpired(command, timeout)
         said = [(Path(folder) / name).read_text() for name in ("stdout", "stderr")]
     return subprocess.CompletedProcess(command, process.exitcode, *said)
+
+
+def run_ranks(*arguments, port, num_ranks=2):
+    """Do what `torchrun --nproc-per-node=2 *arguments` does on CPUs, and return each rank's end."""
+    common = {
+        "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks),
+        "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+
+    def run(rank):
+        env = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return run_python(*arguments, env=env, timeout=600)
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(run, range(num_ranks)))
 
 
 def _run(command, cwd, env, folder):

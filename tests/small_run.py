@@ -9,7 +9,7 @@ import yaml
 from tread_zoo.config import make_config
 from tread_zoo.evaluation import flops
 from tread_zoo.kernels import get_forms
-from tread_zoo.training import train
+from tread_zoo.training import log, train
 from tread_zoo.training.setup import Setup, build_setup
 
 # Part by field, for overrides of its options alone.
@@ -73,9 +73,10 @@ def parts_of(given) -> Setup:
 def train_small(folder, *overrides, **fields):
     """Train the small run with overrides in `folder`, and return it.
 
-    What a kind of call costs is counted once for all of them: it is most of so short a run.
+    What a kind of call costs is counted once for all runs, and no curve is drawn: both take longer
+    than so few steps.
     """
-    with counting_once():
+    with counting_once(), mock.patch.object(log, "plot_losses"):
         return train(**{**settings(*overrides), **fields, "run_dir": str(folder)})
 
 

@@ -79,6 +79,7 @@ def test_one_dropped_path_of_two_equals_the_rest_of_the_network(name):
     torch.testing.assert_close(dropped, backbone(*probe.inputs()), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHALLOW)  # one stream, and two with skips
 def test_fusions_and_drops_are_captured_in_whole_graphs(name):
     probe = probe_of(name, SHALLOW)

@@ -1,11 +1,12 @@
 """The configuration: what it takes, what it refuses in one line, what makes two runs the same."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigStore
 
+from tests.processes import run_python
+from tests.small_run import fields_of
 from tread_zoo import available
 from tread_zoo.cli import compose_settings
 from tread_zoo.config import PART_FIELDS, make_config
@@ -33,13 +34,15 @@ def test_the_command_line_and_python_have_the_same_defaults():
 
 @pytest.mark.parametrize("group", PART_FIELDS)
 def test_every_registered_part_is_an_option_of_its_group(group):
-    for name in available(group):
-        if group == "backbone" and not name.endswith(("_tiny", "_b_2")):
-            continue  # the other sizes are made alike
-        if group == "tracker" and name not in ("local", "tensorboard"):
-            continue  # its package need not be here
-        config = compose(f"{group}={name}", *NEEDS.get((group, name), []))
+    """One of them is composed; the others' defaults are made like it."""
+    names = ["local"] if group == "tracker" else available(group)  # others need their packages
+    for name in names:
+        needs = NEEDS.get((group, name), [])
+        config = make_config(**fields_of(f"{group}={name}", *needs))
         assert getattr(config, group)["name"] == name
+    assert not compose(f"{group}={name}", *needs).differences(config)
+    listed = {file.removesuffix(".yaml") for file in ConfigStore.instance().list(group)}
+    assert set(available(group)) <= listed
 
 
 def test_a_configuration_goes_through_plain_values_unchanged():
@@ -81,15 +84,34 @@ def test_the_same_run_is_told_by_what_it_computes():
     }  # fmt: skip
 
 
+def check_error(make, words):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert "\n" not in str(error.value)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
         ("backbone=ditt", ["backbone='ditt'", "'dit'"]),
         ("backbon=dit", ["backbon ", "backbone"]),
-        ("+backbon=dit", ["backbon ", "backbone"]),
-        ("backbone.dept=3", ["backbone.dept ", "backbone.depth"]),
         ("+backbone.dept=3", ["backbone.dept ", "backbone.depth"]),
         ("training.num_step=3", ["training.num_step ", "training.num_steps"]),
+        ("routing=treed", ["routing='treed'", "'tread'"]),
+        ("sampler.s_churn=1", ["sampler.s_churn "]),
+        ("data=npz", ["data.path", "data.path=…"]),
+        ("seed", ["seed"]),
+        ("plugins=[no_such_module]", ["no_such_module", "PYTHONPATH"]),
+    ],
+)
+def test_a_wrong_override_is_one_line_with_the_nearest_name(override, words):
+    check_error(lambda: compose(override), words)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
         ("training.num_steps=0", ["training.num_steps=0", "greater than 0"]),
         ("training.num_steps=many", ["training.num_steps='many'", "'auto'"]),
         ("training.precision=bf8", ["training.precision='bf8'", "'bf16'"]),
@@ -98,32 +120,25 @@ def test_the_same_run_is_told_by_what_it_computes():
         ("optimizer=adamm", ["optimizer='adamm'", "'adamw'"]),
         ("optimizer.learning_rate=-1.0", ["optimizer.learning_rate=-1.0"]),
         ("lr_schedule.warmup_step=3", ["lr_schedule.warmup_step ", "lr_schedule.warmup_steps"]),
-        ("routing=treed", ["routing='treed'", "'tread'"]),
         ("routing.selector=bloks", ["routing.selector='bloks'", "'blocks'"]),
         ("routing.selector={name: blocks, sise: 4}", ["routing.selector.size"]),
         ("routing.selector={size: 4}", ["routing.selector", "name"]),
         ("routing.selection_rate=1.0", ["routing.selection_rate=1.0"]),
         ("routing.routes=[{start: 2, ennd: 4}]", ["routing.routes[0].ennd", "end"]),
         ("routing.path_drop_probability=0.1", ["rejoin=project"]),
-        ("sampler.s_churn=1", ["sampler.s_churn "]),
         ("sampler.grid=unifrm", ["sampler.grid='unifrm'", "'uniform'"]),
         ("evaluation.metrics=fid", ["evaluation.metrics='fid'", "[fid]"]),
         ("evaluation.metrics=[fidd]", ["'fidd'", "'fid'"]),
-        ("data=npz", ["data.path", "data.path=…"]),
-        ("data=npz data.path=7", ["data.path=7", "quotes"]),
+        ("data={name: npz, path: 7}", ["data.path=7", "quotes"]),
         ("seed=abc", ["seed='abc'", "integer"]),
-        ("seed", ["seed"]),
-        ("plugins=[no_such_module]", ["no_such_module", "PYTHONPATH"]),
     ],
 )
-def test_a_wrong_setting_is_one_line_with_field_value_and_remedy(override, words):
-    with pytest.raises(ValueError) as error:
-        compose(*override.split(" ") if override.startswith("data") else [override])
-    assert "\n" not in str(error.value)
-    assert all(word in str(error.value) for word in words), str(error.value)
+def test_a_wrong_value_is_one_line_with_field_value_and_remedy(override, words):
+    check_error(lambda: make_config(**fields_of(override)), words)
 
 
 RECIPES = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml"))
+CHOICES = [("dit", "none"), ("mamba", "tread"), ("uvit", "tread_random")]
 
 
 def test_the_released_route_counts_the_end_block():
@@ -133,20 +148,17 @@ def test_the_released_route_counts_the_end_block():
     assert (plan.start, plan.end) == (2, 9)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_goes_with_every_backbone_and_routing(recipe):
+@pytest.mark.parametrize(("number", "recipe"), enumerate(RECIPES))
+def test_a_recipe_goes_with_every_backbone_and_routing(number, recipe):
     path = ["data.path=x"] if recipe == "imagenet256" else []
-    for backbone, routing in (("dit", "none"), ("mamba", "tread"), ("uvit", "tread_random")):
-        config = compose(
-            f"experiment={recipe}", f"backbone={backbone}", f"routing={routing}", *path
-        )
-        assert config.backbone["name"] == f"{backbone}_tiny"
-        assert config.routing.name == routing.partition("_")[0]
+    backbone, routing = CHOICES[number % len(CHOICES)]
+    config = compose(f"experiment={recipe}", f"backbone={backbone}", f"routing={routing}", *path)
+    assert config.backbone["name"] == f"{backbone}_tiny"
+    assert config.routing.name == routing.partition("_")[0]
 
 
 def test_the_command_line_ends_with_one_line_and_status_1():
-    command = [sys.executable, str(ROOT / "scripts/train.py"), "training.num_step=3"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = run_python("scripts/train.py", "training.num_step=3", cwd=ROOT)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "training.num_steps" in done.stderr
@@ -161,6 +173,6 @@ def test_help_lists_the_groups_and_imports_no_heavy_library():
         "'wandb')\n"
         "print('loaded:', [m for m in heavy if m in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = run_python("-c", code, cwd=ROOT, fresh=True)
     assert "optimizer: adamw" in done.stdout, done.stderr
     assert "loaded: []" in done.stdout

@@ -30,20 +30,17 @@ def test_every_architecture_is_checked():
 
 
 SLOW = {"compiles": pytest.mark.slow}
+EVERY_CHECK = pytest.mark.parametrize(
+    "check", [pytest.param(name, marks=SLOW.get(name, ())) for name in CHECKS]
+)
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("name", sorted(SMALL.keys() - {"hybrid_tiny"}))
+@EVERY_CHECK
+@pytest.mark.parametrize("name", SMALL)
 def test_contract(name, check):
     CHECKS[check](Probe(name, overrides=SMALL[name]))
 
 
-@pytest.mark.parametrize("check", [pytest.param(c, marks=SLOW.get(c, ())) for c in CHECKS])
-def test_contract_of_hybrids(check):
-    """Their mixers are compiled in rows of their own."""
-    CHECKS[check](Probe("hybrid_tiny", overrides=SMALL["hybrid_tiny"]))
-
-
-@pytest.mark.parametrize("check", [pytest.param(c, marks=SLOW.get(c, ())) for c in CHECKS])
+@EVERY_CHECK
 def test_contract_with_contexts(check):
     CHECKS[check](Probe("uvit_tiny", overrides=CONTEXTS))

@@ -57,7 +57,9 @@ def test_what_the_guide_writes_keeps_the_contract(own_registry, name):
         CHECKS[label](Probe(name, overrides={"hidden_size": 16, "depth": 4}))
 
 
-@pytest.mark.parametrize("backbone", ["dit_tiny", "mamba_tiny"])
+@pytest.mark.parametrize(
+    "backbone", ["dit_tiny", pytest.param("mamba_tiny", marks=pytest.mark.slow)]
+)
 def test_the_quickstart_is_short_and_runs(backbone, tmp_path, monkeypatch, capsys):
     code = (ROOT / "examples" / "quickstart.py").read_text().split('"""', 2)[2]
     assert len([line for line in code.splitlines() if line.strip()]) < 40

@@ -6,15 +6,21 @@ of a figure is a change of what the product does. Another CPU rounds otherwise, 
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.small_run import full_settings
 from tread_zoo.evaluation import score
+from tread_zoo.registry import register
+from tread_zoo.training import train
+from tread_zoo.training.signals import Stopped
 
 ROOT = Path(__file__).parents[1]
 FIGURES = Path(__file__).with_name("golden.json")
@@ -24,25 +30,42 @@ RUNS = {
     "mamba": ["backbone=mamba"],
     "dit_edm_dense": ["backbone=dit", "routing=none", "objective=edm", "sampler=heun"],
 }
+SMALL = (
+    "training.num_steps=50", "training.log_every=1", "training.precision=fp32",
+    "training.sample_every=0", "training.checkpoint_every=0", "sampler.num_steps=4",
+    "evaluation.num_images=100", "device=cpu",
+)  # fmt: skip
 METRICS = ("fid", "kid", "precision", "recall")
+FIRST = 5
 
 
-def train(name, folder):
+@register("lr_schedule", "first_steps")
+@dataclass(frozen=True)
+class FirstSteps:
+    """The warm-up of the default schedule, which stops the run early."""
+
+    def __call__(self, step, num_steps):
+        if step == FIRST - 1:
+            signal.raise_signal(signal.SIGTERM)
+        return (step + 1) / 50
+
+
+def numbers_of(folder, name):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row[name] for row in rows if name in row]
+
+
+def train_and_score(name, folder):
     """Train the first 50 steps on digits; return the losses, and the scores of 100 samples."""
-    command = [
-        sys.executable, "scripts/train.py", *RUNS[name], "training.num_steps=50",
-        "training.log_every=1", "training.precision=fp32", "training.sample_every=0",
-        "training.checkpoint_every=0", "sampler.num_steps=4", "evaluation.num_images=100",
-        "device=cpu", f"run_dir={folder}",
-    ]  # fmt: skip
+    command = [sys.executable, "scripts/train.py", *RUNS[name], *SMALL, f"run_dir={folder}"]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True,
                    stdout=subprocess.DEVNULL)  # fmt: skip
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    found = {"losses": [row["loss"] for row in rows if "loss" in row]}
-    found["held_out_loss"] = next(row["held_out_loss"] for row in rows if "held_out_loss" in row)
     values = json.loads((folder / "score.json").read_text())["values"]
-    found["scores"] = {metric: values[metric] for metric in METRICS}
-    return found
+    return {
+        "losses": numbers_of(folder, "loss"),
+        "held_out_loss": numbers_of(folder, "held_out_loss")[0],
+        "scores": {metric: values[metric] for metric in METRICS},
+    }
 
 
 def score_digits():
@@ -68,12 +91,22 @@ def close(one, other, rtol):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_first_50_steps(name, tmp_path):
-    found, golden = train(name, tmp_path / "run"), json.loads(FIGURES.read_text())[name]
-    close(found["losses"], golden["losses"], 5e-3)
-    close(found["held_out_loss"], golden["held_out_loss"], 5e-3)
+def test_the_first_steps(name, tmp_path):
+    settings = full_settings(*RUNS[name], *SMALL, "lr_schedule=first_steps")
+    with pytest.raises(Stopped):
+        train(**{**settings, "run_dir": str(tmp_path)})
+    golden = json.loads(FIGURES.read_text())[name]["losses"]
+    close(numbers_of(tmp_path, "loss"), golden[:FIRST], 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_50_steps_and_their_scores(name, tmp_path):
+    figures, golden = train_and_score(name, tmp_path / "run"), json.loads(FIGURES.read_text())[name]
+    close(figures["losses"], golden["losses"], 5e-3)
+    close(figures["held_out_loss"], golden["held_out_loss"], 5e-3)
     for metric in METRICS:
-        close(found["scores"][metric], golden["scores"][metric], 0.1)
+        close(figures["scores"][metric], golden["scores"][metric], 0.1)
 
 
 def test_scores_of_real_digits():
@@ -93,7 +126,7 @@ def main():
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        figures = {name: train(name, Path(folder) / name) for name in RUNS}
+        figures = {name: train_and_score(name, Path(folder) / name) for name in RUNS}
     figures |= {"real_digits": score_digits(), "real_clothes": score_clothes()}
     FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
 

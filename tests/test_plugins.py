@@ -12,8 +12,8 @@ from tests.processes import run_python
 ROOT = Path(__file__).parents[1]
 PLUGIN = ROOT / "examples" / "plugin"
 SMALL = [
-    "training.num_steps=4", "training.batch_size=8", "training.precision=fp32", "device=cpu",
-    "training.log_every=1", "evaluation.num_images=70", "sampler.num_steps=2",
+    "training.num_steps=2", "training.batch_size=8", "training.precision=fp32", "device=cpu",
+    "training.log_every=1", "sampler.num_steps=1", "backbone.depth=3", "backbone.hidden_size=16",
 ]  # fmt: skip
 # As a user would type it.
 DOCUMENTED = [
@@ -24,7 +24,7 @@ OTHERS = [
     "plugins=[my_plugin]", "backbone=dit", "objective=huber_flow", "objective.delta=0.5",
     "sampler=midpoint", "guidance=rising", "guidance.scale=1.5", "lr_schedule=inverse_sqrt",
     "lr_schedule.warmup_steps=2", "data=stripes", "data.num_images=128", "tracker=csv",
-    "evaluation.metrics=[]",
+    "evaluation.metrics=[]", "evaluation.num_images=4",
 ]  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def numbers(folder):
 
 def test_the_documented_command(tmp_path):
     folder = tmp_path / "run"
-    done = run("train.py", *DOCUMENTED, *SMALL, f"run_dir={folder}")
+    done = run("train.py", *DOCUMENTED, *SMALL, "evaluation.num_images=70", f"run_dir={folder}")
     assert done.returncode == 0, done.stderr
     settings = json.loads((folder / "config.json").read_text())
     assert settings["routing"]["selector"] == {"name": "checkerboard", "parity": 1}
@@ -76,10 +76,10 @@ def test_a_checkpoint_says_which_module_it_needs(trained):
 
 
 def test_a_resumed_run_goes_on_with_them(trained):
-    again = [word.replace("num_steps=4", "num_steps=6") for word in SMALL]
+    again = [word.replace("training.num_steps=2", "training.num_steps=3") for word in SMALL]
     done = run("train.py", *OTHERS, *again, f"run_dir={trained}", "resume=latest")
     assert done.returncode == 0, done.stderr
-    assert numbers(trained)[-1]["step"] == 6
+    assert numbers(trained)[-1]["step"] == 3
 
 
 def test_a_yaml_of_ones_own_names_the_plug_in(tmp_path):

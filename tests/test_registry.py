@@ -1,7 +1,5 @@
 """Parts by name: what is registered, how it is made, how others' parts come in."""
 
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 from pydantic import Field, PositiveInt
 
+from tests.processes import run_python
 from tread_zoo import available, create, create_backbone, list_backbones, register, registry
 from tread_zoo.registry import KINDS, check_plugins, complete, get_entry
 
@@ -146,7 +145,7 @@ def test_an_installed_plug_in_is_found_and_a_broken_one_is_named(tmp_path):
         "try: z.create('selector', 'bad_rows')\n"
         "except ValueError as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_python("-c", code)
     assert done.stdout.startswith("True\n"), done.stderr
     assert "bad_plugin" in done.stderr
     assert "a_module_that_is_not_there" in done.stdout

@@ -51,6 +51,8 @@ def test_a_route_may_lie_anywhere(name):
     [
         ("dit_tiny", {"hidden_size": 66, "num_heads": 2}),
         ("lightning_dit_tiny", {"hidden_size": 36, "num_heads": 2}),
+        ("gla_tiny", {"num_heads": 3}),
+        ("gla_tiny", {"scan_order": "unsorted", "gaps": "decay"}),
         ("mamba_tiny", {"depth": 5}),
         ("mamba_tiny", {"gaps": "zero"}),
         ("mamba2_tiny", {"hidden_size": 15, "head_size": 3}),

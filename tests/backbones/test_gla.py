@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from backbones.gla import BidirectionalGLA
 from tests.backbones.test_mamba import walks_of
 from tread_zoo.backbone import Layout
-from tread_zoo.routing import GAPS
 
 GRID = (3, 4)
 
@@ -23,7 +22,7 @@ def make_mixer(gaps="ignore", name="raster", index=0):
 def mix_by_loop(mixer, x, walks):
     """The mixer one direction, one step, one head at a time: 2 heads, keys of 2, values of 4."""
     q, k, v, z = (x @ mixer.in_proj.weight.T).split([4, 4, 8, 8], dim=-1)
-    gates = x @ mixer.decay_down.weight.T @ mixer.decay_up.weight.T + mixer.decay_up.bias
+    gates = x @ mixer.forget_in.weight.T @ mixer.forget_out.weight.T + mixer.forget_out.bias
     decays = gates.sigmoid() ** (1 / 16)
     total = torch.zeros_like(v)
     for b, walk in enumerate(walks):
@@ -37,8 +36,6 @@ def mix_by_loop(mixer, x, walks):
                     decay = decays[b, now, 4 * way :][keys]
                     if mixer.gaps == "decay":
                         decay = decay**gap
-                    elif mixer.gaps == "reset" and gap > 1:
-                        decay = torch.zeros_like(decay)
                     state = decay[:, None] * state + k[b, now, keys, None] * v[b, now, values]
                     total[b, now, values] += q[b, now, keys] @ state / 2**0.5
     heads = total.unflatten(-1, (2, 4))
@@ -46,7 +43,7 @@ def mix_by_loop(mixer, x, walks):
     return (normed.flatten(2) * F.silu(z)) @ mixer.out_proj.weight.T
 
 
-@pytest.mark.parametrize("gaps", GAPS)
+@pytest.mark.parametrize("gaps", ["ignore", "decay"])
 @pytest.mark.parametrize("name", ["raster", "hilbert", "serpentine8"])
 @torch.no_grad()
 def test_mixer_equals_the_written_out_loop(name, gaps):
@@ -68,9 +65,9 @@ def test_it_learns_to_tell_what_an_earlier_token_said():
     torch.manual_seed(0)
     mixer, read = BidirectionalGLA(16, 2), torch.nn.Linear(16, 4)
     parameters = [*mixer.parameters(), *read.parameters()]
-    optimizer = torch.optim.Adam(parameters, lr=1e-2)
+    optimizer = torch.optim.Adam(parameters, lr=3e-2)
     rows = torch.arange(64)
-    for _ in range(120):
+    for _ in range(30):
         labels = torch.randint(4, (64, 12), generator=generator)
         marked = torch.randint(11, (64,), generator=generator)
         x = F.pad(F.one_hot(labels, 4).float(), (0, 12))
@@ -81,4 +78,4 @@ def test_it_learns_to_tell_what_an_earlier_token_said():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert loss < 0.3
+    assert loss < 0.1

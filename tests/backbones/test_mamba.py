@@ -8,7 +8,6 @@ from backbones.mamba import BidirectionalMixer
 from tread_zoo import create_backbone
 from tread_zoo.backbone import Layout
 from tread_zoo.routing import GAPS, ORDERS, inverse, scan_order
-from tread_zoo.testing.conformance import Probe
 
 GRID = (3, 4)
 
@@ -75,41 +74,6 @@ def test_mixer_equals_the_written_out_loop(name, gaps):
         x = torch.randn(2, 14, 8, dtype=torch.float64)
         expected = mix_by_loop(mixer, x, walks_of(every, name, 3))
         torch.testing.assert_close(mixer(x, Layout(GRID, 2, batch=2)), expected)
-
-
-@pytest.mark.parametrize(("start", "end"), [(1, 3), (1, 4), (2, 4), (3, 6), (1, 5), (0, 2), (4, 7)])
-def test_skips_carry_the_tokens_of_their_consumer(start, end):
-    """Each skip holds, for the consumer's tokens, the producer's delta, or for a token that
-    bypassed the producer, its delta as it was when the route started."""
-    probe = Probe("mamba_tiny", overrides={"hidden_size": 16, "depth": 6, "state_size": 4})
-    backbone = probe.build()
-    route = probe.route(backbone, start, end, rate=0.5)
-    extra, num_tokens = 2, backbone.num_tokens
-    outputs, skips = {}, {}
-    embedded = backbone.embed(*probe.inputs())[0][0]
-    original = backbone.run_block
-
-    def spy(index, streams, condition, layout, skip):
-        after = original(index, streams, condition, layout, skip)
-        outputs[index], skips[index] = (after[0], layout.ids), skip
-        return after
-
-    backbone.run_block = spy
-    backbone(*probe.inputs(), routes=[route])
-    full = outputs[start - 1][0] if start else embedded
-    for consumer, producer in backbone.skips.items():
-        made, made_ids = outputs[producer]
-        wanted_ids = outputs[consumer][1]
-        for b in range(len(made)):
-            ids = wanted_ids[b].tolist() if wanted_ids is not None else list(range(num_tokens))
-            made_at = made_ids[b].tolist() if made_ids is not None else list(range(num_tokens))
-            for place, token in enumerate(ids):
-                got = skips[consumer][b, extra + place]
-                if token in made_at:
-                    assert torch.equal(got, made[b, extra + made_at.index(token)])
-                else:
-                    assert torch.equal(got, full[b, extra + token])
-            assert torch.equal(skips[consumer][b, :extra], made[b, :extra])
 
 
 def test_initial_steps_and_rates_follow_the_table():

@@ -2,7 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from backbones.rwkv import ChannelMix, SpatialMix, q_shift
+from backbones.q_shift import q_shift
+from backbones.rwkv import ChannelMix, SpatialMix
 from tread_zoo import create_backbone
 from tread_zoo.backbone import Layout
 from tread_zoo.routing import GAPS, ORDERS, Route, inverse, num_kept_tokens, scan_order

@@ -137,7 +137,7 @@ def test_every_token_has_a_learned_position(num_classes, extra):
     backbone = build(num_classes=num_classes)
     assert backbone.num_extra_tokens == extra
     assert backbone.positions.requires_grad
-    assert backbone.positions.shape == (extra + 16, 88)
+    assert backbone.positions.shape == (extra + 16, 74)
     streams, _ = backbone.embed(torch.zeros(1, 3, 8, 8), torch.zeros(1), None)
     torch.testing.assert_close(
         streams[0][0, extra:], backbone.positions[extra:] + backbone.patch_embed.bias

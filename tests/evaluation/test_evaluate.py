@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,7 @@ import torch
 from PIL import Image
 
 from tests.evaluation.tiny import METRICS, Tiny, random_images, write_npz
-from tests.processes import run_python
+from tests.processes import run_ranks
 from tread_zoo.data import ArrayDataset, digits, to_uint8
 from tread_zoo.diffusion import EDM, FlowMatching, generate
 from tread_zoo.evaluation import Protocol, score
@@ -160,14 +158,7 @@ else:
 
 @pytest.mark.slow
 def test_two_processes_score_as_one(tiny, tmp_path, free_port):
-    def start(rank):
-        env = {**os.environ, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port),
-               "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-               "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}  # fmt: skip
-        return run_python("-c", WORKER, str(tmp_path), cwd=ROOT, env=env, timeout=120)
-
-    with ThreadPoolExecutor(2) as pool:
-        ended = list(pool.map(start, range(2)))
+    ended = run_ranks("-c", WORKER, str(tmp_path), port=free_port)
     assert [one.returncode for one in ended] == [0, 0], [one.stderr for one in ended]
     two = json.loads((tmp_path / "record.json").read_text())
     one = tiny.score(num_images=33, batch_size=8)

@@ -222,11 +222,12 @@ OPS = {
         Op(
             "gated_delta_rule", gated_delta_rule,
             [(2, 9, 3, 4, 5), (1, 1, 2, 3, 3), (1, 32, 1, 4, 2), (2, 75, 2, 8, 4)],
-            ("segment_ids",), (0, 1, 2), 3e-6,
+            ("segment_ids",), (0, 1, 2), 3e-6, bar=((1, 256, 6, 64, 64), 8.0),
         ),
         Op(
             "kda", kda, [(2, 9, 3, 4, 5), (1, 1, 2, 3, 3), (1, 32, 1, 4, 2), (2, 75, 2, 8, 4)],
-            ("segment_ids",), (0, 1, 2), 3e-6, function="gated_delta_rule",
+            ("segment_ids",), (0, 1, 2), 3e-6, bar=((1, 256, 6, 64, 64), 13.0),
+            function="gated_delta_rule",
         ),
         Op(
             "bidirectional_wkv", bidirectional_wkv,

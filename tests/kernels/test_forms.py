@@ -12,8 +12,8 @@ from tread_zoo.kernels import dispatch
 CUSTOM = (  # custom operators of torch
     "selective_scan", "ssd", "bidirectional_wkv", "gated_linear_attention",
 )  # fmt: skip
-SCANS = (*CUSTOM, "dplr_delta_rule")
-COUNTED = ("causal_conv1d", *SCANS, "gated_delta_rule", "kda")
+SCANS = (*CUSTOM, "gated_delta_rule", "kda", "dplr_delta_rule")
+COUNTED = ("causal_conv1d", *SCANS)
 OPTIONAL = ("causal_conv1d", "selective_scan", "ssd")  # the last input may be None
 
 
@@ -57,7 +57,7 @@ def test_the_last_input_may_be_left_out(op) -> None:
     assert_close(ours, truth, 1e-12)
 
 
-@of(CUSTOM)
+@of(SCANS)
 def test_a_shape_of_training_is_exact_and_keeps_little(op) -> None:
     shape, mebibytes = op.bar
     kept: dict[int, int] = {}
@@ -92,7 +92,7 @@ def test_half_precision_inputs_keep_float32_sums(op, device) -> None:
     assert_close(ours, truth, 3e-2 if op.name == "attention" else 4e-3, op.floor)
 
 
-@of(CUSTOM)
+@of(SCANS)
 def test_autocast_changes_nothing_in_float32(op) -> None:
     inputs, rest = op.inputs(dtype=torch.float32), op.rest()
     plain = run(op.public, inputs, *rest)

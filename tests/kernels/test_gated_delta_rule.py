@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.kernels.ops import OPS, assert_close, leaves, make_segments, run, seeded
 from tread_zoo.kernels.dispatch import get_example, get_form
@@ -60,6 +61,27 @@ def test_keys_that_are_alike_are_exact(op) -> None:
 @both_gates
 def test_long_sequences_are_exact(op) -> None:
     check_float32(OPS[op].inputs((1, 4096, 1, 16, 16)), 1e-6)
+
+
+@both_gates
+def test_flops_are_those_of_the_products(op) -> None:
+    """4 chunks of 32 steps, the first of which reads no state; an inverse is Q^3."""
+    rows, chunks, steps, width, size = 2, 4, 32, 8, 4
+    inputs = OPS[op].inputs((1, chunks * steps, rows, width, size), device="meta")
+    scores = 4 * steps * steps * width  # of queries and of keys, with keys
+    if op == "kda":
+        scores = 2 * steps * (steps - 1) * width  # those of a step with itself are sums
+    values = 2 * steps * steps * (width + size)
+    writes = 2 * (steps + width) * steps * size
+    reads = 4 * steps * width * size
+    products = rows * (chunks * (scores + values + writes) + (chunks - 1) * reads)
+    inverses = rows * chunks * steps**3
+    with FlopCounterMode(display=False) as forward:
+        out = gated_delta_rule_torch(*inputs)
+    assert forward.get_total_flops() == products + inverses
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    assert backward.get_total_flops() == 2 * products + 3 * inverses  # that of one, a product
 
 
 def by_steps(q, k, v, g, beta, scale=None) -> tuple[Tensor, None]:

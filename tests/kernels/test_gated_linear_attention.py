@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.kernels.ops import OPS, assert_close, leaves, make_segments, run
 from tread_zoo.kernels import gated_linear_attention
@@ -76,6 +77,19 @@ def test_the_adapter_gives_the_formula(segments, monkeypatch) -> None:
     assert form.run(*half, ids).dtype == torch.bfloat16
     args = cast(get_example(OP.name, torch.device("cpu")), form.check_dtype)
     assert max(compare(form.run, torch_form, args)) <= TOLERANCE[form.check_dtype] / 3
+
+
+def test_flops_are_those_of_the_matrix_products() -> None:
+    """Of 3 chunks of 32 steps: pairs of a step and an earlier one, W v, into states and out."""
+    inputs, rows = OP.inputs((2, 70, 5, 3, 4), torch.float32), 10
+    pairs, weighted, states = 3 * (32 * 31 // 2) * 2 * 3, 3 * 2 * 32 * 32 * 4, 2 * 2 * 32 * 3 * 4
+    forward = rows * (pairs + weighted + 2 * states)
+    with FlopCounterMode(display=False) as counter:
+        out = gated_linear_attention(*inputs)
+    assert counter.get_total_flops() == forward
+    with FlopCounterMode(display=False) as counter:
+        out.sum().backward()
+    assert counter.get_total_flops() == 2 * forward
 
 
 def test_scale_reaches_the_form() -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.small_run import parts_of, settings
-from tread_zoo import available, list_backbones
+from tests.test_contract import SMALL
+from tread_zoo import available
 from tread_zoo.routing import GAPS, ORDERS, build_routing, num_kept_tokens
 from tread_zoo.training.loop import step_loss
 
@@ -52,8 +53,8 @@ def small_parts(backbone, objective, *more):
     parts = parts_of(
         settings(
             f"backbone={backbone}", f"objective={objective}", "training.batch_size=3",
-            f"training.num_steps={NUM_STEPS}", f"backbone.depth={5 if 'rwkv' in backbone else 4}",
-            *(["backbone.head_size=8"] if "mamba2" in backbone else []), *more,
+            f"training.num_steps={NUM_STEPS}",
+            *(f"backbone.{key}={value}" for key, value in SMALL[backbone].items()), *more,
         )
     )  # fmt: skip
     torch.manual_seed(0)
@@ -89,7 +90,7 @@ def step_of(setup, step):
 def in_turns():
     """Return (backbone, objective, case): every selector with every backbone, and a schedule, which
     knows no backbone, with one of them."""
-    backbones, objectives = list_backbones("*_tiny"), available("objective")
+    backbones, objectives = list(SMALL), available("objective")
     return [
         (backbone, objectives[(row + column) % len(objectives)], case)
         for row, backbone in enumerate(backbones)

@@ -38,46 +38,40 @@ def test_training_leaves_one_folder_and_no_clutter(trained):
     assert "it/s" not in said, "a progress bar where there is no terminal"
 
 
-def test_sampling_writes_pictures_grid_and_arrays(trained):
+def test_sampling_writes_pictures_grid_and_arrays_and_continues_a_sequence(trained):
     folder, _ = trained
-    run = "checkpoint=runs/digits_dit_tiny_tread_flow_seed0"
-    call("sample.py", run, "num_images=7", "batch_size=3", "out=a", "device=cpu", cwd=folder)
-    call("sample.py", run, "num_images=7", "batch_size=7", "out=b", "device=cpu", cwd=folder)
+    run = [f"checkpoint={RUN}", "device=cpu"]
+    call("sample.py", *run, "num_images=7", "batch_size=3", "out=a", cwd=folder)
+    said = call("sample.py", *run, "num_images=4", "first_index=3", "out=b", cwd=folder)
+    assert "4 images" in said
     names = sorted(p.name for p in (folder / "a").iterdir())
     assert names == [*(f"{i:06d}.png" for i in range(7)), "samples.npz", "sampling.json"]
     assert (folder / "a_grid.png").exists()
     one, other = (np.load(folder / out / "samples.npz") for out in "ab")
     assert one["arr_0"].shape == (7, 8, 8, 1)
     assert one["arr_1"].tolist() == list(range(7))
-    gap = np.abs(one["arr_0"].astype(int) - other["arr_0"].astype(int))
-    assert gap.max() <= 1, "an image depends on the batch size"
+    gap = np.abs(one["arr_0"][3:].astype(int) - other["arr_0"].astype(int))
+    assert gap.max() <= 1, "an image depends on the batch size, or on the first index"
     picture = np.asarray(Image.open(folder / "a" / "000003.png"))
     assert np.array_equal(picture, one["arr_0"][3, :, :, 0])
 
 
-def test_sampling_continues_a_sequence(trained):
-    folder, _ = trained
-    run = "checkpoint=runs/digits_dit_tiny_tread_flow_seed0"
-    call("sample.py", run, "num_images=5", "out=all", "device=cpu", cwd=folder)
-    said = call(
-        "sample.py", run, "num_images=2", "first_index=3", "out=rest", "device=cpu", cwd=folder
-    )
-    assert "2 images" in said
-    whole, rest = (np.load(folder / out / "samples.npz")["arr_0"] for out in ("all", "rest"))
-    assert np.abs(whole[3:].astype(int) - rest.astype(int)).max() <= 1
-
-
-def test_images_of_two_settings_never_mix(trained):
+def test_another_guidance_and_sampler_have_a_folder_of_their_own(trained):
     folder, _ = trained
     run = [f"checkpoint={RUN}", "device=cpu"]
     call("sample.py", *run, "num_images=3", cwd=folder)
-    call("sample.py", *run, "num_images=2", "guidance=cfg", "guidance.scale=3", cwd=folder)
+    said = call(
+        "sample.py", *run, "num_images=2", "guidance=sparse", "guidance.weak_rate=0.6",
+        "sampler=dpmpp_2m", "sampler.num_steps=3", cwd=folder,
+    )  # fmt: skip
+    for words in ("dpmpp_2m 3 steps, sparse guidance 2.0, 6 evaluations", "MFLOPs per image"):
+        assert words in said
     made = {
         json.loads(path.read_text())["settings"]["sampling"]["guidance"]: path.parent
         for path in (folder / RUN / "generated").glob("*/sampling.json")
     }
     assert {kind: len(list(path.glob("*.png"))) for kind, path in made.items()} == {
-        "none": 3, "cfg": 2,
+        "none": 3, "sparse": 2,
     }  # fmt: skip
     out = [*run, f"out={made['none']}"]
     call("sample.py", *out, "guidance=cfg", "num_images=1", cwd=folder, expect=1)
@@ -133,34 +127,15 @@ def test_probing_routes_leaves_a_picture_and_its_numbers(trained):
     assert f"routing.start={record['route']['start']}" in said
 
 
-def test_another_guidance_and_sampler_on_the_command_line(trained):
+@pytest.mark.parametrize(
+    ("override", "words"), [("guidance=path_drop", "rejoin=project"), ("label=10", "label=10")]
+)
+def test_what_the_network_cannot_take_is_one_clear_message(trained, override, words):
     folder, _ = trained
-    said = call(
-        "sample.py", f"checkpoint={RUN}", "guidance=sparse", "guidance.weak_rate=0.6",
-        "sampler=dpmpp_2m", "sampler.num_steps=3", "num_images=2", "out=sparse", "device=cpu",
-        cwd=folder,
-    )  # fmt: skip
-    for words in ("dpmpp_2m 3 steps, sparse guidance 2.0, 6 evaluations", "MFLOPs per image"):
-        assert words in said
-    assert (folder / "sparse_grid.png").exists()
-
-
-def test_guidance_that_the_network_cannot_take_is_one_clear_message(trained):
-    folder, _ = trained
-    overrides = (f"checkpoint={RUN}", "guidance=path_drop", "out=bad")
-    said = call("sample.py", *overrides, cwd=folder, expect=1)
+    said = call("sample.py", f"checkpoint={RUN}", override, "out=bad", cwd=folder, expect=1)
     assert said.startswith("error: ")
+    assert words in said
     assert len(said.splitlines()) == 1
-    assert not (folder / "bad").exists()
-
-
-def test_a_label_beyond_the_classes(trained):
-    folder, _ = trained
-    said = call(
-        "sample.py", "checkpoint=runs/digits_dit_tiny_tread_flow_seed0", "label=10", "out=bad",
-        cwd=folder, expect=1,
-    )  # fmt: skip
-    assert said.startswith("error: label=10")
     assert not (folder / "bad").exists()
 
 
@@ -183,11 +158,8 @@ def test_a_sweep_makes_a_folder_for_each_job(tmp_path):
     ("script", "overrides", "words"),
     [
         ("train.py", ["backbone=mmaba"], ["mmaba", "mamba"]),
-        ("train.py", ["data=npz"], ["error: data.path is not set"]),
         ("train.py", ["overwrite=no"], ["error: overwrite='no'"]),
-        ("sample.py", ["checkpoint=a", "label=abc"], ["error: label='abc'"]),
         ("sample.py", ["checkpoint=nowhere"], ["nowhere"]),
-        ("sample.py", [], ["error: checkpoint is not set"]),
         ("doctor.py", ["devic=cpu"], ["device"]),
     ],
 )

@@ -52,16 +52,8 @@ def test_what_no_objective_fits_is_not_sampled(tmp_path):
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["format=sit", "in=nowhere.pt", "out=x"], "error: in='nowhere.pt' is no file"),
-        (["format=sitt", "in=nowhere.pt", "out=x"], "error: format='sitt' is unknown"),
-        (["in=nowhere.pt", "out=x"], "error: format is not set"),
-    ],
-)
-def test_bad_input_is_one_clear_message(tmp_path, overrides, words):
-    said = call("import_checkpoint.py", *overrides, cwd=tmp_path, expect=1)
-    assert words in said
-    assert "Traceback" not in said
+def test_bad_input_is_one_clear_message(tmp_path):
+    said = call("import_checkpoint.py", "in=nowhere.pt", "out=x", cwd=tmp_path, expect=1)
+    assert said.startswith("error: format is not set")
+    assert said.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

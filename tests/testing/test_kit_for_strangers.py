@@ -45,15 +45,16 @@ def run_kit(folder, *arguments):
 def test_a_strangers_backbones_are_checked(folder):
     code, said = run_kit(
         folder, "--backbone", "strange_nets.dits:stranger_tiny", "--backbone", "stranger_wrong",
-        "--backbone-override", "depth=3", "--backbone-input-size", "4x8", "-k", "not compiles",
+        "--backbone-override", "depth=3", "--backbone-input-size", "4x8",
+        "-k", "shapes or pure or patches",
     )  # fmt: skip
     assert code == 1, said
-    for check in set(CHECKS) - {"compiles"}:
+    for check in ("shapes", "pure", "patches_stay_in_place"):
         assert f"strange_nets.dits:stranger_tiny-{check}]" in said, said
     failed = [line for line in said.splitlines() if line.startswith("FAILED")]
     assert len(failed) == 1, said
     assert "stranger_wrong-patches_stay_in_place" in failed[0]
-    assert f"{2 * (len(CHECKS) - 1) - 1} passed" in said
+    assert f"5 passed, {2 * (len(CHECKS) - 3)} deselected" in said
 
 
 @pytest.mark.parametrize(
@@ -62,13 +63,7 @@ def test_a_strangers_backbones_are_checked(folder):
         ([], "name the backbone to check: pytest --pyargs tread_zoo.testing --backbone"),
         (["--backbone", "dit_tinny"], "Did you mean 'dit_tiny'"),
         (["--backbone", "not_there:x"], "No module named 'not_there'. Is it installed"),
-        (
-            ["--backbone", "dit_tiny", "--backbone-override", "depht=1"],
-            "Did you mean backbone.depth",
-        ),
-        (["--backbone", "dit_tiny", "--backbone-override", "4"], "must be KEY=VALUE"),
         (["--backbone", "dit_tiny", "--backbone-input-size", "8by8"], "'8by8' must be a size"),
-        (["--backbone", "dit_tiny", "--backbone-input-size", "7"], "patch_size=2"),
         (["--backbone", "dit_tiny", "--backbone-override", "depth=2"], "has 2 blocks"),
     ],
 )

@@ -1,19 +1,15 @@
 """Several processes train as one does; FSDP2 as DDP; and each takes up what the other left."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.processes import run_ranks
 from tests.small_run import settings, train_small
 from tread_zoo.training.checkpoints import find_checkpoint
 from tread_zoo.training.trackers import read_metrics
 
-ROOT = Path(__file__).parents[2]
 EACH_STEP = ("training.log_every=1", "lr_schedule=constant", "evaluation.num_images=1")
 FUSED = ("backbone=mamba", "routing.rejoin=project", "routing.path_drop_probability=0.5")
 # Each with an option that sharding has to get right, too.
@@ -28,35 +24,11 @@ EVERY_ARCHITECTURE = {
 }
 
 
-def start(*command, port, config="cpu"):
-    """Run a script in two CPU processes; return its status and what it printed."""
-    launched = subprocess.Popen(
-        [
-            sys.executable, "-m", "accelerate.commands.launch",
-            "--config_file", f"configs/accelerate/{config}.yaml",
-            "--num_cpu_threads_per_process", "1", "--main_process_port", str(port), *command,
-        ],
-        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    try:
-        output, _ = launched.communicate(timeout=600)
-    finally:
-        launched.terminate()  # it ends its processes, which a kill would leave behind
-    return launched.returncode, output
-
-
-def launch(*command, port, config="cpu"):
-    """Run a script in two CPU processes to its end; return what it printed."""
-    status, output = start(*command, port=port, config=config)
-    assert status == 0, output[-3000:]
-    return output
-
-
 def work(jobs, folder, port):
     """Have two processes do the jobs of `worker.main`."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    launch("-m", "tests.training.worker", str(folder / "jobs.json"), port=port)
+    for done in run_ranks("-m", "tests.training.worker", folder / "jobs.json", port=port):
+        assert done.returncode == 0, done.stderr[-3000:]
 
 
 def job(folder, overrides, sharded):
@@ -91,14 +63,16 @@ def assert_same_run(one, other, num_steps, atol=1e-5):
 
 
 def test_sharded_training_equals_one_process_with_the_double_batch(tmp_path, free_port):
-    """With fusions and dropped paths; draws belong to the image, not to the rank that sees it."""
-    common = [*FUSED, "training.num_steps=4"]
-    work([job(tmp_path / "two", common, sharded=True)], tmp_path, free_port)
-    train_small(tmp_path / "one", *EACH_STEP, *common, "training.batch_size=16")
-    assert_same_run(tmp_path / "two", tmp_path / "one", 4)
-    torch.testing.assert_close(
-        numbers(tmp_path / "two")[0], numbers(tmp_path / "one")[0], atol=1e-6, rtol=0
-    )
+    """With fusions and dropped paths, and with Muon, whose matrices lie on two ranks; draws belong
+    to the image, not to the rank that sees it."""
+    runs = {name: [*EVERY_ARCHITECTURE[name], "training.num_steps=4"] for name in ("mamba", "muon")}
+    two = {name: job(tmp_path / name / "two", run, sharded=True) for name, run in runs.items()}
+    work(list(two.values()), tmp_path, free_port)
+    for name, options in runs.items():
+        one = train_small(tmp_path / name / "one", *EACH_STEP, *options, "training.batch_size=16")
+        assert_same_run(tmp_path / name / "two", one, 4)
+        first = [numbers(tmp_path / name / kind)[0] for kind in ("two", "one")]
+        torch.testing.assert_close(*first, atol=1e-6, rtol=0)
 
 
 @pytest.mark.slow

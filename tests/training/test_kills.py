@@ -14,7 +14,7 @@ from tread_zoo.training.checkpoints import find_checkpoint, has_checkpoints
 from tread_zoo.training.trackers import read_metrics
 
 OPTIONS = (
-    "training.num_steps=150", "training.checkpoint_every=4", "training.log_every=5",
+    "training.checkpoint_every=4", "training.log_every=5",
     "evaluation.num_images=1", "training.horizontal_flip=true",
 )  # fmt: skip
 
@@ -61,12 +61,13 @@ def kill_at_random(folder, overrides, rounds, seed):
 @pytest.mark.parametrize(
     ("overrides", "rounds"),
     [
-        (("objective=flow",), 3),
+        (("objective=flow",), 2),
         pytest.param(("objective=flow",), 20, marks=pytest.mark.slow),
         pytest.param(("objective=edm", "backbone=mamba"), 20, marks=pytest.mark.slow),
     ],
 )
 def test_kills_change_nothing(tmp_path, overrides, rounds):
+    overrides = (*overrides, f"training.num_steps={10 + 7 * rounds}")
     unbroken = tmp_path / "unbroken"
     process = start(unbroken, *overrides)  # with as many threads as those that are killed
     process.join(300)

@@ -1,9 +1,6 @@
 """AdamW and Muon: what each parameter is trained by, split matrices, and how they resume."""
 
 import io
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from tread_zoo import create_backbone
 from tread_zoo.config import make_config
 from tread_zoo.registry import available, create
 
-ROOT = Path(__file__).parents[2]
 ARCHITECTURES = available("backbone", "*_tiny")
 WEIGHT_DECAY, BETAS = 0.1, (0.9, 0.95)
 OPTIONS = {
@@ -195,82 +191,3 @@ def test_a_resumed_optimizer_goes_on_to_the_bit(name, exchange):
     take_steps(second, resumed, range(2, 4))
     for one, other in zip(unbroken.parameters(), second.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-# Two processes -----------------------------------------------------------------------------------
-
-SHAPES = {"dit_tiny": {"hidden_size": 20}, "mamba_tiny": {"hidden_size": 18}}  # uneven slices
-
-
-def train_two(kind, name, folder):
-    """Do four steps on two images a process, whole (DDP) or sliced (FSDP2), resumed after two."""
-    from accelerate import Accelerator
-    from torch.distributed.fsdp import fully_shard
-
-    accelerator = Accelerator(cpu=True)
-    network = make_network(name, **SHAPES[name])
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape))
-    if kind == "fsdp":
-        for module in (*network.blocks, network):
-            fully_shard(module, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
-        model = network
-    else:
-        model = torch.nn.parallel.DistributedDataParallel(network)
-    part = create("optimizer", "muon", **OPTIONS)
-    optimizer = accelerator.prepare_optimizer(part.build(network), device_placement=False)
-    generator = torch.Generator().manual_seed(0)
-    for step in range(4):
-        if step == 2:
-            saved = get_optimizer_state_dict(network, optimizer.optimizer, options=WHOLE)
-            fresh = part.build(network)
-            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-            set_optimizer_state_dict(network, fresh, saved, options=options)
-            optimizer = accelerator.prepare_optimizer(fresh, device_placement=False)
-        x = torch.randn(4, 1, 4, 4, generator=generator)
-        t, y = torch.rand(4, generator=generator), torch.randint(0, 3, (4,), generator=generator)
-        mine = slice(accelerator.process_index, None, 2)
-        (model(x[mine], t[mine], y[mine]) - x[mine]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    weights = {k: getattr(v, "full_tensor", lambda v=v: v)() for k, v in
-               network.state_dict().items()}  # fmt: skip
-    state = get_optimizer_state_dict(network, optimizer.optimizer, options=WHOLE)["state"]
-    if accelerator.is_main_process:
-        torch.save({"weights": weights, "state": state}, Path(folder) / f"{name}_{kind}.pt")
-
-
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory, free_port):
-    """Return the folder of what two processes left, started once."""
-    folder = tmp_path_factory.mktemp("two")
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-            "--master-port", str(free_port), "-m", "tests.training.test_optimizers", str(folder),
-        ],
-        cwd=ROOT, text=True, capture_output=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_muon_sharded_is_muon(two_processes, name):
-    """Weights of a few steps, and momenta whole, by name, of whole and sliced parameters alike."""
-    one, other = (torch.load(two_processes / f"{name}_{kind}.pt") for kind in ("ddp", "fsdp"))
-    for result in (one, other):  # a key's bias has no gradient but rounding, which AdamW scales up
-        for key in [key for key in result["weights"] if key.endswith("qkv.bias")]:
-            result["weights"][key] = result["weights"][key].view(3, -1)[[0, 2]]
-    torch.testing.assert_close(one["weights"], other["weights"], atol=1e-5, rtol=0)
-    torch.testing.assert_close(one["state"], other["state"], atol=1e-5, rtol=0)
-    fresh = make_network(name, **SHAPES[name]).state_dict()
-    assert all(not torch.equal(fresh[key], tensor) for key, tensor in one["weights"].items())
-
-
-if __name__ == "__main__":
-    for kind in ("ddp", "fsdp"):
-        for name in SHAPES:
-            train_two(kind, name, sys.argv[1])
-    torch.distributed.destroy_process_group()

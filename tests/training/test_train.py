@@ -13,16 +13,17 @@ from PIL import Image
 from tests.small_run import parts_of, settings, train_small
 from tread_zoo.diffusion import FlowMatching
 from tread_zoo.registry import register
-from tread_zoo.training import loop
+from tread_zoo.training import loop, train
 from tread_zoo.training.checkpoints import find_checkpoint, load_backbone
 from tread_zoo.training.ema import WeightAverage
 from tread_zoo.training.loop import step_loss
 from tread_zoo.training.trackers import read_metrics
 
 
-def test_a_run_leaves_what_it_should(run, caplog):
+def test_a_run_leaves_what_it_should(tmp_path, caplog):
+    options = ("training.sample_every=3", "training.checkpoint_every=3", f"run_dir={tmp_path}/run")
     with caplog.at_level(logging.INFO):
-        folder = run("run", "training.sample_every=3", "training.checkpoint_every=3")
+        folder = train(**settings(*options))
     names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     assert names == {
         "checkpoints", "samples", "config.json", "facts.json", "metrics.jsonl", "loss.png",
@@ -40,28 +41,19 @@ def test_a_run_leaves_what_it_should(run, caplog):
     assert 0 <= score["values"]["label_accuracy"] <= 1
     assert score["protocol"]["weights"] == "ema"
     config = json.loads((folder / "config.json").read_text())
-    assert config == settings(f"run_dir={folder}", "training.sample_every=3",
-                              "training.checkpoint_every=3")  # fmt: skip
+    assert config == settings(*options)
     facts = json.loads((folder / "facts.json").read_text())
     assert facts["num_steps"] == 6
     assert facts["data"]["num_images"] == 1438
     assert 0 < facts["flops_routed"] < facts["flops_dense"]
     assert facts["num_parameters"] == sum(p.numel() for p in parts_of(config).backbone.parameters())
+    (kernel,) = (text for text in caplog.messages if text.startswith("kernel "))
+    assert "attention" in kernel, "the kernels are those of the run's own architecture"
     for words in ("CPU", "see 8 of 16 tokens", "learning_rate 0.006", "1438 images", "step 2/6"):
         assert words in caplog.text
     log = (folder / "train.log").read_text()
     assert "step 6/6" in log
     assert log.splitlines()[0].startswith("20")  # the year
-
-
-def test_a_run_lists_the_kernels_of_its_own_architecture(tmp_path, caplog):
-    from tread_zoo.training import train
-
-    with caplog.at_level(logging.INFO):
-        train(**settings("training.num_steps=1", f"run_dir={tmp_path / 'run'}"))
-    kernels = [text for text in caplog.messages if text.startswith("kernel ")]
-    assert len(kernels) == 1
-    assert "attention" in kernels[0]
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +259,7 @@ def test_forms_set_by_hand_run_and_are_refused_by_name(run):
         set_forms({})
 
 
-@pytest.mark.parametrize("backbone", ["dit", "mamba"])
+@pytest.mark.parametrize("backbone", ["dit", pytest.param("mamba", marks=pytest.mark.slow)])
 def test_compiled_blocks_train_as_they_are(run, monkeypatch, backbone):
     """Captured, not translated: what is compiled and resumed is what counts here."""
     from tread_zoo.training import setup

@@ -1,4 +1,4 @@
-"""Labels, the held-out part, evenly spaced items: the same in every run, whatever the run's seed."""
+"""Labels, the held-out part, evenly spaced items: the same in every run, whatever its seed."""
 
 import logging
 from collections.abc import Sequence

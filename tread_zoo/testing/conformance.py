@@ -257,18 +257,18 @@ def check_half_precision(probe: Probe) -> None:
 
 
 def check_compiles(probe: Probe) -> None:
-    """torch.compile (graph capture; no code generation) gives the same output and gradient."""
+    """Compiled blocks (graph capture; no code generation) give the same output and gradients: one
+    that is routed, and the last one, which may take a skip."""
     backbone = probe.build()
     inputs, routes = probe.inputs(), (probe.route(backbone),)
     out, grads = output_and_gradients(backbone, inputs, routes)
     torch.compiler.reset()
-    compiled = torch.compile(backbone, backend="aot_eager")
-    again = compiled(*inputs, routes=routes)
-    torch.testing.assert_close(out, again.detach(), atol=1e-5, rtol=1e-4)
-    backbone.zero_grad()
-    again.square().mean().backward()
-    for name, parameter in backbone.named_parameters():
-        torch.testing.assert_close(parameter.grad, grads[name], atol=1e-5, rtol=1e-3, msg=name)
+    for index in (1, -1):
+        backbone.blocks[index].compile(backend="aot_eager")
+    again, again_grads = output_and_gradients(backbone, inputs, routes)
+    torch.testing.assert_close(out, again, atol=1e-5, rtol=1e-4)
+    for name, grad in grads.items():
+        torch.testing.assert_close(again_grads[name], grad, atol=1e-5, rtol=1e-3, msg=name)
 
 
 def check_meta(probe: Probe) -> None:

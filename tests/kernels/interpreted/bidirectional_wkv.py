@@ -1,4 +1,4 @@
-"""The Triton form on a CPU: run by `test_bidirectional_wkv_triton` with TRITON_INTERPRET=1.
+"""The Triton form on a CPU: run by `test_interpreted_triton` with TRITON_INTERPRET=1.
 
 Triton reads that variable when it is imported, and torch imports Triton: so these tests have a
 process of their own, and a name that pytest does not collect by itself.
@@ -41,7 +41,7 @@ def short_chunks(monkeypatch) -> None:
     ("shape", "length"),
     [
         pytest.param((1, 19, 3), None, id="two chunks, the last one not whole"),
-        pytest.param((1, 16, 35), 40, id="two blocks of channels"),
+        pytest.param((1, 5, 35), 40, id="two blocks of channels"),
     ],
 )
 def test_equals_formula(shape, length) -> None:
@@ -49,6 +49,7 @@ def test_equals_formula(shape, length) -> None:
     check(make_inputs(shape), positions, length or shape[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunk", "subset"), [(1, True), (3, False)])
 def test_chunks_do_not_matter(chunk, subset, monkeypatch) -> None:
     monkeypatch.setattr(triton_form, "CHUNK", chunk)
@@ -61,8 +62,8 @@ def test_chunks_do_not_matter(chunk, subset, monkeypatch) -> None:
     [
         (1000, 1, True),
         (1000, 25, False),
-        (-8, 6, False),
-        (-1, 25, True),
+        pytest.param(-8, 6, False, marks=pytest.mark.slow),
+        pytest.param(-1, 25, True, marks=pytest.mark.slow),
     ],
 )
 def test_long_decays_and_large_keys_stay_exact(reach, keys, subset, short_chunks) -> None:
@@ -71,6 +72,7 @@ def test_long_decays_and_large_keys_stay_exact(reach, keys, subset, short_chunks
     check(make_inputs((1, 9, 16), reach=reach, keys=keys), positions, 40 if subset else 9)
 
 
+@pytest.mark.slow
 def test_the_largest_key_may_be_far_away(short_chunks) -> None:
     k = torch.zeros(1, 13, 1)
     k[0, 0] = 300.0
@@ -79,6 +81,7 @@ def test_the_largest_key_may_be_far_away(short_chunks) -> None:
     torch.testing.assert_close(out[0, 5:-1, 0], torch.arange(5.0, 12.0))
 
 
+@pytest.mark.slow
 def test_one_token_gives_its_value(short_chunks) -> None:
     inputs = make_inputs((2, 1, 3), torch.float32)
     out, gk, gv, gw, gu = run(bidirectional_wkv_triton, inputs, torch.tensor([[4], [0]]), 9)
@@ -88,6 +91,7 @@ def test_one_token_gives_its_value(short_chunks) -> None:
         torch.testing.assert_close(grad, torch.zeros_like(grad), atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_all_positions_equal_none_to_the_bit(short_chunks) -> None:
     inputs = make_inputs((1, 6, 4), torch.float32)
     listed, unlisted = (
@@ -97,7 +101,9 @@ def test_all_positions_equal_none_to_the_bit(short_chunks) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 def test_half_precision_inputs_keep_float32_sums(dtype, short_chunks) -> None:
     k, v, w, u = make_inputs((1, 10, 8), torch.float32, keys=3)
     inputs = [*(x.detach().to(dtype).requires_grad_() for x in (k, v)), w, u]
@@ -112,6 +118,7 @@ def test_half_precision_inputs_keep_float32_sums(dtype, short_chunks) -> None:
         assert relative_error(mine, true) <= bound
 
 
+@pytest.mark.slow
 def test_views_are_taken_as_inputs(short_chunks) -> None:
     inputs = [
         x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
@@ -127,6 +134,7 @@ def test_views_are_taken_as_inputs(short_chunks) -> None:
         assert relative_error(mine, true) <= 1e-5
 
 
+@pytest.mark.slow
 def test_checkpointing_changes_nothing(short_chunks) -> None:
     inputs = make_inputs((1, 6, 4), torch.float32)
 
@@ -138,6 +146,7 @@ def test_checkpointing_changes_nothing(short_chunks) -> None:
         assert torch.equal(mine, true)
 
 
+@pytest.mark.slow
 def test_opcheck(monkeypatch) -> None:
     monkeypatch.setattr(triton_form, "CHUNK", 1)
     inputs = make_inputs((1, 2, 4), torch.float32)

@@ -90,30 +90,35 @@ def _in_chunks(
         until = until * (runs == runs[:, :, -1:]).unsqueeze(-1)
     scores: Tensor = _Scores.apply(rows, cols, sums)
     scores = scores.masked_fill(~joined, 0.0)
-    by_a, by_q = (rows * since.unsqueeze(2)).unbind(2)
-    to_b, to_k = (cols * until.unsqueeze(2)).unbind(2)
+    # Nothing arrives at the first chunk, and nothing leaves the last one.
+    by_a, by_q = (rows[1:] * since[1:].unsqueeze(2)).unbind(2)
+    to_b, to_k = (cols[:-1] * until[:-1].unsqueeze(2)).unbind(2)
     of_b, of_k = scores.chunk(2, dim=-1)
     of_a, out = (of_k @ values).chunk(2, dim=-2)
     inverse = unit_lower_inverse(of_b[..., :steps, :])
-    alone, carried = inverse @ of_a, inverse @ by_a
-    states, driven = _walk(alone, carried, to_b, to_k.mT @ values, since[:, :, -1].unsqueeze(-1))
-    out = out + of_b[..., steps:, :] @ driven + by_q @ states
+    states, driven = _walk(
+        inverse @ of_a, inverse[1:] @ by_a, to_b, to_k.mT @ values[:-1], since[:-1, :, -1, :, None]
+    )
+    out = out + of_b[..., steps:, :] @ driven
+    if states:
+        out = torch.cat([out[:1], out[1:] + by_q @ torch.stack(states)])
     out = out.view(num_chunks, batch, heads, steps, -1).permute(1, 0, 3, 2, 4).flatten(1, 2)
     return out[:, :length].to(v.dtype)
 
 
 def _walk(
     alone: Tensor, carried: Tensor, to_b: Tensor, brought: Tensor, left: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the state before each chunk [T, N, K, V], and u = alone + carried @ state."""
-    state = torch.zeros_like(brought[0])
-    states, driven = [], []
-    chunks = (x.unbind(0) for x in (alone, carried, to_b, brought, left))
+) -> tuple[list[Tensor], Tensor]:
+    """Return the state [N, K, V] before each chunk but the first, and u [T, N, Q, V], which is
+    alone + carried @ state; of the other arguments there are T - 1."""
+    states: list[Tensor] = []
+    driven = [alone[0]]
+    chunks = (x.unbind(0) for x in (alone[1:], carried, to_b, brought, left))
     for u, by_state, b, added, decay in zip(*chunks, strict=True):
-        states.append(state)
-        driven.append(torch.baddbmm(u, by_state, state))
-        state = torch.baddbmm(torch.addcmul(added, decay, state), b.mT, driven[-1])
-    return torch.stack(states), torch.stack(driven)
+        kept = torch.addcmul(added, decay, states[-1]) if states else added
+        states.append(torch.baddbmm(kept, b.mT, driven[-1]))
+        driven.append(torch.baddbmm(u, by_state, states[-1]))
+    return states, torch.stack(driven)
 
 
 def _number_runs(segment_ids: Tensor, steps: int, heads: int) -> Tensor:

@@ -5,10 +5,11 @@ given. Where a segment begins, a log-decay of `RESET` leaves 1e-26 of the state;
 cost the decays after it their digits, as they are summed over a chunk in float32.
 """
 
-import importlib
-
+import torch
 import torch.nn.functional as F
-from torch import Tensor, float64
+from torch import Tensor
+
+from tread_zoo.kernels.dispatch import load_module
 
 FLA_MODULE = "fla.ops.gla"
 FLA_INSTALL = "pip install fla-core"
@@ -24,21 +25,22 @@ def gated_linear_attention_fla(
     scale: float | None = None,
 ) -> Tensor:
     """Return `chunk_gla`, whose arguments are laid out as ours."""
-    function = importlib.import_module(FLA_MODULE).chunk_gla
+    function = load_module(FLA_MODULE).chunk_gla
     if segment_ids is not None:
         starts = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
         log_decay = log_decay.masked_fill(starts[..., None, None], RESET)
     inputs = {"q": q, "k": k, "v": v, "g": log_decay}
     inputs = {name: value.float().contiguous() for name, value in inputs.items()}
     out, _ = function(**inputs, scale=q.shape[-1] ** -0.5 if scale is None else scale)
-    return out.to(v.dtype)
+    attended: Tensor = out.to(v.dtype)
+    return attended
 
 
 def unsuited(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *rest: object) -> str | None:
     """Return why the kernels do not take this call, or None."""
-    return "float64" if float64 in (q.dtype, k.dtype, v.dtype, log_decay.dtype) else None
+    return "float64" if torch.float64 in (q.dtype, k.dtype, v.dtype, log_decay.dtype) else None
 
 
-def limits(device: object) -> str | None:
+def limits(device: torch.device) -> str | None:
     """Return the rule of `unsuited` in words."""
     return "up to float32"

@@ -22,8 +22,8 @@ def gated_linear_attention_naive(
     The loop runs over unbound views: an index into [B, L, H, K] under autograd would make the
     backward pass quadratic in L.
     """
-    dtypes = (q.dtype, k.dtype, v.dtype, log_decay.dtype, torch.float32)
-    dtype = reduce(torch.promote_types, dtypes)
+    inputs = (q, k, v, log_decay)
+    dtype = reduce(torch.promote_types, (x.dtype for x in inputs), torch.float32)
     decay = log_decay.to(dtype).exp()
     if segment_ids is not None:
         same = segment_ids == segment_ids.roll(1, dims=1)

@@ -21,8 +21,8 @@ takes until now all of its first half's decays, and the reverse.
 Backward goes through the blocks from the largest to the smallest and carries ∂ log since and
 ∂ log until, which need no division by the decays; those of single steps are ∂l.
 
-Dimensions: B batch, L length, H heads, R = B H rows of which some are done at a time, T chunks of
-Q steps, N chunks of some rows, chunk-major, K and V widths of keys and values, h half of a block.
+Dimensions: B batch, L length, H heads, T chunks of Q steps, K and V widths of keys and values, h
+half of a block; r is a number of heads, of some rows of the batch, which are done at a time.
 """
 
 from functools import reduce
@@ -60,16 +60,15 @@ def _forward(
     segment_ids: Tensor | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return o [B, L, H, V], W [T, R, Q, Q] and the states between chunks [T - 1, R, K, V]."""
+    """Return o [B, L, H, V], W [T, B, H, Q, Q], the states between chunks [T - 1, B, H, K, V]."""
+    out, weights, states = _empty(q, k, v, log_decay)
     with torch.autocast(q.device.type, enabled=False):
-        cut = _cut(q, k, v, log_decay, segment_ids, scale)
-        out, (weights, states) = torch.empty_like(cut[2]), _empty_saved(q, v, cut[0].dtype)
-        for rows in _blocks(q):
-            queries, keys, values, decays = (x[:, rows].flatten(0, 1) for x in cut)
-            found = _attend(queries, keys, values, decays, len(states) + 1)
-            for result, whole in zip(found, (out, weights, states), strict=True):
-                whole[:, rows] = result.view(whole[:, rows].shape)
-    return _join(out, v), weights, states
+        for rows, heads in _blocks(q):
+            found = _attend(*_cut(q, k, v, log_decay, segment_ids, scale, rows, heads))
+            _join(found[0], out[rows, :, heads])
+            for values, whole in zip(found[1:], (weights, states), strict=True):
+                whole[:, rows, heads] = values.view(whole[:, rows, heads].shape)
+    return out, weights, states
 
 
 @torch.library.custom_op("tread_zoo::gated_linear_attention_backward", mutates_args=())
@@ -85,37 +84,33 @@ def _backward(
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and log_decay."""
+    gq, gk, gv, gl = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, log_decay)
+    )
     with torch.autocast(q.device.type, enabled=False):
-        cut = _cut(q, k, v, log_decay, segment_ids, scale)
-        saved = (*cut, weights, states, _chunked(grad.to(cut[0].dtype)))
-        grads = [torch.empty_like(x) for x in cut]
-        for rows in _blocks(q):
-            found = _gradients(*(x[:, rows].flatten(0, 1) for x in saved), len(weights))
-            for result, whole in zip(found, grads, strict=True):
-                whole[:, rows] = result.view(whole[:, rows].shape)
-        gq, gk, gv, gl = grads
-    return _join(gq.mul_(scale), q), _join(gk, k), _join(gv, v), _join(gl, log_decay)
+        for rows, heads in _blocks(q):
+            cut = _cut(q, k, v, log_decay, segment_ids, scale, rows, heads)
+            own_weights, own_states = (x[:, rows, heads].flatten(1, 2) for x in (weights, states))
+            arriving = _chunked(grad[rows, :, heads].to(weights.dtype))
+            own_q, *others = _gradients(*cut, own_weights, own_states, arriving)
+            for values, whole in zip((own_q * scale, *others), (gq, gk, gv, gl), strict=True):
+                _join(values, whole[rows, :, heads])
+    return gq, gk, gv, gl
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, num_chunks: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return o [N, Q, V], W [N, Q, Q] and the states between chunks of some rows [N, Q, F]."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return o, W and the states between chunks of inputs [T, r, Q, F]."""
     levels, since, until = _decays(log_decay)
-    weights = q.new_zeros(*q.shape[:2], q.shape[1])
-    weights.diagonal(dim1=1, dim2=2).copy_((q * k).sum(-1))
+    weights = torch.diag_embed((q * k).sum(-1))
     for h, since_mid, until_mid in levels:
         left, right = _halves(k, h)[0] * until_mid, _halves(q, h)[1] * since_mid
-        block = torch.bmm(right.flatten(0, 1), left.flatten(0, 1).mT)
-        _corners(weights, h).copy_(block.unflatten(0, right.shape[:2]))
-    out = torch.bmm(weights, v)
-    num_rows = len(q) // num_chunks
-    ahead, behind = slice(num_rows, None), slice(-num_rows)
-    states = torch.bmm((k[behind] * until[behind]).mT, v[behind])
-    left_over, parts = since[:, -1].unsqueeze(-1).split(num_rows), states.split(num_rows)
-    for i in range(1, len(parts)):
-        parts[i].addcmul_(left_over[i], parts[i - 1])
-    out[ahead].baddbmm_(q[ahead] * since[ahead], states)
+        _corners(weights, h).copy_(right @ left.mT)
+    out = weights @ v
+    states = (k[:-1] * until[:-1]).mT @ v[:-1]
+    left_over = since[..., -1, :, None]
+    for i in range(1, len(states)):
+        states[i].addcmul_(left_over[i], states[i - 1])
+    out[1:] += (q[1:] * since[1:]) @ states
     return out, weights, states
 
 
@@ -127,30 +122,27 @@ def _gradients(
     weights: Tensor,
     states: Tensor,
     grad: Tensor,
-    num_chunks: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and log_decay for that of o, of some rows [N, Q, F]."""
+    """Return the gradients of q, k, v and log_decay for that of o, of inputs [T, r, Q, F]."""
     levels, since, until = _decays(log_decay)
-    gw, gv = torch.bmm(grad, v.mT), torch.bmm(weights.mT, grad)
-    own = gw.diagonal(dim1=1, dim2=2).unsqueeze(-1)
+    gw, gv = grad @ v.mT, weights.mT @ grad
+    own = gw.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     gq, gk = own * k, own * q
     gsince, guntil = torch.zeros_like(q), torch.zeros_like(q)  # of the logarithms
 
-    num_rows = len(q) // num_chunks
-    ahead, behind = slice(num_rows, None), slice(-num_rows)
-    left, right = k[behind] * until[behind], q[ahead] * since[ahead]
-    gstates = torch.bmm(right.mT, grad[ahead])
-    left_over, parts = since[:, -1].unsqueeze(-1).split(num_rows), gstates.split(num_rows)
-    for i in reversed(range(1, len(parts))):
-        parts[i - 1].addcmul_(left_over[i], parts[i])
-    gv[behind].baddbmm_(left, gstates)
-    gleft, gright = torch.bmm(v[behind], gstates.mT), torch.bmm(grad[ahead], states.mT)
-    gk[behind].addcmul_(gleft, until[behind])
-    gq[ahead].addcmul_(gright, since[ahead])
-    guntil[behind].addcmul_(gleft, left)
-    gsince[ahead].addcmul_(gright, right)
-    passed = (states[behind] * gstates[ahead]).sum(-1)
-    gsince[ahead][behind][:, -1].addcmul_(passed, since[ahead][behind][:, -1])
+    left, right = k[:-1] * until[:-1], q[1:] * since[1:]
+    gstates = right.mT @ grad[1:]
+    left_over = since[..., -1, :, None]
+    for i in reversed(range(1, len(states))):
+        gstates[i - 1].addcmul_(left_over[i], gstates[i])
+    gv[:-1] += left @ gstates
+    gleft, gright = v[:-1] @ gstates.mT, grad[1:] @ states.mT
+    gk[:-1].addcmul_(gleft, until[:-1])
+    gq[1:].addcmul_(gright, since[1:])
+    guntil[:-1].addcmul_(gleft, left)
+    gsince[1:].addcmul_(gright, right)
+    passed = (states[:-1] * gstates[1:]).sum(-1)
+    gsince[1:-1, :, -1].addcmul_(passed, since[1:-1, :, -1])
 
     for h, since_mid, until_mid in reversed(levels):
         (gsince_left, gsince_right), guntil_left = _halves(gsince, h), _halves(guntil, h)[0]
@@ -168,10 +160,10 @@ def _gradients(
 
 def _decays(log_decay: Tensor) -> tuple[list[tuple[int, Tensor, Tensor]], Tensor, Tensor]:
     """Return what is left since the middle of a block, and until it, for halves of 1, 2, 4, … steps
-    as (h, since [N, Q / 2h, h, K], until); then since the chunk's start and until its end."""
+    as (h, since [T, r, Q / 2h, h, K], until); then since the chunk's start and until its end."""
     since, until, levels = log_decay.exp(), torch.ones_like(log_decay), []
     h = 1
-    while h < log_decay.shape[1]:
+    while h < log_decay.shape[2]:
         (since_left, since_right), until_left = _halves(since, h), _halves(until, h)[0]
         levels.append((h, since_right.clone(), until_left.clone()))
         until_left *= since_right[..., -1:, :]
@@ -181,22 +173,21 @@ def _decays(log_decay: Tensor) -> tuple[list[tuple[int, Tensor, Tensor]], Tensor
 
 
 def _halves(x: Tensor, h: int) -> tuple[Tensor, Tensor]:
-    """Return views [N, Q / 2h, h, F] of [N, Q, F]: first and second halves of blocks of 2h."""
-    left, right = x.unflatten(1, (-1, 2, h)).unbind(2)
+    """Return views [T, r, Q / 2h, h, F] of x: first and second halves of its blocks of 2h."""
+    left, right = x.unflatten(2, (-1, 2, h)).unbind(3)
     return left, right
 
 
 def _corners(weights: Tensor, h: int) -> Tensor:
-    """Return a view [N, Q / 2h, h, h] of W: from first halves of blocks of 2h to second halves."""
-    blocks = weights.unflatten(2, (-1, 2 * h)).unflatten(1, (-1, 2 * h))
-    return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)[..., h:, :h]
+    """Return a view [T, r, Q / 2h, h, h] of W: from first halves of blocks to second halves."""
+    blocks = weights.unflatten(3, (-1, 2 * h)).unflatten(2, (-1, 2 * h))
+    corners: Tensor = blocks.diagonal(dim1=2, dim2=4).movedim(-1, 2)[..., h:, :h]
+    return corners
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return [N, M, h, h] times [N, M, h, F]; torch's product is slow where they are tiny."""
-    if a.shape[-1] <= 2:
-        return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)
-    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
+    """Return a @ b; torch's product of many tiny matrices is slow."""
+    return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2) if a.shape[-1] <= 2 else a @ b
 
 
 def _cut(
@@ -206,29 +197,33 @@ def _cut(
     log_decay: Tensor,
     segment_ids: Tensor | None,
     scale: float,
+    rows: slice,
+    heads: slice,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return scaled q, k, v and log-decays as [T, R, Q, F] in the state's dtype."""
-    dtypes = (q.dtype, k.dtype, v.dtype, log_decay.dtype, torch.float32)
-    dtype = reduce(torch.promote_types, dtypes)
+    """Return scaled q, k, v and log-decays of some rows and heads, [T, r, Q, F]."""
+    dtype = _state_dtype(q, k, v, log_decay)
+    queries, keys, values, decays = (
+        _chunked(x[rows, :, heads].to(dtype)) for x in (q, k, v, log_decay)
+    )
     if segment_ids is not None:
-        starts = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
-        log_decay = log_decay.masked_fill(starts[..., None, None], -torch.inf)
-    queries = _chunked(q.to(dtype)) * scale
-    return queries, _chunked(k.to(dtype)), _chunked(v.to(dtype)), _chunked(log_decay.to(dtype))
+        starts = F.pad(segment_ids[rows, 1:] != segment_ids[rows, :-1], (1, 0))
+        starts = starts[..., None, None].expand(-1, -1, decays.shape[1] // len(starts), -1)
+        decays = decays.masked_fill(_chunked(starts), -torch.inf)
+    return queries * scale, keys, values, decays
 
 
 def _chunked(x: Tensor) -> Tensor:
-    """[B, L, H, F] -> [T, R, Q, F], contiguous, with zeros after the end."""
+    """[B, L, H, F] -> [T, B H, Q, F], contiguous, with zeros after the end."""
     num_chunks, span = _spans(x.shape[1])
-    x = F.pad(x, (0, 0, 0, 0, 0, num_chunks * span - x.shape[1]))
-    return x.unflatten(1, (-1, span)).permute(1, 0, 3, 2, 4).flatten(1, 2).contiguous()
+    x = F.pad(x, (0, 0, 0, 0, 0, num_chunks * span - x.shape[1])).unflatten(1, (-1, span))
+    chunked: Tensor = x.permute(1, 0, 3, 2, 4).flatten(1, 2).contiguous()
+    return chunked
 
 
-def _join(x: Tensor, like: Tensor) -> Tensor:
-    """[T, R, Q, F] -> [B, L, H, F], contiguous, in the dtype of `like`, which has that shape."""
-    x = x.unflatten(1, (like.shape[0], like.shape[2])).permute(1, 0, 3, 2, 4)
-    joined = torch.empty_like(like, memory_format=torch.contiguous_format)
-    return joined.copy_(x.flatten(1, 2)[:, : like.shape[1]])
+def _join(x: Tensor, out: Tensor) -> None:
+    """Write x [T, B H, Q, F] to out [B, L, H, F]."""
+    joined = x.unflatten(1, (out.shape[0], out.shape[2])).permute(1, 0, 3, 2, 4).flatten(1, 2)
+    out.copy_(joined[:, : out.shape[1]])
 
 
 def _spans(length: int) -> tuple[int, int]:
@@ -237,25 +232,24 @@ def _spans(length: int) -> tuple[int, int]:
     return -(-length // span), span
 
 
-def _blocks(q: Tensor) -> list[slice]:
-    """Return the rows that are done at a time."""
-    batch, length, heads, width = q.shape
-    num_rows = step = batch * heads
-    if q.device.type == "cpu":
-        step = max(1, BLOCK_VALUES // (length * width))
-    return [slice(row, row + step) for row in range(0, num_rows, step)]
+def _state_dtype(*inputs: Tensor) -> torch.dtype:
+    return reduce(torch.promote_types, (x.dtype for x in inputs), torch.float32)
 
 
-def _empty_saved(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return memory for W and for the states between the chunks."""
+def _blocks(q: Tensor) -> list[tuple[slice, slice]]:
+    """Return the rows of the batch and the heads that are done at a time."""
     batch, length, heads, width = q.shape
-    num_chunks, span = _spans(length)
-    weights = q.new_empty(num_chunks, batch * heads, span, span, dtype=dtype)
-    return weights, q.new_empty(num_chunks - 1, batch * heads, width, v.shape[3], dtype=dtype)
+    num = max(1, BLOCK_VALUES // (length * width)) if q.device.type == "cpu" else batch * heads
+    some_rows, some_heads = max(1, num // heads), min(num, heads)
+    return [
+        (slice(row, row + some_rows), slice(head, head + some_heads))
+        for row in range(0, batch, some_rows)
+        for head in range(0, heads, some_heads)
+    ]
 
 
 @_forward.register_fake
-def _(
+def _empty(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -263,9 +257,12 @@ def _(
     segment_ids: Tensor | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype, log_decay.dtype, torch.float32))
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    return out, *_empty_saved(q, v, dtype)
+    """Return memory for what `_forward` returns."""
+    dtype, (num_chunks, span) = _state_dtype(q, k, v, log_decay), _spans(q.shape[1])
+    batch, _, heads, width = q.shape
+    weights = q.new_empty(num_chunks, batch, heads, span, span, dtype=dtype)
+    states = q.new_empty(num_chunks - 1, batch, heads, width, v.shape[3], dtype=dtype)
+    return torch.empty_like(v, memory_format=torch.contiguous_format), weights, states
 
 
 @_backward.register_fake

@@ -1,0 +1,120 @@
+"""The q-shift of Vision-RWKV (arXiv 2403.02308): a quarter of the channels from each neighbour.
+
+The quarters come from the left neighbour on the grid, the right, the upper and the lower one, zero
+outside. A route's tokens keep their places on the grid; a neighbour that the route left out is
+zero, or the nearest token present in that direction stands for it.
+
+B batch, K tokens present, N = h * w tokens of the full grid, D width.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tread_zoo.backbone import Layout
+
+OPPOSITE = (1, 0, 3, 2)  # of left, right, up, down
+
+
+class Neighbours(NamedTuple):
+    """Where the q-shift finds each token's quarters, and where the gradient of each one goes.
+
+    Rows of the tokens' quarters, [B * K * 4, D / 4] with a row of zeros after the last one; both
+    are int64 [B * K * 4].
+    """
+
+    sources: Tensor
+    targets: Tensor
+
+
+def find_neighbours(layout: Layout, over_gaps: bool = False) -> Neighbours:
+    """Return the neighbours of the tokens present; made once for a layout.
+
+    A neighbour that a route left out is zero, or else, `over_gaps`, the nearest token present in
+    that direction stands for it.
+    """
+    key = ("rwkv neighbours", over_gaps)
+    if key not in layout.cache:
+        layout.cache[key] = _find_neighbours(layout, over_gaps)
+    out: Neighbours = layout.cache[key]
+    return out
+
+
+def _find_neighbours(layout: Layout, over_gaps: bool) -> Neighbours:
+    height, width = layout.grid
+    num_tokens, ids = height * width, layout.positions()
+    (batch, num_kept), device = ids.shape, ids.device
+    raster = torch.arange(num_tokens, device=device).view(height, width)
+    around = F.pad(raster, (1, 1, 1, 1), value=num_tokens)  # N stands for outside
+    sides = (around[1:-1, :-2], around[1:-1, 2:], around[:-2, 1:-1], around[2:, 1:-1])
+    table = torch.stack(sides, dim=-1).view(num_tokens, 4)
+    places = torch.full((batch, num_tokens + 1), num_kept, device=device)
+    places = places.scatter(1, ids, torch.arange(num_kept, device=device).expand_as(ids))
+    sought = _nearest_present(raster, ids) if over_gaps else table[ids]
+    near = places.gather(1, sought.flatten(1)).view(batch, num_kept, 4)
+    first = torch.arange(batch, device=device).view(-1, 1, 1) * num_kept
+    quarters = torch.arange(4, device=device)
+
+    def rows(tokens: Tensor) -> Tensor:
+        inside = (first + tokens) * 4 + quarters
+        return torch.where(tokens == num_kept, batch * num_kept * 4, inside).flatten()
+
+    return Neighbours(rows(near), rows(near[..., list(OPPOSITE)]))
+
+
+def _nearest_present(raster: Tensor, ids: Tensor) -> Tensor:
+    """Return raster positions [B, K, 4] of the nearest token present to the left, to the right,
+    above and below, N where there is none. Whose left neighbour a token is has it to its right."""
+    (height, width), num_tokens = raster.shape, raster.numel()
+    present = torch.zeros(len(ids), num_tokens, dtype=torch.bool, device=ids.device)
+    present = present.scatter(1, ids, True).view(-1, height, width)
+    before = torch.where(present, raster, -1)
+    after = torch.where(present, raster, num_tokens)
+    left = F.pad(before.cummax(dim=2).values, (1, 0), value=-1)[:, :, :-1]
+    up = F.pad(before.cummax(dim=1).values, (0, 0, 1, 0), value=-1)[:, :-1]
+    right = F.pad(after.flip(2).cummin(dim=2).values, (1, 0), value=num_tokens)[:, :, :-1].flip(2)
+    down = F.pad(after.flip(1).cummin(dim=1).values, (0, 0, 1, 0), value=num_tokens)[:, :-1].flip(1)
+    near = torch.stack([left, right, up, down], dim=-1).view(len(ids), num_tokens, 4)
+    near = near.masked_fill(near < 0, num_tokens)
+    return near.gather(1, ids.unsqueeze(-1).expand(-1, -1, 4))
+
+
+class QShift(torch.autograd.Function):
+    """Bring each quarter of the channels from a neighbour: [B, K, D] -> [B, K, D].
+
+    The gradient is the shift the other way: a gather too, where autograd would add row by row.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
+        return _take_quarters(x, sources)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (targets,) = ctx.saved_tensors
+        return _take_quarters(grad, targets), None, None
+
+
+def _take_quarters(x: Tensor, rows: Tensor) -> Tensor:
+    quarters = x.reshape(-1, x.shape[-1] // 4)
+    padded = torch.cat([quarters, quarters.new_zeros(1, quarters.shape[-1])])
+    return padded.index_select(0, rows).view(x.shape)
+
+
+def q_shift(x: Tensor, layout: Layout, over_gaps: bool = False) -> Tensor:
+    """Return the q-shift of tokens [B, K, D] on the grid; a neighbour that is not there is zero."""
+    out: Tensor = QShift.apply(x, *find_neighbours(layout, over_gaps))
+    return out
+
+
+def shift_and_blend(x: Tensor, layout: Layout, own: Tensor, over_gaps: bool) -> list[Tensor]:
+    """Return x * own + shifted * (1 - own) for every row of `own` [.., D]."""
+    shifted = q_shift(x, layout, over_gaps)
+    away = x - shifted
+    return [torch.addcmul(shifted, away, row) for row in own.to(x.dtype).unbind()]
