@@ -485,5 +485,5 @@ def test_a_known_objective_is_restored(tmp_path, name, objective, expected):
     unset = {"name": None, "num_steps": None}
     assert run.sampling(unset, {"scale": None}).guidance == NoGuidance()
     assert not run.has_data
-    with pytest.raises(CheckpointError, match="was imported, and knows no data"):
+    with pytest.raises(CheckpointError, match="was imported"):
         run.data({})
