@@ -209,11 +209,9 @@ class LightningDiT(LightningBackbone):
             tokens = self.class_positions.expand(len(x), -1, -1)
             if self.label_embed is not None:
                 tokens = tokens + self.label_embed(y, len(x)).unsqueeze(1)
-            ahead = (
-                tokens,
-                *(tokens.new_zeros(*tokens.shape[:2], s.shape[2]) for s in streams[1:]),
-            )
-            streams = tuple(torch.cat(pair, dim=1) for pair in zip(ahead, streams, strict=True))
+            values = [tokens.new_zeros(*tokens.shape[:2], s.shape[2]) for s in streams[1:]]
+            pairs = zip((tokens, *values), streams, strict=True)
+            streams = tuple(torch.cat(pair, dim=1) for pair in pairs)
         if self.modulation is None:
             return streams, condition
         if isinstance(condition, PerToken):
@@ -253,7 +251,7 @@ for _size, _keywords in _SIZES.items():
         )
 # Sizes for comparisons: every architecture has them, of nearly the same number of parameters.
 register_backbone(
-    "lightning_dit_tiny", learning_rate=6e-3, patch_size=2, hidden_size=64, depth=12, num_heads=2
+    "lightning_dit_tiny", learning_rate=1.2e-2, patch_size=2, hidden_size=64, depth=12, num_heads=2
 )(LightningDiT)
 register_backbone(
     "lightning_dit_matched_s",

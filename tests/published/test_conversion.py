@@ -41,8 +41,9 @@ def network(folder, name, content, **choices):
 @pytest.mark.parametrize("rows", [8, 0])
 def test_every_value_lands(tmp_path, name, rows):
     content = theirs(name, rows=rows)
-    own = network(tmp_path, name, content).state_dict()
-    for key in (*FORMATS[name].computed, *(() if "positions" in own else ("pos_embed",))):
+    backbone = network(tmp_path, name, content)
+    own = backbone.state_dict()
+    for key in FORMATS[name].fixed(backbone):
         del content[key]
     if name == "dis" and not rows:
         for part in ("weight", "bias"):
@@ -58,7 +59,7 @@ def test_every_value_lands(tmp_path, name, rows):
     torch.testing.assert_close(landed, given, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", ["dit", "uvit", "dis", "drwkv"])
+@pytest.mark.parametrize("name", ["dit", "sit", "uvit", "dis", "drwkv"])
 def test_published_sizes_are_recognised_by_their_shapes(name):
     form = FORMATS[name]
     presets = list_backbones(f"{form.backbone}_*_2")

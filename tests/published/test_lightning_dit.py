@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tests.published.tensors import theirs
 from tests.published.test_conversion import imported, network
+from tread_zoo.published import export_checkpoint
 from tread_zoo.training.checkpoints import CheckpointError
 
 
@@ -68,3 +69,10 @@ def test_heads_follow_from_the_table_of_rotations_which_must_be_ours(tmp_path):
     content["feat_rope.freqs_cos"] = content["feat_rope.freqs_cos"].roll(1, 0)
     with pytest.raises(CheckpointError, match=r"freqs_cos .* trained otherwise"):
         imported(tmp_path / "other", "lightning_dit", content)
+
+
+def test_it_goes_back_with_its_tables(tmp_path):
+    content = theirs("lightning_dit")
+    done = imported(tmp_path, "lightning_dit", content)
+    back = torch.load(export_checkpoint(done.path, tmp_path / "back.pt", format="lightning_dit"))
+    torch.testing.assert_close(back, content, atol=1e-5, rtol=0)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.errors import unknown_name
-from tread_zoo.layers import sincos_2d
 from tread_zoo.published.dis import DIS
 from tread_zoo.published.dit import DIT, SIT, TREAD
 from tread_zoo.published.drwkv import DRWKV
@@ -34,7 +33,7 @@ FORMATS: dict[str, Format] = {
 }
 _SAMPLING = {"flow": ("heun", 50), "edm": ("heun", 40), "ddpm": ("euler", 250)}
 # Weight averaging moves a fixed table by 2e-4, bfloat16 by 2e-3; a trained one is further away.
-_POSITIONS_TOLERANCE = 4e-3
+_TABLE_TOLERANCE = 4e-3
 LABEL_TABLE = "label_embed.table.weight"
 
 
@@ -123,14 +122,14 @@ def _convert(
         zero = [key for key in own if key.startswith(form.zero_without_labels)]
         ours = {key: torch.zeros(own.pop(key).shape) for key in zero}
     rules = {key: form.rule(key, blocks) for key in own}
-    wanted = {"pos_embed", *form.computed}.union(*(names for names, _ in rules.values()))
+    fixed = form.fixed(backbone)
+    wanted = set(fixed).union(*(names for names, _ in rules.values()))
     unknown = _check_names(theirs, wanted, format, drop_unknown)
     notes = list(_notes(backbone, format, num_heads))
-    if "positions" not in own:
-        fixed = sincos_2d(backbone.config["hidden_size"], backbone.grid)
-        gap = _positions_gap(theirs["pos_embed"], fixed)
-        if gap > 1e-6:
-            notes.append(f"Its pos_embed is up to {gap:.1g} off the fixed table; ours is exact.")
+    for name, exact in fixed.items():
+        gap = _gap(name, theirs[name], exact)
+        if gap > 1e-5:
+            notes.append(f"Its {name} is up to {gap:.1g} off the fixed table; ours is exact.")
     for key, (names, layout) in rules.items():
         ours[key] = layout(*(theirs[name].float() for name in names))
     table = ours.get(LABEL_TABLE)
@@ -206,14 +205,14 @@ def _check_shapes(own: Tensors, ours: Tensors, sources: dict[str, tuple[str, ...
         raise CheckpointError(f"{len(wrong)} tensors have another shape: {list_names(wrong)}.")
 
 
-def _positions_gap(theirs: Tensor, own: Tensor) -> float:
+def _gap(name: str, theirs: Tensor, own: Tensor) -> float:
     """Return the largest difference of the two tables, where theirs is a copy of ours."""
-    same_shape = theirs.shape == (1, *own.shape)
+    same_shape = theirs.shape == own.shape
     gap = float((theirs.float() - own).abs().max()) if same_shape else float("inf")
-    if gap > _POSITIONS_TOLERANCE:
+    if gap > _TABLE_TOLERANCE:
         raise CheckpointError(
-            f"pos_embed {list(theirs.shape)} is not the fixed table that this backbone computes "
-            f"{[1, *own.shape]}: they differ by {gap:.2g}. This network was trained otherwise."
+            f"{name} {list(theirs.shape)} is not the fixed table that this backbone computes "
+            f"{list(own.shape)}: they differ by {gap:.2g}. This network was trained otherwise."
         )
     return gap
 

@@ -38,6 +38,7 @@ DIT = Format(
 SIT = replace(
     DIT,
     project="willisma/SiT",
+    backbone="sit",
     time_scale=1.0,
     objectives=("flow",),
     reversed_time=True,

@@ -6,7 +6,6 @@ import torch
 from safetensors.torch import save_file
 
 from tread_zoo.errors import unknown_name
-from tread_zoo.layers import sincos_2d
 from tread_zoo.published.conversion import FORMATS, LABEL_TABLE
 from tread_zoo.published.format import Format, Tensors
 from tread_zoo.registry import get_entry
@@ -76,6 +75,6 @@ def _convert_back(checkpoint: Checkpoint, form: Format, format: str) -> Tensors:
             raise CheckpointError(
                 f"{key} of the checkpoint has no place in a file of format={format}."
             ) from None
-    if "pos_embed" not in theirs:
-        theirs["pos_embed"] = sincos_2d(config["hidden_size"], backbone.grid)[None]
-    return {name: tensor.contiguous() for name, tensor in theirs.items()}
+    return {
+        name: tensor.contiguous() for name, tensor in {**theirs, **form.fixed(backbone)}.items()
+    }

@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tread_zoo.backbone import Backbone
+from tread_zoo.layers import sincos_2d
+
 Tensors = dict[str, Tensor]
 
 DDPM_NOTE = (
@@ -81,7 +84,7 @@ class Format:
             does not name are the fixed sines.
         marks: tensors of theirs that, with both ends, tell it from the others.
         sizes: their tensors -> keywords of our constructor beside those that all have.
-        computed: tensors of theirs, beside positions, that ours computes; `sizes` compares them.
+        tables: our network -> tensors of theirs that ours computes, beside the fixed sines.
         time_scale: from our time, of order 1, to theirs.
         reversed_time: its time is 1 - ours.
         has_null_label: its label table ends with a row for no label.
@@ -101,7 +104,7 @@ class Format:
     names: Mapping[str, str | tuple[str, ...]]
     marks: tuple[str, ...]
     sizes: Callable[[Tensors], dict[str, Any]]
-    computed: tuple[str, ...] = ()
+    tables: Callable[[Backbone], Tensors] = lambda backbone: {}
     time_scale: float = 1000.0
     reversed_time: bool = False
     has_null_label: bool = True
@@ -113,6 +116,13 @@ class Format:
     in_halves: bool = True
     time_token: bool = False
     zero_without_labels: str | None = None
+
+    def fixed(self, backbone: Backbone) -> Tensors:
+        """Return the tensors of theirs that ours computes."""
+        if "positions" in self.names:
+            return self.tables(backbone)
+        sines = sincos_2d(backbone.config["hidden_size"], backbone.grid)
+        return {"pos_embed": sines[None], **self.tables(backbone)}
 
     def missing_marks(self, theirs: Tensors) -> list[str]:
         """Return which of the tensors that mark a file of this format are not in `theirs`."""
