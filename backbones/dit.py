@@ -108,8 +108,7 @@ register_backbone(
 register_backbone("dit_matched_s", learning_rate=3e-4, patch_size=2, **_SIZES["s"])(DiT)
 register_backbone("dit_matched_b", patch_size=2, **_SIZES["b"])(DiT)
 
-# SiT (arXiv 2401.08740) is this class under its names, with time as it counts it: data at 1, not
-# scaled. What sets it apart is its objective, `flow`.
+# SiT (arXiv 2401.08740) is this class under its names, with its times: in [0, 1], 1 at the data.
 _SIT: dict[str, Any] = {"patch_size": 2, "time_scale": 1.0, "reversed_time": True}
 for _size, _keywords in _SIZES.items():
     _rate = 3e-4 if _size == "s" else None

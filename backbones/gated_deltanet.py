@@ -185,7 +185,7 @@ class GatedDeltaNet(LightningBackbone):
 
 
 # Sizes for comparisons, of nearly as many parameters as those of the other architectures.
-register_backbone("gated_deltanet_tiny", learning_rate=6e-3, hidden_size=64, num_heads=2)(
+register_backbone("gated_deltanet_tiny", learning_rate=1.2e-2, hidden_size=64, num_heads=2)(
     GatedDeltaNet
 )
 register_backbone("gated_deltanet_matched_s", learning_rate=3e-4)(GatedDeltaNet)

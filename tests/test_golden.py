@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from tests.small_run import full_settings
+from tread_zoo import registry
 from tread_zoo.evaluation import score
-from tread_zoo.registry import register
+from tread_zoo.registry import available, register
 from tread_zoo.training import train
 from tread_zoo.training.signals import Stopped
 
@@ -39,7 +40,6 @@ METRICS = ("fid", "kid", "precision", "recall")
 FIRST = 5
 
 
-@register("lr_schedule", "first_steps")
 @dataclass(frozen=True)
 class FirstSteps:
     """The warm-up of the default schedule, which stops the run early."""
@@ -91,7 +91,10 @@ def close(one, other, rtol):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_first_steps(name, tmp_path):
+def test_the_first_steps(name, tmp_path, monkeypatch):
+    available("lr_schedule")
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    register("lr_schedule", "first_steps")(FirstSteps)
     settings = full_settings(*RUNS[name], *SMALL, "lr_schedule=first_steps")
     with pytest.raises(Stopped):
         train(**{**settings, "run_dir": str(tmp_path)})
