@@ -154,7 +154,7 @@ class Hybrid(LightningBackbone):
 
 # Sizes for comparisons; nobody has published diffusion networks of this kind.
 register_backbone(
-    "hybrid_tiny", learning_rate=6e-3, patch_size=2, hidden_size=64, depth=12, num_heads=2
+    "hybrid_tiny", learning_rate=1.2e-2, patch_size=2, hidden_size=64, depth=12, num_heads=2
 )(Hybrid)
 register_backbone(
     "hybrid_matched_s", learning_rate=3e-4, patch_size=2, hidden_size=384, depth=12, num_heads=6

@@ -1,6 +1,5 @@
 """The choice of a form: what is chosen, what is set by hand, and what is said about it."""
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -29,7 +28,7 @@ def _fresh(monkeypatch):
     """Give every test the choices and the import results of a new process."""
     monkeypatch.setattr(dispatch, "_CHOICE", dict.fromkeys(dispatch._FORMS, "auto"))
     monkeypatch.setattr(dispatch, "_PROBLEMS", {})
-    monkeypatch.setattr(dispatch, "_MODULES", {})
+    monkeypatch.setattr(dispatch, "_FETCHED", {})
     monkeypatch.setattr(dispatch, "_TOLD", set())
     monkeypatch.setattr(dispatch, "_difference_to_torch", lambda *args: None)
     monkeypatch.setattr(dispatch, "_REFUSED", {})
@@ -60,12 +59,7 @@ def test_a_package_that_is_not_installed_is_taken_as_built_on_the_hub(monkeypatc
         return SimpleNamespace(causal_conv1d_fn=len)
 
     monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=get_kernel))
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name: None if name == "causal_conv1d" else find_spec(name),
-    )
+    monkeypatch.setitem(sys.modules, "causal_conv1d", None)
     assert dispatch.import_problem("causal_conv1d") is None
     assert dispatch.load_module("causal_conv1d").causal_conv1d_fn is len
     assert fetched == [("kernels-community/causal-conv1d", 1)]

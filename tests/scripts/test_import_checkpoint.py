@@ -12,7 +12,7 @@ from tests.scripts.test_command_line import call
 def test_import_and_sample(tmp_path, channels):
     torch.save({"ema": theirs("sit", channels=channels)}, tmp_path / "theirs.pt")
     said = call("import_checkpoint.py", "format=sit", "in=theirs.pt", "out=runs/sit", cwd=tmp_path)
-    assert "dit_tiny" in said
+    assert "sit_tiny" in said
     assert "hidden_size=64" in said
     assert "num_heads=1 is what the published sizes have" in said
     call(

@@ -77,7 +77,7 @@ _FORMS: dict[str, tuple[Form, ...]] = {}
 _EXAMPLES: dict[str, Example] = {}
 _CHOICE: dict[str, str] = {}
 _PROBLEMS: dict[str, str | None] = {}
-_MODULES: dict[str, ModuleType] = {}
+_FETCHED: dict[str, ModuleType] = {}
 # Packages that must be compiled by nvcc, and who has them built: Hugging Face's package `kernels`
 # fetches the build for the machine at hand.
 _PREBUILT = {
@@ -126,15 +126,17 @@ def import_problem(module: str) -> str | None:
 def load_module(module: str) -> ModuleType:
     """Return an optional module: as it is installed, or else built by Hugging Face's `kernels`,
     which has its functions at the top."""
-    if module not in _MODULES:
+    if module in _FETCHED:
+        return _FETCHED[module]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
         package = module.split(".")[0]
-        if package in _PREBUILT and importlib.util.find_spec(package) is None:
-            repository, version = _PREBUILT[package]
-            kernels = importlib.import_module("kernels")
-            _MODULES[module] = kernels.get_kernel(repository, version=version)
-        else:
-            _MODULES[module] = importlib.import_module(module)
-    return _MODULES[module]
+        if package not in _PREBUILT or error.name != package:
+            raise
+    repository, version = _PREBUILT[package]
+    _FETCHED[module] = importlib.import_module("kernels").get_kernel(repository, version=version)
+    return _FETCHED[module]
 
 
 def set_form(op: str, form: str) -> None:
