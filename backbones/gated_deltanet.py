@@ -20,7 +20,7 @@ replaced nothing and decayed nothing. `gaps` says what the steps that are missin
 B batch, L tokens present, D width, H heads, K = D / H width of keys and values.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ from backbones.scan_shell import full, init_step_bias
 from tread_zoo.backbone import Layout
 from tread_zoo.kernels import gated_delta_rule
 from tread_zoo.registry import register_backbone
-from tread_zoo.routing.scans import Gaps, check_scan, make_scan
+from tread_zoo.routing.scans import check_scan, make_scan
 
 
 class BidirectionalDelta(Mixer):
@@ -56,7 +56,7 @@ class BidirectionalDelta(Mixer):
         per_channel: bool = False,
         scan_order: str = "raster",
         index: int = 0,
-        gaps: Gaps = "ignore",
+        gaps: Literal["ignore", "decay"] = "ignore",
     ) -> None:
         super().__init__()
         self.num_heads, head_size = num_heads, hidden_size // num_heads
@@ -86,14 +86,11 @@ class BidirectionalDelta(Mixer):
         q, k, v = (F.silu(torch.cat([part, part.flip(1)])) for part in mixed)  # [2 B, L, H, K]
         q, k = (F.normalize(full(part), dim=-1).to(v.dtype) for part in (q, k))
         beta, log_decay = self._turn(full(self.beta_proj(x)).sigmoid()), self._log_decay(x)
-        segments, apart = None, scan.gaps_both_ways()
-        if apart is not None and self.gaps != "ignore":
+        apart = scan.gaps_both_ways() if self.gaps == "decay" else None
+        if apart is not None:
             gaps = torch.cat(apart)
-            if self.gaps == "reset":
-                segments = (gaps > 1).cumsum(dim=1)
-            else:
-                log_decay = log_decay * gaps.view(*gaps.shape, *[1] * (log_decay.ndim - 2))
-        out = gated_delta_rule(q, k, v, beta, log_decay, segment_ids=segments)
+            log_decay = log_decay * gaps.view(*gaps.shape, *[1] * (log_decay.ndim - 2))
+        out = gated_delta_rule(q, k, v, beta, log_decay)
         forward, backward = out.chunk(2)
         out = full(forward + backward.flip(1))
         out = F.rms_norm(out, self.norm.normalized_shape, full(self.norm.weight), self.norm.eps)
@@ -135,8 +132,8 @@ class GatedDeltaNet(LightningBackbone):
         per_channel: a decay for each channel of the keys, as in KDA, instead of one a head.
         scan_order: of the walk, a name in `tread_zoo.routing.ORDERS`.
         gaps: what a route's gaps are to the state. `ignore`: it runs over them as if their sides
-            were neighbours. `reset`: it restarts beyond each. `decay`: it decays by the length of
-            the gap, at the rates of the token that ends it.
+            were neighbours. `decay`: it decays by the length of a gap, at the rates of the token
+            that ends it. There is no convolution that could `reset`.
         time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
 
     Raises:
@@ -158,7 +155,7 @@ class GatedDeltaNet(LightningBackbone):
         mlp_ratio: PositiveFloat = 4.0,
         per_channel: bool = False,
         scan_order: str = "raster",
-        gaps: Gaps = "ignore",
+        gaps: Literal["ignore", "decay"] = "ignore",
         learn_sigma: bool = False,
         time_scale: PositiveFloat = 1000.0,
     ) -> None:

@@ -1,8 +1,12 @@
 import os
+import signal
 import socket
 from pathlib import Path
 
 import pytest
+
+# A shell that runs this in the background has it ignored, and so would all processes started here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores: one thread each
     import torch
