@@ -28,7 +28,7 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from backbones.lightning_shell import LightningBackbone, Mixer
-from backbones.scan_shell import full, init_step_bias
+from backbones.scan_shell import both_ways, decay_over_gaps, full, init_step_bias, sum_ways
 from tread_zoo.backbone import Layout
 from tread_zoo.kernels import gated_delta_rule
 from tread_zoo.registry import register_backbone
@@ -83,16 +83,12 @@ class BidirectionalDelta(Mixer):
         scan = make_scan(layout, self.scan_order, self.index)
         x = scan.permute(x)
         *mixed, z = self.in_proj(x).unflatten(-1, (4, self.num_heads, -1)).unbind(2)
-        q, k, v = (F.silu(torch.cat([part, part.flip(1)])) for part in mixed)  # [2 B, L, H, K]
+        q, k, v = (F.silu(both_ways(part)) for part in mixed)  # [2 B, L, H, K]
         q, k = (F.normalize(full(part), dim=-1).to(v.dtype) for part in (q, k))
         beta, log_decay = self._turn(full(self.beta_proj(x)).sigmoid()), self._log_decay(x)
-        apart = scan.gaps_both_ways() if self.gaps == "decay" else None
-        if apart is not None:
-            gaps = torch.cat(apart)
-            log_decay = log_decay * gaps.view(*gaps.shape, *[1] * (log_decay.ndim - 2))
-        out = gated_delta_rule(q, k, v, beta, log_decay)
-        forward, backward = out.chunk(2)
-        out = full(forward + backward.flip(1))
+        if self.gaps == "decay":
+            log_decay = decay_over_gaps(log_decay, scan)
+        out = sum_ways(gated_delta_rule(q, k, v, beta, log_decay))
         out = F.rms_norm(out, self.norm.normalized_shape, full(self.norm.weight), self.norm.eps)
         gated = (out * F.silu(z)).flatten(2)
         # Weights may be stored in half precision; under autocast both are float32 here.

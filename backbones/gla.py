@@ -28,7 +28,7 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from backbones.lightning_shell import LightningBackbone, Mixer
-from backbones.scan_shell import full
+from backbones.scan_shell import both_ways, decay_over_gaps, full, sum_ways
 from tread_zoo.backbone import Layout
 from tread_zoo.kernels import gated_linear_attention
 from tread_zoo.registry import register_backbone
@@ -78,13 +78,10 @@ class BidirectionalGLA(Mixer):
         gates = full(self.forget_out(self.forget_in(x))).chunk(2, dim=-1)
         forward, backward = (F.logsigmoid(gate) / DECAY_ROOT for gate in gates)
         log_decay = torch.cat([forward, backward.flip(1)])
-        gaps = scan.gaps_both_ways() if self.gaps == "decay" else None
-        if gaps is not None:
-            log_decay = log_decay * torch.cat(gaps).unsqueeze(-1)
-        ways = (torch.cat([part, part.flip(1)]) for part in (q, k, v))  # one batch
-        out = gated_linear_attention(*map(self._heads, (*ways, log_decay)))
-        forward, backward = out.chunk(2)
-        out = full(forward + backward.flip(1))
+        if self.gaps == "decay":
+            log_decay = decay_over_gaps(log_decay, scan)
+        ways = (*map(both_ways, (q, k, v)), log_decay)  # one batch
+        out = sum_ways(gated_linear_attention(*map(self._heads, ways)))
         out = F.rms_norm(out, self.norm.normalized_shape, full(self.norm.weight), self.norm.eps)
         mixed = out.flatten(2) * F.silu(z)
         # Weights may be stored in half precision; under autocast both are float32 here.

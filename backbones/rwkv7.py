@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from backbones.lightning_shell import LightningBackbone, Mixer
 from backbones.q_shift import shift_and_blend
-from backbones.scan_shell import full
+from backbones.scan_shell import both_ways, decay_over_gaps, full, sum_ways
 from tread_zoo.backbone import Layout
 from tread_zoo.kernels import dplr_delta_rule
 from tread_zoo.registry import register_backbone
@@ -103,12 +103,12 @@ class TimeMix(Mixer):
         k = full(k) * (1 + full(self.replaced) * (rate - 1))
         scan = make_scan(layout, self.scan_order, self.index)
         r2, k2, v2, a2, b2 = (
-            self._heads(both_ways(each, scan)) for each in (r, k, v, -removed, rate * removed)
+            self._heads(both_ways(scan.permute(each)))
+            for each in (r, k, v, -removed, rate * removed)
         )
         falls = self._falls(full(self.decay(of_decay)), scan)
         mixed = dplr_delta_rule(r2, k2, v2, a2, b2, self._heads(falls))
-        ahead, behind = full(mixed.flatten(2)).chunk(2)
-        y = scan.restore(ahead + behind.flip(1))
+        y = scan.restore(sum_ways(mixed.flatten(2)))
         norm = self.norm
         y = F.group_norm(
             y.flatten(0, 1), self.num_heads, full(norm.weight), full(norm.bias), norm.eps
@@ -125,8 +125,7 @@ class TimeMix(Mixer):
         first, second = full(self.decay_bias).unbind()
         decay = scan.permute(decay)
         falls = -STEEPEST * torch.sigmoid(torch.cat([decay + first, (decay + second).flip(1)]))
-        gaps = scan.gaps_both_ways() if self.gaps == "decay" else None
-        return falls if gaps is None else falls * torch.cat(gaps).unsqueeze(-1)
+        return decay_over_gaps(falls, scan) if self.gaps == "decay" else falls
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], self.num_heads, -1)
@@ -155,12 +154,6 @@ class TimeMix(Mixer):
         if not self.is_first:
             nn.init.zeros_(self.mix_bias)
             nn.init.zeros_(self.mix.get_parameter("2.weight"))
-
-
-def both_ways(x: Tensor, scan: Scan) -> Tensor:
-    """Return tokens [B, K, D] in the order of the walk, and backwards below them, [2 B, K, D]."""
-    x = scan.permute(x)
-    return torch.cat([x, x.flip(1)])
 
 
 class ChannelMix(nn.Module):

@@ -36,7 +36,7 @@ from tread_zoo.layers import (
     patchify,
     unpatchify,
 )
-from tread_zoo.routing.scans import Gaps, check_scan
+from tread_zoo.routing.scans import Gaps, Scan, check_scan
 
 
 class ScanMixer(nn.Module, ABC):
@@ -223,6 +223,26 @@ def init_selective_scan(step_bias: Tensor, A_log: Tensor, D: Tensor) -> None:
     with torch.no_grad():
         A_log.copy_(torch.arange(1, A_log.shape[1] + 1).float().log())
     nn.init.ones_(D)
+
+
+def both_ways(x: Tensor) -> Tensor:
+    """Return a walk [B, L, ..], and below it the same walk backwards: [2 B, L, ..]."""
+    return torch.cat([x, x.flip(1)])
+
+
+def sum_ways(x: Tensor) -> Tensor:
+    """Return what two walks [2 B, L, ..] found, added up token by token, in float32 at least."""
+    forward, backward = full(x).chunk(2)
+    return forward + backward.flip(1)
+
+
+def decay_over_gaps(log_decay: Tensor, scan: Scan) -> Tensor:
+    """Return the log-decays [2 B, L, ..] of two walks times the lengths of the gaps they cross."""
+    gaps = scan.gaps_both_ways()
+    if gaps is None:
+        return log_decay
+    lengths = torch.cat(gaps)
+    return log_decay * lengths.view(*lengths.shape, *[1] * (log_decay.ndim - 2))
 
 
 def full(x: Tensor) -> Tensor:
