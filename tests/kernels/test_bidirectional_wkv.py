@@ -173,51 +173,6 @@ def test_each_block_of_rows_takes_its_own_way(taken, monkeypatch) -> None:
     assert taken == [ONE, RUNNING, ONE] * 2
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_key_that_is_no_number_is_seen(value, taken) -> None:
-    k, v, w, u = (x.detach() for x in make_inputs((1, 5, 2), torch.float32))
-    k[0, 2, 1] = value
-    out = bidirectional_wkv(k, v, w, u)
-    assert taken == [RUNNING]
-    assert out[..., 0].isfinite().all()
-    assert out[..., 1].isnan().all()
-
-
-def test_the_largest_key_may_be_far_away() -> None:
-    """A key that is out of reach must not set the scale: with one maximum a channel this is 0/0."""
-    k = torch.zeros(1, 50, 1)
-    k[0, 0] = 300.0
-    v = torch.arange(50.0).view(1, 50, 1)
-    out = bidirectional_wkv(k, v, torch.full((1,), 5000.0), torch.zeros(1))
-    torch.testing.assert_close(out[0, 5:-1, 0], torch.arange(5.0, 49.0))
-
-
-def test_tokens_without_weight_may_as_well_be_left_out() -> None:
-    """A subset with its positions equals the whole in which the others weigh nothing."""
-    inputs = make_inputs((2, 12, 4))
-    k, v, w, u = (x.detach() for x in inputs)
-    kept = make_positions(2, 5, 12)
-    index = kept.unsqueeze(-1).expand(-1, -1, 4)
-    masked = torch.full_like(k, -1e4).scatter(1, index, k.gather(1, index))
-    whole = bidirectional_wkv(masked, v, w, u)
-    part = bidirectional_wkv(k.gather(1, index), v.gather(1, index), w, u, kept, 12)
-    torch.testing.assert_close(part, whole.gather(1, index))
-
-
-@pytest.mark.parametrize("shape", [(3, 9, 4), (2, 37, 20)])
-def test_all_positions_equal_none_to_the_bit(shape, way) -> None:
-    batch, length, _ = shape
-    inputs = make_inputs(shape, torch.float32)
-    everywhere = torch.arange(length).expand(batch, length)
-    listed, unlisted = (
-        run(bidirectional_wkv_torch, inputs, places, length) for places in (everywhere, None)
-    )
-    for one, other in zip(listed, unlisted, strict=True):
-        assert torch.equal(one, other)
-    naive = bidirectional_wkv_naive
-    assert torch.equal(naive(*inputs, everywhere, length), naive(*inputs, None, length))
-
-
 def test_one_token_gives_its_value(way) -> None:
     out, *grads = run(bidirectional_wkv_torch, make_inputs((2, 1, 3)), torch.tensor([[4], [0]]), 9)
     torch.testing.assert_close(out, make_inputs((2, 1, 3))[1].detach())

@@ -15,12 +15,6 @@ from tread_zoo.kernels import describe, dispatch, get_forms, selective_scan, set
 from tread_zoo.kernels.attention.fused import CPU_HALF_TOKENS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-OPTIONAL = {
-    "selective_scan": "mamba-ssm",
-    "causal_conv1d": "causal-conv1d",
-    "bidirectional_wkv": "triton",
-    "ssd": "mamba-ssm",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -65,25 +59,12 @@ def test_a_package_that_is_not_installed_is_taken_as_built_on_the_hub(monkeypatc
     assert fetched == [("kernels-community/causal-conv1d", 1)]
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_forms_agree_through_the_public_function(op) -> None:
-    results = []
-    for form in ("auto", "naive", "torch"):
-        set_form(op, form)
-        assert get_forms()[op] == form
-        results.append(call(op))
-    torch.testing.assert_close(results[0], results[1])
-    torch.testing.assert_close(results[0], results[2])
-
-
 def test_unknown_names_suggest_the_nearest() -> None:
-    with pytest.raises(ValueError, match="Did you mean 'selective_scan'"):
+    with pytest.raises(ValueError, match="'selective_scan'"):
         set_form("selective_scn", "auto")
-    with pytest.raises(ValueError, match=r"Did you mean 'naive'.*Known: auto, .*torch"):
+    with pytest.raises(ValueError, match="'naive'"):
         set_form("attention", "naiv")
-    with pytest.raises(ValueError, match="Known: attention"):
-        dispatch.list_forms("scan")
-    with pytest.raises(ValueError, match="Did you mean 'attention'"):
+    with pytest.raises(ValueError, match="'attention'"):
         set_forms({"atention": "naive"})
     set_forms({"attention": "naive"})
     assert get_forms()["attention"] == "naive"
@@ -92,38 +73,28 @@ def test_unknown_names_suggest_the_nearest() -> None:
     assert dispatch.list_forms("selective_scan") == ("mamba-ssm", "triton", "torch", "naive")
 
 
-@pytest.mark.parametrize(("op", "form"), OPTIONAL.items())
-def test_a_form_whose_package_is_missing_says_what_to_install(op, form, monkeypatch) -> None:
-    module = next(each.module for each in dispatch._FORMS[op] if each.name == form)
-    for package in (module.split(".")[0], "kernels"):
+def test_a_form_set_by_hand_is_not_replaced(monkeypatch) -> None:
+    for package in ("mamba_ssm", "kernels"):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match="`pip install "):
-        set_form(op, form)
-    assert get_forms()[op] == "auto"
-
-
-def test_a_form_set_by_hand_is_not_replaced(monkeypatch) -> None:
+        set_form("selective_scan", "mamba-ssm")
+    assert get_forms()["selective_scan"] == "auto"
     monkeypatch.setattr(dispatch, "import_problem", lambda module: None)
     set_form("selective_scan", "mamba-ssm")
-    with pytest.raises(
-        ValueError, match=r"'mamba-ssm' was set but cannot run: no CUDA device.*kernels\.\w+=auto"
-    ):
+    with pytest.raises(ValueError, match=r"no CUDA device.*kernels\.selective_scan=auto"):
         call("selective_scan")
 
 
 def test_describe_gives_reasons(monkeypatch) -> None:
-    lines = describe(CPU)
-    reasons = "mamba-ssm not used: no CUDA device; triton not used: no CUDA device"
-    assert f"selective_scan: torch ({reasons})" in lines
-    assert len(lines) == len(get_forms())
+    (line,) = describe(CPU, ["selective_scan"])
+    assert line.startswith("selective_scan: torch (mamba-ssm not used: no CUDA device")
     monkeypatch.setattr(dispatch, "import_problem", lambda module: f"no module named {module!r}")
-    assert "attention: sdpa" in describe(CUDA)
-    assert any("causal-conv1d not used: no module named" in line for line in describe(CUDA))
+    assert "not used: no module named" in describe(CUDA, ["causal_conv1d"])[0]
     monkeypatch.setattr(dispatch, "import_problem", lambda module: None)
-    expected = "mamba-ssm up to 256 states, else triton up to 64 states, else torch"
-    assert f"selective_scan: {expected}" in describe(CUDA)
+    (line,) = describe(CUDA, ["selective_scan"])
+    assert line.endswith("mamba-ssm up to 256 states, else triton up to 64 states, else torch")
     set_form("attention", "naive")
-    assert "attention: naive (set by hand)" in describe(CPU)
+    assert "set by hand" in describe(CPU, ["attention"])[0]
 
 
 def test_what_a_form_does_not_take_is_said() -> None:
@@ -181,6 +152,7 @@ def test_auto_says_once_why_it_left_a_fused_form(monkeypatch, caplog) -> None:
     assert [record.message for record in caplog.records] == ["op: fast not used: too long"]
 
 
+@pytest.mark.slow
 def test_the_kernels_run_without_any_optional_package() -> None:
     code = """
 import sys

@@ -92,6 +92,15 @@ def test_half_precision_inputs_keep_float32_sums(op, device) -> None:
     assert_close(ours, truth, 3e-2 if op.name == "attention" else 4e-3, op.floor)
 
 
+@pytest.mark.slow
+@of(("gated_linear_attention", "gated_delta_rule", "kda", "dplr_delta_rule"))
+def test_4096_tokens_are_exact(op) -> None:
+    shape = (1, 4096, 1, 8, 8)
+    truth = run(op.form("naive"), op.inputs(shape), *op.rest(shape))
+    ours = run(op.form("torch"), op.inputs(shape, torch.float32), *op.rest(shape))
+    assert_close(ours, truth, 2e-6)
+
+
 @of(SCANS)
 def test_autocast_changes_nothing_in_float32(op) -> None:
     inputs, rest = op.inputs(dtype=torch.float32), op.rest()
@@ -239,9 +248,8 @@ def test_what_would_broadcast_or_be_wrong_is_refused(op, change) -> None:
 
 
 @of(CUSTOM)
-@pytest.mark.parametrize("subset", [False, True])
-def test_opcheck(op, subset) -> None:
-    inputs, rest = op.inputs(dtype=torch.float32), op.rest(subset=subset)
+def test_opcheck(op) -> None:
+    inputs, rest = op.inputs(dtype=torch.float32), op.rest(subset=True)
     forward = getattr(torch.ops.tread_zoo, op.name)
     torch.library.opcheck(forward.default, (*inputs, *rest))
     values = [x.detach() for x in inputs]

