@@ -169,8 +169,8 @@ def test_help_lists_the_groups_and_imports_no_heavy_library():
         "import sys, runpy; sys.argv = ['train.py', '--help']\n"
         "try: runpy.run_path('scripts/train.py', run_name='__main__')\n"
         "except SystemExit: pass\n"
-        "heavy = ('accelerate', 'sklearn', 'matplotlib', 'datasets', 'diffusers', 'torchvision', "
-        "'wandb')\n"
+        "heavy = ('accelerate', 'sklearn', 'scipy', 'matplotlib', 'datasets', 'diffusers', "
+        "'torchvision', 'torch_fidelity', 'wandb')\n"
         "print('loaded:', [m for m in heavy if m in sys.modules])\n"
     )
     done = run_python("-c", code, cwd=ROOT, fresh=True)

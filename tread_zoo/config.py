@@ -180,7 +180,6 @@ class EvaluationConfig:
         batch_size: images at a time.
         inception_weights, dinov2_weights: files; null looks in torch's hub folder.
         keep_images: a folder, new or empty, for the samples as PNG files.
-        allow_few_images: Fréchet distances of no more images than features, too, which is noted.
     """
 
     num_images: PositiveInt = 500
@@ -195,7 +194,6 @@ class EvaluationConfig:
     inception_weights: Annotated[str | None, ASIDE] = None
     dinov2_weights: Annotated[str | None, ASIDE] = None
     keep_images: Annotated[str | None, ASIDE] = None
-    allow_few_images: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)

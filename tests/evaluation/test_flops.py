@@ -1,6 +1,16 @@
+"""The counted FLOPs equal those by hand, to the last one: dense and routed, both passes.
+
+Nothing remains that the two would count differently. What neither counts is elementwise: norms,
+activations, gates, q-shifts, residuals, and in a scan what has no state or is no matrix product.
+"""
+
+from functools import partial
+
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from tests.evaluation import hand_flops
 from tread_zoo import create_backbone
 from tread_zoo.diffusion import (
     EDM,
@@ -15,73 +25,162 @@ from tread_zoo.diffusion import (
     SamplingOptions,
     SparseGuidance,
 )
-from tread_zoo.evaluation.flops import count_flops, count_sampling
-from tread_zoo.routing import Route
+from tread_zoo.evaluation.flops import count_flops, count_sampling, stage_flops, training_flops
+from tread_zoo.kernels import get_forms, set_forms
+from tread_zoo.routing import Route, build_routing
+
+# Digits: 8x8 pixels of 1 channel in patches of 2x2, so 16 tokens of 4 values.
+TINY = {
+    "dit_tiny": partial(hand_flops.dit, 16, 4, 4, D=64, depth=12),
+    "uvit_tiny": partial(hand_flops.uvit, 16, 4, 4, D=74, depth=12, side=8, conv_channels=1),
+    "mamba_tiny": partial(hand_flops.mamba, 16, 4, 4, D=88, depth=12, S=4, rank=6),
+    "mamba2_tiny": partial(hand_flops.mamba2, 16, 4, 4, D=120, depth=12, expand=1, S=16, P=40),
+    "rwkv_tiny": partial(hand_flops.rwkv, 16, 4, 4, D=60, depth=13),
+    "zigma_tiny": partial(hand_flops.zigma, 16, 4, 4, D=88, depth=12, S=4, rank=6),
+}
+SCANS = ("mamba_tiny", "mamba2_tiny", "rwkv_tiny")
+EULER, FLOW = Euler(), FlowMatching()
 
 
-def dit_forward_flops(tokens, width, depth, kept, routed, patch_values):
-    """FLOPs of a DiT forward pass by hand; a multiply-add is 2."""
-
-    def block(n):
-        linear = 2 * n * width * (3 * width + width + 8 * width)
-        attention = 2 * 2 * n * n * width
-        modulation = 2 * width * 6 * width
-        return linear + attention + modulation
-
-    ends = 2 * tokens * patch_values * width * 2  # in and out
-    time = 2 * (256 * width + width * width)
-    head = 2 * width * 2 * width
-    return ends + time + head + (depth - routed) * block(tokens) + routed * block(kept)
+def digits(name="dit_tiny", num_classes=10, **options):
+    return create_backbone(name, input_size=8, in_channels=1, num_classes=num_classes, **options)
 
 
-@pytest.mark.parametrize(("kept", "routed"), [(16, 0), (4, 3), (8, 6)])
-def test_dit_equals_the_count_by_hand(kept, routed):
-    backbone = create_backbone("dit_tiny", input_size=8, in_channels=1, num_classes=10)
-    routes = [Route(2, 2 + routed, torch.arange(kept)[None])] if routed else []
-    expected = dit_forward_flops(16, 64, 12, kept, routed, patch_values=4)
-    assert count_flops(backbone, routes=routes) == expected
+def concrete(routes, batch=1):
+    return [Route(start, end, torch.arange(n).expand(batch, -1)) for start, end, n in routes]
 
 
-def test_backward_is_twice_forward_but_for_the_input():
-    backbone = create_backbone("dit_tiny", input_size=8, in_channels=1, num_classes=10)
-    forward, both = count_flops(backbone), count_flops(backbone, backward=True)
-    first_layers = 2 * 16 * 4 * 64 + 2 * 256 * 64  # no gradient is needed for pixels and sinusoids
-    assert both == 3 * forward - first_layers
+def check_both_passes(network, hand, routes=()):
+    assert count_flops(network, routes=concrete(routes)) == hand.forward
+    assert count_flops(network, routes=concrete(routes), backward=True) == hand.both
 
 
-@pytest.mark.parametrize("name", ["dit_tiny", "mamba_tiny"])
-def test_the_meta_device_counts_what_the_cpu_does(name):
-    from torch.utils.flop_counter import FlopCounterMode
+@pytest.mark.parametrize(("routes", "labels"), [((), False), (((0, 2, 5), (3, 5, 11)), True)])
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_networks(name, routes, labels):
+    depth = 5 if name.startswith("rwkv") else 4
+    routes = [route for route in routes if route[1] <= depth]
+    hand = TINY[name](depth=depth, labels=labels, routes=routes)
+    check_both_passes(digits(name, 10 * labels, depth=depth), hand, routes)
 
-    backbone = create_backbone(name, input_size=8, in_channels=1, num_classes=10)
+
+def test_several_chunks_of_a_published_width():
+    """Latents of 32x32 of 4 channels: 256 tokens of 16 values, of which routes keep some."""
+    sizes = {"D": 384, "depth": 4, "expand": 2, "S": 64, "P": 64}
+    routes = [(1, 3, 200), (3, 4, 65)]
+    with torch.device("meta"):
+        network = create_backbone(
+            "mamba2_matched_s", input_size=32, in_channels=4, num_classes=1000, depth=4
+        )
+    check_both_passes(network, hand_flops.mamba2(256, 16, 16, routes=routes, **sizes), routes)
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_gaps_and_orders_cost_nothing(name):
+    """Directions with gaps of their own take two calls, of half the channels each."""
+    depth = 3 if name.startswith("rwkv") else 2
+    ids = torch.tensor([[0, 2, 3, 9, 15]])
+    network = digits(name, depth=depth, gaps="decay", scan_order="hilbert")
+    hand = TINY[name](depth=depth, routes=[(0, 2, 5)])
+    assert count_flops(network, routes=[Route(0, 2, ids)], backward=True) == hand.both
+
+
+@pytest.fixture
+def forms():
+    yield set_forms
+    set_forms({})
+
+
+def shallow(name):
+    """Return a network of three blocks, and its costs by hand."""
+    depth = 3 if name.startswith("rwkv") else 2
+    return digits(name, depth=depth), partial(TINY[name], depth=depth)
+
+
+@pytest.mark.parametrize(
+    ("operation", "form", "name"),
+    [
+        ("attention", "naive", "uvit_tiny"),
+        ("selective_scan", "triton", "mamba_tiny"),  # which a device without data cannot run
+    ],
+)
+def test_a_form_set_by_hand_changes_nothing(forms, operation, form, name):
+    if form == "triton":
+        pytest.importorskip("triton")
+    forms({operation: form})
+    network, hand = shallow(name)
+    assert count_flops(network, backward=True) == hand().both
+    assert get_forms()[operation] == form, "counting leaves the choice as it was"
+
+
+def test_compiled_blocks_and_the_mode_of_gradients_change_nothing():
+    network, hand = shallow("mamba_tiny")
+    for block in network.blocks:
+        block.compile(backend="eager")
+    network.requires_grad_(False)
+    with torch.no_grad():
+        check_both_passes(network, hand())
+    with torch.inference_mode():
+        assert count_flops(network, backward=True) == hand().both
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_real_pass_counts_the_same(name, forms):
+    """On a CPU, with data. Its fused attention would compute the scores again in the backward
+    pass, and count that: the torch form does not."""
+    forms({"attention": "torch"})
+    network, hand = shallow(name)
+    end = network.num_blocks
+    x, t, y = torch.randn(3, 1, 8, 8), torch.rand(3), torch.tensor([1, 2, 10])
     with FlopCounterMode(display=False) as counter:
-        backbone(torch.randn(2, 1, 8, 8), torch.rand(2), torch.tensor([1, 2]))
-    assert counter.get_total_flops() == count_flops(backbone, batch=2)
+        network(x, t, y, routes=concrete([(1, end, 6)], batch=3)).sum().backward()
+    assert counter.get_total_flops() == 3 * hand(routes=[(1, end, 6)]).both
+    assert count_flops(network, batch=3) == 3 * hand().forward
 
 
-def test_flops_grow_with_the_batch_alone():
-    backbone = create_backbone("mamba_tiny", input_size=8, in_channels=1, num_classes=10)
-    assert count_flops(backbone, batch=6) == 6 * count_flops(backbone)
+def test_a_scheduled_run():
+    """Of 10 steps the first 2 and the last are dense. The others are routed half of the time: 3 at
+    rate 0.75, which keeps 4 tokens in each of two routes, then 4 at 0.25, which keeps 12."""
+    network = digits(depth=5)
+    routing = build_routing(
+        "tread",
+        num_blocks=network.num_blocks,
+        default_selector=network.default_selector,
+        routes=[{"start": 1, "end": 2}, {"start": 3, "end": 5}],
+        selection_rate=0.75,
+        schedule="steps",
+        rate_steps=[[0.5, 0.25]],
+        warm_start=0.2,
+        dense_tail=0.1,
+        probability=0.5,
+    )
+    hand = partial(TINY["dit_tiny"], depth=5)
+    dense, few, many = (
+        hand(routes=routes).both
+        for routes in ([], [(1, 2, 4), (3, 5, 4)], [(1, 2, 12), (3, 5, 12)])
+    )
+    expected = (3 * dense + 3 * (few + dense) / 2 + 4 * (many + dense) / 2) / 10
+    assert training_flops(network, routing, 10) == pytest.approx(expected, rel=1e-12)
+    assert stage_flops(network, routing, 10) == [
+        (range(2), dense),
+        (range(2, 5), (few + dense) / 2),
+        (range(5, 9), (many + dense) / 2),
+        (range(9, 10), dense),
+    ]
 
 
 # Sampling -----------------------------------------------------------------------------------------
 
 
-def digits_network(**options):
-    return create_backbone("dit_tiny", input_size=8, in_channels=1, num_classes=10, **options)
+DIT = partial(TINY["dit_tiny"], depth=4)
+DENSE = DIT().forward
 
 
-EULER, FLOW = Euler(), FlowMatching()
-
-
-def cost(network, guidance, sampler=EULER, *, num_steps=5, objective=FLOW, **weak):
-    found = count_sampling(
-        network, objective, SamplingOptions(sampler, num_steps, guidance=guidance), **weak
-    )
+def cost(guidance, sampler=EULER, *, network=None, objective=FLOW, **weak):
+    """Return the evaluations and FLOPs of 5 steps."""
+    options = SamplingOptions(sampler, 5, guidance=guidance)
+    found = count_sampling(network or digits(depth=4), objective, options, **weak)
     return found.evaluations, found.flops
-
-
-DENSE = dit_forward_flops(16, 64, 12, 16, 0, patch_values=4)
 
 
 @pytest.mark.parametrize(
@@ -96,48 +195,39 @@ DENSE = dit_forward_flops(16, 64, 12, 16, 0, patch_values=4)
     ],
 )
 def test_sampling_costs_the_calls_that_happen(guidance, evaluations):
-    assert cost(digits_network(), guidance) == (evaluations, evaluations * DENSE)
+    assert cost(guidance) == (evaluations, evaluations * DENSE)
 
 
 def test_heun_evaluates_twice_but_for_the_last_step():
-    network = digits_network()
-    assert cost(network, NoGuidance(), Heun(), objective=EDM()) == (9, 9 * DENSE)
-    assert cost(network, ClassifierFree(), Heun()) == (18, 18 * DENSE)
+    assert cost(NoGuidance(), Heun(), objective=EDM()) == (9, 9 * DENSE)
 
 
-def test_sparse_guidance_costs_its_share_of_classifier_free_guidance():
-    """At rates 0 and 0.7 a route of blocks 2 … 7 keeps 16 - 11 tokens, by hand."""
-    network = digits_network()
-    routed = dit_forward_flops(16, 64, 12, 5, 6, patch_values=4)
-    evaluations, flops = cost(network, SparseGuidance(strong_rate=0.0, weak_rate=0.7))
-    assert (evaluations, flops) == (10, 5 * (DENSE + routed))
-    share = flops / cost(network, ClassifierFree())[1]
-    assert share == pytest.approx((1 + routed / DENSE) / 2, rel=1e-12)
-    both = cost(network, SparseGuidance(strong_rate=0.25, weak_rate=0.7))[1]
-    assert both == 5 * (dit_forward_flops(16, 64, 12, 12, 6, patch_values=4) + routed)
+def test_sparse_guidance_costs_what_its_routes_keep():
+    """At rate 0.7 a route keeps 16 - 11 tokens."""
+    few = DIT(routes=[(1, 3, 5)]).forward
+    sparse = SparseGuidance(strong_rate=0.0, weak_rate=0.7, start=1, end=3)
+    assert cost(sparse) == (10, 5 * (DENSE + few))
 
 
 def test_autoguidance_costs_both_networks():
-    network, weak = digits_network(), digits_network(depth=3)
-    small = dit_forward_flops(16, 64, 3, 16, 0, patch_values=4)
     guidance = AutoGuidance(scale=2.0, weak_checkpoint="x")
-    assert cost(network, guidance, weak=weak) == (10, 5 * (DENSE + small))
+    assert cost(guidance, weak=digits(depth=3)) == (10, 5 * (DENSE + DIT(depth=3).forward))
 
 
 def test_path_drop_costs_what_is_left():
-    """Blocks 2 … 7 are skipped in the weak call; both calls pay for the fusion behind them."""
-    network = digits_network()
-    network.add_fusions([(2, 8)])
+    """Blocks 1 and 2 are skipped in the weak call; both calls pay for the fusion behind them."""
+    network = digits(depth=4)
+    network.add_fusions([(1, 3)])
     fusion = 2 * 16 * (2 * 64) * 64  # 16 tokens, from two streams of 64 to one
-    short = dit_forward_flops(16, 64, 6, 16, 0, patch_values=4)
-    found = cost(network, PathDropGuidance(scale=2.0))
+    short = DIT(depth=2).forward
+    found = cost(PathDropGuidance(scale=2.0), network=network)
     assert found == (10, 5 * (DENSE + fusion + short + fusion))
 
 
 def test_counting_leaves_the_network_as_it_was():
-    network = digits_network()
+    network = digits(depth=4)
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    cost(network, ClassifierFree())
+    cost(ClassifierFree(), network=network)
     assert "forward" not in vars(network)
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     assert network(torch.zeros(1, 1, 8, 8), torch.ones(1)).device.type == "cpu"

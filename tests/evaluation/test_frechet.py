@@ -78,9 +78,7 @@ def test_statistics_are_the_same_however_rows_are_parted():
 
 BREAKS = {
     "vectors": ("eigh", lambda found: (found[0], torch.linalg.qr(normal(6, 6, seed=3)).Q)),
-    "no axes": ("eigh", lambda found: (found[0], found[1] + 1e-6)),
     "values": ("eigvalsh", lambda found: 2 * found),
-    "some values": ("eigvalsh", lambda found: found + torch.tensor([-1.0, 0, 0, 0, 0, 1])),
     "no values": ("eigvalsh", lambda found: found * math.nan),
 }
 

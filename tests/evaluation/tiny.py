@@ -23,7 +23,7 @@ def write_features(path, seed=0, shape=(1, 8, 8), num_classes=3):
     torch.manual_seed(seed)
     channels, *size = shape
     network = ClassifierFeatures(
-        image_size=tuple(size), channels=channels, num_classes=num_classes, num_features=16
+        image_size=tuple(size), channels=channels, num_classes=num_classes, num_features=12
     )
     with torch.no_grad():  # as drawn, images would hardly differ in their features
         for parameter in network.parameters():
@@ -67,7 +67,6 @@ class Tiny:
     def options(self, **changes):
         given = {
             "num_images": 23, "extractor": self.extractor, "metrics": METRICS, "batch_size": 7,
-            "allow_few_images": True,
         }  # fmt: skip
         return check(EvaluationConfig, {**given, **changes}, "evaluation")
 

@@ -189,8 +189,7 @@ def make_evaluation(
     reads_labels = extractor and extractor.num_classes > 0 and (name != DIGITS or is_digits)
     if reads_labels and num_classes and "label_accuracy" not in [metric.name for metric in metrics]:
         metrics = (*build_metrics(["label_accuracy"]), *metrics)
-    few = options.allow_few_images
-    return Evaluation(metrics, extractor if metrics else None, reference, few, not_scored)
+    return Evaluation(metrics, extractor if metrics else None, reference, not_scored)
 
 
 def _open_reference(

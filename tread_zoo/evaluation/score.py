@@ -145,14 +145,12 @@ class Evaluation:
         metrics: those to compute.
         extractor: None where no features are needed.
         reference: what they are compared with.
-        allow_few_images: take covariances of no more images than features, too.
         not_scored: why there are no metrics, or "".
     """
 
     metrics: tuple[Metric, ...]
     extractor: Extractor | None
     reference: Reference
-    allow_few_images: bool = False
     not_scored: str = ""
 
     def check(self, count: int, shape: tuple[int, ...], num_classes: int) -> None:
@@ -202,12 +200,11 @@ class Evaluation:
         if count < metric.min_images:
             return f"takes {metric.min_images} images, and {name} has {count}: give more"
         size = self.extractor.sizes[metric.features]
-        if not metric.statistics or count > size or self.allow_few_images:
+        if not metric.statistics or count > size:
             return ""
         return (
             f"compares covariances of {size} features, which are singular unless there are more "
-            f"images, and {name} has {count}: give {size + 1}, set "
-            "evaluation.allow_few_images=true, which is noted"
+            f"images, and {name} has {count}: give {size + 1}, take kid"
         )
 
     def run(
@@ -284,7 +281,6 @@ def score(
     held_out: Images | Tensor | None = None,
     batch_size: int = 250,
     device: str | torch.device = "cpu",
-    allow_few_images: bool = False,
     inception_weights: str | None = None,
     dinov2_weights: str | None = None,
     **facts: Any,
@@ -301,7 +297,6 @@ def score(
             samples can hope for.
         batch_size: images at a time.
         device: of the extractor.
-        allow_few_images: Fréchet distances of no more images than features, too, which is noted.
         inception_weights, dinov2_weights: files; None looks in torch's hub folder.
         facts: fields of `Protocol` that do not follow from the images.
 
@@ -315,7 +310,6 @@ def score(
         build_metrics(metrics),
         find_extractor(extractor, **weights),
         open_reference(reference),
-        allow_few_images=allow_few_images,
     )
     evaluation.check(len(source), source.shape, source.num_classes)
     real = None if held_out is None else _as_images(held_out)
