@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[2]
 RUN = "runs/digits_dit_tiny_tread_flow_seed0"
 
 
-def call(script, *overrides, cwd, expect=0, fresh=False):
-    """Run a script in `cwd`, with a fresh interpreter if asked to; return all that it printed."""
-    done = run_python(ROOT / "scripts" / script, *overrides, cwd=cwd, fresh=fresh)
+def call(script, *overrides, cwd, expect=0):
+    """Run a script in `cwd`; return all that it printed."""
+    done = run_python(ROOT / "scripts" / script, *overrides, cwd=cwd)
     said = done.stdout + done.stderr
     assert done.returncode == expect, said[-3000:]
     return said
@@ -59,23 +59,17 @@ def test_sampling_writes_pictures_grid_and_arrays_and_continues_a_sequence(train
 def test_another_guidance_and_sampler_have_a_folder_of_their_own(trained):
     folder, _ = trained
     run = [f"checkpoint={RUN}", "device=cpu"]
-    call("sample.py", *run, "num_images=3", cwd=folder)
     said = call(
         "sample.py", *run, "num_images=2", "guidance=sparse", "guidance.weak_rate=0.6",
         "sampler=dpmpp_2m", "sampler.num_steps=3", cwd=folder,
     )  # fmt: skip
     for words in ("dpmpp_2m 3 steps, sparse guidance 2.0, 6 evaluations", "MFLOPs per image"):
         assert words in said
-    made = {
-        json.loads(path.read_text())["settings"]["sampling"]["guidance"]: path.parent
-        for path in (folder / RUN / "generated").glob("*/sampling.json")
-    }
-    assert {kind: len(list(path.glob("*.png"))) for kind, path in made.items()} == {
-        "none": 3, "sparse": 2,
-    }  # fmt: skip
-    out = [*run, f"out={made['none']}"]
+    (made,) = (folder / RUN / "generated").glob("*/sampling.json")
+    assert json.loads(made.read_text())["settings"]["sampling"]["guidance"] == "sparse"
+    out = [*run, f"out={made.parent}"]
     call("sample.py", *out, "guidance=cfg", "num_images=1", cwd=folder, expect=1)
-    assert len(list(made["none"].glob("*.png"))) == 3
+    assert len(list(made.parent.glob("*.png"))) == 2
 
 
 def test_evaluating_prints_the_numbers_with_their_protocol(trained):
@@ -112,6 +106,7 @@ def test_a_score_of_other_settings_has_a_file_of_its_own(trained):
     assert all((run / name).read_bytes() == content for name, content in first.items())
 
 
+@pytest.mark.slow
 def test_probing_routes_leaves_a_picture_and_its_numbers(trained):
     folder, _ = trained
     run = "runs/digits_dit_tiny_tread_flow_seed0"
@@ -127,18 +122,16 @@ def test_probing_routes_leaves_a_picture_and_its_numbers(trained):
     assert f"routing.start={record['route']['start']}" in said
 
 
-@pytest.mark.parametrize(
-    ("override", "words"), [("guidance=path_drop", "rejoin=project"), ("label=10", "label=10")]
-)
-def test_what_the_network_cannot_take_is_one_clear_message(trained, override, words):
+def test_what_the_network_cannot_take_is_one_clear_message(trained):
     folder, _ = trained
-    said = call("sample.py", f"checkpoint={RUN}", override, "out=bad", cwd=folder, expect=1)
+    said = call("sample.py", f"checkpoint={RUN}", "label=10", "out=bad", cwd=folder, expect=1)
     assert said.startswith("error: ")
-    assert words in said
+    assert "label=10" in said
     assert len(said.splitlines()) == 1
     assert not (folder / "bad").exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_after_a_job_that_failed(tmp_path):
     jobs = ["training.num_steps=0,2", "run_dir=of_${training.num_steps}"]
     said = call("train.py", "-m", *SMALL, *jobs, cwd=tmp_path, expect=1)
@@ -147,18 +140,10 @@ def test_a_sweep_goes_on_after_a_job_that_failed(tmp_path):
     assert (tmp_path / "of_2" / "score.json").exists()
 
 
-@pytest.mark.slow
-def test_a_sweep_makes_a_folder_for_each_job(tmp_path):
-    call("train.py", "-m", *SMALL, "seed=0,1", "training.precision=fp32", cwd=tmp_path)
-    names = {p.name for p in (tmp_path / "runs").iterdir() if p.name != "sweep"}
-    assert names == {f"digits_dit_tiny_tread_flow_seed{seed}" for seed in (0, 1)}
-
-
 @pytest.mark.parametrize(
     ("script", "overrides", "words"),
     [
         ("train.py", ["backbone=mmaba"], ["mmaba", "mamba"]),
-        ("train.py", ["overwrite=no"], ["error: overwrite='no'"]),
         ("sample.py", ["checkpoint=nowhere"], ["nowhere"]),
         ("doctor.py", ["devic=cpu"], ["device"]),
     ],
