@@ -49,37 +49,10 @@ def test_an_empty_batch_is_empty(name):
         network(X[:0], T, Y[:0])
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"input_size": 7},
-        {"hidden_size": 30, "num_heads": 4},
-        {"hidden_size": 0},
-        {"depth": -1},
-        {"patch_size": 2.0},
-        {"mlp_ratio": 0.0},
-        {"context_size": 4, "context_length": 2},
-    ],
-)
-def test_sizes_that_do_not_fit(changes):
-    with pytest.raises(ValueError):
-        built(**changes)
-
-
 class BareEmbed(Decays):
     def embed(self, x, t, y):
         (tokens,), condition = super().embed(x, t, y)
         return tokens, condition
-
-
-class BareBlock(Decays):
-    def run_block(self, *arguments):
-        return super().run_block(*arguments)[0]
-
-
-class NoCondition(Decays):
-    def embed(self, x, t, y):
-        return super().embed(x, t, y)[0][0]
 
 
 class UnsaidExtraToken(Decays):
@@ -93,21 +66,12 @@ class SmallOutput(Decays):
         return super().head(streams, condition)[:, :, 1:]
 
 
-class NoBlocks(Decays):
-    def __init__(self, *, input_size, in_channels, num_classes):
-        super().__init__(input_size=input_size, in_channels=in_channels, num_classes=num_classes)
-        del self.blocks
-
-
 @pytest.mark.parametrize(
     ("cls", "words"),
     [
-        (BareEmbed, r"embed returned a Tensor for its streams.*\(tokens,\)"),
-        (NoCondition, r"embed returned a Tensor.*\(\(tokens,\), condition\)"),
-        (BareBlock, r"run_block returned a Tensor for its streams.*\(tokens,\)"),
+        (BareEmbed, r"embed returned .*\(tokens,\)"),
         (UnsaidExtraToken, "num_extra_tokens=0"),
-        (SmallOutput, r"head returned \[2, 1, 7, 8\]; expected \[2, 1, 8, 8\]"),
-        (NoBlocks, "has no self.blocks"),
+        (SmallOutput, r"head returned \[2, 1, 7, 8\]"),
     ],
 )
 def test_methods_that_return_something_else(cls, words):

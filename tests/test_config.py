@@ -98,7 +98,6 @@ def check_error(make, words):
         ("backbon=dit", ["backbon ", "backbone"]),
         ("+backbone.dept=3", ["backbone.dept ", "backbone.depth"]),
         ("training.num_step=3", ["training.num_step ", "training.num_steps"]),
-        ("routing=treed", ["routing='treed'", "'tread'"]),
         ("sampler.s_churn=1", ["sampler.s_churn "]),
         ("data=npz", ["data.path", "data.path=…"]),
         ("seed", ["seed"]),
@@ -116,17 +115,13 @@ def test_a_wrong_override_is_one_line_with_the_nearest_name(override, words):
         ("training.num_steps=many", ["training.num_steps='many'", "'auto'"]),
         ("training.precision=bf8", ["training.precision='bf8'", "'bf16'"]),
         ("training.horizontal_flip=maybe", ["training.horizontal_flip='maybe'", "boolean"]),
-        ("training.ema_decay=1.0", ["training.ema_decay=1.0", "less than 1"]),
         ("optimizer=adamm", ["optimizer='adamm'", "'adamw'"]),
         ("optimizer.learning_rate=-1.0", ["optimizer.learning_rate=-1.0"]),
-        ("lr_schedule.warmup_step=3", ["lr_schedule.warmup_step ", "lr_schedule.warmup_steps"]),
         ("routing.selector=bloks", ["routing.selector='bloks'", "'blocks'"]),
         ("routing.selector={name: blocks, sise: 4}", ["routing.selector.size"]),
         ("routing.selector={size: 4}", ["routing.selector", "name"]),
-        ("routing.selection_rate=1.0", ["routing.selection_rate=1.0"]),
         ("routing.routes=[{start: 2, ennd: 4}]", ["routing.routes[0].ennd", "end"]),
         ("routing.path_drop_probability=0.1", ["rejoin=project"]),
-        ("sampler.grid=unifrm", ["sampler.grid='unifrm'", "'uniform'"]),
         ("evaluation.metrics=fid", ["evaluation.metrics='fid'", "[fid]"]),
         ("evaluation.metrics=[fidd]", ["'fidd'", "'fid'"]),
         ("data={name: npz, path: 7}", ["data.path=7", "quotes"]),
@@ -155,13 +150,6 @@ def test_a_recipe_goes_with_every_backbone_and_routing(number, recipe):
     config = compose(f"experiment={recipe}", f"backbone={backbone}", f"routing={routing}", *path)
     assert config.backbone["name"] == f"{backbone}_tiny"
     assert config.routing.name == routing.partition("_")[0]
-
-
-def test_the_command_line_ends_with_one_line_and_status_1():
-    done = run_python("scripts/train.py", "training.num_step=3", cwd=ROOT)
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
-    assert "training.num_steps" in done.stderr
 
 
 def test_help_lists_the_groups_and_imports_no_heavy_library():

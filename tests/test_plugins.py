@@ -75,13 +75,6 @@ def test_a_checkpoint_says_which_module_it_needs(trained):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_resumed_run_goes_on_with_them(trained):
-    again = [word.replace("training.num_steps=2", "training.num_steps=3") for word in SMALL]
-    done = run("train.py", *OTHERS, *again, f"run_dir={trained}", "resume=latest")
-    assert done.returncode == 0, done.stderr
-    assert numbers(trained)[-1]["step"] == 3
-
-
 def test_a_yaml_of_ones_own_names_the_plug_in(tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(

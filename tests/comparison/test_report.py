@@ -74,24 +74,12 @@ def test_the_best_is_named_and_what_does_not_lie_apart_from_it(tmp_path):
     assert "mamba" not in line
 
 
-def test_one_seed_settles_nothing(tmp_path):
-    write_pair(tmp_path, [0.4], [0.5])
-    text = report(tmp_path)
-    assert "One seed: not settled." in text
-    assert "is not settled for dit_tiny tread" in text
-
-
 def test_seconds_of_two_machines_are_not_compared(tmp_path):
     write_pair(tmp_path, [0.4, 0.4], [0.3, 0.3])
     write_run(tmp_path / "runs" / "other", backbone="uvit_tiny", device="a GPU")
     text = report(tmp_path)
     assert "At equal seconds" not in text
     assert "held-out loss at equal seconds" in text, "the pair ran on one"
-
-
-def test_what_the_curves_do_not_reach_is_not_measured(tmp_path):
-    write_pair(tmp_path, [0.4, 0.4], [0.3, 0.3], every=100)
-    assert "set training.score_every" in report(tmp_path)
 
 
 def test_settings_are_counted_and_told_apart(tmp_path):

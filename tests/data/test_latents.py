@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tests.data.tables import Stub, image_data, write_latents
 from tests.data.vaes import save_vaes
 from tests.processes import run_python
-from tread_zoo.data import StepBatches, make_loader, to_model_range, to_uint8
+from tread_zoo.data import to_model_range, to_uint8
 from tread_zoo.data.encode import EncodingConfig, encode, write_table
 from tread_zoo.data.latents import imported_codec, latents, restore_codec
 from tread_zoo.data.vae import load_vae
@@ -53,21 +53,6 @@ def test_a_table_is_read_as_it_was_encoded(encoded):
         mean = torch.nn.functional.avg_pool2d(images, 2)
         stored = stack(data.train)[:, copy]
         torch.testing.assert_close(stored, torch.cat([mean, mean - 2], 1), atol=1e-6, rtol=0)
-
-
-def test_a_resume_in_an_epoch_gives_the_same(encoded):
-    data = latents(encoded(dtype="bfloat16", part_size=2))
-    data.train[0]
-
-    def load(start):
-        plan = StepBatches(11, 3, seed=0, num_steps=7, start_step=start)
-        return [(x, y.tolist()) for x, y in make_loader(data.train, plan, 2)]
-
-    whole, rest = load(0), load(4)
-    assert whole[0][0].dtype == torch.bfloat16
-    assert all(
-        torch.equal(a[0], b[0]) and a[1] == b[1] for a, b in zip(whole[4:], rest, strict=True)
-    )
 
 
 def test_standardized_latents_have_mean_0_and_deviation_1_and_scaled_ones_the_factor(encoded):
@@ -206,6 +191,7 @@ def test_autoencoders_of_diffusers_from_encoding_to_pixels(tmp_path, kind):
     assert gap.abs().max() <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TAESD.exists(), reason="shared/weights/taesd is absent")
 def test_a_real_autoencoder_gives_digits_back(tmp_path):
     digits = create("data", "digits")

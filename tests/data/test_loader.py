@@ -76,17 +76,6 @@ def test_a_corrupt_item_is_replaced_by_one_that_seed_and_index_decide(tmp_path):
     assert labels_of(Watched(tmp_path, bad), seed=4) != found
 
 
-def test_ranks_read_together_what_one_process_reads(tmp_path):
-    dataset = Watched(tmp_path, {4, 17, 20})
-
-    def read(size, rank, num_ranks):
-        plan = StepBatches(30, size, seed=3, num_steps=9, rank=rank, num_ranks=num_ranks)
-        return [labels.tolist() for _, labels in make_loader(dataset, plan, seed=3)]
-
-    one, other = (read(5, rank, 2) for rank in range(2))
-    assert [a + b for a, b in zip(one, other, strict=True)] == read(10, 0, 1)
-
-
 def test_what_workers_meet_reaches_the_main_process(tmp_path):
     met = []
     labels_of(Watched(tmp_path, {4, 17}), num_workers=2, met=met)

@@ -1,9 +1,6 @@
 """Pictures in folders, tables and tar shards."""
 
 import logging
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 
 import datasets
 import numpy as np
@@ -225,17 +222,3 @@ def test_a_shard_that_is_cut_is_refused(tmp_path):
     file.write_bytes(file.read_bytes()[:2000])
     with pytest.raises(ValueError, match="unexpected end of data"):
         create("data", "webdataset", path=str(tmp_path))
-
-
-def test_shards_of_a_server(tmp_path, monkeypatch):
-    pytest.importorskip("aiohttp", reason="fsspec's http needs aiohttp")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    for number in range(2):
-        write_tar(tmp_path / f"{number:02d}.tar", range(4 * number, 4 * number + 4))
-    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        path = f"http://127.0.0.1:{server.server_port}/{{00..01}}.tar"
-        data = create("data", "webdataset", path=path, held_out=0.0)
-        server.shutdown()
-    assert values_of(data.train) == list(range(8))

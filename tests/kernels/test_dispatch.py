@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.kernels.ops import OPS
 from tests.processes import run_python
-from tread_zoo.kernels import describe, dispatch, get_forms, selective_scan, set_form, set_forms
+from tread_zoo.kernels import describe, dispatch, get_forms, set_form, set_forms
 from tread_zoo.kernels.attention.fused import CPU_HALF_TOKENS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -30,19 +30,6 @@ def _fresh(monkeypatch):
 
 def call(op: str) -> Tensor:
     return OPS[op].public(*OPS[op].inputs(dtype=torch.float32), *OPS[op].rest())
-
-
-def test_plain_forms_hold_for_a_while() -> None:
-    """Where a form set by hand cannot run they do, and it is set again after an error, too."""
-    dispatch._CHOICE["selective_scan"] = "mamba-ssm"
-    with pytest.raises(ValueError, match="cannot run"):
-        call("selective_scan")
-    with dispatch.plain_forms():
-        assert get_forms() == dict.fromkeys(OPS, "torch")
-        call("selective_scan")
-    with pytest.raises(ValueError, match="must be"), dispatch.plain_forms():
-        selective_scan(*[torch.ones(1)] * 5)
-    assert get_forms() == {**dict.fromkeys(OPS, "auto"), "selective_scan": "mamba-ssm"}
 
 
 def test_a_package_that_is_not_installed_is_taken_as_built_on_the_hub(monkeypatch) -> None:

@@ -314,14 +314,6 @@ def test_weights_that_are_not_finite_are_named(tmp_path):
         imported(tmp_path, "dit", content)
 
 
-def test_what_may_have_been_lost_is_said(tmp_path):
-    content = theirs("dit")
-    del content["y_embedder.embedding_table.weight"]
-    notes = " ".join(imported(tmp_path, "dit", content).notes)
-    assert "no published size" in notes
-    assert "unconditional" in notes
-
-
 def test_formats_do_not_look_like_each_other(tmp_path):
     for name in FORMATS:
         like = ["dit", "sit", "tread"] if SHAPES[name] is dit_shapes else [name]
@@ -362,12 +354,6 @@ def test_a_table_without_a_null_row(tmp_path):
     assert any("do not guide with it" in note for note in done.notes)
     with pytest.raises(CheckpointError, match=r"embedding_table\.weight gives \[8, 64\]"):
         imported(tmp_path / "other", "sit", content, num_classes=5)
-
-
-@pytest.mark.parametrize(("rows", "classes"), [(1001, 1000), (1000, 1000), (11, 10), (0, 0)])
-def test_classes_follow_from_the_table(rows, classes):
-    tensors = {k: torch.empty(s, device="meta") for k, s in dit_shapes(rows=rows).items()}
-    assert FORMATS["dit"].keywords(tensors)["num_classes"] == classes
 
 
 # Files --------------------------------------------------------------------------------------------

@@ -60,10 +60,7 @@ def test_a_strangers_backbones_are_checked(folder):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "name the backbone to check: pytest --pyargs tread_zoo.testing --backbone"),
-        (["--backbone", "dit_tinny"], "Did you mean 'dit_tiny'"),
-        (["--backbone", "not_there:x"], "No module named 'not_there'. Is it installed"),
-        (["--backbone", "dit_tiny", "--backbone-input-size", "8by8"], "'8by8' must be a size"),
+        ([], "name the backbone to check"),
         (["--backbone", "dit_tiny", "--backbone-override", "depth=2"], "has 2 blocks"),
     ],
 )
@@ -79,9 +76,3 @@ def test_the_plugin_is_light():
     code = "import sys, tread_zoo.testing.plugin; print('torch' in sys.modules)"
     done = run_python("-c", code, fresh=True)
     assert done.stdout.strip() == "False"
-
-
-def test_our_own_run_does_not_collect_the_kit(pytestconfig):
-    done = run_python("-m", "pytest", "--collect-only", "-q", ".", "--ignore=tests", cwd=ROOT)
-    assert "no tests" in done.stdout, done.stdout
-    assert "tests" in pytestconfig.getini("testpaths")

@@ -120,22 +120,6 @@ class TakesAnyShape(UViT):
         return super().embed(x, t, full)
 
 
-class ReadsKeptTokensAlone(DiT):
-    """The head has nothing to say where the last block did not run."""
-
-    def run_block(self, index, streams, condition, layout, skip):
-        if index == 0 or layout.ids is not None:
-            self.ids = layout.ids
-        return super().run_block(index, streams, condition, layout, skip)
-
-    def head(self, streams, condition):
-        (x,) = streams
-        if self.ids is not None:
-            kept = torch.zeros_like(x[..., :1]).scatter(1, self.ids[..., None], 1.0)
-            x = x * kept
-        return super().head((x,), condition)
-
-
 class RoundsTimes(DiT):
     def embed(self, x, t, y):
         return super().embed(x, (t * 1000).round() / 1000, y)
@@ -194,31 +178,6 @@ class DetachesFeatures(DiT):
         return streams[0].detach()
 
 
-class StashesSkips(UViT):
-    """Skips of its own, which no route's end puts in order."""
-
-    def __init__(
-        self, *, input_size: int | tuple[int, int], in_channels: int, num_classes: int
-    ) -> None:
-        sizes = {"input_size": input_size, "in_channels": in_channels, "num_classes": num_classes}
-        super().__init__(**sizes, **UVIT)
-        self.own, self.skips, self.depends_on = self.skips, {}, ("order",)
-
-    def run_block(self, index, streams, condition, layout, skip):
-        if index in self.own:
-            kept = self.stash(condition).get(self.own[index], streams[0])
-            skip = streams[0].clone()
-            length = min(kept.shape[1], skip.shape[1])
-            skip[:, :length] = kept[:, :length]
-        after = super().run_block(index, streams, condition, layout, skip)
-        self.stash(condition)[index] = after[0]
-        return after
-
-    def stash(self, condition):
-        self.__dict__.setdefault("kept", {})
-        return self.kept
-
-
 class SharesASkip(UViT):
     """Both later blocks take the skip of the first one."""
 
@@ -240,7 +199,6 @@ class ScansInHalf(Mamba):
 
 # What no other check catches.
 ALONE = [
-    (ReadsKeptTokensAlone, DIT, "patches_stay_in_place"),
     (ShiftsByAPatch, DIT, "patches_stay_in_place"),
     (RoundsTimes, DIT, "conditions_matter"),
     (TakesAClassForNone, DIT, "conditions_matter"),
@@ -299,7 +257,6 @@ FAULTS = [
     (own_loops.LeavesTokensPermuted, {}, "a_missing_token_leaves_the_others"),
     (Mamba, {**MAMBA, "scan_order": "unsorted"}, "a_missing_token_leaves_the_others"),
     (WritesInPlace, DIT, "blocks_depend_on_their_arguments_alone"),
-    (StashesSkips, {}, "blocks_depend_on_their_arguments_alone"),
     *ALONE,
 ]
 
@@ -356,8 +313,3 @@ def test_no_other_check_catches_it(as_probe, fault, overrides, check):
     probe = as_probe(fault, overrides)
     for name in CHECKS.keys() - {check}:
         CHECKS[name](probe)
-
-
-def test_what_to_declare_is_said(as_probe):
-    with pytest.raises(AssertionError, match="is: ids, order"):
-        CHECKS["blocks_depend_on_what_they_declare"](as_probe(own_loops.DecaysByKept, {}))

@@ -61,7 +61,7 @@ def kill_at_random(folder, overrides, rounds, seed):
 @pytest.mark.parametrize(
     ("overrides", "rounds"),
     [
-        (("objective=flow",), 2),
+        (("objective=flow",), 1),
         pytest.param(("objective=flow",), 20, marks=pytest.mark.slow),
         pytest.param(("objective=edm", "backbone=mamba"), 20, marks=pytest.mark.slow),
     ],

@@ -11,7 +11,7 @@ from tests.small_run import counting_once, parts_of, settings, train_small
 from tread_zoo.evaluation.evaluate import evaluate
 from tread_zoo.training import loop
 from tread_zoo.training.checkpoints import find_checkpoint, load_backbone
-from tread_zoo.training.log import Log, read_scores
+from tread_zoo.training.log import read_scores
 from tread_zoo.training.signals import Stopped
 from tread_zoo.training.trackers import read_metrics
 
@@ -82,23 +82,6 @@ def test_a_run_that_is_stopped_is_scored_once_at_each_step(scored, run, monkeypa
         with pytest.raises(Stopped):
             run("run", *SCORED)
     assert list(read_scores(tmp_path / "run")) == [2]
-    folder = run("run", *SCORED, "resume=latest")
-    assert values(folder) == values(scored)
-    assert scored_steps(folder) == [2, 4, 6]
-
-
-def test_a_crash_while_scoring_loses_nothing_that_was_saved(scored, run, monkeypatch):
-    original = Log.score
-
-    def crash(self, state, *, last=False):
-        if state.step == 4:
-            raise RuntimeError("power cut")
-        return original(self, state, last=last)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Log, "score", crash)
-        with pytest.raises(RuntimeError, match="power cut"):
-            run("run", *SCORED)
     folder = run("run", *SCORED, "resume=latest")
     assert values(folder) == values(scored)
     assert scored_steps(folder) == [2, 4, 6]
