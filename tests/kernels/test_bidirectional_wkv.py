@@ -11,7 +11,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from tests.kernels.ops import OPS, leaves, make_positions, relative_error, run
+from tests.kernels.ops import OPS, make_positions, relative_error, run
 from tread_zoo.kernels import bidirectional_wkv
 from tread_zoo.kernels.bidirectional_wkv import one_maximum, running_maximum
 from tread_zoo.kernels.bidirectional_wkv.naive import bidirectional_wkv_naive
@@ -44,36 +44,6 @@ def way(request, taken, monkeypatch) -> Iterator[str]:
         monkeypatch.setattr(one_maximum, "SPREAD", -1.0)
     yield request.param
     assert set(taken) == {request.param}
-
-
-@pytest.mark.parametrize("subset", [False, True])
-@pytest.mark.parametrize("shape", [(3, 7, 5), (2, 33, 8)])
-def test_the_running_maximum_equals_the_formula(shape, subset, taken, monkeypatch) -> None:
-    monkeypatch.setattr(one_maximum, "SPREAD", -1.0)
-    op = OPS["bidirectional_wkv"]
-    rest = op.rest(shape, subset)
-    truth = run(bidirectional_wkv_naive, make_inputs(shape), *rest)
-    for values in (100, torch_form.BLOCK_VALUES):
-        monkeypatch.setattr(torch_form, "BLOCK_VALUES", values)
-        for inputs in (make_inputs(shape), op.mixed(shape, torch.float32)):
-            ours = run(bidirectional_wkv_torch, inputs, *rest)
-            bound = 1e-12 if inputs[0].dtype == torch.float64 else 5e-6
-            assert max(map(relative_error, ours, truth)) <= bound
-    half = op.mixed(shape)
-    truth = run(bidirectional_wkv_naive, leaves(half, torch.float64), *rest)
-    ours = run(bidirectional_wkv_torch, half, *rest)
-    assert max(map(relative_error, ours, truth)) <= 4e-3  # one rounding to bfloat16
-    assert set(taken) == {RUNNING}
-
-
-@pytest.mark.parametrize("chunk", [1, 5, 100])
-@pytest.mark.parametrize("subset", [False, True])
-def test_chunks_do_not_matter(subset, chunk, monkeypatch) -> None:
-    rest = OPS["bidirectional_wkv"].rest((2, 23, 4), subset)
-    truth = run(bidirectional_wkv_naive, make_inputs((2, 23, 4)), *rest)
-    monkeypatch.setattr(one_maximum, "CHUNK", chunk)
-    ours = run(bidirectional_wkv_torch, make_inputs((2, 23, 4)), *rest)
-    assert max(map(relative_error, ours, truth)) <= 1e-12
 
 
 def test_formula_by_hand() -> None:

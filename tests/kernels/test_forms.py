@@ -184,67 +184,25 @@ def test_strong_decay_is_finite_and_exact(op) -> None:
     assert_close(run(op.form("torch"), leaves(inputs, torch.float32), *rest), truth, bound)
 
 
-IDS = torch.zeros(2, 5, dtype=torch.int64)
+def test_tensors_that_would_broadcast_are_refused(op) -> None:
+    shape = (2, 5, 4, *op.shapes[0][3:]) if op.name != "attention" else None
+    given = [*op.inputs(shape), *op.rest(shape, subset=True)]
+    op.public(*given)
+    for index, value in enumerate(given):
+        if torch.is_tensor(value):
+            with pytest.raises(ValueError):
+                op.public(*given[:index], value[:1], *given[index + 1 :])
 
 
 @pytest.mark.parametrize(
-    ("op", "change"),
-    [
-        ("attention", {1: torch.zeros(2, 3, 2, 8)}),
-        ("causal_conv1d", {0: torch.zeros(0, 5, 4)}),
-        ("causal_conv1d", {1: torch.zeros(3, 4)}),
-        ("causal_conv1d", {2: torch.zeros(3)}),
-        ("causal_conv1d", {3: IDS[:, 1:]}),
-        ("selective_scan", {0: torch.zeros(2, 0, 4)}),
-        ("selective_scan", {1: torch.zeros(2, 5, 3)}),
-        ("selective_scan", {2: torch.zeros(3, 4)}),
-        ("selective_scan", {3: torch.zeros(2, 5, 3, 3)}),  # 3 groups of 4 channels
-        ("selective_scan", {4: torch.zeros(2, 5, 1, 3)}),
-        ("selective_scan", {5: torch.zeros(1)}),
-        ("selective_scan", {6: IDS.float()}),
-        ("ssd", {0: torch.zeros(2, 5, 12)}),
-        ("ssd", {1: torch.zeros(2, 5, 3)}),
-        ("ssd", {2: torch.zeros(4, 2)}),
-        ("ssd", {3: torch.zeros(2, 5, 3, 2)}),  # 3 groups of 4 heads
-        ("ssd", {4: torch.zeros(2, 5, 1, 2)}),
-        ("ssd", {5: torch.zeros(1)}),
-        ("ssd", {6: IDS[:, 1:]}),
-        ("ssd", {7: IDS.float()}),  # no gap is 0
-        ("ssd", {7: torch.ones(2, 5, requires_grad=True)}),
-        ("gated_linear_attention", {0: torch.zeros(2, 0, 4, 3)}),
-        ("gated_linear_attention", {1: torch.zeros(2, 5, 1, 3)}),
-        ("gated_linear_attention", {2: torch.zeros(2, 5, 1, 4)}),
-        ("gated_linear_attention", {3: torch.zeros(2, 5, 4, 1)}),
-        ("gated_linear_attention", {4: IDS[:1]}),
-        ("gated_delta_rule", {0: torch.zeros(2, 0, 4, 4)}),
-        ("gated_delta_rule", {1: torch.zeros(2, 5, 1, 4)}),
-        ("gated_delta_rule", {2: torch.zeros(2, 5, 1, 5)}),
-        ("gated_delta_rule", {3: torch.zeros(2, 5, 1)}),
-        ("gated_delta_rule", {4: torch.zeros(2, 5, 1)}),
-        ("gated_delta_rule", {5: IDS[:, 1:]}),
-        ("kda", {4: torch.zeros(2, 5, 4, 1)}),
-        ("dplr_delta_rule", {0: torch.zeros(2, 5, 1, 3)}),
-        ("dplr_delta_rule", {2: torch.zeros(2, 0, 4, 4)}),
-        ("dplr_delta_rule", {3: torch.zeros(2, 5, 4, 1)}),
-        ("dplr_delta_rule", {5: torch.zeros(2, 5, 1, 3)}),
-        ("dplr_delta_rule", {6: IDS.float()}),
-        ("bidirectional_wkv", {0: torch.zeros(2, 0, 4)}),
-        ("bidirectional_wkv", {1: torch.zeros(2, 5, 3)}),
-        ("bidirectional_wkv", {2: torch.zeros(3)}),
-        ("bidirectional_wkv", {3: torch.zeros(1)}),
-        ("bidirectional_wkv", {5: 4}),
-        ("bidirectional_wkv", {4: IDS.float()}),
-        ("bidirectional_wkv", {4: torch.tensor([[0, 1, 2, 2, 3]] * 2)}),
-        ("bidirectional_wkv", {4: torch.tensor([[0, 1, 2, 3, 5]] * 2)}),
-        ("bidirectional_wkv", {4: torch.tensor([[-1, 1, 2, 3, 4]] * 2)}),
-    ],
-    indirect=["op"],
+    ("positions", "length"),
+    [(None, 4), ([0, 1, 2, 2, 3], 5), ([0, 1, 2, 3, 5], 5), ([-1, 1, 2, 3, 4], 5)],
 )
-def test_what_would_broadcast_or_be_wrong_is_refused(op, change) -> None:
-    shape = (2, 5, 4, *op.shapes[0][3:]) if op.name != "attention" else None
-    given = dict(enumerate([*op.inputs(shape), *op.rest(shape)]))
+def test_positions_that_do_not_fit_are_refused(positions, length) -> None:
+    positions = positions and torch.tensor([positions] * 2)
+    wkv = OPS["bidirectional_wkv"]
     with pytest.raises(ValueError):
-        op.public(*(given | change).values())
+        wkv.public(*wkv.inputs((2, 5, 4)), positions, length)
 
 
 @of(CUSTOM)
