@@ -134,25 +134,3 @@ def test_cifar10_is_what_was_written(tmp_path, inside):
     # Red plane first, raster order: the pixel (row 2, column 5) of the green plane.
     assert data.train.images[3, 1, 2, 5] == train[3, 1 + 1024 + 2 * 32 + 5]
     assert data.held_out.labels.tolist() == records["test_batch"][:, 0].tolist()
-
-
-def test_what_is_downloaded_is_whole_or_not_there(tmp_path, monkeypatch):
-    """A copy of a small archive stands for the network."""
-    import torchvision.datasets.utils as utils
-
-    write_cifar10(tmp_path)
-    content = (tmp_path / "cifar-10-binary.tar.gz").read_bytes()
-    monkeypatch.setenv("TREAD_ZOO_CACHE", str(tmp_path / "cache"))
-
-    def download(url, root, md5):
-        (Path(root) / url.rpartition("/")[2]).write_bytes(content)
-        if len(content) < 1000:
-            raise RuntimeError("File not found or corrupted.")
-
-    monkeypatch.setattr(utils, "download_url", download)
-    whole, content = content, content[:500]
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="corrupted"):
-            create("data", "cifar10")
-    content = whole
-    assert len(create("data", "cifar10").train) == 20

@@ -15,10 +15,9 @@ from tread_zoo.data import digits
 from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.evaluation.pictures import plot_similarity
 from tread_zoo.routing import build_routing
-from tread_zoo.routing.probe import propose_route, recording, similarity
+from tread_zoo.routing.probe import propose_route, similarity
 from tread_zoo.seeding import make_generator
 from tread_zoo.testing import Probe
-from tread_zoo.testing.probe import watching
 
 
 def options(**changes):
@@ -118,24 +117,6 @@ def test_planted_still_blocks_are_found(name, measure):
     assert (found.start, found.end) == (3, 6)
     assert all(changes[block] > 0.01 for block in (1, 2, 6, 7))
     assert changes[3:6] == pytest.approx([0, 0, 0], abs=1e-6)
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_states_are_what_the_blocks_are_given(name):
-    probe = Probe(name, overrides=SMALL[name])
-    backbone = probe.build()
-    places = torch.tensor([0, 7, 23])
-    with watching(backbone) as calls:
-        backbone(*probe.inputs())
-    with torch.no_grad(), recording(backbone, places) as seen:
-        backbone(*probe.inputs())
-        backbone(*probe.inputs())
-    assert "run_block" not in vars(backbone)
-    assert torch.equal(*seen)
-    rows = places + backbone.num_extra_tokens
-    for state, streams in zip(seen[0], [*(c.before for c in calls), calls[-1].after], strict=True):
-        expected = torch.cat([stream[:, rows] for stream in streams], dim=-1)
-        assert torch.equal(state.view_as(expected), expected)
 
 
 @pytest.mark.parametrize("objective", ["flow", "edm"])

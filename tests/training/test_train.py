@@ -168,17 +168,6 @@ def test_a_gradient_that_is_not_finite_stops_the_run(run, monkeypatch):
         run("run")
 
 
-def test_out_of_memory_names_what_helps(run, monkeypatch):
-    message = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"
-
-    def step_loss(*_, **__):
-        raise RuntimeError(message)
-
-    monkeypatch.setattr(loop, "step_loss", step_loss)
-    with pytest.raises(ValueError, match=r"batch_size=8.*accumulation.*activation_checkpointing"):
-        run("run")
-
-
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
