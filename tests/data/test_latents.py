@@ -20,7 +20,6 @@ from tread_zoo.registry import create
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
-TAESD = ROOT.parent / "shared" / "weights" / "taesd"
 
 
 @pytest.fixture(autouse=True)
@@ -189,24 +188,6 @@ def test_autoencoders_of_diffusers_from_encoding_to_pixels(tmp_path, kind):
     pixels = data.codec.to_pixels(x, device=CPU)
     gap = pixels.int() - to_uint8(network.decode(mean).sample).int()
     assert gap.abs().max() <= 1
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not TAESD.exists(), reason="shared/weights/taesd is absent")
-def test_a_real_autoencoder_gives_digits_back(tmp_path):
-    digits = create("data", "digits")
-    data = type(digits)(**{**vars(digits), "image_size": (64, 64)})
-    for part in (data.train, data.held_out):
-        part.images = part.images[:20].repeat_interleave(8, -1).repeat_interleave(8, -2)
-        part.labels = part.labels[:20]
-    assert encode(data, load_vae(str(TAESD)), tmp_path, EncodingConfig(batch_size=20))
-    table = latents(str(tmp_path))
-    assert (table.channels, table.image_size) == (4, (8, 8))
-    images = table.codec.to_pixels(
-        table.codec.to_model(stack(table.train), device=CPU), device=CPU
-    ).double()
-    error = (images - data.train.images).square().mean()
-    assert 10 * np.log10(255**2 / error) > 18
 
 
 def test_a_representation_autoencoder_scales_its_latents_itself(tmp_path, monkeypatch):

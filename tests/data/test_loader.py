@@ -169,11 +169,3 @@ def test_a_list_of_corrupt_items_is_kept_by_all_processes_and_ends_a_run(tmp_pat
     dataset.corrupt -= {4, 20}  # repaired
     one.recheck(dataset)
     assert other.indices == {17}
-
-
-def test_names_of_any_bytes_can_be_listed(tmp_path):
-    dataset = Watched(tmp_path, {3})
-    dataset.item_name = lambda index: os.fsdecode(b"caf\xe9.png")
-    log = CorruptLog(tmp_path / "corrupt.txt", num_items=30, max_share=0.5)
-    read_items(dataset, [3], on_corrupt=log)
-    assert (tmp_path / "corrupt.txt").read_text() == "3\tcaf\\udce9.png\tno 3\n"

@@ -49,19 +49,6 @@ def test_weak_decays_after_a_strong_one_keep_their_digits() -> None:
     assert_close(run(ssd_torch, leaves(inputs, torch.float32), None, None), truth, 1e-6)
 
 
-@pytest.mark.parametrize("form", [ssd_naive, ssd_torch])
-def test_gaps_equal_steps_without_input(form) -> None:
-    """A gap of g is g steps with the token's own Δ, of which all but the last bring nothing."""
-    x, delta, A, B, C, D = make_inputs((2, 9, 4, 3, 2, 2))
-    gaps = torch.tensor([1, 1, 4, 1, 2, 1, 1, 3, 1])
-    places = gaps.cumsum(0) - 1
-    steps = delta.repeat_interleave(gaps, dim=1)
-    spread = torch.zeros(2, len(steps[0]), 4, 3, dtype=x.dtype).index_copy(1, places, x)
-    ins, outs = (v.repeat_interleave(gaps, dim=1) for v in (B, C))
-    full = form(spread, steps, A, ins, outs, D, None, None)[:, places]
-    torch.testing.assert_close(form(x, delta, A, B, C, D, None, gaps.expand(2, -1)), full)
-
-
 def mamba_by_pairs(
     x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None
 ) -> Tensor:

@@ -181,16 +181,6 @@ def test_another_number_of_images_per_step_is_said(in_two_parts, copy_of, caplog
     assert "resumed with 16 images per step" in caplog.text
 
 
-def test_a_plug_in_of_the_run_must_be_loaded(in_two_parts, copy_of):
-    """Its name in a checkpoint never imports it."""
-    folder = copy_of(in_two_parts)
-    file = find_checkpoint(folder).path / "checkpoint.json"
-    meta = json.loads(file.read_text())
-    file.write_text(json.dumps({**meta, "plugins": ["somebodys_parts"]}))
-    with pytest.raises(ValueError, match=r"plugins=\[somebodys_parts\]"):
-        train_small(folder, "lr_schedule=constant", "resume=latest")
-
-
 def test_seeds_and_ranks_draw_apart():
     def draw(seed, rank, step):
         setup = parts_of(settings(f"seed={seed}"))
