@@ -65,16 +65,3 @@ def test_mixer_equals_the_written_out_loop(per_channel, gaps, name):
             mixed, mix_by_loop(mixer, x, walks_of(kept, name, 3, num_extra=0))
         )
         assert first_value is None
-
-
-def test_one_decay_a_head_is_that_of_all_its_channels():
-    by_head, by_channel = (make_mixer(per_channel) for per_channel in (False, True))
-    with torch.no_grad():
-        for mixer in (by_head, by_channel):
-            mixer.step_proj.weight.zero_()
-        for name in ("in_proj.weight", "beta_proj.weight", "A_log", "out_proj.weight"):
-            by_channel.get_parameter(name).copy_(by_head.get_parameter(name))
-        by_channel.norm.weight.copy_(by_head.norm.weight)
-        by_channel.step_bias.copy_(by_head.step_bias.repeat_interleave(4))
-    x, layout = torch.randn(2, 12, 8, dtype=torch.float64), Layout(GRID, 0, batch=2)
-    torch.testing.assert_close(by_channel(x, layout, None)[0], by_head(x, layout, None)[0])

@@ -56,26 +56,3 @@ def test_mixer_equals_the_written_out_loop(name, gaps):
         mixed, first_value = mixer(x, layout, None)
         assert first_value is None
         torch.testing.assert_close(mixed, expected)
-
-
-def test_it_learns_to_tell_what_an_earlier_token_said():
-    """The answer at the last token is what one token among others, marked, was: only a memory that
-    is addressed by content has it. Without one a guess has the loss log(4)."""
-    generator = torch.Generator().manual_seed(0)
-    torch.manual_seed(0)
-    mixer, read = BidirectionalGLA(16, 2), torch.nn.Linear(16, 4)
-    parameters = [*mixer.parameters(), *read.parameters()]
-    optimizer = torch.optim.Adam(parameters, lr=3e-2)
-    rows = torch.arange(64)
-    for _ in range(30):
-        labels = torch.randint(4, (64, 12), generator=generator)
-        marked = torch.randint(11, (64,), generator=generator)
-        x = F.pad(F.one_hot(labels, 4).float(), (0, 12))
-        x[rows, marked, 4] = 3.0
-        x[:, -1] = F.one_hot(torch.tensor(5), 16).float()
-        mixed, _ = mixer(x, Layout((3, 4), 0, batch=64), None)
-        loss = F.cross_entropy(read(mixed[:, -1]), labels[rows, marked])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.1

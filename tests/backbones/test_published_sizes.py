@@ -97,15 +97,6 @@ def is_ours(name):
     return get_entry("backbone", name).target.__module__.startswith("backbones.")
 
 
-@pytest.mark.parametrize("name", list_backbones("dit_*_[48]"))
-def test_a_larger_patch_changes_the_ends_alone(name):
-    size = name.rpartition("_")[0]
-    small, large = build(f"{size}_2"), build(name)
-    assert large.num_tokens == small.num_tokens * 4 // large.patch_size**2
-    blocks = (sum(p.numel() for p in b.blocks.parameters()) for b in (small, large))
-    assert len(set(blocks)) == 1
-
-
 @pytest.mark.parametrize("name", list_backbones())
 def test_every_preset_builds_and_declares_its_routing(name):
     backbone = build(name)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from backbones.scan_shell import init_step_bias
-from tread_zoo.routing import Route
 
 GUIDE = Path(__file__).parents[2] / "docs/adding_a_backbone.md"
 IMPORTS = """
@@ -61,17 +60,6 @@ def test_a_network_of_the_guide_by_its_formula(network):
     out = network.final(network.norm(residual + delta)[:, 2:], condition)
     expected = out.view(2, 4, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(2, 1, 8, 8)
     torch.testing.assert_close(network(x, t, y), expected)
-
-
-def test_it_routes(network):
-    """A route that keeps all is none; along another one the walk is that of the tokens kept."""
-    every = torch.arange(16).expand(2, -1)
-    assert torch.equal(network(*inputs(), routes=[Route(1, 4, every)]), network(*inputs()))
-    seen = []
-    for block in network.blocks:
-        block.mixer.register_forward_hook(lambda mixer, args, out: seen.append(out.shape[1]))
-    network(*inputs(), routes=[Route(1, 4, every[:, 3:9])])
-    assert seen == [18, 8, 8, 8, 18]
 
 
 def test_what_it_depends_on_follows_from_the_order(guide):

@@ -110,7 +110,7 @@ def test_a_checkpoint_restores_the_codec_and_another_autoencoder_is_refused(enco
     assert again.decoded_by == {"class": "AutoencoderKL", "sha256": "5" * 64}
     bare = restore_codec(facts, "none")
     assert (bare.has_pixels, bare.decoded_by) == (False, None)
-    other = save_vaes(tmp_path)["AutoencoderTiny"]
+    other = save_vaes(tmp_path, "AutoencoderTiny")["AutoencoderTiny"]
     with pytest.raises(ValueError, match="is another autoencoder"):
         restore_codec(facts, other).to_pixels(x, device=CPU)
     with pytest.raises(ValueError, match="latents of 2 channels, and the network of 3"):
@@ -165,7 +165,7 @@ def test_images_that_cannot_be_read_are_left_out_and_listed(tmp_path):
 
 @pytest.mark.parametrize("kind", ["AutoencoderKL", "AutoencoderTiny", "AutoencoderDC"])
 def test_autoencoders_of_diffusers_from_encoding_to_pixels(tmp_path, kind):
-    path = save_vaes(tmp_path)[kind]
+    path = save_vaes(tmp_path, kind)[kind]
     pipeline = tmp_path / "pipeline"
     shutil.copytree(path, pipeline / "vae")
     vae = load_vae(str(pipeline))
