@@ -178,17 +178,6 @@ class DetachesFeatures(DiT):
         return streams[0].detach()
 
 
-class SharesASkip(UViT):
-    """Both later blocks take the skip of the first one."""
-
-    def __init__(
-        self, *, input_size: int | tuple[int, int], in_channels: int, num_classes: int
-    ) -> None:
-        sizes = {"input_size": input_size, "in_channels": in_channels, "num_classes": num_classes}
-        super().__init__(**sizes, **UVIT)
-        self.skips = {3: 0, 4: 0}
-
-
 class ScansInHalf(Mamba):
     """Two streams, of which one is routed by hand and dropped."""
 
@@ -262,16 +251,19 @@ FAULTS = [
 
 HEALTHY = [
     (own_loops.OwnLoop, UVIT),
-    (own_loops.Decays, {}),
     (own_loops.DecaysByOwnLength, {}),
-    (own_loops.Serpentine, {}),
-    (own_loops.ScansBothWays, {}),
     (own_loops.ScansOverGaps, {}),
     (own_loops.Rotates, {}),
-    (SharesASkip, {}),
     (Mamba, {**MAMBA, "depth": 2, "gaps": "decay"}),
-    (Mamba, {**MAMBA, "depth": 2, "gaps": "reset"}),
     (UViT, {**UVIT, "time_mlp": True, "final_conv": False, "learn_sigma": True}),
+]
+
+
+MORE = [
+    (own_loops.Decays, {}),
+    (own_loops.Serpentine, {}),
+    (own_loops.ScansBothWays, {}),
+    (Mamba, {**MAMBA, "depth": 2, "gaps": "reset"}),
 ]
 
 
@@ -297,7 +289,8 @@ def test_a_fault_is_caught(as_probe, fault, overrides, check):
 
 
 @pytest.mark.parametrize(
-    ("cls", "overrides"), HEALTHY, ids=[f"{c.__name__}{n}" for n, (c, _) in enumerate(HEALTHY)]
+    ("cls", "overrides"),
+    [*HEALTHY, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
 def test_what_keeps_the_contract_passes(as_probe, cls, overrides):
     probe = as_probe(cls, overrides)
