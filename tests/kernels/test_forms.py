@@ -201,14 +201,26 @@ def test_tensors_that_would_broadcast_are_refused(op) -> None:
 
 
 @pytest.mark.parametrize(
-    ("positions", "length"),
-    [(None, 4), ([0, 1, 2, 2, 3], 5), ([0, 1, 2, 3, 5], 5), ([-1, 1, 2, 3, 4], 5)],
+    ("op", "index", "value"),
+    [
+        ("selective_scan", 6, torch.zeros(2, 5)),  # ids that are no whole numbers
+        ("ssd", 7, torch.zeros(2, 5)),  # no gap is 0
+        ("ssd", 7, torch.ones(2, 5, requires_grad=True)),
+        ("dplr_delta_rule", 6, torch.zeros(2, 5)),
+        ("bidirectional_wkv", 4, torch.zeros(2, 5)),
+        ("bidirectional_wkv", 4, torch.tensor([[0, 1, 2, 2, 3]] * 2)),
+        ("bidirectional_wkv", 4, torch.tensor([[0, 1, 2, 3, 5]] * 2)),
+        ("bidirectional_wkv", 4, torch.tensor([[-1, 1, 2, 3, 4]] * 2)),
+        ("bidirectional_wkv", 5, 4),
+    ],
+    indirect=["op"],
 )
-def test_positions_that_do_not_fit_are_refused(positions, length) -> None:
-    positions = positions and torch.tensor([positions] * 2)
-    wkv = OPS["bidirectional_wkv"]
+def test_places_that_would_be_wrong_are_refused(op, index, value) -> None:
+    shape = (2, 5, 4, *op.shapes[0][3:])
+    given = [*op.inputs(shape), *op.rest(shape)]
+    given[index] = value
     with pytest.raises(ValueError):
-        wkv.public(*wkv.inputs((2, 5, 4)), positions, length)
+        op.public(*given)
 
 
 @of(CUSTOM)
