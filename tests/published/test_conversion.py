@@ -253,6 +253,14 @@ def test_what_a_project_does_not_have_is_not_exported(tmp_path, name, format, wo
     assert not (tmp_path / "back.pt").exists()
 
 
+def test_a_network_of_another_prediction_is_not_exported(tmp_path):
+    done = imported(tmp_path, "sit", theirs("sit"))
+    meta = find_checkpoint(done.path).path / "checkpoint.json"
+    meta.write_text(meta.read_text().replace('"prediction": "velocity"', '"prediction": "x"'))
+    with pytest.raises(CheckpointError, match=r"needs objective\.prediction=velocity"):
+        export_checkpoint(done.path, tmp_path / "back.pt", format="sit")
+
+
 def test_dis_directions_and_halves_keep_their_places(tmp_path):
     content = theirs("dis")
     own = network(tmp_path, "dis", content).state_dict()

@@ -44,8 +44,7 @@ class DDPM:
 
     Args:
         schedule: of the noise over the steps.
-        first_step: the number that the network knows the least noisy step by; the noisiest is 999
-            later. 1 is U-ViT's.
+        first_step: the network's number of the least noisy step; 1 is U-ViT's.
     """
 
     schedule: Literal["linear", "cosine", "scaled_linear"] = "linear"
