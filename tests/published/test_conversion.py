@@ -499,10 +499,11 @@ def test_code_in_a_file_is_not_run(tmp_path, legacy):
         ("dit", None, DDPM()),
         ("dis", None, DDPM()),
         ("drwkv", None, DDPM()),
+        ("uvit", None, DDPM(first_step=1)),
     ],
 )
 def test_the_objective_is_restored(tmp_path, name, objective, expected):
-    imported(tmp_path, name, theirs(name), objective=objective)
+    imported(tmp_path, name, theirs(name, channels=3), objective=objective)
     run = restore(tmp_path / "out", weights="ema", device="cpu", precision="fp32")
     assert run.objective == expected
     unset = {"name": None, "num_steps": None}
@@ -513,18 +514,13 @@ def test_the_objective_is_restored(tmp_path, name, objective, expected):
 
 
 @pytest.mark.parametrize(
-    ("name", "channels", "ends", "first"),
-    [
-        ("dit", 4, (1e-4, 0.02), 0),  # beta evenly
-        ("uvit", 4, (0.00085**0.5, 0.012**0.5), 1),  # its root evenly
-        ("uvit", 3, (1e-4, 0.02), 1),
-    ],
+    ("name", "ends", "power", "first"),
+    [("dit", (1e-4, 0.02), 1, 0), ("uvit", (0.00085**0.5, 0.012**0.5), 2, 1)],
 )
-def test_ddim_of_an_imported_network(tmp_path, name, channels, ends, first):
+def test_ddim_of_an_imported_network(tmp_path, name, ends, power, first):
     """arXiv 2010.02502, eq. 12 without noise, in float64, with classifier-free guidance."""
-    imported(tmp_path, name, theirs(name, channels=channels))
+    imported(tmp_path, name, theirs(name))
     run = restore(tmp_path / "out", weights="ema", device="cpu", precision="fp32")
-    power = 2 if ends[1] > 0.1 else 1
     abar = np.cumprod([1 - b**power for b in np.linspace(*ends, 1000)])
     labels, null = torch.tensor([0, 5, 3]), torch.full((3,), run.backbone.num_classes)
     cfg = {"name": "cfg", "scale": 1.5}
@@ -533,12 +529,12 @@ def test_ddim_of_an_imported_network(tmp_path, name, channels, ends, first):
         indices=range(3), labels=labels, seed=2, batch_size=2,
     )  # fmt: skip
     network = run.backbone.double()
-    x = initial_noise((channels, 8, 8), 2, range(3)).double()
+    x = initial_noise((4, 8, 8), 2, range(3)).double()
     steps = [round(i * 999 / 19) for i in reversed(range(20))]
     with torch.no_grad():
         for k, later in zip(steps, [*steps[1:], None], strict=True):
             t = torch.full((3,), (k + first) / 1000)
-            weak, strong = (network(x, t, y)[:, :channels] for y in (null, labels))
+            weak, strong = (network(x, t, y)[:, :4] for y in (null, labels))
             noise = weak + 1.5 * (strong - weak)
             now, then = abar[k], 1.0 if later is None else abar[later]
             clean = (x - math.sqrt(1 - now) * noise) / math.sqrt(now)
