@@ -176,9 +176,8 @@ DIT = partial(TINY["dit_tiny"], depth=4)
 DENSE = DIT().forward
 
 
-def cost(guidance, sampler=EULER, *, network=None, objective=FLOW, **weak):
-    """Return the evaluations and FLOPs of 5 steps."""
-    options = SamplingOptions(sampler, 5, guidance=guidance)
+def cost(guidance, sampler=EULER, *, network=None, objective=FLOW, num_steps=5, **weak):
+    options = SamplingOptions(sampler, num_steps, guidance=guidance)
     found = count_sampling(network or digits(depth=4), objective, options, **weak)
     return found.evaluations, found.flops
 
