@@ -73,7 +73,7 @@ def files(folder):
 def test_a_run_s_averages_equal_the_sums_of_its_weights(tracked):
     steps = [find_checkpoint(path) for path in sorted((tracked / "checkpoints").glob("step_*"))]
     weights = [load_backbone(step, "model").patch_embed.weight.double() for step in steps]
-    for width, tolerance in ((0.05, 1e-5), (0.1, 1e-5), (0.07, 1e-2), (0.15, 1e-2)):
+    for width, tolerance in ((0.05, 1e-5), (0.1, 1e-5), (0.07, 5e-3)):
         power = power_of(width)
         shares = torch.arange(7, dtype=torch.float64).pow(power).diff() / 6**power
         expected = sum(share * weight for share, weight in zip(shares, weights, strict=True))
