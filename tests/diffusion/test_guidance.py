@@ -72,7 +72,13 @@ def objective(request):
 
 
 def batch_of(objective, backbone=None, labels=LABELS, **options):
-    options = {"indices": [0, 1], "seed": 0, "weak": Spy(0.5), **options}
+    options = {
+        "indices": [0, 1],
+        "seed": 0,
+        "levels": objective.levels(10),
+        "weak": Spy(0.5),
+        **options,
+    }
     return ImageBatch(backbone or Spy(), objective, labels, **options)
 
 
