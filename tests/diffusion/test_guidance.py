@@ -431,7 +431,6 @@ def test_parts_of_others_work_like_ours(plugin):
     options.check_training(conditional=True, label_dropout=0.0, has_routes=False)
     network, weak = tiny(), tiny(depth=2)
     images = draw(network, options, [0, 1], objective=plugin, weak=weak)
-    assert images.isfinite().all()
     plain = draw(network, build_sampling("leap"), [0, 1], objective=plugin)
     assert not torch.equal(images, plain)
     record = options.as_dict()

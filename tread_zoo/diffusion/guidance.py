@@ -9,8 +9,7 @@
     sparse        tokens: more of them bypass                              arXiv 2601.01608
     auto          size or training: a smaller or an earlier network        arXiv 2406.02507
     path_drop     the middle of the network                                arXiv 2510.21986
-    sparse_auto   training; at first tokens, which at last the strong one  arXiv 2601.01608, B.1
-                  lacks
+    sparse_auto   training; tokens, which later the strong one lacks       arXiv 2601.01608, B.1
     sparse_cfg    the condition and tokens
 
 The condition is a label or a context; the null label or zeros stand for none.
@@ -35,12 +34,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import torch
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    PositiveInt,
-)
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt
 from torch import Tensor
 
 from tread_zoo.backbone import Backbone
@@ -175,7 +169,6 @@ Scale = (
     | tuple[_Interval, NonNegativeFloat, _Portion, _Portion]
 )
 
-
 # What may change over sampling, with what it is outside an interval.
 _OFF = {
     "scale": 1.0, "drop_label": False, "weak_rate": 0.0, "drop_path": False, "strong_rate": 0.0,
@@ -235,9 +228,8 @@ class _Parts:
         if min(gaps, default=0) < 0 or (len(gaps) == 101 and max(gaps) == 0):
             raise ValueError(
                 f"guidance.strong_rate={self.strong_rate} must be below "
-                f"guidance.weak_rate={self.weak_rate}, the fractions of tokens that bypass, as "
-                "long as the weak prediction lacks nothing else (guidance=parts: weak_checkpoint, "
-                "drop_label, drop_path)."
+                f"guidance.weak_rate={self.weak_rate}, the fractions of tokens that bypass, unless "
+                "the weak prediction lacks something else (guidance=parts: drop_label, drop_path)."
             )
 
     def _at(self, done: float) -> tuple[Any, ...]:
