@@ -47,6 +47,8 @@ from tread_zoo.seeding import make_generator
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 _ROUTES_AT_ONCE = 32  # evaluations whose routes one generator draws
+# Options of an objective that say what a network's output means.
+_OF_THE_OUTPUT = ("sigma_data", "prediction", "schedule", "first_step")
 
 
 def combine(weak: DxDt, strong: DxDt, scale: float, channels: int | None = None) -> DxDt:
@@ -389,7 +391,7 @@ class PartsGuidance(_Parts):
         start, end, selector: of the route, as in `tread_zoo.config.RouteConfig`; `auto` is the
             backbone's own.
         low, high: guided where low < level <= high, in the objective's level: t in [0, 1] for flow
-            matching, sigma for EDM. Elsewhere the strong prediction stands alone.
+            matching, sigma for EDM and DDPM. Elsewhere the strong prediction stands alone.
 
     Raises:
         ValueError: low is not below high, or the weak prediction lacks no more than the strong one.
@@ -494,7 +496,7 @@ def check_weak(
             "classes": network.num_classes,
             "contexts": (network.context_length, network.context_size),
             "objective": type(trained).__name__,
-            "sigma_data": getattr(trained, "sigma_data", None),
+            **{option: getattr(trained, option, None) for option in _OF_THE_OUTPUT},
         }
         for network, trained in ((weak, objective_of_weak), (backbone, objective))
     )
