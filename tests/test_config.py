@@ -21,6 +21,8 @@ NEEDS = {  # what an option needs beside itself
     ("data", "npz"): ["data.path=x", "training.num_steps=3"],
     ("data", "webdataset"): ["data.path=x", "training.num_steps=3"],
     ("guidance", "auto"): ["guidance.weak_checkpoint=x"],
+    ("guidance", "parts"): ["guidance.drop_label=true"],
+    ("guidance", "sparse_auto"): ["guidance.weak_checkpoint=x"],
 }
 
 
