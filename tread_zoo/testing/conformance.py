@@ -366,7 +366,7 @@ def check_contexts_condition_or_are_refused(probe: Probe) -> None:
     """Each embedding changes the output; y=None equals zeros, to the bit; half precision is taken;
     what does not fit raises. A class without `takes_contexts` refuses them."""
     contextual = probe.with_contexts()
-    if not probe.without_condition().build().takes_contexts:
+    if not probe.build().takes_contexts:
         assert raises(ValueError, contextual.build), "contexts are ignored silently"
         return
     backbone = contextual.build()
@@ -394,7 +394,7 @@ def check_contexts_stay_with_their_images(probe: Probe) -> None:
     """An image's output depends on its own context alone, and no embedding is routed: each reaches
     the output with every block routed, and its tokens keep apart from those of the grid, kept or
     not."""
-    if not probe.without_condition().build().takes_contexts:
+    if not probe.build().takes_contexts:
         return
     contextual = probe.with_contexts()
     check_samples_do_not_mix(contextual)
