@@ -246,8 +246,8 @@ class Backbone(nn.Module, ABC):
         """Take contexts, float [B, T, S], in place of labels from now on.
 
         Each of the T embeddings is an extra token ahead of all others, its linear map plus a
-        learned position among the T. Weights are drawn from torch's global generator. t must then be
-        [B]: these tokens have no time of their own.
+        learned position among the T. Weights are drawn from torch's global generator. From then on
+        t must be [B]: these tokens have no time of their own.
 
         Args:
             context_length, context_size: T and S; 0 and 0 leave all as it is.
