@@ -392,8 +392,7 @@ def check_contexts_condition_or_are_refused(probe: Probe) -> None:
 
 def check_contexts_stay_with_their_images(probe: Probe) -> None:
     """An image's output depends on its own context alone, and no embedding is routed: each reaches
-    the output with every block routed, and its tokens keep apart from those of the grid, kept or
-    not."""
+    the output with every block routed. A route that keeps all tokens still changes nothing."""
     if not probe.build().takes_contexts:
         return
     contextual = probe.with_contexts()
