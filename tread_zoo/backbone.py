@@ -272,7 +272,7 @@ class Backbone(nn.Module, ABC):
                 f"num_classes={self.num_classes} and context_size={context_size} exclude each "
                 "other: the condition is a label or a context. Set num_classes=0."
             )
-        width, like = self._widths()[0], next(self.parameters())
+        width, like = self._stream_widths()[0], next(self.parameters())
         place: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
         self.context_embed = nn.Linear(context_size, width, **place)
         self.context_positions = nn.Parameter(torch.empty(context_length, width, **place))
@@ -309,17 +309,16 @@ class Backbone(nn.Module, ABC):
         if self.fused_ranges:
             raise ValueError(f"this network has fusions already, at {self.fused_ranges}.")
         self.fused_ranges = check_ranges(ranges, num_blocks=self.num_blocks)
-        like, widths = next(self.parameters()), self._widths()
+        like = next(self.parameters())
         for start, end in self.fused_ranges:
-            fusion = Fusion(widths, device=like.device, dtype=like.dtype)
+            fusion = Fusion(self._stream_widths(), device=like.device, dtype=like.dtype)
             self.fusions[f"{start}_{end}"] = fusion
 
-    def _widths(self) -> list[int]:
-        """Return the widths of the streams."""
+    @torch.no_grad()
+    def _stream_widths(self) -> list[int]:
         like = next(self.parameters())
         one = torch.zeros(1, self.in_channels, *self.input_size, device=like.device)
-        with torch.no_grad():
-            streams, _ = self._embed(one.to(like.dtype), torch.zeros_like(one[:, 0, 0, 0]), None)
+        streams, _ = self._embed(one.to(like.dtype), torch.zeros_like(one[:, 0, 0, 0]), None)
         return [stream.shape[-1] for stream in streams]
 
     def forward(
