@@ -152,6 +152,8 @@ def check_blocks_see_kept_tokens(probe: Probe) -> None:
         else:
             same = torch.equal(layout.ids, expected)
         assert same, f"block {index} is given other ids"
+        assert layout.num_extra == extra, f"block {index} is given other extra tokens"
+        assert layout.num_context == backbone.context_length, f"block {index} is given no context"
 
 
 def check_tokens_leave_and_rejoin(probe: Probe) -> None:
@@ -397,6 +399,7 @@ def check_contexts_stay_with_their_images(probe: Probe) -> None:
         return
     contextual = probe.with_contexts()
     check_samples_do_not_mix(contextual)
+    check_blocks_see_kept_tokens(contextual)
     check_tokens_leave_and_rejoin(contextual)
     check_keeping_all_equals_no_route(contextual)
     backbone = contextual.build()
