@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from tread_zoo.backbone import Backbone
 from tread_zoo.config import RunConfig, make_config
 from tread_zoo.data import ImageData
-from tread_zoo.registry import check_plugins, create_backbone
+from tread_zoo.pretrained import CONFIG_NAME, WEIGHTS_NAME, build_backbone, download, is_hub_name
+from tread_zoo.registry import check_plugins
 from tread_zoo.training.ema import is_sharded, slice_like
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,8 @@ class Checkpoint:
 
     @property
     def run_dir(self) -> Path:
-        """The folder of the run that saved it."""
-        return self.path.parent.parent
+        """The folder of the run that saved it; one that was pushed is its own."""
+        return self.path.parent.parent if (self.path / META_NAME).exists() else self.path
 
     def config(self) -> RunConfig:
         """Return the configuration of the run.
@@ -70,13 +71,19 @@ class Checkpoint:
         check_plugins(self.meta["plugins"], str(self.path))
         return make_config(**self.meta["config"])
 
+    def file(self, part: str) -> Path:
+        """Return the file of `model`, `ema` or `optimizer`; one that was pushed has one network,
+        whose weights are the averaged ones."""
+        is_pushed = not (self.path / META_NAME).exists()
+        return self.path / (WEIGHTS_NAME if is_pushed and part == "ema" else f"{part}.safetensors")
+
     def tensors(self, part: str) -> dict[str, Tensor]:
         """Load `model`, `ema` or `optimizer` onto the CPU.
 
         Raises:
             CheckpointError: it has no such part; an imported one may hold `ema` alone.
         """
-        file = self.path / f"{part}.safetensors"
+        file = self.file(part)
         if not file.exists():
             there = ", ".join(sorted(path.stem for path in self.path.glob("*.safetensors")))
             raise CheckpointError(f"{self.path} has no part {part!r}; it has {there}.")
@@ -126,10 +133,25 @@ def save_checkpoint(
 def find_checkpoint(path: str | Path) -> Checkpoint:
     """Return the checkpoint at `path`: its own folder, or a run's, whose newest whole one is taken.
 
+    What scripts/push.py wrote is one, too. Where `path` does not exist, `user/name` is downloaded
+    from the hub to runs/user/name: two files, no code.
+
     Raises:
         CheckpointError: there is none, or it is damaged or of another format.
     """
     path = Path(path)
+    if not path.exists() and is_hub_name(path):
+        try:
+            path = download(path.as_posix(), into="runs" / path)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint={error}") from error
+    if (path / WEIGHTS_NAME).exists() and (path / CONFIG_NAME).exists():
+        if "format" not in json.loads((path / CONFIG_NAME).read_text()):
+            raise CheckpointError(
+                f"{path} holds a network alone, and not what it was trained for: it is used from "
+                "Python, Backbone.from_pretrained, or pushed as a run by scripts/push.py."
+            )
+        return _verify(path, CONFIG_NAME)
     if (path / META_NAME).exists() or path.name.startswith("step_"):
         return _verify(path)
     folders = _folders(path / "checkpoints") or _folders(path)
@@ -218,19 +240,9 @@ def load_backbone(checkpoint: Checkpoint, weights: str = "ema") -> Backbone:
         ValueError: the backbone is of a plug-in that is not loaded.
     """
     check_plugins(checkpoint.meta["plugins"], str(checkpoint.path))
-    described = checkpoint.meta["backbone"]
-    backbone = create_backbone(described["name"], **described["config"])
-    backbone.add_fusions(described.get("fusions", ()))
+    backbone = build_backbone(checkpoint.meta["backbone"])
     load_weights(backbone, checkpoint, weights)
     return backbone.eval()
-
-
-def describe_backbone(backbone: Backbone) -> dict[str, Any]:
-    """Return what `load_backbone` builds from: `name`, `config`, and `fusions` if there are any."""
-    described: dict[str, Any] = {"name": backbone.name, "config": backbone.config}
-    if backbone.fused_ranges:
-        described["fusions"] = [list(pair) for pair in backbone.fused_ranges]
-    return described
 
 
 def load_weights(network: nn.Module, checkpoint: Checkpoint, part: str) -> None:
@@ -345,10 +357,10 @@ def _clear_leftovers(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _verify(path: Path) -> Checkpoint:
+def _verify(path: Path, meta_name: str = META_NAME) -> Checkpoint:
     """Return the checkpoint in `path` if every file is what it was when it was saved."""
     try:
-        meta = json.loads((path / META_NAME).read_text())
+        meta = json.loads((path / meta_name).read_text())
         if meta["format"] != FORMAT:
             raise ValueError(f"it has format {meta['format']!r}, this version reads {FORMAT}")
         for name, expected in meta["sha256"].items():
