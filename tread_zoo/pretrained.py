@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from tread_zoo.registry import check_plugins, create_backbone, plugins_of
 
@@ -49,7 +49,10 @@ class Pretrained(nn.Module):
             "backbone": describe_backbone(self),
             "plugins": plugins_of([("backbone", self.name)]),
         }
-        return write_folder(Path(folder), self.state_dict(), facts)
+        written = write_config(Path(folder), facts)
+        whole = {key: tensor.contiguous() for key, tensor in self.state_dict().items()}
+        save_file(whole, written / WEIGHTS_NAME)
+        return written
 
     @classmethod
     def from_pretrained(
@@ -94,8 +97,8 @@ def build_backbone(described: Mapping[str, Any]) -> "Backbone":
     return backbone
 
 
-def write_folder(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
-    """Write the two files of a network, and return the folder.
+def write_config(folder: Path, facts: Mapping[str, Any]) -> Path:
+    """Make the folder of a network and its config.json, and return it.
 
     Raises:
         ValueError: the folder is a run's, whose config.json is another.
@@ -103,8 +106,6 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str
     if (folder / "checkpoints").exists():
         raise ValueError(f"{folder} is the folder of a run: give another one.")
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
-    save_file(whole, folder / WEIGHTS_NAME, metadata={"format": "pt"})
     (folder / CONFIG_NAME).write_text(json.dumps(facts, indent=2))
     return folder
 
