@@ -5,9 +5,12 @@ import pytest
 import torch
 
 from tests.data.vaes import save_vaes
+from tests.small_run import train_small
 from tests.test_pretrained import random_backbone
 from tread_zoo import create, create_backbone
 from tread_zoo.diffusion import Problem, build_sampling, generate
+from tread_zoo.model_card import write_model_folder
+from tread_zoo.training.checkpoints import find_checkpoint, load_backbone
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +84,18 @@ def test_a_pipeline_saves_and_loads_any_backbone(tmp_path, case):
         labels=torch.tensor([2, 0]) if backbone.num_classes else condition.get("contexts"),
     )  # fmt: skip
     assert torch.equal(images, expected)
+
+
+def test_a_run_is_a_pipeline(tmp_path):
+    from tread_zoo.pipeline import TreadZooPipeline
+
+    run = train_small(tmp_path / "run")
+    pipe = TreadZooPipeline.from_checkpoint(write_model_folder(run, tmp_path / "pushed"))
+    given = {"class_labels": [1], "output_type": "pt"}
+    images = pipe(**given, generator=seeded()).images
+    other = TreadZooPipeline(load_backbone(find_checkpoint(run)), sampler=pipe.config.sampler)
+    assert pipe.config.sampler["num_steps"] == 2
+    assert torch.equal(other(**given, generator=seeded()).images, images)
 
 
 def test_pictures_guidance_and_half_precision():
