@@ -79,9 +79,7 @@ def _open_folder(
         "label": config.label,
         "contexts": config.contexts,
         "weights": config.weights,
-        "weights_sha256": run.checkpoint.meta["sha256"].get(
-            run.checkpoint.file(config.weights).name
-        ),
+        "weights_sha256": run.checkpoint.meta["sha256"].get(f"{config.weights}.safetensors"),
         "step": run.checkpoint.step,
         "precision": run.precision,
         "decoded_by": codec.decoded_by,

@@ -5,17 +5,17 @@
     pipe.save_pretrained("folder")
     pipe = TreadZooPipeline.from_pretrained("folder")
 
-The folder is diffusers' own: model_index.json has the settings, backbone/ the network, vae/ the
-autoencoder. B batch, C channels, H height, W width.
+B batch, C channels, H height, W width.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers import ConfigMixin, DiffusionPipeline, ImagePipelineOutput, ModelMixin
-from diffusers.configuration_utils import register_to_config
+from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.image_processor import VaeImageProcessor
+from diffusers.models.modeling_utils import ModelMixin
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline, ImagePipelineOutput
 from torch import Tensor, nn
 
 from tread_zoo.backbone import Backbone
@@ -31,32 +31,25 @@ _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 
 
 class BackboneModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    """A backbone as a part of a pipeline: what describes it is its config.
+    """A backbone as a part of a pipeline; its config is what describes it.
 
     Args:
         described: as of `describe_backbone`.
-        network: it; None builds it with fresh weights.
+        network: the backbone itself; None builds it.
     """
 
     ignore_for_config = ["network"]  # noqa: RUF012
 
-    @register_to_config  # type: ignore[untyped-decorator]
+    @register_to_config
     def __init__(self, described: dict[str, Any], network: Backbone | None = None) -> None:
         super().__init__()
         self.network = build_backbone(described) if network is None else network
 
     @classmethod
-    def from_pretrained(cls, *args: Any, **options: Any) -> "BackboneModel":
-        """Return what `save_pretrained` wrote. It is built on the CPU: some backbones compute what
-        they are made of."""
-        model: BackboneModel = super().from_pretrained(
-            *args, **{**options, "low_cpu_mem_usage": False}
-        )
-        return model
-
-    def forward(self, *args: Any, **options: Any) -> Any:
-        """Call the backbone."""
-        return self.network(*args, **options)
+    def from_pretrained(cls, *args: Any, **options: Any) -> Any:
+        """Return what `save_pretrained` wrote; not built on the meta device, where fusions, which
+        run the network once, cannot be."""
+        return super().from_pretrained(*args, **{**options, "low_cpu_mem_usage": False})
 
 
 class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
@@ -69,9 +62,6 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         objective, sampler, guidance: parts, each a name or a mapping with `name` and options.
         latent_shift, latent_scale: the network sees (z - shift) scale of latents z: C numbers each;
             None takes the autoencoder's own.
-
-    Raises:
-        ValueError: an unknown name or option.
     """
 
     _optional_components = ["vae"]  # noqa: RUF012
@@ -102,21 +92,20 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
     def from_checkpoint(
         cls, path: str, *, weights: str = "ema", vae: str | None = None
     ) -> "TreadZooPipeline":
-        """Return the pipeline of a run of ours, with its own sampler and guidance, on the CPU.
+        """Return the pipeline of a run of ours, with its sampler and guidance, on the CPU.
 
         Args:
             path: a run's folder, a checkpoint, or `user/name` of the hub.
-            weights: `ema` or `model`.
+            weights: as of `load_backbone`.
             vae: where the autoencoder is, if not where the run had it; `none` leaves latents.
         """
         run = restore(path, weights=weights, device="cpu", precision="fp32")
         codec = run.codec(vae)
-        latent: dict[str, Any] = {}
-        if isinstance(codec, LatentCodec):
-            latent = {"latent_shift": codec.shift, "latent_scale": codec.scale}
-            latent["vae"] = codec.autoencoder.network if codec.has_pixels else None
         parts = {kind: run.config[kind] for kind in ("objective", "sampler", "guidance")}
-        return cls(run.backbone, **latent, **parts)
+        if isinstance(codec, LatentCodec):
+            parts |= {"latent_shift": codec.shift, "latent_scale": codec.scale}
+            parts["vae"] = codec.autoencoder.network if codec.has_pixels else None
+        return cls(run.backbone, **parts)
 
     @torch.no_grad()
     def __call__(
@@ -128,7 +117,6 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         num_inference_steps: int | None = None,
         guidance_scale: float | None = None,
         generator: torch.Generator | None = None,
-        batch_size: int = 64,
         output_type: str = "pil",
         return_dict: bool = True,
     ) -> Any:
@@ -137,37 +125,30 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         Args:
             class_labels: of the images, in 0 … num_classes.
             contexts: of the images, float [B, T, S], where the network takes these.
-            num_images: of an unconditional network, or without any condition.
+            num_images: where neither is given.
             num_inference_steps, guidance_scale: other than the pipeline's; a scale alone is that of
                 classifier-free guidance.
-            generator: it gives the seed, so that one in the same state gives the same images; None:
-                torch's global one.
-            batch_size: images at a time.
-            output_type: pil; np, float [B, H, W, C] in 0 … 1; pt, [B, C, H, W]; latent, what the
-                network makes, as the autoencoder has it.
+            generator: on the CPU; it gives the seed. None: torch's global one.
+            output_type: pil; np, [B, H, W, C] in 0 … 1; pt, [B, C, H, W]; latent, as the
+                autoencoder has it.
             return_dict: False: (images,).
 
         Raises:
-            ValueError: labels that the network refuses, or images of latents without a vae.
+            ValueError: labels that the network refuses, or pictures of latents without a vae.
         """
-        backbone = self.backbone.network
         labels = contexts if class_labels is None else torch.as_tensor(class_labels).view(-1)
-        guidance = dict(self.config.guidance)
+        count = num_images if labels is None else len(labels)
+        sampler, guidance = dict(self.config.sampler), dict(self.config.guidance)
+        sampler["num_steps"] = num_inference_steps or sampler["num_steps"]
         if guidance_scale is not None:
             name = "cfg" if guidance["name"] == "none" else guidance["name"]
             guidance |= {"name": name, "scale": guidance_scale}
-        sampler = dict(self.config.sampler)
-        sampler["num_steps"] = num_inference_steps or sampler["num_steps"]
         x = generate(
-            backbone,
-            create("objective", self.config.objective),
-            build_sampling(sampler, guidance),
-            indices=range(num_images if labels is None else len(labels)),
-            labels=labels,
-            seed=int(torch.randint(2**31, (), generator=generator)),
-            batch_size=batch_size,
+            self.backbone.network, create("objective", self.config.objective),
+            build_sampling(sampler, guidance), indices=range(count), labels=labels,
+            seed=int(torch.randint(2**31, (), generator=generator)), batch_size=count,
             precision=_PRECISIONS[self.backbone.dtype],
-        )
+        )  # fmt: skip
         images = self._decode(x, output_type)
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 

@@ -3,38 +3,35 @@
     config.json          {"backbone": {"name": …, "config": {…}}, "plugins": […]}
     model.safetensors    weights
 
-What `scripts/push.py` makes of a run is such a folder, too: its config.json holds, beside these,
-what a checkpoint says of the run, so that scripts take the folder as a checkpoint.
+What scripts/push.py makes of a run is such a folder, too: its config.json says, beside these, what
+a checkpoint does, so that scripts take the folder as one.
 """
 
 import json
-import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from tread_zoo.registry import check_plugins, create_backbone, plugins_of
 
 if TYPE_CHECKING:
     from tread_zoo.backbone import Backbone
 
-CONFIG_NAME = "config.json"
-WEIGHTS_NAME = "model.safetensors"
+CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
 
 
 class Pretrained(nn.Module):
-    """What a backbone has for folders and the hub. Its `name` and `config` are the registry's."""
+    """What a backbone has for folders and the hub."""
 
     name: str | None
     config: dict[str, Any]
     fused_ranges: tuple[tuple[int, int], ...]
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> Path:
+    def save_pretrained(self, folder: str | Path) -> Path:
         """Write config.json and model.safetensors into `folder`, and return it.
 
         Raises:
@@ -45,35 +42,34 @@ class Pretrained(nn.Module):
                 f"{type(self).__name__} was built by its class, so that nothing says how to build "
                 "it again: use create_backbone."
             )
-        facts = {
-            "backbone": describe_backbone(self),
-            "plugins": plugins_of([("backbone", self.name)]),
-        }
-        written = write_config(Path(folder), facts)
-        whole = {key: tensor.contiguous() for key, tensor in self.state_dict().items()}
-        save_file(whole, written / WEIGHTS_NAME)
-        return written
+        plugins = plugins_of([("backbone", self.name)])
+        facts = {"backbone": describe_backbone(self), "plugins": plugins}
+        return write_folder(Path(folder), self.state_dict(), facts)
 
     @classmethod
-    def from_pretrained(
-        cls, name_or_folder: str | os.PathLike[str], *, revision: str | None = None
-    ) -> "Backbone":
+    def from_pretrained(cls, path: str | Path, *, revision: str | None = None) -> "Backbone":
         """Return a backbone with its weights, on the CPU, in eval mode; of a run the averaged ones.
 
         Args:
-            name_or_folder: what `save_pretrained` or scripts/push.py wrote, a run's folder (its
-                newest checkpoint) or one checkpoint; or, where no such folder exists, `user/name`
-                on the hub. Files are downloaded, code is not.
+            path: what `save_pretrained` or scripts/push.py wrote, a run's folder (its newest
+                checkpoint) or one checkpoint; where there is none, `user/name` on the hub.
             revision: of the hub's repository.
 
         Raises:
-            OSError: there is none.
+            OSError: there is no such network.
             ValueError: it is of a plug-in that is not loaded.
         """
-        facts, file = _find_network(name_or_folder, revision)
-        check_plugins(facts["plugins"], str(name_or_folder))
+        folder = Path(path)
+        if not folder.exists():
+            folder = download(folder.as_posix(), revision=revision)
+        folder = max(folder.glob("checkpoints/step_*"), default=folder)
+        file, weights = folder / "checkpoint.json", folder / "ema.safetensors"
+        if not file.exists():
+            file, weights = folder / CONFIG_NAME, folder / WEIGHTS_NAME
+        facts = json.loads(file.read_text())
+        check_plugins(facts["plugins"], str(path))
         backbone = build_backbone(facts["backbone"])
-        backbone.load_state_dict(load_file(file))
+        backbone.load_state_dict(load_file(weights))
         return backbone.eval()
 
     def push_to_hub(self, repo: str, *, private: bool = False) -> str:
@@ -97,8 +93,8 @@ def build_backbone(described: Mapping[str, Any]) -> "Backbone":
     return backbone
 
 
-def write_config(folder: Path, facts: Mapping[str, Any]) -> Path:
-    """Make the folder of a network and its config.json, and return it.
+def write_folder(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
+    """Write the two files of a network, and return the folder.
 
     Raises:
         ValueError: the folder is a run's, whose config.json is another.
@@ -106,60 +102,34 @@ def write_config(folder: Path, facts: Mapping[str, Any]) -> Path:
     if (folder / "checkpoints").exists():
         raise ValueError(f"{folder} is the folder of a run: give another one.")
     folder.mkdir(parents=True, exist_ok=True)
+    whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    save_file(whole, folder / WEIGHTS_NAME)
     (folder / CONFIG_NAME).write_text(json.dumps(facts, indent=2))
     return folder
 
 
-def _find_network(
-    name_or_folder: str | os.PathLike[str], revision: str | None
-) -> tuple[dict[str, Any], Path]:
-    """Return what describes a network, and the file of its weights."""
-    folder = Path(name_or_folder)
-    if not folder.exists():
-        folder = download(folder.as_posix(), revision=revision)
-    folder = max(folder.glob("checkpoints/step_*"), default=folder)
-    for facts, weights in (("checkpoint.json", "ema.safetensors"), (CONFIG_NAME, WEIGHTS_NAME)):
-        if (folder / facts).exists() and (folder / weights).exists():
-            return json.loads((folder / facts).read_text()), folder / weights
-    raise FileNotFoundError(f"{folder} holds no network: no {CONFIG_NAME} with {WEIGHTS_NAME}.")
-
-
-# The hub -------------------------------------------------------------------------------------
-
-
-def is_hub_name(path: Path) -> bool:
-    """Return whether a path that does not exist may be `user/name` of the hub."""
-    named = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path.as_posix())
-    return named is not None and not path.parent.exists()
-
-
-def download(name: str, *, revision: str | None = None, into: Path | None = None) -> Path:
-    """Return the folder with the two files of the hub's repository `name`.
-
-    Args:
-        name: user/name.
-        revision: a branch, tag or commit.
-        into: the folder; None: within the hub's cache.
+def download(repo: str, *, revision: str | None = None, into: Path | None = None) -> Path:
+    """Return a folder with the two files of `user/name`: `into`, or one in the hub's cache.
 
     Raises:
         OSError: there is no such repository, or no way to it.
     """
     import huggingface_hub
 
+    files = [CONFIG_NAME, WEIGHTS_NAME]
     try:
         folder = huggingface_hub.snapshot_download(
-            name, revision=revision, local_dir=into, allow_patterns=[CONFIG_NAME, WEIGHTS_NAME]
+            repo, revision=revision, local_dir=into, allow_patterns=files
         )
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())[:300]
-        raise FileNotFoundError(
-            f"{name!r} is no folder here, and cannot be had from the hub: {why}"
-        ) from error
+        text = f"{repo!r} is no folder here, and cannot be had from the hub: {why}"
+        raise OSError(text) from error
     return Path(folder)
 
 
 def upload(folder: Path, repo: str, *, private: bool) -> str:
-    """Upload all files of a folder to the hub as `repo`, user/name; return its address."""
+    """Upload all files of a folder as `user/name`, and return its address."""
     import huggingface_hub
 
     hub = huggingface_hub.HfApi()

@@ -12,6 +12,7 @@ from typing import Any
 
 from diffusers import DiTTransformer2DModel
 from diffusers import ModelMixin as ModelMixin  # pipelines look for it where a part's class is
+from torch import Tensor
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.published.dit import DIT
@@ -87,10 +88,11 @@ def to_diffusers(backbone: Backbone) -> DiTTransformer:
         norm_eps=1e-6,
     )
     blocks = [f"transformer_blocks.{i}" for i in range(backbone.num_blocks)]
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for key, tensor in backbone.state_dict().items():
         for name, part in _FORM.take_apart(key, tensor, blocks, backbone.patch_size).items():
             own = blocks if name.startswith(_EMBEDDINGS) else blocks[:1]
             tensors |= {name.replace(blocks[0], block, 1): part for block in own}
     theirs.load_state_dict(tensors)
-    return theirs.to(next(backbone.parameters()).device).eval()
+    theirs.to(next(backbone.parameters()).device).eval()
+    return theirs

@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from tread_zoo.backbone import Backbone
 from tread_zoo.config import RunConfig, make_config
 from tread_zoo.data import ImageData
-from tread_zoo.pretrained import CONFIG_NAME, WEIGHTS_NAME, build_backbone, download, is_hub_name
+from tread_zoo.pretrained import CONFIG_NAME, WEIGHTS_NAME, build_backbone, download
 from tread_zoo.registry import check_plugins
 from tread_zoo.training.ema import is_sharded, slice_like
 
@@ -71,19 +72,15 @@ class Checkpoint:
         check_plugins(self.meta["plugins"], str(self.path))
         return make_config(**self.meta["config"])
 
-    def file(self, part: str) -> Path:
-        """Return the file of `model`, `ema` or `optimizer`; one that was pushed has one network,
-        whose weights are the averaged ones."""
-        is_pushed = not (self.path / META_NAME).exists()
-        return self.path / (WEIGHTS_NAME if is_pushed and part == "ema" else f"{part}.safetensors")
-
     def tensors(self, part: str) -> dict[str, Tensor]:
         """Load `model`, `ema` or `optimizer` onto the CPU.
 
         Raises:
             CheckpointError: it has no such part; an imported one may hold `ema` alone.
         """
-        file = self.file(part)
+        file = self.path / f"{part}.safetensors"
+        if part == "ema" and not (self.path / META_NAME).exists():
+            file = self.path / WEIGHTS_NAME  # one that was pushed has one network
         if not file.exists():
             there = ", ".join(sorted(path.stem for path in self.path.glob("*.safetensors")))
             raise CheckpointError(f"{self.path} has no part {part!r}; it has {there}.")
@@ -107,7 +104,7 @@ def save_checkpoint(
         for part, tensors in parts.items():
             whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
             save_file(whole, partial / f"{part}.safetensors")
-        checksums = {file.name: _checksum(file) for file in sorted(partial.iterdir())}
+        checksums = {file.name: checksum(file) for file in sorted(partial.iterdir())}
         text = json.dumps({"format": FORMAT, **meta, "sha256": checksums}, indent=2)
         (partial / META_NAME).write_text(text)
         for file in (*partial.iterdir(), partial):
@@ -140,7 +137,8 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
         CheckpointError: there is none, or it is damaged or of another format.
     """
     path = Path(path)
-    if not path.exists() and is_hub_name(path):
+    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path.as_posix())
+    if is_name and not path.parent.exists():  # what is beside other runs is a slip
         try:
             path = download(path.as_posix(), into="runs" / path)
         except OSError as error:
@@ -364,7 +362,7 @@ def _verify(path: Path, meta_name: str = META_NAME) -> Checkpoint:
         if meta["format"] != FORMAT:
             raise ValueError(f"it has format {meta['format']!r}, this version reads {FORMAT}")
         for name, expected in meta["sha256"].items():
-            if _checksum(path / name) != expected:
+            if checksum(path / name) != expected:
                 raise ValueError(f"{name} differs from what was saved (sha256)")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
@@ -373,7 +371,8 @@ def _verify(path: Path, meta_name: str = META_NAME) -> Checkpoint:
     return Checkpoint(path, meta)
 
 
-def _checksum(file: Path) -> str:
+def checksum(file: Path) -> str:
+    """Return the sha256 of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
