@@ -40,7 +40,7 @@ class BackboneModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
 
     ignore_for_config = ["network"]  # noqa: RUF012
 
-    @register_to_config
+    @register_to_config  # type: ignore[untyped-decorator]
     def __init__(self, described: dict[str, Any], network: Backbone | None = None) -> None:
         super().__init__()
         self.network = build_backbone(described) if network is None else network

@@ -48,7 +48,7 @@ class DiTTransformer(DiTTransformer2DModel):  # type: ignore[misc]
     by this class; diffusers' own would compute something else.
     """
 
-    @functools.wraps(DiTTransformer2DModel.__init__)
+    @functools.wraps(DiTTransformer2DModel.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **config: Any) -> None:
         super().__init__(*args, **config)
         for block in self.transformer_blocks:
@@ -94,5 +94,5 @@ def to_diffusers(backbone: Backbone) -> DiTTransformer:
             own = blocks if name.startswith(_EMBEDDINGS) else blocks[:1]
             tensors |= {name.replace(blocks[0], block, 1): part for block in own}
     theirs.load_state_dict(tensors)
-    theirs.to(next(backbone.parameters()).device).eval()
-    return theirs
+    out: DiTTransformer = theirs.to(next(backbone.parameters()).device).eval()
+    return out
