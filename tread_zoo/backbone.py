@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tread_zoo.errors import unknown_name
+from tread_zoo.pretrained import Pretrained
 from tread_zoo.routing.fusion import Fusion
 from tread_zoo.routing.fusion import Streams as Streams
 from tread_zoo.routing.routes import PathDrop, Route, check_ranges, check_routes
@@ -84,8 +85,8 @@ class PerToken:
     values: Tensor
 
 
-class Backbone(nn.Module, ABC):
-    """Base of every backbone: `backbone(x, t, y, routes=...)`.
+class Backbone(Pretrained, ABC):
+    """Base of every backbone: `backbone(x, t, y, routes=...)`; `Pretrained` has its folders.
 
     Args:
         input_size: height and width of the input, one integer or two.
