@@ -14,15 +14,16 @@ from tests.evaluation import hand_flops
 from tread_zoo import create_backbone
 from tread_zoo.diffusion import (
     EDM,
-    AutoGuidance,
     ClassifierFree,
     Euler,
     FlowMatching,
     Heun,
     IntervalGuidance,
     NoGuidance,
+    PartsGuidance,
     PathDropGuidance,
     SamplingOptions,
+    SparseAutoGuidance,
     SparseGuidance,
 )
 from tread_zoo.evaluation.flops import count_flops, count_sampling, stage_flops, training_flops
@@ -208,11 +209,6 @@ def test_sparse_guidance_costs_what_its_routes_keep():
     assert cost(sparse) == (10, 5 * (DENSE + few))
 
 
-def test_autoguidance_costs_both_networks():
-    guidance = AutoGuidance(scale=2.0, weak_checkpoint="x")
-    assert cost(guidance, weak=digits(depth=3)) == (10, 5 * (DENSE + DIT(depth=3).forward))
-
-
 def test_path_drop_costs_what_is_left():
     """Blocks 1 and 2 are skipped in the weak call; both calls pay for the fusion behind them."""
     network = digits(depth=4)
@@ -221,6 +217,26 @@ def test_path_drop_costs_what_is_left():
     short = DIT(depth=2).forward
     found = cost(PathDropGuidance(scale=2.0), network=network)
     assert found == (10, 5 * (DENSE + fusion + short + fusion))
+
+
+def test_what_changes_over_sampling_costs_the_calls_that_happen():
+    """Of 5 steps the first guides nothing, the next two let 8 tokens bypass, two have no label."""
+    routed, early = DIT(routes=[(1, 3, 8)]).forward, ("interval", 0.5, 0.0, 0.5)
+    later = PartsGuidance(
+        drop_label=True, weak_rate=early, scale=("interval", 2.0, 0.25, 1.0), start=1, end=3
+    )
+    assert cost(later) == (9, 7 * DENSE + 2 * routed)
+    sparse = PartsGuidance(weak_rate=early, start=1, end=3)  # two steps have nothing to guide by
+    assert cost(sparse) == (8, 5 * DENSE + 3 * routed)
+
+
+def test_two_networks_whose_rates_cross():
+    """By a cosine from 0.6 to 0, and back, of 16 tokens bypass 9, 4, 0."""
+    guidance = SparseAutoGuidance(weak_checkpoint="x", start=1, end=3)
+    expected = sum(
+        DIT(depth=depth, routes=[(1, 3, kept)]).forward for kept in (7, 12, 16) for depth in (3, 4)
+    )
+    assert cost(guidance, num_steps=3, weak=digits(depth=3)) == (6, expected)
 
 
 def test_counting_leaves_the_network_as_it_was():
