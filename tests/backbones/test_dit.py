@@ -3,11 +3,6 @@ import torch
 from tread_zoo import create_backbone
 
 
-def build(**overrides):
-    keywords = {"input_size": 8, "in_channels": 3, "num_classes": 10, "depth": 3}
-    return create_backbone("dit_tiny", **{**keywords, **overrides})
-
-
 @torch.no_grad()
 def test_a_context_is_tokens_ahead_and_its_mean_is_in_the_condition():
     backbone = create_backbone(
