@@ -23,8 +23,7 @@ slower (`benchmarks/guidance.py` times it as `cfg doubled`).
 Dimensions: B batch, C channels, H height, W width, K kept tokens.
 """
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Protocol
 
@@ -36,12 +35,10 @@ from tread_zoo.backbone import Backbone
 from tread_zoo.diffusion.objective import Objective, per_image
 from tread_zoo.diffusion.samplers import DxDt
 from tread_zoo.registry import available, complete, register
-from tread_zoo.routing import PathDrop, Route, Routing, build_routing
-from tread_zoo.seeding import make_generator
+from tread_zoo.routing import NO_ROUTING, PathDrop, Route, Routing, build_routing
 
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-_ROUTES_AT_ONCE = 32  # evaluations whose routes one generator draws
 
 
 def combine(weak: DxDt, strong: DxDt, scale: float, channels: int | None = None) -> DxDt:
@@ -73,6 +70,7 @@ class ImageBatch:
         indices: B places in the seed's sequence of images.
         seed: of that sequence.
         weak: the network of a guidance's `weak_checkpoint`.
+        routing: what every evaluation draws its routes from, unless it is given others.
     """
 
     backbone: Backbone
@@ -81,15 +79,18 @@ class ImageBatch:
     indices: Sequence[int]
     seed: int
     weak: Backbone | None = None
+    routing: Routing = NO_ROUTING
 
-    def dx_dt(self, routes: Callable[[], Sequence[Route | PathDrop]] = tuple) -> DxDt:
+    def dx_dt(self, routes: Callable[[], Sequence[Route | PathDrop]] | None = None) -> DxDt:
         """Return dx/dt as the backbone predicts it with the labels.
 
         A weak prediction is that of another batch: `replace(batch, labels=…).dx_dt()`.
 
         Args:
-            routes: called at each evaluation; none is the dense network.
+            routes: called at each evaluation; None: those of `routing`, the same in all branches.
         """
+        if routes is None:
+            routes = self.draw_routes(self.routing)
 
         def dx_dt(x: Tensor, level: Tensor) -> Tensor:
             moved = [route.to(x.device) for route in routes()]
@@ -98,6 +99,10 @@ class ImageBatch:
             )
 
         return dx_dt
+
+    def draw_routes(self, routing: Routing) -> Callable[[], Sequence[Route]]:
+        """Return what gives the routes of the next evaluation at each call."""
+        return routing.draw_evaluations(self.backbone.grid, self.seed, self.indices).__next__
 
 
 class Guidance(Protocol):
@@ -263,7 +268,7 @@ class SparseGuidance:
 
     def check(self, backbone: Backbone, objective: Objective) -> None:
         for plan in self._routing(backbone, self.weak_rate).plans:
-            if getattr(plan.selector, "needs_importance", False):
+            if plan.needs_importance:
                 raise ValueError(
                     f"guidance.selector={plan.selector_name} chooses tokens by their importance, "
                     "which is computed in training alone: use another, such as random."
@@ -279,21 +284,15 @@ class SparseGuidance:
 
     def dx_dt(self, batch: ImageBatch) -> DxDt:
         weak, strong = (
-            batch.dx_dt(self._routes(batch, rate).__next__)
+            batch.dx_dt(batch.draw_routes(self._routing(batch.backbone, rate)))
             for rate in (self.weak_rate, self.strong_rate)
         )
         return combine(weak, strong, self.scale)
 
-    def _routes(self, batch: ImageBatch, rate: float) -> Iterator[tuple[Route, ...]]:
-        if rate == 0:
-            return itertools.repeat(())
-        routing = self._routing(batch.backbone, rate)
-        return _draw_routes(routing, batch.backbone.grid, batch.seed, batch.indices)
-
     def _routing(self, backbone: Backbone, rate: float) -> Routing:
         try:
             return build_routing(
-                "tread",
+                "tread" if rate else "none",
                 num_blocks=backbone.num_blocks,
                 default_selector=backbone.default_selector,
                 default_range=backbone.default_range,
@@ -304,27 +303,6 @@ class SparseGuidance:
             )
         except ValueError as error:
             raise ValueError(f"guidance=sparse, its route as of routing=tread: {error}") from error
-
-
-def _draw_routes(
-    routing: Routing, grid: tuple[int, int], seed: int, indices: Sequence[int]
-) -> Iterator[tuple[Route, ...]]:
-    """Yield the routes of evaluation 0, 1, …, with ids [B, K] on the CPU.
-
-    Evaluation k of image i has row k mod 32 of what (seed, i, k // 32) draws: one generator and one
-    sort for many evaluations.
-    """
-    for chunk in itertools.count():
-        drawn = [
-            routing.draw(_ROUTES_AT_ONCE, grid, make_generator("sparse", seed, index, chunk))
-            for index in indices
-        ]
-        ids = [torch.stack([r.ids for r in routes], dim=1) for routes in zip(*drawn, strict=True)]
-        for row in range(_ROUTES_AT_ONCE):
-            yield tuple(
-                Route(plan.start, plan.end, each[row])
-                for plan, each in zip(routing.plans, ids, strict=True)
-            )
 
 
 @register("guidance", "auto")

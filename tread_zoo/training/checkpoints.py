@@ -221,15 +221,19 @@ def load_backbone(checkpoint: Checkpoint, weights: str = "ema") -> Backbone:
     described = checkpoint.meta["backbone"]
     backbone = create_backbone(described["name"], **described["config"])
     backbone.add_fusions(described.get("fusions", ()))
+    backbone.add_mask_tokens(described.get("masks", ()))
     load_weights(backbone, checkpoint, weights)
     return backbone.eval()
 
 
 def describe_backbone(backbone: Backbone) -> dict[str, Any]:
-    """Return what `load_backbone` builds from: `name`, `config`, and `fusions` if there are any."""
+    """Return what `load_backbone` builds from: `name`, `config`, and `fusions` and `masks` if there
+    are any."""
     described: dict[str, Any] = {"name": backbone.name, "config": backbone.config}
     if backbone.fused_ranges:
         described["fusions"] = [list(pair) for pair in backbone.fused_ranges]
+    if backbone.masked_ranges:
+        described["masks"] = [list(pair) for pair in backbone.masked_ranges]
     return described
 
 
