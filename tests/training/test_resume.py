@@ -107,10 +107,11 @@ class Stateless:
         ["backbone=mamba"],
         ["training.gradient_accumulation_steps=2", "training.precision=bf16"],
         ["optimizer=muon"],
+        ["routing.rate_range=[0,0.75]", "routing.rejoin=mask", "routing.reconstruction_weight=0.1"],
         ["optimizer=nested_for_tests", "lr_schedule=wsd"],
         ["optimizer=stateless_for_tests", "lr_schedule=constant"],
     ],
-    ids=["edm", "mamba", "accumulation", "muon", "nested", "stateless"],
+    ids=["edm", "mamba", "accumulation", "muon", "masks", "nested", "stateless"],
 )
 def test_a_run_that_is_stopped_and_resumed(run, stopped_run, overrides, tmp_path):
     unbroken = run("unbroken", *overrides)
