@@ -70,20 +70,20 @@ class SamplingOptions:
             self.guidance.check(backbone, objective)
 
     def _check_routing(self) -> None:
-        """Raise `ValueError` unless training shows the network all that routes do in sampling."""
-        field, reason = f"sampler.selection_rate={self.selection_rate}", ""
+        """Raise `ValueError` unless the network knows from training what it sees under routes."""
+        reason = ""
         if not self.routing.plans:
-            reason = "routing=none never shows the network; train with routing=tread"
+            reason = "routing=none never showed the network that: train with routing=tread"
         elif self.routing.reconstruction_weight is not None:
-            reason = "routing.reconstruction_weight teaches to give back, not to denoise"
+            reason = "routing.reconstruction_weight never taught to denoise those"
         elif any(plan.needs_importance for plan in self.routing.plans):
-            reason = "routing.selector=norm chooses by what is computed in training alone"
+            reason = "routing.selector=norm chooses by what training alone computes"
         elif describe_part("guidance", self.guidance)["name"] == "sparse":
-            reason = "guidance=sparse routes by its own: set guidance.strong_rate instead"
+            reason = "guidance=sparse has rates of its own: set guidance.strong_rate"
         if reason:
             raise ValueError(
-                f"{field} lets tokens bypass blocks, which {reason}. sampler.selection_rate=0 is "
-                "dense."
+                f"sampler.selection_rate={self.selection_rate} lets tokens bypass blocks, but "
+                f"{reason}. sampler.selection_rate=0 is dense."
             )
 
     def check_training(self, *, conditional: bool, label_dropout: float, has_routes: bool) -> None:

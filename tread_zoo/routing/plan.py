@@ -101,11 +101,11 @@ class RoutePlan:
         num_draws = 1 if self.per_batch else batch
         if force_keep is not None:
             force_keep = force_keep.any(dim=0, keepdim=True) if self.per_batch else force_keep
-            if int(force_keep.sum(dim=1).max()) > num_kept:
+            most = int(force_keep.sum(dim=1).max())
+            if most > num_kept:
                 raise ValueError(
-                    f"force_keep holds {int(force_keep.sum(dim=1).max())} tokens of an image, and "
-                    f"selection_rate={self.selection_rate} keeps {num_kept} of {num_tokens}: lower "
-                    "the rate, or force fewer."
+                    f"force_keep holds {most} tokens of an image, and selection_rate="
+                    f"{self.selection_rate} keeps {num_kept}: lower the rate, or force fewer."
                 )
         if self.needs_importance:
             route = draw_pending(
@@ -256,12 +256,8 @@ class Routing:
 
     def at_rate(self, rate: float) -> "Routing":
         """Return this routing with one rate for all routes, always: what sampling draws from."""
-        return self._plain(
-            [
-                replace(plan, selection_rate=rate, schedule=None, rate_range=None)
-                for plan in self.plans
-            ]
-        )
+        constant = {"selection_rate": rate, "schedule": None, "rate_range": None}
+        return self._plain([replace(plan, **constant) for plan in self.plans])
 
     def routed_steps(self, num_steps: int) -> range:
         """Return the steps between the dense start and the dense end; empty in a run too short."""

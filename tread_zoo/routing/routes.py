@@ -205,12 +205,17 @@ def check_ranges(
     return pairs
 
 
-def bypassed_tokens(routes: Sequence[Route | PathDrop], batch: int, num_tokens: int) -> Tensor:
-    """Return bool [B, N] on the CPU: the tokens that some route does not keep."""
-    away = torch.zeros(batch, num_tokens, dtype=torch.bool)
+def bypassed_tokens(
+    routes: Sequence[Route | PathDrop],
+    batch: int,
+    num_tokens: int,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Return bool [B, N] on the device of the routes: the tokens that some route does not keep."""
+    away = torch.zeros(batch, num_tokens, dtype=torch.bool, device=device)
     for route in routes:
         if isinstance(route, Route):
-            away |= torch.ones_like(away).scatter(1, route.ids.cpu(), False)
+            away |= torch.ones_like(away).scatter(1, route.ids, False)
     return away
 
 
@@ -242,17 +247,14 @@ def _check_range(
     fused_ranges: Sequence[tuple[int, int]],
     masked_ranges: Sequence[tuple[int, int]],
 ) -> None:
-    if (route.start, route.end) in fused_ranges:
+    own = fused_ranges if isinstance(route, PathDrop) else (*fused_ranges, *masked_ranges)
+    if (route.start, route.end) in own:
         return
-    if fused_ranges:
+    if own:
         raise ValueError(
-            f"{where} is none of the ranges that this network fuses: {_listed(fused_ranges)}. "
-            "Their projections are part of it; route there, or train with routing.rejoin=replace."
-        )
-    if isinstance(route, Route) and masked_ranges and (route.start, route.end) not in masked_ranges:
-        raise ValueError(
-            f"{where} is none of the ranges that this network has mask tokens for: "
-            f"{_listed(masked_ranges)}. Route there, or train with routing.rejoin=replace."
+            f"{where} is none of the ranges at whose end this network fuses or masks tokens: "
+            f"{_listed(own)}. What it learnt for that is part of it; route there, or train with "
+            "routing.rejoin=replace."
         )
     if isinstance(route, PathDrop):
         raise ValueError(

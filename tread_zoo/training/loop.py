@@ -200,7 +200,7 @@ def step_loss(
     else:
         losses, values = split_loss(
             setup.objective, predict, x, draw, patch_size=backbone.patch_size, weight=weight,
-            bypassed=lambda: bypassed_tokens(concrete, len(x), backbone.num_tokens).to(device),
+            bypassed=lambda: bypassed_tokens(concrete, len(x), backbone.num_tokens, device),
         )  # fmt: skip
     return StepLoss(losses, values, draw.level)
 

@@ -63,13 +63,14 @@ class Restored:
             overlay("sampler", self.config["sampler"], sampler),
             overlay("guidance", own, guidance),
         )
-        routing = build_routing(  # an imported network names none: its own range and selector
-            **self.config.get("routing", {}),
-            num_blocks=self.backbone.num_blocks,
-            default_selector=self.backbone.default_selector,
-            default_range=self.backbone.default_range,
-        )
-        options = replace(options, routing=routing)
+        if options.selection_rate:
+            routing = build_routing(  # an imported network names none: its own range and selector
+                **self.config.get("routing", {}),
+                num_blocks=self.backbone.num_blocks,
+                default_selector=self.backbone.default_selector,
+                default_range=self.backbone.default_range,
+            )
+            options = replace(options, routing=routing)
         options.check(self.backbone, self.objective)
         training = self.config.get("training", {})
         options.check_training(  # an imported network does not say: the usual
