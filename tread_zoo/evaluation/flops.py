@@ -63,14 +63,14 @@ def stage_flops(backbone: Backbone, routing: Routing, num_steps: int) -> list[tu
     """Return the steps of each stage of a run, and the FLOPs of an image, as `training_flops`."""
     meta = _without_data(backbone)
     dense = _trace(meta, 1, (), backward=True)
-    counted: dict[tuple[Any, ...], float] = {(): dense}  # by start, end, and rate of each route
+    counted: dict[tuple[Any, ...], float] = {(): dense}  # by start, end, and tokens of each route
     stages = []
     for steps, used in routing.stages(num_steps):
         rates, routed = used.rates(), 0.0
         for each in rates:
-            key = tuple((plan.start, plan.end, plan.selection_rate) for plan in each.plans)
+            routes = each.draw(1, backbone.grid, make_generator("flops", 0))
+            key = tuple((route.start, route.end, route.num_kept) for route in routes)
             if key not in counted:
-                routes = each.draw(1, backbone.grid, make_generator("flops", 0))
                 counted[key] = _trace(meta, 1, routes, backward=True)
                 if each.path_drop_probability:
                     dropped = [PathDrop(plan.start, plan.end) for plan in each.plans]
