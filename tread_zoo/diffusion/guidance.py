@@ -39,6 +39,8 @@ from tread_zoo.routing import NO_ROUTING, PathDrop, Route, Routing, build_routin
 
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+# Options of an objective that say what a network's output means.
+_OF_THE_OUTPUT = ("sigma_data", "prediction", "schedule", "first_step")
 
 
 def combine(weak: DxDt, strong: DxDt, scale: float, channels: int | None = None) -> DxDt:
@@ -190,7 +192,7 @@ class IntervalGuidance(ClassifierFree):
 
     Args:
         scale, channels: as of `cfg`.
-        low, high: in the objective's level: t in [0, 1] for flow matching, sigma for EDM.
+        low, high: in the objective's level: t in [0, 1] for flow matching, sigma for EDM and DDPM.
 
     Raises:
         ValueError: low is not below high.
@@ -336,7 +338,7 @@ def check_weak(
             "classes": network.num_classes,
             "contexts": (network.context_length, network.context_size),
             "objective": type(trained).__name__,
-            "sigma_data": getattr(trained, "sigma_data", None),
+            **{option: getattr(trained, option, None) for option in _OF_THE_OUTPUT},
         }
         for network, trained in ((weak, objective_of_weak), (backbone, objective))
     )
