@@ -1,6 +1,5 @@
 """Sampling at a selection rate: the routes of training, drawn by seed, image and evaluation."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -42,8 +41,8 @@ def test_both_branches_see_the_routes_of_their_evaluation(network):
     options = options_of(0.5, guidance, rate_range=[0, 0.75])
     images = draw(network, options)
     hook.remove()
-    drawn = options.routing.at_rate(0.5).draw_evaluations(network.grid, 2, [5, 6, 9])
-    expected = [routes for routes in itertools.islice(drawn, 3) for _ in ("weak", "strong")]
+    drawn = options.routing.draw_by_evaluation(network.grid, 2, [5, 6, 9])
+    expected = [drawn(evaluation, 0.5) for evaluation in range(3) for _ in ("weak", "strong")]
     for call, routes in zip(calls, expected, strict=True):
         for one, other in zip(call, routes, strict=True):
             assert (one.start, one.end, one.bypass) == (other.start, other.end, other.bypass)
@@ -60,7 +59,7 @@ def test_a_rate_of_zero_is_dense_to_the_bit(network):
 def test_flops_are_those_of_the_routed_network(network):
     for rate, kept in ((0.25, 18), (0.75, 6)):
         options = options_of(rate)
-        routes = next(options.routing.at_rate(rate).draw_evaluations(network.grid, 0, [0]))
+        routes = options.routing.draw_by_evaluation(network.grid, 0, [0])(0, rate)
         assert {route.num_kept for route in routes} == {kept}
         cost = count_sampling(network, FlowMatching(), options)
         assert (cost.evaluations, cost.flops) == (3, 3 * count_flops(network, routes=routes))

@@ -23,8 +23,10 @@ slower (`benchmarks/guidance.py` times it as `cfg doubled`).
 Dimensions: B batch, C channels, H height, W width, K kept tokens.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Literal, Protocol
 
 import torch
@@ -35,7 +37,7 @@ from tread_zoo.backbone import Backbone
 from tread_zoo.diffusion.objective import Objective, per_image
 from tread_zoo.diffusion.samplers import DxDt
 from tread_zoo.registry import available, complete, register
-from tread_zoo.routing import NO_ROUTING, PathDrop, Route, Routing, build_routing
+from tread_zoo.routing import PathDrop, Route, Routing, build_routing
 
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -61,6 +63,10 @@ def combine(weak: DxDt, strong: DxDt, scale: float, channels: int | None = None)
     return guided
 
 
+def _dense(evaluation: int) -> tuple[Route, ...]:
+    return ()
+
+
 @dataclass(frozen=True)
 class ImageBatch:
     """The images that are sampled together, and the networks that predict them.
@@ -72,7 +78,7 @@ class ImageBatch:
         indices: B places in the seed's sequence of images.
         seed: of that sequence.
         weak: the network of a guidance's `weak_checkpoint`.
-        routing: what every evaluation draws its routes from, unless it is given others.
+        draw_routes: routes of evaluation 0, 1, …, the same in all branches of a guidance.
     """
 
     backbone: Backbone
@@ -81,7 +87,7 @@ class ImageBatch:
     indices: Sequence[int]
     seed: int
     weak: Backbone | None = None
-    routing: Routing = NO_ROUTING
+    draw_routes: Callable[[int], tuple[Route, ...]] = _dense
 
     def dx_dt(self, routes: Callable[[], Sequence[Route | PathDrop]] | None = None) -> DxDt:
         """Return dx/dt as the backbone predicts it with the labels.
@@ -89,10 +95,10 @@ class ImageBatch:
         A weak prediction is that of another batch: `replace(batch, labels=…).dx_dt()`.
 
         Args:
-            routes: called at each evaluation; None: those of `routing`, the same in all branches.
+            routes: called at each evaluation; None: `draw_routes` is.
         """
-        if routes is None:
-            routes = self.draw_routes(self.routing)
+        evaluations = itertools.count()
+        routes = routes or (lambda: self.draw_routes(next(evaluations)))
 
         def dx_dt(x: Tensor, level: Tensor) -> Tensor:
             moved = [route.to(x.device) for route in routes()]
@@ -101,10 +107,6 @@ class ImageBatch:
             )
 
         return dx_dt
-
-    def draw_routes(self, routing: Routing) -> Callable[[], Sequence[Route]]:
-        """Return what gives the routes of the next evaluation at each call."""
-        return routing.draw_evaluations(self.backbone.grid, self.seed, self.indices).__next__
 
 
 class Guidance(Protocol):
@@ -269,7 +271,7 @@ class SparseGuidance:
             )
 
     def check(self, backbone: Backbone, objective: Objective) -> None:
-        for plan in self._routing(backbone, self.weak_rate).plans:
+        for plan in self._routing(backbone).plans:
             if plan.needs_importance:
                 raise ValueError(
                     f"guidance.selector={plan.selector_name} chooses tokens by their importance, "
@@ -285,20 +287,21 @@ class SparseGuidance:
             )
 
     def dx_dt(self, batch: ImageBatch) -> DxDt:
+        routing, grid = self._routing(batch.backbone), batch.backbone.grid
+        draw = routing.draw_by_evaluation(grid, batch.seed, batch.indices)
         weak, strong = (
-            batch.dx_dt(batch.draw_routes(self._routing(batch.backbone, rate)))
+            replace(batch, draw_routes=partial(draw, rate=rate)).dx_dt()
             for rate in (self.weak_rate, self.strong_rate)
         )
         return combine(weak, strong, self.scale)
 
-    def _routing(self, backbone: Backbone, rate: float) -> Routing:
+    def _routing(self, backbone: Backbone) -> Routing:
         try:
             return build_routing(
-                "tread" if rate else "none",
+                "tread",
                 num_blocks=backbone.num_blocks,
                 default_selector=backbone.default_selector,
                 default_range=backbone.default_range,
-                selection_rate=rate,
                 start=self.start,
                 end=self.end,
                 selector=self.selector,

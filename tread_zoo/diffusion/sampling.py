@@ -178,14 +178,15 @@ def generate(
     """
     options.check(backbone, objective)
     device = next(backbone.parameters()).device
-    levels, rate = options.levels(objective), options.selection_rate
-    routing = options.routing.at_rate(rate) if rate else NO_ROUTING
+    levels = options.levels(objective)
     shape = (backbone.in_channels, *backbone.input_size)
     images = []
     for first in range(0, len(indices), batch_size):
         part = slice(first, first + batch_size)
         y = None if labels is None else labels[part].to(device)
-        batch = ImageBatch(backbone, objective, y, indices[part], seed, weak, routing)
+        draw = options.routing.draw_by_evaluation(backbone.grid, seed, indices[part])
+        routes = partial(draw, rate=options.selection_rate)
+        batch = ImageBatch(backbone, objective, y, indices[part], seed, weak, routes)
 
         def fresh_noise(step: int, chosen: Sequence[int] = batch.indices) -> Tensor:
             return step_noise(shape, seed, chosen, step).to(device)

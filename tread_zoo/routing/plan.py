@@ -9,10 +9,11 @@ on every rank and for every micro-step of the step. In sampling the routes of an
 (seed, image, evaluation) alone. B batch, N tokens, K kept tokens.
 """
 
+import functools
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -200,27 +201,33 @@ class Routing:
         rate range take `at` a step first."""
         return tuple(plan.draw(batch, grid, generator, force_keep) for plan in self.plans)
 
-    def draw_evaluations(
+    def draw_by_evaluation(
         self, grid: tuple[int, int], seed: int, indices: Sequence[int]
-    ) -> Iterator[tuple[Route, ...]]:
-        """Yield the routes of evaluation 0, 1, … of images being sampled, with ids [B, K].
+    ) -> Callable[[int, float], tuple[Route, ...]]:
+        """Return a function of an evaluation (0, 1, …) of images being sampled, and of a rate, that
+        gives their routes with ids [B, K] on the CPU; at rate 0 none.
 
         Evaluation k of image i has row k mod 32 of what (seed, i, k // 32) draws: one generator and
         one sort for many evaluations. No selector may need importance.
         """
-        if not self.plans:
-            yield from itertools.repeat(())
-        for chunk in itertools.count():
-            drawn = [
-                self.draw(_EVALUATIONS_AT_ONCE, grid, make_generator("sparse", seed, index, chunk))
-                for index in indices
-            ]
-            ids = [torch.stack([r.ids for r in each], dim=1) for each in zip(*drawn, strict=True)]
-            for row in range(_EVALUATIONS_AT_ONCE):
-                yield tuple(
-                    Route(plan.start, plan.end, each[row], plan.bypass)
-                    for plan, each in zip(self.plans, ids, strict=True)
-                )
+
+        @functools.lru_cache(maxsize=2)  # of both branches of a guidance
+        def draw(chunk: int, rate: float) -> list[Tensor]:
+            generators = (make_generator("sparse", seed, index, chunk) for index in indices)
+            at_rate = self.at_rate(rate)
+            drawn = [at_rate.draw(_EVALUATIONS_AT_ONCE, grid, each) for each in generators]
+            return [torch.stack([r.ids for r in each], dim=1) for each in zip(*drawn, strict=True)]
+
+        def routes(evaluation: int, rate: float) -> tuple[Route, ...]:
+            if rate == 0:
+                return ()
+            chunk, row = divmod(evaluation, _EVALUATIONS_AT_ONCE)
+            return tuple(
+                Route(plan.start, plan.end, ids[row], plan.bypass)
+                for plan, ids in zip(self.plans, draw(chunk, rate), strict=True)
+            )
+
+        return routes
 
     def at(self, step: int, num_steps: int, seed: int) -> "Routing":
         """Return the routing of optimizer step `step` of `num_steps`, without a schedule.
