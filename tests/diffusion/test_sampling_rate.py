@@ -42,7 +42,7 @@ def test_both_branches_see_the_routes_of_their_evaluation(network):
     images = draw(network, options)
     hook.remove()
     drawn = options.routing.draw_by_evaluation(network.grid, 2, [5, 6, 9])
-    expected = [drawn(evaluation, 0.5) for evaluation in range(3) for _ in ("weak", "strong")]
+    expected = [drawn(0.5, evaluation) for evaluation in range(3) for _ in ("weak", "strong")]
     for call, routes in zip(calls, expected, strict=True):
         for one, other in zip(call, routes, strict=True):
             assert (one.start, one.end, one.bypass) == (other.start, other.end, other.bypass)
@@ -59,7 +59,7 @@ def test_a_rate_of_zero_is_dense_to_the_bit(network):
 def test_flops_are_those_of_the_routed_network(network):
     for rate, kept in ((0.25, 18), (0.75, 6)):
         options = options_of(rate)
-        routes = options.routing.draw_by_evaluation(network.grid, 0, [0])(0, rate)
+        routes = options.routing.draw_by_evaluation(network.grid, 0, [0])(rate, 0)
         assert {route.num_kept for route in routes} == {kept}
         cost = count_sampling(network, FlowMatching(), options)
         assert (cost.evaluations, cost.flops) == (3, 3 * count_flops(network, routes=routes))

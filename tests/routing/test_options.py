@@ -76,11 +76,11 @@ def test_forced_tokens_stay_and_the_rest_is_drawn(name, per_batch):
 def test_draws_of_sampling_are_those_of_image_and_evaluation():
     routing = build(rate_range=[0, 0.9], carry_from=1, detach=True)
     both, alone = (routing.draw_by_evaluation(GRID, 5, indices) for indices in ([3, 8], [8]))
-    draws = [(*both(k, 0.25), *alone(k, 0.25)) for k in range(40)]
+    draws = [(*both(0.25, k), *alone(0.25, k)) for k in range(40)]
     for route, other in draws:
         assert torch.equal(route.ids[1:], other.ids)
         assert (route.num_kept, route.bypass) == (18, Bypass(1, True))
-    assert both(0, 0.0) == ()
+    assert both(0.0, 0) == ()
     assert len({tuple(route.ids.flatten().tolist()) for route, _ in draws}) == 40
 
 

@@ -290,7 +290,7 @@ class SparseGuidance:
         routing, grid = self._routing(batch.backbone), batch.backbone.grid
         draw = routing.draw_by_evaluation(grid, batch.seed, batch.indices)
         weak, strong = (
-            replace(batch, draw_routes=partial(draw, rate=rate)).dx_dt()
+            replace(batch, draw_routes=partial(draw, rate)).dx_dt()
             for rate in (self.weak_rate, self.strong_rate)
         )
         return combine(weak, strong, self.scale)

@@ -185,7 +185,7 @@ def generate(
         part = slice(first, first + batch_size)
         y = None if labels is None else labels[part].to(device)
         draw = options.routing.draw_by_evaluation(backbone.grid, seed, indices[part])
-        routes = partial(draw, rate=options.selection_rate)
+        routes = partial(draw, options.selection_rate)
         batch = ImageBatch(backbone, objective, y, indices[part], seed, weak, routes)
 
         def fresh_noise(step: int, chosen: Sequence[int] = batch.indices) -> Tensor:

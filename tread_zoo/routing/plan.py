@@ -203,8 +203,8 @@ class Routing:
 
     def draw_by_evaluation(
         self, grid: tuple[int, int], seed: int, indices: Sequence[int]
-    ) -> Callable[[int, float], tuple[Route, ...]]:
-        """Return a function of an evaluation (0, 1, …) of images being sampled, and of a rate, that
+    ) -> Callable[[float, int], tuple[Route, ...]]:
+        """Return a function of a rate, and of an evaluation (0, 1, …) of images being sampled, that
         gives their routes with ids [B, K] on the CPU; at rate 0 none.
 
         Evaluation k of image i has row k mod 32 of what (seed, i, k // 32) draws: one generator and
@@ -218,7 +218,7 @@ class Routing:
             drawn = [at_rate.draw(_EVALUATIONS_AT_ONCE, grid, each) for each in generators]
             return [torch.stack([r.ids for r in each], dim=1) for each in zip(*drawn, strict=True)]
 
-        def routes(evaluation: int, rate: float) -> tuple[Route, ...]:
+        def routes(rate: float, evaluation: int) -> tuple[Route, ...]:
             if rate == 0:
                 return ()
             chunk, row = divmod(evaluation, _EVALUATIONS_AT_ONCE)
@@ -263,8 +263,8 @@ class Routing:
 
     def at_rate(self, rate: float) -> "Routing":
         """Return this routing with one rate for all routes, always: what sampling draws from."""
-        constant = {"selection_rate": rate, "schedule": None, "rate_range": None}
-        return self._plain([replace(plan, **constant) for plan in self.plans])
+        plans = [replace(plan, schedule=None, rate_range=None) for plan in self.plans]
+        return self._plain([replace(plan, selection_rate=rate) for plan in plans])
 
     def routed_steps(self, num_steps: int) -> range:
         """Return the steps between the dense start and the dense end; empty in a run too short."""
