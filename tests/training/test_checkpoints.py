@@ -154,6 +154,7 @@ def test_sampling_as_the_run_had_it_but_for_a_value(run):
     other = sampled_as(restored, {"name": "dpmpp_2m"}, {"name": "cfg", "scale": None})
     assert other == {
         "sampler": "dpmpp_2m", "num_steps": 3, "grid": "auto", "shift": 2, "rho": "auto",
+        "selection_rate": 0.0,
         "guidance": "cfg", "guidance_scale": 2.0, "guidance_channels": None,
     }  # fmt: skip
     with pytest.raises(ValueError, match=r"guidance\.low"):

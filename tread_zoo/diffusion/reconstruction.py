@@ -8,7 +8,8 @@ tokens that were kept and M of those that bypassed a route,
 The second term asks for what the network was not shown, noise included: D - x_t, not D - x.
 MaskDiT's weight is 0.1; its released code also standardises each patch of x_t, its formula does
 not. It grows with the noise of x_t, squared: at objective=ddpm, whose sigma reaches 157, it would
-outweigh all else. A weight of 0 leaves what bypassed out of the loss, as MicroDiT does (arXiv 2407.15811).
+outweigh all else. A weight of 0 leaves what bypassed out of the loss, as MicroDiT does (arXiv
+2407.15811).
 
 B batch, N tokens, C channels, p patch size.
 """
