@@ -78,8 +78,8 @@ class SamplingOptions:
             reason = "routing.reconstruction_weight never taught to denoise those"
         elif any(plan.needs_importance for plan in self.routing.plans):
             reason = "routing.selector=norm chooses by what training alone computes"
-        elif describe_part("guidance", self.guidance)["name"] == "sparse":
-            reason = "guidance=sparse has rates of its own: set guidance.strong_rate"
+        elif any(getattr(self.guidance, f"{side}_rate", 0) != 0 for side in ("weak", "strong")):
+            reason = "the guidance has rates of its own: set guidance.strong_rate instead"
         if reason:
             raise ValueError(
                 f"sampler.selection_rate={self.selection_rate} lets tokens bypass blocks, but "
@@ -186,7 +186,7 @@ def generate(
         y = None if labels is None else labels[part].to(device)
         draw = options.routing.draw_by_evaluation(backbone.grid, seed, indices[part])
         routes = partial(draw, options.selection_rate)
-        batch = ImageBatch(backbone, objective, y, indices[part], seed, weak, routes)
+        batch = ImageBatch(backbone, objective, y, indices[part], seed, levels, weak, routes)
 
         def fresh_noise(step: int, chosen: Sequence[int] = batch.indices) -> Tensor:
             return step_noise(shape, seed, chosen, step).to(device)

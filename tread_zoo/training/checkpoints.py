@@ -3,6 +3,8 @@
     <run>/checkpoints/step_00001000/
         model.safetensors       weights
         ema.safetensors         averaged weights, which are sampled and scored
+        ema_0.05.safetensors    with training.ema_snapshots_every: averages of two other widths,
+        ema_0.1.safetensors     which lie in <run>/ema_snapshots/step_… too, as checkpoints do
         optimizer.safetensors   its state, `<parameter>|<name>`
         checkpoint.json         step, configuration, plug-ins, backbone, data, sha256 of the files
 
@@ -31,12 +33,13 @@ from tread_zoo.backbone import Backbone
 from tread_zoo.config import RunConfig, make_config
 from tread_zoo.data import ImageData
 from tread_zoo.registry import check_plugins, create_backbone
-from tread_zoo.training.ema import is_sharded, slice_like
+from tread_zoo.training.ema import TRACKED, fit_profile, is_sharded, slice_like
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
 META_NAME = "checkpoint.json"
+SNAPSHOTS = "ema_snapshots"
 _SAME = ("backbone", "objective", "data", "seed")  # what a resumed run must share
 
 
@@ -71,27 +74,58 @@ class Checkpoint:
         return make_config(**self.meta["config"])
 
     def tensors(self, part: str) -> dict[str, Tensor]:
-        """Load `model`, `ema` or `optimizer` onto the CPU.
+        """Load `model`, `ema`, `ema:<width>` or `optimizer` onto the CPU.
 
         Raises:
             CheckpointError: it has no such part; an imported one may hold `ema` alone.
+            ValueError: a width that the snapshots of the run do not give.
         """
         file = self.path / f"{part}.safetensors"
+        name, _, width = part.partition(":")
+        if (width or name in TRACKED) and not (self.path / "ema_0.05.safetensors").exists():
+            raise CheckpointError(
+                f"{self.path} has no averages to make other widths of: the run needs "
+                "training.ema_snapshots_every=… from its first step on."
+            )
+        if width:
+            return self._average_of(float(width))
         if not file.exists():
             there = ", ".join(sorted(path.stem for path in self.path.glob("*.safetensors")))
             raise CheckpointError(f"{self.path} has no part {part!r}; it has {there}.")
         return load_file(file)
 
+    def _average_of(self, width: float) -> dict[str, Tensor]:
+        """Return the average of a relative width, from its own averages and earlier snapshots."""
+        folders = {_step(path): path for path in _folders(self.run_dir / SNAPSHOTS)}
+        folders = {step: path for step, path in folders.items() if step < self.step}
+        folders[self.step] = self.path
+        average = dict[str, Tensor]()
+        for (step, path), row in zip(
+            folders.items(), fit_profile(list(folders), width).tolist(), strict=True
+        ):
+            if max(map(abs, row)) < 1e-10:
+                continue  # not worth reading
+            source = self if step == self.step else _verify(path)
+            for part, coefficient in zip(TRACKED, row, strict=True):
+                for name, tensor in source.tensors(part).items():
+                    average[name] = average.get(name, 0) + coefficient * tensor.double()
+        return {name: tensor.float() for name, tensor in average.items()}
+
 
 def save_checkpoint(
-    run_dir: Path, parts: Mapping[str, dict[str, Tensor]], meta: dict[str, Any], keep: int
+    run_dir: Path,
+    parts: Mapping[str, dict[str, Tensor]],
+    meta: dict[str, Any],
+    keep: int,
+    kind: str = "checkpoints",
 ) -> Path:
-    """Write the checkpoint of `meta["step"]`, delete all but the newest `keep`, return its folder.
+    """Write the checkpoint of `meta["step"]`, delete all but the newest `keep` (0: none), return
+    its folder; `kind` is `SNAPSHOTS` for one of averages alone.
 
     Raises:
         CheckpointError: it could not be written; nothing half-written is left, older ones stay.
     """
-    folder = run_dir / "checkpoints"
+    folder = run_dir / kind
     final = folder / f"step_{meta['step']:08d}"
     partial = folder / f".partial_{final.name}"
     try:
@@ -144,6 +178,13 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
         except CheckpointError as error:
             logger.warning("%s Falling back to the one before.", error)
     return _verify(folders[0])
+
+
+def drop_snapshots(run_dir: Path, step: int) -> None:
+    """Delete the snapshots of averages after `step`: a run that goes on from there writes them."""
+    for path in _folders(run_dir / SNAPSHOTS):
+        if _step(path) > step:
+            shutil.rmtree(path)
 
 
 def has_checkpoints(run_dir: Path) -> bool:
@@ -211,11 +252,13 @@ def check_same_data(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
 
 
 def load_backbone(checkpoint: Checkpoint, weights: str = "ema") -> Backbone:
-    """Return the checkpoint's backbone with its `ema` (default) or `model` weights, in eval mode.
+    """Return the checkpoint's backbone with its `ema` (default), `model` or `ema:<width>` weights,
+    in eval mode.
 
     Raises:
         CheckpointError: the weights do not fit the backbone that this version builds.
-        ValueError: the backbone is of a plug-in that is not loaded.
+        ValueError: the backbone is of a plug-in that is not loaded, or the run's snapshots do not
+            give such a width.
     """
     check_plugins(checkpoint.meta["plugins"], str(checkpoint.path))
     described = checkpoint.meta["backbone"]
@@ -337,6 +380,10 @@ def _names(optimizer: torch.optim.Optimizer, network: nn.Module) -> list[str]:
 
 def _folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_*") if path.is_dir())
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def _put_aside(path: Path) -> None:
