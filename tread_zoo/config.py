@@ -519,6 +519,27 @@ class ImportConfig:
     drop_unknown: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
+class PushConfig:
+    """What scripts/push.py publishes.
+
+    Args:
+        plugins, checkpoint, weights: as of `CheckpointConfig`.
+        out: folder of the files; null is <run>/hub.
+        repo: user/name on the hub, to upload them; null only writes them.
+        private: a new repository is seen by its owner alone.
+        license: of the weights, as the hub names it, such as apache-2.0; null states none.
+    """
+
+    plugins: tuple[str, ...] = ()
+    checkpoint: str
+    weights: Annotated[str, AfterValidator(_weights)] = "ema"
+    out: str | None = None
+    repo: str | None = None
+    private: bool = False
+    license: str | None = None
+
+
 def make_config(**fields: Any) -> RunConfig:
     """Return the configuration of a run, with defaults for what is not given.
 

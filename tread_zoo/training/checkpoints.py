@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping
@@ -32,7 +33,8 @@ from torch import Tensor, nn
 from tread_zoo.backbone import Backbone
 from tread_zoo.config import RunConfig, make_config
 from tread_zoo.data import ImageData
-from tread_zoo.registry import check_plugins, create_backbone
+from tread_zoo.pretrained import CONFIG_NAME, WEIGHTS_NAME, build_backbone, download
+from tread_zoo.registry import check_plugins
 from tread_zoo.training.ema import TRACKED, fit_profile, is_sharded, slice_like
 
 logger = logging.getLogger(__name__)
@@ -61,8 +63,8 @@ class Checkpoint:
 
     @property
     def run_dir(self) -> Path:
-        """The folder of the run that saved it."""
-        return self.path.parent.parent
+        """The folder of the run that saved it; one that was pushed is its own."""
+        return self.path.parent.parent if (self.path / META_NAME).exists() else self.path
 
     def config(self) -> RunConfig:
         """Return the configuration of the run.
@@ -81,6 +83,8 @@ class Checkpoint:
             ValueError: a width that the snapshots of the run do not give.
         """
         file = self.path / f"{part}.safetensors"
+        if part == "ema" and not (self.path / META_NAME).exists():
+            file = self.path / WEIGHTS_NAME  # one that was pushed has one network
         name, _, width = part.partition(":")
         if (width or name in TRACKED) and not (self.path / "ema_0.05.safetensors").exists():
             raise CheckpointError(
@@ -134,7 +138,7 @@ def save_checkpoint(
         for part, tensors in parts.items():
             whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
             save_file(whole, partial / f"{part}.safetensors")
-        checksums = {file.name: _checksum(file) for file in sorted(partial.iterdir())}
+        checksums = {file.name: checksum(file) for file in sorted(partial.iterdir())}
         text = json.dumps({"format": FORMAT, **meta, "sha256": checksums}, indent=2)
         (partial / META_NAME).write_text(text)
         for file in (*partial.iterdir(), partial):
@@ -160,10 +164,26 @@ def save_checkpoint(
 def find_checkpoint(path: str | Path) -> Checkpoint:
     """Return the checkpoint at `path`: its own folder, or a run's, whose newest whole one is taken.
 
+    What scripts/push.py wrote is one, too. Where `path` does not exist, `user/name` is downloaded
+    from the hub to runs/user/name: two files, no code.
+
     Raises:
         CheckpointError: there is none, or it is damaged or of another format.
     """
     path = Path(path)
+    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path.as_posix())
+    if is_name and not path.parent.exists():  # what is beside other runs is a slip
+        try:
+            path = download(path.as_posix(), into="runs" / path)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint={error}") from error
+    if (path / WEIGHTS_NAME).exists() and (path / CONFIG_NAME).exists():
+        if "format" not in json.loads((path / CONFIG_NAME).read_text()):
+            raise CheckpointError(
+                f"{path} holds a network alone, and not what it was trained for: it is used from "
+                "Python, Backbone.from_pretrained, or pushed as a run by scripts/push.py."
+            )
+        return _verify(path, CONFIG_NAME)
     if (path / META_NAME).exists() or path.name.startswith("step_"):
         return _verify(path)
     folders = _folders(path / "checkpoints") or _folders(path)
@@ -261,23 +281,9 @@ def load_backbone(checkpoint: Checkpoint, weights: str = "ema") -> Backbone:
             give such a width.
     """
     check_plugins(checkpoint.meta["plugins"], str(checkpoint.path))
-    described = checkpoint.meta["backbone"]
-    backbone = create_backbone(described["name"], **described["config"])
-    backbone.add_fusions(described.get("fusions", ()))
-    backbone.add_mask_tokens(described.get("masks", ()))
+    backbone = build_backbone(checkpoint.meta["backbone"])
     load_weights(backbone, checkpoint, weights)
     return backbone.eval()
-
-
-def describe_backbone(backbone: Backbone) -> dict[str, Any]:
-    """Return what `load_backbone` builds from: `name`, `config`, and `fusions` and `masks` if there
-    are any."""
-    described: dict[str, Any] = {"name": backbone.name, "config": backbone.config}
-    if backbone.fused_ranges:
-        described["fusions"] = [list(pair) for pair in backbone.fused_ranges]
-    if backbone.masked_ranges:
-        described["masks"] = [list(pair) for pair in backbone.masked_ranges]
-    return described
 
 
 def load_weights(network: nn.Module, checkpoint: Checkpoint, part: str) -> None:
@@ -396,14 +402,14 @@ def _clear_leftovers(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _verify(path: Path) -> Checkpoint:
+def _verify(path: Path, meta_name: str = META_NAME) -> Checkpoint:
     """Return the checkpoint in `path` if every file is what it was when it was saved."""
     try:
-        meta = json.loads((path / META_NAME).read_text())
+        meta = json.loads((path / meta_name).read_text())
         if meta["format"] != FORMAT:
             raise ValueError(f"it has format {meta['format']!r}, this version reads {FORMAT}")
         for name, expected in meta["sha256"].items():
-            if _checksum(path / name) != expected:
+            if checksum(path / name) != expected:
                 raise ValueError(f"{name} differs from what was saved (sha256)")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
@@ -412,7 +418,8 @@ def _verify(path: Path) -> Checkpoint:
     return Checkpoint(path, meta)
 
 
-def _checksum(file: Path) -> str:
+def checksum(file: Path) -> str:
+    """Return the sha256 of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -36,13 +36,13 @@ from tread_zoo.evaluation.flops import count_flops, training_flops
 from tread_zoo.evaluation.held_out import held_out_loss, held_out_record
 from tread_zoo.evaluation.pictures import plot_losses, save_grid
 from tread_zoo.kernels import describe, used_ops
+from tread_zoo.pretrained import describe_backbone
 from tread_zoo.runtime import describe_device
 from tread_zoo.training.checkpoints import (
     SNAPSHOTS,
     Checkpoint,
     check_same_run,
     data_facts,
-    describe_backbone,
     drop_snapshots,
     find_checkpoint,
     has_checkpoints,
