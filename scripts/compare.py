@@ -8,6 +8,7 @@ python scripts/compare.py compare.runs=[runs/a,runs/b] compare.out=comparisons/m
 python scripts/compare.py compare.runs="runs/digits_*" compare.metric=kid
 python scripts/compare.py compare.runs="runs/dit_*" 'guidance=none,{name: cfg, scale: 2}' \
     sampler.num_steps=10,20,40 compare.out=comparisons/guidance           # cells score, not train
+python scripts/compare.py compare.runs=runs/x sampler.selection_rate=0,0.25,0.5,0.75    # budgets
 python scripts/compare.py compare.runs="runs/dit_*" weights=ema:0.03,ema:0.05,ema:0.1
 python scripts/compare.py compare.to=reference compare.runs=[runs/mine]   # docs/recipes.md
 python scripts/compare.py compare.curve=mine.csv compare.runs="runs/mine_seed*"

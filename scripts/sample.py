@@ -6,6 +6,7 @@ continued by first_index=…; images of other settings are never mixed in.
 python scripts/sample.py checkpoint=runs/digits_dit_tiny_tread_flow_seed0 num_images=64
 python scripts/sample.py checkpoint=… guidance.scale=2 label=3 sampler=heun
 python scripts/sample.py checkpoint=… guidance=sparse guidance.weak_rate=0.8 sampler=dpmpp_2m
+python scripts/sample.py checkpoint=… sampler.selection_rate=0.5     # fewer FLOPs: docs/routing.md
 python scripts/sample.py checkpoint=… first_index=64 out=samples    # images 64 … 127 of the set
 python scripts/sample.py checkpoint=… contexts=prompts.npy
 

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tread_zoo.errors import unknown_name
+from tread_zoo.layers import sincos_2d
 from tread_zoo.pretrained import Pretrained
 from tread_zoo.routing.fusion import Fusion
 from tread_zoo.routing.fusion import Streams as Streams
-from tread_zoo.routing.routes import PathDrop, Route, check_ranges, check_routes
+from tread_zoo.routing.masks import MaskTokens
+from tread_zoo.routing.routes import UNCHANGED, PathDrop, Route, check_ranges, check_routes
 
 DEPENDS_ON = ("order", "ids", "grid")
 
@@ -112,6 +114,8 @@ class Backbone(Pretrained, ABC):
     Attributes:
         fused_ranges: block ranges [start, end) at whose end the streams are fused, in ascending
             order; `add_fusions` sets them after construction, whatever the subclass.
+        masked_ranges: block ranges [start, end) at whose end learned tokens stand for those that
+            bypassed; `add_mask_tokens` sets them likewise.
         context_length, context_size: T and S of contexts, which `add_contexts` sets; 0 without.
 
     Raises:
@@ -170,6 +174,8 @@ class Backbone(Pretrained, ABC):
         self.checkpoint_blocks = 0  # n: blocks 0, n, 2n, … are computed again in the backward pass
         self.fused_ranges: tuple[tuple[int, int], ...] = ()
         self.fusions = nn.ModuleDict()  # by range, as in "2_8"
+        self.masked_ranges: tuple[tuple[int, int], ...] = ()
+        self.mask_tokens = nn.ModuleDict()
         self.name: str | None = None  # the registry sets this and the next
         self.config: dict[str, Any] = {}
 
@@ -315,6 +321,27 @@ class Backbone(Pretrained, ABC):
             fusion = Fusion(self._stream_widths(), device=like.device, dtype=like.dtype)
             self.fusions[f"{start}_{end}"] = fusion
 
+    def add_mask_tokens(self, ranges: Sequence[Sequence[int]]) -> None:
+        """Put learned tokens in the places of those that bypass the block ranges [start, end).
+
+        A call without a route there has no use for them. They start as sines of their places, which
+        all differ, and are of a norm that layer norms bear; nothing is drawn.
+
+        Args:
+            ranges: disjoint, ascending; the network then takes routes there and nowhere else.
+
+        Raises:
+            ValueError: ranges that do not fit the depth.
+        """
+        self.masked_ranges = check_ranges(ranges, num_blocks=self.num_blocks)
+        like = next(self.parameters())
+        for start, end in self.masked_ranges:
+            tokens = [
+                sincos_2d(width + -width % 4, self.grid)[:, :width].to(like)
+                for width in self._stream_widths()
+            ]
+            self.mask_tokens[f"{start}_{end}"] = MaskTokens(tokens)
+
     @torch.no_grad()
     def _stream_widths(self) -> list[int]:
         like = next(self.parameters())
@@ -341,8 +368,8 @@ class Backbone(Pretrained, ABC):
                 precision, shorter ones filled up with zeros; None means no label, or all zeros.
             routes: disjoint concrete routes in ascending order, and dropped paths among them. In a
                 network with fusions each must be one of `fused_ranges`, the others of which run
-                dense; without fusions no path can be dropped. A route that keeps all tokens is
-                none.
+                dense; without fusions no path can be dropped. In one with mask tokens each must be
+                one of `masked_ranges`. A route that keeps all tokens is none.
             features: blocks whose tokens are returned too, as (output, {block: `Features`}), with
                 their gradients: those that were there right after the block, within a route the
                 kept ones.
@@ -359,6 +386,7 @@ class Backbone(Pretrained, ABC):
             num_tokens=self.num_tokens,
             batch=len(x),
             fused_ranges=self.fused_ranges,
+            masked_ranges=self.masked_ranges,
         )
         wanted = tuple(features or ())
         if not all(0 <= index < self.num_blocks for index in wanted):
@@ -422,10 +450,13 @@ class Backbone(Pretrained, ABC):
         skips: dict[int, Tensor] = {}  # by producer, with the tokens that are in play
         collected: dict[int, Features] = {}
         frame, layout, given = None, dense, dense_condition
+        carried = dict.fromkeys(frame.carry_from for frame in frames.values())  # by block
         for i in range(self.num_blocks if stop is None else stop):
+            if i in carried:
+                carried[i] = streams
             if i in frames:  # a route, a fused range or a dropped path starts here
                 frame = frames.pop(i)
-                streams, skips = frame.enter(streams, skips)
+                streams, skips = frame.enter(streams, skips, carried[frame.carry_from])
                 layout, given = frame.layout, rows_of(condition, frame.rows)
             skip = skips[self.skips[i]] if i in self.skips else None
             if i in self.skips and last_use[self.skips[i]] == i:
@@ -446,12 +477,13 @@ class Backbone(Pretrained, ABC):
         """Return by start the ranges with work at their ends: routes, dropped paths, and fused
         ranges that neither takes."""
         fusions = dict(zip(self.fused_ranges, self.fusions.values(), strict=True))
+        masks = dict(zip(self.masked_ranges, self.mask_tokens.values(), strict=True))
         ways: dict[tuple[int, int], Route | PathDrop | None] = dict.fromkeys(fusions)
         for route in routes:
             if isinstance(route, PathDrop) or route.num_kept < self.num_tokens:
                 ways[route.start, route.end] = route
         return {
-            span[0]: Frame(span, route, fusions.get(span), dense, self.skips)
+            span[0]: Frame(span, route, fusions.get(span), masks.get(span), dense, self.skips)
             for span, route in ways.items()
         }
 
@@ -529,6 +561,7 @@ class Frame:
         span: start and end of the range.
         route: its route or dropped path; None: the blocks see all tokens.
         fusion: of the streams at the end; None: the tokens rejoin as they are.
+        mask: what stands for the bypassed tokens at the end; None: they themselves.
         dense: the layout of all tokens.
         skips: consumer -> producer, of the network.
 
@@ -536,6 +569,8 @@ class Frame:
         runs: whether the blocks run; those of a dropped path do not.
         layout: what they see.
         rows: of the flattened streams that they see, from `row_index`; None: all.
+        kept: the rows that rejoin as processed; None: all.
+        carry_from: the block whose streams bypassed tokens rejoin with, if it is not the start.
     """
 
     def __init__(
@@ -543,24 +578,32 @@ class Frame:
         span: tuple[int, int],
         route: Route | PathDrop | None,
         fusion: nn.Module | None,
+        mask: nn.Module | None,
         dense: Layout,
         skips: Mapping[int, int],
     ) -> None:
         self.start, self.end = span
-        self.fusion = fusion
+        self.fusion, self.mask = fusion, mask
         self.runs = not isinstance(route, PathDrop)
-        self.layout, self.rows = dense, None
+        self.layout, self.kept, self.bypass = dense, None, UNCHANGED
         if isinstance(route, Route):
-            self.layout = replace(dense, ids=route.ids)
-            self.rows = row_index(route.ids, dense.grid[0] * dense.grid[1], dense.num_extra)
+            self.kept = row_index(route.ids, dense.grid[0] * dense.grid[1], dense.num_extra)
+            self.bypass = route.bypass
+            if route.bypass.sparsify:
+                self.layout = replace(dense, ids=route.ids)
+        self.rows = self.kept if self.bypass.sparsify else None
+        self.carry_from = self.bypass.carry_from
         self.used_inside = {p for c, p in skips.items() if self.start <= c < self.end}
         self.used_after = {p for c, p in skips.items() if c >= self.end}
 
     def enter(
-        self, streams: Streams, skips: dict[int, Tensor]
+        self, streams: Streams, skips: dict[int, Tensor], carried: Streams | None
     ) -> tuple[Streams, dict[int, Tensor]]:
-        """Return the streams, and the skips consumed inside, with the tokens that stay."""
-        self.streams = streams
+        """Return the streams, and the skips consumed inside, with the tokens that stay.
+
+        `carried` are the streams before block `carry_from`, of all tokens.
+        """
+        self.streams, self.carried = streams, carried
         self.waiting = {k: skip for k, skip in skips.items() if k in self.used_after}
         skips = {k: skip for k, skip in skips.items() if k in self.used_inside}
         if self.rows is None:
@@ -573,17 +616,37 @@ class Frame:
     def exit(self, streams: Streams, skips: dict[int, Tensor]) -> tuple[Streams, dict[int, Tensor]]:
         """Return streams and open skips at full length, the streams fused if the range is.
 
-        A bypassed token is as it was when the route started, in the streams and in a skip that was
-        made on the way; a skip that was made before the route is whole again.
+        A bypassed token is as it was when the route started, or as `Bypass` says, in the streams
+        and in a skip that was made on the way; a skip that was made before the route is whole
+        again. Where there is a mask, it stands for bypassed tokens in all of them.
         """
-        made = {k: skip for k, skip in skips.items() if k >= self.start}
-        if self.rows is not None:
-            rows, full = self.rows, self.streams
-            made = {k: scatter(full[0], rows, skip) for k, skip in made.items()}
-            streams = tuple(scatter(f, rows, s) for f, s in zip(full, streams, strict=True))
+        made, dense = {k: skip for k, skip in skips.items() if k >= self.start}, self.streams
+        if self.kept is not None:
+            bypassed = self._bypassed()
+            made = {k: self._rejoin(bypassed[0], skip) for k, skip in made.items()}
+            streams = tuple(map(self._rejoin, bypassed, streams))
+            if self.mask is not None:
+                waiting = self.waiting.items()
+                self.waiting = {k: self._rejoin(bypassed[0], skip) for k, skip in waiting}
+            if bypassed is not dense:
+                dense = tuple(map(self._rejoin, bypassed, dense))
         if self.fusion is not None:
-            streams = self.fusion(self.streams, streams)
+            streams = self.fusion(dense, streams)
         return streams, {**self.waiting, **made}
+
+    def _bypassed(self) -> Streams:
+        """Return streams at full length with bypassed tokens as they rejoin."""
+        if self.mask is not None:
+            masks: Streams = self.mask(self.streams)
+            return masks
+        streams = self.streams if self.carried is None else self.carried
+        return tuple(stream.detach() for stream in streams) if self.bypass.detach else streams
+
+    def _rejoin(self, bypassed: Tensor, stream: Tensor) -> Tensor:
+        """Return `bypassed` with the kept tokens of `stream`, which has them alone or all."""
+        assert self.kept is not None
+        alone = stream.shape[1] * stream.shape[0] == len(self.kept)
+        return scatter(bypassed, self.kept, stream if alone else gather(stream, self.kept))
 
 
 def row_index(ids: Tensor, num_tokens: int, num_extra: int) -> Tensor:

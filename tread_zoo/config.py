@@ -80,6 +80,13 @@ class RouteConfig:
         final_rate: for linear and cosine.
         rate_steps: for steps: [[0.3, 0.5], [0.6, 0.25]] is 0.5 from 30 % of training, 0.25 from
             60 %; until the first, `selection_rate`.
+        rate_range: [lowest, highest]: each step draws its rate, in place of `selection_rate`, and
+            sampler.selection_rate may be any of them.
+        carry_from: the tokens that bypass rejoin as they were before this block; null: `start`.
+        detach: they rejoin without gradient.
+        sparsify: false: they run through the blocks, and what came of them is thrown away: routing
+            without its saving.
+        redraw: each block of the route draws its own tokens.
     """
 
     start: Auto | int = "auto"
@@ -90,11 +97,17 @@ class RouteConfig:
     schedule: Literal["constant", "linear", "cosine", "steps"] = "constant"
     final_rate: Fraction | None = None
     rate_steps: tuple[tuple[Fraction, Fraction], ...] = ()
+    rate_range: tuple[Fraction, Fraction] | None = None
+    carry_from: int | None = None
+    detach: bool = False
+    sparsify: bool = True
+    redraw: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class RoutingConfig(RouteConfig):
-    """Tokens bypass blocks in training (TREAD, arXiv 2501.04765). Sampling is dense.
+    """Tokens bypass blocks in training (TREAD, arXiv 2501.04765). Sampling is dense, unless
+    `sampler.selection_rate` or a guidance says otherwise.
 
     Args:
         name: tread, or none: every block sees every token.
@@ -102,9 +115,12 @@ class RoutingConfig(RouteConfig):
             takes from here. [{start: 2, end: 5}, {start: 6, end: -2, selection_rate: 0.25}]
         warm_start, dense_tail: fractions of training at its start and end that are dense.
         probability: chance that a step is routed, the same on every rank.
-        rejoin: replace: as processed (TREAD); project: fused by a learned map (docs/rejoining.md).
+        rejoin: replace: as processed (TREAD); project: fused by a learned map (docs/rejoining.md);
+            mask: learned tokens in the places of those that bypassed.
         path_drop_probability: chance that a step leaves the routed blocks out; needs
             rejoin=project.
+        reconstruction_weight: null: one loss for all tokens; else the loss of those that were kept,
+            and with this weight that of giving back the noisy patches of the others.
     """
 
     name: Literal["none", "tread"] = "tread"
@@ -112,8 +128,9 @@ class RoutingConfig(RouteConfig):
     warm_start: Fraction = 0.0
     dense_tail: Fraction = 0.0
     probability: Annotated[float, Field(gt=0, le=1)] = 1.0
-    rejoin: Literal["replace", "project"] = "replace"
+    rejoin: Literal["replace", "project", "mask"] = "replace"
     path_drop_probability: Fraction = 0.0
+    reconstruction_weight: NonNegativeFloat | None = None
 
     def __post_init__(self) -> None:
         for index, route in enumerate(self.routes):
@@ -129,6 +146,14 @@ class RoutingConfig(RouteConfig):
                 "routing.rejoin=project: without a fusion nothing tells the later blocks that the "
                 "path was dropped."
             )
+        for field, usual in (("carry_from", None), ("detach", False), ("redraw", False)):
+            values = [getattr(self, field), *(route.get(field, usual) for route in self.routes)]
+            if self.rejoin == "mask" and any(value != usual for value in values):
+                raise ValueError(
+                    f"routing.{field} and routing.rejoin=mask do not go together: nothing of a "
+                    "token that bypassed is left behind a route. Leave it out, or set "
+                    "routing.rejoin=replace."
+                )
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
@@ -224,12 +249,14 @@ class SamplingGrid:
         shift: flow: t' = shift t / (1 + (shift - 1) t); above 1 spends more steps on noisier
             images.
         rho: edm: how the levels crowd towards 0; auto is the objective's own.
+        selection_rate: fraction of tokens that bypasses the routes of training; 0 is dense.
     """
 
     num_steps: Auto | PositiveInt = "auto"
     grid: Literal["auto", "uniform", "quadratic", "logit_normal", "rho", "log"] = "auto"
     shift: Annotated[float, Field(gt=0)] = 1.0
     rho: Auto | Annotated[float, Field(gt=0)] = "auto"
+    selection_rate: Fraction = 0.0
 
 
 GRID_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingGrid))

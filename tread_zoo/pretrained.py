@@ -30,6 +30,7 @@ class Pretrained(nn.Module):
     name: str | None
     config: dict[str, Any]
     fused_ranges: tuple[tuple[int, int], ...]
+    masked_ranges: tuple[tuple[int, int], ...]
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write config.json and model.safetensors into `folder`, and return it.
@@ -79,10 +80,13 @@ class Pretrained(nn.Module):
 
 
 def describe_backbone(backbone: Pretrained) -> dict[str, Any]:
-    """Return what `build_backbone` takes: `name`, `config`, and `fusions` if there are any."""
+    """Return what `build_backbone` takes: `name`, `config`, and `fusions` and `masks` if there are
+    any."""
     described: dict[str, Any] = {"name": backbone.name, "config": backbone.config}
     if backbone.fused_ranges:
         described["fusions"] = [list(pair) for pair in backbone.fused_ranges]
+    if backbone.masked_ranges:
+        described["masks"] = [list(pair) for pair in backbone.masked_ranges]
     return described
 
 
@@ -90,6 +94,7 @@ def build_backbone(described: Mapping[str, Any]) -> "Backbone":
     """Return the backbone that `describe_backbone` described, with fresh weights."""
     backbone = create_backbone(described["name"], **described["config"])
     backbone.add_fusions(described.get("fusions", ()))
+    backbone.add_mask_tokens(described.get("masks", ()))
     return backbone
 
 

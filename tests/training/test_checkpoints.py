@@ -116,6 +116,14 @@ def sampled_as(restored, sampler=NOTHING, guidance=NOTHING):
     return restored.sampling(sampler, guidance).as_dict()
 
 
+def test_sampling_at_a_rate_routes_as_training_did(one_step):
+    restored = restore(one_step, weights="ema", device="cpu", precision="fp32")
+    sampling = restored.sampling({"selection_rate": 0.75}, {})
+    (plan,) = sampling.routing.plans
+    assert (sampling.selection_rate, plan.start, plan.end) == (0.75, 1, 3)
+    assert sampled_as(restored)["selection_rate"] == 0.0
+
+
 def test_sampling_as_the_run_had_it_but_for_a_value(run):
     folder = run(
         "run", "training.num_steps=1", "sampler=flow_sde", "sampler.num_steps=3",
@@ -132,6 +140,7 @@ def test_sampling_as_the_run_had_it_but_for_a_value(run):
     other = sampled_as(restored, {"name": "dpmpp_2m"}, {"name": "cfg", "scale": None})
     assert other == {
         "sampler": "dpmpp_2m", "num_steps": 3, "grid": "auto", "shift": 2, "rho": "auto",
+        "selection_rate": 0.0,
         "guidance": "cfg", "guidance_scale": 2.0, "guidance_channels": None,
     }  # fmt: skip
     with pytest.raises(ValueError, match=r"guidance\.low"):

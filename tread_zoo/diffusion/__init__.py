@@ -4,6 +4,7 @@ objective.py    what an objective is: `Objective`, `Draw`, `Predict`
 edm.py          EDM: noise level sigma, preconditioned denoiser
 flow.py         flow matching: time t; velocity, x or noise
 ddpm.py         DDPM: 1000 steps of sigma, noise
+reconstruction.py  losses of kept and bypassed tokens apart
 grids.py        where the levels of sampling lie
 samplers.py     rules that integrate dx/dt, ODEs and SDEs; the noise of an image
 guidance.py     weak + w (strong - weak): the kinds of guidance
@@ -30,6 +31,7 @@ from tread_zoo.diffusion.guidance import (
     combine,
 )
 from tread_zoo.diffusion.objective import Draw, Objective, Predict
+from tread_zoo.diffusion.reconstruction import split_loss
 from tread_zoo.diffusion.samplers import (
     DPMSolver2M,
     DxDt,
@@ -85,5 +87,6 @@ __all__ = [
     "describe_part",
     "generate",
     "initial_noise",
+    "split_loss",
     "step_noise",
 ]

@@ -25,7 +25,6 @@ slower (`benchmarks/guidance.py` times it as `cfg doubled`). Two that are the sa
 Dimensions: B batch, C channels, H height, W width, K kept tokens.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -41,12 +40,10 @@ from tread_zoo.backbone import Backbone
 from tread_zoo.diffusion.objective import Objective, per_image
 from tread_zoo.diffusion.samplers import DxDt
 from tread_zoo.registry import available, complete, register
-from tread_zoo.routing import PathDrop, Route, RoutePlan, build_routing, num_kept_tokens
-from tread_zoo.seeding import make_generator
+from tread_zoo.routing import PathDrop, Route, Routing, build_routing
 
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-_ROUTES_AT_ONCE = 32  # evaluations whose routes one generator draws
 # Options of an objective that say what a network's output means.
 _OF_THE_OUTPUT = ("sigma_data", "prediction", "schedule", "first_step")
 
@@ -69,6 +66,10 @@ def combine(weak: DxDt, strong: DxDt, scale: float, channels: int | None = None)
     return guided
 
 
+def _dense(evaluation: int) -> tuple[Route, ...]:
+    return ()
+
+
 @dataclass(frozen=True)
 class ImageBatch:
     """The images that are sampled together, and the networks that predict them.
@@ -81,6 +82,7 @@ class ImageBatch:
         seed: of that sequence.
         levels: of the sampler's steps, falling: [num_steps + 1].
         weak: the network of a guidance's `weak_checkpoint`.
+        draw_routes: routes of evaluation 0, 1, …, where a guidance has none of its own.
     """
 
     backbone: Backbone
@@ -90,15 +92,18 @@ class ImageBatch:
     seed: int
     levels: Tensor
     weak: Backbone | None = None
+    draw_routes: Callable[[int], tuple[Route, ...]] = _dense
 
-    def dx_dt(self, routes: Callable[[], Sequence[Route | PathDrop]] = tuple) -> DxDt:
+    def dx_dt(self, routes: Callable[[], Sequence[Route | PathDrop]] | None = None) -> DxDt:
         """Return dx/dt as the backbone predicts it with the labels.
 
         A weak prediction is that of another batch: `replace(batch, labels=…).dx_dt()`.
 
         Args:
-            routes: called at each evaluation; none is the dense network.
+            routes: called at each evaluation; None: `draw_routes` is.
         """
+        evaluations = itertools.count()
+        routes = routes or (lambda: self.draw_routes(next(evaluations)))
 
         def dx_dt(x: Tensor, level: Tensor) -> Tensor:
             moved = [route.to(x.device) for route in routes()]
@@ -247,8 +252,8 @@ class _Parts:
         if self.drop_path is not False and self.weak_checkpoint is None:
             _dropped_paths(backbone)
         if self.weak_rate != 0 or self.strong_rate != 0:
-            plan = self._plan(backbone)
-            if getattr(plan.selector, "needs_importance", False):
+            (plan,) = self._routing(backbone).plans
+            if plan.needs_importance:
                 raise ValueError(
                     f"guidance.selector={plan.selector_name} chooses tokens by their importance, "
                     "which is computed in training alone: use another, such as random."
@@ -314,34 +319,17 @@ class _Parts:
     def _draw_routes(
         self, batch: ImageBatch, rate: Any
     ) -> Callable[[int, float], tuple[Route, ...]]:
-        """Return a function of the evaluation and of the rate that gives routes, on the CPU.
-
-        Evaluation k of image i has row k mod 32 of what (seed, i, k // 32) draws: one generator and
-        one sort for many evaluations at one rate.
-        """
+        """Return a function of the evaluation and of the rate that gives routes, on the CPU; where
+        the guidance has no rate, those of the batch."""
         if rate == 0:
-            return lambda evaluation, rate: ()
-        plan, grid = self._plan(batch.backbone), batch.backbone.grid
-        seed, num_tokens = batch.seed, grid[0] * grid[1]
+            return lambda evaluation, rate: batch.draw_routes(evaluation)
+        routing, grid = self._routing(batch.backbone), batch.backbone.grid
+        draw = routing.draw_by_evaluation(grid, batch.seed, batch.indices)
+        return lambda evaluation, rate: draw(rate, evaluation)
 
-        @functools.lru_cache(maxsize=1)
-        def draw(chunk: int, num_kept: int) -> Tensor:
-            generators = (make_generator("sparse", seed, index, chunk) for index in batch.indices)
-            ids = [plan.selector(_ROUTES_AT_ONCE, grid, num_kept, each) for each in generators]
-            return torch.stack(ids, dim=1)
-
-        def routes(evaluation: int, rate: float) -> tuple[Route, ...]:
-            num_kept = num_kept_tokens(num_tokens, rate)
-            if num_kept == num_tokens:
-                return ()
-            chunk, row = divmod(evaluation, _ROUTES_AT_ONCE)
-            return (Route(plan.start, plan.end, draw(chunk, num_kept)[row]),)
-
-        return routes
-
-    def _plan(self, backbone: Backbone) -> RoutePlan:
+    def _routing(self, backbone: Backbone) -> Routing:
         try:
-            routing = build_routing(
+            return build_routing(
                 "tread",
                 num_blocks=backbone.num_blocks,
                 default_selector=backbone.default_selector,
@@ -352,7 +340,6 @@ class _Parts:
             )
         except ValueError as error:
             raise ValueError(f"guidance, its route as of routing=tread: {error}") from error
-        return routing.plans[0]
 
 
 def _dropped_paths(backbone: Backbone) -> tuple[PathDrop, ...]:

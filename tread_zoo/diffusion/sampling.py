@@ -16,6 +16,7 @@ from tread_zoo.diffusion.guidance import Guidance, ImageBatch, NoGuidance
 from tread_zoo.diffusion.objective import Objective
 from tread_zoo.diffusion.samplers import Problem, Sampler, initial_noise, step_noise
 from tread_zoo.registry import available, create, get_entry
+from tread_zoo.routing import NO_ROUTING, Routing
 from tread_zoo.runtime import autocast
 
 NO_GUIDANCE = NoGuidance()
@@ -30,12 +31,17 @@ class SamplingOptions:
         num_steps: steps of the sampler from noise to data.
         grid: where the steps lie.
         guidance: what guides dx/dt.
+        selection_rate: fraction of tokens that bypasses the routes of `routing` in every call of
+            the network, but for those that a guidance routes itself; 0 is dense.
+        routing: that of training: which blocks, which selector.
     """
 
     sampler: Sampler
     num_steps: int
     grid: TimeGrid = DEFAULT_GRID
     guidance: Guidance = NO_GUIDANCE
+    selection_rate: float = 0.0
+    routing: Routing = NO_ROUTING
 
     def levels(self, objective: Objective) -> Tensor:
         """Return the levels of all steps: float64 [num_steps + 1].
@@ -58,8 +64,27 @@ class SamplingOptions:
     def check(self, backbone: Backbone, objective: Objective) -> None:
         """Raise `ValueError` if this network cannot be sampled so; computes nothing."""
         self.levels(objective)
+        if self.selection_rate:
+            self._check_routing()
         if hasattr(self.guidance, "check"):
             self.guidance.check(backbone, objective)
+
+    def _check_routing(self) -> None:
+        """Raise `ValueError` unless the network knows from training what it sees under routes."""
+        reason = ""
+        if not self.routing.plans:
+            reason = "routing=none never showed the network that: train with routing=tread"
+        elif self.routing.reconstruction_weight is not None:
+            reason = "routing.reconstruction_weight never taught to denoise those"
+        elif any(plan.needs_importance for plan in self.routing.plans):
+            reason = "routing.selector=norm chooses by what training alone computes"
+        elif any(getattr(self.guidance, f"{side}_rate", 0) != 0 for side in ("weak", "strong")):
+            reason = "the guidance has rates of its own: set guidance.strong_rate instead"
+        if reason:
+            raise ValueError(
+                f"sampler.selection_rate={self.selection_rate} lets tokens bypass blocks, but "
+                f"{reason}. sampler.selection_rate=0 is dense."
+            )
 
     def check_training(self, *, conditional: bool, label_dropout: float, has_routes: bool) -> None:
         """Check that training shows the network what the guidance's weak prediction needs.
@@ -86,6 +111,7 @@ class SamplingOptions:
             "num_steps": self.num_steps,
             **asdict(self.grid),
             **sampler,
+            "selection_rate": self.selection_rate,
             "guidance": guidance.pop("name"),
             **{f"guidance_{field}": value for field, value in guidance.items()},
         }
@@ -105,10 +131,10 @@ def build_sampling(
         ValueError: an unknown name or field (the nearest is suggested), or a wrong value.
     """
     options = complete_sampler(sampler)
-    num_steps = options.pop("num_steps")
+    num_steps, rate = options.pop("num_steps"), options.pop("selection_rate")
     grid = TimeGrid(**{field: options.pop(field) for field in asdict(DEFAULT_GRID)})
     return SamplingOptions(
-        create("sampler", options), num_steps, grid, create("guidance", guidance)
+        create("sampler", options), num_steps, grid, create("guidance", guidance), rate
     )
 
 
@@ -158,7 +184,9 @@ def generate(
     for first in range(0, len(indices), batch_size):
         part = slice(first, first + batch_size)
         y = None if labels is None else labels[part].to(device)
-        batch = ImageBatch(backbone, objective, y, indices[part], seed, levels, weak)
+        draw = options.routing.draw_by_evaluation(backbone.grid, seed, indices[part])
+        routes = partial(draw, options.selection_rate)
+        batch = ImageBatch(backbone, objective, y, indices[part], seed, levels, weak, routes)
 
         def fresh_noise(step: int, chosen: Sequence[int] = batch.indices) -> Tensor:
             return step_noise(shape, seed, chosen, step).to(device)

@@ -257,7 +257,7 @@ def describe_sampling(protocol: Mapping[str, Any]) -> str:
     """Return the settings and the cost of sampling in a few words."""
     sampling = protocol["sampling"]
     words = [f"{sampling['sampler']} {sampling['num_steps']} steps"]
-    usual = {"grid": "auto", "shift": 1.0, "rho": "auto"}
+    usual = {"grid": "auto", "shift": 1.0, "rho": "auto", "selection_rate": 0.0}
     words += [f"{k} {sampling[k]}" for k, v in usual.items() if sampling.get(k, v) != v]
     kind = sampling["guidance"]
     scale = sampling.get("guidance_scale", "")

@@ -17,6 +17,8 @@ Over a run of S steps, of which step s is routed as r(s) with probability p_s an
 an image costs on average
 
     1/S sum_s (p_s F(r(s)) + (1 - p_s) F(dense)),   p_s = p between the dense ends, else 0
+
+F(r(s)) is the mean over the rates where a step draws its rate from a range.
 """
 
 from collections.abc import Sequence
@@ -61,18 +63,21 @@ def stage_flops(backbone: Backbone, routing: Routing, num_steps: int) -> list[tu
     """Return the steps of each stage of a run, and the FLOPs of an image, as `training_flops`."""
     meta = _without_data(backbone)
     dense = _trace(meta, 1, (), backward=True)
-    counted: dict[tuple[Any, ...], float] = {(): dense}  # by start, end, and rate of each route
+    counted: dict[tuple[Any, ...], float] = {(): dense}  # by start, end, and tokens of each route
     stages = []
     for steps, used in routing.stages(num_steps):
-        key = tuple((plan.start, plan.end, plan.selection_rate) for plan in used.plans)
-        if key not in counted:
-            routes = used.draw(1, backbone.grid, make_generator("flops", 0))
-            counted[key] = _trace(meta, 1, routes, backward=True)
-            if used.path_drop_probability:
-                dropped = [PathDrop(plan.start, plan.end) for plan in used.plans]
-                chance, short = used.path_drop_probability, _trace(meta, 1, dropped, backward=True)
-                counted[key] = (1 - chance) * counted[key] + chance * short
-        flops = routing.probability * counted[key] + (1 - routing.probability) * dense
+        rates, routed = used.rates(), 0.0
+        for each in rates:
+            routes = each.draw(1, backbone.grid, make_generator("flops", 0))
+            key = tuple((route.start, route.end, route.num_kept) for route in routes)
+            if key not in counted:
+                counted[key] = _trace(meta, 1, routes, backward=True)
+                if each.path_drop_probability:
+                    dropped = [PathDrop(plan.start, plan.end) for plan in each.plans]
+                    short, chance = _trace(meta, 1, dropped, True), each.path_drop_probability
+                    counted[key] = (1 - chance) * counted[key] + chance * short
+            routed += counted[key] / len(rates)
+        flops = routing.probability * routed + (1 - routing.probability) * dense
         stages.append((steps, flops))
     return stages
 

@@ -4,18 +4,29 @@ Selectors, routes, placement, schedules, scan orders, fusion.
 """
 
 from tread_zoo.routing.fusion import Fusion
+from tread_zoo.routing.masks import MaskTokens
 from tread_zoo.routing.orders import ORDERS, inverse, scan_order
 from tread_zoo.routing.pending import PendingRoute, resolve_routes
-from tread_zoo.routing.plan import RoutePlan, Routing, build_routing
-from tread_zoo.routing.routes import PathDrop, Route, check_routes, num_kept_tokens
+from tread_zoo.routing.plan import NO_ROUTING, RoutePlan, Routing, build_routing
+from tread_zoo.routing.routes import (
+    Bypass,
+    PathDrop,
+    Route,
+    bypassed_tokens,
+    check_routes,
+    num_kept_tokens,
+)
 from tread_zoo.routing.scans import GAPS, Scan, check_scan, make_scan, reverse_gaps
 from tread_zoo.routing.schedules import RateSchedule
 from tread_zoo.routing.selectors import Selector
 
 __all__ = [
     "GAPS",
+    "NO_ROUTING",
     "ORDERS",
+    "Bypass",
     "Fusion",
+    "MaskTokens",
     "PathDrop",
     "PendingRoute",
     "RateSchedule",
@@ -25,6 +36,7 @@ __all__ = [
     "Scan",
     "Selector",
     "build_routing",
+    "bypassed_tokens",
     "check_routes",
     "check_scan",
     "inverse",

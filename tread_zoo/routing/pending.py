@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tread_zoo.routing.routes import PathDrop, Route
+from tread_zoo.routing.routes import UNCHANGED, Bypass, PathDrop, Route
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class PendingRoute:
     """A route that waits for the importance of its tokens.
 
     Args:
-        start, end: as of `Route`.
+        start, end, bypass: as of `Route`.
         num_kept: K.
         noise: Gumbel noise [B, N], or [1, N] where the whole batch keeps the same tokens, by the
             mean of its importance.
@@ -34,6 +34,7 @@ class PendingRoute:
     end: int
     num_kept: int
     noise: Tensor
+    bypass: Bypass = UNCHANGED
 
     @property
     def ids(self) -> Tensor:
@@ -73,7 +74,8 @@ class PendingRoute:
             weight = weight.mean(dim=0, keepdim=True)
         key = weight.clamp_min(torch.finfo(weight.dtype).tiny).log() + self.noise
         ids = key.topk(self.num_kept, dim=1).indices.sort(dim=1).values
-        return Route.of_sorted(self.start, self.end, ids.expand(len(importance), -1))
+        ids = ids.expand(len(importance), -1)
+        return Route.of_sorted(self.start, self.end, ids, self.bypass)
 
 
 def draw_pending(

@@ -5,21 +5,32 @@ A plan belongs to a configuration; each training step draws concrete routes from
     routing.at(step, num_steps, seed).draw(batch, grid, generator)
 
 `at` is the routing of one step, without a schedule, and a function of (seed, step) alone: the same
-on every rank and for every micro-step of the step. B batch, N tokens, K kept tokens.
+on every rank and for every micro-step of the step. In sampling the routes of an image depend on
+(seed, image, evaluation) alone. B batch, N tokens, K kept tokens.
 """
 
+import functools
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tread_zoo.errors import unknown_name
 from tread_zoo.registry import create
 from tread_zoo.routing.pending import PendingRoute, draw_pending
-from tread_zoo.routing.routes import PathDrop, Route, num_kept_tokens
+from tread_zoo.routing.routes import (
+    UNCHANGED,
+    Bypass,
+    PathDrop,
+    Route,
+    check_carries,
+    num_kept_tokens,
+)
 from tread_zoo.routing.schedules import RateSchedule, build_schedule
 from tread_zoo.routing.selectors import Selector
 from tread_zoo.seeding import make_generator
@@ -28,8 +39,10 @@ logger = logging.getLogger(__name__)
 
 ROUTE_FIELDS = (
     "start", "end", "selection_rate", "selector", "per_batch", "schedule", "final_rate",
-    "rate_steps",
+    "rate_steps", "rate_range", "carry_from", "detach", "sparsify", "redraw",
 )  # fmt: skip
+NUM_RATES = 17  # that a rate range is drawn from: compiled code is made anew for every number
+_EVALUATIONS_AT_ONCE = 32  # whose routes one generator draws
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,8 @@ class RoutePlan:
         selector_name: the selector in words, for logs.
         per_batch: the whole batch keeps the same tokens.
         schedule: how the rate changes over training; None: it stays.
+        rate_range: lowest and highest rate, of which a step draws its own; None: it does not.
+        bypass: what becomes of the tokens that bypass.
     """
 
     start: int
@@ -52,26 +67,62 @@ class RoutePlan:
     selector_name: str
     per_batch: bool = False
     schedule: RateSchedule | None = None
+    rate_range: tuple[float, float] | None = None
+    bypass: Bypass = UNCHANGED
 
     def __post_init__(self) -> None:
         num_kept_tokens(1, self.selection_rate)
         if not 0 <= self.start < self.end:
             raise ValueError(f"route start={self.start}, end={self.end} is empty or negative.")
 
+    @property
+    def needs_importance(self) -> bool:
+        """Whether the network itself must say which tokens stay."""
+        return bool(getattr(self.selector, "needs_importance", False))
+
     def draw(
-        self, batch: int, grid: tuple[int, int], generator: torch.Generator
+        self,
+        batch: int,
+        grid: tuple[int, int],
+        generator: torch.Generator,
+        force_keep: Tensor | None = None,
     ) -> Route | PendingRoute:
-        """Draw ids [B, K] for a batch of grids, at `selection_rate`; for `norm` the noise alone."""
+        """Draw ids [B, K] for a batch of grids, at `selection_rate`; for `norm` the noise alone.
+
+        Args:
+            batch, grid, generator: B, the sides of the grid, on the CPU.
+            force_keep: bool [B, N], tokens that stay whatever is drawn, in place of others of the
+                K; with `per_batch` in all images those of any.
+
+        Raises:
+            ValueError: more tokens must stay than the rate keeps.
+        """
         num_tokens = grid[0] * grid[1]
         num_kept = num_kept_tokens(num_tokens, self.selection_rate)
         num_draws = 1 if self.per_batch else batch
-        if getattr(self.selector, "needs_importance", False):
-            return draw_pending(
+        if force_keep is not None:
+            force_keep = force_keep.any(dim=0, keepdim=True) if self.per_batch else force_keep
+            most = int(force_keep.sum(dim=1).max())
+            if most > num_kept:
+                raise ValueError(
+                    f"force_keep holds {most} tokens of an image, and selection_rate="
+                    f"{self.selection_rate} keeps {num_kept}: lower the rate, or force fewer."
+                )
+        if self.needs_importance:
+            route = draw_pending(
                 self.start, self.end, batch=num_draws, num_tokens=num_tokens, num_kept=num_kept,
                 generator=generator,
             )  # fmt: skip
+            noise = route.noise
+            if force_keep is not None:
+                noise = noise.masked_fill(force_keep, math.inf)
+            return replace(route, noise=noise, bypass=self.bypass)
         ids = self.selector(num_draws, grid, num_kept, generator)
-        return Route(self.start, self.end, ids.expand(batch, -1))
+        if force_keep is not None:  # those first, then what was drawn
+            order = torch.rand(force_keep.shape, generator=generator) + 2 * force_keep
+            order = order.scatter_add(1, ids, torch.ones(ids.shape))
+            ids = order.topk(num_kept, dim=1).indices.sort(dim=1).values
+        return Route(self.start, self.end, ids.expand(batch, -1), self.bypass)
 
     def describe(self, num_tokens: int) -> str:
         """Return the route in words."""
@@ -80,6 +131,11 @@ class RoutePlan:
         if self.schedule is not None:
             rates = [rate for _, rate in self.schedule.stairs(range(1000), 1000)]
             words.append(self.schedule.describe())
+        if self.rate_range is not None:
+            rates = list(self.rate_range)
+            words.append("rate {:g} to {:g}, drawn each step".format(*rates))
+        changed = {k: v for k, v in asdict(self.bypass).items() if v != getattr(UNCHANGED, k)}
+        words += [f"{option} {value}" for option, value in changed.items()]
         if self.per_batch:
             words.append("the same for the whole batch")
         kept = sorted({num_kept_tokens(num_tokens, rate) for rate in (min(rates), max(rates))})
@@ -99,8 +155,11 @@ class Routing:
         dense_tail: fraction of training at the end without routes.
         probability: chance that a step between the two is routed.
         rejoin: `replace` puts the kept tokens back (TREAD), `project` fuses them with what came
-            (`tread_zoo.routing.fusion`).
+            (`tread_zoo.routing.fusion`), `mask` puts learned tokens in the places of the others
+            (`tread_zoo.routing.masks`).
         path_drop_probability: chance that a routed step drops the paths of all routes.
+        reconstruction_weight: of what bypassed, in `tread_zoo.diffusion.reconstruction`; None: one
+            loss for all tokens.
     """
 
     plans: tuple[RoutePlan, ...] = ()
@@ -109,25 +168,66 @@ class Routing:
     probability: float = 1.0
     rejoin: str = "replace"
     path_drop_probability: float = 0.0
+    reconstruction_weight: float | None = None
 
     @property
     def fused_ranges(self) -> tuple[tuple[int, int], ...]:
         """The ranges at whose end the network must fuse: what `Backbone.add_fusions` takes."""
-        if self.rejoin != "project":
-            return ()
+        return self._ranges if self.rejoin == "project" else ()
+
+    @property
+    def masked_ranges(self) -> tuple[tuple[int, int], ...]:
+        """The ranges at whose end tokens are masked: what `Backbone.add_mask_tokens` takes."""
+        return self._ranges if self.rejoin == "mask" else ()
+
+    @property
+    def _ranges(self) -> tuple[tuple[int, int], ...]:
         return tuple((plan.start, plan.end) for plan in self.plans)
 
     @property
     def is_scheduled(self) -> bool:
         """Whether steps differ in more than the tokens drawn."""
         plain = (self.warm_start, self.dense_tail, self.probability) == (0.0, 0.0, 1.0)
-        return not plain or any(plan.schedule is not None for plan in self.plans)
+        return not plain or any(plan.schedule or plan.rate_range for plan in self.plans)
 
     def draw(
-        self, batch: int, grid: tuple[int, int], generator: torch.Generator
+        self,
+        batch: int,
+        grid: tuple[int, int],
+        generator: torch.Generator,
+        force_keep: Tensor | None = None,
     ) -> tuple[Route | PendingRoute, ...]:
-        """Draw one route per plan at its `selection_rate`; of a schedule take `at` a step first."""
-        return tuple(plan.draw(batch, grid, generator) for plan in self.plans)
+        """Draw one route per plan at its `selection_rate`, see `RoutePlan.draw`; of a schedule or a
+        rate range take `at` a step first."""
+        return tuple(plan.draw(batch, grid, generator, force_keep) for plan in self.plans)
+
+    def draw_by_evaluation(
+        self, grid: tuple[int, int], seed: int, indices: Sequence[int]
+    ) -> Callable[[float, int], tuple[Route, ...]]:
+        """Return a function of a rate, and of an evaluation (0, 1, …) of images being sampled, that
+        gives their routes with ids [B, K] on the CPU; at rate 0 none.
+
+        Evaluation k of image i has row k mod 32 of what (seed, i, k // 32) draws: one generator and
+        one sort for many evaluations. No selector may need importance.
+        """
+
+        @functools.lru_cache(maxsize=2)  # of both branches of a guidance
+        def draw(chunk: int, rate: float) -> list[Tensor]:
+            generators = (make_generator("sparse", seed, index, chunk) for index in indices)
+            at_rate = self.at_rate(rate)
+            drawn = [at_rate.draw(_EVALUATIONS_AT_ONCE, grid, each) for each in generators]
+            return [torch.stack([r.ids for r in each], dim=1) for each in zip(*drawn, strict=True)]
+
+        def routes(rate: float, evaluation: int) -> tuple[Route, ...]:
+            if rate == 0:
+                return ()
+            chunk, row = divmod(evaluation, _EVALUATIONS_AT_ONCE)
+            return tuple(
+                Route(plan.start, plan.end, ids[row], plan.bypass)
+                for plan, ids in zip(self.plans, draw(chunk, rate), strict=True)
+            )
+
+        return routes
 
     def at(self, step: int, num_steps: int, seed: int) -> "Routing":
         """Return the routing of optimizer step `step` of `num_steps`, without a schedule.
@@ -142,7 +242,29 @@ class Routing:
         routed = self.routed_steps(num_steps)
         if step not in routed or not self._is_drawn(step, seed):
             return self._plain(())
-        return self._if_routed(step, routed, num_steps)
+        rates = self._if_routed(step, routed, num_steps).rates()
+        generator = make_generator("rate", seed, step)
+        return rates[int(torch.randint(len(rates), (), generator=generator))]
+
+    def rates(self) -> tuple["Routing", ...]:
+        """Return this routing at each rate that a step may draw, all as likely; all its rate ranges
+        have the same place in them. Without any it is the only one."""
+        if not any(plan.rate_range for plan in self.plans):
+            return (self,)
+        routings = []
+        for fraction in torch.linspace(0, 1, NUM_RATES, dtype=torch.float64).tolist():
+            plans = [
+                replace(plan, selection_rate=low + fraction * (high - low), rate_range=None)
+                for plan in self.plans
+                for low, high in [plan.rate_range or 2 * (plan.selection_rate,)]
+            ]
+            routings.append(self._plain([plan for plan in plans if plan.selection_rate > 0]))
+        return tuple(routings)
+
+    def at_rate(self, rate: float) -> "Routing":
+        """Return this routing with one rate for all routes, always: what sampling draws from."""
+        plans = [replace(plan, schedule=None, rate_range=None) for plan in self.plans]
+        return self._plain([replace(plan, selection_rate=rate) for plan in plans])
 
     def routed_steps(self, num_steps: int) -> range:
         """Return the steps between the dense start and the dense end; empty in a run too short."""
@@ -198,6 +320,8 @@ class Routing:
             words.append(f"{' and '.join(dense)} of training dense")
         if self.rejoin == "project":
             words.append("fused where they rejoin")
+        if self.rejoin == "mask":
+            words.append("learned tokens in the places of the others")
         if self.path_drop_probability:
             words.append(f"dropped in {self.path_drop_probability:.0%} of the routed steps")
         return "; ".join(words)
@@ -226,6 +350,9 @@ class Routing:
         return replace(self, plans=tuple(plans), warm_start=0.0, dense_tail=0.0, probability=1.0)
 
 
+NO_ROUTING = Routing()
+
+
 def build_routing(
     name: str = "tread",
     *,
@@ -240,12 +367,18 @@ def build_routing(
     schedule: str = "constant",
     final_rate: float | None = None,
     rate_steps: Sequence[Sequence[float]] = (),
+    rate_range: Sequence[float] | None = None,
+    carry_from: int | None = None,
+    detach: bool = False,
+    sparsify: bool = True,
+    redraw: bool = False,
     warm_start: float = 0.0,
     dense_tail: float = 0.0,
     probability: float = 1.0,
     routes: Sequence[Mapping[str, Any]] = (),
     rejoin: str = "replace",
     path_drop_probability: float = 0.0,
+    reconstruction_weight: float | None = None,
 ) -> Routing:
     """Return the routing of a network with `num_blocks` blocks.
 
@@ -261,37 +394,50 @@ def build_routing(
     The others are explained in `tread_zoo.config.RoutingConfig`, which checks their values.
 
     Raises:
-        ValueError: a route outside the depth, routes that overlap, or a schedule that would not
-            read one of the fields given.
+        ValueError: a route outside the depth, routes that overlap, a state to carry that lacks
+            tokens, or a schedule that would not read one of the fields given.
     """
     if name not in ("none", "tread"):
         raise unknown_name("routing.name", name, ("none", "tread"))
     if name == "none":
-        return Routing()
+        return NO_ROUTING
     common = {
         "start": start, "end": end, "selection_rate": selection_rate, "selector": selector,
         "per_batch": per_batch, "schedule": schedule, "final_rate": final_rate,
-        "rate_steps": rate_steps,
+        "rate_steps": rate_steps, "rate_range": rate_range, "carry_from": carry_from,
+        "detach": detach, "sparsify": sparsify, "redraw": redraw,
     }  # fmt: skip
-    plans = []
+    plans: list[RoutePlan] = []
     for index, fields in enumerate(routes or [{}]):
         label = f"routing.routes[{index}]" if routes else "routing"
         own = _with_inherited(label, common, fields)
         first, last = _resolve_range(label, own["start"], own["end"], num_blocks, default_range)
         chosen = default_selector if own["selector"] == "auto" else own["selector"]
+        curve = build_schedule(label, own, warm_start=warm_start, dense_tail=dense_tail)
+        carry = own["carry_from"]
         plan = RoutePlan(
             first, last, float(own["selection_rate"]), create("selector", chosen),
             describe_part(chosen), per_batch=own["per_batch"],
+            schedule=None if curve.name == "constant" else curve,
+            rate_range=tuple(own["rate_range"]) if own["rate_range"] else None,
+            bypass=Bypass(
+                carry + num_blocks if carry is not None and carry < 0 else carry,
+                own["detach"], own["sparsify"],
+            ),
         )  # fmt: skip
-        curve = build_schedule(label, own, warm_start=warm_start, dense_tail=dense_tail)
-        plans.append(plan if curve.name == "constant" else replace(plan, schedule=curve))
+        spans = [(i, i + 1) for i in range(first, last)] if own["redraw"] else [(first, last)]
+        plans += [replace(plan, start=start, end=end) for start, end in spans]
     for before, after in itertools.pairwise(plans):
         if after.start < before.end:
             raise ValueError(
                 f"routing.routes: [{after.start}, {after.end}) starts before "
                 f"[{before.start}, {before.end}) ends; list disjoint routes in ascending order."
             )
-    return Routing(tuple(plans), warm_start, dense_tail, probability, rejoin, path_drop_probability)
+    check_carries(plans)
+    return Routing(
+        tuple(plans), warm_start, dense_tail, probability, rejoin, path_drop_probability,
+        reconstruction_weight,
+    )  # fmt: skip
 
 
 def describe_part(part: str | Mapping[str, Any]) -> str:
@@ -307,7 +453,7 @@ def _with_inherited(
 ) -> dict[str, Any]:
     """Return all fields of a route: its own, and the common ones that it leaves out.
 
-    A route with a schedule of its own takes over only what that schedule reads.
+    A route with a schedule or a rate range of its own takes over only what that reads.
     """
     for field in fields:
         if field not in ROUTE_FIELDS:
@@ -318,6 +464,9 @@ def _with_inherited(
             inherited["final_rate"] = None
         if fields["schedule"] != "steps":
             inherited["rate_steps"] = ()
+        inherited["rate_range"] = None
+    if fields.get("rate_range"):
+        inherited |= {"schedule": "constant", "final_rate": None, "rate_steps": ()}
     return {**inherited, **fields}
 
 

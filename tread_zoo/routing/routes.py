@@ -1,7 +1,8 @@
 """A concrete route (TREAD, arXiv 2501.04765): blocks `start … end-1` see some of the tokens.
 
 Tokens that are not kept leave the sequence before block `start` and rejoin it, unchanged, before
-block `end`. A dropped path (SPRINT, arXiv 2510.21986) is the limit in which every token bypasses.
+block `end`, unless `Bypass` says otherwise. A dropped path (SPRINT, arXiv 2510.21986) is the limit
+in which every token bypasses.
 
 B batch, N tokens of the grid in raster order, K kept tokens, E extra tokens (time, label) that
 stand before the grid's and are never routed.
@@ -11,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +35,26 @@ def num_kept_tokens(num_tokens: int, selection_rate: float) -> int:
 
 
 @dataclass(frozen=True)
+class Bypass:
+    """What becomes of the tokens that a route does not keep.
+
+    Args:
+        carry_from: they rejoin as they were before this block, 0 … start; None: before `start`.
+        detach: they rejoin without gradient, in every stream that travels and in long skips made on
+            the way. Skips from before the route keep theirs.
+        sparsify: False: they run through the blocks with the others, and what the blocks made of
+            them is thrown away at `end`. It costs what the dense network costs.
+    """
+
+    carry_from: int | None = None
+    detach: bool = False
+    sparsify: bool = True
+
+
+UNCHANGED = Bypass()
+
+
+@dataclass(frozen=True)
 class Route:
     """Blocks `start … end-1` run on the tokens `ids` alone.
 
@@ -40,6 +62,7 @@ class Route:
         start: first routed block, 0 … depth-1.
         end: first block that sees all tokens again, start+1 … depth.
         ids: int64 [B, K], raster positions of the kept tokens, strictly ascending in each row.
+        bypass: what becomes of the others.
 
     Raises:
         ValueError: an empty range, a wrong type or shape, or ids that are not strictly ascending.
@@ -50,6 +73,7 @@ class Route:
     start: int
     end: int
     ids: Tensor
+    bypass: Bypass = UNCHANGED
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end:
@@ -74,16 +98,20 @@ class Route:
         return self.ids.shape[1]
 
     @classmethod
-    def of_sorted(cls, start: int, end: int, ids: Tensor) -> "Route":
+    def of_sorted(cls, start: int, end: int, ids: Tensor, bypass: Bypass = UNCHANGED) -> "Route":
         """Return a route whose ids are known to be right; on a GPU this does not wait for it."""
         route = object.__new__(cls)
-        for name, value in (("start", start), ("end", end), ("ids", ids)):
+        for name, value in (("start", start), ("end", end), ("ids", ids), ("bypass", bypass)):
             object.__setattr__(route, name, value)
         return route
 
+    def with_ids(self, ids: Tensor) -> "Route":
+        """Return the same route with other ids, which are not checked."""
+        return Route.of_sorted(self.start, self.end, ids, self.bypass)
+
     def to(self, device: torch.device | str) -> "Route":
         """Return the same route with its ids on `device`; the values are not checked again."""
-        return Route.of_sorted(self.start, self.end, self.ids.to(device, non_blocking=True))
+        return self.with_ids(self.ids.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True)
@@ -123,21 +151,25 @@ def check_routes(
     num_tokens: int,
     batch: int,
     fused_ranges: Sequence[tuple[int, int]] = (),
+    masked_ranges: Sequence[tuple[int, int]] = (),
 ) -> tuple[Route | PathDrop, ...]:
     """Return `routes` as a tuple if a network of this size can run them one after the other.
 
     Args:
         routes: concrete routes and dropped paths.
         num_blocks, num_tokens, batch: the network's depth and grid, and the input's size.
-        fused_ranges: where the network fuses; it then takes no route elsewhere.
+        fused_ranges, masked_ranges: where the network fuses, or has mask tokens; it then takes no
+            route elsewhere.
 
     Raises:
         ValueError: a route outside the depth, overlapping or disordered routes, another batch size,
-            ids beyond the grid (checked where the ids lie on the CPU), a route beside the fused
-            ranges of a network that has some, or a dropped path beside those of any network.
+            ids beyond the grid (checked where the ids lie on the CPU), a route beside the fused or
+            masked ranges of a network that has some, a dropped path beside the fused ones of any
+            network, or a `carry_from` where not all tokens are there.
     """
     routes = tuple(routes)
     previous_end = 0
+    check_carries([route for route in routes if not isinstance(route, PathDrop)])
     for route in routes:
         where = f"{_name(route)} [{route.start}, {route.end})"
         if route.end > num_blocks:
@@ -147,7 +179,7 @@ def check_routes(
                 f"{where} starts before the one ahead of it ends ({previous_end}): "
                 "routes must be disjoint and in ascending order."
             )
-        _check_range_is_fused(where, route, fused_ranges)
+        _check_range(where, route, fused_ranges, masked_ranges)
         if not isinstance(route, PathDrop):
             _check_ids(where, route.ids, num_tokens, batch)
         previous_end = route.end
@@ -173,6 +205,34 @@ def check_ranges(
     return pairs
 
 
+def bypassed_tokens(
+    routes: Sequence[Route | PathDrop],
+    batch: int,
+    num_tokens: int,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Return bool [B, N] on the device of the routes: the tokens that some route does not keep."""
+    away = torch.zeros(batch, num_tokens, dtype=torch.bool, device=device)
+    for route in routes:
+        if isinstance(route, Route):
+            away |= torch.ones_like(away).scatter(1, route.ids, False)
+    return away
+
+
+def check_carries(routes: Sequence[Any]) -> None:
+    """Raise `ValueError` unless each route, or plan of one, carries a state of all tokens from its
+    start or earlier."""
+    for route in routes:
+        carry = route.bypass.carry_from
+        inside = carry is not None and any(r.start < carry < r.end for r in routes)
+        if carry is not None and (inside or not 0 <= carry <= route.start):
+            raise ValueError(
+                f"carry_from={carry} of the route [{route.start}, {route.end}) must be a block in "
+                f"0 … {route.start} that is not within a route, where tokens are missing: the "
+                "start or the end of an earlier route, or a block outside of all."
+            )
+
+
 def _name(route: Route | PathDrop) -> str:
     return "path drop" if isinstance(route, PathDrop) else "route"
 
@@ -181,15 +241,20 @@ def _listed(ranges: Sequence[tuple[int, int]]) -> str:
     return ", ".join(f"[{start}, {end})" for start, end in ranges)
 
 
-def _check_range_is_fused(
-    where: str, route: Route | PathDrop, fused_ranges: Sequence[tuple[int, int]]
+def _check_range(
+    where: str,
+    route: Route | PathDrop,
+    fused_ranges: Sequence[tuple[int, int]],
+    masked_ranges: Sequence[tuple[int, int]],
 ) -> None:
-    if (route.start, route.end) in fused_ranges:
+    own = fused_ranges if isinstance(route, PathDrop) else (*fused_ranges, *masked_ranges)
+    if (route.start, route.end) in own:
         return
-    if fused_ranges:
+    if own:
         raise ValueError(
-            f"{where} is none of the ranges that this network fuses: {_listed(fused_ranges)}. "
-            "Their projections are part of it; route there, or train with routing.rejoin=replace."
+            f"{where} is none of the ranges at whose end this network fuses or masks tokens: "
+            f"{_listed(own)}. What it learnt for that is part of it; route there, or train with "
+            "routing.rejoin=replace."
         )
     if isinstance(route, PathDrop):
         raise ValueError(

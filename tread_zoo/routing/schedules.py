@@ -78,12 +78,12 @@ def build_schedule(
 
     Args:
         label: the route's name in error texts.
-        fields: `schedule`, `selection_rate`, `final_rate`, `rate_steps`.
+        fields: `schedule`, `selection_rate`, `final_rate`, `rate_steps`, `rate_range`.
         warm_start, dense_tail: fractions of training.
 
     Raises:
-        ValueError: a field that the schedule lacks or would not read, or steps that are out of
-            order or outside the routed part of training.
+        ValueError: a field that the schedule lacks or would not read, steps that are out of order
+            or outside the routed part of training, or a rate range that is empty.
     """
     name, final = fields["schedule"], fields["final_rate"]
     steps = tuple((float(fraction), float(rate)) for fraction, rate in fields["rate_steps"])
@@ -96,6 +96,12 @@ def build_schedule(
         raise ValueError(
             f"{label}.rate_steps={list(steps)} and {label}.schedule={name} do not go together: "
             "schedule=steps needs some, as [[0.3, 0.5], [0.6, 0.25]], the others have none."
+        )
+    low, high = fields["rate_range"] or (0.0, 1.0)
+    if low >= high or (fields["rate_range"] and name != "constant"):
+        raise ValueError(
+            f"{label}.rate_range=[{low:g}, {high:g}] must ascend, and needs {label}.schedule="
+            f"constant, not {name}: each step draws its own rate."
         )
     fractions = [warm_start, *(fraction for fraction, _ in steps), 1.0 - dense_tail]
     if any(before >= after for before, after in pairwise(fractions)):

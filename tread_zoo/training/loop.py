@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from tread_zoo.config import TrainingConfig, make_config
-from tread_zoo.diffusion import Draw
+from tread_zoo.diffusion import Draw, split_loss
 from tread_zoo.kernels import set_forms
 from tread_zoo.process_group import close_process_group_at_exit, prepare_process_group
 from tread_zoo.registry import load_plugins
-from tread_zoo.routing import PathDrop, PendingRoute, Route, resolve_routes
+from tread_zoo.routing import PathDrop, PendingRoute, Route, bypassed_tokens, resolve_routes
 from tread_zoo.runtime import autocast, resolve_device, resolve_precision
 from tread_zoo.seeding import make_generator
 from tread_zoo.training.checkpoints import Checkpoint, check_same_data, data_facts
@@ -186,8 +186,10 @@ def step_loss(
     device = torch.device(device)
     x, y, draw, routes = draw_step(setup, batch, step, rank, num_ranks, device)
     precision = resolve_precision(setup.training.precision, device)
+    concrete: tuple[Route | PathDrop, ...] = ()
 
     def predict(x_t: Tensor, t: Tensor) -> Tensor:
+        nonlocal concrete
         with autocast(device, precision):
             # Importance comes from the backbone itself, not from what is wrapped around it.
             concrete = resolve_routes(
@@ -196,7 +198,14 @@ def step_loss(
             output: Tensor = (model or setup.backbone)(x_t, t, y, routes=concrete)
         return output
 
-    losses, values = setup.objective.loss(predict, x, draw)
+    weight, backbone = setup.routing.reconstruction_weight, setup.backbone
+    if weight is None:
+        losses, values = setup.objective.loss(predict, x, draw)
+    else:
+        losses, values = split_loss(
+            setup.objective, predict, x, draw, patch_size=backbone.patch_size, weight=weight,
+            bypassed=lambda: bypassed_tokens(concrete, len(x), backbone.num_tokens, device),
+        )  # fmt: skip
     return StepLoss(losses, values, draw.level)
 
 
@@ -251,7 +260,7 @@ def _own_rows(
 ) -> Route | PendingRoute | PathDrop:
     """Return a route of the images `own` of its batch."""
     if isinstance(route, Route):
-        return Route.of_sorted(route.start, route.end, route.ids[own])
+        return route.with_ids(route.ids[own])
     if isinstance(route, PendingRoute) and len(route.noise) > 1:  # else all images share it
         return replace(route, noise=route.noise[own])
     return route

@@ -1,7 +1,7 @@
 """From a checkpoint back to what samples and scores need."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from tread_zoo.data import PIXELS, Codec, ImageData
 from tread_zoo.data.latents import imported_codec, restore_codec
 from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling, check_weak
 from tread_zoo.registry import create, get_entry
+from tread_zoo.routing import build_routing
 from tread_zoo.runtime import resolve_device, resolve_precision
 from tread_zoo.training.checkpoints import (
     Checkpoint,
@@ -62,6 +63,14 @@ class Restored:
             overlay("sampler", self.config["sampler"], sampler),
             overlay("guidance", own, guidance),
         )
+        if options.selection_rate:
+            routing = build_routing(  # an imported network names none: its own range and selector
+                **self.config.get("routing", {}),
+                num_blocks=self.backbone.num_blocks,
+                default_selector=self.backbone.default_selector,
+                default_range=self.backbone.default_range,
+            )
+            options = replace(options, routing=routing)
         options.check(self.backbone, self.objective)
         training = self.config.get("training", {})
         options.check_training(  # an imported network does not say: the usual

@@ -7,7 +7,7 @@ place(setup, …)       on this process's device, sharded if requested, as a che
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +111,8 @@ def build_setup(config: RunConfig) -> Setup:
     backbone = _build_backbone(config, data)
     routing = _build_routing(config, backbone)
     backbone.add_fusions(routing.fused_ranges)
+    backbone.add_mask_tokens(routing.masked_ranges)
+    sampling = replace(sampling, routing=routing)
     sampling.check(backbone, objective)
     sampling.check_training(
         conditional=backbone.is_conditional, label_dropout=config.training.label_dropout,
@@ -204,11 +206,12 @@ def make_accelerator(setup: Setup, device: torch.device, precision: str) -> "Acc
     """Return the accelerator that connects the processes of a launcher.
 
     Autocast is the loop's own, the same with and without sharding; accelerate scales the loss in
-    fp16 alone. Where blocks may idle for a step, ranks do not wait for their gradients.
+    fp16 alone. Where blocks or mask tokens may idle for a step, ranks do not wait for their
+    gradients.
     """
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
-    idle = setup.routing.path_drop_probability > 0
+    idle = setup.routing.path_drop_probability > 0 or bool(setup.backbone.masked_ranges)
     timeout = timedelta(seconds=setup.training.timeout_s)
     return Accelerator(
         cpu=device.type == "cpu",

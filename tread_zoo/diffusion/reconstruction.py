@@ -1,0 +1,77 @@
+"""Losses of kept and bypassed tokens apart, after MaskDiT (arXiv 2306.09305, section 3.3).
+
+With the objective's loss l_i at patch i, its estimate D of the clean data behind x_t, the set S of
+tokens that were kept and M of those that bypassed a route,
+
+    L = mean over S of l_i + weight mean over M of |D_i - x_t,i|^2
+
+The second term asks for what the network was not shown, noise included: D - x_t, not D - x.
+MaskDiT's weight is 0.1; its released code also standardises each patch of x_t, its formula does
+not. It grows with the noise of x_t, squared: at objective=ddpm, whose sigma reaches 157, it would
+outweigh all else. A weight of 0 leaves what bypassed out of the loss, as MicroDiT does (arXiv
+2407.15811).
+
+B batch, N tokens, C channels, p patch size.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tread_zoo.diffusion.objective import Draw, Objective, Predict, per_image
+from tread_zoo.layers import patchify, unpatchify
+
+
+def split_loss(
+    objective: Objective,
+    predict: Predict,
+    x: Tensor,
+    draw: Draw,
+    *,
+    bypassed: Callable[[], Tensor],
+    patch_size: int,
+    weight: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of each image [B] as above, and what `objective.loss` names and
+    `reconstruction`, the mean over M; where M is empty 0, and the loss is the objective's own.
+
+    The objective sees each patch as an image of its own, all of one level; so it needs no loss of
+    parts, and must not mix pixels.
+
+    Args:
+        objective, predict, x, draw: as of `Objective.loss`.
+        bypassed: called after `predict`: bool [B, N].
+        patch_size, weight: p, of the second term.
+    """
+    batch, grid = len(x), (x.shape[2] // patch_size, x.shape[3] // patch_size)
+    num_tokens = grid[0] * grid[1]
+
+    def cut(images: Tensor) -> Tensor:
+        """Return [B N, C, p, p]."""
+        return patchify(images, patch_size).view(batch * num_tokens, -1, patch_size, patch_size)
+
+    outputs: list[Tensor] = []
+
+    def predict_patches(patches: Tensor, t: Tensor) -> Tensor:
+        tokens = patches.permute(0, 2, 3, 1).reshape(batch, num_tokens, -1)
+        outputs.append(predict(unpatchify(tokens, patch_size, grid), t[::num_tokens]))
+        return cut(outputs[0])
+
+    levels = draw.level.repeat_interleave(num_tokens)
+    losses, values = objective.loss(predict_patches, cut(x), Draw(cut(draw.noise), levels))
+    x_t = per_image(objective.signal(draw.level)) * x
+    x_t = x_t + per_image(objective.noise(draw.level)) * draw.noise
+    slope = objective.dx_dt(lambda *_: outputs[0], x_t, draw.level)
+    miss = (objective.estimate(x_t, slope, draw.level) - x_t).square()
+    missed = cut(miss).mean(dim=(1, 2, 3)).view(batch, num_tokens)
+    away = bypassed()
+    reconstruction = _mean(missed, away)
+    losses = _mean(losses.view(batch, num_tokens), ~away) + weight * reconstruction
+    return losses, {**values, "reconstruction": reconstruction}
+
+
+def _mean(values: Tensor, chosen: Tensor) -> Tensor:
+    """Return the means [B] of the chosen values of [B, N], 0 where none is."""
+    total = torch.where(chosen, values, 0.0).sum(dim=1)
+    return total / chosen.sum(dim=1).clamp_min(1)
