@@ -219,6 +219,7 @@ class SamplingGrid:
 GRID_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingGrid))
 PART_FIELDS = (
     "backbone", "objective", "data", "optimizer", "lr_schedule", "sampler", "guidance", "tracker",
+    "alignment",
 )  # fmt: skip
 
 
@@ -242,7 +243,8 @@ class RunConfig:
 
     Args:
         plugins: modules that register parts of other projects; see docs/extending.md.
-        backbone, objective, data, optimizer, lr_schedule, sampler, guidance, tracker: parts.
+        backbone, objective, data, optimizer, lr_schedule, sampler, guidance, alignment, tracker:
+            parts.
         seed: of weights, data order and every draw.
         device: auto, cpu, cuda, cuda:1, mps.
         run_dir: the run's folder; auto is runs/ and a name made of the settings.
@@ -262,6 +264,7 @@ class RunConfig:
     lr_schedule: _part("lr_schedule") = "cosine"  # type: ignore[valid-type]
     sampler: Annotated[dict[str, Any], BeforeValidator(complete_sampler)] = "euler"  # type: ignore[assignment]
     guidance: _part("guidance") = "none"  # type: ignore[valid-type]
+    alignment: _part("alignment") = "none"  # type: ignore[valid-type]
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     tracker: Annotated[_part("tracker"), ASIDE] = "local"  # type: ignore[valid-type]
     seed: int = 0

@@ -245,7 +245,7 @@ def test_a_plug_in_of_the_run_must_be_loaded(in_two_parts, copy_of):
 def test_seeds_and_ranks_draw_apart():
     def draw(seed, rank, step):
         setup = parts_of(settings(f"seed={seed}"))
-        _, _, drawn, routes = draw_step(
+        _, _, drawn, routes, _ = draw_step(
             setup, next(setup.batches()), step, rank, 2, torch.device("cpu")
         )
         return drawn.noise, routes[0].ids

@@ -195,7 +195,7 @@ class Window:
         fourths = torch.cat(losses).float()[order].tensor_split(NUM_LEVELS)
         numbers |= {f"loss_level_{i}": part.mean().item() for i, part in enumerate(fourths, 1)}
         for name in sorted(values[0]):
-            mean = torch.stack([value[name] for value in values]).mean()
+            mean = torch.stack([value[name] for value in values if name in value]).mean()
             numbers[name] = accelerator.reduce(mean, reduction="mean").item()
         numbers |= {"learning_rate": self.learning_rate, "grad_norm": self.grad_norm}
         self._step_losses, self._micro_steps = [], []
@@ -446,9 +446,11 @@ class Log:
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             weights: Any = get_model_state_dict(setup.backbone, options=options)
             averages = state.average.whole(self.accelerator.device).state_dict()
-            tensors, plain = optimizer_state(state.optimizer, setup.backbone)
+            tensors, plain = optimizer_state(state.optimizer, state.parameters)
+            parts = {"model": weights, "ema": averages, "optimizer": tensors}
+            if setup.projector is not None:
+                parts["alignment"] = get_model_state_dict(setup.projector, options=options)
             if self.is_main:
-                parts = {"model": weights, "ema": averages, "optimizer": tensors}
                 meta = {
                     "step": state.step,
                     "config": self.settings,
