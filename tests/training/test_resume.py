@@ -22,7 +22,9 @@ from tread_zoo.training.trackers import read_metrics
 def assert_same_end(one, other):
     first, second = find_checkpoint(one), find_checkpoint(other)
     assert first.step == second.step
-    for part in ("model", "ema", "optimizer"):
+    parts = {path.stem for path in first.path.glob("*.safetensors")}
+    assert parts == {path.stem for path in second.path.glob("*.safetensors")}
+    for part in parts:
         left, right = first.tensors(part), second.tensors(part)
         assert left.keys() == right.keys()
         for key in left:
