@@ -499,8 +499,10 @@ def make_config(**fields: Any) -> RunConfig:
         optimizer["learning_rate"] = get_entry("backbone", name).facts.get("learning_rate", 1e-4)
     run_dir = config.run_dir
     if run_dir == "auto":
-        names = (config.data["name"], config.backbone["name"], routing.name)
-        run_dir = f"runs/{'_'.join((*names, config.objective['name']))}_seed{config.seed}"
+        names = [config.data["name"], config.backbone["name"], routing.name]
+        names += [config.objective["name"], config.alignment["name"]]
+        names = names[:-1] if names[-1] == "none" else names
+        run_dir = f"runs/{'_'.join(names)}_seed{config.seed}"
     used = [(kind, getattr(config, kind)["name"]) for kind in PART_FIELDS]
     used += [("metric", metric["name"]) for metric in config.evaluation.metrics]
     selectors = [routing.selector, *(route.get("selector", "auto") for route in routing.routes)]

@@ -15,7 +15,6 @@ import json
 import logging
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field, replace
 from pathlib import Path
@@ -351,11 +350,13 @@ def write_part(file: Path, items: Iterable[Item], content: str) -> None:
     import pyarrow as pa
 
     count, total, square, shape = 0, np.zeros(1), np.zeros(1), None  # by channel, in float64
-    columns, features = defaultdict[str, list[Any]](list), None
+    main, features = "image" if content == "pixels" else "latent", None
+    columns: dict[str, list[Any]] = {main: [], "label": []}  # also of no item
     for item in items:
         for name, value in item.items():
-            columns[name].append(as_bytes(value) if isinstance(value, Tensor) else value)
-        stored = item["image" if content == "pixels" else "latent"]
+            cell = as_bytes(value) if isinstance(value, Tensor) else value
+            columns.setdefault(name, []).append(cell)
+        stored = item[main]
         mean, std = split_moments(stored, content)
         mean, variance = mean.double(), 0.0 if std is None else std.double().square()
         count, shape = count + mean.numel() // mean.shape[1], list(stored.shape)

@@ -297,7 +297,18 @@ class Log:
             ("flops", f"{facts['flops_routed'] / 1e6:.1f} M per image, forward and backward{mean}; "
                       f"dense {facts['flops_dense'] / 1e6:.1f} M"),
             ("optimizer", f"{setup.config.optimizer['name']}: {options}"),
+            *self._alignment_line(),
             ("run", f"{self.folder} {origin}, {setup.num_steps} steps in all"),
+        ]  # fmt: skip
+
+    def _alignment_line(self) -> list[tuple[str, str]]:
+        setup = self.setup
+        if setup.projector is None:
+            return []
+        size = sum(p.numel() for p in setup.projector.parameters()) / 1e6
+        return [
+            ("alignment", f"{setup.config.alignment['name']} of block {setup.projector.block}, until "
+                          f"{setup.alignment.stop:.0%} of training; {size:.2f} M more parameters")
         ]  # fmt: skip
 
     def numbers(self, state: TrainState, window: Window) -> None:
