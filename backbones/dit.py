@@ -103,7 +103,7 @@ for _size, _keywords in _SIZES.items():
         )(DiT)
 # Sizes for comparisons: every architecture has them, of nearly the same number of parameters.
 register_backbone(
-    "dit_tiny", learning_rate=6e-3, patch_size=2, hidden_size=64, depth=12, num_heads=2
+    "dit_tiny", learning_rate=1.2e-2, patch_size=2, hidden_size=64, depth=12, num_heads=2
 )(DiT)
 register_backbone("dit_matched_s", learning_rate=3e-4, patch_size=2, **_SIZES["s"])(DiT)
 register_backbone("dit_matched_b", patch_size=2, **_SIZES["b"])(DiT)
@@ -114,6 +114,6 @@ _SIT: dict[str, Any] = {"patch_size": 2, "time_scale": 1.0, "reversed_time": Tru
 for _size, _keywords in _SIZES.items():
     _rate = 3e-4 if _size == "s" else None
     register_backbone(f"sit_{_size}_2", learning_rate=_rate, **_SIT, **_keywords)(DiT)
-register_backbone("sit_tiny", learning_rate=6e-3, hidden_size=64, depth=12, num_heads=2, **_SIT)(
+register_backbone("sit_tiny", learning_rate=1.2e-2, hidden_size=64, depth=12, num_heads=2, **_SIT)(
     DiT
 )

@@ -186,7 +186,7 @@ for _size, _keywords in _SIZES.items():
     register_backbone(f"mamba_{_size}_2", learning_rate=_rate, patch_size=2, **_keywords)(Mamba)
 # Sizes for comparisons: every architecture has them, of nearly the same number of parameters.
 register_backbone(
-    "mamba_tiny", learning_rate=6e-3, patch_size=2, hidden_size=88, depth=12, state_size=4
+    "mamba_tiny", learning_rate=1.2e-2, patch_size=2, hidden_size=88, depth=12, state_size=4
 )(Mamba)
 register_backbone("mamba_matched_s", learning_rate=3e-4, patch_size=2, hidden_size=392, depth=24)(
     Mamba

@@ -245,7 +245,7 @@ for _size, _keywords in _SIZES.items():
     _rate = 3e-4 if _size == "s" else None
     register_backbone(f"rwkv_{_size}_2", learning_rate=_rate, patch_size=2, **_keywords)(RWKV)
 # Sizes for comparisons: every architecture has them, of nearly the same number of parameters.
-register_backbone("rwkv_tiny", learning_rate=6e-3, patch_size=2, hidden_size=60, depth=13)(RWKV)
+register_backbone("rwkv_tiny", learning_rate=1.2e-2, patch_size=2, hidden_size=60, depth=13)(RWKV)
 register_backbone("rwkv_matched_s", learning_rate=3e-4, patch_size=2, hidden_size=352, depth=13)(
     RWKV
 )

@@ -195,6 +195,6 @@ class ZigMa(AdaLNBackbone):
 for _patch in (1, 2):
     register_backbone(f"zigma_b_{_patch}", patch_size=_patch, hidden_size=768, depth=24)(ZigMa)
 # Sizes for comparisons: every architecture has them, of nearly the same number of parameters.
-register_backbone("zigma_tiny", learning_rate=6e-3, hidden_size=88, depth=12, state_size=4)(ZigMa)
+register_backbone("zigma_tiny", learning_rate=1.2e-2, hidden_size=88, depth=12, state_size=4)(ZigMa)
 register_backbone("zigma_matched_s", learning_rate=3e-4, hidden_size=384, depth=24)(ZigMa)
 register_backbone("zigma_matched_b", hidden_size=768, depth=24)(ZigMa)

@@ -66,7 +66,7 @@ def test_a_part_is_a_name_or_a_mapping_on_the_command_line():
 
 
 def test_automatic_values_are_those_of_backbone_and_data():
-    assert make_config(backbone="dit").optimizer["learning_rate"] == 6e-3
+    assert make_config(backbone="dit").optimizer["learning_rate"] == 1.2e-2
     assert make_config(backbone="dit_s_4").optimizer["learning_rate"] == 3e-4
     assert make_config(backbone="dit_xl_2").optimizer["learning_rate"] == 1e-4
     assert make_config().training.num_steps == 800

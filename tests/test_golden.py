@@ -33,6 +33,7 @@ RUNS = {
 }
 SMALL = (
     "training.num_steps=50", "training.log_every=1", "training.precision=fp32",
+    "optimizer.learning_rate=6e-3",
     "training.sample_every=0", "training.checkpoint_every=0", "sampler.num_steps=4",
     "evaluation.num_images=100", "device=cpu",
 )  # fmt: skip

@@ -204,7 +204,8 @@ class SamplingGrid:
 
     Args:
         num_steps: auto is the sampler's own.
-        grid: flow: uniform, quadratic, logit_normal; edm: rho, log; auto is the first.
+        grid: flow: uniform, quadratic, logit_normal; edm: rho, log; ddpm: uniform; auto is the
+            first.
         shift: flow: t' = shift t / (1 + (shift - 1) t); above 1 spends more steps on noisier
             images.
         rho: edm: how the levels crowd towards 0; auto is the objective's own.

@@ -1,8 +1,8 @@
 """Gaussian data: the one distribution whose best network and whose ODE are known in closed form.
 
-With data ~ N(mean, std^2) in every pixel and x = a y + b n (EDM: a = 1, b = sigma; flow: a = 1 - t,
-b = t), x has variance a^2 std^2 + b^2, and an ODE path keeps its z-score: (x - a mean) / that
-root. Everything here is derived from that, in other words than the code under test.
+With data ~ N(mean, std^2) in every pixel and x = a y + b n (EDM, DDPM: a = 1, b = sigma; flow:
+a = 1 - t, b = t), x has variance a^2 std^2 + b^2, and an ODE path keeps its z-score: (x - a mean) /
+that root. Everything here is derived from that, in other words than the code under test.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tread_zoo.diffusion import EDM, FlowMatching, Predict
+from tread_zoo import create
+from tread_zoo.diffusion import DDPM, EDM, FlowMatching, Predict
 
 
 @dataclass(frozen=True)
 class GaussianProblem:
     """An objective, and data N(mean, std^2)."""
 
-    objective: EDM | FlowMatching
+    objective: EDM | FlowMatching | DDPM
     mean: float = 0.4
     std: float = 0.7
 
@@ -57,14 +58,21 @@ class GaussianProblem:
             gap = self.posterior_mean(x, sigma) - skip
             return gap * total.sqrt() / (sigma * objective.sigma_data)
 
-        return flow if isinstance(objective, FlowMatching) else edm
+        def ddpm(scaled: Tensor, t: Tensor) -> Tensor:
+            beta = torch.linspace(1e-4, 0.02, 1000)
+            kept = torch.stack([(1 - beta[: int(k) + 1]).prod() for k in (1000 * t).round()])
+            sigma = (1 / kept - 1).sqrt().view(-1, 1, 1, 1)
+            x = scaled * (1 + sigma**2).sqrt()
+            return (x - self.posterior_mean(x, sigma)) / sigma
+
+        return {FlowMatching: flow, EDM: edm, DDPM: ddpm}[type(objective)]
 
 
 def _problem(name: str) -> GaussianProblem:
-    return GaussianProblem(EDM() if name == "edm" else FlowMatching())
+    return GaussianProblem(create("objective", name))
 
 
-@pytest.fixture(params=["edm", "flow"])
+@pytest.fixture(params=["edm", "flow", "ddpm"])
 def problem(request: pytest.FixtureRequest) -> GaussianProblem:
     return _problem(request.param)
 

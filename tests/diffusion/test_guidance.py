@@ -281,7 +281,12 @@ def test_what_training_never_showed_is_refused(guidance, training, fits):
 
 @pytest.mark.parametrize(
     ("of_weak", "objective"),
-    [({}, EDM()), ({"num_classes": 3}, FlowMatching()), ({"input_size": 4}, FlowMatching())],
+    [
+        ({}, EDM()),
+        ({}, FlowMatching(prediction="x")),
+        ({"num_classes": 3}, FlowMatching()),
+        ({"input_size": 4}, FlowMatching()),
+    ],
 )
 def test_a_weak_network_of_other_data_or_another_objective_is_refused(of_weak, objective):
     check_weak(tiny(), FlowMatching(), tiny(depth=3), FlowMatching(time_distribution="uniform"))

@@ -137,9 +137,9 @@ def test_the_rates_are_those_of_the_groups():
 
 def test_adamw_takes_the_rate_of_muon_unless_it_has_its_own():
     config = make_config(backbone="dit", optimizer={"name": "muon", "ns_steps": 4}).optimizer
-    assert config["learning_rate"] == 6e-3
+    assert config["learning_rate"] == 1.2e-2
     optimizer = create("optimizer", config).build(make_network())
-    assert {group["lr"] for group in optimizer.param_groups} == {6e-3}
+    assert {group["lr"] for group in optimizer.param_groups} == {1.2e-2}
 
 
 @pytest.mark.parametrize(

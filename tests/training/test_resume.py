@@ -212,7 +212,7 @@ def test_resuming_another_run_names_the_difference(in_two_parts, override, field
 def test_other_settings_are_allowed_and_said(in_two_parts, copy_of, caplog):
     more = ["optimizer.learning_rate=0.001", "lr_schedule=constant", "training.num_steps=7"]
     folder = train_small(copy_of(in_two_parts), *more, "routing=none", "resume=latest")
-    for field in ("routing.name='tread', not 'none'", "optimizer.learning_rate=0.006, not 0.001"):
+    for field in ("routing.name='tread', not 'none'", "optimizer.learning_rate=0.012, not 0.001"):
         assert field in caplog.text
     rows = [row for row in read_metrics(folder) if "loss" in row]
     assert rows[-1]["learning_rate"] == 0.001

@@ -49,7 +49,7 @@ def test_a_run_leaves_what_it_should(tmp_path, caplog):
     assert facts["num_parameters"] == sum(p.numel() for p in parts_of(config).backbone.parameters())
     (kernel,) = (text for text in caplog.messages if text.startswith("kernel "))
     assert "attention" in kernel, "the kernels are those of the run's own architecture"
-    for words in ("CPU", "see 8 of 16 tokens", "learning_rate 0.006", "1438 images", "step 2/6"):
+    for words in ("CPU", "see 8 of 16 tokens", "learning_rate 0.012", "1438 images", "step 2/6"):
         assert words in caplog.text
     log = (folder / "train.log").read_text()
     assert "step 6/6" in log

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from tread_zoo.comparison.findings import Setting, direction, si, words
+from tread_zoo.comparison.findings import COSTS, Setting, direction, si, words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INK = "#010203"  # becomes the text colour of the page
-COLOURS = ("#2a7fd4", "#e0731d", "#2e9e5b", "#c94f9b", "#8d6bd1", "#b08d17", "#1aa3a8", "#d14b4b")
+COLOURS = (
+    "#2a7fd4", "#e0731d", "#2e9e5b", "#c94f9b", "#8d6bd1", "#b08d17", "#1aa3a8", "#d14b4b",
+    "#76818e", "#9a5b2f", "#7fb53a", "#5a5fd0",
+)  # fmt: skip
 DASHES = {"--": "╍╍╍", ":": "┈┈┈", "-.": "━╍━"}  # and as text
 Point = tuple[float, float]
 
@@ -37,8 +40,8 @@ def looks(settings: Sequence[Setting]) -> dict[str, tuple[str, str]]:
 
 
 def draw_quality(settings: Sequence[Setting], metric: str, x: str) -> "Figure":
-    """Return the picture of quality against cost, an arrow from each dense setting to its routed
-    ones; `metric` and `x` (flops, or flops_per_sample) are columns of the runs."""
+    """Return the picture of one score against a cost or another score, an arrow from each dense
+    setting to its routed ones; `metric` and `x` are columns of the runs."""
     figure, axes = _new_figure((6.4, 4.2))
     points: dict[str, Point] = {}
     style = looks(settings)
@@ -71,7 +74,7 @@ def draw_quality(settings: Sequence[Setting], metric: str, x: str) -> "Figure":
         _scale(axes, "x", [cost for cost, _ in points.values()])
         _scale(axes, "y", [value for _, value in points.values()])
     axes.margins(0.12)
-    axes.set_xlabel("training FLOPs" if x == "flops" else "FLOPs per sample")
+    axes.set_xlabel(COSTS.get(x) or f"{words(x)} ({direction(x)} is better)")
     return figure
 
 

@@ -86,6 +86,7 @@ def write_report(
         **about,
         by_sample=by_sample,
         quality=as_svg(quality, f"{words(main)} against FLOPs"),
+        plane=_plane(settings, metrics),
         samples={} if by_sample else _samples(settings),
         figures={} if by_sample else _curve_figures(settings, ended, metrics, curves),
         legend=[(k, colour, DASHES.get(d, "━━━")) for k, (colour, d) in looks(settings).items()],
@@ -120,6 +121,13 @@ def _samples(settings: Sequence[Setting]) -> dict[str, Any]:
             pictures[setting.label] = _embed(Path(path))
     seed = f"seed {min(common)}" if common else "each setting's first seed"
     return {"seed": seed, "pictures": pictures}
+
+
+def _plane(settings: Sequence[Setting], metrics: Sequence[str]) -> str:
+    """Return precision against recall as SVG, or "" where one of them was not scored."""
+    if not {"precision", "recall"} <= set(metrics):
+        return ""
+    return as_svg(draw_quality(settings, "precision", "recall"), "precision against recall")
 
 
 def _embed(path: Path) -> str:

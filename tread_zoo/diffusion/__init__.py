@@ -2,13 +2,15 @@
 
 objective.py    what an objective is: `Objective`, `Draw`, `Predict`
 edm.py          EDM: noise level sigma, preconditioned denoiser
-flow.py         flow matching: time t, velocity
+flow.py         flow matching: time t; velocity, x or noise
+ddpm.py         DDPM: 1000 steps of sigma, noise
 grids.py        where the levels of sampling lie
 samplers.py     rules that integrate dx/dt, ODEs and SDEs; the noise of an image
 guidance.py     weak + w (strong - weak): the kinds of guidance
 sampling.py     from seeds and labels to images
 """
 
+from tread_zoo.diffusion.ddpm import DDPM
 from tread_zoo.diffusion.edm import EDM
 from tread_zoo.diffusion.flow import FlowMatching
 from tread_zoo.diffusion.grids import TimeGrid
@@ -46,6 +48,7 @@ from tread_zoo.diffusion.sampling import (
 )
 
 __all__ = [
+    "DDPM",
     "EDM",
     "AutoGuidance",
     "ClassifierFree",

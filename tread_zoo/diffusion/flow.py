@@ -2,52 +2,74 @@
 
 With clean data x, noise eps ~ N(0, I) and t in [0, 1], noise at t = 1:
 
-    x_t   = (1 - t) x + t eps
-    v     = dx_t/dt = eps - x           the network predicts it; its mean given x_t drives the ODE
-    loss  = |F(x_t; t) - v|^2
-    x     = x_t - t v                   the estimate of the clean data
-    t ~ U(0, 1), or logit(t) ~ N(logit_mean, logit_std^2)                     (SD3, section 3.1)
+    x_t = (1 - t) x + t eps
+    v   = dx_t/dt = eps - x             its mean given x_t drives the ODE
+    x   = x_t - t v                     the estimate of the clean data
+    eps = x_t + (1 - t) v
+
+The network predicts any of the three, and the loss is the squared error of any of the three
+(JiT, arXiv 2511.13720, Table 1). Errors are in the proportion v : x : eps = 1 : t : 1 - t, so the
+nine losses are three, each with a weight in t.
+
+t is shifted, t' = s t / (1 + (s - 1) t), after it is drawn (SD3, section 3.1 and eq. 23):
+
+    uniform       t ~ U(0, 1)
+    logit_normal  logit(t) ~ N(logit_mean, logit_std^2)
+    cosmap        t = sin a / (sin a + cos a), a ~ U(0, pi / 2)
 
 Dimensions: B batch, C channels, H height, W width. A level is t.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import PositiveFloat
+from pydantic import Field, PositiveFloat
 from torch import Tensor
 
-from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
+from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid, shift_time
 from tread_zoo.diffusion.objective import Draw, Predict, check_draw, per_image, prediction
 from tread_zoo.registry import register
+
+Space = Literal["velocity", "x", "noise"]
 
 
 @register("objective", "flow")
 @dataclass(frozen=True, kw_only=True)
 class FlowMatching:
-    """The flow-matching objective, predicting the velocity.
+    """The flow-matching objective.
 
     Args:
-        time_distribution: of t in training, "uniform" or "logit_normal".
+        prediction: what the network predicts.
+        loss_space: whose squared error the loss is.
+        time_clip: t, or 1 - t, is taken for no less than this where the loss divides by it; so is
+            1 - t in sampling by a noise prediction, which says nothing of the data at t = 1.
+        time_distribution: of t in training.
         logit_mean: mean of logit(t) for "logit_normal"; above 0 trains more on noisier images.
         logit_std: standard deviation of logit(t) for "logit_normal".
+        shift: of t in training; above 1 trains more on noisier images.
 
     Raises:
-        ValueError: a mean or a standard deviation for "uniform", which would not use it.
+        ValueError: a mean or a standard deviation for a distribution that does not use it.
     """
 
-    time_distribution: Literal["uniform", "logit_normal"] = "uniform"
+    prediction: Space = "velocity"
+    loss_space: Space = "velocity"
+    time_clip: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+    time_distribution: Literal["uniform", "logit_normal", "cosmap"] = "uniform"
     logit_mean: float = 0.0
     logit_std: PositiveFloat = 1.0
+    shift: PositiveFloat = 1.0
 
     def __post_init__(self) -> None:
-        if self.time_distribution == "uniform" and (self.logit_mean, self.logit_std) != (0, 1):
+        has_logit = self.time_distribution == "logit_normal"
+        if not has_logit and (self.logit_mean, self.logit_std) != (0, 1):
             raise ValueError(
                 f"objective.logit_mean={self.logit_mean}, objective.logit_std={self.logit_std} "
-                "mean nothing to objective.time_distribution=uniform: leave them out, or set "
-                "objective.time_distribution=logit_normal."
+                f"mean nothing to objective.time_distribution={self.time_distribution}: leave them "
+                "out, or set objective.time_distribution=logit_normal."
             )
 
     @property
@@ -56,13 +78,17 @@ class FlowMatching:
         return 1.0
 
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
-        """Draw t [B] by `time_distribution`, then the noise, for a batch of `shape` [B,C,H,W]."""
-        if self.time_distribution == "uniform":
-            t = torch.rand(shape[0], generator=generator)
-        else:
+        """Draw t [B], then the noise, for a batch of `shape` [B,C,H,W]."""
+        if self.time_distribution == "logit_normal":
             logit = torch.randn(shape[0], generator=generator)
             t = torch.sigmoid(self.logit_mean + self.logit_std * logit)
-        return Draw(noise=torch.randn(*shape, generator=generator), level=t)
+        else:
+            t = torch.rand(shape[0], generator=generator)
+        if self.time_distribution == "cosmap":
+            sine, cosine = (math.pi / 2 * t).sin(), (math.pi / 2 * t).cos()
+            t = sine / (sine + cosine)
+        noise = torch.randn(*shape, generator=generator)
+        return Draw(noise=noise, level=shift_time(t, self.shift))
 
     def noised(self, x: Tensor, draw: Draw) -> Tensor:
         """Return (1 - t) x + t noise, [B,C,H,W]."""
@@ -71,13 +97,28 @@ class FlowMatching:
         return (1 - t) * x + t * draw.noise
 
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return |v_predicted - (noise - x)|^2 of each image, averaged over C, H and W: [B]."""
-        velocity = self.dx_dt(predict, self.noised(x, draw), draw.level)
-        return (velocity - (draw.noise - x)).square().mean(dim=(1, 2, 3)), {}
+        """Return the squared error in `loss_space` of each image, averaged over C, H and W: [B]."""
+        output = prediction(predict(self.noised(x, draw), draw.level), x.shape[1])
+        target = {"velocity": draw.noise - x, "x": x, "noise": draw.noise}[self.prediction]
+        return self.weight(draw.level) * (output - target).square().mean(dim=(1, 2, 3)), {}
+
+    def weight(self, t: Tensor) -> Tensor:
+        """Return what turns a squared error of `prediction` into one in `loss_space`: [B]."""
+        if self.prediction == self.loss_space:
+            return torch.ones_like(t)
+        size = {"velocity": torch.ones_like(t), "x": t, "noise": 1 - t}
+        return (size[self.loss_space] / size[self.prediction].clamp(min=self.time_clip)).square()
 
     def dx_dt(self, predict: Predict, x_t: Tensor, level: Tensor) -> Tensor:
-        """Return the velocity [B,C,H,W] at `level` = t [B]."""
-        return prediction(predict(x_t, level), x_t.shape[1])
+        """Return the velocity [B,C,H,W] at `level` = t [B]; that of an x undefined at 0."""
+        if self.prediction == "noise":
+            level = level.clamp(max=1 - self.time_clip)
+        output, t = prediction(predict(x_t, level), x_t.shape[1]), per_image(level)
+        if self.prediction == "x":
+            return (x_t - output) / t
+        if self.prediction == "noise":
+            return (output - x_t) / (1 - t)
+        return output
 
     def estimate(self, x_t: Tensor, dx_dt: Tensor, level: Tensor) -> Tensor:
         """Return x_t - t v [B,C,H,W] for the velocity v = `dx_dt` at `level` = t [B]."""
@@ -103,4 +144,4 @@ class FlowMatching:
             t = t.square()
         elif name == "logit_normal":
             t = torch.special.ndtri(t).sigmoid()
-        return grid.shift * t / (1 + (grid.shift - 1) * t)
+        return shift_time(t, grid.shift)

@@ -6,12 +6,15 @@
            logit_normal  logit g(u) = quantile of N(0, 1) at u         small steps at both ends
     EDM    rho           sigma^(1 / rho) falls evenly (arXiv 2206.00364, eq. 5)
            log           ln sigma falls evenly: what rho grows towards
+    DDPM   uniform       the steps fall evenly from 999 to 0, rounded
 
 A grid belongs to no sampler: every sampler runs on every grid of its objective, which knows the
 grids that its level has (`Objective.levels`); `auto` is the first of them above.
 """
 
 from dataclasses import dataclass
+
+from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,3 +47,8 @@ class TimeGrid:
 
 
 DEFAULT_GRID = TimeGrid()
+
+
+def shift_time(t: Tensor, shift: float) -> Tensor:
+    """Return shift t / (1 + (shift - 1) t): t itself for 1, closer to the noise above."""
+    return shift * t / (1 + (shift - 1) * t)

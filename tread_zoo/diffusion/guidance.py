@@ -42,6 +42,8 @@ from tread_zoo.seeding import make_generator
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 _ROUTES_AT_ONCE = 32  # evaluations whose routes one generator draws
+# Options of an objective that say what a network's output means.
+_OF_THE_OUTPUT = ("sigma_data", "prediction", "schedule", "first_step")
 
 
 def combine(weak: DxDt, strong: DxDt, scale: float, channels: int | None = None) -> DxDt:
@@ -185,7 +187,7 @@ class IntervalGuidance(ClassifierFree):
 
     Args:
         scale, channels: as of `cfg`.
-        low, high: in the objective's level: t in [0, 1] for flow matching, sigma for EDM.
+        low, high: in the objective's level: t in [0, 1] for flow matching, sigma for EDM and DDPM.
 
     Raises:
         ValueError: low is not below high.
@@ -358,7 +360,7 @@ def check_weak(
             "classes": network.num_classes,
             "contexts": (network.context_length, network.context_size),
             "objective": type(trained).__name__,
-            "sigma_data": getattr(trained, "sigma_data", None),
+            **{option: getattr(trained, option, None) for option in _OF_THE_OUTPUT},
         }
         for network, trained in ((weak, objective_of_weak), (backbone, objective))
     )

@@ -3,9 +3,9 @@
     x -> `draw` picks the noise and its level -> network -> `loss`                   (training)
     noise -> a sampler integrates `dx_dt` over `levels`, from high to 0 -> x         (sampling)
 
-A level t is sigma for EDM and the time for flow matching. It grows with the noise, and 0 is clean
-data. The probability-flow ODE is written in the level itself: dx/dt is dx/dsigma for EDM. Most
-samplers need nothing else; some also use `signal` and `noise`: x_t = signal(t) x + noise(t) n.
+A level t is sigma for EDM and DDPM and the time for flow matching. It grows with the noise, and 0
+is clean data. The probability-flow ODE is written in the level itself: dx/dt is dx/dsigma for EDM.
+Most samplers need nothing else; some also use `signal` and `noise`: x_t = signal(t) x + noise(t) n.
 
 Dimensions: B batch, C channels of the data, C_out channels of the network (C or 2C), H height,
 W width.

@@ -97,7 +97,7 @@ def import_checkpoint(
         "plugins": [],
         "backbone": {"name": backbone.name, "config": backbone.config},
         "config": {
-            "objective": {"name": objective},
+            "objective": form.objective(backbone, objective),
             "sampler": {"name": sampler, "num_steps": num_steps},
             "guidance": {"name": "none"},
         },

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from tread_zoo.errors import unknown_name
 from tread_zoo.published.conversion import FORMATS, LABEL_TABLE
 from tread_zoo.published.format import Format, Tensors
-from tread_zoo.registry import get_entry
+from tread_zoo.registry import complete, get_entry
 from tread_zoo.training.checkpoints import (
     Checkpoint,
     CheckpointError,
@@ -48,7 +48,10 @@ def export_checkpoint(folder: str | Path, out: str | Path, *, format: str) -> Pa
 
 def _convert_back(checkpoint: Checkpoint, form: Format, format: str) -> Tensors:
     backbone = load_backbone(checkpoint)
-    config, objective = backbone.config, checkpoint.meta["config"]["objective"]["name"]
+    config, trained = backbone.config, complete("objective", checkpoint.meta["config"]["objective"])
+    needed = form.objective(
+        backbone, trained["name"] if trained["name"] in form.objectives else form.objectives[0]
+    )
     if type(backbone) is not get_entry("backbone", f"{form.backbone}_tiny").target:
         raise CheckpointError(
             f"backbone={backbone.name} is not what {form.project} has: format={format} needs "
@@ -57,12 +60,16 @@ def _convert_back(checkpoint: Checkpoint, form: Format, format: str) -> Tensors:
     expected = {
         "backbone.time_scale": (config.get("time_scale"), form.time_scale),
         "backbone.reversed_time": (config.get("reversed_time", False), form.reversed_time),
-        "objective": (objective, objective if objective in form.objectives else form.objectives[0]),
+        "objective": (trained["name"], needed["name"]),
+        **{
+            f"objective.{option}": (trained.get(option), needed.get(option))
+            for option in ("prediction", "schedule", "first_step")
+        },
     }
-    for key, (own, needed) in expected.items():
-        if own != needed:
+    for key, (own, wanted) in expected.items():
+        if own != wanted:
             raise CheckpointError(
-                f"{key}={own} is not what {form.project} has: format={format} needs {key}={needed}."
+                f"{key}={own} is not what {form.project} has: format={format} needs {key}={wanted}."
             )
     blocks = form.block_names(backbone.num_blocks)
     theirs: Tensors = {}

@@ -23,13 +23,12 @@ from torch import Tensor
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.layers import sincos_2d
+from tread_zoo.registry import complete
 
 Tensors = dict[str, Tensor]
 
 DDPM_NOTE = (
-    "It predicts the noise of DDPM in its first C channels, and counts time in 1000 steps: give "
-    "t = step / 1000. No objective here samples such a network, so scripts/sample.py refuses it; "
-    "use it from Python."
+    "It predicts the noise of DDPM. It is sampled without noise on the way: sampler=euler is DDIM."
 )
 
 
@@ -88,8 +87,8 @@ class Format:
         time_scale: from our time, of order 1, to theirs.
         reversed_time: its time is 1 - ours.
         has_null_label: its label table ends with a row for no label.
-        objectives: what its networks are trained for, the usual one first; "ddpm" is one that
-            nothing here samples with.
+        objectives: what its networks are trained for, the usual one first.
+        objective_options: our network -> options of the usual one, beside the defaults.
         note: what to know about its time and its output.
         layouts: our tensors -> how they are made of theirs.
         head: our name of the last linear layer.
@@ -109,6 +108,7 @@ class Format:
     reversed_time: bool = False
     has_null_label: bool = True
     objectives: tuple[str, ...] = ("ddpm",)
+    objective_options: Callable[[Backbone], dict[str, Any]] = lambda backbone: {}
     note: str = DDPM_NOTE
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     head: str = "final.linear"
@@ -116,6 +116,11 @@ class Format:
     in_halves: bool = True
     time_token: bool = False
     zero_without_labels: str | None = None
+
+    def objective(self, backbone: Backbone, name: str) -> dict[str, Any]:
+        """Return one of its objectives, by its name, with every option."""
+        options = self.objective_options(backbone) if name == self.objectives[0] else {}
+        return complete("objective", {"name": name, **options})
 
     def fixed(self, backbone: Backbone) -> Tensors:
         """Return the tensors of theirs that ours computes."""

@@ -37,7 +37,12 @@ UVIT = Format(
     },
     marks=("in_blocks.0.attn.qkv.weight", "in_blocks.0.mlp.fc1.weight"),
     sizes=_sizes,
-    note=DDPM_NOTE + " Its models of pixels were fed 999 t for a time t in [0, 1]: give 0.999 t.",
+    objective_options=lambda backbone: {
+        "schedule": "linear" if backbone.in_channels == 3 else "scaled_linear",
+        "first_step": 1,
+    },
+    note=DDPM_NOTE + " Its models of pixels were trained in continuous time, from which the linear "
+    "schedule is at most 3 steps of 1000 off.",
     head="linear",
     has_heads=True,
     time_token=True,

@@ -10,7 +10,7 @@ from tread_zoo.config import GRID_FIELDS
 from tread_zoo.data import PIXELS, Codec, ImageData
 from tread_zoo.data.latents import imported_codec, restore_codec
 from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling, check_weak
-from tread_zoo.registry import available, create, get_entry
+from tread_zoo.registry import create, get_entry
 from tread_zoo.runtime import resolve_device, resolve_precision
 from tread_zoo.training.checkpoints import (
     Checkpoint,
@@ -128,23 +128,14 @@ def restore(path: str | Path, *, weights: str, device: str, precision: str) -> R
         device, precision: see `tread_zoo.runtime`.
 
     Raises:
-        CheckpointError: there is none, it is damaged or does not fit, or it was imported from a
-            project whose objective this version does not have.
+        CheckpointError: there is none, it is damaged or does not fit.
         ValueError: an unknown weights, device or precision, or a plug-in that is not loaded.
     """
     place = resolve_device(device)
     checkpoint = find_checkpoint(path)
     backbone = load_backbone(checkpoint, weights).to(place)
-    objective = checkpoint.meta["config"]["objective"]
-    if "imported" in checkpoint.meta and objective["name"] not in available("objective"):
-        raise CheckpointError(
-            f"{checkpoint.path} was trained for objective={objective['name']!r}, which this "
-            f"version does not have: with one of {', '.join(available('objective'))} it would give "
-            f"noise. From Python: load_backbone(find_checkpoint({str(path)!r})) is the network."
-        )
-    return Restored(
-        checkpoint, backbone, create("objective", objective), resolve_precision(precision, place)
-    )
+    objective = create("objective", checkpoint.meta["config"]["objective"])
+    return Restored(checkpoint, backbone, objective, resolve_precision(precision, place))
 
 
 def load_weak(

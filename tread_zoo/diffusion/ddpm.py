@@ -1,0 +1,129 @@
+"""DDPM: the noise, predicted at 1000 discrete steps (Ho et al. 2020, arXiv 2006.11239).
+
+With clean data y, noise n ~ N(0, I), the step k = 0 … 999 and a schedule of beta_k:
+
+    abar_k = (1 - beta_0) … (1 - beta_k)
+    x_k    = sqrt(abar_k) y + sqrt(1 - abar_k) n                            (eq. 4)
+    loss   = |F(x_k; k) - n|^2,  k uniform                                  (eq. 14)
+
+Outside of the network x is x_k / sqrt(abar_k) = y + sigma n, at the level
+sigma = sqrt(1 / abar_k - 1). There
+
+    dx/dsigma = F(x / sqrt(1 + sigma^2); k)
+
+and Euler's rule is deterministic DDIM (arXiv 2010.02502, eq. 13).
+
+    linear         beta from 1e-4 to 0.02, evenly
+    cosine         abar_k = f(k + 1) / f(0),  f(i) = cos^2(pi/2 (i / 1000 + 0.008) / 1.008), but
+                   beta <= 0.999                                (arXiv 2102.09672, eq. 17)
+    scaled_linear  sqrt(beta) from sqrt(0.00085) to sqrt(0.012), evenly: Stable Diffusion's
+
+Dimensions: B batch, C channels, H height, W width. A level is sigma > 0.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
+from tread_zoo.diffusion.objective import Draw, Predict, check_draw, per_image, prediction
+from tread_zoo.registry import register
+
+NUM_STEPS = 1000
+
+
+@register("objective", "ddpm")
+@dataclass(frozen=True, kw_only=True)
+class DDPM:
+    """The objective of DDPM. The network is given t = step / 1000.
+
+    Args:
+        schedule: of the noise over the steps.
+        first_step: the network's number of the least noisy step; 1 is U-ViT's.
+    """
+
+    schedule: Literal["linear", "cosine", "scaled_linear"] = "linear"
+    first_step: Literal[0, 1] = 0
+
+    @property
+    def sigmas(self) -> Tensor:
+        """The levels of all steps, rising: float64 [1000]."""
+        return _sigmas(self.schedule)
+
+    @property
+    def initial_std(self) -> float:
+        """Sampling starts from x_999 ~ N(0, I), divided by sqrt(abar_999)."""
+        return math.sqrt(1 + float(self.sigmas[-1]) ** 2)
+
+    def draw(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
+        """Draw sigma [B] of uniform steps, then the noise, for a batch of `shape` [B,C,H,W]."""
+        sigma = self.sigmas[torch.randint(NUM_STEPS, (shape[0],), generator=generator)].float()
+        return Draw(noise=torch.randn(*shape, generator=generator), level=sigma)
+
+    def noised(self, x: Tensor, draw: Draw) -> Tensor:
+        """Return x + sigma noise, [B,C,H,W]."""
+        check_draw(x, draw)
+        return x + per_image(draw.level) * draw.noise
+
+    def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return |F - noise|^2 of each image, averaged over C, H and W: [B]."""
+        noise = self.dx_dt(predict, self.noised(x, draw), draw.level)
+        return (noise - draw.noise).square().mean(dim=(1, 2, 3)), {}
+
+    def dx_dt(self, predict: Predict, x_t: Tensor, level: Tensor) -> Tensor:
+        """Return dx/dsigma, which is the predicted noise, [B,C,H,W] at `level` = sigma [B]."""
+        t = (self.step(level) + self.first_step) / NUM_STEPS
+        scaled = x_t * per_image((1 + level.square()).rsqrt())
+        return prediction(predict(scaled, t), x_t.shape[1])
+
+    def step(self, level: Tensor) -> Tensor:
+        """Return the step whose ln sigma is the nearest to that of `level` [B]: int64 [B]."""
+        log_sigma = self.sigmas.log().float().to(level.device)
+        return torch.bucketize(level.log(), (log_sigma[1:] + log_sigma[:-1]) / 2)
+
+    def estimate(self, x_t: Tensor, dx_dt: Tensor, level: Tensor) -> Tensor:
+        """Return x_t - sigma dx/dsigma [B,C,H,W] at `level` = sigma [B]."""
+        return x_t - per_image(level) * dx_dt
+
+    def signal(self, level: Tensor) -> Tensor:
+        """Return 1: the data is not scaled."""
+        return torch.ones_like(level)
+
+    def noise(self, level: Tensor) -> Tensor:
+        """Return sigma."""
+        return level
+
+    def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:
+        """Return sigma at steps from 999 to 0, evenly spaced and rounded, then 0: float64
+        [num_steps + 1]. A single step goes from step 999 to 0.
+
+        Raises:
+            ValueError: another grid, a shift or a rho, or more steps than there are.
+        """
+        for unused in ("shift", "rho"):
+            grid.choose(("uniform",), "ddpm", unused=unused)
+        if num_steps > NUM_STEPS:
+            raise ValueError(
+                f"sampler.num_steps={num_steps} is more than the {NUM_STEPS} of objective=ddpm."
+            )
+        steps = torch.linspace(NUM_STEPS - 1, 0, num_steps, dtype=torch.float64).round().long()
+        return torch.cat([self.sigmas[steps], self.sigmas.new_zeros(1)])
+
+
+@cache
+def _sigmas(schedule: str) -> Tensor:
+    if schedule == "cosine":
+        i = torch.arange(NUM_STEPS + 1, dtype=torch.float64) / NUM_STEPS
+        f = (math.pi / 2 * (i + 0.008) / 1.008).cos().square()
+        beta = (1 - f[1:] / f[:-1]).clamp(max=0.999)
+    elif schedule == "scaled_linear":
+        ends = math.sqrt(0.00085), math.sqrt(0.012)
+        beta = torch.linspace(*ends, NUM_STEPS, dtype=torch.float64).square()
+    else:
+        beta = torch.linspace(1e-4, 0.02, NUM_STEPS, dtype=torch.float64)
+    return (1 / (1 - beta).cumprod(dim=0) - 1).sqrt()
