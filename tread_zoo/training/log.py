@@ -302,14 +302,13 @@ class Log:
         ]  # fmt: skip
 
     def _alignment_line(self) -> list[tuple[str, str]]:
-        setup = self.setup
-        if setup.projector is None:
+        projector, name = self.setup.projector, self.setup.config.alignment["name"]
+        if projector is None:
             return []
-        size = sum(p.numel() for p in setup.projector.parameters()) / 1e6
-        return [
-            ("alignment", f"{setup.config.alignment['name']} of block {setup.projector.block}, until "
-                          f"{setup.alignment.stop:.0%} of training; {size:.2f} M more parameters")
-        ]  # fmt: skip
+        size = sum(p.numel() for p in projector.parameters()) / 1e6
+        until = f"until {self.setup.alignment.stop:.0%} of training"
+        text = f"{name} of block {projector.block}, {until}; {size:.2f} M more parameters"
+        return [("alignment", text)]
 
     def numbers(self, state: TrainState, window: Window) -> None:
         """Write the numbers of a window; every rank must call this."""
