@@ -17,6 +17,10 @@ A new row of this kind brings its mixer and its sizes:
 
 t may be [B, N], a time for each token; the condition is then one for each token, too.
 
+A context [B, T, S] is T tokens ahead of the patches, which a mixer sees as `layout.num_extra`.
+Their mean is added to c, as SD3 (arXiv 2403.03206) modulates by a pooled text beside its tokens:
+what the text says as a whole then reaches each token at once, also where a scan forgets.
+
 B batch, K tokens present, N tokens of the full grid, D width.
 """
 
@@ -90,7 +94,7 @@ class AdaLNBackbone(Backbone):
         ValueError: sizes that do not fit each other.
     """
 
-    why_no_context: ClassVar[str] = "adaLN takes one vector for all tokens"
+    takes_contexts: ClassVar[bool] = True
     per_token_time: bool = True
 
     def __init__(
@@ -159,7 +163,10 @@ class AdaLNBackbone(Backbone):
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor | None) -> tuple[Streams, Any]:
         tokens = self.patch_embed(patchify(x, self.patch_size)) + self.positions
+        tokens = self.prepend_context(tokens, y)
         condition = self.time_embed(1 - t if self.reversed_time else t)
+        if self.context_size:
+            condition = condition + tokens[:, : self.context_length].mean(dim=1)
         if self.label_embed is not None:
             label = self.label_embed(y, len(x))
             condition = condition + (label if t.ndim == 1 else per_token(label))
@@ -172,4 +179,5 @@ class AdaLNBackbone(Backbone):
         return (self.blocks[index](streams[0], condition, layout),)
 
     def head(self, streams: Streams, condition: Tensor) -> Tensor:
-        return unpatchify(self.final(streams[0], condition), self.patch_size, self.grid)
+        tokens = self.final(streams[0][:, self.num_extra_tokens :], condition)
+        return unpatchify(tokens, self.patch_size, self.grid)

@@ -32,7 +32,7 @@ from backbones.scan_shell import both_ways, decay_over_gaps, full, init_step_bia
 from tread_zoo.backbone import Layout
 from tread_zoo.kernels import gated_delta_rule
 from tread_zoo.registry import register_backbone
-from tread_zoo.routing.scans import check_scan, make_scan
+from tread_zoo.routing.scans import Scan, check_scan, make_scan
 
 
 class BidirectionalDelta(Mixer):
@@ -83,30 +83,31 @@ class BidirectionalDelta(Mixer):
         scan = make_scan(layout, self.scan_order, self.index)
         x = scan.permute(x)
         *mixed, z = self.in_proj(x).unflatten(-1, (4, self.num_heads, -1)).unbind(2)
-        q, k, v = (F.silu(both_ways(part)) for part in mixed)  # [2 B, L, H, K]
+        q, k, v = (F.silu(both_ways(part, scan)) for part in mixed)  # [2 B, L, H, K]
         q, k = (F.normalize(full(part), dim=-1).to(v.dtype) for part in (q, k))
-        beta, log_decay = self._turn(full(self.beta_proj(x)).sigmoid()), self._log_decay(x)
+        beta = self._turn(full(self.beta_proj(x)).sigmoid(), scan)
+        log_decay = self._turn(self._log_decay(x), scan)
         if self.gaps == "decay":
             log_decay = decay_over_gaps(log_decay, scan)
-        out = sum_ways(gated_delta_rule(q, k, v, beta, log_decay))
+        out = sum_ways(gated_delta_rule(q, k, v, beta, log_decay), scan)
         out = F.rms_norm(out, self.norm.normalized_shape, full(self.norm.weight), self.norm.eps)
         gated = (out * F.silu(z)).flatten(2)
         # Weights may be stored in half precision; under autocast both are float32 here.
         return scan.restore(self.out_proj(gated.to(self.out_proj.weight.dtype))), None
 
     def _log_decay(self, x: Tensor) -> Tensor:
-        """Return [2 B, L, H], or [2 B, L, H, K] for one a channel."""
+        """Return [B, L, 2 H], or [B, L, 2 H, K] for one a channel."""
         down = x if self.step_down is None else self.step_down(x)
         steps = F.softplus(full(self.step_proj(down)) + full(self.step_bias))
         rates = -torch.exp(full(self.A_log))
         if self.per_channel:
             steps, rates = steps.unflatten(-1, (2 * self.num_heads, -1)), rates.unsqueeze(-1)
-        return self._turn(rates * steps)
+        return rates * steps
 
-    def _turn(self, values: Tensor) -> Tensor:
+    def _turn(self, values: Tensor, scan: Scan) -> Tensor:
         """[B, L, 2 H, ..] -> [2 B, L, H, ..], the directions after one another, each in its way."""
         forward, backward = values.chunk(2, dim=2)
-        return torch.cat([forward, backward.flip(1)])
+        return torch.cat([forward, scan.flip(backward)])
 
     def initialize(self) -> None:
         """Set what the shell does not: `step_bias` such that softplus of it is log-uniform in

@@ -77,11 +77,11 @@ class BidirectionalGLA(Mixer):
         q, k, v, z = self.in_proj(x).split(self.parts, dim=-1)
         gates = full(self.forget_out(self.forget_in(x))).chunk(2, dim=-1)
         forward, backward = (F.logsigmoid(gate) / DECAY_ROOT for gate in gates)
-        log_decay = torch.cat([forward, backward.flip(1)])
+        log_decay = torch.cat([forward, scan.flip(backward)])
         if self.gaps == "decay":
             log_decay = decay_over_gaps(log_decay, scan)
-        ways = (*map(both_ways, (q, k, v)), log_decay)  # one batch
-        out = sum_ways(gated_linear_attention(*map(self._heads, ways)))
+        ways = (*(both_ways(part, scan) for part in (q, k, v)), log_decay)  # one batch
+        out = sum_ways(gated_linear_attention(*map(self._heads, ways)), scan)
         out = F.rms_norm(out, self.norm.normalized_shape, full(self.norm.weight), self.norm.eps)
         mixed = out.flatten(2) * F.silu(z)
         # Weights may be stored in half precision; under autocast both are float32 here.

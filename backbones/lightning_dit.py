@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from backbones.lightning_shell import LightningBackbone, LightningBlock, Mixer
 from tread_zoo.backbone import Layout, PerToken, Streams
 from tread_zoo.kernels import attention
-from tread_zoo.layers import rotary_2d, rotate, unpatchify
+from tread_zoo.layers import rotary_2d, rotate
 from tread_zoo.registry import register_backbone
 
 
@@ -181,7 +181,8 @@ class LightningDiT(LightningBackbone):
             for block in self.blocks:
                 assert isinstance(block, LightningBlock)
                 block.modulation, block.fused_rows = ModulationOffset(6 * hidden_size), {}
-        self.num_extra_tokens, self.joins_at = num_class_tokens, depth // 3
+        self.num_class_tokens, self.joins_at = num_class_tokens, depth // 3
+        self.num_extra_tokens = num_class_tokens
         self.per_token_time = not num_class_tokens  # these have no time of their own
         self.class_positions: nn.Parameter | None = None
         if num_class_tokens:
@@ -222,20 +223,17 @@ class LightningDiT(LightningBackbone):
         self, index: int, streams: Streams, condition: Any, layout: Layout, skip: Tensor | None
     ) -> Streams:
         given = condition if self.modulation is None else condition[1]
-        num_extra = self.num_extra_tokens
-        if not num_extra or index >= self.joins_at:
+        absent = self.num_class_tokens  # ahead of a context's, which are there from the start
+        if not absent or index >= self.joins_at:
             return super().run_block(index, streams, given, layout, skip)
-        layout = layout.cache.setdefault("grid alone", replace(layout, num_extra=0))
-        after = super().run_block(
-            index, tuple(s[:, num_extra:] for s in streams), given, layout, skip
-        )
+        others = replace(layout, num_extra=layout.num_extra - absent)
+        layout = layout.cache.setdefault("no class tokens", others)
+        after = super().run_block(index, tuple(s[:, absent:] for s in streams), given, layout, skip)
         pairs = zip(streams, after, strict=True)
-        return tuple(torch.cat([before[:, :num_extra], s], dim=1) for before, s in pairs)
+        return tuple(torch.cat([before[:, :absent], s], dim=1) for before, s in pairs)
 
     def head(self, streams: Streams, condition: Any) -> Tensor:
-        given = condition if self.modulation is None else condition[0]
-        tokens = self.final(streams[0][:, self.num_extra_tokens :], given)
-        return unpatchify(tokens, self.patch_size, self.grid)
+        return super().head(streams, condition if self.modulation is None else condition[0])
 
 
 _SIZES = {

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from backbones.scan_shell import (
     ScanBackbone,
     ScanMixer,
+    both_ways,
     full,
     init_convolution,
     init_selective_scan,
@@ -78,7 +79,8 @@ class BidirectionalMixer(ScanMixer):
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         scan = make_scan(layout, self.scan_order, self.index)
         u, z = self.in_proj(scan.permute(x)).chunk(2, dim=-1)
-        segments = None if self.gaps == "ignore" else scan.segment_ids()
+        segments = None if self.gaps == "ignore" else scan.segment_ids_both_ways()
+        u = both_ways(u, scan, dim=-1)
         u = F.silu(convolve_both_ways(u, self.conv_weight, self.conv_bias, segments))
         steps, inputs, outputs = [], [], []
         for direction, part in enumerate(u.split(self.inner, dim=-1)):
@@ -99,7 +101,7 @@ class BidirectionalMixer(ScanMixer):
             selective_scan, scanned, scan.gaps_both_ways() if self.gaps == "decay" else None
         )
         forward, backward = y.chunk(2, dim=-1)
-        return scan.restore(self.out_proj((forward + backward.flip(1)) * F.silu(z)))
+        return scan.restore(self.out_proj((forward + scan.flip(backward)) * F.silu(z)))
 
     def initialize(self, num_blocks: int) -> None:
         """Set every weight.

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from backbones.scan_shell import (
     ScanBackbone,
     ScanMixer,
+    both_ways,
     full,
     init_convolution,
     init_step_bias,
@@ -79,10 +80,11 @@ class BidirectionalSSD(ScanMixer):
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         scan = make_scan(layout, self.scan_order, self.index)
         z, u, step = self.in_proj(scan.permute(x)).split(self.parts, dim=-1)
-        segments = None if self.gaps == "ignore" else scan.segment_ids()
+        segments = None if self.gaps == "ignore" else scan.segment_ids_both_ways()
+        u = both_ways(u, scan, dim=-1)
         u = F.silu(convolve_both_ways(u, self.conv_weight, self.conv_bias, segments))
         inputs, b, c = u.unflatten(-1, (2, -1)).split(self.mixed_parts, dim=-1)  # [B, L, 2, ...]
-        steps = torch.cat([step, step.flip(1)], dim=-1)
+        steps = both_ways(step, scan, dim=-1)
         scanned = (
             inputs.reshape(*inputs.shape[:2], -1, self.head_size),
             F.softplus(full(steps) + full(self.step_bias)),
@@ -93,7 +95,7 @@ class BidirectionalSSD(ScanMixer):
         )
         y = scan_both_ways(ssd, scanned, scan.gaps_both_ways() if self.gaps == "decay" else None)
         forward, backward = y.flatten(2).chunk(2, dim=-1)
-        y = (forward + backward.flip(1)) * F.silu(z)
+        y = (forward + scan.flip(backward)) * F.silu(z)
         norm = self.norm
         y = F.rms_norm(full(y), norm.normalized_shape, full(norm.weight), norm.eps)
         # Weights may be stored in half precision; under autocast both are float32 here.

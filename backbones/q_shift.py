@@ -2,7 +2,8 @@
 
 The quarters come from the left neighbour on the grid, the right, the upper and the lower one, zero
 outside. A route's tokens keep their places on the grid; a neighbour that the route left out is
-zero, or the nearest token present in that direction stands for it.
+zero, or the nearest token present in that direction stands for it. Extra tokens have no neighbours
+and stay as they are.
 
 B batch, K tokens present, N = h * w tokens of the full grid, D width.
 """
@@ -108,9 +109,11 @@ def _take_quarters(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def q_shift(x: Tensor, layout: Layout, over_gaps: bool = False) -> Tensor:
-    """Return the q-shift of tokens [B, K, D] on the grid; a neighbour that is not there is zero."""
+    """Return the q-shift of tokens [B, E + K, D] on the grid; a neighbour that is not there is
+    zero."""
+    extra, x = x[:, : layout.num_extra], x[:, layout.num_extra :]
     out: Tensor = QShift.apply(x, *find_neighbours(layout, over_gaps))
-    return out
+    return torch.cat([extra, out], dim=1) if layout.num_extra else out
 
 
 def shift_and_blend(x: Tensor, layout: Layout, own: Tensor, over_gaps: bool) -> list[Tensor]:

@@ -36,7 +36,7 @@ from tread_zoo.backbone import Layout, Streams
 from tread_zoo.kernels import bidirectional_wkv
 from tread_zoo.layers import add_gated, modulate
 from tread_zoo.registry import register_backbone
-from tread_zoo.routing.scans import Gaps, check_scan, make_scan
+from tread_zoo.routing.scans import Gaps, Scan, check_scan, make_scan
 
 SLOWEST, FASTEST = 0.3, 30.0  # initial decay over the whole image, of the first and last channel
 
@@ -62,16 +62,24 @@ class SpatialMix(nn.Module):
         layers = (self.receptance, self.key, self.value)
         r, k, v = (layer(blend) for layer, blend in zip(layers, blends, strict=True))
         scan = make_scan(layout, self.scan_order, self.index)
-        mean = bidirectional_wkv(
-            scan.permute(k),
-            scan.permute(v),
-            self.decay,
-            self.bonus,
-            positions=scan.places if self.gaps == "decay" else None,
-            length=layout.grid[0] * layout.grid[1],
-        )
+        mean = self._mean(scan.permute(k), scan.permute(v), scan, layout)
         out: Tensor = self.output(torch.sigmoid(r) * scan.restore(mean))
         return out
+
+    def _mean(self, k: Tensor, v: Tensor, scan: Scan, layout: Layout) -> Tensor:
+        """Return the WKV of a walk [B, L, D]. A context is at both ends of it, mirrored, so that it
+        is as near to the last token as to the first."""
+        places = scan.places if self.gaps == "decay" else None
+        length, num_context = layout.grid[0] * layout.grid[1], layout.num_context
+        if num_context:
+            k, v = (torch.cat([x, x[:, :num_context].flip(1)], dim=1) for x in (k, v))
+            if places is not None:
+                ahead = torch.arange(num_context, device=k.device).expand(len(k), -1)
+                behind = ahead + num_context + length
+                places = torch.cat([ahead, places + num_context, behind], dim=1)
+            length += 2 * num_context
+        mean = bidirectional_wkv(k, v, self.decay, self.bonus, positions=places, length=length)
+        return mean[:, : mean.shape[1] - num_context]
 
 
 class ChannelMix(nn.Module):
@@ -148,9 +156,6 @@ class RWKV(AdaLNBackbone):
     """
 
     default_selector: ClassVar[str] = "blocks"
-    why_no_context: ClassVar[str] = (
-        "adaLN takes one vector for all tokens, and its shifts know the tokens of the grid alone"
-    )
 
     def __init__(
         self,

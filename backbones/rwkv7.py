@@ -103,12 +103,12 @@ class TimeMix(Mixer):
         k = full(k) * (1 + full(self.replaced) * (rate - 1))
         scan = make_scan(layout, self.scan_order, self.index)
         r2, k2, v2, a2, b2 = (
-            self._heads(both_ways(scan.permute(each)))
+            self._heads(both_ways(scan.permute(each), scan))
             for each in (r, k, v, -removed, rate * removed)
         )
         falls = self._falls(full(self.decay(of_decay)), scan)
         mixed = dplr_delta_rule(r2, k2, v2, a2, b2, self._heads(falls))
-        y = scan.restore(sum_ways(mixed.flatten(2)))
+        y = scan.restore(sum_ways(mixed.flatten(2), scan))
         norm = self.norm
         y = F.group_norm(
             y.flatten(0, 1), self.num_heads, full(norm.weight), full(norm.bias), norm.eps
@@ -124,7 +124,8 @@ class TimeMix(Mixer):
         """Return the log-decays [2 B, K, D] of both directions."""
         first, second = full(self.decay_bias).unbind()
         decay = scan.permute(decay)
-        falls = -STEEPEST * torch.sigmoid(torch.cat([decay + first, (decay + second).flip(1)]))
+        both = torch.cat([decay + first, scan.flip(decay + second)])
+        falls = -STEEPEST * torch.sigmoid(both)
         return decay_over_gaps(falls, scan) if self.gaps == "decay" else falls
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -198,9 +199,6 @@ class RWKV7(LightningBackbone):
     """
 
     default_selector: ClassVar[str] = "blocks"
-    why_no_context: ClassVar[str] = (
-        "adaLN takes one vector for all tokens, and its shifts know the tokens of the grid alone"
-    )
 
     def __init__(
         self,

@@ -6,9 +6,10 @@
     delta    = Mixer(RMSNorm(residual))
     out      = AdaLNHead(RMSNorm(residual + delta), SiLU(time + label))
 
-Time and label are tokens ahead of the image's. Two streams travel per token, delta and the
-residual; a route takes both along. A mixer walks over the tokens that are there in the full scan
-order with the missing ones deleted; `gaps` says what the gaps are to it.
+Time and label are tokens ahead of the image's. A context's come first, in both directions of a
+scan: its state has read the text when it meets the image. Two streams travel per token, delta and
+the residual; a route takes both along. A mixer walks over the tokens that are there in the full
+scan order with the missing ones deleted; `gaps` says what the gaps are to it.
 
 A backbone of this kind brings its mixer and its sizes:
 
@@ -86,9 +87,7 @@ class ScanBackbone(Backbone):
     """
 
     default_selector: ClassVar[str] = "rows"
-    why_no_context: ClassVar[str] = (
-        "tokens ahead of a scan reach the image's in one direction alone, and fade on the way"
-    )
+    takes_contexts: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -170,6 +169,7 @@ class ScanBackbone(Backbone):
             condition, extra = time + label, [label.unsqueeze(1), *extra]
         tokens = self.patch_embed(patchify(x, self.patch_size))
         delta = torch.cat([*extra, tokens], dim=1) + self.positions
+        delta = self.prepend_context(delta, y)
         return (delta, torch.zeros_like(delta)), F.silu(condition)
 
     def run_block(
@@ -225,15 +225,16 @@ def init_selective_scan(step_bias: Tensor, A_log: Tensor, D: Tensor) -> None:
     nn.init.ones_(D)
 
 
-def both_ways(x: Tensor) -> Tensor:
-    """Return a walk [B, L, ..], and below it the same walk backwards: [2 B, L, ..]."""
-    return torch.cat([x, x.flip(1)])
+def both_ways(x: Tensor, scan: Scan, dim: int = 0) -> Tensor:
+    """Return a walk [B, L, ..], and below it the same walk backwards: [2 B, L, ..]; or beside it,
+    along another `dim`."""
+    return torch.cat([x, scan.flip(x)], dim)
 
 
-def sum_ways(x: Tensor) -> Tensor:
+def sum_ways(x: Tensor, scan: Scan) -> Tensor:
     """Return what two walks [2 B, L, ..] found, added up token by token, in float32 at least."""
     forward, backward = full(x).chunk(2)
-    return forward + backward.flip(1)
+    return forward + scan.flip(backward)
 
 
 def decay_over_gaps(log_decay: Tensor, scan: Scan) -> Tensor:

@@ -9,10 +9,10 @@ do. Positions are added once, so a routed token carries its own, and blocks do n
 tokens they see. The image is joined from its patches and then smoothed by a 3x3 convolution,
 which runs after every route has ended, on the whole grid.
 
-In place of a label it takes a context, T embeddings of width S, as the text-to-image network of the
-paper does: each is projected to D, and is a token between the time's and the image's.
+In place of a label it takes a context, as the text-to-image network of the paper does: its tokens
+stand ahead of the time's.
 
-B batch, L = E + K tokens present (E extra), D width, H heads; a context is [T, S].
+B batch, L = E + K tokens present (E extra), D width, H heads.
 """
 
 from typing import ClassVar
@@ -76,13 +76,13 @@ class UViT(Backbone):
         time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
         init_std: deviation of the weights at the start. The published 0.02 suits a width of 512 and
             more; in a narrow network it lets little through, the skips' layers least of all.
-        context_length, context_size: see `Backbone`.
 
     Raises:
         ValueError: sizes that do not fit each other.
     """
 
     default_selector: ClassVar[str] = "random"
+    takes_contexts: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -100,8 +100,6 @@ class UViT(Backbone):
         learn_sigma: bool = False,
         time_scale: PositiveFloat = 1000.0,
         init_std: PositiveFloat = 0.02,
-        context_length: int = 0,
-        context_size: int = 0,
     ) -> None:
         super().__init__(
             input_size=input_size,
@@ -110,8 +108,6 @@ class UViT(Backbone):
             patch_size=patch_size,
             depends_on=(),
             learn_sigma=learn_sigma,
-            context_length=context_length,
-            context_size=context_size,
         )
         if depth % 2:
             raise ValueError(f"depth={depth} must be even: skips join the halves.")
@@ -122,7 +118,7 @@ class UViT(Backbone):
             )
         self.hidden_size, self.time_scale = hidden_size, time_scale
         self.init_std = init_std
-        self.num_extra_tokens = 2 if num_classes else 1 + context_length
+        self.num_extra_tokens = 2 if num_classes else 1
         self.skips = {depth - i: i for i in range(depth // 2)}
         self.patch_embed = nn.Linear(in_channels * patch_size**2, hidden_size)
         self.positions = nn.Parameter(
@@ -139,7 +135,6 @@ class UViT(Backbone):
             else None
         )
         self.label_embed = LabelEmbedder(num_classes, hidden_size) if num_classes else None
-        self.context_embed = nn.Linear(context_size, hidden_size) if context_size else None
         self.blocks = nn.ModuleList(
             UViTBlock(hidden_size, num_heads, mlp_ratio, has_skip=index in self.skips)
             for index in range(depth + 1)
@@ -191,13 +186,9 @@ class UViT(Backbone):
         extra = [time.unsqueeze(1)]
         if self.label_embed is not None:
             extra = [self.label_embed(y, len(x)).unsqueeze(1), *extra]
-        if self.context_embed is not None:
-            weight = self.context_embed.weight
-            if y is None:
-                y = weight.new_zeros(len(x), self.context_length, self.context_size)
-            extra = [*extra, self.context_embed(y.to(weight.dtype))]
         tokens = self.patch_embed(patchify(x, self.patch_size))
-        return (torch.cat([*extra, tokens], dim=1) + self.positions,), None
+        tokens = torch.cat([*extra, tokens], dim=1) + self.positions
+        return (self.prepend_context(tokens, y),), None
 
     def run_block(
         self, index: int, streams: Streams, condition: None, layout: Layout, skip: Tensor | None

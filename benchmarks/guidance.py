@@ -24,7 +24,9 @@ def main() -> None:
     backbone.eval()
     objective, batch = FlowMatching(), args.batch_size
     labels = torch.arange(batch, device=args.device) % backbone.num_classes
-    images = ImageBatch(backbone, objective, labels, range(batch), seed=0)
+    images = ImageBatch(
+        backbone, objective, labels, range(batch), seed=0, levels=objective.levels(1)
+    )
     x = torch.randn(batch, backbone.in_channels, *backbone.input_size, device=args.device)
     level = torch.ones(batch, device=args.device)
     steps, flops = {}, {}

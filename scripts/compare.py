@@ -8,6 +8,7 @@ python scripts/compare.py compare.runs=[runs/a,runs/b] compare.out=comparisons/m
 python scripts/compare.py compare.runs="runs/digits_*" compare.metric=kid
 python scripts/compare.py compare.runs="runs/dit_*" 'guidance=none,{name: cfg, scale: 2}' \
     sampler.num_steps=10,20,40 compare.out=comparisons/guidance           # cells score, not train
+python scripts/compare.py compare.runs="runs/dit_*" weights=ema:0.03,ema:0.05,ema:0.1
 python scripts/compare.py compare.to=reference compare.runs=[runs/mine]   # docs/recipes.md
 python scripts/compare.py compare.curve=mine.csv compare.runs="runs/mine_seed*"
 
@@ -177,7 +178,9 @@ def split_sweeps(
     for text, override in parsed.items():
         field = override.get_key_element()
         spans = override.is_sweep_override()
-        values = list(override.sweep_string_iterator()) if spans else [text.partition("=")[2]]
+        values = [text.partition("=")[2]]
+        if spans:  # hydra escapes what it need not, as in ema\:0.05
+            values = [value.replace("\\:", ":") for value in override.sweep_string_iterator()]
         having = [grid for grid in sweeps if field in grid]
         for grid in having or (sweeps if spans else []):
             grid[field] = values

@@ -2,6 +2,7 @@
 
 python scripts/evaluate.py checkpoint=runs/digits_dit_tiny_tread_flow_seed0
 python scripts/evaluate.py checkpoint=… guidance=sparse guidance.weak_rate=0.8 sampler=dpmpp_2m
+python scripts/evaluate.py checkpoint=… weights=ema:0.07        # another average of the weights
 python scripts/evaluate.py checkpoint=… evaluation.reference=VIRTUAL_imagenet256_labeled.npz
 python scripts/evaluate.py samples=kept data=digits            # against digits' training part
 python scripts/evaluate.py samples=theirs.npz evaluation.reference=photos evaluation.metrics=[kid]

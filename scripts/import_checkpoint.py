@@ -18,8 +18,9 @@ def main(settings: dict) -> None:
     from tread_zoo.published import export_checkpoint, import_checkpoint
 
     file, out = settings.pop("in"), settings.pop("out")
+    weights = settings.pop("weights")
     if settings.pop("export"):
-        export_checkpoint(file, out, format=settings["format"])
+        export_checkpoint(file, out, format=settings["format"], weights=weights)
         logger.info("written to %s", out)
         return
     done = import_checkpoint(file, out, **settings)

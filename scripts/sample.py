@@ -74,12 +74,13 @@ def _open_folder(
     """Return the folder of the images, `out` or one of the run's that these settings name."""
     cost = {name: record[name] for name in ("nfe", "flops_per_image")}
     made_with = {name: value for name, value in record.items() if name not in cost}
+    sha256 = run.checkpoint.meta["sha256"]
     made_with |= {
         "seed": config.seed,
         "label": config.label,
         "contexts": config.contexts,
         "weights": config.weights,
-        "weights_sha256": run.checkpoint.meta["sha256"].get(f"{config.weights}.safetensors"),
+        "weights_sha256": sha256.get(f"{config.weights}.safetensors", sha256),
         "step": run.checkpoint.step,
         "precision": run.precision,
         "decoded_by": codec.decoded_by,

@@ -9,7 +9,7 @@ from tests.processes import run_python
 from tests.small_run import fields_of
 from tread_zoo import available
 from tread_zoo.cli import compose_settings
-from tread_zoo.config import PART_FIELDS, make_config
+from tread_zoo.config import PART_FIELDS, SampleConfig, check, make_config
 from tread_zoo.routing import build_routing
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +22,8 @@ NEEDS = {  # what an option needs beside itself
     ("data", "npz"): ["data.path=x", "training.num_steps=3"],
     ("data", "webdataset"): ["data.path=x", "training.num_steps=3"],
     ("guidance", "auto"): ["guidance.weak_checkpoint=x"],
+    ("guidance", "parts"): ["guidance.drop_label=true"],
+    ("guidance", "sparse_auto"): ["guidance.weak_checkpoint=x"],
 }
 
 
@@ -136,6 +138,17 @@ def test_a_wrong_override_is_one_line_with_the_nearest_name(override, words):
 )
 def test_a_wrong_value_is_one_line_with_field_value_and_remedy(override, words):
     check_error(lambda: make_config(**fields_of(override)), words)
+
+
+@pytest.mark.parametrize(("text", "weights"), [("model", "model"), ("ema:0.050", "ema:0.05")])
+def test_weights_have_one_form(text, weights):
+    assert check(SampleConfig, {"checkpoint": "x", "weights": text}).weights == weights
+
+
+@pytest.mark.parametrize("text", ["emma", "ema:", "ema:wide", "model:0.1"])
+def test_weights_that_there_are_not(text):
+    fields = {"checkpoint": "x", "weights": text}
+    check_error(lambda: check(SampleConfig, fields), [f"weights={text!r}", "ema:0.05"])
 
 
 RECIPES = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml"))

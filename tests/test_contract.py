@@ -19,7 +19,6 @@ SMALL = {
     "uvit_tiny": {"hidden_size": 32, "depth": 4},
     "zigma_tiny": {"hidden_size": 32, "depth": 4, "state_size": 4},
 }
-CONTEXTS = {**SMALL["uvit_tiny"], "hidden_size": 16, "context_length": 3, "context_size": 4}
 
 
 def test_every_architecture_is_checked():
@@ -41,6 +40,8 @@ def test_contract(name, check):
     CHECKS[check](Probe(name, overrides=SMALL[name]))
 
 
+@pytest.mark.slow
 @EVERY_CHECK
-def test_contract_with_contexts(check):
-    CHECKS[check](Probe("uvit_tiny", overrides=CONTEXTS))
+@pytest.mark.parametrize("name", SMALL)
+def test_contract_with_contexts(name, check):
+    CHECKS[check](Probe(name, overrides=SMALL[name]).with_contexts())

@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tests.small_run import fields_of
 from tread_zoo.cli import compose_settings
-from tread_zoo.config import SampleConfig, check, make_config
+from tread_zoo.config import EvaluateConfig, SampleConfig, check, make_config
 
 ROOT = Path(__file__).parents[1]
 NAMES = [path.stem for path in (ROOT / "scripts").glob("*.py")]
@@ -85,9 +85,12 @@ def test_the_documented_commands_have_settings_that_work(page):
             ]
             overrides = [word for word in overrides if not word.startswith("compare.")]
             overrides = [*(word for words in fixed for word in words), *overrides]
+        groups = ("sampler", "guidance")
         if script == "sample":
-            groups = ("sampler", "guidance")
             check(SampleConfig, compose_settings("sample", overrides, SampleConfig, groups))
+        elif "compare.runs" in line:  # they are of the script that scores
+            overrides = ["checkpoint=x", *overrides]
+            check(EvaluateConfig, compose_settings("evaluate", overrides, EvaluateConfig, groups))
         elif script in ("train", "compare"):
             preset = any(word.startswith("experiment=") for word in overrides)
             make_config(

@@ -93,7 +93,8 @@ def close(one, other, rtol):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_first_steps(name, tmp_path, monkeypatch):
-    available("lr_schedule")
+    for kind in ("lr_schedule", "backbone"):  # all are there before the registry is copied
+        available(kind)
     monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     register("lr_schedule", "first_steps")(FirstSteps)
     settings = full_settings(*RUNS[name], *SMALL, "lr_schedule=first_steps")

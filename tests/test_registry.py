@@ -121,7 +121,7 @@ def test_backbones_by_timms_verbs():
     assert (backbone.name, backbone.num_blocks) == ("dit_tiny", 3)
     again = create_backbone(backbone.name, **backbone.config)
     assert again.state_dict().keys() == backbone.state_dict().keys()
-    with pytest.raises(ValueError, match="takes no contexts"):
+    with pytest.raises(ValueError, match="exclude each other"):
         create_backbone("dit", context_length=3, context_size=4, **SMALL)
 
 

@@ -14,7 +14,7 @@ D width; a context has T embeddings of width S.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tread_zoo.errors import unknown_name
+from tread_zoo.pretrained import Pretrained
 from tread_zoo.routing.fusion import Fusion
 from tread_zoo.routing.fusion import Streams as Streams
 from tread_zoo.routing.routes import PathDrop, Route, check_ranges, check_routes
@@ -38,6 +39,8 @@ class Layout:
         num_extra: E.
         ids: int64 [B, K] raster positions of the tokens present, ascending; None means all N.
         batch, device: B and the place of the tokens, where `ids` does not say.
+        num_context: how many of the extra tokens are a context's: the first ones, which come ahead
+            of a scan in both its directions.
         cache: what blocks computed from the layout and use again: tables of neighbours, scan
             orders; lives as long as the layout, which is one forward pass.
     """
@@ -47,6 +50,7 @@ class Layout:
     ids: Tensor | None = None
     batch: int = 1
     device: torch.device | None = None
+    num_context: int = 0
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def positions(self) -> Tensor:
@@ -81,8 +85,8 @@ class PerToken:
     values: Tensor
 
 
-class Backbone(nn.Module, ABC):
-    """Base of every backbone: `backbone(x, t, y, routes=...)`.
+class Backbone(Pretrained, ABC):
+    """Base of every backbone: `backbone(x, t, y, routes=...)`; `Pretrained` has its folders.
 
     Args:
         input_size: height and width of the input, one integer or two.
@@ -97,21 +101,21 @@ class Backbone(nn.Module, ABC):
             and `ids`; a decay over distances divided by the full length on all three.
         learn_sigma: give 2 C output channels, as some published checkpoints have; objectives use
             the first C.
-        context_length, context_size: T and S of contexts, float [T, S], which take the place of
-            labels; 0 and 0 without. A subclass whose constructor lacks these keywords takes none.
 
     Class attributes:
         default_selector: the selector that suits it; `routing.selector=auto` takes it.
         default_range: start and end of its default route, as in Python slices.
-        why_no_context: for the error of one that takes no contexts.
+        takes_contexts: whether `embed` calls `prepend_context`, and blocks and head deal with the
+            extra tokens that this gives.
         per_token_time: whether t may also be [B, N], a time for each token.
 
     Attributes:
         fused_ranges: block ranges [start, end) at whose end the streams are fused, in ascending
             order; `add_fusions` sets them after construction, whatever the subclass.
+        context_length, context_size: T and S of contexts, which `add_contexts` sets; 0 without.
 
     Raises:
-        ValueError: sizes or conditions that do not go together, or an unknown dependence.
+        ValueError: sizes that do not go together, or an unknown dependence.
 
     Subclasses fill `self.blocks`, an `nn.ModuleList`, and may set
 
@@ -122,7 +126,7 @@ class Backbone(nn.Module, ABC):
 
     default_selector: ClassVar[str] = "random"
     default_range: ClassVar[tuple[int, int]] = (2, -4)
-    why_no_context: ClassVar[str] = "its condition is a label"
+    takes_contexts: ClassVar[bool] = False
     per_token_time: bool = False
 
     blocks: nn.ModuleList
@@ -136,8 +140,6 @@ class Backbone(nn.Module, ABC):
         patch_size: int,
         depends_on: Sequence[str],
         learn_sigma: bool = False,
-        context_length: int = 0,
-        context_size: int = 0,
     ) -> None:
         super().__init__()
         sides = input_size if isinstance(input_size, Sequence) else (input_size, input_size)
@@ -153,21 +155,12 @@ class Backbone(nn.Module, ABC):
                 f"input_size={self.input_size} is not divisible by patch_size={patch_size}; "
                 "choose another patch_size, or pad or resize the images."
             )
-        if bool(context_length) != bool(context_size):
-            raise ValueError(
-                f"context_length={context_length} and context_size={context_size} go together: the "
-                "number of embeddings of an image, and the width of one."
-            )
-        if num_classes and context_size:
-            raise ValueError(
-                f"num_classes={num_classes} and context_size={context_size} exclude each other: "
-                "the condition is a label or a context. Set num_classes=0."
-            )
         for name in depends_on:
             if name not in DEPENDS_ON:
                 raise unknown_name("depends_on", name, DEPENDS_ON)
         self.in_channels, self.num_classes = in_channels, num_classes
-        self.context_length, self.context_size = context_length, context_size
+        self.context_length, self.context_size = 0, 0
+        self.context_embed: nn.Linear | None = None
         self.patch_size = patch_size
         self.depends_on = tuple(depends_on)
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
@@ -250,6 +243,56 @@ class Backbone(nn.Module, ABC):
                 matrices[f"{path}.{name}"] = sizes
         return matrices
 
+    def add_contexts(self, context_length: int, context_size: int) -> None:
+        """Take contexts, float [B, T, S], in place of labels from now on.
+
+        Each of the T embeddings is an extra token ahead of all others, its linear map plus a
+        learned position among the T. Weights are drawn from torch's global generator. From then on
+        t must be [B]: these tokens have no time of their own.
+
+        Args:
+            context_length, context_size: T and S; 0 and 0 leave all as it is.
+
+        Raises:
+            ValueError: one of both is 0, there are labels, or the backbone takes no contexts.
+        """
+        if bool(context_length) != bool(context_size):
+            raise ValueError(
+                f"context_length={context_length} and context_size={context_size} go together: the "
+                "number of embeddings of an image, and the width of one."
+            )
+        if not context_size:
+            return
+        if not self.takes_contexts:
+            raise ValueError(
+                f"{type(self).__name__} takes no contexts (context_size). Choose another backbone, "
+                "or leave the contexts out: data.context=false for latents, null for images."
+            )
+        if self.num_classes:
+            raise ValueError(
+                f"num_classes={self.num_classes} and context_size={context_size} exclude each "
+                "other: the condition is a label or a context. Set num_classes=0."
+            )
+        width, like = self._stream_widths()[0], next(self.parameters())
+        place: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+        self.context_embed = nn.Linear(context_size, width, **place)
+        self.context_positions = nn.Parameter(torch.empty(context_length, width, **place))
+        nn.init.normal_(self.context_positions, std=0.02)
+        self.context_length, self.context_size = context_length, context_size
+        self.num_extra_tokens += context_length
+        self.per_token_time = False
+
+    def prepend_context(self, tokens: Tensor, y: Tensor | None) -> Tensor:
+        """Return tokens [B, L, D] behind those of the contexts y [B, T, S], [B, T + L, D]; None
+        means zeros. A network without contexts gets its tokens back."""
+        if self.context_embed is None:
+            return tokens
+        weight = self.context_embed.weight
+        if y is None:
+            y = weight.new_zeros(len(tokens), self.context_length, self.context_size)
+        context = self.context_embed(y.to(weight.dtype)) + self.context_positions
+        return torch.cat([context, tokens], dim=1)
+
     def add_fusions(self, ranges: Sequence[Sequence[int]]) -> None:
         """Fuse the streams at the end of each block range [start, end), from now on in every call.
 
@@ -268,13 +311,16 @@ class Backbone(nn.Module, ABC):
             raise ValueError(f"this network has fusions already, at {self.fused_ranges}.")
         self.fused_ranges = check_ranges(ranges, num_blocks=self.num_blocks)
         like = next(self.parameters())
-        one = torch.zeros(1, self.in_channels, *self.input_size, device=like.device)
-        with torch.no_grad():
-            streams, _ = self._embed(one.to(like.dtype), torch.zeros_like(one[:, 0, 0, 0]), None)
-        widths = [stream.shape[-1] for stream in streams]
         for start, end in self.fused_ranges:
-            fusion = Fusion(widths, device=like.device, dtype=like.dtype)
+            fusion = Fusion(self._stream_widths(), device=like.device, dtype=like.dtype)
             self.fusions[f"{start}_{end}"] = fusion
+
+    @torch.no_grad()
+    def _stream_widths(self) -> list[int]:
+        like = next(self.parameters())
+        one = torch.zeros(1, self.in_channels, *self.input_size, device=like.device)
+        streams, _ = self._embed(one.to(like.dtype), torch.zeros_like(one[:, 0, 0, 0]), None)
+        return [stream.shape[-1] for stream in streams]
 
     def forward(
         self,
@@ -363,7 +409,13 @@ class Backbone(nn.Module, ABC):
         """Return the streams after blocks 0 … stop-1, each on the tokens that are in play, and the
         features of the wanted ones; no route may lie across `stop`."""
         batch, device = len(streams[0]), streams[0].device
-        dense = Layout(self.grid, self.num_extra_tokens, batch=batch, device=device)
+        dense = Layout(
+            self.grid,
+            self.num_extra_tokens,
+            batch=batch,
+            device=device,
+            num_context=self.context_length,
+        )
         dense_condition = rows_of(condition, None)
         frames = self._frames(routes, dense)
         last_use = {producer: consumer for consumer, producer in sorted(self.skips.items())}
@@ -499,7 +551,7 @@ class Frame:
         self.runs = not isinstance(route, PathDrop)
         self.layout, self.rows = dense, None
         if isinstance(route, Route):
-            self.layout = Layout(dense.grid, dense.num_extra, route.ids)
+            self.layout = replace(dense, ids=route.ids)
             self.rows = row_index(route.ids, dense.grid[0] * dense.grid[1], dense.num_extra)
         self.used_inside = {p for c, p in skips.items() if self.start <= c < self.end}
         self.used_after = {p for c, p in skips.items() if c >= self.end}

@@ -13,9 +13,11 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -43,6 +45,18 @@ def _part(kind: str) -> Any:
 
 def _selector(part: Any) -> Any:
     return part if part == "auto" else complete("selector", part, "routing.selector")
+
+
+def _weights(text: str) -> str:
+    if text in ("ema", "model"):
+        return text
+    name, _, width = text.partition(":")
+    with suppress(ValueError):
+        if name == "ema":
+            return f"ema:{float(width):g}"  # in one form, because scores record it
+    raise ValueError(
+        f"weights={text!r} must be ema, model, or ema: and a relative width, as in ema:0.05."
+    )
 
 
 def _metrics(parts: Any) -> Any:
@@ -129,6 +143,8 @@ class TrainingConfig:
         max_grad_norm: gradients are clipped to this norm; 0 switches clipping off.
         ema_decay: of the averaged weights, which are sampled and scored; it grows to this as
             (1 + k) / (10 + k) at step k.
+        ema_snapshots_every: save averages of two other widths every so many steps, of which
+            `weights=ema:0.07` and the like are made after training; 0: never.
         label_dropout: fraction of labels (or contexts) left out, for classifier-free guidance.
         horizontal_flip: mirror each image with probability one half.
         precision: weights stay float32.
@@ -149,6 +165,7 @@ class TrainingConfig:
     gradient_accumulation_steps: PositiveInt = 1
     max_grad_norm: NonNegativeFloat = 1.0
     ema_decay: Fraction = 0.995
+    ema_snapshots_every: Annotated[NonNegativeInt, ASIDE] = 0
     label_dropout: Fraction = 0.1
     horizontal_flip: bool = False
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -294,14 +311,15 @@ class CheckpointConfig:
         plugins: as of `RunConfig`: those of the checkpoint must be loaded.
         checkpoint: a run's folder (its newest checkpoint) or one checkpoint.
         out: where the result goes; null: to the run's folder, see each script.
-        weights: ema or model.
+        weights: ema; model; or ema:0.05, the average of that relative width, of a run with
+            `training.ema_snapshots_every` (docs/evaluation.md).
         device, precision, kernels: as of `RunConfig` and `TrainingConfig`.
     """
 
     plugins: tuple[str, ...] = ()
     checkpoint: str
     out: str | None = None
-    weights: Literal["ema", "model"] = "ema"
+    weights: Annotated[str, AfterValidator(_weights)] = "ema"
     device: str = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     kernels: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -458,8 +476,9 @@ class ImportConfig:
     Args:
         format: the project: see docs/importing.md.
         out: a new folder, which scripts/sample.py takes as its checkpoint.
-        export: the other way: `in` is a run's folder, `out` a file as the project has it; the
-            fields below do not apply.
+        export: the other way: `in` is a run's folder, `out` a file as the project has it; of the
+            fields below `weights` alone applies.
+        weights: of an export, as of `CheckpointConfig`.
         objective: null: the project's usual one; of format=tread edm or flow.
         num_heads: null: as the published sizes have; no tensor shows it.
         num_classes: null: the label table less its last row, the null label.
@@ -469,10 +488,32 @@ class ImportConfig:
     format: str
     out: str
     export: bool = False
+    weights: str = "ema"
     objective: str | None = None
     num_heads: PositiveInt | None = None
     num_classes: NonNegativeInt | None = None
     drop_unknown: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
+class PushConfig:
+    """What scripts/push.py publishes.
+
+    Args:
+        plugins, checkpoint, weights: as of `CheckpointConfig`.
+        out: folder of the files; null is <run>/hub.
+        repo: user/name on the hub, to upload them; null only writes them.
+        private: a new repository is seen by its owner alone.
+        license: of the weights, as the hub names it, such as apache-2.0; null states none.
+    """
+
+    plugins: tuple[str, ...] = ()
+    checkpoint: str
+    weights: Annotated[str, AfterValidator(_weights)] = "ema"
+    out: str | None = None
+    repo: str | None = None
+    private: bool = False
+    license: str | None = None
 
 
 def make_config(**fields: Any) -> RunConfig:

@@ -168,25 +168,23 @@ def self_attention(x: Tensor, qkv: nn.Module, proj: nn.Module, num_heads: int) -
 
 
 def convolve_both_ways(
-    u: Tensor, weight: Tensor, bias: Tensor, segment_ids: Tensor | None = None
+    ways: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    segment_ids: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Return causal convolutions of u [B, N, D] in both directions side by side, [B, N, 2 D].
-
-    The second half runs backwards and is left so: its first token is the last of u.
+    """Return causal convolutions of two walks side by side, [B, N, 2 D] of [B, N, 2 D].
 
     Args:
+        ways: tokens in the order of the walk, and of the walk backwards.
         weight, bias: taps [2 D, W] and [2 D], the forward direction's first.
-        segment_ids: ascending integers [B, N]; no tap reaches into another segment.
+        segment_ids: of each, ascending integers [B, N]; no tap reaches into another segment.
     """
     if segment_ids is None:
-        return causal_conv1d(torch.cat([u, u.flip(1)], dim=-1), weight, bias)
-    flipped = (segment_ids[:, -1:] - segment_ids).flip(1)
-    ways = ((u, segment_ids), (u.flip(1), flipped))
+        return causal_conv1d(ways, weight, bias)
+    halves = zip(ways.chunk(2, -1), weight.chunk(2), bias.chunk(2), segment_ids, strict=True)
     return torch.cat(
-        [
-            causal_conv1d(way, taps, shift, segment_ids=ids)
-            for (way, ids), taps, shift in zip(ways, weight.chunk(2), bias.chunk(2), strict=True)
-        ],
+        [causal_conv1d(way, taps, shift, segment_ids=ids) for way, taps, shift, ids in halves],
         dim=-1,
     )
 

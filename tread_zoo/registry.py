@@ -65,7 +65,7 @@ STRICT = ConfigDict(
     validate_default=True,
 )
 # Of a backbone's keywords, those that come from the data.
-FROM_DATA = ("input_size", "in_channels", "num_classes", "context_length", "context_size")
+FROM_DATA = ("input_size", "in_channels", "num_classes")
 
 
 @dataclass(frozen=True)
@@ -334,6 +334,8 @@ def create_backbone(
     input_size: int | tuple[int, int],
     in_channels: int,
     num_classes: int,
+    context_length: int = 0,
+    context_size: int = 0,
     **options: Any,
 ) -> "Backbone":
     """Return the backbone `name` with fresh weights from torch's global generator.
@@ -342,11 +344,12 @@ def create_backbone(
         input_size: height and width of its input, one integer or two.
         in_channels: channels of its input.
         num_classes: number of labels; 0 makes it unconditional.
+        context_length, context_size: of contexts, see `Backbone.add_contexts`; 0 and 0 without.
         options: any other keyword of its constructor, in place of the preset's value.
 
     Raises:
         ValueError: an unknown name or keyword (the nearest is suggested), contexts for one that
-            takes none, or a value that it refuses.
+            takes none or beside classes, or a value that it refuses.
     """
     entry = get_entry("backbone", name)
     given: dict[str, Any] = {
@@ -354,20 +357,11 @@ def create_backbone(
         "in_channels": in_channels,
         "num_classes": num_classes,
     }
-    contexts: dict[str, Any] = {
-        k: options.pop(k) for k in ("context_length", "context_size") if k in options
-    }
-    if contexts.keys() <= inspect.signature(entry.target).parameters.keys():
-        given |= contexts
-    elif any(contexts.values()):
-        able = [n for n in available("backbone") if takes_contexts(n)]
-        raise ValueError(
-            f"{entry.name} takes no contexts (context_size): {entry.target.why_no_context}. "  # type: ignore[attr-defined]
-            f"Those that do: {', '.join(able)}. Or leave the contexts out: data.context=false for "
-            "latents, null for images."
-        )
     config = {**given, **entry.complete(options)}
     backbone: Backbone = entry.target(**config)
+    if context_length or context_size:
+        backbone.add_contexts(context_length, context_size)
+        config |= {"context_length": context_length, "context_size": context_size}
     backbone.name, backbone.config = entry.name, config
     return backbone
 
@@ -375,11 +369,6 @@ def create_backbone(
 def list_backbones(pattern: str = "*") -> list[str]:
     """Return the names of backbones that match a shell pattern such as `mamba*`, sorted."""
     return available("backbone", pattern)
-
-
-def takes_contexts(name: str) -> bool:
-    """Return whether the constructor of a backbone has the keywords for contexts."""
-    return "context_size" in inspect.signature(get_entry("backbone", name).target).parameters
 
 
 def _place(entry: Entry) -> str:

@@ -33,6 +33,7 @@ class MixerBlock(AdaLNBlock):
 @register_backbone("mixer_tiny", learning_rate=6e-3, hidden_size=80, depth=8)
 class Mixer(AdaLNBackbone):
     default_selector = "blocks"
+    takes_contexts = False  # its matrix knows the places of the grid alone
 
     def __init__(
         self,

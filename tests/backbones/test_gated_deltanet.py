@@ -25,8 +25,7 @@ def mix_by_loop(mixer, x, walks):
     steps = F.softplus(F.linear(down, mixer.step_proj.weight) + mixer.step_bias)
     total = torch.zeros_like(v)
     for way in range(2):
-        for b, walk in enumerate(walks):
-            path = walk if way == 0 else walk[::-1]
+        for b, path in enumerate(paths[way] for paths in walks):
             for head in range(HEADS):
                 own, turned = slice(4 * head, 4 * head + 4), HEADS * way + head
                 rate, state = mixer.A_log[turned].exp(), torch.zeros(4, 4, dtype=x.dtype)
@@ -58,11 +57,13 @@ def test_mixer_equals_the_written_out_loop(per_channel, gaps, name):
     for kept, layout in (
         (ids, Layout(GRID, 0, ids)),
         (torch.arange(12).expand(2, -1), Layout(GRID, 0, batch=2)),
+        (ids, Layout(GRID, 2, ids, num_context=2)),
     ):
-        x = torch.randn(2, kept.shape[1], 8, dtype=torch.float64)
+        extra = layout.num_extra
+        x = torch.randn(2, extra + kept.shape[1], 8, dtype=torch.float64)
         mixed, first_value = mixer(x, layout, None)
         torch.testing.assert_close(
-            mixed, mix_by_loop(mixer, x, walks_of(kept, name, 3, num_extra=0))
+            mixed, mix_by_loop(mixer, x, walks_of(kept, name, 3, extra, num_context=extra))
         )
         assert first_value is None
 

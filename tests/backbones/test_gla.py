@@ -25,8 +25,8 @@ def mix_by_loop(mixer, x, walks):
     gates = x @ mixer.forget_in.weight.T @ mixer.forget_out.weight.T + mixer.forget_out.bias
     decays = gates.sigmoid() ** (1 / 16)
     total = torch.zeros_like(v)
-    for b, walk in enumerate(walks):
-        for way, path in enumerate((walk, walk[::-1])):
+    for b, paths in enumerate(walks):
+        for way, path in enumerate(paths):
             for head in range(2):
                 keys = slice(2 * head, 2 * head + 2)
                 values = slice(4 * head, 4 * head + 4)
@@ -49,10 +49,14 @@ def mix_by_loop(mixer, x, walks):
 def test_mixer_equals_the_written_out_loop(name, gaps):
     mixer = make_mixer(gaps, name, index=3)
     ids = torch.tensor([[0, 1, 2, 5, 6, 9], [1, 3, 4, 5, 10, 11]])
-    for layout in (Layout(GRID, 0, ids), Layout(GRID, 0, batch=2)):
-        places = layout.positions()
-        x = torch.randn(*places.shape, 8, dtype=torch.float64)
-        expected = mix_by_loop(mixer, x, walks_of(places, name, 3, num_extra=0))
+    for layout in (
+        Layout(GRID, 0, ids),
+        Layout(GRID, 0, batch=2),
+        Layout(GRID, 2, ids, num_context=2),
+    ):
+        places, extra = layout.positions(), layout.num_extra
+        x = torch.randn(2, extra + places.shape[1], 8, dtype=torch.float64)
+        expected = mix_by_loop(mixer, x, walks_of(places, name, 3, extra, num_context=extra))
         mixed, first_value = mixer(x, layout, None)
         assert first_value is None
         torch.testing.assert_close(mixed, expected)

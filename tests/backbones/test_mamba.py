@@ -22,15 +22,21 @@ def make_mixer(gaps="ignore", name="raster", index=0):
     return mixer
 
 
-def walks_of(ids, name, index, num_extra=2):
-    """Return, for each sample, (token, place along the full curve) in the order of the walk."""
-    rank = inverse(scan_order(name, GRID, index))
-    ahead = [(i, i - num_extra) for i in range(num_extra)]
-    return [
-        ahead
-        + sorted(((num_extra + i, int(rank[p])) for i, p in enumerate(row)), key=itemgetter(1))
-        for row in ids.tolist()
-    ]
+def walks_of(ids, name, index, num_extra=2, num_context=0, grid=GRID):
+    """Return, for each sample, (token, place along the full curve) in the order of the walk, and of
+    the walk backwards. A context, the first of the extra tokens, is a step ahead of either."""
+    rank = inverse(scan_order(name, grid, index))
+    ahead = [(i, i - num_extra) for i in range(num_context, num_extra)]
+    walks = []
+    for row in ids.tolist():
+        tokens = ((num_extra + i, int(rank[p])) for i, p in enumerate(row))
+        there = ahead + sorted(tokens, key=itemgetter(1))
+        walks.append([])
+        for way, sign in ((there, 1), (there[::-1], -1)):
+            first = way[0][1]
+            context = [(i, first + sign * (i - num_context)) for i in range(num_context)]
+            walks[-1].append(context + way)
+    return walks
 
 
 def mix_by_loop(mixer, x, walks):
@@ -40,9 +46,8 @@ def mix_by_loop(mixer, x, walks):
     total = torch.zeros_like(u)
     for way in range(2):
         own = slice(way * inner, (way + 1) * inner)
-        for b, walk in enumerate(walks):
+        for b, path in enumerate(paths[way] for paths in walks):
             state = torch.zeros(inner, size, dtype=x.dtype)
-            path = walk if way == 0 else walk[::-1]
             for step, (now, place) in enumerate(path):
                 gap = abs(place - path[step - 1][1]) if step else 1
                 v = mixer.conv_bias[own].clone()
@@ -74,6 +79,9 @@ def test_mixer_equals_the_written_out_loop(name, gaps):
         x = torch.randn(2, 14, 8, dtype=torch.float64)
         expected = mix_by_loop(mixer, x, walks_of(every, name, 3))
         torch.testing.assert_close(mixer(x, Layout(GRID, 2, batch=2)), expected)
+        expected = mix_by_loop(mixer, x[:, :9], walks_of(ids, name, 3, 3, num_context=2))
+        layout = Layout(GRID, 3, ids, num_context=2)
+        torch.testing.assert_close(mixer(x[:, :9], layout), expected)
 
 
 def test_initial_steps_and_rates_follow_the_table():

@@ -33,9 +33,8 @@ def mix_by_loop(mixer, x, walks):
         weight, bias = mixer.conv_weight[22 * way :][:22], mixer.conv_bias[22 * way :][:22]
         own = slice(4 * way, 4 * way + 4)
         rates, skips = -mixer.A_log[own].exp(), mixer.D[own]
-        for b, walk in enumerate(walks):
+        for b, path in enumerate(paths[way] for paths in walks):
             states = torch.zeros(4, 4, 3, dtype=x.dtype)
-            path = walk if way == 0 else walk[::-1]
             for step, (now, place) in enumerate(path):
                 gap = abs(place - path[step - 1][1]) if step and mixer.gaps == "decay" else 1
                 v = bias.clone()
@@ -69,6 +68,9 @@ def test_mixer_equals_the_written_out_loop(name, gaps):
         x = torch.randn(2, 14, 8, dtype=torch.float64)
         expected = mix_by_loop(mixer, x, walks_of(every, name, 3))
         torch.testing.assert_close(mixer(x, Layout(GRID, 2, batch=2)), expected)
+        expected = mix_by_loop(mixer, x[:, :9], walks_of(ids, name, 3, 3, num_context=2))
+        layout = Layout(GRID, 3, ids, num_context=2)
+        torch.testing.assert_close(mixer(x[:, :9], layout), expected)
 
 
 def test_block_joins_the_skip_and_adds_to_the_residual():

@@ -86,15 +86,17 @@ def shift_over_gaps(x, ids):
     return shifted
 
 
-@pytest.mark.parametrize("kept", [NUM_TOKENS, 7])
+@pytest.mark.parametrize(("kept", "context"), [(NUM_TOKENS, 0), (7, 0), (7, 2)])
 @pytest.mark.parametrize("gaps", GAPS)
 @pytest.mark.parametrize("name", ORDERS)
-def test_every_order_and_every_way_with_gaps_by_pairs(name, gaps, kept):
-    """The mix from its formula: distances along the curve, among the tokens present or all."""
+def test_every_order_and_every_way_with_gaps_by_pairs(name, gaps, kept, context):
+    """The mix from its formula: distances along the curve, among the tokens present or all. A
+    context has neither neighbours nor a place; it is at both ends of the curve."""
     index, ids = 3, make_ids(kept=kept)
     mix = randomized(SpatialMix(8, name, index, gaps))
-    x = torch.randn(2, kept, 8, dtype=torch.float64)
-    shifted = shift_over_gaps(x, ids) if gaps == "ignore" else shift_on_the_grid(x, ids)
+    x = torch.randn(2, context + kept, 8, dtype=torch.float64)
+    shift = shift_over_gaps if gaps == "ignore" else shift_on_the_grid
+    shifted = torch.cat([x[:, :context], shift(x[:, context:], ids)], dim=1)
     r, k, v = (
         (x * own + shifted * (1 - own)) @ layer.weight.T
         for own, layer in zip(mix.own, (mix.receptance, mix.key, mix.value), strict=True)
@@ -102,13 +104,18 @@ def test_every_order_and_every_way_with_gaps_by_pairs(name, gaps, kept):
     places = inverse(scan_order(name, GRID, index))[ids]
     if gaps != "decay":
         places = places.argsort(dim=1).argsort(dim=1)  # counted among the tokens present
+    ahead = torch.arange(-context, 0).expand(2, -1)
+    behind = (NUM_TOKENS if gaps == "decay" else kept) - 1 - ahead
+    places = torch.cat([ahead, places, behind], dim=1)
+    k, v = (torch.cat([each, each[:, :context]], dim=1) for each in (k, v))
     apart = (places.unsqueeze(1) - places.unsqueeze(2)).abs().unsqueeze(-1)
-    logits = k.unsqueeze(1) - (apart - 1) * mix.decay / NUM_TOKENS
-    own = torch.eye(kept, dtype=torch.bool).view(1, kept, kept, 1)
+    logits = k.unsqueeze(1) - (apart - 1) * mix.decay / (NUM_TOKENS + 2 * context)
+    own = torch.eye(k.shape[1], dtype=torch.bool).unsqueeze(-1)
     logits = torch.where(own, (mix.bonus + k).unsqueeze(1), logits)
-    mean = (logits.softmax(dim=2) * v.unsqueeze(1)).sum(dim=2)
+    mean = (logits.softmax(dim=2) * v.unsqueeze(1)).sum(dim=2)[:, : x.shape[1]]
     expected = (torch.sigmoid(r) * mean) @ mix.output.weight.T
-    layout = Layout(GRID, 0, None if kept == NUM_TOKENS else ids, batch=len(ids))
+    ids = None if kept == NUM_TOKENS else ids
+    layout = Layout(GRID, context, ids, batch=2, num_context=context)
     torch.testing.assert_close(mix(x, layout), expected)
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from backbones.rwkv7 import ChannelMix, TimeMix
+from tests.backbones.test_mamba import walks_of
 from tests.backbones.test_rwkv import (
     GRID,
     NUM_TOKENS,
@@ -15,7 +16,7 @@ from tests.backbones.test_rwkv import (
 )
 from tread_zoo import create_backbone
 from tread_zoo.backbone import Layout
-from tread_zoo.routing import Route, inverse, scan_order
+from tread_zoo.routing import Route
 
 WIDTH, HEAD = 8, 4
 
@@ -36,9 +37,8 @@ def mix_by_loop(mixer, x, shifted, walks, first_value):
     read = torch.zeros_like(v)
     for way, bias in enumerate(mixer.decay_bias):
         falls = -math.exp(-0.5) * torch.sigmoid(decays + bias)
-        for b, walk in enumerate(walks):
+        for b, path in enumerate(paths[way] for paths in walks):
             states = torch.zeros(WIDTH // HEAD, HEAD, HEAD, dtype=x.dtype)
-            path = walk[::-1] if way else walk
             for step, (now, place) in enumerate(path):
                 apart = abs(place - path[step - 1][1]) if step and mixer.gaps == "decay" else 1
                 for head in range(WIDTH // HEAD):
@@ -59,25 +59,26 @@ def mix_by_loop(mixer, x, shifted, walks, first_value):
 
 
 @pytest.mark.parametrize(
-    ("gaps", "name", "kept"),
+    ("gaps", "name", "kept", "context"),
     [
-        ("decay", "raster", 7),
-        ("reset", "raster", 7),
-        ("ignore", "raster", 7),
-        ("decay", "hilbert", 7),
-        ("decay", "raster", NUM_TOKENS),
+        ("decay", "raster", 7, 0),
+        ("reset", "raster", 7, 0),
+        ("ignore", "raster", 7, 0),
+        ("decay", "hilbert", 7, 2),
+        ("decay", "raster", NUM_TOKENS, 0),
     ],
 )
 @torch.no_grad()
-def test_time_mix_equals_the_written_out_loop(gaps, name, kept):
+def test_time_mix_equals_the_written_out_loop(gaps, name, kept, context):
     mixer = randomized(TimeMix(WIDTH, HEAD, 2, name, 3, gaps))
     ids = make_ids(kept=kept)
-    x, first_value = torch.randn(2, 2, kept, WIDTH, dtype=torch.float64)
-    shifted = shift_over_gaps(x, ids) if gaps == "ignore" else shift_on_the_grid(x, ids)
-    places = inverse(scan_order(name, GRID, 3))[ids]
-    walks = [sorted(enumerate(row), key=lambda pair: pair[1]) for row in places.tolist()]
+    x, first_value = torch.randn(2, 2, context + kept, WIDTH, dtype=torch.float64)
+    shift = shift_over_gaps if gaps == "ignore" else shift_on_the_grid
+    shifted = torch.cat([x[:, :context], shift(x[:, context:], ids)], dim=1)
+    walks = walks_of(ids, name, 3, context, context, grid=GRID)
     expected = mix_by_loop(mixer, x, shifted, walks, first_value)
-    layout = Layout(GRID, 0, None if kept == NUM_TOKENS else ids, batch=2)
+    ids = None if kept == NUM_TOKENS else ids
+    layout = Layout(GRID, context, ids, batch=2, num_context=context)
     out, value = mixer(x, layout, first_value)
     torch.testing.assert_close(out, expected)
     assert value is None

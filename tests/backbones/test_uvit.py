@@ -182,7 +182,7 @@ def test_the_convolution_starts_as_the_identity(learn_sigma):
     assert torch.equal(backbone.conv(image), image)
 
 
-def test_a_context_is_tokens_between_the_times_and_the_images():
+def test_a_context_is_tokens_ahead_of_the_times():
     backbone = build(**SMALL, num_classes=0, context_length=3, context_size=5)
     x, t, y = torch.randn(2, 3, 8, 8), torch.rand(2), torch.randn(2, 3, 5)
     layer = backbone.context_embed
@@ -190,10 +190,10 @@ def test_a_context_is_tokens_between_the_times_and_the_images():
         for given, full in ((y, y), (y.half(), y.half().float()), (None, torch.zeros_like(y))):
             tokens = backbone.embed(x, t, given)[0][0]
             assert tokens.shape == (2, 1 + 3 + 16, 8)
-            expected = full @ layer.weight.T + layer.bias + backbone.positions[1:4]
-            torch.testing.assert_close(tokens[:, 1:4], expected)
+            expected = full @ layer.weight.T + layer.bias + backbone.context_positions
+            torch.testing.assert_close(tokens[:, :3], expected)
             time = time_sinusoids(t, 8, 1000.0) + backbone.positions[0]
-            torch.testing.assert_close(tokens[:, 0], time)
+            torch.testing.assert_close(tokens[:, 3], time)
 
 
 def test_the_text_to_image_network_has_its_published_size():

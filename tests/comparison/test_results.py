@@ -72,6 +72,19 @@ def test_records_of_scores_may_stand_for_a_run_s_own(tmp_path):
     assert list(runs.flops_per_sample) == [5000, 77]
 
 
+@pytest.mark.parametrize(("weights", "measured"), [("ema", True), ("ema:0.1", False)])
+def test_the_log_s_held_out_loss_is_of_the_weights_that_were_averaged_there(
+    tmp_path, weights, measured
+):
+    folder = write_run(tmp_path / "a")
+    with (folder / "metrics.jsonl").open("a") as log:
+        log.write(json.dumps({"step": 100, "held_out_loss": 0.3}) + "\n")
+    record = {"values": {"fid": 5.0}, "protocol": {"weights": weights}}
+    (tmp_path / "score.json").write_text(json.dumps(record))
+    runs = read_runs([folder], [tmp_path / "score.json"])
+    assert ("held_out_loss" in runs) == measured
+
+
 def test_runs_are_named_by_folder_or_pattern(tmp_path):
     first, odd = (write_run(tmp_path / name) for name in ("a,seed=0", "[odd]"))
     (tmp_path / "no_run").mkdir()

@@ -1,7 +1,7 @@
 """Guidance: which networks are called, with which labels and tokens, and what it adds up to."""
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, fields, replace
+from itertools import product
 
 import pytest
 import torch
@@ -20,8 +20,12 @@ from tread_zoo.diffusion import (
     ImageBatch,
     IntervalGuidance,
     NoGuidance,
+    PartsGuidance,
     PathDropGuidance,
+    Problem,
     SamplingOptions,
+    SparseAutoGuidance,
+    SparseClassifierFree,
     SparseGuidance,
     build_sampling,
     check_weak,
@@ -29,7 +33,6 @@ from tread_zoo.diffusion import (
     default_labels,
     generate,
 )
-from tread_zoo.routing import PathDrop
 
 NULL = 10
 LABELS = torch.tensor([2, 7])
@@ -45,7 +48,7 @@ GUIDED = [
 
 
 class Spy:
-    """A backbone that depends on label, routes and itself in every channel, and notes its calls."""
+    """A linear backbone: x times the gain of its label and routes, plus t. It notes its calls."""
 
     num_classes, context_length, context_size = NULL, 0, 0
     in_channels, input_size, grid, num_blocks = 5, (4, 4), (4, 4), 12
@@ -60,10 +63,25 @@ class Spy:
 
     def __call__(self, x, t, y=None, *, routes=()):
         self.calls.append((None if y is None else y.tolist(), tuple(routes)))
-        label = torch.zeros(len(x)) if y is None else y.float()
-        routed = sum(getattr(route, "ids", torch.ones(1)).float().mean() for route in routes)
-        scale = self.factor * (1 + label + routed).view(-1, 1, 1, 1)
-        return x * scale + t.view(-1, 1, 1, 1)
+        kept = [getattr(route, "num_kept", 0) for route in routes]  # a dropped path keeps none
+        gain = self.gain(torch.zeros(len(x)) if y is None else y, kept)
+        return x * gain.to(x.dtype) + t.view(-1, 1, 1, 1)
+
+    def gain(self, label, kept):
+        of_tokens = 1 - sum(16 - k for k in kept) / 100
+        return (self.factor * (1 + label.double()) * of_tokens).view(-1, 1, 1, 1)
+
+
+class Plain:
+    """An objective of others, with the least that sampling needs: dx/dt is the network's output."""
+
+    initial_std = 1.0
+
+    def dx_dt(self, predict, x_t, level):
+        return predict(x_t, level)
+
+    def levels(self, num_steps, grid=None):
+        return torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
 
 
 @pytest.fixture(params=[EDM(), FlowMatching()], ids=["edm", "flow"])
@@ -71,37 +89,74 @@ def objective(request):
     return request.param
 
 
-def batch_of(objective, backbone=None, labels=LABELS, **options):
-    options = {"indices": [0, 1], "seed": 0, "weak": Spy(0.5), **options}
-    return ImageBatch(backbone or Spy(), objective, labels, **options)
+def batch_of(objective, labels=LABELS, **options):
+    usual = {"indices": [0, 1], "seed": 0, "levels": objective.levels(10), "weak": Spy(0.5)}
+    return ImageBatch(Spy(), objective, labels, **{**usual, **options})
 
 
 # The combinator -----------------------------------------------------------------------------------
 
 
 def test_combine_by_hand():
-    def weak(x, level):
-        return x
-
-    def strong(x, level):
-        return 4 * x
-
+    weak, strong = (lambda x, level: x), (lambda x, level: 4 * x)
     assert combine(weak, strong, 1) is strong
     assert combine(weak, strong, 0.0) is weak
     assert torch.equal(combine(weak, strong, 2.0)(torch.ones(1), LEVEL), torch.tensor([7.0]))
-    assert torch.equal(combine(weak, strong, 0.5)(torch.ones(1), LEVEL), torch.tensor([2.5]))
     first = combine(weak, strong, 2.0, channels=1)(torch.ones(1, 2), LEVEL)
     assert torch.equal(first, torch.tensor([[7.0, 4.0]]))
 
 
-@pytest.mark.parametrize("guidance", GUIDED, ids=lambda g: type(g).__name__)
-def test_every_kind_is_linear_in_both_branches_on_all_channels(objective, guidance):
-    strong, weak, guided = (
-        replace(guidance, scale=scale).dx_dt(batch_of(objective))(X, LEVEL)
-        for scale in (1.0, 0.0, 3.0)
-    )
-    torch.testing.assert_close(guided, 3 * strong - 2 * weak, rtol=1e-4, atol=1e-4)
-    assert ((guided - strong).abs().amax(dim=(0, 2, 3)) > 0.1).all()
+PARTS = {
+    "drop_label": [False, True],
+    "weak_rate": [0.0, 0.5, ("linear", 0.5, 0.25)],
+    "drop_path": [False, True],
+    "weak_checkpoint": [None, "x"],
+    "strong_rate": [0.0, ("cosine", 0.0, 0.75)],
+    "scale": [3.0, ("linear", 3.0, 0.0)],
+}
+
+
+@pytest.mark.parametrize(("level", "done"), [(1.0, 0.0), (0.5, 0.5), (0.25, 1.0)])
+def test_all_parts_together_are_the_formula(level, done):
+    """In float64, at the first, the middle and the last of 3 steps."""
+    batch = batch_of(Plain(), levels=torch.tensor([1, 0.5, 0.25, 0]))
+    x, level = X.double(), torch.tensor(level)
+    for values in product(*PARTS.values()):
+        label, weak_rate, path, checkpoint, strong_rate, scale = values
+        options = dict(zip(PARTS, values, strict=True))
+        if not (label or path or checkpoint) and (strong_rate or not weak_rate):
+            with pytest.raises(ValueError, match="strong_rate"):
+                PartsGuidance(**options)
+            continue
+        w, weak_rate, strong_rate = (
+            value[1] + done * (value[2] - value[1]) if isinstance(value, tuple) else value
+            for value in (scale, weak_rate, strong_rate)
+        )
+        kept = [0, 0] if path else [16 - 16 * weak_rate]
+        of_label = torch.tensor([NULL, NULL]) if label else LABELS
+        weak = (batch.weak if checkpoint else batch.backbone).gain(of_label, kept) * x + level
+        strong = batch.backbone.gain(LABELS, [16 - 16 * strong_rate]) * x + level
+        found = PartsGuidance(**options).dx_dt(batch)(x, level.expand(2))
+        torch.testing.assert_close(found, weak + w * (strong - weak), rtol=1e-12, atol=1e-12)
+
+
+RAMPS = {"weak_rate": ("cosine", 0.6, 0.0), "strong_rate": ("cosine", 0.0, 0.6)}
+POINTS = [
+    (ClassifierFree(channels=2), {"drop_label": True, "channels": 2}),
+    (IntervalGuidance(high=0.25), {"drop_label": True, "high": 0.25}),
+    (SparseGuidance(start=1), {"weak_rate": 0.7, "start": 1}),
+    (AutoGuidance(weak_checkpoint="x"), {"weak_checkpoint": "x"}),
+    (PathDropGuidance(scale=0.5), {"drop_path": True, "scale": 0.5}),
+    (SparseClassifierFree(), {"drop_label": True, "weak_rate": 0.5}),
+    (SparseAutoGuidance(weak_checkpoint="x"), {"weak_checkpoint": "x", **RAMPS}),
+]
+
+
+@pytest.mark.parametrize(("kind", "parts"), POINTS, ids=lambda value: type(value).__name__)
+def test_the_kinds_are_points_of_parts(kind, parts):
+    whole = PartsGuidance(**parts)
+    for option in fields(whole):
+        assert getattr(kind, option.name) == getattr(whole, option.name)
 
 
 def test_guiding_slopes_is_guiding_estimates(objective):
@@ -119,35 +174,43 @@ def test_guiding_slopes_is_guiding_estimates(objective):
 # Which networks are called ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("level", "calls"), [(0.1, 1), (0.101, 2), (0.5, 2), (0.501, 1)])
-def test_interval_guides_inside_and_calls_one_network_outside(objective, level, calls):
+@pytest.mark.parametrize(
+    ("levels", "inside", "calls"),
+    [
+        ([0.1, 0.501], [False, False], 1),
+        ([0.101, 0.5], [True, True], 2),
+        ([0.3, 0.8], [True, False], 3),
+    ],
+)
+def test_interval_guides_inside_and_calls_one_network_outside(objective, levels, inside, calls):
     """low < level <= high, and there it is cfg to the bit."""
-    batch, level = batch_of(objective), torch.full((2,), level)
+    batch, level = batch_of(objective), torch.tensor(levels)
     result = IntervalGuidance(scale=3.0, low=0.1, high=0.5).dx_dt(batch)(X, level)
     assert len(batch.backbone.calls) == calls
-    same = ClassifierFree(scale=3.0) if calls == 2 else NoGuidance()
-    assert torch.equal(result, same.dx_dt(batch_of(objective))(X, level))
+    for row, guided in enumerate(inside):
+        same = ClassifierFree(scale=3.0) if guided else NoGuidance()
+        assert torch.equal(result[row], same.dx_dt(batch_of(objective))(X, level)[row])
 
 
-def test_interval_with_levels_on_both_sides(objective):
-    level = torch.tensor([0.3, 0.8])
-    result = IntervalGuidance(scale=3.0, low=0.1, high=0.5).dx_dt(batch_of(objective))(X, level)
-    inside = ClassifierFree(scale=3.0).dx_dt(batch_of(objective))(X, level)
-    outside = NoGuidance().dx_dt(batch_of(objective))(X, level)
-    assert torch.equal(result[0], inside[0])
-    assert torch.equal(result[1], outside[1])
-
-
-@pytest.mark.parametrize("labels", [LABELS, None], ids=["labels", "none"])
-def test_sparse_keeps_the_label_on_both_branches(objective, labels):
-    batch = batch_of(objective, labels=labels)
-    dx_dt = SparseGuidance(scale=2.0, strong_rate=0.25, weak_rate=0.75).dx_dt(batch)
-    for _ in range(3):
-        dx_dt(X, LEVEL)
-    expected = None if labels is None else labels.tolist()
-    assert [labels for labels, _ in batch.backbone.calls] == [expected] * 6
-    kept = [[(r.start, r.end, r.num_kept) for r in routes] for _, routes in batch.backbone.calls]
-    assert kept == [[(2, 8, 4)], [(2, 8, 12)]] * 3
+@pytest.mark.parametrize(
+    ("sampler", "rate", "kept"),
+    [
+        (Euler(), 0.5, [8, 8, 8, 8, 8]),
+        (Euler(), ("linear", 0.5, 0.0), [8, 10, 12, 14, None]),
+        (Euler(), ("cosine", 0.0, 0.5), [None, 15, 12, 10, 8]),  # 0, 0.07, 0.25, 0.43, 0.5
+        (Euler(), ("interval", 0.5, 0.25, 0.5), [None, 8, 8, None, None]),
+        (Heun(), ("linear", 0.5, 0.0), [8, 10, 10, 12, 12, 14, 14, None, None]),
+    ],
+)
+def test_a_rate_follows_the_fraction_of_steps(objective, sampler, rate, kept):
+    """The same for every objective; where nothing is dropped one call is made."""
+    levels = objective.levels(5)
+    batch = batch_of(objective, levels=levels)
+    dx_dt = PartsGuidance(weak_rate=rate).dx_dt(batch)
+    sampler(Problem(dx_dt, objective, None), X, levels)
+    expected = [call for k in kept for call in ([[k], []] if k else [[]])]
+    assert [[route.num_kept for route in routes] for _, routes in batch.backbone.calls] == expected
+    assert all(labels == LABELS.tolist() for labels, _ in batch.backbone.calls)
 
 
 def drawn_ids(indices, seed=0, evaluations=40):
@@ -171,29 +234,8 @@ def test_kept_tokens_depend_on_seed_image_and_evaluation_alone():
     assert len(weak.flatten(0, 1).unique(dim=0)) > 170, "images or evaluations share their tokens"
     other = torch.stack([pair[0] for pair in drawn_ids([0, 1, 2, 3, 4], seed=1)])
     assert (weak == other).all(dim=-1).float().mean() < 0.05
-
-
-def test_what_the_weak_branch_sees_the_strong_one_sees_too():
-    for weak, strong in drawn_ids([0, 1]):
-        assert torch.isin(weak[0], strong[0]).all()
-        assert torch.isin(weak[1], strong[1]).all()
-
-
-def test_auto_calls_two_networks_with_the_same(objective):
-    batch = batch_of(objective)
-    guided = AutoGuidance(scale=2.0, weak_checkpoint="x").dx_dt(batch)(X, LEVEL)
-    assert batch.backbone.calls == batch.weak.calls == [(LABELS.tolist(), ())]
-    strong, weak = batch.dx_dt()(X, LEVEL), replace(batch, backbone=batch.weak).dx_dt()(X, LEVEL)
-    torch.testing.assert_close(guided, 2 * strong - weak, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="weak network"):
-        AutoGuidance(weak_checkpoint="x").dx_dt(batch_of(objective, weak=None))
-
-
-def test_path_drop_skips_the_fused_ranges_with_the_label(objective):
-    batch = batch_of(objective)
-    PathDropGuidance(scale=2.0).dx_dt(batch)(X, LEVEL)
-    skipped = (PathDrop(2, 5), PathDrop(6, 9))
-    assert batch.backbone.calls == [([2, 7], skipped), ([2, 7], ())]
+    for few, many in together:  # what the weak prediction sees the strong one sees, too
+        assert all(torch.isin(*rows).all() for rows in zip(few, many, strict=True))
 
 
 # Bad input ----------------------------------------------------------------------------------------
@@ -210,6 +252,9 @@ def test_path_drop_skips_the_fused_ranges_with_the_label(objective):
         ("sparse", "weak_rate", 1.0),
         ("sparse", "selector", {"name": "blocks", "size": 0}),
         ("auto", "weak_checkpoint", None),
+        ("parts", "weak_rate", ["cosine", 0.6, 1.0]),
+        ("parts", "weak_rate", ["linear", 0.6]),
+        ("parts", "drop_label", ["interval", 0.2, 20]),
     ],
 )
 def test_wrong_options_are_named(name, option, value):
@@ -220,14 +265,8 @@ def test_wrong_options_are_named(name, option, value):
 def tiny(name="dit_tiny", **options):
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        sizes = {
-            "input_size": 8,
-            "in_channels": 1,
-            "num_classes": 10,
-            "hidden_size": 16,
-            "depth": 8,
-        }
-        network = create_backbone(name, **{**sizes, **options})
+        sizes = {"input_size": 8, "in_channels": 1, "num_classes": 10, "hidden_size": 16}
+        network = create_backbone(name, **{**sizes, "depth": 8, **options})
         for parameter in network.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
     return network.eval()
@@ -237,11 +276,12 @@ def tiny(name="dit_tiny", **options):
     ("guidance", "options"),
     [
         (ClassifierFree(), {"num_classes": 0}),
-        (IntervalGuidance(), {"num_classes": 0}),
         (IntervalGuidance(high=1.5), {}),
         (SparseGuidance(start=3, end=40), {}),
         (SparseGuidance(selector="norm"), {}),
         (PathDropGuidance(), {}),
+        (AutoGuidance(weak_checkpoint="x"), {}),
+        (PartsGuidance(weak_rate=0.5, drop_label=("interval", 0.5, 1.0)), {"num_classes": 0}),
     ],
     ids=repr,
 )
@@ -259,13 +299,14 @@ def test_what_a_network_cannot_do_is_refused_before_sampling(guidance, options, 
     [
         (NoGuidance(), {"label_dropout": 0.0, "has_routes": False}, True),
         (ClassifierFree(), {"label_dropout": 0.0}, False),
-        (IntervalGuidance(), {"label_dropout": 0.0}, False),
         (ClassifierFree(scale=1.0), {"label_dropout": 0.0}, True),
         (ClassifierFree(), {}, True),
         (SparseGuidance(), {"has_routes": False}, False),
         (SparseGuidance(scale=1.0), {"has_routes": False}, True),
         (SparseGuidance(scale=1.0, strong_rate=0.2), {"has_routes": False}, False),
         (SparseGuidance(), {}, True),
+        (SparseClassifierFree(), {"label_dropout": 0.0}, False),
+        (SparseClassifierFree(), {"has_routes": False}, False),
     ],
     ids=repr,
 )
@@ -300,22 +341,17 @@ def test_a_weak_network_of_other_data_or_another_objective_is_refused(of_weak, o
 
 
 def draw(network, options, indices, *, batch_size=8, objective=None, **more):
-    objective = objective or FlowMatching()
     labels = default_labels(indices, network.num_classes)
-    return generate(
-        network, objective, options, indices=indices, labels=labels, seed=3,
-        batch_size=batch_size, **more,
-    )  # fmt: skip
+    more |= {"indices": indices, "labels": labels, "seed": 3, "batch_size": batch_size}
+    return generate(network, objective or FlowMatching(), options, **more)
 
 
-IN_TURNS = [("dit_tiny", guidance) for guidance in GUIDED] + [
-    (name, GUIDED[row % len(GUIDED)]) for row, name in enumerate(SMALL)
-]
+RAMP = PartsGuidance(weak_rate=("cosine", 0.7, 0.3), drop_label=("interval", 0.5, 1.0))
 
 
-@pytest.mark.parametrize(("number", "name", "guidance"), [(i, *x) for i, x in enumerate(IN_TURNS)])
-def test_every_guidance_and_every_backbone_in_turns(number, name, guidance):
-    objective = (EDM(), FlowMatching())[number % 2]
+@pytest.mark.parametrize(("number", "name"), enumerate(SMALL))
+def test_every_guidance_and_every_backbone_in_turns(number, name):
+    objective, guidance = (EDM(), FlowMatching())[number % 2], GUIDED[number % len(GUIDED)]
     network, weak = tiny(name, **SMALL[name]), None
     if isinstance(guidance, PathDropGuidance):
         network.add_fusions([(1, 3)])
@@ -323,22 +359,22 @@ def test_every_guidance_and_every_backbone_in_turns(number, name, guidance):
         weak = tiny("dit_tiny", depth=2, num_heads=1)
     if isinstance(guidance, IntervalGuidance) and isinstance(objective, EDM):
         guidance = IntervalGuidance(scale=3.0, low=0.1, high=50.0)
-    given = {"objective": objective, "indices": [0, 1, 2]}
-    options = SamplingOptions(Euler(), 3, guidance=guidance)
-    images = draw(network, options, weak=weak, **given)
+    options, given = SamplingOptions(Euler(), 3, guidance=guidance), {"objective": objective}
+    images = draw(network, options, [0, 1, 2], weak=weak, **given)
     assert images.isfinite().all()
-    assert torch.equal(images, draw(network, options, weak=weak, **given))
-    assert not torch.allclose(images, draw(network, SamplingOptions(Euler(), 3), **given))
+    assert torch.equal(images, draw(network, options, [0, 1, 2], weak=weak, **given))
+    assert not torch.allclose(
+        images, draw(network, SamplingOptions(Euler(), 3), [0, 1, 2], **given)
+    )
 
 
 @pytest.mark.parametrize(
     ("objective", "options"),
     [
-        (FlowMatching(), SamplingOptions(Heun(), 3, guidance=SparseGuidance())),
+        (FlowMatching(), SamplingOptions(Heun(), 3, guidance=RAMP)),
         (FlowMatching(), SamplingOptions(FlowSDE(diffusion=2.0), 3, guidance=ClassifierFree())),
         (EDM(), SamplingOptions(EDMStochastic(), 3, guidance=SparseGuidance())),
     ],
-    ids=["sparse", "sde", "churn"],
 )
 def test_an_image_repeats_whatever_the_batch_size_and_order(objective, options):
     network = tiny()
@@ -367,9 +403,6 @@ def test_settings_become_options_and_back():
             "guidance_channels": None,
     }  # fmt: skip
     assert build_sampling("heun") == SamplingOptions(Heun(), 18)
-    selector = {"name": "blocks", "size": 4}
-    guidance = build_sampling("heun", {"name": "sparse", "selector": selector}).guidance
-    assert guidance.selector == selector
 
 
 # Parts of others ----------------------------------------------------------------------------------
@@ -377,35 +410,9 @@ def test_settings_become_options_and_back():
 
 @pytest.fixture
 def plugin(monkeypatch):
-    """Register an objective, two samplers and a guidance with the least that each needs."""
+    """Register an objective, a sampler and a guidance with the least that each needs."""
     monkeypatch.setattr(registry, "_entries", {**registry._entries})
     create("guidance", "none")  # ours are loaded before
-
-    @register("objective", "noise_prediction")
-    class NoisePrediction:
-        initial_std = 1.0
-
-        def draw(self, shape, generator):
-            raise NotImplementedError
-
-        def dx_dt(self, predict, x_t, level):
-            return predict(x_t, level) - x_t
-
-        def levels(self, num_steps, grid):
-            return torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
-
-    @register("sampler", "midpoint")
-    @dataclass(frozen=True)
-    class Midpoint:
-        default_num_steps: ClassVar[int] = 3
-        place: float = 0.5
-
-        def __call__(self, problem, x, levels):
-            for level, after in zip(levels[:-1].tolist(), levels[1:].tolist(), strict=True):
-                step = after - level
-                middle = x + self.place * step * problem.slope(x, level)
-                x = x + step * problem.slope(middle, level + self.place * step)
-            return x
 
     @register("sampler", "leap")
     def leap(problem, x, levels, *, length: float = 1.0):
@@ -420,24 +427,16 @@ def plugin(monkeypatch):
         def dx_dt(self, batch):
             return combine(replace(batch, backbone=batch.weak).dx_dt(), batch.dx_dt(), self.scale)
 
-    return NoisePrediction()
+    return register("objective", "plain")(Plain)()
 
 
-@pytest.mark.parametrize("sampler", ["euler", "heun", "midpoint", "leap"])
-def test_parts_of_others_work_like_ours(plugin, sampler):
+def test_parts_of_others_work_like_ours(plugin):
     guidance = {"name": "smaller", "weak_checkpoint": "runs/small", "scale": 3.0}
-    options = build_sampling({"name": sampler, "num_steps": 2}, guidance)
+    options = build_sampling({"name": "leap", "num_steps": 2}, guidance)
     options.check_training(conditional=True, label_dropout=0.0, has_routes=False)
     network, weak = tiny(), tiny(depth=2)
     images = draw(network, options, [0, 1], objective=plugin, weak=weak)
-    plain = draw(
-        network, build_sampling({"name": sampler, "num_steps": 2}), [0, 1], objective=plugin
-    )
-    assert images.isfinite().all()
+    plain = draw(network, build_sampling("leap"), [0, 1], objective=plugin)
     assert not torch.equal(images, plain)
     record = options.as_dict()
-    assert (record["sampler"], record["guidance"], record["guidance_scale"]) == (
-        sampler, "smaller", 3.0
-    )  # fmt: skip
-    own = {"midpoint": ("place", 0.5), "leap": ("length", 1.0)}.get(sampler, ("num_steps", 2))
-    assert record[own[0]] == own[1]
+    assert (record["sampler"], record["length"], record["guidance"]) == ("leap", 1.0, "smaller")

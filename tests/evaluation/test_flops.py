@@ -4,15 +4,16 @@ import torch
 from tread_zoo import create_backbone
 from tread_zoo.diffusion import (
     EDM,
-    AutoGuidance,
     ClassifierFree,
     Euler,
     FlowMatching,
     Heun,
     IntervalGuidance,
     NoGuidance,
+    PartsGuidance,
     PathDropGuidance,
     SamplingOptions,
+    SparseAutoGuidance,
     SparseGuidance,
 )
 from tread_zoo.evaluation.flops import count_flops, count_sampling
@@ -117,13 +118,6 @@ def test_sparse_guidance_costs_its_share_of_classifier_free_guidance():
     assert both == 5 * (dit_forward_flops(16, 64, 12, 12, 6, patch_values=4) + routed)
 
 
-def test_autoguidance_costs_both_networks():
-    network, weak = digits_network(), digits_network(depth=3)
-    small = dit_forward_flops(16, 64, 3, 16, 0, patch_values=4)
-    guidance = AutoGuidance(scale=2.0, weak_checkpoint="x")
-    assert cost(network, guidance, weak=weak) == (10, 5 * (DENSE + small))
-
-
 def test_path_drop_costs_what_is_left():
     """Blocks 2 … 7 are skipped in the weak call; both calls pay for the fusion behind them."""
     network = digits_network()
@@ -132,6 +126,30 @@ def test_path_drop_costs_what_is_left():
     short = dit_forward_flops(16, 64, 6, 16, 0, patch_values=4)
     found = cost(network, PathDropGuidance(scale=2.0))
     assert found == (10, 5 * (DENSE + fusion + short + fusion))
+
+
+def shallow_flops(depth, kept):
+    return dit_forward_flops(16, 64, depth, kept, 2, patch_values=4)
+
+
+def test_what_changes_over_sampling_costs_the_calls_that_happen():
+    """Of 5 steps the first guides nothing, the next two let 8 tokens bypass, two have no label."""
+    dense, routed = shallow_flops(4, 16), shallow_flops(4, 8)
+    network, early = digits_network(depth=4), ("interval", 0.5, 0.0, 0.5)
+    later = PartsGuidance(
+        drop_label=True, weak_rate=early, scale=("interval", 2.0, 0.25, 1.0), start=1, end=3
+    )
+    assert cost(network, later) == (9, 7 * dense + 2 * routed)
+    sparse = PartsGuidance(weak_rate=early, start=1, end=3)  # two steps have nothing to guide by
+    assert cost(network, sparse) == (8, 5 * dense + 3 * routed)
+
+
+def test_two_networks_whose_rates_cross():
+    """By a cosine from 0.6 to 0, and back, of 16 tokens bypass 9, 4, 0."""
+    network, weak = digits_network(depth=4), digits_network(depth=3)
+    guidance = SparseAutoGuidance(weak_checkpoint="x", start=1, end=3)
+    expected = sum(shallow_flops(4, kept) + shallow_flops(3, kept) for kept in (7, 12, 16))
+    assert cost(network, guidance, num_steps=3, weak=weak) == (6, expected)
 
 
 def test_counting_leaves_the_network_as_it_was():

@@ -52,6 +52,18 @@ def test_gaps_count_the_steps_of_the_full_walk():
     assert turned.gaps().tolist() == [[1, 1, 3]]  # 0 1 2 3 7 6 5 4
 
 
+def test_a_context_is_ahead_of_both_directions():
+    ids = torch.tensor([[0, 1, 4], [2, 3, 7]])
+    scan = make_scan(Layout((2, 4), 3, ids, num_context=2), "raster", 0)
+    assert scan.flip(torch.arange(6)[None]).tolist() == [[0, 1, 5, 4, 3, 2]]
+    forward, backward = scan.gaps_both_ways()
+    assert forward.tolist() == [[1, 1, 1, 1, 1, 3], [1, 1, 1, 3, 1, 4]]
+    assert backward.tolist() == [[1, 1, 1, 3, 1, 1], [1, 1, 1, 4, 1, 3]]
+    assert scan.segment_ids_both_ways()[1].tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 2]]
+    alone = make_scan(Layout((2, 4), 2, ids, num_context=2), "raster", 0)
+    assert alone.gaps().tolist() == [[1, 1, 1, 1, 3], [1, 1, 1, 1, 4]]
+
+
 def test_the_port_without_care_walks_in_no_order_that_depends_on_the_ids_alone():
     ids = some_ids(200, 12)
     walk = make_scan(Layout(GRID, 1, ids), "unsorted", 0)

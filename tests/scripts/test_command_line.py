@@ -127,6 +127,16 @@ def test_probing_routes_leaves_a_picture_and_its_numbers(trained):
     assert f"routing.start={record['route']['start']}" in said
 
 
+@pytest.mark.slow
+def test_a_pushed_run_is_sampled_as_the_run_is(trained):
+    folder, _ = trained
+    assert "hub" in call("push.py", f"checkpoint={RUN}", "out=mine/hub", cwd=folder)
+    for checkpoint, out in ((RUN, "of_run"), ("mine/hub", "of_hub")):
+        call("sample.py", f"checkpoint={checkpoint}", "num_images=2", f"out={out}", cwd=folder)
+    of_run, of_hub = (np.load(folder / out / "samples.npz") for out in ("of_run", "of_hub"))
+    assert (of_run["arr_0"] == of_hub["arr_0"]).all()
+
+
 @pytest.mark.parametrize(
     ("override", "words"), [("guidance=path_drop", "rejoin=project"), ("label=10", "label=10")]
 )

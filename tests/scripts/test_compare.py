@@ -33,6 +33,7 @@ if "checkpoint" in given:
     record = json.loads(pathlib.Path(given["checkpoint"], "score.json").read_text())
     record["values"]["held_out_loss"] /= len(given["guidance"])
     record["protocol"]["flops_per_image"] = 1000 * len(given["guidance"])
+    record["protocol"]["weights"] = given.get("weights", "ema")
     pathlib.Path(given["out"]).parent.mkdir(exist_ok=True)
     pathlib.Path(given["out"]).write_text(json.dumps(record))
 else:
@@ -91,6 +92,15 @@ def test_overrides_of_runs_that_are_there_score_them_again(place, call):
     assert table.held_out_loss["none", "none"] == pytest.approx(0.1)
     assert table.held_out_loss["tread", "cfg"] == pytest.approx(0.1)
     assert "4 cells, 4 of them done" in call(*given)
+
+
+def test_a_sweep_of_averaged_weights(place, call):
+    call("compare.runs=made/*0", "guidance=none", "weights=ema:0.03,ema:0.1", "compare.out=widths")
+    table = pd.read_csv("widths/results.csv").set_index(["routing", "weights"])
+    assert sorted(table.index) == [
+        (routing, weights) for routing in ("none", "tread") for weights in ("ema:0.03", "ema:0.1")
+    ]
+    assert "ema:0.03" in Path("widths/report.md").read_text()
 
 
 def test_a_cell_that_fails_is_reported_and_the_others_are_compared(place, call):

@@ -38,7 +38,8 @@ class OwnLoop(UViT):
                 rows = self.rows(now, route)
                 wide = rows[:, :, None].expand(-1, -1, now.shape[2])
                 ids = None if route is None else route.ids
-                layout = Layout(self.grid, self.num_extra_tokens, ids, len(x), x.device)
+                extra, own = self.num_extra_tokens, self.context_length
+                layout = Layout(self.grid, extra, ids, len(x), x.device, num_context=own)
                 skip = self.take_skip(skips, index, wide) if index in self.skips else None
                 (after,) = self.run_block(index, (now.gather(1, wide),), condition, layout, skip)
                 skips[index] = self.make_skip(now, wide, after)

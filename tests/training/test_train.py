@@ -15,7 +15,7 @@ from tread_zoo.diffusion import FlowMatching
 from tread_zoo.registry import register
 from tread_zoo.training import loop, train
 from tread_zoo.training.checkpoints import find_checkpoint, load_backbone
-from tread_zoo.training.ema import WeightAverage
+from tread_zoo.training.ema import WeightAverage, exponential_decay
 from tread_zoo.training.loop import step_loss
 from tread_zoo.training.trackers import read_metrics
 
@@ -120,7 +120,7 @@ class SGD:
 
 def test_the_average_follows_its_formula():
     network = parts_of(settings()).backbone
-    average = WeightAverage(network, 0.5)
+    average = WeightAverage(network, exponential_decay(0.5))
     weight, averaged = network.patch_embed.weight, average.network.patch_embed.weight
     expected = weight.detach().clone()
     for step in range(1, 6):

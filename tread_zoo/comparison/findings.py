@@ -95,8 +95,9 @@ def direction(metric: str) -> str | None:
 def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
     """Return the scores that all runs have by one protocol, and notes on those that they do not.
 
-    Scores compare where their protocols are equal; but what was sampled by (sampler, guidance) may
-    differ: it is a setting, and shown. The held-out loss depends on the data and `held_out` alone.
+    Scores compare where their protocols are equal; but what was sampled by (sampler, guidance,
+    weights) may differ: it is a setting, and shown. The held-out loss depends on the data and
+    `held_out` alone.
 
     Raises:
         ValueError: no score is left.
@@ -107,7 +108,7 @@ def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
         key
         for key in dict.fromkeys(key for own in protocols for key in own)
         if len({repr(own.get(key)) for own in protocols}) > 1
-        and key.partition(".")[0] not in {*noted, "sampling"}
+        and key.partition(".")[0] not in {*noted, "sampling", "weights"}
     ]
     of_loss = [key for key in different if key.startswith(("held_out", "data"))]
     of_samples = [key for key in different if not key.startswith("held_out")]

@@ -160,6 +160,8 @@ def _row(folder: Path, settings: Mapping[str, Any], file: Path) -> dict[str, Any
     steps = settings["training.num_steps"] if record else last.get("step", 0)
     batch = settings["training.batch_size"] * settings["training.gradient_accumulation_steps"]
     batch *= run.get("num_processes", 1)
+    if (protocol or {}).get("weights", "ema") != "ema":
+        last.pop("held_out_loss", None)  # it was of the averaged weights
     pictures = sorted((folder / "samples").glob("step_*.png"))
     routed, dense = (facts.get(key, math.nan) for key in ("flops_routed", "flops_dense"))
     return {

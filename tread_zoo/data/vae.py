@@ -8,6 +8,7 @@ Latents are the autoencoder's own, before any scaling. Only safetensors are read
 Dimensions: B batch, C channels of a latent, H, W of an image, h, w of a latent.
 """
 
+import functools
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ class Vae:
 
     def __init__(self, network: nn.Module, name: str):
         self.network: Any = network.eval().requires_grad_(False)
-        self.name, self.kind, self.sha256 = name, type(network).__name__, weights_digest(network)
+        self.name, self.kind = name, type(network).__name__
         config: Any = self.network.config
         self.is_rae, self.has_posterior = (
             self.kind == name for name in ("AutoencoderRAE", "AutoencoderKL")
@@ -35,6 +36,11 @@ class Vae:
         self.latent_channels, self.scaling_factor = int(channels), float(config.scaling_factor)
         self.shift_factor = float(getattr(config, "shift_factor", None) or 0.0)
         network.to(memory_format=torch.channels_last)  # convolutions are faster so
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Of the weights, as they are at the first question."""
+        return weights_digest(self.network)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
     d = d_weak + w (d_strong - d_weak)           w = 0: weak, w = 1: strong, w > 1: extrapolation
 
-    kind        weak prediction                                             after
-    none        -                                                           the network as it is
-    cfg         without the condition                                       arXiv 2207.12598
-    interval    cfg where low < level <= high, the network alone elsewhere  arXiv 2404.07724
-    sparse      the condition kept, more tokens bypass                      arXiv 2601.01608
-    auto        a smaller or an earlier network                             arXiv 2406.02507
-    path_drop   the condition kept, the middle of the network skipped       arXiv 2510.21986
+`parts` is all kinds in one; they differ in what the weak prediction lacks:
+
+    cfg           the condition                                            arXiv 2207.12598
+    interval      the condition, where low < level <= high                 arXiv 2404.07724
+    sparse        tokens: more of them bypass                              arXiv 2601.01608
+    auto          size or training: a smaller or an earlier network        arXiv 2406.02507
+    path_drop     the middle of the network                                arXiv 2510.21986
+    sparse_auto   training; tokens, which later the strong one lacks       arXiv 2601.01608, B.1
+    sparse_cfg    the condition and tokens
 
 The condition is a label or a context; the null label or zeros stand for none.
 w counts as in the formula above for all of them; the first paper's w is ours less 1. At one (x,
@@ -18,16 +20,19 @@ channels.
 
 The branches are two calls of B images rather than one of 2B: a sparse or a smaller branch cannot
 share a call, the memory stays that of unguided sampling, and on a CPU one call of 2B was measured
-slower (`benchmarks/guidance.py` times it as `cfg doubled`).
+slower (`benchmarks/guidance.py` times it as `cfg doubled`). Two that are the same are one call.
 
 Dimensions: B batch, C channels, H height, W width, K kept tokens.
 """
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Protocol
 
+import numpy as np
 import torch
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt
 from torch import Tensor
@@ -36,7 +41,7 @@ from tread_zoo.backbone import Backbone
 from tread_zoo.diffusion.objective import Objective, per_image
 from tread_zoo.diffusion.samplers import DxDt
 from tread_zoo.registry import available, complete, register
-from tread_zoo.routing import PathDrop, Route, Routing, build_routing
+from tread_zoo.routing import PathDrop, Route, RoutePlan, build_routing, num_kept_tokens
 from tread_zoo.seeding import make_generator
 
 Auto = Literal["auto"]
@@ -74,6 +79,7 @@ class ImageBatch:
         labels: [B], or contexts [B, T, S], on the network's device; None for no condition.
         indices: B places in the seed's sequence of images.
         seed: of that sequence.
+        levels: of the sampler's steps, falling: [num_steps + 1].
         weak: the network of a guidance's `weak_checkpoint`.
     """
 
@@ -82,6 +88,7 @@ class ImageBatch:
     labels: Tensor | None
     indices: Sequence[int]
     seed: int
+    levels: Tensor
     weak: Backbone | None = None
 
     def dx_dt(self, routes: Callable[[], Sequence[Route | PathDrop]] = tuple) -> DxDt:
@@ -101,13 +108,20 @@ class ImageBatch:
 
         return dx_dt
 
+    def fraction_done(self, level: Tensor) -> float:
+        """Return how much of sampling is done: 0 at the first step, 1 at the last one, i / (n - 1)
+        at step i of n, and linear between their levels."""
+        steps = self.levels[:-1].float().tolist()  # as samplers pass them on
+        places = np.arange(len(steps)) / max(len(steps) - 1, 1)
+        return float(np.interp(float(level[0]), steps[::-1], places[::-1]))
+
 
 class Guidance(Protocol):
     """A kind of guidance, with its settings as fields.
 
     Three more members are optional:
 
-        weak_checkpoint: str                  a run or a checkpoint: its network is `batch.weak`
+        weak_checkpoint: str | None           a run or a checkpoint: its network is `batch.weak`
         check(backbone, objective)            raise ValueError if this network cannot be guided so
         check_training(*, conditional, label_dropout, has_routes)
                                               raise ValueError if training never showed the network
@@ -144,208 +158,330 @@ class NoGuidance:
         return batch.dx_dt()
 
 
-@register("guidance", "cfg")
-@dataclass(frozen=True, kw_only=True)
-class ClassifierFree:
-    """The weak prediction has no label.
+# Options that change over sampling ----------------------------------------------------------------
 
-    Args:
-        scale: w; 1 is the conditional network alone, 0 the unconditional one.
-        channels: how many are guided, the first ones; null for all. The published samplers of DiT
-            and SiT guide 3 of their 4 latent channels.
-    """
+_Ramp = Literal["linear", "cosine"]
+_Interval = Literal["interval"]
+_Portion = Annotated[float, Field(ge=0, le=1)]
+Drop = bool | tuple[_Interval, _Portion, _Portion]
+Rate = Fraction | tuple[_Ramp, Fraction, Fraction] | tuple[_Interval, Fraction, _Portion, _Portion]
+Scale = (
+    NonNegativeFloat
+    | tuple[_Ramp, NonNegativeFloat, NonNegativeFloat]
+    | tuple[_Interval, NonNegativeFloat, _Portion, _Portion]
+)
 
-    scale: NonNegativeFloat = 2.0
-    channels: PositiveInt | None = None
-
-    def check(self, backbone: Backbone, objective: Objective) -> None:
-        if not backbone.is_conditional and self.scale != 1:
-            raise ValueError(
-                f"guidance.scale={self.scale} guides away from no label, and this network is "
-                "unconditional: use guidance=none, or sparse, auto or path_drop."
-            )
-
-    def check_training(self, *, conditional: bool, label_dropout: float, has_routes: bool) -> None:
-        if conditional and self.scale != 1 and label_dropout == 0:
-            raise ValueError(
-                f"guidance.scale={self.scale} guides away from no label, which "
-                "training.label_dropout=0 never shows the network: train with "
-                "training.label_dropout=0.1, or use guidance=none, sparse, auto or path_drop."
-            )
-
-    def dx_dt(self, batch: ImageBatch) -> DxDt:
-        if batch.labels is None:  # scale 1, or `check` would have raised
-            return batch.dx_dt()
-        weak = replace(batch, labels=batch.backbone.null_like(batch.labels))
-        return combine(weak.dx_dt(), batch.dx_dt(), self.scale, self.channels)
+# What may change over sampling, with what it is outside an interval.
+_OFF = {
+    "scale": 1.0, "drop_label": False, "weak_rate": 0.0, "drop_path": False, "strong_rate": 0.0,
+}  # fmt: skip
 
 
-@register("guidance", "interval")
-@dataclass(frozen=True, kw_only=True)
-class IntervalGuidance(ClassifierFree):
-    """Classifier-free guidance at the levels low < level <= high; elsewhere one evaluation.
+def _value(option: Any, done: float, off: float) -> Any:
+    """Return an option's value where a fraction of sampling is done."""
+    if not isinstance(option, list | tuple):
+        return option
+    shape, *numbers = option
+    if shape == "interval":
+        *value, after, until = numbers
+        return (value or [True])[0] if after <= done <= until else off
+    first, last = numbers
+    place = (1 - math.cos(math.pi * done)) / 2 if shape == "cosine" else done
+    return last if done == 1 else first + (last - first) * place
 
-    Args:
-        scale, channels: as of `cfg`.
-        low, high: in the objective's level: t in [0, 1] for flow matching, sigma for EDM and DDPM.
 
-    Raises:
-        ValueError: low is not below high.
-    """
-
-    low: NonNegativeFloat = 0.0
-    high: NonNegativeFloat = 0.7
-
-    def __post_init__(self) -> None:
-        if self.low >= self.high:
-            raise ValueError(
-                f"guidance.low={self.low}, guidance.high={self.high} is no interval of levels: "
-                "0 <= low < high must hold; noise grows with the level, and 0 is clean data."
-            )
-
-    def check(self, backbone: Backbone, objective: Objective) -> None:
-        super().check(backbone, objective)
-        highest = float(objective.levels(1)[0])
-        if self.high > highest:
-            raise ValueError(
-                f"guidance.high={self.high} is beyond the objective's levels, which reach from 0 "
-                f"to {highest:g}."
-            )
-
-    def dx_dt(self, batch: ImageBatch) -> DxDt:
-        plain, guided = batch.dx_dt(), super().dx_dt(batch)
-
-        def dx_dt(x: Tensor, level: Tensor) -> Tensor:
-            inside = (self.low < level) & (level <= self.high)
-            if not bool(inside.any()):  # reads the level from the device: once an evaluation
-                return plain(x, level)
-            if bool(inside.all()):
-                return guided(x, level)
-            return torch.where(per_image(inside), guided(x, level), plain(x, level))
-
-        return dx_dt
+# The parts ----------------------------------------------------------------------------------------
 
 
 def _selector(part: Any) -> Any:
     return part if part == "auto" else complete("selector", part, "guidance.selector")
 
 
-@register("guidance", "sparse")
-@dataclass(frozen=True, kw_only=True)
-class SparseGuidance:
-    """Two predictions of the same network with the same label, at two selection rates.
+Selector = Annotated[str | dict[str, Any], BeforeValidator(_selector)]
 
-    The tokens that stay depend on (seed, image, evaluation) alone, so an image repeats whatever the
-    batch size; at the strong rate they are drawn from the same numbers as at the weak one.
 
-    Args:
-        scale: w.
-        strong_rate, weak_rate: fractions of tokens that bypass; 0 is the dense network.
-        start, end, selector: of the route, as in `tread_zoo.config.RouteConfig`; `auto` is the
-            backbone's own.
+class _Parts:
+    """What the kinds share: each has some of these as fields, and may fix others."""
 
-    Raises:
-        ValueError: strong_rate is not below weak_rate.
-    """
-
-    scale: NonNegativeFloat = 2.0
-    strong_rate: Fraction = 0.0
-    weak_rate: Fraction = 0.7
-    start: Auto | int = "auto"
-    end: Auto | int = "auto"
-    selector: Annotated[str | dict[str, Any], BeforeValidator(_selector)] = "auto"
+    scale: Any = 2.0
+    channels: int | None = None
+    drop_label: Any = False
+    weak_rate: Any = 0.0
+    drop_path: Any = False
+    weak_checkpoint: str | None = None
+    strong_rate: Any = 0.0
+    start: str | int = "auto"
+    end: str | int = "auto"
+    selector: str | dict[str, Any] = "auto"
+    low: float = 0.0
+    high: float | None = None
 
     def __post_init__(self) -> None:
-        if self.strong_rate >= self.weak_rate:
+        if self.high is not None and self.low >= self.high:
+            raise ValueError(
+                f"guidance.low={self.low}, guidance.high={self.high} is no interval of levels: "
+                "0 <= low < high must hold; noise grows with the level, and 0 is clean data."
+            )
+        gaps = [
+            weak_rate - strong_rate
+            for _, label, weak_rate, path, strong_rate in map(self._at, np.linspace(0, 1, 101))
+            if not (label or path or self.weak_checkpoint)
+        ]
+        if min(gaps, default=0) < 0 or (len(gaps) == 101 and max(gaps) == 0):
             raise ValueError(
                 f"guidance.strong_rate={self.strong_rate} must be below "
-                f"guidance.weak_rate={self.weak_rate}: they are the fractions of tokens that "
-                "bypass, and the weak prediction is the one that sees fewer."
+                f"guidance.weak_rate={self.weak_rate}, the fractions of tokens that bypass, unless "
+                "the weak prediction lacks something else (guidance=parts: drop_label, drop_path)."
             )
 
+    def _at(self, done: float) -> tuple[Any, ...]:
+        """Return the options of `_OFF` where a fraction of sampling is done."""
+        return tuple(_value(getattr(self, name), done, off) for name, off in _OFF.items())
+
     def check(self, backbone: Backbone, objective: Objective) -> None:
-        for plan in self._routing(backbone, self.weak_rate).plans:
+        if self.drop_label is not False and self.scale != 1 and not backbone.is_conditional:
+            raise ValueError(
+                f"guidance.scale={self.scale} guides away from no label, and this network is "
+                "unconditional: use guidance=none, or sparse, auto or path_drop."
+            )
+        if self.drop_path is not False and self.weak_checkpoint is None:
+            _dropped_paths(backbone)
+        if self.weak_rate != 0 or self.strong_rate != 0:
+            plan = self._plan(backbone)
             if getattr(plan.selector, "needs_importance", False):
                 raise ValueError(
                     f"guidance.selector={plan.selector_name} chooses tokens by their importance, "
                     "which is computed in training alone: use another, such as random."
                 )
+        highest = float(objective.levels(1)[0])
+        if self.high is not None and self.high > highest:
+            raise ValueError(
+                f"guidance.high={self.high} is beyond the objective's levels, which reach from 0 "
+                f"to {highest:g}."
+            )
 
     def check_training(self, *, conditional: bool, label_dropout: float, has_routes: bool) -> None:
-        dense = self.scale == 1 and self.strong_rate == 0
-        if not has_routes and not dense:
+        guided = self.scale != 1
+        if guided and self.drop_label is not False and conditional and label_dropout == 0:
             raise ValueError(
-                "guidance=sparse lets tokens bypass blocks, which routing=none never shows the "
+                f"guidance.scale={self.scale} guides away from no label, which "
+                "training.label_dropout=0 never shows the network: train with "
+                "training.label_dropout=0.1, or use guidance=none, sparse, auto or path_drop."
+            )
+        if not has_routes and (self.strong_rate != 0 or (guided and self.weak_rate != 0)):
+            raise ValueError(
+                "this guidance lets tokens bypass blocks, which routing=none never shows the "
                 "network: train with routing=tread, or use guidance=cfg, interval or auto."
             )
 
     def dx_dt(self, batch: ImageBatch) -> DxDt:
-        weak, strong = (
-            batch.dx_dt(self._routes(batch, rate).__next__)
-            for rate in (self.weak_rate, self.strong_rate)
-        )
-        return combine(weak, strong, self.scale)
+        other, evaluations = batch, itertools.count()
+        if self.weak_checkpoint is not None:
+            if batch.weak is None:
+                raise ValueError("guidance needs a weak network: pass it to generate as `weak`.")
+            other = replace(batch, backbone=batch.weak)
+        paths = () if self.drop_path is False else _dropped_paths(other.backbone)
+        draw_weak = self._draw_routes(other, self.weak_rate)
+        draw_strong = self._draw_routes(batch, self.strong_rate)
+        is_scheduled = any(isinstance(getattr(self, name), list | tuple) for name in _OFF)
 
-    def _routes(self, batch: ImageBatch, rate: float) -> Iterator[tuple[Route, ...]]:
+        def dx_dt(x: Tensor, level: Tensor) -> Tensor:
+            evaluation = next(evaluations)
+            done = batch.fraction_done(level) if is_scheduled else 0.0
+            scale, label, weak_rate, path, strong_rate = self._at(done)
+            strong = batch.dx_dt(lambda: draw_strong(evaluation, strong_rate))
+            weak = other
+            if label and batch.labels is not None:
+                weak = replace(other, labels=batch.backbone.null_like(batch.labels))
+            if weak is batch and not path and weak_rate == strong_rate:
+                return strong(x, level)
+            lacking = weak.dx_dt(lambda: paths if path else draw_weak(evaluation, weak_rate))
+            return self._between(combine(lacking, strong, scale, self.channels), strong, x, level)
+
+        return dx_dt
+
+    def _between(self, guided: DxDt, strong: DxDt, x: Tensor, level: Tensor) -> Tensor:
+        """Return dx/dt guided where low < level <= high, and the strong one elsewhere."""
+        if guided is strong or (self.low == 0 and self.high is None):
+            return guided(x, level)
+        inside = (self.low < level) & (level <= (math.inf if self.high is None else self.high))
+        if not bool(inside.any()):  # reads the level from the device: once an evaluation
+            return strong(x, level)
+        if bool(inside.all()):
+            return guided(x, level)
+        return torch.where(per_image(inside), guided(x, level), strong(x, level))
+
+    def _draw_routes(
+        self, batch: ImageBatch, rate: Any
+    ) -> Callable[[int, float], tuple[Route, ...]]:
+        """Return a function of the evaluation and of the rate that gives routes, on the CPU.
+
+        Evaluation k of image i has row k mod 32 of what (seed, i, k // 32) draws: one generator and
+        one sort for many evaluations at one rate.
+        """
         if rate == 0:
-            return itertools.repeat(())
-        routing = self._routing(batch.backbone, rate)
-        return _draw_routes(routing, batch.backbone.grid, batch.seed, batch.indices)
+            return lambda evaluation, rate: ()
+        plan, grid = self._plan(batch.backbone), batch.backbone.grid
+        seed, num_tokens = batch.seed, grid[0] * grid[1]
 
-    def _routing(self, backbone: Backbone, rate: float) -> Routing:
+        @functools.lru_cache(maxsize=1)
+        def draw(chunk: int, num_kept: int) -> Tensor:
+            generators = (make_generator("sparse", seed, index, chunk) for index in batch.indices)
+            ids = [plan.selector(_ROUTES_AT_ONCE, grid, num_kept, each) for each in generators]
+            return torch.stack(ids, dim=1)
+
+        def routes(evaluation: int, rate: float) -> tuple[Route, ...]:
+            num_kept = num_kept_tokens(num_tokens, rate)
+            if num_kept == num_tokens:
+                return ()
+            chunk, row = divmod(evaluation, _ROUTES_AT_ONCE)
+            return (Route(plan.start, plan.end, draw(chunk, num_kept)[row]),)
+
+        return routes
+
+    def _plan(self, backbone: Backbone) -> RoutePlan:
         try:
-            return build_routing(
+            routing = build_routing(
                 "tread",
                 num_blocks=backbone.num_blocks,
                 default_selector=backbone.default_selector,
                 default_range=backbone.default_range,
-                selection_rate=rate,
                 start=self.start,
                 end=self.end,
                 selector=self.selector,
             )
         except ValueError as error:
-            raise ValueError(f"guidance=sparse, its route as of routing=tread: {error}") from error
+            raise ValueError(f"guidance, its route as of routing=tread: {error}") from error
+        return routing.plans[0]
 
 
-def _draw_routes(
-    routing: Routing, grid: tuple[int, int], seed: int, indices: Sequence[int]
-) -> Iterator[tuple[Route, ...]]:
-    """Yield the routes of evaluation 0, 1, …, with ids [B, K] on the CPU.
+def _dropped_paths(backbone: Backbone) -> tuple[PathDrop, ...]:
+    if not backbone.fused_ranges:
+        raise ValueError(
+            "guidance=path_drop, or guidance.drop_path, needs a network that was trained to go on "
+            "without its middle blocks (routing.rejoin=project), and this one was not; use "
+            "guidance=sparse or guidance=cfg."
+        )
+    return tuple(PathDrop(start, end) for start, end in backbone.fused_ranges)
 
-    Evaluation k of image i has row k mod 32 of what (seed, i, k // 32) draws: one generator and one
-    sort for many evaluations.
+
+@register("guidance", "parts")
+@dataclass(frozen=True, kw_only=True)
+class PartsGuidance(_Parts):
+    """The weak prediction lacks what is set here; the strong one is the network with its label.
+
+    A rate or the scale may change with the fraction p of sampling that is done, a function of the
+    level (`ImageBatch.fraction_done`): [linear, 0.6, 0] goes from 0.6 to 0, [cosine, 0.6, 0] as
+    (1 - cos(pi p)) / 2; [interval, 0.6, 0.2, 0.8] is 0.6 where 0.2 <= p <= 0.8, elsewhere a rate is
+    0 and w is 1. A label or a path is dropped at [interval, 0.2, 0.8].
+
+    The tokens that stay depend on (seed, image, evaluation) alone, so an image repeats whatever the
+    batch size; at every rate they are drawn from the same numbers.
+
+    Args:
+        scale: w; 1 is the strong prediction alone, 0 the weak one.
+        channels: how many are guided, the first ones; null for all. The published samplers of DiT
+            and SiT guide 3 of their 4 latent channels.
+        drop_label: the weak prediction has no label, or no context.
+        weak_rate, strong_rate: fractions of tokens that bypass; 0 is the dense network.
+        drop_path: the weak prediction skips the blocks whose result the network was trained to do
+            without; where it does, weak_rate means nothing.
+        weak_checkpoint: of a smaller network, or an earlier one, for the weak prediction: a run's
+            folder or a checkpoint's own.
+        start, end, selector: of the route, as in `tread_zoo.config.RouteConfig`; `auto` is the
+            backbone's own.
+        low, high: guided where low < level <= high, in the objective's level: t in [0, 1] for flow
+            matching, sigma for EDM and DDPM. Elsewhere the strong prediction stands alone.
+
+    Raises:
+        ValueError: low is not below high, or the weak prediction lacks no more than the strong one.
     """
-    for chunk in itertools.count():
-        drawn = [
-            routing.draw(_ROUTES_AT_ONCE, grid, make_generator("sparse", seed, index, chunk))
-            for index in indices
-        ]
-        ids = [torch.stack([r.ids for r in routes], dim=1) for routes in zip(*drawn, strict=True)]
-        for row in range(_ROUTES_AT_ONCE):
-            yield tuple(
-                Route(plan.start, plan.end, each[row])
-                for plan, each in zip(routing.plans, ids, strict=True)
-            )
+
+    scale: Scale = 2.0
+    channels: PositiveInt | None = None
+    drop_label: Drop = False
+    weak_rate: Rate = 0.0
+    drop_path: Drop = False
+    weak_checkpoint: str | None = None
+    strong_rate: Rate = 0.0
+    start: Auto | int = "auto"
+    end: Auto | int = "auto"
+    selector: Selector = "auto"
+    low: NonNegativeFloat = 0.0
+    high: NonNegativeFloat | None = None
+
+
+# Points of it; their fields are as of `PartsGuidance` ---------------------------------------------
+
+
+@register("guidance", "cfg")
+@dataclass(frozen=True, kw_only=True)
+class ClassifierFree(_Parts):
+    """The weak prediction has no label."""
+
+    drop_label = True
+    scale: Scale = 2.0
+    channels: PositiveInt | None = None
+
+
+@register("guidance", "interval")
+@dataclass(frozen=True, kw_only=True)
+class IntervalGuidance(ClassifierFree):
+    """Classifier-free guidance at the levels low < level <= high; elsewhere one evaluation."""
+
+    low: NonNegativeFloat = 0.0
+    high: NonNegativeFloat = 0.7
+
+
+@register("guidance", "sparse")
+@dataclass(frozen=True, kw_only=True)
+class SparseGuidance(_Parts):
+    """Two predictions of the same network with the same label, at two selection rates."""
+
+    scale: Scale = 2.0
+    strong_rate: Rate = 0.0
+    weak_rate: Rate = 0.7
+    start: Auto | int = "auto"
+    end: Auto | int = "auto"
+    selector: Selector = "auto"
 
 
 @register("guidance", "auto")
 @dataclass(frozen=True, kw_only=True)
-class AutoGuidance:
-    """The weak prediction is another network's: a smaller one, or one of an earlier step.
+class AutoGuidance(_Parts):
+    """The weak prediction is another network's: a smaller one, or one of an earlier step."""
 
-    Args:
-        scale: w.
-        weak_checkpoint: of the weak network: a run's folder or a checkpoint's own.
-    """
+    weak_checkpoint: str = field()
+    scale: Scale = 2.0
 
-    weak_checkpoint: str
-    scale: NonNegativeFloat = 2.0
 
-    def dx_dt(self, batch: ImageBatch) -> DxDt:
-        if batch.weak is None:
-            raise ValueError("guidance=auto needs a weak network: pass it to generate as `weak`.")
-        return combine(replace(batch, backbone=batch.weak).dx_dt(), batch.dx_dt(), self.scale)
+@register("guidance", "path_drop")
+@dataclass(frozen=True, kw_only=True)
+class PathDropGuidance(_Parts):
+    """The weak prediction skips the blocks whose result the network was trained to do without."""
+
+    drop_path = True
+    scale: Scale = 2.0
+
+
+@register("guidance", "sparse_auto")
+@dataclass(frozen=True, kw_only=True)
+class SparseAutoGuidance(SparseGuidance):
+    """An earlier network whose tokens bypass less and less, the strong one's more and more."""
+
+    weak_checkpoint: str = field()
+    weak_rate: Rate = ("cosine", 0.6, 0.0)
+    strong_rate: Rate = ("cosine", 0.0, 0.6)
+
+
+@register("guidance", "sparse_cfg")
+@dataclass(frozen=True, kw_only=True)
+class SparseClassifierFree(SparseGuidance):
+    """The weak prediction has no label, and costs less for the tokens that bypass."""
+
+    drop_label = True
+    weak_rate: Rate = 0.5
+    channels: PositiveInt | None = None
 
 
 def check_weak(
@@ -370,27 +506,3 @@ def check_weak(
                 f"the network of guidance.weak_checkpoint has {fact} {value}, and the one to guide "
                 f"has {facts[fact]}: both must be of the same data and objective."
             )
-
-
-@register("guidance", "path_drop")
-@dataclass(frozen=True, kw_only=True)
-class PathDropGuidance:
-    """The weak prediction skips the blocks whose result the network was trained to do without.
-
-    Args:
-        scale: w.
-    """
-
-    scale: NonNegativeFloat = 2.0
-
-    def check(self, backbone: Backbone, objective: Objective) -> None:
-        if not backbone.fused_ranges:
-            raise ValueError(
-                "guidance=path_drop needs a network that was trained to go on without its middle "
-                "blocks (routing.rejoin=project), and this one was not; use guidance=sparse or "
-                "guidance=cfg."
-            )
-
-    def dx_dt(self, batch: ImageBatch) -> DxDt:
-        dropped = [PathDrop(start, end) for start, end in batch.backbone.fused_ranges]
-        return combine(batch.dx_dt(lambda: dropped), batch.dx_dt(), self.scale)

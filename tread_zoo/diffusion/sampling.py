@@ -158,7 +158,7 @@ def generate(
     for first in range(0, len(indices), batch_size):
         part = slice(first, first + batch_size)
         y = None if labels is None else labels[part].to(device)
-        batch = ImageBatch(backbone, objective, y, indices[part], seed, weak)
+        batch = ImageBatch(backbone, objective, y, indices[part], seed, levels, weak)
 
         def fresh_noise(step: int, chosen: Sequence[int] = batch.indices) -> Tensor:
             return step_noise(shape, seed, chosen, step).to(device)

@@ -53,7 +53,7 @@ def evaluate(
     Args:
         backbone, objective, data, sampling, options: what to score, and by what.
         precision: resolved, see `tread_zoo.runtime`.
-        weak: the weak network of guidance=auto.
+        weak: the network of the guidance's `weak_checkpoint`.
         cache: an empty dictionary that keeps, for later calls that differ in the weights alone,
             what does not depend on them.
         facts: further fields of `Protocol`, such as `weights` and `step`.

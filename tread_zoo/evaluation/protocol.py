@@ -25,8 +25,8 @@ class Protocol:
         reference, num_reference, reference_sha256: the real images: their name, how many, and the
             hash of their pixels, or of a file of statistics.
         labels: the rule by which samples got their labels.
-        seed, sampling, weights: of the samples: their noise, sampler with guidance, `ema` or
-            `model`; None where that is unknown.
+        seed, sampling, weights: of the samples: their noise, sampler with guidance, `ema`,
+            `model` or `ema:0.05`; None where that is unknown.
         decoder: the autoencoder of latents, and their normalization.
         samples_sha256, step, nfe, flops_per_image, precision, device, torch, torch_fidelity: noted,
             and not compared: scores on a curve differ in the step, and rounding in the others.

@@ -16,6 +16,7 @@ dis.py             DiS
 drwkv.py           Diffusion-RWKV
 lightning_dit.py   LightningDiT
 zigma.py           ZigMa
+diffusers.py       our dit as a class of diffusers
 """
 
 from tread_zoo.published.conversion import FORMATS, Imported, import_checkpoint

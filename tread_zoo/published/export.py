@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from tread_zoo.backbone import Backbone
 from tread_zoo.errors import unknown_name
 from tread_zoo.published.conversion import FORMATS, LABEL_TABLE
 from tread_zoo.published.format import Format, Tensors
@@ -17,8 +18,10 @@ from tread_zoo.training.checkpoints import (
 )
 
 
-def export_checkpoint(folder: str | Path, out: str | Path, *, format: str) -> Path:
-    """Write the averaged weights of a checkpoint of ours as `format` names them; return `out`.
+def export_checkpoint(
+    folder: str | Path, out: str | Path, *, format: str, weights: str = "ema"
+) -> Path:
+    """Write the weights of a checkpoint of ours as `format` names them; return `out`.
 
     An imported file comes out as it went in: the same names, shapes and bits, in float32.
 
@@ -26,6 +29,7 @@ def export_checkpoint(folder: str | Path, out: str | Path, *, format: str) -> Pa
         folder: of a run, or of one checkpoint.
         out: a new file; safetensors if it ends so, else as `torch.save` writes.
         format: a name in `FORMATS`.
+        weights: as of `load_backbone`.
 
     Raises:
         ValueError: an unknown format.
@@ -37,7 +41,7 @@ def export_checkpoint(folder: str | Path, out: str | Path, *, format: str) -> Pa
     if out.exists():
         raise CheckpointError(f"out={str(out)!r} exists; give another file.")
     checkpoint = find_checkpoint(folder)
-    theirs = _convert_back(checkpoint, form, format)
+    theirs = _convert_back(checkpoint, load_backbone(checkpoint, weights), form, format)
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".safetensors":
         save_file(theirs, out)
@@ -46,8 +50,7 @@ def export_checkpoint(folder: str | Path, out: str | Path, *, format: str) -> Pa
     return out
 
 
-def _convert_back(checkpoint: Checkpoint, form: Format, format: str) -> Tensors:
-    backbone = load_backbone(checkpoint)
+def _convert_back(checkpoint: Checkpoint, backbone: Backbone, form: Format, format: str) -> Tensors:
     config, trained = backbone.config, complete("objective", checkpoint.meta["config"]["objective"])
     needed = form.objective(
         backbone, trained["name"] if trained["name"] in form.objectives else form.objectives[0]

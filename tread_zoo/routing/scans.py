@@ -16,6 +16,9 @@ over them in no order. `unsorted` is that port, to compare with and for nothing 
 raster order where none are missing, else the kept tokens in an order drawn from their ids, which
 all layers share.
 
+Extra tokens stand ahead of the grid's, and have no place on the curve. A context, the first of
+them, comes ahead of the walk backwards too: a state has read it before it meets the image.
+
 B batch, N = h * w tokens of the grid, K tokens present, E extra tokens ahead of them, L = E + K.
 """
 
@@ -47,12 +50,14 @@ class Scan:
         places: int64 [B, K] or None, place of each token of the walk along the full curve,
             ascending; None if all are present.
         num_extra: E.
+        num_context: how many of these are a context's.
     """
 
     take: Tensor | None
     undo: Tensor | None
     places: Tensor | None
     num_extra: int
+    num_context: int
 
     def permute(self, x: Tensor) -> Tensor:
         """Return tokens [B, L, D] in the order of the walk."""
@@ -62,20 +67,31 @@ class Scan:
         """Return tokens [B, L, D] of a walk in raster order."""
         return x if self.take is None else _Permute.apply(x, self.undo, self.take)
 
+    def flip(self, x: Tensor) -> Tensor:
+        """Return values [B, L, ..] of the walk for the walk backwards, or the other way round."""
+        n = self.num_context
+        return torch.cat([x[:, :n], x[:, n:].flip(1)], dim=1) if n else x.flip(1)
+
     def gaps(self) -> Tensor | None:
         """Return int64 [B, L], the steps from the token before, 1 for the first; None if all
-        tokens are present. Extra tokens count as the neighbours of place 0."""
+        tokens are present. A context is the neighbour of any token, other extra tokens are those of
+        place 0."""
         if self.places is None:
             return None
         steps = torch.diff(self.places, dim=1, prepend=torch.full_like(self.places[:, :1], -1))
-        if self.num_extra == 0:
+        if self.num_extra == self.num_context:
             steps = torch.cat([torch.ones_like(steps[:, :1]), steps[:, 1:]], dim=1)
         return F.pad(steps, (self.num_extra, 0), value=1)
 
     def gaps_both_ways(self) -> tuple[Tensor, Tensor] | None:
         """Return the gaps of the walk, and of the walk taken backwards; None if there are none."""
         gaps = self.gaps()
-        return None if gaps is None else (gaps, reverse_gaps(gaps))
+        return None if gaps is None else (gaps, reverse_gaps(gaps, self.num_context))
+
+    def segment_ids_both_ways(self) -> tuple[Tensor, Tensor] | None:
+        """Return the segments of the walk, and of the walk taken backwards; None without gaps."""
+        gaps = self.gaps_both_ways()
+        return None if gaps is None else ((gaps[0] > 1).cumsum(1), (gaps[1] > 1).cumsum(1))
 
     def segment_ids(self) -> Tensor | None:
         """Return int64 [B, L], one higher after every gap; None if all tokens are present."""
@@ -83,16 +99,17 @@ class Scan:
         return None if gaps is None else (gaps > 1).cumsum(dim=1)
 
 
-def reverse_gaps(gaps: Tensor) -> Tensor:
-    """Return the gaps [B, L] of the walk taken backwards."""
-    return torch.cat([torch.ones_like(gaps[:, :1]), gaps[:, 1:].flip(1)], dim=1)
+def reverse_gaps(gaps: Tensor, num_context: int = 0) -> Tensor:
+    """Return the gaps [B, L] of the walk taken backwards; a context is ahead of both."""
+    ahead = num_context + 1
+    return torch.cat([torch.ones_like(gaps[:, :ahead]), gaps[:, ahead:].flip(1)], dim=1)
 
 
 def make_scan(layout: Any, name: str, index: int) -> Scan:
     """Return the walk of layer `index` over the tokens of a `Layout`; made once for a layout.
 
     Args:
-        layout: with `grid`, `num_extra`, `ids`, `positions()` and `cache`.
+        layout: with `grid`, `num_extra`, `num_context`, `ids`, `positions()` and `cache`.
         name: in `ORDERS`, or `unsorted`.
         index: of the layer, for orders that differ between layers.
     """
@@ -104,9 +121,9 @@ def make_scan(layout: Any, name: str, index: int) -> Scan:
 
 
 def _make_scan(layout: Any, name: str, index: int) -> Scan:
-    extra, ids = layout.num_extra, layout.ids
+    extra, context, ids = layout.num_extra, layout.num_context, layout.ids
     if name == "raster" or (name == UNSORTED and ids is None):
-        return Scan(None, None, ids, extra)
+        return Scan(None, None, ids, extra, context)
     positions, places = layout.positions(), None
     batch, device = len(positions), positions.device
     if name == UNSORTED:
@@ -120,7 +137,7 @@ def _make_scan(layout: Any, name: str, index: int) -> Scan:
     within = torch.cat([ahead, walk + extra], dim=1)
     first = torch.arange(batch, device=device)[:, None] * within.shape[1]
     take = (within + first).flatten()
-    return Scan(take, inverse(take), places, extra)
+    return Scan(take, inverse(take), places, extra, context)
 
 
 def check_scan(scan_order: str, gaps: Gaps) -> None:

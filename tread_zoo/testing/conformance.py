@@ -6,15 +6,15 @@ probe therefore gives it random weights first. B batch, N tokens, K kept tokens,
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from tread_zoo.backbone import Layout
 from tread_zoo.kernels.dispatch import plain_forms
-from tread_zoo.registry import available, takes_contexts
+from tread_zoo.registry import available
 from tread_zoo.routing import PathDrop, Route
 from tread_zoo.seeding import make_generator
 from tread_zoo.testing import block_checks, flow_checks, fusion_checks
@@ -117,7 +117,7 @@ def check_keeping_all_equals_no_route(probe: Probe) -> None:
     with torch.no_grad(), watching(backbone) as seen:
         backbone(*inputs)
     for call in seen:
-        layout = Layout(backbone.grid, backbone.num_extra_tokens, call.layout.positions())
+        layout = replace(call.layout, ids=call.layout.positions())
         after = backbone.run_block(call.block, call.before, call.condition, layout, call.skip)
         for one, other in zip(after, call.after, strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
@@ -152,6 +152,8 @@ def check_blocks_see_kept_tokens(probe: Probe) -> None:
         else:
             same = torch.equal(layout.ids, expected)
         assert same, f"block {index} is given other ids"
+        assert layout.num_extra == extra, f"block {index} is given other extra tokens"
+        assert layout.num_context == backbone.context_length, f"block {index} is given no context"
 
 
 def check_tokens_leave_and_rejoin(probe: Probe) -> None:
@@ -364,9 +366,9 @@ def check_unconditional(probe: Probe) -> None:
 
 def check_contexts_condition_or_are_refused(probe: Probe) -> None:
     """Each embedding changes the output; y=None equals zeros, to the bit; half precision is taken;
-    what does not fit raises. A constructor without the keywords refuses them."""
+    what does not fit raises. A class without `takes_contexts` refuses them."""
     contextual = probe.with_contexts()
-    if not takes_contexts(probe.name):
+    if not probe.build().takes_contexts:
         assert raises(ValueError, contextual.build), "contexts are ignored silently"
         return
     backbone = contextual.build()
@@ -392,12 +394,14 @@ def check_contexts_condition_or_are_refused(probe: Probe) -> None:
 
 def check_contexts_stay_with_their_images(probe: Probe) -> None:
     """An image's output depends on its own context alone, and no embedding is routed: each reaches
-    the output with every block routed."""
-    if not takes_contexts(probe.name):
+    the output with every block routed. A route that keeps all tokens still changes nothing."""
+    if not probe.build().takes_contexts:
         return
     contextual = probe.with_contexts()
     check_samples_do_not_mix(contextual)
+    check_blocks_see_kept_tokens(contextual)
     check_tokens_leave_and_rejoin(contextual)
+    check_keeping_all_equals_no_route(contextual)
     backbone = contextual.build()
     x, t, y = contextual.inputs()
     assert y is not None

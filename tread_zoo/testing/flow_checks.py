@@ -3,6 +3,8 @@
 B batch, L = E + K tokens present, K kept tokens, E extra tokens, D width.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
@@ -84,7 +86,7 @@ def check_a_missing_token_leaves_the_others(probe: Probe) -> None:
     with watching(backbone) as seen:
         backbone(*inputs)
     for call in seen:
-        layout = Layout(backbone.grid, extra, ids)
+        layout = replace(call.layout, ids=ids)
         fewer = run_again(backbone, inputs, call, lambda s: gather(s, rows), layout)
         mixed = run_again(backbone, inputs, call, lambda s: s[:, shuffle], call.layout)
         for one, other, before in zip(fewer, mixed, call.after, strict=True):
@@ -107,13 +109,13 @@ def check_order_alone_is_a_scans(probe: Probe) -> None:
     alike, those further on in the sequence matter less. Positions by index, rotary ones or sines,
     make that swing up and down."""
     backbone = probe.build()
-    extra, num_kept = backbone.num_extra_tokens, backbone.num_tokens - 1
+    num_kept = backbone.num_tokens - 1
     if num_kept < 3 * EDGE or what_blocks_depend_on(probe, backbone) != {"order"}:
         return
-    layout = Layout(backbone.grid, extra, torch.arange(num_kept)[None])
     inputs = probe.inputs(1)
     with torch.no_grad(), watching(backbone) as seen:
         backbone(*inputs)
+    layout = replace(seen[0].layout, ids=torch.arange(num_kept)[None])
     swings = [
         _swing(backbone, call, layout, fresh_condition(backbone, inputs, layout)) for call in seen
     ]

@@ -180,18 +180,17 @@ def what_blocks_depend_on(probe: Probe, backbone: Backbone) -> set[str]:
     route, other = (probe.route(backbone, rate=0.5, seed=seed) for seed in (0, 1))
     with watching(backbone) as seen:
         backbone(*inputs, routes=[route])
-    extra, taller = backbone.num_extra_tokens, _taller(probe, backbone)
-    shuffle = shuffled_tokens(route.num_kept, extra)
-    same = Layout(backbone.grid, extra, route.ids)
-    moved = Layout(backbone.grid, extra, other.ids)
+    taller = _taller(probe, backbone)
+    shuffle = shuffled_tokens(route.num_kept, backbone.num_extra_tokens)
     for call in seen[route.start : route.end]:
+        same, moved = (replace(call.layout, ids=way.ids) for way in (route, other))
         after = run_again(backbone, inputs, call, lambda s: s[:, shuffle], same)
         if _differ(after, tuple(stream[:, shuffle] for stream in call.after)):
             measured.add("order")
         if _differ(run_again(backbone, inputs, call, Tensor.clone, moved), call.after):
             measured.add("ids")
         if taller is not None:
-            larger = Layout(taller.grid, extra, route.ids)
+            larger = replace(call.layout, grid=taller.grid)
             after = taller.run_block(call.block, call.before, call.condition, larger, call.skip)
             if _differ(after, call.after):
                 measured.add("grid")

@@ -3,6 +3,8 @@
     <run>/checkpoints/step_00001000/
         model.safetensors       weights
         ema.safetensors         averaged weights, which are sampled and scored
+        ema_0.05.safetensors    with training.ema_snapshots_every: averages of two other widths,
+        ema_0.1.safetensors     which lie in <run>/ema_snapshots/step_… too, as checkpoints do
         alignment.safetensors   what an alignment trains beside, if there is one
         optimizer.safetensors   its state, `<parameter>|<name>`
         checkpoint.json         step, configuration, plug-ins, backbone, data, sha256 of the files
@@ -15,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping
@@ -31,13 +34,15 @@ from torch import Tensor, nn
 from tread_zoo.backbone import Backbone
 from tread_zoo.config import RunConfig, make_config
 from tread_zoo.data import ImageData
-from tread_zoo.registry import check_plugins, create_backbone
-from tread_zoo.training.ema import is_sharded, slice_like
+from tread_zoo.pretrained import CONFIG_NAME, WEIGHTS_NAME, build_backbone, download
+from tread_zoo.registry import check_plugins
+from tread_zoo.training.ema import TRACKED, fit_profile, is_sharded, slice_like
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
 META_NAME = "checkpoint.json"
+SNAPSHOTS = "ema_snapshots"
 _SAME = ("backbone", "objective", "data", "alignment", "seed")  # what a resumed run must share
 
 
@@ -59,8 +64,8 @@ class Checkpoint:
 
     @property
     def run_dir(self) -> Path:
-        """The folder of the run that saved it."""
-        return self.path.parent.parent
+        """The folder of the run that saved it; one that was pushed is its own."""
+        return self.path.parent.parent if (self.path / META_NAME).exists() else self.path
 
     def config(self) -> RunConfig:
         """Return the configuration of the run.
@@ -72,27 +77,60 @@ class Checkpoint:
         return make_config(**self.meta["config"])
 
     def tensors(self, part: str) -> dict[str, Tensor]:
-        """Load `model`, `ema` or `optimizer` onto the CPU.
+        """Load `model`, `ema`, `ema:<width>` or `optimizer` onto the CPU.
 
         Raises:
             CheckpointError: it has no such part; an imported one may hold `ema` alone.
+            ValueError: a width that the snapshots of the run do not give.
         """
         file = self.path / f"{part}.safetensors"
+        if part == "ema" and not (self.path / META_NAME).exists():
+            file = self.path / WEIGHTS_NAME  # one that was pushed has one network
+        name, _, width = part.partition(":")
+        if (width or name in TRACKED) and not (self.path / "ema_0.05.safetensors").exists():
+            raise CheckpointError(
+                f"{self.path} has no averages to make other widths of: the run needs "
+                "training.ema_snapshots_every=… from its first step on."
+            )
+        if width:
+            return self._average_of(float(width))
         if not file.exists():
             there = ", ".join(sorted(path.stem for path in self.path.glob("*.safetensors")))
             raise CheckpointError(f"{self.path} has no part {part!r}; it has {there}.")
         return load_file(file)
 
+    def _average_of(self, width: float) -> dict[str, Tensor]:
+        """Return the average of a relative width, from its own averages and earlier snapshots."""
+        folders = {_step(path): path for path in _folders(self.run_dir / SNAPSHOTS)}
+        folders = {step: path for step, path in folders.items() if step < self.step}
+        folders[self.step] = self.path
+        average = dict[str, Tensor]()
+        for (step, path), row in zip(
+            folders.items(), fit_profile(list(folders), width).tolist(), strict=True
+        ):
+            if max(map(abs, row)) < 1e-10:
+                continue  # not worth reading
+            source = self if step == self.step else _verify(path)
+            for part, coefficient in zip(TRACKED, row, strict=True):
+                for name, tensor in source.tensors(part).items():
+                    average[name] = average.get(name, 0) + coefficient * tensor.double()
+        return {name: tensor.float() for name, tensor in average.items()}
+
 
 def save_checkpoint(
-    run_dir: Path, parts: Mapping[str, dict[str, Tensor]], meta: dict[str, Any], keep: int
+    run_dir: Path,
+    parts: Mapping[str, dict[str, Tensor]],
+    meta: dict[str, Any],
+    keep: int,
+    kind: str = "checkpoints",
 ) -> Path:
-    """Write the checkpoint of `meta["step"]`, delete all but the newest `keep`, return its folder.
+    """Write the checkpoint of `meta["step"]`, delete all but the newest `keep` (0: none), return
+    its folder; `kind` is `SNAPSHOTS` for one of averages alone.
 
     Raises:
         CheckpointError: it could not be written; nothing half-written is left, older ones stay.
     """
-    folder = run_dir / "checkpoints"
+    folder = run_dir / kind
     final = folder / f"step_{meta['step']:08d}"
     partial = folder / f".partial_{final.name}"
     try:
@@ -101,7 +139,7 @@ def save_checkpoint(
         for part, tensors in parts.items():
             whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
             save_file(whole, partial / f"{part}.safetensors")
-        checksums = {file.name: _checksum(file) for file in sorted(partial.iterdir())}
+        checksums = {file.name: checksum(file) for file in sorted(partial.iterdir())}
         text = json.dumps({"format": FORMAT, **meta, "sha256": checksums}, indent=2)
         (partial / META_NAME).write_text(text)
         for file in (*partial.iterdir(), partial):
@@ -127,10 +165,26 @@ def save_checkpoint(
 def find_checkpoint(path: str | Path) -> Checkpoint:
     """Return the checkpoint at `path`: its own folder, or a run's, whose newest whole one is taken.
 
+    What scripts/push.py wrote is one, too. Where `path` does not exist, `user/name` is downloaded
+    from the hub to runs/user/name: two files, no code.
+
     Raises:
         CheckpointError: there is none, or it is damaged or of another format.
     """
     path = Path(path)
+    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path.as_posix())
+    if is_name and not path.parent.exists():  # what is beside other runs is a slip
+        try:
+            path = download(path.as_posix(), into="runs" / path)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint={error}") from error
+    if (path / WEIGHTS_NAME).exists() and (path / CONFIG_NAME).exists():
+        if "format" not in json.loads((path / CONFIG_NAME).read_text()):
+            raise CheckpointError(
+                f"{path} holds a network alone, and not what it was trained for: it is used from "
+                "Python, Backbone.from_pretrained, or pushed as a run by scripts/push.py."
+            )
+        return _verify(path, CONFIG_NAME)
     if (path / META_NAME).exists() or path.name.startswith("step_"):
         return _verify(path)
     folders = _folders(path / "checkpoints") or _folders(path)
@@ -145,6 +199,13 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
         except CheckpointError as error:
             logger.warning("%s Falling back to the one before.", error)
     return _verify(folders[0])
+
+
+def drop_snapshots(run_dir: Path, step: int) -> None:
+    """Delete the snapshots of averages after `step`: a run that goes on from there writes them."""
+    for path in _folders(run_dir / SNAPSHOTS):
+        if _step(path) > step:
+            shutil.rmtree(path)
 
 
 def has_checkpoints(run_dir: Path) -> bool:
@@ -213,26 +274,18 @@ def check_same_data(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
 
 
 def load_backbone(checkpoint: Checkpoint, weights: str = "ema") -> Backbone:
-    """Return the checkpoint's backbone with its `ema` (default) or `model` weights, in eval mode.
+    """Return the checkpoint's backbone with its `ema` (default), `model` or `ema:<width>` weights,
+    in eval mode.
 
     Raises:
         CheckpointError: the weights do not fit the backbone that this version builds.
-        ValueError: the backbone is of a plug-in that is not loaded.
+        ValueError: the backbone is of a plug-in that is not loaded, or the run's snapshots do not
+            give such a width.
     """
     check_plugins(checkpoint.meta["plugins"], str(checkpoint.path))
-    described = checkpoint.meta["backbone"]
-    backbone = create_backbone(described["name"], **described["config"])
-    backbone.add_fusions(described.get("fusions", ()))
+    backbone = build_backbone(checkpoint.meta["backbone"])
     load_weights(backbone, checkpoint, weights)
     return backbone.eval()
-
-
-def describe_backbone(backbone: Backbone) -> dict[str, Any]:
-    """Return what `load_backbone` builds from: `name`, `config`, and `fusions` if there are any."""
-    described: dict[str, Any] = {"name": backbone.name, "config": backbone.config}
-    if backbone.fused_ranges:
-        described["fusions"] = [list(pair) for pair in backbone.fused_ranges]
-    return described
 
 
 def load_weights(network: nn.Module, checkpoint: Checkpoint, part: str) -> None:
@@ -338,6 +391,10 @@ def _folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_*") if path.is_dir())
 
 
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
 def _put_aside(path: Path) -> None:
     """Give a checkpoint a name that none has, at once: deleting its files takes a while."""
     os.rename(path, path.with_name(f".removed_{path.name}"))
@@ -348,14 +405,14 @@ def _clear_leftovers(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _verify(path: Path) -> Checkpoint:
+def _verify(path: Path, meta_name: str = META_NAME) -> Checkpoint:
     """Return the checkpoint in `path` if every file is what it was when it was saved."""
     try:
-        meta = json.loads((path / META_NAME).read_text())
+        meta = json.loads((path / meta_name).read_text())
         if meta["format"] != FORMAT:
             raise ValueError(f"it has format {meta['format']!r}, this version reads {FORMAT}")
         for name, expected in meta["sha256"].items():
-            if _checksum(path / name) != expected:
+            if checksum(path / name) != expected:
                 raise ValueError(f"{name} differs from what was saved (sha256)")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
@@ -364,7 +421,8 @@ def _verify(path: Path) -> Checkpoint:
     return Checkpoint(path, meta)
 
 
-def _checksum(file: Path) -> str:
+def checksum(file: Path) -> str:
+    """Return the sha256 of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -4,7 +4,7 @@
     facts.json      data, parameters, FLOPs          scores.jsonl    a record a score
     train.log       what was printed, with times     score.json      the last one
     samples/, loss.png                               corrupt.txt     items that cannot be read
-    checkpoints/    see checkpoints.py
+    checkpoints/, ema_snapshots/    see checkpoints.py
 
 The main process writes; the others have a part in the scores and in corrupt.txt.
 """
@@ -36,17 +36,20 @@ from tread_zoo.evaluation.flops import count_flops, training_flops
 from tread_zoo.evaluation.held_out import held_out_loss, held_out_record
 from tread_zoo.evaluation.pictures import plot_losses, save_grid
 from tread_zoo.kernels import describe, used_ops
+from tread_zoo.pretrained import describe_backbone
 from tread_zoo.runtime import describe_device
 from tread_zoo.training.checkpoints import (
+    SNAPSHOTS,
     Checkpoint,
     check_same_run,
     data_facts,
-    describe_backbone,
+    drop_snapshots,
     find_checkpoint,
     has_checkpoints,
     optimizer_state,
     save_checkpoint,
 )
+from tread_zoo.training.ema import TRACKED, WeightAverage
 from tread_zoo.training.setup import TrainState
 from tread_zoo.training.trackers import Trackers, read_lines, read_metrics
 
@@ -266,6 +269,7 @@ class Log:
         step = self.first_step
         self.scores = {k: v for k, v in read_scores(self.folder).items() if k <= step}
         self._write_scores()
+        drop_snapshots(self.folder, step)
         name = self.setup.config.tracker["name"]
         self.trackers = Trackers(name, self.setup.tracker, self.folder, step, self.settings)
         self._stack.callback(self.trackers.close)
@@ -455,9 +459,9 @@ class Log:
         with timed(state, "saving"):
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             weights: Any = get_model_state_dict(setup.backbone, options=options)
-            averages = state.average.whole(self.accelerator.device).state_dict()
+            averages = self._gather(state.averages)
             tensors, plain = optimizer_state(state.optimizer, state.parameters)
-            parts = {"model": weights, "ema": averages, "optimizer": tensors}
+            parts = {"model": weights, **averages, "optimizer": tensors}
             if setup.projector is not None:
                 parts["alignment"] = get_model_state_dict(setup.projector, options=options)
             if self.is_main:
@@ -475,7 +479,22 @@ class Log:
                 keep = setup.training.keep_checkpoints
                 _say("saved", str(save_checkpoint(self.folder, parts, meta, keep)))
             self.accelerator.wait_for_everyone()
-            state.average.release()
+
+    def snapshot(self, state: TrainState) -> None:
+        """Save the averages that other widths are made of; every rank must call this."""
+        with timed(state, "saving"):
+            parts = self._gather({k: v for k, v in state.averages.items() if k in TRACKED})
+            if self.is_main:
+                save_checkpoint(self.folder, parts, {"step": state.step}, 0, SNAPSHOTS)
+
+    def _gather(self, averages: dict[str, WeightAverage]) -> dict[str, dict[str, Tensor]]:
+        """Return averages, whole, on the CPU of the main process; one at a time, to save memory."""
+        parts = {}
+        for part, average in averages.items():
+            whole = average.whole(self.accelerator.device).state_dict()
+            parts[part] = {k: v.cpu() for k, v in whole.items()} if self.is_main else {}
+            average.release()
+        return parts
 
 
 def read_scores(folder: Path) -> dict[int, dict[str, Any]]:

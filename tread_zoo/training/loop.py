@@ -88,13 +88,17 @@ def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
         with timed(state, "training"):
             signal = optimize(state, batches, window, signals.received)
         state.step += 1
-        state.average.update(setup.backbone, state.step)
+        for average in state.averages.values():
+            average.update(setup.backbone, state.step)
 
         last, step = state.step == setup.num_steps, state.step
         if last or step % training.log_every == 0:
             log.numbers(state, window)
         if last or _due(step, training.sample_every):
             log.samples(state)
+            window.restart()
+        if _due(step, training.ema_snapshots_every):
+            log.snapshot(state)
             window.restart()
         if last or signal or _due(step, training.checkpoint_every):
             log.save(state)

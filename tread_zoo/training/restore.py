@@ -124,7 +124,7 @@ def restore(path: str | Path, *, weights: str, device: str, precision: str) -> R
     """Return the checkpoint at `path`, a run's folder or a checkpoint's own, ready to sample.
 
     Args:
-        weights: `ema` or `model`.
+        weights: `ema`, `model` or `ema:<width>`.
         device, precision: see `tread_zoo.runtime`.
 
     Raises:

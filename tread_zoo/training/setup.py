@@ -31,7 +31,13 @@ from tread_zoo.training.checkpoints import (
     load_optimizer_state,
     load_weights,
 )
-from tread_zoo.training.ema import WeightAverage, is_sharded
+from tread_zoo.training.ema import (
+    TRACKED,
+    WeightAverage,
+    exponential_decay,
+    is_sharded,
+    power_decay,
+)
 from tread_zoo.training.lr_schedules import LRSchedule
 from tread_zoo.training.optimizers import OptimizerPart
 from tread_zoo.training.restore import load_weak
@@ -210,9 +216,14 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     stepper: Any  # the optimizer as accelerate wraps it
     rates: list[float]  # that each parameter group starts with
-    average: WeightAverage
+    averages: dict[str, WeightAverage]  # by their part of a checkpoint
     step: int  # optimizer steps done
     seconds: dict[str, float]  # that the run took so far, by what they went into
+
+    @property
+    def average(self) -> WeightAverage:
+        """The averaged weights that are sampled and scored."""
+        return self.averages["ema"]
 
     @property
     def images_per_step(self) -> int:
@@ -258,11 +269,15 @@ def make_accelerator(setup: Setup, device: torch.device, precision: str) -> "Acc
 
 def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | None) -> TrainState:
     """Return the state of a run at its start, or as a checkpoint left it; every rank calls this."""
-    network, average = setup.backbone, WeightAverage(setup.backbone, setup.training.ema_decay)
+    network, decays = setup.backbone, {"ema": exponential_decay(setup.training.ema_decay)}
     projector = setup.projector
+    if setup.training.ema_snapshots_every:
+        decays |= {part: power_decay(width) for part, width in TRACKED.items()}
+    averages = {part: WeightAverage(network, decay) for part, decay in decays.items()}
     if checkpoint is not None:
         load_weights(network, checkpoint, "model")
-        load_weights(average.network, checkpoint, "ema")
+        for part, average in averages.items():
+            load_weights(average.network, checkpoint, part)
         if projector is not None:
             load_weights(projector, checkpoint, "alignment")
     if setup.training.compile:
@@ -273,7 +288,8 @@ def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | Non
     else:
         for module in modules:
             module.to(accelerator.device)
-    average.to(accelerator.device, network)
+    for average in averages.values():
+        average.to(accelerator.device, network)
     sharded = is_sharded(next(network.parameters()))
     optimizer = setup.optimizer.build(network)
     if projector is not None:
@@ -285,11 +301,11 @@ def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | Non
         accelerator=accelerator,
         model=wrapped[0],
         projector=None if projector is None else wrapped[1],
-        whole=average.network,
+        whole=averages["ema"].network,
         optimizer=optimizer,
         stepper=accelerator.prepare_optimizer(optimizer, device_placement=False),
         rates=[],
-        average=average,
+        averages=averages,
         step=0,
         seconds={},
     )

@@ -1,0 +1,34 @@
+"""Publish a trained network on Hugging Face's hub: weights, settings, samples, a model card.
+
+python scripts/push.py checkpoint=runs/digits_dit_tiny_tread_flow_seed0 out=published  # look first
+python scripts/push.py checkpoint=runs/digits_dit_tiny_tread_flow_seed0 repo=user/name
+
+The files are written to out, by default <run>/hub, and uploaded if a repo is given, as who
+`hf auth login` says. Whoever has this package samples from it by checkpoint=user/name.
+"""
+
+import logging
+from typing import Any
+
+from tread_zoo.cli import command
+from tread_zoo.config import PushConfig, check
+from tread_zoo.model_card import write_model_folder
+from tread_zoo.pretrained import upload
+
+logger = logging.getLogger(__name__)
+
+
+@command("push", PushConfig)
+def main(settings: dict[str, Any]) -> None:
+    config = check(PushConfig, settings)
+    folder = write_model_folder(
+        config.checkpoint, config.out, weights=config.weights, license=config.license,
+        repo=config.repo,
+    )  # fmt: skip
+    logger.info("written to %s", folder)
+    if config.repo is not None:
+        logger.info("uploaded to %s", upload(folder, config.repo, private=config.private))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""A run as others get it: the folder that scripts/push.py writes, and scripts that take it."""
+
+import json
+import shutil
+
+import huggingface_hub
+import pytest
+import torch
+
+from tests.small_run import train_small
+from tread_zoo.backbone import Backbone
+from tread_zoo.model_card import write_model_folder
+from tread_zoo.training.checkpoints import CheckpointError, find_checkpoint, load_backbone
+from tread_zoo.training.restore import restore
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "digits"
+    return train_small(folder)
+
+
+@pytest.fixture
+def pushed(run, tmp_path):
+    return write_model_folder(run, tmp_path / "pushed", license="apache-2.0", repo="someone/digits")
+
+
+def state(backbone):
+    return torch.cat([value.flatten() for value in backbone.state_dict().values()])
+
+
+def test_the_card_has_recipe_scores_and_licence(run, pushed):
+    files = {path.name for path in pushed.iterdir()}
+    assert files == {"README.md", "config.json", "model.safetensors", "samples.png"}
+    text = (pushed / "README.md").read_text()
+    card = huggingface_hub.ModelCard(text)
+    record = json.loads((run / "score.json").read_text())
+    scores = {each.metric_type: each.metric_value for each in card.data.eval_results}
+    assert scores == pytest.approx(record["values"])
+    assert card.data.license == "apache-2.0"
+    facts = json.loads((run / "facts.json").read_text())
+    for said in (
+        "dit_tiny", "![Samples](samples.png)", "flow", "digits", "adamw", "6 steps of 8 images",
+        "of 16 tokens", f"{facts['flops_routed'] / 1e6:.1f} M per image", "held_out_loss",
+        "checkpoint=someone/digits", "euler 2 steps",
+    ):  # fmt: skip
+        assert said in text, said
+
+
+def test_nothing_of_this_machine_is_published(run, pushed):
+    for file in ("README.md", "config.json"):
+        assert str(run.parent) not in (pushed / file).read_text()
+
+
+def test_a_pushed_run_is_a_checkpoint(run, pushed):
+    averaged = load_backbone(find_checkpoint(run))
+    for backbone in (
+        load_backbone(find_checkpoint(pushed)),
+        Backbone.from_pretrained(pushed),
+        Backbone.from_pretrained(run),
+    ):
+        assert torch.equal(state(backbone), state(averaged))
+    restored = restore(pushed, weights="ema", device="cpu", precision="fp32")
+    assert restored.sampling({}, {}).num_steps == 2
+    assert restored.run_dir == pushed
+    (pushed / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(CheckpointError, match="damaged"):
+        find_checkpoint(pushed)
+
+
+def test_a_name_of_the_hub_is_a_checkpoint(pushed, tmp_path, monkeypatch):
+    def snapshot_download(name, *, local_dir, **options):
+        if name != "someone/digits":
+            raise huggingface_hub.errors.LocalEntryNotFoundError("no such repository")
+        return str(shutil.copytree(pushed, local_dir))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    found = find_checkpoint("someone/digits")
+    assert (found.step, found.run_dir.as_posix()) == (6, "runs/someone/digits")
+    with pytest.raises(CheckpointError, match="someone/nothing"):
+        find_checkpoint("someone/nothing")
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        find_checkpoint("runs/nothing")  # a slip, not a name: runs/ is here
+
+
+def test_a_network_alone_is_no_checkpoint(run, tmp_path):
+    load_backbone(find_checkpoint(run)).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="network alone"):
+        find_checkpoint(tmp_path)

@@ -1,0 +1,83 @@
+"""Networks as folders: saved, loaded, downloaded, uploaded. The hub is a folder here."""
+
+import shutil
+
+import huggingface_hub
+import pytest
+import torch
+
+from tests.test_contract import CONTEXTS, SMALL
+from tread_zoo import create_backbone
+from tread_zoo.backbone import Backbone
+
+CASES = {
+    **{name: (name, {"num_classes": 3, **sizes}) for name, sizes in SMALL.items()},
+    "fused": ("dit_tiny", {"num_classes": 3, **SMALL["dit_tiny"]}),
+    "contexts": ("uvit_tiny", {"num_classes": 0, **CONTEXTS}),
+    "wide": ("dit_tiny", {"num_classes": 0, "input_size": (4, 8), **SMALL["dit_tiny"]}),
+}
+
+
+def random_backbone(case):
+    """Return a network with random weights in every tensor; fresh ones are zero in many."""
+    name, options = CASES[case]
+    backbone = create_backbone(name, **{"input_size": 8, "in_channels": 1, **options})
+    backbone.add_fusions([(1, 3)] if case == "fused" else ())
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in backbone.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return backbone.eval()
+
+
+def output(backbone):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 1, *backbone.input_size, generator=generator)
+    y = torch.tensor([0, 2]) if backbone.num_classes else None
+    if backbone.context_size:
+        y = torch.randn(2, backbone.context_length, backbone.context_size, generator=generator)
+    with torch.no_grad():
+        return backbone(x, torch.tensor([0.2, 0.7]), y)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_saved_network_computes_the_same(tmp_path, case):
+    backbone = random_backbone(case)
+    backbone.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    loaded = Backbone.from_pretrained(tmp_path)
+    assert type(loaded) is type(backbone)
+    assert output(backbone).abs().sum() > 0
+    assert torch.equal(output(loaded), output(backbone))
+
+
+def test_to_the_hub_and_back(tmp_path, monkeypatch):
+    hub = tmp_path / "hub"
+
+    class Api:
+        def create_repo(self, repo, **options):
+            return f"https://huggingface.co/{repo}"
+
+        def upload_folder(self, repo_id, folder_path):
+            shutil.copytree(folder_path, hub / repo_id)
+
+    def snapshot_download(name, **options):
+        if not (hub / name).exists():
+            raise huggingface_hub.errors.LocalEntryNotFoundError("no such\nrepository")
+        return str(hub / name)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.chdir(tmp_path)
+    backbone = random_backbone("dit_tiny")
+    assert backbone.push_to_hub("someone/digits").endswith("/someone/digits")
+    loaded = Backbone.from_pretrained("someone/digits")
+    assert torch.equal(output(loaded), output(backbone))
+    with pytest.raises(OSError, match="someone/nothing"):
+        Backbone.from_pretrained("someone/nothing")
+
+
+def test_a_folder_of_a_run_is_not_overwritten(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match="folder of a run"):
+        random_backbone("dit_tiny").save_pretrained(tmp_path)

@@ -1,0 +1,123 @@
+"""What scripts/push.py makes of a run: a folder for Hugging Face's hub, and its model card.
+
+config.json          what a checkpoint says of the run, without this machine's paths
+model.safetensors    its weights, the averaged ones if not asked otherwise
+README.md            the model card: recipe, FLOPs, scores with their protocol, licence
+samples.png          samples of the same step, where the run has left some
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tread_zoo.evaluation.evaluate import describe_record
+from tread_zoo.pretrained import CONFIG_NAME, WEIGHTS_NAME, build_backbone, write_folder
+from tread_zoo.routing import build_routing
+from tread_zoo.training.checkpoints import FORMAT, Checkpoint, checksum, find_checkpoint
+
+TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
+_KEPT = ("step", "plugins", "backbone", "config", "data", "images_per_step", "imported")
+_OF_THE_MACHINE = ("run_dir", "resume", "overwrite", "tracker", "device")
+
+
+def write_model_folder(
+    path: str | Path,
+    out: str | Path | None = None,
+    *,
+    weights: str = "ema",
+    license: str | None = None,
+    repo: str | None = None,
+) -> Path:
+    """Write the folder of a run's newest checkpoint, or of one checkpoint, and return it.
+
+    Args:
+        path: as of `find_checkpoint`.
+        out: the folder; None is <run>/hub.
+        weights: as of `load_backbone`.
+        license: of the weights, as the hub names it, such as apache-2.0.
+        repo: user/name, for the card; None: the folder.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+        ValueError: `out` is the folder of a run.
+    """
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+    checkpoint = find_checkpoint(path)
+    run, folder = checkpoint.run_dir, Path(out or checkpoint.run_dir / "hub")
+    facts = _without_paths({k: checkpoint.meta[k] for k in _KEPT if k in checkpoint.meta})
+    facts["config"] = {k: v for k, v in facts["config"].items() if k not in _OF_THE_MACHINE}
+    write_folder(folder, checkpoint.tensors(weights), {})
+    facts |= {"format": FORMAT, "sha256": {WEIGHTS_NAME: checksum(folder / WEIGHTS_NAME)}}
+    (folder / CONFIG_NAME).write_text(json.dumps(facts, indent=2))
+    picture = run / "samples" / f"step_{checkpoint.step:08d}.png"
+    if picture.exists():
+        shutil.copyfile(picture, folder / "samples.png")
+    records = [json.loads(file.read_text()) for file in sorted(run.glob("score*.json"))]
+    of_these = {"step": checkpoint.step, "weights": weights}
+    records = [each for each in records if of_these.items() <= each["protocol"].items()]
+    name, data = repo or str(folder), facts.get("data", {}).get("name", "unknown")
+    header = ModelCardData(
+        license=license, library_name="tread-zoo", tags=["diffusion", "token-routing"],
+        model_name=name.rpartition("/")[2],
+        eval_results=[
+            EvalResult("unconditional-image-generation", data, data, metric, value)
+            for record in records[:1] for metric, value in record["values"].items()
+        ] or None,
+    )  # fmt: skip
+    card = ModelCard.from_template(
+        header, template_path=str(TEMPLATE), name=name, license=license,
+        has_picture=picture.exists(), recipe={**_recipe(checkpoint), "weights": weights},
+        scores=["\n".join(describe_record(record)) for record in records],
+    )  # fmt: skip
+    (folder / "README.md").write_text(f"{card}\n", encoding="utf-8")
+    return folder
+
+
+def _recipe(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return what the network is and how it was trained, by topic, in words."""
+    meta, config = checkpoint.meta, checkpoint.meta["config"]
+    facts = checkpoint.run_dir / "facts.json"
+    with torch.device("meta"):
+        backbone = build_backbone(meta["backbone"])
+    count = sum(parameter.numel() for parameter in backbone.parameters())
+    size = "x".join(map(str, [backbone.in_channels, *backbone.input_size]))
+    rows = {"backbone": f"{backbone.name}, {count / 1e6:.2f} M parameters, input {size}"}
+    for kind in ("objective", "optimizer", "sampler", "guidance"):
+        options = dict(config.get(kind, {}))
+        words = [options.pop("name", ""), *(f"{key} {value}" for key, value in options.items())]
+        rows |= {kind: ", ".join(words)} if kind in config else {}
+    if "imported" in meta:
+        rows["imported"] = "{file}, format {format}".format(**meta["imported"])
+    if "routing" in config:
+        routing = build_routing(
+            **config["routing"], num_blocks=backbone.num_blocks,
+            default_selector=backbone.default_selector, default_range=backbone.default_range,
+        )  # fmt: skip
+        rows["routing"] = routing.describe(backbone.grid)
+        rows["data"] = "{name}, {num_images} images, {num_classes} classes".format(**meta["data"])
+        rows["training"] = f"{checkpoint.step} steps of {meta['images_per_step']} images"
+    if facts.exists():
+        flops = json.loads(facts.read_text())
+        rows["FLOPs"] = (
+            f"{flops['flops_routed'] / 1e6:.1f} M per image, forward and backward, of "
+            f"{flops['flops_dense'] / 1e6:.1f} M without routing; in all "
+            f"{flops['flops_routed'] * meta['images_per_step'] * checkpoint.step:.3g}"
+        )
+    return rows
+
+
+def _without_paths(value: Any) -> Any:
+    """Return plain values with absolute paths cut to their last part: they are of this machine."""
+    if isinstance(value, Mapping):
+        return {key: _without_paths(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(inner) for inner in value]
+    if isinstance(value, str) and (os.path.isabs(value) or value.startswith("~")):
+        return Path(value).name
+    return value

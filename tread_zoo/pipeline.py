@@ -1,0 +1,173 @@
+"""Any backbone, with our samplers and guidance, as a pipeline of diffusers.
+
+    pipe = TreadZooPipeline.from_checkpoint("runs/mine")        # or user/name of the hub
+    images = pipe(class_labels=[207], num_inference_steps=25).images
+    pipe.save_pretrained("folder")
+    pipe = TreadZooPipeline.from_pretrained("folder")
+
+B batch, C channels, H height, W width.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.models.modeling_utils import ModelMixin
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline, ImagePipelineOutput
+from torch import Tensor, nn
+
+from tread_zoo.backbone import Backbone
+from tread_zoo.config import complete_sampler
+from tread_zoo.data.latents import LatentCodec
+from tread_zoo.data.vae import Vae
+from tread_zoo.diffusion import build_sampling, generate
+from tread_zoo.pretrained import build_backbone, describe_backbone
+from tread_zoo.registry import complete, create
+from tread_zoo.training.restore import restore
+
+_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class BackboneModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
+    """A backbone as a part of a pipeline; its config is what describes it.
+
+    Args:
+        described: as of `describe_backbone`.
+        network: the backbone itself; None builds it.
+    """
+
+    ignore_for_config = ["network"]  # noqa: RUF012
+
+    @register_to_config  # type: ignore[untyped-decorator]
+    def __init__(self, described: dict[str, Any], network: Backbone | None = None) -> None:
+        super().__init__()
+        self.network = build_backbone(described) if network is None else network
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **options: Any) -> Any:
+        """Return what `save_pretrained` wrote; not built on the meta device, where fusions, which
+        run the network once, cannot be."""
+        return super().from_pretrained(*args, **{**options, "low_cpu_mem_usage": False})
+
+
+class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
+    """From labels to images.
+
+    Args:
+        backbone: a trained network.
+        vae: the autoencoder of its latents, of a class in `tread_zoo.data.vae.CLASSES`; None for a
+            network on pixels.
+        objective, sampler, guidance: parts, each a name or a mapping with `name` and options.
+        latent_shift, latent_scale: the network sees (z - shift) scale of latents z: C numbers each;
+            None takes the autoencoder's own.
+    """
+
+    _optional_components = ["vae"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        backbone: Backbone | BackboneModel,
+        vae: nn.Module | None = None,
+        objective: str | dict[str, Any] = "flow",
+        sampler: str | dict[str, Any] = "euler",
+        guidance: str | dict[str, Any] = "none",
+        latent_shift: Sequence[float] | None = None,
+        latent_scale: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(backbone, Backbone):
+            backbone = BackboneModel(describe_backbone(backbone), backbone)
+        self.register_modules(backbone=backbone.eval(), vae=vae)
+        self.register_to_config(
+            objective=complete("objective", objective),
+            sampler=complete_sampler(sampler),
+            guidance=complete("guidance", guidance),
+            latent_shift=latent_shift,
+            latent_scale=latent_scale,
+        )
+
+    @classmethod
+    def from_checkpoint(
+        cls, path: str, *, weights: str = "ema", vae: str | None = None
+    ) -> "TreadZooPipeline":
+        """Return the pipeline of a run of ours, with its sampler and guidance, on the CPU.
+
+        Args:
+            path: a run's folder, a checkpoint, or `user/name` of the hub.
+            weights: as of `load_backbone`.
+            vae: where the autoencoder is, if not where the run had it; `none` leaves latents.
+        """
+        run = restore(path, weights=weights, device="cpu", precision="fp32")
+        codec = run.codec(vae)
+        parts = {kind: run.config[kind] for kind in ("objective", "sampler", "guidance")}
+        if isinstance(codec, LatentCodec):
+            parts |= {"latent_shift": codec.shift, "latent_scale": codec.scale}
+            parts["vae"] = codec.autoencoder.network if codec.has_pixels else None
+        return cls(run.backbone, **parts)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        class_labels: int | Sequence[int] | Tensor | None = None,
+        *,
+        contexts: Tensor | None = None,
+        num_images: int = 1,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+        generator: torch.Generator | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+    ) -> Any:
+        """Return an `ImagePipelineOutput` with an image for each label.
+
+        Args:
+            class_labels: of the images, in 0 … num_classes.
+            contexts: of the images, float [B, T, S], where the network takes these.
+            num_images: where neither is given.
+            num_inference_steps, guidance_scale: other than the pipeline's; a scale alone is that of
+                classifier-free guidance.
+            generator: on the CPU; it gives the seed. None: torch's global one.
+            output_type: pil; np, [B, H, W, C] in 0 … 1; pt, [B, C, H, W]; latent, as the
+                autoencoder has it.
+            return_dict: False: (images,).
+
+        Raises:
+            ValueError: labels that the network refuses, or pictures of latents without a vae.
+        """
+        labels = contexts if class_labels is None else torch.as_tensor(class_labels).view(-1)
+        count = num_images if labels is None else len(labels)
+        sampler, guidance = dict(self.config.sampler), dict(self.config.guidance)
+        sampler["num_steps"] = num_inference_steps or sampler["num_steps"]
+        if guidance_scale is not None:
+            name = "cfg" if guidance["name"] == "none" else guidance["name"]
+            guidance |= {"name": name, "scale": guidance_scale}
+        x = generate(
+            self.backbone.network, create("objective", self.config.objective),
+            build_sampling(sampler, guidance), indices=range(count), labels=labels,
+            seed=int(torch.randint(2**31, (), generator=generator)), batch_size=count,
+            precision=_PRECISIONS[self.backbone.dtype],
+        )  # fmt: skip
+        images = self._decode(x, output_type)
+        return ImagePipelineOutput(images=images) if return_dict else (images,)
+
+    def _decode(self, x: Tensor, output_type: str) -> Any:
+        """Return what the network makes, [B, C, H, W], in the form of `output_type`."""
+        vae = None if self.vae is None else Vae(self.vae, "vae")
+        shift, scale = self.config.latent_shift, self.config.latent_scale
+        if vae is not None and scale is None:
+            shift, scale = [vae.shift_factor], [vae.scaling_factor]
+        if scale is not None:
+            x = x / torch.tensor(scale).view(-1, 1, 1) + torch.tensor(shift).view(-1, 1, 1)
+        if output_type == "latent":
+            return x
+        if vae is not None:
+            place = next(self.vae.parameters())
+            x = torch.cat([vae.decode(z.to(place)).cpu() for z in x.split(8)])
+        if x.shape[1] not in (1, 3):
+            raise ValueError(
+                f"the network makes {x.shape[1]} channels, which are no images: give the pipeline "
+                "its vae, or output_type='latent'."
+            )
+        return VaeImageProcessor().postprocess(x, output_type=output_type)

@@ -1,0 +1,138 @@
+"""Networks as folders, here or on Hugging Face's hub: two files, no pickle, no code.
+
+    config.json          {"backbone": {"name": …, "config": {…}}, "plugins": […]}
+    model.safetensors    weights
+
+What scripts/push.py makes of a run is such a folder, too: its config.json says, beside these, what
+a checkpoint does, so that scripts take the folder as one.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tread_zoo.registry import check_plugins, create_backbone, plugins_of
+
+if TYPE_CHECKING:
+    from tread_zoo.backbone import Backbone
+
+CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
+
+
+class Pretrained(nn.Module):
+    """What a backbone has for folders and the hub."""
+
+    name: str | None
+    config: dict[str, Any]
+    fused_ranges: tuple[tuple[int, int], ...]
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write config.json and model.safetensors into `folder`, and return it.
+
+        Raises:
+            ValueError: the backbone was not made by `create_backbone`, or the folder is a run's.
+        """
+        if self.name is None:
+            raise ValueError(
+                f"{type(self).__name__} was built by its class, so that nothing says how to build "
+                "it again: use create_backbone."
+            )
+        plugins = plugins_of([("backbone", self.name)])
+        facts = {"backbone": describe_backbone(self), "plugins": plugins}
+        return write_folder(Path(folder), self.state_dict(), facts)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *, revision: str | None = None) -> "Backbone":
+        """Return a backbone with its weights, on the CPU, in eval mode; of a run the averaged ones.
+
+        Args:
+            path: what `save_pretrained` or scripts/push.py wrote, a run's folder (its newest
+                checkpoint) or one checkpoint; where there is none, `user/name` on the hub.
+            revision: of the hub's repository.
+
+        Raises:
+            OSError: there is no such network.
+            ValueError: it is of a plug-in that is not loaded.
+        """
+        folder = Path(path)
+        if not folder.exists():
+            folder = download(folder.as_posix(), revision=revision)
+        folder = max(folder.glob("checkpoints/step_*"), default=folder)
+        file, weights = folder / "checkpoint.json", folder / "ema.safetensors"
+        if not file.exists():
+            file, weights = folder / CONFIG_NAME, folder / WEIGHTS_NAME
+        facts = json.loads(file.read_text())
+        check_plugins(facts["plugins"], str(path))
+        backbone = build_backbone(facts["backbone"])
+        backbone.load_state_dict(load_file(weights))
+        return backbone.eval()
+
+    def push_to_hub(self, repo: str, *, private: bool = False) -> str:
+        """Upload what `save_pretrained` writes as `user/name`, and return its address."""
+        with TemporaryDirectory() as folder:
+            return upload(self.save_pretrained(folder), repo, private=private)
+
+
+def describe_backbone(backbone: Pretrained) -> dict[str, Any]:
+    """Return what `build_backbone` takes: `name`, `config`, and `fusions` if there are any."""
+    described: dict[str, Any] = {"name": backbone.name, "config": backbone.config}
+    if backbone.fused_ranges:
+        described["fusions"] = [list(pair) for pair in backbone.fused_ranges]
+    return described
+
+
+def build_backbone(described: Mapping[str, Any]) -> "Backbone":
+    """Return the backbone that `describe_backbone` described, with fresh weights."""
+    backbone = create_backbone(described["name"], **described["config"])
+    backbone.add_fusions(described.get("fusions", ()))
+    return backbone
+
+
+def write_folder(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
+    """Write the two files of a network, and return the folder.
+
+    Raises:
+        ValueError: the folder is a run's, whose config.json is another.
+    """
+    if (folder / "checkpoints").exists():
+        raise ValueError(f"{folder} is the folder of a run: give another one.")
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    save_file(whole, folder / WEIGHTS_NAME)
+    (folder / CONFIG_NAME).write_text(json.dumps(facts, indent=2))
+    return folder
+
+
+def download(repo: str, *, revision: str | None = None, into: Path | None = None) -> Path:
+    """Return a folder with the two files of `user/name`: `into`, or one in the hub's cache.
+
+    Raises:
+        OSError: there is no such repository, or no way to it.
+    """
+    import huggingface_hub
+
+    files = [CONFIG_NAME, WEIGHTS_NAME]
+    try:
+        folder = huggingface_hub.snapshot_download(
+            repo, revision=revision, local_dir=into, allow_patterns=files
+        )
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())[:300]
+        text = f"{repo!r} is no folder here, and cannot be had from the hub: {why}"
+        raise OSError(text) from error
+    return Path(folder)
+
+
+def upload(folder: Path, repo: str, *, private: bool) -> str:
+    """Upload all files of a folder as `user/name`, and return its address."""
+    import huggingface_hub
+
+    hub = huggingface_hub.HfApi()
+    address = hub.create_repo(repo, private=private, exist_ok=True)
+    hub.upload_folder(repo_id=repo, folder_path=folder)
+    return str(address)
