@@ -31,13 +31,8 @@ _EPS = 1e-6
 class Alignment(Protocol):
     """What is registered as an alignment, but for `none`."""
 
-    @property
-    def weight(self) -> float:
-        """Factor of the term in the loss."""
-
-    @property
-    def stop(self) -> float:
-        """Fraction of training, in (0, 1], after which there is no term."""
+    weight: float  # factor of the term in the loss
+    stop: float  # fraction of training, in (0, 1], after which there is no term
 
     def build(self, backbone: Backbone, feature_size: int) -> nn.Module:
         """Return what is trained beside `backbone`, with weights from torch's global generator.
@@ -60,8 +55,8 @@ class REPA:
     """The cosine similarity of projected tokens to the encoder's features.
 
     Args:
-        block: its tokens are aligned as they leave it; counted from 0, negative from the end; auto
-            is a quarter of the depth, the 8th of 28.
+        block: whose tokens, counted from 0, negative from the end; auto is a quarter of the depth,
+            the 8th of 28.
         weight: of the term.
         projection: mlp: of each token, three linear layers with SiLU between; conv: one 3x3
             convolution over the grid, with zeros where a route took tokens out.
