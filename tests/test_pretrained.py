@@ -6,14 +6,17 @@ import huggingface_hub
 import pytest
 import torch
 
-from tests.test_contract import CONTEXTS, SMALL
+from tests.test_contract import SMALL
 from tread_zoo import create_backbone
 from tread_zoo.backbone import Backbone
 
 CASES = {
     **{name: (name, {"num_classes": 3, **sizes}) for name, sizes in SMALL.items()},
     "fused": ("dit_tiny", {"num_classes": 3, **SMALL["dit_tiny"]}),
-    "contexts": ("uvit_tiny", {"num_classes": 0, **CONTEXTS}),
+    "contexts": (
+        "uvit_tiny",
+        {"num_classes": 0, "context_length": 3, "context_size": 5, **SMALL["uvit_tiny"]},
+    ),
     "wide": ("dit_tiny", {"num_classes": 0, "input_size": (4, 8), **SMALL["dit_tiny"]}),
 }
 
