@@ -1,9 +1,11 @@
-"""Encode images into a table of latents with an autoencoder of diffusers, once, for data=latents.
+"""Encode images into a table of latents with an autoencoder of diffusers, once, for data=latents;
+with features=… the features of an encoder beside them, for alignment=…
 
 python scripts/encode.py data=image_folder data.path=photos data.image_size=256 \
     vae=stabilityai/sd-vae-ft-ema out=photos_latents flips=true
 python scripts/train.py data=latents data.path=photos_latents backbone=dit_s_2 \
     training.num_steps=100000
+python scripts/encode.py data=digits vae=none features=digits-cnn-64 out=digits_table # data=table
 torchrun --nproc-per-node 4 scripts/encode.py …      # several processes share the parts
 
 Stopped, the same command again encodes the parts that are missing.
@@ -18,8 +20,9 @@ import torch
 
 from tread_zoo.cli import command
 from tread_zoo.config import check
-from tread_zoo.data.encode import EncodingConfig, encode
+from tread_zoo.data.encode import EncodingConfig, Extract, encode
 from tread_zoo.data.vae import load_vae
+from tread_zoo.evaluation.features import find_extractor
 from tread_zoo.registry import create
 from tread_zoo.runtime import describe_device, resolve_device, resolve_precision
 
@@ -34,14 +37,31 @@ def main(settings: dict[str, Any]) -> None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     precision = resolve_precision(config.precision, device)
     rank, num_ranks = (int(os.environ.get(k, d)) for k, d in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    data, vae = create("data", config.data), load_vae(config.vae).to(device)
+    data = create("data", config.data)
+    vae = None if config.vae == "none" else load_vae(config.vae).to(device)
+    features = None if config.features is None else _load_extractor(config, device)
     if rank == 0:
         where = f"{describe_device(device)}; {precision}; {num_ranks} process(es)"
         logger.info("%-9s %s", "device", where)
-        logger.info("%-9s %s %s, sha256 %s…", "vae", vae.kind, vae.name, vae.sha256[:12])
+        if vae is not None:
+            logger.info("%-9s %s %s, sha256 %s…", "vae", vae.kind, vae.name, vae.sha256[:12])
+        if features is not None:
+            logger.info("%-9s %s", "features", features[0])
     place = {"precision": precision, "rank": rank, "num_ranks": num_ranks}
-    if encode(data, vae, Path(config.out), config, **place):
-        logger.info("%-9s data=latents data.path=%s", "done", config.out)
+    if encode(data, vae, Path(config.out), config, features=features, **place):
+        source = "table" if vae is None else "latents"
+        logger.info("%-9s data=%s data.path=%s", "done", source, config.out)
+
+
+def _load_extractor(config: EncodingConfig, device: torch.device) -> tuple[str, Extract]:
+    """Return the extractor's label, and what gives its feature maps."""
+    extractor = find_extractor(
+        str(config.features),
+        inception_weights=config.inception_weights,
+        dinov2_weights=config.dinov2_weights,
+    )
+    network = extractor.load(["feature_map"], device)
+    return extractor.label, lambda images: network(images)["feature_map"]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from tread_zoo.training.setup import Setup, build_setup
 PARTS = {
     "backbone": "dit_tiny", "routing": "tread", "objective": "flow", "data": "digits",
     "optimizer": "adamw", "lr_schedule": "cosine", "sampler": "euler", "guidance": "none",
-    "tracker": "local",
+    "tracker": "local", "alignment": "none",
 }  # fmt: skip
 SMALL = [
     "backbone.depth=4",

@@ -18,6 +18,7 @@ NEEDS = {  # what an option needs beside itself
     ("data", "hf"): ["data.path=x", "training.num_steps=3"],
     ("data", "image_folder"): ["data.path=x", "training.num_steps=3"],
     ("data", "latents"): ["data.path=x", "training.num_steps=3"],
+    ("data", "table"): ["data.path=x", "training.num_steps=3"],
     ("data", "npz"): ["data.path=x", "training.num_steps=3"],
     ("data", "webdataset"): ["data.path=x", "training.num_steps=3"],
     ("guidance", "auto"): ["guidance.weak_checkpoint=x"],

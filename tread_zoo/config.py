@@ -262,6 +262,7 @@ class SamplingGrid:
 GRID_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingGrid))
 PART_FIELDS = (
     "backbone", "objective", "data", "optimizer", "lr_schedule", "sampler", "guidance", "tracker",
+    "alignment",
 )  # fmt: skip
 
 
@@ -285,7 +286,8 @@ class RunConfig:
 
     Args:
         plugins: modules that register parts of other projects; see docs/extending.md.
-        backbone, objective, data, optimizer, lr_schedule, sampler, guidance, tracker: parts.
+        backbone, objective, data, optimizer, lr_schedule, sampler, guidance, alignment, tracker:
+            parts.
         seed: of weights, data order and every draw.
         device: auto, cpu, cuda, cuda:1, mps.
         run_dir: the run's folder; auto is runs/ and a name made of the settings.
@@ -305,6 +307,7 @@ class RunConfig:
     lr_schedule: _part("lr_schedule") = "cosine"  # type: ignore[valid-type]
     sampler: Annotated[dict[str, Any], BeforeValidator(complete_sampler)] = "euler"  # type: ignore[assignment]
     guidance: _part("guidance") = "none"  # type: ignore[valid-type]
+    alignment: _part("alignment") = "none"  # type: ignore[valid-type]
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     tracker: Annotated[_part("tracker"), ASIDE] = "local"  # type: ignore[valid-type]
     seed: int = 0
@@ -563,8 +566,10 @@ def make_config(**fields: Any) -> RunConfig:
         optimizer["learning_rate"] = get_entry("backbone", name).facts.get("learning_rate", 1e-4)
     run_dir = config.run_dir
     if run_dir == "auto":
-        names = (config.data["name"], config.backbone["name"], routing.name)
-        run_dir = f"runs/{'_'.join((*names, config.objective['name']))}_seed{config.seed}"
+        names = [config.data["name"], config.backbone["name"], routing.name]
+        names += [config.objective["name"], config.alignment["name"]]
+        names = names[:-1] if names[-1] == "none" else names
+        run_dir = f"runs/{'_'.join(names)}_seed{config.seed}"
     used = [(kind, getattr(config, kind)["name"]) for kind in PART_FIELDS]
     used += [("metric", metric["name"]) for metric in config.evaluation.metrics]
     selectors = [routing.selector, *(route.get("selector", "auto") for route in routing.routes)]

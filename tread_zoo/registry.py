@@ -52,6 +52,7 @@ _HOMES = {
     "data": "tread_zoo.data",
     "metric": "tread_zoo.evaluation.metrics",
     "tracker": "tread_zoo.training.trackers",
+    "alignment": "tread_zoo.training.alignment",
 }
 KINDS = tuple(_HOMES)
 PLUGIN_GROUP = "tread_zoo.plugins"

@@ -143,3 +143,18 @@ def write_latents(folder, data=None, **options):
     config = EncodingConfig(**{"content": "mode", "batch_size": 4, "part_size": 10, **options})
     assert encode(data or with_contexts(), Stub(), folder, config)
     return folder
+
+
+def place_features(images):
+    """Return features [B, 5, 3, 4] of uint8 images [B, 3, H, W], which differ when mirrored."""
+    mixed = torch.linspace(-1, 1, 15).view(5, 3, 1, 1).cos()
+    pooled = torch.nn.functional.adaptive_avg_pool2d(images.float() / 255, (3, 4))
+    return torch.nn.functional.conv2d(pooled, mixed).sin()
+
+
+def write_features(folder, vae=None, **options):
+    """Encode random images, by the stub or as they are, with features; return the folder."""
+    config = EncodingConfig(**{"batch_size": 16, "flips": True, **options})
+    features = ("places", place_features)
+    assert encode(image_data(40, 8), vae, folder, config, features=features)
+    return folder

@@ -31,9 +31,13 @@ class Network(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(6, 3))
+        self.num_register_tokens = 2
+        self.norm = nn.LayerNorm(3, elementwise_affine=False)
 
     def forward(self, x):  # [B, 3, 224, 224]
         assert x.shape[1:] == (3, 224, 224), x.shape
+        patches = x[:, :, 7::14, 7::14].flatten(2).mT
+        self.norm(torch.cat([patches[:, :3], patches], dim=1))  # class, registers, patches
         half = torch.cat([x[..., :112].mean((2, 3)), x[..., 112:].mean((2, 3))], dim=1)
         return half[:, :3] @ self.weight.T + half[:, 3:] @ self.weight.flip(0).T
 
@@ -107,6 +111,12 @@ def test_dinov2_runs_from_the_hub_folder(tmp_path, monkeypatch):
     white = (1 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
     expected = weight @ white + weight.flip(0) @ white
     torch.testing.assert_close(found, expected.expand(9, 6), rtol=1e-4, atol=1e-4)
+    left = torch.zeros(1, 3, 32, 32, dtype=torch.uint8)
+    left[:, 0, :16, :16] = 255  # red in a corner
+    maps = find_extractor("dinov2-vit-l-14").load(["feature_map"], CPU)(left)["feature_map"]
+    assert maps.shape == (1, 3, 16, 16)
+    red = maps[0, 0] > maps[0, 2]
+    assert torch.equal(red, (torch.arange(16) < 8).outer(torch.arange(16) < 8))
 
 
 def write_random_inception(file):
@@ -162,6 +172,9 @@ def test_inception_gives_what_torch_fidelity_gives_and_the_spatial_features(tmp_
     expected = convolved.clamp(min=0)[:, :7].permute(0, 2, 3, 1)  # [B, 17, 17, 7]
     assert expected.std() > 1e-3
     assert torch.equal(found["spatial"].view(3, 17, 17, 7), expected)
+    maps = extractor.load(["feature_map"], CPU)(grey)["feature_map"]  # mixed_7
+    with torch.no_grad():
+        assert torch.equal(maps, blocks[start + 7](blocks[start + 6](x)))
     only = extractor.load(["spatial"], CPU)(grey)
     assert torch.equal(only["spatial"], found["spatial"])
 

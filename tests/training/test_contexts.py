@@ -55,7 +55,7 @@ def drawn(setup, rank=0, num_ranks=1):
 def test_a_step_drops_contexts_as_it_drops_labels_and_draws_nothing_else(folder):
     dropout = "training.label_dropout=0.4"
     setup = parts_of(settings(*given(folder, dropout)))
-    contexts, (x, y, draw, routes) = drawn(setup)
+    contexts, (x, y, draw, routes, _) = drawn(setup)
     generator = make_generator("train", 0, 0, 3)
     torch.rand(8, generator=generator)  # flips
     dropped = torch.rand(8, generator=generator) < 0.4
@@ -63,7 +63,7 @@ def test_a_step_drops_contexts_as_it_drops_labels_and_draws_nothing_else(folder)
     assert not y[dropped].any()
     assert torch.equal(y[~dropped], contexts[~dropped])
     plain = parts_of(settings(*given(folder, dropout, "data.context=false")))
-    _, (other, none, same, ids) = drawn(plain)
+    _, (other, none, same, ids, _) = drawn(plain)
     assert none is None
     assert torch.equal(x, other)
     assert torch.equal(draw.noise, same.noise)

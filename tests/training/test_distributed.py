@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from tests.data.tables import write_features
 from tests.processes import run_ranks
 from tests.small_run import settings, train_small
 from tread_zoo.training.checkpoints import find_checkpoint
@@ -54,7 +55,7 @@ def assert_same_run(one, other, num_steps, atol=1e-5, more=()):
     torch.testing.assert_close(numbers(one), numbers(other), atol=atol, rtol=0)
     first, second = find_checkpoint(one), find_checkpoint(other)
     assert first.step == second.step == num_steps
-    for part in ("model", "ema", "optimizer", *more):
+    for part in (*(path.stem for path in first.path.glob("*.safetensors")), *more):
         left, right = first.tensors(part), second.tensors(part)
         assert {k: v.shape for k, v in left.items()} == {k: v.shape for k, v in right.items()}
         apart = sum(float((left[key] - right[key]).double().square().sum()) for key in left)
@@ -70,6 +71,20 @@ def test_sharded_training_equals_one_process_with_the_double_batch(tmp_path, fre
     assert_same_run(tmp_path / "two", one, 4)
     first = [numbers(tmp_path / kind)[0] for kind in ("two", "one")]
     torch.testing.assert_close(*first, atol=1e-6, rtol=0)
+
+
+@pytest.mark.slow
+def test_alignment_under_ddp_and_fsdp2_equals_one_process(tmp_path, free_port):
+    """Inside a route, and past the step where the term stops."""
+    table = write_features(tmp_path / "table")
+    options = ["data=table", f"data.path={table}", "alignment=repa", "alignment.hidden_size=16"]
+    options += ["alignment.stop=0.6", "backbone=mamba", "training.horizontal_flip=true"]
+    ways = {"ddp": False, "fsdp": True}
+    work([job(tmp_path / name, options, way) for name, way in ways.items()], tmp_path, free_port)
+    alone = train_small(tmp_path / "one", *EACH_STEP, *options, "training.batch_size=16")
+    assert (find_checkpoint(alone).path / "alignment.safetensors").exists()
+    for name in ways:
+        assert_same_run(tmp_path / name, alone, 6)
 
 
 @pytest.mark.slow

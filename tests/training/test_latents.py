@@ -32,7 +32,7 @@ def test_noise_of_moments_is_drawn_last_and_flips_choose_the_copy(tmp_path):
     """Levels, noise, labels and kept ids are those of data that draw nothing themselves."""
     setup = parts_of(settings(*write_moments(tmp_path), "training.horizontal_flip=true"))
     stored, labels = next(setup.batches())
-    x, y, draw, routes = draw_step(setup, (stored, labels), 3, 0, 1, CPU)
+    x, y, draw, routes, _ = draw_step(setup, (stored, labels), 3, 0, 1, CPU)
     generator = make_generator("train", 0, 0, 3)
     flipped = torch.rand(8, generator=generator) < 0.5
     dropped = torch.rand(8, generator=generator) < 0.1

@@ -1,6 +1,7 @@
 """What a data source returns, and the way between what it stores, what a model sees, and pixels.
 
-    item           image uint8 [C,H,W] or latent as stored, label int or context float [T,S]
+    item           image uint8 [C,H,W] or latent as stored, label int or context float [T,S], and
+                   if requested features float16 [K,S,h,w]
     stored batch   --to_model-->  x float32 [B,C,H,W]  --to_pixels-->  images uint8 [B,C,H,W]
 
 Images are stored as bytes and seen in [-1, 1]; latents (`tread_zoo.data.latents`) have a codec of
@@ -119,6 +120,8 @@ class ImageData:
         class_names: one for each class.
         codec: between stored items, what the model sees, and pixels.
         context: T and S where an item's condition is a context; there are no classes then.
+        features: [K,S,h,w] of an encoder's features, which `train.with_features()` adds to each
+            item: as it is, and mirrored if K is 2; None where there are none.
     """
 
     name: str
@@ -130,6 +133,7 @@ class ImageData:
     class_names: tuple[str, ...]
     codec: Codec = PIXELS
     context: tuple[int, int] | None = None  # T, S
+    features: tuple[int, int, int, int] | None = None  # K, S, h, w
 
     @property
     def context_keywords(self) -> dict[str, int]:

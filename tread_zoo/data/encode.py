@@ -1,11 +1,13 @@
-"""Encoding images into a table of latents (`latents.py`), part by part.
+"""Encoding images into a table of latents or images, with features or without, part by part.
+
+`latents.py` reads it.
 
 Part n of the table is written by process n mod the number of processes, whole or not at all; those
 that are there are left as they are. Whoever finds all parts there writes the rest of table.json, so
 no process waits for another, and a stopped encoding goes on with the same command.
 
 Dimensions: B batch, K copies (2: as it is, mirrored), C channels of a latent (2 C stored where
-there are moments), h height, w width.
+there are moments), h height, w width, S channels of features.
 """
 
 import itertools
@@ -13,7 +15,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +40,9 @@ from tread_zoo.seeding import make_generator
 logger = logging.getLogger(__name__)
 
 PSNR_IMAGES = 16
-Item = tuple[Tensor, int] | tuple[Tensor, int, Tensor]  # latent [K,C',h,w], label, context [T,S]
+# latent [K,C',h,w] or image [1,C,H,W], label, and perhaps context [T,S], features [K,S,h,w]
+Item = dict[str, Any]
+Extract = Callable[[Tensor], Tensor]  # images uint8 [B,C,H,W] -> features float32 [B,S,h,w]
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
@@ -48,23 +52,30 @@ class EncodingConfig:
     Args:
         plugins: as of `RunConfig`.
         data: a source of images.
-        vae: a folder of diffusers, or a hub's name.
+        vae: a folder of diffusers, or a hub's name; none keeps the images as they are.
+        features: an extractor, as of `EvaluationConfig`, whose features are stored beside, for
+            `alignment`; null for none.
+        inception_weights, dinov2_weights: as of `EvaluationConfig`.
         out: folder of the table; the same command again encodes what is missing.
         content: moments keeps mean and logvar, and training draws; samples draws once; mode takes
             the mean; auto is moments where the autoencoder has them, else mode.
         flips: encode the mirrored image beside each, for training.horizontal_flip.
-        dtype: on the disk.
+        dtype: of latents on the disk; features are float16.
         batch_size: images at a time.
         part_size: images in a file.
         num_workers: processes that read images.
         max_corrupt_share: fraction of the images that may be unreadable, each left out and listed
             in corrupt.txt; past it the encoding stops.
-        device, precision: of the autoencoder.
+        device: of the networks.
+        precision: of the autoencoder; the extractor runs in fp32.
     """
 
     plugins: tuple[str, ...] = ()
     data: dict[str, Any] = field(default_factory=dict)
     vae: str = ""
+    features: str | None = None
+    inception_weights: str | None = None
+    dinov2_weights: str | None = None
     out: str = ""
     content: Literal["auto", "moments", "samples", "mode"] = "auto"
     flips: bool = False
@@ -79,10 +90,11 @@ class EncodingConfig:
 
 def encode(
     data: ImageData,
-    vae: Vae,
+    vae: Vae | None,
     out: Path,
     config: EncodingConfig,
     *,
+    features: tuple[str, Extract] | None = None,
     precision: str = "fp32",
     rank: int = 0,
     num_ranks: int = 1,
@@ -91,23 +103,18 @@ def encode(
 
     Args:
         data: of images.
-        vae: on the device that is to encode.
+        vae: on the device that is to encode; None keeps the images as they are.
         out: the table's folder.
         config: how.
+        features: the extractor's label, and what it does.
         precision: of the autoencoder, resolved.
         rank, num_ranks: of this process.
 
     Raises:
-        ValueError: `out` has a table of other settings, latents are not finite, or too many images
-            cannot be read.
+        ValueError: `out` has a table of other settings, latents or features are not finite, or too
+            many images cannot be read.
     """
-    content = config.content
-    if content == "auto":
-        content = "moments" if vae.has_posterior else "mode"
-    if content != "mode" and not vae.has_posterior:
-        raise ValueError(
-            f"content={content}, but {vae.kind} has no distribution: set content=mode."
-        )
+    content = "pixels" if vae is None else _choose_content(config.content, vae)
     datasets: dict[str, Any] = {part: getattr(data, part) or () for part in PARTS}
     lengths, size = {part: len(dataset) for part, dataset in datasets.items()}, config.part_size
     spans = {
@@ -118,12 +125,13 @@ def encode(
     facts: dict[str, Any] = {
         "settings": {"content": content, "part_size": size, "precision": precision,
                      "images": lengths, "source": config.data},
-        "content": "mean_logvar" if content == "moments" else "samples",
-        "dtype": config.dtype,
+        "content": {"moments": "mean_logvar", "pixels": "pixels"}.get(content, "samples"),
+        "dtype": config.dtype if vae else "uint8",
         "num_classes": data.num_classes,
         "class_names": list(data.class_names),
         "context": list(data.context) if data.context else None,
-        "vae": vae.facts,
+        "vae": vae and vae.facts,
+        "features": features and features[0],
         "parts": {part: [name for name in spans if spans[name][0] == part] for part in PARTS},
     }  # fmt: skip
     _begin(out, facts)
@@ -131,7 +139,7 @@ def encode(
         out / "corrupt.txt", num_items=sum(lengths.values()), max_share=config.max_corrupt_share
     )
     missing = [name for name in list(spans)[rank::num_ranks] if not (out / name).exists()]
-    if rank == 0 and missing:
+    if rank == 0 and missing and vae is not None:
         logger.info("%-9s PSNR of decoded latents %.1f dB", "vae", _psnr(data, vae))
     began, terminal = time.time(), sys.stderr.isatty()
     total = sum(len(spans[name][1]) for name in missing)
@@ -140,12 +148,23 @@ def encode(
             part, span = spans[name]
             offset = 0 if part == "train" else lengths["train"]
             batches = _read(datasets[part], span, config, corrupt, offset, bar.update)
-            items = _encode(batches, vae, part, content, config, precision)
+            extract = features and features[1]
+            items = _encode(batches, vae, extract, part, content, config, precision)
             write_part(out / name, items, facts["content"])
             if rank == 0 and not terminal:
                 left = (time.time() - began) * (len(missing) / number - 1)
                 logger.info("encoding  part %d of %d, %d s left", number, len(missing), left)
     return finish(out, facts)
+
+
+def _choose_content(content: str, vae: Vae) -> str:
+    if content == "auto":
+        content = "moments" if vae.has_posterior else "mode"
+    if content != "mode" and not vae.has_posterior:
+        raise ValueError(
+            f"content={content}, but {vae.kind} has no distribution: set content=mode."
+        )
+    return content
 
 
 def _begin(out: Path, facts: dict[str, Any]) -> None:
@@ -155,7 +174,7 @@ def _begin(out: Path, facts: dict[str, Any]) -> None:
     if not file.exists():
         _write_json(file, facts)
     there = json.loads(file.read_text())
-    other = [key for key, value in json.loads(json.dumps(facts)).items() if there[key] != value]
+    other = [k for k, value in json.loads(json.dumps(facts)).items() if there.get(k) != value]
     if other:
         raise ValueError(
             f"out={str(out)!r} has a table that differs in {', '.join(other)}: encode with the "
@@ -201,7 +220,8 @@ class _Reader(Dataset[Any]):
 
 def _encode(
     batches: Iterable[list[tuple[int, Tensor, Any]]],
-    vae: Vae,
+    vae: Vae | None,
+    extract: Extract | None,
     part: str,
     content: str,
     config: EncodingConfig,
@@ -210,40 +230,60 @@ def _encode(
     """Yield what is stored of each image.
 
     Raises:
-        ValueError: latents or contexts that are not finite in the dtype.
+        ValueError: latents, features or contexts that are not finite in the dtype.
     """
-    device = next(vae.network.parameters()).device
     for batch in batches:
-        indices, images, conditions = zip(*batch, strict=True)
-        x = to_model_range(torch.stack(images).to(device))
-        copies = []
-        for number, one in enumerate((x, x.flip(-1)) if config.flips else (x,)):
-            with autocast(device, precision):
-                mean, logvar = vae.encode(one)
-            if content == "moments" and logvar is not None:
-                mean = torch.cat([mean, logvar], dim=1)
-            elif content == "samples" and logvar is not None:
-                keys = [make_generator(f"encode {part}", index, number) for index in indices]
-                noise = torch.stack([torch.randn(mean.shape[1:], generator=key) for key in keys])
-                mean = mean + (0.5 * logvar).exp() * noise.to(mean)
-            copies.append(mean)
-        latents = torch.stack(copies, dim=1).to(getattr(torch, config.dtype)).cpu()
-        if not torch.isfinite(latents).all():
-            raise ValueError(
-                f"latents of the {part} images {indices[0]} … {indices[-1]} are not finite as "
-                f"{config.dtype} in precision={precision}; set dtype=float32 and precision=fp32, "
-                "or look at these images."
-            )
-        for latent, condition in zip(latents, conditions, strict=True):
-            if not isinstance(condition, Tensor):
-                yield latent, int(condition)
-                continue
-            if not condition.half().isfinite().all():
+        indices, stacked, conditions = zip(*batch, strict=True)
+        images = torch.stack(stacked)
+        copies = (images, images.flip(-1)) if config.flips else (images,)
+        columns = {"image": images[:, None]}
+        if vae is not None:
+            latents = []
+            for number, one in enumerate(copies):
+                generators = [make_generator(f"encode {part}", index, number) for index in indices]
+                latents.append(_encode_copy(one, vae, content, precision, generators))
+            columns = {"latent": torch.stack(latents, dim=1).to(getattr(torch, config.dtype)).cpu()}
+        if extract is not None:
+            columns["features"] = torch.stack([extract(one) for one in copies], 1).half().cpu()
+        for name, values in columns.items():
+            if not torch.isfinite(values).all():
                 raise ValueError(
-                    f"a context reaches {float(condition.abs().max()):g}, beyond what float16 "
-                    "holds (65504): divide all embeddings by a number first."
+                    f"{name} of the {part} images {indices[0]} … {indices[-1]} are not finite as "
+                    f"{values.dtype} in precision={precision}; for latents set dtype=float32 and "
+                    "precision=fp32, or look at these images."
                 )
-            yield latent, 0, condition.half()
+        for row, condition in enumerate(conditions):
+            yield {k: values[row] for k, values in columns.items()} | _condition_columns(condition)
+
+
+def _encode_copy(
+    images: Tensor,
+    vae: Vae,
+    content: str,
+    precision: str,
+    generators: Sequence[torch.Generator],
+) -> Tensor:
+    """Return what is stored of the latents of uint8 images, [B,C',h,w]."""
+    device = next(vae.network.parameters()).device
+    with autocast(device, precision):
+        mean, logvar = vae.encode(to_model_range(images.to(device)))
+    if logvar is None or content == "mode":
+        return mean
+    if content == "moments":
+        return torch.cat([mean, logvar], dim=1)
+    noise = torch.stack([torch.randn(mean.shape[1:], generator=key) for key in generators])
+    return mean + (0.5 * logvar).exp() * noise.to(mean)
+
+
+def _condition_columns(condition: Any) -> Item:
+    if not isinstance(condition, Tensor):
+        return {"label": int(condition)}
+    if not condition.half().isfinite().all():
+        raise ValueError(
+            f"a context reaches {float(condition.abs().max()):g}, beyond what float16 holds "
+            "(65504): divide all embeddings by a number first."
+        )
+    return {"label": 0, "context": condition.half()}
 
 
 def _psnr(data: ImageData, vae: Vae) -> float:
@@ -282,7 +322,7 @@ def write_table(
     rest, names, labels, count, dtype = iter(items), list[str](), set[int](), 0, ""
     while part := list(itertools.islice(rest, part_size)):
         names.append(f"train-{len(names):05d}.arrow")
-        write_part(out / names[-1], part, content)
+        write_part(out / names[-1], ({"latent": z, "label": y} for z, y in part), content)
         labels |= {label for _, label in part}
         count, dtype = count + len(part), str(part[0][0].dtype).removeprefix("torch.")
     facts = {
@@ -292,6 +332,7 @@ def write_table(
         "class_names": [],
         "context": None,
         "vae": vae,
+        "features": None,
         "parts": {"train": names, "held_out": []},
     }
     finish(out, facts)
@@ -303,28 +344,31 @@ def write_part(file: Path, items: Iterable[Item], content: str) -> None:
 
     Args:
         file: its path.
-        items: latents in the dtype that they are stored in, labels, and perhaps contexts, float16.
-        content: samples, mean_logvar or mean_std.
+        items: by column, all alike, tensors in the dtype that they are stored in.
+        content: samples, pixels, mean_logvar or mean_std.
     """
     import pyarrow as pa
 
     count, total, square, shape = 0, np.zeros(1), np.zeros(1), None  # by channel, in float64
-    columns: dict[str, list[Any]] = {"latent": [], "label": []}
-    for latent, label, *context in items:
-        columns["latent"].append(as_bytes(latent))
-        columns["label"].append(label)
-        if context:
-            columns.setdefault("context", []).append(as_bytes(context[0]))
-        mean, std = split_moments(latent, content)
+    main, features = "image" if content == "pixels" else "latent", None
+    columns: dict[str, list[Any]] = {main: [], "label": []}  # also of no item
+    for item in items:
+        for name, value in item.items():
+            cell = as_bytes(value) if isinstance(value, Tensor) else value
+            columns.setdefault(name, []).append(cell)
+        stored = item[main]
+        mean, std = split_moments(stored, content)
         mean, variance = mean.double(), 0.0 if std is None else std.double().square()
-        count, shape = count + mean.numel() // mean.shape[1], list(latent.shape)
+        count, shape = count + mean.numel() // mean.shape[1], list(stored.shape)
+        features = list(item["features"].shape) if "features" in item else None
         total = total + mean.sum((0, 2, 3)).numpy()
         square = square + (mean.square() + variance).sum((0, 2, 3)).numpy()
     arrays = {
         name: pa.array(values, pa.int64() if name == "label" else pa.large_binary())
         for name, values in columns.items()
     }
-    sums = {"shape": shape, "count": count, "total": total.tolist(), "square": square.tolist()}
+    sums = {"shape": shape, "count": count, "total": total.tolist(), "square": square.tolist(),
+            "features_shape": features}  # fmt: skip
     table = pa.table(arrays).replace_schema_metadata({"tread_zoo": json.dumps(sums)})
     with written_whole(file) as stream, pa.ipc.new_stream(stream, table.schema) as writer:
         writer.write_table(table)
@@ -343,16 +387,17 @@ def finish(out: Path, facts: dict[str, Any]) -> bool:
     names = [name for part in PARTS for name in facts["parts"][part]]
     if not all((out / name).exists() for name in names):
         return False
-    count, total, square, shape = 0, np.zeros(1), np.zeros(1), None
+    count, total, square, shapes = 0, np.zeros(1), np.zeros(1), {"shape": None}
     for name in facts["parts"]["train"]:
         with pyarrow.ipc.open_stream(out / name) as reader:
             sums = json.loads(reader.schema.metadata[b"tread_zoo"])
         count += sums["count"]
         total, square = total + np.array(sums["total"]), square + np.array(sums["square"])
-        shape = sums["shape"] or shape
+        if sums["shape"]:
+            shapes = {key: sums[key] for key in ("shape", "features_shape")}
     mean = total / count
     std = np.sqrt(np.maximum(square / count - mean**2, 0))
-    done = {**facts, "shape": shape, "mean": mean.tolist(), "std": std.tolist()}
+    done = {**facts, **shapes, "mean": mean.tolist(), "std": std.tolist()}
     _write_json(out / "table.json", done)
     return True
 

@@ -1,4 +1,4 @@
-"""Latents of an autoencoder as a table, what a model sees of them, and how they become images.
+"""Tables of latents or of images, what a model sees of latents, and how they become images.
 
     x = (z - shift) scale,    z = mean + std noise   (moments)  or as stored
 
@@ -9,14 +9,15 @@ autoencoder's own numbers, which published networks were trained with.
 The table (`encode.py` writes it) is a folder:
 
     table.json              what is in it, and what made it
-    train-00000.arrow …     columns latent (bytes), label, and perhaps context (float16 bytes)
-    held_out-00000.arrow …
+    train-00000.arrow …     columns latent or image (bytes), label, and perhaps context, features
+    held_out-00000.arrow …  (float16 bytes)
 
 Dimensions: B batch, K copies (2: as it is, mirrored), C channels of a latent (2 C stored where
-there are moments), h height, w width.
+there are moments), h height, w width, S channels of features.
 """
 
 import bisect
+import copy
 import functools
 import itertools
 import json
@@ -24,7 +25,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -47,9 +48,9 @@ _LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers has it
 
 def split_moments(stored: Tensor, content: str) -> tuple[Tensor, Tensor | None]:
     """Return mean and standard deviation (None for samples), float32 [..., C, h, w], of latents as
-    stored; `content` is samples, mean_logvar or mean_std."""
+    stored; `content` is samples, pixels, mean_logvar or mean_std."""
     stored = stored.float()
-    if content == "samples":
+    if content in ("samples", "pixels"):
         return stored, None
     mean, std = stored.chunk(2, dim=-3)
     return mean, (0.5 * std.clamp(*_LOGVAR_RANGE)).exp() if content == "mean_logvar" else std
@@ -212,14 +213,10 @@ def latents(
         context: contexts, where there are any, are the condition; false drops them.
     """
     root = Path(path).expanduser()
-    table, num_train, facts = open_table(root)
-    own, contexts, names = facts["vae"], None, tuple[str, ...]()
-    labels = torch.zeros(len(table), dtype=torch.int64)
-    if context and facts["context"]:
-        contexts = (facts["context"][0], facts["context"][1])
-    elif count := facts["num_classes"] if num_classes is None else num_classes:
-        labels = torch.from_numpy(np.array(table.with_format("numpy")[:]["label"], np.int64))
-        names = check_labels(labels, count, facts["class_names"], str(root))
+    facts = read_facts(root)
+    if facts["content"] == "pixels":
+        raise ValueError(f"data.path={path!r} has images, no latents: use data=table.")
+    own = facts["vae"]
     if own is None and vae not in (None, "none"):
         own = load_vae(vae).facts
     shift, scale = _normalize(normalization, facts, own)
@@ -238,16 +235,79 @@ def latents(
             f"data.path={path!r} has latents of {channels} channels, and those of "
             f"vae={own['name']!r} have {own['latent_channels']}."
         )
-    return split_data(
+    return _table_data(
         f"{root.name} (latents)",  # never mistaken for a built-in source
-        LatentTable(table, labels, facts["shape"], facts["dtype"], contexts),
-        num_train,
+        root,
+        facts,
         held_out,
-        names,
+        num_classes,
+        context,
         image_size=(height, width),
         channels=channels,
         codec=codec,
+    )
+
+
+@register("data", "table")
+def table(
+    path: str,
+    held_out: Fraction | None = None,
+    num_classes: NonNegativeInt | None = None,
+    context: bool = True,
+) -> ImageData:
+    """Return the images that scripts/encode.py wrote with vae=none, perhaps with features.
+
+    Args:
+        path: the folder.
+        held_out, num_classes, context: as of `latents`.
+    """
+    root = Path(path).expanduser()
+    facts = read_facts(root)
+    if facts["content"] != "pixels":
+        raise ValueError(f"data.path={path!r} has latents, no images: use data=latents.")
+    _, channels, height, width = facts["shape"]
+    return _table_data(
+        f"{root.name} (table)",  # never mistaken for a built-in source
+        root,
+        {**facts, "shape": [channels, height, width]},
+        held_out,
+        num_classes,
+        context,
+        image_size=(height, width),
+        channels=channels,
+    )
+
+
+def _table_data(
+    name: str,
+    root: Path,
+    facts: dict[str, Any],
+    held_out: float | None,
+    num_classes: int | None,
+    context: bool,
+    **more: Any,
+) -> ImageData:
+    """Return the data of a table; `more` are fields of `ImageData`."""
+    table, num_train = open_table(root, facts)
+    contexts, names = None, tuple[str, ...]()
+    labels = torch.zeros(len(table), dtype=torch.int64)
+    if context and facts["context"]:
+        contexts = (facts["context"][0], facts["context"][1])
+    elif count := facts["num_classes"] if num_classes is None else num_classes:
+        labels = torch.from_numpy(
+            np.array(table.select_columns("label").with_format("numpy")[:]["label"], np.int64)
+        )
+        names = check_labels(labels, count, facts["class_names"], str(root))
+    features = facts["features"] and tuple(facts["features_shape"])
+    return split_data(
+        name,
+        EncodedTable(table, labels, facts["shape"], facts["dtype"], contexts, features),
+        num_train,
+        held_out,
+        names,
         context=contexts,
+        features=features,
+        **more,
     )
 
 
@@ -271,31 +331,37 @@ def _normalize(
     return (vae["shift_factor"],) * len(mean), (vae["scaling_factor"],) * len(mean)
 
 
-def open_table(root: Path) -> tuple["datasets.Dataset", int, dict[str, Any]]:
-    """Return the table in a folder, training part first, the length of that, and table.json.
-    Raises ValueError if it is not finished."""
-    import datasets
-
-    facts = json.loads((root / "table.json").read_text())
+def read_facts(root: Path) -> dict[str, Any]:
+    """Return the table.json of a folder. Raises ValueError if the table is not finished."""
+    facts: dict[str, Any] = json.loads((root / "table.json").read_text())
     if "mean" not in facts:
         raise ValueError(f"data.path={str(root)!r} is not finished: encode with the same command.")
+    return facts
+
+
+def open_table(root: Path, facts: dict[str, Any]) -> tuple["datasets.Dataset", int]:
+    """Return the table in a folder, training part first, and the length of that."""
+    import datasets
+
     train, held_out = (
         [datasets.Dataset.from_file(str(root / name)) for name in facts["parts"][part]]
         for part in PARTS
     )
-    return datasets.concatenate_datasets([*train, *held_out]), sum(map(len, train)), facts
+    return datasets.concatenate_datasets([*train, *held_out]), sum(map(len, train))
 
 
-class LatentTable(TableDataset):
-    """Some rows of a table of latents, [K,C',h,w] as stored, with their labels or contexts.
+class EncodedTable(TableDataset):
+    """Some rows of a table of latents [K,C',h,w] or images [C,H,W] as stored, with their labels or
+    contexts.
 
     They are read straight from the memory-mapped Arrow chunks: a few microseconds each.
 
     Args:
-        table: with the columns latent and context, of bytes.
+        table: with the column latent or image, and perhaps context and features, of bytes.
         labels: int64 [N].
-        shape, dtype: of a latent.
+        shape, dtype: of a latent or an image.
         context: T and S, where contexts are the condition.
+        features: [K,S,h,w], where there are any.
     """
 
     def __init__(
@@ -305,21 +371,33 @@ class LatentTable(TableDataset):
         shape: Sequence[int],
         dtype: str,
         context: tuple[int, int] | None = None,
+        features: tuple[int, ...] | None = None,
     ):
         super().__init__(table, labels)
+        self.column = "image" if "image" in table.features else "latent"
         self.shape, self.dtype, self.context = tuple(shape), dtype, context
+        self.features, self.reads_features = features, False
         self._chunks: dict[str, tuple[list[Any], list[int]]] = {}  # and their ends, by column
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_chunks": {}}
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
-        """Return (latent, label or context). Raises ValueError if its bytes are not the shape's."""
-        row = int(self.rows[index])
-        latent = self._read("latent", row, self.shape, self.dtype)
-        if self.context is None:
-            return latent, int(self.labels[index])
-        return latent, self._read("context", row, self.context, "float16")
+    def with_features(self) -> Self:
+        """Return the same items with their features behind the label or context."""
+        part = copy.copy(self)
+        part.reads_features = True
+        return part
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        """Return (latent or image, label or context), and features if requested. Raises ValueError
+        if the bytes are not the shape's."""
+        row, condition = int(self.rows[index]), int(self.labels[index])
+        item: list[Any] = [self._read(self.column, row, self.shape, self.dtype), condition]
+        if self.context is not None:
+            item[1] = self._read("context", row, self.context, "float16")
+        if self.reads_features and self.features is not None:
+            item.append(self._read("features", row, self.features, "float16"))
+        return tuple(item)
 
     def _read(self, column: str, row: int, shape: tuple[int, ...], dtype: str) -> Tensor:
         if column not in self._chunks:

@@ -9,7 +9,7 @@ alone decides:
 so a batch is the same in a resumed run, in another worker, and at another time.
 
 B batch, C channels, H height, W width; where items have contexts, float [T, S], these are read in
-place of labels.
+place of labels; where they have features [K, S, h, w], these come third.
 """
 
 import logging
@@ -101,10 +101,10 @@ class CorruptItem:
 OnCorrupt = Callable[[CorruptItem], None]
 
 
-def read_item(dataset: Dataset[Any], index: int) -> tuple[Tensor, Any] | CorruptItem:
+def read_item(dataset: Dataset[Any], index: int) -> tuple[Any, ...] | CorruptItem:
     """Return an item, or what is wrong with it."""
     try:
-        item: tuple[Tensor, Any] = dataset[index]
+        item: tuple[Any, ...] = dataset[index]
     except (ValueError, OSError) as error:
         name_of = getattr(dataset, "item_name", "item {}".format)
         words = (name_of(index), str(error) or type(error).__name__)
@@ -170,8 +170,9 @@ def make_loader(
     *,
     seed: int = 0,
     on_corrupt: OnCorrupt = warn_of,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return an iterator of (images [B,C,H,W], labels int64 [B]), in the order of `batches`.
+) -> Iterator[tuple[Tensor, ...]]:
+    """Return an iterator of (images [B,C,H,W], labels int64 [B]), and features if items have them,
+    in the order of `batches`.
 
     Images in memory (a data set with `gather`) are indexed directly. All others are read by
     `num_workers` processes, which live as long as the iterator, each two batches ahead. Nothing is
@@ -196,16 +197,16 @@ def make_loader(
 
 def read_items(
     dataset: Dataset[Any], indices: Sequence[int], *, on_corrupt: OnCorrupt = warn_of
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Return (images [B,…], labels int64 [B]) of some items, read in this process. Another item
     takes the place of a corrupt one, as in `make_loader`, unless `on_corrupt` raises."""
     return next(_read_batches(BatchReader(dataset, seed=0), [list(indices)], 0, on_corrupt))
 
 
 class BatchReader(Dataset[Any]):
-    """Reads whole batches: item `indices` is (images [B,…], labels int64 [B], corrupt items).
+    """Reads whole batches: item `indices` is ((images [B,…], labels int64 [B], …), corrupt items).
 
-    Where an item and all of its replacements are corrupt, the images are None.
+    Where an item and all of its replacements are corrupt, there is None in place of tensors.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int):
@@ -214,18 +215,15 @@ class BatchReader(Dataset[Any]):
 
     def __getitem__(
         self, indices: Sequence[int]
-    ) -> tuple[Tensor | None, Tensor | None, list[CorruptItem]]:
+    ) -> tuple[tuple[Tensor, ...] | None, list[CorruptItem]]:
         corrupt: list[CorruptItem] = []
         items = [self._read(index, corrupt) for index in indices]
         whole = [item for item in items if item is not None]
         if len(whole) < len(items):
-            return None, None, corrupt
-        images, labels = zip(*whole, strict=True)
-        contexts = isinstance(labels[0], Tensor)
-        stacked = torch.stack(labels) if contexts else torch.tensor(labels, dtype=torch.int64)
-        return torch.stack(images), stacked, corrupt
+            return None, corrupt
+        return tuple(_stack(column) for column in zip(*whole, strict=True)), corrupt
 
-    def _read(self, index: int, corrupt: list[CorruptItem]) -> tuple[Tensor, Any] | None:
+    def _read(self, index: int, corrupt: list[CorruptItem]) -> tuple[Any, ...] | None:
         """Return item `index`, or what replaces it; note what is corrupt."""
         wanted = index
         for number in range(MAX_TRIES):
@@ -243,7 +241,7 @@ def _read_batches(
     batches: Iterable[list[int]],
     num_workers: int,
     on_corrupt: OnCorrupt,
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Iterator[tuple[Tensor, ...]]:
     # With batch_size=None what the sampler gives, a list of indices, is handed to the reader.
     loader = DataLoader(
         reader,
@@ -258,18 +256,18 @@ def _read_batches(
     )
     reported: set[int] = set()
     with report_dead_workers():
-        for images, labels, corrupt in loader:
+        for tensors, corrupt in loader:
             for item in corrupt:
                 if item.index not in reported:
                     reported.add(item.index)
                     on_corrupt(item)
-            if images is None or labels is None:
+            if tensors is None:
                 raise ValueError(
                     f"{MAX_TRIES} items in a row cannot be read, among them {corrupt[-1].name} "
                     f"({corrupt[-1].reason}). If all are like it, convert or replace them; if not, "
                     "look whether the disk or the folder is there."
                 )
-            yield images, labels
+            yield tensors
 
 
 @contextmanager
@@ -285,6 +283,12 @@ def report_dead_workers() -> Iterator[None]:
             "often killed for want of memory, or of shared memory (/dev/shm): lower "
             "training.num_workers or training.batch_size, and continue with resume=latest."
         ) from error
+
+
+def _stack(values: Sequence[Any]) -> Tensor:
+    if isinstance(values[0], Tensor):
+        return torch.stack(values)  # type: ignore[arg-type]
+    return torch.tensor(values, dtype=torch.int64)
 
 
 def _identity(batch: Any) -> Any:

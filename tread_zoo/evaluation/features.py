@@ -3,6 +3,9 @@
     pooled    the vector that distances are taken in
     spatial   Inception's 7 first channels of the 1x1 branch of mixed_6, 17x17, for sfid
     logits    of classes, for isc and label_accuracy
+    feature_map   [B, S, h, w], a vector for each place of the image, for `tread_zoo.training.
+              alignment`: DINOv2's patch tokens, Inception's mixed_7, a small classifier's last
+              convolution; each extractor has it, and `sizes` leaves it out
 
 `digits-cnn-64` ships here; a classifier that `scripts/make_features.py` trained is named by its
 file; Inception and DINOv2 run where their weights are on this machine, with torch-fidelity's
@@ -17,6 +20,7 @@ Dimensions: B batch, C channels, H height, W width, D features.
 import functools
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,7 +90,8 @@ class Extractor:
         return f"{name}@{self.sha256[:8]}"
 
     def load(self, names: Collection[str], device: torch.device) -> Network:
-        """Return the network on `device`: uint8 [B,C,H,W] -> {name: float32 [B,D]} of `names`.
+        """Return the network on `device`: uint8 [B,C,H,W] -> {name: float32 [B,D], of feature_map
+        [B,S,h,w]} of `names`.
 
         The global random numbers are left as they were.
         """
@@ -96,12 +101,13 @@ class Extractor:
             elif self.name in DINOV2:
                 network = _load_dinov2(self, device)
             else:
-                network = _naming(("pooled", "logits"), load_features(self.file).to(device))
+                network = load_features(self.file).to(device).named
 
         @torch.no_grad()
         def extract(images: Tensor) -> dict[str, Tensor]:
             images = images.to(device, non_blocking=True)
-            return network(images.expand(-1, 3, -1, -1) if self.shape is None else images)
+            found = network(images.expand(-1, 3, -1, -1) if self.shape is None else images)
+            return {name: values for name, values in found.items() if name in names}
 
         return extract
 
@@ -170,12 +176,17 @@ class ClassifierFeatures(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return (features [B, D], logits [B, num_classes]) of uint8 [B,C,H,W]."""
+        named = self.named(images)
+        return named["pooled"], named["logits"]
+
+    def named(self, images: Tensor) -> dict[str, Tensor]:
+        """Return pooled, logits and feature_map [B, D, h, w] of uint8 [B,C,H,W]."""
         x = images.to(self.classify.weight.dtype) / 255
-        for index, (_, _, pooled) in enumerate(self.layers, start=1):
+        for index, (_, _, is_pooled) in enumerate(self.layers, start=1):
             x = F.gelu(self.get_submodule(f"conv{index}")(x))
-            x = F.max_pool2d(x, 2) if pooled else x
-        features = x.mean(dim=(2, 3))
-        return features, self.classify(features)
+            x = F.max_pool2d(x, 2) if is_pooled else x
+        pooled = x.mean(dim=(2, 3))
+        return {"pooled": pooled, "logits": self.classify(pooled), "feature_map": x}
 
 
 # Sizes of the file that ships here, which has none. scripts/make_features.py makes it: see there.
@@ -226,21 +237,26 @@ def _load_inception(file: Path, names: Collection[str], device: torch.device) ->
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
     # "768" is read off after mixed_7: the way to it passes mixed_6
-    layers = {"spatial": "768", "pooled": "2048", "logits": "logits_unbiased"}
-    wanted = [name for name in layers if name in names]
+    layers = {
+        "spatial": "768", "feature_map": "768", "pooled": "2048", "logits": "logits_unbiased"
+    }  # fmt: skip
+    wanted = {layer: name for name, layer in layers.items() if name in names}
     network = FeatureExtractorInceptionV3(
-        INCEPTION, [layers[name] for name in wanted], feature_extractor_weights_path=str(file)
+        INCEPTION, list(wanted), feature_extractor_weights_path=str(file)
     ).to(device)
-    spatial: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
 
-    def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    def keep_spatial(module: nn.Module, inputs: Any, output: Tensor) -> None:
         first = output[:, :_SPATIAL_CHANNELS].permute(0, 2, 3, 1)  # [B, 17, 17, 7]
-        spatial["spatial"] = first.flatten(1).float()
+        kept["spatial"] = first.flatten(1).float()
 
-    if "spatial" in wanted:
-        network.Mixed_6d.branch1x1.register_forward_hook(keep)
-    named = _naming(wanted, network)
-    return lambda images: named(images) | spatial
+    def keep_map(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        kept["feature_map"] = output.float()  # [B, 768, 17, 17]
+
+    network.Mixed_6d.branch1x1.register_forward_hook(keep_spatial)
+    network.Mixed_6e.register_forward_hook(keep_map)
+    named = _naming(list(wanted.values()), network)
+    return lambda images: named(images) | kept
 
 
 def _naming(names: Sequence[str], network: Callable[[Tensor], Sequence[Tensor]]) -> Network:
@@ -273,7 +289,17 @@ def _load_dinov2(extractor: Extractor, device: torch.device) -> Network:
             self.model = network
 
     local = Local().eval().requires_grad_(False).to(device)
-    return _naming(["pooled"], local)
+    kept: dict[str, Tensor] = {}
+
+    def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        patches = output[:, 1 + getattr(network, "num_register_tokens", 0) :]  # [B, N, D]
+        side = math.isqrt(patches.shape[1])
+        kept["feature_map"] = patches.mT.unflatten(2, (side, side)).float()
+
+    norm: Any = network.norm  # the last one, of all tokens: that of the class, registers, patches
+    norm.register_forward_hook(keep)
+    named = _naming(["pooled"], local)
+    return lambda images: named(images) | kept
 
 
 def _hub_file(given: str | None, url: str, field: str) -> Path:

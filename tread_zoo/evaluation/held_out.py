@@ -97,7 +97,7 @@ def held_out_record(
     }
 
 
-def stack_part(dataset: Dataset[Any], count: int) -> tuple[Tensor, Tensor]:
+def stack_part(dataset: Dataset[Any], count: int) -> tuple[Tensor, ...]:
     """Return `count` items of a data set as stored [n, …], and their labels [n] or contexts
     [n, T, S]; evenly spaced, for the first ones of a sorted set are of few classes."""
     return read_items(dataset, evenly_spaced(len(dataset), count))  # type: ignore[arg-type]

@@ -5,6 +5,7 @@
         ema.safetensors         averaged weights, which are sampled and scored
         ema_0.05.safetensors    with training.ema_snapshots_every: averages of two other widths,
         ema_0.1.safetensors     which lie in <run>/ema_snapshots/step_… too, as checkpoints do
+        alignment.safetensors   what an alignment trains beside, if there is one
         optimizer.safetensors   its state, `<parameter>|<name>`
         checkpoint.json         step, configuration, plug-ins, backbone, data, sha256 of the files
 
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 2
 META_NAME = "checkpoint.json"
 SNAPSHOTS = "ema_snapshots"
-_SAME = ("backbone", "objective", "data", "seed")  # what a resumed run must share
+_SAME = ("backbone", "objective", "data", "alignment", "seed")  # what a resumed run must share
 
 
 class CheckpointError(ValueError):
@@ -218,7 +219,8 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig) -> None:
     Other differences are allowed, to finetune, and are warned about.
 
     Raises:
-        CheckpointError: another backbone, objective, data or seed; the differences are named.
+        CheckpointError: another backbone, objective, data, alignment or seed; the differences are
+            named.
     """
     differences = checkpoint.config().differences(config)
     fields = {f: f"{f}={old!r}, not {new!r}" for f, (old, new) in differences.items()}
@@ -318,9 +320,10 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optim
 
 
 def optimizer_state(
-    optimizer: torch.optim.Optimizer, network: nn.Module
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], list[Any]]:
-    """Return the state of an optimizer of any kind; every rank must call this.
+    """Return the state of an optimizer of any kind, of parameters by name; every rank must call
+    this.
 
     Returns:
         Its tensors, whole, by `<parameter>|<name>`; and, as plain values for each of
@@ -331,7 +334,7 @@ def optimizer_state(
     plain: list[Any] = []
     for inner in inner_optimizers(optimizer):
         values, content = {}, inner.state_dict()
-        for number, parameter in enumerate(_names(inner, network)):
+        for number, parameter in enumerate(_names(inner, parameters)):
             for name, value in content["state"].get(number, {}).items():
                 if isinstance(value, Tensor):
                     whole = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
@@ -348,7 +351,7 @@ def optimizer_state(
 
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer,
-    network: nn.Module,
+    parameters: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
     plain: list[Any],
     *,
@@ -360,13 +363,13 @@ def load_optimizer_state(
         with_groups: the groups' options, too; False keeps those that the optimizer was built with.
     """
     for inner, saved in zip(inner_optimizers(optimizer), plain, strict=True):
-        numbers = {name: number for number, name in enumerate(_names(inner, network))}
+        numbers = {name: number for number, name in enumerate(_names(inner, parameters))}
         content, state = inner.state_dict(), defaultdict[int, dict[str, Any]](dict)
         for key, value in {**tensors, **saved["state"]}.items():
             parameter, _, name = key.partition("|")
             if parameter in numbers:
                 if isinstance(value, Tensor):
-                    value = slice_like(value, network.get_parameter(parameter))
+                    value = slice_like(value, parameters[parameter])
                 state[numbers[parameter]][name] = value
         content["state"] = dict(state)
         if with_groups:
@@ -375,9 +378,9 @@ def load_optimizer_state(
         inner.load_state_dict(content)
 
 
-def _names(optimizer: torch.optim.Optimizer, network: nn.Module) -> list[str]:
+def _names(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> list[str]:
     """Return the parameters of an optimizer, by name, in the order that its state counts them."""
-    names = {parameter: name for name, parameter in network.named_parameters()}
+    names = {parameter: name for name, parameter in parameters.items()}
     return [names[p] for group in optimizer.param_groups for p in group["params"]]
 
 

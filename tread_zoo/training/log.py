@@ -198,7 +198,7 @@ class Window:
         fourths = torch.cat(losses).float()[order].tensor_split(NUM_LEVELS)
         numbers |= {f"loss_level_{i}": part.mean().item() for i, part in enumerate(fourths, 1)}
         for name in sorted(values[0]):
-            mean = torch.stack([value[name] for value in values]).mean()
+            mean = torch.stack([value[name] for value in values if name in value]).mean()
             numbers[name] = accelerator.reduce(mean, reduction="mean").item()
         numbers |= {"learning_rate": self.learning_rate, "grad_norm": self.grad_norm}
         self._step_losses, self._micro_steps = [], []
@@ -301,8 +301,18 @@ class Log:
             ("flops", f"{facts['flops_routed'] / 1e6:.1f} M per image, forward and backward{mean}; "
                       f"dense {facts['flops_dense'] / 1e6:.1f} M"),
             ("optimizer", f"{setup.config.optimizer['name']}: {options}"),
+            *self._alignment_line(),
             ("run", f"{self.folder} {origin}, {setup.num_steps} steps in all"),
         ]  # fmt: skip
+
+    def _alignment_line(self) -> list[tuple[str, str]]:
+        projector, name = self.setup.projector, self.setup.config.alignment["name"]
+        if projector is None:
+            return []
+        size = sum(p.numel() for p in projector.parameters()) / 1e6
+        until = f"until {self.setup.alignment.stop:.0%} of training"
+        text = f"{name} of block {projector.block}, {until}; {size:.2f} M more parameters"
+        return [("alignment", text)]
 
     def numbers(self, state: TrainState, window: Window) -> None:
         """Write the numbers of a window; every rank must call this."""
@@ -450,9 +460,11 @@ class Log:
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
             weights: Any = get_model_state_dict(setup.backbone, options=options)
             averages = self._gather(state.averages)
-            tensors, plain = optimizer_state(state.optimizer, setup.backbone)
+            tensors, plain = optimizer_state(state.optimizer, state.parameters)
+            parts = {"model": weights, **averages, "optimizer": tensors}
+            if setup.projector is not None:
+                parts["alignment"] = get_model_state_dict(setup.projector, options=options)
             if self.is_main:
-                parts = {"model": weights, **averages, "optimizer": tensors}
                 meta = {
                     "step": state.step,
                     "config": self.settings,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tread_zoo.backbone import Features
 from tread_zoo.config import TrainingConfig, make_config
 from tread_zoo.diffusion import Draw, split_loss
 from tread_zoo.kernels import set_forms
@@ -115,7 +116,7 @@ def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
 
 def optimize(
     state: TrainState,
-    batches: Iterator[tuple[Tensor, Tensor]],
+    batches: Iterator[tuple[Tensor, ...]],
     window: Window,
     received: Mapping[int, float],
 ) -> int:
@@ -134,9 +135,11 @@ def optimize(
     for micro in range(micro_steps):
         with timed(state, "data"):
             batch = next(batches)
-        with accelerator.accumulate(state.model):
+        modules = [module for module in (state.model, state.projector) if module is not None]
+        with accelerator.accumulate(*modules):
             result = step_loss(
-                setup, batch, state.step * micro_steps + micro, model=state.model,
+                setup, batch, state.step * micro_steps + micro,
+                model=state.model, projector=state.projector,
                 rank=accelerator.process_index, num_ranks=accelerator.num_processes,
                 device=accelerator.device,
             )  # fmt: skip
@@ -146,7 +149,7 @@ def optimize(
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 limit = setup.training.max_grad_norm or math.inf
-                norm = accelerator.clip_grad_norm_(list(state.model.parameters()), limit)
+                norm = accelerator.clip_grad_norm_(list(state.parameters.values()), limit)
                 norm = norm.full_tensor() if is_sharded(norm) else norm
                 signal = _check_step(state, torch.stack(means).mean(), norm, window, received)
             state.stepper.step()
@@ -164,10 +167,11 @@ class StepLoss(NamedTuple):
 
 def step_loss(
     setup: Setup,
-    batch: tuple[Tensor, Tensor],
+    batch: tuple[Tensor, ...],
     step: int,
     *,
     model: torch.nn.Module | None = None,
+    projector: torch.nn.Module | None = None,
     rank: int = 0,
     num_ranks: int = 1,
     device: torch.device | str = "cpu",
@@ -176,17 +180,21 @@ def step_loss(
 
     Args:
         setup: of the run.
-        batch: images as stored (uint8 [B,C,H,W]; see `setup.data.codec`), and labels int64 [B] or
-            contexts [B,T,S], on the CPU.
+        batch: images as stored (uint8 [B,C,H,W]; see `setup.data.codec`), labels int64 [B] or
+            contexts [B,T,S], and features [B,K,S,h,w] where the alignment is on; on the CPU.
         step: the micro-step, from 0 over the whole run.
-        model: the backbone as wrapped for several processes; None: the backbone itself.
+        model, projector: as wrapped for several processes; None: those of `setup`.
         rank, num_ranks: of this process; its images are those `rank` of the step's batch.
         device: of the weights.
     """
     device = torch.device(device)
-    x, y, draw, routes = draw_step(setup, batch, step, rank, num_ranks, device)
+    x, y, draw, routes, features = draw_step(setup, batch, step, rank, num_ranks, device)
     precision = resolve_precision(setup.training.precision, device)
     concrete: tuple[Route | PathDrop, ...] = ()
+    network: Any = model or setup.backbone
+    project: Any = projector or setup.projector
+    block = None if features is None else setup.projector.block  # type: ignore[union-attr]
+    tokens: dict[int, Features] = {}
 
     def predict(x_t: Tensor, t: Tensor) -> Tensor:
         nonlocal concrete
@@ -195,7 +203,11 @@ def step_loss(
             concrete = resolve_routes(
                 routes, lambda start: setup.backbone.importance(x_t, t, y, start)
             )
-            output: Tensor = (model or setup.backbone)(x_t, t, y, routes=concrete)
+            if block is None:
+                output: Tensor = network(x_t, t, y, routes=concrete)
+            else:
+                output, collected = network(x_t, t, y, routes=concrete, features=[block])
+                tokens.update(collected)
         return output
 
     weight, backbone = setup.routing.reconstruction_weight, setup.backbone
@@ -206,19 +218,25 @@ def step_loss(
             setup.objective, predict, x, draw, patch_size=backbone.patch_size, weight=weight,
             bypassed=lambda: bypassed_tokens(concrete, len(x), backbone.num_tokens, device),
         )  # fmt: skip
+    if features is not None:
+        with autocast(device, precision):
+            term = project(*tokens[block], features)  # type: ignore[index]
+        losses = losses + setup.alignment.weight * term
+        values = {**values, "alignment_loss": term}
     return StepLoss(losses, values, draw.level)
 
 
 def draw_step(
     setup: Setup,
-    batch: tuple[Tensor, Tensor],
+    batch: tuple[Tensor, ...],
     step: int,
     rank: int,
     num_ranks: int,
     device: torch.device,
-) -> tuple[Tensor, Tensor | None, Draw, Sequence[Route | PendingRoute | PathDrop]]:
+) -> tuple[Tensor, Tensor | None, Draw, Sequence[Route | PendingRoute | PathDrop], Tensor | None]:
     """Return all that micro-step `step` of a rank needs: images x [B,C,H,W] as the model sees them,
-    labels or contexts (some dropped) or None, the objective's draw, and the routes.
+    labels or contexts (some dropped) or None, the objective's draw, the routes, and the features
+    [B,S,h,w] of the same images, mirrored or not, or None.
 
     Every rank draws for the images of all of them, num_ranks B, and takes its own: the same images
     get the same draws on whatever number of ranks. The order of the draws is fixed: flips, dropped
@@ -226,7 +244,7 @@ def draw_step(
     option of another. Whether and how much is routed, and whether the step drops its paths, depends
     on the optimizer step alone: a path saves time only if no rank waits for another.
     """
-    images, labels = batch
+    images, labels, *features = batch
     training, codec = setup.training, setup.data.codec
     generator = make_generator("train", setup.config.seed, 0, step)  # 0: the same on every rank
     total, own = num_ranks * len(images), slice(rank * len(images), (rank + 1) * len(images))
@@ -252,7 +270,11 @@ def draw_step(
         dropped = dropped.view(-1, *[1] * (labels.ndim - 1))
         y = torch.where(dropped, setup.backbone.null_like(labels), labels).to(device)
     own_routes = [_own_rows(route, own).to(device) for route in routes]
-    return x, y, Draw(draw.noise[own], draw.level[own]).to(device), own_routes
+    target = None
+    if features:
+        copies = (flipped & training.horizontal_flip).long()
+        target = features[0][torch.arange(len(images)), copies].to(device)
+    return x, y, Draw(draw.noise[own], draw.level[own]).to(device), own_routes, target
 
 
 def _own_rows(

@@ -4,9 +4,11 @@ build_setup(config)   every part, on the CPU, weights from the seed: checked, no
 place(setup, …)       on this process's device, sharded if requested, as a checkpoint left it
 """
 
+import itertools
 import logging
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from tread_zoo.evaluation.evaluate import check_evaluation
 from tread_zoo.registry import create, create_backbone, split
 from tread_zoo.routing import Routing, build_routing
 from tread_zoo.seeding import make_generator
+from tread_zoo.training.alignment import Alignment, NoAlignment, add_parameters
 from tread_zoo.training.checkpoints import (
     Checkpoint,
     inner_optimizers,
@@ -50,7 +53,8 @@ COMPILE_BACKEND = "inductor"
 
 @dataclass(frozen=True)
 class Setup:
-    """The parts of a run. `weak` is the network of a guidance that has a checkpoint."""
+    """The parts of a run. `weak` is the network of a guidance that has a checkpoint; `projector` is
+    what an alignment trains beside the backbone."""
 
     config: RunConfig
     data: ImageData
@@ -61,6 +65,8 @@ class Setup:
     optimizer: OptimizerPart
     lr_schedule: LRSchedule
     tracker: Tracker
+    alignment: Alignment
+    projector: nn.Module | None
     weak: Backbone | None = None
 
     @property
@@ -75,25 +81,34 @@ class Setup:
 
     def batches(
         self, rank: int = 0, num_ranks: int = 1, step: int = 0, on_corrupt: CorruptLog | None = None
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    ) -> Iterator[tuple[Tensor, ...]]:
         """Return (images as stored, labels [B] or contexts [B,T,S]) of every micro-step of a rank
-        from optimizer step `step` on.
+        from optimizer step `step` on, and features [B,K,S,h,w] until the alignment stops.
 
         Raises:
             ValueError: the data cannot fill a batch on each rank.
         """
         micro_steps, seed = self.training.gradient_accumulation_steps, self.config.seed
-        plan = StepBatches(
-            len(self.data.train),  # type: ignore[arg-type]
-            self.training.batch_size,
-            seed=seed,
-            rank=rank,
-            num_ranks=num_ranks,
-            start_step=step * micro_steps,
-            num_steps=max(step, self.num_steps) * micro_steps,
-        )
         keywords = {} if on_corrupt is None else {"on_corrupt": on_corrupt}
-        return make_loader(self.data.train, plan, self.training.num_workers, seed=seed, **keywords)
+        train: Any = self.data.train
+
+        def load(items: Any, start: int, end: int) -> Iterator[tuple[Tensor, ...]]:
+            plan = StepBatches(
+                len(items),
+                self.training.batch_size,
+                seed=seed,
+                rank=rank,
+                num_ranks=num_ranks,
+                start_step=start * micro_steps,
+                num_steps=max(start, end) * micro_steps,
+            )
+            return make_loader(items, plan, self.training.num_workers, seed=seed, **keywords)
+
+        if self.projector is None:
+            return load(train, step, self.num_steps)
+        stop = math.ceil(self.alignment.stop * self.num_steps)
+        aligned = load(train.with_features(), step, stop)
+        return itertools.chain(aligned, load(train, max(step, stop), self.num_steps))
 
 
 def build_setup(config: RunConfig) -> Setup:
@@ -118,6 +133,7 @@ def build_setup(config: RunConfig) -> Setup:
         conditional=backbone.is_conditional, label_dropout=config.training.label_dropout,
         has_routes=bool(routing.plans),
     )  # fmt: skip
+    alignment = create("alignment", config.alignment)
     return Setup(
         config=config,
         data=data,
@@ -128,6 +144,8 @@ def build_setup(config: RunConfig) -> Setup:
         optimizer=create("optimizer", config.optimizer),
         lr_schedule=create("lr_schedule", config.lr_schedule),
         tracker=create("tracker", config.tracker),
+        alignment=alignment,
+        projector=_build_projector(config, alignment, data, backbone),
         weak=load_weak(sampling, backbone, objective),
     )
 
@@ -165,6 +183,26 @@ def _build_routing(config: RunConfig, backbone: Backbone) -> Routing:
     return routing
 
 
+def _build_projector(
+    config: RunConfig, alignment: Alignment, data: ImageData, backbone: Backbone
+) -> nn.Module | None:
+    if isinstance(alignment, NoAlignment):
+        return None
+    if data.features is None:
+        raise ValueError(
+            f"alignment={config.alignment['name']}, but {data.name} has no features of an encoder: "
+            "scripts/encode.py features=… writes a table that has them (docs/alignment.md)."
+        )
+    if config.training.horizontal_flip and data.features[0] < 2:
+        raise ValueError(
+            f"training.horizontal_flip=true, but {data.name} has no features of mirrored images. "
+            "Encode with flips=true, or set training.horizontal_flip=false."
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(make_generator("alignment", config.seed).initial_seed())
+        return alignment.build(backbone, data.features[1])
+
+
 # On the devices ------------------------------------------------------------------------------
 
 
@@ -175,6 +213,7 @@ class TrainState:
     setup: Setup
     accelerator: "Accelerator"
     model: nn.Module  # the backbone as it is called in training, wrapped for several processes
+    projector: nn.Module | None  # of an alignment, wrapped likewise
     whole: Backbone  # the network with all of its weights, for counting and describing
     optimizer: torch.optim.Optimizer
     stepper: Any  # the optimizer as accelerate wraps it
@@ -194,6 +233,13 @@ class TrainState:
         training = self.setup.training
         num_ranks = int(self.accelerator.num_processes)
         return num_ranks * training.batch_size * training.gradient_accumulation_steps
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """All that is trained, by name."""
+        projector = self.setup.projector
+        own = {} if projector is None else dict(projector.named_parameters(prefix="alignment"))
+        return {**dict(self.setup.backbone.named_parameters()), **own}
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -227,6 +273,7 @@ def make_accelerator(setup: Setup, device: torch.device, precision: str) -> "Acc
 def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | None) -> TrainState:
     """Return the state of a run at its start, or as a checkpoint left it; every rank calls this."""
     network, decays = setup.backbone, {"ema": exponential_decay(setup.training.ema_decay)}
+    projector = setup.projector
     if setup.training.ema_snapshots_every:
         decays |= {part: power_decay(width) for part, width in TRACKED.items()}
     averages = {part: WeightAverage(network, decay) for part, decay in decays.items()}
@@ -234,20 +281,29 @@ def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | Non
         load_weights(network, checkpoint, "model")
         for part, average in averages.items():
             load_weights(average.network, checkpoint, part)
+        if projector is not None:
+            load_weights(projector, checkpoint, "alignment")
     if setup.training.compile:
         compile_blocks(network)
+    modules = [network] if projector is None else [network, projector]
     if sharding_requested() and accelerator.num_processes > 1:
-        _shard(network, accelerator.device)
+        _shard(modules, accelerator.device)
     else:
-        network.to(accelerator.device)
+        for module in modules:
+            module.to(accelerator.device)
     for average in averages.values():
         average.to(accelerator.device, network)
     sharded = is_sharded(next(network.parameters()))
     optimizer = setup.optimizer.build(network)
+    if projector is not None:
+        add_parameters(inner_optimizers(optimizer)[-1], list(projector.parameters()))
+    # Two modules, for the projector is not called once the alignment has stopped.
+    wrapped = modules if sharded else [accelerator.prepare_model(module) for module in modules]
     state = TrainState(
         setup=setup,
         accelerator=accelerator,
-        model=network if sharded else accelerator.prepare_model(network),
+        model=wrapped[0],
+        projector=None if projector is None else wrapped[1],
         whole=averages["ema"].network,
         optimizer=optimizer,
         stepper=accelerator.prepare_optimizer(optimizer, device_placement=False),
@@ -270,7 +326,7 @@ def _continue(state: TrainState, checkpoint: Checkpoint) -> None:
     meta, config, accelerator = checkpoint.meta, state.setup.config, state.accelerator
     load_optimizer_state(
         state.optimizer,
-        state.setup.backbone,
+        state.parameters,
         checkpoint.tensors("optimizer"),
         meta["optimizer"],
         with_groups=meta["config"]["optimizer"] == config.as_dict()["optimizer"],
@@ -305,8 +361,9 @@ def sharding_requested() -> bool:
     return True
 
 
-def _shard(network: Backbone, device: torch.device) -> None:
-    """Slice the weights over all ranks (FSDP2), in place: each block by itself, and the rest.
+def _shard(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Slice the weights of the network, the first one, and of others over all ranks (FSDP2), in
+    place: each block by itself, and the rest.
 
     accelerate's own plugin finds blocks by the names of classes, and does not know the CPU.
     """
@@ -315,9 +372,11 @@ def _shard(network: Backbone, device: torch.device) -> None:
 
     reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    network: Any = modules[0]
     for block in network.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(network, mesh=mesh, reshard_after_forward=False)
+    for module in modules:
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
     register_fsdp_forward_method(network, "importance")
 
 

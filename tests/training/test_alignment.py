@@ -1,0 +1,178 @@
+"""Alignment: its loss in float64, its gradients beside routes, resuming, features of a table."""
+
+import math
+
+import pytest
+import torch
+
+from tests.data.tables import Stub, place_features, write_features
+from tests.small_run import parts_of, settings
+from tests.training.test_resume import assert_same_end
+from tread_zoo import create, create_backbone
+from tread_zoo.data.latents import latents
+from tread_zoo.training.checkpoints import find_checkpoint
+from tread_zoo.training.loop import draw_step, step_loss
+from tread_zoo.training.trackers import read_metrics
+
+CPU = torch.device("cpu")
+ALIGNED = ("data=table", "alignment=repa", "alignment.hidden_size=16")
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """A table of images with features [2, 5, 3, 4] of them and of the mirrored ones."""
+    return write_features(tmp_path_factory.mktemp("table"))
+
+
+def parts(table, *overrides):
+    return parts_of(settings(*ALIGNED, f"data.path={table}", *overrides))
+
+
+# The loss -------------------------------------------------------------------------------------
+
+
+def loss_by_hand(state, tokens, ids, features, projection, normalize):
+    """The loss of each image, place by place, in float64; the grids are the same, 3x2."""
+    weights = {name: value.double() for name, value in state.items()}
+    losses = []
+    for kept, places, maps in zip(tokens.double(), ids.tolist(), features.double(), strict=True):
+        at = dict(zip(places, kept, strict=True))
+        similarities = []
+        for place, token in at.items():
+            if projection == "mlp":
+                out = token
+                for layer in (0, 2, 4):
+                    out = weights[f"layers.{layer}.weight"] @ out + weights[f"layers.{layer}.bias"]
+                    out = out / (1 + (-out).exp()) if layer < 4 else out
+            else:
+                row, col = divmod(place, 2)
+                out = weights["layers.bias"].clone()
+                for i, j in ((i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)):
+                    inside = 0 <= row + i < 3 and 0 <= col + j < 2
+                    neighbour = at.get((row + i) * 2 + col + j) if inside else None
+                    if neighbour is not None:
+                        out += weights["layers.weight"][:, :, i + 1, j + 1] @ neighbour
+            target = maps.flatten(1)[:, place]
+            if normalize == "spatial":
+                every = maps.flatten(1)
+                std = (every - every.mean(1, keepdim=True)).square().mean(1).sqrt()
+                target = (target - every.mean(1)) / std
+            similarities.append(float(out @ target / (out.norm() * target.norm())))
+        losses.append(-sum(similarities) / len(similarities))
+    return torch.tensor(losses)
+
+
+@pytest.mark.parametrize("projection", ["mlp", "conv"])
+@pytest.mark.parametrize("normalize", ["none", "spatial"])
+def test_the_loss_is_that_of_the_kept_tokens_at_their_places(projection, normalize):
+    torch.manual_seed(0)
+    backbone = create_backbone(
+        "dit", input_size=(6, 4), in_channels=1, num_classes=0, depth=8, hidden_size=16
+    )
+    options = {"projection": projection, "normalize": normalize, "hidden_size": 7}
+    projector = create("alignment", "repa", **options).build(backbone, 4)
+    assert projector.block == 2  # a quarter of the depth
+    features = 1 + torch.randn(2, 4, 3, 2)
+    tokens = torch.randn(2, 6, 16)
+    for ids in (torch.tensor([[0, 2, 3], [1, 4, 5]]), torch.arange(6).expand(2, -1)):
+        kept = tokens.gather(1, ids[..., None].expand(-1, -1, 16))
+        expected = loss_by_hand(projector.state_dict(), kept, ids, features, projection, normalize)
+        torch.testing.assert_close(projector(kept, ids, features), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(projector(tokens, None, features), expected, atol=1e-5, rtol=0)
+
+
+def test_features_of_another_grid_are_resized():
+    """A linear course over the image stays one between the outer places."""
+    backbone = create_backbone("dit", input_size=16, in_channels=1, num_classes=0, depth=4)
+    projector = create("alignment", "repa", projection="conv").build(backbone, 2)  # 8x8
+    place = (torch.arange(8) + 0.5) / 8
+    ramp = torch.stack([torch.ones(8, 8), place.expand(8, 8)])
+    torch.nn.init.zeros_(projector.layers.weight)
+    inside = torch.arange(64).view(8, 8)[2:6, 2:6].reshape(1, -1)
+    tokens = torch.zeros(1, 16, backbone.config["hidden_size"])
+    with torch.no_grad():
+        projector.layers.bias.copy_(torch.tensor([1.0, 0.5]))
+    angles = torch.atan2(ramp[1], ramp[0]).view(-1)[inside] - math.atan(0.5)
+    for side in (4, 16):  # coarser and finer
+        own = (torch.arange(side) + 0.5) / side
+        features = torch.stack([torch.ones(side, side), own.expand(side, side)])[None]
+        loss = projector(tokens, inside, features)
+        torch.testing.assert_close(loss, -angles.cos().mean(1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("backbone", ["dit", "mamba"])
+@pytest.mark.parametrize("block", [0, 1, 2, 3])
+def test_gradients_reach_the_projection_and_the_blocks_up_to_its_own(table, backbone, block):
+    """Before, at the start and the end of, and after a route."""
+    route = ("routing.start=1", "routing.end=3", f"alignment.block={block}")
+    setup = parts(table, f"backbone={backbone}", *route)
+    for parameter in setup.backbone.parameters():  # fresh blocks let nothing through
+        torch.nn.init.normal_(parameter, std=0.1)
+    result = step_loss(setup, next(setup.batches()), 0)
+    assert result.values["alignment_loss"].shape == (8,)
+    result.values["alignment_loss"].sum().backward()
+    reached = [
+        any(p.grad is not None and p.grad.abs().sum() > 0 for p in one.parameters())
+        for one in setup.backbone.blocks
+    ]
+    assert reached == [index <= block for index in range(setup.backbone.num_blocks)]
+    assert all(p.grad.abs().sum() > 0 for p in setup.projector.parameters())
+    plain = step_loss(setup, next(setup.batches())[:2], 0)
+    torch.testing.assert_close(result.losses, plain.losses + 0.5 * result.values["alignment_loss"])
+
+
+# Runs -----------------------------------------------------------------------------------------
+
+
+def test_a_run_stops_aligning_and_resumes_to_the_bit(run, table):
+    given = [*ALIGNED, f"data.path={table}", "alignment.stop=0.6", "alignment.projection=conv"]
+    given += ["optimizer=muon", "optimizer.learning_rate=1e-3", "lr_schedule=constant"]
+    given += ["training.horizontal_flip=true", "training.gradient_accumulation_steps=2"]
+    unbroken = run("unbroken", *given)  # aligned in steps 1 … 4 of 6
+    rows = [row for row in read_metrics(unbroken) if "loss" in row]
+    assert [row["step"] for row in rows if "alignment_loss" in row] == [2, 4]
+    run("parts", *given, "training.checkpoint_every=3")
+    checkpoint = find_checkpoint(unbroken.parent / "parts" / "checkpoints" / "step_00000003")
+    resumed = run("parts", *given, f"resume={checkpoint.path}")
+    assert_same_end(unbroken, resumed)
+    assert not any("layers" in name for name in checkpoint.tensors("ema"))
+    start = parts(table, *given[1:]).projector.state_dict()
+    end = checkpoint.tensors("alignment")
+    assert start.keys() == end.keys()
+    assert not any(torch.equal(start[name], end[name]) for name in start)
+
+
+def test_features_are_those_of_the_images_mirrored_or_not(table):
+    setup = parts(table, "training.horizontal_flip=true")
+    batch = next(setup.batches())
+    x, _, _, _, features = draw_step(setup, batch, 3, 0, 1, CPU)
+    seen = ((x + 1) * 127.5).round().to(torch.uint8)
+    torch.testing.assert_close(features.float(), place_features(seen), atol=1e-3, rtol=0)
+    assert not torch.equal(seen, batch[0])
+
+
+def test_latents_have_features_too_and_without_alignment_none_are_read(tmp_path, monkeypatch):
+    place = "tread_zoo.data.latents.load_vae"
+    monkeypatch.setattr(place, lambda name: Stub())
+    data = latents(str(write_features(tmp_path, Stub(), part_size=16)))
+    assert data.features == (2, 5, 3, 4)
+    latent, label, features = data.train.with_features()[17]
+    assert (latent.shape, label) == ((2, 6, 4, 4), 1)
+    assert features.shape == data.features
+    assert len(data.train[17]) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data=digits"], "scripts/encode.py features="),
+        (["data=table", "alignment.block=4"], "alignment.block=4"),
+        (["data=table", "alignment.stop=0"], "alignment.stop=0"),
+        (["data=table", "training.horizontal_flip=true"], "flips=true"),
+    ],
+)
+def test_what_cannot_be_aligned_is_refused(tmp_path, overrides, words):
+    if "data=table" in overrides:
+        overrides = [*overrides, f"data.path={write_features(tmp_path, flips=False)}"]
+    with pytest.raises(ValueError, match=words):
+        parts_of(settings("alignment=repa", *overrides))

@@ -1,0 +1,158 @@
+"""Alignment: a block's tokens are pulled towards what a frozen encoder sees at the same places.
+
+    loss = denoising loss + weight * L,    L = - mean over tokens of cos(project(h_i), f_i)
+
+h_i are the tokens that leave the block, those of them that a route kept; f_i are features of the
+clean image, which were computed ahead (`scripts/encode.py features=…`) and come with the batch. The
+projection is trained with the network and is no part of what is averaged, sampled or scored.
+
+    REPA    an MLP projects each token                                      arXiv 2410.06940
+    iREPA   projection=conv, normalize=spatial                              arXiv 2512.10794
+    HASTE   stop: the term goes after a fraction of training                arXiv 2505.16792
+
+Dimensions: B batch, N = h * w tokens, K kept tokens, D width, S channels of features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from tread_zoo.backbone import Backbone
+from tread_zoo.registry import register
+
+_EPS = 1e-6
+
+
+class Alignment(Protocol):
+    """What is registered as an alignment, but for `none`."""
+
+    weight: float  # factor of the term in the loss
+    stop: float  # fraction of training, in (0, 1], after which there is no term
+
+    def build(self, backbone: Backbone, feature_size: int) -> nn.Module:
+        """Return what is trained beside `backbone`, with weights from torch's global generator.
+
+        It has `block`, the index of the block whose tokens it takes, and its forward is (tokens
+        [B,K,D], ids int64 [B,K] or None for all N, features float [B,S,h,w]) -> L of each image,
+        [B]. `feature_size` is S. The grid of the features need not be the backbone's.
+        """
+
+
+@register("alignment", "none")
+@dataclass(frozen=True)
+class NoAlignment:
+    """The loss of the objective alone."""
+
+
+@register("alignment", "repa")
+@dataclass(frozen=True, kw_only=True)
+class REPA:
+    """The cosine similarity of projected tokens to the encoder's features.
+
+    Args:
+        block: whose tokens, counted from 0, negative from the end; auto is a quarter of the depth,
+            the 8th of 28.
+        weight: of the term.
+        projection: mlp: of each token, three linear layers with SiLU between; conv: one 3x3
+            convolution over the grid, with zeros where a route took tokens out.
+        normalize: of the features: spatial subtracts from each channel its mean over the image and
+            divides by its standard deviation.
+        hidden_size: of the mlp.
+        stop: fraction of training after which the term and its cost are gone.
+    """
+
+    block: Literal["auto"] | int = "auto"
+    weight: PositiveFloat = 0.5
+    projection: Literal["mlp", "conv"] = "mlp"
+    normalize: Literal["none", "spatial"] = "none"
+    hidden_size: PositiveInt = 2048
+    stop: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    def build(self, backbone: Backbone, feature_size: int) -> "Projector":
+        """Return the projection.
+
+        Raises:
+            ValueError: the backbone has no such block.
+        """
+        depth = backbone.num_blocks
+        block = depth // 4 if self.block == "auto" else self.block
+        if not -depth <= block < depth:
+            raise ValueError(f"alignment.block={block}: blocks are 0 … {depth - 1}.")
+        width, hidden = _token_width(backbone), self.hidden_size
+        layers = nn.Sequential(
+            nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(),
+            nn.Linear(hidden, feature_size),
+        ) if self.projection == "mlp" else nn.Conv2d(width, feature_size, 3, padding=1)  # fmt: skip
+        return Projector(layers, block % depth, backbone.grid, self.normalize == "spatial")
+
+
+class Projector(nn.Module):
+    """Projects tokens and compares them with features.
+
+    Args:
+        layers: of tokens [..., D], or a convolution of [B,D,h,w].
+        block: whose tokens it takes.
+        grid: (h, w) of the backbone.
+        normalize: the features, over the image.
+    """
+
+    def __init__(
+        self, layers: nn.Module, block: int, grid: tuple[int, int], normalize: bool
+    ) -> None:
+        super().__init__()
+        self.layers, self.block, self.grid, self.normalize = layers, block, grid, normalize
+
+    def forward(self, tokens: Tensor, ids: Tensor | None, features: Tensor) -> Tensor:
+        """Return - mean over the K tokens of their cosine similarity to the features, [B].
+
+        Args:
+            tokens: [B,K,D].
+            ids: int64 [B,K], their places; None: all N.
+            features: [B,S,h,w] of any grid, resized to the backbone's.
+        """
+        target = features.float()
+        if target.shape[2:] != self.grid:
+            target = F.interpolate(target, self.grid, mode="bilinear", antialias=True)
+        if self.normalize:
+            std, mean = torch.std_mean(target, dim=(2, 3), keepdim=True, correction=0)
+            target = (target - mean) / (std + _EPS)
+        target = _gather(target.flatten(2).mT, ids)
+        similarity = F.cosine_similarity(self._project(tokens, ids).float(), target, dim=-1)
+        return -similarity.mean(dim=1)
+
+    def _project(self, tokens: Tensor, ids: Tensor | None) -> Tensor:
+        if not isinstance(self.layers, nn.Conv2d):
+            out: Tensor = self.layers(tokens)
+            return out
+        if ids is not None:
+            batch, _, width = tokens.shape
+            full = tokens.new_zeros(batch, self.grid[0] * self.grid[1], width)
+            tokens = full.scatter(1, ids[..., None].expand_as(tokens), tokens)
+        maps = self.layers(tokens.mT.unflatten(2, self.grid))
+        return _gather(maps.flatten(2).mT, ids)
+
+
+def _gather(tokens: Tensor, ids: Tensor | None) -> Tensor:
+    """Return the tokens [B,K,D] of [B,N,D] at `ids`, or all."""
+    if ids is None:
+        return tokens
+    return tokens.gather(1, ids[..., None].expand(-1, -1, tokens.shape[2]))
+
+
+@torch.no_grad()
+def _token_width(backbone: Backbone) -> int:
+    """Return D of the tokens that `Backbone.forward(features=…)` gives."""
+    x = torch.zeros(1, backbone.in_channels, *backbone.input_size)
+    streams, _ = backbone.embed(x, torch.zeros(1), None)
+    return backbone.hidden_state(streams).shape[-1]
+
+
+def add_parameters(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Have an optimizer train `parameters` too, with the options of its last group."""
+    options = {k: v for k, v in optimizer.param_groups[-1].items() if k != "params"}
+    optimizer.add_param_group({**options, "params": list(parameters)})
