@@ -1,4 +1,4 @@
-"""A part of every kind, in one file that any environment can have.
+"""Parts of most kinds, in one file that any environment can have.
 
     python scripts/train.py plugins=[my_plugin] 'routing.selector={name: checkerboard, parity: 1}' \
         optimizer=sign_sgd optimizer.learning_rate=1e-3 'evaluation.metrics=[fid,mean_gap]'
