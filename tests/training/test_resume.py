@@ -124,7 +124,8 @@ def test_metrics_and_seconds_of_a_resumed_run(in_two_parts):
     assert steps[-1] == 6
     first = find_checkpoint(in_two_parts / "checkpoints" / "step_00000003").meta["seconds"]
     last = json.loads((in_two_parts / "score.json").read_text())["run"]["seconds"]
-    assert all(last[name] > first[name] for name in ("training", "data"))
+    assert last["training"] > first["training"]
+    assert last["data"] >= first["data"], "three steps may read their data within a millisecond"
 
 
 def test_a_crash_between_checkpoints_loses_only_what_came_after(run, monkeypatch, tmp_path):
