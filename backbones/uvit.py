@@ -219,7 +219,7 @@ register_backbone(
     hidden_size=74,
     depth=12,
     num_heads=2,
-    init_std=0.05,
+    init_std=0.1,
 )(UViT)
 register_backbone(
     "uvit_matched_s", learning_rate=3e-4, patch_size=2, hidden_size=448, depth=12, num_heads=7
