@@ -127,8 +127,10 @@ class RoundsTimes(DiT):
 
 class TakesAClassForNone(DiT):
     def embed(self, x, t, y):
-        y = torch.full((len(x),), self.num_classes, device=x.device) if y is None else y
-        return super().embed(x, t, torch.where(y == self.num_classes, 2, y))
+        if not self.context_size:
+            y = torch.full((len(x),), self.num_classes, device=x.device) if y is None else y
+            y = torch.where(y == self.num_classes, 2, y)
+        return super().embed(x, t, y)
 
 
 class ReturnsFloat64UnderAutocast(DiT):
