@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tread_zoo.cli import command
-from tread_zoo.config import EvaluateConfig, check
+from tread_zoo.config import EvaluateConfig, EvaluationConfig, check
 from tread_zoo.evaluation.evaluate import describe_record, evaluate, evaluate_images
 from tread_zoo.evaluation.protocol import Protocol
 from tread_zoo.evaluation.score import process_group
@@ -57,8 +57,10 @@ def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
     moved = {} if config.vae is None else {"vae": config.vae}
     data = run.data({**config.data, **moved})
     data.codec.prepare(next(run.backbone.parameters()).device)
+    own = {**run.config.get("evaluation", {}), "keep_images": None}  # an imported one has none
+    evaluation = check(EvaluationConfig, {**own, **_given(config)}, "evaluation")
     record = evaluate(
-        run.backbone, run.objective, data, sampling, config.evaluation, precision=run.precision,
+        run.backbone, run.objective, data, sampling, evaluation, precision=run.precision,
         weak=run.weak(sampling), weights=config.weights, step=run.checkpoint.step,
     )  # fmt: skip
     return record, str(run.run_dir / f"score_{run.checkpoint.step:08d}_{{digest}}.json")
@@ -70,10 +72,15 @@ def _score_images(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
     data = create("data", config.data) if config.data else None
     if data is not None:
         data.codec.prepare(device)
-    record = evaluate_images(config.samples, data, config.evaluation, device)
+    evaluation = check(EvaluationConfig, _given(config), "evaluation")
+    record = evaluate_images(config.samples, data, evaluation, device)
     place = Path(config.samples).expanduser().resolve()
     name = place.name if place.is_dir() else place.stem
     return record, str(place.with_name(f"{name}_score.json"))
+
+
+def _given(config: EvaluateConfig) -> dict[str, Any]:
+    return {name: value for name, value in config.evaluation.items() if value is not None}
 
 
 if __name__ == "__main__":

@@ -30,7 +30,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tread_zoo.config import GRID_FIELDS, PART_FIELDS, RunConfig, SamplingGrid, default_fields
+from tread_zoo.config import (
+    GRID_FIELDS,
+    PART_FIELDS,
+    EvaluationConfig,
+    RunConfig,
+    SamplingGrid,
+    default_fields,
+)
 from tread_zoo.errors import unknown_field, unknown_name
 from tread_zoo.registry import available, get_entry, load_plugins, split
 
@@ -84,6 +91,8 @@ def register_groups(name: str, config: type, groups: Sequence[str]) -> None:
     node = {k: v for k, v in default_fields(config).items() if k not in groups}
     if "kernels" in node:
         node["kernels"] = dict.fromkeys(get_forms(), "auto")
+    if node.get("evaluation") == {}:  # as a checkpoint's run had it, but for what is given
+        node["evaluation"] = dict.fromkeys(default_fields(EvaluationConfig))
     node["hydra"] = {"output_subdir": None, "run": {"dir": "."}}
     store.store(name=f"defaults_of_{name}", node=_listed(node), package="_global_")
     grid = default_fields(SamplingGrid)

@@ -388,7 +388,8 @@ class EvaluateConfig(CheckpointConfig):
         data: of a checkpoint, options that differ from the run's, as in data={path: …}; of
             samples, the data whose part the reference is, as in data=cifar10.
         sampler, guidance: what differs from the run's own, by field; with `name`, another one.
-        evaluation: by what.
+        evaluation: of a checkpoint, fields that differ from the run's own; of samples, from the
+            defaults.
         out: file of the record; null: <run>/score_<step>_<digest of the protocol>.json, or beside
             the samples.
         vae: of latents: null is the run's; a folder where it has moved.
@@ -399,7 +400,7 @@ class EvaluateConfig(CheckpointConfig):
     data: str | dict[str, Any] = dataclasses.field(default_factory=dict)
     sampler: dict[str, Any] = dataclasses.field(default_factory=dict)
     guidance: dict[str, Any] = dataclasses.field(default_factory=dict)
-    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    evaluation: dict[str, Any] = dataclasses.field(default_factory=dict)
     vae: str | None = None
 
     def __post_init__(self) -> None:
