@@ -197,8 +197,9 @@ def to_reference(settings: dict[str, Any]) -> int:
     for folder in find_runs(settings["runs"]):
         config = json.loads((folder / "config.json").read_text())
         kind = "dense" if config["routing"]["name"] == "none" else "tread"
-        architecture = config["backbone"]["name"].partition("_")[0]
-        recipe = settings["recipe"] or f"{config['data']['name']}_{architecture}_{kind}"
+        name = f"{config['data']['name']}_{config['backbone']['name']}_"
+        own = [r for r in recipes if r.endswith(kind) and name.startswith(r.removesuffix(kind))]
+        recipe = settings["recipe"] or (own or [name + kind])[0]
         if recipe not in recipes:
             raise unknown_name(f"{folder}: compare.recipe", recipe, recipes)
         different = recipe_differences(recipe, config)
@@ -217,7 +218,10 @@ def to_reference(settings: dict[str, Any]) -> int:
 def recipe_differences(recipe: str, config: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return in what a run differs from its recipe, seed and data source apart:
     {field: (of the run, of the recipe)}."""
-    experiment, backbone, kind = recipe.rsplit("_", 2)
+    rest, _, kind = recipe.rpartition("_")
+    experiments = (path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
+    experiment = next(name for name in experiments if rest.startswith(f"{name}_"))
+    backbone = rest.removeprefix(f"{experiment}_")
     routing = "none" if kind == "dense" else "tread"
     overrides = [f"experiment={experiment}", f"backbone={backbone}_tiny", f"routing={routing}"]
     wanted = make_config(**compose_settings("train", overrides))
