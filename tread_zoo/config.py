@@ -59,6 +59,9 @@ def _weights(text: str) -> str:
     )
 
 
+Weights = Annotated[str, AfterValidator(_weights)]
+
+
 def _metrics(parts: Any) -> Any:
     if not isinstance(parts, list | tuple):
         raise ValueError(f"evaluation.metrics={parts!r} must be a list, as in [fid].")
@@ -344,7 +347,7 @@ class CheckpointConfig:
     plugins: tuple[str, ...] = ()
     checkpoint: str
     out: str | None = None
-    weights: Annotated[str, AfterValidator(_weights)] = "ema"
+    weights: Weights = "ema"
     device: str = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     kernels: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -514,7 +517,7 @@ class ImportConfig:
     format: str
     out: str
     export: bool = False
-    weights: str = "ema"
+    weights: Weights = "ema"
     objective: str | None = None
     num_heads: PositiveInt | None = None
     num_classes: NonNegativeInt | None = None
@@ -535,7 +538,7 @@ class PushConfig:
 
     plugins: tuple[str, ...] = ()
     checkpoint: str
-    weights: Annotated[str, AfterValidator(_weights)] = "ema"
+    weights: Weights = "ema"
     out: str | None = None
     repo: str | None = None
     private: bool = False

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tread_zoo.config import aside_fields
 from tread_zoo.evaluation.evaluate import describe_record
 from tread_zoo.pretrained import CONFIG_NAME, WEIGHTS_NAME, build_backbone, write_folder
 from tread_zoo.routing import build_routing
@@ -22,7 +23,6 @@ from tread_zoo.training.checkpoints import FORMAT, Checkpoint, checksum, find_ch
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 _KEPT = ("step", "plugins", "backbone", "config", "data", "images_per_step", "imported")
-_OF_THE_MACHINE = ("run_dir", "resume", "overwrite", "tracker", "device")
 
 
 def write_model_folder(
@@ -51,7 +51,7 @@ def write_model_folder(
     checkpoint = find_checkpoint(path)
     run, folder = checkpoint.run_dir, Path(out or checkpoint.run_dir / "hub")
     facts = _without_paths({k: checkpoint.meta[k] for k in _KEPT if k in checkpoint.meta})
-    facts["config"] = {k: v for k, v in facts["config"].items() if k not in _OF_THE_MACHINE}
+    facts["config"] = {k: v for k, v in facts["config"].items() if k not in aside_fields()}
     write_folder(folder, checkpoint.tensors(weights), {})
     facts |= {"format": FORMAT, "sha256": {WEIGHTS_NAME: checksum(folder / WEIGHTS_NAME)}}
     (folder / CONFIG_NAME).write_text(json.dumps(facts, indent=2))

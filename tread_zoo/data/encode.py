@@ -15,7 +15,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -240,7 +240,7 @@ def _encode(
         if vae is not None:
             latents = []
             for number, one in enumerate(copies):
-                generators = [make_generator(f"encode {part}", index, number) for index in indices]
+                generators = (make_generator(f"encode {part}", index, number) for index in indices)
                 latents.append(_encode_copy(one, vae, content, precision, generators))
             columns = {"latent": torch.stack(latents, dim=1).to(getattr(torch, config.dtype)).cpu()}
         if extract is not None:
@@ -261,7 +261,7 @@ def _encode_copy(
     vae: Vae,
     content: str,
     precision: str,
-    generators: Sequence[torch.Generator],
+    generators: Iterable[torch.Generator],
 ) -> Tensor:
     """Return what is stored of the latents of uint8 images, [B,C',h,w]."""
     device = next(vae.network.parameters()).device

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
-from tread_zoo.diffusion.objective import Draw, Predict, check_draw, per_image, prediction
+from tread_zoo.diffusion.objective import Draw, Predict, VarianceExploding, per_image, prediction
 from tread_zoo.registry import register
 
 NUM_STEPS = 1000
@@ -39,7 +39,7 @@ NUM_STEPS = 1000
 
 @register("objective", "ddpm")
 @dataclass(frozen=True, kw_only=True)
-class DDPM:
+class DDPM(VarianceExploding):
     """The objective of DDPM. The network is given t = step / 1000.
 
     Args:
@@ -65,11 +65,6 @@ class DDPM:
         sigma = self.sigmas[torch.randint(NUM_STEPS, (shape[0],), generator=generator)].float()
         return Draw(noise=torch.randn(*shape, generator=generator), level=sigma)
 
-    def noised(self, x: Tensor, draw: Draw) -> Tensor:
-        """Return x + sigma noise, [B,C,H,W]."""
-        check_draw(x, draw)
-        return x + per_image(draw.level) * draw.noise
-
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
         """Return |F - noise|^2 of each image, averaged over C, H and W: [B]."""
         noise = self.dx_dt(predict, self.noised(x, draw), draw.level)
@@ -85,18 +80,6 @@ class DDPM:
         """Return the step whose ln sigma is the nearest to that of `level` [B]: int64 [B]."""
         log_sigma = self.sigmas.log().float().to(level.device)
         return torch.bucketize(level.log(), (log_sigma[1:] + log_sigma[:-1]) / 2)
-
-    def estimate(self, x_t: Tensor, dx_dt: Tensor, level: Tensor) -> Tensor:
-        """Return x_t - sigma dx/dsigma [B,C,H,W] at `level` = sigma [B]."""
-        return x_t - per_image(level) * dx_dt
-
-    def signal(self, level: Tensor) -> Tensor:
-        """Return 1: the data is not scaled."""
-        return torch.ones_like(level)
-
-    def noise(self, level: Tensor) -> Tensor:
-        """Return sigma."""
-        return level
 
     def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:
         """Return sigma at steps from 999 to 0, evenly spaced and rounded, then 0: float64

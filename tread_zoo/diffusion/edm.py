@@ -25,7 +25,7 @@ from pydantic import PositiveFloat
 from torch import Tensor
 
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
-from tread_zoo.diffusion.objective import Draw, Predict, check_draw, per_image, prediction
+from tread_zoo.diffusion.objective import Draw, Predict, VarianceExploding, per_image, prediction
 from tread_zoo.registry import register
 
 
@@ -40,7 +40,7 @@ class Preconditioning(NamedTuple):
 
 @register("objective", "edm")
 @dataclass(frozen=True, kw_only=True)
-class EDM:
+class EDM(VarianceExploding):
     """The EDM objective.
 
     Args:
@@ -93,11 +93,6 @@ class EDM:
         sigma = (self.p_mean + self.p_std * torch.randn(shape[0], generator=generator)).exp()
         return Draw(noise=torch.randn(*shape, generator=generator), level=sigma)
 
-    def noised(self, x: Tensor, draw: Draw) -> Tensor:
-        """Return x + sigma noise, [B,C,H,W]."""
-        check_draw(x, draw)
-        return x + per_image(draw.level) * draw.noise
-
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
         """Return lambda |D - x|^2 of each image, averaged over C, H and W: [B]."""
         denoised = self.denoise(predict, self.noised(x, draw), draw.level)
@@ -112,18 +107,6 @@ class EDM:
     def dx_dt(self, predict: Predict, x_t: Tensor, level: Tensor) -> Tensor:
         """Return dx/dsigma [B,C,H,W] at `level` = sigma [B] > 0 (eq. 4); undefined at 0."""
         return (x_t - self.denoise(predict, x_t, level)) / per_image(level)
-
-    def estimate(self, x_t: Tensor, dx_dt: Tensor, level: Tensor) -> Tensor:
-        """Return x_t - sigma dx/dsigma [B,C,H,W], which is D, at `level` = sigma [B]."""
-        return x_t - per_image(level) * dx_dt
-
-    def signal(self, level: Tensor) -> Tensor:
-        """Return 1: the data is not scaled."""
-        return torch.ones_like(level)
-
-    def noise(self, level: Tensor) -> Tensor:
-        """Return sigma."""
-        return level
 
     def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:
         """Return sigma_max = s_0 > ... > s_(n-1) = sigma_min > 0: float64 [num_steps + 1] (eq. 5).

@@ -74,6 +74,27 @@ class Objective(Protocol):
         """
 
 
+class VarianceExploding:
+    """What objectives share whose noised images are x + sigma noise, and whose level is sigma."""
+
+    def noised(self, x: Tensor, draw: Draw) -> Tensor:
+        """Return x + sigma noise, [B,C,H,W]."""
+        check_draw(x, draw)
+        return x + per_image(draw.level) * draw.noise
+
+    def estimate(self, x_t: Tensor, dx_dt: Tensor, level: Tensor) -> Tensor:
+        """Return x_t - sigma dx/dsigma [B,C,H,W] at `level` = sigma [B]."""
+        return x_t - per_image(level) * dx_dt
+
+    def signal(self, level: Tensor) -> Tensor:
+        """Return 1: the data is not scaled."""
+        return torch.ones_like(level)
+
+    def noise(self, level: Tensor) -> Tensor:
+        """Return sigma."""
+        return level
+
+
 def prediction(output: Tensor, num_channels: int) -> Tensor:
     """Return the first `num_channels` channels of a network's output, in float32.
 

@@ -14,13 +14,13 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tread_zoo.errors import unknown_name
+from tread_zoo.config import RouteConfig, RoutingConfig, check
 from tread_zoo.registry import create
 from tread_zoo.routing.pending import PendingRoute, draw_pending
 from tread_zoo.routing.routes import (
@@ -37,10 +37,7 @@ from tread_zoo.seeding import make_generator
 
 logger = logging.getLogger(__name__)
 
-ROUTE_FIELDS = (
-    "start", "end", "selection_rate", "selector", "per_batch", "schedule", "final_rate",
-    "rate_steps", "rate_range", "carry_from", "detach", "sparsify", "redraw",
-)  # fmt: skip
+ROUTE_FIELDS = tuple(field.name for field in fields(RouteConfig))
 NUM_RATES = 17  # that a rate range is drawn from: compiled code is made anew for every number
 _EVALUATIONS_AT_ONCE = 32  # whose routes one generator draws
 
@@ -359,61 +356,34 @@ def build_routing(
     num_blocks: int,
     default_selector: str = "random",
     default_range: tuple[int, int] = (2, -4),
-    start: int | str = "auto",
-    end: int | str = "auto",
-    selection_rate: float = 0.5,
-    selector: str | Mapping[str, Any] = "auto",
-    per_batch: bool = False,
-    schedule: str = "constant",
-    final_rate: float | None = None,
-    rate_steps: Sequence[Sequence[float]] = (),
-    rate_range: Sequence[float] | None = None,
-    carry_from: int | None = None,
-    detach: bool = False,
-    sparsify: bool = True,
-    redraw: bool = False,
-    warm_start: float = 0.0,
-    dense_tail: float = 0.0,
-    probability: float = 1.0,
-    routes: Sequence[Mapping[str, Any]] = (),
-    rejoin: str = "replace",
-    path_drop_probability: float = 0.0,
-    reconstruction_weight: float | None = None,
+    **fields: Any,
 ) -> Routing:
     """Return the routing of a network with `num_blocks` blocks.
 
     Args:
         name: `none` or `tread`.
-        default_selector, default_range: what `auto` means for this backbone.
-        start, end: as in Python slices; `auto` is the backbone's own range, made shorter, with a
-            message, where the depth is too small.
-        selector: a registered name, or a mapping with `name` and options.
-        routes: several in sequence, each a mapping with any of `ROUTE_FIELDS`; what one leaves out
-            it takes from the arguments. Empty: one route from the arguments.
-
-    The others are explained in `tread_zoo.config.RoutingConfig`, which checks their values.
+        default_selector, default_range: what `auto` means for this backbone; the range is made
+            shorter, with a message, where the depth is too small.
+        fields: of `tread_zoo.config.RoutingConfig`, which explains and checks them.
 
     Raises:
-        ValueError: a route outside the depth, routes that overlap, a state to carry that lacks
-            tokens, or a schedule that would not read one of the fields given.
+        ValueError: an unknown field or a wrong value, a route outside the depth, routes that
+            overlap, a state to carry that lacks tokens, or a schedule that would not read one of
+            the fields given.
     """
-    if name not in ("none", "tread"):
-        raise unknown_name("routing.name", name, ("none", "tread"))
-    if name == "none":
+    config = check(RoutingConfig, {"name": name, **fields}, "routing")
+    if config.name == "none":
         return NO_ROUTING
-    common = {
-        "start": start, "end": end, "selection_rate": selection_rate, "selector": selector,
-        "per_batch": per_batch, "schedule": schedule, "final_rate": final_rate,
-        "rate_steps": rate_steps, "rate_range": rate_range, "carry_from": carry_from,
-        "detach": detach, "sparsify": sparsify, "redraw": redraw,
-    }  # fmt: skip
+    common = {field: getattr(config, field) for field in ROUTE_FIELDS}
     plans: list[RoutePlan] = []
-    for index, fields in enumerate(routes or [{}]):
-        label = f"routing.routes[{index}]" if routes else "routing"
-        own = _with_inherited(label, common, fields)
+    for index, route in enumerate(config.routes or [{}]):
+        label = f"routing.routes[{index}]" if config.routes else "routing"
+        own = _with_inherited(common, route)
         first, last = _resolve_range(label, own["start"], own["end"], num_blocks, default_range)
         chosen = default_selector if own["selector"] == "auto" else own["selector"]
-        curve = build_schedule(label, own, warm_start=warm_start, dense_tail=dense_tail)
+        curve = build_schedule(
+            label, own, warm_start=config.warm_start, dense_tail=config.dense_tail
+        )
         carry = own["carry_from"]
         plan = RoutePlan(
             first, last, float(own["selection_rate"]), create("selector", chosen),
@@ -434,10 +404,9 @@ def build_routing(
                 f"[{before.start}, {before.end}) ends; list disjoint routes in ascending order."
             )
     check_carries(plans)
-    return Routing(
-        tuple(plans), warm_start, dense_tail, probability, rejoin, path_drop_probability,
-        reconstruction_weight,
-    )  # fmt: skip
+    shared = ("warm_start", "dense_tail", "probability", "rejoin", "path_drop_probability",
+              "reconstruction_weight")  # fmt: skip
+    return Routing(tuple(plans), **{field: getattr(config, field) for field in shared})
 
 
 def describe_part(part: str | Mapping[str, Any]) -> str:
@@ -448,26 +417,21 @@ def describe_part(part: str | Mapping[str, Any]) -> str:
     return f"{part['name']} ({options})" if options else str(part["name"])
 
 
-def _with_inherited(
-    label: str, common: Mapping[str, Any], fields: Mapping[str, Any]
-) -> dict[str, Any]:
+def _with_inherited(common: Mapping[str, Any], route: Mapping[str, Any]) -> dict[str, Any]:
     """Return all fields of a route: its own, and the common ones that it leaves out.
 
     A route with a schedule or a rate range of its own takes over only what that reads.
     """
-    for field in fields:
-        if field not in ROUTE_FIELDS:
-            raise unknown_name(f"{label}: field", field, ROUTE_FIELDS)
     inherited = dict(common)
-    if "schedule" in fields:
-        if fields["schedule"] not in ("linear", "cosine"):
+    if "schedule" in route:
+        if route["schedule"] not in ("linear", "cosine"):
             inherited["final_rate"] = None
-        if fields["schedule"] != "steps":
+        if route["schedule"] != "steps":
             inherited["rate_steps"] = ()
         inherited["rate_range"] = None
-    if fields.get("rate_range"):
+    if route.get("rate_range"):
         inherited |= {"schedule": "constant", "final_rate": None, "rate_steps": ()}
-    return {**inherited, **fields}
+    return {**inherited, **route}
 
 
 def _resolve_range(
@@ -479,10 +443,8 @@ def _resolve_range(
 ) -> tuple[int, int]:
     """Return start and end counted from 0; `auto` on both ends fits itself to the depth."""
     given: list[int] = []
-    for field, value, default in (("start", start, 0), ("end", end, 1)):
-        value = default_range[default] if value == "auto" else value
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{label}.{field}={value!r} must be an integer or auto.")
+    for value, default in ((start, 0), (end, 1)):
+        value = default_range[default] if isinstance(value, str) else value
         given.append(value + num_blocks if value < 0 else value)
     first, last = given
     if 0 <= first < last <= num_blocks:

@@ -87,7 +87,9 @@ class Checkpoint:
         if part == "ema" and not (self.path / META_NAME).exists():
             file = self.path / WEIGHTS_NAME  # one that was pushed has one network
         name, _, width = part.partition(":")
-        if (width or name in TRACKED) and not (self.path / "ema_0.05.safetensors").exists():
+        if (width or name in TRACKED) and not all(
+            (self.path / f"{own}.safetensors").exists() for own in TRACKED
+        ):
             raise CheckpointError(
                 f"{self.path} has no averages to make other widths of: the run needs "
                 "training.ema_snapshots_every=… from its first step on."

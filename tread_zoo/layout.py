@@ -1,0 +1,198 @@
+"""Which tokens a block sees, and how they leave the streams of a network and rejoin them.
+
+B batch, N = h * w tokens in raster order, E extra tokens, K kept tokens, D width.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tread_zoo.routing.fusion import Streams
+from tread_zoo.routing.routes import UNCHANGED, PathDrop, Route
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tokens a block sees: E extra tokens, then K of the grid's in raster order.
+
+    Args:
+        grid: (h, w) of the full image.
+        num_extra: E.
+        ids: int64 [B, K] raster positions of the tokens present, ascending; None means all N.
+        batch, device: B and the place of the tokens, where `ids` does not say.
+        num_context: how many of the extra tokens are a context's: the first ones, which come ahead
+            of a scan in both its directions.
+        cache: what blocks computed from the layout and use again: tables of neighbours, scan
+            orders; lives as long as the layout, which is one forward pass.
+    """
+
+    grid: tuple[int, int]
+    num_extra: int
+    ids: Tensor | None = None
+    batch: int = 1
+    device: torch.device | None = None
+    num_context: int = 0
+    cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def positions(self) -> Tensor:
+        """Return int64 [B, K], the raster positions of the tokens present, all or some."""
+        if self.ids is not None:
+            return self.ids
+        num_tokens = self.grid[0] * self.grid[1]
+        return torch.arange(num_tokens, device=self.device).expand(self.batch, -1)
+
+    def rows_cols(self) -> tuple[Tensor, Tensor]:
+        """Return the row and the column of each token present, both int64 [B, K]."""
+        positions = self.positions()
+        return positions // self.grid[1], positions % self.grid[1]
+
+
+class Features(NamedTuple):
+    """What a block left behind: tokens [B, K, D] without extra ones, and their raster positions
+    int64 [B, K]; ids is None where all N tokens were there."""
+
+    tokens: Tensor
+    ids: Tensor | None
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """A condition that differs between tokens, [B, E + N, D]: a block gets the rows of its own.
+
+    `embed` returns one in place of a condition, or in a tuple of conditions; `run_block` and `head`
+    are given plain tensors, [B, E + K, D] and [B, E + N, D].
+    """
+
+    values: Tensor
+
+
+class Frame:
+    """A range of blocks with work at its ends: a route, a dropped path, a fused range.
+
+    From `enter` to `exit` it holds what waits at full length: the streams, and the skips that are
+    consumed after it.
+
+    Args:
+        span: start and end of the range.
+        route: its route or dropped path; None: the blocks see all tokens.
+        fusion: of the streams at the end; None: the tokens rejoin as they are.
+        mask: what stands for the bypassed tokens at the end; None: they themselves.
+        dense: the layout of all tokens.
+        skips: consumer -> producer, of the network.
+
+    Attributes:
+        runs: whether the blocks run; those of a dropped path do not.
+        layout: what they see.
+        rows: of the flattened streams that they see, from `row_index`; None: all.
+        kept: the rows that rejoin as processed; None: all.
+        carry_from: the block whose streams bypassed tokens rejoin with, if it is not the start.
+    """
+
+    def __init__(
+        self,
+        span: tuple[int, int],
+        route: Route | PathDrop | None,
+        fusion: nn.Module | None,
+        mask: nn.Module | None,
+        dense: Layout,
+        skips: Mapping[int, int],
+    ) -> None:
+        self.start, self.end = span
+        self.fusion, self.mask = fusion, mask
+        self.runs = not isinstance(route, PathDrop)
+        self.layout, self.kept, self.bypass = dense, None, UNCHANGED
+        if isinstance(route, Route):
+            self.kept = row_index(route.ids, dense.grid[0] * dense.grid[1], dense.num_extra)
+            self.bypass = route.bypass
+            if route.bypass.sparsify:
+                self.layout = replace(dense, ids=route.ids)
+        self.rows = self.kept if self.bypass.sparsify else None
+        self.carry_from = self.bypass.carry_from
+        self.used_inside = {p for c, p in skips.items() if self.start <= c < self.end}
+        self.used_after = {p for c, p in skips.items() if c >= self.end}
+
+    def enter(
+        self, streams: Streams, skips: dict[int, Tensor], carried: Streams | None
+    ) -> tuple[Streams, dict[int, Tensor]]:
+        """Return the streams, and the skips consumed inside, with the tokens that stay.
+
+        `carried` are the streams before block `carry_from`, of all tokens.
+        """
+        self.streams, self.carried = streams, carried
+        self.waiting = {k: skip for k, skip in skips.items() if k in self.used_after}
+        skips = {k: skip for k, skip in skips.items() if k in self.used_inside}
+        if self.rows is None:
+            return streams, skips
+        rows = self.rows
+        return tuple(gather(s, rows) for s in streams), {
+            k: gather(skip, rows) for k, skip in skips.items()
+        }
+
+    def exit(self, streams: Streams, skips: dict[int, Tensor]) -> tuple[Streams, dict[int, Tensor]]:
+        """Return streams and open skips at full length, the streams fused if the range is.
+
+        A bypassed token is as it was when the route started, or as `Bypass` says, in the streams
+        and in a skip that was made on the way; a skip that was made before the route is whole
+        again. Where there is a mask, it stands for bypassed tokens in all of them.
+        """
+        made, dense = {k: skip for k, skip in skips.items() if k >= self.start}, self.streams
+        if self.kept is not None:
+            bypassed = self._bypassed()
+            made = {k: self._rejoin(bypassed[0], skip) for k, skip in made.items()}
+            streams = tuple(map(self._rejoin, bypassed, streams))
+            if self.mask is not None:
+                waiting = self.waiting.items()
+                self.waiting = {k: self._rejoin(bypassed[0], skip) for k, skip in waiting}
+            if bypassed is not dense:
+                dense = tuple(map(self._rejoin, bypassed, dense))
+        if self.fusion is not None:
+            streams = self.fusion(dense, streams)
+        return streams, {**self.waiting, **made}
+
+    def _bypassed(self) -> Streams:
+        """Return streams at full length with bypassed tokens as they rejoin."""
+        if self.mask is not None:
+            masks: Streams = self.mask(self.streams)
+            return masks
+        streams = self.streams if self.carried is None else self.carried
+        return tuple(stream.detach() for stream in streams) if self.bypass.detach else streams
+
+    def _rejoin(self, bypassed: Tensor, stream: Tensor) -> Tensor:
+        """Return `bypassed` with the kept tokens of `stream`, which has them alone or all."""
+        assert self.kept is not None
+        alone = stream.shape[1] * stream.shape[0] == len(self.kept)
+        return scatter(bypassed, self.kept, stream if alone else gather(stream, self.kept))
+
+
+def row_index(ids: Tensor, num_tokens: int, num_extra: int) -> Tensor:
+    """Return int64 [B * (E + K)]: the rows of a flattened [B * (E + N), D] stream that stay, the
+    extra tokens' and those of ids [B, K]."""
+    batch, device = ids.shape[0], ids.device
+    extra = torch.arange(num_extra, device=device).expand(batch, num_extra)
+    within = torch.cat([extra, ids + num_extra], dim=1)
+    first = torch.arange(batch, device=device)[:, None] * (num_extra + num_tokens)
+    return (within + first).flatten()
+
+
+def gather(stream: Tensor, rows: Tensor) -> Tensor:
+    """Return the tokens [B, E + K, D] of a stream [B, E + N, D] in `rows`, from `row_index`."""
+    batch, _, width = stream.shape
+    return stream.flatten(0, 1).index_select(0, rows).view(batch, -1, width)
+
+
+def scatter(stream: Tensor, rows: Tensor, kept: Tensor) -> Tensor:
+    """Return `stream` [B, E + N, D] with `kept` [B, E + K, D] put into its rows."""
+    flat = stream.flatten(0, 1).index_copy(0, rows, kept.flatten(0, 1).to(stream.dtype))
+    return flat.view_as(stream)
+
+
+def rows_of(condition: Any, rows: Tensor | None) -> Any:
+    """Return a condition as blocks take it: of what differs between tokens the rows, or all."""
+    if type(condition) is tuple:
+        return tuple(rows_of(part, rows) for part in condition)
+    if not isinstance(condition, PerToken):
+        return condition
+    return condition.values if rows is None else gather(condition.values, rows)
