@@ -246,14 +246,15 @@ def routing_table(
             row.append(f"{used}{difference.verdict}: {difference}")
             if axis != "steps":
                 by = f"{words(measured[0])} at equal {name}"
-                text = f"{setting.label} ({difference})"
+                is_open = difference.verdict == "not settled"
+                text = setting.label if is_open else f"{setting.label} ({difference})"
                 verdicts.setdefault(by, {}).setdefault(difference.verdict, []).append(text)
         rows.append(row)
     says = {"better": "pays for", "worse": "does not pay for", "equal": "makes no difference for",
             "not settled": "is not settled for"}  # fmt: skip
     lines = []
     for by, own in verdicts.items():
-        parts = [f"{says[word]} {', '.join(own[word])}" for word in says if word in own]
+        parts = [f"{says[w]} {len(own[w])}: {', '.join(own[w])}" for w in says if w in own]
         lines.append(f"Routing, by {by}: {'; '.join(parts)}.")
     for name, labels in missing.items():
         remedy = "; set training.score_every" if name == "FLOPs" else ""
