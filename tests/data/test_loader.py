@@ -119,14 +119,6 @@ def test_workers_live_for_the_whole_run_and_start_when_they_are_needed(tmp_path)
     assert os.getpid() not in dataset.pids()
 
 
-def test_a_worker_that_is_killed_is_told_in_one_line(tmp_path):
-    def die(index):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with pytest.raises(ChildProcessError, match=r"died .*worker.*lower training.num_workers"):
-        labels_of(Watched(tmp_path, doing=die), num_workers=1)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_all_processes_leaves_the_workers_alive(tmp_path, number):
     sent = tmp_path / "sent"

@@ -15,7 +15,6 @@ from tread_zoo.data.loader import (
     StepBatches,
     make_loader,
     read_items,
-    report_dead_workers,
 )
 from tread_zoo.data.memory import cifar10, digits, fashion_mnist, npz
 from tread_zoo.data.table import hf, image_folder, webdataset
@@ -36,7 +35,6 @@ __all__ = [
     "make_loader",
     "npz",
     "read_items",
-    "report_dead_workers",
     "to_model_range",
     "to_uint8",
     "webdataset",
