@@ -35,10 +35,7 @@ def to_model_range(images: Tensor) -> Tensor:
 
 def to_uint8(x: Tensor) -> Tensor:
     """Return `x` of [-1, 1] as uint8, clamped and rounded: the exact inverse of `to_model_range`.
-
-    Raises:
-        ValueError: NaN, which has no nearest byte.
-    """
+    Raises ValueError for NaN, which has no nearest byte."""
     if torch.isnan(x).any():
         raise ValueError(
             f"x of shape {tuple(x.shape)} has NaN; no image can be made of it. "
@@ -87,13 +84,10 @@ class Codec:
         noise: Tensor | None = None,
         flip: Tensor | None = None,
     ) -> Tensor:
-        """Return a stored batch as the model sees it: float32 [B,C,H,W] on `device`.
+        """Return a batch as the loader gave it as the model sees it: float32 [B,C,H,W] on `device`.
 
-        Args:
-            stored: as the loader gave it, on the CPU.
-            device: where to.
-            noise: what `draw` gave, or the rows of these items; without it, the mean.
-            flip: bool [B], which items are mirrored.
+        `noise` is what `draw` gave for these items (None: the mean), `flip` bool [B] says which
+        of them are mirrored.
         """
         if flip is not None:
             stored = torch.where(flip.view(-1, 1, 1, 1), stored.flip(-1), stored)
@@ -168,11 +162,15 @@ class ArrayDataset(Dataset[Any]):
         return self.images[indices], self.labels[indices]
 
 
+@dataclass(eq=False)
 class TableDataset(Dataset[Any]):
     """Some rows of a table of the `datasets` library, with labels int64 [N], all 0 without."""
 
-    def __init__(self, table: "datasets.Dataset", labels: Tensor):
-        self.table, self.labels, self.rows = table, labels, torch.arange(len(table))
+    table: "datasets.Dataset"
+    labels: Tensor
+
+    def __post_init__(self) -> None:
+        self.rows = torch.arange(len(self.table))
 
     def subset(self, rows: Tensor) -> Self:
         """Return the items `rows` int64 [K], on the same table."""
