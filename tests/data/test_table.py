@@ -50,13 +50,6 @@ def test_classes_are_sub_folders_and_other_files_are_named(folder, caplog):
     assert (bare.num_classes, bare.train[0][1]) == (0, 0)
 
 
-def test_the_held_out_part_is_the_same_each_time(folder):
-    one, other = (create("data", "image_folder", path=str(folder), held_out=0.4) for _ in "12")
-    assert values_of(one.held_out) == values_of(other.held_out)
-    assert len(one.held_out) == 4
-    assert len(set(values_of(one.train, one.held_out))) == 10
-
-
 def test_a_flat_folder_is_unlabelled_and_rows_come_before_columns(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (6, 9, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
@@ -201,19 +194,16 @@ def test_labels_that_are_missing_are_no_class(tmp_path):
 # Tar shards ---------------------------------------------------------------------------------------
 
 
-def test_shards_by_folder_by_pattern_and_with_a_held_out_part(tmp_path):
+def test_shards_by_folder_and_by_pattern(tmp_path):
     for number in range(3):
         write_tar(tmp_path / f"{number:02d}.tar", range(10 * number, 10 * number + 10))
     data = create("data", "webdataset", path=str(tmp_path), held_out=0.2)
     assert (data.num_classes, data.image_size) == (4, (8, 8))
     assert sorted(values_of(data.train, data.held_out)) == list(range(30))
     assert all(data.train[i][1] == value % 4 for i, value in enumerate(values_of(data.train)))
-    some = create(
-        "data", "webdataset", path=f"{tmp_path}/{{00..01}}.tar",
-        held_out_path=f"{tmp_path}/02.tar", num_classes=0,
-    )  # fmt: skip
+    pattern = f"{tmp_path}/{{00..01}}.tar"
+    some = create("data", "webdataset", path=pattern, held_out=0.0, num_classes=0)
     assert values_of(some.train) == list(range(20))
-    assert values_of(some.held_out) == list(range(20, 30))
     assert (some.num_classes, some.train[1][1]) == (0, 0)
 
 

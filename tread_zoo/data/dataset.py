@@ -103,31 +103,20 @@ PIXELS = Codec()
 
 @dataclass(frozen=True)
 class ImageData:
-    """What a data source returns: a training part, a held-out part, and what a model has to know.
+    """What a data source returns: a training and a held-out part, and what a model has to know."""
 
-    Args:
-        name: for logs and records.
-        train: items (image as stored, label or context).
-        held_out: the same; None where nothing was held out.
-        image_size, channels: of what the model sees.
-        num_classes: 0 where there are no labels; each label is then 0.
-        class_names: one for each class.
-        codec: between stored items, what the model sees, and pixels.
-        context: T and S where an item's condition is a context; there are no classes then.
-        features: [K,S,h,w] of an encoder's features, which `train.with_features()` adds to each
-            item: as it is, and mirrored if K is 2; None where there are none.
-    """
-
-    name: str
-    train: Dataset[Any]
-    held_out: Dataset[Any] | None
-    image_size: tuple[int, int]  # H, W
+    name: str  # for logs and records
+    train: Dataset[Any]  # items (image as stored, label or context)
+    held_out: Dataset[Any] | None  # the same; None where nothing was held out
+    image_size: tuple[int, int]  # H, W of what the model sees
     channels: int
-    num_classes: int
+    num_classes: int  # 0 where there are no labels; each label is then 0
     class_names: tuple[str, ...]
-    codec: Codec = PIXELS
-    context: tuple[int, int] | None = None  # T, S
-    features: tuple[int, int, int, int] | None = None  # K, S, h, w
+    codec: Codec = PIXELS  # between stored items, what the model sees, and pixels
+    context: tuple[int, int] | None = None  # T, S where an item's condition is a context
+    # K, S, h, w of an encoder's features, which `train.with_features()` adds to each item: as it
+    # is, and mirrored if K is 2.
+    features: tuple[int, int, int, int] | None = None
 
     @property
     def context_keywords(self) -> dict[str, int]:

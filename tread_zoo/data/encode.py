@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 
 from tread_zoo.config import OPTIONS, Fraction
 from tread_zoo.data.dataset import ImageData, to_model_range, to_uint8
-from tread_zoo.data.files import written_whole
+from tread_zoo.data.files import write_text, written_whole
 from tread_zoo.data.latents import PARTS, split_moments
 from tread_zoo.data.loader import CorruptItem, CorruptLog, read_item, read_items
 from tread_zoo.data.vae import Vae
@@ -46,45 +46,28 @@ Extract = Callable[[Tensor], Tensor]  # images uint8 [B,C,H,W] -> features float
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class EncodingConfig:
-    """How to encode.
+    """How to encode."""
 
-    Args:
-        plugins: as of `RunConfig`.
-        data: a source of images.
-        vae: a folder of diffusers, or a hub's name; none keeps the images as they are.
-        features: an extractor, as of `EvaluationConfig`, whose features are stored beside, for
-            `alignment`; null for none.
-        inception_weights, dinov2_weights: as of `EvaluationConfig`.
-        out: folder of the table; the same command again encodes what is missing.
-        content: moments keeps mean and logvar, and training draws; samples draws once; mode takes
-            the mean; auto is moments where the autoencoder has them, else mode.
-        flips: encode the mirrored image beside each, for training.horizontal_flip.
-        dtype: of latents on the disk; features are float16.
-        batch_size: images at a time.
-        part_size: images in a file.
-        num_workers: processes that read images.
-        max_corrupt_share: fraction of the images that may be unreadable, each left out and listed
-            in corrupt.txt; past it the encoding stops.
-        device: of the networks.
-        precision: of the autoencoder; the extractor runs in fp32.
-    """
-
-    plugins: tuple[str, ...] = ()
-    data: dict[str, Any] = dataclasses.field(default_factory=dict)
-    vae: str = ""
+    plugins: tuple[str, ...] = ()  # as of `RunConfig`
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)  # a source of images
+    vae: str = ""  # a folder of diffusers, or a hub's name; none keeps the images as they are
+    # An extractor, as of `EvaluationConfig`, whose features are stored beside, for `alignment`.
     features: str | None = None
-    inception_weights: str | None = None
+    inception_weights: str | None = None  # as of `EvaluationConfig`
     dinov2_weights: str | None = None
-    out: str = ""
+    out: str = ""  # folder of the table; the same command again encodes what is missing
+    # moments keeps mean and logvar, and training draws; samples draws once; mode takes the mean;
+    # auto is moments where the autoencoder has them, else mode.
     content: Literal["auto", "moments", "samples", "mode"] = "auto"
-    flips: bool = False
-    dtype: Literal["float16", "bfloat16", "float32"] = "float16"
+    flips: bool = False  # encode mirrored images beside, for training.horizontal_flip
+    dtype: Literal["float16", "bfloat16", "float32"] = "float16"  # of latents on the disk
     batch_size: PositiveInt = 16
-    part_size: PositiveInt = 4000
-    num_workers: NonNegativeInt = 0
+    part_size: PositiveInt = 4000  # images in a file
+    num_workers: NonNegativeInt = 0  # processes that read images
+    # Fraction of the images that may be unreadable, each left out and listed in corrupt.txt.
     max_corrupt_share: Fraction = 0.001
     device: str = "auto"
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"  # of the autoencoder
 
 
 def encode(
@@ -101,10 +84,8 @@ def encode(
     """Encode this process's parts of the data; return whether the table is finished.
 
     Args:
-        data: of images.
-        vae: on the device that is to encode; None keeps the images as they are.
-        out: the table's folder.
-        config: how.
+        data, vae: images, and an autoencoder on its device; None keeps the images as they are.
+        out, config: the table's folder, and how to encode.
         features: the extractor's label, and what it does.
         precision: of the autoencoder, resolved.
         rank, num_ranks: of this process.
@@ -163,13 +144,12 @@ def _begin(out: Path, facts: dict[str, Any]) -> None:
     file = out / "table.json"
     out.mkdir(parents=True, exist_ok=True)
     if not file.exists():
-        _write_json(file, facts)
+        write_text(file, json.dumps(facts, indent=1), alone=False)
     there = json.loads(file.read_text())
     other = [k for k, value in json.loads(json.dumps(facts)).items() if there.get(k) != value]
     if other:
         raise ValueError(
-            f"out={str(out)!r} has a table that differs in {', '.join(other)}: encode with the "
-            "same settings, or into another folder."
+            f"out={str(out)!r} has a table that differs in {', '.join(other)}: name another folder."
         )
 
 
@@ -314,13 +294,8 @@ def write_table(
 
 
 def write_part(file: Path, items: Iterable[Item], content: str) -> None:
-    """Write one Arrow file, whole or not at all, with sums for the statistics.
-
-    Args:
-        file: its path.
-        items: by column, all alike, tensors in the dtype that they are stored in.
-        content: samples, pixels, mean_logvar or mean_std.
-    """
+    """Write one Arrow file, whole or not at all, with sums for the statistics; `items` by column,
+    all alike, tensors in the dtype that they are stored in."""
     import pyarrow as pa
 
     count, total, square, shape = 0, np.zeros(1), np.zeros(1), None  # by channel, in float64
@@ -372,10 +347,5 @@ def finish(out: Path, facts: dict[str, Any]) -> bool:
     mean = total / count
     std = np.sqrt(np.maximum(square / count - mean**2, 0))
     done = {**facts, **shapes, "mean": mean.tolist(), "std": std.tolist()}
-    _write_json(out / "table.json", done)
+    write_text(out / "table.json", json.dumps(done, indent=1), alone=False)
     return True
-
-
-def _write_json(file: Path, values: dict[str, Any]) -> None:
-    with written_whole(file, alone=False) as stream:
-        stream.write(json.dumps(values, indent=1).encode())

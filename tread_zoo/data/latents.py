@@ -51,24 +51,15 @@ def split_moments(stored: Tensor, content: str) -> tuple[Tensor, Tensor | None]:
 
 @dataclass(frozen=True)
 class LatentCodec(Codec):
-    """Latents [B,K,C,h,w] or, with moments, [B,K,2C,h,w]. See `Codec` for the methods.
+    """Latents [B,K,C,h,w] or, with moments, [B,K,2C,h,w]. See `Codec` for the methods."""
 
-    Args:
-        content: samples, mean_logvar or mean_std.
-        flips: K is 2, and the second copy is that of the mirrored image.
-        normalization: its name, for records.
-        shift, scale: C numbers each.
-        vae: class and sha256 of the autoencoder that they were made with; None if unknown.
-        decoder: where it is, a folder or a hub's name; none: nowhere, there are no pictures.
-    """
-
-    content: str
-    flips: bool
-    normalization: str
-    shift: tuple[float, ...]
+    content: str  # samples, mean_logvar or mean_std
+    flips: bool  # K is 2, and the second copy is that of the mirrored image
+    normalization: str  # its name, for records
+    shift: tuple[float, ...]  # C numbers
     scale: tuple[float, ...]
-    vae: dict[str, Any] | None
-    decoder: str
+    vae: dict[str, Any] | None  # class and sha256 of the one that they were made with, if known
+    decoder: str  # where it is, a folder or a hub's name; none: nowhere, there are no pictures
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -99,17 +90,15 @@ class LatentCodec(Codec):
         if self.vae is not None and vae.sha256 != self.vae["sha256"]:
             raise ValueError(
                 f"vae={self.decoder!r} is another autoencoder ({vae.kind}, sha256 "
-                f"{vae.sha256[:12]}…) than the latents were made with (sha256 "
-                f"{self.vae['sha256'][:12]}…): its images would be wrong. Name the right one."
+                f"{vae.sha256[:12]}…) than the latents were made with ({self.vae['sha256'][:12]}…)."
             )
         return vae
 
     def check(self, *, flip: bool = False) -> None:
         if flip and not self.flips:
             raise ValueError(
-                "training.horizontal_flip=true, but these latents have no mirrored copies, and a "
-                "mirrored latent is not the latent of a mirrored image. Encode with flips=true, or "
-                "set training.horizontal_flip=false."
+                "training.horizontal_flip=true, but these latents have no mirrored copies: encode "
+                "with flips=true, or set training.horizontal_flip=false."
             )
 
     def prepare(self, device: torch.device) -> None:

@@ -56,8 +56,7 @@ class StepBatches:
         if num_items < global_batch:
             raise ValueError(
                 f"batch_size={batch_size} on {num_ranks} rank(s) needs {global_batch} images a "
-                f"step, but the training part has {num_items}. Use a batch size of at most "
-                f"{max(num_items // num_ranks, 1)}, or fewer ranks."
+                f"step, but the training part has {num_items}."
             )
         self.num_items, self.batch_size, self.seed = num_items, batch_size, seed
         self.num_steps, self.start_step = num_steps, start_step
@@ -168,19 +167,13 @@ def make_loader(
     on_corrupt: OnCorrupt = warn_of,
 ) -> Iterator[tuple[Tensor, ...]]:
     """Return an iterator of (images [B,C,H,W], labels int64 [B]), and features if items have them,
-    in the order of `batches`.
+    of the lists of indices `batches`.
 
     Images in memory (a data set with `gather`) are indexed directly. All others are read by
     `num_workers` processes (0: this one), which live as long as the iterator, each two batches
     ahead. Nothing is read or started before the first batch is requested, or drawn from the global
-    generators.
-
-    Args:
-        dataset: items (image, label); `item_name(index)`, if it has that, names one in a message.
-        batches: lists of indices.
-        num_workers: processes that read.
-        seed: decides, with its index, what replaces a corrupt item.
-        on_corrupt: called in this process, once for each corrupt item.
+    generators. `seed` decides, with its index, what replaces a corrupt item; `on_corrupt` is called
+    in this process, once for each; `dataset.item_name(index)`, if it has that, names it.
 
     Raises:
         ValueError: later, items of which no replacement can be read.
@@ -191,12 +184,10 @@ def make_loader(
     return _read_batches(dataset, batches, num_workers, seed, on_corrupt)
 
 
-def read_items(
-    dataset: Dataset[Any], indices: Sequence[int], *, on_corrupt: OnCorrupt = warn_of
-) -> tuple[Tensor, ...]:
+def read_items(dataset: Dataset[Any], indices: Sequence[int]) -> tuple[Tensor, ...]:
     """Return (images [B,…], labels int64 [B]) of some items, read in this process. Another item
-    takes the place of a corrupt one, as in `make_loader`, unless `on_corrupt` raises."""
-    return next(_read_batches(dataset, [list(indices)], 0, 0, on_corrupt))
+    takes the place of a corrupt one, as in `make_loader`."""
+    return next(_read_batches(dataset, [list(indices)], 0, 0, warn_of))
 
 
 def _read_batches(
@@ -225,8 +216,7 @@ def _read_batches(
         if tensors is None:
             raise ValueError(
                 f"{MAX_TRIES} items in a row cannot be read, among them {corrupt[-1].name} "
-                f"({corrupt[-1].reason}). If all are like it, convert or replace them; if not, "
-                "look whether the disk or the folder is there."
+                f"({corrupt[-1].reason}). Look whether the disk or the folder is there."
             )
         yield tensors
 

@@ -143,16 +143,14 @@ def cifar10(
         if path is None:  # one that is there and whole is left as it is
             download_url(_CIFAR10_URL, str(folder), md5=_CIFAR10_MD5)
     file = folder if folder.is_file() else folder / _CIFAR10_URL.rpartition("/")[2]
-    records: dict[str, np.ndarray] = {}
+    records: list[bytes] = []
     with tarfile.open(file) as archive:
-        for member in archive:
-            content = archive.extractfile(member) if member.name.endswith(".bin") else None
-            if content is not None:
-                records[Path(member.name).stem] = np.frombuffer(content.read(), np.uint8)
-    train = np.concatenate([records[f"data_batch_{number}"] for number in range(1, 6)])
+        for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
+            content: Any = archive.extractfile(f"cifar-10-batches-bin/{name}.bin")
+            records.append(content.read())
     parts = []
-    for part in (train, records["test_batch"]):
-        rows = torch.from_numpy(part.reshape(-1, 3073).copy())
+    for part in (b"".join(records[:5]), records[5]):
+        rows = torch.frombuffer(bytearray(part), dtype=torch.uint8).view(-1, 3073)
         parts.append((rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].to(torch.int64)))
     names = tuple(_CIFAR10_NAMES.split())
     return _in_memory("cifar10", parts, held_out, num_classes, class_names=names)

@@ -135,8 +135,7 @@ def _find_pictures(root: Path, context: str | None) -> tuple[list[str], list[int
     if names and loose:
         raise ValueError(
             f"data.path={str(root)!r} has pictures beside sub-folders ({loose[0]!r} beside "
-            f"{names[0]!r}); sort them all into sub-folders, one for each class, or put them all "
-            "in one flat folder (unlabelled)."
+            f"{names[0]!r}): are they labelled by sub-folders, or one flat folder?"
         )
     labels = {name: label for label, name in enumerate(names)}
     return [path for _, path in files], [labels.get(name, 0) for name, _ in files], names
@@ -224,8 +223,7 @@ def webdataset(
     path: str,
     image_size: PositiveInt | None = None,
     channels: Literal[1, 3] = 3,
-    held_out: Fraction | None = None,
-    held_out_path: str | None = None,
+    held_out: Fraction = 0.1,
     num_classes: NonNegativeInt | None = None,
     context: str | None = None,
     context_length: PositiveInt | None = None,
@@ -237,8 +235,7 @@ def webdataset(
             `train-*.tar`; also of `https://…` and what else fsspec knows. A sample is a picture
             and, with labels, a `.cls`.
         image_size, channels: as of `image_folder`.
-        held_out: a fraction split off; None is 0.1, or nothing where there is `held_out_path`.
-        held_out_path: shards of their own for the held-out part.
+        held_out: the fraction split off, the same samples in every run.
         num_classes: the largest label + 1 unless given; 0 drops the labels.
         context: the suffix of a sample's embeddings, `context.npy`; they take the place of the
             labels.
@@ -246,21 +243,19 @@ def webdataset(
     """
     import datasets
 
-    tables = []
-    for pattern in (path, held_out_path) if held_out_path else (path,):
-        where = os.path.expanduser(pattern)
-        files = [f"{where}/*.tar"] if os.path.isdir(where) else _expand_braces(where)
-        tables.append(datasets.load_dataset("webdataset", data_files=files, split="train"))
+    where = os.path.expanduser(path)
+    files = [f"{where}/*.tar"] if os.path.isdir(where) else _expand_braces(where)
+    table = datasets.load_dataset("webdataset", data_files=files, split="train")
     return _picture_data(
         f"{Path(path).name}:tar",  # never mistaken for a built-in source
-        tables,
+        [table],
         image_size,
         channels,
         held_out,
         num_classes,
         context,
         context_length,
-        label_column="cls" if "cls" in tables[0].features else None,
+        label_column="cls" if "cls" in table.features else None,
     )
 
 
