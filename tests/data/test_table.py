@@ -182,15 +182,6 @@ def test_options_of_tables_that_do_not_fit(tmp_path, options, words):
         create("data", "hf", path=str(tmp_path / "set"), **options)
 
 
-def test_labels_that_are_missing_are_no_class(tmp_path):
-    table = picture_table(range(6))
-    table = table.map(lambda row: {"kind": -1}, features=table.features)
-    datasets.DatasetDict(train=picture_table(range(6)), test=table).save_to_disk(tmp_path / "set")
-    with pytest.raises(ValueError, match=r"from -1 to 2.*num_classes=0"):
-        create("data", "hf", path=str(tmp_path / "set"))
-    assert create("data", "hf", path=str(tmp_path / "set"), num_classes=0).num_classes == 0
-
-
 # Tar shards ---------------------------------------------------------------------------------------
 
 

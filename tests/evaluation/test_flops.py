@@ -39,7 +39,6 @@ TINY = {
     "rwkv_tiny": partial(hand_flops.rwkv, 16, 4, 4, D=60, depth=13),
     "zigma_tiny": partial(hand_flops.zigma, 16, 4, 4, D=88, depth=12, S=4, rank=6),
 }
-SCANS = ("mamba_tiny", "mamba2_tiny", "rwkv_tiny")
 EULER, FLOW = Euler(), FlowMatching()
 
 
@@ -74,16 +73,6 @@ def test_several_chunks_of_a_published_width():
             "mamba2_matched_s", input_size=32, in_channels=4, num_classes=1000, depth=4
         )
     check_both_passes(network, hand_flops.mamba2(256, 16, 16, routes=routes, **sizes), routes)
-
-
-@pytest.mark.parametrize("name", SCANS)
-def test_gaps_and_orders_cost_nothing(name):
-    """Directions with gaps of their own take two calls, of half the channels each."""
-    depth = 3 if name.startswith("rwkv") else 2
-    ids = torch.tensor([[0, 2, 3, 9, 15]])
-    network = digits(name, depth=depth, gaps="decay", scan_order="hilbert")
-    hand = TINY[name](depth=depth, routes=[(0, 2, 5)])
-    assert count_flops(network, routes=[Route(0, 2, ids)], backward=True) == hand.both
 
 
 @pytest.fixture

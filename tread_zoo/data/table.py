@@ -382,7 +382,8 @@ def read_picture(source: str | bytes | Path, image_size: int | None, channels: i
             picture = resize_and_crop(picture, image_size)
         pixels = torch.from_numpy(np.array(picture, dtype=np.uint8))
     except Exception as error:  # of OSError, SyntaxError, struct.error, zlib.error and more
-        raise ValueError(f"the picture cannot be read: {error}") from error
+        place = "" if isinstance(source, bytes) else f" {source}"
+        raise ValueError(f"the picture{place} cannot be read: {error}") from error
     return pixels.reshape(*pixels.shape[:2], channels).permute(2, 0, 1).contiguous()
 
 

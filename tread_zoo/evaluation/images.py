@@ -43,8 +43,8 @@ def tensor_images(images: Tensor) -> Images:
     """Return images that lie in memory, uint8 [N,C,H,W]."""
     if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
         raise ValueError(
-            f"images are {images.dtype} {list(images.shape)}; uint8 [N,C,H,W] with 1 or 3 "
-            "channels is expected (tread_zoo.data.to_uint8 converts)."
+            f"images are {images.dtype} {list(images.shape)}, not uint8 [N,1 or 3,H,W]: "
+            "tread_zoo.data.to_uint8 converts."
         )
     stored = images.cpu()
     shape = tuple(images.shape[1:])
@@ -88,12 +88,9 @@ def _open_folder(folder: Path) -> Images:
     """Return the pictures of a folder and of those in it, by name; grey if all of them are."""
     from PIL import Image
 
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = [path for path in paths if path.suffix.lower() in SUFFIXES]
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not files:
         raise ValueError(f"{str(folder)!r} has no pictures ({', '.join(SUFFIXES)}).")
-    if len(files) < len(paths):
-        logger.info("%s: %d other files are left out", folder, len(paths) - len(files))
     sizes: dict[tuple[int, int], Path] = {}
     channels, has_alpha = 1, False
     for path in files:
@@ -111,17 +108,10 @@ def _open_folder(folder: Path) -> Images:
 
     def read(rows: range) -> tuple[Tensor, None]:
         chosen = files[rows.start : rows.stop]
-        return torch.stack([_read_file(path, channels) for path in chosen]), None
+        return torch.stack([read_picture(path, None, channels) for path in chosen]), None
 
     name, shape = f"{folder.resolve().name}/", (channels, *next(iter(sizes)))
     return Images(name, shape, len(files), read)
-
-
-def _read_file(path: Path, channels: int) -> Tensor:
-    try:
-        return read_picture(path, None, channels)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def _open_npz(file: Path) -> Images:
@@ -135,8 +125,7 @@ def _open_npz(file: Path) -> Images:
     begin = stream.tell()
     if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] not in (1, 3):
         raise ValueError(
-            f"{str(file)!r}: arr_0 is {dtype} {list(shape)}; uint8 [N,H,W,C] with 1 or 3 channels "
-            "is expected."
+            f"{str(file)!r}: arr_0 is {dtype} {list(shape)}, not uint8 [N,H,W,1 or 3]."
         )
     count, height, width, channels = shape
     labels = None

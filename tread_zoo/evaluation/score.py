@@ -11,6 +11,7 @@ Dimensions: N images, B of a batch, C channels, H height, W width, D features.
 """
 
 import fnmatch
+import functools
 import hashlib
 import os
 import sys
@@ -59,8 +60,14 @@ class Reference:
     name: str  # for records
     images: Images | None
     statistics: Mapping[str, Statistics] = field(default_factory=dict)  # by their features' name
-    sha256: str | None = None  # of their file
+    file: Path = Path()  # that has them
     extractor: str = INCEPTION  # whose features these are
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Of the file of statistics."""
+        with self.file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
 
     def statistics_of(self, extractor: Extractor) -> Mapping[str, Statistics]:
         """Return those of an extractor's features."""
@@ -92,10 +99,8 @@ def open_reference(reference: "Reference | Images | Tensor | str | Path") -> Ref
             f"{reference} has {', '.join(sorted(names))}: images as arr_0, uint8 [N,H,W,C], or "
             "statistics as mu and sigma are expected; scripts/make_reference.py makes these."
         )
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
     both = open_images(path) if "arr_0" in names else None
-    return Reference(path.name, both, statistics, digest, extractor)
+    return Reference(path.name, both, statistics, path, extractor)
 
 
 def write_statistics(path: Path, features: FeatureSet, extractor: Extractor) -> None:
