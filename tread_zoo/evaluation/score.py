@@ -13,7 +13,6 @@ Dimensions: N images, B of a batch, C channels, H height, W width, D features.
 import fnmatch
 import hashlib
 import os
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from tread_zoo.evaluation.frechet import RunningStatistics, Statistics
 from tread_zoo.evaluation.images import Images, open_images, tensor_images
 from tread_zoo.evaluation.metrics import Metric, build_metrics
 from tread_zoo.evaluation.protocol import Protocol
+from tread_zoo.progress import progress
 
 # features -> arrays of an .npz of statistics, as ADM's evaluator names them
 _STATISTICS = {"pooled": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
@@ -332,13 +332,11 @@ def extract(
         network: gives the features; None where there are none to gather.
         statistics, rows: names of features to gather.
     """
-    from tqdm.auto import tqdm
-
     rank, world = _rank()
     running = {name: RunningStatistics() for name in statistics}
     batches: dict[int, dict[str, Any]] = {}  # by first image
     starts = range(rank * batch_size, len(images), batch_size * world)
-    for first in tqdm(starts, "images", disable=rank > 0 or not sys.stderr.isatty(), leave=False):
+    for first in progress("scoring", starts, " batches"):
         batch, labels = images.read(range(first, min(first + batch_size, len(images))))
         features = network(batch) if network and (statistics or rows) else {}
         for name in statistics:
