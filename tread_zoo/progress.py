@@ -5,7 +5,6 @@
 
 import logging
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -29,21 +28,13 @@ class _LogFile:
 
 
 def progress(
-    what: str,
-    items: Sequence[Any] | None = None,
-    unit: str = "",
-    *,
-    shown: bool = True,
-    **options: Any,
+    what: str, items: Any = None, unit: str = "", *, shown: bool = True, **options: Any
 ) -> Any:
-    """Return a tqdm that yields `items`, or is moved by `update(n)`; of several processes the main
-    one alone shows it, and no bar what ends within a second.
+    """Return a tqdm over `items`, or one of `total=…` that `update(n)` moves; of several processes
+    the main one alone shows it, and no bar what ends within a second.
 
     Args:
-        what: is done, or counted.
-        items: to iterate over; without them `total` is one of the options.
-        unit: of the count, as in " images".
-        shown: whether anything is.
+        what: is done or counted, `unit`, as in " images", what there is of it.
         options: others of tqdm.
     """
     if not shown or (dist.is_available() and dist.is_initialized() and dist.get_rank()):

@@ -32,7 +32,7 @@ from tread_zoo.runtime import describe_device, peak_flops
 from tread_zoo.training.checkpoints import data_facts, drop_snapshots
 from tread_zoo.training.run_folder import CONFIG, FACTS, SCORE, SCORES
 from tread_zoo.training.setup import TrainState
-from tread_zoo.training.trackers import Trackers, read_lines, read_metrics
+from tread_zoo.training.trackers import Trackers, read_lines, read_metrics, write_lines
 from tread_zoo.training.window import Window, peak_memory, timed
 
 logger = logging.getLogger(__name__)
@@ -125,20 +125,17 @@ class Log:
             _say(topic, text)
 
     def _open_log_file(self) -> None:
-        """Copy what is logged, and warnings, to train.log; print it, if nobody does."""
+        """Copy what is logged, and warnings, to train.log."""
         package, root = logging.getLogger("tread_zoo"), logging.getLogger()
         if not package.isEnabledFor(logging.INFO):
             package.setLevel(logging.INFO)
-        self._file = logging.FileHandler(self.folder / "train.log", encoding="utf-8")
-        self._file.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
-        handlers: list[logging.Handler] = [self._file]
-        if not root.handlers:  # from Python; the scripts have one
-            handlers.append(logging.StreamHandler(sys.stdout))
-        for handler in handlers:
-            root.addHandler(handler)
-            self._stack.callback(handler.close)
-            self._stack.callback(root.removeHandler, handler)
+        logging.basicConfig(format="%(message)s", stream=sys.stdout)  # where nobody set it up
+        file = self._file = logging.FileHandler(self.folder / "train.log", encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
+        root.addHandler(file)
         logging.captureWarnings(True)
+        self._stack.callback(file.close)
+        self._stack.callback(root.removeHandler, file)
         self._stack.callback(logging.captureWarnings, False)
 
     def _first_lines(self) -> list[tuple[str, str]]:
@@ -247,8 +244,6 @@ class Log:
 
     def _end_pictures(self) -> None:
         """Leave the curve of the loss, and samples of all steps one after the other."""
-        if not self.is_main:
-            return
         with _optional(self.folder / "loss.png"):
             plot_losses(read_metrics(self.folder), self.folder / "loss.png")
         grids = sorted((self.folder / "samples").glob("step_*.png"))
@@ -269,7 +264,7 @@ class Log:
         setup, options = self.setup, self.setup.config.evaluation
         if not last:
             options = replace(options, keep_images=None)
-        else:
+        elif self.is_main:
             self.bar.close()
             self._end_pictures()
         with timed(state, "score"):
@@ -308,9 +303,8 @@ class Log:
     def _write_scores(self) -> None:
         """Write all of them anew, so that no half of a line is ever there; they are few."""
         if self.scores or (self.folder / SCORES).exists():
-            lines = [json.dumps(self.scores[step]) + "\n" for step in sorted(self.scores)]
             with _optional(self.folder / SCORES):
-                write_text(self.folder / SCORES, "".join(lines))
+                write_lines(self.folder / SCORES, self.scores.values())
 
 
 def read_scores(folder: Path) -> dict[int, dict[str, Any]]:

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import uuid
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +129,7 @@ class Trackers:
     ) -> None:
         self.name, self.path = name, run_dir / METRICS
         rows = [row for row in read_metrics(run_dir) if row["step"] <= step]
-        write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(self.path, rows)
         self.tracker: Tracker | None = tracker
         self._call("start", run_dir, step, settings)
 
@@ -164,6 +165,11 @@ class Trackers:
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return the rows of a run's `metrics.jsonl`; none if it has no such file."""
     return read_lines(run_dir / METRICS)
+
+
+def write_lines(file: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Write records as JSON lines, all of them or none."""
+    write_text(file, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
