@@ -311,7 +311,7 @@ def _check_step(
             "lower optimizer.learning_rate or training.max_grad_norm, and continue from the last "
             "checkpoint with resume=latest."
         )
-    window.close_step(mean, size)
+    window.grad_norm = size
     return max((n for n, count in zip(SIGNALS, signals, strict=True) if count), default=0,
                key=SIGNALS.index)  # fmt: skip
 

@@ -29,41 +29,38 @@ class Window:
     """The optimizer steps since the last line of the log; seconds are those of training alone."""
 
     def __init__(self, state: TrainState) -> None:
-        self.learning_rate = self.grad_norm = math.nan
+        self.learning_rate = self.grad_norm = math.nan  # of the last step
         self._begin(state)
 
     def _begin(self, state: TrainState) -> None:
-        self._step_losses: list[float] = []
-        self._micro_steps: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = []
         self._first, self._began = state.step, state.seconds.get("training", 0.0)
+        self._losses: list[Tensor] = []
+        self._levels: list[Tensor] = []
+        self._means: dict[str, list[Tensor]] = {}
 
     def add(self, losses: Tensor, values: dict[str, Tensor], levels: Tensor) -> None:
         """Add a micro-step of this rank: losses and levels [B], what else the objective names."""
-        means = {name: value.detach().float().mean() for name, value in values.items()}
-        self._micro_steps.append((losses.detach(), levels, means))
-
-    def close_step(self, loss: float, grad_norm: float) -> None:
-        """Add the mean loss of all ranks, and the norm of the gradient, of an optimizer step."""
-        self._step_losses.append(loss)
-        self.grad_norm = grad_norm
+        self._losses.append(losses.detach().float())
+        self._levels.append(levels)
+        for name, value in {"loss": losses, **values}.items():
+            self._means.setdefault(name, []).append(value.detach().float().mean())
 
     def close(self, state: TrainState) -> dict[str, float]:
         """Return the means of the window, and begin another; every rank must call this.
 
         Returns:
-            `loss`, `images_per_s`, `loss_level_1` … `loss_level_4` (of this rank), what the
-            objective names, `learning_rate` and `grad_norm` of the last step, `peak_memory`.
+            `loss` and what the objective names, `images_per_s`, `loss_level_1` … `loss_level_4`
+            (of this rank), `learning_rate` and `grad_norm` of the last step, `peak_memory`.
         """
-        numbers = {"loss": sum(self._step_losses) / len(self._step_losses)}
+        numbers = {
+            name: state.accelerator.reduce(torch.stack(means).mean(), reduction="mean").item()
+            for name, means in self._means.items()
+        }
         num_images = (state.step - self._first) * state.images_per_step
         numbers["images_per_s"] = num_images / (state.seconds["training"] - self._began)
-        losses, levels, values = zip(*self._micro_steps, strict=True)
-        order = torch.cat(levels).argsort()
-        fourths = torch.cat(losses).float()[order].tensor_split(NUM_LEVELS)
+        order = torch.cat(self._levels).argsort()
+        fourths = torch.cat(self._losses)[order].tensor_split(NUM_LEVELS)
         numbers |= {f"loss_level_{i}": part.mean().item() for i, part in enumerate(fourths, 1)}
-        for name in sorted(values[0]):
-            mean = torch.stack([value[name] for value in values if name in value]).mean()
-            numbers[name] = state.accelerator.reduce(mean, reduction="mean").item()
         numbers |= {"learning_rate": self.learning_rate, "grad_norm": self.grad_norm}
         numbers["peak_memory"] = float(peak_memory(state.accelerator.device))
         self._begin(state)
