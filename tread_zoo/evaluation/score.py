@@ -14,7 +14,6 @@ import fnmatch
 import functools
 import hashlib
 import os
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from tread_zoo.evaluation.frechet import RunningStatistics, Statistics
 from tread_zoo.evaluation.images import Images, open_images, tensor_images
 from tread_zoo.evaluation.metrics import Metric, build_metrics
 from tread_zoo.evaluation.protocol import Protocol
+from tread_zoo.progress import progress
 
 # features -> arrays of an .npz of statistics, as ADM's evaluator names them
 _STATISTICS = {"pooled": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
@@ -269,13 +269,11 @@ def extract(
 ) -> FeatureSet:
     """Return the features that `statistics` and `rows` name of all images, as `network` gives them;
     one batch of images is in memory at a time."""
-    from tqdm.auto import tqdm
-
     rank, world = _rank()
     running = {name: RunningStatistics() for name in statistics}
     batches: dict[int, dict[str, Any]] = {}  # by first image
     starts = range(rank * batch_size, len(images), batch_size * world)
-    for first in tqdm(starts, "images", disable=rank > 0 or not sys.stderr.isatty(), leave=False):
+    for first in progress("scoring", starts, " batches"):
         batch, labels = images.read(range(first, min(first + batch_size, len(images))))
         features = network(batch) if network and (statistics or rows) else {}
         for name in statistics:
