@@ -25,7 +25,6 @@ from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from tqdm.auto import tqdm
 
 from tread_zoo.config import OPTIONS, Fraction
 from tread_zoo.data.dataset import ImageData, to_model_range, to_uint8
@@ -33,6 +32,7 @@ from tread_zoo.data.files import write_text, written_whole
 from tread_zoo.data.latents import PARTS, split_moments
 from tread_zoo.data.loader import CorruptItem, CorruptLog, read_item, read_items
 from tread_zoo.data.vae import Vae
+from tread_zoo.progress import progress
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
 
@@ -123,7 +123,7 @@ def encode(
     )
     encoder = _Encoder(data, vae, features and features[1], content, precision, config, log)
     total = sum(len(spans[name][1]) for name in missing)
-    with tqdm(total=total, unit="image", disable=rank != 0, mininterval=5) as bar:
+    with progress("encoding", total=total, unit=" images", shown=rank == 0) as bar:
         for name in missing:
             write_part(out / name, encoder.items(*spans[name], bar), facts["content"])
     return finish(out, facts)
