@@ -88,7 +88,10 @@ def _open_folder(folder: Path) -> Images:
     """Return the pictures of a folder and of those in it, by name; grey if all of them are."""
     from PIL import Image
 
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    files = sorted(path for path in paths if path.suffix.lower() in SUFFIXES)
+    if others := sorted(set(paths) - set(files)):
+        logger.info("%s: %d other files, such as %s", folder, len(others), others[0].name)
     if not files:
         raise ValueError(f"{str(folder)!r} has no pictures ({', '.join(SUFFIXES)}).")
     sizes: dict[tuple[int, int], Path] = {}
