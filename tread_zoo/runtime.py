@@ -1,6 +1,5 @@
-"""What a run computes on: device, precision, a line that says so, and how fast it could be."""
+"""What a run computes on: device, precision, and a line that says so."""
 
-import re
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -8,16 +7,6 @@ import torch
 from tread_zoo.errors import unknown_name
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
-# Of data sheets, without sparsity: fp32 without TF32, which torch leaves off; bf16 or fp16.
-PEAK_TFLOPS = {
-    "A10": (31.2, 125), "A30": (10.3, 165), "A40": (37.4, 149.7),
-    "A100": (19.5, 312), "A100 PCIE": (19.5, 312), "RTX A6000": (38.7, 154.8),
-    "L4": (30.3, 121), "L40S": (91.6, 362), "RTX 6000 ADA": (91.1, 364.2),
-    "RTX 3090": (35.6, 71), "RTX 4090": (82.6, 165.2),
-    "H100": (67, 989), "H100 PCIE": (51, 756), "H100 NVL": (60, 835), "H200": (67, 989),
-    "B200": (75, 2250), "MI300X": (163.4, 1307.4),
-}  # fmt: skip
-_ASIDE = r"NVIDIA|AMD Instinct|GeForce|Generation|SXM\d|\d+GB|HBM\d\w?"  # of a GPU's name
 
 
 def resolve_device(device: str) -> torch.device:
@@ -84,12 +73,3 @@ def describe_device(device: torch.device) -> str:
         return "Apple GPU (mps)"
     threads = torch.get_num_threads()
     return f"CPU, {threads} thread{'s' if threads > 1 else ''}; no GPU is used"
-
-
-def peak_flops(name: str, precision: str) -> float | None:
-    """Return the FLOPs per second of a GPU's data sheet by torch's name of it, or None if it is not
-    known; a part of one (MIG), or one for laptops, is not."""
-    words = re.sub(_ASIDE, " ", name).replace("-", " ").upper().split()
-    fp32, half = PEAK_TFLOPS.get(" ".join(words), (None, None))
-    peak = fp32 if precision == "fp32" else half
-    return None if peak is None else peak * 1e12

@@ -28,12 +28,12 @@ from tread_zoo.evaluation.held_out import held_out_loss, held_out_record
 from tread_zoo.evaluation.pictures import plot_losses, save_animation, save_grid
 from tread_zoo.kernels import describe, used_ops
 from tread_zoo.progress import progress
-from tread_zoo.runtime import describe_device, peak_flops
+from tread_zoo.runtime import describe_device
 from tread_zoo.training.checkpoints import data_facts, drop_snapshots
 from tread_zoo.training.run_folder import CONFIG, FACTS, SCORE, SCORES
 from tread_zoo.training.setup import TrainState
 from tread_zoo.training.trackers import Trackers, read_lines, read_metrics, write_lines
-from tread_zoo.training.window import Window, peak_memory, timed
+from tread_zoo.training.window import Window, peak_flops, peak_memory, timed
 
 logger = logging.getLogger(__name__)
 

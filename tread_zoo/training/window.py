@@ -1,6 +1,7 @@
 """What is measured between two lines of the log: losses, speed, memory. B batch."""
 
 import math
+import re
 import resource
 import sys
 import time
@@ -13,6 +14,16 @@ from torch import Tensor
 from tread_zoo.training.setup import TrainState
 
 NUM_LEVELS = 4  # losses are logged by fourths of the noise levels, the lowest first
+# Of data sheets, without sparsity: fp32 without TF32, which torch leaves off; bf16 or fp16.
+PEAK_TFLOPS = {
+    "A10": (31.2, 125), "A30": (10.3, 165), "A40": (37.4, 149.7),
+    "A100": (19.5, 312), "A100 PCIE": (19.5, 312), "RTX A6000": (38.7, 154.8),
+    "L4": (30.3, 121), "L40S": (91.6, 362), "RTX 6000 ADA": (91.1, 364.2),
+    "RTX 3090": (35.6, 71), "RTX 4090": (82.6, 165.2),
+    "H100": (67, 989), "H100 PCIE": (51, 756), "H100 NVL": (60, 835), "H200": (67, 989),
+    "B200": (75, 2250), "MI300X": (163.4, 1307.4),
+}  # fmt: skip
+_ASIDE = r"NVIDIA|AMD Instinct|GeForce|Generation|SXM\d|\d+GB|HBM\d\w?"  # of a GPU's name
 
 
 @contextmanager
@@ -74,3 +85,12 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024  # bytes there, KiB elsewhere
+
+
+def peak_flops(name: str, precision: str) -> float | None:
+    """Return the FLOPs per second of a GPU's data sheet by torch's name of it, or None if it is not
+    known; a part of one (MIG), or one for laptops, is not."""
+    words = re.sub(_ASIDE, " ", name).replace("-", " ").upper().split()
+    fp32, half = PEAK_TFLOPS.get(" ".join(words), (None, None))
+    peak = fp32 if precision == "fp32" else half
+    return None if peak is None else peak * 1e12
