@@ -17,9 +17,9 @@ from tread_zoo.cli import compose_settings
 from tread_zoo.config import make_config
 from tread_zoo.evaluation.flops import training_flops
 from tread_zoo.runtime import describe_device, resolve_device, resolve_precision
-from tread_zoo.training.log import Window
 from tread_zoo.training.loop import optimize
 from tread_zoo.training.setup import build_setup, make_accelerator, place
+from tread_zoo.training.window import Window
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def make_step(overrides: list[str]) -> tuple[Callable[[], None], float]:
     setup, device = build_setup(config), resolve_device(config.device)
     precision = resolve_precision(config.training.precision, device)
     state = place(setup, make_accelerator(setup, device, precision), None)
-    batches, window = setup.batches(), Window()
+    batches, window = setup.batches(), Window(state)
 
     def step() -> None:
         optimize(state, batches, window, {})
