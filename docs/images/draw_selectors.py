@@ -1,10 +1,12 @@
-"""Draw what every selector keeps and how every scan order runs, and measure neighbourhoods.
+"""Draw what every selector keeps, how every scan order runs and what a route does in the depth.
 
     python docs/images/draw_selectors.py                              # into docs/images
     python docs/images/draw_selectors.py --rate 0.75 --out /tmp/images
 
-selectors.png has the kept tokens of a few samples of each selector, orders.png the curves. The
-table that is printed has, for each selector, the chance
+selectors.png has the kept tokens of a few samples of each selector, orders.png the curves,
+route.png which block sees which token, gaps.png the walk of a scan over kept tokens, skips.png the
+long skips of a U-ViT and the tokens that they carry. The table that is printed has, for each
+selector, the chance
 
 - that the neighbour of a kept token is kept, beside it (left, right) and above or below,
 - that the next token of the raster order and of the Hilbert curve is kept,
@@ -21,7 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread_zoo.routing import ORDERS, PendingRoute, build_routing, scan_order
+from tread_zoo import create_backbone
+from tread_zoo.layout import Layout
+from tread_zoo.routing import ORDERS, PendingRoute, Route, build_routing, make_scan, scan_order
 from tread_zoo.seeding import make_generator
 
 SELECTORS: dict[str, Any] = {
@@ -39,16 +43,24 @@ SELECTORS: dict[str, Any] = {
 }
 COLUMNS = ("left, right", "up, down", "raster next", "hilbert next", "holes")
 SAMPLES = 3  # of each selector in the picture
+NUM_BLOCKS = 12
+DARK, LIGHT, RED, ORANGE, GREEN = "#0b55a0", "#dde8f5", "tab:red", "tab:orange", "tab:green"
+
+
+def draw_route(selector: Any, batch: int, side: int, rate: float) -> Route:
+    """Return a route of a network of 12 blocks with ids [batch, K]."""
+    routing = build_routing("tread", num_blocks=NUM_BLOCKS, selection_rate=rate, selector=selector)
+    (route,) = routing.draw(batch, (side, side), make_generator("draw", 0))
+    if isinstance(route, PendingRoute):
+        route = route.resolve(made_up_importance(side).expand(batch, -1))
+    return route
 
 
 def draw_kept(selector: Any, batch: int, side: int, rate: float) -> Tensor:
     """Return which tokens stay, bool [batch, side, side]."""
-    routing = build_routing("tread", num_blocks=12, selection_rate=rate, selector=selector)
-    (route,) = routing.draw(batch, (side, side), make_generator("draw", 0))
-    if isinstance(route, PendingRoute):
-        route = route.resolve(made_up_importance(side).expand(batch, -1))
     kept = torch.zeros(batch, side * side, dtype=torch.bool)
-    return kept.scatter(1, route.ids, True).view(batch, side, side)
+    ids = draw_route(selector, batch, side, rate).ids
+    return kept.scatter(1, ids, True).view(batch, side, side)
 
 
 def made_up_importance(side: int) -> Tensor:
@@ -113,6 +125,96 @@ def draw_orders(side: int, path: Path) -> None:
     save(figure, path)
 
 
+def draw_depth(side: int, rate: float, path: Path) -> None:
+    """Write which block sees which token of one image: a dark cell is a token in a block, a line
+    one that bypasses."""
+    import matplotlib.pyplot as plt
+
+    route = draw_route("random", 1, side, rate)
+    kept = set(route.ids[0].tolist())
+    figure, place = plt.subplots(figsize=(8.2, 3.6))
+    for token in range(side * side):
+        if token not in kept:
+            place.plot([route.start - 0.5, route.end - 0.5], [token, token], color=RED, linewidth=1)
+        for block in range(NUM_BLOCKS):
+            if token in kept or not route.start <= block < route.end:
+                box = (block - 0.42, token - 0.36)
+                place.add_patch(plt.Rectangle(box, 0.84, 0.72, color=DARK))
+    for edge, label in ((route.start, "start"), (route.end, "end")):
+        place.axvline(edge - 0.5, color="0.45", linestyle=":", linewidth=1)
+        place.text(edge - 0.5, -0.9, f"{label}={edge}", ha="center", va="bottom", fontsize=9)
+    place.set(xlim=(-0.6, NUM_BLOCKS - 0.4), ylim=(side * side - 0.3, -0.8), xlabel="block",
+              ylabel="token", xticks=range(NUM_BLOCKS), yticks=[0, side * side - 1])  # fmt: skip
+    place.tick_params(length=0, labelsize=8)
+    place.spines[:].set_visible(False)
+    save(figure, path)
+
+
+def draw_gaps(side: int, rate: float, path: Path) -> None:
+    """Write the walk of a scan over the kept tokens of three selectors, its gaps in red."""
+    import matplotlib.pyplot as plt
+
+    figure, places = plt.subplots(2, 3, figsize=(8.2, 5.9))
+    for line, order in zip(places, ("raster", "hilbert"), strict=True):
+        for place, name in zip(line, ("random", "rows", "blocks 2"), strict=True):
+            ids = draw_route(SELECTORS[name], 1, side, rate).ids
+            scan = make_scan(Layout((side, side), 0, ids), order, 0)
+            walk = scan.permute(ids[..., None])[0, :, 0]
+            rows, columns = (walk // side).tolist(), (walk % side).tolist()
+            steps = scan.gaps()[0].tolist()
+            for i in range(1, len(walk)):
+                colour, width = (DARK, 2.2) if steps[i] == 1 else (RED, 1.1)
+                place.plot(columns[i - 1 : i + 1], rows[i - 1 : i + 1], color=colour, lw=width)
+            place.scatter(columns, rows, s=22, color=DARK, zorder=3)
+            place.imshow(torch.ones(side, side), cmap="Blues", vmin=0, vmax=12)
+            place.set_title(
+                f"{name}, {order}: {sum(s > 1 for s in steps[1:])} gaps", fontsize=9, pad=3
+            )
+            place.axis("off")
+    save(figure, path)
+
+
+def draw_skips(path: Path) -> None:
+    """Write the long skips of a U-ViT over two routes, coloured by the tokens that they carry."""
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import FancyArrowPatch
+
+    network = create_backbone("uvit_tiny", input_size=8, in_channels=1, num_classes=10)
+    cases = {
+        "made and used outside: whole": "0.6",
+        "made and used inside: the kept tokens": DARK,
+        "made before, used inside: gathered": GREEN,
+        "made inside, used after: the others as at the start": ORANGE,
+    }
+    figure, (*places, key) = plt.subplots(
+        3, 1, figsize=(8.2, 4.6), gridspec_kw={"height_ratios": [5, 5, 1]}
+    )
+    for place, (start, end) in zip(places, ((2, 9), (5, 11)), strict=True):
+        for block in range(network.num_blocks):
+            inside = start <= block < end
+            place.add_patch(
+                plt.Rectangle((block - 0.36, -0.5), 0.72, 1, color=DARK if inside else LIGHT)
+            )
+            place.text(block, 0, block, ha="center", va="center", fontsize=8,
+                       color="white" if inside else "0.3")  # fmt: skip
+        for consumer, producer in network.skips.items():
+            made, used = start <= producer < end, start <= consumer < end
+            index = {(False, False): 0, (True, True): 1, (False, True): 2, (True, False): 3}
+            arrow = FancyArrowPatch(
+                (producer, 0.55), (consumer, 0.55), connectionstyle="arc3,rad=-0.33",
+                arrowstyle="-|>", mutation_scale=9, color=list(cases.values())[index[made, used]],
+                linewidth=1.6,
+            )  # fmt: skip
+            place.add_patch(arrow)
+        place.text(-0.4, 3.2, f"route {start} … {end}", fontsize=9, va="center")
+        place.set(xlim=(-0.6, network.num_blocks - 0.4), ylim=(-0.7, 4.6))
+        place.axis("off")
+    lines = [plt.Line2D([], [], color=colour, label=name) for name, colour in cases.items()]
+    key.legend(handles=lines, fontsize=8, ncols=2, loc="center", frameon=False)
+    key.axis("off")
+    save(figure, path)
+
+
 def save(figure: Any, path: Path) -> None:
     """Write a figure with few colours, as a small PNG."""
     from io import BytesIO
@@ -144,12 +246,15 @@ def main(arguments: list[str] | None = None) -> None:
     matplotlib.use("Agg")
     draw_selectors(args.side, args.rate, args.out / "selectors.png")
     draw_orders(args.side, args.out / "orders.png")
+    draw_depth(4, args.rate, args.out / "route.png")
+    draw_gaps(8, args.rate, args.out / "gaps.png")
+    draw_skips(args.out / "skips.png")
     print(f"| {args.table_side}x{args.table_side}, rate {args.rate:g} | {' | '.join(COLUMNS)} |")
     print("|---" * (1 + len(COLUMNS)) + "|")
     for name, selector in SELECTORS.items():
         chances = survival(draw_kept(selector, args.num_samples, args.table_side, args.rate))
         print(f"| {name} | {' | '.join(f'{chance:.2f}' for chance in chances)} |")
-    print(f"written to {args.out}: selectors.png, orders.png")
+    print(f"written to {args.out}: selectors.png, orders.png, route.png, gaps.png, skips.png")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,31 @@
+"""The Python of the pages and the notebooks runs."""
+
+import re
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_block_loop_of_the_concepts_page_gives_what_the_backbone_gives():
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/concepts.md").read_text(), re.S)
+    exec(code, names := {})  # it ends with an assertion
+    assert names["out"].std() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["route_train_look", "compare_and_read"])
+def test_the_notebook_runs_and_draws(name, tmp_path, monkeypatch):
+    folder = tmp_path / "examples" / "notebooks"  # what it writes stays here
+    folder.mkdir(parents=True)
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(ROOT / "examples/notebooks" / f"{name}.ipynb", as_version=4)
+    assert "image/png" not in nbformat.writes(notebook), "it is committed without outputs"
+    nbclient.NotebookClient(
+        notebook, timeout=600, resources={"metadata": {"path": folder}}
+    ).execute()
+    assert "image/png" in nbformat.writes(notebook)
