@@ -4,7 +4,7 @@
     facts.json      data, parameters, FLOPs          scores.jsonl    a record a score
     train.log       what was printed, with times     score.json      the last one
     samples/, loss.png                               corrupt.txt     items that cannot be read
-    checkpoints/, ema_snapshots/    see checkpoints.py
+    commands.jsonl  how it was started, each time    checkpoints/, ema_snapshots/
 
 The main process writes; the others have a part in the scores and in corrupt.txt.
 """
@@ -37,7 +37,7 @@ from tread_zoo.evaluation.held_out import held_out_loss, held_out_record
 from tread_zoo.evaluation.pictures import plot_losses, save_grid
 from tread_zoo.kernels import describe, used_ops
 from tread_zoo.pretrained import describe_backbone
-from tread_zoo.runtime import describe_device
+from tread_zoo.runtime import describe_device, describe_start
 from tread_zoo.training.checkpoints import (
     SNAPSHOTS,
     Checkpoint,
@@ -267,6 +267,8 @@ class Log:
         write_text(self.folder / CONFIG, json.dumps(self.settings, indent=2))
         write_text(self.folder / FACTS, json.dumps(self.facts, indent=2))
         step = self.first_step
+        with (self.folder / "commands.jsonl").open("a") as commands:
+            commands.write(json.dumps({"step": step, **describe_start()}) + "\n")
         self.scores = {k: v for k, v in read_scores(self.folder).items() if k <= step}
         self._write_scores()
         drop_snapshots(self.folder, step)
