@@ -64,6 +64,7 @@ def overview() -> str:
         module = ast.parse((SCRIPTS / f"{script}.py").read_text())
         lines.append(f"  {name:17s}{(ast.get_docstring(module) or '').partition(chr(10))[0]}")
     lines += ["", f"presets (experiment=, compare.study=, accelerate): {CONFIGS}"]
+    lines += ['completion in bash: eval "$(tread-zoo --shell-completion)"']
     return "\n".join(lines)
 
 
