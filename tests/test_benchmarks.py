@@ -31,6 +31,16 @@ def test_times_stand_beside_flops(script, arguments, steps, tmp_path):
         assert over == pytest.approx(time_ratio / flops_ratio, rel=0.02)
 
 
+def test_options_are_timed_beside_the_base(tmp_path):
+    base = "backbone.depth=4 backbone.hidden_size=32 backbone.num_heads=2 training.batch_size=2"
+    options = ("routing=none", "routing.start=1 routing.end=3 routing.selection_rate=0.75")
+    printed = run("methods.py", "--base", base, "--rounds=1", *options, cwd=tmp_path)
+    lines = printed.splitlines()[-3:]
+    assert [line.split("  ")[0] for line in lines] == ["base", *options]
+    of_base, dense, routed = (float(line.split()[-3]) for line in lines)
+    assert routed < of_base < dense
+
+
 def test_the_loader_is_timed_beside_training(tmp_path):
     printed = run("loader.py", "dit", *SMALL, "--num-batches=2", "--workers=0", cwd=tmp_path)
     workers, speed, cpu_us, ratio = map(float, printed.splitlines()[-1].split())

@@ -24,6 +24,7 @@ OTHERS = [
     "plugins=[my_plugin]", "backbone=dit", "objective=huber_flow", "objective.delta=0.5",
     "sampler=midpoint", "guidance=rising", "guidance.scale=1.5", "lr_schedule=inverse_sqrt",
     "lr_schedule.warmup_steps=2", "data=stripes", "data.num_images=128", "tracker=csv",
+    "alignment=regression", "alignment.block=0",
     "evaluation.metrics=[]", "evaluation.num_images=4",
 ]  # fmt: skip
 
@@ -60,7 +61,7 @@ def trained(tmp_path_factory):
 
 def test_every_other_kind(trained):
     logged = {name for row in numbers(trained) for name in row}
-    assert "beyond_delta" in logged
+    assert {"beyond_delta", "alignment_loss"} <= logged
     with (trained / "numbers.csv").open(newline="") as stream:
         assert {"loss", "beyond_delta"} <= {name for _, name, _ in csv.reader(stream)}
 

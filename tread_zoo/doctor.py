@@ -20,9 +20,10 @@ from tread_zoo.kernels.dispatch import (
     unusable,
 )
 from tread_zoo.kernels.verify import TOLERANCE, cast, compare
+from tread_zoo.provenance import describe_code
 from tread_zoo.registry import create_backbone, list_backbones
 from tread_zoo.routing import Routing, build_routing
-from tread_zoo.runtime import autocast, describe_code, describe_device, resolve_precision
+from tread_zoo.runtime import autocast, describe_device, resolve_precision
 from tread_zoo.seeding import make_generator
 
 # (distribution, module, what it is for, how it is installed)

@@ -1,19 +1,23 @@
-"""What a run computes on, device and precision, and how it was started."""
+"""What a run computes on: device, precision, a line that says so, and how fast it could be."""
 
-import shlex
-import subprocess
-import sys
-import time
+import re
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from tread_zoo import __version__
 from tread_zoo.errors import unknown_name
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+# Of data sheets, without sparsity: fp32 without TF32, which torch leaves off; bf16 or fp16.
+PEAK_TFLOPS = {
+    "A10": (31.2, 125), "A30": (10.3, 165), "A40": (37.4, 149.7),
+    "A100": (19.5, 312), "A100 PCIE": (19.5, 312), "RTX A6000": (38.7, 154.8),
+    "L4": (30.3, 121), "L40S": (91.6, 362), "RTX 6000 ADA": (91.1, 364.2),
+    "RTX 3090": (35.6, 71), "RTX 4090": (82.6, 165.2),
+    "H100": (67, 989), "H100 PCIE": (51, 756), "H100 NVL": (60, 835), "H200": (67, 989),
+    "B200": (75, 2250), "MI300X": (163.4, 1307.4),
+}  # fmt: skip
+_ASIDE = r"NVIDIA|AMD Instinct|GeForce|Generation|SXM\d|\d+GB|HBM\d\w?"  # of a GPU's name
 
 
 def resolve_device(device: str) -> torch.device:
@@ -82,27 +86,10 @@ def describe_device(device: torch.device) -> str:
     return f"CPU, {threads} thread{'s' if threads > 1 else ''}; no GPU is used"
 
 
-def describe_start() -> dict[str, Any]:
-    """Return how this process was started: the time, the command, hydra's overrides, the code."""
-    from hydra.core.hydra_config import HydraConfig
-
-    overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": shlex.join(sys.orig_argv),
-        "overrides": list(overrides),
-        "code": describe_code(),
-    }
-
-
-def describe_code() -> str:
-    """Return the version and, of a clone, its commit; `-dirty` if files differ from it."""
-    root = Path(__file__).resolve().parents[1]
-    if not (root / ".git").exists():
-        return __version__
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return __version__
-    return f"{__version__} {done.stdout.strip()}"
+def peak_flops(name: str, precision: str) -> float | None:
+    """Return the FLOPs per second of a GPU's data sheet by torch's name of it, or None if it is not
+    known; a part of one (MIG), or one for laptops, is not."""
+    words = re.sub(_ASIDE, " ", name).replace("-", " ").upper().split()
+    fp32, half = PEAK_TFLOPS.get(" ".join(words), (None, None))
+    peak = fp32 if precision == "fp32" else half
+    return None if peak is None else peak * 1e12

@@ -1,4 +1,4 @@
-"""Parts of most kinds, in one file that any environment can have.
+"""Parts of every kind but a backbone, in one file that any environment can have.
 
     python scripts/train.py plugins=[my_plugin] 'routing.selector={name: checkerboard, parity: 1}' \
         optimizer=sign_sgd optimizer.learning_rate=1e-3 'evaluation.metrics=[fid,mean_gap]'
@@ -18,6 +18,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from tread_zoo import register
 from tread_zoo.data import ArrayDataset, ImageData
 from tread_zoo.diffusion import ClassifierFree, FlowMatching
+from tread_zoo.training.alignment import token_width
 
 
 @register("selector", "checkerboard")
@@ -124,26 +125,70 @@ class InverseSqrt:
         return min((step + 1) / self.warmup_steps, math.sqrt(self.warmup_steps / (step + 1)))
 
 
+class StripesDataset(ArrayDataset):
+    """Noisy stripes; with features, the stripes without their noise come along."""
+
+    def __init__(self, images, labels, clean):
+        super().__init__(images, labels)
+        self.clean = clean
+
+    def with_features(self):
+        return _WithClean(self.images, self.labels, self.clean)
+
+
+class _WithClean(StripesDataset):
+    def gather(self, indices):
+        return (*super().gather(indices), self.clean[indices][:, None])  # not the mirrored ones
+
+
 @register("data", "stripes", num_steps=100)
 def stripes(num_images: PositiveInt = 256, size: PositiveInt = 8, noise: NonNegativeFloat = 20.0):
-    """Grey images of horizontal (class 0) or vertical (class 1) stripes."""
+    """Grey images of horizontal (class 0) or vertical (class 1) stripes, features [1, size, size]
+    beside them."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(num_images) % 2
     phase = torch.randint(2, (num_images,), generator=generator)
     lines = ((torch.arange(size) + phase[:, None]) % 2 * 200.0)[:, None, :].expand(-1, size, -1)
-    images = torch.where(labels[:, None, None] == 1, lines, lines.transpose(1, 2))
-    images = images + noise * torch.randn(images.shape, generator=generator)
+    clean = torch.where(labels[:, None, None] == 1, lines, lines.transpose(1, 2))
+    images = clean + noise * torch.randn(clean.shape, generator=generator)
     images = images.clamp(0, 255).round().to(torch.uint8)[:, None]
-    held_out = num_images // 5
+    clean, held_out = clean[:, None] / 200, num_images // 5
     return ImageData(
         name="stripes",
-        train=ArrayDataset(images[held_out:], labels[held_out:]),
+        train=StripesDataset(images[held_out:], labels[held_out:], clean[held_out:]),
         held_out=ArrayDataset(images[:held_out], labels[:held_out]),
         image_size=(size, size),
         channels=1,
         num_classes=2,
         class_names=("horizontal", "vertical"),
+        features=(1, *clean.shape[1:]),
     )
+
+
+@register("alignment", "regression")
+@dataclass(frozen=True)
+class Regression:
+    """The features as a linear function of a block's tokens, by squared error."""
+
+    block: int = 1
+    weight: PositiveFloat = 0.1
+    stop: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    def build(self, backbone, feature_size):
+        return _Regression(self.block, backbone.grid, token_width(backbone), feature_size)
+
+
+class _Regression(torch.nn.Module):
+    def __init__(self, block, grid, width, feature_size):
+        super().__init__()
+        self.block, self.grid = block, grid
+        self.map = torch.nn.Linear(width, feature_size)
+
+    def forward(self, tokens, ids, features):
+        target = torch.nn.functional.adaptive_avg_pool2d(features, self.grid).flatten(2).mT
+        if ids is not None:
+            target = target.take_along_dim(ids[..., None], dim=1)
+        return (self.map(tokens).float() - target).square().mean(dim=(1, 2))
 
 
 @register("metric", "mean_gap", better="lower")

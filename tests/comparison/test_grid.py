@@ -7,6 +7,8 @@ import pytest
 
 from tread_zoo.comparison import Cell, cell_name, check_same_commands, expand, run_cells
 
+SCORE = '{"values": {"fid": 2.5}}'
+
 
 def cell(tmp_path, name, code):
     """Return a cell that runs Python code; `result` in it is the path of the result."""
@@ -53,27 +55,33 @@ def test_names_are_files_of_their_own(tmp_path):
 def test_a_cell_that_fails_is_reported_and_the_others_go_on(tmp_path):
     cells = [
         cell(tmp_path, "bad", "print('step 1'); sys.exit('error: out of luck')"),
-        cell(tmp_path, "good", "result.touch()"),
+        cell(tmp_path, "good", f"result.write_text({SCORE!r})"),
         cell(tmp_path, "done", "raise AssertionError"),
     ]
-    cells[2].result.touch()
+    cells[2].result.write_text(SCORE.replace("2.5", "1.25"))
     failed, shown = run(cells)
     assert list(failed) == ["bad"]
     assert "exit status 1: error: out of luck" in failed["bad"]
     assert "3 cells, 1 of them done" in shown
-    assert "2/2 good: done" in shown
-    cells[0].result.touch()
+    rows = [line.split() for line in shown.splitlines()]
+    for row in (["fid"], ["done", "1.25"], ["good", "2.5"]):
+        assert row in rows
+    cells[0].result.write_text(SCORE)
     assert run(cells)[0] == {}, "nothing is left to run"
 
 
 def test_cells_run_at_the_same_time(tmp_path):
     meet = (
-        "import time, os\nresult.touch()\nother = result.with_name({!r})\n"
+        f"import time, os\nresult.write_text({SCORE!r})\n"
+        "other = result.with_name('{}')\n"
         "end = time.time() + 60\nwhile not other.exists() and time.time() < end: time.sleep(.01)\n"
         "if not other.exists(): result.unlink()\n"
         "print(os.environ['CUDA_VISIBLE_DEVICES'])"
     )
-    cells = [cell(tmp_path, "a", meet.format("b.json")), cell(tmp_path, "b", meet.format("a.json"))]
+    cells = [
+        cell(tmp_path, "a", meet.replace("{}", "b.json")),
+        cell(tmp_path, "b", meet.replace("{}", "a.json")),
+    ]
     assert run(cells, jobs=2, devices=["4", "7"])[0] == {}
     assert sorted(cell.log.read_text() for cell in cells) == ["4\n", "7\n"]
 

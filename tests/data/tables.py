@@ -93,26 +93,13 @@ def image_data(num_train=11, num_held_out=5, channels=3, size=8):
     return ImageData("made", part(num_train, 0), held_out, (size, size), channels, 4, tuple("abcd"))
 
 
-class WithContexts(torch.utils.data.Dataset):
-    """Images of a part with contexts float32 [n, T, S]."""
-
-    def __init__(self, part, contexts):
-        self.part, self.contexts = part, contexts
-
-    def __len__(self):
-        return len(self.part)
-
-    def __getitem__(self, index):
-        return self.part[index][0], self.contexts[index]
-
-
 def with_contexts(num_train=24, num_held_out=6):
     """Return random images of 8x8, each with a context."""
     plain = image_data(num_train, num_held_out)
-    parts = [
-        WithContexts(part, torch.stack([filled(one) for one in made_contexts(len(part), seed)]))
-        for seed, part in enumerate((plain.train, plain.held_out))
-    ]
+    parts = []
+    for seed, part in enumerate((plain.train, plain.held_out)):
+        contexts = map(filled, made_contexts(len(part), seed))
+        parts.append(list(zip(part.images, contexts, strict=True)))
     return ImageData("made", *parts, (8, 8), 3, 0, (), context=SHAPE)
 
 

@@ -4,9 +4,8 @@ from itertools import chain
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
-from tread_zoo.data import ArrayDataset, StepBatches, make_loader, to_model_range, to_uint8
+from tread_zoo.data import ArrayDataset, StepBatches, to_model_range, to_uint8
 from tread_zoo.data.split import split_held_out
 
 
@@ -51,36 +50,10 @@ def test_ranks_share_a_global_batch():
     assert [list(chain(*parts)) for parts in zip(*ranks, strict=True)] == whole
 
 
-@pytest.mark.parametrize(("num_items", "num_ranks", "most"), [(7, 1, 7), (15, 2, 7), (3, 4, 1)])
-def test_a_batch_that_the_data_cannot_fill_is_refused(num_items, num_ranks, most):
-    with pytest.raises(ValueError, match=f"has {num_items}.*at most {most}"):
+@pytest.mark.parametrize(("num_items", "num_ranks"), [(7, 1), (15, 2)])
+def test_a_batch_that_the_data_cannot_fill_is_refused(num_items, num_ranks):
+    with pytest.raises(ValueError, match=f"has {num_items}"):
         StepBatches(num_items, 8, seed=0, num_steps=5, num_ranks=num_ranks)
-
-
-class Counting(Dataset):
-    """Item i is a 1x2x2 image of value i with label i: not in memory, so through DataLoader."""
-
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        return torch.full((1, 2, 2), index, dtype=torch.uint8), index
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_loader_keeps_the_order_and_the_global_generator(num_workers):
-    batches = StepBatches(20, 4, seed=0, num_steps=7)
-    state = torch.get_rng_state()
-    loaded = list(make_loader(Counting(), batches, num_workers))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert [labels.tolist() for _, labels in loaded] == list(batches)
-    images, labels = loaded[0]
-    assert images.shape == (4, 1, 2, 2)
-    assert (images.dtype, labels.dtype) == (torch.uint8, torch.int64)
-    in_memory = ArrayDataset(torch.stack([Counting()[i][0] for i in range(20)]), torch.arange(20))
-    for one, other in zip(loaded, make_loader(in_memory, batches), strict=True):
-        assert torch.equal(one[0], other[0])
-        assert torch.equal(one[1], other[1])
 
 
 def test_the_split_is_stratified_disjoint_and_fixed():

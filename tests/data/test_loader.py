@@ -71,15 +71,11 @@ def test_a_corrupt_item_is_replaced_by_one_that_seed_and_index_decide(tmp_path):
         assert seen.isdisjoint(bad) if index in bad else seen == {index}
     assert sorted(item.index for item in met) == sorted(bad), "told more or less than once"
     assert {(item.name, item.reason) for item in met} == {(f"file_{i}", f"no {i}") for i in bad}
-    assert labels_of(Watched(tmp_path, bad), num_workers=2) == found
+    met.clear()
+    assert labels_of(Watched(tmp_path, bad), num_workers=2, met=met) == found
+    assert sorted(item.index for item in met) == sorted(bad)
     assert labels_of(Watched(tmp_path, bad), start=7) == found[7:]
     assert labels_of(Watched(tmp_path, bad), seed=4) != found
-
-
-def test_what_workers_meet_reaches_the_main_process(tmp_path):
-    met = []
-    labels_of(Watched(tmp_path, {4, 17}), num_workers=2, met=met)
-    assert sorted(item.index for item in met) == [4, 17]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -119,14 +115,6 @@ def test_workers_live_for_the_whole_run_and_start_when_they_are_needed(tmp_path)
     assert os.getpid() not in dataset.pids()
 
 
-def test_a_worker_that_is_killed_is_told_in_one_line(tmp_path):
-    def die(index):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with pytest.raises(ChildProcessError, match=r"died .*worker.*lower training.num_workers"):
-        labels_of(Watched(tmp_path, doing=die), num_workers=1)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_all_processes_leaves_the_workers_alive(tmp_path, number):
     sent = tmp_path / "sent"
@@ -140,10 +128,13 @@ def test_a_signal_to_all_processes_leaves_the_workers_alive(tmp_path, number):
     assert sent.exists()
 
 
-def test_items_in_memory_are_gathered(tmp_path, monkeypatch):
+def test_items_in_memory_are_gathered_and_the_order_is_kept(tmp_path, monkeypatch):
     memory = ArrayDataset(torch.arange(30, dtype=torch.uint8).view(30, 1, 1, 1), torch.arange(30))
     monkeypatch.setattr(ArrayDataset, "__getitem__", None)  # no item is read by itself
-    assert labels_of(memory, num_workers=2) == labels_of(Watched(tmp_path))
+    state = torch.get_rng_state()
+    batches = list(StepBatches(30, 5, seed=3, num_steps=18))
+    assert labels_of(memory) == labels_of(Watched(tmp_path), num_workers=2) == batches
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_items_read_at_once_are_replaced_too(tmp_path, caplog):

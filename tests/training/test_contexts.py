@@ -1,6 +1,7 @@
 """Training on contexts: what a step draws, exact resume, what samples are made for, refusals."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,6 @@ from tests.data.tables import (
 from tests.data.test_contexts import write_folder
 from tests.small_run import parts_of, settings, train_small
 from tests.training.test_resume import assert_same_end
-from tread_zoo.data import ImageData
 from tread_zoo.diffusion import generate
 from tread_zoo.evaluation.conditions import conditions_of, contexts_in
 from tread_zoo.evaluation.held_out import held_out_loss
@@ -130,9 +130,11 @@ def test_other_contexts_than_in_training_are_refused(trained, folder, tmp_path, 
     restored = restore(trained, weights="ema", device="cpu", precision="fp32")
     assert (restored.backbone.context_length, restored.backbone.context_size) == SHAPE
     data = with_contexts()
-    for part in (data.train, data.held_out):
-        part.contexts = torch.cat([part.contexts, part.contexts], dim=1)
-    data = ImageData(**{**vars(data), "context": (6, 4)})
+    train, held_out = (
+        [(image, torch.cat([context, context])) for image, context in part]
+        for part in (data.train, data.held_out)
+    )
+    data = replace(data, train=train, held_out=held_out, context=(6, 4))
     other = write_latents(tmp_path / "other", data)
     with pytest.raises(ValueError, match="context"):
         restored.data({"path": str(other)})

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from PIL import Image
 
 from tests.small_run import parts_of, settings, train_small
 from tread_zoo import __version__
@@ -129,6 +130,7 @@ def test_metrics_and_seconds_of_a_resumed_run(in_two_parts):
     steps = [row["step"] for row in rows if "loss" in row]
     assert steps == sorted(set(steps))
     assert steps[-1] == 6
+    assert Image.open(in_two_parts / "samples.gif").n_frames == 2
     first = find_checkpoint(in_two_parts / "checkpoints" / "step_00000003").meta["seconds"]
     last = json.loads((in_two_parts / "score.json").read_text())["run"]["seconds"]
     assert last["training"] > first["training"]

@@ -27,7 +27,7 @@ def test_a_run_leaves_what_it_should(tmp_path, caplog):
     names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     assert names == {
         "checkpoints", "samples", "commands.jsonl", "config.json", "facts.json", "metrics.jsonl",
-        "loss.png", "score.json", "scores.jsonl", "train.log",
+        "loss.png", "samples.gif", "score.json", "scores.jsonl", "train.log",
     }  # fmt: skip
     assert [p.name for p in sorted((folder / "samples").iterdir())] == [
         "real.png", "step_00000003.png", "step_00000006.png",
@@ -37,6 +37,7 @@ def test_a_run_leaves_what_it_should(tmp_path, caplog):
     expected = {"loss", "learning_rate", "images_per_s", "grad_norm", "peak_memory", "loss_level_1"}
     assert expected <= rows[0].keys()
     assert any("held_out_loss" in row for row in rows)
+    assert "mfu" not in rows[0], "the peak of a CPU is not known"
     score = json.loads((folder / "score.json").read_text())
     assert 0 <= score["values"]["label_accuracy"] <= 1
     assert score["protocol"]["weights"] == "ema"
@@ -152,6 +153,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_step(run, monkeypatc
         run("run", "training.checkpoint_every=1")
     checkpoint = find_checkpoint(tmp_path / "run")
     assert checkpoint.step == 3
+    assert "the loss is" in (tmp_path / "run" / "train.log").read_text()
     assert all(tensor.isfinite().all() for tensor in checkpoint.tensors("model").values())
 
 

@@ -17,6 +17,7 @@ from tread_zoo.comparison.findings import COSTS, Setting, direction, si, words
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
 
 INK = "#010203"  # becomes the text colour of the page
 COLOURS = (
@@ -25,6 +26,7 @@ COLOURS = (
 )  # fmt: skip
 DASHES = {"--": "╍╍╍", ":": "┈┈┈", "-.": "━╍━"}  # and as text
 Point = tuple[float, float]
+BESIDE = ((8, 6), (8, -14), (-8, 6), (-8, -14))  # a point: where its name may be
 
 
 def looks(settings: Sequence[Setting]) -> dict[str, tuple[str, str]]:
@@ -56,7 +58,6 @@ def draw_quality(settings: Sequence[Setting], metric: str, x: str) -> "Figure":
             color=colour, mfc=colour if setting.is_dense else "none",
         )  # fmt: skip
     by_sample = x == "flops_per_sample"
-    _name_points(axes, settings, points, each=by_sample)
     for setting in settings:
         dense = None if by_sample else setting.dense_of(settings)
         if dense and {dense.label, setting.label} <= points.keys():
@@ -75,6 +76,7 @@ def draw_quality(settings: Sequence[Setting], metric: str, x: str) -> "Figure":
         _scale(axes, "y", [value for _, value in points.values()])
     axes.margins(0.12)
     axes.set_xlabel(COSTS.get(x) or f"{words(x)} ({direction(x)} is better)")
+    _name_points(axes, settings, points, each=by_sample)
     return figure
 
 
@@ -134,16 +136,33 @@ def _new_figure(size: tuple[float, float]) -> "tuple[Figure, Axes]":
 def _name_points(
     axes: "Axes", settings: Sequence[Setting], points: Mapping[str, Point], each: bool
 ) -> None:
-    """Write each backbone beside its first point, or beside each point what else its setting is."""
+    """Write each backbone beside its first point, or beside each point what else its setting is,
+    where the fewest other names and points are."""
+    from matplotlib.transforms import Bbox
+
+    axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # places are known then
+    places = axes.transData.transform([*points.values()]).tolist() if points else []
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in places]
+    sizes = {setting.backbone.rpartition("_")[2] for setting in settings}
+    size = f"_{sizes.pop()}" if len(sizes) == 1 else ""  # of all alike, goes without saying
     named: set[str] = set()
     for setting in settings:
-        if setting.label in points and (each or setting.backbone not in named):
-            named.add(setting.backbone)
-            text = setting.label.partition(", ")[2] if each else setting.backbone
-            axes.annotate(
-                text, points[setting.label], (8, 6), textcoords="offset points",
-                color=looks(settings)[setting.label][0], fontsize=9 if each else 11,
-            )  # fmt: skip
+        if setting.label not in points or (setting.backbone in named and not each):
+            continue
+        named.add(setting.backbone)
+        text = setting.label.partition(", ")[2] if each else setting.backbone.removesuffix(size)
+        name = axes.annotate(
+            text, points[setting.label], BESIDE[0], textcoords="offset points",
+            color=looks(settings)[setting.label][0], fontsize=9 if each else 11,
+        )  # fmt: skip
+
+        def box(place: Point, name: "Annotation" = name) -> Bbox:
+            name.set(ha="left" if place[0] > 0 else "right")
+            name.xyann = place
+            return name.get_window_extent()
+
+        free = min(BESIDE, key=lambda place: sum(map(box(place).overlaps, taken)))
+        taken.append(box(free))
 
 
 def _scale(axes: "Axes", which: str, values: Sequence[float]) -> None:

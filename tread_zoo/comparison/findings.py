@@ -8,6 +8,7 @@ spent: what the others had by then is read off their curves, straight between th
 import dataclasses
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -229,7 +230,9 @@ def routing_table(
     """Return routed settings against their dense ones at equal steps, FLOPs and seconds, and
     sentences that say for which of them routing pays."""
     rows, verdicts, missing = [], dict[str, dict[str, list[str]]](), dict[str, list[str]]()
+    routed = Counter(setting.backbone for setting in settings if not setting.is_dense)
     for setting in settings:
+        short = setting.backbone if routed[setting.backbone] == 1 else setting.label
         dense = setting.dense_of(settings)
         if dense is None:
             continue
@@ -240,20 +243,21 @@ def routing_table(
             difference = measured and _difference(dense, setting, measured)
             if not measured or not difference:
                 row.append("not measured")
-                missing.setdefault(name, []).append(setting.label)
+                missing.setdefault(name, []).append(short)
                 continue
             used = f"{words(measured[0])} " if measured[0] != metric else ""
             row.append(f"{used}{difference.verdict}: {difference}")
             if axis != "steps":
                 by = f"{words(measured[0])} at equal {name}"
-                text = f"{setting.label} ({difference})"
+                is_open = difference.verdict == "not settled"
+                text = short if is_open else f"{short} ({difference})"
                 verdicts.setdefault(by, {}).setdefault(difference.verdict, []).append(text)
         rows.append(row)
     says = {"better": "pays for", "worse": "does not pay for", "equal": "makes no difference for",
             "not settled": "is not settled for"}  # fmt: skip
     lines = []
     for by, own in verdicts.items():
-        parts = [f"{says[word]} {', '.join(own[word])}" for word in says if word in own]
+        parts = [f"{says[w]} {len(own[w])}: {', '.join(own[w])}" for w in says if w in own]
         lines.append(f"Routing, by {by}: {'; '.join(parts)}.")
     for name, labels in missing.items():
         remedy = "; set training.score_every" if name == "FLOPs" else ""

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -19,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
+
+from tqdm import tqdm
 
 from tread_zoo.data.files import write_text
 
@@ -120,32 +123,38 @@ def run_cells(
         cells: the grid.
         jobs: how many run at a time.
         devices: for CUDA_VISIBLE_DEVICES; with several, cells that run together take turns.
-        stream: where lines of progress go, and on a terminal a bar; None is the standard output.
+        stream: where a table of the scores grows as cells end, on a terminal above a bar that shows
+            the last line of a cell; None is the standard output.
     """
-    from tqdm.auto import tqdm
-
     stream = stream or sys.stdout
     todo = [cell for cell in cells if not cell.result.exists()]
     count = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
-    print(f"{count}, {len(cells) - len(todo)} of them done", file=stream, flush=True)
+    logs = f"; output in {todo[0].log.parent}" if todo else ""
+    print(f"{count}, {len(cells) - len(todo)} of them done{logs}", file=stream, flush=True)
+    table = ScoreTable(cells)
     running: dict[int, tuple[Cell, subprocess.Popen[bytes]]] = {}  # by place, 0 … jobs - 1
     failed: dict[str, str] = {}
     waiting = deque(todo)
-    bar = tqdm(total=len(todo), unit="cell", file=stream, disable=not stream.isatty())
+    bar = tqdm(
+        total=len(cells), initial=len(cells) - len(todo), unit="cell", file=stream,
+        dynamic_ncols=True, disable=not stream.isatty(),
+    )  # fmt: skip
 
     def say(text: str) -> None:
         bar.write(text, file=stream)
         stream.flush()
 
+    for cell in cells:
+        if cell.result.exists():
+            say(table.row(cell))
     try:
         while waiting or running:
             for place in sorted(set(range(jobs)) - set(running))[: len(waiting)]:
                 cell = waiting.popleft()
                 running[place] = cell, _start(cell, place, jobs, devices)
-                say(f"started {cell.name}")
             time.sleep(POLL_S)
             for place, (cell, process) in list(running.items()):
-                status, last, outcome = process.poll(), _last_line(cell.log), "done"
+                status, last = process.poll(), _last_line(cell.log)
                 bar.set_postfix_str(last[:60])
                 if status is None:
                     continue
@@ -153,13 +162,31 @@ def run_cells(
                 bar.update()
                 if not cell.result.exists():
                     why = f"exit status {status}: {last or 'no output'} ({cell.log})"
-                    failed[cell.name], outcome = why, f"failed, {why}"
-                ended = len(todo) - len(waiting) - len(running)
-                say(f"{ended}/{len(todo)} {cell.name}: {outcome}")
+                    failed[cell.name] = why
+                say(table.row(cell, failed.get(cell.name)))
     finally:  # nothing runs on, whatever ends this
         bar.close()
         _end([process for _, process in running.values()])
     return failed
+
+
+class ScoreTable:
+    """Lines of text for the scores of cells, the first under its head."""
+
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        self.width = max((len(cell.name) for cell in cells), default=0)
+        self.names: list[str] = []  # of scores, as the first record has them
+
+    def row(self, cell: Cell, failure: str | None = None) -> str:
+        """Return the line of a cell that ended."""
+        if failure is not None:
+            return f"{cell.name:{self.width}}  failed, {failure}"
+        values, head = json.loads(cell.result.read_text())["values"], ""
+        if not self.names:
+            self.names = list(values)
+            head = f"{'':{self.width}}  {'  '.join(f'{name:>9}' for name in self.names)}\n"
+        texts = (f"{values.get(name, math.nan):>{max(9, len(name))}.4g}" for name in self.names)
+        return f"{head}{cell.name:{self.width}}  {'  '.join(texts)}"
 
 
 def _start(cell: Cell, place: int, jobs: int, devices: Sequence[str]) -> "subprocess.Popen[bytes]":

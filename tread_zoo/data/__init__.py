@@ -1,6 +1,7 @@
 """Images to train on: sources by name, which images a step sees, and their range of values."""
 
-import tread_zoo.data.latents  # noqa: F401  (registers)
+import tread_zoo.data.latents
+import tread_zoo.data.table  # noqa: F401  (both register)
 from tread_zoo.data.dataset import (
     PIXELS,
     ArrayDataset,
@@ -9,16 +10,8 @@ from tread_zoo.data.dataset import (
     to_model_range,
     to_uint8,
 )
-from tread_zoo.data.loader import (
-    CorruptItem,
-    CorruptLog,
-    StepBatches,
-    make_loader,
-    read_items,
-    report_dead_workers,
-)
-from tread_zoo.data.memory import cifar10, digits, fashion_mnist, npz
-from tread_zoo.data.table import hf, image_folder, webdataset
+from tread_zoo.data.loader import CorruptItem, CorruptLog, StepBatches, make_loader, read_items
+from tread_zoo.data.memory import digits
 
 __all__ = [
     "PIXELS",
@@ -28,16 +21,9 @@ __all__ = [
     "CorruptLog",
     "ImageData",
     "StepBatches",
-    "cifar10",
     "digits",
-    "fashion_mnist",
-    "hf",
-    "image_folder",
     "make_loader",
-    "npz",
     "read_items",
-    "report_dead_workers",
     "to_model_range",
     "to_uint8",
-    "webdataset",
 ]

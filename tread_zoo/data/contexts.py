@@ -45,17 +45,13 @@ def _longest(table: "datasets.Dataset", column: str) -> int:
 
 def as_context(value: Any, name: str, shape: tuple[int, int]) -> Tensor:
     """Return embeddings [t, S] or [S], or those in an .npy file, as a context float32 [T, S] with
-    zeros below.
-
-    Raises:
-        ValueError: they cannot be read, are no finite floats, too many, or of another width.
-    """
+    zeros below. Raises ValueError for what cannot be read or is not finite, or does not fit."""
     length, size = shape
     rows = _as_rows(value, name)
     if (rows.size and rows.shape[1] != size) or len(rows) > length:
         raise ValueError(
             f"the context {name} has {len(rows)} embeddings of width {rows.shape[1]}; at most "
-            f"{length} of width {size} fit (data.context_length is that number in training)."
+            f"{length} (data.context_length) of width {size} fit."
         )
     context = torch.zeros(length, size)
     with np.errstate(over="ignore"):
@@ -78,8 +74,5 @@ def _as_rows(value: Any, name: str) -> np.ndarray:
     """Return floats [t, S]."""
     array = np.atleast_2d(load_npy(value) if isinstance(value, str) else value)
     if array.ndim != 2 or array.dtype.kind != "f" or not array.shape[1]:
-        raise ValueError(
-            f"the context {name} has shape {array.shape} and dtype {array.dtype}; it must be "
-            "floats [number of embeddings, width]."
-        )
+        raise ValueError(f"the context {name} is {array.dtype} {array.shape}, no floats [t, S].")
     return array

@@ -35,10 +35,7 @@ def to_model_range(images: Tensor) -> Tensor:
 
 def to_uint8(x: Tensor) -> Tensor:
     """Return `x` of [-1, 1] as uint8, clamped and rounded: the exact inverse of `to_model_range`.
-
-    Raises:
-        ValueError: NaN, which has no nearest byte.
-    """
+    Raises ValueError for NaN, which has no nearest byte."""
     if torch.isnan(x).any():
         raise ValueError(
             f"x of shape {tuple(x.shape)} has NaN; no image can be made of it. "
@@ -87,13 +84,10 @@ class Codec:
         noise: Tensor | None = None,
         flip: Tensor | None = None,
     ) -> Tensor:
-        """Return a stored batch as the model sees it: float32 [B,C,H,W] on `device`.
+        """Return a batch as the loader gave it as the model sees it: float32 [B,C,H,W] on `device`.
 
-        Args:
-            stored: as the loader gave it, on the CPU.
-            device: where to.
-            noise: what `draw` gave, or the rows of these items; without it, the mean.
-            flip: bool [B], which items are mirrored.
+        `noise` is what `draw` gave for these items (None: the mean), `flip` bool [B] says which
+        of them are mirrored.
         """
         if flip is not None:
             stored = torch.where(flip.view(-1, 1, 1, 1), stored.flip(-1), stored)
@@ -109,31 +103,20 @@ PIXELS = Codec()
 
 @dataclass(frozen=True)
 class ImageData:
-    """What a data source returns: a training part, a held-out part, and what a model has to know.
+    """What a data source returns: a training and a held-out part, and what a model has to know."""
 
-    Args:
-        name: for logs and records.
-        train: items (image as stored, label or context).
-        held_out: the same; None where nothing was held out.
-        image_size, channels: of what the model sees.
-        num_classes: 0 where there are no labels; each label is then 0.
-        class_names: one for each class.
-        codec: between stored items, what the model sees, and pixels.
-        context: T and S where an item's condition is a context; there are no classes then.
-        features: [K,S,h,w] of an encoder's features, which `train.with_features()` adds to each
-            item: as it is, and mirrored if K is 2; None where there are none.
-    """
-
-    name: str
-    train: Dataset[Any]
-    held_out: Dataset[Any] | None
-    image_size: tuple[int, int]  # H, W
+    name: str  # for logs and records
+    train: Dataset[Any]  # items (image as stored, label or context)
+    held_out: Dataset[Any] | None  # the same; None where nothing was held out
+    image_size: tuple[int, int]  # H, W of what the model sees
     channels: int
-    num_classes: int
+    num_classes: int  # 0 where there are no labels; each label is then 0
     class_names: tuple[str, ...]
-    codec: Codec = PIXELS
-    context: tuple[int, int] | None = None  # T, S
-    features: tuple[int, int, int, int] | None = None  # K, S, h, w
+    codec: Codec = PIXELS  # between stored items, what the model sees, and pixels
+    context: tuple[int, int] | None = None  # T, S where an item's condition is a context
+    # K, S, h, w of an encoder's features, which `train.with_features()` adds to each item: as it
+    # is, and mirrored if K is 2.
+    features: tuple[int, int, int, int] | None = None
 
     @property
     def context_keywords(self) -> dict[str, int]:
@@ -168,11 +151,15 @@ class ArrayDataset(Dataset[Any]):
         return self.images[indices], self.labels[indices]
 
 
+@dataclass(eq=False)
 class TableDataset(Dataset[Any]):
     """Some rows of a table of the `datasets` library, with labels int64 [N], all 0 without."""
 
-    def __init__(self, table: "datasets.Dataset", labels: Tensor):
-        self.table, self.labels, self.rows = table, labels, torch.arange(len(table))
+    table: "datasets.Dataset"
+    labels: Tensor
+
+    def __post_init__(self) -> None:
+        self.rows = torch.arange(len(self.table))
 
     def subset(self, rows: Tensor) -> Self:
         """Return the items `rows` int64 [K], on the same table."""

@@ -10,13 +10,12 @@ Dimensions: B batch, K copies (2: as it is, mirrored), C channels of a latent (2
 there are moments), h height, w width, S channels of features.
 """
 
+import dataclasses
+import functools
 import itertools
 import json
 import logging
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,14 +25,14 @@ from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from tqdm.auto import tqdm
 
 from tread_zoo.config import OPTIONS, Fraction
 from tread_zoo.data.dataset import ImageData, to_model_range, to_uint8
-from tread_zoo.data.files import written_whole
+from tread_zoo.data.files import write_text, written_whole
 from tread_zoo.data.latents import PARTS, split_moments
-from tread_zoo.data.loader import CorruptItem, CorruptLog, read_item
+from tread_zoo.data.loader import CorruptItem, CorruptLog, read_item, read_items
 from tread_zoo.data.vae import Vae
+from tread_zoo.progress import progress
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
 
@@ -47,45 +46,28 @@ Extract = Callable[[Tensor], Tensor]  # images uint8 [B,C,H,W] -> features float
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class EncodingConfig:
-    """How to encode.
+    """How to encode."""
 
-    Args:
-        plugins: as of `RunConfig`.
-        data: a source of images.
-        vae: a folder of diffusers, or a hub's name; none keeps the images as they are.
-        features: an extractor, as of `EvaluationConfig`, whose features are stored beside, for
-            `alignment`; null for none.
-        inception_weights, dinov2_weights: as of `EvaluationConfig`.
-        out: folder of the table; the same command again encodes what is missing.
-        content: moments keeps mean and logvar, and training draws; samples draws once; mode takes
-            the mean; auto is moments where the autoencoder has them, else mode.
-        flips: encode the mirrored image beside each, for training.horizontal_flip.
-        dtype: of latents on the disk; features are float16.
-        batch_size: images at a time.
-        part_size: images in a file.
-        num_workers: processes that read images.
-        max_corrupt_share: fraction of the images that may be unreadable, each left out and listed
-            in corrupt.txt; past it the encoding stops.
-        device: of the networks.
-        precision: of the autoencoder; the extractor runs in fp32.
-    """
-
-    plugins: tuple[str, ...] = ()
-    data: dict[str, Any] = field(default_factory=dict)
-    vae: str = ""
+    plugins: tuple[str, ...] = ()  # as of `RunConfig`
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)  # a source of images
+    vae: str = ""  # a folder of diffusers, or a hub's name; none keeps the images as they are
+    # An extractor, as of `EvaluationConfig`, whose features are stored beside, for `alignment`.
     features: str | None = None
-    inception_weights: str | None = None
+    inception_weights: str | None = None  # as of `EvaluationConfig`
     dinov2_weights: str | None = None
-    out: str = ""
+    out: str = ""  # folder of the table; the same command again encodes what is missing
+    # moments keeps mean and logvar, and training draws; samples draws once; mode takes the mean;
+    # auto is moments where the autoencoder has them, else mode.
     content: Literal["auto", "moments", "samples", "mode"] = "auto"
-    flips: bool = False
-    dtype: Literal["float16", "bfloat16", "float32"] = "float16"
+    flips: bool = False  # encode mirrored images beside, for training.horizontal_flip
+    dtype: Literal["float16", "bfloat16", "float32"] = "float16"  # of latents on the disk
     batch_size: PositiveInt = 16
-    part_size: PositiveInt = 4000
-    num_workers: NonNegativeInt = 0
+    part_size: PositiveInt = 4000  # images in a file
+    num_workers: NonNegativeInt = 0  # processes that read images
+    # Fraction of the images that may be unreadable, each left out and listed in corrupt.txt.
     max_corrupt_share: Fraction = 0.001
     device: str = "auto"
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"  # of the autoencoder
 
 
 def encode(
@@ -102,10 +84,8 @@ def encode(
     """Encode this process's parts of the data; return whether the table is finished.
 
     Args:
-        data: of images.
-        vae: on the device that is to encode; None keeps the images as they are.
-        out: the table's folder.
-        config: how.
+        data, vae: images, and an autoencoder on its device; None keeps the images as they are.
+        out, config: the table's folder, and how to encode.
         features: the extractor's label, and what it does.
         precision: of the autoencoder, resolved.
         rank, num_ranks: of this process.
@@ -115,8 +95,8 @@ def encode(
             many images cannot be read.
     """
     content = "pixels" if vae is None else _choose_content(config.content, vae)
-    datasets: dict[str, Any] = {part: getattr(data, part) or () for part in PARTS}
-    lengths, size = {part: len(dataset) for part, dataset in datasets.items()}, config.part_size
+    lengths = {part: len(getattr(data, part) or ()) for part in PARTS}
+    size = config.part_size
     spans = {
         f"{part}-{start // size:05d}.arrow": (part, range(start, min(start + size, length)))
         for part, length in lengths.items()
@@ -135,25 +115,17 @@ def encode(
         "parts": {part: [name for name in spans if spans[name][0] == part] for part in PARTS},
     }  # fmt: skip
     _begin(out, facts)
-    corrupt = CorruptLog(
-        out / "corrupt.txt", num_items=sum(lengths.values()), max_share=config.max_corrupt_share
-    )
     missing = [name for name in list(spans)[rank::num_ranks] if not (out / name).exists()]
     if rank == 0 and missing and vae is not None:
         logger.info("%-9s PSNR of decoded latents %.1f dB", "vae", _psnr(data, vae))
-    began, terminal = time.time(), sys.stderr.isatty()
+    log = CorruptLog(
+        out / "corrupt.txt", num_items=sum(lengths.values()), max_share=config.max_corrupt_share
+    )
+    encoder = _Encoder(data, vae, features and features[1], content, precision, config, log)
     total = sum(len(spans[name][1]) for name in missing)
-    with tqdm(total=total, unit="image", disable=rank != 0 or not terminal) as bar:
-        for number, name in enumerate(missing, start=1):
-            part, span = spans[name]
-            offset = 0 if part == "train" else lengths["train"]
-            batches = _read(datasets[part], span, config, corrupt, offset, bar.update)
-            extract = features and features[1]
-            items = _encode(batches, vae, extract, part, content, config, precision)
-            write_part(out / name, items, facts["content"])
-            if rank == 0 and not terminal:
-                left = (time.time() - began) * (len(missing) / number - 1)
-                logger.info("encoding  part %d of %d, %d s left", number, len(missing), left)
+    with progress("encoding", total=total, unit=" images", shown=rank == 0) as bar:
+        for name in missing:
+            write_part(out / name, encoder.items(*spans[name], bar), facts["content"])
     return finish(out, facts)
 
 
@@ -172,107 +144,90 @@ def _begin(out: Path, facts: dict[str, Any]) -> None:
     file = out / "table.json"
     out.mkdir(parents=True, exist_ok=True)
     if not file.exists():
-        _write_json(file, facts)
+        write_text(file, json.dumps(facts, indent=1), alone=False)
     there = json.loads(file.read_text())
     other = [k for k, value in json.loads(json.dumps(facts)).items() if there.get(k) != value]
     if other:
         raise ValueError(
-            f"out={str(out)!r} has a table that differs in {', '.join(other)}: encode with the "
-            "same settings, or into another folder."
+            f"out={str(out)!r} has a table that differs in {', '.join(other)}: name another folder."
         )
 
 
-def _read(
-    dataset: Dataset[Any],
-    span: range,
-    config: EncodingConfig,
-    corrupt: CorruptLog,
-    offset: int,
-    advance: Callable[[int], object],
-) -> Iterator[list[tuple[int, Tensor, Any]]]:
-    """Yield batches of (index, image, label or context) of those that can be read; the others are
-    logged by index + `offset`."""
-    loader = DataLoader(
-        _Reader(dataset), sampler=span, batch_size=config.batch_size, collate_fn=list,
-        num_workers=config.num_workers,
-    )  # fmt: skip
-    for items in loader:
-        whole = []
-        for index, item in items:
-            if isinstance(item, CorruptItem):
-                corrupt(replace(item, index=offset + index))
-            else:
-                whole.append((index, *item))
-        if whole:
-            yield whole
-        advance(len(items))
+def _read_each(dataset: Dataset[Any], indices: Sequence[int]) -> list[tuple[int, Any]]:
+    """Return items, or what is wrong with them, with their indices."""
+    return [(index, read_item(dataset, index)) for index in indices]
 
 
-class _Reader(Dataset[Any]):
-    """Reads items, or what is wrong with them."""
+@dataclasses.dataclass(frozen=True)
+class _Encoder:
+    """What makes of images what is stored of them."""
 
-    def __init__(self, dataset: Dataset[Any]):
-        self.dataset = dataset
+    data: ImageData
+    vae: Vae | None
+    extract: Extract | None
+    content: str
+    precision: str
+    config: EncodingConfig
+    corrupt: CorruptLog
 
-    def __getitem__(self, index: int) -> tuple[int, Any]:
-        return index, read_item(self.dataset, index)
+    def items(self, part: str, span: range, bar: Any) -> Iterator[Item]:
+        """Yield what is stored of each image of a span that can be read; `bar` is advanced. Raises
+        ValueError for what is not finite in its dtype."""
+        loader: Any = DataLoader(
+            span,  # type: ignore[arg-type]
+            batch_size=self.config.batch_size,
+            num_workers=self.config.num_workers,
+            collate_fn=functools.partial(_read_each, getattr(self.data, part)),
+        )
+        offset = 0 if part == "train" else len(self.data.train)  # type: ignore[arg-type]
+        for batch in loader:
+            whole = [(i, item) for i, item in batch if not isinstance(item, CorruptItem)]
+            for index, item in batch:
+                if isinstance(item, CorruptItem):
+                    self.corrupt(dataclasses.replace(item, index=offset + index))
+            if whole:
+                indices, items = zip(*whole, strict=True)
+                images, conditions = zip(*items, strict=True)
+                columns = self._columns(part, indices, torch.stack(images))
+                for row, condition in enumerate(conditions):
+                    own = {name: values[row] for name, values in columns.items()}
+                    yield own | _condition_columns(condition)
+            bar.update(len(batch))
 
-
-def _encode(
-    batches: Iterable[list[tuple[int, Tensor, Any]]],
-    vae: Vae | None,
-    extract: Extract | None,
-    part: str,
-    content: str,
-    config: EncodingConfig,
-    precision: str,
-) -> Iterator[Item]:
-    """Yield what is stored of each image.
-
-    Raises:
-        ValueError: latents, features or contexts that are not finite in the dtype.
-    """
-    for batch in batches:
-        indices, stacked, conditions = zip(*batch, strict=True)
-        images = torch.stack(stacked)
-        copies = (images, images.flip(-1)) if config.flips else (images,)
+    def _columns(self, part: str, indices: Sequence[int], images: Tensor) -> dict[str, Tensor]:
+        """Return columns [B, …] of uint8 images."""
+        copies = (images, images.flip(-1)) if self.config.flips else (images,)
         columns = {"image": images[:, None]}
-        if vae is not None:
+        if self.vae is not None:
             latents = []
             for number, one in enumerate(copies):
-                generators = (make_generator(f"encode {part}", index, number) for index in indices)
-                latents.append(_encode_copy(one, vae, content, precision, generators))
-            columns = {"latent": torch.stack(latents, dim=1).to(getattr(torch, config.dtype)).cpu()}
-        if extract is not None:
-            columns["features"] = torch.stack([extract(one) for one in copies], 1).half().cpu()
+                generators = (make_generator(f"encode {part}", i, number) for i in indices)
+                latents.append(self._encode(self.vae, one, generators))
+            dtype = getattr(torch, self.config.dtype)
+            columns = {"latent": torch.stack(latents, dim=1).to(dtype).cpu()}
+        if self.extract is not None:
+            maps = [self.extract(one) for one in copies]
+            columns["features"] = torch.stack(maps, dim=1).half().cpu()
         for name, values in columns.items():
             if not torch.isfinite(values).all():
                 raise ValueError(
                     f"{name} of the {part} images {indices[0]} … {indices[-1]} are not finite as "
-                    f"{values.dtype} in precision={precision}; for latents set dtype=float32 and "
-                    "precision=fp32, or look at these images."
+                    f"{values.dtype} in precision={self.precision}; for latents set dtype=float32 "
+                    "and precision=fp32, or look at these images."
                 )
-        for row, condition in enumerate(conditions):
-            yield {k: values[row] for k, values in columns.items()} | _condition_columns(condition)
+        return columns
 
-
-def _encode_copy(
-    images: Tensor,
-    vae: Vae,
-    content: str,
-    precision: str,
-    generators: Iterable[torch.Generator],
-) -> Tensor:
-    """Return what is stored of the latents of uint8 images, [B,C',h,w]."""
-    device = next(vae.network.parameters()).device
-    with autocast(device, precision):
-        mean, logvar = vae.encode(to_model_range(images.to(device)))
-    if logvar is None or content == "mode":
-        return mean
-    if content == "moments":
-        return torch.cat([mean, logvar], dim=1)
-    noise = torch.stack([torch.randn(mean.shape[1:], generator=key) for key in generators])
-    return mean + (0.5 * logvar).exp() * noise.to(mean)
+    def _encode(self, vae: Vae, images: Tensor, generators: Iterable[torch.Generator]) -> Tensor:
+        """Return what is stored of the latents of uint8 images, [B,C',h,w]."""
+        device = next(vae.network.parameters()).device
+        with autocast(device, self.precision):
+            mean, logvar = vae.encode(to_model_range(images.to(device)))
+        if logvar is None or self.content == "mode":
+            return mean
+        if self.content == "moments":
+            return torch.cat([mean, logvar], dim=1)
+        noise = torch.stack([torch.randn(mean.shape[1:], generator=key) for key in generators])
+        return mean + (0.5 * logvar).exp() * noise.to(mean)
 
 
 def _condition_columns(condition: Any) -> Item:
@@ -290,8 +245,7 @@ def _psnr(data: ImageData, vae: Vae) -> float:
     """Return the mean PSNR, 10 log10(255² / mean squared difference) in dB, of some images that are
     encoded and decoded: a wrong autoencoder shows here."""
     count = min(PSNR_IMAGES, len(data.train))  # type: ignore[arg-type]
-    first = (read_item(data.train, index) for index in range(count))
-    images = torch.stack([item[0] for item in first if not isinstance(item, CorruptItem)])
+    images = read_items(data.train, range(count))[0]
     mean, _ = vae.encode(to_model_range(images.to(next(vae.network.parameters()).device)))
     error = (to_uint8(vae.decode(mean)).cpu().double() - images).square().mean(dim=(1, 2, 3))
     return float((10 * (255**2 / error.clamp(min=1e-6)).log10()).mean())
@@ -340,13 +294,8 @@ def write_table(
 
 
 def write_part(file: Path, items: Iterable[Item], content: str) -> None:
-    """Write one Arrow file, whole or not at all, with sums for the statistics.
-
-    Args:
-        file: its path.
-        items: by column, all alike, tensors in the dtype that they are stored in.
-        content: samples, pixels, mean_logvar or mean_std.
-    """
+    """Write one Arrow file, whole or not at all, with sums for the statistics; `items` by column,
+    all alike, tensors in the dtype that they are stored in."""
     import pyarrow as pa
 
     count, total, square, shape = 0, np.zeros(1), np.zeros(1), None  # by channel, in float64
@@ -398,10 +347,5 @@ def finish(out: Path, facts: dict[str, Any]) -> bool:
     mean = total / count
     std = np.sqrt(np.maximum(square / count - mean**2, 0))
     done = {**facts, **shapes, "mean": mean.tolist(), "std": std.tolist()}
-    _write_json(out / "table.json", done)
+    write_text(out / "table.json", json.dumps(done, indent=1), alone=False)
     return True
-
-
-def _write_json(file: Path, values: dict[str, Any]) -> None:
-    with written_whole(file, alone=False) as stream:
-        stream.write(json.dumps(values, indent=1).encode())

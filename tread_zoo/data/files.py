@@ -25,7 +25,7 @@ def written_whole(path: Path, *, alone: bool = True) -> Iterator[BinaryIO]:
         partial.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, alone: bool = True) -> None:
     """Write a file whole or not at all."""
-    with written_whole(path) as stream:
+    with written_whole(path, alone=alone) as stream:
         stream.write(text.encode())

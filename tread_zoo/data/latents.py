@@ -16,30 +16,23 @@ Dimensions: B batch, K copies (2: as it is, mirrored), C channels of a latent (2
 there are moments), h height, w width, S channels of features.
 """
 
-import bisect
 import copy
 import functools
-import itertools
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
-import numpy as np
 import torch
 from pydantic import NonNegativeInt
 from torch import Tensor
 
 from tread_zoo.config import Fraction
-from tread_zoo.data.dataset import Codec, ImageData, TableDataset, to_uint8
+from tread_zoo.data.dataset import PIXELS, Codec, ImageData, TableDataset, to_uint8
 from tread_zoo.data.split import check_labels, split_data
 from tread_zoo.data.vae import Vae, load_vae
 from tread_zoo.registry import register
-
-if TYPE_CHECKING:
-    import datasets
 
 PARTS = ("train", "held_out")
 DECODE_BATCH = 8  # images: decoding needs far more memory than the latents
@@ -58,24 +51,15 @@ def split_moments(stored: Tensor, content: str) -> tuple[Tensor, Tensor | None]:
 
 @dataclass(frozen=True)
 class LatentCodec(Codec):
-    """Latents [B,K,C,h,w] or, with moments, [B,K,2C,h,w]. See `Codec` for the methods.
+    """Latents [B,K,C,h,w] or, with moments, [B,K,2C,h,w]. See `Codec` for the methods."""
 
-    Args:
-        content: samples, mean_logvar or mean_std.
-        flips: K is 2, and the second copy is that of the mirrored image.
-        normalization: its name, for records.
-        shift, scale: C numbers each.
-        vae: class and sha256 of the autoencoder that they were made with; None if unknown.
-        decoder: where it is, a folder or a hub's name; none: nowhere, there are no pictures.
-    """
-
-    content: str
-    flips: bool
-    normalization: str
-    shift: tuple[float, ...]
+    content: str  # samples, mean_logvar or mean_std
+    flips: bool  # K is 2, and the second copy is that of the mirrored image
+    normalization: str  # its name, for records
+    shift: tuple[float, ...]  # C numbers
     scale: tuple[float, ...]
-    vae: dict[str, Any] | None
-    decoder: str
+    vae: dict[str, Any] | None  # class and sha256 of the one that they were made with, if known
+    decoder: str  # where it is, a folder or a hub's name; none: nowhere, there are no pictures
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -106,17 +90,15 @@ class LatentCodec(Codec):
         if self.vae is not None and vae.sha256 != self.vae["sha256"]:
             raise ValueError(
                 f"vae={self.decoder!r} is another autoencoder ({vae.kind}, sha256 "
-                f"{vae.sha256[:12]}…) than the latents were made with (sha256 "
-                f"{self.vae['sha256'][:12]}…): its images would be wrong. Name the right one."
+                f"{vae.sha256[:12]}…) than the latents were made with ({self.vae['sha256'][:12]}…)."
             )
         return vae
 
     def check(self, *, flip: bool = False) -> None:
         if flip and not self.flips:
             raise ValueError(
-                "training.horizontal_flip=true, but these latents have no mirrored copies, and a "
-                "mirrored latent is not the latent of a mirrored image. Encode with flips=true, or "
-                "set training.horizontal_flip=false."
+                "training.horizontal_flip=true, but these latents have no mirrored copies: encode "
+                "with flips=true, or set training.horizontal_flip=false."
             )
 
     def prepare(self, device: torch.device) -> None:
@@ -213,9 +195,7 @@ def latents(
         context: contexts, where there are any, are the condition; false drops them.
     """
     root = Path(path).expanduser()
-    facts = read_facts(root)
-    if facts["content"] == "pixels":
-        raise ValueError(f"data.path={path!r} has images, no latents: use data=table.")
+    facts = _read_facts(root, pixels=False)
     own = facts["vae"]
     if own is None and vae not in (None, "none"):
         own = load_vae(vae).facts
@@ -229,23 +209,9 @@ def latents(
         vae={key: own[key] for key in ("class", "sha256")} if own else None,
         decoder=vae or (own["name"] if own else "none"),
     )
-    _, channels, height, width = codec.model_shape((1, *facts["shape"]))
-    if own and channels != own["latent_channels"]:
-        raise ValueError(
-            f"data.path={path!r} has latents of {channels} channels, and those of "
-            f"vae={own['name']!r} have {own['latent_channels']}."
-        )
-    return _table_data(
-        f"{root.name} (latents)",  # never mistaken for a built-in source
-        root,
-        facts,
-        held_out,
-        num_classes,
-        context,
-        image_size=(height, width),
-        channels=channels,
-        codec=codec,
-    )
+    # the name is never mistaken for a built-in source's
+    name, shape = f"{root.name} (latents)", codec.model_shape((1, *facts["shape"]))[1:]
+    return _table_data(name, root, facts, shape, held_out, num_classes, context, codec)
 
 
 @register("data", "table")
@@ -262,52 +228,51 @@ def table(
         held_out, num_classes, context: as of `latents`.
     """
     root = Path(path).expanduser()
-    facts = read_facts(root)
-    if facts["content"] != "pixels":
-        raise ValueError(f"data.path={path!r} has latents, no images: use data=latents.")
-    _, channels, height, width = facts["shape"]
-    return _table_data(
-        f"{root.name} (table)",  # never mistaken for a built-in source
-        root,
-        {**facts, "shape": [channels, height, width]},
-        held_out,
-        num_classes,
-        context,
-        image_size=(height, width),
-        channels=channels,
-    )
+    facts = _read_facts(root, pixels=True)
+    facts["shape"] = facts["shape"][1:]  # one copy
+    name = f"{root.name} (table)"  # never mistaken for a built-in source
+    return _table_data(name, root, facts, facts["shape"], held_out, num_classes, context, PIXELS)
 
 
 def _table_data(
     name: str,
     root: Path,
     facts: dict[str, Any],
+    shape: Sequence[int],
     held_out: float | None,
     num_classes: int | None,
     context: bool,
-    **more: Any,
+    codec: Codec,
 ) -> ImageData:
-    """Return the data of a table; `more` are fields of `ImageData`."""
-    table, num_train = open_table(root, facts)
+    """Return the data of a table, of which a model sees [C,H,W] of `shape`."""
+    import datasets
+
+    train, test = (
+        [datasets.Dataset.from_file(str(root / name)) for name in facts["parts"][part]]
+        for part in PARTS
+    )
+    table = datasets.concatenate_datasets([*train, *test])
     contexts, names = None, tuple[str, ...]()
     labels = torch.zeros(len(table), dtype=torch.int64)
     if context and facts["context"]:
         contexts = (facts["context"][0], facts["context"][1])
     elif count := facts["num_classes"] if num_classes is None else num_classes:
-        labels = torch.from_numpy(
-            np.array(table.select_columns("label").with_format("numpy")[:]["label"], np.int64)
-        )
+        labels = torch.tensor(table.data.column("label").to_numpy())
         names = check_labels(labels, count, facts["class_names"], str(root))
     features = facts["features"] and tuple(facts["features_shape"])
+    column = "image" if facts["content"] == "pixels" else "latent"
+    own_shape, dtype = facts["shape"], facts["dtype"]
     return split_data(
         name,
-        EncodedTable(table, labels, facts["shape"], facts["dtype"], contexts, features),
-        num_train,
+        EncodedTable(table, labels, column, own_shape, dtype, contexts, features),
+        sum(map(len, train)),
         held_out,
         names,
+        image_size=(shape[1], shape[2]),
+        channels=shape[0],
+        codec=codec,
         context=contexts,
         features=features,
-        **more,
     )
 
 
@@ -315,14 +280,9 @@ def _normalize(
     normalization: str, facts: dict[str, Any], vae: dict[str, Any] | None
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return shift and scale, C numbers each, of a table's own mean and std or of the vae's."""
-    mean, std = facts["mean"], facts["std"]
+    mean = facts["mean"]
     if normalization == "standardize":
-        if not min(std) > 0:
-            raise ValueError(
-                "data.normalization=standardize: a channel of the latents is constant, and cannot "
-                "be scaled to a standard deviation of 1. Set data.normalization=scale."
-            )
-        return tuple(mean), tuple(1.0 / value for value in std)
+        return tuple(mean), tuple(1.0 / value for value in facts["std"])
     if vae is None:
         raise ValueError(
             "data.normalization=scale takes the factor of the autoencoder, and none is named: "
@@ -331,56 +291,29 @@ def _normalize(
     return (vae["shift_factor"],) * len(mean), (vae["scaling_factor"],) * len(mean)
 
 
-def read_facts(root: Path) -> dict[str, Any]:
-    """Return the table.json of a folder. Raises ValueError if the table is not finished."""
+def _read_facts(root: Path, *, pixels: bool) -> dict[str, Any]:
+    """Return the table.json of a folder. Raises ValueError if the table is not finished, or has
+    latents for `pixels`, or the reverse."""
     facts: dict[str, Any] = json.loads((root / "table.json").read_text())
     if "mean" not in facts:
         raise ValueError(f"data.path={str(root)!r} is not finished: encode with the same command.")
+    if (facts["content"] == "pixels") is not pixels:
+        other = "latents" if pixels else "table"
+        raise ValueError(f"data.path={str(root)!r} has {facts['content']}: use data={other}.")
     return facts
 
 
-def open_table(root: Path, facts: dict[str, Any]) -> tuple["datasets.Dataset", int]:
-    """Return the table in a folder, training part first, and the length of that."""
-    import datasets
-
-    train, held_out = (
-        [datasets.Dataset.from_file(str(root / name)) for name in facts["parts"][part]]
-        for part in PARTS
-    )
-    return datasets.concatenate_datasets([*train, *held_out]), sum(map(len, train))
-
-
+@dataclass(eq=False)
 class EncodedTable(TableDataset):
     """Some rows of a table of latents [K,C',h,w] or images [C,H,W] as stored, with their labels or
-    contexts.
+    contexts, all bytes, read straight from the memory-mapped Arrow chunks."""
 
-    They are read straight from the memory-mapped Arrow chunks: a few microseconds each.
-
-    Args:
-        table: with the column latent or image, and perhaps context and features, of bytes.
-        labels: int64 [N].
-        shape, dtype: of a latent or an image.
-        context: T and S, where contexts are the condition.
-        features: [K,S,h,w], where there are any.
-    """
-
-    def __init__(
-        self,
-        table: "datasets.Dataset",
-        labels: Tensor,
-        shape: Sequence[int],
-        dtype: str,
-        context: tuple[int, int] | None = None,
-        features: tuple[int, ...] | None = None,
-    ):
-        super().__init__(table, labels)
-        self.column = "image" if "image" in table.features else "latent"
-        self.shape, self.dtype, self.context = tuple(shape), dtype, context
-        self.features, self.reads_features = features, False
-        self._chunks: dict[str, tuple[list[Any], list[int]]] = {}  # and their ends, by column
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_chunks": {}}
+    column: str  # latent or image
+    shape: Sequence[int]  # of one
+    dtype: str
+    context: tuple[int, int] | None  # T and S, where contexts are the condition
+    features: tuple[int, ...] | None  # [K,S,h,w], where there are any
+    reads_features: bool = False
 
     def with_features(self) -> Self:
         """Return the same items with their features behind the label or context."""
@@ -389,8 +322,7 @@ class EncodedTable(TableDataset):
         return part
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        """Return (latent or image, label or context), and features if requested. Raises ValueError
-        if the bytes are not the shape's."""
+        """Return (latent or image, label or context), and features if requested."""
         row, condition = int(self.rows[index]), int(self.labels[index])
         item: list[Any] = [self._read(self.column, row, self.shape, self.dtype), condition]
         if self.context is not None:
@@ -399,15 +331,6 @@ class EncodedTable(TableDataset):
             item.append(self._read("features", row, self.features, "float16"))
         return tuple(item)
 
-    def _read(self, column: str, row: int, shape: tuple[int, ...], dtype: str) -> Tensor:
-        if column not in self._chunks:
-            chunks = self.table.data.column(column).chunks
-            self._chunks[column] = chunks, list(itertools.accumulate(map(len, chunks)))
-        chunks, ends = self._chunks[column]
-        number = bisect.bisect_right(ends, row)
-        chunk = chunks[number]
-        content = bytearray(chunk[row - ends[number] + len(chunk)].as_buffer())
-        values = torch.frombuffer(content, dtype=getattr(torch, dtype))
-        if values.numel() != math.prod(shape):
-            raise ValueError(f"{column} of row {row} has {len(content)} bytes, not {list(shape)}")
-        return values.view(shape)
+    def _read(self, column: str, row: int, shape: Sequence[int], dtype: str) -> Tensor:
+        content = bytearray(self.table.data.column(column)[row].as_buffer())
+        return torch.frombuffer(content, dtype=getattr(torch, dtype)).view(*shape)

@@ -12,17 +12,17 @@ B batch, C channels, H height, W width; where items have contexts, float [T, S],
 place of labels; where they have features [K, S, h, w], these come third.
 """
 
+import functools
 import logging
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from tread_zoo.seeding import make_generator
 
@@ -38,10 +38,7 @@ class StepBatches:
     batch_size * num_ranks; rank r takes the r-th slice of each. The tail of an epoch that does
     not fill a global batch is dropped (another tail in each epoch). A run resumed with
     `start_step=k` sees what the unbroken one would have seen, and so do other numbers of ranks
-    with the same global batch.
-
-    Raises:
-        ValueError: there are fewer items than a global batch.
+    with the same global batch. Raises ValueError if there are fewer items than a global batch.
     """
 
     def __init__(
@@ -59,8 +56,7 @@ class StepBatches:
         if num_items < global_batch:
             raise ValueError(
                 f"batch_size={batch_size} on {num_ranks} rank(s) needs {global_batch} images a "
-                f"step, but the training part has {num_items}. Use a batch size of at most "
-                f"{max(num_items // num_ranks, 1)}, or fewer ranks."
+                f"step, but the training part has {num_items}."
             )
         self.num_items, self.batch_size, self.seed = num_items, batch_size, seed
         self.num_steps, self.start_step = num_steps, start_step
@@ -107,9 +103,7 @@ def read_item(dataset: Dataset[Any], index: int) -> tuple[Any, ...] | CorruptIte
         item: tuple[Any, ...] = dataset[index]
     except (ValueError, OSError) as error:
         name_of = getattr(dataset, "item_name", "item {}".format)
-        words = (name_of(index), str(error) or type(error).__name__)
-        # Names of files may be any bytes, also such as no log can write.
-        return CorruptItem(index, *(w.encode(errors="backslashreplace").decode() for w in words))
+        return CorruptItem(index, name_of(index), str(error) or type(error).__name__)
     return item
 
 
@@ -142,14 +136,15 @@ class CorruptLog:
         items = [read_item(dataset, index) for index in sorted(self.indices)]
         if items:
             lines = (item.line for item in items if isinstance(item, CorruptItem))
-            self.file.write_text("".join(lines))
+            self.file.write_text("".join(lines), errors="backslashreplace")
 
     def __call__(self, item: CorruptItem) -> None:
         """Add an item, if it is new. Raises ValueError if they are too many."""
         indices = self.indices
         if item.index not in indices:
             warn_of(item)
-            with self.file.open("a") as stream:
+            # names of files may be any bytes
+            with self.file.open("a", errors="backslashreplace") as stream:
                 stream.write(item.line)
             indices.add(item.index)
         if len(indices) > self.max_share * self.num_items:
@@ -172,127 +167,85 @@ def make_loader(
     on_corrupt: OnCorrupt = warn_of,
 ) -> Iterator[tuple[Tensor, ...]]:
     """Return an iterator of (images [B,C,H,W], labels int64 [B]), and features if items have them,
-    in the order of `batches`.
+    of the lists of indices `batches`.
 
     Images in memory (a data set with `gather`) are indexed directly. All others are read by
-    `num_workers` processes, which live as long as the iterator, each two batches ahead. Nothing is
-    read or started before the first batch is requested, or drawn from the global generators.
-
-    Args:
-        dataset: items (image, label); `item_name(index)`, if it has that, names one in a message.
-        batches: lists of indices.
-        num_workers: 0 reads in this process.
-        seed: decides, with its index, what replaces a corrupt item.
-        on_corrupt: called in this process, once for each corrupt item.
+    `num_workers` processes (0: this one), which live as long as the iterator, each two batches
+    ahead. Nothing is read or started before the first batch is requested, or drawn from the global
+    generators. `seed` decides, with its index, what replaces a corrupt item; `on_corrupt` is called
+    in this process, once for each; `dataset.item_name(index)`, if it has that, names it.
 
     Raises:
         ValueError: later, items of which no replacement can be read.
-        ChildProcessError: later, a worker died.
     """
     gather = getattr(dataset, "gather", None)
     if gather is not None:
         return (gather(torch.tensor(indices, dtype=torch.int64)) for indices in batches)
-    return _read_batches(BatchReader(dataset, seed), batches, num_workers, on_corrupt)
+    return _read_batches(dataset, batches, num_workers, seed, on_corrupt)
 
 
-def read_items(
-    dataset: Dataset[Any], indices: Sequence[int], *, on_corrupt: OnCorrupt = warn_of
-) -> tuple[Tensor, ...]:
+def read_items(dataset: Dataset[Any], indices: Sequence[int]) -> tuple[Tensor, ...]:
     """Return (images [B,…], labels int64 [B]) of some items, read in this process. Another item
-    takes the place of a corrupt one, as in `make_loader`, unless `on_corrupt` raises."""
-    return next(_read_batches(BatchReader(dataset, seed=0), [list(indices)], 0, on_corrupt))
-
-
-class BatchReader(Dataset[Any]):
-    """Reads whole batches: item `indices` is ((images [B,…], labels int64 [B], …), corrupt items).
-
-    Where an item and all of its replacements are corrupt, there is None in place of tensors.
-    """
-
-    def __init__(self, dataset: Dataset[Any], seed: int):
-        self.dataset, self.seed = dataset, seed
-        self.num_items = len(dataset)  # type: ignore[arg-type]
-
-    def __getitem__(
-        self, indices: Sequence[int]
-    ) -> tuple[tuple[Tensor, ...] | None, list[CorruptItem]]:
-        corrupt: list[CorruptItem] = []
-        items = [self._read(index, corrupt) for index in indices]
-        whole = [item for item in items if item is not None]
-        if len(whole) < len(items):
-            return None, corrupt
-        return tuple(_stack(column) for column in zip(*whole, strict=True)), corrupt
-
-    def _read(self, index: int, corrupt: list[CorruptItem]) -> tuple[Any, ...] | None:
-        """Return item `index`, or what replaces it; note what is corrupt."""
-        wanted = index
-        for number in range(MAX_TRIES):
-            item = read_item(self.dataset, wanted)
-            if not isinstance(item, CorruptItem):
-                return item
-            corrupt.append(item)
-            generator = make_generator("replacement", self.seed, index, number)
-            wanted = int(torch.randint(self.num_items, (), generator=generator))
-        return None
+    takes the place of a corrupt one, as in `make_loader`."""
+    return next(_read_batches(dataset, [list(indices)], 0, 0, warn_of))
 
 
 def _read_batches(
-    reader: BatchReader,
+    dataset: Dataset[Any],
     batches: Iterable[list[int]],
     num_workers: int,
+    seed: int,
     on_corrupt: OnCorrupt,
 ) -> Iterator[tuple[Tensor, ...]]:
-    # With batch_size=None what the sampler gives, a list of indices, is handed to the reader.
-    loader = DataLoader(
-        reader,
-        sampler=batches,
-        batch_size=None,
+    loader: Any = DataLoader(
+        range(len(dataset)),  # type: ignore[arg-type]
+        batch_sampler=batches,
         num_workers=num_workers,
-        collate_fn=_identity,
+        collate_fn=functools.partial(_read_batch, dataset, seed),
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=_leave_signals_to_the_run,
         # DataLoader draws its workers' seed, else from the global generator.
         generator=make_generator("workers"),
     )
     reported: set[int] = set()
-    with report_dead_workers():
-        for tensors, corrupt in loader:
-            for item in corrupt:
-                if item.index not in reported:
-                    reported.add(item.index)
-                    on_corrupt(item)
-            if tensors is None:
-                raise ValueError(
-                    f"{MAX_TRIES} items in a row cannot be read, among them {corrupt[-1].name} "
-                    f"({corrupt[-1].reason}). If all are like it, convert or replace them; if not, "
-                    "look whether the disk or the folder is there."
-                )
-            yield tensors
+    for tensors, corrupt in loader:
+        for item in corrupt:
+            if item.index not in reported:
+                reported.add(item.index)
+                on_corrupt(item)
+        if tensors is None:
+            raise ValueError(
+                f"{MAX_TRIES} items in a row cannot be read, among them {corrupt[-1].name} "
+                f"({corrupt[-1].reason}). Look whether the disk or the folder is there."
+            )
+        yield tensors
 
 
-@contextmanager
-def report_dead_workers() -> Iterator[None]:
-    """Raise ChildProcessError, in one line, for what torch raises anywhere when a worker died."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker"):
-            raise
-        raise ChildProcessError(
-            f"a process that reads the data died ({str(error).strip().splitlines()[0]}). It is "
-            "often killed for want of memory, or of shared memory (/dev/shm): lower "
-            "training.num_workers or training.batch_size, and continue with resume=latest."
-        ) from error
+def _read_batch(
+    dataset: Dataset[Any], seed: int, indices: Sequence[int]
+) -> tuple[tuple[Tensor, ...] | None, list[CorruptItem]]:
+    """Return (images [B,…], labels int64 [B], …), or None where neither an item nor any of its
+    replacements can be read, and the corrupt items."""
+    corrupt: list[CorruptItem] = []
+    items = [_read_or_replace(dataset, seed, index, corrupt) for index in indices]
+    if any(item is None for item in items):
+        return None, corrupt
+    return tuple(default_collate(items)), corrupt
 
 
-def _stack(values: Sequence[Any]) -> Tensor:
-    if isinstance(values[0], Tensor):
-        return torch.stack(values)  # type: ignore[arg-type]
-    return torch.tensor(values, dtype=torch.int64)
-
-
-def _identity(batch: Any) -> Any:
-    return batch
+def _read_or_replace(
+    dataset: Dataset[Any], seed: int, index: int, corrupt: list[CorruptItem]
+) -> tuple[Any, ...] | None:
+    """Return item `index`, or what replaces it; note what is corrupt."""
+    wanted = index
+    for number in range(MAX_TRIES):
+        item = read_item(dataset, wanted)
+        if not isinstance(item, CorruptItem):
+            return item
+        corrupt.append(item)
+        generator = make_generator("replacement", seed, index, number)
+        wanted = int(torch.randint(len(dataset), (), generator=generator))  # type: ignore[arg-type]
+    return None
 
 
 def _leave_signals_to_the_run(worker: int) -> None:

@@ -19,22 +19,20 @@ def split_data(
     num_train: int,
     held_out: float | None,
     class_names: tuple[str, ...],
-    *,
-    default: float = 0.1,
     **facts: Any,
 ) -> ImageData:
     """Return the data in items of which the first `num_train` are a training part and the others,
     if any, a test part.
 
     `held_out` is a fraction to split off the training part, which leaves the test part alone; None
-    holds out the test part or, where there is none, the fraction `default`. `facts` are fields of
-    `ImageData`.
+    holds out the test part or, where there is none, a tenth. `facts` are fields of `ImageData`.
     """
     if held_out is None and num_train < len(items):
         train, unseen = torch.arange(num_train), torch.arange(num_train, len(items))
     else:
-        fraction = default if held_out is None else held_out
-        train, unseen = split_held_out(items.labels[:num_train], fraction)
+        train, unseen = split_held_out(
+            items.labels[:num_train], 0.1 if held_out is None else held_out
+        )
     return ImageData(
         name=name,
         train=items.subset(train),
@@ -83,8 +81,7 @@ def check_labels(
     if low < 0 or high >= count:
         raise ValueError(
             f"{where}: the labels run from {low} to {high}; they must lie in 0 … "
-            f"{max(count - 1, 0)}. data.num_classes says how many there are, and "
-            "data.num_classes=0 trains without labels."
+            f"{max(count - 1, 0)}. data.num_classes=0 trains without labels."
         )
     empty = (torch.bincount(labels, minlength=count) == 0).nonzero().flatten().tolist()
     if empty:

@@ -10,8 +10,8 @@ import io
 import logging
 import os
 import re
-import tarfile
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,36 +38,20 @@ TEST_SPLITS = ("test", "validation")  # taken in this order where none is named
 _SURVEYED = 64
 
 
+@dataclass(eq=False)
 class PictureTable(TableDataset):
-    """Some rows of a table: pictures, with their labels or contexts.
+    """Some rows of a table with the columns image, `Image(decode=False)`, and perhaps context."""
 
-    Args:
-        table: with the column image, `Image(decode=False)`, and perhaps context.
-        labels: int64 [N].
-        context: T and S, where contexts take the place of labels.
-        image_size: resize and crop to this square; None leaves the size.
-        channels: 1 (grey) or 3 (RGB).
-        shape: (H, W) that all must have then.
-    """
-
-    def __init__(
-        self,
-        table: "datasets.Dataset",
-        labels: Tensor,
-        context: tuple[int, int] | None,
-        image_size: int | None,
-        channels: int,
-        shape: tuple[int, int],
-    ):
-        super().__init__(table, labels)
-        self.context, self.image_size, self.channels = context, image_size, channels
-        self.shape = shape
+    context: tuple[int, int] | None  # T and S, where contexts take the place of labels
+    image_size: int | None  # resize and crop to this square; None leaves the size
+    channels: int  # 1 (grey) or 3 (RGB)
+    shape: tuple[int, int]  # (H, W) that all must have then
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         """Return (image uint8 [C,H,W], label or context). Raises ValueError if the picture cannot
         be read, or is of another size."""
         row = self.table[int(self.rows[index])]
-        image = read_picture(_content(row["image"]), self.image_size, self.channels)
+        image = read_picture(_source(row["image"]), self.image_size, self.channels)
         if image.shape[1:] != self.shape:
             raise ValueError(
                 f"the picture is {image.shape[1]}x{image.shape[2]}, others are {self.shape[0]}x"
@@ -114,7 +98,7 @@ def image_folder(
     """
     import datasets
 
-    root = Path(path).expanduser()
+    root, column = Path(path).expanduser(), None if context is None else "context"
     files, labels, names = _find_pictures(root, context)
     columns: dict[str, Any] = {"image": files}
     if context is not None:
@@ -122,15 +106,9 @@ def image_folder(
     table = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
     if names:
         table = table.add_column("label", labels, feature=datasets.ClassLabel(names=names))
+    name = f"{root.name}/"  # never mistaken for a built-in source
     return _picture_data(
-        f"{root.name}/",  # never mistaken for a built-in source
-        [table],
-        held_out=held_out,
-        num_classes=num_classes,
-        image_size=image_size,
-        channels=channels,
-        context_column=None if context is None else "context",
-        context_length=context_length,
+        name, [table], image_size, channels, held_out, num_classes, column, context_length
     )
 
 
@@ -157,8 +135,7 @@ def _find_pictures(root: Path, context: str | None) -> tuple[list[str], list[int
     if names and loose:
         raise ValueError(
             f"data.path={str(root)!r} has pictures beside sub-folders ({loose[0]!r} beside "
-            f"{names[0]!r}); sort them all into sub-folders, one for each class, or put them all "
-            "in one flat folder (unlabelled)."
+            f"{names[0]!r}): are they labelled by sub-folders, or one flat folder?"
         )
     labels = {name: label for label, name in enumerate(names)}
     return [path for _, path in files], [labels.get(name, 0) for name, _ in files], names
@@ -198,12 +175,30 @@ def hf(
         context_column: embeddings, one or a list of them a row; they take the place of the labels.
         context_length: as of `image_folder`.
     """
+    folder = Path(path).expanduser()
+    name = folder.resolve().name if folder.exists() else path
+    return _picture_data(
+        f"hf:{name}",
+        _load_splits(str(folder) if folder.exists() else path, config, split, test_split, held_out),
+        image_size,
+        channels,
+        held_out,
+        num_classes,
+        context_column,
+        context_length,
+        image_column,
+        label_column,
+    )
+
+
+def _load_splits(
+    path: str, config: str | None, split: str | None, test_split: str | None, held_out: float | None
+) -> list["datasets.Dataset"]:
+    """Return what is trained on and, if it is a split of its own, what is held out."""
     import datasets
 
-    folder = Path(path).expanduser()
-    saved = any((folder / name).exists() for name in ("dataset_dict.json", "state.json"))
-    where = str(folder) if folder.exists() else path
-    splits = datasets.load_from_disk(where) if saved else _load(where, name=config)
+    saved = any(Path(path, name).exists() for name in ("dataset_dict.json", "state.json"))
+    splits: Any = datasets.load_from_disk(path) if saved else datasets.load_dataset(path, config)
     if isinstance(splits, datasets.Dataset):  # saved without splits
         splits = {str(splits.split or "train"): splits}
     split = split or (next(iter(splits)) if len(splits) == 1 else "train")
@@ -217,21 +212,10 @@ def hf(
         if name in splits:
             tables.append(splits[name])
         elif "[" in name and not saved:
-            tables.append(_load(where, name=config, split=name))
+            tables.append(datasets.load_dataset(path, config, split=name))
         else:
             raise unknown_name(f"data.{field}", name, splits)
-    return _picture_data(
-        f"hf:{folder.resolve().name if folder.exists() else path}",
-        tables,
-        held_out=held_out,
-        image_column=image_column,
-        label_column=label_column,
-        num_classes=num_classes,
-        image_size=image_size,
-        channels=channels,
-        context_column=context_column,
-        context_length=context_length,
-    )
+    return tables
 
 
 @register("data", "webdataset")
@@ -239,8 +223,7 @@ def webdataset(
     path: str,
     image_size: PositiveInt | None = None,
     channels: Literal[1, 3] = 3,
-    held_out: Fraction | None = None,
-    held_out_path: str | None = None,
+    held_out: Fraction = 0.1,
     num_classes: NonNegativeInt | None = None,
     context: str | None = None,
     context_length: PositiveInt | None = None,
@@ -252,41 +235,28 @@ def webdataset(
             `train-*.tar`; also of `https://…` and what else fsspec knows. A sample is a picture
             and, with labels, a `.cls`.
         image_size, channels: as of `image_folder`.
-        held_out: a fraction split off; None is 0.1, or nothing where there is `held_out_path`.
-        held_out_path: shards of their own for the held-out part.
+        held_out: the fraction split off, the same samples in every run.
         num_classes: the largest label + 1 unless given; 0 drops the labels.
         context: the suffix of a sample's embeddings, `context.npy`; they take the place of the
             labels.
         context_length: as of `image_folder`.
     """
-    tables = []
-    for pattern in (path, held_out_path) if held_out_path else (path,):
-        where = os.path.expanduser(pattern)
-        files = [f"{where}/*.tar"] if os.path.isdir(where) else _expand_braces(where)
-        tables.append(_load("webdataset", data_files={"train": files}, split="train"))
-    return _picture_data(
-        f"{Path(path).name}:tar",  # never mistaken for a built-in source
-        tables,
-        held_out=held_out,
-        label_column="cls" if "cls" in tables[0].features else None,
-        num_classes=num_classes,
-        image_size=image_size,
-        channels=channels,
-        context_column=context,
-        context_length=context_length,
-    )
-
-
-def _load(where: str, **options: Any) -> Any:
-    """Return what `datasets.load_dataset` does; its errors name the reason."""
     import datasets
 
-    try:
-        return datasets.load_dataset(where, **options)
-    except (datasets.exceptions.DatasetGenerationError, tarfile.TarError) as error:
-        files = options.get("data_files", {}).get("train", [where])
-        reason = error.__cause__ or error
-        raise ValueError(f"data.path: {files[0]} cannot be read: {reason}") from error
+    where = os.path.expanduser(path)
+    files = [f"{where}/*.tar"] if os.path.isdir(where) else _expand_braces(where)
+    table = datasets.load_dataset("webdataset", data_files=files, split="train")
+    return _picture_data(
+        f"{Path(path).name}:tar",  # never mistaken for a built-in source
+        [table],
+        image_size,
+        channels,
+        held_out,
+        num_classes,
+        context,
+        context_length,
+        label_column="cls" if "cls" in table.features else None,
+    )
 
 
 def _expand_braces(pattern: str) -> list[str]:
@@ -305,11 +275,10 @@ def _expand_braces(pattern: str) -> list[str]:
 def _picture_data(
     name: str,
     tables: list["datasets.Dataset"],
-    *,
-    held_out: float | None,
-    num_classes: int | None,
     image_size: int | None,
     channels: int,
+    held_out: float | None,
+    num_classes: int | None,
     context_column: str | None,
     context_length: int | None,
     image_column: str | None = None,
@@ -320,16 +289,10 @@ def _picture_data(
 
     columns = [column for column in tables[0].features if all(column in t.features for t in tables)]
     table = datasets.concatenate_datasets([one.select_columns(columns) for one in tables])
-    images = _image_column(table, image_column)
-    used, context = {images: "image"}, None
+    used, context = {image_column or _image_column(table): "image"}, None
     if context_column is not None:
-        if context_column not in table.features:
-            raise unknown_name("data.context_column", context_column, table.features)
         if num_classes:
-            raise ValueError(
-                f"data.num_classes={num_classes} and contexts exclude each other: the condition "
-                "of an image is its label or its context. Leave one of them out."
-            )
+            raise ValueError(f"data.num_classes={num_classes} and contexts exclude each other.")
         num_classes, used[context_column] = 0, "context"
     labels, names = _read_labels(table, label_column, num_classes, name)
     table = table.select_columns(list(used)).rename_columns(used)
@@ -352,19 +315,16 @@ def _picture_data(
     )
 
 
-def _image_column(table: "datasets.Dataset", column: str | None) -> str:
+def _image_column(table: "datasets.Dataset") -> str:
     import datasets
 
     images = [name for name, kind in table.features.items() if isinstance(kind, datasets.Image)]
-    if column is not None and column not in images:
-        raise unknown_name("data.image_column", column, images)
-    if column is None and len(images) != 1:
+    if len(images) != 1:
         raise ValueError(
-            f"data.image_column is not set, and {len(images)} of the columns "
-            f"{', '.join(table.features)} hold pictures (the feature Image): name one of them, or "
-            "cast one, cast_column(name, datasets.Image())."
+            f"{len(images)} of the columns {', '.join(table.features)} hold pictures (the feature "
+            "Image): name one as data.image_column."
         )
-    return column or images[0]
+    return str(images[0])
 
 
 def _read_labels(
@@ -379,12 +339,10 @@ def _read_labels(
         classes = [n for n, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
         if len(classes) > 1 and not usual:
             raise ValueError(
-                f"data.label_column is not set, and several columns hold classes: "
-                f"{', '.join(classes)}. Name one, or set data.num_classes=0 to train without."
+                f"several columns hold classes: {', '.join(classes)}. Name one as "
+                "data.label_column, or set data.num_classes=0 to train without."
             )
         column = next(iter([*usual, *classes]), None)
-    if column is not None and column not in features:
-        raise unknown_name("data.label_column", column, features)
     if column is None and num_classes:
         raise ValueError(f"data.num_classes={num_classes}, but {name} has no labels.")
     if column is None or num_classes == 0:
@@ -393,8 +351,7 @@ def _read_labels(
     if values.dtype.kind not in "iu":  # null among them makes floats of them
         raise ValueError(
             f"{name}: the labels in {column!r} are {features[column]}, some of them null or no "
-            "whole numbers. Convert them once (class_encode_column, save_to_disk), or set "
-            "data.num_classes=0 to train without."
+            "whole numbers. Convert them once (class_encode_column, save_to_disk)."
         )
     labels, kind = torch.from_numpy(values.astype(np.int64)), features[column]
     own = kind.names if isinstance(kind, datasets.ClassLabel) else ()
@@ -425,7 +382,8 @@ def read_picture(source: str | bytes | Path, image_size: int | None, channels: i
             picture = resize_and_crop(picture, image_size)
         pixels = torch.from_numpy(np.array(picture, dtype=np.uint8))
     except Exception as error:  # of OSError, SyntaxError, struct.error, zlib.error and more
-        raise ValueError(f"the picture cannot be read: {error}") from error
+        place = "" if isinstance(source, bytes) else f" {source}"
+        raise ValueError(f"the picture{place} cannot be read: {error}") from error
     return pixels.reshape(*pixels.shape[:2], channels).permute(2, 0, 1).contiguous()
 
 
@@ -448,12 +406,9 @@ def resize_and_crop(picture: "Image.Image", size: int) -> "Image.Image":
     return picture.crop((left, top, left + size, top + size))
 
 
-def _content(cell: Any) -> str | bytes:
-    """Return the path or the content of a picture."""
-    if cell is None or (cell["bytes"] is None and cell["path"] is None):
-        raise ValueError("the row has no picture")
-    source: str | bytes = cell["path"] if cell["bytes"] is None else cell["bytes"]
-    return source
+def _source(cell: dict[str, Any] | None) -> Any:
+    """Return the content of a picture, else its path; None where there is neither."""
+    return cell and (cell["bytes"] or cell["path"])
 
 
 def _survey(table: "datasets.Dataset", name: str, shape: tuple[int, int] | None) -> tuple[int, int]:
@@ -467,7 +422,7 @@ def _survey(table: "datasets.Dataset", name: str, shape: tuple[int, int] | None)
     transparent, reason = 0, ""
     for row in evenly_spaced(len(table), _SURVEYED):
         try:
-            picture = open_picture(_content(table[row]["image"]))
+            picture = open_picture(_source(table[row]["image"]))
         except Exception as error:  # as above
             reason = str(error)
             continue
@@ -476,12 +431,11 @@ def _survey(table: "datasets.Dataset", name: str, shape: tuple[int, int] | None)
     if not sizes:
         raise ValueError(f"{name}: none of the pictures that were tried can be opened: {reason}")
     if transparent:
-        text = "alpha     %s: %d of the first pictures have transparency, which is dropped"
-        logger.warning(text, name, transparent)
+        logger.warning("alpha     %s: transparency is dropped (%d pictures)", name, transparent)
     if shape is None and len(sizes) > 1:
-        (one, first), (other, second) = list(sizes.items())[:2]
+        two = [f"number {row} is {high}x{wide}" for (high, wide), row in list(sizes.items())[:2]]
         raise ValueError(
-            f"{name}: the pictures differ in size: number {first} is {one[0]}x{one[1]}, number "
-            f"{second} is {other[0]}x{other[1]} (height x width). Set data.image_size."
+            f"{name}: the pictures differ in size (height x width): {', '.join(two)}. Set "
+            "data.image_size."
         )
     return shape or next(iter(sizes))

@@ -28,9 +28,8 @@ class Vae:
         self.network: Any = network.eval().requires_grad_(False)
         self.name, self.kind = name, type(network).__name__
         config: Any = self.network.config
-        self.is_rae, self.has_posterior = (
-            self.kind == name for name in ("AutoencoderRAE", "AutoencoderKL")
-        )
+        self.is_rae = self.kind == "AutoencoderRAE"
+        self.has_posterior = self.kind == "AutoencoderKL"
         # RAE: a latent is the encoder's features at a patch
         channels = config.encoder_hidden_size if self.is_rae else config.latent_channels
         self.latent_channels, self.scaling_factor = int(channels), float(config.scaling_factor)
@@ -39,8 +38,14 @@ class Vae:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Of the weights, as they are at the first question."""
-        return weights_digest(self.network)
+        """Of all weights as float32, with names and shapes in order: the same for each file format
+        and precision of storage that loses nothing."""
+        digest = hashlib.sha256()
+        for key, value in sorted(self.network.state_dict().items()):
+            array = value.detach().cpu().float().contiguous()
+            digest.update(f"{key}{tuple(array.shape)}".encode())
+            digest.update(array.numpy().tobytes())
+        return digest.hexdigest()
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -80,14 +85,8 @@ class Vae:
 
 
 def load_vae(name: str) -> Vae:
-    """Return the autoencoder of a local diffusers folder or a hub's name, on the CPU in float32.
-
-    A folder with a whole pipeline is taken by its `vae` part.
-
-    Raises:
-        ValueError: it is of another class.
-        OSError: there is nothing by that name.
-    """
+    """Return the autoencoder of a local diffusers folder or a hub's name, on the CPU in float32; of
+    a whole pipeline its `vae` part. Raises ValueError if it is of another class."""
     import diffusers
 
     path = Path(name).expanduser()
@@ -104,14 +103,3 @@ def load_vae(name: str) -> Vae:
         where, subfolder=folder, use_safetensors=True, torch_dtype=torch.float32
     )
     return Vae(network, where)
-
-
-def weights_digest(network: nn.Module) -> str:
-    """Return the sha256 of all weights as float32, with names and shapes in order: the same for
-    each file format and precision of storage that loses nothing."""
-    digest = hashlib.sha256()
-    for key, value in sorted(network.state_dict().items()):
-        array = value.detach().cpu().float().contiguous()
-        digest.update(f"{key}{tuple(array.shape)}".encode())
-        digest.update(array.numpy().tobytes())
-    return digest.hexdigest()

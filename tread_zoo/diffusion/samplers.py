@@ -24,7 +24,7 @@ Dimensions: B batch, C channels, H height, W width, n images.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, Protocol
@@ -34,6 +34,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from tread_zoo.diffusion.objective import Objective
+from tread_zoo.progress import progress
 from tread_zoo.registry import register
 from tread_zoo.seeding import make_generator
 
@@ -263,11 +264,14 @@ def _log_ratio(signal: float, noise: float) -> float:
     return math.inf if noise == 0 else math.log(signal / noise)
 
 
-def _steps(levels: Tensor) -> list[tuple[float, float]]:
-    """Return the pairs (level, next level) of a falling grid."""
+def _steps(levels: Tensor) -> Collection[tuple[float, float]]:
+    """Return the pairs (level, next level) of a falling grid; iterating shows the progress."""
     if levels.ndim != 1 or len(levels) < 2 or not bool((levels.diff() < 0).all()):
         raise ValueError(
             f"levels of shape {tuple(levels.shape)} must be one row of two or more falling "
             "numbers. Use objective.levels(num_steps)."
         )
-    return list(pairwise(levels.tolist()))
+    pairs: Collection[tuple[float, float]] = progress(
+        "sampling", list(pairwise(levels.tolist())), " steps"
+    )
+    return pairs

@@ -15,6 +15,7 @@ from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
 from tread_zoo.diffusion.guidance import Guidance, ImageBatch, NoGuidance
 from tread_zoo.diffusion.objective import Objective
 from tread_zoo.diffusion.samplers import Problem, Sampler, initial_noise, step_noise
+from tread_zoo.progress import progress
 from tread_zoo.registry import available, create, get_entry
 from tread_zoo.routing import NO_ROUTING, Routing
 from tread_zoo.runtime import autocast
@@ -181,7 +182,8 @@ def generate(
     levels = options.levels(objective)
     shape = (backbone.in_channels, *backbone.input_size)
     images = []
-    for first in range(0, len(indices), batch_size):
+    starts = range(0, len(indices), batch_size)
+    for first in progress("sampling", starts, " batches", shown=len(starts) > 1):
         part = slice(first, first + batch_size)
         y = None if labels is None else labels[part].to(device)
         draw = options.routing.draw_by_evaluation(backbone.grid, seed, indices[part])

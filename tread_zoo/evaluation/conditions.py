@@ -55,19 +55,11 @@ def label_conditions(backbone: Backbone) -> Conditions:
 
 def contexts_in(file: str, backbone: Backbone) -> Conditions:
     """Return the contexts of an .npy file [n, t, S], t <= T, or of one alone [t, S]: sample i gets
-    that of row i mod n.
-
-    Raises:
-        ValueError: the network takes none, or the file does not fit it.
-    """
+    that of row i mod n. Raises ValueError if the network takes none, or they do not fit it."""
     if not backbone.context_size:
-        raise ValueError(
-            f"contexts={file!r}, but {backbone.name} was trained without contexts; leave it out."
-        )
-    array, shape = (
-        load_npy(Path(file).expanduser()),
-        (backbone.context_length, backbone.context_size),
-    )
+        raise ValueError(f"contexts={file!r}, but {backbone.name} was trained without contexts.")
+    array = load_npy(Path(file).expanduser())
+    shape = (backbone.context_length, backbone.context_size)
     rows = array if array.ndim == 3 else array[None]
     contexts = torch.stack([as_context(r, f"{file!r}, row {i}", shape) for i, r in enumerate(rows)])
 

@@ -16,7 +16,6 @@ from tread_zoo.backbone import Backbone
 from tread_zoo.config import EvaluationConfig
 from tread_zoo.data import ImageData
 from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, generate
-from tread_zoo.errors import unknown_name
 from tread_zoo.evaluation.conditions import conditions_of
 from tread_zoo.evaluation.features import DIGITS, INCEPTION, find_extractor
 from tread_zoo.evaluation.flops import count_sampling
@@ -43,12 +42,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return `{"values": …, "real": …, "protocol": …}` of samples; every process must call this.
 
-    `real` has what real images that were not trained on score in the same place, where the
-    reference is the training part: the best that samples can hope for. `label_accuracy` is the
-    fraction of samples that the extractor's own classifier reads as the label that they were drawn
-    for. Where the model works on latents, they are decoded, and images are compared. Where there
-    can be no metrics (Inception's weights are absent, latents without their autoencoder),
-    `not_scored` says why.
+    `real` has what held-out images score where the reference is the training part: the best that
+    samples can hope for. Latents are decoded. Where there can be no metrics (Inception's weights
+    are absent, latents without their autoencoder), `not_scored` says why.
 
     Args:
         backbone, objective, data, sampling, options: what to score, and by what.
@@ -57,9 +53,6 @@ def evaluate(
         cache: an empty dictionary that keeps, for later calls that differ in the weights alone,
             what does not depend on them.
         facts: further fields of `Protocol`, such as `weights` and `step`.
-
-    Raises:
-        ValueError: as `check_evaluation`, or the network gives NaN.
     """
     cache = {} if cache is None else cache
     device, codec = next(backbone.parameters()).device, data.codec
@@ -79,38 +72,37 @@ def evaluate(
         )  # fmt: skip
         images = codec.to_pixels(x, device=device)
         if options.keep_images is not None:
-            folder = Path(options.keep_images).expanduser()
-            folder.mkdir(parents=True, exist_ok=True)
-            for number, image in zip(numbers, images, strict=True):
-                save_png(image, folder / f"{number:06d}.png")
+            _keep(images, numbers, Path(options.keep_images).expanduser())
         return images, default_labels(numbers, backbone.num_classes)
 
     decoder = codec.decoded_by
     if decoder is not None:
         decoder = decoder | {n: codec.facts[n] for n in ("normalization", "shift", "scale")}
-    shape = pixel_shape(data, device)
+    shape, count = pixel_shape(data, device), options.num_images
+    protocol |= {"labels": conditions.rule, "uint8": UINT8_RULE, "decoder": decoder}
     return evaluation.run(
-        Images("samples", shape, options.num_images, draw, backbone.num_classes),
+        Images("samples", shape, count, draw, backbone.num_classes),
         held_out=_held_out(data, options, device),
         batch_size=options.batch_size,
         device=device,
         cache=cache,
-        labels=conditions.rule,
-        uint8=UINT8_RULE,
-        decoder=decoder,
         **protocol,
     )
+
+
+def _keep(images: Tensor, numbers: range, folder: Path) -> None:
+    """Write samples as pictures, named by their numbers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, image in zip(numbers, images, strict=True):
+        save_png(image, folder / f"{number:06d}.png")
 
 
 def evaluate_images(
     place: str | Path, data: ImageData | None, options: EvaluationConfig, device: torch.device
 ) -> dict[str, Any]:
-    """Return the record, as of `evaluate`, of all images in a folder or an .npz file.
-
-    They are compared with a part of `data`, whose classes their folders may name. Raises ValueError
-    if they cannot be.
-    """
-    images = open_images(place, () if data is None else data.class_names)
+    """Return the record, as of `evaluate`, of all images in a folder or an .npz file, compared with
+    a part of `data` or with what `options` name. Raises ValueError if they cannot be."""
+    images = open_images(place)
     evaluation = make_evaluation(options, data, num_classes=images.num_classes, device=device)
     evaluation.check(len(images), images.shape, images.num_classes)
     if evaluation.not_scored:
@@ -141,7 +133,7 @@ def check_evaluation(
 ) -> Evaluation:
     """Return what samples like `data` are scored by; no image is drawn or read.
 
-    `num_classes` are those of the labels that samples are drawn for, unless given the data's own;
+    `num_classes` are those of the labels that samples are drawn for, None: the data's own;
     `device` is where latents are decoded. Raises ValueError if they cannot be scored so.
     """
     num_classes = data.num_classes if num_classes is None else num_classes
@@ -150,10 +142,10 @@ def check_evaluation(
         shape = pixel_shape(data, device or torch.device("cpu"))
         evaluation.check(options.num_images, shape, num_classes)
     folder = options.keep_images and Path(options.keep_images).expanduser()
-    if folder and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder and folder.exists() and any(folder.iterdir()):
         raise ValueError(
-            f"evaluation.keep_images={options.keep_images!r} is a file, or not empty, and samples "
-            "of several networks must not mix: name another folder."
+            f"evaluation.keep_images={options.keep_images!r} is not empty, and samples of several "
+            "networks must not mix: name another folder."
         )
     return evaluation
 
@@ -176,11 +168,7 @@ def make_evaluation(
     if name == "auto":
         name = DIGITS if is_digits else INCEPTION
     try:
-        extractor = find_extractor(
-            name,
-            inception_weights=options.inception_weights,
-            dinov2_weights=options.dinov2_weights,
-        )
+        extractor = find_extractor(name, options.inception_weights, options.dinov2_weights)
     except ValueError as error:
         if options.extractor != "auto":
             raise
@@ -198,20 +186,13 @@ def _open_reference(
     """Return the real images of a part of the data, or of a path."""
     name = options.reference
     if name not in ("train", "held_out"):
-        if not Path(name).expanduser().exists():
-            error = unknown_name("evaluation.reference", name, ("train", "held_out"))
-            raise ValueError(f"{error} Or name a folder of pictures or an .npz; none is there.")
         return open_reference(name)
     part = getattr(data, name, None)
     if data is None or part is None:
         missing = "no data are named: add data=…" if data is None else f"{data.name} has none"
-        raise ValueError(
-            f"evaluation.reference={name} is a part of the data, and {missing}. Or name a folder "
-            "of pictures, or an .npz file."
-        )
-    return Reference(
-        name, part_images(data, part, name, count=options.num_reference, device=device)
-    )
+        raise ValueError(f"evaluation.reference={name} is a part of the data, and {missing}.")
+    images = part_images(data, part, name, count=options.num_reference, device=device)
+    return Reference(name, images)
 
 
 def sampling_record(

@@ -7,12 +7,10 @@
               alignment`: DINOv2's patch tokens, Inception's mixed_7, a small classifier's last
               convolution; each extractor has it, and `sizes` leaves it out
 
-`digits-cnn-64` ships here; a classifier that `scripts/make_features.py` trained is named by its
-file; Inception and DINOv2 run where their weights are on this machine, with torch-fidelity's
-resizing. Nothing is downloaded. torch-fidelity's Inception is the network of 2015 that the papers'
-FID uses. `mixed_6` of that graph is its `Mixed_6d`, and ADM's evaluator takes what comes out of the
-branch's ReLU in the order [H, W, 7], as here, so `mu_s` and `sigma_s` of its reference files are of
-the same features.
+docs/evaluation.md lists the extractors. Nothing is downloaded. torch-fidelity's Inception is the
+network of 2015 that the papers' FID uses. `mixed_6` of that graph is its `Mixed_6d`, and ADM's
+evaluator takes what comes out of the branch's ReLU in the order [H, W, 7], as here, so `mu_s` and
+`sigma_s` of its reference files are of the same features.
 
 Dimensions: B batch, C channels, H height, W width, D features.
 """
@@ -59,23 +57,14 @@ Network = Callable[[Tensor], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Extractor:
-    """An extractor, before it is loaded.
+    """An extractor, before it is loaded."""
 
-    Args:
-        name: in settings.
-        file: its weights.
-        sizes: D by name of the features that it has.
-        resize: what it does to an image first.
-        shape: the only [C, H, W] that it takes; None: any, grey or colour.
-        num_classes: of its logits, where these are the classes of the data; else 0.
-    """
-
-    name: str
-    file: Path
-    sizes: Mapping[str, int]
-    resize: str = "none"
-    shape: tuple[int, ...] | None = None
-    num_classes: int = 0
+    name: str  # in settings
+    file: Path  # its weights
+    sizes: Mapping[str, int]  # D by name of the features that it has
+    resize: str = "none"  # what it does to an image first
+    shape: tuple[int, ...] | None = None  # the only [C, H, W] that it takes; None: any
+    num_classes: int = 0  # of its logits, where these are the classes of the data
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -91,10 +80,7 @@ class Extractor:
 
     def load(self, names: Collection[str], device: torch.device) -> Network:
         """Return the network on `device`: uint8 [B,C,H,W] -> {name: float32 [B,D], of feature_map
-        [B,S,h,w]} of `names`.
-
-        The global random numbers are left as they were.
-        """
+        [B,S,h,w]} of `names`. The global random numbers are left as they were."""
         with torch.random.fork_rng(devices=[]):
             if self.name == INCEPTION:
                 network = _load_inception(self.file, names, device)
@@ -106,24 +92,18 @@ class Extractor:
         @torch.no_grad()
         def extract(images: Tensor) -> dict[str, Tensor]:
             images = images.to(device, non_blocking=True)
-            found = network(images.expand(-1, 3, -1, -1) if self.shape is None else images)
-            return {name: values for name, values in found.items() if name in names}
+            features = network(images.expand(-1, 3, -1, -1) if self.shape is None else images)
+            return {name: values for name, values in features.items() if name in names}
 
         return extract
 
 
 def find_extractor(
-    name: str, *, inception_weights: str | None = None, dinov2_weights: str | None = None
+    name: str, inception_weights: str | None = None, dinov2_weights: str | None = None
 ) -> Extractor:
-    """Return an extractor by name, or by the file of `scripts/make_features.py`.
-
-    Args:
-        inception_weights, dinov2_weights: files; None: in torch's hub folder.
-
-    Raises:
-        ValueError: an unknown name, or a file that is not there: where it was looked for, and where
-            to get it.
-    """
+    """Return an extractor by name, or by the file of `scripts/make_features.py`; without files of
+    weights they are looked for in torch's hub folder. Raises ValueError for an unknown name, or a
+    file that is not there."""
     if name == INCEPTION:
         file = _hub_file(inception_weights, INCEPTION_URL, "inception_weights")
         sizes = {"pooled": 2048, "spatial": 17 * 17 * _SPATIAL_CHANNELS, "logits": 1008}
@@ -147,9 +127,7 @@ class ClassifierFeatures(nn.Module):
     GELU, since half of the features of a ReLU network this small die in training.
 
     Args:
-        image_size: (H, W), 8 or more each.
-        channels: C.
-        num_classes: of the logits.
+        image_size, channels, num_classes: (H, W), 8 or more each; C; of the logits.
         num_features: D, where `layers` is left out.
         layers: of each convolution its channels, its padding, and whether a 2x2 pooling follows.
     """
@@ -165,8 +143,8 @@ class ClassifierFeatures(nn.Module):
     ) -> None:
         super().__init__()
         self.shape = (channels, *image_size)
-        width = num_features
-        self.layers = layers or ((32, 1, True), (64, 1, True), (width, 1, False), (width, 1, False))
+        last = (num_features, 1, False)
+        self.layers = layers or ((32, 1, True), (64, 1, True), last, last)
         self.num_classes, self.num_features = num_classes, self.layers[-1][0]
         before = channels
         for index, (after, padding, _) in enumerate(self.layers, start=1):
@@ -207,24 +185,14 @@ def save_features(network: ClassifierFeatures, path: Path, about: str) -> None:
 
 
 def load_features(path: Path = DIGITS_WEIGHTS) -> ClassifierFeatures:
-    """Return the classifier that `save_features` wrote, frozen; that of digits ships here.
-
-    Raises:
-        ValueError: there is no such file, or it holds something else.
-    """
-    from safetensors import SafetensorError, safe_open
+    """Return the classifier that `save_features` wrote, frozen; that of digits ships here."""
+    from safetensors import safe_open
 
     facts: dict[str, Any] = dict(_DIGITS)
-    try:
-        with safe_open(path, framework="pt") as file:
-            if path != DIGITS_WEIGHTS:
-                facts = json.loads((file.metadata() or {})["features"])
-            state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(
-            f"evaluation.extractor={str(path)!r} is no file of features ({error!r}). "
-            f"scripts/make_features.py out={path} makes one from labelled images."
-        ) from error
+    with safe_open(path, framework="pt") as file:
+        if path != DIGITS_WEIGHTS:
+            facts = json.loads(file.metadata()["features"])
+        state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     facts.pop("about", None)
     with torch.device("meta"):  # no weights are drawn: the caller's random numbers stay as they are
         network = ClassifierFeatures(**facts)
@@ -255,12 +223,7 @@ def _load_inception(file: Path, names: Collection[str], device: torch.device) ->
 
     network.Mixed_6d.branch1x1.register_forward_hook(keep_spatial)
     network.Mixed_6e.register_forward_hook(keep_map)
-    named = _naming(list(wanted.values()), network)
-    return lambda images: named(images) | kept
-
-
-def _naming(names: Sequence[str], network: Callable[[Tensor], Sequence[Tensor]]) -> Network:
-    return lambda images: dict(zip(names, network(images), strict=True))
+    return lambda images: dict(zip(wanted.values(), network(images), strict=True)) | kept
 
 
 def _load_dinov2(extractor: Extractor, device: torch.device) -> Network:
@@ -270,10 +233,7 @@ def _load_dinov2(extractor: Extractor, device: torch.device) -> Network:
 
     code = Path(torch.hub.get_dir()) / "facebookresearch_dinov2_main"
     if not (code / "hubconf.py").is_file():
-        raise ValueError(
-            f"evaluation.extractor={extractor.name!r} runs the code of DINOv2, and {str(code)!r} "
-            f"is not there. Nothing is downloaded here: git clone {DINOV2_CODE} {code}"
-        )
+        raise ValueError(f"{extractor.name} runs its authors' code: git clone {DINOV2_CODE} {code}")
     os.environ.setdefault("XFORMERS_DISABLED", "1")  # as torch-fidelity has it: plain attention
     name = DINOV2[extractor.name][0]
     load: Any = torch.hub.load
@@ -298,8 +258,7 @@ def _load_dinov2(extractor: Extractor, device: torch.device) -> Network:
 
     norm: Any = network.norm  # the last one, of all tokens: that of the class, registers, patches
     norm.register_forward_hook(keep)
-    named = _naming(["pooled"], local)
-    return lambda images: named(images) | kept
+    return lambda images: {"pooled": local(images)[0]} | kept
 
 
 def _hub_file(given: str | None, url: str, field: str) -> Path:
@@ -309,7 +268,7 @@ def _hub_file(given: str | None, url: str, field: str) -> Path:
     file = file / name if file.is_dir() else file
     if not file.is_file():
         raise ValueError(
-            f"{str(file)!r} does not exist. Nothing is downloaded here: get {url} and put it "
-            f"there, or set evaluation.{field} to where it is."
+            f"{str(file)!r} does not exist: get {url} and put it there, or set evaluation.{field} "
+            "to where it is."
         )
     return file

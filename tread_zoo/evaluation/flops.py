@@ -1,15 +1,9 @@
 """FLOPs of the code that runs, counted by torch's flop counter on the meta device.
 
 Matrix products are counted by torch, scans and the convolutions ahead of them by the formulas that
-`tread_zoo.kernels` registers; elementwise work is not counted, as is usual. A multiply-add is 2.
-Every operation is counted in its torch form, whichever form runs, so that machines agree:
-
-    attention           its two matrix products, and four more in the backward pass
-    causal_conv1d       2 a tap and channel; twice that backward
-    selective_scan      7 a token, channel and state: Δ A, 2^x, (Δ u) B, a h + b, C · h; 20 backward
-    ssd                 the matrix products of its chunks of at most 64 tokens
-    gated_delta_rule    the matrix products of its chunks of at most 32 tokens; so with kda
-    bidirectional_wkv   54 a token and channel, two scans carried in log space; 94 backward
+`tread_zoo.kernels` registers (docs/flops.md lists them); elementwise work is not counted, as is
+usual. A multiply-add is 2. Every operation is counted in its torch form, whichever form runs, so
+that machines agree.
 
 What a block computes again because of activation checkpointing counts, too.
 
@@ -44,11 +38,8 @@ def count_flops(
     routes: Sequence[Route | PendingRoute | PathDrop] = (),
     backward: bool = False,
 ) -> int:
-    """Return the FLOPs of one forward pass, or of forward and backward, of `batch` images.
-
-    Nothing is computed: a copy of the network without data is traced. A pending route costs what
-    computing the importance costs, too.
-    """
+    """Return the FLOPs of one forward pass, or of forward and backward, of `batch` images. A
+    pending route costs what computing the importance costs, too."""
     return _trace(_without_data(backbone), batch, routes, backward)
 
 
@@ -100,8 +91,7 @@ def count_sampling(
     """Return what sampling one image with `options` costs. Raises ValueError if they do not fit.
 
     `generate` itself runs, with networks whose forward computes nothing and notes what it was
-    called with: so a branch that a level or a scale leaves out is not counted. Each kind of call
-    (which network, which routes) is traced once, as `count_flops` does.
+    called with: so a branch that a level or a scale leaves out is not counted.
     """
     calls: list[int] = []
     network = _stand_in(backbone, calls)

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.data import ImageData, read_items
+from tread_zoo.data.encode import as_bytes
 from tread_zoo.data.split import evenly_spaced
 from tread_zoo.diffusion import Objective, describe_part
 from tread_zoo.runtime import autocast
@@ -35,14 +36,8 @@ def held_out_loss(
     means of the fourths of the draws from the lowest levels to the highest; None if nothing was
     held out.
 
-    The draws depend on the seed alone, so the numbers of different steps and networks compare, pair
-    by pair.
-
-    Args:
-        backbone, objective, data: the network and what it was trained with.
-        seed: of the draws.
-        precision: resolved, see `tread_zoo.runtime`.
-        num_draws: levels and noises for each image; more of them make the numbers less noisy.
+    The draws, `num_draws` for each image, depend on the seed alone, so the numbers of different
+    steps and networks compare, pair by pair. `precision` is resolved, see `tread_zoo.runtime`.
     """
     if data.held_out is None:
         return None
@@ -82,14 +77,11 @@ def held_out_record(
     images, conditions = stack_part(data.held_out, HELD_OUT_IMAGES)
     for tensor in (images, conditions):
         digest.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
-        # as bytes, for numpy has no bfloat16
-        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(as_bytes(tensor))
     options = asdict(objective)  # type: ignore[call-overload]
+    own = {name: value for name, value in options.items() if name not in _OF_SAMPLING}
     return {
-        "held_out_objective": {
-            "name": describe_part("objective", objective)["name"],
-            **{name: value for name, value in options.items() if name not in _OF_SAMPLING},
-        },
+        "held_out_objective": {"name": describe_part("objective", objective)["name"], **own},
         "held_out_images": len(images),
         "held_out_draws": num_draws,
         "held_out_seed": seed,

@@ -26,22 +26,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Images:
-    """Images of one size, read by number.
+    """Images of one size, read by number: `read` returns those of a range of step 1, uint8
+    [B,C,H,W] on the CPU, and their labels [B] or None."""
 
-    Args:
-        name: for records.
-        shape: C, H, W.
-        count: N.
-        read: returns some of them (a range of step 1), uint8 [B,C,H,W] on the CPU, and their
-            labels [B] or None.
-        num_classes: of the labels; 0: they have none.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # for records
+    shape: tuple[int, ...]  # C, H, W
     count: int
     read: Callable[[range], tuple[Tensor, Tensor | None]]
-    num_classes: int = 0
+    num_classes: int = 0  # of the labels; 0: they have none
 
     def __len__(self) -> int:
         return self.count
@@ -51,8 +43,8 @@ def tensor_images(images: Tensor) -> Images:
     """Return images that lie in memory, uint8 [N,C,H,W]."""
     if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
         raise ValueError(
-            f"images are {images.dtype} {list(images.shape)}; uint8 [N,C,H,W] with 1 or 3 "
-            "channels is expected (tread_zoo.data.to_uint8 converts)."
+            f"images are {images.dtype} {list(images.shape)}, not uint8 [N,1 or 3,H,W]: "
+            "tread_zoo.data.to_uint8 converts."
         )
     stored = images.cpu()
     shape = tuple(images.shape[1:])
@@ -67,16 +59,10 @@ def part_images(
     count: int | None = None,
     device: torch.device | None = None,
 ) -> Images:
-    """Return images of a part of a data set, evenly spaced in it; latents are decoded.
+    """Return `count` images (None: all) of a part of a data set, evenly spaced in it; latents are
+    decoded on `device`, the CPU by default.
 
     Another one takes the place of an item that cannot be read, as in training, with a warning.
-
-    Args:
-        data: the part's own.
-        part: of items as stored, and labels.
-        name: for records.
-        count: how many; None, or more than there are, takes all.
-        device: where latents are decoded; None is the CPU.
     """
     place, codec = device or torch.device("cpu"), data.codec
     numbers = evenly_spaced(len(part), count)  # type: ignore[arg-type]
@@ -91,35 +77,23 @@ def part_images(
     return Images(name, pixel_shape(data, place), len(numbers), read, data.num_classes)
 
 
-def open_images(path: str | Path, class_names: tuple[str, ...] = ()) -> Images:
-    """Return the images of a folder or an .npz file; little more than headers is read.
-
-    Args:
-        path: of either.
-        class_names: sub-folders that have these names label what is in them.
-
-    Raises:
-        ValueError: it is neither, or has no images of one size.
-    """
+def open_images(path: str | Path) -> Images:
+    """Return the images of a folder or an .npz file; little more than headers is read. Raises
+    ValueError if they are not of one size."""
     place = Path(path).expanduser()
-    if place.is_dir():
-        return _open_folder(place, class_names)
-    if place.suffix == ".npz" and place.is_file():
-        return _open_npz(place)
-    raise ValueError(f"{str(path)!r} is neither a folder of pictures nor an .npz file with arr_0.")
+    return _open_folder(place) if place.is_dir() else _open_npz(place)
 
 
-def _open_folder(folder: Path, class_names: tuple[str, ...]) -> Images:
+def _open_folder(folder: Path) -> Images:
     """Return the pictures of a folder and of those in it, by name; grey if all of them are."""
     from PIL import Image
 
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = [path for path in paths if path.suffix.lower() in SUFFIXES]
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    files = sorted(path for path in paths if path.suffix.lower() in SUFFIXES)
+    if others := sorted(set(paths) - set(files)):
+        logger.info("%s: %d other files, such as %s", folder, len(others), others[0].name)
     if not files:
         raise ValueError(f"{str(folder)!r} has no pictures ({', '.join(SUFFIXES)}).")
-    if len(files) < len(paths):
-        other = next(path.name for path in paths if path.suffix.lower() not in SUFFIXES)
-        logger.info("%s: %d other files, such as %s", folder, len(paths) - len(files), other)
     sizes: dict[tuple[int, int], Path] = {}
     channels, has_alpha = 1, False
     for path in files:
@@ -128,39 +102,25 @@ def _open_folder(folder: Path, class_names: tuple[str, ...]) -> Images:
             channels = 1 if channels == 1 and picture.mode in ("1", "L", "LA") else 3
             has_alpha |= picture.has_transparency_data
     if len(sizes) > 1:
-        (one, first), (other_size, second) = list(sizes.items())[:2]
+        two = [f"{path} is {high}x{wide}" for (high, wide), path in list(sizes.items())[:2]]
         raise ValueError(
-            f"{first} is {one[0]}x{one[1]} and {second} {other_size[0]}x{other_size[1]} (height x "
-            "width): pictures of one size are compared. Resize them, or take out what is no sample."
+            f"{' and '.join(two)} (height x width): pictures of one size are compared."
         )
     if has_alpha:
         logger.warning("%s: alpha channels are dropped", folder)
-    names, labels = [path.relative_to(folder).parts[0] for path in files], None
-    if class_names and set(names) <= set(class_names):
-        labels = torch.tensor([class_names.index(name) for name in names])
 
-    def read(rows: range) -> tuple[Tensor, Tensor | None]:
-        chosen = slice(rows.start, rows.stop)
-        images = torch.stack([_read_file(path, channels) for path in files[chosen]])
-        return images, None if labels is None else labels[chosen]
+    def read(rows: range) -> tuple[Tensor, None]:
+        chosen = files[rows.start : rows.stop]
+        return torch.stack([read_picture(path, None, channels) for path in chosen]), None
 
     name, shape = f"{folder.resolve().name}/", (channels, *next(iter(sizes)))
-    return Images(name, shape, len(files), read, 0 if labels is None else len(class_names))
-
-
-def _read_file(path: Path, channels: int) -> Tensor:
-    try:
-        return read_picture(path, None, channels)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return Images(name, shape, len(files), read)
 
 
 def _open_npz(file: Path) -> Images:
     """Return the images of an .npz file as ADM's, read in order without unpacking all: `arr_0`
     uint8 [N,H,W,C], and `arr_1`, labels [N], if it is there."""
     with np.load(file, allow_pickle=False) as archive:
-        if "arr_0" not in archive.files:
-            raise ValueError(f"{str(file)!r} has {', '.join(archive.files)}, and no arr_0.")
         values = archive["arr_1"] if "arr_1" in archive.files else np.zeros(0)
     stream: Any = zipfile.ZipFile(file).open("arr_0.npy")  # noqa: SIM115
     npy.read_magic(stream)
@@ -168,8 +128,7 @@ def _open_npz(file: Path) -> Images:
     begin = stream.tell()
     if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] not in (1, 3):
         raise ValueError(
-            f"{str(file)!r}: arr_0 is {dtype} {list(shape)}; uint8 [N,H,W,C] with 1 or 3 channels "
-            "is expected."
+            f"{str(file)!r}: arr_0 is {dtype} {list(shape)}, not uint8 [N,H,W,1 or 3]."
         )
     count, height, width, channels = shape
     labels = None

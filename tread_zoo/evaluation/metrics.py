@@ -39,17 +39,11 @@ _DISTANCES_AT_ONCE = 100_000_000
 
 @dataclass(frozen=True)
 class Metric:
-    """A registered metric with its options; the facts are those at the top of this file.
+    """A registered metric with its options; the facts are those at the top of this file."""
 
-    Args:
-        options: `name` and all options.
-        function: the metric, with these bound.
-        uses_real: it takes the features of real images, too.
-    """
-
-    options: Mapping[str, Any]
-    function: Callable[..., Any]
-    uses_real: bool
+    options: Mapping[str, Any]  # name, too
+    function: Callable[..., Any]  # with the options bound
+    uses_real: bool  # it takes the features of real images, too
     features: str = "pooled"
     statistics: bool = False
     extractor: str = "*"
@@ -158,12 +152,7 @@ def label_accuracy(generated: Tensor, labels: Tensor) -> float:
 
 
 def _coverage(points: Tensor, centers: Tensor, num_neighbors: int) -> float:
-    rows = max(1, _DISTANCES_AT_ONCE // len(centers))
-    nearest = num_neighbors + 1  # the first one is the centre itself
-    radii = torch.cat(
-        [torch.cdist(part, centers).kthvalue(nearest).values for part in torch.split(centers, rows)]
-    )
-    inside = [
-        (torch.cdist(part, centers) <= radii).any(dim=1) for part in torch.split(points, rows)
-    ]
+    rows, k = max(1, _DISTANCES_AT_ONCE // len(centers)), num_neighbors + 1  # itself is the first
+    radii = torch.cat([torch.cdist(x, centers).kthvalue(k).values for x in centers.split(rows)])
+    inside = [(torch.cdist(x, centers) <= radii).any(dim=1) for x in points.split(rows)]
     return float(torch.cat(inside).double().mean())

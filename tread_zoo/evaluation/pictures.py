@@ -1,11 +1,16 @@
-"""Pictures for people: grids of samples, the curve of a loss, the likeness of token states."""
+"""Pictures for people: grids of samples, their animation, the curve of a loss, the likeness of
+token states."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
 
+from tread_zoo.data.files import written_whole
+from tread_zoo.data.split import evenly_spaced
+
 _SMALLEST_SIDE = 32  # tiny images are enlarged to about this on a grid
+_FRAMES, _FRAME_SIDE, _FRAME_MS, _LAST_FRAME_MS = 20, 360, 250, 2500
 
 
 def save_png(image: Tensor, path: Path) -> None:
@@ -24,21 +29,46 @@ def save_grid(images: Tensor, path: Path, columns: int = 10) -> None:
     save_png(make_grid(enlarged, nrow=columns, pad_value=128), path)
 
 
+def save_animation(pictures: Sequence[Path], path: Path) -> None:
+    """Write pictures of one size as a small GIF, at most 20 of them, evenly spaced; the last stays
+    for a while."""
+    from PIL import Image
+
+    chosen = [pictures[-1 - i] for i in evenly_spaced(len(pictures), _FRAMES)][::-1]
+    frames = []
+    for picture in chosen:
+        frame = Image.open(picture).convert("RGB")
+        frame.thumbnail((_FRAME_SIDE, _FRAME_SIDE))
+        frames.append(frame.quantize(32))
+    first, *rest = frames
+    times = [*[_FRAME_MS] * len(rest), _LAST_FRAME_MS]
+    with written_whole(path) as stream:
+        first.save(stream, "GIF", save_all=True, append_images=rest, duration=times, loop=0)
+
+
 def plot_losses(
     rows: Sequence[dict[str, float]], path: Path, names: Sequence[str] = ("loss", "held_out_loss")
 ) -> None:
-    """Plot the named values of metric rows against `step` as a PNG."""
+    """Plot the named values of metric rows against `step` as a PNG; the legend has the last."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel="optimizer step", ylabel="loss")
+    axes = figure.add_subplot(xlabel="optimizer step", ylabel="loss", yscale="log")
     for name in names:
         points = [(row["step"], row[name]) for row in rows if name in row]
         if points:
-            label = f"{name} (dense, averaged weights)" if name == "held_out_loss" else name
-            axes.plot(*zip(*points, strict=True), label=label, marker="." if "held" in name else "")
-    axes.set_yscale("log")
-    axes.grid(alpha=0.3, which="both")
+            what = f"{name} (dense, averaged weights)" if name == "held_out_loss" else name
+            dots = "held" in name or len(points) == 1  # a line of one point is not seen
+            axes.plot(
+                *zip(*points, strict=True), marker="." if dots else "",
+                label=f"{what}: {points[-1][1]:.4g}",
+            )  # fmt: skip
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
     figure.savefig(path, dpi=120)

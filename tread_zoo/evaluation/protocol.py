@@ -14,42 +14,26 @@ def _noted(default: Any = None) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What a score depends on. Scores compare where their protocols are equal.
+    """What a score depends on. Scores compare where their protocols are equal. What is noted is not
+    compared: scores on a curve differ in the step, others in how they round."""
 
-    Args:
-        metrics: with all options.
-        extractor, extractor_sha256, resize: the features; None where none were needed.
-        num_generated, image_size, channels: the images; (H, W) as [H, W].
-        uint8: the rule by which samples became bytes.
-        data: that the samples are to be like.
-        reference, num_reference, reference_sha256: the real images: their name, how many, and the
-            hash of their pixels, or of a file of statistics.
-        labels: the rule by which samples got their labels.
-        seed, sampling, weights: of the samples: their noise, sampler with guidance, `ema`,
-            `model` or `ema:0.05`; None where that is unknown.
-        decoder: the autoencoder of latents, and their normalization.
-        samples_sha256, step, nfe, flops_per_image, precision, device, torch, torch_fidelity: noted,
-            and not compared: scores on a curve differ in the step, and rounding in the others.
-        notes: what makes a number doubtful.
-    """
-
-    metrics: Sequence[Mapping[str, Any]] = ()
-    extractor: str | None = None
+    metrics: Sequence[Mapping[str, Any]] = ()  # with all options
+    extractor: str | None = None  # of the features; None where none were needed
     extractor_sha256: str | None = None
     resize: str | None = None
     num_generated: int | None = None
-    image_size: Sequence[int] | None = None
+    image_size: Sequence[int] | None = None  # [H, W]
     channels: int | None = None
-    uint8: str | None = None
-    data: str | None = None
-    reference: str | None = None
+    uint8: str | None = None  # the rule by which samples became bytes
+    data: str | None = None  # that the samples are to be like
+    reference: str | None = None  # the real images
     num_reference: int | None = None
-    reference_sha256: str | None = None
-    labels: str | None = None
-    seed: int | None = None
-    sampling: Mapping[str, Any] | None = None
-    weights: str | None = None
-    decoder: Mapping[str, Any] | None = None
+    reference_sha256: str | None = None  # of their pixels, or of a file of statistics
+    labels: str | None = None  # the rule by which samples got their labels
+    seed: int | None = None  # of the samples' noise
+    sampling: Mapping[str, Any] | None = None  # sampler and guidance
+    weights: str | None = None  # `ema`, `model` or `ema:0.05`; None: unknown
+    decoder: Mapping[str, Any] | None = None  # the autoencoder of latents, their normalization
     samples_sha256: str | None = _noted()
     step: int | None = _noted()
     nfe: int | None = _noted()
@@ -58,7 +42,7 @@ class Protocol:
     device: str | None = _noted()
     torch: str | None = _noted()
     torch_fidelity: str | None = _noted()
-    notes: Sequence[str] = _noted(())
+    notes: Sequence[str] = _noted(())  # what makes a number doubtful
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Protocol":

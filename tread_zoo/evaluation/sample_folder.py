@@ -34,13 +34,8 @@ def folder_name(settings: Mapping[str, Any]) -> str:
 
 
 class SampleFolder:
-    """A folder that takes the images of one set of settings.
-
-    Args:
-        path: new, empty, or of the same settings.
-        settings: plain values; any difference makes other images.
-        facts: what else the record says; not compared.
-        overwrite: replace a set with other settings.
+    """A folder that takes the images of one set of settings, plain values, of which any difference
+    makes other images; `facts` are recorded beside. `overwrite` replaces a set with other settings.
 
     Raises:
         ValueError: it holds samples of other or of unknown settings.
@@ -58,10 +53,7 @@ class SampleFolder:
         self.settings, self.facts = json.loads(json.dumps(dict(settings))), dict(facts)
         record, files = self.path / RECORD, self._files()
         if files and not record.exists():
-            raise ValueError(
-                f"out={str(path)!r} holds {files[0].name}, and no {RECORD} that says what made it: "
-                "name another out=…"
-            )
+            raise ValueError(f"out={str(path)!r} holds {files[0].name}, and no {RECORD}.")
         own = json.loads(record.read_text())["settings"] if files else self.settings
         changed = [
             f"{key}={own.get(key)!r}, not {self.settings.get(key)!r}"

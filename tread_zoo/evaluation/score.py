@@ -11,9 +11,9 @@ Dimensions: N images, B of a batch, C channels, H height, W width, D features.
 """
 
 import fnmatch
+import functools
 import hashlib
 import os
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tread_zoo.data.files import written_whole
@@ -32,6 +33,7 @@ from tread_zoo.evaluation.frechet import RunningStatistics, Statistics
 from tread_zoo.evaluation.images import Images, open_images, tensor_images
 from tread_zoo.evaluation.metrics import Metric, build_metrics
 from tread_zoo.evaluation.protocol import Protocol
+from tread_zoo.progress import progress
 
 # features -> arrays of an .npz of statistics, as ADM's evaluator names them
 _STATISTICS = {"pooled": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
@@ -39,21 +41,13 @@ _STATISTICS = {"pooled": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """Features of a set of images, by name; empty on other processes than the main one.
+    """Features of a set of images, by name; empty on other processes than the main one."""
 
-    Args:
-        count: N, or None where a file of statistics does not say.
-        sha256: of the shape and of the sha256 of each image, whatever they are stored in; or of a
-            file of statistics.
-        statistics, rows: mean and covariance; float32 [N, D].
-        labels: int64 [N], where the images have some.
-    """
-
-    count: int | None = None
-    sha256: str | None = None
-    statistics: Mapping[str, Statistics] = field(default_factory=dict)
-    rows: Mapping[str, Tensor] = field(default_factory=dict)
-    labels: Tensor | None = None
+    count: int | None = None  # N, if a file of statistics says it
+    sha256: str | None = None  # of shape and sha256 of each image; or of a file of statistics
+    statistics: dict[str, Statistics] = field(default_factory=dict)
+    rows: Mapping[str, Tensor] = field(default_factory=dict)  # float32 [N, D]
+    labels: Tensor | None = None  # int64 [N], where the images have some
 
 
 # References ---------------------------------------------------------------------------------------
@@ -61,34 +55,29 @@ class FeatureSet:
 
 @dataclass(frozen=True)
 class Reference:
-    """The real side of a score: images, statistics in a file, or both.
+    """The real side of a score: images, statistics of a file, or both."""
 
-    Args:
-        name: for records.
-        images: None where there are statistics alone.
-        file: an .npz as ADM's: `mu`, `sigma` and, of spatial features, `mu_s`, `sigma_s`.
-        statistics: names of the features that `file` has statistics of.
-        extractor: whose features these are.
-    """
-
-    name: str
+    name: str  # for records
     images: Images | None
-    file: Path | None = None
-    statistics: frozenset[str] = frozenset()
-    extractor: str = INCEPTION
+    statistics: Mapping[str, Statistics] = field(default_factory=dict)  # by their features' name
+    file: Path = Path()  # that has them
+    extractor: str = INCEPTION  # whose features these are
 
-    def has_statistics_of(self, extractor: Extractor) -> frozenset[str]:
-        """Return the features of an extractor that the file has statistics of."""
-        fits = self.extractor in (extractor.name, extractor.label)
-        return self.statistics if fits else frozenset()
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Of the file of statistics."""
+        with self.file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+
+    def statistics_of(self, extractor: Extractor) -> Mapping[str, Statistics]:
+        """Return those of an extractor's features."""
+        return self.statistics if self.extractor in (extractor.name, extractor.label) else {}
 
 
 def open_reference(reference: "Reference | Images | Tensor | str | Path") -> Reference:
     """Return what is compared with: images, a folder of them, or an .npz with images, statistics of
-    their features, or both: distances then take the statistics, which may be of more images.
-
-    Raises:
-        ValueError: it is none of these.
+    their features as ADM's (`mu`, `sigma` and, of spatial features, `mu_s`, `sigma_s`), or both:
+    distances then take the statistics, which may be of more images. Raises ValueError for others.
     """
     if isinstance(reference, Reference):
         return reference
@@ -99,14 +88,19 @@ def open_reference(reference: "Reference | Images | Tensor | str | Path") -> Ref
     with np.load(path, allow_pickle=False) as archive:
         names = set(archive.files)
         extractor = str(archive["extractor"]) if "extractor" in names else INCEPTION
-    statistics = frozenset(name for name, arrays in _STATISTICS.items() if set(arrays) <= names)
+        count = int(archive["num_images"]) if "num_images" in names else None
+        statistics = {}
+        for name, arrays in _STATISTICS.items():
+            if set(arrays) <= names:
+                mean, covariance = (torch.from_numpy(archive[a]).double() for a in arrays)
+                statistics[name] = Statistics(mean, covariance, count)
     if not statistics and "arr_0" not in names:
         raise ValueError(
             f"{reference} has {', '.join(sorted(names))}: images as arr_0, uint8 [N,H,W,C], or "
             "statistics as mu and sigma are expected; scripts/make_reference.py makes these."
         )
     both = open_images(path) if "arr_0" in names else None
-    return Reference(path.name, both, path, statistics, extractor)
+    return Reference(path.name, both, statistics, path, extractor)
 
 
 def write_statistics(path: Path, features: FeatureSet, extractor: Extractor) -> None:
@@ -120,38 +114,17 @@ def write_statistics(path: Path, features: FeatureSet, extractor: Extractor) -> 
         np.savez(stream, **arrays)
 
 
-def _read_statistics(reference: Reference, names: Iterable[str]) -> FeatureSet:
-    """Return the statistics in the file of a reference."""
-    assert reference.file is not None
-    statistics = {}
-    with np.load(reference.file, allow_pickle=False) as archive:
-        count = int(archive["num_images"]) if "num_images" in archive.files else None
-        for name in names:
-            mean, covariance = (torch.from_numpy(archive[a]).double() for a in _STATISTICS[name])
-            statistics[name] = Statistics(mean, covariance, count)
-    with reference.file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return FeatureSet(count, digest, statistics)
-
-
 # Scores -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What images are scored by.
-
-    Args:
-        metrics: those to compute.
-        extractor: None where no features are needed.
-        reference: what they are compared with.
-        not_scored: why there are no metrics, or "".
-    """
+    """What images are scored by."""
 
     metrics: tuple[Metric, ...]
-    extractor: Extractor | None
+    extractor: Extractor | None  # None where no features are needed
     reference: Reference
-    not_scored: str = ""
+    not_scored: str = ""  # why there are no metrics
 
     def check(self, count: int, shape: tuple[int, ...], num_classes: int) -> None:
         """Raise ValueError if `count` images [C,H,W] of `shape` with labels of `num_classes` cannot
@@ -166,46 +139,25 @@ class Evaluation:
             if other is not None and tuple(shape) != other:
                 raise ValueError(
                     f"the images [C,H,W] are {tuple(shape)}, and those of {name} {other}: bring "
-                    "them to one size, or take another evaluation.extractor, such as "
-                    f"{INCEPTION}."
+                    f"them to one size, or set evaluation.extractor={INCEPTION}."
                 )
+        compared = self._compared(extractor)
         for metric in self.metrics:
-            why = _misfit(metric, extractor, self.reference)
-            if metric.labels and not 0 < num_classes <= extractor.num_classes:
-                why = (
-                    f"reads {extractor.num_classes} classes with {extractor.name}, and the labels "
-                    f"are of {num_classes}: train an extractor with scripts/make_features.py"
-                )
-            why = why or self._too_few(metric, count, "evaluation.num_images")
-            if not why and metric in self._compared:
-                assert real is not None
-                why = self._too_few(metric, len(real), "the reference")
+            why = _misfit(metric, extractor, self.reference, num_classes)
+            why = why or _too_few(metric, extractor, count, "evaluation.num_images")
+            if not why and real is not None and metric in compared:
+                why = _too_few(metric, extractor, len(real), "the reference")
             if why:
                 raise ValueError(f"evaluation.metrics: {metric.name!r} {why}, or leave it out.")
 
-    @property
-    def _compared(self) -> list[Metric]:
-        """The metrics that read the images of the reference."""
-        assert self.extractor is not None
-        stored = self.reference.has_statistics_of(self.extractor)
+    def _compared(self, extractor: Extractor) -> list[Metric]:
+        """Return the metrics that read the images of the reference."""
+        stored = self.reference.statistics_of(extractor)
         return [
             metric
             for metric in self.metrics
             if metric.uses_real and not (metric.statistics and metric.features in stored)
         ]
-
-    def _too_few(self, metric: Metric, count: int, name: str) -> str:
-        """Return why a metric is not defined for `count` images, or ""."""
-        assert self.extractor is not None
-        if count < metric.min_images:
-            return f"takes {metric.min_images} images, and {name} has {count}: give more"
-        size = self.extractor.sizes[metric.features]
-        if not metric.statistics or count > size:
-            return ""
-        return (
-            f"compares covariances of {size} features, which are singular unless there are more "
-            f"images, and {name} has {count}: give {size + 1}, take kid"
-        )
 
     def run(
         self,
@@ -234,10 +186,10 @@ class Evaluation:
 
         generated = features(images, metrics)
         if "reference" not in cache:
-            cache["reference"] = self._read_reference(features) if metrics else FeatureSet()
+            cache["reference"] = self._read_reference(features)
         reference = cache["reference"]
-        if held_out is not None and "real" not in cache and network is not None:
-            some = [m for m in metrics if not self._too_few(m, len(held_out), "")]
+        if held_out is not None and "real" not in cache and extractor is not None:
+            some = [m for m in metrics if not _too_few(m, extractor, len(held_out), "")]
             cache["real"], _ = _values(features(held_out, some), reference, some)
         values, notes = _values(generated, reference, metrics)
         protocol = Protocol(
@@ -260,16 +212,16 @@ class Evaluation:
 
     def _read_reference(self, features: Callable[..., FeatureSet]) -> FeatureSet:
         """Return the reference's features; of those that a file has, its statistics."""
-        own, compared = FeatureSet(), self._compared
-        if compared:
-            assert self.reference.images is not None
-            own = features(self.reference.images, compared)
-        stored = {m.features for m in self.metrics if m.uses_real and m not in compared}
+        compared = self._compared(self.extractor) if self.extractor else []
+        own, real = FeatureSet(), self.reference.images
+        if compared and real is not None:
+            own = features(real, compared)
+        names = {m.features for m in self.metrics if m.uses_real and m not in compared}
+        stored = {name: self.reference.statistics[name] for name in names}
         if not stored:
             return own
-        theirs = _read_statistics(self.reference, stored)
-        statistics = {**own.statistics, **theirs.statistics}
-        return FeatureSet(own.count or theirs.count, theirs.sha256, statistics, own.rows)
+        count = own.count or next(iter(stored.values())).count
+        return FeatureSet(count, self.reference.sha256, own.statistics | stored, own.rows)
 
 
 def score(
@@ -278,7 +230,6 @@ def score(
     metrics: Sequence[str | Mapping[str, Any]] = ("fid", "kid", "precision", "recall"),
     *,
     extractor: str = DIGITS,
-    held_out: Images | Tensor | None = None,
     batch_size: int = 250,
     device: str | torch.device = "cpu",
     inception_weights: str | None = None,
@@ -292,12 +243,9 @@ def score(
         reference: the same, or an .npz of statistics. Grey images are repeated to 3 channels for
             extractors of colour.
         metrics: names, or mappings with `name` and options.
-        extractor: see `tread_zoo.evaluation.features`.
-        held_out: real images whose scores against the same reference are "real": the best that
-            samples can hope for.
+        extractor, inception_weights, dinov2_weights: as of `find_extractor`.
         batch_size: images at a time.
         device: of the extractor.
-        inception_weights, dinov2_weights: files; None looks in torch's hub folder.
         facts: fields of `Protocol` that do not follow from the images.
 
     Raises:
@@ -305,17 +253,10 @@ def score(
             not there.
     """
     source = _as_images(images)
-    weights = {"inception_weights": inception_weights, "dinov2_weights": dinov2_weights}
-    evaluation = Evaluation(
-        build_metrics(metrics),
-        find_extractor(extractor, **weights),
-        open_reference(reference),
-    )
+    network = find_extractor(extractor, inception_weights, dinov2_weights)
+    evaluation = Evaluation(build_metrics(metrics), network, open_reference(reference))
     evaluation.check(len(source), source.shape, source.num_classes)
-    real = None if held_out is None else _as_images(held_out)
-    return evaluation.run(
-        source, held_out=real, batch_size=batch_size, device=torch.device(device), **facts
-    )
+    return evaluation.run(source, batch_size=batch_size, device=torch.device(device), **facts)
 
 
 def extract(
@@ -326,19 +267,13 @@ def extract(
     rows: Collection[str] = (),
     batch_size: int,
 ) -> FeatureSet:
-    """Return the features of all images; one batch of them is in memory at a time.
-
-    Args:
-        network: gives the features; None where there are none to gather.
-        statistics, rows: names of features to gather.
-    """
-    from tqdm.auto import tqdm
-
+    """Return the features that `statistics` and `rows` name of all images, as `network` gives them;
+    one batch of images is in memory at a time."""
     rank, world = _rank()
     running = {name: RunningStatistics() for name in statistics}
     batches: dict[int, dict[str, Any]] = {}  # by first image
     starts = range(rank * batch_size, len(images), batch_size * world)
-    for first in tqdm(starts, "images", disable=rank > 0 or not sys.stderr.isatty(), leave=False):
+    for first in progress("scoring", starts, " batches"):
         batch, labels = images.read(range(first, min(first + batch_size, len(images))))
         features = network(batch) if network and (statistics or rows) else {}
         for name in statistics:
@@ -386,22 +321,41 @@ def _values(
     return values, list(dict.fromkeys(notes))
 
 
-def _misfit(metric: Metric, extractor: Extractor, reference: Reference) -> str:
-    """Return why a metric cannot be taken of an extractor's features or of a reference, or ""."""
+def _misfit(metric: Metric, extractor: Extractor, reference: Reference, num_classes: int) -> str:
+    """Return why a metric cannot be taken of an extractor's features, of labels of `num_classes` or
+    of a reference, or ""."""
     if not fnmatch.fnmatchcase(extractor.name, metric.extractor):
         return f"is for {metric.extractor}: set evaluation.extractor to one, not {extractor.name}"
     if metric.features not in extractor.sizes:
         return f"takes {metric.features} features, which {extractor.name} lacks: take {INCEPTION}"
+    if metric.labels and not 0 < num_classes <= extractor.num_classes:
+        return (
+            f"reads {extractor.num_classes} classes with {extractor.name}, and the labels are of "
+            f"{num_classes}: train an extractor with scripts/make_features.py"
+        )
     if reference.images is not None or not metric.uses_real:
         return ""
     if not metric.statistics:
         return f"compares images, and {reference.name} has statistics alone: give images"
-    if metric.features in reference.has_statistics_of(extractor):
+    if metric.features in reference.statistics_of(extractor):
         return ""
     return (
         f"takes {metric.features} features of {extractor.label}, and {reference.name} has "
         f"statistics of {', '.join(sorted(reference.statistics))} ones of {reference.extractor}: "
         "make it with that extractor (scripts/make_reference.py), give images"
+    )
+
+
+def _too_few(metric: Metric, extractor: Extractor, count: int, name: str) -> str:
+    """Return why a metric is not defined for `count` images, or ""."""
+    if count < metric.min_images:
+        return f"takes {metric.min_images} images, and {name} has {count}: give more"
+    size = extractor.sizes[metric.features]
+    if not metric.statistics or count > size:
+        return ""
+    return (
+        f"compares covariances of {size} features, which are singular unless there are more "
+        f"images, and {name} has {count}: give {size + 1}, take kid"
     )
 
 
@@ -421,7 +375,6 @@ def process_group(device: torch.device) -> Iterator[bool]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield True
         return
-    import torch.distributed as dist
     from accelerate import PartialState
 
     PartialState(cpu=device.type == "cpu")
@@ -431,8 +384,6 @@ def process_group(device: torch.device) -> Iterator[bool]:
 
 def _rank() -> tuple[int, int]:
     """Return this process's number and how many there are."""
-    import torch.distributed as dist
-
     alone = not (dist.is_available() and dist.is_initialized())
     return (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
 
@@ -442,8 +393,6 @@ def _gather(own: Any) -> list[Any]:
     rank, world = _rank()
     if world == 1:
         return [own]
-    import torch.distributed as dist
-
     parts: list[Any] | None = [None] * world if rank == 0 else None
     dist.gather_object(own, parts)
     return parts or []

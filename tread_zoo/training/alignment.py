@@ -83,7 +83,7 @@ class REPA:
         block = depth // 4 if self.block == "auto" else self.block
         if not -depth <= block < depth:
             raise ValueError(f"alignment.block={block}: blocks are 0 … {depth - 1}.")
-        width, hidden = _token_width(backbone), self.hidden_size
+        width, hidden = token_width(backbone), self.hidden_size
         layers = nn.Sequential(
             nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(),
             nn.Linear(hidden, feature_size),
@@ -145,7 +145,7 @@ def _gather(tokens: Tensor, ids: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def _token_width(backbone: Backbone) -> int:
+def token_width(backbone: Backbone) -> int:
     """Return D of the tokens that `Backbone.forward(features=…)` gives."""
     x = torch.zeros(1, backbone.in_channels, *backbone.input_size)
     streams, _ = backbone.embed(x, torch.zeros(1), None)

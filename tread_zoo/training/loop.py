@@ -30,9 +30,12 @@ from tread_zoo.runtime import autocast, resolve_device, resolve_precision
 from tread_zoo.seeding import make_generator
 from tread_zoo.training.checkpoints import Checkpoint, check_same_data, data_facts
 from tread_zoo.training.ema import is_sharded
-from tread_zoo.training.log import Log, Window, checkpoint_to_resume, open_folder, timed
+from tread_zoo.training.log import Log
+from tread_zoo.training.run_folder import checkpoint_to_resume, open_folder
+from tread_zoo.training.saving import save_snapshot, save_state
 from tread_zoo.training.setup import Setup, TrainState, build_setup, make_accelerator, place
 from tread_zoo.training.signals import SIGNALS, StopSignals
+from tread_zoo.training.window import Window, timed
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -68,7 +71,7 @@ def train(**fields: Any) -> Path:
         state = place(setup, accelerator, checkpoint)
         with (
             open_folder(config, accelerator) as folder,
-            Log(state, folder, precision, checkpoint) as log,
+            Log(state, folder, precision) as log,
         ):
             with signals.deferred():
                 run_steps(state, log, signals)
@@ -82,31 +85,27 @@ def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
     setup, training, accelerator = state.setup, state.setup.training, state.accelerator
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
     batches = setup.batches(rank, num_ranks, state.step, log.corrupt)
-    window = Window()
+    window = Window(state)
     log.score_if_missing(state)
     while state.step < setup.num_steps:
         with timed(state, "training"):
             signal = optimize(state, batches, window, signals.received)
-        state.step += 1
-        for average in state.averages.values():
-            average.update(setup.backbone, state.step)
+            state.step += 1
+            for average in state.averages.values():
+                average.update(setup.backbone, state.step)
 
         last, step = state.step == setup.num_steps, state.step
         if last or step % training.log_every == 0:
             log.numbers(state, window)
         if last or _due(step, training.sample_every):
             log.samples(state)
-            window.restart()
         if _due(step, training.ema_snapshots_every):
-            log.snapshot(state)
-            window.restart()
+            save_snapshot(state, log.folder)
         if last or signal or _due(step, training.checkpoint_every):
-            log.save(state)
-            window.restart()
+            save_state(state, log.folder)
         if _due(step, training.score_every) and not (last or signal):
             log.score(state)
-            window.restart()
-        log.advance(step)
+        log.bar.update()
         if signal:
             log.stopped(signal, step)
             accelerator.wait_for_everyone()  # a task that ends may take its job along
@@ -145,7 +144,7 @@ def optimize(
             )  # fmt: skip
             loss = result.losses.mean()
             means.append(loss.detach())
-            window.add(result.losses, result.values, result.levels, accelerator.num_processes)
+            window.add(result.losses, result.values, result.levels)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 limit = setup.training.max_grad_norm or math.inf
@@ -312,7 +311,7 @@ def _check_step(
             "lower optimizer.learning_rate or training.max_grad_norm, and continue from the last "
             "checkpoint with resume=latest."
         )
-    window.close_step(mean, size)
+    window.grad_norm = size
     return max((n for n, count in zip(SIGNALS, signals, strict=True) if count), default=0,
                key=SIGNALS.index)  # fmt: skip
 

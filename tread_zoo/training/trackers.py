@@ -9,12 +9,11 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tread_zoo.data.files import write_text
 from tread_zoo.registry import register
@@ -24,8 +23,10 @@ logger = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 
 
-class Tracker(Protocol):
-    """What is registered as a tracker."""
+@register("tracker", "local")
+@dataclass
+class Tracker:
+    """What a tracker is called with; this one leaves it at `metrics.jsonl`."""
 
     def start(self, run_dir: Path, step: int, settings: dict[str, Any]) -> None:
         """Begin, at step 0 or where the run resumes; called before anything else."""
@@ -40,27 +41,13 @@ class Tracker(Protocol):
         """Finish writing."""
 
 
-@register("tracker", "local")
-@dataclass
-class Local:
-    """`metrics.jsonl` alone."""
-
-    def start(self, run_dir: Path, step: int, settings: dict[str, Any]) -> None: ...
-
-    def log(self, step: int, values: dict[str, float]) -> None: ...
-
-    def image(self, step: int, name: str, path: Path) -> None: ...
-
-    def close(self) -> None: ...
-
-
 @register("tracker", "tensorboard", preset={"service": "tensorboard", "project": "tensorboard"})
 @register("tracker", "wandb", preset={"service": "wandb"})
 @register("tracker", "trackio", preset={"service": "trackio"})
 @register("tracker", "comet", preset={"service": "comet_ml"})
 @register("tracker", "mlflow", preset={"service": "mlflow"})
 @dataclass
-class AccelerateTracker:
+class AccelerateTracker(Tracker):
     """A tracker of accelerate's; what it has no option for here, the service's own environment
     variables set.
 
@@ -142,9 +129,9 @@ class Trackers:
     ) -> None:
         self.name, self.path = name, run_dir / METRICS
         rows = [row for row in read_metrics(run_dir) if row["step"] <= step]
-        write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(self.path, rows)
         self.tracker: Tracker | None = tracker
-        self._try(partial(tracker.start, run_dir, step, settings))
+        self._call("start", run_dir, step, settings)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Write the numbers of a step; what cannot be written is lost with a warning."""
@@ -153,22 +140,20 @@ class Trackers:
                 stream.write(json.dumps({"step": step, **values}) + "\n")
         except OSError as error:
             logger.warning("%s lacks step %d: %s", self.path, step, error)
-        if self.tracker:
-            self._try(partial(self.tracker.log, step, values))
+        self._call("log", step, values)
 
     def image(self, step: int, name: str, path: Path) -> None:
         """Hand on a picture that was written to `path`."""
-        if self.tracker:
-            self._try(partial(self.tracker.image, step, name, path))
+        self._call("image", step, name, path)
 
     def close(self) -> None:
         """Finish writing."""
-        if self.tracker:
-            self._try(self.tracker.close)
+        self._call("close")
 
-    def _try(self, call: Callable[[], object]) -> None:
+    def _call(self, method: str, *given: Any) -> None:
         try:
-            call()
+            if self.tracker:
+                getattr(self.tracker, method)(*given)
         except Exception as error:  # whatever a service and its client may raise
             self.tracker = None
             logger.warning(
@@ -180,6 +165,11 @@ class Trackers:
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return the rows of a run's `metrics.jsonl`; none if it has no such file."""
     return read_lines(run_dir / METRICS)
+
+
+def write_lines(file: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Write records as JSON lines, all of them or none."""
+    write_text(file, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,60 @@
+"""What does an option cost? Time of a whole training step with it, over a step without.
+
+python benchmarks/methods.py alignment=repa routing.rejoin=mask 'objective=edm sampler=heun'
+python benchmarks/methods.py --base 'backbone=rwkv routing=none' routing=tread routing.redraw=true
+
+Each argument is a set of overrides of scripts/train.py, on top of those of --base. A step is all
+that a run does between its pictures: drawing, forward, backward, clipping, the optimizer and the
+averaged weights. FLOPs are the network's; the mean over a schedule where there is one.
+"""
+
+import argparse
+from collections.abc import Callable
+
+from turns import report, take_turns
+
+from tread_zoo.cli import compose_settings
+from tread_zoo.config import make_config
+from tread_zoo.evaluation.flops import training_flops
+from tread_zoo.runtime import describe_device, resolve_device, resolve_precision
+from tread_zoo.training.log import Window
+from tread_zoo.training.loop import optimize
+from tread_zoo.training.setup import build_setup, make_accelerator, place
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", help="sets of overrides, each one argument")
+    parser.add_argument("--base", default="", help="overrides of all")
+    parser.add_argument("--rounds", type=int, default=30)
+    args = parser.parse_args()
+    device = resolve_device("auto")
+    print(f"base: {args.base or 'the defaults'}; {describe_device(device)}, {args.rounds} rounds")
+    steps, flops = dict[str, Callable[[], None]](), dict[str, float]()
+    for words in ("", *args.overrides):
+        name = words or "base"
+        steps[name], flops[name] = make_step(f"{args.base} {words}".split())
+    report(take_turns(steps, args.rounds, device), flops, "an image")
+
+
+def make_step(overrides: list[str]) -> tuple[Callable[[], None], float]:
+    """Return a function that trains one step of a run of these settings, and its FLOPs an image."""
+    config = make_config(**compose_settings("train", overrides))
+    setup, device = build_setup(config), resolve_device(config.device)
+    precision = resolve_precision(config.training.precision, device)
+    state = place(setup, make_accelerator(setup, device, precision), None)
+    batches, window = setup.batches(), Window()
+
+    def step() -> None:
+        optimize(state, batches, window, {})
+        state.step += 1
+        for average in state.averages.values():
+            average.update(setup.backbone, state.step)
+
+    return step, training_flops(setup.backbone, setup.routing, setup.num_steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Pictures for people."""
+
+import numpy as np
+import torch
+from PIL import Image
+
+from tread_zoo.evaluation.pictures import plot_losses, save_animation, save_grid
+
+
+def test_an_animation_ends_with_the_last_picture_and_is_small(tmp_path):
+    paths = [tmp_path / f"{i:02}.png" for i in range(50)]
+    for i, path in enumerate(paths):
+        save_grid(torch.full((4, 3, 256, 256), 5 * i, dtype=torch.uint8), path, columns=2)
+    save_animation(paths, tmp_path / "all.gif")
+    with Image.open(tmp_path / "all.gif") as animation:
+        count, first = animation.n_frames, animation.convert("RGB").getpixel((50, 50))
+        animation.seek(count - 1)
+        last = animation.convert("RGB").getpixel((50, 50))
+        assert 10 <= count <= 25
+        assert max(animation.size) < 400
+    assert np.abs(np.subtract(last, 5 * 49)).max() <= 4
+    assert np.subtract(last, first).min() > 200
+
+
+def test_a_curve_of_one_point_is_seen(tmp_path):
+    rows = [{"step": 4, "loss": 0.5}]
+    plot_losses(rows, tmp_path / "loss.png", names=["loss"])
+    plot_losses([], tmp_path / "none.png", names=["loss"])
+    pictures = [
+        np.asarray(Image.open(tmp_path / f"{n}.png").convert("RGB")) for n in ("loss", "none")
+    ]
+    point, empty = (
+        picture[100:380, 100:560].astype(int) for picture in pictures
+    )  # no legend there
+    is_blue = [(part[..., 2] - part[..., 0] > 80).sum() for part in (point, empty)]
+    assert is_blue[0] > 10
+    assert is_blue[1] == 0

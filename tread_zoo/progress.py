@@ -1,0 +1,47 @@
+"""Progress of what takes long: a bar in a terminal, elsewhere a line of the log now and then.
+
+`TQDM_DISABLE=1` in the environment leaves out both.
+"""
+
+import logging
+import sys
+from typing import Any
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+logger = logging.getLogger(__name__)
+
+LINE_EVERY_S = 30.0
+BAR = "{desc} {n_fmt}/{total_fmt}{unit} {bar} {percentage:.0f}%{postfix}  left {remaining}"
+LINE = "{desc} {n_fmt}/{total_fmt}{unit}  left {remaining}"
+
+
+class _LogFile:
+    """What tqdm writes to in place of a terminal: each bar is a line of the log."""
+
+    def write(self, text: str) -> None:
+        if line := text.strip():
+            logger.info(line)
+
+    def flush(self) -> None: ...
+
+
+def progress(
+    what: str, items: Any = None, unit: str = "", *, shown: bool = True, **options: Any
+) -> Any:
+    """Return a tqdm over `items`, or one of `total=…` that `update(n)` moves; of several processes
+    the main one alone shows it, and no bar what ends within a second.
+
+    Args:
+        what: is done or counted, `unit`, as in " images", what there is of it.
+        options: others of tqdm.
+    """
+    if not shown or (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+        return tqdm(items, disable=True)
+    options = {"unit": unit, "leave": False, "smoothing": 0, **options}
+    if sys.stderr.isatty():
+        options = {"dynamic_ncols": True, "delay": 1.0, "bar_format": BAR, **options}
+        return tqdm(items, what, **options)
+    options |= {"mininterval": LINE_EVERY_S, "miniters": 1, "delay": LINE_EVERY_S}
+    return tqdm(items, what, file=_LogFile(), bar_format=LINE, **options)

@@ -1,0 +1,108 @@
+"""The folder of a run: what may be there before it starts, one run at a time, and what it leaves.
+
+    config.json     every setting                    metrics.jsonl   a row each `log_every` steps
+    facts.json      data, parameters, FLOPs          scores.jsonl    a record a score
+    train.log       what was printed, with times     score.json      the last one
+    samples/, samples.gif, loss.png                  corrupt.txt     items that cannot be read
+    commands.jsonl  how it was started, each time    checkpoints/, ema_snapshots/
+
+The main process writes; the others have a part in the scores and in corrupt.txt.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tread_zoo.config import RunConfig
+from tread_zoo.training.checkpoints import (
+    Checkpoint,
+    check_same_run,
+    find_checkpoint,
+    has_checkpoints,
+)
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+logger = logging.getLogger(__name__)
+
+CONFIG, FACTS, SCORE, SCORES = "config.json", "facts.json", "score.json", "scores.jsonl"
+
+
+def checkpoint_to_resume(config: RunConfig) -> Checkpoint | None:
+    """Return the checkpoint that a run continues from, or None where it starts afresh.
+
+    Nothing is changed yet.
+
+    Raises:
+        ValueError: the folder holds what may not be replaced, or the checkpoint has done more steps
+            than the run is long.
+        CheckpointError: no checkpoint is there, none that is whole, or one of another run.
+    """
+    folder, num_steps, checkpoint = Path(config.run_dir), int(config.training.num_steps), None
+    if config.resume is not None and (config.resume != "latest" or has_checkpoints(folder)):
+        if config.overwrite:
+            raise ValueError(
+                f"resume={config.resume} continues a run, and overwrite=true replaces it: leave "
+                "one of them out."
+            )
+        checkpoint = find_checkpoint(folder if config.resume == "latest" else config.resume)
+        if checkpoint.step > num_steps:
+            raise ValueError(
+                f"training.num_steps={num_steps}, and {checkpoint.path} has done {checkpoint.step} "
+                f"already: set training.num_steps={checkpoint.step} or more, or resume from an "
+                "earlier checkpoint, resume=RUN/checkpoints/step_…"
+            )
+        check_same_run(checkpoint, config)
+        if checkpoint.run_dir.resolve() == folder.resolve():
+            return checkpoint
+    paths = folder.iterdir() if folder.exists() else ()
+    entries = sorted(path.name for path in paths if not path.name.startswith("."))
+    if entries and not {CONFIG, "checkpoints"} & set(entries):
+        raise ValueError(
+            f"run_dir={config.run_dir!r} holds {', '.join(entries[:3])}, and no run made them. "
+            "Choose another run_dir."
+        )
+    if not config.overwrite and (has_checkpoints(folder) or SCORE in entries):
+        raise ValueError(
+            f"run_dir={config.run_dir!r} already holds a run. Continue it with resume=latest, "
+            "replace it with overwrite=true, or choose another run_dir."
+        )
+    return checkpoint
+
+
+@contextmanager
+def open_folder(config: RunConfig, accelerator: "Accelerator") -> Iterator[Path]:
+    """Lock the run's folder for the main process; a run to be overwritten is moved aside.
+
+    Raises:
+        ValueError: another process is training there.
+    """
+    from filelock import FileLock, Timeout
+
+    folder = Path(config.run_dir)
+    lock = FileLock(folder / ".lock", blocking=False)
+    if accelerator.is_main_process:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+            if config.overwrite and (folder / CONFIG).exists():
+                aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+                folder.rename(aside)
+                lock.release()
+                folder.mkdir()
+                lock.acquire()
+                logger.info("overwrite the earlier run was moved to %s", aside)
+        except Timeout:
+            raise ValueError(
+                f"another process is training in run_dir={config.run_dir!r}. Wait for it or stop "
+                "it, or choose another run_dir."
+            ) from None
+    accelerator.wait_for_everyone()  # all have read what is there; now it may change
+    try:
+        yield folder
+    finally:
+        lock.release()

@@ -1,0 +1,63 @@
+"""A run saved: what its checkpoints hold, gathered from all ranks, each of which must call."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tread_zoo.pretrained import describe_backbone
+from tread_zoo.training.checkpoints import SNAPSHOTS, data_facts, optimizer_state, save_checkpoint
+from tread_zoo.training.ema import TRACKED, WeightAverage
+from tread_zoo.training.setup import TrainState
+from tread_zoo.training.window import timed
+
+logger = logging.getLogger(__name__)
+
+
+def save_state(state: TrainState, folder: Path) -> None:
+    """Save weights, averages, the optimizer's state and settings."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    setup, scaler = state.setup, state.accelerator.scaler
+    with timed(state, "saving"):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights: Any = get_model_state_dict(setup.backbone, options=options)
+        averages = _gather(state, state.averages)
+        tensors, plain = optimizer_state(state.optimizer, state.parameters)
+        parts = {"model": weights, **averages, "optimizer": tensors}
+        if setup.projector is not None:
+            parts["alignment"] = get_model_state_dict(setup.projector, options=options)
+        if state.accelerator.is_main_process:
+            meta = {
+                "step": state.step,
+                "config": setup.config.as_dict(),
+                "plugins": list(setup.config.plugins),
+                "backbone": describe_backbone(setup.backbone),
+                "data": data_facts(setup.data),
+                "images_per_step": state.images_per_step,
+                "seconds": state.seconds,
+                "optimizer": plain,
+                "scaler": scaler.state_dict() if scaler else None,
+            }
+            keep = setup.training.keep_checkpoints
+            logger.info("saved     %s", save_checkpoint(folder, parts, meta, keep))
+        state.accelerator.wait_for_everyone()
+
+
+def save_snapshot(state: TrainState, folder: Path) -> None:
+    """Save the averages that other widths are made of."""
+    with timed(state, "saving"):
+        parts = _gather(state, {k: v for k, v in state.averages.items() if k in TRACKED})
+        if state.accelerator.is_main_process:
+            save_checkpoint(folder, parts, {"step": state.step}, 0, SNAPSHOTS)
+
+
+def _gather(state: TrainState, averages: dict[str, WeightAverage]) -> dict[str, dict[str, Tensor]]:
+    """Return averages, whole, on the CPU of the main process; one at a time, to save memory."""
+    parts, accelerator = {}, state.accelerator
+    for part, average in averages.items():
+        whole = average.whole(accelerator.device).state_dict()
+        parts[part] = {k: v.cpu() for k, v in whole.items() if accelerator.is_main_process}
+        average.release()
+    return parts

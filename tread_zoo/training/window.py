@@ -1,0 +1,76 @@
+"""What is measured between two lines of the log: losses, speed, memory. B batch."""
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from tread_zoo.training.setup import TrainState
+
+NUM_LEVELS = 4  # losses are logged by fourths of the noise levels, the lowest first
+
+
+@contextmanager
+def timed(state: TrainState, name: str) -> Iterator[None]:
+    """Count the seconds inside for `name`; those of `data` lie within `training`, too."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        state.seconds[name] = state.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+class Window:
+    """The optimizer steps since the last line of the log; seconds are those of training alone."""
+
+    def __init__(self, state: TrainState) -> None:
+        self.learning_rate = self.grad_norm = math.nan  # of the last step
+        self._begin(state)
+
+    def _begin(self, state: TrainState) -> None:
+        self._first, self._began = state.step, state.seconds.get("training", 0.0)
+        self._losses: list[Tensor] = []
+        self._levels: list[Tensor] = []
+        self._means: dict[str, list[Tensor]] = {}
+
+    def add(self, losses: Tensor, values: dict[str, Tensor], levels: Tensor) -> None:
+        """Add a micro-step of this rank: losses and levels [B], what else the objective names."""
+        self._losses.append(losses.detach().float())
+        self._levels.append(levels)
+        for name, value in {"loss": losses, **values}.items():
+            self._means.setdefault(name, []).append(value.detach().float().mean())
+
+    def close(self, state: TrainState) -> dict[str, float]:
+        """Return the means of the window, and begin another; every rank must call this.
+
+        Returns:
+            `loss` and what the objective names, `images_per_s`, `loss_level_1` … `loss_level_4`
+            (of this rank), `learning_rate` and `grad_norm` of the last step, `peak_memory`.
+        """
+        numbers = {
+            name: state.accelerator.reduce(torch.stack(means).mean(), reduction="mean").item()
+            for name, means in self._means.items()
+        }
+        num_images = (state.step - self._first) * state.images_per_step
+        numbers["images_per_s"] = num_images / (state.seconds["training"] - self._began)
+        order = torch.cat(self._levels).argsort()
+        fourths = torch.cat(self._losses)[order].tensor_split(NUM_LEVELS)
+        numbers |= {f"loss_level_{i}": part.mean().item() for i, part in enumerate(fourths, 1)}
+        numbers |= {"learning_rate": self.learning_rate, "grad_norm": self.grad_norm}
+        numbers["peak_memory"] = float(peak_memory(state.accelerator.device))
+        self._begin(state)
+        return numbers
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that were used: on a GPU by tensors, since the run began; else by the
+    process since its start."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024  # bytes there, KiB elsewhere
