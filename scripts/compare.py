@@ -1,19 +1,19 @@
 """Train grids of settings, and put their numbers on one page.
 
-python scripts/compare.py                                       # the study architectures
-python scripts/compare.py backbone=dit_tiny,mamba_tiny routing=none,tread seed=0,1,2
-python scripts/compare.py compare.study=selectors backbone=mamba_tiny     # configs/study/ has them
-python scripts/compare.py compare.jobs=2 training.score_every=100 compare.out=comparisons/faces
-python scripts/compare.py compare.runs=[runs/a,runs/b] compare.out=comparisons/mine
-python scripts/compare.py compare.runs="runs/digits_*" compare.metric=kid
-python scripts/compare.py compare.runs="runs/dit_*" 'guidance=none,{name: cfg, scale: 2}' \
+tread-zoo compare                                       # the study architectures
+tread-zoo compare backbone=dit_tiny,mamba_tiny routing=none,tread seed=0,1,2
+tread-zoo compare compare.study=selectors backbone=mamba_tiny     # configs/study/ has them
+tread-zoo compare compare.jobs=2 training.score_every=100 compare.out=comparisons/faces
+tread-zoo compare compare.runs=[runs/a,runs/b] compare.out=comparisons/mine
+tread-zoo compare compare.runs="runs/digits_*" compare.metric=kid
+tread-zoo compare compare.runs="runs/dit_*" 'guidance=none,{name: cfg, scale: 2}' \
     sampler.num_steps=10,20,40 compare.out=comparisons/guidance           # cells score, not train
-python scripts/compare.py compare.runs=runs/x sampler.selection_rate=0,0.25,0.5,0.75    # budgets
-python scripts/compare.py compare.runs="runs/dit_*" weights=ema:0.03,ema:0.05,ema:0.1
-python scripts/compare.py compare.to=reference compare.runs=[runs/mine]   # docs/recipes.md
-python scripts/compare.py compare.curve=mine.csv compare.runs="runs/mine_seed*"
+tread-zoo compare compare.runs=runs/x sampler.selection_rate=0,0.25,0.5,0.75    # budgets
+tread-zoo compare compare.runs="runs/dit_*" weights=ema:0.03,ema:0.05,ema:0.1
+tread-zoo compare compare.to=reference compare.runs=[runs/mine]   # docs/recipes.md
+tread-zoo compare compare.curve=mine.csv compare.runs="runs/mine_seed*"
 
-Every override of scripts/train.py works; one with several values (hydra's sweep syntax) takes the
+Every override of tread-zoo train works; one with several values (hydra's sweep syntax) takes the
 place of the study's values for that field, or spans the study's grids further. Each cell is a
 process. The same command again continues where it stopped: finished cells are read, not repeated.
 
@@ -37,7 +37,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from tread_zoo.cli import compose_settings
+from tread_zoo.cli import CONFIGS, SCRIPTS, compose_settings
 from tread_zoo.comparison import (
     Cell,
     cell_name,
@@ -55,10 +55,8 @@ from tread_zoo.comparison import (
 from tread_zoo.config import make_config
 from tread_zoo.errors import unknown_name
 
-ROOT = Path(__file__).resolve().parents[1]
-CONFIGS = ROOT / "configs"
 CURVES = CONFIGS / "experiment" / "curves"
-TRAIN, EVALUATE = ROOT / "scripts" / "train.py", ROOT / "scripts" / "evaluate.py"
+TRAIN, EVALUATE = SCRIPTS / "train.py", SCRIPTS / "evaluate.py"
 OWN = "compare."
 
 
@@ -85,7 +83,7 @@ def run(arguments: Sequence[str]) -> int:
         if overrides or not settings["runs"]:
             raise ValueError("compare.to and compare.curve take compare.runs and no overrides.")
         return to_reference(settings) if settings["to"] else write_curve(settings)
-    return compare(settings, overrides, shlex.join(["python", "scripts/compare.py", *arguments]))
+    return compare(settings, overrides, shlex.join(["tread-zoo", "compare", *arguments]))
 
 
 def read_settings(own: Sequence[str]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Write the latents of other projects as a table for data=latents.
 
-python scripts/convert_latents.py maskdit imagenet_256_latent_lmdb out
-python scripts/convert_latents.py lightningdit vavae_f16d32/imagenet_train_256 out --vae folder
-python scripts/convert_latents.py repa vae-sd out --vae stabilityai/sd-vae-ft-ema
+tread-zoo convert-latents maskdit imagenet_256_latent_lmdb out
+tread-zoo convert-latents lightningdit vavae_f16d32/imagenet_train_256 out --vae folder
+tread-zoo convert-latents repa vae-sd out --vae stabilityai/sd-vae-ft-ema
 
 --vae names the autoencoder that made them, a folder or a hub's name: without it there are no
 pictures, and data.normalization=scale has no factor.
@@ -74,7 +74,9 @@ def main() -> None:
     from tread_zoo.data.vae import load_vae
 
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="tread-zoo convert-latents",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("format", choices=FORMATS)
     parser.add_argument("path", type=Path)

@@ -1,8 +1,8 @@
 """Say what this machine has, which form of each operation runs and why, and what is registered.
 
-python scripts/doctor.py
-python scripts/doctor.py device=cpu kernels.selective_scan=naive
-python scripts/doctor.py backbones='mamba*' input_size=8 in_channels=1    # FLOPs, routes
+tread-zoo doctor
+tread-zoo doctor device=cpu kernels.selective_scan=naive
+tread-zoo doctor backbones='mamba*' input_size=8 in_channels=1    # FLOPs, routes
 
 Ends with status 1 if a self-test fails.
 """

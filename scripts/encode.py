@@ -1,12 +1,13 @@
-"""Encode images into a table of latents with an autoencoder of diffusers, once, for data=latents;
-with features=… the features of an encoder beside them, for alignment=…
+"""Encode images into a table of latents with an autoencoder of diffusers, for data=latents.
 
-python scripts/encode.py data=image_folder data.path=photos data.image_size=256 \
+With features=… the features of an encoder lie beside them, for alignment=…
+
+tread-zoo encode data=image_folder data.path=photos data.image_size=256 \
     vae=stabilityai/sd-vae-ft-ema out=photos_latents flips=true
-python scripts/train.py data=latents data.path=photos_latents backbone=dit_s_2 \
+tread-zoo train data=latents data.path=photos_latents backbone=dit_s_2 \
     training.num_steps=100000
-python scripts/encode.py data=digits vae=none features=digits-cnn-64 out=digits_table # data=table
-torchrun --nproc-per-node 4 scripts/encode.py …      # several processes share the parts
+tread-zoo encode data=digits vae=none features=digits-cnn-64 out=digits_table # data=table
+torchrun --nproc-per-node 4 -m tread_zoo encode …      # several processes share the parts
 
 Stopped, the same command again encodes the parts that are missing.
 """

@@ -1,12 +1,12 @@
 """Score a checkpoint's samples, or images that are there: distances to real ones, label accuracy.
 
-python scripts/evaluate.py checkpoint=runs/digits_dit_tiny_tread_flow_seed0
-python scripts/evaluate.py checkpoint=… guidance=sparse guidance.weak_rate=0.8 sampler=dpmpp_2m
-python scripts/evaluate.py checkpoint=… weights=ema:0.07        # another average of the weights
-python scripts/evaluate.py checkpoint=… evaluation.reference=VIRTUAL_imagenet256_labeled.npz
-python scripts/evaluate.py samples=kept data=digits            # against digits' training part
-python scripts/evaluate.py samples=theirs.npz evaluation.reference=photos evaluation.metrics=[kid]
-accelerate launch --multi_gpu scripts/evaluate.py checkpoint=… evaluation.num_images=50000
+tread-zoo evaluate checkpoint=runs/digits_dit_tiny_tread_flow_seed0
+tread-zoo evaluate checkpoint=… guidance=sparse guidance.weak_rate=0.8 sampler=dpmpp_2m
+tread-zoo evaluate checkpoint=… weights=ema:0.07        # another average of the weights
+tread-zoo evaluate checkpoint=… evaluation.reference=VIRTUAL_imagenet256_labeled.npz
+tread-zoo evaluate samples=kept data=digits            # against digits' training part
+tread-zoo evaluate samples=theirs.npz evaluation.reference=photos evaluation.metrics=[kid]
+accelerate launch --multi_gpu -m tread_zoo evaluate checkpoint=… evaluation.num_images=50000
 
 The record has the values and their protocol; those of another protocol have a file of their own.
 See docs/evaluation.md.

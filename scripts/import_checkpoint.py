@@ -1,8 +1,8 @@
 """Turn a checkpoint that another project published into one of ours, or one of ours into theirs.
 
-python scripts/import_checkpoint.py format=sit in=SiT-XL-2-256x256.pt out=runs/sit_xl_2
-python scripts/sample.py checkpoint=runs/sit_xl_2 label=207 num_images=4
-python scripts/import_checkpoint.py export=true format=sit in=runs/sit_xl_2 out=SiT-XL-2.pt
+tread-zoo import format=sit in=SiT-XL-2-256x256.pt out=runs/sit_xl_2
+tread-zoo sample checkpoint=runs/sit_xl_2 label=207 num_images=4
+tread-zoo import export=true format=sit in=runs/sit_xl_2 out=SiT-XL-2.pt
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Train a small classifier on labelled images, whose features measure distances between them.
 
-python scripts/make_features.py data=npz data.path=fashion.npz data.pad_to=32 out=f.safetensors
-python scripts/train.py experiment=fashion_mnist evaluation.extractor=f.safetensors
+tread-zoo make-features data=npz data.path=fashion.npz data.pad_to=32 out=f.safetensors
+tread-zoo train experiment=fashion_mnist evaluation.extractor=f.safetensors
 
 For data that Inception says little about, or where its weights are not at hand. Scores taken with
 one file compare with each other alone: each record names the file and the hash of its weights.

@@ -1,9 +1,9 @@
 """Make a reference of real images once: statistics of their features, to score samples against.
 
-python scripts/make_reference.py data=npz data.path=fashion.npz \
+tread-zoo make-reference data=npz data.path=fashion.npz \
     evaluation.extractor=f.safetensors out=r.npz
-python scripts/make_reference.py data=image_folder data.path=photos data.held_out=0 out=photos.npz
-python scripts/evaluate.py checkpoint=… evaluation.reference=photos.npz evaluation.metrics=[fid]
+tread-zoo make-reference data=image_folder data.path=photos data.held_out=0 out=photos.npz
+tread-zoo evaluate checkpoint=… evaluation.reference=photos.npz evaluation.metrics=[fid]
 
 For fid, sfid and fd_dinov2, which need no more than statistics. The file names its extractor and
 the hash of its weights; another one is refused. Several processes (accelerate launch) share the

@@ -1,7 +1,7 @@
 """Where to route: how much each block of a trained network changes its tokens.
 
-python scripts/probe_routes.py checkpoint=runs/digits_dit_tiny_none_flow_seed0
-python scripts/probe_routes.py checkpoint=… measure=cka selection_rate=0.75
+tread-zoo probe checkpoint=runs/digits_dit_tiny_none_flow_seed0
+tread-zoo probe checkpoint=… measure=cka selection_rate=0.75
 
 Prints how alike the states between blocks are, draws it as placement.png, and proposes a route
 with the FLOPs that it saves; placement.json has every number. The rule is at the top of

@@ -1,7 +1,7 @@
 """Publish a trained network on Hugging Face's hub: weights, settings, samples, a model card.
 
-python scripts/push.py checkpoint=runs/digits_dit_tiny_tread_flow_seed0 out=published  # look first
-python scripts/push.py checkpoint=runs/digits_dit_tiny_tread_flow_seed0 repo=user/name
+tread-zoo push checkpoint=runs/digits_dit_tiny_tread_flow_seed0 out=published  # look first
+tread-zoo push checkpoint=runs/digits_dit_tiny_tread_flow_seed0 repo=user/name
 
 The files are written to out, by default <run>/hub, and uploaded if a repo is given, as who
 `hf auth login` says. Whoever has this package samples from it by checkpoint=user/name.

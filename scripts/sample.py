@@ -3,12 +3,12 @@
 They lie in <run>/generated, in a folder for each kind of settings, or in out=folder. A set is
 continued by first_index=…; images of other settings are never mixed in.
 
-python scripts/sample.py checkpoint=runs/digits_dit_tiny_tread_flow_seed0 num_images=64
-python scripts/sample.py checkpoint=… guidance.scale=2 label=3 sampler=heun
-python scripts/sample.py checkpoint=… guidance=sparse guidance.weak_rate=0.8 sampler=dpmpp_2m
-python scripts/sample.py checkpoint=… sampler.selection_rate=0.5     # fewer FLOPs: docs/routing.md
-python scripts/sample.py checkpoint=… first_index=64 out=samples    # images 64 … 127 of the set
-python scripts/sample.py checkpoint=… contexts=prompts.npy
+tread-zoo sample checkpoint=runs/digits_dit_tiny_tread_flow_seed0 num_images=64
+tread-zoo sample checkpoint=… guidance.scale=2 label=3 sampler=heun
+tread-zoo sample checkpoint=… guidance=sparse guidance.weak_rate=0.8 sampler=dpmpp_2m
+tread-zoo sample checkpoint=… sampler.selection_rate=0.5     # fewer FLOPs: docs/routing.md
+tread-zoo sample checkpoint=… first_index=64 out=samples    # images 64 … 127 of the set
+tread-zoo sample checkpoint=… contexts=prompts.npy
 
 A network on latents is decoded with the autoencoder of its data; vae=path where that has moved, or
 for an imported network; without one, and with vae=none, it gives latents.npz. A network that takes

@@ -1,9 +1,9 @@
-"""Train a backbone.
+"""Train a backbone; samples, scores and checkpoints go to its folder in runs/.
 
-python scripts/train.py backbone=mamba routing=tread
-python scripts/train.py backbone=dit routing=none objective=edm sampler=heun seed=1
-python scripts/train.py experiment=fashion_mnist backbone=rwkv optimizer=muon
-python scripts/train.py resume=latest
+tread-zoo train backbone=mamba routing=tread
+tread-zoo train backbone=dit routing=none objective=edm sampler=heun seed=1
+tread-zoo train experiment=fashion_mnist backbone=rwkv optimizer=muon
+tread-zoo train resume=latest
 """
 
 from tread_zoo.cli import GROUPS, command

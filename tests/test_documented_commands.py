@@ -10,12 +10,16 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tests.small_run import fields_of
+from tread_zoo.__main__ import COMMANDS as SCRIPTS
 from tread_zoo.cli import compose_settings
 from tread_zoo.config import EvaluateConfig, SampleConfig, check, make_config
 
 ROOT = Path(__file__).parents[1]
-NAMES = [path.stem for path in (ROOT / "scripts").glob("*.py")]
-SCRIPT = re.compile(rf"scripts/({'|'.join(NAMES)})\.py")
+PROGRAM = re.compile(r"(^|&& )tread-zoo |\b(python|accelerate|torchrun|srun)\b")
+SCRIPT = re.compile(
+    rf"scripts/({'|'.join(SCRIPTS.values())})\.py|"
+    rf"(?:tread-zoo|-m tread_zoo) ({'|'.join(SCRIPTS)})\b"
+)
 
 
 def documented():
@@ -26,13 +30,13 @@ def documented():
             continue
         blocks = fenced.findall(page.read_text())
         rest = fenced.sub("", page.read_text())
-        inline = re.findall(r"`((?:python|accelerate|torchrun)[^`]*)`", rest)
+        inline = re.findall(r"`((?:python|accelerate|torchrun|tread-zoo)[^`]*)`", rest)
         yield from ((page.name, text) for text in (*blocks, *inline))
     for script in sorted((ROOT / "scripts").glob("*.py")):
         yield script.name, ast.get_docstring(ast.parse(script.read_text())) or ""
     for file in sorted((ROOT / "configs").rglob("*.yaml")):
         text = re.sub(r"\\\n#\s*", "", file.read_text())
-        lines = re.findall(r"^# ((?:python|accelerate) .*)$", text, flags=re.MULTILINE)
+        lines = re.findall(r"^# ((?:python|accelerate|tread-zoo) .*)$", text, flags=re.MULTILINE)
         yield from ((file.name, line.split("   ")[0]) for line in lines)  # words may follow
 
 
@@ -40,7 +44,7 @@ def commands():
     """Yield (where, command line) of every script with overrides."""
     for where, text in documented():
         for line in text.replace("\\\n", " ").splitlines():
-            if SCRIPT.search(line) and re.search(r"\b(python|accelerate|torchrun|srun)\b", line):
+            if SCRIPT.search(line) and PROGRAM.search(line.strip()):
                 yield where, line.strip()
 
 
@@ -49,9 +53,9 @@ COMMANDS = sorted(set(commands()))
 
 def overrides_of(line):
     """Return the script and the hydra overrides of a command, of a sweep the first value."""
-    words = shlex.split(line.replace("$run", "runs/x"), comments=True)
-    start = next(i for i, word in enumerate(words) if SCRIPT.search(word))
-    given = [word.replace("…", "x") for word in words[start + 1 :]]
+    script = SCRIPT.search(line)
+    words = shlex.split(line[script.end() :].replace("$run", "runs/x"), comments=True)
+    given = [word.replace("…", "x") for word in words]
     given = [word for word in given if "=" in word and not word.startswith("-")]
     parsed = OverridesParser.create().parse_overrides(given)
     single = [
@@ -60,7 +64,7 @@ def overrides_of(line):
         else word
         for word, one in zip(given, parsed, strict=True)
     ]
-    return SCRIPT.search(words[start])[1], single
+    return script[1] or SCRIPTS[script[2]], single
 
 
 def test_there_are_commands_to_read():

@@ -1,12 +1,21 @@
+"""What a wheel brings, run outside the clone: the packages, the kit, and the command."""
+
+import json
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
-from tread_zoo import list_backbones
+from tests.small_run import SMALL
+from tread_zoo import __version__, list_backbones
+from tread_zoo.training.checkpoints import find_checkpoint
 
 ROOT = Path(__file__).parents[1]
+RUN = "runs/digits_dit_tiny_tread_flow_seed0"
 
 USE = """
 import pathlib, sys, torch, backbones, tread_zoo
@@ -15,6 +24,7 @@ from tread_zoo.routing import build_routing
 site = pathlib.Path(sys.argv[1])
 for package in (backbones, tread_zoo):
     assert site in pathlib.Path(package.__file__).parents, package.__file__
+    assert pathlib.Path(package.__file__).with_name("py.typed").exists()
 architectures = list_backbones("*_tiny")
 for name in architectures:
     b = create_backbone(name, input_size=8, in_channels=1, num_classes=10)
@@ -25,38 +35,74 @@ from tread_zoo.evaluation.features import load_features
 load_features()
 print("ran", *architectures)
 """
+COMPLETE = """
+eval "$(tread-zoo --shell-completion)"
+complete_line() { COMP_LINE="$*"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _tread_zoo; }
+complete_line tread-zoo tr; echo "${COMPREPLY[@]}"
+complete_line tread-zoo train backbone=mamba2_t; echo "${COMPREPLY[@]}"
+"""
+
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.slow
-def test_the_wheel_works_outside_the_checkout(tmp_path):
-    site = tmp_path / "site"
-    for command in (
-        ["pip", "wheel", "--no-deps", "-w", str(tmp_path), str(ROOT)],
-        ["pip", "install", "--no-deps", "--target", str(site), *()],
-    ):
-        if command[1] == "install":
-            command += [str(wheel) for wheel in tmp_path.glob("*.whl")]
-        subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
-    done = subprocess.run(
-        [sys.executable, "-c", USE, str(site)],
-        cwd=tmp_path, env={"PYTHONPATH": str(site), "PATH": ""}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["ran", *list_backbones("*_tiny")]
-    kit = [
-        "pytest",
-        "-q",
-        "--pyargs",
-        "tread_zoo.testing",
-        "--backbone",
-        "dit_tiny",
-        "-k",
-        "shapes",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", *kit],
-        cwd=tmp_path, env={"PYTHONPATH": str(site), "PATH": ""}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Install a wheel of the project into a folder of its own; the environment has the rest."""
+    folder = tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip"]
+    wheel = [*pip, "wheel", "--no-deps", "-w", str(folder), str(ROOT)]
+    subprocess.run(wheel, check=True, capture_output=True)
+    (built,) = folder.glob("*.whl")
+    install = [*pip, "install", "--no-deps", "--target", str(folder / "site"), str(built)]
+    subprocess.run(install, check=True, capture_output=True)
+    return folder / "site"
+
+
+@pytest.fixture
+def call(site, tmp_path):
+    """Return a function that runs a program in an empty folder and returns what it printed."""
+    path = os.pathsep.join([str(site / "bin"), os.defpath])
+    env = {"PYTHONPATH": str(site), "PATH": path, "OMP_NUM_THREADS": "1"}
+
+    def call(*command):
+        done = subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return call
+
+
+def test_the_wheel_works_outside_the_checkout(site, call):
+    said = call(sys.executable, "-c", USE, str(site))
+    assert said.split() == ["ran", *list_backbones("*_tiny")]
+    kit = ["--pyargs", "tread_zoo.testing", "--backbone", "dit_tiny", "-k", "shapes"]
+    call(sys.executable, "-m", "pytest", "-q", *kit)
+
+
+def test_the_command_trains_samples_and_compares(site, call, tmp_path):
+    program = str(site / "bin" / "tread-zoo")
+    assert str(site / "tread_zoo" / "configs") in call(program)
+    assert "tread-zoo train backbone=mamba" in call(program, "train", "--help")
+    call(program, "train", *SMALL)
+    (start,) = (tmp_path / RUN / "commands.jsonl").read_text().splitlines()
+    assert json.loads(start)["code"] == __version__
+    assert shlex.split(json.loads(start)["command"])[1:] == [program, "train", *SMALL]
+    call(program, "sample", f"checkpoint={RUN}", "num_images=4", "device=cpu", "out=images")
+    assert (tmp_path / "images" / "000003.png").exists()
+    swept = ["backbone=dit_tiny", "routing=none,tread", "seed=0", *SMALL, "compare.out=out"]
+    call(sys.executable, "-m", "tread_zoo", "compare", *swept)
+    assert list(pd.read_csv(tmp_path / "out" / "results.csv").steps) == [6, 6]
+    assert "<pre>tread-zoo compare" in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_a_launcher_s_job_trains(call, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    sweep = ["-m", "hydra/launcher=submitit_local", "hydra.sweep.dir=sweep"]
+    call("tread-zoo", "train", *sweep, *SMALL, f"run_dir={tmp_path / 'run'}")
+    assert find_checkpoint(tmp_path / "run").step == 6
+
+
+def test_the_shell_completes_commands_and_their_options(call):
+    assert call("bash", "-c", COMPLETE).splitlines() == ["train", "backbone=mamba2_tiny"]

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         register,
         register_backbone,
     )
+    from tread_zoo.training import train
 
 __version__ = "0.1.0"
 
@@ -23,11 +24,13 @@ __all__ = [
     "list_backbones",
     "register",
     "register_backbone",
+    "train",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Load the registry at first use: `import tread_zoo` alone stays light."""
+    """Load names at first use: `import tread_zoo` alone stays light."""
     if name in __all__:
-        return getattr(import_module("tread_zoo.registry"), name)
+        home = "training" if name == "train" else "registry"
+        return getattr(import_module(f"tread_zoo.{home}"), name)
     raise AttributeError(f"module 'tread_zoo' has no attribute {name!r}")

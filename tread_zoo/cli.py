@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,9 +44,12 @@ from tread_zoo.registry import available, get_entry, load_plugins, split
 
 logger = logging.getLogger(__name__)
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+PACKAGE = Path(__file__).resolve().parent
+HOME = PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent  # a wheel, or a clone
+CONFIGS, SCRIPTS = HOME / "configs", HOME / "scripts"
 GROUPS = (*PART_FIELDS, "routing")  # of a run
 PARSER = OverridesParser.create()
+NO_OVERRIDES = {"--hydra-help", "--version", "--shell-completion", "-sc"}  # flags of hydra's
 
 
 def command(
@@ -70,7 +74,7 @@ def command(
                 if {"-h", "--help"} & set(sys.argv):
                     print(describe(name, groups))
                     return
-                if not {"--hydra-help", "--version"} & set(sys.argv):
+                if not NO_OVERRIDES & set(sys.argv):
                     check_overrides(name, sys.argv[1:])
             hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(job)()
 
@@ -126,7 +130,8 @@ def describe(name: str, groups: Sequence[str]) -> str:
         options = {path.stem for path in (CONFIGS / group).glob("*.yaml")}
         options |= set(available(group)) if group in PART_FIELDS else set()
         options |= {"none", "tread"} if group == "routing" else set()
-        lines.append(f"{group}: {', '.join(sorted(options))}")
+        listed = f"{group}: {', '.join(sorted(options))}"
+        lines.append(textwrap.fill(listed, 100, subsequent_indent="    "))
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         defaults = OmegaConf.to_yaml(compose(name))
     explained = "Defaults (field=value changes one; tread_zoo/config.py explains them):"

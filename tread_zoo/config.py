@@ -216,10 +216,10 @@ class EvaluationConfig:
     Args:
         num_images: samples to draw; image i has label i mod num_classes.
         extractor: auto, digits-cnn-64, inception-v3-compat, dinov2-vit-l-14, or a file of
-            scripts/make_features.py; auto is the first for digits, else the second.
+            tread-zoo make-features; auto is the first for digits, else the second.
         metrics: names of registered metrics.
         reference: train, held_out, a folder of pictures, or an .npz as ADM's, of images or of
-            statistics, which scripts/make_reference.py makes.
+            statistics, which tread-zoo make-reference makes.
         num_reference: real images, evenly spaced; null takes all.
         seed: of the samples.
         batch_size: images at a time.
@@ -355,7 +355,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class SampleConfig(CheckpointConfig):
-    """What scripts/sample.py draws.
+    """What tread-zoo sample draws.
 
     Args:
         sampler, guidance: what differs from the run's own, by field; with `name`, another one.
@@ -383,7 +383,7 @@ class SampleConfig(CheckpointConfig):
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class EvaluateConfig(CheckpointConfig):
-    """What scripts/evaluate.py scores: a checkpoint's samples, or images that are there.
+    """What tread-zoo evaluate scores: a checkpoint's samples, or images that are there.
 
     Args:
         samples: instead of a checkpoint a folder of pictures, or an .npz with arr_0 uint8
@@ -413,7 +413,7 @@ class EvaluateConfig(CheckpointConfig):
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class ProbeConfig(CheckpointConfig):
-    """What scripts/probe_routes.py measures.
+    """What tread-zoo probe measures.
 
     Args:
         out: folder of placement.png and placement.json; null: <run>/placement.
@@ -439,7 +439,7 @@ class ProbeConfig(CheckpointConfig):
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class ReferenceConfig:
-    """What scripts/make_reference.py writes.
+    """What tread-zoo make-reference writes.
 
     Args:
         plugins, data, device: as of `RunConfig`.
@@ -457,7 +457,7 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class FeaturesConfig:
-    """What scripts/make_features.py trains.
+    """What tread-zoo make-features trains.
 
     Args:
         plugins, data, device: as of `RunConfig`.
@@ -482,7 +482,7 @@ class FeaturesConfig:
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class DoctorConfig:
-    """What scripts/doctor.py shows.
+    """What tread-zoo doctor shows.
 
     Args:
         device, kernels: as of `RunConfig`.
@@ -500,11 +500,11 @@ class DoctorConfig:
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class ImportConfig:
-    """What scripts/import_checkpoint.py converts; the file itself is `in`.
+    """What tread-zoo import converts; the file itself is `in`.
 
     Args:
         format: the project: see docs/importing.md.
-        out: a new folder, which scripts/sample.py takes as its checkpoint.
+        out: a new folder, which tread-zoo sample takes as its checkpoint.
         export: the other way: `in` is a run's folder, `out` a file as the project has it; of the
             fields below `weights` alone applies.
         weights: of an export, as of `CheckpointConfig`.
@@ -526,7 +526,7 @@ class ImportConfig:
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class PushConfig:
-    """What scripts/push.py publishes.
+    """What tread-zoo push publishes.
 
     Args:
         plugins, checkpoint, weights: as of `CheckpointConfig`.

@@ -1,6 +1,6 @@
 """What this machine has for the project, whether it computes rightly, and what is registered.
 
-Every function returns lines of text; `scripts/doctor.py` prints them.
+Every function returns lines of text; `tread-zoo doctor` prints them.
 """
 
 import importlib.metadata
@@ -8,7 +8,6 @@ import platform
 
 import torch
 
-from tread_zoo import __version__
 from tread_zoo.backbone import Backbone
 from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.kernels import get_forms
@@ -21,6 +20,7 @@ from tread_zoo.kernels.dispatch import (
     unusable,
 )
 from tread_zoo.kernels.verify import TOLERANCE, cast, compare
+from tread_zoo.provenance import describe_code
 from tread_zoo.registry import create_backbone, list_backbones
 from tread_zoo.routing import Routing, build_routing
 from tread_zoo.runtime import autocast, describe_device, resolve_precision
@@ -40,7 +40,7 @@ PACKAGES = (
 def describe_machine(device: torch.device) -> list[str]:
     """Return versions and hardware."""
     lines = [
-        f"tread_zoo  {__version__}, Python {platform.python_version()}, {platform.platform()}",
+        f"tread_zoo  {describe_code()}, Python {platform.python_version()}, {platform.platform()}",
         f"torch      {torch.__version__}",
         f"device     {describe_device(device)}",
         f"precision  {resolve_precision('auto', device)}, as precision=auto chooses",

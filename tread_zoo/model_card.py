@@ -1,4 +1,4 @@
-"""What scripts/push.py makes of a run: a folder for Hugging Face's hub, and its model card.
+"""What tread-zoo push makes of a run: a folder for Hugging Face's hub, and its model card.
 
 config.json          what a checkpoint says of the run, without this machine's paths
 model.safetensors    its weights, the averaged ones if not asked otherwise

@@ -3,7 +3,7 @@
     config.json          {"backbone": {"name": …, "config": {…}}, "plugins": […]}
     model.safetensors    weights
 
-What scripts/push.py makes of a run is such a folder, too: its config.json says, beside these, what
+What tread-zoo push makes of a run is such a folder, too: its config.json says, beside these, what
 a checkpoint does, so that scripts take the folder as one.
 """
 
@@ -52,7 +52,7 @@ class Pretrained(nn.Module):
         """Return a backbone with its weights, on the CPU, in eval mode; of a run the averaged ones.
 
         Args:
-            path: what `save_pretrained` or scripts/push.py wrote, a run's folder (its newest
+            path: what `save_pretrained` or tread-zoo push wrote, a run's folder (its newest
                 checkpoint) or one checkpoint; where there is none, `user/name` on the hub.
             revision: of the hub's repository.
 

@@ -9,6 +9,7 @@ from PIL import Image
 
 from tests.processes import run_python
 from tests.small_run import SMALL
+from tread_zoo.__main__ import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 RUN = "runs/digits_dit_tiny_tread_flow_seed0"
@@ -36,6 +37,8 @@ def test_training_leaves_one_folder_and_no_clutter(trained):
     assert [p.name for p in (folder / "runs").iterdir()] == ["digits_dit_tiny_tread_flow_seed0"]
     assert "CPU" in said
     assert "it/s" not in said, "a progress bar where there is no terminal"
+    (start,) = (folder / RUN / "commands.jsonl").read_text().splitlines()
+    assert json.loads(start)["overrides"] == SMALL
 
 
 def test_sampling_writes_pictures_grid_and_arrays_and_continues_a_sequence(trained):
@@ -166,3 +169,12 @@ def test_bad_input_is_one_clear_message(tmp_path, script, overrides, words):
     assert said.startswith("error: ")
     assert said.count("\n") == 1
     assert list(tmp_path.iterdir()) == [], "something half-written is left"
+
+
+def test_every_script_is_a_command_and_a_wrong_one_is_told_the_nearest(tmp_path):
+    assert sorted(COMMANDS.values()) == sorted(p.stem for p in (ROOT / "scripts").glob("*.py"))
+    listed = run_python("-m", "tread_zoo", cwd=tmp_path).stdout
+    assert all(f"  {name} " in listed for name in COMMANDS)
+    wrong = run_python("-m", "tread_zoo", "trian", cwd=tmp_path)
+    assert wrong.returncode == 1
+    assert "'train'" in wrong.stderr

@@ -152,7 +152,7 @@ def test_latents_have_features_too_and_without_alignment_none_are_read(tmp_path,
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["data=digits"], "scripts/encode.py features="),
+        (["data=digits"], "encode features="),
         (["data=table", "alignment.block=4"], "alignment.block=4"),
         (["data=table", "alignment.stop=0"], "alignment.stop=0"),
         (["data=table", "training.horizontal_flip=true"], "flips=true"),

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from tests.small_run import parts_of, settings, train_small
+from tread_zoo import __version__
 from tread_zoo.registry import register
 from tread_zoo.training import loop
 from tread_zoo.training.checkpoints import CheckpointError, find_checkpoint
@@ -116,6 +117,12 @@ def in_two_parts(tmp_path_factory):
 
 def test_twice_n_steps_equal_n_then_n_more(run, in_two_parts):
     assert_same_end(run("unbroken", "lr_schedule=constant"), in_two_parts)
+
+
+def test_each_start_of_a_run_is_recorded(in_two_parts):
+    starts = [json.loads(line) for line in (in_two_parts / "commands.jsonl").open()]
+    assert [start["step"] for start in starts] == [0, 3]
+    assert all(start["command"] and start["code"].startswith(__version__) for start in starts)
 
 
 def test_metrics_and_seconds_of_a_resumed_run(in_two_parts):

@@ -181,7 +181,7 @@ def latents(
     num_classes: NonNegativeInt | None = None,
     context: bool = True,
 ) -> ImageData:
-    """Return the latents that scripts/encode.py or scripts/convert_latents.py wrote.
+    """Return the latents that tread-zoo encode or tread-zoo convert-latents wrote.
 
     Args:
         path: the folder.
@@ -221,7 +221,7 @@ def table(
     num_classes: NonNegativeInt | None = None,
     context: bool = True,
 ) -> ImageData:
-    """Return the images that scripts/encode.py wrote with vae=none, perhaps with features.
+    """Return the images that tread-zoo encode wrote with vae=none, perhaps with features.
 
     Args:
         path: the folder.

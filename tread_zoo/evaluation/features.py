@@ -101,7 +101,7 @@ class Extractor:
 def find_extractor(
     name: str, inception_weights: str | None = None, dinov2_weights: str | None = None
 ) -> Extractor:
-    """Return an extractor by name, or by the file of `scripts/make_features.py`; without files of
+    """Return an extractor by name, or by the file of `tread-zoo make-features`; without files of
     weights they are looked for in torch's hub folder. Raises ValueError for an unknown name, or a
     file that is not there."""
     if name == INCEPTION:
@@ -167,7 +167,7 @@ class ClassifierFeatures(nn.Module):
         return {"pooled": pooled, "logits": self.classify(pooled), "feature_map": x}
 
 
-# Sizes of the file that ships here, which has none. scripts/make_features.py makes it: see there.
+# Sizes of the file that ships here, which has none. tread-zoo make-features makes it: see there.
 _DIGITS_LAYERS = ((32, 1, False), (64, 1, True), (64, 0, False))
 _DIGITS = {"image_size": (8, 8), "channels": 1, "num_classes": 10, "layers": _DIGITS_LAYERS}
 

@@ -97,7 +97,7 @@ def open_reference(reference: "Reference | Images | Tensor | str | Path") -> Ref
     if not statistics and "arr_0" not in names:
         raise ValueError(
             f"{reference} has {', '.join(sorted(names))}: images as arr_0, uint8 [N,H,W,C], or "
-            "statistics as mu and sigma are expected; scripts/make_reference.py makes these."
+            "statistics as mu and sigma are expected; tread-zoo make-reference makes these."
         )
     both = open_images(path) if "arr_0" in names else None
     return Reference(path.name, both, statistics, path, extractor)
@@ -331,7 +331,7 @@ def _misfit(metric: Metric, extractor: Extractor, reference: Reference, num_clas
     if metric.labels and not 0 < num_classes <= extractor.num_classes:
         return (
             f"reads {extractor.num_classes} classes with {extractor.name}, and the labels are of "
-            f"{num_classes}: train an extractor with scripts/make_features.py"
+            f"{num_classes}: train an extractor with tread-zoo make-features"
         )
     if reference.images is not None or not metric.uses_real:
         return ""
@@ -342,7 +342,7 @@ def _misfit(metric: Metric, extractor: Extractor, reference: Reference, num_clas
     return (
         f"takes {metric.features} features of {extractor.label}, and {reference.name} has "
         f"statistics of {', '.join(sorted(reference.statistics))} ones of {reference.extractor}: "
-        "make it with that extractor (scripts/make_reference.py), give images"
+        "make it with that extractor (tread-zoo make-reference), give images"
     )
 
 

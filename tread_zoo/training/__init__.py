@@ -15,7 +15,14 @@ from typing import Any
 
 
 def train(**fields: Any) -> Path:
-    """Train, and return the run's folder; see `tread_zoo.training.loop.train`."""
+    """Train, and return the run's folder: `train(backbone="dit_tiny", data="digits")`.
+
+    Args:
+        fields: any of `tread_zoo.config.RunConfig`; each has a default.
+
+    Raises:
+        ValueError: a setting that cannot work; see `tread_zoo.training.loop.train` for others.
+    """
     from tread_zoo.training.loop import train as run
 
     return run(**fields)

@@ -3,7 +3,7 @@
     loss = denoising loss + weight * L,    L = - mean over tokens of cos(project(h_i), f_i)
 
 h_i are the tokens that leave the block, those of them that a route kept; f_i are features of the
-clean image, which were computed ahead (`scripts/encode.py features=…`) and come with the batch. The
+clean image, which were computed ahead (`tread-zoo encode features=…`) and come with the batch. The
 projection is trained with the network and is no part of what is averaged, sampled or scored.
 
     REPA    an MLP projects each token                                      arXiv 2410.06940

@@ -167,7 +167,7 @@ def save_checkpoint(
 def find_checkpoint(path: str | Path) -> Checkpoint:
     """Return the checkpoint at `path`: its own folder, or a run's, whose newest whole one is taken.
 
-    What scripts/push.py wrote is one, too. Where `path` does not exist, `user/name` is downloaded
+    What tread-zoo push wrote is one, too. Where `path` does not exist, `user/name` is downloaded
     from the hub to runs/user/name: two files, no code.
 
     Raises:
@@ -184,7 +184,7 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
         if "format" not in json.loads((path / CONFIG_NAME).read_text()):
             raise CheckpointError(
                 f"{path} holds a network alone, and not what it was trained for: it is used from "
-                "Python, Backbone.from_pretrained, or pushed as a run by scripts/push.py."
+                "Python, Backbone.from_pretrained, or pushed as a run by tread-zoo push."
             )
         return _verify(path, CONFIG_NAME)
     if (path / META_NAME).exists() or path.name.startswith("step_"):

@@ -28,6 +28,7 @@ from tread_zoo.evaluation.held_out import held_out_loss, held_out_record
 from tread_zoo.evaluation.pictures import plot_losses, save_animation, save_grid
 from tread_zoo.kernels import describe, used_ops
 from tread_zoo.progress import progress
+from tread_zoo.provenance import describe_start
 from tread_zoo.runtime import describe_device
 from tread_zoo.training.checkpoints import data_facts, drop_snapshots
 from tread_zoo.training.run_folder import CONFIG, FACTS, SCORE, SCORES
@@ -114,7 +115,8 @@ class Log:
         self._open_log_file()
         write_text(self.folder / CONFIG, json.dumps(self.settings, indent=2))
         write_text(self.folder / FACTS, json.dumps(self.facts, indent=2))
-        step = self.first_step
+        step, starts = self.first_step, self.folder / "commands.jsonl"
+        write_lines(starts, [*read_lines(starts), {"step": step, **describe_start()}])
         self.scores = {k: v for k, v in read_scores(self.folder).items() if k <= step}
         self._write_scores()
         drop_snapshots(self.folder, step)

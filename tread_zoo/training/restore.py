@@ -100,7 +100,7 @@ class Restored:
         if not self.has_data:
             raise CheckpointError(
                 f"{self.checkpoint.path} was imported, and names no data to compare with. It can "
-                "be sampled: scripts/sample.py."
+                "be sampled: tread-zoo sample."
             )
         data: ImageData = create("data", {**self.config["data"], **changes})
         check_same_data(self.checkpoint, data_facts(data))

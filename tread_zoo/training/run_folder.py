@@ -4,7 +4,7 @@
     facts.json      data, parameters, FLOPs          scores.jsonl    a record a score
     train.log       what was printed, with times     score.json      the last one
     samples/, samples.gif, loss.png                  corrupt.txt     items that cannot be read
-    checkpoints/, ema_snapshots/    see checkpoints.py
+    commands.jsonl  how it was started, each time    checkpoints/, ema_snapshots/
 
 The main process writes; the others have a part in the scores and in corrupt.txt.
 """

@@ -191,7 +191,7 @@ def _build_projector(
     if data.features is None:
         raise ValueError(
             f"alignment={config.alignment['name']}, but {data.name} has no features of an encoder: "
-            "scripts/encode.py features=… writes a table that has them (docs/alignment.md)."
+            "tread-zoo encode features=… writes a table that has them (docs/alignment.md)."
         )
     if config.training.horizontal_flip and data.features[0] < 2:
         raise ValueError(
