@@ -54,7 +54,9 @@ COMMANDS = sorted(set(commands()))
 def overrides_of(line):
     """Return the script and the hydra overrides of a command, of a sweep the first value."""
     script = SCRIPT.search(line)
-    words = shlex.split(line[script.end() :].replace("$run", "runs/x"), comments=True)
+    rest = line[script.end() :].replace("$run", "runs/x")
+    rest = rest.removesuffix("'") if "bash -c '" in line else rest
+    words = shlex.split(rest, comments=True)
     given = [word.replace("…", "x") for word in words]
     given = [word for word in given if "=" in word and not word.startswith("-")]
     parsed = OverridesParser.create().parse_overrides(given)
