@@ -78,7 +78,7 @@ def test_one_command_makes_the_page_and_again_only_reads(place, call):
     text = (place / "out" / "report.md").read_text()
     assert text in said
     assert "2 settings of 1 backbone, 4 runs, on digits" in text
-    assert "pays for dit_tiny tread" in text
+    assert "pays for 1: dit_tiny" in text
     assert "4 cells, 4 of them done" in call(*GRID)
     assert "6 cells, 4 of them done" in call(*GRID[:2], "seed=0,1,2", GRID[-1])
     assert "training.batch_size=4" in call(*GRID, "training.batch_size=4", status=2)
