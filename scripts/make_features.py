@@ -58,7 +58,7 @@ def main(settings: dict) -> None:
         loss.backward()
         optimizer.step()
         if (step + 1) % 100 == 0:
-            logger.info("step %d/%d  loss %.3f", step + 1, num_steps, float(loss))
+            logger.info("step %d/%d  loss %.3f", step + 1, num_steps, loss.item())
     about = f"trained on {data.name}, {num_steps} steps of {config.batch_size}"
     save_features(network.cpu(), out, about)
     extractor = find_extractor(str(out))
