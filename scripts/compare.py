@@ -13,12 +13,12 @@ tread-zoo compare compare.runs="runs/dit_*" weights=ema:0.03,ema:0.05,ema:0.1
 tread-zoo compare compare.to=reference compare.runs=[runs/mine]   # docs/recipes.md
 tread-zoo compare compare.curve=mine.csv compare.runs="runs/mine_seed*"
 
-Every override of tread-zoo train works; one with several values (hydra's sweep syntax) takes the
-place of the study's values for that field, or spans the study's grids further. Each cell is a
-process. The same command again continues where it stopped: finished cells are read, not repeated.
+Every override of tread-zoo train works. One with several values (hydra's sweep syntax) replaces the
+study's values for that field, or adds a dimension to its grids. Each cell is a process. The same
+command again continues where it stopped: finished cells are read, not repeated.
 
-compare.to=reference says of each run whether it lies on the curve of its recipe, as far as it got.
-The exit status is 0 if all do (or all cells ended well), 1 if one does not, and 2 after an error.
+compare.to=reference reports for each run whether it is on the curve of its recipe, as far as it
+got. The exit status is 0 if all are (or all cells ended well), 1 if not, and 2 after an error.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Say what this machine has, which form of each operation runs and why, and what is registered.
+"""Report what this machine has, which form of each operation runs and why, and what is registered.
 
 tread-zoo doctor
 tread-zoo doctor device=cpu kernels.selective_scan=naive

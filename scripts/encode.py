@@ -1,6 +1,6 @@
 """Encode images into a table of latents with an autoencoder of diffusers, for data=latents.
 
-With features=… the features of an encoder lie beside them, for alignment=…
+With features=… the features of an encoder are stored beside them, for alignment=…
 
 tread-zoo encode data=image_folder data.path=photos data.image_size=256 \
     vae=stabilityai/sd-vae-ft-ema out=photos_latents flips=true
@@ -9,7 +9,7 @@ tread-zoo train data=latents data.path=photos_latents backbone=dit_s_2 \
 tread-zoo encode data=digits vae=none features=digits-cnn-64 out=digits_table # data=table
 torchrun --nproc-per-node 4 -m tread_zoo encode …      # several processes share the parts
 
-Stopped, the same command again encodes the parts that are missing.
+If it is interrupted, the same command again encodes the missing parts.
 """
 
 import logging

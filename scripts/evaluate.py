@@ -1,4 +1,4 @@
-"""Score a checkpoint's samples, or images that are there: distances to real ones, label accuracy.
+"""Score a checkpoint's samples, or existing images: distances to real ones, label accuracy.
 
 tread-zoo evaluate checkpoint=runs/digits_dit_tiny_tread_flow_seed0
 tread-zoo evaluate checkpoint=… guidance=sparse guidance.weak_rate=0.8 sampler=dpmpp_2m
@@ -8,7 +8,7 @@ tread-zoo evaluate samples=kept data=digits            # against digits' trainin
 tread-zoo evaluate samples=theirs.npz evaluation.reference=photos evaluation.metrics=[kid]
 accelerate launch --multi_gpu -m tread_zoo evaluate checkpoint=… evaluation.num_images=50000
 
-The record has the values and their protocol; those of another protocol have a file of their own.
+The record has the values and their protocol; scores by another protocol go to another file.
 See docs/evaluation.md.
 """
 

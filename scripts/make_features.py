@@ -3,11 +3,11 @@
 tread-zoo make-features data=npz data.path=fashion.npz data.pad_to=32 out=f.safetensors
 tread-zoo train experiment=fashion_mnist evaluation.extractor=f.safetensors
 
-For data that Inception says little about, or where its weights are not at hand. Scores taken with
-one file compare with each other alone: each record names the file and the hash of its weights.
+For data that Inception says little about, or if its weights are not available. Only scores taken
+with the same file can be compared: each record names the file and the hash of its weights.
 
-The classifier of digits that ships with tread_zoo.evaluation was trained so, on the training part
-of the digits: out=digits.safetensors data=digits num_steps=1200 batch_size=64
+The classifier of digits in tread_zoo.evaluation was trained in this way, on the training part of
+the digits: out=digits.safetensors data=digits num_steps=1200 batch_size=64
 'layers=[[32,1,false],[64,1,true],[64,0,false]]'
 """
 

@@ -6,8 +6,8 @@ tread-zoo make-reference data=image_folder data.path=photos data.held_out=0 out=
 tread-zoo evaluate checkpoint=… evaluation.reference=photos.npz evaluation.metrics=[fid]
 
 For fid, sfid and fd_dinov2, which need no more than statistics. The file names its extractor and
-the hash of its weights; another one is refused. Several processes (accelerate launch) share the
-images.
+the hash of its weights, and cannot be used with another. Several processes (accelerate launch)
+share the images.
 """
 
 import logging

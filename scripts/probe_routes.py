@@ -3,9 +3,9 @@
 tread-zoo probe checkpoint=runs/digits_dit_tiny_none_flow_seed0
 tread-zoo probe checkpoint=… measure=cka selection_rate=0.75
 
-Prints how alike the states between blocks are, draws it as placement.png, and proposes a route
+Prints how similar the states between blocks are, plots it as placement.png, and proposes a route
 with the FLOPs that it saves; placement.json has every number. The rule is at the top of
-tread_zoo/routing/probe.py. A dense run shows most: a routed one has learnt its own route.
+tread_zoo/routing/probe.py. Use a dense run: a routed one has adapted to its own route.
 """
 
 import json

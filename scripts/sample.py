@@ -1,7 +1,7 @@
 """Sample images from a checkpoint: numbered PNG files, a grid, and an .npz with images and labels.
 
-They lie in <run>/generated, in a folder for each kind of settings, or in out=folder. A set is
-continued by first_index=…; images of other settings are never mixed in.
+They go to <run>/generated, in one folder for each combination of settings, or to out=folder.
+first_index=… continues a set; images of other settings are never mixed in.
 
 tread-zoo sample checkpoint=runs/digits_dit_tiny_tread_flow_seed0 num_images=64
 tread-zoo sample checkpoint=… guidance.scale=2 label=3 sampler=heun
@@ -10,7 +10,7 @@ tread-zoo sample checkpoint=… sampler.selection_rate=0.5     # fewer FLOPs: do
 tread-zoo sample checkpoint=… first_index=64 out=samples    # images 64 … 127 of the set
 tread-zoo sample checkpoint=… contexts=prompts.npy
 
-A network on latents is decoded with the autoencoder of its data; vae=path where that has moved, or
+A network on latents is decoded with the autoencoder of its data; vae=path if that has moved, or
 for an imported network; without one, and with vae=none, it gives latents.npz. A network that takes
 contexts is given those of held-out images, or those of a file.
 """

@@ -2,7 +2,7 @@
 
     config = make_config(backbone="dit_tiny", routing={"selection_rate": 0.75}, seed=1)
 
-Kinds, ranges and unknown names are checked when it is made. Parts (`backbone`, `objective`, …) are
+Types, ranges and unknown names are checked when it is made. Parts (`backbone`, `objective`, …) are
 given as a name or as a mapping with `name` and options, and kept as mappings with every option, so
 two configurations compare with `==`, and `as_dict` is what a checkpoint stores.
 
@@ -87,8 +87,8 @@ class RouteConfig:
             sampler.selection_rate may be any of them.
         carry_from: the tokens that bypass rejoin as they were before this block; null: `start`.
         detach: they rejoin without gradient.
-        sparsify: false: they run through the blocks, and what came of them is thrown away: routing
-            without its saving.
+        sparsify: false: they run through the blocks and the result is thrown away: routing without
+            its saving.
         redraw: each block of the route draws its own tokens.
     """
 
@@ -114,16 +114,16 @@ class RoutingConfig(RouteConfig):
 
     Args:
         name: tread, or none: every block sees every token.
-        routes: several in sequence, each with any field of `RouteConfig`; what one leaves out it
-            takes from here. [{start: 2, end: 5}, {start: 6, end: -2, selection_rate: 0.25}]
+        routes: several in sequence, each with any field of `RouteConfig`; those that it leaves out
+            are taken from here. [{start: 2, end: 5}, {start: 6, end: -2, selection_rate: 0.25}]
         warm_start, dense_tail: fractions of training at its start and end that are dense.
         probability: chance that a step is routed, the same on every rank.
         rejoin: replace: as processed (TREAD); project: fused by a learned map (docs/rejoining.md);
             mask: learned tokens in the places of those that bypassed.
         path_drop_probability: chance that a step leaves the routed blocks out; needs
             rejoin=project.
-        reconstruction_weight: null: one loss for all tokens; else the loss of those that were kept,
-            and with this weight that of giving back the noisy patches of the others.
+        reconstruction_weight: null: one loss for all tokens; else the loss of the kept ones, plus
+            this weight times the error in reconstructing the noisy patches of the others.
     """
 
     name: Literal["none", "tread"] = "tread"
@@ -171,8 +171,8 @@ class TrainingConfig:
         max_grad_norm: gradients are clipped to this norm; 0 switches clipping off.
         ema_decay: of the averaged weights, which are sampled and scored; it grows to this as
             (1 + k) / (10 + k) at step k.
-        ema_snapshots_every: save averages of two other widths every so many steps, of which
-            `weights=ema:0.07` and the like are made after training; 0: never.
+        ema_snapshots_every: in optimizer steps: save averages of two widths, from which any other,
+            as in `weights=ema:0.07`, is computed after training; 0: never.
         label_dropout: fraction of labels (or contexts) left out, for classifier-free guidance.
         horizontal_flip: mirror each image with probability one half.
         precision: weights stay float32.
@@ -181,7 +181,7 @@ class TrainingConfig:
         compile: compile each block with torch.compile.
         num_workers: loader processes, for data that is not in memory.
         max_corrupt_share: fraction of the images that may be unreadable, each replaced by another;
-            past it the run ends.
+            above it the run ends.
         log_every, sample_every, score_every, checkpoint_every: in optimizer steps; 0 is at the end
             only.
         keep_checkpoints: how many of the newest to keep.
@@ -215,8 +215,8 @@ class EvaluationConfig:
 
     Args:
         num_images: samples to draw; image i has label i mod num_classes.
-        extractor: auto, digits-cnn-64, inception-v3-compat, dinov2-vit-l-14, or a file of
-            tread-zoo make-features; auto is the first for digits, else the second.
+        extractor: digits-cnn-64, inception-v3-compat, dinov2-vit-l-14 (or s, b, g), or a file of
+            tread-zoo make-features; auto is digits-cnn-64 for digits, else inception-v3-compat.
         metrics: names of registered metrics.
         reference: train, held_out, a folder of pictures, or an .npz as ADM's, of images or of
             statistics, which tread-zoo make-reference makes.
@@ -383,10 +383,10 @@ class SampleConfig(CheckpointConfig):
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class EvaluateConfig(CheckpointConfig):
-    """What tread-zoo evaluate scores: a checkpoint's samples, or images that are there.
+    """What tread-zoo evaluate scores: a checkpoint's samples, or existing images.
 
     Args:
-        samples: instead of a checkpoint a folder of pictures, or an .npz with arr_0 uint8
+        samples: instead of a checkpoint, a folder of pictures, or an .npz with arr_0 uint8
             [N,H,W,C] and perhaps labels arr_1; all are scored.
         data: of a checkpoint, options that differ from the run's, as in data={path: …}; of
             samples, the data whose part the reference is, as in data=cifar10.
@@ -418,7 +418,7 @@ class ProbeConfig(CheckpointConfig):
     Args:
         out: folder of placement.png and placement.json; null: <run>/placement.
         data: options that differ from the run's, as in data={path: …}.
-        measure: cosine or cka: whether a turned state counts as changed, or not.
+        measure: cosine counts a rotated state as changed, cka does not.
         num_images: held-out ones; of an imported checkpoint, samples on their way from noise.
         num_levels: noise levels, over the objective's range.
         max_tokens: measured at most, all images together; the same places in each.
@@ -444,8 +444,8 @@ class ReferenceConfig:
     Args:
         plugins, data, device: as of `RunConfig`.
         out: an .npz file, for evaluation.reference.
-        evaluation: `reference` is the part of the data, and extractor, its weights, num_reference
-            and batch_size count.
+        evaluation: only these apply: reference (the part of the data), num_reference, batch_size,
+            the extractor and its weights.
     """
 
     plugins: tuple[str, ...] = ()
@@ -508,10 +508,10 @@ class ImportConfig:
         export: the other way: `in` is a run's folder, `out` a file as the project has it; of the
             fields below `weights` alone applies.
         weights: of an export, as of `CheckpointConfig`.
-        objective: null: the project's usual one; of format=tread edm or flow.
-        num_heads: null: as the published sizes have; no tensor shows it.
+        objective: null: the project's usual one; for format=tread, edm or flow.
+        num_heads: null: that of the published sizes, because no tensor shows it.
         num_classes: null: the label table less its last row, the null label.
-        drop_unknown: leave out tensors that ours has no place for.
+        drop_unknown: leave out tensors that our backbone has no place for.
     """
 
     format: str
