@@ -223,7 +223,7 @@ def recipe_differences(recipe: str, config: dict[str, Any]) -> dict[str, tuple[A
     routing = "none" if kind == "dense" else "tread"
     overrides = [f"experiment={experiment}", f"backbone={backbone}_tiny", f"routing={routing}"]
     wanted = make_config(**compose_settings("train", overrides))
-    different = make_config(**config).differences(wanted)
+    different = make_config(**{**config, "tracker": "local"}).differences(wanted)
     return {f: v for f, v in different.items() if f != "seed" and not f.startswith("data")}
 
 

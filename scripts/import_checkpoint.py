@@ -6,9 +6,10 @@ tread-zoo import export=true format=sit in=runs/sit_xl_2 out=SiT-XL-2.pt
 """
 
 import logging
+from dataclasses import asdict
 
 from tread_zoo.cli import command
-from tread_zoo.config import ImportConfig
+from tread_zoo.config import ImportConfig, check
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +18,9 @@ logger = logging.getLogger(__name__)
 def main(settings: dict) -> None:
     from tread_zoo.published import export_checkpoint, import_checkpoint
 
-    file, out = settings.pop("in"), settings.pop("out")
+    file = settings.pop("in")  # a word of Python's, so no field of the class
+    settings = asdict(check(ImportConfig, settings))
+    out = settings.pop("out")
     weights = settings.pop("weights")
     if settings.pop("export"):
         export_checkpoint(file, out, format=settings["format"], weights=weights)

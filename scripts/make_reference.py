@@ -33,16 +33,17 @@ def main(settings: dict[str, Any]) -> None:
         raise ValueError(f"out={config.out} must end in .npz, as references do.")
     out.parent.mkdir(parents=True, exist_ok=True)
     data = create("data", config.data)
-    data.codec.prepare(device)
     options = replace(config.evaluation, metrics=({"name": "kid"},))  # which any features allow
-    evaluation = make_evaluation(options, data, device=device)
-    extractor, images = evaluation.extractor, evaluation.reference.images
-    if extractor is None or images is None:
-        raise ValueError(evaluation.not_scored or "evaluation.reference must be train or held_out.")
-    evaluation.check(len(images), images.shape, 0)
-    names = {"pooled", "spatial"} & set(extractor.sizes)
-    network = extractor.load(names, device)
-    with process_group(device) as is_main:
+    with process_group(device) as is_main:  # first, for it gives each process its own GPU
+        data.codec.prepare(device)
+        evaluation = make_evaluation(options, data, device=device)
+        extractor, images = evaluation.extractor, evaluation.reference.images
+        if extractor is None or images is None:
+            why = evaluation.not_scored or "evaluation.reference must be train or held_out."
+            raise ValueError(why)
+        evaluation.check(len(images), images.shape, 0)
+        names = {"pooled", "spatial"} & set(extractor.sizes)
+        network = extractor.load(names, device)
         features = extract(images, network, statistics=names, batch_size=options.batch_size)
     if not is_main:
         return

@@ -68,6 +68,14 @@ def test_a_pushed_run_is_a_checkpoint(run, pushed):
         find_checkpoint(pushed)
 
 
+def test_what_was_pushed_is_asked_for_by_its_name(run, tmp_path):
+    pushed = find_checkpoint(write_model_folder(run, tmp_path / "pushed", weights="model"))
+    model = load_backbone(find_checkpoint(run), "model")
+    assert torch.equal(state(load_backbone(pushed, "model")), state(model))
+    with pytest.raises(CheckpointError, match="set weights=model"):
+        load_backbone(pushed, "ema")
+
+
 def test_a_name_of_the_hub_is_a_checkpoint(pushed, tmp_path, monkeypatch):
     def snapshot_download(name, *, local_dir, **options):
         if name != "someone/digits":

@@ -53,7 +53,11 @@ def write_model_folder(
     facts = _without_paths({k: checkpoint.meta[k] for k in _KEPT if k in checkpoint.meta})
     facts["config"] = {k: v for k, v in facts["config"].items() if k not in aside_fields()}
     write_folder(folder, checkpoint.tensors(weights), {})
-    facts |= {"format": FORMAT, "sha256": {WEIGHTS_NAME: checksum(folder / WEIGHTS_NAME)}}
+    facts |= {
+        "format": FORMAT,
+        "weights": weights,
+        "sha256": {WEIGHTS_NAME: checksum(folder / WEIGHTS_NAME)},
+    }
     (folder / CONFIG_NAME).write_text(json.dumps(facts, indent=2))
     picture = run / "samples" / f"step_{checkpoint.step:08d}.png"
     if picture.exists():

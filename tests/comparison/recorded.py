@@ -46,6 +46,7 @@ def write_run(
         "flops_dense": FLOPS["none"],
         "flops_routed": FLOPS[routing["name"]],
         "num_steps": steps,
+        "images_per_step": config["training"]["batch_size"],
     }
     common = {"data": "digits", "reference": "train", "weights": "ema", "notes": [],
               "sampling": {"sampler": "euler"}, "flops_per_image": 5000}  # fmt: skip

@@ -102,12 +102,14 @@ def test_from_encoded_digits_to_decoded_samples(run, tmp_path):
     )  # fmt: skip
     picture = np.asarray(Image.open(folder / "samples" / "step_00000006.png"))
     assert picture.shape[-1] == 3  # decoded: grey digits came back in colour
-    moved = (tmp_path / "AutoencoderKL").rename(tmp_path / "moved")
     given = [f"checkpoint={folder}", "num_images=3"]
+    call("sample.py", *given)  # with the autoencoder that the table names
+    [file] = (folder / "generated").glob("*/samples.npz")
+    first = np.load(file)["arr_0"]
+    moved = (tmp_path / "AutoencoderKL").rename(tmp_path / "moved")
     call("sample.py", *given, expect=1)  # it is gone
     assert "another autoencoder" in call(
         "sample.py", *given, f"vae={vaes['AutoencoderTiny']}", expect=1
     )
-    call("sample.py", *given, f"vae={moved}")
-    [file] = (folder / "generated").glob("*/samples.npz")
-    assert np.load(file)["arr_0"].shape == (3, 8, 8, 3)
+    call("sample.py", *given, f"vae={moved}", f"out={tmp_path / 'again'}")
+    assert np.load(tmp_path / "again" / "samples.npz")["arr_0"].shape == first.shape == (3, 8, 8, 3)

@@ -188,6 +188,20 @@ def test_other_settings_are_allowed_and_said(in_two_parts, copy_of, caplog):
     assert rows[-1]["learning_rate"] == 0.001
 
 
+def test_another_optimizer_starts_anew(in_two_parts, copy_of, caplog):
+    more = ["optimizer=muon", "lr_schedule=constant", "training.num_steps=7", "resume=latest"]
+    folder = train_small(copy_of(in_two_parts), *more)
+    assert "optimizer.name='adamw', not 'muon'" in caplog.text
+    assert find_checkpoint(folder).step == 7
+
+
+def test_a_run_taken_up_in_its_middle_drops_what_came_after(in_two_parts, copy_of):
+    folder = copy_of(in_two_parts)
+    middle = f"resume={folder / 'checkpoints' / 'step_00000003'}"
+    train_small(folder, "lr_schedule=constant", "training.num_steps=5", middle)
+    assert find_checkpoint(folder).step == 5  # the newest, that of step 6 is gone
+
+
 def test_another_number_of_images_per_step_is_said(in_two_parts, copy_of, caplog):
     more = ["lr_schedule=constant", "training.gradient_accumulation_steps=2"]
     train_small(copy_of(in_two_parts), *more, "training.num_steps=7", "resume=latest")

@@ -157,9 +157,8 @@ def _row(folder: Path, settings: Mapping[str, Any], file: Path) -> dict[str, Any
         last |= line
         speeds += [line["images_per_s"]] if "images_per_s" in line else []
     speed = median(speeds) if speeds else math.nan
-    steps = settings["training.num_steps"] if record else last.get("step", 0)
-    batch = settings["training.batch_size"] * settings["training.gradient_accumulation_steps"]
-    batch *= run.get("num_processes", 1)
+    steps = (protocol or last).get("step", 0)
+    batch = facts.get("images_per_step", math.nan)
     if (protocol or {}).get("weights", "ema") != "ema":
         last.pop("held_out_loss", None)  # it was of the averaged weights
     pictures = sorted((folder / "samples").glob("step_*.png"))

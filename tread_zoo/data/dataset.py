@@ -47,6 +47,8 @@ def to_uint8(x: Tensor) -> Tensor:
 class Codec:
     """How stored items become what a model sees, and what it makes becomes pixels: for images."""
 
+    decoder: str = "none"  # where the autoencoder is, a folder or a hub's name
+
     @property
     def facts(self) -> dict[str, Any]:
         """What a checkpoint remembers, as plain values; empty for pixels."""

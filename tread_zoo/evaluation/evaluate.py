@@ -61,8 +61,9 @@ def evaluate(
         cache["sampling"] = sampling_record(backbone, objective, sampling, weak=weak)
     protocol = {**cache["sampling"], "weights": "ema", "precision": precision, **facts}
     protocol |= {"data": data.name, "seed": options.seed}
-    if not codec.has_pixels:
-        return {"values": {}, "real": {}, "protocol": protocol, "not_scored": _NO_DECODER}
+    if not codec.has_pixels or not (evaluation.metrics or options.keep_images):
+        why = {"not_scored": evaluation.not_scored} if evaluation.not_scored else {}
+        return {"values": {}, "real": {}, "protocol": protocol, **why}
     conditions = conditions_of(backbone, data)
 
     def draw(numbers: range) -> tuple[Tensor, Tensor | None]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from tread_zoo.data import ImageData, read_items
 from tread_zoo.data.encode import as_bytes
 from tread_zoo.data.split import evenly_spaced
 from tread_zoo.diffusion import Objective, describe_part
+from tread_zoo.diffusion.objective import Draw
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
 
@@ -31,6 +33,7 @@ def held_out_loss(
     seed: int,
     precision: str,
     num_draws: int = 1,
+    batch_size: int = HELD_OUT_IMAGES,
 ) -> tuple[float, list[float]] | None:
     """Return the mean dense loss on held-out images at fixed draws of level and noise, and the
     means of the fourths of the draws from the lowest levels to the highest; None if nothing was
@@ -45,19 +48,19 @@ def held_out_loss(
     device = next(backbone.parameters()).device
     y = labels.to(device) if backbone.is_conditional else None
 
-    def network(x_t: Tensor, t: Tensor) -> Tensor:
-        output: Tensor = backbone(x_t, t, y)
-        return output
-
     losses, levels = [], []
     for number in range(num_draws):
         generator = make_generator("held_out", seed, *([number] if number else []))
         draw = objective.draw(data.codec.model_shape(images.shape), generator).to(device)
         noise = data.codec.draw(images.shape, generator)
         x = data.codec.to_model(images, device=device, noise=noise)
-        with autocast(device, precision):
-            losses.append(objective.loss(network, x, draw)[0].float())
-        levels.append(draw.level)
+        for first in range(0, len(x), batch_size):
+            rows = slice(first, first + batch_size)
+            network = partial(backbone, y=None if y is None else y[rows])
+            part = Draw(draw.noise[rows], draw.level[rows])
+            with autocast(device, precision):
+                losses.append(objective.loss(network, x[rows], part)[0].float().cpu())
+        levels.append(draw.level.cpu())
     by_level = torch.cat(losses)[torch.cat(levels).argsort()]
     fourths = [float(part.mean()) for part in by_level.tensor_split(4)]
     return float(by_level.double().mean()), fourths

@@ -54,7 +54,9 @@ def plot_losses(
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel="optimizer step", ylabel="loss", yscale="log")
+    values = [row[name] for row in rows for name in names if name in row]
+    is_positive = all(value > 0 for value in values)  # with an alignment a loss may not be
+    axes = figure.add_subplot(xlabel="optimizer step", ylabel="loss")
     for name in names:
         points = [(row["step"], row[name]) for row in rows if name in row]
         if points:
@@ -65,8 +67,10 @@ def plot_losses(
                 label=f"{what}: {points[-1][1]:.4g}",
             )  # fmt: skip
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_minor_locator(NullLocator())
+    if is_positive:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
     if axes.lines:

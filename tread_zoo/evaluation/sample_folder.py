@@ -4,7 +4,7 @@
              samples.npz       arr_0 uint8 [N,H,W,C], arr_1 labels, numbers int64 [N]
              latents.npz       instead of both, where latents stay latents: arr_0 float [N,C,h,w]
              sampling.json     the settings, which checkpoint, what an image costs
-    <folder>_grid.png          the images of the last call, beside the folder: no tool counts it
+    <folder>_grid.png          100 images of the last call, beside the folder: no tool counts it
 
 All images of a folder were made with the same settings, but for their numbers: a set can be
 continued, and is never mixed with another.
@@ -25,6 +25,7 @@ from tread_zoo.data.files import write_text, written_whole
 from tread_zoo.evaluation.pictures import save_grid, save_png
 
 RECORD = "sampling.json"
+GRID_IMAGES = 100  # of the picture for people
 
 
 def folder_name(settings: Mapping[str, Any]) -> str:
@@ -79,7 +80,7 @@ class SampleFolder:
         self._begin()
         for number, image in zip(numbers, images, strict=True):
             save_png(image, self.path / f"{number:06d}.png")
-        save_grid(images, self.grid_path)
+        save_grid(images[:GRID_IMAGES], self.grid_path)
         self._save_arrays("samples.npz", numbers, images.permute(0, 2, 3, 1), labels)
 
     def save_latents(self, numbers: range, latents: Tensor, labels: Tensor | None) -> None:

@@ -74,7 +74,8 @@ class Checkpoint:
             ValueError: the run had a plug-in that is not loaded, or this version lacks a field.
         """
         check_plugins(self.meta["plugins"], str(self.path))
-        return make_config(**self.meta["config"])
+        # its tracker may be one that is not installed here
+        return make_config(**{**self.meta["config"], "tracker": "local"})
 
     def tensors(self, part: str) -> dict[str, Tensor]:
         """Load `model`, `ema`, `ema:<width>` or `optimizer` onto the CPU.
@@ -84,8 +85,10 @@ class Checkpoint:
             ValueError: a width that the snapshots of the run do not give.
         """
         file = self.path / f"{part}.safetensors"
-        if part == "ema" and not (self.path / META_NAME).exists():
-            file = self.path / WEIGHTS_NAME  # one that was pushed has one network
+        if (own := self.meta.get("weights")) is not None:  # one that was pushed has one network
+            if part != own:
+                raise CheckpointError(f"{self.path} has one set of weights: set weights={own}.")
+            return load_file(self.path / WEIGHTS_NAME)
         name, _, width = part.partition(":")
         if (width or name in TRACKED) and not all(
             (self.path / f"{own}.safetensors").exists() for own in TRACKED
@@ -203,11 +206,13 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
     return _verify(folders[0])
 
 
-def drop_snapshots(run_dir: Path, step: int) -> None:
-    """Delete the snapshots of averages after `step`: a run that goes on from there writes them."""
-    for path in _folders(run_dir / SNAPSHOTS):
+def drop_later(run_dir: Path, step: int) -> None:
+    """Delete checkpoints and snapshots of averages after `step`: a run that goes on from there
+    writes its own, and resume=latest must not find those of another course."""
+    for path in (*_folders(run_dir / "checkpoints"), *_folders(run_dir / SNAPSHOTS)):
         if _step(path) > step:
             shutil.rmtree(path)
+            logger.info("deleted %s: the run continues from step %d", path, step)
 
 
 def has_checkpoints(run_dir: Path) -> bool:
@@ -246,7 +251,7 @@ def data_facts(data: ImageData) -> dict[str, Any]:
         "num_images": len(data.train),  # type: ignore[arg-type]
     }
     if data.codec.facts:
-        facts["codec"] = data.codec.facts
+        facts |= {"codec": data.codec.facts, "decoder": data.codec.decoder}
     if data.context:
         facts["context"] = list(data.context)
     return facts
@@ -262,7 +267,7 @@ def check_same_data(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
     own = checkpoint.meta["data"]
     wrong = [
         f"{name}={own.get(name)!r}, not {facts.get(name)!r}"
-        for name in sorted({*own, *facts} - {"name", "num_images"})
+        for name in sorted({*own, *facts} - {"name", "num_images", "decoder"})
         if own.get(name) != facts.get(name)
     ]
     if wrong:

@@ -30,7 +30,7 @@ from tread_zoo.kernels import describe, used_ops
 from tread_zoo.progress import progress
 from tread_zoo.provenance import describe_start
 from tread_zoo.runtime import describe_device
-from tread_zoo.training.checkpoints import data_facts, drop_snapshots
+from tread_zoo.training.checkpoints import data_facts, drop_later
 from tread_zoo.training.run_folder import CONFIG, FACTS, SCORE, SCORES
 from tread_zoo.training.setup import TrainState
 from tread_zoo.training.trackers import Trackers, read_lines, read_metrics, write_lines
@@ -54,7 +54,7 @@ class Log:
         self.is_main, self.first_step = accelerator.is_main_process, state.step
         self.held_out_loss = partial(
             held_out_loss, objective=setup.objective, data=setup.data, seed=HELD_OUT_SEED,
-            precision=precision,
+            precision=precision, batch_size=setup.config.evaluation.batch_size,
         )  # fmt: skip
         self.cache: dict[str, Any] = {}  # of the evaluation: what depends on the data alone
         self.peak_flops: float | None = None
@@ -86,6 +86,7 @@ class Log:
             "flops_dense": count_flops(state.whole, backward=True),
             "flops_routed": training_flops(state.whole, setup.routing, setup.num_steps),
             "num_steps": setup.num_steps,
+            "images_per_step": state.images_per_step,
         }
         if self.peak_flops is not None:
             network = copy(state.whole)
@@ -119,7 +120,7 @@ class Log:
         write_lines(starts, [*read_lines(starts), {"step": step, **describe_start()}])
         self.scores = {k: v for k, v in read_scores(self.folder).items() if k <= step}
         self._write_scores()
-        drop_snapshots(self.folder, step)
+        drop_later(self.folder, step)
         name = self.setup.config.tracker["name"]
         self.trackers = Trackers(name, self.setup.tracker, self.folder, step, self.settings)
         self._stack.callback(self.trackers.close)
@@ -149,12 +150,14 @@ class Log:
         mean = ", on average over training" if setup.routing.is_scheduled else ""
         origin = f"continues after step {self.first_step}" if self.first_step else "starts"
         options = ", ".join(f"{k} {v}" for k, v in setup.config.optimizer.items() if k != "name")
-        aligned, projector = [], setup.projector
+        rest, projector = [], setup.projector
         if projector is not None:
             name, until = setup.config.alignment["name"], f"{setup.alignment.stop:.0%} of training"
             more = sum(p.numel() for p in projector.parameters()) / 1e6
             text = f"{name} of block {projector.block}, until {until}; {more:.2f} M more parameters"
-            aligned = [("alignment", text)]
+            rest.append(("alignment", text))
+        if setup.not_scored:
+            rest.append(("score", f"samples will not be scored: {setup.not_scored}"))
         return [
             ("device", "{device}; {precision}; {num_processes} process(es)".format(**self.machine)),
             *(("kernel", line) for line in describe(self.accelerator.device, used_ops)),
@@ -165,7 +168,7 @@ class Log:
             ("flops", f"{facts['flops_routed'] / 1e6:.1f} M per image, forward and backward{mean}; "
                       f"dense {facts['flops_dense'] / 1e6:.1f} M"),
             ("optimizer", f"{setup.config.optimizer['name']}: {options}"),
-            *aligned,
+            *rest,
             ("run", f"{self.folder} {origin}, {setup.num_steps} steps in all"),
         ]  # fmt: skip
 

@@ -116,9 +116,9 @@ class Restored:
         Raises:
             ValueError: an autoencoder is named for a network on pixels.
         """
-        facts = self.checkpoint.meta.get("data", {}).get("codec")
-        if facts is not None:
-            return restore_codec(facts, vae or self.config["data"]["vae"])
+        data = self.checkpoint.meta.get("data", {})
+        if "codec" in data:
+            return restore_codec(data["codec"], vae or data["decoder"])
         channels = self.backbone.in_channels
         if not self.has_data and channels not in (1, 3):
             return imported_codec(vae or "none", channels)

@@ -54,7 +54,7 @@ COMPILE_BACKEND = "inductor"
 @dataclass(frozen=True)
 class Setup:
     """The parts of a run. `weak` is the network of a guidance that has a checkpoint; `projector` is
-    what an alignment trains beside the backbone."""
+    what an alignment trains beside the backbone. `not_scored` says why samples are not, if so."""
 
     config: RunConfig
     data: ImageData
@@ -68,6 +68,7 @@ class Setup:
     alignment: Alignment
     projector: nn.Module | None
     weak: Backbone | None = None
+    not_scored: str = ""
 
     @property
     def training(self) -> TrainingConfig:
@@ -122,7 +123,7 @@ def build_setup(config: RunConfig) -> Setup:
     sampling.levels(objective)
     data = create("data", config.data)
     data.codec.check(flip=config.training.horizontal_flip)
-    check_evaluation(config.evaluation, data)
+    not_scored = check_evaluation(config.evaluation, data).not_scored
     backbone = _build_backbone(config, data)
     routing = _build_routing(config, backbone)
     backbone.add_fusions(routing.fused_ranges)
@@ -147,6 +148,7 @@ def build_setup(config: RunConfig) -> Setup:
         alignment=alignment,
         projector=_build_projector(config, alignment, data, backbone),
         weak=load_weak(sampling, backbone, objective),
+        not_scored=not_scored,
     )
 
 
@@ -324,13 +326,15 @@ def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | Non
 def _continue(state: TrainState, checkpoint: Checkpoint) -> None:
     """Load what a checkpoint says of the optimizer, the scaler and the run's course."""
     meta, config, accelerator = checkpoint.meta, state.setup.config, state.accelerator
-    load_optimizer_state(
-        state.optimizer,
-        state.parameters,
-        checkpoint.tensors("optimizer"),
-        meta["optimizer"],
-        with_groups=meta["config"]["optimizer"] == config.as_dict()["optimizer"],
-    )
+    before, now = meta["config"]["optimizer"], config.as_dict()["optimizer"]
+    if before["name"] == now["name"]:  # another one starts anew
+        load_optimizer_state(
+            state.optimizer,
+            state.parameters,
+            checkpoint.tensors("optimizer"),
+            meta["optimizer"],
+            with_groups=before == now,
+        )
     if accelerator.scaler is not None and meta["scaler"]:
         accelerator.scaler.load_state_dict(meta["scaler"])
     state.step, state.seconds = checkpoint.step, dict(meta["seconds"])

@@ -2,7 +2,6 @@
 
 import math
 import re
-import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -83,6 +82,8 @@ def peak_memory(device: torch.device) -> int:
     process since its start."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    import resource  # not on Windows
+
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024  # bytes there, KiB elsewhere
 
