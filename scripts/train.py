@@ -12,7 +12,7 @@ from tread_zoo.config import RunConfig
 
 @command("train", RunConfig, GROUPS)
 def main(settings: dict) -> None:
-    from tread_zoo.training import train
+    from tread_zoo.training.loop import train
 
     train(**settings)
 

@@ -20,7 +20,7 @@ from tests.small_run import full_settings
 from tread_zoo import registry
 from tread_zoo.evaluation import score
 from tread_zoo.registry import available, register
-from tread_zoo.training import train
+from tread_zoo.training.loop import train
 from tread_zoo.training.signals import Stopped
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
         register,
         register_backbone,
     )
-    from tread_zoo.training import train
+    from tread_zoo.training.loop import train
 
 __version__ = "0.1.0"
 
@@ -31,6 +31,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Load names at first use: `import tread_zoo` alone stays light."""
     if name in __all__:
-        home = "training" if name == "train" else "registry"
+        home = "training.loop" if name == "train" else "registry"
         return getattr(import_module(f"tread_zoo.{home}"), name)
     raise AttributeError(f"module 'tread_zoo' has no attribute {name!r}")

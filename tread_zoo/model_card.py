@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from tread_zoo.config import aside_fields
+from tread_zoo.data.files import checksum
 from tread_zoo.evaluation.evaluate import describe_record
 from tread_zoo.pretrained import CONFIG_NAME, WEIGHTS_NAME, build_backbone, write_folder
 from tread_zoo.routing import build_routing
-from tread_zoo.training.checkpoints import FORMAT, Checkpoint, checksum, find_checkpoint
+from tread_zoo.training.checkpoints import FORMAT, Checkpoint, find_checkpoint
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 _KEPT = ("step", "plugins", "backbone", "config", "data", "images_per_step", "imported")

@@ -146,7 +146,6 @@ def test_items_read_at_once_are_replaced_too(tmp_path, caplog):
 
 
 def test_a_list_of_corrupt_items_is_kept_by_all_processes_and_ends_a_run(tmp_path):
-    dataset = Watched(tmp_path, {4, 17, 20})
     given = {"num_items": 30, "max_share": 0.08}
     one, other = (CorruptLog(tmp_path / "corrupt.txt", **given) for _ in range(2))
     one(CorruptItem(4, "file_4", "cut\tshort\n"))
@@ -157,6 +156,3 @@ def test_a_list_of_corrupt_items_is_kept_by_all_processes_and_ends_a_run(tmp_pat
     assert lines == ["4\tfile_4\tcut short", "17\tfile_17\tno 17"]
     with pytest.raises(ValueError, match=r"3 of 30 .*corrupt\.txt"):
         one(CorruptItem(20, "file_20", "no 20"))
-    dataset.corrupt -= {4, 20}  # repaired
-    one.recheck(dataset)
-    assert other.indices == {17}

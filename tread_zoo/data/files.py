@@ -1,10 +1,17 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and their checksums."""
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+
+def checksum(file: Path) -> str:
+    """Return the sha256 of a file, 64 hex digits."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @contextmanager

@@ -131,13 +131,6 @@ class CorruptLog:
         lines = self.file.read_text(errors="replace").splitlines()
         return {int(line.split("\t")[0]) for line in lines}
 
-    def recheck(self, dataset: Dataset[Any]) -> None:
-        """Read what is listed again, when a run continues, and drop what is whole by now."""
-        items = [read_item(dataset, index) for index in sorted(self.indices)]
-        if items:
-            lines = (item.line for item in items if isinstance(item, CorruptItem))
-            self.file.write_text("".join(lines), errors="backslashreplace")
-
     def __call__(self, item: CorruptItem) -> None:
         """Add an item, if it is new. Raises ValueError if they are too many."""
         indices = self.indices

@@ -25,7 +25,7 @@ from pydantic import PositiveFloat
 from torch import Tensor
 
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
-from tread_zoo.diffusion.objective import Draw, Predict, VarianceExploding, per_image, prediction
+from tread_zoo.diffusion.objective import Draw, Predict, Straight, per_image, prediction
 from tread_zoo.registry import register
 
 
@@ -40,7 +40,7 @@ class Preconditioning(NamedTuple):
 
 @register("objective", "edm")
 @dataclass(frozen=True, kw_only=True)
-class EDM(VarianceExploding):
+class EDM(Straight):
     """The EDM objective.
 
     Args:

@@ -30,7 +30,7 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid, shift_time
-from tread_zoo.diffusion.objective import Draw, Predict, check_draw, per_image, prediction
+from tread_zoo.diffusion.objective import Draw, Predict, Straight, per_image, prediction
 from tread_zoo.registry import register
 
 Space = Literal["velocity", "x", "noise"]
@@ -38,7 +38,7 @@ Space = Literal["velocity", "x", "noise"]
 
 @register("objective", "flow")
 @dataclass(frozen=True, kw_only=True)
-class FlowMatching:
+class FlowMatching(Straight):
     """The flow-matching objective.
 
     Args:
@@ -90,12 +90,6 @@ class FlowMatching:
         noise = torch.randn(*shape, generator=generator)
         return Draw(noise=noise, level=shift_time(t, self.shift))
 
-    def noised(self, x: Tensor, draw: Draw) -> Tensor:
-        """Return (1 - t) x + t noise, [B,C,H,W]."""
-        check_draw(x, draw)
-        t = per_image(draw.level)
-        return (1 - t) * x + t * draw.noise
-
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the squared error in `loss_space` of each image, averaged over C, H and W: [B]."""
         output = prediction(predict(self.noised(x, draw), draw.level), x.shape[1])
@@ -120,17 +114,9 @@ class FlowMatching:
             return (output - x_t) / (1 - t)
         return output
 
-    def estimate(self, x_t: Tensor, dx_dt: Tensor, level: Tensor) -> Tensor:
-        """Return x_t - t v [B,C,H,W] for the velocity v = `dx_dt` at `level` = t [B]."""
-        return x_t - per_image(level) * dx_dt
-
     def signal(self, level: Tensor) -> Tensor:
         """Return 1 - t."""
         return 1 - level
-
-    def noise(self, level: Tensor) -> Tensor:
-        """Return t."""
-        return level
 
     def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:
         """Return times from 1 to 0, even unless `grid` says otherwise: float64 [num_steps + 1].

@@ -74,16 +74,17 @@ class Objective(Protocol):
         """
 
 
-class VarianceExploding:
-    """What objectives share whose noised images are x + sigma noise, and whose level is sigma."""
+class Straight:
+    """What objectives share whose level t is the factor of the noise, and whose x_t is straight in
+    it: signal(t) x + t noise, signal being 1 or 1 - t."""
 
     def noised(self, x: Tensor, draw: Draw) -> Tensor:
-        """Return x + sigma noise, [B,C,H,W]."""
+        """Return signal(t) x + t noise, [B,C,H,W]."""
         check_draw(x, draw)
-        return x + per_image(draw.level) * draw.noise
+        return per_image(self.signal(draw.level)) * x + per_image(draw.level) * draw.noise
 
     def estimate(self, x_t: Tensor, dx_dt: Tensor, level: Tensor) -> Tensor:
-        """Return x_t - sigma dx/dsigma [B,C,H,W] at `level` = sigma [B]."""
+        """Return x_t - t dx/dt [B,C,H,W] at `level` = t [B]."""
         return x_t - per_image(level) * dx_dt
 
     def signal(self, level: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ class VarianceExploding:
         return torch.ones_like(level)
 
     def noise(self, level: Tensor) -> Tensor:
-        """Return sigma."""
+        """Return t."""
         return level
 
 

@@ -16,7 +16,6 @@ Dimensions: B batch, C channels, H height, W width, D features.
 """
 
 import functools
-import hashlib
 import json
 import math
 import os
@@ -29,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tread_zoo.data.files import written_whole
+from tread_zoo.data.files import checksum, written_whole
 from tread_zoo.errors import unknown_name
 
 DIGITS = "digits-cnn-64"
@@ -69,8 +68,7 @@ class Extractor:
     @functools.cached_property
     def sha256(self) -> str:
         """Of the weights' file, 64 hex digits."""
-        with self.file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        return checksum(self.file)
 
     @property
     def label(self) -> str:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tread_zoo.data.files import written_whole
+from tread_zoo.data.files import checksum, written_whole
 from tread_zoo.evaluation.features import DIGITS, INCEPTION, Extractor, Network, find_extractor
 from tread_zoo.evaluation.frechet import RunningStatistics, Statistics
 from tread_zoo.evaluation.images import Images, open_images, tensor_images
@@ -66,8 +66,7 @@ class Reference:
     @functools.cached_property
     def sha256(self) -> str:
         """Of the file of statistics."""
-        with self.file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        return checksum(self.file)
 
     def statistics_of(self, extractor: Extractor) -> Mapping[str, Statistics]:
         """Return those of an extractor's features."""

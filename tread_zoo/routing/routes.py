@@ -124,20 +124,10 @@ class PathDrop:
 
     Args:
         start, end: a range that the network fuses (`Backbone.fused_ranges`).
-
-    Raises:
-        ValueError: an empty range.
     """
 
     start: int
     end: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start < self.end:
-            raise ValueError(
-                f"path drop start={self.start}, end={self.end} is empty or negative: "
-                "it leaves out blocks start … end-1, counted from 0."
-            )
 
     def to(self, device: torch.device | str) -> "PathDrop":
         """Return itself: it holds no tensor; a `Route` in the same list may."""

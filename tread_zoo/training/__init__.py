@@ -9,23 +9,3 @@ signals.py      saving and ending when a signal comes
 optimizers.py, lr_schedules.py, trackers.py     registered parts
 restore.py      from a checkpoint back to what samples and scores need
 """
-
-from pathlib import Path
-from typing import Any
-
-
-def train(**fields: Any) -> Path:
-    """Train, and return the run's folder: `train(backbone="dit_tiny", data="digits")`.
-
-    Args:
-        fields: any of `tread_zoo.config.RunConfig`; each has a default.
-
-    Raises:
-        ValueError: a setting that cannot work; see `tread_zoo.training.loop.train` for others.
-    """
-    from tread_zoo.training.loop import train as run
-
-    return run(**fields)
-
-
-__all__ = ["train"]

@@ -13,7 +13,6 @@ A checkpoint exists once its folder has its final name: a crash or a full disk o
 one before untouched. Folders that begin with a dot are what it left; the next save clears them.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -34,6 +33,7 @@ from torch import Tensor, nn
 from tread_zoo.backbone import Backbone
 from tread_zoo.config import RunConfig, make_config
 from tread_zoo.data import ImageData
+from tread_zoo.data.files import checksum
 from tread_zoo.pretrained import CONFIG_NAME, WEIGHTS_NAME, build_backbone, download
 from tread_zoo.registry import check_plugins
 from tread_zoo.training.ema import TRACKED, fit_profile, is_sharded, slice_like
@@ -426,12 +426,6 @@ def _verify(path: Path, meta_name: str = META_NAME) -> Checkpoint:
             f"{path} is damaged: {error}. Use another checkpoint of the run, or train again."
         ) from error
     return Checkpoint(path, meta)
-
-
-def checksum(file: Path) -> str:
-    """Return the sha256 of a file."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -70,8 +70,6 @@ class Log:
         self._stack = ExitStack()
         if not self.is_main:
             return
-        if state.step:
-            self.corrupt.recheck(train)
         self.settings = setup.config.as_dict()
         self.machine = {
             "device": describe_device(device),
