@@ -14,7 +14,7 @@ from turns import as_options, make_parser, parse, report, take_turns
 
 from tread_zoo.diffusion import default_labels
 from tread_zoo.evaluation.flops import count_flops, training_flops
-from tread_zoo.routing import Route, build_routing, resolve_routes
+from tread_zoo.routing import Route, resolve_routes
 from tread_zoo.runtime import autocast
 
 SCHEDULE_STEPS = 10000  # of the run over which a schedule is averaged
@@ -24,13 +24,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--routing", nargs="*", default=[], help="fields of the group routing")
     args, backbone = parse(parser)
-    routing = build_routing(
-        "tread",
-        **as_options(args.routing),
-        num_blocks=backbone.num_blocks,
-        default_selector=backbone.default_selector,
-        default_range=backbone.default_range,
-    )
+    routing = backbone.build_routing(**as_options(args.routing))
     backbone.add_fusions(routing.fused_ranges)
     backbone.to(args.device)
     draws, batch = torch.Generator().manual_seed(0), args.batch_size

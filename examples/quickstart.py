@@ -13,7 +13,6 @@ from tread_zoo import create_backbone
 from tread_zoo.data import StepBatches, digits, make_loader, to_model_range, to_uint8
 from tread_zoo.diffusion import Euler, FlowMatching, SamplingOptions, default_labels, generate
 from tread_zoo.evaluation.pictures import save_grid
-from tread_zoo.routing import build_routing
 
 NUM_STEPS = int(sys.argv[2]) if len(sys.argv) > 2 else 200
 data, objective = digits(), FlowMatching()
@@ -21,10 +20,8 @@ torch.manual_seed(0)
 backbone = create_backbone(
     sys.argv[1] if len(sys.argv) > 1 else "dit_tiny", input_size=8, in_channels=1, num_classes=10
 )
-routing = build_routing(  # half of the tokens bypass the middle blocks, chosen as the backbone asks
-    "tread", selection_rate=0.5, num_blocks=backbone.num_blocks,
-    default_selector=backbone.default_selector, default_range=backbone.default_range,
-)  # fmt: skip
+# half of the tokens bypass the middle blocks, chosen as suits the backbone
+routing = backbone.build_routing("tread", selection_rate=0.5)
 optimizer = torch.optim.AdamW(backbone.parameters(), lr=3e-3)
 draws = torch.Generator().manual_seed(0)  # of all that is random in a step
 batches = make_loader(data.train, StepBatches(len(data.train), 64, seed=0, num_steps=NUM_STEPS))

@@ -24,7 +24,6 @@ from tread_zoo.evaluation.held_out import stack_part
 from tread_zoo.evaluation.pictures import plot_similarity
 from tread_zoo.kernels import set_forms
 from tread_zoo.registry import create_backbone
-from tread_zoo.routing import build_routing
 from tread_zoo.routing.probe import propose_route, recording, similarity
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
@@ -69,15 +68,7 @@ def probe(run: Restored, config: ProbeConfig) -> dict[str, Any]:
     dense = count_flops(backbone, backward=True)
 
     def cost(start: int | str, end: int | str) -> dict[str, Any]:
-        routing = build_routing(
-            "tread",
-            num_blocks=backbone.num_blocks,
-            default_selector=backbone.default_selector,
-            default_range=backbone.default_range,
-            selection_rate=config.selection_rate,
-            start=start,
-            end=end,
-        )
+        routing = backbone.build_routing(selection_rate=config.selection_rate, start=start, end=end)
         (route,) = routing.draw(1, backbone.grid, make_generator("placement", config.seed))
         routed = count_flops(backbone, routes=[route], backward=True)
         return {

@@ -20,7 +20,6 @@ RUN = "runs/digits_dit_tiny_tread_flow_seed0"
 USE = """
 import pathlib, sys, torch, backbones, tread_zoo
 from tread_zoo import create_backbone, list_backbones
-from tread_zoo.routing import build_routing
 site = pathlib.Path(sys.argv[1])
 for package in (backbones, tread_zoo):
     assert site in pathlib.Path(package.__file__).parents, package.__file__
@@ -28,8 +27,7 @@ for package in (backbones, tread_zoo):
 architectures = list_backbones("*_tiny")
 for name in architectures:
     b = create_backbone(name, input_size=8, in_channels=1, num_classes=10)
-    routing = build_routing("tread", num_blocks=b.num_blocks, default_selector=b.default_selector)
-    routes = routing.draw(2, b.grid, torch.Generator())
+    routes = b.build_routing().draw(2, b.grid, torch.Generator())
     b(torch.randn(2, 1, 8, 8), torch.rand(2), torch.tensor([1, 2]), routes=routes).sum().backward()
 from tread_zoo.evaluation.features import load_features
 load_features()

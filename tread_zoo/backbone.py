@@ -30,6 +30,7 @@ from tread_zoo.pretrained import Pretrained
 from tread_zoo.routing.fusion import Fusion
 from tread_zoo.routing.fusion import Streams as Streams
 from tread_zoo.routing.masks import MaskTokens
+from tread_zoo.routing.plan import Routing, build_routing
 from tread_zoo.routing.routes import PathDrop, Route, check_ranges, check_routes
 
 DEPENDS_ON = ("order", "ids", "grid")
@@ -246,6 +247,21 @@ class Backbone(Pretrained, ABC):
             y = weight.new_zeros(len(tokens), self.context_length, self.context_size)
         context = self.context_embed(y.to(weight.dtype)) + self.context_positions
         return torch.cat([context, tokens], dim=1)
+
+    def build_routing(self, name: str = "tread", **fields: Any) -> Routing:
+        """Return a routing of this network, whose `draw` gives the routes of a batch.
+
+        Args:
+            name: `none` or `tread`.
+            fields: of `tread_zoo.config.RoutingConfig`; `auto` is what suits this architecture.
+
+        Raises:
+            ValueError: as of `tread_zoo.routing.build_routing`.
+        """
+        return build_routing(
+            name, num_blocks=self.num_blocks, default_selector=self.default_selector,
+            default_range=self.default_range, **fields,
+        )  # fmt: skip
 
     def add_fusions(self, ranges: Sequence[Sequence[int]]) -> None:
         """Fuse the streams at the end of each block range [start, end), from now on in every call.

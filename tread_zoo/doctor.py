@@ -8,7 +8,6 @@ import platform
 
 import torch
 
-from tread_zoo.backbone import Backbone
 from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.kernels import get_forms
 from tread_zoo.kernels.dispatch import (
@@ -22,7 +21,6 @@ from tread_zoo.kernels.dispatch import (
 from tread_zoo.kernels.verify import TOLERANCE, cast, compare
 from tread_zoo.provenance import describe_code
 from tread_zoo.registry import create_backbone, list_backbones
-from tread_zoo.routing import Routing, build_routing
 from tread_zoo.runtime import autocast, describe_device, resolve_precision
 from tread_zoo.seeding import make_generator
 
@@ -94,7 +92,7 @@ def check_backbones(device: torch.device, pattern: str = "*_tiny") -> list[tuple
     for name in list_backbones(pattern):
         network = create_backbone(name, input_size=8, in_channels=1, num_classes=10).to(device)
         generator = make_generator("doctor", 0)
-        routes = [r.to(device) for r in _routing(network).draw(4, network.grid, generator)]
+        routes = [r.to(device) for r in network.build_routing().draw(4, network.grid, generator)]
         x = torch.randn(4, 1, 8, 8, generator=generator).to(device)
         with autocast(device, resolve_precision("auto", device)):
             t, y = torch.full((4,), 0.5, device=device), torch.arange(4, device=device)
@@ -116,7 +114,7 @@ def list_sizes(pattern: str, input_size: int, in_channels: int, num_classes: int
             network = create_backbone(
                 name, input_size=input_size, in_channels=in_channels, num_classes=num_classes
             )
-        routing = _routing(network)
+        routing = network.build_routing()
         routes = routing.draw(1, network.grid, make_generator("list", 0))
         dense, routed = count_flops(network), count_flops(network, routes=routes)
         millions = sum(p.numel() for p in network.parameters()) / 1e6
@@ -126,11 +124,3 @@ def list_sizes(pattern: str, input_size: int, in_channels: int, num_classes: int
             f"{network.num_blocks:9d}{f'{plan.start}:{plan.end}':>9s}  {network.default_selector}"
         )
     return lines
-
-
-def _routing(network: Backbone) -> Routing:
-    return build_routing(
-        num_blocks=network.num_blocks,
-        default_selector=network.default_selector,
-        default_range=network.default_range,
-    )

@@ -19,7 +19,6 @@ from tread_zoo.config import aside_fields
 from tread_zoo.data.files import checksum
 from tread_zoo.evaluation.evaluate import describe_record
 from tread_zoo.pretrained import CONFIG_NAME, WEIGHTS_NAME, build_backbone, write_folder
-from tread_zoo.routing import build_routing
 from tread_zoo.training.checkpoints import FORMAT, Checkpoint, find_checkpoint
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
@@ -100,10 +99,7 @@ def _recipe(checkpoint: Checkpoint) -> dict[str, str]:
     if "imported" in meta:
         rows["imported"] = "{file}, format {format}".format(**meta["imported"])
     if "routing" in config:
-        routing = build_routing(
-            **config["routing"], num_blocks=backbone.num_blocks,
-            default_selector=backbone.default_selector, default_range=backbone.default_range,
-        )  # fmt: skip
+        routing = backbone.build_routing(**config["routing"])
         rows["routing"] = routing.describe(backbone.grid)
         rows["data"] = "{name}, {num_images} images, {num_classes} classes".format(**meta["data"])
         rows["training"] = f"{checkpoint.step} steps of {meta['images_per_step']} images"

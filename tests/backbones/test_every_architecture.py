@@ -7,7 +7,7 @@ import torch
 
 from tests.test_contract import SMALL
 from tread_zoo import create_backbone
-from tread_zoo.routing import Route, build_routing
+from tread_zoo.routing import Route
 from tread_zoo.testing import Probe
 
 
@@ -29,7 +29,7 @@ def test_the_default_route_of_a_laptop_size_lies_where_routing_is_known_to_help(
     with torch.device("meta"):
         network = build(name)
     depth = network.num_blocks
-    (plan,) = build_routing("tread", num_blocks=depth, default_range=network.default_range).plans
+    (plan,) = network.build_routing().plans
     assert depth >= 12
     assert plan.start in (1, 2)
     assert plan.end - plan.start >= 6

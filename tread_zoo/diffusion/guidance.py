@@ -40,7 +40,7 @@ from tread_zoo.backbone import Backbone
 from tread_zoo.diffusion.objective import Objective, per_image
 from tread_zoo.diffusion.samplers import DxDt
 from tread_zoo.registry import available, complete, register
-from tread_zoo.routing import PathDrop, Route, Routing, build_routing
+from tread_zoo.routing import PathDrop, Route, Routing
 
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -329,15 +329,7 @@ class _Parts:
 
     def _routing(self, backbone: Backbone) -> Routing:
         try:
-            return build_routing(
-                "tread",
-                num_blocks=backbone.num_blocks,
-                default_selector=backbone.default_selector,
-                default_range=backbone.default_range,
-                start=self.start,
-                end=self.end,
-                selector=self.selector,
-            )
+            return backbone.build_routing(start=self.start, end=self.end, selector=self.selector)
         except ValueError as error:
             raise ValueError(f"guidance, its route as of routing=tread: {error}") from error
 

@@ -11,7 +11,6 @@ from tread_zoo.data import PIXELS, Codec, ImageData
 from tread_zoo.data.latents import imported_codec, restore_codec
 from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling, check_weak
 from tread_zoo.registry import create, get_entry
-from tread_zoo.routing import build_routing
 from tread_zoo.runtime import resolve_device, resolve_precision
 from tread_zoo.training.checkpoints import (
     Checkpoint,
@@ -64,12 +63,8 @@ class Restored:
             overlay("guidance", own, guidance),
         )
         if options.selection_rate:
-            routing = build_routing(  # an imported network names none: its own range and selector
-                **self.config.get("routing", {}),
-                num_blocks=self.backbone.num_blocks,
-                default_selector=self.backbone.default_selector,
-                default_range=self.backbone.default_range,
-            )
+            # an imported network names none: its own range and selector
+            routing = self.backbone.build_routing(**self.config.get("routing", {}))
             options = replace(options, routing=routing)
         options.check(self.backbone, self.objective)
         training = self.config.get("training", {})

@@ -22,7 +22,7 @@ from tread_zoo.data import CorruptLog, ImageData, StepBatches, make_loader
 from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling
 from tread_zoo.evaluation.evaluate import check_evaluation
 from tread_zoo.registry import create, create_backbone, split
-from tread_zoo.routing import Routing, build_routing
+from tread_zoo.routing import Routing
 from tread_zoo.seeding import make_generator
 from tread_zoo.training.alignment import Alignment, NoAlignment, add_parameters
 from tread_zoo.training.checkpoints import (
@@ -169,12 +169,7 @@ def _build_backbone(config: RunConfig, data: ImageData) -> Backbone:
 
 
 def _build_routing(config: RunConfig, backbone: Backbone) -> Routing:
-    routing = build_routing(
-        **asdict(config.routing),
-        num_blocks=backbone.num_blocks,
-        default_selector=backbone.default_selector,
-        default_range=backbone.default_range,
-    )
+    routing = backbone.build_routing(**asdict(config.routing))
     num_steps = int(config.training.num_steps)
     if routing.plans and not routing.routed_steps(num_steps):
         raise ValueError(
