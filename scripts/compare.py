@@ -27,6 +27,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ from tread_zoo.comparison import (
     run_cells,
     write_report,
 )
-from tread_zoo.config import make_config
+from tread_zoo.config import CompareConfig, check, make_config
 from tread_zoo.errors import unknown_name
 
 CURVES = CONFIGS / "experiment" / "curves"
@@ -99,12 +100,7 @@ def read_settings(own: Sequence[str]) -> dict[str, Any]:
         texts.append(f"{field}={value}")
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         settings: Any = OmegaConf.to_container(compose("compare", overrides=texts), resolve=True)
-    if settings["to"] not in (None, "reference"):
-        raise unknown_name("compare.to", settings["to"], ["reference"])
-    if not isinstance(settings["jobs"], int) or settings["jobs"] < 1:
-        raise ValueError(
-            f"compare.jobs={settings['jobs']} must be a number of processes from 1 on."
-        )
+    settings = asdict(check(CompareConfig, settings, "compare"))
     if settings["runs"] and not any(text.startswith("title=") for text in texts):
         settings["title"] = None  # the study's is of others
     return settings

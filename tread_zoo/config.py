@@ -438,6 +438,22 @@ class ProbeConfig(CheckpointConfig):
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
+class CompareConfig:
+    """What tread-zoo compare compares: the fields are explained in configs/compare.yaml."""
+
+    out: str
+    title: str | None = None
+    grids: tuple[dict[str, list[Any]], ...] = ()
+    fixed: tuple[str, ...] = ()
+    jobs: PositiveInt = 1
+    metric: str | None = None
+    runs: str | tuple[str, ...] = ()
+    to: Literal["reference"] | None = None
+    recipe: str | None = None
+    curve: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class ReferenceConfig:
     """What tread-zoo make-reference writes.
 
