@@ -9,7 +9,8 @@ import yaml
 from tread_zoo.config import make_config
 from tread_zoo.evaluation import flops
 from tread_zoo.kernels import get_forms
-from tread_zoo.training import log, train
+from tread_zoo.training import log
+from tread_zoo.training.loop import train
 from tread_zoo.training.setup import Setup, build_setup
 
 # Part by field, for overrides of its options alone.

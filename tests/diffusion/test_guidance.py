@@ -8,6 +8,7 @@ import torch
 
 from tests.test_contract import SMALL
 from tread_zoo import create, create_backbone, register, registry
+from tread_zoo.backbone import Backbone
 from tread_zoo.diffusion import (
     EDM,
     AutoGuidance,
@@ -54,6 +55,7 @@ class Spy:
     in_channels, input_size, grid, num_blocks = 5, (4, 4), (4, 4), 12
     default_selector, default_range = "random", (2, -4)
     fused_ranges = ((2, 5), (6, 9))
+    build_routing = Backbone.build_routing
 
     def __init__(self, factor=1.0):
         self.factor, self.calls = factor, []

@@ -13,10 +13,10 @@ from PIL import Image
 from tests.small_run import parts_of, settings, train_small
 from tread_zoo.diffusion import FlowMatching
 from tread_zoo.registry import register
-from tread_zoo.training import loop, train
+from tread_zoo.training import loop
 from tread_zoo.training.checkpoints import find_checkpoint, load_backbone
 from tread_zoo.training.ema import WeightAverage, exponential_decay
-from tread_zoo.training.loop import step_loss
+from tread_zoo.training.loop import step_loss, train
 from tread_zoo.training.trackers import read_metrics
 
 

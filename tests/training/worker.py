@@ -12,7 +12,8 @@ from pathlib import Path
 from accelerate.state import AcceleratorState
 
 from tests.small_run import settings
-from tread_zoo.training import setup, train
+from tread_zoo.training import setup
+from tread_zoo.training.loop import train
 
 
 def main(jobs):
