@@ -60,11 +60,11 @@ def evaluate(
     if "sampling" not in cache:
         cache["sampling"] = sampling_record(backbone, objective, sampling, weak=weak)
     protocol = {**cache["sampling"], "weights": "ema", "precision": precision, **facts}
-    protocol |= {"data": data.name, "seed": options.seed}
+    conditions = conditions_of(backbone, data)
+    protocol |= {"data": data.name, "seed": options.seed, "labels": conditions.rule}
     if not codec.has_pixels or not (evaluation.metrics or options.keep_images):
         why = {"not_scored": evaluation.not_scored} if evaluation.not_scored else {}
         return {"values": {}, "real": {}, "protocol": protocol, **why}
-    conditions = conditions_of(backbone, data)
 
     def draw(numbers: range) -> tuple[Tensor, Tensor | None]:
         x = generate(
@@ -80,7 +80,7 @@ def evaluate(
     if decoder is not None:
         decoder = decoder | {n: codec.facts[n] for n in ("normalization", "shift", "scale")}
     shape, count = pixel_shape(data, device), options.num_images
-    protocol |= {"labels": conditions.rule, "uint8": UINT8_RULE, "decoder": decoder}
+    protocol |= {"uint8": UINT8_RULE, "decoder": decoder}
     return evaluation.run(
         Images("samples", shape, count, draw, backbone.num_classes),
         held_out=_held_out(data, options, device),
