@@ -96,6 +96,19 @@ def test_settings_are_counted_and_told_apart(tmp_path):
     assert "3 settings of 1 backbone, 3 runs, on digits" in report(tmp_path)
 
 
+def test_what_most_settings_share_goes_without_saying(tmp_path):
+    for name, options in {
+        "plain": {}, "detach": {"detach": True}, "range": {"rate_range": [0.0, 0.75]},
+    }.items():  # fmt: skip
+        write_run(tmp_path / "runs" / name, routing={"name": "tread", **options})
+    write_run(tmp_path / "runs" / "dense")
+    labels = {setting.label for setting in group_settings(read_runs(str(tmp_path / "runs" / "*")))}
+    assert labels == {
+        "dit_tiny dense", "dit_tiny tread", "dit_tiny tread, detach True",
+        "dit_tiny tread, rate_range [0.0, 0.75]",
+    }  # fmt: skip
+
+
 def test_scores_of_two_protocols_are_not_ranked(tmp_path):
     write_run(tmp_path / "runs" / "a", values={"fid": 4.0})
     write_run(tmp_path / "runs" / "b", seed=1, values={"fid": 5.0}, protocol={

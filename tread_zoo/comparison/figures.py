@@ -1,6 +1,7 @@
 """Figures of a comparison, as SVG that takes the colours of the page around it, and as PNG.
 
-One colour for each backbone; dense settings are solid, routed ones broken or hollow. Points and
+One colour for each backbone, or for each setting of a single one; dense settings are solid, routed
+ones broken or hollow. Points and
 lines are means over seeds, bars and bands reach from the smallest seed to the largest.
 """
 
@@ -25,19 +26,22 @@ COLOURS = (
     "#76818e", "#9a5b2f", "#7fb53a", "#5a5fd0",
 )  # fmt: skip
 DASHES = {"--": "╍╍╍", ":": "┈┈┈", "-.": "━╍━"}  # and as text
+FEW = 8  # settings of one backbone whose names have room beside their points
 Point = tuple[float, float]
 BESIDE = ((8, 6), (8, -14), (-8, 6), (-8, -14))  # a point: where its name may be
 
 
 def looks(settings: Sequence[Setting]) -> dict[str, tuple[str, str]]:
-    """Return colour and line style by label: the colour says the backbone, the style the rest."""
+    """Return colour and line style by label: the colour says the backbone, the style the rest; of
+    one backbone alone, the colour says the setting."""
     backbones = dict.fromkeys(setting.backbone for setting in settings)
-    colours = dict(zip(backbones, cycle(COLOURS), strict=False))
+    of_colour = [s.backbone if len(backbones) > 1 else s.label for s in settings]
+    colours = dict(zip(dict.fromkeys(of_colour), cycle(COLOURS), strict=False))
     rests = dict.fromkeys(s.label.removeprefix(s.backbone) for s in settings if not s.is_dense)
     styles = dict(zip(rests, cycle(DASHES), strict=False))
     return {
-        s.label: (colours[s.backbone], styles.get(s.label.removeprefix(s.backbone), "-"))
-        for s in settings
+        s.label: (colours[key], styles.get(s.label.removeprefix(s.backbone), "-"))
+        for s, key in zip(settings, of_colour, strict=True)
     }
 
 
@@ -76,7 +80,8 @@ def draw_quality(settings: Sequence[Setting], metric: str, x: str) -> "Figure":
         _scale(axes, "y", [value for _, value in points.values()])
     axes.margins(0.12)
     axes.set_xlabel(COSTS.get(x) or f"{words(x)} ({direction(x)} is better)")
-    _name_points(axes, settings, points, each=by_sample)
+    few = len({setting.backbone for setting in settings}) == 1 and len(settings) <= FEW
+    _name_points(axes, settings, points, each=by_sample or few)
     return figure
 
 
@@ -150,7 +155,10 @@ def _name_points(
         if setting.label not in points or (setting.backbone in named and not each):
             continue
         named.add(setting.backbone)
-        text = setting.label.partition(", ")[2] if each else setting.backbone.removesuffix(size)
+        text = setting.backbone.removesuffix(size)
+        if each:
+            rest = setting.label.removeprefix(setting.backbone).strip()
+            text = rest.partition(", ")[2] or rest
         name = axes.annotate(
             text, points[setting.label], BESIDE[0], textcoords="offset points",
             color=looks(settings)[setting.label][0], fontsize=9 if each else 11,

@@ -130,21 +130,36 @@ def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
 
 
 def group_settings(runs: pd.DataFrame) -> list[Setting]:
-    """Return the settings, in the order in which they first come."""
+    """Return the settings, in the order in which they first come. What most of them share goes
+    without saying in their labels."""
     fields = runs.attrs["settings"]
     values = runs[fields].map(repr)  # which compares whatever a setting is
     others = [f for f in fields if f not in ("backbone", "routing")]
     counts = values.groupby(["backbone", "routing"])[others].nunique()
     extra = [field for field in others if (counts[field] > 1).any()]
+    distinct = values.drop_duplicates()
+    routed = distinct[distinct.routing != repr("none")]
+    usual = {f: _most_have((routed if f.startswith("routing.") else distinct)[f]) for f in extra}
     settings = []
     for _, rows in runs.groupby([values[f] for f in fields], sort=False):
         first = rows.iloc[0]
-        more = [f"{f.rpartition('.')[2]} {first[f]}" for f in extra if pd.notna(first[f])]
+        said = [f for f in extra if pd.notna(first[f]) and repr(first[f]) != usual[f]]
+        more = [f"{f.rpartition('.')[2]} {_plain(first[f])}" for f in said]
         is_dense = first.routing == "none"
         label = ", ".join([f"{first.backbone} {'dense' if is_dense else first.routing}", *more])
         choices = {f: first[f] for f in others if not f.startswith("routing")}
         settings.append(Setting(label, first.backbone, is_dense, choices, rows))
     return settings
+
+
+def _plain(value: Any) -> Any:
+    return f"{value:g}" if isinstance(value, float) else value
+
+
+def _most_have(values: Iterable[str]) -> str | None:
+    """Return the value that more than half are, if there is one."""
+    counts = Counter(values)
+    return next((value for value in counts if 2 * counts[value] > counts.total()), None)
 
 
 def values_at_equal(
@@ -201,9 +216,8 @@ def best_settings(
         if min(map(len, by_label.values())) < 2:
             verdict += "One seed: not settled."
         elif near:
-            more = f" and {len(near) - 3} more" if len(near) > 3 else ""
-            listed = ", ".join(f"{o} {_mean(by_label[o])}" for o in near[:3])
-            verdict = f"not settled against {listed}{more}."
+            listed = _some([f"{o} {_mean(by_label[o])}" for o in near])
+            verdict = f"not settled against {listed}."
         else:
             verdict += "Settled."
         lead = f"At equal {name} ({si(budget)}): {best} has the best {words(used)}"
@@ -261,7 +275,7 @@ def routing_table(
         lines.append(f"Routing, by {by}: {'; '.join(parts)}.")
     for name, labels in missing.items():
         remedy = "; set training.score_every" if name == "FLOPs" else ""
-        lines.append(f"Routing at equal {name}: not measured for {', '.join(labels)}{remedy}.")
+        lines.append(f"Routing at equal {name}: not measured for {_some(labels)}{remedy}.")
     header = ["routed against dense", "FLOPs of dense", *(f"at equal {n}" for n in NAMES.values())]
     return (header, rows), lines
 
@@ -305,6 +319,12 @@ def _difference(dense: Setting, routed: Setting, measured: Measured) -> Differen
         return None
     relative = [(second[k] - v) / abs(v) for k, v in first.items() if k in second]  # kid may be < 0
     return Difference(relative, direction(metric) or "lower") if relative else None
+
+
+def _some(texts: Sequence[str]) -> str:
+    """Return the first three texts, and how many more there are."""
+    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return ", ".join(texts[:3]) + more
 
 
 def _mean(values: Iterable[float]) -> str:
