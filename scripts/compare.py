@@ -5,7 +5,7 @@ tread-zoo compare backbone=dit_tiny,mamba_tiny routing=none,tread seed=0,1,2
 tread-zoo compare compare.study=selectors backbone=mamba_tiny     # configs/study/ has them
 tread-zoo compare compare.jobs=2 training.score_every=100 compare.out=comparisons/faces
 tread-zoo compare compare.runs=[runs/a,runs/b] compare.out=comparisons/mine
-tread-zoo compare compare.runs="runs/digits_*" compare.metric=kid
+tread-zoo compare compare.runs="runs/digits_*" compare.metric=kid compare.goal=1.5
 tread-zoo compare compare.runs="runs/dit_*" 'guidance=none,{name: cfg, scale: 2}' \
     sampler.num_steps=10,20,40 compare.out=comparisons/guidance           # cells score, not train
 tread-zoo compare compare.runs=runs/x sampler.selection_rate=0,0.25,0.5,0.75    # budgets
@@ -130,7 +130,8 @@ def compare(settings: dict[str, Any], overrides: Sequence[str], command: str) ->
             runs = read_runs([cell.result.parent for cell in ended])
     curves = read_curves(dict.fromkeys(runs.folder))
     about = {"title": settings["title"] or "Runs compared", "command": command}
-    print(write_report(runs, curves, out, **about, metric=settings["metric"], failed=failed))
+    about |= {key: settings[key] for key in ("metric", "goal")}
+    print(write_report(runs, curves, out, **about, failed=failed))
     print(f"written to {out}: index.html, report.md, quality.png, results.csv, curves.csv")
     return int(bool(failed))
 

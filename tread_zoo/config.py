@@ -447,6 +447,7 @@ class CompareConfig:
     fixed: tuple[str, ...] = ()
     jobs: PositiveInt = 1
     metric: str | None = None
+    goal: float | None = None
     runs: str | tuple[str, ...] = ()
     to: Literal["reference"] | None = None
     recipe: str | None = None

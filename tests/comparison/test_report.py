@@ -74,6 +74,17 @@ def test_the_best_is_named_and_what_does_not_lie_apart_from_it(tmp_path):
     assert "mamba" not in line
 
 
+def test_what_a_goal_costs_is_read_off_the_first_score_that_meets_it(tmp_path):
+    # 20, 40, 60, 80, 100 steps: losses of 1.8, 1.3, 1.13, 1.05, 1 times the last
+    write_pair(tmp_path, dense=(0.30, 0.40), routed=(0.20, 0.21))
+    text = report(tmp_path, metric="held_out_loss", goal=0.31)
+    rows = [line.strip("|").split(" | ") for line in text.splitlines() if " of 2 |" in line]
+    (routed, *spent), (dense, *more) = ([cell.strip() for cell in row] for row in rows)
+    assert (routed, *spent[:2]) == ("dit_tiny tread", "2 of 2", "40")
+    assert (dense, *more[:2]) == ("dit_tiny dense", "1 of 2", "100")
+    assert spent[3:] == ["4", "0.2"]  # seconds of 10, best loss
+
+
 def test_seconds_of_two_machines_are_not_compared(tmp_path):
     write_pair(tmp_path, [0.4, 0.4], [0.3, 0.3])
     write_run(tmp_path / "runs" / "other", backbone="uvit_tiny", device="a GPU")

@@ -280,6 +280,27 @@ def routing_table(
     return (header, rows), lines
 
 
+def goal_table(
+    settings: Sequence[Setting], curves: pd.DataFrame, metric: str, goal: float
+) -> Table:
+    """Return what each setting spent in training until a score first met `goal`: steps, FLOPs and
+    seconds, mean ± standard deviation over its runs that met it; the fewest FLOPs come first.
+    """
+    sign = -1 if direction(metric) == "higher" else 1
+    scored = curves[(curves.source == "score") & (curves.metric == metric)]
+    rows = []
+    for setting in settings:
+        own = scored[scored.folder.isin(setting.runs.folder)].sort_values("step")
+        met = own[sign * own.value <= sign * goal].groupby("folder").first()
+        spent = [_mean(met[column]) if len(met) else "" for column in BUDGETS.values()]
+        best = own.value.max() if sign < 0 else own.value.min()
+        row = [setting.label, f"{len(met)} of {len(setting.runs)}", *spent, si(best)]
+        rows.append((met.flops.mean() if len(met) else math.inf, row))
+    order = sorted(rows, key=lambda pair: pair[0])
+    header = ["setting", "runs that met it", *NAMES.values(), f"best {words(metric)}"]
+    return header, [row for _, row in order]
+
+
 def scores_table(settings: Sequence[Setting], metrics: Sequence[str]) -> Table:
     """Return a row for each setting, mean ± standard deviation over its seeds, and one for real
     images where they were scored."""

@@ -14,6 +14,7 @@ from tread_zoo.comparison.findings import (
     best_by_sample,
     best_settings,
     comparable_metrics,
+    goal_table,
     group_settings,
     routing_table,
     scores_table,
@@ -30,6 +31,7 @@ def write_report(
     title: str,
     command: str = "",
     metric: str | None = None,
+    goal: float | None = None,
     failed: Mapping[str, str] | None = None,
 ) -> str:
     """Write `index.html`, `report.md`, `results.csv`, `curves.csv` and `quality.png` to the folder
@@ -42,6 +44,7 @@ def write_report(
         title: first line.
         command: what made the runs, or "".
         metric: what the first screen is about; None takes the first score that all runs have.
+        goal: a value of `metric`; what each setting spent until it met it gets a table.
         failed: why runs have no row, by name.
 
     Raises:
@@ -68,6 +71,10 @@ def write_report(
         pairs, paying = routing_table(settings, curves, main)
         headline = [*best_settings(settings, ended, curves, main), *paying]
 
+    goals: Table = ([], [])
+    if goal is not None:
+        goals = goal_table(settings, curves, main, goal)
+
     out.mkdir(parents=True, exist_ok=True)
     runs.drop(columns=["protocol", "samples"]).to_csv(out / "results.csv", index=False)
     curves.to_csv(out / "curves.csv", index=False)
@@ -80,10 +87,12 @@ def write_report(
         "headline": headline,
         "scores": scores_table(settings, metrics),
         "pairs": pairs,
+        "goals": goals,
         "notes": notes,
     }
     page = _render(
         **about,
+        goal="" if goal is None else f"{words(main)} {goal:g}",
         by_sample=by_sample,
         quality=as_svg(quality, f"{words(main)} against FLOPs"),
         plane=_plane(settings, metrics),
@@ -171,11 +180,12 @@ def _markdown(
     headline: Sequence[str],
     scores: Table,
     pairs: Table,
+    goals: Table,
     notes: Sequence[str],
 ) -> str:
     lines = [f"# {title}", "", f"{subtitle}.", "", *(f"- {text}" for text in headline)]
     lines += ["", "![quality against FLOPs](quality.png)", ""]
-    for header, rows in (scores, pairs):
+    for header, rows in (scores, pairs, goals):
         if rows:
             table = (header, ["---"] * len(header), *rows)
             lines += [*("| " + " | ".join(cells) + " |" for cells in table), ""]
