@@ -114,7 +114,7 @@ def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
     of_loss = [key for key in different if key.startswith(("held_out", "data"))]
     of_samples = [key for key in different if not key.startswith("held_out")]
     notes = [
-        f"{what} not compared: the runs differ in {', '.join(keys)}."
+        f"{what} not compared: the runs differ in {_some(keys)}."
         for what, keys in (("Held-out losses are", of_loss), ("Scores of samples are", of_samples))
         if keys
     ]
@@ -152,8 +152,11 @@ def group_settings(runs: pd.DataFrame) -> list[Setting]:
     return settings
 
 
-def _plain(value: Any) -> Any:
-    return f"{value:g}" if isinstance(value, float) else value
+def _plain(value: Any) -> str:
+    """Return a value of a setting as text: `{name:cfg,scale:1.5}` as `cfg scale 1.5`."""
+    if isinstance(value, str) and value.startswith("{"):
+        return value.strip("{}").replace("name:", "").replace(",", " ").replace(":", " ")
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _most_have(values: Iterable[str]) -> str | None:
