@@ -1,6 +1,8 @@
 """A grid is every combination once, each a process, taken up where it stopped."""
 
 import io
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -50,6 +52,20 @@ def test_names_are_files_of_their_own(tmp_path):
     for name in names:
         (tmp_path / name).mkdir()
     assert len(set(names)) == len(paths)
+
+
+def test_a_process_that_has_just_begun_ends_with_the_others(tmp_path, monkeypatch):
+    begun, popen = [], subprocess.Popen
+
+    def begin(*args, **options):
+        begun.append(popen(*args, **options))
+        signal.raise_signal(signal.SIGINT)
+        return begun[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", begin)
+    with pytest.raises(KeyboardInterrupt):
+        run([cell(tmp_path, "a", "import time; time.sleep(600)")])
+    assert begun[0].wait(60) == -signal.SIGTERM
 
 
 def test_a_cell_that_fails_is_reported_and_the_others_go_on(tmp_path):

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -151,7 +151,8 @@ def run_cells(
         while waiting or running:
             for place in sorted(set(range(jobs)) - set(running))[: len(waiting)]:
                 cell = waiting.popleft()
-                running[place] = cell, _start(cell, place, jobs, devices)
+                with _signals_held_back():  # else a process that was just begun might run on
+                    running[place] = cell, _start(cell, place, jobs, devices)
             time.sleep(POLL_S)
             for place, (cell, process) in list(running.items()):
                 status, last = process.poll(), _last_line(cell.log)
@@ -187,6 +188,23 @@ class ScoreTable:
             head = f"{'':{self.width}}  {'  '.join(f'{name:>9}' for name in self.names)}\n"
         texts = (f"{values.get(name, math.nan):>{max(9, len(name))}.4g}" for name in self.names)
         return f"{head}{cell.name:{self.width}}  {'  '.join(texts)}"
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Have SIGINT and SIGTERM wait until the block is left."""
+    held: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, frame: held.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for signal_held in held[:1]:
+        signal.raise_signal(signal_held)
 
 
 def _start(cell: Cell, place: int, jobs: int, devices: Sequence[str]) -> "subprocess.Popen[bytes]":
