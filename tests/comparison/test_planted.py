@@ -17,29 +17,40 @@ def pose_as_routed(folder, seed):
     file.write_text(json.dumps({**config, "seed": seed, "routing": {"name": "tread"}}))
 
 
-def verdict(tmp_path, steps, seeds):
-    """Return what is said of dense runs and of others, of these steps and seeds, posing as
-    routed."""
-    short = (
-        "routing=none", "backbone.hidden_size=32", "training.batch_size=32",
+def train(folder, seed, steps):
+    train_small(
+        folder, "routing=none", "backbone.hidden_size=32", "training.batch_size=32",
         "optimizer.learning_rate=1e-2", "training.ema_decay=0.9", "lr_schedule=constant",
+        f"training.num_steps={steps}", f"seed={seed}",
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    place = tmp_path_factory.mktemp("dense")
+    for seed in SEEDS:
+        train(place / f"dense{seed}", seed, 40)
+    return place
+
+
+def verdict(dense, tmp_path, steps, seeds):
+    """Return what is said of dense runs and of others, of these steps and seeds, that pose as
+    routed."""
     for seed, other in zip(SEEDS, seeds, strict=True):
-        train_small(tmp_path / f"dense{seed}", *short, "training.num_steps=40", f"seed={seed}")
-        folder = tmp_path / f"posing{seed}"
-        train_small(folder, *short, f"training.num_steps={steps}", f"seed={other}")
-        pose_as_routed(folder, seed)
-    runs, curves = (read(str(tmp_path / "*")) for read in (read_runs, read_curves))
+        train(tmp_path / f"posing{seed}", other, steps)
+        pose_as_routed(tmp_path / f"posing{seed}", seed)
+    folders = [str(dense / "*"), str(tmp_path / "posing*")]
+    runs, curves = read_runs(folders), read_curves(folders)
     runs["steps"], runs["flops"] = 40, 1e9  # what they pretend to have spent
     text = write_report(runs, curves, tmp_path / "out", title="Planted", metric="held_out_loss")
     return next(line for line in text.splitlines() if line.startswith("- Routing, by"))
 
 
 @pytest.mark.slow
-def test_twice_the_training_posing_as_routing_is_found(tmp_path):
-    assert "pays for 1: dit_tiny" in verdict(tmp_path, steps=80, seeds=SEEDS)
+def test_twice_the_training_posing_as_routing_is_found(dense, tmp_path):
+    assert "pays for 1: dit_tiny" in verdict(dense, tmp_path, steps=80, seeds=SEEDS)
 
 
 @pytest.mark.slow
-def test_other_seeds_posing_as_routing_are_not(tmp_path):
-    assert "is not settled for 1: dit_tiny" in verdict(tmp_path, steps=40, seeds=(3, 4, 5))
+def test_other_seeds_posing_as_routing_are_not(dense, tmp_path):
+    assert "is not settled for 1: dit_tiny" in verdict(dense, tmp_path, steps=40, seeds=(3, 4, 5))
