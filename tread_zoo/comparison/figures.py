@@ -1,8 +1,8 @@
 """Figures of a comparison, as SVG that takes the colours of the page around it, and as PNG.
 
 One colour for each backbone, or for each setting of a single one; dense settings are solid, routed
-ones broken or hollow. Points and
-lines are means over seeds, bars and bands reach from the smallest seed to the largest.
+ones broken or hollow. Points and lines are means over seeds, bars and bands reach from the smallest
+seed to the largest.
 """
 
 import io

@@ -71,10 +71,6 @@ def write_report(
         pairs, paying = routing_table(settings, curves, main)
         headline = [*best_settings(settings, ended, curves, main), *paying]
 
-    goals: Table = ([], [])
-    if goal is not None:
-        goals = goal_table(settings, curves, main, goal)
-
     out.mkdir(parents=True, exist_ok=True)
     runs.drop(columns=["protocol", "samples"]).to_csv(out / "results.csv", index=False)
     curves.to_csv(out / "curves.csv", index=False)
@@ -87,7 +83,7 @@ def write_report(
         "headline": headline,
         "scores": scores_table(settings, metrics),
         "pairs": pairs,
-        "goals": goals,
+        "goals": ([], []) if goal is None else goal_table(settings, curves, main, goal),
         "notes": notes,
     }
     page = _render(

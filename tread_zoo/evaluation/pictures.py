@@ -26,7 +26,8 @@ def save_grid(images: Tensor, path: Path, columns: int = 10) -> None:
 
     enlarge = max(1, _SMALLEST_SIDE // max(images.shape[2:]))
     enlarged = images.repeat_interleave(enlarge, 2).repeat_interleave(enlarge, 3)
-    save_png(make_grid(enlarged, nrow=columns, pad_value=128), path)
+    grid = make_grid(enlarged, nrow=columns, pad_value=128)[: images.shape[1]]  # it makes grey RGB
+    save_png(grid, path)
 
 
 def save_animation(pictures: Sequence[Path], path: Path) -> None:
