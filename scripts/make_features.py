@@ -38,7 +38,7 @@ def main(settings: dict) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     data, device = create("data", config.data), resolve_device(config.device)
     if data.num_classes < 2:
-        raise ValueError(f"data={data.name} has no labels: a classifier cannot be trained on it.")
+        raise ValueError(f"data={data.name} has fewer than two classes to tell apart.")
     torch.manual_seed(config.seed)
     network = ClassifierFeatures(
         image_size=data.image_size,

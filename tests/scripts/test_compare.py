@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -111,9 +110,11 @@ def test_a_cell_that_fails_is_reported_and_the_others_are_compared(place, call):
 
 
 def test_where_every_cell_fails_nothing_is_written(place, call):
-    shutil.rmtree("made")
+    (place / "made").rename("later")
     assert "nothing to compare" in call(*GRID, status=2)
     assert not (place / "out" / "index.html").exists()
+    (place / "later").rename("made")
+    assert "4 runs" in call(*GRID, "optimizer.learning_rate=1e-3"), "no run is of other settings"
 
 
 @pytest.mark.slow

@@ -91,13 +91,13 @@ def check_same_commands(cells: Sequence[Cell], out: Path) -> None:
     """Check cells against those that `out` was made with, which `cells.json` has, and note them.
 
     Raises:
-        ValueError: a cell of the same name had other overrides, so its result is of other settings.
+        ValueError: a cell of the same name had other overrides, so its run is of other settings.
     """
     file = out / "cells.json"
     earlier = json.loads(file.read_text()) if file.exists() else {}
     for cell in cells:
         now, before = set(cell.command[2:]), set(earlier.get(cell.name, cell.command[2:]))
-        if now != before:
+        if now != before and cell.result.parent.exists():
             raise ValueError(
                 f"{out} has {cell.name} with {' '.join(sorted(before - now)) or 'fewer overrides'} "
                 f"instead of {' '.join(sorted(now - before)) or 'these'}; choose another "
