@@ -6,9 +6,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from scripts.compare import read_settings
 from tests.small_run import fields_of
 from tread_zoo.__main__ import COMMANDS as SCRIPTS
 from tread_zoo.cli import compose_settings
@@ -82,15 +82,10 @@ def test_the_documented_commands_have_settings_that_work(page):
         if any(word.startswith(others) for word in overrides):
             continue  # needs a module or a launcher that is not here
         if script == "compare":
-            study = [w.partition("=")[2] for w in overrides if w.startswith("compare.study=")]
-            fixed = [
-                yaml.safe_load((ROOT / "configs/study" / f"{name}.yaml").read_text()).get(
-                    "fixed", []
-                )
-                for name in study
-            ]
+            study = [word for word in overrides if word.startswith("compare.study=")]
+            fixed = read_settings(study)["fixed"] if study else ()
             overrides = [word for word in overrides if not word.startswith("compare.")]
-            overrides = [*(word for words in fixed for word in words), *overrides]
+            overrides = [*fixed, *overrides]
         groups = ("sampler", "guidance")
         if script == "sample":
             check(SampleConfig, compose_settings("sample", overrides, SampleConfig, groups))
