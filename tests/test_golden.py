@@ -27,7 +27,6 @@ ROOT = Path(__file__).parents[1]
 FIGURES = Path(__file__).with_name("golden.json")
 FASHION_MNIST = ROOT.parent / "shared" / "data" / "fashion_mnist.npz"
 RUNS = {
-    "dit": ["backbone=dit"],
     "mamba": ["backbone=mamba"],
     "dit_edm_dense": ["backbone=dit", "routing=none", "objective=edm", "sampler=heun"],
 }

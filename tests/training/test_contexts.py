@@ -208,7 +208,7 @@ def test_a_network_draws_what_its_captions_say(run, tmp_path, name):
     folder = run(
         "run", f"backbone={name}", "backbone.hidden_size=48", "backbone.depth=5",
         "data=image_folder", f"data.path={tmp_path / 'drawn'}", "data.context=context.npy",
-        "data.held_out=0.1", "training.num_steps=400", "training.batch_size=32",
+        "data.held_out=0.1", "training.num_steps=250", "training.batch_size=32",
         "training.log_every=100", "training.ema_decay=0.97", "optimizer.learning_rate=0.004",
     )  # fmt: skip
     restored = restore(folder, weights="ema", device="cpu", precision="fp32")
@@ -219,4 +219,4 @@ def test_a_network_draws_what_its_captions_say(run, tmp_path, name):
     )  # fmt: skip
     far = torch.cdist(samples.flatten(1), 2 * torch.cat(pictures).flatten(1) - 1)
     agrees = far.argmin(1) // len(MOVES) == torch.arange(72) // 8
-    assert agrees.float().mean() > 0.6, f"{agrees.float().mean():.2f}; chance is 0.11"
+    assert agrees.float().mean() > 0.5, f"{agrees.float().mean():.2f}; chance is 0.11"

@@ -62,8 +62,8 @@ def kill_at_random(folder, overrides, rounds, seed):
     ("overrides", "rounds"),
     [
         (("objective=flow",), 1),
-        pytest.param(("objective=flow",), 12, marks=pytest.mark.slow),
-        pytest.param(("objective=edm", "backbone=mamba"), 12, marks=pytest.mark.slow),
+        pytest.param(("objective=flow",), 6, marks=pytest.mark.slow),
+        pytest.param(("objective=edm", "backbone=mamba"), 6, marks=pytest.mark.slow),
     ],
 )
 def test_kills_change_nothing(tmp_path, overrides, rounds):
