@@ -1,6 +1,7 @@
-"""The Python of the pages and the notebooks runs."""
+"""The Python of the pages and the notebooks runs, and a study's tables are of its records."""
 
 import re
+import runpy
 from pathlib import Path
 
 import nbclient
@@ -14,6 +15,13 @@ def test_the_block_loop_of_the_concepts_page_gives_what_the_backbone_gives():
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/concepts.md").read_text(), re.S)
     exec(code, names := {})  # it ends with an assertion
     assert names["out"].std() > 0
+
+
+def test_the_tables_of_where_routing_pays_are_those_of_its_records():
+    folder = ROOT / "docs/comparison/where_routing_pays"
+    text = (folder / "README.md").read_text()
+    for table in runpy.run_path(str(folder / "page.py"))["tables"]():
+        assert table in text
 
 
 @pytest.mark.slow
