@@ -75,6 +75,21 @@ def distance_at_equal_cost(curves: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
+def loss_by_level(curves: pd.DataFrame) -> str:
+    """Return a table: the held-out losses of the fourths of the levels at the last common point,
+    from the least noise to the most."""
+    at = curves.pivot_table(index="images", columns=["metric", "arm"], values="value")
+    last = at.dropna(subset=[("fid", arm) for arm in SPEED]).iloc[-1]
+    names = [f"held_out_loss_{i}" for i in range(1, 5)]
+    lines = [f"| {last.name // 1000}K images | least noise | | | most noise |", "|---" * 5 + "|"]
+    rows = [[last[name, arm] for name in names] for arm in SPEED]
+    for arm, losses in zip(SPEED, rows, strict=True):
+        lines.append(f"| {arm} | {' | '.join(_show(loss, 4) for loss in losses)} |")
+    shares = [f"{100 * (b / a - 1):+.1f} %" for a, b in zip(*rows, strict=True)]
+    lines.append(f"| difference | {' | '.join(shares)} |")
+    return "\n".join(lines)
+
+
 def spread_of_draws(evaluations: pd.DataFrame) -> str:
     """Return a table: mean and standard deviation of scores over draws of the noise."""
     draws = evaluations[(evaluations.scale == 1) & (evaluations.num_images == 1000)]
@@ -149,6 +164,7 @@ def tables() -> list[str]:
     return [
         scores_by_images(curves),
         distance_at_equal_cost(curves),
+        loss_by_level(curves),
         spread_of_draws(evaluations),
         guided(evaluations),
     ]
