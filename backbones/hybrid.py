@@ -129,6 +129,10 @@ class Hybrid(LightningBackbone):
         learn_sigma: bool = False,
         time_scale: PositiveFloat = 1000.0,
     ) -> None:
+        if hidden_size % (4 * num_heads):
+            raise ValueError(
+                f"hidden_size={hidden_size} must be divisible by 4 num_heads={4 * num_heads}."
+            )
         names = list(islice(cycle(read_pattern(pattern)), depth))
         depends_on = {each for name in names for each in MIXERS[name].depends_on}
 

@@ -127,7 +127,8 @@ class RWKVBlock(nn.Module):
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).chunk(6, dim=-1)
         if self.skip_proj is not None:
             assert skip is not None, "the block loop hands a skip to each block in `skips`"
-            x = self.skip_proj(torch.cat([x, skip], dim=-1))
+            # Under autocast the projection is half precision; the residual stream stays as it was.
+            x = self.skip_proj(torch.cat([x, skip], dim=-1)).to(x.dtype)
         mixed = self.spatial(modulate(self.norm1(x), shift1, scale1), layout)
         x = add_gated(x, gate1, mixed)
         mixed = self.channel(modulate(self.norm2(x), shift2, scale2), layout)

@@ -129,6 +129,8 @@ def compare(settings: dict[str, Any], overrides: Sequence[str], command: str) ->
         else:
             runs = read_runs([cell.result.parent for cell in ended])
     curves = read_curves(dict.fromkeys(runs.folder))
+    if settings["runs"] and overrides:  # the scores on the way were by the runs' own protocol
+        curves = curves[curves.source == "log"]
     about = {"title": settings["title"] or "Runs compared", "command": command}
     about |= {key: settings[key] for key in ("metric", "goal")}
     print(write_report(runs, curves, out, **about, failed=failed))

@@ -17,7 +17,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from tread_zoo.cli import command
+from tread_zoo.cli import AS_RUN, command
 from tread_zoo.config import EvaluateConfig, EvaluationConfig, check
 from tread_zoo.evaluation.evaluate import describe_record, evaluate, evaluate_images
 from tread_zoo.evaluation.protocol import Protocol
@@ -80,7 +80,7 @@ def _score_images(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
 
 
 def _given(config: EvaluateConfig) -> dict[str, Any]:
-    return {name: value for name, value in config.evaluation.items() if value is not None}
+    return {name: value for name, value in config.evaluation.items() if value != AS_RUN}
 
 
 if __name__ == "__main__":

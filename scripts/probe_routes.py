@@ -62,7 +62,7 @@ def probe(run: Restored, config: ProbeConfig) -> dict[str, Any]:
     mean, backbone = each.mean(dim=0), run.backbone
     changes = (1 - mean.diagonal(offset=1)).tolist()
     proposal = propose_route(changes, backbone.skips)
-    if backbone.fused_ranges:  # it can be routed there alone
+    if backbone.fused_ranges or backbone.masked_ranges:  # it can be routed there alone
         with torch.device("meta"):
             backbone = create_backbone(backbone.name, **backbone.config)  # type: ignore[arg-type]
     dense = count_flops(backbone, backward=True)

@@ -57,7 +57,7 @@ def test_every_form_is_measured_and_right_or_says_why_not(tmp_path):
         "--device=cpu",
         "--out=out",
     )
-    printed = run("kernels.py", *small, cwd=tmp_path)
+    printed = run("operations.py", *small, cwd=tmp_path)
     assert printed.strip() in (tmp_path / "out" / "report.md").read_text()
     with (tmp_path / "out" / "results.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -8,8 +8,8 @@ from hydra.core.config_store import ConfigStore
 from tests.processes import run_python
 from tests.small_run import fields_of
 from tread_zoo import available
-from tread_zoo.cli import compose_settings
-from tread_zoo.config import PART_FIELDS, SampleConfig, check, make_config
+from tread_zoo.cli import AS_RUN, compose_settings
+from tread_zoo.config import PART_FIELDS, EvaluateConfig, SampleConfig, check, make_config
 from tread_zoo.routing import build_routing
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +46,14 @@ def test_every_registered_part_is_an_option_of_its_group(group):
     assert not compose(f"{group}={name}", *needs).differences(config)
     listed = {file.removesuffix(".yaml") for file in ConfigStore.instance().list(group)}
     assert set(available(group)) <= listed
+
+
+def test_null_is_given_and_what_is_not_given_is_the_run_s_own():
+    given = ["checkpoint=x", "evaluation.num_reference=null"]
+    options = compose_settings("evaluate", given, EvaluateConfig, ("sampler", "guidance"))
+    assert {k: v for k, v in options["evaluation"].items() if v != AS_RUN} == {
+        "num_reference": None
+    }
 
 
 def test_a_configuration_goes_through_plain_values_unchanged():

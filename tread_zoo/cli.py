@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 PACKAGE = Path(__file__).resolve().parent
 HOME = PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent  # a wheel, or a clone
 CONFIGS, SCRIPTS = HOME / "configs", HOME / "scripts"
+AS_RUN = "as_run"  # of an option: as a checkpoint's run had it
 GROUPS = (*PART_FIELDS, "routing")  # of a run
 PARSER = OverridesParser.create()
 NO_OVERRIDES = {"--hydra-help", "--version", "--shell-completion", "-sc"}  # flags of hydra's
@@ -96,7 +97,7 @@ def register_groups(name: str, config: type, groups: Sequence[str]) -> None:
     if "kernels" in node:
         node["kernels"] = dict.fromkeys(get_forms(), "auto")
     if node.get("evaluation") == {}:  # as a checkpoint's run had it, but for what is given
-        node["evaluation"] = dict.fromkeys(default_fields(EvaluationConfig))
+        node["evaluation"] = dict.fromkeys(default_fields(EvaluationConfig), AS_RUN)
     node["hydra"] = {"output_subdir": None, "run": {"dir": "."}}
     store.store(name=f"defaults_of_{name}", node=_listed(node), package="_global_")
     grid = default_fields(SamplingGrid)
@@ -112,7 +113,7 @@ def register_groups(name: str, config: type, groups: Sequence[str]) -> None:
             if kind == "backbone" and part.endswith("_tiny"):
                 store.store(group=kind, name=part.removesuffix("_tiny"), node=chosen)
     for kind, names in fields.items():  # as a checkpoint's run had it, but for what is given
-        store.store(group=kind, name="as_run", node={"name": None, **names})
+        store.store(group=kind, name=AS_RUN, node={"name": None, **names})
     if "routing" in groups:
         routing = default_fields(RunConfig)["routing"]
         store.store(group="routing", name="tread", node=_listed(routing))
@@ -126,7 +127,7 @@ def describe(name: str, groups: Sequence[str]) -> str:
     """
     lines = [(sys.modules["__main__"].__doc__ or "").strip(), ""]
     lines += ["Groups (group=option):", ""] if groups else []
-    for group in (*groups, "experiment") if groups else ():
+    for group in (*groups, *(("experiment",) if name == "train" else ())):
         options = {path.stem for path in (CONFIGS / group).glob("*.yaml")}
         options |= set(available(group)) if group in PART_FIELDS else set()
         options |= {"none", "tread"} if group == "routing" else set()

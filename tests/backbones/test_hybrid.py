@@ -50,3 +50,9 @@ def test_every_mixer_depends_on_what_is_declared(name):
 def test_a_pattern_that_cannot_be_read(pattern, said):
     with pytest.raises(ValueError, match=said):
         create_backbone("hybrid_tiny", **SIZES, pattern=pattern)
+
+
+@pytest.mark.parametrize("pattern", MIXERS)
+def test_a_width_that_the_heads_do_not_divide(pattern):
+    with pytest.raises(ValueError, match="hidden_size=64"):
+        create_backbone("hybrid_tiny", **SIZES, pattern=pattern, num_heads=3)

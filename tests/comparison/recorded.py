@@ -45,6 +45,7 @@ def write_run(
         "num_parameters": 900_000 + 10 * len(str(backbone)),
         "flops_dense": FLOPS["none"],
         "flops_routed": FLOPS[routing["name"]],
+        "flops_by_stage": [[steps, FLOPS[routing["name"]]]],
         "num_steps": steps,
         "images_per_step": config["training"]["batch_size"],
     }
@@ -62,6 +63,7 @@ def write_run(
             "values": {"held_out_loss": loss(step), **scaled(loss(step) / final)},
             "real": {name: value / 4 for name, value in (values or {}).items()},
             "protocol": {**common, "step": step, **(protocol or {})},
+            "held_out_loss_by_level": [loss(step) * k for k in (4, 3, 2, 1)],
             "held_out": {"draws": 8, **(held_out or {})},
             "run": {"device": device, "precision": "bf16", "num_processes": 1, "torch": "2.15",
                     "seconds": {"training": seconds * step / steps}},

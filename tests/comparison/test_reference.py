@@ -10,6 +10,8 @@ from tread_zoo.comparison import compare_with_curve, make_curve
 
 CURVES = sorted((Path(__file__).parents[2] / "configs/experiment/curves").glob("*.csv"))
 
+HELD_OUT = {"held_out_loss", *(f"held_out_loss_{i}" for i in range(1, 5))}  # and by level
+
 
 def follow(folder, curve, factor=1.0):
     """Write a run whose logged values are the means of a curve times `factor`."""
@@ -28,7 +30,7 @@ def test_a_new_seed_is_on_the_curve_and_another_learning_is_not(tmp_path):
     runs = [write_run(tmp_path / f"{i}", seed=i, final=f) for i, f in enumerate(finals)]
     curve = make_curve(runs[:2])
     assert set(curve.columns) == {"source", "metric", "step", "mean", "std", "n"}
-    assert set(curve.metric) == {"loss", "held_out_loss"}
+    assert set(curve.metric) == {"loss", *HELD_OUT}
     assert compare_with_curve(runs[2], curve).on.all()
     off = compare_with_curve(write_run(tmp_path / "off", final=0.45), curve)
     assert not off.on.any()
@@ -80,7 +82,7 @@ def test_what_a_difference_of_settings_changes_is_not_compared(tmp_path):
 def test_training_losses_of_other_windows_are_not_compared(tmp_path):
     curve = make_curve([write_run(tmp_path / f"{i}", seed=i, every=20) for i in range(2)])
     verdicts = compare_with_curve(write_run(tmp_path / "finer", every=10), curve)
-    assert set(verdicts.metric) == {"held_out_loss"}
+    assert set(verdicts.metric) == HELD_OUT
 
 
 def test_a_curve_is_of_seeds_of_one_recipe(tmp_path):

@@ -120,6 +120,14 @@ def test_what_most_settings_share_goes_without_saying(tmp_path):
     }  # fmt: skip
 
 
+def test_every_setting_has_a_label_of_its_own(tmp_path):
+    for start, carry_from in ((4, None), (4, 2), (5, 2), (6, 2)):
+        routing = {"name": "tread", "start": start, "end": 8, "carry_from": carry_from}
+        write_run(tmp_path / "runs" / f"{start}{carry_from}", routing=routing)
+    labels = {setting.label for setting in group_settings(read_runs(str(tmp_path / "runs" / "*")))}
+    assert len(labels) == 4
+
+
 def test_scores_of_two_protocols_are_not_ranked(tmp_path):
     write_run(tmp_path / "runs" / "a", values={"fid": 4.0})
     write_run(tmp_path / "runs" / "b", seed=1, values={"fid": 5.0}, protocol={
@@ -129,6 +137,10 @@ def test_scores_of_two_protocols_are_not_ranked(tmp_path):
     assert comparable_metrics(runs) == (["fid", "held_out_loss"], ["few images"])
     write_run(tmp_path / "runs" / "c", routing="tread", values={"fid": 4.0}, held_out={"draws": 1})
     assert "Held-out losses are not compared: the runs differ in held_out.draws" in report(tmp_path)
+    runs = read_runs(str(tmp_path / "runs" / "*"))
+    curves = read_curves(runs.folder).query("metric != 'fid'")
+    text = write_report(runs, curves, tmp_path / "no_fid_on_the_way", title="t")
+    assert "At equal FLOPs" not in text, "the held-out loss must not stand in"
     write_run(tmp_path / "runs" / "d", seed=2, values={"fid": 4.0}, protocol={"reference": "other"})
     with pytest.raises(ValueError, match="reference"):
         report(tmp_path)

@@ -58,7 +58,19 @@ def test_curves_are_over_steps_flops_and_seconds(tmp_path):
     assert list(scored.seconds) == pytest.approx([2, 4, 6, 8, 10])
     assert list(scored.flops) == pytest.approx([64 * FLOPS["none"] * step for step in scored.step])
     assert scored.value.iloc[-1] == 0.25
+    last = curves[curves.step == 100].set_index("metric").value
+    assert [last[f"held_out_loss_{i}"] for i in range(1, 5)] == [1.0, 0.75, 0.5, 0.25]
     assert "loss" in set(curves[curves.source == "log"].metric)
+
+
+def test_what_a_schedule_spends_early_and_late_is_counted_there(tmp_path):
+    folder = write_run(tmp_path / "a", steps=100, every=20)
+    facts = json.loads((folder / "facts.json").read_text())
+    facts |= {"flops_by_stage": [[50, 1000.0], [100, 500.0]], "flops_routed": 750.0}
+    (folder / "facts.json").write_text(json.dumps(facts))
+    flops = read_curves(folder).groupby("step").flops.first() / 64
+    assert list(flops) == [20e3, 40e3, 55e3, 65e3, 75e3]
+    assert read_runs(folder).flops[0] == 64 * 75e3
 
 
 def test_records_of_scores_may_stand_for_a_run_s_own(tmp_path):

@@ -121,6 +121,9 @@ def test_digits_choose_their_own_extractor(tiny):
     # of other data its classes mean nothing
     other = check_evaluation(tiny.options(extractor="digits-cnn-64", metrics=["kid"]), tiny.data)
     assert "label_accuracy" not in [metric.name for metric in other.metrics]
+    # nor does it know classes that it was not trained on
+    more = check_evaluation(tiny.options(metrics=["kid"]), tiny.data, num_classes=99)
+    assert "label_accuracy" not in [metric.name for metric in more.metrics]
 
 
 WORKER = """

@@ -120,6 +120,12 @@ def test_attention_by_hand_where_sdpa_is_slow_on_a_cpu() -> None:
         assert dispatch.get_form("attention", form).run(*large).isfinite().all()
 
 
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_an_example_can_be_had_whatever_the_default_device_is(op) -> None:
+    with torch.device("meta"):
+        assert dispatch.get_example(op, CPU)[0].device == CPU
+
+
 def test_a_broken_package_is_a_reason_not_a_crash(tmp_path, monkeypatch) -> None:
     (tmp_path / "broken_extension.py").write_text("raise OSError('undefined symbol')")
     monkeypatch.syspath_prepend(tmp_path)

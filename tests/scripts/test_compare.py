@@ -91,6 +91,8 @@ def test_overrides_of_runs_that_are_there_score_them_again(place, call):
     assert table.held_out_loss["none", "none"] == pytest.approx(0.1)
     assert table.held_out_loss["tread", "cfg"] == pytest.approx(0.1)
     assert "4 cells, 4 of them done" in call(*given)
+    text = call("compare.runs=made/*0", "guidance=cfg", "compare.out=again")
+    assert "At equal FLOPs" not in text, "on the way they were scored without guidance"
 
 
 def test_a_sweep_of_averaged_weights(place, call):

@@ -87,6 +87,12 @@ def test_sizes_channels_and_classes_reach_the_backbone(run, tmp_path):
     assert (backbone.input_size, backbone.in_channels, backbone.num_classes) == ((12, 8), 3, 3)
 
 
+def test_what_is_computed_again_costs_no_more_in_reports(finished, run):
+    again = run("again", "training.activation_checkpointing=1", "training.num_steps=1")
+    facts = [json.loads((folder / "facts.json").read_text()) for folder in (finished, again)]
+    assert facts[0]["flops_dense"] == facts[1]["flops_dense"]
+
+
 def test_gradient_accumulation_adds_the_gradients_of_its_micro_steps(run):
     """A step of two micro-steps moves by the mean of their gradients: plain SGD shows it."""
     setup = parts_of(settings("training.gradient_accumulation_steps=2"))

@@ -140,13 +140,16 @@ def group_settings(runs: pd.DataFrame) -> list[Setting]:
     distinct = values.drop_duplicates()
     routed = distinct[distinct.routing != repr("none")]
     usual = {f: _most_have((routed if f.startswith("routing.") else distinct)[f]) for f in extra}
-    settings = []
+    settings = list[Setting]()
     for _, rows in runs.groupby([values[f] for f in fields], sort=False):
         first = rows.iloc[0]
-        said = [f for f in extra if pd.notna(first[f]) and repr(first[f]) != usual[f]]
-        more = [f"{f.rpartition('.')[2]} {_plain(first[f])}" for f in said]
         is_dense = first.routing == "none"
-        label = ", ".join([f"{first.backbone} {'dense' if is_dense else first.routing}", *more])
+        name = f"{first.backbone} {'dense' if is_dense else first.routing}"
+        parts = {f: f"{f.rpartition('.')[2]} {_plain(first[f])}" for f in extra}
+        said = [f for f in extra if pd.notna(first[f]) and repr(first[f]) != usual[f]]
+        label = ", ".join([name, *(parts[f] for f in said)])
+        if label in [setting.label for setting in settings]:
+            label = ", ".join([name, *parts.values()])
         choices = {f: first[f] for f in others if not f.startswith("routing")}
         settings.append(Setting(label, first.backbone, is_dense, choices, rows))
     return settings

@@ -75,7 +75,8 @@ def compare_with_curve(
     rows = []
     for (source, metric), reference in curve.groupby(["source", "metric"], sort=False):
         own = run[(run.source == source) & (run.metric == metric)]
-        of_training, sampled = metric.startswith("loss"), source == "score" and metric != HELD_OUT
+        of_training = metric.startswith("loss")
+        sampled = source == "score" and not metric.startswith(HELD_OUT)
         if of_training and ("routing" in groups or not _same_windows(own.step, reference.step)):
             continue
         if sampled and groups & {"evaluation", "sampler", "guidance"}:

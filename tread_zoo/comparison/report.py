@@ -9,6 +9,7 @@ import pandas as pd
 
 from tread_zoo.comparison.figures import DASHES, as_svg, draw_curve, draw_quality, looks
 from tread_zoo.comparison.findings import (
+    HELD_OUT,
     Setting,
     Table,
     best_by_sample,
@@ -56,6 +57,8 @@ def write_report(
     again = ended.astype(str).duplicated([*ended.attrs["settings"], "seed"])
     repeated, ended = ended[again], ended[~again]
     metrics, notes = comparable_metrics(ended)
+    if HELD_OUT not in metrics:  # or it would stand in where `metric` has no curve
+        ended = ended.drop(columns=HELD_OUT, errors="ignore")
     if metric is not None and metric not in metrics:
         raise ValueError(f"compare.metric={metric} must be one of {', '.join(metrics)}.")
     notes += [f"{name} failed: {reason}" for name, reason in (failed or {}).items()]

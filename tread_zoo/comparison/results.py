@@ -86,9 +86,10 @@ def read_curves(folders: Folders) -> pd.DataFrame:
     """Return a long table of all that was measured on the way.
 
     Columns: `folder`, `source` ("log" for metrics.jsonl, "score" for scores.jsonl), `metric`,
-    `step`, `flops` and `seconds` of training until then (at the run's mean rate), `value`. The
+    `step`, `flops` and `seconds` (at the run's mean rate) of training until then, `value`. The
     held-out loss of the log is of a single draw of times and noises, that of the scores of several:
-    they are two curves.
+    they are two curves. `held_out_loss_1` to `_4` are of the fourths of the draws, from the lowest
+    levels to the highest.
 
     Args:
         folders: as of `read_runs`.
@@ -99,12 +100,15 @@ def read_curves(folders: Folders) -> pd.DataFrame:
     points = []
     for path in find_runs(folders):
         row = _row(path, _settings(path), path / "score.json")
+        facts = _read(path / "facts.json")
         second = row["seconds"] / max(1, row["steps"])
         for source, file in (("log", "metrics.jsonl"), ("score", "scores.jsonl")):
             for line in read_lines(path / file):
                 step = line["step"] if source == "log" else line["protocol"]["step"]
-                at = {"step": step, "flops": step * row["flops_per_step"], "seconds": step * second}
-                for metric, value in line.get("values", line).items():
+                at = {"step": step, "flops": _spent(facts, step), "seconds": step * second}
+                fourths = enumerate(line.get("held_out_loss_by_level", ()), 1)
+                levels = {f"held_out_loss_{i}": loss for i, loss in fourths}
+                for metric, value in {**line.get("values", line), **levels}.items():
                     if metric != "step":
                         what = {"folder": str(path), "source": source, "metric": metric}
                         points.append({**what, **at, "value": float(value)})
@@ -170,7 +174,7 @@ def _row(folder: Path, settings: Mapping[str, Any], file: Path) -> dict[str, Any
         "images": steps * batch,
         "parameters": facts.get("num_parameters", math.nan),
         "flops_per_step": routed * batch,
-        "flops": routed * batch * steps,
+        "flops": _spent(facts, steps),
         "flops_of_dense": routed / dense,
         "flops_per_sample": (protocol or {}).get("flops_per_image") or math.nan,
         "seconds": run.get("seconds", {}).get("training", steps * batch / speed),
@@ -184,6 +188,15 @@ def _row(folder: Path, settings: Mapping[str, Any], file: Path) -> dict[str, Any
         **record.get("values", {}),
         **{f"real_{name}": value for name, value in record.get("real", {}).items()},
     }
+
+
+def _spent(facts: Mapping[str, Any], step: int) -> float:
+    """Return the FLOPs of a run's first steps; NaN if they were not counted."""
+    each, before = 0.0 if "flops_by_stage" in facts else math.nan, 0
+    for end, flops in facts.get("flops_by_stage", ()):
+        each += max(0, min(step, end) - before) * flops
+        before = end
+    return each * float(facts.get("images_per_step", math.nan))
 
 
 def _machine(run: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ channels.
 
 The branches are two calls of B images rather than one of 2B: a sparse or a smaller branch cannot
 share a call, the memory stays that of unguided sampling, and on a CPU one call of 2B was measured
-slower (`benchmarks/guidance.py` times it as `cfg doubled`). Two that are the same are one call.
+slower. Two that are the same are one call.
 
 Dimensions: B batch, C channels, H height, W width, K kept tokens.
 """

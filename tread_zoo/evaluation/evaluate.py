@@ -175,8 +175,12 @@ def make_evaluation(
             raise
         metrics, not_scored = (), str(error) if metrics else ""
     # the digits extractor's classes are those of digits alone
-    reads_labels = extractor and extractor.num_classes > 0 and (name != DIGITS or is_digits)
-    if reads_labels and num_classes and "label_accuracy" not in [metric.name for metric in metrics]:
+    knows = extractor is not None and 0 < num_classes <= extractor.num_classes
+    if (
+        knows
+        and (name != DIGITS or is_digits)
+        and "label_accuracy" not in [metric.name for metric in metrics]
+    ):
         metrics = (*build_metrics(["label_accuracy"]), *metrics)
     return Evaluation(metrics, extractor if metrics else None, reference, not_scored)
 

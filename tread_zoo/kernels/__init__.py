@@ -3,7 +3,7 @@
 Each folder holds one operation: `naive.py` (the formula, float64-capable), `torch_form.py` (fast
 plain torch), `triton_form.py` (our own for a GPU), `fused.py` (adapters of optional packages); what
 needs a package is imported when it is first asked for. `dispatch.py` decides which runs, and says
-why. `verify.py` compares two forms; `benchmarks/kernels.py` times them.
+why. `verify.py` compares two forms; `benchmarks/operations.py` times them.
 """
 
 from tread_zoo.kernels.attention import attention

@@ -1,9 +1,10 @@
-"""What the chunked forms of the delta rules share.
+"""What the torch forms share.
 
 Dimensions: Q steps of a chunk.
 """
 
 import math
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,6 +24,21 @@ def unit_lower_inverse(a: Tensor) -> Tensor:
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
     inverse: Tensor = torch.linalg.solve_triangular(-a, eye, upper=False, unitriangular=True)
     return inverse
+
+
+def empty_gradients(grad: Tensor, inputs: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
+    """Return memory for the gradients of an operation's inputs; of None, an empty tensor."""
+    like = (grad.new_empty(0) if x is None else x for x in inputs)
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
+
+
+def row_blocks(x: Tensor, num_values: int) -> list[slice]:
+    """Return the rows of the batch that are done at a time: on a CPU, of about `num_values`."""
+    num_rows = len(x)
+    if x.device.type == "cpu":
+        num_blocks = -(-x.numel() // num_values)
+        num_rows = -(-len(x) // min(len(x), num_blocks))
+    return [slice(row, min(row + num_rows, len(x))) for row in range(0, len(x), num_rows)]
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:

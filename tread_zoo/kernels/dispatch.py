@@ -84,9 +84,9 @@ _PREBUILT = {
     "causal_conv1d": ("kernels-community/causal-conv1d", 1),
     "mamba_ssm": ("kernels-community/mamba-ssm", 1),
 }
-_REFUSED: dict[tuple[str, str, torch.device], str | None] = {}
+_REFUSED: dict[tuple[str, str, str], str | None] = {}
 _TOLD: set[tuple[str, str]] = set()
-used_ops: set[str] = set()  # that ran since somebody cleared it; of compiled code, when traced
+used_ops: set[str] = set()  # that ran since somebody cleared it, outside of compiled code
 
 
 def register(op: str, forms: Iterable[Form], example: Example) -> None:
@@ -199,7 +199,8 @@ def get_form(op: str, name: str) -> Form:
 
 def get_example(op: str, device: torch.device) -> tuple[Any, ...]:
     """Return the arguments of the operation's example."""
-    return _EXAMPLES[op](device)
+    with torch.device("cpu"):  # whose generator draws them, whatever the default device is
+        return _EXAMPLES[op](device)
 
 
 def unusable(op: str, form: Form, device: torch.device) -> str | None:
@@ -207,7 +208,7 @@ def unusable(op: str, form: Form, device: torch.device) -> str | None:
     reason = form.unavailable(device)
     if reason is not None or form.module is None:
         return reason
-    key = (op, form.name, device)
+    key = (op, form.name, device.type)  # cuda and cuda:0 are one
     if key not in _REFUSED and not torch.compiler.is_compiling():
         _REFUSED[key] = _difference_to_torch(op, form, device)
         if _REFUSED[key] is not None:

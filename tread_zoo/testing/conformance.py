@@ -407,7 +407,7 @@ def check_contexts_condition_or_are_refused(probe: Probe) -> None:
     for bad in (y[:, 1:], y[:, :, 1:], y[:1], y.long(), labels):
         refused = raises(ValueError, partial(backbone, x, t, bad))
         assert refused, f"a condition {list(bad.shape)}, {bad.dtype} was accepted"
-    both = Probe(probe.name, overrides=contextual.overrides)
+    both = probe.with_contexts()
     both.num_classes = 5
     assert raises(ValueError, both.build), "labels and contexts were accepted together"
 

@@ -23,7 +23,7 @@ from tread_zoo.data.files import write_text
 from tread_zoo.diffusion import generate
 from tread_zoo.evaluation.conditions import conditions_of
 from tread_zoo.evaluation.evaluate import describe_record, evaluate, score_names
-from tread_zoo.evaluation.flops import count_flops, stage_flops, training_flops
+from tread_zoo.evaluation.flops import count_flops, stage_flops
 from tread_zoo.evaluation.held_out import held_out_loss, held_out_record
 from tread_zoo.evaluation.pictures import plot_losses, save_animation, save_grid
 from tread_zoo.kernels import describe, used_ops
@@ -78,18 +78,18 @@ class Log:
             "torch": torch.__version__,
         }
         used_ops.clear()  # counting notes those of this backbone
+        network = copy(state.whole)
+        network.checkpoint_blocks = 0  # what is computed again is no progress
+        self.stages = stage_flops(network, setup.routing, setup.num_steps)
         self.facts: dict[str, Any] = {
             "data": data_facts(setup.data),
             "num_parameters": sum(p.numel() for p in state.whole.parameters()),
-            "flops_dense": count_flops(state.whole, backward=True),
-            "flops_routed": training_flops(state.whole, setup.routing, setup.num_steps),
+            "flops_dense": count_flops(network, backward=True),
+            "flops_routed": sum(len(steps) * each for steps, each in self.stages) / setup.num_steps,
+            "flops_by_stage": [[steps.stop, each] for steps, each in self.stages],
             "num_steps": setup.num_steps,
             "images_per_step": state.images_per_step,
         }
-        if self.peak_flops is not None:
-            network = copy(state.whole)
-            network.checkpoint_blocks = 0  # what is computed again is no use of the device
-            self.stages = stage_flops(network, setup.routing, setup.num_steps)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self.is_main and isinstance(error, Exception):

@@ -21,6 +21,7 @@ from tread_zoo.config import RunConfig, TrainingConfig
 from tread_zoo.data import CorruptLog, ImageData, StepBatches, make_loader
 from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling
 from tread_zoo.evaluation.evaluate import check_evaluation
+from tread_zoo.kernels import describe
 from tread_zoo.registry import create, create_backbone, split
 from tread_zoo.routing import Routing
 from tread_zoo.seeding import make_generator
@@ -281,6 +282,7 @@ def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | Non
         if projector is not None:
             load_weights(projector, checkpoint, "alignment")
     if setup.training.compile:
+        describe(accelerator.device)  # which compares the kernels; compiled code cannot
         compile_blocks(network)
     modules = [network] if projector is None else [network, projector]
     if sharding_requested() and accelerator.num_processes > 1:

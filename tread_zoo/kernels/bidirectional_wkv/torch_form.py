@@ -18,6 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from tread_zoo.kernels.bidirectional_wkv import one_maximum, running_maximum
 from tread_zoo.kernels.bidirectional_wkv.inputs import Memory, prepare, state_dtype
+from tread_zoo.kernels.chunks import empty_gradients, row_blocks
 
 BLOCK_VALUES = 2**18  # B·L·C values done at a time on a CPU: the tensors of a block fit in cache
 
@@ -38,7 +39,7 @@ def _forward(
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     memory = Memory(k, state_dtype(k, v))
     with torch.autocast(k.device.type, enabled=False):
-        for rows in _blocks(k):
+        for rows in row_blocks(k, BLOCK_VALUES):
             inputs = prepare(k, v, w, u, positions, length, rows)
             part = out[rows].transpose(0, 1)
             if (top := one_maximum.largest_key(inputs)) is not None:
@@ -64,7 +65,7 @@ def _backward(
     gs, gu = (torch.zeros(w.shape, dtype=dtype, device=w.device) for _ in range(2))
     memory = Memory(k, dtype)
     with torch.autocast(k.device.type, enabled=False):
-        for rows in _blocks(k):
+        for rows in row_blocks(k, BLOCK_VALUES):
             inputs = prepare(k, v, w, u, positions, length, rows)
             parts = [x[rows].transpose(0, 1) for x in (grad, gk, gv)]
             parts[0] = parts[0].to(dtype)
@@ -77,31 +78,14 @@ def _backward(
     return gk, gv, (gs / length).to(w.dtype), gu.to(u.dtype)
 
 
-def _blocks(k: Tensor) -> list[slice]:
-    """Return the rows of the batch that are done at a time."""
-    num_rows = len(k)
-    if k.device.type == "cpu":
-        num_blocks = -(-k.numel() // BLOCK_VALUES)
-        num_rows = -(-len(k) // min(len(k), num_blocks))
-    return [slice(row, min(row + num_rows, len(k))) for row in range(0, len(k), num_rows)]
-
-
 @_forward.register_fake
-def _(k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int) -> Tensor:
+def _(k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    u: Tensor,
-    positions: Tensor | None,
-    length: int,
-) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v, w, u))
+def _(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return empty_gradients(grad, inputs[:4])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

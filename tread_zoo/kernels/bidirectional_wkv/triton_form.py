@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from tread_zoo.kernels.bidirectional_wkv.torch_form import backward_flops, forward_flops
+from tread_zoo.kernels.chunks import empty_gradients
 
 MODULE = "triton"
 INSTALL = "pip install triton"
@@ -140,27 +141,15 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 @_forward.register_fake
-def _(
-    k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
-) -> tuple[Tensor, Tensor]:
+def _(k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     contiguous = torch.contiguous_format
     lse = torch.empty_like(k, dtype=torch.float32, memory_format=contiguous)
     return torch.empty_like(v, memory_format=contiguous), lse
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    u: Tensor,
-    positions: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    length: int,
-) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v, w, u))
+def _(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return empty_gradients(grad, inputs[:4])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

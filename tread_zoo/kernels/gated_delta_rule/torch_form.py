@@ -124,8 +124,9 @@ def _decayed_products_by_channel(
 
 def _cut(values: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, L, H, F] -> [T, N, Q, F], contiguous, with zeros after the end."""
-    length = values.shape[1]
-    span = min(CHUNK, max(2, 1 << (length - 1).bit_length()))
+    length, span = values.shape[1], 2
+    while span < min(CHUNK, length):  # bit_length would compile anew for each length
+        span *= 2
     padded = F.pad(values.to(dtype), (0, 0, 0, 0, 0, -length % span))
     chunks: Tensor = padded.unflatten(1, (-1, span)).permute(1, 0, 3, 2, 4)
     return chunks.contiguous().flatten(1, 2)

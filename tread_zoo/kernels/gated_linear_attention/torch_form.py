@@ -33,6 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from tread_zoo.kernels.chunks import empty_gradients
+
 CHUNK = 32  # steps of a chunk at most, a power of 2
 BLOCK_VALUES = 2**18  # B·L·H·K values done at a time on a CPU: what a block makes fits in cache
 
@@ -228,7 +230,9 @@ def _join(x: Tensor, out: Tensor) -> None:
 
 def _spans(length: int) -> tuple[int, int]:
     """Return T and Q, a power of 2."""
-    span = min(CHUNK, 1 << (length - 1).bit_length())
+    span = 1
+    while span < min(CHUNK, length):  # bit_length would compile anew for each length
+        span *= 2
     return -(-length // span), span
 
 
@@ -266,10 +270,8 @@ def _empty(
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor, weights: Tensor, states: Tensor, *inputs: Any, **rest: Any
-) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:4])
+def _(grad: Tensor, weights: Tensor, states: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return empty_gradients(grad, inputs[:4])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

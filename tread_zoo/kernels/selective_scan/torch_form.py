@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from tread_zoo.kernels.chunks import empty_gradients
+
 CHUNK = 32  # steps of a tile: B·D·N values are kept for backward every so many
 STEP_VALUES = 32768  # values in a step of a tile on a CPU, B·D·N at most: a few tiles fit in L3
 
@@ -306,32 +308,15 @@ def _buffers(inputs: _Inputs, tile: _Tile, scratch: Tensor) -> list[Tensor]:
 
 @_forward.register_fake
 def _(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    segment_ids: Tensor | None,
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, *rest: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     y = torch.empty_like(u, memory_format=torch.contiguous_format)
     return y, u.new_empty(_states_shape(u, A, B), dtype=_state_dtype(u, delta))
 
 
 @_backward.register_fake
-def _(
-    grad_y: Tensor,
-    states: Tensor,
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    segment_ids: Tensor | None,
-) -> tuple[Tensor, ...]:
-    inputs = (u, delta, A, B, C, u.new_empty(0) if D is None else D)
-    return tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in inputs)
+def _(grad_y: Tensor, states: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    return empty_gradients(grad_y, inputs[:6])
 
 
 def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:

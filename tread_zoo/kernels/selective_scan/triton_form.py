@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from tread_zoo.kernels.chunks import empty_gradients
 from tread_zoo.kernels.selective_scan.torch_form import backward_flops, forward_flops
 
 MODULE = "triton"
@@ -227,31 +228,13 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 @_forward.register_fake
-def _(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    segment_ids: Tensor | None,
-) -> Tensor:
+def _(u: Tensor, *rest: Tensor | None) -> Tensor:
     return torch.empty_like(u, memory_format=torch.contiguous_format)
 
 
 @_backward.register_fake
-def _(
-    grad_y: Tensor,
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    segment_ids: Tensor | None,
-) -> tuple[Tensor, ...]:
-    inputs = (u, delta, A, B, C, u.new_empty(0) if D is None else D)
-    return tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in inputs)
+def _(grad_y: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    return empty_gradients(grad_y, inputs[:6])
 
 
 def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:

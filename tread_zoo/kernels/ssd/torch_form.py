@@ -36,6 +36,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from tread_zoo.kernels.chunks import empty_gradients, row_blocks
+
 CHUNK = 64  # steps of a chunk at most
 BLOCK_VALUES = 2**17  # B·L·H·P values done at a time on a CPU: what a block makes fits in cache
 
@@ -113,7 +115,7 @@ def _forward(
     y = _empty_padded(x)
     states = x.new_empty(_states_shape(x, B), dtype=_state_dtype(x, delta))
     with torch.autocast(x.device.type, enabled=False):
-        for rows in _blocks(x):
+        for rows in row_blocks(x, BLOCK_VALUES):
             chunks = _prepare(x, delta, A, B, C, D, segment_ids, gaps, rows)
             between = _scan(chunks)
             _join(_outputs(chunks, between), y[rows], B.shape[2])
@@ -139,7 +141,7 @@ def _backward(
     gx, gd, gB, gC = (_empty_padded(v) for v in (x, delta, B, C))
     gA, gD = (A.new_zeros(groups, len(A) // groups, dtype=states.dtype) for _ in range(2))
     with torch.autocast(x.device.type, enabled=False):
-        for rows in _blocks(x):
+        for rows in row_blocks(x, BLOCK_VALUES):
             chunks = _prepare(x, delta, A, B, C, D, segment_ids, gaps, rows)
             between = states[:, rows].contiguous().flatten(1, 2)
             grads = _gradients(chunks, between, _cut(grad_y[rows], groups, states.dtype))
@@ -362,45 +364,17 @@ def _state_dtype(x: Tensor, delta: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(x.dtype, delta.dtype), torch.float32)
 
 
-def _blocks(x: Tensor) -> list[slice]:
-    """Return the rows of the batch that are done at a time."""
-    num_rows = len(x)
-    if x.device.type == "cpu":
-        num_blocks = -(-x.numel() // BLOCK_VALUES)
-        num_rows = -(-len(x) // min(len(x), num_blocks))
-    return [slice(row, min(row + num_rows, len(x))) for row in range(0, len(x), num_rows)]
-
-
 @_forward.register_fake
 def _(
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    segment_ids: Tensor | None,
-    gaps: Tensor | None,
+    x: Tensor, delta: Tensor, A: Tensor, B: Tensor, *rest: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     return y, x.new_empty(_states_shape(x, B), dtype=_state_dtype(x, delta))
 
 
 @_backward.register_fake
-def _(
-    grad_y: Tensor,
-    states: Tensor,
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    segment_ids: Tensor | None,
-    gaps: Tensor | None,
-) -> tuple[Tensor, ...]:
-    inputs = (x, delta, A, B, C, x.new_empty(0) if D is None else D)
-    return tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in inputs)
+def _(grad_y: Tensor, states: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    return empty_gradients(grad_y, inputs[:6])
 
 
 def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -1,8 +1,8 @@
 """Time every form of the operations, forward and backward, with its error and memory.
 
-python benchmarks/kernels.py
-python benchmarks/kernels.py --ops ssd --lengths 256 1024 --rounds 15
-python benchmarks/kernels.py --batch 32 --width 768 --dtype bfloat16 --out kernels_gpu
+python benchmarks/operations.py
+python benchmarks/operations.py --ops ssd --lengths 256 1024 --rounds 15
+python benchmarks/operations.py --batch 32 --width 768 --dtype bfloat16 --out kernels_gpu
 
 A case is a sequence of L tokens, or the K of them that a route keeps, with the gaps that it leaves.
 The baseline is the recurrence as most code writes it, a loop over unbound time steps, or the naive
@@ -65,7 +65,7 @@ class Row:
 
 def main() -> None:
     args = parse()
-    command = shlex.join(["python", "benchmarks/kernels.py", *sys.argv[1:]])
+    command = shlex.join(["python", "benchmarks/operations.py", *sys.argv[1:]])
     facts = (
         f"{describe_device(args.device)}, torch {torch.__version__}, batch {args.batch}, width "
         f"{args.width}, {args.dtype}, {args.rounds} rounds"
