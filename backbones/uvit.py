@@ -81,7 +81,6 @@ class UViT(Backbone):
         ValueError: sizes that do not fit each other.
     """
 
-    default_selector: ClassVar[str] = "random"
     takes_contexts: ClassVar[bool] = True
 
     def __init__(

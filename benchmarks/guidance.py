@@ -41,7 +41,7 @@ def main() -> None:
         flops[word] = count_sampling(backbone, objective, options).flops
         dx_dt = options.guidance.dx_dt(images)
         steps[word] = lambda dx_dt=dx_dt: step(dx_dt)
-    report(take_turns(steps, args.rounds, args.device), flops, "an image")
+    report(take_turns(steps, args.rounds, args.device), flops)
 
 
 if __name__ == "__main__":

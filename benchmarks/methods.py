@@ -36,7 +36,7 @@ def main() -> None:
     for words in ("", *args.overrides):
         name = words or "base"
         steps[name], flops[name] = make_step(f"{args.base} {words}".split())
-    report(take_turns(steps, args.rounds, device), flops, "an image")
+    report(take_turns(steps, args.rounds, device), flops)
 
 
 def make_step(overrides: list[str]) -> tuple[Callable[[], None], float]:

@@ -52,7 +52,7 @@ def main() -> None:
             backbone, routes=routing.draw(1, backbone.grid, draws), backward=True
         ),
     }
-    report(seconds, flops, "an image")
+    report(seconds, flops)
     if routing.is_scheduled:
         average = training_flops(backbone, routing, SCHEDULE_STEPS) / flops["dense"]
         print(f"over the whole schedule FLOPs / dense is {average:.3f} on average")

@@ -73,10 +73,10 @@ def take_turns(
     return seconds[2:]
 
 
-def report(seconds: list[dict[str, float]], flops: Mapping[str, float], unit: str) -> None:
+def report(seconds: list[dict[str, float]], flops: Mapping[str, float]) -> None:
     """Print time and FLOPs of each step, and both over those of the first."""
     first = next(iter(flops))
-    titles = ("step", "ms", f"MFLOPs {unit}", f"FLOPs / {first}", f"time / {first}")
+    titles = ("step", "ms", "MFLOPs an image", f"FLOPs / {first}", f"time / {first}")
     print(f"{titles[0]:24} {titles[1]:>9} {titles[2]:>16} {titles[3]:>15} {titles[4]:>15}", end="")
     print("  time over FLOPs")
     for name in flops:

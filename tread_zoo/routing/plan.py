@@ -38,7 +38,7 @@ from tread_zoo.seeding import make_generator
 logger = logging.getLogger(__name__)
 
 ROUTE_FIELDS = tuple(field.name for field in fields(RouteConfig))
-NUM_RATES = 17  # that a rate range is drawn from: compiled code is made anew for every number
+NUM_RATES = 17  # that a rate range is drawn from, as few as a schedule has at most
 _EVALUATIONS_AT_ONCE = 32  # whose routes one generator draws
 
 

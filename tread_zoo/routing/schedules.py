@@ -8,9 +8,9 @@ are dense; on the others, first … last-1, the rate goes from r0 (`selection_ra
     linear: r = r0 + (r1 - r0) p
     cosine: r = r0 + (r1 - r0) (1 - cos(pi p)) / 2
 
-A rate sets the number of tokens, and compiled code is made anew for every number, so these rates
-move by stairs: n = ceil(16 |r1 - r0|) equal steps of 1/16 at most, r the nearest of the n + 1
-levels. The run starts at r0 and ends at r1 exactly.
+A rate sets the number of tokens, and compiled delta rules are made anew for each number of chunks,
+so these rates move by stairs: n = ceil(16 |r1 - r0|) equal steps of 1/16 at most, r the nearest of
+the n + 1 levels. The run starts at r0 and ends at r1 exactly.
 
     steps:  r0, then each [fraction of training, rate] of a list from step round(fraction S) on
 """
