@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tests.test_contract import SMALL
 from tread_zoo import create_backbone
@@ -44,6 +45,20 @@ def test_a_route_may_lie_anywhere(name):
     for start, end in itertools.combinations(range(network.num_blocks + 1), 2):
         out = network(*probe.inputs(), routes=[Route(start, end, ids)])
         assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_residual_stream_stays_float32_under_autocast(name):
+    probe, kinds = Probe(name, overrides=SMALL[name]), []
+    network = probe.build()
+    for block in network.blocks:
+        block.register_forward_hook(
+            lambda _, given, out: kinds.append({x.dtype for x in tree_leaves(out)})
+        )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        network(*probe.inputs())
+    assert len(kinds) == network.num_blocks
+    assert all(torch.float32 in of_block for of_block in kinds)
 
 
 @pytest.mark.parametrize(
