@@ -25,12 +25,13 @@ from tread_zoo.runtime import autocast, describe_device, resolve_precision
 from tread_zoo.seeding import make_generator
 
 # (distribution, module, what it is for, how it is installed)
+CUDA = 'pip install "tread-zoo[cuda]"'
 BUILD = 'pip install --no-build-isolation "tread-zoo[cuda-build]"'
 PACKAGES = (
     ("triton", "triton", "our fused scans", "pip install triton"),
-    ("fla-core", "fla", "ssd, linear attention, delta rules", 'pip install "tread-zoo[cuda]"'),
-    ("mamba-ssm", "mamba_ssm", "selective_scan, ssd", BUILD),
-    ("causal-conv1d", "causal_conv1d", "causal_conv1d", BUILD),
+    ("fla-core", "fla", "ssd, linear attention, delta rules", CUDA),
+    ("mamba-ssm", "mamba_ssm", "selective_scan, ssd", CUDA),
+    ("causal-conv1d", "causal_conv1d", "causal_conv1d", CUDA),
     ("flash-attn", "flash_attn", "attention, by hand", BUILD),
 )
 

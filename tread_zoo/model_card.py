@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tread_zoo.comparison.results import flops_until
 from tread_zoo.config import aside_fields
 from tread_zoo.data.files import checksum
 from tread_zoo.evaluation.evaluate import describe_record
@@ -108,7 +109,7 @@ def _recipe(checkpoint: Checkpoint) -> dict[str, str]:
         rows["FLOPs"] = (
             f"{flops['flops_routed'] / 1e6:.1f} M per image, forward and backward, of "
             f"{flops['flops_dense'] / 1e6:.1f} M without routing; in all "
-            f"{flops['flops_routed'] * meta['images_per_step'] * checkpoint.step:.3g}"
+            f"{flops_until(checkpoint.step, flops):.3g}"
         )
     return rows
 

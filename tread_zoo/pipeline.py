@@ -9,6 +9,7 @@ B batch, C channels, H height, W width.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         vae: the autoencoder of its latents, of a class in `tread_zoo.data.vae.CLASSES`; None for a
             network on pixels.
         objective, sampler, guidance: parts, each a name or a mapping with `name` and options.
+        routing: as in training, for samplers with a `selection_rate`; None takes the defaults.
         latent_shift, latent_scale: the network sees (z - shift) scale of latents z: C numbers each;
             None takes the autoencoder's own.
     """
@@ -73,6 +75,7 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         objective: str | dict[str, Any] = "flow",
         sampler: str | dict[str, Any] = "euler",
         guidance: str | dict[str, Any] = "none",
+        routing: dict[str, Any] | None = None,
         latent_shift: Sequence[float] | None = None,
         latent_scale: Sequence[float] | None = None,
     ) -> None:
@@ -84,6 +87,7 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
             objective=complete("objective", objective),
             sampler=complete_sampler(sampler),
             guidance=complete("guidance", guidance),
+            routing=routing,
             latent_shift=latent_shift,
             latent_scale=latent_scale,
         )
@@ -101,7 +105,8 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         """
         run = restore(path, weights=weights, device="cpu", precision="fp32")
         codec = run.codec(vae)
-        parts = {kind: run.config[kind] for kind in ("objective", "sampler", "guidance")}
+        kinds = ("objective", "sampler", "guidance", "routing")  # an imported one has no routing
+        parts = {kind: run.config[kind] for kind in kinds if kind in run.config}
         if isinstance(codec, LatentCodec):
             parts |= {"latent_shift": codec.shift, "latent_scale": codec.scale}
             parts["vae"] = codec.autoencoder.network if codec.has_pixels else None
@@ -143,9 +148,13 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         if guidance_scale is not None:
             name = "cfg" if guidance["name"] == "none" else guidance["name"]
             guidance |= {"name": name, "scale": guidance_scale}
+        sampling, network = build_sampling(sampler, guidance), self.backbone.network
+        if sampling.selection_rate:
+            routing = network.build_routing(**(self.config.routing or {}))
+            sampling = replace(sampling, routing=routing)
         x = generate(
-            self.backbone.network, create("objective", self.config.objective),
-            build_sampling(sampler, guidance), indices=range(count), labels=labels,
+            network, create("objective", self.config.objective), sampling,
+            indices=range(count), labels=labels,
             seed=int(torch.randint(2**31, (), generator=generator)), batch_size=count,
             precision=_PRECISIONS[self.backbone.dtype],
         )  # fmt: skip

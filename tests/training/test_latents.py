@@ -7,13 +7,14 @@ from PIL import Image
 
 from tests.data.vaes import save_vaes
 from tests.processes import run_python
-from tests.small_run import parts_of, settings
+from tests.small_run import parts_of, settings, train_small
 from tests.training.test_resume import assert_same_end
 from tread_zoo.data.encode import EncodingConfig, encode, write_table
 from tread_zoo.data.vae import load_vae
 from tread_zoo.evaluation.held_out import held_out_loss
 from tread_zoo.registry import create
 from tread_zoo.seeding import make_generator
+from tread_zoo.training.checkpoints import find_checkpoint
 from tread_zoo.training.loop import draw_step
 from tread_zoo.training.restore import restore
 
@@ -96,10 +97,11 @@ def test_from_encoded_digits_to_decoded_samples(run, tmp_path):
     config = EncodingConfig(batch_size=200, flips=True)
     vae = load_vae(vaes["AutoencoderKL"])
     assert encode(create("data", "digits"), vae, tmp_path / "latents", config)
-    folder = run(
-        "run", "backbone=mamba", "data=latents", f"data.path={tmp_path / 'latents'}",
-        "training.horizontal_flip=true", "evaluation.num_reference=20",
+    given_data = (
+        "backbone=mamba", "data=latents", f"data.path={tmp_path / 'latents'}",
+        "training.horizontal_flip=true", "evaluation.num_reference=20", "lr_schedule=constant",
     )  # fmt: skip
+    folder = run("run", *given_data)
     picture = np.asarray(Image.open(folder / "samples" / "step_00000006.png"))
     assert picture.shape[-1] == 3  # decoded: grey digits came back in colour
     given = [f"checkpoint={folder}", "num_images=3"]
@@ -113,3 +115,5 @@ def test_from_encoded_digits_to_decoded_samples(run, tmp_path):
     )
     call("sample.py", *given, f"vae={moved}", f"out={tmp_path / 'again'}")
     assert np.load(tmp_path / "again" / "samples.npz")["arr_0"].shape == first.shape == (3, 8, 8, 3)
+    longer = (f"data.vae={moved}", "training.num_steps=7", "resume=latest")
+    assert find_checkpoint(train_small(folder, *given_data, *longer)).step == 7

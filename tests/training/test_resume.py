@@ -13,7 +13,7 @@ from tests.small_run import parts_of, settings, train_small
 from tread_zoo import __version__
 from tread_zoo.registry import register
 from tread_zoo.training import loop
-from tread_zoo.training.checkpoints import CheckpointError, find_checkpoint
+from tread_zoo.training.checkpoints import CheckpointError, check_same_data, find_checkpoint
 from tread_zoo.training.log import Log
 from tread_zoo.training.loop import draw_step
 from tread_zoo.training.signals import Stopped
@@ -206,6 +206,15 @@ def test_another_number_of_images_per_step_is_said(in_two_parts, copy_of, caplog
     more = ["lr_schedule=constant", "training.gradient_accumulation_steps=2"]
     train_small(copy_of(in_two_parts), *more, "training.num_steps=7", "resume=latest")
     assert "resumed with 16 images per step" in caplog.text
+
+
+def test_data_that_grew_are_noticed(in_two_parts, caplog):
+    checkpoint = find_checkpoint(in_two_parts)
+    facts = checkpoint.meta["data"]
+    check_same_data(checkpoint, facts)
+    assert not caplog.text
+    check_same_data(checkpoint, {**facts, "num_images": 1500})
+    assert "trained on 1438 images, and now there are 1500" in caplog.text
 
 
 def test_seeds_and_ranks_draw_apart():

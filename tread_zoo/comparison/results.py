@@ -105,7 +105,7 @@ def read_curves(folders: Folders) -> pd.DataFrame:
         for source, file in (("log", "metrics.jsonl"), ("score", "scores.jsonl")):
             for line in read_lines(path / file):
                 step = line["step"] if source == "log" else line["protocol"]["step"]
-                at = {"step": step, "flops": _spent(facts, step), "seconds": step * second}
+                at = {"step": step, "flops": flops_until(step, facts), "seconds": step * second}
                 fourths = enumerate(line.get("held_out_loss_by_level", ()), 1)
                 levels = {f"held_out_loss_{i}": loss for i, loss in fourths}
                 for metric, value in {**line.get("values", line), **levels}.items():
@@ -174,7 +174,7 @@ def _row(folder: Path, settings: Mapping[str, Any], file: Path) -> dict[str, Any
         "images": steps * batch,
         "parameters": facts.get("num_parameters", math.nan),
         "flops_per_step": routed * batch,
-        "flops": _spent(facts, steps),
+        "flops": flops_until(steps, facts),
         "flops_of_dense": routed / dense,
         "flops_per_sample": (protocol or {}).get("flops_per_image") or math.nan,
         "seconds": run.get("seconds", {}).get("training", steps * batch / speed),
@@ -190,8 +190,8 @@ def _row(folder: Path, settings: Mapping[str, Any], file: Path) -> dict[str, Any
     }
 
 
-def _spent(facts: Mapping[str, Any], step: int) -> float:
-    """Return the FLOPs of a run's first steps; NaN if they were not counted."""
+def flops_until(step: int, facts: Mapping[str, Any]) -> float:
+    """Return the FLOPs of a run's first steps, by its facts.json; NaN if they were not counted."""
     each, before = 0.0 if "flops_by_stage" in facts else math.nan, 0
     for end, flops in facts.get("flops_by_stage", ()):
         each += max(0, min(step, end) - before) * flops

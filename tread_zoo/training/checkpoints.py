@@ -231,7 +231,8 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig) -> None:
     """
     differences = checkpoint.config().differences(config)
     fields = {f: f"{f}={old!r}, not {new!r}" for f, (old, new) in differences.items()}
-    wrong = [text for field, text in fields.items() if field.partition(".")[0] in _SAME]
+    same = [f for f in fields if f.partition(".")[0] in _SAME and f != "data.vae"]  # it may move
+    wrong = [fields[field] for field in same]
     if wrong:
         raise CheckpointError(
             f"cannot resume from {checkpoint.path}: it was trained with {'; '.join(wrong)}. Resume "
@@ -275,6 +276,11 @@ def check_same_data(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
             f"{checkpoint.path} was trained on data with {'; '.join(wrong)}. Set data.path and its "
             "options to data of the same kind, or start a new run in another run_dir."
         )
+    if own["num_images"] != facts["num_images"]:
+        logger.warning(
+            "%s was trained on %d images, and now there are %d: the held-out ones are drawn anew, "
+            "and it has seen some of them", checkpoint.path, own["num_images"], facts["num_images"],
+        )  # fmt: skip
 
 
 # Networks ------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from tread_zoo.backbone import Features
 from tread_zoo.config import TrainingConfig, make_config
@@ -148,8 +149,9 @@ def optimize(
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 limit = setup.training.max_grad_norm or math.inf
-                norm = accelerator.clip_grad_norm_(list(state.parameters.values()), limit)
-                norm = norm.full_tensor() if is_sharded(norm) else norm
+                accelerator.unscale_gradients()  # its own clipping does it twice under FSDP
+                norm = clip_grad_norm_(list(state.parameters.values()), limit)
+                norm = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
                 signal = _check_step(state, torch.stack(means).mean(), norm, window, received)
             state.stepper.step()
             state.stepper.zero_grad()

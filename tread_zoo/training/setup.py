@@ -285,7 +285,7 @@ def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | Non
         describe(accelerator.device)  # which compares the kernels; compiled code cannot
         compile_blocks(network)
     modules = [network] if projector is None else [network, projector]
-    if sharding_requested() and accelerator.num_processes > 1:
+    if sharding_requested() and torch.distributed.is_initialized():
         _shard(modules, accelerator.device)
     else:
         for module in modules:
