@@ -1,5 +1,6 @@
 """Guidance: which networks are called, with which labels and tokens, and what it adds up to."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from itertools import product
 
@@ -262,6 +263,15 @@ def test_kept_tokens_depend_on_seed_image_and_evaluation_alone():
 def test_wrong_options_are_named(name, option, value):
     with pytest.raises(ValueError, match=option):
         create("guidance", name, **{option: value})
+
+
+def test_a_route_that_the_network_cannot_rejoin_is_refused_before_sampling():
+    network = tiny()
+    network.add_fusions([(3, 6)])
+    for start, end, fits in ((2, 5, False), (3, 6, True)):
+        sampling = SamplingOptions(Euler(), 2, guidance=SparseGuidance(start=start, end=end))
+        with nullcontext() if fits else pytest.raises(ValueError, match=r"guidance\.start=2"):
+            sampling.check(network, FlowMatching())
 
 
 def tiny(name="dit_tiny", **options):

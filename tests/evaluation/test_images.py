@@ -106,6 +106,14 @@ def test_folders_within_folders_and_labels_of_arr_1(tmp_path):
     assert torch.equal(packed.read(range(2))[0], images[:2]), "going back"
 
 
+def test_pictures_that_lie_on_their_side_have_their_upright_size(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("L", (12, 8)).save(tmp_path / "a.jpg", exif=exif)
+    Image.new("L", (8, 12)).save(tmp_path / "b.jpg")
+    assert open_images(tmp_path).shape == (1, 12, 8)
+
+
 def test_grey_and_colour(tmp_path):
     write_folder(tmp_path / "mixed", random_images(3))
     assert open_images(tmp_path / "mixed").shape == (1, 8, 8)

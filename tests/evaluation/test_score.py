@@ -191,6 +191,7 @@ GREY = torch.zeros(20, 1, 8, 8, dtype=torch.uint8)
         ({"images": GREY.float()}, "torch.float32"),
         ({"images": GREY[:1], "metrics": ["kid"]}, "'kid' takes 2 images.*has 1"),
         ({"reference": GREY[:3], "metrics": ["recall"]}, "takes 4 images, and the reference has 3"),
+        ({"metrics": [{"name": "precision", "num_neighbors": 99}]}, "takes 100 images"),
         ({"metrics": ["fid"]}, "64 features.*give 65"),
         ({"images": GREY[..., 1:]}, r"\(1, 8, 7\)"),
         ({"images": GREY.expand(-1, 3, -1, -1)}, "inception"),

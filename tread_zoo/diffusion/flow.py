@@ -109,7 +109,7 @@ class FlowMatching(Straight):
             level = level.clamp(max=1 - self.time_clip)
         output, t = prediction(predict(x_t, level), x_t.shape[1]), per_image(level)
         if self.prediction == "x":
-            return (x_t - output) / t
+            return (x_t - output) / t.clamp(min=1e-12)  # a drawn t may be 0
         if self.prediction == "noise":
             return (output - x_t) / (1 - t)
         return output
@@ -130,4 +130,6 @@ class FlowMatching(Straight):
             t = t.square()
         elif name == "logit_normal":
             t = torch.special.ndtri(t).sigmoid()
-        return shift_time(t, grid.shift)
+        t = shift_time(t, grid.shift)
+        t[0] = 1  # which rounding may have passed
+        return t

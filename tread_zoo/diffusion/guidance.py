@@ -258,6 +258,12 @@ class _Parts:
                     f"guidance.selector={plan.selector_name} chooses tokens by their importance, "
                     "which is computed in training alone: use another, such as random."
                 )
+            own, given = (*backbone.fused_ranges, *backbone.masked_ranges), (plan.start, plan.end)
+            if own and given not in own:
+                raise ValueError(
+                    f"guidance.start={plan.start} and guidance.end={plan.end}, and this network's "
+                    f"streams rejoin by learned weights: set them to one of its ranges {own}."
+                )
         highest = float(objective.levels(1)[0])
         if self.high is not None and self.high > highest:
             raise ValueError(
@@ -276,7 +282,8 @@ class _Parts:
         if not has_routes and (self.strong_rate != 0 or (guided and self.weak_rate != 0)):
             raise ValueError(
                 "this guidance lets tokens bypass blocks, which routing=none never shows the "
-                "network: train with routing=tread, or use guidance=cfg, interval or auto."
+                "network, and routing.reconstruction_weight never teaches it to denoise: train "
+                "with routing=tread, or use guidance=cfg, interval or auto."
             )
 
     def dx_dt(self, batch: ImageBatch) -> DxDt:

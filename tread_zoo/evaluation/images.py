@@ -86,7 +86,7 @@ def open_images(path: str | Path) -> Images:
 
 def _open_folder(folder: Path) -> Images:
     """Return the pictures of a folder and of those in it, by name; grey if all of them are."""
-    from PIL import Image
+    from PIL import ExifTags, Image
 
     paths = [path for path in folder.rglob("*") if path.is_file()]
     files = sorted(path for path in paths if path.suffix.lower() in SUFFIXES)
@@ -98,7 +98,9 @@ def _open_folder(folder: Path) -> Images:
     channels, has_alpha = 1, False
     for path in files:
         with Image.open(path) as picture:
-            sizes.setdefault((picture.height, picture.width), path)
+            exif = picture.getexif() if "exif" in picture.info else {}  # else a PNG is decoded
+            turned = exif.get(ExifTags.Base.Orientation, 1) >= 5  # it is read upright
+            sizes.setdefault(picture.size if turned else picture.size[::-1], path)
             channels = 1 if channels == 1 and picture.mode in ("1", "L", "LA") else 3
             has_alpha |= picture.has_transparency_data
     if len(sizes) > 1:

@@ -347,8 +347,10 @@ def _misfit(metric: Metric, extractor: Extractor, reference: Reference, num_clas
 
 def _too_few(metric: Metric, extractor: Extractor, count: int, name: str) -> str:
     """Return why a metric is not defined for `count` images, or ""."""
-    if count < metric.min_images:
-        return f"takes {metric.min_images} images, and {name} has {count}: give more"
+    parts, neighbors = (metric.options.get(field, 0) for field in ("num_parts", "num_neighbors"))
+    least = max(metric.min_images, parts, neighbors + 1)
+    if count < least:
+        return f"takes {least} images, and {name} has {count}: give more"
     size = extractor.sizes[metric.features]
     if not metric.statistics or count > size:
         return ""

@@ -64,14 +64,15 @@ class Restored:
         )
         if options.selection_rate:
             # an imported network names none: its own range and selector
-            routing = self.backbone.build_routing(**self.config.get("routing", {}))
-            options = replace(options, routing=routing)
+            own_routing = self.backbone.build_routing(**self.config.get("routing", {}))
+            options = replace(options, routing=own_routing)
         options.check(self.backbone, self.objective)
-        training = self.config.get("training", {})
+        training, routing = (self.config.get(name, {}) for name in ("training", "routing"))
         options.check_training(  # an imported network does not say: the usual
             conditional=self.backbone.is_conditional,
             label_dropout=training.get("label_dropout", 0.1),
-            has_routes=self.config.get("routing", {}).get("name") != "none",
+            has_routes=routing.get("name") != "none"
+            and routing.get("reconstruction_weight") is None,
         )
         return options
 

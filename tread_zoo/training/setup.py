@@ -133,7 +133,7 @@ def build_setup(config: RunConfig) -> Setup:
     sampling.check(backbone, objective)
     sampling.check_training(
         conditional=backbone.is_conditional, label_dropout=config.training.label_dropout,
-        has_routes=bool(routing.plans),
+        has_routes=bool(routing.plans) and routing.reconstruction_weight is None,
     )  # fmt: skip
     alignment = create("alignment", config.alignment)
     return Setup(
