@@ -31,14 +31,15 @@ NAMES = "Fréchet distance | kernel distance | precision | recall | label accura
 
 def read_curves() -> pd.DataFrame:
     """Return every score of the runs with its arm, and the images that its run had seen."""
-    curves = pd.read_csv(HERE / "curves.csv")
+    curves = pd.read_csv(HERE / "curves.csv").query("source == 'score'")
     arms = [next(arm for key, (arm, _) in ARMS.items() if key in f) for f in curves.folder]
     return curves.assign(arm=arms, images=BATCH_SIZE * curves.step)
 
 
 def read_evaluations() -> pd.DataFrame:
     """Return the scores of single checkpoints: other noise, guidance, more samples."""
-    return pd.read_csv(HERE / "evaluations.csv")
+    evaluations = pd.read_csv(HERE / "evaluations.csv")
+    return evaluations.assign(images=BATCH_SIZE * evaluations.step)
 
 
 def scores_by_images(curves: pd.DataFrame) -> str:
@@ -91,25 +92,40 @@ def loss_by_level(curves: pd.DataFrame) -> str:
 
 
 def spread_of_draws(evaluations: pd.DataFrame) -> str:
-    """Return a table: mean and standard deviation of scores over draws of the noise."""
+    """Return a table: mean ± standard deviation of scores over draws of the noise, and the mean of
+    the differences of equal draws ± its standard error."""
     draws = evaluations[(evaluations.scale == 1) & (evaluations.num_images == 1000)]
     metrics = list(DIGITS)[:-1]
-    lines = [f"| | {NAMES} |", "|---" * 6 + "|"]
-    for arm, own in draws.groupby("arm"):
-        cells = [f"{own[m].mean():.{DIGITS[m]}f} ± {own[m].std():.{DIGITS[m]}f}" for m in metrics]
-        lines.append(f"| {arm}, {len(own)} draws | {' | '.join(cells)} |")
+    lines = [f"| images | | {NAMES} |", "|---" * 7 + "|"]
+    for images, own in draws.groupby("images"):
+        dense, routed = (own[own.arm == arm].set_index("seed")[metrics] for arm in SPEED)
+        both = routed - dense
+        name = f"{images // 1000}K"
+        for arm, mean, spread, sign in (
+            ("dense", dense.mean(), dense.std(), ""),
+            ("routed", routed.mean(), routed.std(), ""),
+            ("difference", both.mean(), both.sem(), "+"),
+        ):
+            cells = [
+                f"{mean[m]:{sign}.{n}f} ± {spread[m]:.{n}f}"
+                for m, n in DIGITS.items()
+                if m in metrics
+            ]
+            lines.append(f"| {name} | {arm} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def guided(evaluations: pd.DataFrame) -> str:
     """Return a table: what guidance of some scales makes of the two networks, on equal noise."""
     metrics = ("fid", "precision", "recall", "label_accuracy")
-    lines = ["| | scale | Fréchet distance | precision | recall | label accuracy |"]
-    lines.append("|---" * 6 + "|")
+    lines = ["| images | | scale | Fréchet distance | precision | recall | label accuracy |"]
+    lines.append("|---" * 7 + "|")
     own = evaluations[(evaluations.seed == 1) & (evaluations.num_images == 1000)]
-    for row in own.sort_values(["arm", "scale"]).itertuples():
+    own = own[own.images.isin(own[own.scale > 1].images)]
+    for row in own.sort_values(["images", "arm", "scale"]).itertuples():
         cells = [_show(getattr(row, metric), DIGITS[metric]) for metric in metrics]
-        lines.append(f"| {row.arm} | {row.scale:g} | {' | '.join(cells)} |")
+        place = f"{row.images // 1000}K | {row.arm} | {row.scale:g}"
+        lines.append(f"| {place} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
