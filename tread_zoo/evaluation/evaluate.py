@@ -175,9 +175,9 @@ def make_evaluation(
             raise
         metrics, not_scored = (), str(error) if metrics else ""
     # the digits extractor's classes are those of digits alone
-    knows = extractor is not None and 0 < num_classes <= extractor.num_classes
+    reads_labels = extractor is not None and 0 < num_classes <= extractor.num_classes
     if (
-        knows
+        reads_labels
         and (name != DIGITS or is_digits)
         and "label_accuracy" not in [metric.name for metric in metrics]
     ):

@@ -231,8 +231,8 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig) -> None:
     """
     differences = checkpoint.config().differences(config)
     fields = {f: f"{f}={old!r}, not {new!r}" for f, (old, new) in differences.items()}
-    same = [f for f in fields if f.partition(".")[0] in _SAME and f != "data.vae"]  # it may move
-    wrong = [fields[field] for field in same]
+    fixed = {f for f in fields if f.partition(".")[0] in _SAME} - {"data.vae"}  # which may move
+    wrong = [text for field, text in fields.items() if field in fixed]
     if wrong:
         raise CheckpointError(
             f"cannot resume from {checkpoint.path}: it was trained with {'; '.join(wrong)}. Resume "

@@ -62,12 +62,11 @@ class Restored:
             overlay("sampler", self.config["sampler"], sampler),
             overlay("guidance", own, guidance),
         )
+        training, routing = (self.config.get(name, {}) for name in ("training", "routing"))
         if options.selection_rate:
             # an imported network names none: its own range and selector
-            own_routing = self.backbone.build_routing(**self.config.get("routing", {}))
-            options = replace(options, routing=own_routing)
+            options = replace(options, routing=self.backbone.build_routing(**routing))
         options.check(self.backbone, self.objective)
-        training, routing = (self.config.get(name, {}) for name in ("training", "routing"))
         options.check_training(  # an imported network does not say: the usual
             conditional=self.backbone.is_conditional,
             label_dropout=training.get("label_dropout", 0.1),

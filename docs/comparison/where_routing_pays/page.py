@@ -15,9 +15,6 @@ import pandas as pd
 HERE = Path(__file__).parent
 ARMS = {  # what tells the folders of an arm: (name, colour)
     "routing-none": ("dense", "#2a7fd4"),
-    "dense_tail-0.1": ("routed, then dense", "#7a57c7"),
-    "start-5": ("routed, [5, 9)", "#2f9e6e"),
-    "selection_rate-0.75": ("routed, 0.75", "#b8336a"),
     "start-2": ("routed", "#e0731d"),
 }
 COLOURS = dict(ARMS.values())
