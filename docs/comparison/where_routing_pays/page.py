@@ -1,8 +1,11 @@
-"""Draw curves.png and print the tables of this page, from its curves.csv and evaluations.csv.
+"""Draw the curves and print the tables of this page, from its three .csv files.
 
-python docs/comparison/where_routing_pays/page.py
+python docs/comparison/where_routing_pays/page.py               # from those that are here
+python docs/comparison/where_routing_pays/page.py comparisons   # read them off the runs first
 """
 
+import json
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -12,29 +15,77 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
+import tread_zoo.comparison
+from tread_zoo.training.log import read_scores
+
 HERE = Path(__file__).parent
 ARMS = {  # what tells the folders of an arm: (name, colour)
     "routing-none": ("dense", "#2a7fd4"),
-    "start-2": ("routed", "#e0731d"),
+    "dense_tail-0.1": ("routed, dense tail", "#8a5fc7"),
+    "start-5": ("routed [5, 9)", "#3aa66a"),
+    "selection_rate-0.75": ("routed at 0.75", "#c24a72"),
+    "routing": ("routed", "#e0731d"),
 }
 COLOURS = dict(ARMS.values())
+CONTROLS = 768_000  # images of the controls' runs
 BATCH_SIZE = 64
+EQUAL_FLOPS = (  # an arm at these images, and dense at those
+    ("routed", 1_536_000, 1_024_000),
+    ("routed", 2_048_000, 1_536_000),
+    ("routed, dense tail", 2_048_000, 1_536_000),
+)
 SPEED = {"dense": 163, "routed": 215}  # images/s of one thread with nothing beside it
 DIGITS = {
     "fid": 2, "kid": 2, "precision": 3, "recall": 3, "label_accuracy": 3, "held_out_loss": 4,
 }  # fmt: skip
+EVALUATED = list(DIGITS)[:-1]
 NAMES = "Fréchet distance | kernel distance | precision | recall | label accuracy"
 
 
-def read_curves() -> pd.DataFrame:
+def collect(comparisons: Path) -> None:
+    """Write the .csv files from the runs of both studies, and the records that evaluate left in
+    their folders."""
+    runs = sorted((comparisons / "where_routing_pays/runs").iterdir())
+    curves = scores_of(runs)
+    tail = curves.folder.str.contains("dense_tail-0.1")  # up to it the routed run's
+    curves = curves[~(tail & (curves.step <= 28_800))]
+    curves.to_csv(HERE / "curves.csv", index=False, float_format="%.6g")
+    scan = scores_of(sorted((comparisons / "where_routing_pays_scan/runs").iterdir()))
+    scan.to_csv(HERE / "scan.csv", index=False, float_format="%.6g")
+
+    rows = []
+    for run in runs:
+        others = [json.loads(file.read_text()) for file in run.glob("score_*.json")]
+        steps = {record["protocol"]["step"] for record in others}
+        own = [record for step, record in read_scores(run).items() if step in steps]
+        for record in [*own, *others]:
+            protocol = record["protocol"]
+            values = {metric: record["values"][metric] for metric in EVALUATED}
+            scale = protocol["sampling"].get("guidance_scale", 1.0)
+            place = {"step": protocol["step"], "scale": scale, "seed": protocol["seed"]}
+            rows.append({"arm": arm_of(str(run)), **place, **values})
+    keys = ["arm", "step", "scale", "seed"]
+    table = pd.DataFrame(rows).drop_duplicates(keys).sort_values(keys)
+    table.to_csv(HERE / "evaluations.csv", index=False, float_format="%.6g")
+
+
+def scores_of(runs: list[Path]) -> pd.DataFrame:
+    curves = tread_zoo.comparison.read_curves([str(run) for run in runs])
+    return curves[curves.source == "score"]
+
+
+def arm_of(folder: str) -> str:
+    return next(arm for key, (arm, _) in ARMS.items() if key in folder)
+
+
+def read_curves(name: str = "curves.csv") -> pd.DataFrame:
     """Return every score of the runs with its arm, and the images that its run had seen."""
-    curves = pd.read_csv(HERE / "curves.csv").query("source == 'score'")
-    arms = [next(arm for key, (arm, _) in ARMS.items() if key in f) for f in curves.folder]
-    return curves.assign(arm=arms, images=BATCH_SIZE * curves.step)
+    curves = pd.read_csv(HERE / name)
+    return curves.assign(arm=curves.folder.map(arm_of), images=BATCH_SIZE * curves.step)
 
 
 def read_evaluations() -> pd.DataFrame:
-    """Return the scores of single checkpoints: other noise, guidance, more samples."""
+    """Return the scores of single checkpoints by noise and guidance."""
     evaluations = pd.read_csv(HERE / "evaluations.csv")
     return evaluations.assign(images=BATCH_SIZE * evaluations.step)
 
@@ -49,6 +100,18 @@ def scores_by_images(curves: pd.DataFrame) -> str:
             for metric, n in DIGITS.items()
         ]
         lines.append(f"| {images // 1000}K | {' | '.join(pairs)} |")
+    return "\n".join(lines)
+
+
+def arms_at(curves: pd.DataFrame, images: int) -> str:
+    """Return a table: the scores of every arm at this number of images, the mean of the seeds."""
+    at = curves[curves.images == images]
+    at = at.pivot_table(index="arm", columns="metric", values=["value", "flops"])
+    lines = [f"| {images // 1000}K images | FLOPs | {NAMES} | held-out loss |", "|---" * 8 + "|"]
+    for arm, row in at.reindex(COLOURS).dropna(how="all").iterrows():
+        share = row["flops", "fid"] / at.loc["dense", ("flops", "fid")]
+        cells = [_show(row["value", metric], n) for metric, n in DIGITS.items()]
+        lines.append(f"| {arm} | {share:.2f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -88,42 +151,77 @@ def loss_by_level(curves: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
+def draws(evaluations: pd.DataFrame) -> dict[int, dict[str, pd.DataFrame]]:
+    """Return the scores of each draw of the noise, by images and arm."""
+    own = evaluations[evaluations.scale == 1]
+    own = own.set_index("seed")[["images", "arm", *EVALUATED]]
+    return {
+        images: {arm: at[at.arm == arm][EVALUATED] for arm in COLOURS if arm in set(at.arm)}
+        for images, at in own.groupby("images")
+    }
+
+
 def spread_of_draws(evaluations: pd.DataFrame) -> str:
-    """Return a table: mean ± standard deviation of scores over draws of the noise, and the mean of
-    the differences of equal draws ± its standard error."""
-    draws = evaluations[(evaluations.scale == 1) & (evaluations.num_images == 1000)]
-    metrics = list(DIGITS)[:-1]
+    """Return a table: mean ± standard deviation of scores over draws of the noise; and the mean of
+    the differences of equal draws, each arm less dense, ± its standard error."""
     lines = [f"| images | | {NAMES} |", "|---" * 7 + "|"]
-    for images, own in draws.groupby("images"):
-        dense, routed = (own[own.arm == arm].set_index("seed")[metrics] for arm in SPEED)
-        both = routed - dense
-        name = f"{images // 1000}K"
-        for arm, mean, spread, sign in (
-            ("dense", dense.mean(), dense.std(), ""),
-            ("routed", routed.mean(), routed.std(), ""),
-            ("difference", both.mean(), both.sem(), "+"),
-        ):
-            cells = [
-                f"{mean[m]:{sign}.{n}f} ± {spread[m]:.{n}f}"
-                for m, n in DIGITS.items()
-                if m in metrics
-            ]
-            lines.append(f"| {name} | {arm} | {' | '.join(cells)} |")
+    for images, arms in draws(evaluations).items():
+        rows = [(arm, own.mean(), own.std(), "") for arm, own in arms.items()]
+        for arm in list(arms)[1:]:
+            by = arms[arm] - arms["dense"]
+            rows.append((f"{arm} - dense", by.mean(), by.sem(), "+"))
+        for name, mean, spread, sign in rows:
+            lines.append(f"| {images // 1000}K | {name} | {_with_spread(mean, spread, sign)} |")
+    return "\n".join(lines)
+
+
+def draws_at_equal_flops(curves: pd.DataFrame, evaluations: pd.DataFrame) -> str:
+    """Return a table: arms less the dense network that had spent about as much, by draws."""
+    at, spent = draws(evaluations), curves.groupby(["arm", "images"]).flops.mean()
+    lines = [f"| | images | of dense | FLOPs | {NAMES} |", "|---" * 9 + "|"]
+    for arm, images, of_dense in EQUAL_FLOPS:
+        by = at[images][arm] - at[of_dense]["dense"]
+        share = spent[arm, images] / spent["dense", of_dense]
+        place = f"{arm} | {images // 1000}K | {of_dense // 1000}K | {share:.2f}"
+        lines.append(f"| {place} | {_with_spread(by.mean(), by.sem(), '+')} |")
+    return "\n".join(lines)
+
+
+def samples_to_settle(evaluations: pd.DataFrame) -> str:
+    """Return a table: the samples of each network, in thousands, that make the difference of the
+    routed and the dense one twice its standard error."""
+    lines = [f"| images | {NAMES} |", "|---" * 6 + "|"]
+    for images, arms in draws(evaluations).items():
+        by = arms["routed"] - arms["dense"]
+        needed = np.ceil((2 * by.std() / by.mean()) ** 2)
+        cells = ("over 100" if needed[m] > 100 else f"{needed[m]:.0f}" for m in EVALUATED)
+        lines.append(f"| {images // 1000}K | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def guided(evaluations: pd.DataFrame) -> str:
-    """Return a table: what guidance of some scales makes of the two networks, on equal noise."""
-    metrics = ("fid", "precision", "recall", "label_accuracy")
-    lines = ["| images | | scale | Fréchet distance | precision | recall | label accuracy |"]
-    lines.append("|---" * 7 + "|")
-    own = evaluations[(evaluations.seed == 1) & (evaluations.num_images == 1000)]
-    own = own[own.images.isin(own[own.scale > 1].images)]
-    for row in own.sort_values(["images", "arm", "scale"]).itertuples():
-        cells = [_show(getattr(row, metric), DIGITS[metric]) for metric in metrics]
-        place = f"{row.images // 1000}K | {row.arm} | {row.scale:g}"
-        lines.append(f"| {place} | {' | '.join(cells)} |")
+    """Return a table: what guidance of some scales makes of the two networks, the mean of the draws
+    of the noise that all of them have."""
+    metrics = ["fid", "precision", "recall", "label_accuracy"]
+    lines = [
+        "| images | | scale | draws | Fréchet distance | precision | recall | label accuracy |"
+    ]
+    lines.append("|---" * 8 + "|")
+    own = evaluations[evaluations.arm.isin(list(SPEED))]
+    for images in own[own.scale > 1].images.unique():
+        groups = own[own.images == images].set_index("seed").groupby(["arm", "scale"])
+        common = sorted(set.intersection(*(set(rows.index) for _, rows in groups)))
+        for (arm, scale), rows in groups:
+            mean = rows.loc[common, metrics].mean()
+            cells = " | ".join(_show(mean[metric], DIGITS[metric]) for metric in metrics)
+            lines.append(f"| {images // 1000}K | {arm} | {scale:g} | {len(common)} | {cells} |")
     return "\n".join(lines)
+
+
+def _with_spread(mean: pd.Series, spread: pd.Series, sign: str) -> str:
+    return " | ".join(
+        f"{mean[m]:{sign}.{DIGITS[m]}f} ± {spread[m]:.{DIGITS[m]}f}" for m in EVALUATED
+    )
 
 
 def _show(value: float | None, digits: int, sign: str = "") -> str:
@@ -135,21 +233,31 @@ def _between(x: float, xs: pd.Index | pd.Series, ys: pd.Series) -> float:
     return float(np.interp(x, xs, ys, left=np.nan, right=np.nan))
 
 
-def draw(curves: pd.DataFrame, evaluations: pd.DataFrame) -> None:
-    figure, axes = plt.subplots(1, 4, figsize=(15, 3.4), layout="constrained")
+def draw() -> None:
+    curves, evaluations, scan = read_curves(), read_evaluations(), read_curves("scan.csv")
+    figure, axes = plt.subplots(2, 3, figsize=(12, 6.6), layout="constrained")
     fid, loss = (curves[curves.metric == metric] for metric in ("fid", "held_out_loss"))
-    draw_curves(axes[0], fid, "images", "images", "Fréchet distance")
-    draw_curves(axes[1], fid, "flops", "training FLOPs", "Fréchet distance")
-    draw_curves(axes[2], loss, "images", "images", "held-out loss")
-    draw_plane(axes[3], curves, evaluations)
-    axes[0].legend(frameon=False)
+    draw_curves(axes[0, 0], fid, "images", "images", "Fréchet distance")
+    draw_means(axes[0, 0], evaluations)
+    draw_curves(axes[0, 1], fid, "flops", "training FLOPs", "Fréchet distance")
+    draw_curves(axes[0, 2], loss, "images", "images", "held-out loss")
+    draw_plane(axes[1, 0], curves, evaluations)
+    draw_curves(axes[1, 1], scan[scan.metric == "fid"], "images", "images", "Fréchet distance")
+    draw_curves(
+        axes[1, 2], scan[scan.metric == "held_out_loss"], "images", "images", "held-out loss"
+    )
+    axes[0, 0].legend(frameon=False)
+    for axis in axes[1, 1:]:
+        axis.set(title="a scan: rwkv")
     figure.savefig(HERE / "curves.png", dpi=80)
 
 
 def draw_curves(axis: plt.Axes, rows: pd.DataFrame, x: str, label: str, name: str) -> None:
-    for arm, own in rows.groupby("arm"):
-        at = own.groupby("step").agg(
-            x=(x, "mean"), y=("value", "mean"), low=("value", "min"), high=("value", "max")
+    for arm in [arm for arm in COLOURS if arm in set(rows.arm)]:
+        at = (
+            rows[rows.arm == arm]
+            .groupby("step")
+            .agg(x=(x, "mean"), y=("value", "mean"), low=("value", "min"), high=("value", "max"))
         )
         axis.plot(at.x, at.y, ".-", color=COLOURS[arm], label=arm)
         axis.fill_between(at.x, at.low, at.high, color=COLOURS[arm], alpha=0.15, lw=0)
@@ -157,13 +265,24 @@ def draw_curves(axis: plt.Axes, rows: pd.DataFrame, x: str, label: str, name: st
     axis.grid(alpha=0.25)
 
 
+def draw_means(axis: plt.Axes, evaluations: pd.DataFrame) -> None:
+    """Draw the mean over draws of the noise, and its standard deviation."""
+    for images, arms in draws(evaluations).items():
+        for arm, own in arms.items():
+            place = images + 12_000 * list(COLOURS).index(arm)  # side by side
+            axis.errorbar(
+                place, own.fid.mean(), own.fid.std(), fmt="o", color=COLOURS[arm], ms=5, capsize=2
+            )
+
+
 def draw_plane(axis: plt.Axes, curves: pd.DataFrame, evaluations: pd.DataFrame) -> None:
     """Draw how precision and recall move as images go by, and with guidance."""
-    for arm, own in curves.groupby("arm"):
-        at = own.pivot_table(index="step", columns="metric", values="value")
+    for arm in SPEED:
+        at = curves[curves.arm == arm].pivot_table(index="step", columns="metric", values="value")
         axis.plot(at.precision, at.recall, ".-", color=COLOURS[arm])
         axis.plot(at.precision.iloc[-1], at.recall.iloc[-1], "o", color=COLOURS[arm], ms=8)
-    for arm, own in evaluations[evaluations.scale > 1].groupby("arm"):
+    at_same_noise = evaluations[(evaluations.scale > 1) & (evaluations.seed == 1)]
+    for arm, own in at_same_noise.groupby("arm"):
         axis.plot(own.precision, own.recall, "x", color=COLOURS[arm])
         for row in own.itertuples():
             axis.annotate(f" {row.scale:g}", (row.precision, row.recall), fontsize=8)
@@ -175,14 +294,20 @@ def tables() -> list[str]:
     """Return every table of the page."""
     curves, evaluations = read_curves(), read_evaluations()
     return [
+        spread_of_draws(evaluations),
+        draws_at_equal_flops(curves, evaluations),
+        samples_to_settle(evaluations),
         scores_by_images(curves),
         distance_at_equal_cost(curves),
         loss_by_level(curves),
-        spread_of_draws(evaluations),
+        arms_at(curves, CONTROLS),
         guided(evaluations),
+        scores_by_images(read_curves("scan.csv")),
     ]
 
 
 if __name__ == "__main__":
-    draw(read_curves(), read_evaluations())
+    if len(sys.argv) > 1:
+        collect(Path(sys.argv[1]))
+    draw()
     print("\n\n".join(tables()))
