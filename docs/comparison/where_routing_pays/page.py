@@ -19,7 +19,7 @@ import tread_zoo.comparison
 from tread_zoo.training.log import read_scores
 
 HERE = Path(__file__).parent
-ARMS = {  # what tells the folders of an arm: (name, colour)
+ARMS = {  # what tells the folders of an arm, the first that fits: (name, colour)
     "routing-none": ("dense", "#2a7fd4"),
     "dense_tail-0.1": ("routed, dense tail", "#8a5fc7"),
     "start-5": ("routed [5, 9)", "#3aa66a"),
