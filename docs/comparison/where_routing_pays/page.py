@@ -7,6 +7,7 @@ python docs/comparison/where_routing_pays/page.py comparisons   # read them off 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -27,6 +28,7 @@ ARMS = {  # what tells the folders of an arm, the first that fits: (name, colour
     "routing": ("routed", "#e0731d"),
 }
 COLOURS = dict(ARMS.values())
+STUDIES = {"curves": "where_routing_pays", "scan": "where_routing_pays_scan"}
 CONTROLS = 768_000  # images of the controls' runs
 BATCH_SIZE = 64
 EQUAL_FLOPS = (  # an arm at these images, and dense at those
@@ -45,48 +47,46 @@ NAMES = "Fréchet distance | kernel distance | precision | recall | label accura
 def collect(comparisons: Path) -> None:
     """Write the .csv files from the runs of both studies, and the records that evaluate left in
     their folders."""
-    runs = sorted((comparisons / "where_routing_pays/runs").iterdir())
-    curves = scores_of(runs)
-    tail = curves.folder.str.contains("dense_tail-0.1")  # up to it the routed run's
-    curves = curves[~(tail & (curves.step <= 28_800))]
-    curves.to_csv(HERE / "curves.csv", index=False, float_format="%.6g")
-    scan = scores_of(sorted((comparisons / "where_routing_pays_scan/runs").iterdir()))
-    scan.to_csv(HERE / "scan.csv", index=False, float_format="%.6g")
-
     rows = []
-    for run in runs:
-        others = [json.loads(file.read_text()) for file in run.glob("score_*.json")]
-        steps = {record["protocol"]["step"] for record in others}
-        own = [record for step, record in read_scores(run).items() if step in steps]
-        for record in [*own, *others]:
-            protocol = record["protocol"]
-            values = {metric: record["values"][metric] for metric in EVALUATED}
-            scale = protocol["sampling"].get("guidance_scale", 1.0)
-            place = {"step": protocol["step"], "scale": scale, "seed": protocol["seed"]}
-            rows.append({"arm": arm_of(str(run)), **place, **values})
-    keys = ["arm", "step", "scale", "seed"]
+    for name, study in STUDIES.items():
+        runs = sorted((comparisons / study / "runs").iterdir())
+        curves = tread_zoo.comparison.read_curves([str(run) for run in runs])
+        tail = curves.folder.str.contains("dense_tail-0.1")  # up to it the routed run's
+        curves = curves[(curves.source == "score") & ~(tail & (curves.step <= 28_800))]
+        curves.to_csv(HERE / f"{name}.csv", index=False, float_format="%.6g")
+        rows += [{"study": study, **row} for run in runs for row in draws_of(run)]
+    keys = ["study", "arm", "step", "scale", "seed"]
     table = pd.DataFrame(rows).drop_duplicates(keys).sort_values(keys)
     table.to_csv(HERE / "evaluations.csv", index=False, float_format="%.6g")
 
 
-def scores_of(runs: list[Path]) -> pd.DataFrame:
-    curves = tread_zoo.comparison.read_curves([str(run) for run in runs])
-    return curves[curves.source == "score"]
+def draws_of(run: Path) -> list[dict[str, Any]]:
+    """Return the scores of a run's checkpoints that evaluate scored again, with the run's own."""
+    others = [json.loads(file.read_text()) for file in run.glob("score_*.json")]
+    steps = {record["protocol"]["step"] for record in others}
+    rows = []
+    for record in [r for r in read_scores(run).values() if r["protocol"]["step"] in steps] + others:
+        protocol = record["protocol"]
+        scale = protocol["sampling"].get("guidance_scale", 1.0)
+        place = {"step": protocol["step"], "scale": scale, "seed": protocol["seed"]}
+        values = {metric: record["values"][metric] for metric in EVALUATED}
+        rows.append({"arm": arm_of(str(run)), **place, **values})
+    return rows
 
 
 def arm_of(folder: str) -> str:
     return next(arm for key, (arm, _) in ARMS.items() if key in folder)
 
 
-def read_curves(name: str = "curves.csv") -> pd.DataFrame:
+def read_curves(name: str = "curves") -> pd.DataFrame:
     """Return every score of the runs with its arm, and the images that its run had seen."""
-    curves = pd.read_csv(HERE / name)
+    curves = pd.read_csv(HERE / f"{name}.csv")
     return curves.assign(arm=curves.folder.map(arm_of), images=BATCH_SIZE * curves.step)
 
 
-def read_evaluations() -> pd.DataFrame:
+def read_evaluations(name: str = "curves") -> pd.DataFrame:
     """Return the scores of single checkpoints by noise and guidance."""
-    evaluations = pd.read_csv(HERE / "evaluations.csv")
+    evaluations = pd.read_csv(HERE / "evaluations.csv").query("study == @STUDIES[@name]")
     return evaluations.assign(images=BATCH_SIZE * evaluations.step)
 
 
@@ -201,26 +201,32 @@ def samples_to_settle(evaluations: pd.DataFrame) -> str:
 
 def guided(evaluations: pd.DataFrame) -> str:
     """Return a table: what guidance of some scales makes of the two networks, the mean of the draws
-    of the noise that all of them have."""
+    of the noise that all of them have; and for several draws what routing is ahead of, ± the
+    standard error."""
     metrics = ["fid", "precision", "recall", "label_accuracy"]
-    lines = [
-        "| images | | scale | draws | Fréchet distance | precision | recall | label accuracy |"
-    ]
-    lines.append("|---" * 8 + "|")
+    lines = ["| images | | draws | Fréchet distance | precision | recall | label accuracy |"]
+    lines.append("|---" * 7 + "|")
     own = evaluations[evaluations.arm.isin(list(SPEED))]
+    names = own.arm + own.scale.map(lambda scale: "" if scale == 1 else f", {scale:g}")
+    own = own.assign(name=names).set_index("seed")
     for images in own[own.scale > 1].images.unique():
-        groups = own[own.images == images].set_index("seed").groupby(["arm", "scale"])
-        common = sorted(set.intersection(*(set(rows.index) for _, rows in groups)))
-        for (arm, scale), rows in groups:
-            mean = rows.loc[common, metrics].mean()
-            cells = " | ".join(_show(mean[metric], DIGITS[metric]) for metric in metrics)
-            lines.append(f"| {images // 1000}K | {arm} | {scale:g} | {len(common)} | {cells} |")
+        groups = {name: of[metrics] for name, of in own[own.images == images].groupby("name")}
+        common = sorted(set.intersection(*(set(of.index) for of in groups.values())))
+        place = f"| {images // 1000}K | {{}} | {len(common)} | {{}} |"
+        for name, of in groups.items():
+            mean = of.loc[common].mean()
+            lines.append(place.format(name, " | ".join(_show(mean[m], DIGITS[m]) for m in metrics)))
+        if len(common) > 1:
+            for name in ("routed", "routed, 1.1"):
+                by = groups[name].loc[common] - groups["dense, 1.1"].loc[common]
+                cells = _with_spread(by.mean(), by.sem(), "+")
+                lines.append(place.format(f"({name}) - (dense, 1.1)", cells))
     return "\n".join(lines)
 
 
 def _with_spread(mean: pd.Series, spread: pd.Series, sign: str) -> str:
     return " | ".join(
-        f"{mean[m]:{sign}.{DIGITS[m]}f} ± {spread[m]:.{DIGITS[m]}f}" for m in EVALUATED
+        f"{mean[m]:{sign}.{DIGITS[m]}f} ± {spread[m]:.{DIGITS[m]}f}" for m in mean.index
     )
 
 
@@ -234,7 +240,7 @@ def _between(x: float, xs: pd.Index | pd.Series, ys: pd.Series) -> float:
 
 
 def draw() -> None:
-    curves, evaluations, scan = read_curves(), read_evaluations(), read_curves("scan.csv")
+    curves, evaluations, scan = read_curves(), read_evaluations(), read_curves("scan")
     figure, axes = plt.subplots(2, 3, figsize=(12, 6.6), layout="constrained")
     fid, loss = (curves[curves.metric == metric] for metric in ("fid", "held_out_loss"))
     draw_curves(axes[0, 0], fid, "images", "images", "Fréchet distance")
@@ -302,7 +308,8 @@ def tables() -> list[str]:
         loss_by_level(curves),
         arms_at(curves, CONTROLS),
         guided(evaluations),
-        scores_by_images(read_curves("scan.csv")),
+        scores_by_images(read_curves("scan")),
+        spread_of_draws(read_evaluations("scan")),
     ]
 
 
