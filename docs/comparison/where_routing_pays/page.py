@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
-import tread_zoo.comparison
+from tread_zoo import comparison
 from tread_zoo.training.log import read_scores
 
 HERE = Path(__file__).parent
@@ -25,11 +25,11 @@ ARMS = {  # what tells the folders of an arm, the first that fits: (name, colour
     "dense_tail-0.1": ("routed, dense tail", "#8a5fc7"),
     "start-5": ("routed [5, 9)", "#3aa66a"),
     "selection_rate-0.75": ("routed at 0.75", "#c24a72"),
-    "routing": ("routed", "#e0731d"),
+    "start-2": ("routed", "#e0731d"),
+    "routing-tread": ("routed", "#e0731d"),
 }
 COLOURS = dict(ARMS.values())
 STUDIES = {"curves": "where_routing_pays", "scan": "where_routing_pays_scan"}
-CONTROLS = 768_000  # images of the controls' runs
 BATCH_SIZE = 64
 EQUAL_FLOPS = (  # an arm at these images, and dense at those
     ("routed", 1_536_000, 1_024_000),
@@ -50,12 +50,12 @@ def collect(comparisons: Path) -> None:
     rows = []
     for name, study in STUDIES.items():
         runs = sorted((comparisons / study / "runs").iterdir())
-        curves = tread_zoo.comparison.read_curves([str(run) for run in runs])
+        curves = comparison.read_curves([str(run) for run in runs])
         tail = curves.folder.str.contains("dense_tail-0.1")  # up to it the routed run's
         curves = curves[(curves.source == "score") & ~(tail & (curves.step <= 28_800))]
         curves.to_csv(HERE / f"{name}.csv", index=False, float_format="%.6g")
-        rows += [{"study": study, **row} for run in runs for row in draws_of(run)]
-    keys = ["study", "arm", "step", "scale", "seed"]
+        rows += [row for run in runs for row in draws_of(run)]
+    keys = ["folder", "step", "scale", "selection_rate", "seed"]
     table = pd.DataFrame(rows).drop_duplicates(keys).sort_values(keys)
     table.to_csv(HERE / "evaluations.csv", index=False, float_format="%.6g")
 
@@ -66,11 +66,15 @@ def draws_of(run: Path) -> list[dict[str, Any]]:
     steps = {record["protocol"]["step"] for record in others}
     rows = []
     for record in [r for r in read_scores(run).values() if r["protocol"]["step"] in steps] + others:
-        protocol = record["protocol"]
-        scale = protocol["sampling"].get("guidance_scale", 1.0)
-        place = {"step": protocol["step"], "scale": scale, "seed": protocol["seed"]}
-        values = {metric: record["values"][metric] for metric in EVALUATED}
-        rows.append({"arm": arm_of(str(run)), **place, **values})
+        protocol, sampling = record["protocol"], record["protocol"]["sampling"]
+        rows.append({
+            "folder": str(run),
+            "step": protocol["step"],
+            "scale": sampling["guidance_scale"],
+            "selection_rate": sampling["selection_rate"],
+            "seed": protocol["seed"],
+            **{metric: record["values"][metric] for metric in EVALUATED},
+        })  # fmt: skip
     return rows
 
 
@@ -80,14 +84,18 @@ def arm_of(folder: str) -> str:
 
 def read_curves(name: str = "curves") -> pd.DataFrame:
     """Return every score of the runs with its arm, and the images that its run had seen."""
-    curves = pd.read_csv(HERE / f"{name}.csv")
-    return curves.assign(arm=curves.folder.map(arm_of), images=BATCH_SIZE * curves.step)
+    return with_place(pd.read_csv(HERE / f"{name}.csv"))
 
 
 def read_evaluations(name: str = "curves") -> pd.DataFrame:
-    """Return the scores of single checkpoints by noise and guidance."""
-    evaluations = pd.read_csv(HERE / "evaluations.csv").query("study == @STUDIES[@name]")
-    return evaluations.assign(images=BATCH_SIZE * evaluations.step)
+    """Return the scores of single checkpoints by noise and guidance, densely sampled."""
+    table = with_place(pd.read_csv(HERE / "evaluations.csv"))
+    of_study = table.folder.str.contains(f"/{STUDIES[name]}/")
+    return table[of_study & (table.selection_rate == 0)]
+
+
+def with_place(table: pd.DataFrame) -> pd.DataFrame:
+    return table.assign(arm=table.folder.map(arm_of), images=BATCH_SIZE * table.step)
 
 
 def scores_by_images(curves: pd.DataFrame) -> str:
@@ -100,18 +108,6 @@ def scores_by_images(curves: pd.DataFrame) -> str:
             for metric, n in DIGITS.items()
         ]
         lines.append(f"| {images // 1000}K | {' | '.join(pairs)} |")
-    return "\n".join(lines)
-
-
-def arms_at(curves: pd.DataFrame, images: int) -> str:
-    """Return a table: the scores of every arm at this number of images, the mean of the seeds."""
-    at = curves[curves.images == images]
-    at = at.pivot_table(index="arm", columns="metric", values=["value", "flops"])
-    lines = [f"| {images // 1000}K images | FLOPs | {NAMES} | held-out loss |", "|---" * 8 + "|"]
-    for arm, row in at.reindex(COLOURS).dropna(how="all").iterrows():
-        share = row["flops", "fid"] / at.loc["dense", ("flops", "fid")]
-        cells = [_show(row["value", metric], n) for metric, n in DIGITS.items()]
-        lines.append(f"| {arm} | {share:.2f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -306,7 +302,6 @@ def tables() -> list[str]:
         scores_by_images(curves),
         distance_at_equal_cost(curves),
         loss_by_level(curves),
-        arms_at(curves, CONTROLS),
         guided(evaluations),
         scores_by_images(read_curves("scan")),
         spread_of_draws(read_evaluations("scan")),
