@@ -25,6 +25,7 @@ ARMS = {  # what tells the folders of an arm, the first that fits: (name, colour
     "dense_tail-0.1": ("routed, dense tail", "#8a5fc7"),
     "start-5": ("routed [5, 9)", "#3aa66a"),
     "selection_rate-0.75": ("routed at 0.75", "#c24a72"),
+    "start-3": ("routed [3, 10)", "#3aa66a"),
     "start-2": ("routed", "#e0731d"),
     "routing-tread": ("routed", "#e0731d"),
 }
@@ -32,6 +33,9 @@ COLOURS = dict(ARMS.values())
 STUDIES = {"curves": "where_routing_pays", "scan": "where_routing_pays_scan"}
 BATCH_SIZE = 64
 EQUAL_FLOPS = (  # an arm at these images, and dense at those
+    ("routed", 768_000, 512_000),
+    ("routed at 0.75", 768_000, 512_000),
+    ("routed [5, 9)", 768_000, 640_000),
     ("routed", 1_536_000, 1_024_000),
     ("routed", 2_048_000, 1_536_000),
     ("routed, dense tail", 2_048_000, 1_536_000),
@@ -188,6 +192,8 @@ def samples_to_settle(evaluations: pd.DataFrame) -> str:
     routed and the dense one twice its standard error."""
     lines = [f"| images | {NAMES} |", "|---" * 6 + "|"]
     for images, arms in draws(evaluations).items():
+        if "routed" not in arms:
+            continue
         by = arms["routed"] - arms["dense"]
         needed = np.ceil((2 * by.std() / by.mean()) ** 2)
         cells = ("over 100" if needed[m] > 100 else f"{needed[m]:.0f}" for m in EVALUATED)
@@ -248,7 +254,8 @@ def draw() -> None:
     draw_curves(
         axes[1, 2], scan[scan.metric == "held_out_loss"], "images", "images", "held-out loss"
     )
-    axes[0, 0].legend(frameon=False)
+    for axis in (axes[0, 0], axes[1, 1]):
+        axis.legend(frameon=False)
     for axis in axes[1, 1:]:
         axis.set(title="a scan: rwkv")
     figure.savefig(HERE / "curves.png", dpi=80)
@@ -264,6 +271,7 @@ def draw_curves(axis: plt.Axes, rows: pd.DataFrame, x: str, label: str, name: st
         axis.plot(at.x, at.y, ".-", color=COLOURS[arm], label=arm)
         axis.fill_between(at.x, at.low, at.high, color=COLOURS[arm], alpha=0.15, lw=0)
     axis.set(xlabel=label, ylabel=name)
+    axis.ticklabel_format(axis="x", scilimits=(0, 0))
     axis.grid(alpha=0.25)
 
 
