@@ -180,8 +180,8 @@ class TrainingConfig:
             every block, n for every n-th.
         compile: compile each block with torch.compile.
         num_workers: loader processes, for data that is not in memory.
-        max_corrupt_share: fraction of the images that may be unreadable, each replaced by another;
-            above it the run ends.
+        max_corrupt_share: fraction of the images that may be unreadable, rounded up, each replaced
+            by another and listed in corrupt.txt; above it the run ends.
         log_every, sample_every, score_every, checkpoint_every: in optimizer steps; 0 is at the end
             only.
         keep_checkpoints: how many of the newest to keep.

@@ -155,7 +155,7 @@ def test_images_that_cannot_be_read_are_left_out_and_listed(tmp_path):
             return data.train[index]
 
     broken = type(data)(**{**vars(data), "train": Broken()})
-    with pytest.raises(ValueError, match="1 of 16 images"):
+    with pytest.raises(ValueError, match="2 of 16 images"):
         write_latents(tmp_path / "strict", broken)
     folder = write_latents(tmp_path / "latents", broken, max_corrupt_share=0.2)
     found = latents(str(folder))

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import nullcontext
 from itertools import chain
 
 import pytest
@@ -49,10 +50,9 @@ class Watched(Dataset):
 
 def labels_of(dataset, *, num_workers=0, met=None, seed=3, start=0):
     batches = StepBatches(30, 5, seed=3, num_steps=18, start_step=start)
-    met = [] if met is None else met
-    loaded = make_loader(dataset, batches, num_workers, seed=seed, on_corrupt=met.append)
+    dataset.on_corrupt = [].append if met is None else met.append
     found = []
-    for images, labels in loaded:
+    for images, labels in make_loader(dataset, batches, num_workers, seed=seed):
         assert images[:, 0, 0, 0].tolist() == labels.tolist()
         found.append(labels.tolist())
     return found
@@ -142,17 +142,38 @@ def test_items_read_at_once_are_replaced_too(tmp_path, caplog):
     assert labels.tolist()[:2] + labels.tolist()[3:] == [0, 1, 3]
     assert images.shape == (4, 1, 2, 2)
     assert labels[2] != 2
-    assert caplog.text.count("file_2; another item takes its place. no 2") == 1
+    assert caplog.text.count("file_2") == 1
 
 
 def test_a_list_of_corrupt_items_is_kept_by_all_processes_and_ends_a_run(tmp_path):
-    given = {"num_items": 30, "max_share": 0.08}
-    one, other = (CorruptLog(tmp_path / "corrupt.txt", **given) for _ in range(2))
+    parts = [Watched(tmp_path)]
+    one, other = (CorruptLog(tmp_path / "corrupt.txt", parts, 0.05) for _ in range(2))
     one(CorruptItem(4, "file_4", "cut\tshort\n"))
     other(CorruptItem(17, "file_17", "no 17"))
     one(CorruptItem(17, "file_17", "no 17"))
-    assert one.indices == other.indices == {4, 17}
+    assert len(one.items) == len(other.items) == 2
     lines = (tmp_path / "corrupt.txt").read_text().splitlines()
     assert lines == ["4\tfile_4\tcut short", "17\tfile_17\tno 17"]
     with pytest.raises(ValueError, match=r"3 of 30 .*corrupt\.txt"):
         one(CorruptItem(20, "file_20", "no 20"))
+
+
+@pytest.mark.parametrize("share", [0.001, 0.0])
+def test_one_corrupt_item_of_few_is_passed_over_unless_none_may_be(tmp_path, share):
+    log = CorruptLog(tmp_path / "corrupt.txt", [Watched(tmp_path)], share)
+    with nullcontext() if share else pytest.raises(ValueError, match=r"1 of 30"):
+        log(CorruptItem(4, "file_4", "cut short"))
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\u2028b", "a\x85b", "a\tb\tc", "a\udcffb", "\r"])
+def test_a_corrupt_item_of_any_name_is_one_line(tmp_path, name):
+    dataset = Watched(tmp_path, {2, 3})
+    dataset.item_name = lambda index: f"{index} {name}"
+    log = CorruptLog(tmp_path / "corrupt.txt", [dataset], 0.1)
+    for _ in range(2):
+        read_items(dataset, range(5))
+    assert len(log.items) == 2
+    text = log.file.read_bytes().decode()
+    assert len(text.splitlines()) == 2
+    assert len(text.split("\n")) == 3
+    assert {line.count("\t") for line in text.splitlines()} == {2}

@@ -120,17 +120,17 @@ def test_a_picture_that_cannot_be_read_costs_that_picture(folder, tmp_path, num_
     data = create("data", "image_folder", **given)
     Image.fromarray(np.full((8, 8), 3000, np.uint16)).save(folder / "cat" / "b.PNG")
     Image.fromarray(flat(20, (9, 9))).save(folder / "cat" / "c.jpg")
-    log = CorruptLog(tmp_path / "corrupt.txt", num_items=10, max_share=0.3)
+    log = CorruptLog(tmp_path / "corrupt.txt", [data.train], 0.3)
     plan = StepBatches(10, 5, seed=0, num_steps=4)
-    loaded = list(make_loader(data.train, plan, num_workers, on_corrupt=log))
+    loaded = list(make_loader(data.train, plan, num_workers))
     seen = {int(image[0, 0, 0]) for images, _ in loaded for image in images}
     assert seen == {100, 101, 102, 103, 104, 30, 40}
     rows = dict(line.split("\t")[1:] for line in log.file.read_text().splitlines())
     assert rows.keys() == {str(folder / "cat" / n) for n in ("a.png", "b.PNG", "c.jpg")}
     assert "more than 8 bits" in rows[str(folder / "cat" / "b.PNG")]
-    strict = CorruptLog(tmp_path / "strict.txt", num_items=10, max_share=0.2)
+    CorruptLog(tmp_path / "strict.txt", [data.train], 0.2)
     with pytest.raises(ValueError, match=r"3 of 10 .*strict\.txt"):
-        list(make_loader(data.train, plan, num_workers, on_corrupt=strict))
+        list(make_loader(data.train, plan, num_workers))
 
 
 # The `datasets` library ---------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -259,17 +260,27 @@ def test_compiled_blocks_train_as_they_are(run, monkeypatch, backbone):
         assert one.get("loss") == pytest.approx(other.get("loss"), abs=1e-5)
 
 
-def test_items_that_cannot_be_read_are_listed_and_too_many_end_the_run(run, tmp_path):
-    folder = tmp_path / "photos"
-    for index in range(40):
+def save_photos(folder, count=40, shade=0):
+    """Save coloured noise as pictures of two classes; return the overrides for it."""
+    for index in range(count):
         (folder / str(index % 2)).mkdir(parents=True, exist_ok=True)
-        picture = np.random.default_rng(index).integers(0, 255, (8, 8, 3), np.uint8)
+        picture = np.random.default_rng(index + shade).integers(0, 255, (8, 8, 3), np.uint8)
         Image.fromarray(picture).save(folder / str(index % 2) / f"{index:02}.png")
-    bad = folder / "0" / "10.png"
+    return ["data=image_folder", f"data.path={folder}", "data.image_size=8"]
+
+
+@pytest.mark.parametrize("part", ["train", "held_out"])
+def test_an_item_that_cannot_be_read_is_listed_and_logged_once(run, tmp_path, caplog, part):
+    data = save_photos(tmp_path / "photos")
+    items = getattr(parts_of(settings(*data)).data, part)
+    bad = Path(items.item_name(0))
+    bad = bad.rename(bad.with_name(f"{bad.stem}\n\u2028\x85.png"))
     bad.write_bytes(bad.read_bytes()[:60])
-    data = ["data=image_folder", f"data.path={folder}", "data.image_size=8"]
-    done = run("run", *data, "training.max_corrupt_share=0.1")
-    assert "10.png" in (done / "corrupt.txt").read_text()
+    every = ["training.batch_size=12", "training.sample_every=2", "sampler.num_steps=1"]
+    done = run("run", *data, *every)
+    (line,) = (done / "corrupt.txt").read_text().splitlines()
+    assert bad.stem[:2] in line
     assert any(row.get("corrupt_items") == 1 for row in read_metrics(done))
-    with pytest.raises(ValueError, match=r"max_corrupt_share=0\.001"):
-        run("other", *data)
+    assert sum(str(bad.parent) in record.message for record in caplog.records) == 1
+    with pytest.raises(ValueError, match=r"1 of 40 .* max_corrupt_share=0 "):
+        run("other", *data, *every, "training.max_corrupt_share=0")

@@ -64,7 +64,7 @@ class EncodingConfig:
     batch_size: PositiveInt = 16
     part_size: PositiveInt = 4000  # images in a file
     num_workers: NonNegativeInt = 0  # processes that read images
-    # Fraction of the images that may be unreadable, each left out and listed in corrupt.txt.
+    # As of `TrainingConfig`; those images are left out.
     max_corrupt_share: Fraction = 0.001
     device: str = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"  # of the autoencoder
@@ -116,11 +116,10 @@ def encode(
     }  # fmt: skip
     _begin(out, facts)
     missing = [name for name in list(spans)[rank::num_ranks] if not (out / name).exists()]
+    parts = [part for part in (data.train, data.held_out) if part is not None]
+    log = CorruptLog(out / "corrupt.txt", parts, config.max_corrupt_share)
     if rank == 0 and missing and vae is not None:
         logger.info("%-9s PSNR of decoded latents %.1f dB", "vae", _psnr(data, vae))
-    log = CorruptLog(
-        out / "corrupt.txt", num_items=sum(lengths.values()), max_share=config.max_corrupt_share
-    )
     encoder = _Encoder(data, vae, features and features[1], content, precision, config, log)
     total = sum(len(spans[name][1]) for name in missing)
     with progress("encoding", total=total, unit=" images", shown=rank == 0) as bar:

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and their checksums."""
+"""Files that are there whole or not at all, their checksums, and their names in one line."""
 
 import hashlib
 import os
@@ -12,6 +12,11 @@ def checksum(file: Path) -> str:
     """Return the sha256 of a file, 64 hex digits."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def printable(text: str) -> str:
+    """Return `text` with what does not print escaped, as in `a\\nb`: names of files may be any."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 @contextmanager

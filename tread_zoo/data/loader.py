@@ -14,6 +14,7 @@ place of labels; where they have features [K, S, h, w], these come third.
 
 import functools
 import logging
+import math
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from tread_zoo.data.files import printable
 from tread_zoo.seeding import make_generator
 
 logger = logging.getLogger(__name__)
@@ -91,7 +93,8 @@ class CorruptItem:
     @property
     def line(self) -> str:
         """Return its line of corrupt.txt."""
-        return "\t".join((str(self.index), self.name, " ".join(self.reason.split()))) + "\n"
+        reason = " ".join(self.reason.split())
+        return "\t".join((str(self.index), printable(self.name), printable(reason))) + "\n"
 
 
 OnCorrupt = Callable[[CorruptItem], None]
@@ -108,41 +111,42 @@ def read_item(dataset: Dataset[Any], index: int) -> tuple[Any, ...] | CorruptIte
 
 
 def warn_of(item: CorruptItem) -> None:
-    """Log which item could not be read, and that another is taken."""
-    logger.warning("corrupt   %s; another item takes its place. %s", item.name, item.reason)
+    """Log which item could not be read."""
+    logger.warning("corrupt   %s is passed over: %s", printable(item.name), printable(item.reason))
 
 
 class CorruptLog:
-    """Lists the items that cannot be read, and ends a run when they are too many; an `on_corrupt`.
+    """Lists the items of `parts` that cannot be read, whoever reads them from now on, and ends a
+    run when they are too many.
 
     Every process appends what it meets to the same file, `corrupt.txt`, one line for each item
     (index, name and reason, with tabs between), and counts the distinct items in it: so no process
-    waits for another. `max_share` is the fraction of `num_items` that may be corrupt.
+    waits for another. `max_share` is the fraction of all items that may be corrupt, rounded up.
     """
 
-    def __init__(self, file: Path, *, num_items: int, max_share: float):
-        self.file, self.num_items, self.max_share = file, num_items, max_share
+    def __init__(self, file: Path, parts: Iterable[Any], max_share: float):
+        self.file, self.num_items, self.max_share = file, 0, max_share
+        for part in parts:
+            part.on_corrupt = self
+            self.num_items += len(part)
 
     @property
-    def indices(self) -> set[int]:
-        """The corrupt items that all processes have met so far."""
-        if not self.file.exists():
-            return set()
-        lines = self.file.read_text(errors="replace").splitlines()
-        return {int(line.split("\t")[0]) for line in lines}
+    def items(self) -> set[str]:
+        """The corrupt items, by index and name, that all processes have met so far."""
+        text = self.file.read_text(errors="replace") if self.file.exists() else ""
+        return {line.rpartition("\t")[0] for line in text.split("\n") if line.count("\t") == 2}
 
     def __call__(self, item: CorruptItem) -> None:
         """Add an item, if it is new. Raises ValueError if they are too many."""
-        indices = self.indices
-        if item.index not in indices:
+        items, own = self.items, item.line.rpartition("\t")[0]
+        if own not in items:
             warn_of(item)
-            # names of files may be any bytes
-            with self.file.open("a", errors="backslashreplace") as stream:
+            with self.file.open("a") as stream:
                 stream.write(item.line)
-            indices.add(item.index)
-        if len(indices) > self.max_share * self.num_items:
+            items.add(own)
+        if len(items) > math.ceil(self.max_share * self.num_items):
             raise ValueError(
-                f"{len(indices)} of {self.num_items} images cannot be read, more than "
+                f"{len(items)} of {self.num_items} images cannot be read, more than "
                 f"max_corrupt_share={self.max_share:g} allows: {self.file} lists them. Put whole "
                 "files in their places, or raise max_corrupt_share, and continue."
             )
@@ -157,7 +161,6 @@ def make_loader(
     num_workers: int = 0,
     *,
     seed: int = 0,
-    on_corrupt: OnCorrupt = warn_of,
 ) -> Iterator[tuple[Tensor, ...]]:
     """Return an iterator of (images [B,C,H,W], labels int64 [B]), and features if items have them,
     of the lists of indices `batches`.
@@ -165,8 +168,9 @@ def make_loader(
     Images in memory (a data set with `gather`) are indexed directly. All others are read by
     `num_workers` processes (0: this one), which live as long as the iterator, each two batches
     ahead. Nothing is read or started before the first batch is requested, or drawn from the global
-    generators. `seed` decides, with its index, what replaces a corrupt item; `on_corrupt` is called
-    in this process, once for each; `dataset.item_name(index)`, if it has that, names it.
+    generators. `seed` decides, with its index, what replaces a corrupt item; `dataset.on_corrupt`,
+    or else a warning, is called in this process, once for each; `dataset.item_name(index)`, if it
+    has that, names it.
 
     Raises:
         ValueError: later, items of which no replacement can be read.
@@ -174,21 +178,17 @@ def make_loader(
     gather = getattr(dataset, "gather", None)
     if gather is not None:
         return (gather(torch.tensor(indices, dtype=torch.int64)) for indices in batches)
-    return _read_batches(dataset, batches, num_workers, seed, on_corrupt)
+    return _read_batches(dataset, batches, num_workers, seed)
 
 
 def read_items(dataset: Dataset[Any], indices: Sequence[int]) -> tuple[Tensor, ...]:
     """Return (images [B,…], labels int64 [B]) of some items, read in this process. Another item
     takes the place of a corrupt one, as in `make_loader`."""
-    return next(_read_batches(dataset, [list(indices)], 0, 0, warn_of))
+    return next(_read_batches(dataset, [list(indices)], 0, 0))
 
 
 def _read_batches(
-    dataset: Dataset[Any],
-    batches: Iterable[list[int]],
-    num_workers: int,
-    seed: int,
-    on_corrupt: OnCorrupt,
+    dataset: Dataset[Any], batches: Iterable[list[int]], num_workers: int, seed: int
 ) -> Iterator[tuple[Tensor, ...]]:
     loader: Any = DataLoader(
         range(len(dataset)),  # type: ignore[arg-type]
@@ -200,6 +200,7 @@ def _read_batches(
         # DataLoader draws its workers' seed, else from the global generator.
         generator=make_generator("workers"),
     )
+    on_corrupt: OnCorrupt = getattr(dataset, "on_corrupt", warn_of)
     reported: set[int] = set()
     for tensors, corrupt in loader:
         for item in corrupt:

@@ -58,12 +58,9 @@ class Log:
         )  # fmt: skip
         self.cache: dict[str, Any] = {}  # of the evaluation: what depends on the data alone
         self.peak_flops: float | None = None
-        train, device = setup.data.train, accelerator.device
-        self.corrupt = CorruptLog(
-            folder / "corrupt.txt",
-            num_items=len(train),  # type: ignore[arg-type]
-            max_share=setup.training.max_corrupt_share,
-        )
+        parts = [part for part in (setup.data.train, setup.data.held_out) if part is not None]
+        share, device = setup.training.max_corrupt_share, accelerator.device
+        self.corrupt = CorruptLog(folder / "corrupt.txt", parts, share)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self.peak_flops = peak_flops(torch.cuda.get_device_name(device), precision)
@@ -173,7 +170,7 @@ class Log:
     def numbers(self, state: TrainState, window: Window) -> None:
         """Write the numbers of a window; every rank must call this."""
         numbers = window.close(state)
-        if corrupt := self.corrupt.indices:
+        if corrupt := self.corrupt.items:
             numbers["corrupt_items"] = float(len(corrupt))
         if not self.is_main:
             return

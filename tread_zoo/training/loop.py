@@ -85,7 +85,7 @@ def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
     """Train from `state.step` to the last step, leaving numbers, samples and checkpoints."""
     setup, training, accelerator = state.setup, state.setup.training, state.accelerator
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
-    batches = setup.batches(rank, num_ranks, state.step, log.corrupt)
+    batches = setup.batches(rank, num_ranks, state.step)
     window = Window(state)
     log.score_if_missing(state)
     while state.step < setup.num_steps:

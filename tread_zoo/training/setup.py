@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.config import RunConfig, TrainingConfig
-from tread_zoo.data import CorruptLog, ImageData, StepBatches, make_loader
+from tread_zoo.data import ImageData, StepBatches, make_loader
 from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling
 from tread_zoo.evaluation.evaluate import check_evaluation
 from tread_zoo.kernels import describe
@@ -82,7 +82,7 @@ class Setup:
         return int(self.training.num_steps)  # make_config resolves auto
 
     def batches(
-        self, rank: int = 0, num_ranks: int = 1, step: int = 0, on_corrupt: CorruptLog | None = None
+        self, rank: int = 0, num_ranks: int = 1, step: int = 0
     ) -> Iterator[tuple[Tensor, ...]]:
         """Return (images as stored, labels [B] or contexts [B,T,S]) of every micro-step of a rank
         from optimizer step `step` on, and features [B,K,S,h,w] until the alignment stops.
@@ -91,7 +91,6 @@ class Setup:
             ValueError: the data cannot fill a batch on each rank.
         """
         micro_steps, seed = self.training.gradient_accumulation_steps, self.config.seed
-        keywords = {} if on_corrupt is None else {"on_corrupt": on_corrupt}
         train: Any = self.data.train
 
         def load(items: Any, start: int, end: int) -> Iterator[tuple[Tensor, ...]]:
@@ -104,7 +103,7 @@ class Setup:
                 start_step=start * micro_steps,
                 num_steps=max(start, end) * micro_steps,
             )
-            return make_loader(items, plan, self.training.num_workers, seed=seed, **keywords)
+            return make_loader(items, plan, self.training.num_workers, seed=seed)
 
         if self.projector is None:
             return load(train, step, self.num_steps)
