@@ -4,7 +4,9 @@ import json
 from contextlib import contextmanager, suppress
 from unittest import mock
 
+import numpy as np
 import yaml
+from PIL import Image
 
 from tread_zoo.config import make_config
 from tread_zoo.evaluation import flops
@@ -79,6 +81,15 @@ def train_small(folder, *overrides, **fields):
     """
     with counting_once(), mock.patch.object(log, "plot_losses"):
         return train(**{**settings(*overrides), **fields, "run_dir": str(folder)})
+
+
+def save_photos(folder, count=40, shade=0):
+    """Save coloured noise as pictures of two classes; return the overrides for it."""
+    for index in range(count):
+        (folder / str(index % 2)).mkdir(parents=True, exist_ok=True)
+        picture = np.random.default_rng(index + shade).integers(0, 255, (8, 8, 3), np.uint8)
+        Image.fromarray(picture).save(folder / str(index % 2) / f"{index:02}.png")
+    return ["data=image_folder", f"data.path={folder}", "data.image_size=8"]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,6 +72,20 @@ def test_sharded_training_equals_one_process_with_the_double_batch(tmp_path, fre
     assert_same_run(tmp_path / "two", one, 4)
     first = [numbers(tmp_path / kind)[0] for kind in ("two", "one")]
     torch.testing.assert_close(*first, atol=1e-6, rtol=0)
+
+
+def test_ranks_with_other_images_of_the_same_shape_do_not_start(tmp_path, free_port):
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+        images = np.random.default_rng(int(rank)).integers(0, 256, (40, 8, 8), np.uint8)
+        np.savez(tmp_path / rank / "x.npz", images=images)
+    code = """import os, sys; from tests.small_run import train_small
+train_small(f"{sys.argv[1]}/run", "data=npz", f"data.path={sys.argv[1]}/{os.environ['RANK']}/x.npz")
+"""
+    for done in run_ranks("-c", code, tmp_path, port=free_port):
+        assert done.returncode == 1
+        assert "ranks 0 and 1 of this run differ in their data" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

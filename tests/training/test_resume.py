@@ -5,15 +5,21 @@ import os
 import signal
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from tests.small_run import parts_of, settings, train_small
+from tests.small_run import parts_of, save_photos, settings, train_small
 from tread_zoo import __version__
 from tread_zoo.registry import register
 from tread_zoo.training import loop
-from tread_zoo.training.checkpoints import CheckpointError, check_same_data, find_checkpoint
+from tread_zoo.training.checkpoints import (
+    CheckpointError,
+    check_same_data,
+    check_same_items,
+    find_checkpoint,
+)
 from tread_zoo.training.log import Log
 from tread_zoo.training.loop import draw_step
 from tread_zoo.training.signals import Stopped
@@ -215,6 +221,41 @@ def test_data_that_grew_are_noticed(in_two_parts, caplog):
     assert not caplog.text
     check_same_data(checkpoint, {**facts, "num_images": 1500})
     assert "trained on 1438 images, and now there are 1500" in caplog.text
+
+
+def test_other_data_of_the_same_shape_are_noticed(run, tmp_path):
+    """The same names, sizes and labels; a picture that was mended, or broke, is no other data."""
+    photos = tmp_path / "photos"
+    options = [*save_photos(photos), "data.held_out=0", "lr_schedule=constant"]
+    options += ["training.max_corrupt_share=0.1"]
+    first = photos / "0" / "00.png"  # the first of those that are compared
+    whole = first.read_bytes()
+    first.write_bytes(whole[:60])
+    run("run", *options, "training.num_steps=1")
+    first.write_bytes(whole)
+    run("run", *options, "training.num_steps=2", "resume=latest")
+    first.write_bytes(whole[:60])
+    run("run", *options, "training.num_steps=3", "resume=latest")
+    save_photos(photos, shade=100)
+    with pytest.raises(CheckpointError, match="images") as error:
+        run("run", *options, "training.num_steps=4", "resume=latest")
+    assert len(str(error.value)) < 400
+    earlier = find_checkpoint(tmp_path / "run")
+    facts = dict(earlier.meta["data"])
+    del earlier.meta["data"]["items"]  # as of a version that kept no digests
+    check_same_items(earlier, facts)
+
+
+def test_other_labels_of_the_same_images_are_noticed(run, tmp_path):
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 256, (40, 8, 8), np.uint8), np.arange(40) % 4
+    options = ["data=npz", f"data.path={tmp_path / 'x.npz'}", "lr_schedule=constant"]
+    np.savez(tmp_path / "x.npz", images=images, labels=labels)
+    run("run", *options, "training.num_steps=1")
+    run("run", *options, "training.num_steps=2", "resume=latest")
+    np.savez(tmp_path / "x.npz", images=images, labels=(labels + 1) % 4)
+    with pytest.raises(CheckpointError, match="labels"):
+        run("run", *options, "training.num_steps=3", "resume=latest")
 
 
 def test_seeds_and_ranks_draw_apart():

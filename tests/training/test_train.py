@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.small_run import parts_of, settings, train_small
+from tests.small_run import parts_of, save_photos, settings, train_small
 from tread_zoo.diffusion import FlowMatching
 from tread_zoo.registry import register
 from tread_zoo.training import loop
@@ -258,15 +258,6 @@ def test_compiled_blocks_train_as_they_are(run, monkeypatch, backbone):
     )
     for one, other in zip(plain, compiled, strict=True):
         assert one.get("loss") == pytest.approx(other.get("loss"), abs=1e-5)
-
-
-def save_photos(folder, count=40, shade=0):
-    """Save coloured noise as pictures of two classes; return the overrides for it."""
-    for index in range(count):
-        (folder / str(index % 2)).mkdir(parents=True, exist_ok=True)
-        picture = np.random.default_rng(index + shade).integers(0, 255, (8, 8, 3), np.uint8)
-        Image.fromarray(picture).save(folder / str(index % 2) / f"{index:02}.png")
-    return ["data=image_folder", f"data.path={folder}", "data.image_size=8"]
 
 
 @pytest.mark.parametrize("part", ["train", "held_out"])

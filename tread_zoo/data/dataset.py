@@ -44,6 +44,11 @@ def to_uint8(x: Tensor) -> Tensor:
     return ((x.to(torch.float32).clamp(-1.0, 1.0) + 1.0) * 127.5).round().to(torch.uint8)
 
 
+def as_bytes(values: Tensor) -> bytes:
+    """Return the bytes of a tensor on the CPU, in C order."""
+    return values.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
 class Codec:
     """How stored items become what a model sees, and what it makes becomes pixels: for images."""
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tread_zoo.config import OPTIONS, Fraction
-from tread_zoo.data.dataset import ImageData, to_model_range, to_uint8
+from tread_zoo.data.dataset import ImageData, as_bytes, to_model_range, to_uint8
 from tread_zoo.data.files import write_text, written_whole
 from tread_zoo.data.latents import PARTS, split_moments
 from tread_zoo.data.loader import CorruptItem, CorruptLog, read_item, read_items
@@ -320,11 +320,6 @@ def write_part(file: Path, items: Iterable[Item], content: str) -> None:
     table = pa.table(arrays).replace_schema_metadata({"tread_zoo": json.dumps(sums)})
     with written_whole(file) as stream, pa.ipc.new_stream(stream, table.schema) as writer:
         writer.write_table(table)
-
-
-def as_bytes(values: Tensor) -> bytes:
-    """Return the bytes of a tensor on the CPU, in C order."""
-    return values.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def finish(out: Path, facts: dict[str, Any]) -> bool:

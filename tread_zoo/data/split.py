@@ -1,16 +1,21 @@
 """Labels, the held-out part, evenly spaced items: the same in every run, whatever its seed."""
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
-from tread_zoo.data.dataset import ArrayDataset, ImageData, TableDataset
+from tread_zoo.data.dataset import ArrayDataset, ImageData, TableDataset, as_bytes
+from tread_zoo.data.loader import CorruptItem, read_item
 from tread_zoo.seeding import make_generator
 
 logger = logging.getLogger(__name__)
+
+_COMPARED = 32  # items, by which other data of the same shape are noticed
 
 
 def split_data(
@@ -96,3 +101,20 @@ def evenly_spaced(size: int, count: int | None) -> list[int]:
     """Return `count` indices, evenly spaced over 0 … size - 1; None or more than there are: all."""
     count = size if count is None else min(count, size)
     return [index * size // count for index in range(count)]
+
+
+def digest_items(dataset: Dataset[Any]) -> str:
+    """Return four hex digits for each of up to 32 evenly spaced items, of the image as stored and
+    its label; `----` for one that cannot be read."""
+    digests, stored = [], getattr(dataset, "stored", None)
+    for index in evenly_spaced(len(dataset), _COMPARED):  # type: ignore[arg-type]
+        item = read_item(dataset, index)
+        if isinstance(item, CorruptItem):
+            digests.append("----")
+            continue
+        image = stored(index) if stored else item[0]
+        digest = hashlib.sha256()
+        for value in (image, *item[1:]):
+            digest.update(as_bytes(value) if isinstance(value, Tensor) else repr(value).encode())
+        digests.append(digest.hexdigest()[:4])
+    return " ".join(digests)

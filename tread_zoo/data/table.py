@@ -61,6 +61,11 @@ class PictureTable(TableDataset):
             return image, int(self.labels[index])
         return image, as_context(row["context"], f"of {self.item_name(index)}", self.context)
 
+    def stored(self, index: int) -> bytes:
+        """Return the file of picture `index` as it is, whatever it is decoded by."""
+        source = _source(self.table[int(self.rows[index])]["image"])
+        return source if isinstance(source, bytes) else Path(source).read_bytes()
+
     def item_name(self, index: int) -> str:
         """Return the file of item `index`, or its row."""
         cell = self.table[int(self.rows[index])]["image"] or {}

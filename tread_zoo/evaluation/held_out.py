@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from tread_zoo.backbone import Backbone
 from tread_zoo.data import ImageData, read_items
-from tread_zoo.data.encode import as_bytes
+from tread_zoo.data.dataset import as_bytes
 from tread_zoo.data.split import evenly_spaced
 from tread_zoo.diffusion import Objective, describe_part
 from tread_zoo.diffusion.objective import Draw

@@ -34,6 +34,7 @@ from tread_zoo.backbone import Backbone
 from tread_zoo.config import RunConfig, make_config
 from tread_zoo.data import ImageData
 from tread_zoo.data.files import checksum
+from tread_zoo.data.split import digest_items
 from tread_zoo.pretrained import CONFIG_NAME, WEIGHTS_NAME, build_backbone, download
 from tread_zoo.registry import check_plugins
 from tread_zoo.training.ema import TRACKED, fit_profile, is_sharded, slice_like
@@ -250,6 +251,7 @@ def data_facts(data: ImageData) -> dict[str, Any]:
         "channels": data.channels,
         "num_classes": data.num_classes,
         "num_images": len(data.train),  # type: ignore[arg-type]
+        "items": digest_items(data.train),
     }
     if data.codec.facts:
         facts |= {"codec": data.codec.facts, "decoder": data.codec.decoder}
@@ -268,7 +270,7 @@ def check_same_data(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
     own = checkpoint.meta["data"]
     wrong = [
         f"{name}={own.get(name)!r}, not {facts.get(name)!r}"
-        for name in sorted({*own, *facts} - {"name", "num_images", "decoder"})
+        for name in sorted({*own, *facts} - {"name", "num_images", "items", "decoder"})
         if own.get(name) != facts.get(name)
     ]
     if wrong:
@@ -281,6 +283,26 @@ def check_same_data(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
             "%s was trained on %d images, and now there are %d: the held-out ones are drawn anew, "
             "and it has seen some of them", checkpoint.path, own["num_images"], facts["num_images"],
         )  # fmt: skip
+
+
+def check_same_items(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
+    """Check that as many images are those that the checkpoint was trained on, by some of them that
+    could be read then and now.
+
+    Raises:
+        CheckpointError: some images or labels differ.
+    """
+    own = checkpoint.meta["data"]
+    if own["num_images"] != facts["num_images"] or "items" not in own:  # of an earlier version
+        return
+    pairs = zip(own["items"].split(), facts["items"].split(), strict=True)
+    differ = [old != new for old, new in pairs if "----" not in (old, new)]
+    if any(differ):
+        raise CheckpointError(
+            f"{checkpoint.path} was trained on other data than these: of {len(differ)} images that "
+            f"were compared, {sum(differ)} or their labels differ. Set data.path to the same data, "
+            "or start a new run in another run_dir."
+        )
 
 
 # Networks ------------------------------------------------------------------------------------

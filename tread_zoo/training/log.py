@@ -30,7 +30,7 @@ from tread_zoo.kernels import describe, used_ops
 from tread_zoo.progress import progress
 from tread_zoo.provenance import describe_start
 from tread_zoo.runtime import describe_device
-from tread_zoo.training.checkpoints import data_facts, drop_later
+from tread_zoo.training.checkpoints import drop_later
 from tread_zoo.training.run_folder import CONFIG, FACTS, SCORE, SCORES
 from tread_zoo.training.setup import TrainState
 from tread_zoo.training.trackers import Trackers, read_lines, read_metrics, write_lines
@@ -79,7 +79,7 @@ class Log:
         network.checkpoint_blocks = 0  # what is computed again is no progress
         self.stages = stage_flops(network, setup.routing, setup.num_steps)
         self.facts: dict[str, Any] = {
-            "data": data_facts(setup.data),
+            "data": setup.data_facts,
             "num_parameters": sum(p.numel() for p in state.whole.parameters()),
             "flops_dense": count_flops(network, backward=True),
             "flops_routed": sum(len(steps) * each for steps, each in self.stages) / setup.num_steps,

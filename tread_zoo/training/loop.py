@@ -29,7 +29,7 @@ from tread_zoo.registry import load_plugins
 from tread_zoo.routing import PathDrop, PendingRoute, Route, bypassed_tokens, resolve_routes
 from tread_zoo.runtime import autocast, resolve_device, resolve_precision
 from tread_zoo.seeding import make_generator
-from tread_zoo.training.checkpoints import Checkpoint, check_same_data, data_facts
+from tread_zoo.training.checkpoints import Checkpoint, check_same_data, check_same_items
 from tread_zoo.training.ema import is_sharded
 from tread_zoo.training.log import Log
 from tread_zoo.training.run_folder import checkpoint_to_resume, open_folder
@@ -65,7 +65,8 @@ def train(**fields: Any) -> Path:
     with StopSignals() as signals, _memory_explained(config.training):
         setup = build_setup(config)
         if checkpoint is not None:
-            check_same_data(checkpoint, data_facts(setup.data))
+            check_same_data(checkpoint, setup.data_facts)
+            check_same_items(checkpoint, setup.data_facts)
         accelerator = make_accelerator(setup, device, precision)
         setup.batches(num_ranks=accelerator.num_processes)  # it raises for data that are too few
         _check_ranks_agree(accelerator, checkpoint, setup)
@@ -332,7 +333,7 @@ def _check_ranks_agree(
     from accelerate.utils import gather_object
 
     own: dict[str, Any] = {k: v for k, v in setup.config.as_dict().items() if k != "device"}
-    own["data"] = data_facts(setup.data)  # paths may differ between machines
+    own["data"] = setup.data_facts  # paths may differ between machines
     own["checkpoint"] = checkpoint and checkpoint.meta["sha256"]
     ranks = gather_object([own])
     for rank, other in enumerate(ranks):

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from tread_zoo.pretrained import describe_backbone
-from tread_zoo.training.checkpoints import SNAPSHOTS, data_facts, optimizer_state, save_checkpoint
+from tread_zoo.training.checkpoints import SNAPSHOTS, optimizer_state, save_checkpoint
 from tread_zoo.training.ema import TRACKED, WeightAverage
 from tread_zoo.training.setup import TrainState
 from tread_zoo.training.window import timed
@@ -34,7 +34,7 @@ def save_state(state: TrainState, folder: Path) -> None:
                 "config": setup.config.as_dict(),
                 "plugins": list(setup.config.plugins),
                 "backbone": describe_backbone(setup.backbone),
-                "data": data_facts(setup.data),
+                "data": setup.data_facts,
                 "images_per_step": state.images_per_step,
                 "seconds": state.seconds,
                 "optimizer": plain,

@@ -4,6 +4,7 @@ build_setup(config)   every part, on the CPU, weights from the seed: checked, no
 place(setup, …)       on this process's device, sharded if requested, as a checkpoint left it
 """
 
+import functools
 import itertools
 import logging
 import math
@@ -28,6 +29,7 @@ from tread_zoo.seeding import make_generator
 from tread_zoo.training.alignment import Alignment, NoAlignment, add_parameters
 from tread_zoo.training.checkpoints import (
     Checkpoint,
+    data_facts,
     inner_optimizers,
     load_optimizer_state,
     load_weights,
@@ -75,6 +77,11 @@ class Setup:
     def training(self) -> TrainingConfig:
         """How to train."""
         return self.config.training
+
+    @functools.cached_property
+    def data_facts(self) -> dict[str, Any]:
+        """What a checkpoint and `facts.json` say of the data."""
+        return data_facts(self.data)
 
     @property
     def num_steps(self) -> int:
