@@ -47,9 +47,20 @@ def test_the_card_has_recipe_scores_and_licence(run, pushed):
         assert said in text, said
 
 
-def test_nothing_of_this_machine_is_published(run, pushed):
-    for file in ("README.md", "config.json"):
-        assert str(run.parent) not in (pushed / file).read_text()
+def test_nothing_of_this_machine_is_published(run, tmp_path):
+    """Neither of the run and its place, nor of files that its settings and scores name."""
+    other = train_small(
+        tmp_path / "other", "backbone=dit_tiny", "guidance=auto", f"guidance.weak_checkpoint={run}"
+    )
+    record = json.loads((other / "score.json").read_text())
+    record["protocol"] |= {"reference": f"{tmp_path}/x.npz", "extractor": "y", "num_reference": 3}
+    (other / "score_x.json").write_text(json.dumps(record | {"values": {"fid": 1.0}}))
+    for folder in (write_model_folder(other), write_model_folder(other, tmp_path / "out")):
+        card = (folder / "README.md").read_text()
+        assert "against 3 x.npz" in card
+        for text in (card, (folder / "config.json").read_text()):
+            assert str(run.parent) not in text
+            assert str(tmp_path) not in text
 
 
 def test_a_pushed_run_is_a_checkpoint(run, pushed):

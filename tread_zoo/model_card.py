@@ -7,17 +7,15 @@ samples.png          samples of the same step, where the run has left some
 """
 
 import json
-import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from tread_zoo.comparison.report import as_markdown
 from tread_zoo.comparison.results import flops_until
 from tread_zoo.config import aside_fields
-from tread_zoo.data.files import checksum
+from tread_zoo.data.files import checksum, without_paths
 from tread_zoo.evaluation.evaluate import describe_record
 from tread_zoo.pretrained import CONFIG_NAME, WEIGHTS_NAME, build_backbone, write_folder
 from tread_zoo.training.checkpoints import FORMAT, Checkpoint, find_checkpoint
@@ -51,7 +49,7 @@ def write_model_folder(
 
     checkpoint = find_checkpoint(path)
     run, folder = checkpoint.run_dir, Path(out or checkpoint.run_dir / "hub")
-    facts = _without_paths({k: checkpoint.meta[k] for k in _KEPT if k in checkpoint.meta})
+    facts = without_paths({k: checkpoint.meta[k] for k in _KEPT if k in checkpoint.meta})
     facts["config"] = {k: v for k, v in facts["config"].items() if k not in aside_fields()}
     write_folder(folder, checkpoint.tensors(weights), {})
     facts |= {
@@ -66,7 +64,8 @@ def write_model_folder(
     records = [json.loads(file.read_text()) for file in sorted(run.glob("score*.json"))]
     of_these = {"step": checkpoint.step, "weights": weights}
     records = [each for each in records if of_these.items() <= each["protocol"].items()]
-    name, data = repo or str(folder), facts.get("data", {}).get("name", "unknown")
+    name = repo or without_paths(str(out or run))
+    data = facts.get("data", {}).get("name", "unknown")
     header = ModelCardData(
         license=license, library_name="tread-zoo", tags=["diffusion", "token-routing"],
         model_name=name.rpartition("/")[2],
@@ -77,8 +76,9 @@ def write_model_folder(
     )  # fmt: skip
     card = ModelCard.from_template(
         header, template_path=str(TEMPLATE), name=name, license=license,
-        has_picture=picture.exists(), recipe={**_recipe(checkpoint), "weights": weights},
-        scores=["\n".join(describe_record(record)) for record in records],
+        has_picture=picture.exists(),
+        recipe={k: as_markdown(v) for k, v in (*_recipe(checkpoint).items(), ("weights", weights))},
+        scores=["\n".join(describe_record(without_paths(record))) for record in records],
     )  # fmt: skip
     (folder / "README.md").write_text(f"{card}\n", encoding="utf-8")
     return folder
@@ -86,7 +86,7 @@ def write_model_folder(
 
 def _recipe(checkpoint: Checkpoint) -> dict[str, str]:
     """Return what the network is and how it was trained, by topic, in words."""
-    meta, config = checkpoint.meta, checkpoint.meta["config"]
+    meta, config = checkpoint.meta, without_paths(checkpoint.meta["config"])
     facts = checkpoint.run_dir / "facts.json"
     with torch.device("meta"):
         backbone = build_backbone(meta["backbone"])
@@ -112,14 +112,3 @@ def _recipe(checkpoint: Checkpoint) -> dict[str, str]:
             f"{flops_until(checkpoint.step, flops):.3g}"
         )
     return rows
-
-
-def _without_paths(value: Any) -> Any:
-    """Return plain values with absolute paths cut to their last part: they are of this machine."""
-    if isinstance(value, Mapping):
-        return {key: _without_paths(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_without_paths(inner) for inner in value]
-    if isinstance(value, str) and (os.path.isabs(value) or value.startswith("~")):
-        return Path(value).name
-    return value

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 
+import markdown
 import pytest
 
 from tests.comparison.recorded import write_run
@@ -158,6 +159,47 @@ def test_failed_unfinished_and_repeated_runs_are_noted(tmp_path):
     with pytest.raises(ValueError, match="No run has been scored"):
         write_report(read_runs(tmp_path / "runs" / "b"), read_curves(tmp_path / "runs" / "b"),
                      tmp_path, title="t")  # fmt: skip
+
+
+def test_pages_hold_no_paths_of_the_machine(tmp_path):
+    for name, path in (("a", "one/photos"), ("b", "two/photos"), ("twin", "one/photos")):
+        data = {"name": "npz", "path": f"{tmp_path}/{path}.npz"}
+        protocol = {"reference": f"{tmp_path}/reference.npz", "data": "photos"}
+        write_run(tmp_path / "runs" / name, data=data, protocol=protocol)
+    write_run(tmp_path / "runs" / "c", ended=False, data=data)
+    failed = {"d": f"[Errno 2] No such file or directory: '{tmp_path}/My Photos/x.npz'"}
+    command = (
+        f"tread-zoo compare 'compare.runs=[{tmp_path}/runs/a,{tmp_path}/runs/b]' https://x.org/y"
+    )
+    text = report(tmp_path, failed=failed, command=command)
+    page = (tmp_path / "out" / "index.html").read_text()
+    for written in (text, page):
+        assert str(tmp_path) not in written
+        assert str(tmp_path.parent) not in written
+        assert "compare.runs=[a,b]" in written
+        assert "https://x.org/y" in written
+        assert "twin has the settings" in written
+    assert "reference.npz" in page
+    rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| dit_tiny")]
+    assert len(set(rows)) == 2, rows
+    assert all("photos.npz" in row for row in rows)
+
+
+def test_names_are_text_in_markdown_too(tmp_path):
+    names = ["a|b", "<img src=x>", "`code`", "*bold*", "__init__", "a[b](c)", "two\nlines", "&lt;"]
+    for name in names:
+        write_run(tmp_path / "runs" / name.replace("/", ""), data={"name": "npz", "path": name})
+    failed = {name: name for name in names}
+    text = report(tmp_path, failed=failed, command='x="```\n# title"')
+    rows = [line for line in text.splitlines() if line.startswith("| dit_tiny")]
+    assert len(rows) == len(names)
+    assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
+    shown = markdown.markdown(text, extensions=["tables", "fenced_code"])
+    for name in names:
+        assert html.escape(name.replace("\n", "\\n"), quote=False) in shown, name
+    for tag in ("<img src=x", "<em>", "<strong>", "<a ", "<h1>title"):
+        assert tag not in shown
+    assert shown.count("<code") == 1
 
 
 @pytest.fixture(scope="module")

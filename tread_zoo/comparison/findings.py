@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 
 from tread_zoo.config import flatten
+from tread_zoo.data.files import without_paths
 from tread_zoo.evaluation.protocol import Protocol
 from tread_zoo.registry import available, get_entry
 
@@ -150,6 +151,8 @@ def group_settings(runs: pd.DataFrame) -> list[Setting]:
         label = ", ".join([name, *(parts[f] for f in said)])
         if label in [setting.label for setting in settings]:
             label = ", ".join([name, *parts.values()])
+        same = sum(setting.label.partition(" #")[0] == label for setting in settings)
+        label += f" #{same + 1}" if same else ""  # paths that end alike
         choices = {f: first[f] for f in others if not f.startswith("routing")}
         settings.append(Setting(label, first.backbone, is_dense, choices, rows))
     return settings
@@ -159,7 +162,7 @@ def _plain(value: Any) -> str:
     """Return a value of a setting as text: `{name:cfg,scale:1.5}` as `cfg scale 1.5`."""
     if isinstance(value, str) and value.startswith("{"):
         return value.strip("{}").replace("name:", "").replace(",", " ").replace(":", " ")
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else without_paths(str(value))
 
 
 def _most_have(values: Iterable[str]) -> str | None:

@@ -1,6 +1,7 @@
 """The report of a comparison: CSV, markdown and one HTML page that needs no other file."""
 
 import base64
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tread_zoo.comparison.findings import (
     words,
 )
 from tread_zoo.config import flatten
+from tread_zoo.data.files import printable, without_paths
 
 
 def write_report(
@@ -89,6 +91,7 @@ def write_report(
         "goals": ([], []) if goal is None else goal_table(settings, curves, main, goal),
         "notes": notes,
     }
+    about = without_paths(about)
     page = _render(
         **about,
         goal="" if goal is None else f"{words(main)} {goal:g}",
@@ -99,7 +102,7 @@ def write_report(
         figures={} if by_sample else _curve_figures(settings, ended, metrics, curves),
         legend=[(k, colour, DASHES.get(d, "━━━")) for k, (colour, d) in looks(settings).items()],
         machines=list(dict.fromkeys(ended.machine.dropna())),
-        protocol=flatten(ended.protocol.iloc[0] or {}),
+        protocol=without_paths(flatten(ended.protocol.iloc[0] or {})),
     )
     (out / "index.html").write_text(page)
     text = _markdown(**about)
@@ -182,13 +185,21 @@ def _markdown(
     goals: Table,
     notes: Sequence[str],
 ) -> str:
-    lines = [f"# {title}", "", f"{subtitle}.", "", *(f"- {text}" for text in headline)]
+    lines = [f"# {as_markdown(title)}", "", f"{as_markdown(subtitle)}.", ""]
+    lines += [f"- {as_markdown(text)}" for text in headline]
     lines += ["", "![quality against FLOPs](quality.png)", ""]
     for header, rows in (scores, pairs, goals):
         if rows:
             table = (header, ["---"] * len(header), *rows)
-            lines += [*("| " + " | ".join(cells) + " |" for cells in table), ""]
-    lines += [f"- {note}" for note in notes]
+            lines += [*("| " + " | ".join(map(as_markdown, cells)) + " |" for cells in table), ""]
+    lines += [f"- {as_markdown(note)}" for note in notes]
     if command:
-        lines += ["", "```bash", command, "```"]
+        fence = "`" * max(3, *(len(ticks) + 1 for ticks in re.findall("`+", f"`{command}")))
+        lines += ["", f"{fence}bash", command, fence]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def as_markdown(text: str) -> str:
+    """Return `text` in one line as markdown that shows it as it is."""
+    escaped = printable(text).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"[\\`*|]|(?<![^\W_])_|_(?![^\W_])|\](?=\()", r"\\\g<0>", escaped)

@@ -1,11 +1,12 @@
-"""Files that are there whole or not at all, their checksums, and their names in one line."""
+"""Files that are there whole or not at all, their checksums, and their names as others see them."""
 
 import hashlib
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 def checksum(file: Path) -> str:
@@ -17,6 +18,21 @@ def checksum(file: Path) -> str:
 def printable(text: str) -> str:
     """Return `text` with what does not print escaped, as in `a\\nb`: names of files may be any."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def without_paths(value: Any) -> Any:
+    """Return a text, or plain values with texts in them, with absolute paths cut to their last
+    part: they are of this machine."""
+    if isinstance(value, Mapping):
+        return {without_paths(key): without_paths(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(without_paths, value))
+    if not isinstance(value, str):
+        return value
+    if os.path.isabs(value) and "\n" not in value:
+        return Path(value).name
+    pattern = r"""(?<![\w./])~?(?:/[^\s/'"`|,;()<>\[\]{}]+)+/?"""
+    return re.sub(pattern, lambda match: Path(match[0]).name, value)
 
 
 @contextmanager

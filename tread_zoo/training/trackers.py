@@ -54,12 +54,20 @@ class AccelerateTracker(Tracker):
     Args:
         service: accelerate's name of it, which is also that of its package.
         project: that the run is filed under; of tensorboard the folder in the run's.
+
+    Raises:
+        ValueError: the service's package is not installed, or the project is a path that leads out
+            of the run's folder.
     """
 
     service: str
     project: str = "tread_zoo"
 
     def __post_init__(self) -> None:
+        if os.path.isabs(self.project) or ".." in Path(self.project).parts:
+            raise ValueError(
+                f"tracker.project={self.project!r} leads out of the run's folder: give a name."
+            )
         if importlib.util.find_spec(self.service) is None:
             raise ValueError(
                 f"the tracker {self.service} needs a package that is not installed: run "
