@@ -99,7 +99,7 @@ def test_a_name_of_the_hub_is_a_checkpoint(pushed, tmp_path, monkeypatch):
     assert (found.step, found.run_dir.as_posix()) == (6, "runs/someone/digits")
     with pytest.raises(CheckpointError, match="someone/nothing"):
         find_checkpoint("someone/nothing")
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="there is no runs"):
         find_checkpoint("runs/nothing")  # a slip, not a name: runs/ is here
 
 

@@ -8,6 +8,7 @@ a checkpoint does, so that scripts take the folder as one.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tread_zoo.backbone import Backbone
 
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
+STEP_FOLDERS = "step_" + 8 * "[0-9]"  # checkpoints of a run; what has more to its name is a copy
 
 
 class Pretrained(nn.Module):
@@ -62,8 +64,8 @@ class Pretrained(nn.Module):
         """
         folder = Path(path)
         if not folder.exists():
-            folder = download(folder.as_posix(), revision=revision)
-        folder = max(folder.glob("checkpoints/step_*"), default=folder)
+            folder = download(folder, revision=revision)
+        folder = max(folder.glob(f"checkpoints/{STEP_FOLDERS}"), default=folder)
         file, weights = folder / "checkpoint.json", folder / "ema.safetensors"
         if not file.exists():
             file, weights = folder / CONFIG_NAME, folder / WEIGHTS_NAME
@@ -113,14 +115,19 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str
     return folder
 
 
-def download(repo: str, *, revision: str | None = None, into: Path | None = None) -> Path:
+def download(path: Path, *, revision: str | None = None, into: Path | None = None) -> Path:
     """Return a folder with the two files of `user/name`: `into`, or one in the hub's cache.
 
     Raises:
-        OSError: there is no such repository, or no way to it.
+        OSError: there is no such repository, or no way to it; or the path is no `user/name`, as
+            `runs/…` and what would lie in a folder that is here are none.
     """
     import huggingface_hub
 
+    repo = path.as_posix()
+    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo)
+    if not is_name or path.parts[0] == "runs" or path.parent.exists():
+        raise OSError(f"there is no {path}: give a run's folder or one of its checkpoints.")
     files = [CONFIG_NAME, WEIGHTS_NAME]
     try:
         folder = huggingface_hub.snapshot_download(

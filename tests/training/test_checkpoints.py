@@ -1,15 +1,20 @@
 import json
 import logging
+import shutil
+from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
 
 from tests.processes import run_python
 from tests.small_run import train_small
+from tread_zoo.backbone import Backbone
 from tread_zoo.diffusion import AutoGuidance
 from tread_zoo.training.checkpoints import (
     CheckpointError,
+    drop_later,
     find_checkpoint,
     load_backbone,
     save_checkpoint,
@@ -28,6 +33,17 @@ def test_rotation_keeps_the_newest(tmp_path):
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step_00000002", "step_00000003"]
     assert find_checkpoint(tmp_path).step == 3
+
+
+def test_copies_of_checkpoints_are_the_user_s(tmp_path):
+    copies = [tmp_path / "checkpoints" / name for name in ("step_00000001_best", "step_backup")]
+    for copy in copies:
+        shutil.copytree(save(tmp_path, 1), copy)
+    for step in (2, 3, 4):
+        save(tmp_path, step)
+    drop_later(tmp_path, 3)
+    assert find_checkpoint(tmp_path).step == 3
+    assert [find_checkpoint(copy).step for copy in copies] == [1, 1]
 
 
 def test_a_path_may_be_the_run_its_checkpoints_or_one_of_them(tmp_path):
@@ -64,6 +80,16 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(tmp_path, dama
         assert find_checkpoint(tmp_path).step == 1
     assert "step_00000002 is damaged" in caplog.text
     assert "Falling back" in caplog.text
+
+
+def test_a_run_that_is_not_here_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **b: pytest.fail("asked"))
+    for path in ("runs/mine", "./mine", "../mine", "mine", "/mine/too"):
+        with pytest.raises(CheckpointError, match=f"there is no {Path(path)}"):
+            find_checkpoint(path)
+        with pytest.raises(OSError, match=f"there is no {Path(path)}"):
+            Backbone.from_pretrained(path)
 
 
 def test_an_empty_folder_and_another_format(tmp_path):

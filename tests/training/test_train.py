@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -187,7 +188,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(run, monkeypatch):
         (["guidance=path_drop"], "guidance=path_drop.*rejoin=project"),
         (["routing.warm_start=0.5", "routing.dense_tail=0.45", "training.num_steps=2"],
          "leave none of training.num_steps=2"),
-        (["resume=/nowhere"], "holds no checkpoint"),
+        (["resume=/nowhere"], "there is no /nowhere"),
         (["data=npz", "data.path=/nowhere.npz"], "/nowhere.npz"),
         (["plugins=[no_such_module]"], "no_such_module"),
     ],
@@ -209,6 +210,15 @@ def test_a_finished_run_is_not_replaced_by_accident(run, finished, copy_of, tmp_
     (aside,) = tmp_path.glob("run.*")
     assert (aside / "metrics.jsonl").read_text() == before
     assert find_checkpoint(aside).step == 6
+
+
+def test_overwriting_an_imported_network_moves_it_aside(run, finished, tmp_path):
+    """Its folder has checkpoints alone, as that of a run whose config.json was removed."""
+    shutil.copytree(finished / "checkpoints", tmp_path / "run" / "checkpoints")
+    run("run", "training.num_steps=1", "overwrite=true")
+    (aside,) = tmp_path.glob("run.*")
+    assert find_checkpoint(aside).step == 6
+    assert find_checkpoint(tmp_path / "run").step == 1
 
 
 def test_a_folder_of_something_else_is_left_alone(run, tmp_path):

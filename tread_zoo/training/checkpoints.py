@@ -16,7 +16,6 @@ one before untouched. Folders that begin with a dot are what it left; the next s
 import json
 import logging
 import os
-import re
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping
@@ -35,7 +34,13 @@ from tread_zoo.config import RunConfig, make_config
 from tread_zoo.data import ImageData
 from tread_zoo.data.files import checksum
 from tread_zoo.data.split import digest_items
-from tread_zoo.pretrained import CONFIG_NAME, WEIGHTS_NAME, build_backbone, download
+from tread_zoo.pretrained import (
+    CONFIG_NAME,
+    STEP_FOLDERS,
+    WEIGHTS_NAME,
+    build_backbone,
+    download,
+)
 from tread_zoo.registry import check_plugins
 from tread_zoo.training.ema import TRACKED, fit_profile, is_sharded, slice_like
 
@@ -178,12 +183,11 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
         CheckpointError: there is none, or it is damaged or of another format.
     """
     path = Path(path)
-    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path.as_posix())
-    if is_name and not path.parent.exists():  # what is beside other runs is a slip
+    if not path.exists():
         try:
-            path = download(path.as_posix(), into="runs" / path)
+            path = download(path, into="runs" / path)
         except OSError as error:
-            raise CheckpointError(f"checkpoint={error}") from error
+            raise CheckpointError(str(error)) from error
     if (path / WEIGHTS_NAME).exists() and (path / CONFIG_NAME).exists():
         if "format" not in json.loads((path / CONFIG_NAME).read_text()):
             raise CheckpointError(
@@ -423,7 +427,7 @@ def _names(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -
 
 
 def _folders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step_*") if path.is_dir())
+    return sorted(path for path in folder.glob(STEP_FOLDERS) if path.is_dir())
 
 
 def _step(path: Path) -> int:

@@ -59,8 +59,7 @@ def checkpoint_to_resume(config: RunConfig) -> Checkpoint | None:
         check_same_run(checkpoint, config)
         if checkpoint.run_dir.resolve() == folder.resolve():
             return checkpoint
-    paths = folder.iterdir() if folder.exists() else ()
-    entries = sorted(path.name for path in paths if not path.name.startswith("."))
+    entries = _entries(folder)
     if entries and not {CONFIG, "checkpoints"} & set(entries):
         raise ValueError(
             f"run_dir={config.run_dir!r} holds {', '.join(entries[:3])}, and no run made them. "
@@ -89,7 +88,7 @@ def open_folder(config: RunConfig, accelerator: "Accelerator") -> Iterator[Path]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock.acquire()
-            if config.overwrite and (folder / CONFIG).exists():
+            if config.overwrite and _entries(folder):
                 aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
                 folder.rename(aside)
                 lock.release()
@@ -106,3 +105,9 @@ def open_folder(config: RunConfig, accelerator: "Accelerator") -> Iterator[Path]
         yield folder
     finally:
         lock.release()
+
+
+def _entries(folder: Path) -> list[str]:
+    """Return the names in a folder, less hidden ones; none if there is no folder."""
+    paths = folder.iterdir() if folder.exists() else ()
+    return sorted(path.name for path in paths if not path.name.startswith("."))
