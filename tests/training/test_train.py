@@ -228,22 +228,6 @@ def test_a_folder_of_something_else_is_left_alone(run, tmp_path):
         run("run", "overwrite=true")
 
 
-def test_a_folder_is_locked_while_a_run_is_in_it(run, tmp_path, monkeypatch):
-    original = loop.step_loss
-
-    def step_loss(*args, **keywords):
-        if not tried:
-            tried.append(True)
-            with pytest.raises(ValueError, match="another process is training"):
-                run("run")
-        return original(*args, **keywords)
-
-    tried = []
-    monkeypatch.setattr(loop, "step_loss", step_loss)
-    run("run")
-    assert tried
-
-
 def test_forms_set_by_hand_run_and_are_refused_by_name(run):
     from tread_zoo.kernels import get_forms, set_forms
 

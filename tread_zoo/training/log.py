@@ -5,7 +5,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import replace
@@ -48,9 +48,9 @@ class Log:
     """The log of a run in its folder, as a context; of other processes than the main one it is
     silent. The state is that at its start, as the checkpoint left it if it continues from one."""
 
-    def __init__(self, state: TrainState, folder: Path, precision: str) -> None:
+    def __init__(self, state: TrainState, own_folder: Callable[[], Path], precision: str) -> None:
         self.setup, self.accelerator = setup, accelerator = state.setup, state.accelerator
-        self.folder, self.precision = folder, precision
+        self.own_folder, self.precision = own_folder, precision
         self.is_main, self.first_step = accelerator.is_main_process, state.step
         self.held_out_loss = partial(
             held_out_loss, objective=setup.objective, data=setup.data, seed=HELD_OUT_SEED,
@@ -60,7 +60,7 @@ class Log:
         self.peak_flops: float | None = None
         parts = [part for part in (setup.data.train, setup.data.held_out) if part is not None]
         share, device = setup.training.max_corrupt_share, accelerator.device
-        self.corrupt = CorruptLog(folder / "corrupt.txt", parts, share)
+        self.corrupt = CorruptLog(self.folder / "corrupt.txt", parts, share)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self.peak_flops = peak_flops(torch.cuda.get_device_name(device), precision)
@@ -87,6 +87,11 @@ class Log:
             "num_steps": setup.num_steps,
             "images_per_step": state.images_per_step,
         }
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder; see `open_folder` for what it raises."""
+        return self.own_folder()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self.is_main and isinstance(error, Exception):
@@ -185,6 +190,7 @@ class Log:
 
     def _write_numbers(self, step: int, numbers: dict[str, float]) -> None:
         numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        self.own_folder()  # else they might go to another run
         self.trackers.log(step, numbers)
         text = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if not k.startswith(QUIET))
         done, total = step - self.first_step, self.setup.num_steps

@@ -72,14 +72,14 @@ def train(**fields: Any) -> Path:
         _check_ranks_agree(accelerator, checkpoint, setup)
         state = place(setup, accelerator, checkpoint)
         with (
-            open_folder(config, accelerator) as folder,
-            Log(state, folder, precision) as log,
+            open_folder(config, accelerator) as own_folder,
+            Log(state, own_folder, precision) as log,
         ):
             with signals.deferred():
                 run_steps(state, log, signals)
             log.score(state, last=True)
         close_process_group_at_exit()
-    return folder
+    return Path(config.run_dir)
 
 
 def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:

@@ -10,9 +10,10 @@ The main process writes; the others have a part in the scores and in corrupt.txt
 """
 
 import logging
+import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONFIG, FACTS, SCORE, SCORES = "config.json", "facts.json", "score.json", "scores.jsonl"
+LOCK = ".lock"
 
 
 def checkpoint_to_resume(config: RunConfig) -> Checkpoint | None:
@@ -74,37 +76,60 @@ def checkpoint_to_resume(config: RunConfig) -> Checkpoint | None:
 
 
 @contextmanager
-def open_folder(config: RunConfig, accelerator: "Accelerator") -> Iterator[Path]:
+def open_folder(config: RunConfig, accelerator: "Accelerator") -> Iterator[Callable[[], Path]]:
     """Lock the run's folder for the main process; a run to be overwritten is moved aside.
+
+    Yields:
+        What returns the folder, and raises a `ValueError` once it is no longer the one that was
+        locked: another run may have begun where it was.
 
     Raises:
         ValueError: another process is training there.
     """
-    from filelock import FileLock, Timeout
-
     folder = Path(config.run_dir)
-    lock = FileLock(folder / ".lock", blocking=False)
-    if accelerator.is_main_process:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
+    with ExitStack() as locks:
+        if accelerator.is_main_process:
+            locked = _lock(folder, locks)
             if config.overwrite and _entries(folder):
                 aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
                 folder.rename(aside)
-                lock.release()
-                folder.mkdir()
-                lock.acquire()
+                locked = _lock(folder, locks)
                 logger.info("overwrite the earlier run was moved to %s", aside)
-        except Timeout:
-            raise ValueError(
-                f"another process is training in run_dir={config.run_dir!r}. Wait for it or stop "
-                "it, or choose another run_dir."
-            ) from None
-    accelerator.wait_for_everyone()  # all have read what is there; now it may change
+        accelerator.wait_for_everyone()  # all have read what is there; now it may change
+
+        def own_folder() -> Path:
+            if accelerator.is_main_process and not _is_there(folder / LOCK, locked):
+                raise ValueError(
+                    f"run_dir={config.run_dir!r} was removed or replaced while this run trained in "
+                    "it. Put it back and continue with resume=latest, or start again."
+                )
+            return folder
+
+        yield own_folder
+
+
+def _lock(folder: Path, locks: ExitStack) -> os.stat_result:
+    """Make and lock a folder until `locks` ends, and return what tells its lock from a later one."""
+    from filelock import FileLock, Timeout
+
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        yield folder
-    finally:
-        lock.release()
+        locks.enter_context(FileLock(folder / LOCK, blocking=False))
+    except Timeout:
+        raise ValueError(
+            f"another process is training in run_dir={str(folder)!r}. Wait for it or stop it, or "
+            "choose another run_dir."
+        ) from None
+    return (folder / LOCK).stat()
+
+
+def _is_there(file: Path, expected: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(file.stat(), expected)
+    except FileNotFoundError:
+        return False
+    except OSError:  # a file system that cannot tell just now
+        return True
 
 
 def _entries(folder: Path) -> list[str]:
