@@ -44,7 +44,7 @@ LONG = [*SMALL, "training.num_steps=100000", "training.log_every=1", "lr_schedul
 
 
 def test_signals_to_every_process_even_the_loaders_workers(tmp_path):
-    """SIGTERM, which would end a worker and with it the run, and the signal that requeues."""
+    """SIGHUP and SIGTERM, which would end a worker and with it the run, and what requeues."""
     (tmp_path / "photos").mkdir()
     rng = np.random.default_rng(0)
     for index in range(40):
@@ -55,7 +55,7 @@ def test_signals_to_every_process_even_the_loaders_workers(tmp_path):
         "data.image_size=16", "training.num_workers=1", "run_dir=run", cwd=tmp_path,
     )  # fmt: skip
     output = signal_all_once_it_trains(
-        process, tmp_path / "run/metrics.jsonl", signal.SIGTERM, signal.SIGUSR1
+        process, tmp_path / "run/metrics.jsonl", signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1
     )
     assert process.returncode == 75, output
     assert "continue with resume=latest" in output

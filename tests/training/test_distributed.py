@@ -9,6 +9,7 @@ import torch
 from tests.data.tables import write_features
 from tests.processes import run_ranks
 from tests.small_run import settings, train_small
+from tests.training import worker  # noqa: F401  (its sampler)
 from tread_zoo.training.checkpoints import find_checkpoint
 from tread_zoo.training.trackers import read_metrics
 
@@ -33,11 +34,11 @@ def work(jobs, folder, port):
         assert done.returncode == 0, done.stderr[-3000:]
 
 
-def job(folder, overrides, sharded):
+def job(folder, overrides, sharded, **more):
     """Return a job: a run with or without FSDP2."""
     overrides = [*EACH_STEP, *overrides, f"run_dir={folder}"]
     settings(*overrides)  # it would fail here, too
-    return {"train": overrides, "sharded": sharded}
+    return {"train": overrides, "sharded": sharded, **more}
 
 
 def numbers(folder):
@@ -84,8 +85,36 @@ train_small(f"{sys.argv[1]}/run", "data=npz", f"data.path={sys.argv[1]}/{os.envi
 """
     for done in run_ranks("-c", code, tmp_path, port=free_port):
         assert done.returncode == 1
-        assert "ranks 0 and 1 of this run differ in their data" in done.stderr
+        assert "ranks 0 and 1 of this run differ: data" in done.stderr
     assert not (tmp_path / "run").exists()
+def test_what_ends_one_rank_ends_all(tmp_path, free_port):
+    """Settings that differ; a signal to one rank while the main one draws samples, or both draw for
+    a score; a rank that is killed."""
+    differing = {"of_rank_1": ["optimizer.learning_rate=0.5", "training.log_every=3"]}
+    drawing = ["training.checkpoint_every=2", "training.sample_every=2", "sampler=euler_that_ends"]
+    scored = ["training.score_every=2", "evaluation.metrics=[kid]", "evaluation.num_images=70"]
+    scored += ["training.sample_every=0", "evaluation.batch_size=35"]
+    jobs = [
+        job(tmp_path / "differing", [], sharded=False, **differing),
+        job(tmp_path / "sampled", [*drawing, "sampler.rank=0"], sharded=False),
+        job(tmp_path / "scored", [*drawing, *scored, "sampler.rank=1"], sharded=True),
+        job(tmp_path / "killed", [*drawing, "sampler.rank=0", "sampler.number=9"], sharded=False),
+    ]
+    (tmp_path / "jobs.json").write_text(json.dumps([{**each, "ends": True} for each in jobs]))
+    ranks = run_ranks("-m", "tests.training.worker", tmp_path / "jobs.json", port=free_port)
+    said = [[json.loads(x) for x in done.stdout.splitlines() if x[:1] == "{"] for done in ranks]
+    assert [len(own) for own in said] == [3, 4], [done.stderr[-3000:] for done in ranks]
+    for differ, *signalled in (own[:3] for own in said):
+        for words in ("optimizer.learning_rate=0.012 and 0.5", "training.log_every=1 and 3"):
+            assert words in differ["text"]
+        assert len(differ["text"]) < 250, "the fields alone"
+        assert [each["status"] for each in signalled] == [143, 143]
+    gone = said[1][3]["text"]
+    assert "resume=latest" in gone
+    assert "\n" not in gone
+    assert not (tmp_path / "differing").exists()
+    for name in ("sampled", "scored", "killed"):
+        assert find_checkpoint(tmp_path / name).step == 2
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ import json
 import os
 import signal
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from PIL import Image
 
 from tests.small_run import parts_of, save_photos, settings, train_small
 from tread_zoo import __version__
+from tread_zoo.diffusion.samplers import Euler
 from tread_zoo.registry import register
 from tread_zoo.training import loop
 from tread_zoo.training.checkpoints import (
@@ -20,7 +23,7 @@ from tread_zoo.training.checkpoints import (
     check_same_items,
     find_checkpoint,
 )
-from tread_zoo.training.log import Log
+from tread_zoo.training.log import Log, read_scores
 from tread_zoo.training.loop import draw_step
 from tread_zoo.training.signals import Stopped
 from tread_zoo.training.trackers import read_metrics
@@ -90,7 +93,8 @@ def test_a_run_that_is_stopped_and_resumed(run, stopped_run, overrides, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGUSR1, 75), (signal.SIGUSR2, 75)]
+    ("number", "status"),
+    [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGUSR1, 75), (signal.SIGUSR2, 75)],
 )
 def test_each_signal_saves_and_has_its_status(stopped_run, tmp_path, number, status):
     stopped_run("run", 1, number, status)
@@ -111,6 +115,76 @@ def test_a_handler_of_before_gets_the_signal_after_saving(stopped_run, tmp_path)
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert steps == [2]
+
+
+@register("sampler", "euler_with_a_signal")
+@dataclass(frozen=True, kw_only=True)
+class EulerWithASignal(Euler):
+    """Euler's rule for 2 evaluations, whose first one of images may be met by a signal."""
+
+    number: ClassVar[int] = 0  # the signal, once
+    saved: ClassVar[list[int]] = []  # steps whose checkpoint was there when sampling began
+    evaluated: ClassVar[list[int]] = []  # images of each evaluation since the signal
+    folder: ClassVar[str] = ""
+
+    def __call__(self, problem, x, levels):
+        here = type(self)
+        if len(x) > 1:  # one is for counting FLOPs
+            here.saved += [find_checkpoint(self.folder).step]
+            if here.number:
+                os.kill(os.getpid(), here.number)
+                here.number = 0
+                here.evaluated.clear()
+        for level, after in pairwise(levels):
+            x = x + (after - level) * problem.slope(x, float(level))
+            here.evaluated.append(len(x))
+        return x
+
+
+DRAWING = (
+    "sampler=euler_with_a_signal", "training.sample_every=2", "training.score_every=2",
+    "evaluation.metrics=[kid]", "evaluation.num_images=70",
+)  # fmt: skip
+
+
+def drawn(folder):
+    """Return the steps that have a held-out loss, a grid, a score."""
+    losses = [row["step"] for row in read_metrics(folder) if "held_out_loss" in row]
+    grids = [int(path.stem[5:]) for path in sorted(folder.glob("samples/step_*.png"))]
+    return losses, grids, [(k, v["values"]) for k, v in read_scores(folder).items()]
+
+
+@pytest.fixture(scope="module")
+def with_drawings(tmp_path_factory):
+    """Return the folder of a run that leaves samples and a score at every second step."""
+    EulerWithASignal.folder = folder = tmp_path_factory.mktemp("drawings")
+    return train_small(folder, *DRAWING, "training.checkpoint_every=2")
+
+
+def test_a_step_is_saved_before_anything_is_drawn(with_drawings):
+    assert EulerWithASignal.saved == [2, 2, 4, 4, 6, 6], "a grid and a score each"
+
+
+@pytest.mark.parametrize(("what", "every"), [("samples", 0), ("score", 2)])
+def test_a_signal_ends_drawing_and_what_was_cut_is_made_up_for(
+    with_drawings, run, tmp_path, what, every
+):
+    """Also where the step that is drawn from was not to be saved."""
+    given = [*DRAWING, f"training.checkpoint_every={every}"]
+    if what == "score":
+        given.append("training.sample_every=0")
+    EulerWithASignal.folder, EulerWithASignal.number = with_drawings, signal.SIGTERM
+    with pytest.raises(Stopped) as stopped:
+        run("broken", *given)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert EulerWithASignal.evaluated == [], "the next call of the network ends it"
+    assert find_checkpoint(tmp_path / "broken").step == 2
+    assert drawn(tmp_path / "broken") == ([], [], [])
+    broken = run("broken", *given, "resume=latest")
+    assert_same_end(with_drawings, broken)
+    losses, grids, scores = drawn(broken)
+    assert scores == drawn(with_drawings)[2]
+    assert losses == grids == ([2, 4, 6] if what == "samples" else [6])
 
 
 @pytest.fixture(scope="module")

@@ -243,10 +243,10 @@ def _read_or_replace(
 
 
 def _leave_signals_to_the_run(worker: int) -> None:
-    """Ignore signals in a worker: Ctrl-C and clusters signal every process, and a worker that dies
-    of it takes the run along, before it could save. Torch ends one that hangs with a second
+    """Ignore signals in a worker: terminals and clusters signal every process, and a worker that
+    dies of it takes the run along, before it could save. Torch ends one that hangs with a second
     SIGTERM."""
-    for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
+    for name in ("SIGHUP", "SIGINT", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))

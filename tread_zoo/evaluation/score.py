@@ -272,14 +272,15 @@ def extract(
     running = {name: RunningStatistics() for name in statistics}
     batches: dict[int, dict[str, Any]] = {}  # by first image
     starts = range(rank * batch_size, len(images), batch_size * world)
-    for first in progress("scoring", starts, " batches"):
-        batch, labels = images.read(range(first, min(first + batch_size, len(images))))
-        features = network(batch) if network and (statistics or rows) else {}
-        for name in statistics:
-            running[name].add(features[name])
-        digests = [hashlib.sha256(image).digest() for image in batch.contiguous().numpy()]
-        batches[first] = {n: features[n].cpu() for n in rows}
-        batches[first] |= {"sha256": b"".join(digests), "labels": labels}
+    with _leaving_together():
+        for first in progress("scoring", starts, " batches"):
+            batch, labels = images.read(range(first, min(first + batch_size, len(images))))
+            features = network(batch) if network and (statistics or rows) else {}
+            for name in statistics:
+                running[name].add(features[name])
+            digests = [hashlib.sha256(image).digest() for image in batch.contiguous().numpy()]
+            batches[first] = {n: features[n].cpu() for n in rows}
+            batches[first] |= {"sha256": b"".join(digests), "labels": labels}
     sums = {name: (one.count, one.mean.cpu(), one.squares.cpu()) for name, one in running.items()}
     gathered = _gather((batches, sums))
     if not gathered:
@@ -397,3 +398,21 @@ def _gather(own: Any) -> list[Any]:
     parts: list[Any] | None = [None] * world if rank == 0 else None
     dist.gather_object(own, parts)
     return parts or []
+
+
+@contextmanager
+def _leaving_together() -> Iterator[None]:
+    """Pass on a `SystemExit`, by which a signal ends the work, to every process: each of them waits
+    here for the others."""
+    ended: SystemExit | None = None
+    try:
+        yield
+    except SystemExit as error:
+        ended = error
+    world = _rank()[1]
+    if world > 1:
+        others: list[SystemExit | None] = [None] * world
+        dist.all_gather_object(others, ended)
+        ended = next((one for one in others if one is not None), None)
+    if ended is not None:
+        raise ended

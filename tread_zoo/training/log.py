@@ -214,6 +214,29 @@ class Log:
 
     # Averaged weights --------------------------------------------------------------------------
 
+    def due(self, step: int, *, resumed: bool) -> tuple[bool, bool]:
+        """Return whether samples, and a score on the way, are due after a step; in a run that was
+        `resumed` there, those that are missing. Every rank must call this."""
+        training, last = self.setup.training, step == self.setup.num_steps
+        samples = last or is_due(step, training.sample_every)
+        score = not last and is_due(step, training.score_every)
+        if resumed and (samples or score):
+            own = [not self._has_samples(step), step not in self.scores] if self.is_main else [0, 0]
+            missing = torch.tensor(own, dtype=torch.float32, device=self.accelerator.device)
+            missing = self.accelerator.reduce(missing, reduction="sum")
+            samples, score = samples and bool(missing[0]), score and bool(missing[1])
+        return samples, score
+
+    def _has_samples(self, step: int) -> bool:
+        """Return whether `samples` came to its end at a step."""
+        if self.setup.data.held_out is None:
+            return self._grid(step).exists()
+        rows = read_metrics(self.folder)
+        return any(row["step"] == step and "held_out_loss" in row for row in rows)
+
+    def _grid(self, step: int) -> Path:
+        return self.folder / "samples" / f"step_{step:08d}.png"
+
     def samples(self, state: TrainState) -> None:
         """Leave a grid of samples and the held-out loss; every rank must call this."""
         with timed(state, "samples"):
@@ -236,7 +259,7 @@ class Log:
             batch_size=setup.config.evaluation.batch_size, precision=self.precision,
             weak=setup.weak,
         )  # fmt: skip
-        path = self.folder / "samples" / f"step_{step:08d}.png"
+        path = self._grid(step)
         real = path.with_name("real.png")
         with _optional(path):
             path.parent.mkdir(exist_ok=True)
@@ -256,14 +279,6 @@ class Log:
         if len(grids) > 1:
             with _optional(self.folder / "samples.gif"):
                 save_animation(grids, self.folder / "samples.gif")
-
-    def score_if_missing(self, state: TrainState) -> None:
-        """Score a resumed run that was stopped after a step was saved and before it was scored."""
-        every, step = self.setup.training.score_every, state.step
-        if every and step % every == 0 and 0 < step < self.setup.num_steps:
-            missing = torch.tensor(float(self.is_main and step not in self.scores))
-            if self.accelerator.reduce(missing.to(self.accelerator.device), reduction="sum"):
-                self.score(state)
 
     def score(self, state: TrainState, *, last: bool = False) -> None:
         """Score the averaged weights, all ranks together; `last` ends the run."""
@@ -317,6 +332,11 @@ def read_scores(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the records of a run's `scores.jsonl` by step, ascending; empty if it has none."""
     records = {int(record["protocol"]["step"]): record for record in read_lines(folder / SCORES)}
     return dict(sorted(records.items()))
+
+
+def is_due(step: int, every: int) -> bool:
+    """Return whether what is done every so many steps, 0 for never, is due after a step."""
+    return bool(every) and step % every == 0
 
 
 def _say(topic: str, text: str) -> None:

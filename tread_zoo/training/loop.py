@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from tread_zoo.backbone import Features
-from tread_zoo.config import TrainingConfig, make_config
+from tread_zoo.config import TrainingConfig, flatten, make_config
 from tread_zoo.diffusion import Draw, split_loss
 from tread_zoo.kernels import set_forms
 from tread_zoo.process_group import close_process_group_at_exit, prepare_process_group
@@ -31,11 +31,11 @@ from tread_zoo.runtime import autocast, resolve_device, resolve_precision
 from tread_zoo.seeding import make_generator
 from tread_zoo.training.checkpoints import Checkpoint, check_same_data, check_same_items
 from tread_zoo.training.ema import is_sharded
-from tread_zoo.training.log import Log
+from tread_zoo.training.log import Log, is_due
 from tread_zoo.training.run_folder import checkpoint_to_resume, open_folder
 from tread_zoo.training.saving import save_snapshot, save_state
 from tread_zoo.training.setup import Setup, TrainState, build_setup, make_accelerator, place
-from tread_zoo.training.signals import SIGNALS, StopSignals
+from tread_zoo.training.signals import SIGNALS, StopSignals, strongest
 from tread_zoo.training.window import Window, timed
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ def train(**fields: Any) -> Path:
     load_plugins(fields.get("plugins") or ())
     config = make_config(**fields)
     set_forms(config.kernels)
-    device = resolve_device(config.device)
-    precision = resolve_precision(config.training.precision, device)
-    prepare_process_group(device)
-    checkpoint = checkpoint_to_resume(config)
-    with StopSignals() as signals, _memory_explained(config.training):
+    with StopSignals() as signals, _errors_explained(config.training):
+        device = resolve_device(config.device)
+        precision = resolve_precision(config.training.precision, device)
+        prepare_process_group(device)
+        checkpoint = checkpoint_to_resume(config)
         setup = build_setup(config)
         if checkpoint is not None:
             check_same_data(checkpoint, setup.data_facts)
@@ -88,8 +88,8 @@ def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
     batches = setup.batches(rank, num_ranks, state.step)
     window = Window(state)
-    log.score_if_missing(state)
-    while state.step < setup.num_steps:
+    signal = draw(state, log, signals, resumed=True) if state.step else 0
+    while state.step < setup.num_steps and not signal:
         with timed(state, "training"):
             signal = optimize(state, batches, window, signals.received)
             state.step += 1
@@ -99,20 +99,40 @@ def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
         last, step = state.step == setup.num_steps, state.step
         if last or step % training.log_every == 0:
             log.numbers(state, window)
-        if last or _due(step, training.sample_every):
-            log.samples(state)
-        if _due(step, training.ema_snapshots_every):
+        if is_due(step, training.ema_snapshots_every):
             save_snapshot(state, log.folder)
-        if last or signal or _due(step, training.checkpoint_every):
+        is_saved = last or signal or is_due(step, training.checkpoint_every)
+        if is_saved:
             save_state(state, log.folder)
-        if _due(step, training.score_every) and not (last or signal):
-            log.score(state)
+        if not signal:
+            signal = draw(state, log, signals)
+            if signal and not is_saved:
+                save_state(state, log.folder)
         log.bar.update()
-        if signal:
-            log.stopped(signal, step)
-            accelerator.wait_for_everyone()  # a task that ends may take its job along
-            close_process_group_at_exit()
-            signals.leave(signal)
+    if signal:
+        log.stopped(signal, state.step)
+        accelerator.wait_for_everyone()  # a task that ends may take its job along
+        close_process_group_at_exit()
+        signals.leave(signal)
+
+
+def draw(state: TrainState, log: Log, signals: StopSignals, *, resumed: bool = False) -> int:
+    """Leave the samples and the score that are due after `state.step`, and return the signal that
+    came to any rank meanwhile and ended that, or 0; every rank must call this.
+
+    resumed: those alone that are not there, for a signal or a crash kept the run from them.
+    """
+    samples, score = log.due(state.step, resumed=resumed)
+    if not (samples or score):
+        return 0
+    with signals.interrupting(state.average.network):
+        if samples:
+            log.samples(state)
+        if score:
+            log.score(state)
+    flags = torch.tensor([float(n in signals.received) for n in SIGNALS])
+    shared = state.accelerator.reduce(flags.to(state.accelerator.device), reduction="sum")
+    return strongest(shared.tolist())
 
 
 def optimize(
@@ -315,8 +335,7 @@ def _check_step(
             "checkpoint with resume=latest."
         )
     window.grad_norm = size
-    return max((n for n, count in zip(SIGNALS, signals, strict=True) if count), default=0,
-               key=SIGNALS.index)  # fmt: skip
+    return strongest(signals)
 
 
 def _check_ranks_agree(
@@ -334,25 +353,35 @@ def _check_ranks_agree(
 
     own: dict[str, Any] = {k: v for k, v in setup.config.as_dict().items() if k != "device"}
     own["data"] = setup.data_facts  # paths may differ between machines
-    own["checkpoint"] = checkpoint and checkpoint.meta["sha256"]
-    ranks = gather_object([own])
-    for rank, other in enumerate(ranks):
-        for name, value in other.items():
-            if value != ranks[0][name]:
-                close_process_group_at_exit()
-                raise ValueError(
-                    f"ranks 0 and {rank} of this run differ in their {name}: {ranks[0][name]} and "
-                    f"{value}. Nothing was trained. Give all of them the same command, and a "
-                    "run_dir that all machines share."
-                )
+    own["checkpoint"] = checkpoint and {"step": checkpoint.step, **checkpoint.meta["sha256"]}
+    first, *others = (flatten(each) for each in gather_object([own]))
+    for rank, other in enumerate(others, 1):
+        wrong = [
+            f"{field}={first.get(field)!r} and {other.get(field)!r}"
+            for field in {**first, **other}
+            if first.get(field) != other.get(field)
+        ]
+        if wrong:
+            close_process_group_at_exit()
+            raise ValueError(
+                f"ranks 0 and {rank} of this run differ: {'; '.join(wrong)}. Nothing was trained. "
+                "Give all of them the same command, and a run_dir that all machines share."
+            )
 
 
 @contextmanager
-def _memory_explained(training: TrainingConfig) -> Iterator[None]:
-    """Turn what torch raises out of memory into one line with the fields that help."""
+def _errors_explained(training: TrainingConfig) -> Iterator[None]:
+    """Turn what torch raises out of memory, or when another process is gone, into one line with
+    what helps."""
     try:
         yield
     except RuntimeError as error:
+        if isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error):
+            raise ValueError(
+                "another process of this run ended or does not answer; its own output says why "
+                f"({str(error).splitlines()[0][:120]}). Continue from the last checkpoint with "
+                "resume=latest."
+            ) from error
         if "out of memory" in str(error) or "can't allocate memory" in str(error):
             raise ValueError(
                 f"the memory does not suffice ({str(error).splitlines()[0][:200]}): lower "
@@ -361,7 +390,3 @@ def _memory_explained(training: TrainingConfig) -> Iterator[None]:
                 "set training.activation_checkpointing=true. What was saved is kept."
             ) from error
         raise
-
-
-def _due(step: int, every: int) -> bool:
-    return bool(every) and step % every == 0

@@ -1,30 +1,34 @@
 """Signals that end a run: it saves at the end of the step, then exits.
 
     signal              sent by                                   exit status
+    SIGHUP              a terminal that is closed                 129 = 128 + 1
     SIGINT              Ctrl-C                                    130 = 128 + 2
     SIGTERM             kill, a launcher, a cluster that ends it  143 = 128 + 15
     SIGUSR1, SIGUSR2    SLURM (--signal=USR1@120), submitit       75: run the same command again
 
-75 is EX_TEMPFAIL of sysexits.h. docs/faults.md says how a job script requeues on it.
+75 is EX_TEMPFAIL of sysexits.h. docs/faults.md says how a job script requeues on it. nohup has
+SIGHUP ignored, and it stays so.
 """
 
 import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from torch import nn
 
 logger = logging.getLogger(__name__)
 
 REQUEUE_STATUS = 75
-REQUEUE_SIGNALS: tuple[int, ...] = tuple(
-    getattr(signal, n) for n in ("SIGUSR1", "SIGUSR2") if hasattr(signal, n)
-)
+REQUEUE_SIGNALS: tuple[int, ...] = (signal.SIGUSR1, signal.SIGUSR2)
 # Where several came, to this process or to others, the last of these decides.
-SIGNALS: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, *REQUEUE_SIGNALS)
+SIGNALS: tuple[int, ...] = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, *REQUEUE_SIGNALS)
+AGAIN_AT_ONCE = (signal.SIGINT, signal.SIGTERM)
 # A launcher passes on what the terminal or the cluster has sent to every process already.
 REPEAT_SECONDS = 3.0
 
@@ -33,11 +37,28 @@ class Stopped(SystemExit):
     """A signal ended the run; the module's docstring has the exit status."""
 
 
+def requeue_from_the_start() -> None:
+    """Have the signals that requeue end this process with their status: as long as nothing else
+    handles them, they would kill it with another."""
+    for number in REQUEUE_SIGNALS:
+        signal.signal(number, _requeue)
+
+
+def _requeue(number: int, frame: FrameType | None) -> NoReturn:
+    raise Stopped(REQUEUE_STATUS)
+
+
+def strongest(flags: Sequence[float]) -> int:
+    """Return the signal that decides of those that are flagged, in the order of `SIGNALS`; or 0."""
+    return max((n for n, flag in zip(SIGNALS, flags, strict=True) if flag), default=0,
+               key=SIGNALS.index)  # fmt: skip
+
+
 class StopSignals:
     """The signals that came while `deferred` was entered.
 
-    Outside of `deferred` there is nothing to save: SIGINT and SIGTERM do what they always do, and
-    the signals that requeue end the process at once with their status.
+    Outside of `deferred` there is nothing to save: SIGHUP, SIGINT and SIGTERM do what they always
+    do, and the signals that requeue end the process at once with their status.
     """
 
     def __init__(self) -> None:
@@ -60,11 +81,26 @@ class StopSignals:
         try:
             yield
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in set(self._before) - set(REQUEUE_SIGNALS):
                 signal.signal(number, self._before[number])
             self._handle(REQUEUE_SIGNALS, self._leave_now)
         for late in self.received:  # they came after the last step
             signal.raise_signal(late)
+
+    @contextmanager
+    def interrupting(self, network: "nn.Module") -> Iterator[None]:
+        """Leave the block at the first call of `network` after a signal was noted."""
+
+        def check(module: "nn.Module", given: object) -> None:
+            if module is network and self.received:  # a copy of it only counts FLOPs
+                raise Stopped
+
+        hook = network.register_forward_pre_hook(check)
+        try:
+            with suppress(Stopped):
+                yield
+        finally:
+            hook.remove()
 
     def leave(self, number: int) -> NoReturn:
         """End the process because of signal `number`.
@@ -78,6 +114,8 @@ class StopSignals:
 
     def _handle(self, numbers: tuple[int, ...], handler: Any) -> None:
         for number in numbers:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup
             before = signal.signal(number, handler)
             self._before.setdefault(number, before)
 
@@ -92,9 +130,9 @@ class StopSignals:
         now = time.monotonic()
         first = self.received.setdefault(number, now)
         if first == now:
-            again = "" if number in REQUEUE_SIGNALS else "; once more ends at once"
+            again = "; once more ends at once" if number in AGAIN_AT_ONCE else ""
             logger.warning("received %s: saving at the end of this step%s", _name(number), again)
-        elif number not in REQUEUE_SIGNALS and now - first > REPEAT_SECONDS:
+        elif number in AGAIN_AT_ONCE and now - first > REPEAT_SECONDS:
             signal.signal(number, self._before[number])
             signal.raise_signal(number)
 
