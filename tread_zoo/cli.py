@@ -32,7 +32,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tread_zoo.config import (
-    GRID_FIELDS,
     PART_FIELDS,
     EvaluationConfig,
     RunConfig,
@@ -93,27 +92,30 @@ def register_groups(name: str, config: type, groups: Sequence[str]) -> None:
     from tread_zoo.kernels import get_forms
 
     store = ConfigStore.instance()
-    node = {k: v for k, v in default_fields(config).items() if k not in groups}
+    defaults = default_fields(config)
+    node = {k: v for k, v in defaults.items() if k not in groups}
     if "kernels" in node:
         node["kernels"] = dict.fromkeys(get_forms(), "auto")
     if node.get("evaluation") == {}:  # as a checkpoint's run had it, but for what is given
         node["evaluation"] = dict.fromkeys(default_fields(EvaluationConfig), AS_RUN)
     node["hydra"] = {"output_subdir": None, "run": {"dir": "."}}
     store.store(name=f"defaults_of_{name}", node=_listed(node), package="_global_")
-    grid = default_fields(SamplingGrid)
-    fields: dict[str, dict[str, None]] = {"sampler": dict.fromkeys(GRID_FIELDS), "guidance": {}}
     for kind in set(groups) & set(PART_FIELDS):
+        as_run, every = defaults[kind] == {}, dict[str, None]()
         for part in available(kind):
             entry = get_entry(kind, part)
             options: dict[str, Any] = dict.fromkeys(entry.parameters(), "???")
-            options |= {**(grid if kind == "sampler" else {}), **entry.defaults()}
-            fields.get(kind, {}).update(dict.fromkeys(options))
+            options |= default_fields(SamplingGrid) if kind == "sampler" else {}
+            options |= entry.defaults()
+            every |= dict.fromkeys(options)
+            if as_run:  # what is not given stays as the checkpoint's run had it
+                options = dict.fromkeys(options)
             chosen = {"name": part, **_listed(options)}
             store.store(group=kind, name=part, node=chosen, provider="tread_zoo")
             if kind == "backbone" and part.endswith("_tiny"):
                 store.store(group=kind, name=part.removesuffix("_tiny"), node=chosen)
-    for kind, names in fields.items():  # as a checkpoint's run had it, but for what is given
-        store.store(group=kind, name=AS_RUN, node={"name": None, **names})
+        if as_run:
+            store.store(group=kind, name=AS_RUN, node={"name": None, **every})
     if "routing" in groups:
         routing = default_fields(RunConfig)["routing"]
         store.store(group="routing", name="tread", node=_listed(routing))

@@ -11,6 +11,8 @@ import torch
 from tests.processes import run_python
 from tests.small_run import train_small
 from tread_zoo.backbone import Backbone
+from tread_zoo.cli import compose_settings
+from tread_zoo.config import EvaluateConfig, SampleConfig, check
 from tread_zoo.diffusion import AutoGuidance
 from tread_zoo.training.checkpoints import (
     CheckpointError,
@@ -134,6 +136,16 @@ def one_step(tmp_path_factory):
     return train_small(tmp_path_factory.mktemp("one_step"), "training.num_steps=1")
 
 
+@pytest.fixture(scope="module")
+def guided(tmp_path_factory):
+    """Return the folder of a run with a sampler and a guidance of its own."""
+    return train_small(
+        tmp_path_factory.mktemp("guided"), "training.num_steps=1", "sampler.num_steps=4",
+        "sampler.shift=3", "sampler.selection_rate=0.25", "guidance=cfg", "guidance.scale=2.5",
+        "evaluation.num_images=1",
+    )  # fmt: skip
+
+
 NOTHING = {"name": None, "num_steps": None}
 
 
@@ -176,6 +188,33 @@ def test_sampling_as_the_run_had_it_but_for_a_value(run):
     score = json.loads((folder / "score.json").read_text())["protocol"]
     assert score["sampling"] == own
     assert score["nfe"] == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "sampler", "guidance"),
+    [
+        ([], {}, {}),
+        (["sampler=heun"], {"name": "heun"}, {}),
+        (["sampler.num_steps=5"], {"num_steps": 5}, {}),
+        (["sampler={name: flow_sde, diffusion: 2}"], {"name": "flow_sde", "diffusion": 2}, {}),
+        (["guidance=interval"], {}, {"name": "interval"}),
+        (["guidance=cfg", "sampler=dpmpp_2m"], {"name": "dpmpp_2m"}, {"name": "cfg"}),
+        (["guidance=cfg", "guidance.channels=1"], {}, {"name": "cfg", "channels": 1}),
+        (["guidance=none"], {}, {"name": "none"}),
+    ],
+)
+def test_the_command_line_changes_what_the_same_words_change_in_python(
+    guided, words, sampler, guidance
+):
+    restored = restore(guided, weights="ema", device="cpu", precision="fp32")
+    groups, given = ("sampler", "guidance"), ["checkpoint=x", *words]
+    for script, config in (("sample", SampleConfig), ("evaluate", EvaluateConfig)):
+        settings = check(config, compose_settings(script, given, config, groups))
+        typed = sampled_as(restored, settings.sampler, settings.guidance)
+        assert typed == sampled_as(restored, sampler, guidance)
+        assert (typed["shift"], typed["selection_rate"]) == (3.0, 0.25)
+        assert typed["num_steps"] == sampler.get("num_steps", 4)
+        assert guidance.get("name") == "none" or typed["guidance_scale"] == 2.5
 
 
 def test_autoguidance_takes_an_earlier_or_smaller_network(run, tmp_path):
