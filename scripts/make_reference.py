@@ -41,7 +41,7 @@ def main(settings: dict[str, Any]) -> None:
         if extractor is None or images is None:
             why = evaluation.not_scored or "evaluation.reference must be train or held_out."
             raise ValueError(why)
-        evaluation.check(len(images), images.shape, 0)
+        evaluation.fit(len(images), images.shape, 0)
         names = {"pooled", "spatial"} & set(extractor.sizes)
         network = extractor.load(names, device)
         features = extract(images, network, statistics=names, batch_size=options.batch_size)

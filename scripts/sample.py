@@ -8,6 +8,7 @@ tread-zoo sample checkpoint=… guidance.scale=2 label=3 sampler=heun
 tread-zoo sample checkpoint=… guidance=sparse guidance.weak_rate=0.8 sampler=dpmpp_2m
 tread-zoo sample checkpoint=… sampler.selection_rate=0.5     # fewer FLOPs: docs/routing.md
 tread-zoo sample checkpoint=… first_index=64 out=samples    # images 64 … 127 of the set
+tread-zoo sample checkpoint=… label=hopper                  # a class by the name of its folder
 tread-zoo sample checkpoint=… contexts=prompts.npy
 
 A network on latents is decoded with the autoencoder of its data; vae=path if that has moved, or
@@ -17,6 +18,7 @@ contexts is given those of held-out images, or those of a file.
 
 import hashlib
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,13 @@ from tread_zoo.cli import command
 from tread_zoo.config import SampleConfig, check
 from tread_zoo.data import Codec
 from tread_zoo.diffusion import generate
-from tread_zoo.evaluation.conditions import Conditions, conditions_of, contexts_in, label_conditions
+from tread_zoo.evaluation.conditions import (
+    Conditions,
+    class_number,
+    conditions_of,
+    contexts_in,
+    label_conditions,
+)
 from tread_zoo.evaluation.evaluate import describe_sampling, sampling_record
 from tread_zoo.evaluation.sample_folder import SampleFolder, folder_name
 from tread_zoo.kernels import set_forms
@@ -43,6 +51,8 @@ def main(settings: dict[str, Any]) -> None:
     run = restore(
         config.checkpoint, weights=config.weights, device=config.device, precision=config.precision
     )
+    if config.label is not None:
+        config = replace(config, label=class_number(config.label, run.class_names))
     sampling = run.sampling(config.sampler, config.guidance)
     weak = run.weak(sampling)
     codec, device = run.codec(config.vae), next(run.backbone.parameters()).device
@@ -52,6 +62,8 @@ def main(settings: dict[str, Any]) -> None:
     labels = _conditions(run, config).of(indices)
     if config.label is not None:
         labels = torch.full((len(indices),), config.label)
+        if run.class_names:
+            logger.info("label %d is the class %s", config.label, run.class_names[config.label])
     folder = _open_folder(run, codec, config, record)
     place, words = describe_device(device), describe_sampling(record)
     logger.info("%s, step %d, on %s; %s", run.backbone.name, run.checkpoint.step, place, words)

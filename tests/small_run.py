@@ -33,7 +33,7 @@ SMALL = [
     "training.precision=fp32",
     "sampler.num_steps=2",
     "evaluation.num_images=20",
-    "evaluation.metrics=[]",
+    "evaluation.metrics=[label_accuracy]",
     "device=cpu",
 ]
 

@@ -62,6 +62,22 @@ def test_what_diffusers_has_no_dit_for_is_refused(options):
         to_diffusers(create_backbone("dit_tiny", **sizes))
 
 
+def test_a_pipeline_knows_its_classes_by_name(tmp_path):
+    from tread_zoo.pipeline import TreadZooPipeline
+
+    backbone = random_backbone("mamba_tiny")
+    names = ["ant", "bee", "cat", "dog", "eel", "fox", "gnu", "hen", "ibis", "jay"]
+    pipe = TreadZooPipeline(backbone, class_names=names[: backbone.num_classes])
+    pipe.save_pretrained(tmp_path)
+    given = {"num_inference_steps": 2, "output_type": "latent"}
+    expected = pipe([2, 0], generator=seeded(), **given).images
+    for own in (pipe, TreadZooPipeline.from_pretrained(tmp_path)):
+        named = own(["cat", "ant"], generator=seeded(), **given).images
+        assert torch.equal(named, expected)
+    with pytest.raises(ValueError, match="Did you mean 'cat'"):
+        pipe("cta")
+
+
 @pytest.mark.parametrize("case", ["fused", "mamba_tiny", "contexts", "wide"])
 def test_a_pipeline_saves_and_loads_any_backbone(tmp_path, case):
     from tread_zoo.pipeline import TreadZooPipeline

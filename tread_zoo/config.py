@@ -63,8 +63,10 @@ Weights = Annotated[str, AfterValidator(_weights)]
 
 
 def _metrics(parts: Any) -> Any:
+    if parts == "auto":
+        return parts
     if not isinstance(parts, list | tuple):
-        raise ValueError(f"evaluation.metrics={parts!r} must be a list, as in [fid].")
+        raise ValueError(f"evaluation.metrics={parts!r} must be auto, or a list, as in [fid].")
     return tuple(complete("metric", part, "evaluation.metrics") for part in parts)
 
 
@@ -217,7 +219,8 @@ class EvaluationConfig:
         num_images: samples to draw; image i has label i mod num_classes.
         extractor: digits-cnn-64, inception-v3-compat, dinov2-vit-l-14 (or s, b, g), or a file of
             tread-zoo make-features; auto is digits-cnn-64 for digits, else inception-v3-compat.
-        metrics: names of registered metrics.
+        metrics: names of registered metrics; auto is fid, kid, precision and recall, as far as
+            extractor, reference and number of images allow; [] draws and scores no samples.
         reference: train, held_out, a folder of pictures, or an .npz as ADM's, of images or of
             statistics, which tread-zoo make-reference makes.
         num_reference: real images, evenly spaced; null takes all.
@@ -229,9 +232,7 @@ class EvaluationConfig:
 
     num_images: PositiveInt = 500
     extractor: str = "auto"
-    metrics: Annotated[tuple[dict[str, Any], ...], BeforeValidator(_metrics)] = (
-        "fid", "kid", "precision", "recall",
-    )  # type: ignore[assignment]  # fmt: skip
+    metrics: Annotated[Auto | tuple[dict[str, Any], ...], BeforeValidator(_metrics)] = "auto"
     reference: str = "train"
     num_reference: PositiveInt | None = None
     seed: int = 1
@@ -363,7 +364,8 @@ class SampleConfig(CheckpointConfig):
         overwrite: replace the images that `out` holds, if they were made with other settings.
         num_images, first_index: image i of a seed is the same whatever the batch size: a set is
             continued by `first_index`.
-        label: one class for all; null: image i gets label i mod num_classes.
+        label: one class for all, by number or by name (a folder's, as in label=hopper); null: image
+            i gets label i mod num_classes.
         contexts: .npy [n, T, S]: image i gets row i mod n; null: those of held-out images.
         seed, batch_size: of the images.
         vae: of latents: null is the run's; a folder where it has moved; none leaves latents.
@@ -374,7 +376,7 @@ class SampleConfig(CheckpointConfig):
     overwrite: bool = False
     num_images: PositiveInt = 64
     first_index: NonNegativeInt = 0
-    label: NonNegativeInt | None = None
+    label: NonNegativeInt | str | None = None
     contexts: str | None = None
     seed: int = 0
     batch_size: PositiveInt = 64
@@ -592,7 +594,8 @@ def make_config(**fields: Any) -> RunConfig:
         names = names[:-1] if names[-1] == "none" else names
         run_dir = f"runs/{'_'.join(names)}_seed{config.seed}"
     used = [(kind, getattr(config, kind)["name"]) for kind in PART_FIELDS]
-    used += [("metric", metric["name"]) for metric in config.evaluation.metrics]
+    metrics = config.evaluation.metrics
+    used += [("metric", metric["name"]) for metric in metrics if metrics != "auto"]
     selectors = [routing.selector, *(route.get("selector", "auto") for route in routing.routes)]
     used += [("selector", split("selector", s)[0]) for s in selectors if s != "auto"]
     plugins = tuple(dict.fromkeys((*config.plugins, *plugins_of(used))))

@@ -21,6 +21,7 @@ from tread_zoo.pretrained import CONFIG_NAME, WEIGHTS_NAME, build_backbone, writ
 from tread_zoo.training.checkpoints import FORMAT, Checkpoint, find_checkpoint
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
+SHOWN_CLASSES = 100  # config.json has all
 _KEPT = ("step", "plugins", "backbone", "config", "data", "images_per_step", "imported")
 
 
@@ -103,6 +104,9 @@ def _recipe(checkpoint: Checkpoint) -> dict[str, str]:
         routing = backbone.build_routing(**config["routing"])
         rows["routing"] = routing.describe(backbone.grid)
         rows["data"] = "{name}, {num_images} images, {num_classes} classes".format(**meta["data"])
+        if names := meta["data"].get("class_names"):
+            words = [f"{number} {name}" for number, name in enumerate(names[:SHOWN_CLASSES])]
+            rows["classes"] = ", ".join([*words, "…"] if len(names) > SHOWN_CLASSES else words)
         rows["training"] = f"{checkpoint.step} steps of {meta['images_per_step']} images"
     if facts.exists():
         flops = json.loads(facts.read_text())

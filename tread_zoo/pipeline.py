@@ -24,6 +24,7 @@ from tread_zoo.config import complete_sampler
 from tread_zoo.data.latents import LatentCodec
 from tread_zoo.data.vae import Vae
 from tread_zoo.diffusion import build_sampling, generate
+from tread_zoo.evaluation.conditions import class_number
 from tread_zoo.pretrained import build_backbone, describe_backbone
 from tread_zoo.registry import complete, create
 from tread_zoo.training.restore import restore
@@ -64,6 +65,7 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         routing: as in training, for samplers with a `selection_rate`; None takes the defaults.
         latent_shift, latent_scale: the network sees (z - shift) scale of latents z: C numbers each;
             None takes the autoencoder's own.
+        class_names: of the labels 0, 1, …; None: they have no names.
     """
 
     _optional_components = ["vae"]  # noqa: RUF012
@@ -78,6 +80,7 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         routing: dict[str, Any] | None = None,
         latent_shift: Sequence[float] | None = None,
         latent_scale: Sequence[float] | None = None,
+        class_names: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         if isinstance(backbone, Backbone):
@@ -90,6 +93,7 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
             routing=routing,
             latent_shift=latent_shift,
             latent_scale=latent_scale,
+            class_names=class_names,
         )
 
     @classmethod
@@ -110,12 +114,12 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         if isinstance(codec, LatentCodec):
             parts |= {"latent_shift": codec.shift, "latent_scale": codec.scale}
             parts["vae"] = codec.autoencoder.network if codec.has_pixels else None
-        return cls(run.backbone, **parts)
+        return cls(run.backbone, class_names=run.class_names or None, **parts)
 
     @torch.no_grad()
     def __call__(
         self,
-        class_labels: int | Sequence[int] | Tensor | None = None,
+        class_labels: int | str | Sequence[int | str] | Tensor | None = None,
         *,
         contexts: Tensor | None = None,
         num_images: int = 1,
@@ -128,7 +132,7 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         """Return an `ImagePipelineOutput` with an image for each label.
 
         Args:
-            class_labels: of the images, in 0 … num_classes.
+            class_labels: of the images: numbers, 0 … num_classes, or names.
             contexts: of the images, float [B, T, S], where the network takes these.
             num_images: where neither is given.
             num_inference_steps, guidance_scale: other than the pipeline's; a scale alone is that of
@@ -139,9 +143,15 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
             return_dict: False: (images,).
 
         Raises:
-            ValueError: labels that the network refuses, or pictures of latents without a vae.
+            ValueError: labels that the network refuses, an unknown name, or pictures of latents
+                without a vae.
         """
-        labels = contexts if class_labels is None else torch.as_tensor(class_labels).view(-1)
+        labels = contexts
+        if class_labels is not None:
+            given = [class_labels] if isinstance(class_labels, int | str) else class_labels
+            given = given.view(-1) if isinstance(given, Tensor) else given
+            names = self.config.class_names or ()
+            labels = torch.tensor([class_number(label, names) for label in given])
         count = num_images if labels is None else len(labels)
         sampler, guidance = dict(self.config.sampler), dict(self.config.guidance)
         sampler["num_steps"] = num_inference_steps or sampler["num_steps"]

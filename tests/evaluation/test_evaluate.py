@@ -11,10 +11,13 @@ from PIL import Image
 
 from tests.evaluation.tiny import METRICS, Tiny, random_images, write_npz
 from tests.processes import run_ranks
+from tread_zoo import create
+from tread_zoo.config import make_config
 from tread_zoo.data import ArrayDataset, digits, to_uint8
 from tread_zoo.diffusion import EDM, FlowMatching, generate
 from tread_zoo.evaluation import Protocol, score
 from tread_zoo.evaluation.evaluate import check_evaluation, describe_record, score_names
+from tread_zoo.evaluation.features import INCEPTION_URL
 from tread_zoo.evaluation.held_out import held_out_loss, held_out_record
 from tread_zoo.seeding import make_generator
 
@@ -84,7 +87,7 @@ def test_few_images_held_out_are_scored_by_what_they_are_enough_for(tiny):
 def test_samples_are_kept_where_asked_and_never_mixed(tiny, samples, tmp_path):
     folder = tmp_path / "kept"
     record = tiny.score(metrics=[], keep_images=str(folder))
-    assert record["values"].keys() == {"label_accuracy"}
+    assert record["values"] == {}
     names = sorted(path.name for path in folder.iterdir())
     assert names == [f"{number:06d}.png" for number in range(23)]
     found = np.stack([np.asarray(Image.open(folder / name)) for name in names])
@@ -112,6 +115,46 @@ def test_without_inceptions_weights_auto_says_why_nothing_is_scored(tiny, tmp_pa
     record = tiny.score(extractor="auto")
     assert record["values"] == {}
     assert "https://" in record["not_scored"]
+
+
+def photos(folder):
+    """Return what data=image_folder data.path=photos data.image_size=64 gives of 12 pictures."""
+    for number in range(12):
+        picture = Image.fromarray(np.full((70, 64, 3), 20 * number, np.uint8))
+        (folder / "photos" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        picture.save(folder / "photos" / "ab"[number % 2] / f"{number}.png")
+    return create("data", "image_folder", path=str(folder / "photos"), image_size=64)
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_own_images_are_scored_by_default_as_far_as_they_can(tmp_path, monkeypatch, has_weights):
+    """README's command, with Inception's weights in torch's hub folder and without."""
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    if has_weights:
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / INCEPTION_URL.rpartition("/")[2]).touch()
+    evaluation = check_evaluation(make_config().evaluation, photos(tmp_path))
+    names = [metric.name for metric in evaluation.metrics]
+    assert names == (["kid", "precision", "recall"] if has_weights else [])
+    assert ("2049" if has_weights else "https://") in evaluation.not_scored
+
+
+def test_metrics_that_were_not_asked_for_are_left_out_where_they_cannot_be_taken(tiny):
+    record = tiny.score(metrics="auto", num_images=12)
+    assert record["values"].keys() == {"label_accuracy", "kid", "kid_std", "precision", "recall"}
+    assert "fid" in record["not_scored"]
+    assert any("give 13" in line for line in describe_record(record))
+    enough = tiny.score(metrics="auto", num_images=13)
+    assert enough["values"].keys() == {*record["values"], "fid"}
+    assert "not_scored" not in enough
+    assert score(tiny.real, tiny.real[:2])["values"].keys() == {"kid", "kid_std"}
+
+
+def test_no_metrics_means_that_nothing_is_drawn_and_nothing_is_said(tiny):
+    record = tiny.score(metrics=[])
+    assert (record["values"], record["real"]) == ({}, {})
+    assert "num_generated" not in record["protocol"]
+    assert describe_record(record) == []
 
 
 def test_digits_choose_their_own_extractor(tiny):

@@ -1,6 +1,7 @@
 """The scripts as a user meets them: exit status, one clear line, pictures on the disk."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,9 @@ import pytest
 from PIL import Image
 
 from tests.processes import run_python
-from tests.small_run import SMALL
+from tests.small_run import SMALL, train_small
 from tread_zoo.__main__ import COMMANDS
+from tread_zoo.model_card import write_model_folder
 
 ROOT = Path(__file__).parents[2]
 RUN = "runs/digits_dit_tiny_tread_flow_seed0"
@@ -99,7 +101,7 @@ def test_a_score_of_other_settings_has_a_file_of_its_own(trained):
     """Without guidance, then with it: the second does not take the first one's place."""
     folder, _ = trained
     run = folder / RUN
-    given = (f"checkpoint={run}", "evaluation.num_images=70", "device=cpu", "evaluation.metrics=[]")
+    given = (f"checkpoint={run}", "evaluation.num_images=70", "device=cpu")
     call("evaluate.py", *given, cwd=folder)
     first = {path.name: path.read_bytes() for path in run.glob("score_*.json")}
     call("evaluate.py", *given, "evaluation.batch_size=30", cwd=folder)
@@ -144,6 +146,29 @@ def test_what_the_network_cannot_take_is_one_clear_message(trained):
     assert "label=10" in said
     assert len(said.splitlines()) == 1
     assert not (folder / "bad").exists()
+
+
+def test_a_class_is_named_as_its_folder_is(tmp_path, caplog):
+    for number in range(12):
+        folder = tmp_path / "pets" / ("ant", "bee", "cat")[number % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8, 3), 20 * number, np.uint8)).save(folder / f"{number}.png")
+    data = ["data=image_folder", f"data.path={tmp_path / 'pets'}", "training.num_steps=1"]
+    with caplog.at_level("INFO"):
+        run = train_small(tmp_path / "run", *data)
+    assert "3 classes (ant, bee, cat)" in caplog.text
+    assert "0 ant, 1 bee, 2 cat" in (write_model_folder(run) / "README.md").read_text()
+    for checkpoint in (run, run / "hub"):
+        given = [f"checkpoint={checkpoint}", "num_images=2", "device=cpu", "out=made"]
+        said = call("sample.py", *given, "label=bee", "overwrite=true", cwd=tmp_path)
+        assert "label 1 is the class bee" in said
+        assert np.load(tmp_path / "made" / "samples.npz")["arr_1"].tolist() == [1, 1]
+    said = call("sample.py", *given, "label=beee", cwd=tmp_path, expect=1)
+    assert "Did you mean 'bee'?" in said
+    assert said.count("\n") == 1
+    os.rename(tmp_path / "pets" / "ant", tmp_path / "pets" / "dog")  # now another has the label 0
+    with pytest.raises(ValueError, match="class 0 'ant', not 'bee'"):
+        train_small(run, *data, "training.num_steps=2", "resume=latest")
 
 
 @pytest.mark.slow

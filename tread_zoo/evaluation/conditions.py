@@ -19,6 +19,7 @@ from tread_zoo.backbone import Backbone
 from tread_zoo.data import ImageData, read_items
 from tread_zoo.data.contexts import as_context, load_npy
 from tread_zoo.diffusion import default_labels
+from tread_zoo.errors import unknown_name
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,20 @@ def label_conditions(backbone: Backbone) -> Conditions:
     num_classes = backbone.num_classes
     rule = "i mod num_classes" if num_classes else "none"
     return Conditions(rule, lambda indices: default_labels(indices, num_classes))
+
+
+def class_number(label: int | str, names: Sequence[str]) -> int:
+    """Return the number of a class that is given by its number, or by its name among `names`.
+    Raises ValueError for an unknown name; the nearest is suggested."""
+    if not isinstance(label, str):
+        return label
+    if not names:
+        raise ValueError(
+            f"label={label!r}: the classes of this network have no names: give 0, 1, …"
+        )
+    if label not in names:
+        raise unknown_name("label", label, names)
+    return list(names).index(label)
 
 
 def contexts_in(file: str, backbone: Backbone) -> Conditions:

@@ -43,8 +43,8 @@ def evaluate(
     """Return `{"values": …, "real": …, "protocol": …}` of samples; every process must call this.
 
     `real` has what held-out images score where the reference is the training part: the best that
-    samples can hope for. Latents are decoded. Where there can be no metrics (Inception's weights
-    are absent, latents without their autoencoder), `not_scored` says why.
+    samples can hope for. Latents are decoded. Where metrics cannot be taken (Inception's weights
+    are absent, latents without their autoencoder, too few images), `not_scored` says why.
 
     Args:
         backbone, objective, data, sampling, options: what to score, and by what.
@@ -105,8 +105,8 @@ def evaluate_images(
     a part of `data` or with what `options` name. Raises ValueError if they cannot be."""
     images = open_images(place)
     evaluation = make_evaluation(options, data, num_classes=images.num_classes, device=device)
-    evaluation.check(len(images), images.shape, images.num_classes)
-    if evaluation.not_scored:
+    evaluation = evaluation.fit(len(images), images.shape, images.num_classes)
+    if evaluation.not_scored and not evaluation.metrics:
         raise ValueError(f"samples={place} cannot be scored: {evaluation.not_scored}")
     return evaluation.run(
         images,
@@ -141,7 +141,7 @@ def check_evaluation(
     evaluation = make_evaluation(options, data, num_classes=num_classes, device=device)
     if evaluation.extractor is not None:
         shape = pixel_shape(data, device or torch.device("cpu"))
-        evaluation.check(options.num_images, shape, num_classes)
+        evaluation = evaluation.fit(options.num_images, shape, num_classes)
     folder = options.keep_images and Path(options.keep_images).expanduser()
     if folder and folder.exists() and any(folder.iterdir()):
         raise ValueError(
@@ -178,11 +178,13 @@ def make_evaluation(
     reads_labels = extractor is not None and 0 < num_classes <= extractor.num_classes
     if (
         reads_labels
+        and metrics
         and (name != DIGITS or is_digits)
         and "label_accuracy" not in [metric.name for metric in metrics]
     ):
         metrics = (*build_metrics(["label_accuracy"]), *metrics)
-    return Evaluation(metrics, extractor if metrics else None, reference, not_scored)
+    auto = options.metrics == "auto"
+    return Evaluation(metrics, extractor if metrics else None, reference, not_scored, auto)
 
 
 def _open_reference(
@@ -221,7 +223,7 @@ def score_names(record: Mapping[str, Any]) -> dict[str, float]:
 
 def describe_record(record: Mapping[str, Any]) -> list[str]:
     """Return a record as lines of text: each value, and the real images' own beside it."""
-    lines = [f"{'':14s} {'samples':>10s} {'real':>10s}"]
+    lines = [f"{'':14s} {'samples':>10s} {'real':>10s}"] if record["values"] else []
     for name, value in record["values"].items():
         real = f"{record['real'][name]:10.4f}" if name in record["real"] else ""
         lines.append(f"{name:14s} {value:10.4f} {real}".rstrip())
@@ -234,7 +236,7 @@ def describe_record(record: Mapping[str, Any]) -> list[str]:
             f"{protocol['num_generated']} images against {count if count else 'statistics of'} "
             f"{protocol['reference']}, features {protocol['extractor']}"
         )
-    if protocol.get("sampling"):
+    if protocol.get("sampling") and protocol.get("num_generated"):
         lines.append(describe_sampling(protocol))
     return [*lines, *(f"note: {text}" for text in protocol.get("notes", ()))]
 

@@ -34,6 +34,7 @@ from tread_zoo.registry import complete, get_entry, register
 if TYPE_CHECKING:
     from tread_zoo.evaluation.score import FeatureSet
 
+AUTO = ("fid", "kid", "precision", "recall")
 _DISTANCES_AT_ONCE = 100_000_000
 
 
@@ -65,10 +66,10 @@ class Metric:
 
 
 def build_metrics(parts: Iterable[str | Mapping[str, Any]]) -> tuple[Metric, ...]:
-    """Return registered metrics, each given by its name or by a mapping with `name` and options.
-    Raises ValueError for an unknown name or option, or one metric twice."""
+    """Return registered metrics, each given by its name or by a mapping with `name` and options;
+    "auto" is those of `AUTO`. Raises ValueError for an unknown name or option, or one twice."""
     metrics = []
-    for part in parts:
+    for part in AUTO if parts == "auto" else parts:
         options = complete("metric", part, "evaluation.metrics")
         entry = get_entry("metric", options["name"])
         parameters = inspect.signature(entry.target).parameters.values()

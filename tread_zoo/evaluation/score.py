@@ -17,7 +17,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -123,14 +123,15 @@ class Evaluation:
     metrics: tuple[Metric, ...]
     extractor: Extractor | None  # None where no features are needed
     reference: Reference
-    not_scored: str = ""  # why there are no metrics
+    not_scored: str = ""  # which metrics there are not, and why
+    auto: bool = False  # metrics that cannot be taken are left out
 
-    def check(self, count: int, shape: tuple[int, ...], num_classes: int) -> None:
-        """Raise ValueError if `count` images [C,H,W] of `shape` with labels of `num_classes` cannot
-        be scored; nothing is read."""
+    def fit(self, count: int, shape: tuple[int, ...], num_classes: int) -> "Evaluation":
+        """Return what `count` images [C,H,W] of `shape` with labels of `num_classes` are scored by;
+        nothing is read. Raises ValueError if they cannot be scored so."""
         extractor, real = self.extractor, self.reference.images
         if extractor is None:
-            return
+            return self
         shapes: dict[str, tuple[int, ...] | None] = {"the extractor": extractor.shape}
         if self.metrics and real is not None:
             shapes[f"the reference {self.reference.name}"] = real.shape
@@ -140,14 +141,22 @@ class Evaluation:
                     f"the images [C,H,W] are {tuple(shape)}, and those of {name} {other}: bring "
                     f"them to one size, or set evaluation.extractor={INCEPTION}."
                 )
-        compared = self._compared(extractor)
+        compared, left_out = self._compared(extractor), dict[str, str]()
         for metric in self.metrics:
             why = _misfit(metric, extractor, self.reference, num_classes)
             why = why or _too_few(metric, extractor, count, "evaluation.num_images")
             if not why and real is not None and metric in compared:
                 why = _too_few(metric, extractor, len(real), "the reference")
-            if why:
+            if why and not self.auto:
                 raise ValueError(f"evaluation.metrics: {metric.name!r} {why}, or leave it out.")
+            if why:
+                left_out[metric.name] = why
+        metrics = tuple(metric for metric in self.metrics if metric.name not in left_out)
+        reasons = "; ".join(f"{name} {why}" for name, why in left_out.items())
+        return replace(
+            self, metrics=metrics, not_scored=reasons or self.not_scored,
+            extractor=extractor if metrics else None,
+        )  # fmt: skip
 
     def _compared(self, extractor: Extractor) -> list[Metric]:
         """Return the metrics that read the images of the reference."""
@@ -226,7 +235,7 @@ class Evaluation:
 def score(
     images: Images | Tensor | str | Path,
     reference: Reference | Images | Tensor | str | Path,
-    metrics: Sequence[str | Mapping[str, Any]] = ("fid", "kid", "precision", "recall"),
+    metrics: Sequence[str | Mapping[str, Any]] = "auto",
     *,
     extractor: str = DIGITS,
     batch_size: int = 250,
@@ -241,7 +250,8 @@ def score(
         images: uint8 [N,C,H,W], a folder of pictures, an .npz with `arr_0`, or your own `Images`.
         reference: the same, or an .npz of statistics. Grey images are repeated to 3 channels for
             extractors of colour.
-        metrics: names, or mappings with `name` and options.
+        metrics: names, or mappings with `name` and options; auto is fid, kid, precision and recall
+            as far as extractor, reference and number of images allow.
         extractor, inception_weights, dinov2_weights: as of `find_extractor`.
         batch_size: images at a time.
         device: of the extractor.
@@ -253,8 +263,10 @@ def score(
     """
     source = _as_images(images)
     network = find_extractor(extractor, inception_weights, dinov2_weights)
-    evaluation = Evaluation(build_metrics(metrics), network, open_reference(reference))
-    evaluation.check(len(source), source.shape, source.num_classes)
+    evaluation = Evaluation(
+        build_metrics(metrics), network, open_reference(reference), auto=metrics == "auto"
+    )
+    evaluation = evaluation.fit(len(source), source.shape, source.num_classes)
     return evaluation.run(source, batch_size=batch_size, device=torch.device(device), **facts)
 
 

@@ -13,6 +13,7 @@ A checkpoint exists once its folder has its final name: a crash or a full disk o
 one before untouched. Folders that begin with a dot are what it left; the next save clears them.
 """
 
+import itertools
 import json
 import logging
 import os
@@ -261,6 +262,8 @@ def data_facts(data: ImageData) -> dict[str, Any]:
         facts |= {"codec": data.codec.facts, "decoder": data.codec.decoder}
     if data.context:
         facts["context"] = list(data.context)
+    if data.class_names != tuple(map(str, range(data.num_classes))):  # they have names
+        facts["class_names"] = list(data.class_names)
     return facts
 
 
@@ -274,9 +277,12 @@ def check_same_data(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
     own = checkpoint.meta["data"]
     wrong = [
         f"{name}={own.get(name)!r}, not {facts.get(name)!r}"
-        for name in sorted({*own, *facts} - {"name", "num_images", "items", "decoder"})
+        for name in sorted({*own, *facts} - {"name", "num_images", "items", "decoder", "class_names"})
         if own.get(name) != facts.get(name)
     ]
+    names = zip(own.get("class_names", ()), facts.get("class_names", ()), strict=False)
+    renamed = ((i, *pair) for i, pair in enumerate(names) if pair[0] != pair[1])
+    wrong += [f"class {i} {one!r}, not {other!r}" for i, one, other in itertools.islice(renamed, 1)]
     if wrong:
         raise CheckpointError(
             f"{checkpoint.path} was trained on data with {'; '.join(wrong)}. Set data.path and its "

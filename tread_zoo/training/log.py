@@ -39,6 +39,7 @@ from tread_zoo.training.window import Window, peak_flops, peak_memory, timed
 logger = logging.getLogger(__name__)
 
 GRID_IMAGES, GRID_SEED = 100, 0
+SHOWN_CLASSES = 10
 HELD_OUT_SEED = 0
 HELD_OUT_DRAWS = 8  # for each image, of a score
 QUIET = ("loss_level_", "held_out_loss_level_", "peak_memory")  # not printed
@@ -145,6 +146,9 @@ class Log:
         setup, facts, data = self.setup, self.facts, self.facts["data"]
         size = "x".join(map(str, [data["channels"], *data["image_size"]]))
         condition = f"{data['num_classes']} classes"
+        if names := data.get("class_names"):
+            more = ["…"] if len(names) > SHOWN_CLASSES else []
+            condition += f" ({', '.join([*names[:SHOWN_CLASSES], *more])})"
         if "context" in data:
             condition = "contexts of {} embeddings of width {}".format(*data["context"])
         mean = ", on average over training" if setup.routing.is_scheduled else ""
@@ -157,7 +161,7 @@ class Log:
             text = f"{name} of block {projector.block}, until {until}; {more:.2f} M more parameters"
             rest.append(("alignment", text))
         if setup.not_scored:
-            rest.append(("score", f"samples will not be scored: {setup.not_scored}"))
+            rest.append(("score", f"not scored: {setup.not_scored}"))
         return [
             ("device", "{device}; {precision}; {num_processes} process(es)".format(**self.machine)),
             *(("kernel", line) for line in describe(self.accelerator.device, used_ops)),

@@ -85,6 +85,11 @@ class Restored:
         """Whether it names the data that it was trained on: an imported checkpoint does not."""
         return "data" in self.checkpoint.meta
 
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names of the classes; none where they have none but their numbers."""
+        return tuple(self.checkpoint.meta.get("data", {}).get("class_names", ()))
+
     def data(self, changes: Mapping[str, Any]) -> ImageData:
         """Return the data that it was trained on, with some options changed.
 

@@ -57,7 +57,8 @@ COMPILE_BACKEND = "inductor"
 @dataclass(frozen=True)
 class Setup:
     """The parts of a run. `weak` is the network of a guidance that has a checkpoint; `projector` is
-    what an alignment trains beside the backbone. `not_scored` says why samples are not, if so."""
+    what an alignment trains beside the backbone. `not_scored` says which metrics are left out, and
+    why."""
 
     config: RunConfig
     data: ImageData
