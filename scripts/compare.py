@@ -35,10 +35,9 @@ import pandas as pd
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from tread_zoo.cli import CONFIGS, SCRIPTS, compose_settings
+from tread_zoo.cli import CONFIGS, SCRIPTS, check_words, compose_settings, spell_out, worded
 from tread_zoo.comparison import (
     Cell,
     cell_name,
@@ -53,7 +52,14 @@ from tread_zoo.comparison import (
     run_cells,
     write_report,
 )
-from tread_zoo.config import CompareConfig, check, make_config
+from tread_zoo.config import (
+    CompareConfig,
+    EvaluateConfig,
+    RunConfig,
+    check,
+    default_fields,
+    make_config,
+)
 from tread_zoo.errors import unknown_name
 
 CURVES = CONFIGS / "experiment" / "curves"
@@ -67,8 +73,10 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        sys.exit(run(sys.argv[1:]))
-    except (ValueError, OSError, HydraException) as error:
+        with worded():
+            status = run(sys.argv[1:])
+        sys.exit(status)
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -78,8 +86,10 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Do what the command line says, and return the exit status."""
-    settings = read_settings([text for text in arguments if text.startswith(OWN)])
-    overrides = [text for text in arguments if not text.startswith(OWN)]
+    check_words(arguments, default_fields(RunConfig))
+    words = spell_out(arguments, ())
+    settings = read_settings([text for text in words if text.startswith(OWN)])
+    overrides = [text for text in words if not text.startswith(OWN)]
     if settings["to"] or settings["curve"]:
         if overrides or not settings["runs"]:
             raise ValueError("compare.to and compare.curve take compare.runs and no overrides.")
@@ -155,9 +165,22 @@ def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> list[Any]:
                 own = [f"checkpoint={quoted(run)}", f"out={quoted(result)}"]
             command = (sys.executable, str(script), *texts, *own)
             cells.append(Cell(name, choices, command, result, out / "logs" / f"{name}.log"))
-    if not runs:
-        compose_settings("train", cells[0].command[2:])  # what all have is checked before any runs
+    checked: set[tuple[str, str]] = set()
+    for cell in cells:  # before any runs: each value once, not each with every other
+        if not checked or not cell.choices.items() <= checked:
+            checked |= cell.choices.items()
+            check_cell(cell, scores=bool(runs))
     return cells
+
+
+def check_cell(cell: Cell, *, scores: bool) -> None:
+    """Check the settings of a cell, which trains or scores. Raises ValueError if they are wrong."""
+    if scores:
+        groups = ("sampler", "guidance")
+        settings = compose_settings("evaluate", cell.command[2:], EvaluateConfig, groups)
+        check(EvaluateConfig, settings)
+    else:
+        make_config(**compose_settings("train", cell.command[2:]))
 
 
 def split_sweeps(

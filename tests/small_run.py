@@ -26,7 +26,6 @@ SMALL = [
     "backbone.hidden_size=16",
     "training.batch_size=8",
     "training.num_steps=6",
-    "lr_schedule.warmup_steps=2",
     "training.log_every=2",
     "training.sample_every=0",
     "training.checkpoint_every=0",

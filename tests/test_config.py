@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hydra.core.config_store import ConfigStore
 
 from tests.processes import run_python
 from tests.small_run import fields_of
-from tread_zoo import available
-from tread_zoo.cli import AS_RUN, compose_settings
+from tread_zoo import available, create
+from tread_zoo.cli import AS_RUN, check_overrides, check_words, compose_settings, worded
 from tread_zoo.config import PART_FIELDS, EvaluateConfig, SampleConfig, check, make_config
 from tread_zoo.routing import build_routing
 
@@ -113,6 +115,13 @@ def check_error(make, words):
         ("data=npz", ["data.path", "data.path=…"]),
         ("seed", ["seed"]),
         ("plugins=[no_such_module]", ["no_such_module", "PYTHONPATH"]),
+        ("plugins=[1]", ["plugins=[1]", "[my_module]"]),
+        ("training.learning_rate=1e-3", ["training.learning_rate ", "optimizer.learning_rate?"]),
+        ("training.epochs=3", ["training.num_steps?"]),
+        ("lr=1e-3", ["optimizer.learning_rate?"]),
+        ("ema=0.9", ["training.ema_decay?"]),
+        ("cfg=2", ["guidance.scale?"]),
+        ("batch=8", ["training.batch_size?"]),
     ],
 )
 def test_a_wrong_override_is_one_line_with_the_nearest_name(override, words):
@@ -137,10 +146,76 @@ def test_a_wrong_override_is_one_line_with_the_nearest_name(override, words):
         ("evaluation.metrics=[fidd]", ["'fidd'", "'fid'"]),
         ("data={name: npz, path: 7}", ["data.path=7", "quotes"]),
         ("seed=abc", ["seed='abc'", "integer"]),
+        ("training.learning_rat=1e-3", ["optimizer.learning_rate?"]),
+        ("training.timeout_s=99999999999999", ["training.timeout_s=99999999999999"]),
+        ("training.max_grad_norm=1e-300", ["training.max_grad_norm=1e-300"]),
+        ("training.label_dropout=0.999999999", ["training.label_dropout=0.999999999"]),
+        ("lr_schedule.warmup_steps=800", ["warmup_steps=800", "num_steps=800"]),
+        ("routing.rate_range=[0.1]", ["routing.rate_range=[0.1]", "[0.25, 0.75]"]),
+        ("routing.rate_range=[0.9,0.1]", ["routing.rate_range=[0.9, 0.1]", "[0.25, 0.75]"]),
+        ("routing.rate_range=[0.9,x]", ["routing.rate_range=[0.9, 'x']", "[0.25, 0.75]"]),
+        ("routing.rate_steps=[[0.3]]", ["routing.rate_steps[0]=[0.3]", "too few"]),
     ],
 )
 def test_a_wrong_value_is_one_line_with_field_value_and_remedy(override, words):
     check_error(lambda: make_config(**fields_of(override)), words)
+
+
+def test_of_many_names_the_nearest_few_are_listed():
+    with pytest.raises(ValueError) as error:
+        compose("backbone=dit_xl2")
+    assert "'dit_xl_2'" in str(error.value)
+    assert len(str(error.value)) < 250
+
+
+def test_numbers_of_numpy_and_torch_are_numbers():
+    config = make_config(
+        seed=np.int64(3), optimizer={"name": "adamw", "learning_rate": np.float64(0.5)},
+        training={"batch_size": np.int32(4)}, routing={"selection_rate": torch.tensor(0.25)},
+    )  # fmt: skip
+    assert (config.seed, config.optimizer["learning_rate"]) == (3, 0.5)
+    assert (config.training.batch_size, config.routing.selection_rate) == (4, 0.25)
+
+
+def test_short_runs_warm_up_for_a_part_of_their_steps():
+    for num_steps, warmup_steps in ((800, 50), (20, 4), (1, 0)):
+        config = make_config(training={"num_steps": num_steps})
+        assert config.lr_schedule["warmup_steps"] == warmup_steps
+        rate = create("lr_schedule", "cosine")  # with auto
+        given = create("lr_schedule", config.lr_schedule)
+        assert [rate(i, num_steps) for i in range(9)] == [given(i, num_steps) for i in range(9)]
+
+
+@pytest.mark.parametrize("path", ["runs/ünï", "a=b", "a'b", "a b", "a'=ü,b"])
+def test_ordinary_paths_need_no_quotes_but_those_of_the_shell(path):
+    assert compose(f"run_dir={path}").run_dir == path
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["--backbone", "dit_tiny"], "backbone=dit_tiny"),
+        (["--backbone=dit_tiny"], "backbone=dit_tiny"),
+        (["backbone", "dit_tiny"], "backbone=dit_tiny"),
+        (["runs/photos"], "checkpoint=runs/photos"),
+        (["backbone=dit,mamba"], "-m"),
+        (["backbone=dit,mamba"], "tread-zoo compare backbone=dit,mamba"),
+        (["-m", "backbone=dit,mambaa"], "'mamba'"),
+        (["-m", "backbone=dit,mamba"], None),
+        (["--cfg", "job", "~tracker", "seed=1"], None),
+    ],
+)
+def test_words_that_are_no_overrides_are_answered_with_the_right_spelling(words, meant):
+    def check_command_line():
+        with worded():
+            check_words(words, {"checkpoint": "???", "backbone": "dit_tiny"})
+            check_overrides("train", words)
+
+    compose()  # which makes the parts known to hydra
+    if meant is None:
+        check_command_line()
+    else:
+        check_error(check_command_line, [meant])
 
 
 @pytest.mark.parametrize(("text", "weights"), [("model", "model"), ("ema:0.050", "ema:0.05")])

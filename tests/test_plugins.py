@@ -23,7 +23,7 @@ DOCUMENTED = [
 OTHERS = [
     "plugins=[my_plugin]", "backbone=dit", "objective=huber_flow", "objective.delta=0.5",
     "sampler=midpoint", "guidance=rising", "guidance.scale=1.5", "lr_schedule=inverse_sqrt",
-    "lr_schedule.warmup_steps=2", "data=stripes", "data.num_images=128", "tracker=csv",
+    "lr_schedule.warmup_steps=1", "data=stripes", "data.num_images=128", "tracker=csv",
     "alignment=regression", "alignment.block=0",
     "evaluation.metrics=[]", "evaluation.num_images=4",
 ]  # fmt: skip

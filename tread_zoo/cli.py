@@ -49,6 +49,11 @@ CONFIGS, SCRIPTS = HOME / "configs", HOME / "scripts"
 AS_RUN = "as_run"  # of an option: as a checkpoint's run had it
 GROUPS = (*PART_FIELDS, "routing")  # of a run
 PARSER = OverridesParser.create()
+HYDRA_FLAGS = {
+    "--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p",
+    "--run", "-r", "--multirun", "-m", "--shell-completion", "-sc", "--config-path", "-cp",
+    "--config-name", "-cn", "--config-dir", "-cd", "--experimental-rerun", "--info", "-i",
+}  # fmt: skip
 NO_OVERRIDES = {"--hydra-help", "--version", "--shell-completion", "-sc"}  # flags of hydra's
 
 
@@ -67,7 +72,8 @@ def command(
     def decorate(run: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
         @functools.wraps(run)
         def main() -> None:
-            with errors_in_one_line(), _worded():
+            with errors_in_one_line(), worded():
+                check_words(sys.argv[1:], default_fields(config))
                 sys.argv[1:] = spell_out(sys.argv[1:], groups)
                 load_plugins(plugins_named_by(sys.argv[1:]))
                 register_groups(name, config, groups)
@@ -163,7 +169,7 @@ def compose_settings(
     Raises:
         ValueError: an override that names no field or no option, in one line.
     """
-    with _worded():
+    with worded():
         overrides = spell_out(overrides, groups)
         load_plugins(plugins_named_by(overrides))
         register_groups(name, config, groups)
@@ -172,27 +178,67 @@ def compose_settings(
 
 
 def check_overrides(name: str, words: Sequence[str]) -> None:
-    """Compose the command line `words` of a script once, the first value of each sweep, to say in
-    one line what hydra says in many.
+    """Compose the command line `words` of a script, with the first value of each sweep and with all
+    that choose a part, to say in one line what hydra says in many.
 
     Raises:
-        ValueError: an override that names no field or no option; the nearest is suggested.
+        ValueError: an override that names no field or no option (the nearest is suggested), or
+            several values where no sweep is asked for.
     """
     chosen, folders, overrides = _parse(words)
-    single = [f"hydra.searchpath=[file://{folder}]" for folder in folders[1:]]  # --config-dir
-    for text, parsed in zip(overrides, PARSER.parse_overrides(overrides), strict=True):
+    sweeps: dict[int, list[str]] = {}  # by place in the command line
+    for place, parsed in enumerate(PARSER.parse_overrides(overrides)):
         if parsed.is_sweep_override():
-            text = f"{parsed.get_key_element()}={next(iter(parsed.sweep_string_iterator()))}"
-        single.append(text)
+            field = parsed.get_key_element()
+            sweeps[place] = [f"{field}={value}" for value in parsed.sweep_string_iterator()]
+    if sweeps and not {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(words):
+        text = overrides[min(sweeps)]
+        compared = f", or tread-zoo compare {text} for a report" if name == "train" else ""
+        raise ValueError(
+            f"{text} has several values: add -m to run one after the other{compared}. A value that "
+            f'has a comma takes quotes, as in "{_quoted(text)}".'
+        )
+    firsts = [sweeps.get(place, [text])[0] for place, text in enumerate(overrides)]
+    firsts += [f"hydra.searchpath=[file://{folder}]" for folder in folders[1:]]  # --config-dir
+    others = [(place, text) for place, texts in sweeps.items() for text in texts[1:]]
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        compose(chosen or name, overrides=single)
+        compose(chosen or name, overrides=firsts)
+        for place, text in others:
+            if text.partition("=")[0] in GROUPS:
+                compose(chosen or name, overrides=[*firsts[:place], text, *firsts[place + 1 :]])
+
+
+def check_words(words: Sequence[str], fields: Mapping[str, Any]) -> None:
+    """Check that a command line is made of overrides and hydra's flags.
+
+    Args:
+        words: of the command line.
+        fields: that the script has.
+
+    Raises:
+        ValueError: a word is neither; how it is spelt.
+    """
+    overrides = _parse(words)[2]
+    for place, word in enumerate(words):
+        name, equals, value = word.lstrip("-").partition("=")
+        following = next((w for w in words[place + 1 : place + 2] if w[:1] != "-"), "")
+        is_flag, name = word.startswith("-"), name.replace("-", "_")
+        if is_flag and (word.split("=")[0] in HYDRA_FLAGS or word == "-"):
+            continue
+        if not is_flag and (equals or word not in overrides or word.startswith("~")):
+            continue
+        meant = f"{name}={value or following or '…'}"
+        if not is_flag and name not in fields:
+            meant = f"checkpoint={word}" if "checkpoint" in fields else "seed=1"
+        raise ValueError(f"{word}: settings are written field=value, as in {meant}.")
 
 
 def spell_out(words: Sequence[str], groups: Sequence[str]) -> list[str]:
-    """Return a command line on which a part that is given as a mapping, `group={name: x, a: 1}`, is
-    chosen as hydra does: `group=x group.a=1`."""
+    """Return a command line as hydra reads it: a value that its grammar has no place for, as paths
+    with `ü` or `=`, is quoted, and a part that is given as a mapping, `group={name: x, a: 1}`, is
+    chosen as `group=x group.a=1`."""
     spelled = []
-    for word in words:
+    for word in map(_readable, words):
         group, _, text = word.partition("=")
         is_mapping = group in groups and text.startswith("{")
         parsed = PARSER.parse_override(word) if is_mapping else None
@@ -202,6 +248,21 @@ def spell_out(words: Sequence[str], groups: Sequence[str]) -> list[str]:
         name, options = split(group, parsed.value())  # type: ignore[arg-type]
         spelled += [f"{group}={name}", *(f"{group}.{k}={_text(v)}" for k, v in options.items())]
     return spelled
+
+
+def _readable(word: str) -> str:
+    """Return an override, quoted if hydra cannot read its value."""
+    try:
+        if "=" in word and not word.startswith("-"):
+            PARSER.parse_override(word)
+    except HydraException:
+        return _quoted(word)
+    return word
+
+
+def _quoted(override: str) -> str:
+    field, _, value = override.partition("=")
+    return f"{field}={_text(value)}"
 
 
 def _text(value: Any) -> str:
@@ -225,13 +286,13 @@ def plugins_named_by(words: Sequence[str]) -> list[str]:
         key, _, value = word.lstrip("+").partition("=")
         if key == "plugins":
             named: Any = PARSER.parse_override(word).value()
-            modules += [named] if isinstance(named, str) else named
+            modules += named if isinstance(named, list) else [named]
         elif value:
             files.append(f"{key}/{value}.yaml")
     for path in (folder / file for folder in folders for file in files):
         if path.is_file():
             own: Any = OmegaConf.load(path)
-            modules += own.get("plugins") or []
+            modules += list(own.get("plugins") or [])
     return modules
 
 
@@ -258,7 +319,7 @@ def errors_in_one_line(after_interrupt: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def _worded() -> Iterator[None]:
+def worded() -> Iterator[None]:
     """Turn hydra's errors into a `ValueError` of one line, with the nearest name."""
     try:
         yield
@@ -270,8 +331,11 @@ def _worded() -> Iterator[None]:
     except HydraException as error:
         cause = error.__cause__
         if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
-            group = str(cause.full_key).rpartition(".")[0]
-            raise unknown_field(group, cause.key, map(str, cause.parent_node)) from None
+            group, root = str(cause.full_key).rpartition(".")[0], cause.parent_node._get_root()
+            tree: Any = OmegaConf.to_container(root, resolve=False)
+            tree.pop("hydra", None)
+            known = (key for key in map(str, cause.parent_node) if key != "hydra")
+            raise unknown_field(group, cause.key, known, tree) from None
         raise ValueError("; ".join(str(error).split("\n")[:2])) from None
 
 

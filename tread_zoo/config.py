@@ -11,7 +11,6 @@ Fields marked `ASIDE` do not change what a run computes: where it writes, how of
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal, get_type_hints
@@ -30,7 +29,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from tread_zoo.errors import describe_invalid, unknown_field
-from tread_zoo.registry import complete, get_entry, plugins_of, split
+from tread_zoo.registry import as_plain, complete, get_entry, plugins_of, split
 
 ASIDE = "aside"
 Auto = Literal["auto"]
@@ -60,6 +59,15 @@ def _weights(text: str) -> str:
 
 
 Weights = Annotated[str, AfterValidator(_weights)]
+
+
+def _rate_range(given: Any) -> Any:
+    with suppress(TypeError, IndexError):  # what is no pair of numbers
+        if given is None or given[0] < given[1]:
+            return given and tuple(given)
+    raise ValueError(
+        f"routing.rate_range={given!r} must be two rates, the lower one first, as in [0.25, 0.75]."
+    )
 
 
 def _metrics(parts: Any) -> Any:
@@ -102,7 +110,7 @@ class RouteConfig:
     schedule: Literal["constant", "linear", "cosine", "steps"] = "constant"
     final_rate: Fraction | None = None
     rate_steps: tuple[tuple[Fraction, Fraction], ...] = ()
-    rate_range: tuple[Fraction, Fraction] | None = None
+    rate_range: Annotated[tuple[Fraction, Fraction] | None, BeforeValidator(_rate_range)] = None
     carry_from: int | None = None
     detach: bool = False
     sparsify: bool = True
@@ -170,7 +178,7 @@ class TrainingConfig:
             one.
         batch_size: images per process and micro-step.
         gradient_accumulation_steps: micro-steps per optimizer step.
-        max_grad_norm: gradients are clipped to this norm; 0 switches clipping off.
+        max_grad_norm: gradients are clipped to this norm, 1e-6 or more; 0 switches clipping off.
         ema_decay: of the averaged weights, which are sampled and scored; it grows to this as
             (1 + k) / (10 + k) at step k.
         ema_snapshots_every: in optimizer steps: save averages of two widths, from which any other,
@@ -193,10 +201,10 @@ class TrainingConfig:
     num_steps: Auto | PositiveInt = "auto"
     batch_size: PositiveInt = 64
     gradient_accumulation_steps: PositiveInt = 1
-    max_grad_norm: NonNegativeFloat = 1.0
+    max_grad_norm: Annotated[float, Field(ge=1e-6)] | Annotated[float, Field(ge=0, le=0)] = 1.0
     ema_decay: Fraction = 0.995
     ema_snapshots_every: Annotated[NonNegativeInt, ASIDE] = 0
-    label_dropout: Fraction = 0.1
+    label_dropout: Annotated[float, Field(ge=0, le=0.9)] = 0.1
     horizontal_flip: bool = False
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     activation_checkpointing: Annotated[bool | NonNegativeInt, ASIDE] = False
@@ -208,7 +216,7 @@ class TrainingConfig:
     score_every: Annotated[NonNegativeInt, ASIDE] = 0
     checkpoint_every: Annotated[NonNegativeInt, ASIDE] = 250
     keep_checkpoints: Annotated[PositiveInt, ASIDE] = 2
-    timeout_s: Annotated[PositiveInt, ASIDE] = 1800
+    timeout_s: Annotated[PositiveInt, Field(le=31_536_000), ASIDE] = 1800  # a year
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
@@ -567,7 +575,7 @@ class PushConfig:
 def make_config(**fields: Any) -> RunConfig:
     """Return the configuration of a run, with defaults for what is not given.
 
-    `auto` is resolved here: the learning rate and the number of steps are then numbers.
+    `auto` is resolved here: the learning rate, the steps and those of the warm-up are then numbers.
 
     Raises:
         ValueError: an unknown field (the nearest is suggested), a value of another type or out of
@@ -587,6 +595,15 @@ def make_config(**fields: Any) -> RunConfig:
     if optimizer.get("learning_rate") == "auto":
         name = config.backbone["name"]
         optimizer["learning_rate"] = get_entry("backbone", name).facts.get("learning_rate", 1e-4)
+    lr_schedule = dict(config.lr_schedule)
+    if lr_schedule.get("warmup_steps") == "auto":
+        lr_schedule["warmup_steps"] = auto_warmup_steps(int(training.num_steps))
+    if lr_schedule.get("warmup_steps", 0) >= int(training.num_steps):
+        raise ValueError(
+            f"lr_schedule.warmup_steps={lr_schedule['warmup_steps']} is all of training.num_steps="
+            f"{training.num_steps}: the learning rate would never be reached. Set lr_schedule."
+            "warmup_steps=0, or to a few percent of the steps."
+        )
     run_dir = config.run_dir
     if run_dir == "auto":
         names = [config.data["name"], config.backbone["name"], routing.name]
@@ -600,8 +617,14 @@ def make_config(**fields: Any) -> RunConfig:
     used += [("selector", split("selector", s)[0]) for s in selectors if s != "auto"]
     plugins = tuple(dict.fromkeys((*config.plugins, *plugins_of(used))))
     return dataclasses.replace(
-        config, training=training, optimizer=optimizer, run_dir=run_dir, plugins=plugins
-    )
+        config, training=training, optimizer=optimizer, lr_schedule=lr_schedule, run_dir=run_dir,
+        plugins=plugins,
+    )  # fmt: skip
+
+
+def auto_warmup_steps(num_steps: int) -> int:
+    """Return 50, or a fifth of a run of fewer than 250 steps."""
+    return min(50, num_steps // 5)
 
 
 def check(cls: type[Any], fields: Mapping[str, Any], prefix: str = "") -> Any:
@@ -615,15 +638,23 @@ def check(cls: type[Any], fields: Mapping[str, Any], prefix: str = "") -> Any:
     Raises:
         ValueError: in one line, what is wrong with the first field that is.
     """
-    plain = json.loads(json.dumps(dict(fields), default=_as_plain))
+    plain = json.loads(json.dumps(dict(fields), default=as_plain))
     try:
         return TypeAdapter(cls).validate_json(json.dumps(plain))
     except ValidationError as error:
-        raise describe_invalid(prefix, error, plain, default_fields(cls)) from None
+        raise describe_invalid(prefix, error, plain, _with_options(cls, plain)) from None
 
 
-def _as_plain(value: Any) -> Any:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else os.fspath(value)  # type: ignore[arg-type]
+def _with_options(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a configuration class, and in place of a part's name its options."""
+    tree = default_fields(cls)
+    for kind in PART_FIELDS:
+        if isinstance(tree.get(kind), str):
+            with suppress(ValueError):
+                entry = get_entry(kind, split(kind, given.get(kind, tree[kind]))[0])
+                grid = default_fields(SamplingGrid) if kind == "sampler" else {}
+                tree[kind] = {**grid, **dict.fromkeys(entry.parameters()), **entry.defaults()}
+    return tree
 
 
 def default_fields(cls: Any) -> dict[str, Any]:

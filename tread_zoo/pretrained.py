@@ -141,10 +141,18 @@ def download(path: Path, *, revision: str | None = None, into: Path | None = Non
 
 
 def upload(folder: Path, repo: str, *, private: bool) -> str:
-    """Upload all files of a folder as `user/name`, and return its address."""
+    """Upload all files of a folder as `user/name`, and return its address.
+
+    Raises:
+        OSError: there is no way to the hub, or it refuses.
+    """
     import huggingface_hub
 
     hub = huggingface_hub.HfApi()
-    address = hub.create_repo(repo, private=private, exist_ok=True)
-    hub.upload_folder(repo_id=repo, folder_path=folder)
+    try:
+        address = hub.create_repo(repo, private=private, exist_ok=True)
+        hub.upload_folder(repo_id=repo, folder_path=folder)
+    except Exception as error:  # of its network library, too
+        why = " ".join(str(error).split())[:300]
+        raise OSError(f"{folder} cannot be uploaded as {repo!r}: {why}") from error
     return str(address)

@@ -26,14 +26,15 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from tread_zoo.errors import describe_invalid, unknown_name
+from tread_zoo.errors import describe_invalid, missing_path, unknown_name
 
 if TYPE_CHECKING:
     from tread_zoo.backbone import Backbone
@@ -125,7 +126,7 @@ class Entry:
                 that is missing, or values that do not go together.
         """
         where = field or self.kind
-        plain = json.dumps(dict(options), default=os.fspath)
+        plain = json.dumps(dict(options), default=as_plain)
         try:
             model = self.schema.model_validate_json(plain)
         except ValidationError as error:
@@ -140,12 +141,34 @@ class Entry:
         options bound.
 
         Raises:
-            ValueError: as of `complete`, or the target refuses a value.
+            ValueError: as of `complete`, or the target refuses a value, or the path of data is not
+                there.
         """
         values = self.complete(options, field)
-        if inspect.isclass(self.target) or self.kind == "data":
+        if self.kind == "data":
+            return self._open(values, field)
+        if inspect.isclass(self.target):
             return self.target(**values)
         return functools.partial(self.target, **values) if values else self.target
+
+    def _open(self, values: Mapping[str, Any], field: str | None) -> Any:
+        """Return the data of a source."""
+        path = values.get("path")
+        try:
+            return self.target(**values)
+        except OSError as error:
+            if isinstance(path, str) and not Path(path).expanduser().exists():
+                why = "" if error.errno else str(error).partition("\n")[0]
+                raise missing_path(f"{field or self.kind}.path", path, why) from error
+            raise
+
+
+def as_plain(value: Any) -> Any:
+    """Return what JSON has no form for as plain values: dataclasses, paths, arrays and scalars of
+    numpy and torch."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return value.tolist() if hasattr(value, "tolist") else os.fspath(value)
 
 
 _entries: dict[tuple[str, str], Entry] = {}
@@ -272,12 +295,15 @@ def complete(kind: str, part: str | Mapping[str, Any], field: str | None = None)
     return {"name": entry.name, **entry.complete(options, field)}
 
 
-def load_plugins(modules: Iterable[str]) -> None:
+def load_plugins(modules: Sequence[str]) -> None:
     """Import modules that register parts.
 
     Raises:
-        ValueError: one cannot be imported.
+        ValueError: one cannot be imported, or they are no list of names.
     """
+    is_list = isinstance(modules, list | tuple)
+    if not is_list or not all(isinstance(module, str) for module in modules):
+        raise ValueError(f"plugins={modules!r} must be a list of modules, as in [my_module].")
     for module in modules:
         try:
             importlib.import_module(module)

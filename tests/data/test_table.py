@@ -58,6 +58,27 @@ def test_a_flat_folder_is_unlabelled_and_rows_come_before_columns(tmp_path):
     assert torch.equal(data.train[0][0], torch.from_numpy(pixels).permute(2, 0, 1))
 
 
+@pytest.mark.parametrize("source", ["image_folder", "npz", "table", "latents", "webdataset", "hf"])
+def test_a_path_that_is_not_there_is_answered_with_what_lies_near(tmp_path, source, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(ValueError, match=r"data\.path='./fotos' .* mean 'photos'"):
+        create("data", source, path="./fotos")
+
+
+def test_the_kernel_s_own_folders_and_links_in_circles_are_not_walked(tmp_path):
+    for path in ("/proc", "/sys"):
+        with pytest.raises(ValueError, match=f"data.path='{path}'"):
+            create("data", "image_folder", path=path)
+    (tmp_path / "cat").mkdir()
+    Image.fromarray(flat(1)).save(tmp_path / "cat" / "a.png")
+    Image.fromarray(flat(2)).save(tmp_path / "cat" / "b.png")
+    (tmp_path / "cat" / "again").symlink_to(tmp_path / "cat")
+    (tmp_path / "dog").symlink_to(tmp_path / "cat")  # a class of the same pictures
+    data = create("data", "image_folder", path=str(tmp_path), held_out=0.0)
+    assert values_of(data.train) == [1, 2, 1, 2]
+
+
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "LA", "P", "1", "CMYK"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_pictures_of_all_8_bit_kinds_and_dropped_alpha(tmp_path, caplog, mode, channels):
@@ -107,7 +128,7 @@ def test_folders_that_cannot_be_trained_on(folder, tmp_path):
         create("data", "image_folder", path=str(folder))
     with pytest.raises(ValueError, match="no pictures"):
         create("data", "image_folder", path=str(tmp_path / "pets" / ".hidden"))
-    with pytest.raises(FileNotFoundError, match="nowhere"):
+    with pytest.raises(ValueError, match="has no 'nowhere'"):
         create("data", "image_folder", path=str(tmp_path / "nowhere"))
 
 

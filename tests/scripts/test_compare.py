@@ -26,8 +26,8 @@ given = {key: value.strip("'") for key, value in (text.split("=", 1) for text in
 while pathlib.Path("wait").exists():
     pathlib.Path("waiting").touch()
     time.sleep(0.05)
-if given.get("routing") == "wrong":
-    sys.exit("error: routing=wrong is unknown.")
+if given.get("seed") == "9":
+    sys.exit("error: out of luck.")
 if "checkpoint" in given:
     record = json.loads(pathlib.Path(given["checkpoint"], "score.json").read_text())
     record["values"]["held_out_loss"] /= len(given["guidance"])
@@ -105,9 +105,9 @@ def test_a_sweep_of_averaged_weights(place, call):
 
 
 def test_a_cell_that_fails_is_reported_and_the_others_are_compared(place, call):
-    said = call("backbone=dit_tiny", "routing=none,wrong", "seed=0", "compare.out=out", status=1)
-    assert "failed: backbone-dit_tiny_routing-wrong_seed-0" in said
-    assert "error: routing=wrong is unknown." in said
+    said = call("backbone=dit_tiny", "routing=none", "seed=0,9", "compare.out=out", status=1)
+    assert "failed: backbone-dit_tiny_routing-none_seed-9" in said
+    assert "error: out of luck." in said
     assert "dit_tiny dense" in (place / "out" / "report.md").read_text()
 
 
@@ -194,12 +194,19 @@ def test_every_study_is_a_set_of_settings_that_can_be_built(study):
         (["compare.runs=nowhere/*"], "holds no run"),
         (["run_dir=there"], "set by the comparison"),
         (["training.num_step=5"], "num_steps"),
+        (["backbone=dit_tiny,mambaa"], "'mamba'"),
+        (["seed=0,x"], "seed='x'"),
+        (["routing=tread", "training.label_dropout=0.1,2"], "label_dropout=2"),
+        (["dit_tiny"], "field=value"),
+        (["seed=ü"], "seed='ü'"),
     ],
 )
 def test_a_wrong_command_is_one_line_and_status_2(given, message, call):
+    """Before any cell runs, whichever of them is wrong."""
     error = call(*given, status=2)
     assert error.startswith("error: ")
     assert message in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(("factor", "status"), [(1.0, 0), (1.2, 1)])
@@ -218,6 +225,7 @@ def test_the_status_says_whether_a_run_lies_on_its_curve(
 def test_a_run_of_a_recipe_differs_in_nothing_from_it(tmp_path):
     config = json.loads((write_run(tmp_path / "run") / "config.json").read_text())
     config["training"] |= {"num_steps": 800, "log_every": 5}
+    config["lr_schedule"]["warmup_steps"] = "auto"
     assert compare.recipe_differences("digits_dit_dense", config) == {}
     config["optimizer"]["learning_rate"] = 1.0
     assert "optimizer.learning_rate" in compare.recipe_differences("digits_dit_dense", config)

@@ -6,6 +6,7 @@ here when they are read. Labels and contexts are columns beside them.
 C channels, H height, W width, N rows.
 """
 
+import errno
 import io
 import logging
 import os
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 TEST_SPLITS = ("test", "validation")  # taken in this order where none is named
 _SURVEYED = 64
+_NOT_FILES = ("/proc/", "/sys/")  # the kernel's, without end
 
 
 @dataclass(eq=False)
@@ -123,7 +125,16 @@ def _find_pictures(root: Path, context: str | None) -> tuple[list[str], list[int
     names = sorted(e.name for e in os.scandir(root) if e.is_dir() and not e.name.startswith("."))
     files, others = list[tuple[str, str]](), Counter[str]()  # class, path
     for parent, folders, entries in os.walk(root, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        own = os.path.realpath(parent)
+        if f"{own}/".startswith(_NOT_FILES):
+            raise ValueError(
+                f"data.path={str(root)!r} leads to {own}, where no pictures are: name their folder."
+            )
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".") and not _leads_back(os.path.join(parent, name), own)
+        ]
         name = os.path.relpath(parent, root).split(os.sep)[0]
         for entry in (entry for entry in entries if not entry.startswith(".")):
             if entry.lower().endswith(SUFFIXES):
@@ -144,6 +155,11 @@ def _find_pictures(root: Path, context: str | None) -> tuple[list[str], list[int
         )
     labels = {name: label for label, name in enumerate(names)}
     return [path for _, path in files], [labels.get(name, 0) for name, _ in files], names
+
+
+def _leads_back(folder: str, parent: str) -> bool:
+    """Return whether a folder is a link to one that it lies in."""
+    return os.path.islink(folder) and f"{parent}/".startswith(f"{os.path.realpath(folder)}/")
 
 
 @register("data", "hf")
@@ -181,6 +197,8 @@ def hf(
         context_length: as of `image_folder`.
     """
     folder = Path(path).expanduser()
+    if not folder.exists() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
+        raise FileNotFoundError(errno.ENOENT, "No such folder", path)  # nor a name on the hub
     name = folder.resolve().name if folder.exists() else path
     return _picture_data(
         f"hf:{name}",

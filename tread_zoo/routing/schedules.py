@@ -97,11 +97,10 @@ def build_schedule(
             f"{label}.rate_steps={list(steps)} and {label}.schedule={name} do not go together: "
             "schedule=steps needs some, as [[0.3, 0.5], [0.6, 0.25]], the others have none."
         )
-    low, high = fields["rate_range"] or (0.0, 1.0)
-    if low >= high or (fields["rate_range"] and name != "constant"):
+    if fields["rate_range"] and name != "constant":
         raise ValueError(
-            f"{label}.rate_range=[{low:g}, {high:g}] must ascend, and needs {label}.schedule="
-            f"constant, not {name}: each step draws its own rate."
+            f"{label}.rate_range={list(fields['rate_range'])} needs {label}.schedule=constant, not "
+            f"{name}: each step draws its own rate."
         )
     fractions = [warm_start, *(fraction for fraction, _ in steps), 1.0 - dense_tail]
     if any(before >= after for before, after in pairwise(fractions)):

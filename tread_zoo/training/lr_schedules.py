@@ -8,7 +8,8 @@
     wsd        f = 1, and over the last `decay` of all steps linearly to 0 (warm-up, stable, decay;
                MiniCPM, arXiv 2404.06395)
 
-A schedule is called with (step, num_steps), steps counted from 0.
+A schedule is called with (step, num_steps), steps counted from 0. warmup_steps=auto is 50, or a
+fifth of a run of fewer than 250 steps.
 """
 
 import math
@@ -17,6 +18,7 @@ from typing import Annotated, Protocol
 
 from pydantic import Field, NonNegativeInt
 
+from tread_zoo.config import Auto, auto_warmup_steps
 from tread_zoo.registry import register
 
 
@@ -31,12 +33,14 @@ class LRSchedule(Protocol):
 class Constant:
     """Warm-up, then the peak."""
 
-    warmup_steps: NonNegativeInt = 50
+    warmup_steps: Auto | NonNegativeInt = "auto"
 
     def __call__(self, step: int, num_steps: int) -> float:
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        return self.after((step - self.warmup_steps) / max(1, num_steps - self.warmup_steps))
+        auto = self.warmup_steps == "auto"
+        warmup = auto_warmup_steps(num_steps) if auto else int(self.warmup_steps)
+        if step < warmup:
+            return (step + 1) / warmup
+        return self.after((step - warmup) / max(1, num_steps - warmup))
 
     def after(self, progress: float) -> float:
         """Return the factor at a progress of 0 … 1 after the warm-up."""
