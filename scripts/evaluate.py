@@ -61,7 +61,8 @@ def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
     evaluation = check(EvaluationConfig, {**own, **_given(config)}, "evaluation")
     record = evaluate(
         run.backbone, run.objective, data, sampling, evaluation, precision=run.precision,
-        weak=run.weak(sampling), weights=config.weights, step=run.checkpoint.step,
+        routing=run.routing, weak=run.weak(sampling), weights=config.weights,
+        step=run.checkpoint.step,
     )  # fmt: skip
     return record, str(run.run_dir / f"score_{run.checkpoint.step:08d}_{{digest}}.json")
 

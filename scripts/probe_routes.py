@@ -5,7 +5,8 @@ tread-zoo probe checkpoint=… measure=cka selection_rate=0.75
 
 Prints how similar the states between blocks are, plots it as placement.png, and proposes a route
 with the FLOPs that it saves; placement.json has every number. The rule is at the top of
-tread_zoo/routing/probe.py. Use a dense run: a routed one has adapted to its own route.
+tread_zoo/routing/probe.py. Use a dense run: a routed one has adapted to its own route. It also says
+how much the output changes without a block, and without the routed ones.
 """
 
 import json
@@ -19,6 +20,11 @@ from torch import Tensor
 from tread_zoo.cli import command
 from tread_zoo.config import ProbeConfig, check
 from tread_zoo.diffusion import Draw, build_sampling, default_labels, generate, initial_noise
+from tread_zoo.evaluation.contribution import (
+    data_contributions,
+    describe_contributions,
+    ranges_of,
+)
 from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.evaluation.held_out import stack_part
 from tread_zoo.evaluation.pictures import plot_similarity
@@ -59,7 +65,12 @@ def probe(run: Restored, config: ProbeConfig) -> dict[str, Any]:
     """Return the similarities, the proposed and the default route, and what they save."""
     levels, states, source = token_states(run, config)
     each = torch.stack([similarity(some, config.measure) for some in states])
-    mean, backbone = each.mean(dim=0), run.backbone
+    mean, backbone, worth = each.mean(dim=0), run.backbone, {}
+    if run.has_data:
+        worth["contributions"] = data_contributions(
+            backbone, run.objective, run.data(config.data), ranges=ranges_of(backbone, run.routing),
+            precision=run.precision, batch_size=config.batch_size, num_images=config.num_images,
+        )  # fmt: skip
     changes = (1 - mean.diagonal(offset=1)).tolist()
     proposal = propose_route(changes, backbone.skips)
     if backbone.fused_ranges or backbone.masked_ranges:  # it can be routed there alone
@@ -92,6 +103,7 @@ def probe(run: Restored, config: ProbeConfig) -> dict[str, Any]:
         "similarity": each.tolist(),
         "mean_similarity": mean.tolist(),
         "changes": changes,
+        **worth,
         "selection_rate": config.selection_rate,
         "flops_dense": dense,
         "route": {"gain": proposal.gain, **cost(proposal.start, proposal.end)},
@@ -152,6 +164,8 @@ def describe(record: dict[str, Any]) -> list[str]:
         lines.append(f"{i:5d}" + "".join(f"{value:6.2f}" for value in row))
     changes = "  ".join(f"{i} {change:.3f}" for i, change in enumerate(record["changes"]))
     lines.append(f"change by block: {changes}")
+    if "contributions" in record:
+        lines += describe_contributions(record["contributions"])
     for name, title in (("default_route", "auto"), ("route", "proposed")):
         route = record[name]
         lines.append(

@@ -13,7 +13,7 @@ D width; a context has T embeddings of width S.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -321,6 +321,7 @@ class Backbone(Pretrained, ABC):
         *,
         routes: Sequence[Route | PathDrop] = (),
         features: Sequence[int] | None = None,
+        without: Collection[int] = (),
     ) -> Tensor | tuple[Tensor, dict[int, Features]]:
         """Return the raw output [B, C_out, H, W]; of an empty batch an empty one, with no gradient.
 
@@ -337,10 +338,12 @@ class Backbone(Pretrained, ABC):
             features: blocks whose tokens are returned too, as (output, {block: `Features`}), with
                 their gradients: those that were there right after the block, within a route the
                 kept ones.
+            without: blocks that do not run: the streams pass them unchanged, and a skip made there
+                is the first stream as it came.
 
         Raises:
             ValueError: an input of another shape, a condition given to an unconditional network, or
-                a route or feature that does not fit.
+                a route, feature or block that does not fit.
             TypeError: a method of the subclass that returns something else than the contract says.
         """
         self._check_inputs(x, t, y)
@@ -353,11 +356,12 @@ class Backbone(Pretrained, ABC):
             masked_ranges=self.masked_ranges,
         )
         wanted = tuple(features or ())
-        if not all(0 <= index < self.num_blocks for index in wanted):
-            raise ValueError(f"features={list(wanted)}: blocks are 0 … {self.num_blocks - 1}.")
+        for name, indices in (("features", wanted), ("without", without)):
+            if not all(0 <= index < self.num_blocks for index in indices):
+                raise ValueError(f"{name}={list(indices)}: blocks are 0 … {self.num_blocks - 1}.")
         if len(x):
             streams, condition = self._embed(x, t, y)
-            streams, collected = self._run_blocks(streams, condition, routes, wanted)
+            streams, collected = self._run_blocks(streams, condition, routes, wanted, without)
             out = self.head(streams, rows_of(condition, None))
         else:  # kernels take no empty batch
             out, collected = x.new_zeros(0, self.out_channels, *self.input_size), {}
@@ -396,10 +400,12 @@ class Backbone(Pretrained, ABC):
         condition: Any,
         routes: Sequence[Route | PathDrop] = (),
         wanted: Sequence[int] = (),
+        without: Collection[int] = (),
         stop: int | None = None,
     ) -> tuple[Streams, dict[int, Features]]:
-        """Return the streams after blocks 0 … stop-1, each on the tokens that are in play, and the
-        features of the wanted ones; no route may lie across `stop`."""
+        """Return the streams after blocks 0 … stop-1, each on the tokens that are in play but for
+        those `without` which it goes, and the features of the wanted ones; no route may lie across
+        `stop`."""
         batch, device = len(streams[0]), streams[0].device
         dense = Layout(
             self.grid,
@@ -425,7 +431,7 @@ class Backbone(Pretrained, ABC):
             skip = skips[self.skips[i]] if i in self.skips else None
             if i in self.skips and last_use[self.skips[i]] == i:
                 del skips[self.skips[i]]
-            if frame is None or frame.runs:
+            if (frame is None or frame.runs) and i not in without:
                 streams = self._run_block(i, streams, given, layout, skip)
             if i in last_use:
                 skips[i] = streams[0]

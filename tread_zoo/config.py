@@ -233,6 +233,8 @@ class EvaluationConfig:
             statistics, which tread-zoo make-reference makes.
         num_reference: real images, evenly spaced; null takes all.
         seed: of the samples.
+        block_ranges: of blocks, as in [[2, 8]], whose contribution is measured as that of one; none
+            means those of the routes, or where those would be by default.
         batch_size: images at a time.
         inception_weights, dinov2_weights: files; null looks in torch's hub folder.
         keep_images: a folder, new or empty, for the samples as PNG files.
@@ -244,6 +246,7 @@ class EvaluationConfig:
     reference: str = "train"
     num_reference: PositiveInt | None = None
     seed: int = 1
+    block_ranges: Annotated[tuple[tuple[int, int], ...], ASIDE] = ()
     batch_size: Annotated[PositiveInt, ASIDE] = 250
     inception_weights: Annotated[str | None, ASIDE] = None
     dinov2_weights: Annotated[str | None, ASIDE] = None

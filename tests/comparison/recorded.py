@@ -24,12 +24,14 @@ def write_run(
     seconds=10.0,
     ended=True,
     device="a CPU",
+    worth=None,
     **settings,
 ):
     """Write a run whose held-out loss falls like 1 / step to `final`, and return its folder.
 
     Args:
         values: further scores at the end; on the way they change as the loss does.
+        worth: of each block, and of the range [1, 3) the last.
         protocol, held_out: entries in place of the common ones.
         settings: groups in place of the defaults.
     """
@@ -65,6 +67,7 @@ def write_run(
             "protocol": {**common, "step": step, **(protocol or {})},
             "held_out_loss_by_level": [loss(step) * k for k in (4, 3, 2, 1)],
             "held_out": {"draws": 8, **(held_out or {})},
+            "contributions": {"blocks": worth, "ranges": [[1, 3, worth[-1]]]} if worth else {},
             "run": {"device": device, "precision": "bf16", "num_processes": 1, "torch": "2.15",
                     "seconds": {"training": seconds * step / steps}},
         }  # fmt: skip

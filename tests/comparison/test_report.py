@@ -258,3 +258,18 @@ def test_the_page_fits_a_browser(page, tmp_path, width):
     assert scroll <= width, "it scrolls sideways"
     assert picture_ends <= 800 + 400 * (width < 800), "the picture is not on the first screen"
     assert (too_wide, broken) == (0, 0)
+
+
+def test_what_blocks_are_worth_has_a_strip_for_each_setting(tmp_path):
+    for routing in ("none", "tread"):
+        for seed, first in enumerate((0.7, 0.8)):
+            place = tmp_path / "runs" / f"{routing}_{seed}"
+            write_run(place, routing=routing, seed=seed, worth=[first, 0.01, 0.02, 0.4])
+    text = report(tmp_path)
+    assert "| dit_tiny dense | [1, 3) 0.4 | 0.75 0.01 0.02 0.40 |" in text
+    assert "| dit_tiny tread | [1, 3) 0.4 | 0.75 *0.01* *0.02* 0.40 |" in text
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert page.count('class="routed"') == 2
+    curves = read_curves(str(tmp_path / "runs" / "*"))
+    assert {"contribution_0", "contribution_1_3"} <= set(curves.metric)
+    assert len(curves[curves.metric == "contribution_0"]) == 4 * 5

@@ -14,7 +14,7 @@ from tread_zoo.config import ProbeConfig, check
 from tread_zoo.data import digits
 from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.evaluation.pictures import plot_similarity
-from tread_zoo.routing import build_routing
+from tread_zoo.routing import NO_ROUTING, build_routing
 from tread_zoo.routing.probe import propose_route, similarity
 from tread_zoo.seeding import make_generator
 from tread_zoo.testing import Probe
@@ -29,7 +29,8 @@ def run_of(backbone, *, data=None, objective="flow"):
     """Return what a checkpoint of a network gives back."""
     return SimpleNamespace(
         backbone=backbone, objective=create("objective", objective), has_data=data is not None,
-        data=lambda changes: data, precision="fp32", checkpoint=SimpleNamespace(step=7),
+        data=lambda changes: data, precision="fp32", routing=NO_ROUTING,
+        checkpoint=SimpleNamespace(step=7),
     )  # fmt: skip
 
 
@@ -155,3 +156,11 @@ def test_the_saving_is_that_of_a_routed_step(tmp_path):
     place, ends = tmp_path / "placement.png", (route["start"], route["end"])
     plot_similarity(record["mean_similarity"], record["changes"], ends, place, title="x")
     assert place.stat().st_size > 1000
+
+
+def test_idle_blocks_are_warned_of():
+    """All blocks of a new network are the identity."""
+    sizes = {"input_size": 8, "in_channels": 1, "num_classes": 10, "hidden_size": 16, "depth": 8}
+    record = probe(run_of(create_backbone("dit_tiny", **sizes), data=digits()), options())
+    text = "\n".join(describe(record))
+    assert "blocks 2 … 3 change the output by 0 %: this network is little more than its 6" in text

@@ -329,6 +329,28 @@ def scores_table(settings: Sequence[Setting], metrics: Sequence[str]) -> Table:
     return ["setting", "runs", *titles, *(COSTS[c] for c in costs)], rows
 
 
+def contribution_table(
+    settings: Sequence[Setting],
+) -> list[tuple[str, list[tuple[float, bool]], list[str]]]:
+    """Return of each setting its label, what each block is worth and whether it was routed, and
+    what whole ranges are worth in words; means over seeds. Empty where nothing was measured."""
+    rows = []
+    for setting in settings:
+        columns = setting.runs.filter(regex=r"^contribution_").dropna(axis=1, how="all")
+        ranges, blocks = {}, {}
+        for name, values in columns.items():
+            first, *end = map(int, str(name).split("_")[1:])
+            if end:
+                ranges[first, end[0]] = values
+            else:
+                blocks[first] = values.mean()
+        routed = {i for span in ranges if not setting.is_dense for i in range(*span)}
+        strip = [(value, i in routed) for i, value in sorted(blocks.items())]
+        whole = [f"[{a}, {b}) {_mean(values.dropna())}" for (a, b), values in ranges.items()]
+        rows += [(setting.label, strip, whole)] if strip else []
+    return rows
+
+
 def _first_measured(
     runs: pd.DataFrame, curves: pd.DataFrame, metric: str, axis: str
 ) -> Measured | None:

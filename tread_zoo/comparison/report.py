@@ -16,6 +16,7 @@ from tread_zoo.comparison.findings import (
     best_by_sample,
     best_settings,
     comparable_metrics,
+    contribution_table,
     goal_table,
     group_settings,
     routing_table,
@@ -88,6 +89,7 @@ def write_report(
         "headline": headline,
         "scores": scores_table(settings, metrics),
         "pairs": pairs,
+        "contributions": [] if by_sample else contribution_table(settings),
         "goals": ([], []) if goal is None else goal_table(settings, curves, main, goal),
         "notes": notes,
     }
@@ -183,12 +185,18 @@ def _markdown(
     scores: Table,
     pairs: Table,
     goals: Table,
+    contributions: Sequence[tuple[str, list[tuple[float, bool]], list[str]]],
     notes: Sequence[str],
 ) -> str:
     lines = [f"# {as_markdown(title)}", "", f"{as_markdown(subtitle)}.", ""]
     lines += [f"- {as_markdown(text)}" for text in headline]
     lines += ["", "![quality against FLOPs](quality.png)", ""]
-    for header, rows in (scores, pairs, goals):
+    strips = [
+        [label, ", ".join(whole), " ".join(f"*{v:.2f}*" if r else f"{v:.2f}" for v, r in strip)]
+        for label, strip, whole in contributions
+    ]
+    worth = (["output changes without", "blocks [start, end)", "each block; *routed*"], strips)
+    for header, rows in (scores, pairs, goals, worth):
         if rows:
             table = (header, ["---"] * len(header), *rows)
             lines += [*("| " + " | ".join(map(as_markdown, cells)) + " |" for cells in table), ""]

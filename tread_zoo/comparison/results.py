@@ -22,6 +22,7 @@ from typing import Any
 import pandas as pd
 
 from tread_zoo.config import aside_fields, flatten
+from tread_zoo.evaluation.contribution import contribution_names
 from tread_zoo.training.trackers import read_lines
 
 Folders = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -55,9 +56,11 @@ def read_runs(folders: Folders, records: Sequence[Path] | None = None) -> pd.Dat
     and backward, as routed, all images of an optimizer step), `flops` (of all steps so far),
     `flops_of_dense` (per image, routed over dense), `flops_per_sample`; `seconds` of training
     steps; `images_per_s`; `peak_memory_bytes`; `machine`; `loss`, the last that was logged;
-    `protocol`, what made the scores; `samples`, the last picture; the scores by name,
-    `held_out_loss` among them; `real_…`, what real images score. What was not measured is NaN or
-    None. `attrs["settings"]` and `attrs["metrics"]` list the columns that are settings and scores.
+    `protocol`, what made the scores; `contribution_3`, `contribution_2_8`, what a block or a range
+    of blocks is worth (`tread_zoo.evaluation.contribution`); `samples`, the last picture; the
+    scores by name, `held_out_loss` among them; `real_…`, what real images score. What was not
+    measured is NaN or None. `attrs["settings"]` and `attrs["metrics"]` list the columns that are
+    settings and scores.
 
     Args:
         folders: of runs: one, several, or patterns as in "runs/*".
@@ -78,7 +81,8 @@ def read_runs(folders: Folders, records: Sequence[Path] | None = None) -> pd.Dat
     table = pd.DataFrame(rows)
     scores = list(table.columns[table.columns.get_loc("samples") + 1 :])
     table.attrs["settings"] = fields
-    table.attrs["metrics"] = [name for name in scores if not name.startswith("real_")]
+    aside = ("real_", "contribution_")
+    table.attrs["metrics"] = [name for name in scores if not name.startswith(aside)]
     return table
 
 
@@ -89,7 +93,7 @@ def read_curves(folders: Folders) -> pd.DataFrame:
     `step`, `flops` and `seconds` (at the run's mean rate) of training until then, `value`. The
     held-out loss of the log is of a single draw of times and noises, that of the scores of several:
     they are two curves. `held_out_loss_1` to `_4` are of the fourths of the draws, from the lowest
-    levels to the highest.
+    levels to the highest; `contribution_3` is of a block, `contribution_2_8` of a range.
 
     Args:
         folders: as of `read_runs`.
@@ -108,7 +112,8 @@ def read_curves(folders: Folders) -> pd.DataFrame:
                 at = {"step": step, "flops": flops_until(step, facts), "seconds": step * second}
                 fourths = enumerate(line.get("held_out_loss_by_level", ()), 1)
                 levels = {f"held_out_loss_{i}": loss for i, loss in fourths}
-                for metric, value in {**line.get("values", line), **levels}.items():
+                worth = contribution_names(line.get("contributions", {}))
+                for metric, value in {**line.get("values", line), **levels, **worth}.items():
                     if metric != "step":
                         what = {"folder": str(path), "source": source, "metric": metric}
                         points.append({**what, **at, "value": float(value)})
@@ -183,6 +188,7 @@ def _row(folder: Path, settings: Mapping[str, Any], file: Path) -> dict[str, Any
         "machine": _machine(run) if run else None,
         "loss": last.get("loss", math.nan),
         "protocol": protocol,
+        **contribution_names(record.get("contributions", {})),
         "samples": str(pictures[-1]) if pictures else None,
         **({"held_out_loss": last["held_out_loss"]} if "held_out_loss" in last else {}),
         **record.get("values", {}),

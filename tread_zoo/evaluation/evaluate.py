@@ -17,12 +17,18 @@ from tread_zoo.config import EvaluationConfig
 from tread_zoo.data import ImageData
 from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, generate
 from tread_zoo.evaluation.conditions import conditions_of
+from tread_zoo.evaluation.contribution import (
+    data_contributions,
+    describe_contributions,
+    ranges_of,
+)
 from tread_zoo.evaluation.features import DIGITS, INCEPTION, find_extractor
 from tread_zoo.evaluation.flops import count_sampling
 from tread_zoo.evaluation.images import Images, open_images, part_images, pixel_shape
 from tread_zoo.evaluation.metrics import build_metrics
 from tread_zoo.evaluation.pictures import save_png
 from tread_zoo.evaluation.score import Evaluation, Reference, open_reference
+from tread_zoo.routing import NO_ROUTING, Routing
 
 UINT8_RULE = "clamp to [-1, 1], then the nearest of 256 values"
 _NO_DECODER = "latents are not images: name their autoencoder with data.vae=…"
@@ -37,19 +43,23 @@ def evaluate(
     *,
     precision: str = "fp32",
     weak: Backbone | None = None,
+    routing: Routing = NO_ROUTING,
     cache: dict[str, Any] | None = None,
     **facts: Any,
 ) -> dict[str, Any]:
-    """Return `{"values": …, "real": …, "protocol": …}` of samples; every process must call this.
+    """Return `{"values": …, "real": …, "protocol": …, "contributions": …}` of a network and its
+    samples; every process must call this.
 
-    `real` has what held-out images score where the reference is the training part: the best that
-    samples can hope for. Latents are decoded. Where metrics cannot be taken (Inception's weights
-    are absent, latents without their autoencoder, too few images), `not_scored` says why.
+    `contributions` says what the blocks are worth (`tread_zoo.evaluation.contribution`). `real` has
+    what held-out images score where the reference is the training part: the best that samples can
+    hope for. Latents are decoded. Where metrics cannot be taken (Inception's weights are
+    absent, latents without their autoencoder, too few images), `not_scored` says why.
 
     Args:
         backbone, objective, data, sampling, options: what to score, and by what.
         precision: resolved, see `tread_zoo.runtime`.
         weak: the network of the guidance's `weak_checkpoint`.
+        routing: that it was trained by.
         cache: an empty dictionary that keeps, for later calls that differ in the weights alone,
             what does not depend on them.
         facts: further fields of `Protocol`, such as `weights` and `step`.
@@ -62,9 +72,13 @@ def evaluate(
     protocol = {**cache["sampling"], "weights": "ema", "precision": precision, **facts}
     conditions = conditions_of(backbone, data)
     protocol |= {"data": data.name, "seed": options.seed, "labels": conditions.rule}
+    worth = data_contributions(
+        backbone, objective, data, ranges=options.block_ranges or ranges_of(backbone, routing),
+        precision=precision, batch_size=options.batch_size,
+    )  # fmt: skip
     if not codec.has_pixels or not (evaluation.metrics or options.keep_images):
         why = {"not_scored": evaluation.not_scored} if evaluation.not_scored else {}
-        return {"values": {}, "real": {}, "protocol": protocol, **why}
+        return {"values": {}, "real": {}, "protocol": protocol, **why, "contributions": worth}
 
     def draw(numbers: range) -> tuple[Tensor, Tensor | None]:
         x = generate(
@@ -81,7 +95,7 @@ def evaluate(
         decoder = decoder | {n: codec.facts[n] for n in ("normalization", "shift", "scale")}
     shape, count = pixel_shape(data, device), options.num_images
     protocol |= {"uint8": UINT8_RULE, "decoder": decoder}
-    return evaluation.run(
+    record = evaluation.run(
         Images("samples", shape, count, draw, backbone.num_classes),
         held_out=_held_out(data, options, device),
         batch_size=options.batch_size,
@@ -89,6 +103,7 @@ def evaluate(
         cache=cache,
         **protocol,
     )
+    return {**record, "contributions": worth}
 
 
 def _keep(images: Tensor, numbers: range, folder: Path) -> None:
@@ -238,6 +253,8 @@ def describe_record(record: Mapping[str, Any]) -> list[str]:
         )
     if protocol.get("sampling") and protocol.get("num_generated"):
         lines.append(describe_sampling(protocol))
+    if "contributions" in record:
+        lines += describe_contributions(record["contributions"])
     return [*lines, *(f"note: {text}" for text in protocol.get("notes", ()))]
 
 

@@ -170,15 +170,16 @@ class Routing:
     @property
     def fused_ranges(self) -> tuple[tuple[int, int], ...]:
         """The ranges at whose end the network must fuse: what `Backbone.add_fusions` takes."""
-        return self._ranges if self.rejoin == "project" else ()
+        return self.ranges if self.rejoin == "project" else ()
 
     @property
     def masked_ranges(self) -> tuple[tuple[int, int], ...]:
         """The ranges at whose end tokens are masked: what `Backbone.add_mask_tokens` takes."""
-        return self._ranges if self.rejoin == "mask" else ()
+        return self.ranges if self.rejoin == "mask" else ()
 
     @property
-    def _ranges(self) -> tuple[tuple[int, int], ...]:
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The block ranges [start, end) of the routes."""
         return tuple((plan.start, plan.end) for plan in self.plans)
 
     @property

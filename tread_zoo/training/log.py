@@ -296,7 +296,7 @@ class Log:
             network = state.average.whole(self.accelerator.device)
             record = evaluate(
                 network, setup.objective, setup.data, setup.sampling, options, weak=setup.weak,
-                precision=self.precision, cache=self.cache, step=state.step,
+                routing=setup.routing, precision=self.precision, cache=self.cache, step=state.step,
             )  # fmt: skip
             loss = self.held_out_loss(network, num_draws=HELD_OUT_DRAWS) if self.is_main else None
             if loss is not None:

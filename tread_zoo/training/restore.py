@@ -11,6 +11,7 @@ from tread_zoo.data import PIXELS, Codec, ImageData
 from tread_zoo.data.latents import imported_codec, restore_codec
 from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling, check_weak
 from tread_zoo.registry import create, get_entry
+from tread_zoo.routing import Routing
 from tread_zoo.runtime import resolve_device, resolve_precision
 from tread_zoo.training.checkpoints import (
     Checkpoint,
@@ -64,8 +65,7 @@ class Restored:
         )
         training, routing = (self.config.get(name, {}) for name in ("training", "routing"))
         if options.selection_rate:
-            # an imported network names none: its own range and selector
-            options = replace(options, routing=self.backbone.build_routing(**routing))
+            options = replace(options, routing=self.routing)
         options.check(self.backbone, self.objective)
         options.check_training(  # an imported network does not say: the usual
             conditional=self.backbone.is_conditional,
@@ -74,6 +74,11 @@ class Restored:
             and routing.get("reconstruction_weight") is None,
         )
         return options
+
+    @property
+    def routing(self) -> Routing:
+        """The routing that it was trained by; the default one of an imported network."""
+        return self.backbone.build_routing(**self.config.get("routing", {}))
 
     def weak(self, options: SamplingOptions) -> Backbone | None:
         """Return the weak network of the guidance in `options`, on the same device, or None."""

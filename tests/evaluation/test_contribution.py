@@ -1,0 +1,114 @@
+"""What blocks are worth: planted networks, and a loop of one's own, for every architecture."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.evaluation.tiny import Tiny
+from tests.test_contract import SMALL
+from tread_zoo import create
+from tread_zoo.backbone import Layout
+from tread_zoo.evaluation.contribution import (
+    contributions,
+    describe_contributions,
+    ranges_of,
+)
+from tread_zoo.evaluation.evaluate import describe_record
+from tread_zoo.layout import rows_of
+from tread_zoo.routing import NO_ROUTING
+from tread_zoo.testing import Probe
+
+SIZES = {"objective": create("objective", "flow"), "precision": "fp32"}
+
+
+def whole_loop(backbone, inputs, without):
+    streams, condition = backbone.embed(*inputs)
+    layout, skips = Layout(backbone.grid, backbone.num_extra_tokens, None, len(inputs[0])), {}
+    condition = rows_of(condition, None)
+    for i in range(backbone.num_blocks):
+        if i not in without:
+            skip = skips[backbone.skips[i]] if i in backbone.skips else None
+            streams = backbone.run_block(i, streams, condition, layout, skip)
+        skips[i] = streams[0]
+    return backbone.head(streams, condition)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_blocks_left_out_pass_the_streams_on(name):
+    probe = Probe(name, overrides=SMALL[name])
+    backbone, inputs = probe.build(), probe.inputs()
+    with torch.no_grad():
+        for without in ([], [0], [1, 2], [backbone.num_blocks - 1]):
+            expected = whole_loop(backbone, inputs, without)
+            torch.testing.assert_close(backbone(*inputs, without=without), expected)
+        worth = contributions(backbone, x=inputs[0], y=inputs[2], ranges=[(1, 3)], **SIZES)
+    assert len(worth["blocks"]) == backbone.num_blocks
+    assert all(value > 0 for value in worth["blocks"])
+    ((start, end, value),) = worth["ranges"]
+    assert (start, end) == (1, 3)
+    assert value > 0
+
+
+def test_a_block_that_is_not_there_cannot_be_left_out():
+    probe = Probe("dit_tiny", overrides=SMALL["dit_tiny"])
+    with pytest.raises(ValueError, match="blocks are 0 … 3"):
+        probe.build()(*probe.inputs(), without=[4])
+
+
+@pytest.mark.parametrize("name", ["dit_tiny", "uvit_tiny", "rwkv7_tiny"])
+def test_a_block_that_is_the_identity_is_worth_nothing_to_the_bit(name):
+    probe = Probe(name, overrides=SMALL[name])
+    backbone, (x, _, y) = probe.build(), probe.inputs()
+    run_block = backbone.run_block
+
+    def with_identity(index, streams, *others):
+        return streams if index == 1 else run_block(index, streams, *others)
+
+    backbone.run_block = with_identity
+    worth = contributions(backbone, x=x, y=y, ranges=[(1, 2)], **SIZES)
+    assert worth["blocks"][1] == 0
+    assert worth["ranges"] == [[1, 2, 0]]
+    assert min(worth["blocks"][:1] + worth["blocks"][2:]) > 0
+
+
+class Planted(nn.Module):
+    """Blocks whose parts of the output are known."""
+
+    num_blocks, parts = 3, (0.1, 0.0, 0.5)
+
+    def forward(self, x, t, y=None, *, without=()):
+        return x * (1 - sum(self.parts[i] for i in without))
+
+
+@pytest.mark.parametrize("objective", ["flow", "edm", "ddpm"])
+def test_planted_parts_of_the_output_are_found(objective):
+    x = torch.randn(5, 1, 8, 8)
+    worth = contributions(
+        Planted(), create("objective", objective), x, None, ranges=[(0, 2), (0, 3)],
+        precision="fp32", batch_size=4,
+    )  # fmt: skip
+    assert worth["blocks"] == pytest.approx([0.1, 0, 0.5], abs=1e-6)
+    assert [end for *_, end in worth["ranges"]] == pytest.approx([0.1, 0.6], abs=1e-6)
+    few, more = describe_contributions({**worth, "ranges": [[0, 2, 0.03], [0, 2, 0.6]]})[1:]
+    assert "3 %: this network is little more than its 1 other" in few
+    assert more == "blocks 0 … 1 change the output by 60 %"
+    if objective == "flow":
+        assert worth["levels"] == pytest.approx([0.2, 0.5, 0.8], abs=0.01)
+
+
+def test_the_default_range_stands_for_the_routes_of_a_dense_network_that_has_it():
+    deep, shallow = (
+        Probe("dit_tiny", overrides={"hidden_size": 32, "depth": depth}).build() for depth in (9, 5)
+    )
+    assert ranges_of(deep, NO_ROUTING) == [(2, 5)]
+    assert ranges_of(shallow, NO_ROUTING) == []
+    assert ranges_of(deep, deep.build_routing(start=1, end=7)) == ((1, 7),)
+
+
+def test_a_score_has_them(tmp_path):
+    tiny = Tiny(tmp_path)
+    record = tiny.score(block_ranges=[[0, 2]])
+    assert len(record["contributions"]["blocks"]) == 2
+    assert "blocks 0 … 1 change the output by" in "\n".join(describe_record(record))
+    again = tiny.score(metrics=[], extractor="auto", block_ranges=[[0, 2]])
+    assert again["contributions"] == record["contributions"]

@@ -1,0 +1,135 @@
+"""What the blocks of a trained network are worth: how much the output changes without them.
+
+    c_l = |F - F_without| / |F|        over all images at noise level l; the mean over three levels
+
+F is the raw output, whose scaling the objective sets. The levels are the quantiles .2, .5 and .8 of
+those that the objective trains at: t = .2, .5, .8 where t is uniform. The streams pass a block that
+is left out unchanged. A network whose routed blocks are worth nothing is as deep as the others.
+
+B batch, C channels, H height, W width.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tread_zoo.backbone import Backbone
+from tread_zoo.data import ImageData
+from tread_zoo.diffusion import Objective
+from tread_zoo.diffusion.objective import Draw
+from tread_zoo.evaluation.held_out import stack_part
+from tread_zoo.routing import Routing
+from tread_zoo.runtime import autocast
+from tread_zoo.seeding import make_generator
+
+NUM_IMAGES = 64
+QUANTILES = (0.2, 0.5, 0.8)
+IDLE = 0.1  # blocks that change the output by less together are warned of
+Ranges = Sequence[tuple[int, int]]
+
+
+def data_contributions(
+    backbone: Backbone,
+    objective: Objective,
+    data: ImageData,
+    *,
+    ranges: Ranges,
+    precision: str,
+    batch_size: int = 250,
+    num_images: int = NUM_IMAGES,
+) -> dict[str, Any]:
+    """Return `contributions` on held-out images; on training images if none are held out."""
+    part = data.train if data.held_out is None else data.held_out
+    images, labels = stack_part(part, num_images)
+    device, generator = next(backbone.parameters()).device, make_generator("worth", 1)
+    noise = data.codec.draw(images.shape, generator)
+    x = data.codec.to_model(images, device=device, noise=noise)
+    y = labels.to(device) if backbone.is_conditional else None
+    return contributions(
+        backbone, objective, x, y, ranges=ranges, precision=precision, batch_size=batch_size
+    )
+
+
+@torch.no_grad()
+def contributions(
+    backbone: Backbone,
+    objective: Objective,
+    x: Tensor,
+    y: Tensor | None,
+    *,
+    ranges: Ranges,
+    precision: str,
+    batch_size: int = 250,
+) -> dict[str, Any]:
+    """Return what each block and each range is worth, as fractions of the output.
+
+    `blocks` has c of each block, `ranges` [start, end, c] of each range; `levels` and `num_images`
+    are what was measured at. Noise and levels are the same in every call.
+
+    Args:
+        backbone, objective: a trained network and what it was trained by.
+        x, y: clean images [B,C,H,W] as the model sees them, labels [B] or contexts, or None.
+        ranges: of blocks, [start, end).
+        precision: resolved, see `tread_zoo.runtime`.
+        batch_size: rows at a time; an image has one at each level.
+    """
+    generator = make_generator("worth")
+    levels = objective.draw((100_000, 1, 1, 1), generator).level.quantile(torch.tensor(QUANTILES))
+    noise = objective.draw(x.shape, generator).noise.to(x.device)
+    left_out = [[i] for i in range(backbone.num_blocks)] + [list(range(*span)) for span in ranges]
+    squares = torch.zeros(1 + len(left_out), len(x) * len(levels), dtype=torch.float64)
+    rows = torch.arange(squares.shape[1])
+
+    for some in rows.split(batch_size):
+        image = some // len(levels)
+
+        def predict(x_t: Tensor, t: Tensor, some: Tensor = some, image: Tensor = image) -> Tensor:
+            given = None if y is None else y[image]
+            with autocast(x.device, precision):
+                output: Tensor = backbone(x_t, t, given)
+                others = [output - backbone(x_t, t, given, without=each) for each in left_out]
+            for index, values in enumerate((output, *others)):
+                of_data = values[:, : x.shape[1]].double()  # a learned variance is no part of it
+                squares[index, some] += of_data.square().sum(dim=(1, 2, 3)).cpu()
+            return output
+
+        level = levels[some % len(levels)].to(x.device)
+        objective.loss(predict, x[image], Draw(noise[image], level))
+
+    whole, *changes = squares.view(len(squares), len(x), len(levels)).sum(dim=1)
+    tiny = torch.finfo(torch.float64).tiny
+    worth = [float((each / whole.clamp_min(tiny)).sqrt().mean()) for each in changes]
+    of_ranges = zip(ranges, worth[backbone.num_blocks :], strict=True)
+    return {
+        "num_images": len(x),
+        "levels": levels.tolist(),
+        "blocks": worth[: backbone.num_blocks],
+        "ranges": [[start, end, value] for (start, end), value in of_ranges],
+    }
+
+
+def ranges_of(backbone: Backbone, routing: Routing) -> Ranges:
+    """Return the ranges of the routes; of a dense network its default one, if it is deep enough."""
+    default = range(backbone.num_blocks)[slice(*backbone.default_range)]
+    return routing.ranges or ([(default.start, default.stop)] if default else [])
+
+
+def contribution_names(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of `contributions` by name, as `contribution_3` of a block and
+    `contribution_2_8` of the range [2, 8); empty for an empty record."""
+    blocks = {f"contribution_{i}": value for i, value in enumerate(record.get("blocks", ()))}
+    return blocks | {f"contribution_{a}_{b}": value for a, b, value in record.get("ranges", ())}
+
+
+def describe_contributions(record: Mapping[str, Any]) -> list[str]:
+    """Return the numbers of `contributions` as lines of text, and a warning of idle ranges."""
+    worth = "  ".join(f"{i} {value:.3f}" for i, value in enumerate(record["blocks"]))
+    lines = [f"output changes without block: {worth}"]
+    for start, end, value in record["ranges"]:
+        text = f"blocks {start} … {end - 1} change the output by {100 * value:.2g} %"
+        rest = len(record["blocks"]) - (end - start)
+        idle = f": this network is little more than its {rest} other blocks"
+        lines.append(text + (idle if value < IDLE else ""))
+    return lines
