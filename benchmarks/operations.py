@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tread_zoo.kernels import get_forms
-from tread_zoo.kernels.dispatch import get_form, list_forms, unusable
+from tread_zoo.kernels.dispatch import get_implementation, list_forms, unusable
 from tread_zoo.kernels.verify import cast, outputs_and_gradients
 from tread_zoo.runtime import describe_device, resolve_device
 
@@ -159,9 +159,13 @@ def make_case(op: str, length: int, rate: float, *, batch: int, width: int) -> l
 
 def list_runs(op: str, forms: Sequence[str] | None) -> dict[str, Callable[..., Tensor]]:
     """Return the baseline and then the forms of `op` to measure, by name."""
-    runs = {"unbind loop": LOOPS[op]} if op in LOOPS else {"naive": get_form(op, "naive").run}
+    runs = (
+        {"unbind loop": LOOPS[op]}
+        if op in LOOPS
+        else {"naive": get_implementation(op, "naive").run}
+    )
     names = [name for name in list_forms(op) if forms is None or name in forms]
-    return runs | {name: get_form(op, name).run for name in names}
+    return runs | {name: get_implementation(op, name).run for name in names}
 
 
 def is_too_large(op: str, args: Sequence[Any]) -> bool:
@@ -180,8 +184,9 @@ def why_not(op: str, name: str, args: Sequence[Any], device: torch.device) -> st
         return ""
     if name == "naive" and is_too_large(op, args):
         return "holds all pairs of tokens: too large"
-    form = get_form(op, name)
-    return unusable(op, form, device) or ("" if form.fits_all else form.unsuited(*args) or "")
+    which = get_implementation(op, name)
+    reason = unusable(op, which, device, args[0].dtype)
+    return reason or ("" if which.fits_all else which.unsuited(*args) or "")
 
 
 # Measures -----------------------------------------------------------------------------------------
@@ -265,7 +270,7 @@ def compare(
     """Return the errors of each form's output and gradients."""
     exact = cast(case, torch.float64)
     large = is_too_large(op, exact) and op in LOOPS
-    truth = LOOPS[op] if large else get_form(op, "naive").run
+    truth = LOOPS[op] if large else get_implementation(op, "naive").run
     true_out, true_grads = outputs_and_gradients(truth, exact)
 
     def difference(value: Tensor, true: Tensor) -> float:

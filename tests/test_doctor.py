@@ -1,5 +1,7 @@
 """The doctor tells what is there and what computes wrongly."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -17,12 +19,11 @@ def test_every_operation_and_small_backbone_is_tested_and_fine():
 
 
 def test_a_form_that_computes_wrongly_fails(monkeypatch):
-    right = dispatch.get_form("attention", "torch").run
-    forms = (
-        dispatch.Form("torch", lambda *a: 1.1 * right(*a)),
-        dispatch.get_form("attention", "naive"),
-    )
-    monkeypatch.setitem(dispatch._FORMS, "attention", forms)
+    right = dispatch.get_implementation("attention", "torch").run
+    wrong = dispatch.Implementation("torch", lambda *a: 1.1 * right(*a))
+    forms = (wrong, dispatch.get_implementation("attention", "naive"))
+    operation = dataclasses.replace(dispatch.OPERATIONS["attention"], implementations=forms)
+    monkeypatch.setitem(dispatch.OPERATIONS, "attention", operation)
     (fine,) = [ok for words, ok in doctor.check_kernels(CPU) if words.startswith("attention")]
     assert not fine
 

@@ -13,15 +13,15 @@ from tread_zoo.kernels import get_forms
 from tread_zoo.kernels.dispatch import (
     NAIVE,
     get_example,
-    get_form,
-    import_problem,
+    get_implementation,
     list_forms,
     unusable,
 )
-from tread_zoo.kernels.verify import TOLERANCE, cast, compare
+from tread_zoo.kernels.packages import import_problem
+from tread_zoo.kernels.verify import cast, difference, outputs_and_gradients
 from tread_zoo.provenance import describe_code
 from tread_zoo.registry import create_backbone, list_backbones
-from tread_zoo.runtime import autocast, describe_device, resolve_precision
+from tread_zoo.runtime import DTYPES, autocast, describe_device, resolve_precision
 from tread_zoo.seeding import make_generator
 
 # (distribution, module, what it is for, how it is installed)
@@ -67,22 +67,19 @@ def describe_packages(device: torch.device) -> list[str]:
 
 
 def check_kernels(device: torch.device) -> list[tuple[str, bool]]:
-    """Return each form that can be used on `device`, with its relative errors against the naive one
-    in float64, and whether they are small."""
-    checks = []
+    """Return each form that can be used on `device`, with its relative errors in precision=auto
+    against the naive one in float64, and whether they are small."""
+    checks, dtype = [], DTYPES[resolve_precision("auto", device)]
     for op in get_forms():
         for name in list_forms(op):
-            form = get_form(op, name)
-            if name == NAIVE or unusable(op, form, device) is not None:
+            form, args = get_implementation(op, name), get_example(op, device, dtype)
+            if name == NAIVE or unusable(op, form, device, dtype) or form.unsuited(*args):
                 continue
-            args = cast(get_example(op, device), form.check_dtype)
-            error = compare(
-                lambda *a, run=form.run: run(*cast(a, form.check_dtype)).double(),  # noqa: B023
-                get_form(op, NAIVE).run,
-                cast(args, torch.float64),
-            )
+            exact = cast(args, torch.float64)
+            truth = outputs_and_gradients(get_implementation(op, NAIVE).run, exact)
+            error = difference(outputs_and_gradients(form.run, args), truth)
             words = f"{op}: {name}, error {error.output:.0e}, of gradients {error.gradient:.0e}"
-            checks.append((words, max(error) <= TOLERANCE[form.check_dtype]))
+            checks.append((words, max(error) <= form.tolerance(dtype)))
     return checks
 
 

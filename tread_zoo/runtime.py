@@ -6,6 +6,8 @@ import torch
 
 from tread_zoo.errors import unknown_name
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # of autocast
+
 
 def resolve_device(device: str) -> torch.device:
     """Return the device for `auto`, `cpu`, `cuda`, `cuda:1`, `mps`.
@@ -57,8 +59,7 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Non
     """Return the context in which a network computes in a resolved precision."""
     if precision == "fp32":
         return nullcontext()
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
-    return torch.autocast(device.type, dtype=dtype)
+    return torch.autocast(device.type, dtype=DTYPES[precision])
 
 
 def describe_device(device: torch.device) -> str:

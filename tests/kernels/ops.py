@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tread_zoo import kernels
-from tread_zoo.kernels.dispatch import get_form
+from tread_zoo.kernels.dispatch import get_implementation
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -160,7 +160,7 @@ class Op:
     function: str = ""
 
     def form(self, name: str) -> Callable:
-        return get_form(self.name, name).run
+        return get_implementation(self.name, name).run
 
     def public(self, *args: Any) -> Tensor:
         """The public function, with what the forms take."""

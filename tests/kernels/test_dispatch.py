@@ -1,5 +1,7 @@
 """The choice of a form: what is chosen, what is set by hand, and what is said about it."""
 
+import dataclasses
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -7,25 +9,37 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 
 from tests.kernels.ops import OPS
 from tests.processes import run_python
-from tread_zoo.kernels import describe, dispatch, get_forms, set_form, set_forms
+from tread_zoo.kernels import describe, dispatch, get_forms, packages, set_form, set_forms
 from tread_zoo.kernels.attention.fused import CPU_HALF_TOKENS
+from tread_zoo.kernels.causal_conv1d.fused import CONVOLUTION
+from tread_zoo.kernels.dplr_delta_rule.fused import CHUNK_DPLR
+from tread_zoo.kernels.gated_delta_rule.fused import CHUNK_GATED_DELTA_RULE, CHUNK_KDA
+from tread_zoo.kernels.gated_linear_attention.fused import CHUNK_GLA
+from tread_zoo.kernels.launch import TRITON
+from tread_zoo.kernels.packages import LibraryFunction
+from tread_zoo.kernels.selective_scan.fused import SCAN
+from tread_zoo.kernels.ssd.fused import CHUNK_SCAN
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    """Give every test the choices and the import results of a new process."""
-    monkeypatch.setattr(dispatch, "_CHOICE", dict.fromkeys(dispatch._FORMS, "auto"))
-    monkeypatch.setattr(dispatch, "_PROBLEMS", {})
-    monkeypatch.setattr(dispatch, "_FETCHED", {})
-    monkeypatch.setattr(dispatch, "_TOLD", set())
-    monkeypatch.setattr(dispatch, "_difference_to_torch", lambda *args: None)
-    monkeypatch.setattr(dispatch, "_REFUSED", {})
+    """Give every test the choices of a new process, and take packages for right on a GPU."""
+    for name, operation in dispatch.OPERATIONS.items():
+        places = itertools.product(
+            [("cuda", torch.float32)], (each.name for each in operation.implementations)
+        )
+        fresh = dataclasses.replace(
+            operation, choice="auto", refused=dict.fromkeys(places), candidates={}, logged=set()
+        )
+        monkeypatch.setitem(dispatch.OPERATIONS, name, fresh)
+    packages.load_module.cache_clear()
 
 
 def call(op: str) -> Tensor:
@@ -39,10 +53,12 @@ def test_a_package_that_is_not_installed_is_taken_as_built_on_the_hub(monkeypatc
         fetched.append((repository, version))
         return SimpleNamespace(causal_conv1d_fn=len)
 
-    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=get_kernel))
+    hub = SimpleNamespace(get_kernel=get_kernel, __spec__="there")
+    monkeypatch.setitem(sys.modules, "kernels", hub)
     monkeypatch.setitem(sys.modules, "causal_conv1d", None)
-    assert dispatch.import_problem("causal_conv1d") is None
-    assert dispatch.load_module("causal_conv1d").causal_conv1d_fn is len
+    function = LibraryFunction("causal_conv1d", "causal_conv1d_fn", "pip install kernels")
+    assert function.problem() is None
+    assert function("abc") == 3
     assert fetched == [("kernels-community/causal-conv1d", 1)]
 
 
@@ -57,16 +73,19 @@ def test_unknown_names_suggest_the_nearest() -> None:
     assert get_forms()["attention"] == "naive"
     set_forms({})
     assert set(get_forms().values()) == {"auto"}
-    assert dispatch.list_forms("selective_scan") == ("mamba-ssm", "triton", "torch", "naive")
+
+
+def test_what_copies_least_is_tried_first() -> None:
+    assert dispatch.list_forms("selective_scan") == ("triton", "mamba-ssm", "torch", "naive")
+    assert dispatch.list_forms("ssd") == ("mamba-ssm", "fla", "torch", "naive")
 
 
 def test_a_form_set_by_hand_is_not_replaced(monkeypatch) -> None:
-    for package in ("mamba_ssm", "kernels"):
-        monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match="`pip install "):
-        set_form("selective_scan", "mamba-ssm")
-    assert get_forms()["selective_scan"] == "auto"
-    monkeypatch.setattr(dispatch, "import_problem", lambda module: None)
+    if SCAN.problem() is not None:
+        with pytest.raises(ImportError, match="`pip install "):
+            set_form("selective_scan", "mamba-ssm")
+        assert get_forms()["selective_scan"] == "auto"
+    monkeypatch.setattr(SCAN, "function", len)
     set_form("selective_scan", "mamba-ssm")
     with pytest.raises(ValueError, match=r"no CUDA device.*kernels\.selective_scan=auto"):
         call("selective_scan")
@@ -74,12 +93,11 @@ def test_a_form_set_by_hand_is_not_replaced(monkeypatch) -> None:
 
 def test_describe_gives_reasons(monkeypatch) -> None:
     (line,) = describe(CPU, ["selective_scan"])
-    assert line.startswith("selective_scan: torch (mamba-ssm not used: no CUDA device")
-    monkeypatch.setattr(dispatch, "import_problem", lambda module: f"no module named {module!r}")
-    assert "not used: no module named" in describe(CUDA, ["causal_conv1d"])[0]
-    monkeypatch.setattr(dispatch, "import_problem", lambda module: None)
+    assert line.startswith("selective_scan: torch (triton not used: no CUDA device")
+    monkeypatch.setattr(SCAN, "function", len)
+    monkeypatch.setattr(TRITON, "function", len)
     (line,) = describe(CUDA, ["selective_scan"])
-    assert line.endswith("mamba-ssm up to 256 states, else triton up to 64 states, else torch")
+    assert line.endswith("triton up to 64 states, else mamba-ssm up to 256 states, else torch")
     set_form("attention", "naive")
     assert "set by hand" in describe(CPU, ["attention"])[0]
 
@@ -87,7 +105,9 @@ def test_describe_gives_reasons(monkeypatch) -> None:
 def test_what_a_form_does_not_take_is_said() -> None:
     def reason(op, form, shape, dtype=torch.float32):
         inputs = OPS[op].inputs(shape, dtype)
-        return dispatch.get_form(op, form).unsuited(*inputs, *OPS[op].rest(inputs[0].shape))
+        return dispatch.get_implementation(op, form).unsuited(
+            *inputs, *OPS[op].rest(inputs[0].shape)
+        )
 
     for op, form, shape in (
         ("selective_scan", "mamba-ssm", (1, 2, 4, 256, 1)),
@@ -117,7 +137,7 @@ def test_attention_by_hand_where_sdpa_is_slow_on_a_cpu() -> None:
     assert dispatch.choose("attention", CPU, *half).name == "sdpa"
     for form in ("naive", "torch", "sdpa"):
         large = [100 * x for x in short]
-        assert dispatch.get_form("attention", form).run(*large).isfinite().all()
+        assert dispatch.get_implementation("attention", form).run(*large).isfinite().all()
 
 
 @pytest.mark.parametrize("op", sorted(OPS))
@@ -129,20 +149,47 @@ def test_an_example_can_be_had_whatever_the_default_device_is(op) -> None:
 def test_a_broken_package_is_a_reason_not_a_crash(tmp_path, monkeypatch) -> None:
     (tmp_path / "broken_extension.py").write_text("raise OSError('undefined symbol')")
     monkeypatch.syspath_prepend(tmp_path)
-    problem = dispatch.import_problem("broken_extension")
+    problem = LibraryFunction("broken_extension", "run", "pip install it").problem()
     assert problem == "its import failed, OSError: undefined symbol"
 
 
 def test_auto_says_once_why_it_left_a_fused_form(monkeypatch, caplog) -> None:
-    fused = dispatch.Form("fast", call, module="fast", unsuited=lambda *args: "too long")
-    plain = dispatch.Form("plain", call)
-    monkeypatch.setitem(dispatch._FORMS, "op", (fused, plain))
-    monkeypatch.setitem(dispatch._CHOICE, "op", "auto")
-    monkeypatch.setattr(dispatch, "import_problem", lambda module: None)
+    monkeypatch.setattr(TRITON, "function", len)
+    inputs = OPS["selective_scan"].inputs((1, 2, 4, 65, 1), torch.float32)
     with caplog.at_level("INFO"):
-        assert dispatch.choose("op", CUDA) is plain
-        assert dispatch.choose("op", CUDA) is plain
-    assert [record.message for record in caplog.records] == ["op: fast not used: too long"]
+        names = [dispatch.choose("selective_scan", CUDA, *inputs, None).name for _ in range(2)]
+    assert "triton" not in names
+    assert [record.message for record in caplog.records if "triton" in record.message] == [
+        "selective_scan: triton not used: 65 states, more than 64"
+    ]
+
+
+# Functions that give what a package's one gives, but for the values.
+STAND_INS = {
+    "causal_conv1d": (CONVOLUTION, lambda x, *rest, **more: 2 * x),
+    "selective_scan": (SCAN, lambda u, *rest: 2 * u),
+    "ssd": (CHUNK_SCAN, lambda x, *rest, **more: 2 * x),
+    "gated_linear_attention": (CHUNK_GLA, lambda q, k, v, g, scale: (2 * v, None)),
+    "gated_delta_rule": (CHUNK_GATED_DELTA_RULE, lambda q, k, v, **rest: (2 * v, None)),
+    "kda": (CHUNK_KDA, lambda q, k, v, **rest: (2 * v, None)),
+    "dplr_delta_rule": (CHUNK_DPLR, lambda q, k, v, *rest, **more: (2 * v, None)),
+}
+
+
+@pytest.mark.parametrize("subset", [False, True])
+@pytest.mark.parametrize("op", STAND_INS)
+def test_a_package_does_not_break_the_graph(op, subset, monkeypatch) -> None:
+    if op == "kda" and subset:
+        pytest.skip("its package takes no segments")
+    torch.compiler.reset()
+    function, stand_in = STAND_INS[op]
+    monkeypatch.setattr(function, "function", stand_in)
+    form = next(each for each in dispatch.OPERATIONS[op].implementations if each.needs is function)
+    shape = (2, 9, 4, *OPS[op].shapes[0][3:])
+    inputs, rest = OPS[op].inputs(shape, torch.float32), OPS[op].rest(shape, subset)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    torch.compile(form.run, backend=counter)(*inputs, *rest)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.slow

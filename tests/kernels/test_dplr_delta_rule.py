@@ -1,18 +1,15 @@
 """The delta rule with a diagonal-plus-low-rank transition: any decay, like keys, long sequences;
 its adapter gives the formula."""
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from tests.kernels.ops import OPS, assert_close, leaves, make_segments, run
-from tread_zoo.kernels.dispatch import get_example, get_form
+from tread_zoo.kernels.dispatch import get_example, get_implementation
 from tread_zoo.kernels.dplr_delta_rule import fused
 from tread_zoo.kernels.dplr_delta_rule.naive import dplr_delta_rule_naive
 from tread_zoo.kernels.dplr_delta_rule.torch_form import dplr_delta_rule_torch
-from tread_zoo.kernels.verify import TOLERANCE, cast, compare
+from tread_zoo.kernels.verify import compare
 
 make_inputs = OPS["dplr_delta_rule"].inputs
 
@@ -56,8 +53,7 @@ def stand_in(q, k, v, a, b, gk, scale=None, **rest):
 
 @pytest.fixture
 def fla(monkeypatch):
-    module = SimpleNamespace(chunk_dplr_delta_rule=stand_in)
-    monkeypatch.setitem(sys.modules, fused.FLA_MODULE, module)
+    monkeypatch.setattr(fused.CHUNK_DPLR, "function", stand_in)
 
 
 @pytest.mark.parametrize("segments", [False, True])
@@ -68,6 +64,7 @@ def test_the_adapter_gives_the_formula(segments) -> None:
     truth = run(dplr_delta_rule_naive, make_inputs(shape), ids, 0.7)
     ours = run(fused.dplr_delta_rule_fla, make_inputs(shape, torch.float32), ids, 0.7)
     assert_close(ours, truth, 1e-6, floor=0.1)
-    form = get_form("dplr_delta_rule", "fla")
-    args = cast(get_example("dplr_delta_rule", torch.device("cpu")), form.check_dtype)
-    assert max(compare(form.run, dplr_delta_rule_torch, args)) <= TOLERANCE[form.check_dtype] / 3
+    form = get_implementation("dplr_delta_rule", "fla")
+    for dtype in (torch.float32, torch.bfloat16):
+        args = get_example("dplr_delta_rule", torch.device("cpu"), dtype)
+        assert max(compare(form.run, dplr_delta_rule_torch, args)) <= form.tolerance(dtype) / 3

@@ -1,19 +1,16 @@
 """The gated delta rule where a chunked form goes wrong first, and the adapter of its package."""
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.kernels.ops import OPS, assert_close, leaves, make_segments, run, seeded
-from tread_zoo.kernels.dispatch import get_example, get_form
+from tread_zoo.kernels.dispatch import get_example, get_implementation
 from tread_zoo.kernels.gated_delta_rule import fused
 from tread_zoo.kernels.gated_delta_rule.naive import gated_delta_rule_naive
 from tread_zoo.kernels.gated_delta_rule.torch_form import gated_delta_rule_torch
-from tread_zoo.kernels.verify import TOLERANCE, cast, compare
+from tread_zoo.kernels.verify import compare
 
 SHAPE = (1, 100, 2, 8, 4)
 both_gates = pytest.mark.parametrize("op", ["gated_delta_rule", "kda"])
@@ -87,15 +84,14 @@ def by_steps(q, k, v, g, beta, scale=None) -> tuple[Tensor, None]:
 
 @both_gates
 def test_adapter_gives_the_rule_and_passes_before_first_use(op, monkeypatch) -> None:
-    for module, name in (
-        (fused.HEAD_MODULE, "chunk_gated_delta_rule"),
-        (fused.CHANNEL_MODULE, "chunk_kda"),
-    ):
-        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{name: by_steps}))
-    form = get_form(op, "fla")
-    args = cast(get_example(op, torch.device("cpu")), form.check_dtype)
+    for function in (fused.CHUNK_GATED_DELTA_RULE, fused.CHUNK_KDA):
+        monkeypatch.setattr(function, "function", by_steps)
+    form = get_implementation(op, "fla")
+    args = get_example(op, torch.device("cpu"), torch.bfloat16)
     assert form.unsuited(*args) is None
-    assert max(compare(form.run, gated_delta_rule_torch, args)) <= TOLERANCE[form.check_dtype] / 3
+    assert (
+        max(compare(form.run, gated_delta_rule_torch, args)) <= form.tolerance(torch.bfloat16) / 3
+    )
     segments = make_segments(*SHAPE[:2])
     inputs = OPS[op].inputs(SHAPE, torch.bfloat16)
     assert (form.unsuited(*inputs, segments) is None) == (op == "gated_delta_rule")

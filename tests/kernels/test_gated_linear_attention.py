@@ -1,8 +1,5 @@
 """Gated linear attention: the formula, decays of every strength, and fla's function as adapted."""
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import Tensor
@@ -10,9 +7,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.kernels.ops import OPS, assert_close, leaves, make_segments, run
 from tread_zoo.kernels import gated_linear_attention
-from tread_zoo.kernels.dispatch import get_example, get_form
+from tread_zoo.kernels.dispatch import get_example, get_implementation
 from tread_zoo.kernels.gated_linear_attention import fused
-from tread_zoo.kernels.verify import TOLERANCE, cast, compare
+from tread_zoo.kernels.verify import compare
 
 OP = OPS["gated_linear_attention"]
 naive, torch_form = OP.form("naive"), OP.form("torch")
@@ -60,8 +57,8 @@ def chunk_gla(
 
 @pytest.mark.parametrize("segments", [False, True])
 def test_the_adapter_gives_the_formula(segments, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, fused.FLA_MODULE, SimpleNamespace(chunk_gla=chunk_gla))
-    form = get_form(OP.name, "fla")
+    monkeypatch.setattr(fused.CHUNK_GLA, "function", chunk_gla)
+    form = get_implementation(OP.name, "fla")
     ids = make_segments(2, 20) if segments else None
     inputs = OP.inputs((2, 20, 2, 3, 4), torch.float32)
     for scale in (None, 0.3):
@@ -69,8 +66,9 @@ def test_the_adapter_gives_the_formula(segments, monkeypatch) -> None:
         assert_close(run(form.run, inputs, ids, scale), truth, 5e-6)
     half = [x.bfloat16() for x in inputs]
     assert form.run(*half, ids).dtype == torch.bfloat16
-    args = cast(get_example(OP.name, torch.device("cpu")), form.check_dtype)
-    assert max(compare(form.run, torch_form, args)) <= TOLERANCE[form.check_dtype] / 3
+    for dtype in (torch.float32, torch.bfloat16):
+        args = get_example(OP.name, torch.device("cpu"), dtype)
+        assert max(compare(form.run, torch_form, args)) <= form.tolerance(dtype) / 3
 
 
 def test_flops_are_those_of_the_matrix_products() -> None:

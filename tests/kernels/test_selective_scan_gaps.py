@@ -1,8 +1,5 @@
 """Decay over gaps: the formula, what it means for dropped tokens, and the resets it gives."""
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +7,7 @@ from torch import Tensor
 from tests.kernels.ops import OPS, assert_close, make_gaps, make_segments, relative_error, run
 from tread_zoo.kernels import selective_scan, set_form
 from tread_zoo.kernels.selective_scan.fused import (
-    MODULE,
+    SCAN,
     selective_scan_fused,
     unsuited,
 )
@@ -90,7 +87,7 @@ def test_the_adapter_of_mamba_ssm_takes_segments(dtype, segments, monkeypatch) -
         B, C = (x.permute(0, 3, 1, 2) for x in (B, C))
         return selective_scan_naive(u.mT, delta.mT, A, B, C, D).mT
 
-    monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(selective_scan_fn=selective_scan_fn))
+    monkeypatch.setattr(SCAN, "function", selective_scan_fn)
     shape = (2, 60, 8, 4, 2)
     inputs = make_inputs(shape, torch.float32)
     inputs[0] = inputs[0].detach().to(dtype).requires_grad_()

@@ -6,29 +6,31 @@ import pytest
 import torch
 
 from tread_zoo.kernels import describe, dispatch, selective_scan, set_form
-from tread_zoo.kernels.dispatch import Form
+from tread_zoo.kernels.dispatch import Implementation, get_example, get_implementation
+from tread_zoo.kernels.packages import LibraryFunction
 
 CPU = torch.device("cpu")
 
 
-class Fused(Form):
-    """A form of a package that seems to be there, and to need no GPU."""
+class Fused(Implementation):
+    """One of a package that is there, and needs no GPU."""
 
     def unavailable(self, device):
         return None
 
 
 def put(monkeypatch, run, op="selective_scan", **facts):
-    """Put a fused form `fast` first, as it is in a new process."""
-    forms = tuple(form for form in dispatch._FORMS[op] if form.name in ("torch", "naive"))
-    monkeypatch.setitem(dispatch._FORMS, op, (Fused("fast", run, module="fast", **facts), *forms))
-    monkeypatch.setattr(dispatch, "_REFUSED", {})
-    monkeypatch.setattr(dispatch, "_CHOICE", dict.fromkeys(dispatch._FORMS, "auto"))
-    return forms[0].run
+    """Put a fused form `fast` first, as it is in a new process; return the torch form."""
+    plain = tuple(get_implementation(op, name) for name in ("torch", "naive"))
+    fast = Fused("fast", run, LibraryFunction("torch", "add", "pip install torch"), **facts)
+    before = dispatch.OPERATIONS[op]
+    operation = dispatch.Operation((fast, *plain), before.example, before.half)
+    monkeypatch.setitem(dispatch.OPERATIONS, op, operation)
+    return plain[0].run
 
 
-def call():
-    *args, segments = dispatch.get_example("selective_scan", CPU)
+def call(dtype=torch.float32):
+    *args, segments = get_example("selective_scan", CPU, dtype)
     return selective_scan(*args, segment_ids=segments)
 
 
@@ -41,6 +43,22 @@ def test_a_form_that_agrees_is_used(monkeypatch):
     assert len(calls) == 3, "compared at the first use alone"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_compared_in_the_precision_of_the_call(dtype, monkeypatch, caplog):
+    """Right in float32 and wrong in bfloat16, as a kernel with a state of the inputs' type is."""
+    given = []
+
+    def run(*args):
+        given.append([x.dtype for x in args if x.is_floating_point()])
+        return truth(*args) * (1 if args[0].dtype == torch.float32 else 1.1)
+
+    truth = put(monkeypatch, run)
+    call(dtype)
+    full, half = torch.float32, dtype
+    assert given[0] == [half, full, full, half, half, full]  # u, B, C; not Δ, A, D
+    assert ("is refused" in caplog.text) == (dtype == torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -51,7 +69,7 @@ def test_a_form_that_agrees_is_used(monkeypatch):
 )
 def test_a_form_that_differs_is_refused_and_said_so_once(monkeypatch, caplog, wrong):
     truth = put(monkeypatch, lambda *args: wrong(truth(*args), args))
-    expected = truth(*dispatch.get_example("selective_scan", CPU))
+    expected = truth(*get_example("selective_scan", CPU))
     with caplog.at_level(logging.WARNING):
         assert torch.equal(call(), expected)
         call()
@@ -71,7 +89,6 @@ def test_a_form_that_fails_is_refused_with_its_error(monkeypatch, caplog):
 
 def test_a_refused_form_set_by_hand_raises(monkeypatch):
     truth = put(monkeypatch, lambda *args: 2 * truth(*args))
-    monkeypatch.setattr(dispatch, "import_problem", lambda module: None)
     set_form("selective_scan", "fast")
     with pytest.raises(ValueError, match="it differs"):
         call()
@@ -80,13 +97,13 @@ def test_a_refused_form_set_by_hand_raises(monkeypatch):
 def test_the_comparison_leaves_no_trace_on_the_call_around_it(monkeypatch):
     """Not in the graph, not in what checkpointing counts, not under no_grad or autocast."""
     truth = put(monkeypatch, lambda *args: truth(*args))
-    *args, _ = dispatch.get_example("selective_scan", CPU)
+    *args, _ = get_example("selective_scan", CPU)
     for x in args:
         x.requires_grad_()
     y = torch.utils.checkpoint.checkpoint(selective_scan, *args, use_reentrant=False)
     y.sum().backward()
     for context in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
-        monkeypatch.setattr(dispatch, "_REFUSED", {})
+        put(monkeypatch, lambda *args: truth(*args))
         with context:
             call()
-        assert set(dispatch._REFUSED.values()) == {None}
+        assert not any(" refused" in line for line in describe(CPU))

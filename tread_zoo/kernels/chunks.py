@@ -4,7 +4,6 @@ Dimensions: Q steps of a chunk.
 """
 
 import math
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,12 +23,6 @@ def unit_lower_inverse(a: Tensor) -> Tensor:
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
     inverse: Tensor = torch.linalg.solve_triangular(-a, eye, upper=False, unitriangular=True)
     return inverse
-
-
-def empty_gradients(grad: Tensor, inputs: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
-    """Return memory for the gradients of an operation's inputs; of None, an empty tensor."""
-    like = (grad.new_empty(0) if x is None else x for x in inputs)
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
 
 
 def row_blocks(x: Tensor, num_values: int) -> list[slice]:

@@ -1,29 +1,27 @@
-"""Which form of an operation runs: one place that decides, can be overridden, and says why.
+"""Which implementation of an operation runs: one place that decides, can be overridden, says why.
 
-An operation registers its forms in the order in which "auto" tries them. A form may need a package
-and a CUDA device (`unavailable`), and it may not take every call (`unsuited`). "auto" runs the
-first form that has neither reason against it, and never the naive one. A form set by hand runs or
+An operation registers its implementations in the order in which "auto" tries them. One may need a
+package and a CUDA device (`unavailable`), and may not take every call (`unsuited`). "auto" runs the
+first that has neither reason against it, and never the naive one. One that was set by hand runs or
 raises: it is not replaced silently.
 
-At its first use on a device a form of a package is compared with the torch form on the operation's
-small example, output and gradients; one that differs or fails is refused from then on.
+At its first use on a device in a precision, an implementation of a package is compared with the
+torch one on the operation's small example in that precision, output and gradients; one that differs
+or fails is refused from then on.
 """
 
 import difflib
-import importlib
-import importlib.util
 import logging
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import ModuleType
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tread_zoo.kernels.verify import TOLERANCE, cast, compare
+from tread_zoo.kernels.packages import LibraryFunction
+from tread_zoo.kernels.verify import TOLERANCE, compare
 
 logger = logging.getLogger(__name__)
 
@@ -41,102 +39,78 @@ def _no_limits(device: torch.device) -> str | None:
 
 
 @dataclass(frozen=True)
-class Form:
+class Implementation:
     """One way to compute an operation.
 
     Args:
         name: what `set_form` takes.
         run: the function.
-        module: optional module that `run` imports; such a form needs a CUDA device.
-        install: the command that brings `module`.
+        needs: what `run` calls of an optional package; it then needs a CUDA device, too.
         unsuited: (the call's arguments) -> why `run` cannot or should not take them, or None.
         limits: (device) -> in words, what `unsuited` lets through there, or None for everything.
-        fits_all: `unsuited` is about speed only, so that a form set by hand takes every call.
-        check_dtype: in which `run` is compared with the torch form.
+        fits_all: `unsuited` is about speed only: set by hand, it takes every call.
+        tf32: float32 is multiplied in TF32, whatever torch's own setting is.
     """
 
     name: str
     run: Callable[..., Tensor]
-    module: str | None = None
-    install: str = ""
+    needs: LibraryFunction | None = None
     unsuited: Callable[..., str | None] = _anything_suits
     limits: Callable[[torch.device], str | None] = _no_limits
     fits_all: bool = False
-    check_dtype: torch.dtype = torch.float32
+    tf32: bool = False
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Return why the form cannot run on `device`, or None."""
-        if self.module is None:
+        """Return why it cannot run on `device`, or None."""
+        if self.needs is None:
             return None
         if device.type != "cuda":
             return "no CUDA device"
-        return import_problem(self.module)
+        return self.needs.problem()
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        """Return how far from the truth it may be in a precision, over the largest value."""
+        return TOLERANCE[torch.bfloat16 if self.tf32 else dtype]
 
 
-_FORMS: dict[str, tuple[Form, ...]] = {}
-_EXAMPLES: dict[str, Example] = {}
-_CHOICE: dict[str, str] = {}
-_PROBLEMS: dict[str, str | None] = {}
-_FETCHED: dict[str, ModuleType] = {}
-# Packages that must be compiled by nvcc, and who has them built: Hugging Face's package `kernels`
-# fetches the build for the machine at hand.
-_PREBUILT = {
-    "causal_conv1d": ("kernels-community/causal-conv1d", 1),
-    "mamba_ssm": ("kernels-community/mamba-ssm", 1),
-}
-_REFUSED: dict[tuple[str, str, str], str | None] = {}
-_TOLD: set[tuple[str, str]] = set()
+Place = tuple[str, torch.dtype]  # kind of device (cuda and cuda:0 are one), precision
+
+
+@dataclass
+class Operation:
+    """An operation's implementations, and what was found out about them.
+
+    Args:
+        implementations: in the order in which "auto" tries them; one is called "torch", one
+            "naive".
+        example: (device) -> the arguments of a small call in float32, as every `run` takes them;
+            the same ones each time.
+        half: places of the arguments that are in half precision in a run that is; the first of
+            all arguments is one.
+        choice: "auto", or the name of the one set by hand.
+        refused: by place and name: why the comparison failed, or None where it did not.
+        candidates: by place: what "auto" may run there.
+        logged: what was said once.
+    """
+
+    implementations: tuple[Implementation, ...]
+    example: Example
+    half: tuple[int, ...]
+    choice: str = AUTO
+    refused: dict[tuple[Place, str], str | None] = field(default_factory=dict)
+    candidates: dict[Place, tuple[Implementation, ...]] = field(default_factory=dict)
+    logged: set[str] = field(default_factory=set)
+
+
+OPERATIONS: dict[str, Operation] = {}
 used_ops: set[str] = set()  # that ran since somebody cleared it, outside of compiled code
 
 
-def register(op: str, forms: Iterable[Form], example: Example) -> None:
-    """Register an operation.
-
-    Args:
-        op: its name.
-        forms: in the order in which "auto" tries them; one is called "torch", one "naive".
-        example: (device) -> the arguments of a small call in float32, as every form's `run` takes
-            them; the same ones each time.
-    """
-    _FORMS[op] = tuple(forms)
-    _EXAMPLES[op] = example
-    _CHOICE[op] = AUTO
-    for form in _FORMS[op]:  # known at once, so that compiled code has nothing left to find out
-        package = (form.module or "torch").split(".")[0]
-        sources = {package, "kernels"} if package in _PREBUILT else {package}
-        if form.module is not None and not any(map(importlib.util.find_spec, sources)):
-            _PROBLEMS[form.module] = f"no module named {package!r}"
-        elif form.module in sys.modules:  # triton: torch imports it
-            _PROBLEMS[form.module] = None
-
-
-def import_problem(module: str) -> str | None:
-    """Return why `module` cannot be had, or None; imports or fetches it once."""
-    if module not in _PROBLEMS:
-        try:
-            load_module(module)
-            _PROBLEMS[module] = None
-        except ModuleNotFoundError as error:
-            _PROBLEMS[module] = f"no module named {error.name!r}"
-        except Exception as error:  # a broken extension raises anything: OSError, RuntimeError, …
-            _PROBLEMS[module] = f"its import failed, {type(error).__name__}: {error}"
-    return _PROBLEMS[module]
-
-
-def load_module(module: str) -> ModuleType:
-    """Return an optional module: as it is installed, or else built by Hugging Face's `kernels`,
-    which has its functions at the top."""
-    if module in _FETCHED:
-        return _FETCHED[module]
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        package = module.split(".")[0]
-        if package not in _PREBUILT or error.name != package:
-            raise
-    repository, version = _PREBUILT[package]
-    _FETCHED[module] = importlib.import_module("kernels").get_kernel(repository, version=version)
-    return _FETCHED[module]
+def register(
+    op: str, implementations: Iterable[Implementation], example: Example, half: tuple[int, ...]
+) -> None:
+    """Register an operation; see `Operation`."""
+    OPERATIONS[op] = Operation(tuple(implementations), example, half)
 
 
 def set_form(op: str, form: str) -> None:
@@ -146,14 +120,16 @@ def set_form(op: str, form: str) -> None:
         ValueError: for an unknown operation or form.
         ImportError: for a form whose package is missing or broken.
     """
-    if op not in _FORMS:
-        raise _unknown("op", op, _FORMS)
-    known = {each.name: each for each in _FORMS[op]}
-    if form != AUTO and form not in known:
-        raise _unknown(f"form of {op}", form, (AUTO, *known))
-    if form != AUTO:
-        _require_import(op, known[form])
-    _CHOICE[op] = form
+    names = list_forms(op)
+    if form not in (AUTO, *names):
+        raise _unknown(f"form of {op}", form, (AUTO, *names))
+    needs = None if form == AUTO else get_implementation(op, form).needs
+    if needs is not None and (problem := needs.problem()) is not None:
+        raise ImportError(
+            f"{op}: form {form!r} is not usable: {problem}. Install it with "
+            f"`{needs.install}` (it needs a CUDA device), or choose another form."
+        )
+    OPERATIONS[op].choice = form
 
 
 def set_forms(forms: Mapping[str, str]) -> None:
@@ -163,7 +139,7 @@ def set_forms(forms: Mapping[str, str]) -> None:
         ValueError: for an unknown operation or form, or a form whose package is missing or broken.
     """
     try:
-        for op in _FORMS.keys() | forms.keys():
+        for op in OPERATIONS.keys() | forms.keys():
             set_form(op, forms.get(op, AUTO))
     except ImportError as error:
         raise ValueError(str(error)) from error
@@ -173,126 +149,154 @@ def set_forms(forms: Mapping[str, str]) -> None:
 def plain_forms() -> Iterator[None]:
     """Let every operation run its torch form for a while, whatever is set for it."""
     before = get_forms()
-    _CHOICE.update(dict.fromkeys(_FORMS, TORCH))
+    for operation in OPERATIONS.values():
+        operation.choice = TORCH
     try:
         yield
     finally:
-        _CHOICE.update(before)
+        for op, choice in before.items():
+            OPERATIONS[op].choice = choice
 
 
 def get_forms() -> dict[str, str]:
     """Return what is set for each operation: "auto" or the name of a form."""
-    return dict(_CHOICE)
+    return {op: operation.choice for op, operation in OPERATIONS.items()}
 
 
 def list_forms(op: str) -> tuple[str, ...]:
     """Return the names of the forms of `op`."""
-    if op not in _FORMS:
-        raise _unknown("op", op, _FORMS)
-    return tuple(form.name for form in _FORMS[op])
+    if op not in OPERATIONS:
+        raise _unknown("op", op, OPERATIONS)
+    return tuple(each.name for each in OPERATIONS[op].implementations)
 
 
-def get_form(op: str, name: str) -> Form:
-    """Return a form by its name."""
-    return next(form for form in _FORMS[op] if form.name == name)
+def get_implementation(op: str, name: str) -> Implementation:
+    """Return an implementation by its name."""
+    return next(each for each in OPERATIONS[op].implementations if each.name == name)
 
 
-def get_example(op: str, device: torch.device) -> tuple[Any, ...]:
-    """Return the arguments of the operation's example."""
+def get_example(op: str, device: torch.device, dtype: torch.dtype = torch.float32) -> list[Any]:
+    """Return the arguments of the operation's example, as a run in a precision has them."""
     with torch.device("cpu"):  # whose generator draws them, whatever the default device is
-        return _EXAMPLES[op](device)
+        args = list(OPERATIONS[op].example(device))
+    for place in OPERATIONS[op].half:
+        args[place] = args[place].to(dtype)
+    return args
 
 
-def unusable(op: str, form: Form, device: torch.device) -> str | None:
-    """Return why a form cannot be used on a device, or None: it is missing, or it was refused."""
-    reason = form.unavailable(device)
-    if reason is not None or form.module is None:
+def unusable(
+    op: str, which: Implementation, device: torch.device, dtype: torch.dtype = torch.float32
+) -> str | None:
+    """Return why an implementation cannot be used on a device in a precision, or None: its package
+    is missing, or it was refused."""
+    reason = which.unavailable(device)
+    if reason is not None or which.needs is None:
         return reason
-    key = (op, form.name, device.type)  # cuda and cuda:0 are one
-    if key not in _REFUSED and not torch.compiler.is_compiling():
-        _REFUSED[key] = _difference_to_torch(op, form, device)
-        if _REFUSED[key] is not None:
-            logger.warning("%s: %s is refused: %s", op, form.name, _REFUSED[key])
-    return _REFUSED.get(key)
+    refused, key = OPERATIONS[op].refused, ((device.type, dtype), which.name)
+    if key not in refused and not torch.compiler.is_compiling():
+        refused[key] = _difference_to_torch(op, which, device, dtype)
+        if refused[key] is not None:
+            logger.warning("%s: %s is refused: %s", op, which.name, refused[key])
+    return refused.get(key)
 
 
-def _difference_to_torch(op: str, form: Form, device: torch.device) -> str | None:
-    """Return in words that the form fails on the example, or differs from the torch form."""
-    dtype = form.check_dtype
-    args = cast(get_example(op, device), dtype)
-    if form.unsuited(*args) is not None:
+def _difference_to_torch(
+    op: str, which: Implementation, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Return in words that it fails on the example, or differs from the torch form."""
+    args = get_example(op, device, dtype)
+    if which.unsuited(*args) is not None:
         return None  # it will not be chosen for such a call
     try:
-        found = max(compare(form.run, get_form(op, TORCH).run, args))
+        difference = max(compare(which.run, get_implementation(op, TORCH).run, args))
     except Exception as error:  # a kernel built for another GPU or torch raises anything
         return f"it failed on a small input, {type(error).__name__}: {error}"
-    if found <= TOLERANCE[dtype]:
+    if difference <= which.tolerance(dtype):
         return None
-    return f"it differs from the torch form by {found:.1e} of the largest value on a small input"
+    return (
+        f"it differs from the torch form by {difference:.1e} of the largest value on a small "
+        f"input in {str(dtype).removeprefix('torch.')}"
+    )
 
 
-def choose(op: str, device: torch.device, *args: object) -> Form:
-    """Return the form that takes this call.
+def choose(op: str, device: torch.device, *args: Any) -> Implementation:
+    """Return the implementation that takes this call.
 
     Raises:
         ValueError: for a form set by hand that cannot take the call.
     """
-    if not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
         used_ops.add(op)
-    if _CHOICE[op] != AUTO:
-        form = get_form(op, _CHOICE[op])
-        reason = unusable(op, form, device)
-        if reason is None and not form.fits_all:
-            reason = form.unsuited(*args)
-        if reason is not None:
-            raise ValueError(
-                f"kernels.{op}: form {form.name!r} was set but cannot run: {reason}. "
-                f"kernels.{op}=auto chooses one that can (from Python: set_form({op!r}, 'auto'))."
-            )
-        return form
-    for form in _FORMS[op]:
-        if form.name == NAIVE or unusable(op, form, device) is not None:
-            continue
-        reason = form.unsuited(*args)
+    if OPERATIONS[op].choice != AUTO:
+        return _chosen_by_hand(op, device, *args)
+    for each in _candidates(op, device, args[0].dtype):
+        reason = each.unsuited(*args)
         if reason is None:
-            return form
-        if form.module is not None and not torch.compiler.is_compiling():
-            _tell_once(op, f"{form.name} not used: {reason}")
+            return each
+        if each.needs is not None and not compiling:
+            _log_once(op, f"{each.name} not used: {reason}")
     raise AssertionError(f"{op} has no form that takes every call")
 
 
-def describe(device: torch.device, ops: Collection[str] | None = None) -> list[str]:
-    """Return one line for each of `ops` (None: all): the form that runs on `device`, and why not
-    another."""
-    return [f"{op}: {_describe(op, device)}" for op in _FORMS if ops is None or op in ops]
+def _candidates(op: str, device: torch.device, dtype: torch.dtype) -> tuple[Implementation, ...]:
+    """Return what "auto" may run on a device in a precision; found once for each."""
+    operation, place = OPERATIONS[op], (device.type, dtype)
+    if place in operation.candidates:
+        return operation.candidates[place]
+    usable = tuple(
+        each
+        for each in operation.implementations
+        if each.name != NAIVE and unusable(op, each, device, dtype) is None
+    )
+    if not torch.compiler.is_compiling():
+        operation.candidates[place] = usable
+    return usable
 
 
-def _describe(op: str, device: torch.device) -> str:
-    if _CHOICE[op] != AUTO:
-        return f"{_CHOICE[op]} (set by hand)"
-    limited, reasons = "", []
-    for form in _FORMS[op]:
-        if (reason := unusable(op, form, device)) is not None:
-            reasons.append(f"{form.name} not used: {reason}")
-        elif (limits := form.limits(device)) is not None:
-            limited += f"{form.name} {limits}, else "
-        else:
-            return limited + form.name + (f" ({'; '.join(reasons)})" if reasons else "")
-    raise AssertionError(f"{op} has no form that takes every call")
-
-
-def _require_import(op: str, form: Form) -> None:
-    problem = import_problem(form.module) if form.module is not None else None
-    if problem is not None:
-        raise ImportError(
-            f"{op}: form {form.name!r} is not usable: {problem}. Install it with "
-            f"`{form.install}` (it needs a CUDA device), or choose another form."
+def _chosen_by_hand(op: str, device: torch.device, *args: Any) -> Implementation:
+    chosen = get_implementation(op, OPERATIONS[op].choice)
+    reason = unusable(op, chosen, device, args[0].dtype)
+    if reason is None and not chosen.fits_all:
+        reason = chosen.unsuited(*args)
+    if reason is not None:
+        raise ValueError(
+            f"kernels.{op}: form {chosen.name!r} was set but cannot run: {reason}. "
+            f"kernels.{op}=auto chooses one that can (from Python: set_form({op!r}, 'auto'))."
         )
+    return chosen
 
 
-def _tell_once(op: str, message: str) -> None:
-    if (op, message) not in _TOLD:
-        _TOLD.add((op, message))
+def describe(
+    device: torch.device,
+    ops: Collection[str] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> list[str]:
+    """Return one line for each of `ops` (None: all): the form that runs on `device` in a run of
+    that precision, and why not another. What runs is compared first."""
+    return [
+        f"{op}: {_describe(op, device, dtype)}" for op in OPERATIONS if ops is None or op in ops
+    ]
+
+
+def _describe(op: str, device: torch.device, dtype: torch.dtype) -> str:
+    if OPERATIONS[op].choice != AUTO:
+        return f"{OPERATIONS[op].choice} (set by hand)"
+    limited, reasons = "", []
+    for each in OPERATIONS[op].implementations:
+        if (reason := unusable(op, each, device, dtype)) is not None:
+            reasons.append(f"{each.name} not used: {reason}")
+        elif (limits := each.limits(device)) is not None:
+            limited += f"{each.name} {limits}, else "
+        else:
+            return limited + each.name + (f" ({'; '.join(reasons)})" if reasons else "")
+    raise AssertionError(f"{op} has no form that takes every call")
+
+
+def _log_once(op: str, message: str) -> None:
+    logged = OPERATIONS[op].logged
+    if message not in logged:
+        logged.add(message)
         logger.info("%s: %s", op, message)
 
 

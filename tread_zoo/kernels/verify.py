@@ -8,6 +8,8 @@ from torch import Tensor
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
+Results = tuple[Tensor, list[Tensor]]  # an output, and gradients
+
 
 class Difference(NamedTuple):
     """Largest difference of the output, and of any gradient, over the largest value there."""
@@ -31,15 +33,16 @@ def compare(
         torch.autocast(device.type, enabled=False),
         torch.autograd.graph.saved_tensors_hooks(_keep, _keep),
     ):
-        out, grads = outputs_and_gradients(run, args)
-        true_out, true_grads = outputs_and_gradients(truth, args)
-    pairs = zip(grads, true_grads, strict=True)
-    return Difference(_relative(out, true_out), max(_relative(a, b) for a, b in pairs))
+        return difference(outputs_and_gradients(run, args), outputs_and_gradients(truth, args))
 
 
-def outputs_and_gradients(
-    run: Callable[..., Tensor], args: Sequence[Any]
-) -> tuple[Tensor, list[Tensor]]:
+def difference(ours: Results, truth: Results) -> Difference:
+    """Return how far an output and its gradients are from the true ones."""
+    pairs = zip(ours[1], truth[1], strict=True)
+    return Difference(_relative(ours[0], truth[0]), max(_relative(a, b) for a, b in pairs))
+
+
+def outputs_and_gradients(run: Callable[..., Tensor], args: Sequence[Any]) -> Results:
     """Return the output of a call and the gradient of each floating tensor among its arguments."""
     own = [
         arg.detach().clone().requires_grad_(arg.is_floating_point())

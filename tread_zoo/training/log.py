@@ -29,7 +29,7 @@ from tread_zoo.evaluation.pictures import plot_losses, save_animation, save_grid
 from tread_zoo.kernels import describe, used_ops
 from tread_zoo.progress import progress
 from tread_zoo.provenance import describe_start
-from tread_zoo.runtime import describe_device
+from tread_zoo.runtime import DTYPES, describe_device
 from tread_zoo.training.checkpoints import drop_later
 from tread_zoo.training.run_folder import CONFIG, FACTS, SCORE, SCORES
 from tread_zoo.training.setup import TrainState
@@ -162,9 +162,11 @@ class Log:
             rest.append(("alignment", text))
         if setup.not_scored:
             rest.append(("score", f"not scored: {setup.not_scored}"))
+        dtype = DTYPES[self.precision]
+        kernels = describe(self.accelerator.device, used_ops, dtype)
         return [
             ("device", "{device}; {precision}; {num_processes} process(es)".format(**self.machine)),
-            *(("kernel", line) for line in describe(self.accelerator.device, used_ops)),
+            *(("kernel", line) for line in kernels),
             ("data", f"{data['name']}: {data['num_images']} images {size}, {condition}"),
             ("backbone", f"{setup.backbone.name}: {facts['num_parameters'] / 1e6:.2f} M "
                          "parameters"),

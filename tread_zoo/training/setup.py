@@ -25,6 +25,7 @@ from tread_zoo.evaluation.evaluate import check_evaluation
 from tread_zoo.kernels import describe
 from tread_zoo.registry import create, create_backbone, split
 from tread_zoo.routing import Routing
+from tread_zoo.runtime import DTYPES, resolve_precision
 from tread_zoo.seeding import make_generator
 from tread_zoo.training.alignment import Alignment, NoAlignment, add_parameters
 from tread_zoo.training.checkpoints import (
@@ -289,7 +290,9 @@ def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | Non
         if projector is not None:
             load_weights(projector, checkpoint, "alignment")
     if setup.training.compile:
-        describe(accelerator.device)  # which compares the kernels; compiled code cannot
+        precision = resolve_precision(setup.training.precision, accelerator.device)
+        # It compares the kernels, which compiled code cannot.
+        describe(accelerator.device, dtype=DTYPES[precision])
         compile_blocks(network)
     modules = [network] if projector is None else [network, projector]
     if sharding_requested() and torch.distributed.is_initialized():
@@ -401,3 +404,4 @@ def compile_blocks(network: Backbone) -> None:
     config.optimize_ddp = False
     for block in network.blocks:
         block.compile(backend=COMPILE_BACKEND)
+    logger.info("compile: the first steps build the blocks, which may take minutes")

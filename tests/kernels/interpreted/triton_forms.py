@@ -15,7 +15,10 @@ from tests.kernels.ops import OPS, assert_close, leaves, run
 assert os.environ.get("TRITON_INTERPRET") == "1", "run with TRITON_INTERPRET=1"
 
 WKV, SCAN = OPS["bidirectional_wkv"], OPS["selective_scan"]
-STEPS = {"bidirectional_wkv": ("CHUNK",), "selective_scan": ("FORWARD_STEPS", "BACKWARD_STEPS")}
+STEPS = {
+    "bidirectional_wkv": ("CHUNK", "GROUP"),
+    "selective_scan": ("FORWARD_STEPS", "BACKWARD_STEPS"),
+}
 both = pytest.mark.parametrize("op", [WKV, SCAN], ids=lambda op: op.name)
 
 
@@ -27,10 +30,10 @@ def slow(*case):
 def set_steps(monkeypatch):
     """Return a function that sets how many steps a chunk has."""
 
-    def change(op, steps):
-        for name in STEPS[op.name]:
+    def change(op, *steps):
+        for name, value in zip(STEPS[op.name], (*steps, steps[0])[:2], strict=True):
             module = import_module(f"tread_zoo.kernels.{op.name}.triton_form")
-            monkeypatch.setattr(module, name, steps)
+            monkeypatch.setattr(module, name, value)
 
     return change
 
@@ -58,9 +61,12 @@ def test_equals_formula(op, shape, subset) -> None:
     check(op, op.inputs(shape), op.rest(shape, subset))
 
 
-@pytest.mark.parametrize(("op", "steps"), [slow(WKV, 1), slow(WKV, 3), (SCAN, 1), slow(SCAN, 3)])
+@pytest.mark.parametrize(
+    ("op", "steps"),
+    [slow(WKV, (1, 1)), slow(WKV, (4, 2)), (WKV, (6, 3)), (SCAN, (1,)), slow(SCAN, (3,))],
+)
 def test_chunks_do_not_matter(op, steps, set_steps) -> None:
-    set_steps(op, steps)
+    set_steps(op, *steps)
     shape = (1, 7, 3) if op is WKV else (1, 7, 8, 4, 1)
     check(op, op.inputs(shape), op.rest(shape, subset=True))
 
@@ -116,6 +122,6 @@ def test_opcheck(op, set_steps) -> None:
     torch.library.opcheck(forward.default, (*inputs, *rest))
     values = [x.detach() for x in inputs]
     made = forward(*values, *rest)
-    saved = (*values, rest[0], *made, *rest[1:]) if op is WKV else (*values, *rest)
+    saved = (*made, *values, *rest) if op is WKV else (*values, *rest)
     backward = getattr(torch.ops.tread_zoo, f"{op.name}_triton_backward").default
     torch.library.opcheck(backward, (made[0] if op is WKV else made, *saved))

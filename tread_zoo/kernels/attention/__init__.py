@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from tread_zoo.kernels.attention.fused import (
-    FLASH_INSTALL,
-    FLASH_MODULE,
+    FLASH,
     attention_flash,
     attention_sdpa,
     flash_unsuited,
@@ -17,7 +16,7 @@ from tread_zoo.kernels.attention.fused import (
 )
 from tread_zoo.kernels.attention.naive import attention_naive
 from tread_zoo.kernels.attention.torch_form import attention_torch
-from tread_zoo.kernels.dispatch import Form, choose, register
+from tread_zoo.kernels.dispatch import Implementation, choose, register
 
 
 def _example(device: torch.device) -> tuple[Tensor, ...]:
@@ -28,19 +27,16 @@ def _example(device: torch.device) -> tuple[Tensor, ...]:
 register(
     "attention",
     [
-        Form("sdpa", attention_sdpa, unsuited=sdpa_unsuited, limits=sdpa_limits, fits_all=True),
-        Form("torch", attention_torch),
-        Form("naive", attention_naive),
-        Form(  # after all others: torch's own has the same kernel, so "auto" needs no package
-            "flash-attn",
-            attention_flash,
-            FLASH_MODULE,
-            FLASH_INSTALL,
-            flash_unsuited,
-            check_dtype=torch.bfloat16,
+        Implementation(
+            "sdpa", attention_sdpa, unsuited=sdpa_unsuited, limits=sdpa_limits, fits_all=True
         ),
+        Implementation("torch", attention_torch),
+        Implementation("naive", attention_naive),
+        # After all others: torch's own has the same kernel, so "auto" needs no package.
+        Implementation("flash-attn", attention_flash, FLASH, flash_unsuited),
     ],
     _example,
+    half=(0, 1, 2),
 )
 
 

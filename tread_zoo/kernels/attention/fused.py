@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread_zoo.kernels.dispatch import load_module
+from tread_zoo.kernels.packages import LibraryFunction
 
 CPU_HALF_TOKENS = 1024
-FLASH_MODULE = "flash_attn"
-FLASH_INSTALL = "pip install flash-attn --no-build-isolation"
+FLASH = LibraryFunction(
+    "flash_attn", "flash_attn_func", "pip install flash-attn --no-build-isolation"
+)
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -41,8 +42,7 @@ def sdpa_limits(device: torch.device) -> str | None:
 
 def attention_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return `flash_attn_func`, which takes and gives [B, N, H, Dh]."""
-    function = load_module(FLASH_MODULE).flash_attn_func
-    out: Tensor = function(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    out: Tensor = FLASH(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
     return out
 
 

@@ -10,7 +10,8 @@ from tread_zoo.kernels.bidirectional_wkv import triton_form
 from tread_zoo.kernels.bidirectional_wkv.naive import bidirectional_wkv_naive
 from tread_zoo.kernels.bidirectional_wkv.torch_form import bidirectional_wkv_torch
 from tread_zoo.kernels.bidirectional_wkv.triton_form import bidirectional_wkv_triton
-from tread_zoo.kernels.dispatch import Form, choose, register
+from tread_zoo.kernels.dispatch import Implementation, choose, register
+from tread_zoo.kernels.launch import TRITON
 
 
 def _example(device: torch.device) -> tuple[Tensor | int | None, ...]:
@@ -24,17 +25,12 @@ def _example(device: torch.device) -> tuple[Tensor | int | None, ...]:
 register(
     "bidirectional_wkv",
     [
-        Form(
-            "triton",
-            bidirectional_wkv_triton,
-            triton_form.MODULE,
-            triton_form.INSTALL,
-            triton_form.unsuited,
-        ),
-        Form("torch", bidirectional_wkv_torch),
-        Form("naive", bidirectional_wkv_naive),
+        Implementation("triton", bidirectional_wkv_triton, TRITON, triton_form.unsuited),
+        Implementation("torch", bidirectional_wkv_torch),
+        Implementation("naive", bidirectional_wkv_naive),
     ],
     _example,
+    half=(0, 1),
 )
 
 

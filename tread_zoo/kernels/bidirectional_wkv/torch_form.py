@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from tread_zoo.kernels.bidirectional_wkv import one_maximum, running_maximum
 from tread_zoo.kernels.bidirectional_wkv.inputs import Memory, prepare, state_dtype
-from tread_zoo.kernels.chunks import empty_gradients, row_blocks
+from tread_zoo.kernels.chunks import row_blocks
+from tread_zoo.kernels.operators import empty_like, make_operator
 
 BLOCK_VALUES = 2**18  # B·L·C values done at a time on a CPU: the tensors of a block fit in cache
 
@@ -27,16 +27,15 @@ def bidirectional_wkv_torch(
     k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
 ) -> Tensor:
     """Return the WKV; see `tread_zoo.kernels.bidirectional_wkv`."""
-    out: Tensor = _forward(k, v, w, u, positions, length)
+    out: Tensor = _operator(k, v, w, u, positions, length)
     return out
 
 
-@torch.library.custom_op("tread_zoo::bidirectional_wkv", mutates_args=())
 def _forward(
     k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
 ) -> Tensor:
     """Return out [B, L, C]."""
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    out = empty_like(v)
     memory = Memory(k, state_dtype(k, v))
     with torch.autocast(k.device.type, enabled=False):
         for rows in row_blocks(k, BLOCK_VALUES):
@@ -49,7 +48,6 @@ def _forward(
     return out
 
 
-@torch.library.custom_op("tread_zoo::bidirectional_wkv_backward", mutates_args=())
 def _backward(
     grad: Tensor,
     k: Tensor,
@@ -60,7 +58,7 @@ def _backward(
     length: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of k, v, w and u."""
-    gk, gv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    gk, gv = empty_like(k), empty_like(v)
     dtype = state_dtype(k, v)
     gs, gu = (torch.zeros(w.shape, dtype=dtype, device=w.device) for _ in range(2))
     memory = Memory(k, dtype)
@@ -78,27 +76,8 @@ def _backward(
     return gk, gv, (gs / length).to(w.dtype), gu.to(u.dtype)
 
 
-@_forward.register_fake
-def _(k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
-
-
-@_backward.register_fake
-def _(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    return empty_gradients(grad, inputs[:4])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.length = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors  # read once: recomputation in the backward pass allows no more
-    return *_backward(grad, *saved, ctx.length), None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+def _empty(k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    return empty_like(v)
 
 
 def forward_flops(k: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
@@ -112,5 +91,11 @@ def backward_flops(grad: tuple[int, ...], k: tuple[int, ...], *args: Any, **kwar
     return 94 * math.prod(k)
 
 
-register_flop_formula(torch.ops.tread_zoo.bidirectional_wkv)(forward_flops)
-register_flop_formula(torch.ops.tread_zoo.bidirectional_wkv_backward)(backward_flops)
+_operator = make_operator(
+    "bidirectional_wkv",
+    _forward,
+    _backward,
+    empty=_empty,
+    flops=(forward_flops, backward_flops),
+    num_gradients=4,
+)

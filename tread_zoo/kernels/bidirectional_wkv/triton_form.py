@@ -26,21 +26,18 @@ to the same bits in every run.
 Dimensions: B batch, L length, C channels, n chunks of L.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from tread_zoo.kernels.bidirectional_wkv.torch_form import backward_flops, forward_flops
-from tread_zoo.kernels.chunks import empty_gradients
+from tread_zoo.kernels.launch import launch
+from tread_zoo.kernels.operators import empty_like, make_operator
 
-MODULE = "triton"
-INSTALL = "pip install triton"
-
+KERNELS = "tread_zoo.kernels.bidirectional_wkv.triton_kernels"
 CHUNK = 16  # steps of a program. More fill its registers; with fewer it has more chunks to merge
+GROUP = 4  # of them, whose loads are under way at once; CHUNK / GROUP is a power of two
 BLOCK = 32  # channels of a program, one a thread
 OPTIONS = {"num_warps": 1, "enable_fp_fusion": True}
 if torch.version.hip is None:
@@ -53,7 +50,7 @@ def bidirectional_wkv_triton(
     k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
 ) -> Tensor:
     """Return the WKV; see `tread_zoo.kernels.bidirectional_wkv`. The state is float32."""
-    out: Tensor = _forward(k, v, w, u, positions, length)[0]
+    out: Tensor = _operator(k, v, w, u, positions, length)[0]
     return out
 
 
@@ -66,7 +63,6 @@ def unsuited(
     return None
 
 
-@torch.library.custom_op("tread_zoo::bidirectional_wkv_triton", mutates_args=())
 def _forward(
     k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
 ) -> tuple[Tensor, Tensor]:
@@ -80,16 +76,15 @@ def _forward(
     return out, lse
 
 
-@torch.library.custom_op("tread_zoo::bidirectional_wkv_triton_backward", mutates_args=())
 def _backward(
     grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
     k: Tensor,
     v: Tensor,
     w: Tensor,
     u: Tensor,
     positions: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
     length: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of k, v, w and u."""
@@ -115,56 +110,22 @@ def _launch(kernel: str, k: Tensor, length: int, *tensors: Tensor | None) -> Non
     batch, num_tokens, channels = k.shape
     num_chunks = -(-num_tokens // CHUNK)
     grid = (batch * num_chunks, -(-channels // BLOCK))
-    with _on(k.device):
-        getattr(_kernels(), kernel)[grid](
-            *tensors,
-            num_tokens,
-            float(length),
-            channels,
-            num_chunks,
-            CHUNK=CHUNK,
-            BLOCK=BLOCK,
-            **OPTIONS,
-        )
+    sizes = (num_tokens, float(length), channels, num_chunks)
+    options = {"CHUNK": CHUNK, "GROUP": GROUP, "BLOCK": BLOCK, **OPTIONS}
+    launch(KERNELS, kernel, k.device, grid, *tensors, *sizes, **options)
 
 
-def _kernels() -> ModuleType:
-    """Return the device code, whose import needs triton."""
-    from tread_zoo.kernels.bidirectional_wkv import triton_kernels
+def _empty(k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return empty_like(v), torch.empty(k.shape, dtype=torch.float32, device=k.device)
 
-    return triton_kernels
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device; on a CPU it interprets."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-@_forward.register_fake
-def _(k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    contiguous = torch.contiguous_format
-    lse = torch.empty_like(k, dtype=torch.float32, memory_format=contiguous)
-    return torch.empty_like(v, memory_format=contiguous), lse
-
-
-@_backward.register_fake
-def _(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    return empty_gradients(grad, inputs[:4])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.length = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _differentiate(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors  # read once: recomputation in the backward pass allows no more
-    return *_backward(grad, *saved, ctx.length), None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
 
 # FLOPs are those of the operation: they do not depend on the form that runs.
-register_flop_formula(torch.ops.tread_zoo.bidirectional_wkv_triton)(forward_flops)
-register_flop_formula(torch.ops.tread_zoo.bidirectional_wkv_triton_backward)(backward_flops)
+_operator = make_operator(
+    "bidirectional_wkv_triton",
+    _forward,
+    _backward,
+    empty=_empty,
+    flops=(forward_flops, backward_flops),
+    num_gradients=4,
+    num_kept=2,
+)

@@ -3,7 +3,7 @@
 
 A program is one warp. It has one chunk of CHUNK steps of one row of the batch, and one channel a
 thread: loads and stores are whole lines, no thread needs another's values, and a state is a handful
-of registers. The loads of a chunk are issued together, before anything is computed.
+of registers. The loads of a few steps are issued together, before anything is computed.
 
 Chunks are independent but for what comes in from the others. There are two kernels each forward and
 backward: one writes every chunk's state at its last step, going forth, and at its first, going
@@ -34,6 +34,7 @@ def summarise(
     channels,
     num_chunks,
     CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write the states at the edges of each chunk, of what is in it."""
@@ -73,17 +74,15 @@ def average(
     channels,
     num_chunks,
     CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write the output and log D, both [B, L, C]."""
+    GROUPS: tl.constexpr = CHUNK // GROUP
     row, start, c, c_in = _here(num_chunks, channels, CHUNK, BLOCK)
     rate = tl.div_rn(_load(w_ptr + c, c_in, 0.0), total)
     bonus = _load(u_ptr + c, c_in, 0.0)
-    gaps = _gaps(places_ptr, row, start, length, CHUNK)
-    at = (row * length + start) * channels + c
-    left = tl.where(c_in, length - start, 0)  # steps of each channel from `start` on
-    keys = _rows(k_ptr + at, left, channels, CHUNK, NOTHING)
-    values = _rows(v_ptr + at, left, channels, CHUNK, 0.0)
+    row_at = row * length * channels + c
     edge_ptr = edges_ptr + row * num_chunks * 6 * channels + c
 
     m, n, d = rate * 0 + NOTHING, rate * 0, rate * 0
@@ -91,11 +90,19 @@ def average(
         fall = rate * _distance(places_ptr, row, chunk * CHUNK, (chunk + 1) * CHUNK, length)
         edge = _load_3(edge_ptr + (6 * chunk + 3) * channels, c_in, channels)
         m, n, d = _merge(m, n, d, fall, *edge)
-    later = ()
-    for i in tl.static_range(CHUNK - 1, -1, -1):
-        gap = gaps[i + 1]
-        later += ((m, n, d, rate * (gap - 1)),)
-        m, n, d = _merge(m, n, d, rate * gap, keys[i], values[i], 1.0)
+    later_m = tl.zeros([GROUPS, BLOCK], tl.float32)
+    later_n, later_d = later_m, later_m
+    for done in range(GROUPS):
+        group = GROUPS - 1 - done
+        later_m, later_n = _put(later_m, group, m), _put(later_n, group, n)
+        later_d = _put(later_d, group, d)
+        first = start + group * GROUP
+        left = tl.where(c_in, length - first, 0)  # steps of each channel from `first` on
+        keys = _rows(k_ptr + row_at + first * channels, left, channels, GROUP, NOTHING)
+        values = _rows(v_ptr + row_at + first * channels, left, channels, GROUP, 0.0)
+        for i in tl.static_range(GROUP - 1, -1, -1):
+            fall = rate * _distance(places_ptr, row, first + i, first + i + 1, length)
+            m, n, d = _merge(m, n, d, fall, keys[i], values[i], 1.0)
 
     m, n, d = rate * 0 + NOTHING, rate * 0, rate * 0
     for chunk in range(start // CHUNK):
@@ -103,18 +110,32 @@ def average(
         fall = rate * _distance(places_ptr, row, last - CHUNK, last, length)
         edge = _load_3(edge_ptr + 6 * chunk * channels, c_in, channels)
         m, n, d = _merge(m, n, d, fall, *edge)
-    for i in tl.static_range(CHUNK):
-        gap = gaps[i]
-        near = rate * (gap - 1)
-        later_m, later_n, later_d, later_near = later[CHUNK - 1 - i]
-        r = tl.maximum(tl.maximum(m - near, later_m - later_near), keys[i] + bonus)
-        before, after = tl.exp((m - r) - near), tl.exp((later_m - r) - later_near)
-        own = tl.exp((keys[i] - r) + bonus)
-        top = before * n + after * later_n + own * values[i]
-        bottom = before * d + after * later_d + own
-        tl.store(out_ptr + at + i * channels, top / bottom, mask=i < left)
-        tl.store(lse_ptr + at + i * channels, r + tl.log(bottom), mask=i < left)
-        m, n, d = _merge(m, n, d, rate * gap, keys[i], values[i], 1.0)
+    for group in range(GROUPS):
+        first = start + group * GROUP
+        at, left = row_at + first * channels, tl.where(c_in, length - first, 0)
+        gaps = _gaps(places_ptr, row, first, length, GROUP)
+        keys = _rows(k_ptr + at, left, channels, GROUP, NOTHING)
+        values = _rows(v_ptr + at, left, channels, GROUP, 0.0)
+        m_after, n_after = _take(later_m, group), _take(later_n, group)
+        d_after = _take(later_d, group)
+        later = ()
+        for i in tl.static_range(GROUP - 1, -1, -1):
+            gap = gaps[i + 1]
+            later += ((m_after, n_after, d_after, rate * (gap - 1)),)
+            m_after, n_after, d_after = _merge(
+                m_after, n_after, d_after, rate * gap, keys[i], values[i], 1.0
+            )
+        for i in tl.static_range(GROUP):
+            near = rate * (gaps[i] - 1)
+            m_next, n_next, d_next, near_next = later[GROUP - 1 - i]
+            r = tl.maximum(tl.maximum(m - near, m_next - near_next), keys[i] + bonus)
+            before, after = tl.exp((m - r) - near), tl.exp((m_next - r) - near_next)
+            own = tl.exp((keys[i] - r) + bonus)
+            top = before * n + after * n_next + own * values[i]
+            bottom = before * d + after * d_next + own
+            tl.store(out_ptr + at + i * channels, top / bottom, mask=i < left)
+            tl.store(lse_ptr + at + i * channels, r + tl.log(bottom), mask=i < left)
+            m, n, d = _merge(m, n, d, rate * gaps[i], keys[i], values[i], 1.0)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -130,6 +151,7 @@ def summarise_grads(
     channels,
     num_chunks,
     CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write the backward states at the edges of each chunk, of what is in it."""
@@ -180,22 +202,42 @@ def differentiate(
     channels,
     num_chunks,
     CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write ∂k and ∂v [B, L, C], and the chunks' parts of ∂s and ∂u [B, n, C]."""
+    GROUPS: tl.constexpr = CHUNK // GROUP
     row, start, c, c_in = _here(num_chunks, channels, CHUNK, BLOCK)
     rate = tl.div_rn(_load(w_ptr + c, c_in, 0.0), total)
     bonus = _load(u_ptr + c, c_in, 0.0)
-    gaps = _gaps(places_ptr, row, start, length, CHUNK)
-    at = (row * length + start) * channels + c
-    left = tl.where(c_in, length - start, 0)  # steps of each channel from `start` on
-    sums = _rows(lse_ptr + at, left, channels, CHUNK, -NOTHING)
-    grads = _rows(grad_ptr + at, left, channels, CHUNK, 0.0)
-    means = _rows(out_ptr + at, left, channels, CHUNK, 0.0)
-    keys = _rows(k_ptr + at, left, channels, CHUNK, NOTHING)
-    values = _rows(v_ptr + at, left, channels, CHUNK, 0.0)
+    row_at = row * length * channels + c
     edge_ptr = edges_ptr + row * num_chunks * 10 * channels + c
     gs, gu = rate * 0, rate * 0
+
+    m, a, z, far_a, far_z = rate * 0 + NOTHING, rate * 0, rate * 0, rate * 0, rate * 0
+    for chunk in range(num_chunks - 1, start // CHUNK, -1):
+        gap = _distance(places_ptr, row, chunk * CHUNK, (chunk + 1) * CHUNK, length)
+        edge = _load_5(edge_ptr + (10 * chunk + 5) * channels, c_in, channels)
+        m, a, z, far_a, far_z = _merge_grads(m, a, z, far_a, far_z, gap, rate, *edge)
+    later_m = tl.zeros([GROUPS, BLOCK], tl.float32)
+    later_a, later_z, later_far_a, later_far_z = later_m, later_m, later_m, later_m
+    for done in range(GROUPS):
+        group = GROUPS - 1 - done
+        later_m, later_a, later_z = (
+            _put(later_m, group, m), _put(later_a, group, a), _put(later_z, group, z)
+        )  # fmt: skip
+        later_far_a, later_far_z = _put(later_far_a, group, far_a), _put(later_far_z, group, far_z)
+        first = start + group * GROUP
+        at = row_at + first * channels
+        left = tl.where(c_in, length - first, 0)  # steps of each channel from `first` on
+        sums = _rows(lse_ptr + at, left, channels, GROUP, -NOTHING)
+        grads = _rows(grad_ptr + at, left, channels, GROUP, 0.0)
+        means = _rows(out_ptr + at, left, channels, GROUP, 0.0)
+        for i in tl.static_range(GROUP - 1, -1, -1):
+            gap = _distance(places_ptr, row, first + i, first + i + 1, length)
+            m, a, z, far_a, far_z = _merge_grads(
+                m, a, z, far_a, far_z, gap, rate, -sums[i], grads[i], grads[i] * means[i], 0.0, 0.0
+            )
 
     m, a, z, far_a, far_z = rate * 0 + NOTHING, rate * 0, rate * 0, rate * 0, rate * 0
     for chunk in range(start // CHUNK):
@@ -203,43 +245,62 @@ def differentiate(
         gap = _distance(places_ptr, row, last - CHUNK, last, length)
         edge = _load_5(edge_ptr + 10 * chunk * channels, c_in, channels)
         m, a, z, far_a, far_z = _merge_grads(m, a, z, far_a, far_z, gap, rate, *edge)
-    parts = ()
-    for i in tl.static_range(CHUNK):
-        gap = gaps[i]
-        weight = tl.exp((keys[i] + m) - rate * (gap - 1))
-        part = weight * (values[i] * a - z)
-        gs += weight * (values[i] * far_a - far_z) + (gap - 1) * part
-        parts += ((weight * a, part),)
-        m, a, z, far_a, far_z = _merge_grads(
-            m, a, z, far_a, far_z, gap, rate, -sums[i], grads[i], grads[i] * means[i], 0.0, 0.0
+    for group in range(GROUPS):
+        first = start + group * GROUP
+        at, left = row_at + first * channels, tl.where(c_in, length - first, 0)
+        gaps = _gaps(places_ptr, row, first, length, GROUP)
+        sums = _rows(lse_ptr + at, left, channels, GROUP, -NOTHING)
+        grads = _rows(grad_ptr + at, left, channels, GROUP, 0.0)
+        means = _rows(out_ptr + at, left, channels, GROUP, 0.0)
+        keys = _rows(k_ptr + at, left, channels, GROUP, NOTHING)
+        values = _rows(v_ptr + at, left, channels, GROUP, 0.0)
+        m_after, a_after, z_after = (
+            _take(later_m, group),
+            _take(later_a, group),
+            _take(later_z, group),
         )
-
-    m, a, z, far_a, far_z = rate * 0 + NOTHING, rate * 0, rate * 0, rate * 0, rate * 0
-    for chunk in range(num_chunks - 1, start // CHUNK, -1):
-        gap = _distance(places_ptr, row, chunk * CHUNK, (chunk + 1) * CHUNK, length)
-        edge = _load_5(edge_ptr + (10 * chunk + 5) * channels, c_in, channels)
-        m, a, z, far_a, far_z = _merge_grads(m, a, z, far_a, far_z, gap, rate, *edge)
-    for i in tl.static_range(CHUNK - 1, -1, -1):
-        gap, inside = gaps[i + 1], i < left
-        to = at + i * channels
-        key, value = _load(k_ptr + to, inside, NOTHING), _load(v_ptr + to, inside, 0.0)
-        grad, mean = _load(grad_ptr + to, inside, 0.0), _load(out_ptr + to, inside, 0.0)
-        sum_ = _load(lse_ptr + to, inside, -NOTHING)
-        weight = tl.exp((key + m) - rate * (gap - 1))
-        part = weight * (value * a - z)
-        gs += weight * (value * far_a - far_z) + (gap - 1) * part
-        own = tl.exp((key - sum_) + bonus) * grad
-        own_part = own * (value - mean)
-        gu += own_part
-        earlier_v, earlier_k = parts[i]
-        tl.store(gv_ptr + to, earlier_v + weight * a + own, mask=inside)
-        tl.store(gk_ptr + to, earlier_k + part + own_part, mask=inside)
-        m, a, z, far_a, far_z = _merge_grads(
-            m, a, z, far_a, far_z, gap, rate, -sum_, grad, grad * mean, 0.0, 0.0
-        )
+        far_a_after, far_z_after = _take(later_far_a, group), _take(later_far_z, group)
+        parts = ()
+        for i in tl.static_range(GROUP - 1, -1, -1):
+            gap = gaps[i + 1]
+            weight = tl.exp((keys[i] + m_after) - rate * (gap - 1))
+            part = weight * (values[i] * a_after - z_after)
+            gs += weight * (values[i] * far_a_after - far_z_after) + (gap - 1) * part
+            parts += ((weight * a_after, part),)
+            m_after, a_after, z_after, far_a_after, far_z_after = _merge_grads(
+                m_after, a_after, z_after, far_a_after, far_z_after,
+                gap, rate, -sums[i], grads[i], grads[i] * means[i], 0.0, 0.0,
+            )  # fmt: skip
+        for i in tl.static_range(GROUP):
+            gap = gaps[i]
+            weight = tl.exp((keys[i] + m) - rate * (gap - 1))
+            part = weight * (values[i] * a - z)
+            gs += weight * (values[i] * far_a - far_z) + (gap - 1) * part
+            own = tl.exp((keys[i] - sums[i]) + bonus) * grads[i]
+            own_part = own * (values[i] - means[i])
+            gu += own_part
+            later_v, later_k = parts[GROUP - 1 - i]
+            tl.store(gv_ptr + at + i * channels, later_v + weight * a + own, mask=i < left)
+            tl.store(gk_ptr + at + i * channels, later_k + part + own_part, mask=i < left)
+            m, a, z, far_a, far_z = _merge_grads(
+                m, a, z, far_a, far_z, gap, rate, -sums[i], grads[i], grads[i] * means[i], 0.0, 0.0
+            )
     to = (row * num_chunks + start // CHUNK) * channels + c
     tl.store(gs_ptr + to, -gs, mask=c_in)
     tl.store(gu_ptr + to, gu, mask=c_in)
+
+
+@triton.jit
+def _put(states, group, state):
+    """Return states [GROUPS, BLOCK] with that of `group` set, [BLOCK]."""
+    return tl.where(tl.arange(0, states.shape[0])[:, None] == group, state[None, :], states)
+
+
+@triton.jit
+def _take(states, group):
+    """Return that of `group`."""
+    here = tl.arange(0, states.shape[0])[:, None] == group
+    return tl.sum(tl.where(here, states, 0.0), axis=0)
 
 
 @triton.jit

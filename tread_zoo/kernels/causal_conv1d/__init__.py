@@ -7,15 +7,14 @@ import torch
 from torch import Tensor
 
 from tread_zoo.kernels.causal_conv1d.fused import (
-    INSTALL,
-    MODULE,
+    CONVOLUTION,
     causal_conv1d_fused,
     limits,
     unsuited,
 )
 from tread_zoo.kernels.causal_conv1d.naive import causal_conv1d_naive
 from tread_zoo.kernels.causal_conv1d.torch_form import causal_conv1d_torch
-from tread_zoo.kernels.dispatch import Form, choose, register
+from tread_zoo.kernels.dispatch import Implementation, choose, register
 
 
 def _example(device: torch.device) -> tuple[Tensor, ...]:
@@ -29,11 +28,12 @@ def _example(device: torch.device) -> tuple[Tensor, ...]:
 register(
     "causal_conv1d",
     [
-        Form("causal-conv1d", causal_conv1d_fused, MODULE, INSTALL, unsuited, limits),
-        Form("torch", causal_conv1d_torch),
-        Form("naive", causal_conv1d_naive),
+        Implementation("causal-conv1d", causal_conv1d_fused, CONVOLUTION, unsuited, limits),
+        Implementation("torch", causal_conv1d_torch),
+        Implementation("naive", causal_conv1d_naive),
     ],
     _example,
+    half=(0,),
 )
 
 

@@ -3,18 +3,16 @@
 import torch
 from torch import Tensor
 
-from tread_zoo.kernels.dispatch import load_module
+from tread_zoo.kernels.packages import LibraryFunction
 
-MODULE = "causal_conv1d"
-INSTALL = "pip install kernels"
+CONVOLUTION = LibraryFunction("causal_conv1d", "causal_conv1d_fn", "pip install kernels")
 
 
 def causal_conv1d_fused(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, segment_ids: Tensor | None = None
 ) -> Tensor:
     """Return `causal_conv1d_fn`, which takes [B, D, L] with the channels contiguous."""
-    function = load_module(MODULE).causal_conv1d_fn
-    y = function(
+    y = CONVOLUTION(
         x.contiguous().transpose(1, 2),
         weight,
         None if bias is None else bias.to(weight.dtype),

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+
+from tread_zoo.kernels.operators import empty_like, make_operator
 
 
 def causal_conv1d_torch(
@@ -20,7 +21,7 @@ def causal_conv1d_torch(
 ) -> Tensor:
     """Return the convolution; see `tread_zoo.kernels.causal_conv1d`."""
     # While compiling: an operator of its own could not be fused.
-    run = _Fusible.apply if torch.compiler.is_compiling() else _forward
+    run = _Fusible.apply if torch.compiler.is_compiling() else _operator
     out: Tensor = run(x, weight, bias, segment_ids)
     return out
 
@@ -53,38 +54,6 @@ def _gradients(
     return grad_x.to(x.dtype), grad_taps.flip(0).t().to(weight.dtype).contiguous(), grad_bias
 
 
-_forward = torch.library.custom_op("tread_zoo::causal_conv1d", _convolve, mutates_args=())
-_backward = torch.library.custom_op(
-    "tread_zoo::causal_conv1d_backward", _gradients, mutates_args=()
-)
-
-
-@_forward.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@_backward.register_fake
-def _(
-    grad_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None
-) -> tuple[Tensor, ...]:
-    inputs = (x, weight, x.new_empty(0) if bias is None else bias)
-    return tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in inputs)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # read once: recomputation in the backward pass allows no more
-    *grads, grad_bias = _backward(grad_y, *saved)
-    return *grads, None if saved[2] is None else grad_bias, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-
-
 class _Fusible(torch.autograd.Function):
     """The same, which a compiler looks into."""
 
@@ -102,13 +71,11 @@ class _Fusible(torch.autograd.Function):
         return grad_x, grad_weight, None if saved[2] is None else grad_bias, None
 
 
-@register_flop_formula(torch.ops.tread_zoo.causal_conv1d)
 def _forward_flops(x: tuple[int, ...], weight: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
     """2 B L D W: a convolution, as torch counts its own, with the zeros before the start."""
     return 2 * math.prod(x) * weight[1]
 
 
-@register_flop_formula(torch.ops.tread_zoo.causal_conv1d_backward)
 def _backward_flops(
     grad_y: tuple[int, ...], x: tuple[int, ...], weight: tuple[int, ...], *args: Any, **kwargs: Any
 ) -> int:
@@ -122,3 +89,17 @@ def _inside(values: Tensor, segment_ids: Tensor | None, back: int) -> Tensor:
         return values
     same = segment_ids[:, back:] == segment_ids[:, :-back]
     return values * same.unsqueeze(-1).to(values.dtype)
+
+
+def _empty(x: Tensor, *rest: Tensor | None) -> Tensor:
+    return empty_like(x)
+
+
+_operator = make_operator(
+    "causal_conv1d",
+    _convolve,
+    _gradients,
+    empty=_empty,
+    flops=(_forward_flops, _backward_flops),
+    num_gradients=3,
+)

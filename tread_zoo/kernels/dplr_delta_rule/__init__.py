@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread_zoo.kernels.dispatch import Form, choose, register
+from tread_zoo.kernels.dispatch import Implementation, choose, register
 from tread_zoo.kernels.dplr_delta_rule.fused import (
-    FLA_INSTALL,
-    FLA_MODULE,
+    CHUNK_DPLR,
     dplr_delta_rule_fla,
     limits,
     unsuited,
@@ -32,20 +31,12 @@ def _example(device: torch.device) -> tuple[Tensor, ...]:
 register(
     "dplr_delta_rule",
     [
-        # Its kernel multiplies in TF32, so that it is compared as in half precision.
-        Form(
-            "fla",
-            dplr_delta_rule_fla,
-            FLA_MODULE,
-            FLA_INSTALL,
-            unsuited,
-            limits,
-            check_dtype=torch.bfloat16,
-        ),
-        Form("torch", dplr_delta_rule_torch),
-        Form("naive", dplr_delta_rule_naive),
+        Implementation("fla", dplr_delta_rule_fla, CHUNK_DPLR, unsuited, limits, tf32=True),
+        Implementation("torch", dplr_delta_rule_torch),
+        Implementation("naive", dplr_delta_rule_naive),
     ],
     _example,
+    half=(0, 1, 2, 3, 4),
 )
 
 

@@ -5,13 +5,14 @@ state, and a = 0 does not look at it. A lower one would leave less, but what is 
 of 16 steps in float32 loses the digits of the decays after it.
 """
 
-import importlib
-
 import torch.nn.functional as F
 from torch import Tensor
 
-FLA_MODULE = "fla.ops.generalized_delta_rule"
-FLA_INSTALL = "pip install fla-core"
+from tread_zoo.kernels.packages import LibraryFunction
+
+CHUNK_DPLR = LibraryFunction(
+    "fla.ops.generalized_delta_rule", "chunk_dplr_delta_rule", "pip install fla-core"
+)
 RESET = -30.0
 
 
@@ -26,13 +27,12 @@ def dplr_delta_rule_fla(
     scale: float = 1.0,
 ) -> Tensor:
     """Return `chunk_dplr_delta_rule`, which RWKV-7's own function calls, too."""
-    function = importlib.import_module(FLA_MODULE).chunk_dplr_delta_rule
     falls = log_decay.float().clamp_min(RESET)
     if segment_ids is not None:
         starts = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))[..., None, None]
         falls, a = falls.masked_fill(starts, RESET), a.masked_fill(starts, 0.0)
     given = [x.to(v.dtype).contiguous() for x in (q, k, v, a, b)]
-    out: Tensor = function(*given, falls.contiguous(), scale=scale)[0]
+    out: Tensor = CHUNK_DPLR(*given, falls.contiguous(), scale=scale)[0]
     return out.to(v.dtype)
 
 

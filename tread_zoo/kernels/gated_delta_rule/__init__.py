@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread_zoo.kernels.dispatch import Form, choose, register
+from tread_zoo.kernels.dispatch import Implementation, choose, register
 from tread_zoo.kernels.gated_delta_rule.fused import (
-    CHANNEL_MODULE,
-    HEAD_MODULE,
-    INSTALL,
+    CHUNK_GATED_DELTA_RULE,
+    CHUNK_KDA,
     gated_delta_rule_fla,
     limits,
     unsuited,
@@ -39,16 +38,16 @@ def _make_example(by_channel: bool) -> Callable[[torch.device], tuple[Tensor | N
     return example
 
 
-for name, module in (("gated_delta_rule", HEAD_MODULE), ("kda", CHANNEL_MODULE)):
-    fla = (gated_delta_rule_fla, module, INSTALL, unsuited, limits)
+for name, fla in (("gated_delta_rule", CHUNK_GATED_DELTA_RULE), ("kda", CHUNK_KDA)):
     register(
         name,
         [
-            Form("fla", *fla, check_dtype=torch.bfloat16),
-            Form("torch", gated_delta_rule_torch),
-            Form("naive", gated_delta_rule_naive),
+            Implementation("fla", gated_delta_rule_fla, fla, unsuited, limits),
+            Implementation("torch", gated_delta_rule_torch),
+            Implementation("naive", gated_delta_rule_naive),
         ],
         _make_example(by_channel=name == "kda"),
+        half=(0, 1, 2),
     )
 
 

@@ -6,14 +6,16 @@ exponent from a difference of sums over 64 steps. That with one for each channel
 0 on its way, and gets no such call.
 """
 
-import importlib
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-HEAD_MODULE, CHANNEL_MODULE = "fla.ops.gated_delta_rule", "fla.ops.kda"
-INSTALL = "pip install fla-core"
+from tread_zoo.kernels.packages import LibraryFunction
+
+CHUNK_GATED_DELTA_RULE = LibraryFunction(
+    "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", "pip install fla-core"
+)
+CHUNK_KDA = LibraryFunction("fla.ops.kda", "chunk_kda", "pip install fla-core")
 RESET = -60.0
 WIDEST = 256
 
@@ -32,10 +34,7 @@ def gated_delta_rule_fla(
     if segment_ids is not None:
         starts = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
         falls = falls.masked_fill(starts.unsqueeze(-1), RESET)
-    if log_decay.ndim == 3:
-        function = importlib.import_module(HEAD_MODULE).chunk_gated_delta_rule
-    else:
-        function = importlib.import_module(CHANNEL_MODULE).chunk_kda
+    function = CHUNK_GATED_DELTA_RULE if log_decay.ndim == 3 else CHUNK_KDA
     q, k = q.to(v.dtype), k.to(v.dtype)
     q, k, v, falls, beta = (x.contiguous() for x in (q, k, v, falls, beta))
     out: Tensor = function(q=q, k=k, v=v, g=falls, beta=beta, scale=scale)[0]

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread_zoo.kernels.dispatch import Form, choose, register
+from tread_zoo.kernels.dispatch import Implementation, choose, register
 from tread_zoo.kernels.gated_linear_attention.fused import (
-    FLA_INSTALL,
-    FLA_MODULE,
+    CHUNK_GLA,
     gated_linear_attention_fla,
     limits,
     unsuited,
@@ -27,23 +26,15 @@ def _example(device: torch.device) -> tuple[Tensor, ...]:
     return tuple(x.to(device) for x in (q, k, v, F.logsigmoid(gate), segments))
 
 
-# fla's kernels multiply in TF32, so that they are compared as in half precision.
 register(
     "gated_linear_attention",
     [
-        Form(
-            "fla",
-            gated_linear_attention_fla,
-            FLA_MODULE,
-            FLA_INSTALL,
-            unsuited,
-            limits,
-            check_dtype=torch.bfloat16,
-        ),
-        Form("torch", gated_linear_attention_torch),
-        Form("naive", gated_linear_attention_naive),
+        Implementation("fla", gated_linear_attention_fla, CHUNK_GLA, unsuited, limits, tf32=True),
+        Implementation("torch", gated_linear_attention_torch),
+        Implementation("naive", gated_linear_attention_naive),
     ],
     _example,
+    half=(0, 1, 2),
 )
 
 

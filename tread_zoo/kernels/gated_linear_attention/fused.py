@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread_zoo.kernels.dispatch import load_module
+from tread_zoo.kernels.packages import LibraryFunction
 
-FLA_MODULE = "fla.ops.gla"
-FLA_INSTALL = "pip install fla-core"
+CHUNK_GLA = LibraryFunction("fla.ops.gla", "chunk_gla", "pip install fla-core")
 RESET = -60.0
 
 
@@ -25,13 +24,12 @@ def gated_linear_attention_fla(
     scale: float | None = None,
 ) -> Tensor:
     """Return `chunk_gla`, whose arguments are laid out as ours."""
-    function = load_module(FLA_MODULE).chunk_gla
     if segment_ids is not None:
         starts = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
         log_decay = log_decay.masked_fill(starts[..., None, None], RESET)
     inputs = {"q": q, "k": k, "v": v, "g": log_decay}
     inputs = {name: value.float().contiguous() for name, value in inputs.items()}
-    out, _ = function(**inputs, scale=q.shape[-1] ** -0.5 if scale is None else scale)
+    out, _ = CHUNK_GLA(**inputs, scale=q.shape[-1] ** -0.5 if scale is None else scale)
     attended: Tensor = out.to(v.dtype)
     return attended
 

@@ -31,9 +31,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from tread_zoo.kernels.chunks import empty_gradients
+from tread_zoo.kernels.operators import empty_like, make_operator
 
 CHUNK = 32  # steps of a chunk at most, a power of 2
 BLOCK_VALUES = 2**18  # B·L·H·K values done at a time on a CPU: what a block makes fits in cache
@@ -49,11 +48,10 @@ def gated_linear_attention_torch(
 ) -> Tensor:
     """Return the attention; see `tread_zoo.kernels.gated_linear_attention`."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = _forward(q, k, v, log_decay, segment_ids, factor)[0]
+    out: Tensor = _operator(q, k, v, log_decay, segment_ids, factor)[0]
     return out
 
 
-@torch.library.custom_op("tread_zoo::gated_linear_attention", mutates_args=())
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -73,7 +71,6 @@ def _forward(
     return out, weights, states
 
 
-@torch.library.custom_op("tread_zoo::gated_linear_attention_backward", mutates_args=())
 def _backward(
     grad: Tensor,
     weights: Tensor,
@@ -86,9 +83,7 @@ def _backward(
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and log_decay."""
-    gq, gk, gv, gl = (
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, log_decay)
-    )
+    gq, gk, gv, gl = map(empty_like, (q, k, v, log_decay))
     with torch.autocast(q.device.type, enabled=False):
         for rows, heads in _blocks(q):
             cut = _cut(q, k, v, log_decay, segment_ids, scale, rows, heads)
@@ -252,7 +247,6 @@ def _blocks(q: Tensor) -> list[tuple[slice, slice]]:
     ]
 
 
-@_forward.register_fake
 def _empty(
     q: Tensor,
     k: Tensor,
@@ -266,25 +260,7 @@ def _empty(
     batch, _, heads, width = q.shape
     weights = q.new_empty(num_chunks, batch, heads, span, span, dtype=dtype)
     states = q.new_empty(num_chunks - 1, batch, heads, width, v.shape[3], dtype=dtype)
-    return torch.empty_like(v, memory_format=torch.contiguous_format), weights, states
-
-
-@_backward.register_fake
-def _(grad: Tensor, weights: Tensor, states: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    return empty_gradients(grad, inputs[:4])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*output[1:], *tensors)
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def _differentiate(ctx: Any, grad: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+    return empty_like(v), weights, states
 
 
 def _products(q: tuple[int, ...], v: tuple[int, ...]) -> tuple[int, int, int]:
@@ -296,7 +272,6 @@ def _products(q: tuple[int, ...], v: tuple[int, ...]) -> tuple[int, int, int]:
     return num * span * (span - 1) * width, 2 * num * span * span * size, between
 
 
-@register_flop_formula(torch.ops.tread_zoo.gated_linear_attention)
 def _forward_flops(
     q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *args: Any, **kwargs: Any
 ) -> int:
@@ -305,7 +280,6 @@ def _forward_flops(
     return blocks + weighted + 2 * between
 
 
-@register_flop_formula(torch.ops.tread_zoo.gated_linear_attention_backward)
 def _backward_flops(
     grad: tuple[int, ...],
     weights: tuple[int, ...],
@@ -318,3 +292,14 @@ def _backward_flops(
 ) -> int:
     """Two products for the gradients of each of those."""
     return 2 * _forward_flops(q, k, v)
+
+
+_operator = make_operator(
+    "gated_linear_attention",
+    _forward,
+    _backward,
+    empty=_empty,
+    flops=(_forward_flops, _backward_flops),
+    num_gradients=4,
+    num_kept=2,
+)

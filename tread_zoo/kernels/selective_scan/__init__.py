@@ -6,7 +6,8 @@ Dimensions: B batch, L length, D channels, N states, G groups.
 import torch
 from torch import Tensor
 
-from tread_zoo.kernels.dispatch import Form, choose, register
+from tread_zoo.kernels.dispatch import Implementation, choose, register
+from tread_zoo.kernels.launch import TRITON
 from tread_zoo.kernels.selective_scan import fused, triton_form
 from tread_zoo.kernels.selective_scan.fused import selective_scan_fused
 from tread_zoo.kernels.selective_scan.gaps import scan_with_gaps
@@ -29,26 +30,16 @@ def _example(device: torch.device) -> tuple[Tensor, ...]:
 register(
     "selective_scan",
     [
-        Form(
-            "mamba-ssm",
-            selective_scan_fused,
-            fused.MODULE,
-            fused.INSTALL,
-            fused.unsuited,
-            fused.limits,
+        Implementation(
+            "triton", selective_scan_triton, TRITON, triton_form.unsuited, triton_form.limits
         ),
-        Form(
-            "triton",
-            selective_scan_triton,
-            triton_form.MODULE,
-            triton_form.INSTALL,
-            triton_form.unsuited,
-            triton_form.limits,
-        ),
-        Form("torch", selective_scan_torch),
-        Form("naive", selective_scan_naive),
+        # After ours: it is given float32 copies of u and delta, transposed.
+        Implementation("mamba-ssm", selective_scan_fused, fused.SCAN, fused.unsuited, fused.limits),
+        Implementation("torch", selective_scan_torch),
+        Implementation("naive", selective_scan_naive),
     ],
     _example,
+    half=(0, 3, 4),
 )
 
 

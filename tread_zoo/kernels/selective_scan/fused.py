@@ -10,10 +10,11 @@ would make ∂A and ∂Δ 1e11 times too large.
 import torch
 from torch import Tensor
 
-from tread_zoo.kernels.dispatch import load_module
+from tread_zoo.kernels.packages import LibraryFunction
 
-MODULE = "mamba_ssm.ops.selective_scan_interface"
-INSTALL = "pip install kernels"
+SCAN = LibraryFunction(
+    "mamba_ssm.ops.selective_scan_interface", "selective_scan_fn", "pip install kernels"
+)
 
 FORGOTTEN = 40.0  # R |A| at least; exp(-40) is 4e-18, nothing beside what float32 rounds away
 
@@ -52,8 +53,7 @@ def _scan(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None
 ) -> Tensor:
     """Return `selective_scan_fn`, which takes u, Δ [B, D, L] and B, C [B, G, N, L], all float32."""
-    function = load_module(MODULE).selective_scan_fn
-    y = function(
+    y = SCAN(
         u.float().transpose(1, 2).contiguous(),
         delta.float().transpose(1, 2).contiguous(),
         A.float().contiguous(),

@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from tread_zoo.kernels.chunks import empty_gradients
+from tread_zoo.kernels.operators import empty_like, make_operator
 
 CHUNK = 32  # steps of a tile: B·D·N values are kept for backward every so many
 STEP_VALUES = 32768  # values in a step of a tile on a CPU, B·D·N at most: a few tiles fit in L3
@@ -76,11 +75,10 @@ def selective_scan_torch(
     segment_ids: Tensor | None = None,
 ) -> Tensor:
     """Return the scan; see `tread_zoo.kernels.selective_scan`."""
-    out: Tensor = _forward(u, delta, A, B, C, D, segment_ids)[0]
+    out: Tensor = _operator(u, delta, A, B, C, D, segment_ids)[0]
     return out
 
 
-@torch.library.custom_op("tread_zoo::selective_scan", mutates_args=())
 def _forward(
     u: Tensor,
     delta: Tensor,
@@ -93,7 +91,7 @@ def _forward(
     """Return y [B, L, D] and the states between the chunks, [chunks - 1, B, G, N, P]."""
     with torch.autocast(u.device.type, enabled=False):
         inputs = _prepare(u, delta, A, B, C, D, segment_ids)
-        y = torch.empty_like(u, memory_format=torch.contiguous_format)
+        y = empty_like(u)
         outputs = _time_major(y, inputs.u.shape)
         states = u.new_empty(_states_shape(u, A, B), dtype=inputs.u.dtype)
         tiles = _tiles(inputs)
@@ -111,7 +109,6 @@ def _forward(
     return y, states
 
 
-@torch.library.custom_op("tread_zoo::selective_scan_backward", mutates_args=())
 def _backward(
     grad_y: Tensor,
     states: Tensor,
@@ -127,8 +124,7 @@ def _backward(
     with torch.autocast(u.device.type, enabled=False):
         inputs = _prepare(u, delta, A, B, C, D, segment_ids)
         gy = _time_major(grad_y.to(inputs.u.dtype), inputs.u.shape)
-        contiguous = torch.contiguous_format
-        gu, gd, gB, gC = (torch.empty_like(x, memory_format=contiguous) for x in (u, delta, B, C))
+        gu, gd, gB, gC = map(empty_like, (u, delta, B, C))
         sums = torch.zeros_like(inputs.A), torch.zeros_like(inputs.A[:, :1])
         grads = (
             *(_time_major(x, inputs.u.shape) for x in (gu, gd)),
@@ -306,31 +302,10 @@ def _buffers(inputs: _Inputs, tile: _Tile, scratch: Tensor) -> list[Tensor]:
     return [x[: math.prod(s)].view(s) for x, s in zip(scratch, shapes, strict=True)]
 
 
-@_forward.register_fake
-def _(
+def _empty(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, *rest: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    y = torch.empty_like(u, memory_format=torch.contiguous_format)
-    return y, u.new_empty(_states_shape(u, A, B), dtype=_state_dtype(u, delta))
-
-
-@_backward.register_fake
-def _(grad_y: Tensor, states: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    return empty_gradients(grad_y, inputs[:6])
-
-
-def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(output[1], *inputs)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _differentiate(ctx: Any, grad_y: Tensor, grad_states: Tensor | None) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors  # read once: recomputation in the backward pass allows no more
-    *grads, grad_D = _backward(grad_y, *saved)
-    return *grads, None if saved[6] is None else grad_D, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+    return empty_like(u), u.new_empty(_states_shape(u, A, B), dtype=_state_dtype(u, delta))
 
 
 def forward_flops(
@@ -353,5 +328,12 @@ def backward_flops(
     return 20 * math.prod(u) * A[1]
 
 
-register_flop_formula(torch.ops.tread_zoo.selective_scan)(forward_flops)
-register_flop_formula(torch.ops.tread_zoo.selective_scan_backward)(backward_flops)
+_operator = make_operator(
+    "selective_scan",
+    _forward,
+    _backward,
+    empty=_empty,
+    flops=(forward_flops, backward_flops),
+    num_gradients=6,
+    num_kept=1,
+)

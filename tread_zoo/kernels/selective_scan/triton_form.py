@@ -18,20 +18,16 @@ writes its part and the parts are summed afterwards: no atomics, the same bits i
 Dimensions: B batch, L length, D channels, N states, G groups.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from tread_zoo.kernels.chunks import empty_gradients
+from tread_zoo.kernels.launch import launch
+from tread_zoo.kernels.operators import empty_like, make_operator
 from tread_zoo.kernels.selective_scan.torch_form import backward_flops, forward_flops
 
-MODULE = "triton"
-INSTALL = "pip install triton"
-
+KERNELS = "tread_zoo.kernels.selective_scan.triton_kernels"
 MAX_STATES = 64
 FORWARD_STEPS = 8  # loads of so many steps are under way at once
 BACKWARD_STEPS = 4  # their states and decays fill half of a thread's registers
@@ -60,7 +56,7 @@ def selective_scan_triton(
     segment_ids: Tensor | None = None,
 ) -> Tensor:
     """Return the scan; see `tread_zoo.kernels.selective_scan`. The state is float32."""
-    out: Tensor = _forward(u, delta, A, B, C, D, segment_ids)
+    out: Tensor = _operator(u, delta, A, B, C, D, segment_ids)
     return out
 
 
@@ -86,7 +82,6 @@ def limits(device: torch.device) -> str | None:
     return f"up to {MAX_STATES} states"
 
 
-@torch.library.custom_op("tread_zoo::selective_scan_triton", mutates_args=())
 def _forward(
     u: Tensor,
     delta: Tensor,
@@ -97,13 +92,12 @@ def _forward(
     segment_ids: Tensor | None,
 ) -> Tensor:
     """Return y [B, L, D]."""
-    y = torch.empty_like(u, memory_format=torch.contiguous_format)
+    y = empty_like(u)
     inputs = _prepare(u, delta, A, B, C, D, segment_ids)
     _scan(inputs, _blocks(u, A, B), y=y)
     return y
 
 
-@torch.library.custom_op("tread_zoo::selective_scan_triton_backward", mutates_args=())
 def _backward(
     grad_y: Tensor,
     u: Tensor,
@@ -120,20 +114,20 @@ def _backward(
     num_chunks = -(-length // BACKWARD_STEPS)
     states = u.new_empty(batch, num_chunks, width, size, dtype=torch.float32)
     _scan(inputs, blocks, states=states)
-    gu, gdelta = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (u, delta))
+    gu, gdelta = empty_like(u), empty_like(delta)
     gA = states.new_empty(batch, width, size)
     gB, gC = states.new_empty(2, blocks.parts, *B.shape)
     gD = states.new_empty(batch, 0 if D is None else width)
-    with _on(u.device):
-        _kernels().backward[(blocks.programs,)](
-            grad_y.contiguous(),
-            *inputs,
-            states,
-            *(gu, gdelta, gA, gB, gC, gD),
-            *(length, batch * length),
-            **_sizes(inputs, blocks, BACKWARD_STEPS),
-            **BACKWARD_OPTIONS,
-        )
+    launch(
+        KERNELS,
+        "backward",
+        u.device,
+        (blocks.programs,),
+        *(grad_y.contiguous(), *inputs, states, gu, gdelta, gA, gB, gC, gD),
+        *(length, batch * length),
+        **_sizes(inputs, blocks, BACKWARD_STEPS),
+        **BACKWARD_OPTIONS,
+    )
     sums = [part.sum(0).to(x.dtype) for part, x in ((gA, A), (gB, B), (gC, C))]
     return gu, gdelta, sums[0], sums[1], sums[2], gD.sum(0).to(u.dtype if D is None else D.dtype)
 
@@ -176,10 +170,8 @@ def _scan(
 ) -> None:
     """Write y, or the states before every BACKWARD_STEPS steps."""
     length, steps = inputs.u.shape[1], FORWARD_STEPS if states is None else BACKWARD_STEPS
-    with _on(inputs.u.device):
-        _kernels().forward[(blocks.programs,)](
-            *inputs, y, states, length, **_sizes(inputs, blocks, steps)
-        )
+    args, sizes = (*inputs, y, states, length), _sizes(inputs, blocks, steps)
+    launch(KERNELS, "forward", inputs.u.device, (blocks.programs,), *args, **sizes)
 
 
 def _blocks(u: Tensor, A: Tensor, B: Tensor) -> _Blocks:
@@ -215,45 +207,20 @@ def _sizes(inputs: _Inputs, blocks: _Blocks, steps: int) -> dict[str, Any]:
     }
 
 
-def _kernels() -> ModuleType:
-    """Return the device code, whose import needs triton."""
-    from tread_zoo.kernels.selective_scan import triton_kernels
-
-    return triton_kernels
+def _empty(u: Tensor, *rest: Tensor | None) -> Tensor:
+    return empty_like(u)
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device; on a CPU it interprets."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-@_forward.register_fake
-def _(u: Tensor, *rest: Tensor | None) -> Tensor:
-    return torch.empty_like(u, memory_format=torch.contiguous_format)
-
-
-@_backward.register_fake
-def _(grad_y: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    return empty_gradients(grad_y, inputs[:6])
-
-
-def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors  # read once: recomputation in the backward pass allows no more
-    *grads, grad_D = _backward(grad_y, *saved)
-    return *grads, None if saved[5] is None else grad_D, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-
-
-register_flop_formula(torch.ops.tread_zoo.selective_scan_triton)(forward_flops)
-
-
-@register_flop_formula(torch.ops.tread_zoo.selective_scan_triton_backward)
 def _backward_flops(grad_y: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
     """Those of the torch form, though the states are computed twice again here: once counts."""
     return backward_flops(grad_y, (), *args, **kwargs)
+
+
+_operator = make_operator(
+    "selective_scan_triton",
+    _forward,
+    _backward,
+    empty=_empty,
+    flops=(forward_flops, _backward_flops),
+    num_gradients=6,
+)

@@ -7,12 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread_zoo.kernels.dispatch import Form, choose, register
+from tread_zoo.kernels.dispatch import Implementation, choose, register
 from tread_zoo.kernels.ssd.fused import (
-    FLA_INSTALL,
-    FLA_MODULE,
-    MAMBA_INSTALL,
-    MAMBA_MODULE,
+    CHUNK_SCAN,
+    CHUNK_SIMPLE_GLA,
     limits,
     ssd_fla,
     ssd_mamba,
@@ -34,24 +32,17 @@ def _example(device: torch.device) -> tuple[Tensor, ...]:
     return tuple(v.to(device) for v in (x, delta, A, B, C, D, segments, gaps))
 
 
-# The packages' kernels multiply in TF32, so that they are compared as in half precision.
 register(
     "ssd",
     [
-        Form(
-            "mamba-ssm",
-            ssd_mamba,
-            MAMBA_MODULE,
-            MAMBA_INSTALL,
-            unsuited,
-            limits,
-            check_dtype=torch.bfloat16,
-        ),
-        Form("fla", ssd_fla, FLA_MODULE, FLA_INSTALL, unsuited, limits, check_dtype=torch.bfloat16),
-        Form("torch", ssd_torch),
-        Form("naive", ssd_naive),
+        Implementation("mamba-ssm", ssd_mamba, CHUNK_SCAN, unsuited, limits, tf32=True),
+        # It has B and C for each head instead of each group, as copies.
+        Implementation("fla", ssd_fla, CHUNK_SIMPLE_GLA, unsuited, limits, tf32=True),
+        Implementation("torch", ssd_torch),
+        Implementation("naive", ssd_naive),
     ],
     _example,
+    half=(0, 3, 4),
 )
 
 

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread_zoo.kernels.dispatch import load_module
+from tread_zoo.kernels.packages import LibraryFunction
 
-MAMBA_MODULE = "mamba_ssm.ops.triton.ssd_combined"
-MAMBA_INSTALL = "pip install kernels"
-FLA_MODULE = "fla.ops.simple_gla"
-FLA_INSTALL = "pip install fla-core"
+CHUNK_SCAN = LibraryFunction(
+    "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", "pip install kernels"
+)
+CHUNK_SIMPLE_GLA = LibraryFunction("fla.ops.simple_gla", "chunk_simple_gla", "pip install fla-core")
 CHUNK = 64
 RESET = -60.0
 
@@ -37,13 +37,12 @@ def ssd_mamba(
     gaps: Tensor | None = None,
 ) -> Tensor:
     """Return `mamba_chunk_scan_combined`, whose arguments are laid out as ours."""
-    function = load_module(MAMBA_MODULE).mamba_chunk_scan_combined
     u, step, skip = x.float(), delta.float(), None if D is None else D.float()
     inputs = u
     if gaps is not None:
         apart = gaps.float().unsqueeze(-1)
         inputs, step = u / apart.unsqueeze(-1), step * apart
-    y = function(
+    y = CHUNK_SCAN(
         inputs.contiguous(),
         step.contiguous(),
         A.float().contiguous(),
@@ -70,7 +69,6 @@ def ssd_fla(
     gaps: Tensor | None = None,
 ) -> Tensor:
     """Return `chunk_simple_gla` with queries C, keys B, values Δ x and log-decays gaps Δ A."""
-    function = load_module(FLA_MODULE).chunk_simple_gla
     heads = x.shape[2] // B.shape[2]
     u, step = x.float(), delta.float()
     falls = step * A.float()
@@ -78,7 +76,7 @@ def ssd_fla(
         falls = falls * gaps.float().unsqueeze(-1)
     if segment_ids is not None:
         falls = falls.masked_fill(_starts(segment_ids).unsqueeze(-1), RESET)
-    y, _ = function(
+    y, _ = CHUNK_SIMPLE_GLA(
         q=C.float().repeat_interleave(heads, dim=2),
         k=B.float().repeat_interleave(heads, dim=2),
         v=step.unsqueeze(-1) * u,

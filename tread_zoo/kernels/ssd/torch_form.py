@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from tread_zoo.kernels.chunks import empty_gradients, row_blocks
+from tread_zoo.kernels.chunks import row_blocks
+from tread_zoo.kernels.operators import empty_like, make_operator
 
 CHUNK = 64  # steps of a chunk at most
 BLOCK_VALUES = 2**17  # B·L·H·P values done at a time on a CPU: what a block makes fits in cache
@@ -96,11 +96,10 @@ def ssd_torch(
     gaps: Tensor | None = None,
 ) -> Tensor:
     """Return the scan; see `tread_zoo.kernels.ssd`."""
-    out: Tensor = _forward(x, delta, A, B, C, D, segment_ids, gaps)[0]
+    out: Tensor = _operator(x, delta, A, B, C, D, segment_ids, gaps)[0]
     return out
 
 
-@torch.library.custom_op("tread_zoo::ssd", mutates_args=())
 def _forward(
     x: Tensor,
     delta: Tensor,
@@ -123,7 +122,6 @@ def _forward(
     return y[:, : x.shape[1]].contiguous(), states
 
 
-@torch.library.custom_op("tread_zoo::ssd_backward", mutates_args=())
 def _backward(
     grad_y: Tensor,
     states: Tensor,
@@ -364,31 +362,10 @@ def _state_dtype(x: Tensor, delta: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(x.dtype, delta.dtype), torch.float32)
 
 
-@_forward.register_fake
-def _(
+def _empty(
     x: Tensor, delta: Tensor, A: Tensor, B: Tensor, *rest: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return y, x.new_empty(_states_shape(x, B), dtype=_state_dtype(x, delta))
-
-
-@_backward.register_fake
-def _(grad_y: Tensor, states: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    return empty_gradients(grad_y, inputs[:6])
-
-
-def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(output[1], *inputs)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _differentiate(ctx: Any, grad_y: Tensor, grad_states: Tensor | None) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors  # read once: recomputation in the backward pass allows no more
-    *grads, grad_D = _backward(grad_y, *saved)
-    return *grads, None if saved[6] is None else grad_D, None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+    return empty_like(x), x.new_empty(_states_shape(x, B), dtype=_state_dtype(x, delta))
 
 
 def _products(x: tuple[int, ...], B: tuple[int, ...]) -> tuple[int, int, int, int]:
@@ -400,7 +377,6 @@ def _products(x: tuple[int, ...], B: tuple[int, ...]) -> tuple[int, int, int, in
     return pairs * groups * size, pairs * heads * width, pairs * heads * span, between
 
 
-@register_flop_formula(torch.ops.tread_zoo.ssd)
 def _forward_flops(
     x: tuple[int, ...],
     delta: tuple[int, ...],
@@ -414,7 +390,6 @@ def _forward_flops(
     return scores + weighted + 2 * between
 
 
-@register_flop_formula(torch.ops.tread_zoo.ssd_backward)
 def _backward_flops(
     grad_y: tuple[int, ...],
     states: tuple[int, ...],
@@ -428,3 +403,14 @@ def _backward_flops(
     """C Bᵀ again and its two gradients; those of W and x; ∂l; five with states."""
     scores, weighted, summed, between = _products(x, B)
     return 3 * scores + 2 * weighted + summed + 5 * between
+
+
+_operator = make_operator(
+    "ssd",
+    _forward,
+    _backward,
+    empty=_empty,
+    flops=(_forward_flops, _backward_flops),
+    num_gradients=6,
+    num_kept=1,
+)

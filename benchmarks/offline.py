@@ -1,0 +1,196 @@
+"""Compile every variant of the project's Triton kernels for a GPU that need not be there.
+
+python benchmarks/offline.py --targets sm_90
+python benchmarks/offline.py --targets sm_80 gfx942 --ops bidirectional_wkv --dtypes bfloat16
+
+A variant is what a launcher compiles anew for: the kernel, the type of the inputs, positions or
+segments of a route, and of a scan its states and whether it skips (D). Nothing is run.
+
+    s           seconds to compile it here, nothing taken from a cache
+    registers   of a thread
+    spilled     bytes of a thread's values that did not fit into registers
+    shared      bytes of shared memory of a program
+"""
+
+import argparse
+import itertools
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction
+
+from tread_zoo.kernels.dispatch import get_implementation
+
+TARGETS = {
+    **{f"sm_{n}": GPUTarget("cuda", n, 32) for n in (80, 90, 100, 120)},
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+OPS = ("bidirectional_wkv", "selective_scan")
+DTYPES = ("float32", "bfloat16", "float16")
+STATES = (1, 2, 4, 8, 16, 32, 64)
+BATCHES = (2, 256)  # of few programs, which are made smaller, and of many
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled kernel: the columns of the table."""
+
+    target: str
+    op: str
+    kernel: str
+    case: str
+    seconds: float
+    registers: int
+    spilled: int
+    shared: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=["sm_90"])
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--states", nargs="+", type=int, default=STATES)
+    parser.add_argument("--each", action="store_true", help="a line for each variant")
+    args = parser.parse_args()
+    variants = []
+    for target in args.targets:
+        for op in args.ops:
+            for case, call in list_calls(op, args.dtypes, args.states):
+                with compiling(target, op, case) as compiled:
+                    call()
+                variants += compiled
+            print(f"{target} {op}: {len(variants)} variants so far", file=sys.stderr)
+    print(f"```bash\n{shlex.join(['python', 'benchmarks/offline.py', *sys.argv[1:]])}\n```\n")
+    print(f"triton {triton.__version__}, torch {torch.__version__}, one CPU thread\n")
+    print(table(variants, args.each))
+
+
+def list_calls(op: str, dtypes: Any, states: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (what is compiled for, a function that runs forward and backward)."""
+    run = get_implementation(op, "triton").run
+    for name in dtypes:
+        dtype = getattr(torch, name)
+        if op == "bidirectional_wkv":
+            for route in (False, True):
+                case = f"{name}{', route' if route else ''}"
+                yield case, lambda dtype=dtype, route=route: differentiate(run, wkv(dtype, route))
+            continue
+        for size, batch, route in itertools.product(states, BATCHES, (None, "reset", "decay")):
+            case = f"{name}, {size} states{', small' if batch < 9 else ''}"
+            case += f", {route}" if route else ""
+            yield case, lambda *a, args=(dtype, size, batch, route): differentiate(run, scan(*args))
+
+
+def wkv(dtype: torch.dtype, route: bool) -> list[Any]:
+    """Return arguments of `bidirectional_wkv`; their values do not matter."""
+    k, v = (torch.zeros(2, 19, 64, dtype=dtype) for _ in range(2))
+    positions = torch.arange(19).expand(2, -1).contiguous() if route else None
+    return [k, v, torch.zeros(64), torch.zeros(64), positions, 38]
+
+
+def scan(dtype: torch.dtype, size: int, batch: int, route: str | None) -> list[Any]:
+    """Return arguments of `selective_scan` as the networks give them, of which `decay` brings u in
+    float32 and D u is added outside."""
+    u = torch.zeros(batch, 5, 768, dtype=torch.float32 if route == "decay" else dtype)
+    B, C = (torch.zeros(batch, 5, 1, size, dtype=dtype) for _ in range(2))
+    D = None if route == "decay" else torch.zeros(768)
+    segments = torch.zeros(batch, 5, dtype=torch.int64) if route == "reset" else None
+    return [u, torch.zeros(batch, 5, 768), torch.zeros(768, size), B, C, D, segments]
+
+
+def differentiate(run: Any, args: list[Any]) -> None:
+    """Run forward and backward."""
+    for x in args:
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            x.requires_grad_()
+    run(*args).sum().backward()
+
+
+@contextmanager
+def compiling(target: str, op: str = "", case: str = "") -> Iterator[list[Variant]]:
+    """Compile for `target` what is launched in the context, in place of running it; each variant is
+    added to the list that this returns."""
+    gpu, variants, built = TARGETS[target], [], JITFunction.run
+    driver = SimpleNamespace(
+        get_current_device=lambda: target,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: gpu,
+    )
+
+    def build(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        known = sum(len(entry[0]) for entry in self.device_caches.values())
+        if gpu.backend == "hip":
+            options.pop("maxnreg", None)  # as the launchers leave it out there
+        began = time.perf_counter()
+        binary = built(self, *args, grid=(1,), warmup=True, **options)
+        seconds = time.perf_counter() - began
+        if sum(len(entry[0]) for entry in self.device_caches.values()) > known:
+            registers, spilled = resources(binary)
+            name, shared = self.__name__, binary.metadata.shared
+            variants.append(Variant(target, op, name, case, seconds, registers, spilled, shared))
+        return binary
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        triton.knobs.cache.scope(),
+        mock.patch.object(triton.runtime.driver, "_active", driver),
+        mock.patch.object(JITFunction, "run", build),
+    ):
+        triton.knobs.cache.dir = folder
+        yield variants
+
+
+def resources(binary: Any) -> tuple[int, int]:
+    """Return the registers of a thread, and the bytes that it spills."""
+    if "amdgcn" in binary.asm:
+        text = binary.asm["amdgcn"]
+        fields = (r"\.vgpr_count:\s+(\d+)", r"\.private_segment_fixed_size:\s+(\d+)")
+        registers, spilled = (int(re.search(each, text)[1]) for each in fields)
+        return registers, spilled
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(binary.asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, spilled = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
+    return int(registers), int(spilled)
+
+
+def table(variants: list[Variant], each: bool) -> str:
+    """Return Markdown: a line for each variant, or for each kernel of a target."""
+    lines = ["| target | kernel | variants | s, median (most) | registers | spilled | shared |"]
+    lines.append("|---|---|---|---|---|---|---|")
+
+    def key(v: Variant) -> tuple[str, ...]:
+        return (v.target, v.op, v.kernel, v.case) if each else (v.target, v.op, v.kernel)
+
+    for name, group in itertools.groupby(sorted(variants, key=key), key):
+        some = list(group)
+        seconds = [v.seconds for v in some]
+        most = [max(getattr(v, of) for v in some) for of in ("registers", "spilled", "shared")]
+        kernel = f"`{name[1]}`, `{name[2]}`{f', {name[3]}' if each else ''}"
+        times = f"{statistics.median(seconds):.1f} ({max(seconds):.1f})"
+        cells = (name[0], kernel, len(some), times, *most)
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
