@@ -1,12 +1,24 @@
 """Random numbers as a function of named integers.
 
-What step k of a run draws depends on (seed, k) alone, so nothing about generators has to be
-saved: a resumed run draws what the unbroken one would have drawn.
+What image i of step k draws depends on (seed, k, i) alone, so nothing about generators has to be
+saved: a resumed run draws what the unbroken one would have drawn, and a rank draws for its own
+images, the same as any other number of ranks would.
+
+B batch.
 """
 
+import functools
 import hashlib
+import math
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
+# SplitMix64 (Steele, Lea and Flood 2014): its counter's increment, and the factors of its mixing,
+# as signed integers, for torch has no unsigned ones that multiply.
+_INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+_FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
 def make_generator(purpose: str, *key: int) -> torch.Generator:
@@ -16,5 +28,98 @@ def make_generator(purpose: str, *key: int) -> torch.Generator:
     >>> a.initial_seed() == b.initial_seed()
     True
     """
+    return torch.Generator().manual_seed(_digest(purpose, *key) >> 1)
+
+
+class ImageGenerator:
+    """Random numbers of a batch, those of an image by its key alone, on the device of the keys.
+
+    As a `torch.Generator` it moves on: the next call gives other numbers. The bits are the same on
+    every device; logarithms and cosines, so normal numbers, may round otherwise.
+
+    Args:
+        keys: int64 [B], one an image.
+        batch_key: for what the images of a batch share.
+    """
+
+    def __init__(self, keys: Tensor, batch_key: int = 0) -> None:
+        self.keys, self.batch_key, self.position = keys, batch_key, 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the numbers are made."""
+        return self.keys.device
+
+    @functools.cached_property
+    def of_batch(self) -> "ImageGenerator":
+        """One row, which does not depend on the images: the same on every rank."""
+        return ImageGenerator(self.keys.new_full((1,), self.batch_key))
+
+    def rand(self, *shape: int) -> Tensor:
+        """Return float32 [B, *shape], uniform in [0, 1)."""
+        bits = self._bits(math.prod(shape))
+        return (_shift(bits, 40).float() * 2.0**-24).view(-1, *shape)
+
+    def randn(self, *shape: int) -> Tensor:
+        """Return float32 [B, *shape], standard normal (Box and Muller 1958)."""
+        count = math.prod(shape)
+        bits = self._bits(-(-count // 2))
+        radius = ((_shift(bits, 32).float() + 0.5) * 2.0**-32).log().mul(-2).sqrt()
+        angle = (bits & 0xFFFFFFFF).float() * (math.tau * 2.0**-32)
+        pairs = torch.cat([radius * angle.cos(), radius * angle.sin()], dim=1)
+        return pairs[:, :count].reshape(-1, *shape)
+
+    def randint(self, high: int, *shape: int) -> Tensor:
+        """Return int64 [B, *shape], uniform in 0 … high-1; `high` is at most 2^24."""
+        return (self.rand(*shape) * high).long().clamp(max=high - 1)
+
+    def _bits(self, count: int) -> Tensor:
+        """Return int64 [B, count], 64 random bits each."""
+        steps = torch.arange(
+            self.position + 1, self.position + 1 + count, device=self.keys.device
+        )  # fmt: skip
+        self.position += count
+        return _mix(self.keys[:, None] + steps * _INCREMENT)
+
+
+Generator = torch.Generator | ImageGenerator
+
+
+def make_image_generator(
+    purpose: str, *key: int, images: Sequence[int], device: torch.device | str = "cpu"
+) -> ImageGenerator:
+    """Return the generator of the numbered `images`, the row of each a function of `purpose`, the
+    integers in `key`, and its number."""
+    if isinstance(images, range):
+        numbers = torch.arange(images.start, images.stop, images.step, device=device)
+    else:
+        numbers = torch.tensor(list(images), dtype=torch.int64, device=device)
+    root = _digest(purpose, *key) - 2**63
+    return ImageGenerator(_mix(numbers * _INCREMENT + root), root)
+
+
+def per_image_generator(generator: Generator, batch: int) -> ImageGenerator:
+    """Return the generator itself, or one of `batch` images whose keys a torch generator draws."""
+    if isinstance(generator, ImageGenerator):
+        return generator
+    least, most = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+    device = generator.device
+    drawn = torch.randint(least, most, (batch + 1,), generator=generator, device=device)
+    return ImageGenerator(drawn[1:], int(drawn[0]))
+
+
+def _digest(purpose: str, *key: int) -> int:
     digest = hashlib.blake2b(repr((purpose, *map(int, key))).encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return int.from_bytes(digest, "little")
+
+
+def _mix(z: Tensor) -> Tensor:
+    """Return SplitMix64's output for the counters z int64."""
+    z = (z ^ _shift(z, 30)) * _FACTORS[0]
+    z = (z ^ _shift(z, 27)) * _FACTORS[1]
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Tensor, places: int) -> Tensor:
+    """Return the bits of z shifted to the right, zeros first: torch copies the sign."""
+    return (z >> places) & ((1 << (64 - places)) - 1)

@@ -29,9 +29,9 @@ class Checkerboard:
     parity: Annotated[int, Field(ge=0, le=1)] = 0
 
     def __call__(self, batch, grid, num_kept, generator):
-        position = torch.arange(grid[0] * grid[1])
+        position = torch.arange(grid[0] * grid[1], device=generator.device)
         other = (position // grid[1] + position % grid[1] + self.parity) % 2
-        order = other + torch.rand(batch, len(position), generator=generator)
+        order = other + generator.rand(len(position))
         return order.argsort(dim=1)[:, :num_kept].sort(dim=1).values
 
 

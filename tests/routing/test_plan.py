@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from tests.routing.test_selectors import SELECTORS
-from tread_zoo import create
 from tread_zoo.routing import PathDrop, build_routing
-from tread_zoo.seeding import make_generator
+from tread_zoo.seeding import make_generator, make_image_generator
 
 
 def ranges(num_blocks, **options):
@@ -60,9 +59,10 @@ def test_several_routes_share_what_they_leave_out():
 @pytest.mark.parametrize("name", SELECTORS)
 def test_a_shared_draw_is_one_draw_for_the_whole_batch(name):
     routing = build_routing("tread", num_blocks=12, selector=name, per_batch=True)
-    (route,) = routing.draw(5, (6, 6), make_generator("test"))
-    alone = create("selector", name)(1, (6, 6), 18, make_generator("test"))
-    assert torch.equal(route.ids, alone.expand(5, -1))
+    generators = [make_image_generator("test", images=range(i, i + 5)) for i in (0, 5)]
+    (route,), (other,) = (routing.draw(5, (6, 6), each) for each in generators)
+    assert torch.equal(route.ids, route.ids[:1].expand(5, -1))
+    assert torch.equal(route.ids, other.ids)  # on every rank
 
 
 @pytest.mark.parametrize(

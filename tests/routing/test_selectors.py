@@ -5,14 +5,15 @@ import torch
 
 from tread_zoo import available, create
 from tread_zoo.routing import num_kept_tokens, scan_order
-from tread_zoo.seeding import make_generator
+from tread_zoo.seeding import make_image_generator
 
 RATES = (0.25, 0.5, 0.625, 0.75)
 SELECTORS = [name for name in available("selector") if name != "norm"]
 
 
 def draw(name, batch=8, grid=(8, 8), num_kept=32, seed=0, **sizes):
-    return create("selector", name, **sizes)(batch, grid, num_kept, make_generator("test", seed))
+    generator = make_image_generator("test", seed, images=range(batch))
+    return create("selector", name, **sizes)(batch, grid, num_kept, generator)
 
 
 def mask(ids, grid):
@@ -106,3 +107,13 @@ def test_structured_keeps_all_tokens_of_an_odd_grid_alike(num_kept):
     share = mask(draw("structured", batch=20000, grid=(5, 7), num_kept=num_kept), (5, 7))
     expected = torch.full((5, 7), num_kept / 35)
     torch.testing.assert_close(share.float().mean(0), expected, atol=0.018, rtol=0)
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_what_an_image_keeps_does_not_depend_on_the_others(name):
+    selector = create("selector", name)
+    whole, part = (
+        selector(len(images), (6, 6), 18, make_image_generator("test", images=images))
+        for images in (range(8), range(5, 8))
+    )
+    assert torch.equal(whole[5:], part)

@@ -132,7 +132,7 @@ def test_a_run_stops_aligning_and_resumes_to_the_bit(run, table):
 def test_features_are_those_of_the_images_mirrored_or_not(table):
     setup = parts(table, "training.horizontal_flip=true")
     batch = next(setup.batches())
-    x, _, _, _, features = draw_step(setup, batch, 3, 0, 1, CPU)
+    x, _, _, _, features = draw_step(setup, batch, 3, 0, CPU)
     seen = ((x + 1) * 127.5).round().to(torch.uint8)
     torch.testing.assert_close(features.float(), place_features(seen), atol=1e-3, rtol=0)
     assert not torch.equal(seen, batch[0])

@@ -22,7 +22,7 @@ from tests.training.test_resume import assert_same_end
 from tread_zoo.diffusion import generate
 from tread_zoo.evaluation.conditions import conditions_of, contexts_in
 from tread_zoo.evaluation.held_out import held_out_loss
-from tread_zoo.seeding import make_generator
+from tread_zoo.seeding import make_generator, make_image_generator
 from tread_zoo.training.loop import draw_step
 from tread_zoo.training.restore import restore
 
@@ -49,16 +49,14 @@ def trained(folder, tmp_path_factory):
 def drawn(setup, rank=0, num_ranks=1):
     images, contexts = next(setup.batches())
     own = slice(rank * 8 // num_ranks, (rank + 1) * 8 // num_ranks)
-    return contexts, draw_step(setup, (images[own], contexts[own]), 3, rank, num_ranks, CPU)
+    return contexts, draw_step(setup, (images[own], contexts[own]), 3, rank, CPU)
 
 
 def test_a_step_drops_contexts_as_it_drops_labels_and_draws_nothing_else(folder):
     dropout = "training.label_dropout=0.4"
     setup = parts_of(settings(*given(folder, dropout)))
     contexts, (x, y, draw, routes, _) = drawn(setup)
-    generator = make_generator("train", 0, 0, 3)
-    torch.rand(8, generator=generator)  # flips
-    dropped = torch.rand(8, generator=generator) < 0.4
+    dropped = make_image_generator("label", 0, 3, images=range(8)).rand() < 0.4
     assert 0 < dropped.sum() < 8
     assert not y[dropped].any()
     assert torch.equal(y[~dropped], contexts[~dropped])
@@ -81,7 +79,9 @@ def test_importance_and_held_out_loss_see_the_contexts(folder):
     importance = backbone.importance(x, t, y, 2)
     assert not torch.equal(importance, backbone.importance(x, t, None, 2))
     loss = held_out_loss(backbone, setup.objective, setup.data, seed=0, precision="fp32")[0]
-    draw = setup.objective.draw((6, 3, 4, 4), make_generator("held_out", 0))
+    draw = setup.objective.draw(
+        (6, 3, 4, 4), make_image_generator("held_out", 0, 0, images=range(6))
+    )
     stored = torch.stack([setup.data.held_out[i][0] for i in range(6)])
     clean = setup.data.codec.to_model(stored, device=CPU)
     level = draw.level.view(-1, 1, 1, 1)

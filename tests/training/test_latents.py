@@ -13,7 +13,7 @@ from tread_zoo.data.encode import EncodingConfig, encode, write_table
 from tread_zoo.data.vae import load_vae
 from tread_zoo.evaluation.held_out import held_out_loss
 from tread_zoo.registry import create
-from tread_zoo.seeding import make_generator
+from tread_zoo.seeding import make_image_generator
 from tread_zoo.training.checkpoints import find_checkpoint
 from tread_zoo.training.loop import draw_step
 from tread_zoo.training.restore import restore
@@ -29,17 +29,20 @@ def write_moments(folder, factor=1.0):
     return ["data=latents", f"data.path={folder}", "data.held_out=0.2"]
 
 
-def test_noise_of_moments_is_drawn_last_and_flips_choose_the_copy(tmp_path):
+def test_noise_of_moments_is_drawn_apart_and_flips_choose_the_copy(tmp_path):
     """Levels, noise, labels and kept ids are those of data that draw nothing themselves."""
     setup = parts_of(settings(*write_moments(tmp_path), "training.horizontal_flip=true"))
     stored, labels = next(setup.batches())
-    x, y, draw, routes, _ = draw_step(setup, (stored, labels), 3, 0, 1, CPU)
-    generator = make_generator("train", 0, 0, 3)
-    flipped = torch.rand(8, generator=generator) < 0.5
-    dropped = torch.rand(8, generator=generator) < 0.1
-    expected = setup.objective.draw((8, 2, 8, 8), generator)
-    ids = setup.routing.at(3, 6, 0).draw(8, setup.backbone.grid, generator)[0].ids
-    noise = torch.randn(8, 2, 8, 8, generator=generator)
+    x, y, draw, routes, _ = draw_step(setup, (stored, labels), 3, 0, CPU)
+
+    def generator(purpose):
+        return make_image_generator(purpose, 0, 3, images=range(8))
+
+    flipped = generator("flip").rand() < 0.5
+    dropped = generator("label").rand() < 0.1
+    expected = setup.objective.draw((8, 2, 8, 8), generator("noise"))
+    ids = setup.routing.at(3, 6, 0).draw(8, setup.backbone.grid, generator("route"))[0].ids
+    noise = generator("latents").randn(2, 8, 8)
     assert torch.equal(draw.noise, expected.noise)
     assert torch.equal(draw.level, expected.level)
     assert torch.equal(routes[0].ids, ids)
@@ -76,7 +79,7 @@ def test_the_held_out_loss_draws_moments_with_fixed_noise(tmp_path):
     one, again = (held_out_loss(*arguments, seed=0, precision="fp32") for _ in range(2))
     assert one == again
     # a fresh network gives 0: the loss is the mean square of noise - x
-    generator = make_generator("held_out", 0)
+    generator = make_image_generator("held_out", 0, 0, images=range(8))
     draw = setup.objective.draw((8, 2, 8, 8), generator)
     stored = torch.stack([setup.data.held_out[i][0] for i in range(8)])
     noise = setup.data.codec.draw(stored.shape, generator)

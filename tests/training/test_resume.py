@@ -336,7 +336,7 @@ def test_seeds_and_ranks_draw_apart():
     def draw(seed, rank, step):
         setup = parts_of(settings(f"seed={seed}"))
         _, _, drawn, routes, _ = draw_step(
-            setup, next(setup.batches()), step, rank, 2, torch.device("cpu")
+            setup, next(setup.batches()), step, rank, torch.device("cpu")
         )
         return drawn.noise, routes[0].ids
 

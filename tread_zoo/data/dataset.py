@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from tread_zoo.seeding import ImageGenerator
+
 if TYPE_CHECKING:
     import datasets
 
@@ -79,8 +81,9 @@ class Codec:
         """Return the shape that `to_model` gives a batch of shape `stored`."""
         return tuple(stored)
 
-    def draw(self, stored: Sequence[int], generator: torch.Generator) -> Tensor | None:
-        """Return what is random in a batch of shape `stored`, [B,C,H,W] on the CPU, or None."""
+    def draw(self, stored: Sequence[int], generator: ImageGenerator) -> Tensor | None:
+        """Return what is random in a batch of shape `stored`, [B,C,H,W] on the generator's device,
+        or None."""
         return None
 
     def to_model(
@@ -93,12 +96,13 @@ class Codec:
     ) -> Tensor:
         """Return a batch as the loader gave it as the model sees it: float32 [B,C,H,W] on `device`.
 
-        `noise` is what `draw` gave for these items (None: the mean), `flip` bool [B] says which
-        of them are mirrored.
+        `noise` is what `draw` gave for these items (None: the mean), `flip` bool [B] on `device`
+        says which of them are mirrored.
         """
+        stored = stored.to(device, non_blocking=True)
         if flip is not None:
             stored = torch.where(flip.view(-1, 1, 1, 1), stored.flip(-1), stored)
-        return to_model_range(stored.to(device))
+        return to_model_range(stored)
 
     def to_pixels(self, x: Tensor, *, device: torch.device) -> Tensor:
         """Return x float [B,C,H,W] of the model's range as images uint8 on the CPU."""

@@ -33,6 +33,7 @@ from tread_zoo.data.dataset import PIXELS, Codec, ImageData, TableDataset, to_ui
 from tread_zoo.data.split import check_labels, split_data
 from tread_zoo.data.vae import Vae, load_vae
 from tread_zoo.registry import register
+from tread_zoo.seeding import ImageGenerator
 
 PARTS = ("train", "held_out")
 DECODE_BATCH = 8  # images: decoding needs far more memory than the latents
@@ -110,11 +111,11 @@ class LatentCodec(Codec):
         batch, _, channels, height, width = stored
         return batch, channels // (1 if self.content == "samples" else 2), height, width
 
-    def draw(self, stored: Sequence[int], generator: torch.Generator) -> Tensor | None:
+    def draw(self, stored: Sequence[int], generator: ImageGenerator) -> Tensor | None:
         """Return the noise of moments; samples have none."""
         if self.content == "samples":
             return None
-        return torch.randn(self.model_shape(stored), generator=generator)
+        return generator.randn(*self.model_shape(stored)[1:])
 
     def to_model(
         self,
@@ -125,13 +126,14 @@ class LatentCodec(Codec):
         flip: Tensor | None = None,
     ) -> Tensor:
         """Return normalised latents, those of moments at their `noise`."""
+        stored = stored.to(device, non_blocking=True)
         chosen = stored[:, 0]
         if flip is not None:
             chosen = torch.where(flip.view(-1, 1, 1, 1), stored[:, 1], chosen)
-        z, std = split_moments(chosen.to(device), self.content)
+        z, std = split_moments(chosen, self.content)
         if std is not None and noise is not None:
             z = z + std * noise.to(device)
-        return (z - _column(self.shift, z)) * _column(self.scale, z)
+        return (z - _column(self.shift, z.device)) * _column(self.scale, z.device)
 
     def to_pixels(self, x: Tensor, *, device: torch.device) -> Tensor:
         """Return decoded images."""
@@ -141,11 +143,13 @@ class LatentCodec(Codec):
 
     def to_latents(self, x: Tensor) -> Tensor:
         """Return the autoencoder's own latents, float32, of x: z = x / scale + shift."""
-        return x.float() / _column(self.scale, x) + _column(self.shift, x)
+        return x.float() / _column(self.scale, x.device) + _column(self.shift, x.device)
 
 
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=like.device).view(-1, 1, 1)
+@functools.lru_cache(maxsize=16)
+def _column(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return a number a channel, float32 [C,1,1], copied to `device` once."""
+    return torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1)
 
 
 def imported_codec(vae: str, num_channels: int) -> LatentCodec:

@@ -33,6 +33,7 @@ from torch import Tensor
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
 from tread_zoo.diffusion.objective import Draw, Predict, Straight, per_image, prediction
 from tread_zoo.registry import register
+from tread_zoo.seeding import Generator, per_image_generator
 
 NUM_STEPS = 1000
 
@@ -60,10 +61,12 @@ class DDPM(Straight):
         """Sampling starts from x_999 ~ N(0, I), divided by sqrt(abar_999)."""
         return math.sqrt(1 + float(self.sigmas[-1]) ** 2)
 
-    def draw(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
+    def draw(self, shape: Sequence[int], generator: Generator) -> Draw:
         """Draw sigma [B] of uniform steps, then the noise, for a batch of `shape` [B,C,H,W]."""
-        sigma = self.sigmas[torch.randint(NUM_STEPS, (shape[0],), generator=generator)].float()
-        return Draw(noise=torch.randn(*shape, generator=generator), level=sigma)
+        images = per_image_generator(generator, shape[0])
+        step = images.randint(NUM_STEPS)
+        levels = _levels(self.schedule, step.device)
+        return Draw(noise=images.randn(*shape[1:]), level=levels[step])
 
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
         """Return |F - noise|^2 of each image, averaged over C, H and W: [B]."""
@@ -96,6 +99,12 @@ class DDPM(Straight):
             )
         steps = torch.linspace(NUM_STEPS - 1, 0, num_steps, dtype=torch.float64).round().long()
         return torch.cat([self.sigmas[steps], self.sigmas.new_zeros(1)])
+
+
+@cache
+def _levels(schedule: str, device: torch.device) -> Tensor:
+    """Return the levels float32 [1000] on `device`, copied there once."""
+    return _sigmas(schedule).float().to(device)
 
 
 @cache

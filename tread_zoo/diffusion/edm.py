@@ -27,6 +27,7 @@ from torch import Tensor
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
 from tread_zoo.diffusion.objective import Draw, Predict, Straight, per_image, prediction
 from tread_zoo.registry import register
+from tread_zoo.seeding import Generator, per_image_generator
 
 
 class Preconditioning(NamedTuple):
@@ -88,10 +89,11 @@ class EDM(Straight):
         """Return the loss weight lambda(sigma) [B], the inverse of c_out^2."""
         return (sigma.square() + self.sigma_data**2) / (sigma * self.sigma_data).square()
 
-    def draw(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
+    def draw(self, shape: Sequence[int], generator: Generator) -> Draw:
         """Draw sigma [B], log-normal, then the noise, for a batch of `shape` [B,C,H,W]."""
-        sigma = (self.p_mean + self.p_std * torch.randn(shape[0], generator=generator)).exp()
-        return Draw(noise=torch.randn(*shape, generator=generator), level=sigma)
+        images = per_image_generator(generator, shape[0])
+        sigma = (self.p_mean + self.p_std * images.randn()).exp()
+        return Draw(noise=images.randn(*shape[1:]), level=sigma)
 
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
         """Return lambda |D - x|^2 of each image, averaged over C, H and W: [B]."""

@@ -32,6 +32,7 @@ from torch import Tensor
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid, shift_time
 from tread_zoo.diffusion.objective import Draw, Predict, Straight, per_image, prediction
 from tread_zoo.registry import register
+from tread_zoo.seeding import Generator, per_image_generator
 
 Space = Literal["velocity", "x", "noise"]
 
@@ -77,18 +78,17 @@ class FlowMatching(Straight):
         """Sampling starts from standard normal noise, at t = 1."""
         return 1.0
 
-    def draw(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
+    def draw(self, shape: Sequence[int], generator: Generator) -> Draw:
         """Draw t [B], then the noise, for a batch of `shape` [B,C,H,W]."""
+        images = per_image_generator(generator, shape[0])
         if self.time_distribution == "logit_normal":
-            logit = torch.randn(shape[0], generator=generator)
-            t = torch.sigmoid(self.logit_mean + self.logit_std * logit)
+            t = torch.sigmoid(self.logit_mean + self.logit_std * images.randn())
         else:
-            t = torch.rand(shape[0], generator=generator)
+            t = images.rand()
         if self.time_distribution == "cosmap":
             sine, cosine = (math.pi / 2 * t).sin(), (math.pi / 2 * t).cos()
             t = sine / (sine + cosine)
-        noise = torch.randn(*shape, generator=generator)
-        return Draw(noise=noise, level=shift_time(t, self.shift))
+        return Draw(noise=images.randn(*shape[1:]), level=shift_time(t, self.shift))
 
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the squared error in `loss_space` of each image, averaged over C, H and W: [B]."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tread_zoo.diffusion.grids import TimeGrid
+from tread_zoo.seeding import Generator
 
 # (x [B,C,H,W], noise label [B], of order one) -> [B,C_out,H,W]; labels or contexts, and concrete
 # routes, are bound already.
@@ -47,8 +48,9 @@ class Objective(Protocol):
     def initial_std(self) -> float:
         """Standard deviation of the noise that sampling starts from, at `levels(n)[0]`."""
 
-    def draw(self, shape: Sequence[int], generator: torch.Generator) -> Draw:
-        """Draw the levels, then the noise, of a batch of `shape` [B,C,H,W]: float32, on the CPU."""
+    def draw(self, shape: Sequence[int], generator: Generator) -> Draw:
+        """Draw the levels, then the noise, of a batch of `shape` [B,C,H,W]: float32, on the
+        generator's device."""
 
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of each sample [B], whose mean is minimised, and what else to log: by

@@ -17,7 +17,7 @@ from tread_zoo.data.split import evenly_spaced
 from tread_zoo.diffusion import Objective, describe_part
 from tread_zoo.diffusion.objective import Draw
 from tread_zoo.runtime import autocast
-from tread_zoo.seeding import make_generator
+from tread_zoo.seeding import make_image_generator
 
 HELD_OUT_IMAGES = 512
 # Of an objective's fields, those that only say where sampling begins and steps.
@@ -50,7 +50,7 @@ def held_out_loss(
 
     losses, levels = [], []
     for number in range(num_draws):
-        generator = make_generator("held_out", seed, *([number] if number else []))
+        generator = make_image_generator("held_out", seed, number, images=range(len(images)))
         draw = objective.draw(data.codec.model_shape(images.shape), generator).to(device)
         noise = data.codec.draw(images.shape, generator)
         x = data.codec.to_model(images, device=device, noise=noise)

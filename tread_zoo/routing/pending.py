@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tread_zoo.routing.routes import UNCHANGED, Bypass, PathDrop, Route
+from tread_zoo.seeding import ImageGenerator
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class PendingRoute:
         weight = importance.detach().float()
         if shared:
             weight = weight.mean(dim=0, keepdim=True)
+            if dist.is_initialized():  # the batch is that of all ranks
+                dist.all_reduce(weight)
         key = weight.clamp_min(torch.finfo(weight.dtype).tiny).log() + self.noise
         ids = key.topk(self.num_kept, dim=1).indices.sort(dim=1).values
         ids = ids.expand(len(importance), -1)
@@ -79,10 +83,10 @@ class PendingRoute:
 
 
 def draw_pending(
-    start: int, end: int, *, batch: int, num_tokens: int, num_kept: int, generator: torch.Generator
+    start: int, end: int, *, num_tokens: int, num_kept: int, generator: ImageGenerator
 ) -> PendingRoute:
-    """Draw the noise [batch, num_tokens] of a pending route."""
-    uniform = torch.rand(batch, num_tokens, generator=generator)
+    """Draw the noise [B, num_tokens] of a pending route."""
+    uniform = generator.rand(num_tokens)
     tiny = torch.finfo(uniform.dtype).tiny
     noise = -(-uniform.clamp_min(tiny).log()).log()
     return PendingRoute(start, end, num_kept, noise)

@@ -9,7 +9,6 @@ on every rank and for every micro-step of the step. In sampling the routes of an
 (seed, image, evaluation) alone. B batch, N tokens, K kept tokens.
 """
 
-import functools
 import itertools
 import logging
 import math
@@ -33,13 +32,17 @@ from tread_zoo.routing.routes import (
 )
 from tread_zoo.routing.schedules import RateSchedule, build_schedule
 from tread_zoo.routing.selectors import Selector
-from tread_zoo.seeding import make_generator
+from tread_zoo.seeding import (
+    Generator,
+    make_generator,
+    make_image_generator,
+    per_image_generator,
+)
 
 logger = logging.getLogger(__name__)
 
 ROUTE_FIELDS = tuple(field.name for field in fields(RouteConfig))
 NUM_RATES = 17  # that a rate range is drawn from, as few as a schedule has at most
-_EVALUATIONS_AT_ONCE = 32  # whose routes one generator draws
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,14 @@ class RoutePlan:
         self,
         batch: int,
         grid: tuple[int, int],
-        generator: torch.Generator,
+        generator: Generator,
         force_keep: Tensor | None = None,
     ) -> Route | PendingRoute:
         """Draw ids [B, K] for a batch of grids, at `selection_rate`; for `norm` the noise alone.
 
         Args:
-            batch, grid, generator: B, the sides of the grid, on the CPU.
+            batch, grid: B, the sides of the grid.
+            generator: of the images, or torch's; the ids are made on its device.
             force_keep: bool [B, N], tokens that stay whatever is drawn, in place of others of the
                 K; with `per_batch` in all images those of any.
 
@@ -96,7 +100,8 @@ class RoutePlan:
         """
         num_tokens = grid[0] * grid[1]
         num_kept = num_kept_tokens(num_tokens, self.selection_rate)
-        num_draws = 1 if self.per_batch else batch
+        images = per_image_generator(generator, batch)
+        images = images.of_batch if self.per_batch else images
         if force_keep is not None:
             force_keep = force_keep.any(dim=0, keepdim=True) if self.per_batch else force_keep
             most = int(force_keep.sum(dim=1).max())
@@ -107,19 +112,19 @@ class RoutePlan:
                 )
         if self.needs_importance:
             route = draw_pending(
-                self.start, self.end, batch=num_draws, num_tokens=num_tokens, num_kept=num_kept,
-                generator=generator,
-            )  # fmt: skip
+                self.start, self.end, num_tokens=num_tokens, num_kept=num_kept, generator=images
+            )
             noise = route.noise
             if force_keep is not None:
                 noise = noise.masked_fill(force_keep, math.inf)
             return replace(route, noise=noise, bypass=self.bypass)
-        ids = self.selector(num_draws, grid, num_kept, generator)
+        ids = self.selector(len(images.keys), grid, num_kept, images)
         if force_keep is not None:  # those first, then what was drawn
-            order = torch.rand(force_keep.shape, generator=generator) + 2 * force_keep
-            order = order.scatter_add(1, ids, torch.ones(ids.shape))
+            order = images.rand(num_tokens) + 2 * force_keep
+            order = order.scatter_add(1, ids, torch.ones(ids.shape, device=ids.device))
             ids = order.topk(num_kept, dim=1).indices.sort(dim=1).values
-        return Route(self.start, self.end, ids.expand(batch, -1), self.bypass)
+        make = Route if ids.device.type == "cpu" else Route.of_sorted  # checks would wait for a GPU
+        return make(self.start, self.end, ids.expand(batch, -1), self.bypass)
 
     def describe(self, num_tokens: int) -> str:
         """Return the route in words."""
@@ -192,12 +197,13 @@ class Routing:
         self,
         batch: int,
         grid: tuple[int, int],
-        generator: torch.Generator,
+        generator: Generator,
         force_keep: Tensor | None = None,
     ) -> tuple[Route | PendingRoute, ...]:
         """Draw one route per plan at its `selection_rate`, see `RoutePlan.draw`; of a schedule or a
         rate range take `at` a step first."""
-        return tuple(plan.draw(batch, grid, generator, force_keep) for plan in self.plans)
+        images = per_image_generator(generator, batch)
+        return tuple(plan.draw(batch, grid, images, force_keep) for plan in self.plans)
 
     def draw_by_evaluation(
         self, grid: tuple[int, int], seed: int, indices: Sequence[int]
@@ -205,25 +211,14 @@ class Routing:
         """Return a function of a rate, and of an evaluation (0, 1, …) of images being sampled, that
         gives their routes with ids [B, K] on the CPU; at rate 0 none.
 
-        Evaluation k of image i has row k mod 32 of what (seed, i, k // 32) draws: one generator and
-        one sort for many evaluations. No selector may need importance.
+        They depend on (seed, evaluation, image) alone. No selector may need importance.
         """
-
-        @functools.lru_cache(maxsize=2)  # of both branches of a guidance
-        def draw(chunk: int, rate: float) -> list[Tensor]:
-            generators = (make_generator("sparse", seed, index, chunk) for index in indices)
-            at_rate = self.at_rate(rate)
-            drawn = [at_rate.draw(_EVALUATIONS_AT_ONCE, grid, each) for each in generators]
-            return [torch.stack([r.ids for r in each], dim=1) for each in zip(*drawn, strict=True)]
 
         def routes(rate: float, evaluation: int) -> tuple[Route, ...]:
             if rate == 0:
                 return ()
-            chunk, row = divmod(evaluation, _EVALUATIONS_AT_ONCE)
-            return tuple(
-                Route(plan.start, plan.end, ids[row], plan.bypass)
-                for plan, ids in zip(self.plans, draw(chunk, rate), strict=True)
-            )
+            generator = make_image_generator("sparse", seed, evaluation, images=indices)
+            return self.at_rate(rate).draw(len(indices), grid, generator)  # type: ignore[return-value]
 
         return routes
 

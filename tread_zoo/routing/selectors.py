@@ -1,17 +1,18 @@
 """Selectors: which tokens stay.
 
 A selector is called with (batch, grid, num_kept, generator) and returns ids, int64 [B, K] on the
-CPU, every row strictly ascending raster positions. Each sample of the batch draws its own tokens,
-and every token is as likely to stay as any other, K / N. Attention does not mind which neighbours
-are missing; scans, shifts and convolutions do, so `rows`, `blocks` and `segments` keep neighbours
-together. `structured` spreads what stays evenly. What `norm` keeps depends on the network: see
-`tread_zoo.routing.pending`.
+generator's device, every row strictly ascending raster positions. Each image of the batch draws its
+own tokens, by `generator.rand(n)`, [B, n] numbers, and every token is as likely to stay as any
+other, K / N. Attention does not mind which neighbours are missing; scans, shifts and convolutions
+do, so `rows`, `blocks` and `segments` keep neighbours together. `structured` spreads what stays
+evenly. What `norm` keeps depends on the network: see `tread_zoo.routing.pending`.
 
 B batch, N = h * w tokens, K kept tokens, G groups.
 """
 
+import functools
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from pydantic import PositiveInt
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from tread_zoo.registry import register
 from tread_zoo.routing.orders import scan_order
+from tread_zoo.seeding import ImageGenerator
 
 Grid = tuple[int, int]
 
@@ -27,7 +29,7 @@ class Selector(Protocol):
     """Draw the tokens that stay."""
 
     def __call__(
-        self, batch: int, grid: Grid, num_kept: int, generator: torch.Generator
+        self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator
     ) -> Tensor: ...
 
 
@@ -36,8 +38,8 @@ class Selector(Protocol):
 class Random:
     """Every set of K tokens is equally likely (TREAD's own choice, for attention)."""
 
-    def __call__(self, batch: int, grid: Grid, num_kept: int, generator: torch.Generator) -> Tensor:
-        scores = torch.rand(batch, grid[0] * grid[1], generator=generator)
+    def __call__(self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator) -> Tensor:
+        scores = generator.rand(grid[0] * grid[1])
         return scores.argsort(dim=1)[:, :num_kept].sort(dim=1).values
 
 
@@ -46,9 +48,8 @@ class Random:
 class Rows:
     """Keep whole rows of the grid: left and right neighbours stay together, for raster scans."""
 
-    def __call__(self, batch: int, grid: Grid, num_kept: int, generator: torch.Generator) -> Tensor:
-        row = torch.arange(grid[0] * grid[1]) // grid[1]
-        return keep_groups(row, batch, num_kept, generator)
+    def __call__(self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator) -> Tensor:
+        return keep_groups(tiles(grid, (1, grid[1]), generator.device), num_kept, generator)
 
 
 @register("selector", "blocks")
@@ -62,10 +63,9 @@ class Blocks:
 
     size: PositiveInt = 2
 
-    def __call__(self, batch: int, grid: Grid, num_kept: int, generator: torch.Generator) -> Tensor:
-        position = torch.arange(grid[0] * grid[1])
-        row, col = position // grid[1] // self.size, position % grid[1] // self.size
-        return keep_groups(row * -(-grid[1] // self.size) + col, batch, num_kept, generator)
+    def __call__(self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator) -> Tensor:
+        blocks = tiles(grid, (self.size, self.size), generator.device)
+        return keep_groups(blocks, num_kept, generator)
 
 
 @register("selector", "segments")
@@ -81,10 +81,11 @@ class Segments:
     length: PositiveInt = 4
     order: Literal["raster", "serpentine", "hilbert"] = "raster"
 
-    def __call__(self, batch: int, grid: Grid, num_kept: int, generator: torch.Generator) -> Tensor:
-        segment = torch.arange(grid[0] * grid[1]) // self.length
-        places = keep_groups(segment, batch, num_kept, generator)
-        return scan_order(self.order, grid)[places].sort(dim=1).values
+    def __call__(self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator) -> Tensor:
+        line = (1, grid[0] * grid[1])
+        segments = tiles(line, (1, self.length), generator.device)
+        places = keep_groups(segments, num_kept, generator)
+        return _order(self.order, grid, places.device)[places].sort(dim=1).values
 
 
 @register("selector", "structured")
@@ -98,25 +99,24 @@ class Structured:
     exactly the fraction's remainder; which tokens of a square stay is drawn uniformly.
     """
 
-    def __call__(self, batch: int, grid: Grid, num_kept: int, generator: torch.Generator) -> Tensor:
+    def __call__(self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator) -> Tensor:
         num_tokens = grid[0] * grid[1]
-        position = torch.arange(num_tokens)
-        row, col = position // grid[1] // 2, position % grid[1] // 2
-        group = row * -(-grid[1] // 2) + col
-        size = torch.bincount(group)
+        group, _, size = tiles(grid, (2, 2), generator.device)
         floor, rest = size * num_kept // num_tokens, size * num_kept % num_tokens
 
-        order = torch.rand(batch, len(size), generator=generator).argsort(dim=1)
-        offset = torch.randint(num_tokens, (batch, 1), generator=generator)
+        order = generator.rand(len(size)).argsort(dim=1)
+        offset = generator.randint(num_tokens, 1)
         filled = torch.cat([offset, offset + rest[order].cumsum(dim=1)], dim=1) // num_tokens
         quota = floor + torch.empty_like(order).scatter_(1, order, filled.diff(dim=1))
 
-        shuffled = torch.rand(batch, num_tokens, generator=generator).argsort(dim=1)
+        shuffled = generator.rand(num_tokens).argsort(dim=1)
         by_group = shuffled.gather(1, group[shuffled].argsort(dim=1, stable=True))
-        place = position - (size.cumsum(0) - size)[group[by_group]]  # within the square, shuffled
-        stays = torch.empty(batch, num_tokens, dtype=torch.bool)
-        stays.scatter_(1, by_group, place < quota.gather(1, group[by_group]))
-        return stays.nonzero()[:, 1].view(batch, num_kept)
+        of_place = group[by_group]
+        first = (size.cumsum(0) - size)[of_place]  # place within the square, shuffled
+        place = torch.arange(num_tokens, device=group.device) - first
+        kept = (place < quota.gather(1, of_place)).long()
+        stays = torch.empty_like(by_group).scatter_(1, by_group, kept)
+        return stays.argsort(dim=1, descending=True, stable=True)[:, :num_kept]
 
 
 @register("selector", "norm")
@@ -130,31 +130,47 @@ class Norm:
 
     needs_importance: ClassVar[bool] = True
 
-    def __call__(self, batch: int, grid: Grid, num_kept: int, generator: torch.Generator) -> Tensor:
+    def __call__(self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator) -> Tensor:
         raise TypeError("selector=norm needs the network's importance: draw a route from a plan.")
 
 
-def keep_groups(group: Tensor, batch: int, num_kept: int, generator: torch.Generator) -> Tensor:
+class Groups(NamedTuple):
+    """The group of each position int64 [N], its place within the group [N], and the number of
+    tokens of each group [G]."""
+
+    group: Tensor
+    place: Tensor
+    size: Tensor
+
+
+@functools.lru_cache(maxsize=64)
+def tiles(grid: Grid, sides: Grid, device: torch.device) -> Groups:
+    """Return the tiles of a grid, `sides` tokens high and wide, fewer at its last edges; they are
+    copied to `device` once."""
+    position = torch.arange(grid[0] * grid[1])
+    row, column = position // grid[1] // sides[0], position % grid[1] // sides[1]
+    group = row * -(-grid[1] // sides[1]) + column
+    size = torch.bincount(group)
+    place = torch.empty_like(position)
+    by_group = group.argsort(stable=True)
+    place[by_group] = position - (size.cumsum(0) - size)[group[by_group]]
+    return Groups(group.to(device), place.to(device), size.to(device))
+
+
+def keep_groups(groups: Groups, num_kept: int, generator: ImageGenerator) -> Tensor:
     """Return ids [B, K]: whole groups in a random order until K tokens are reached.
 
     Only the last group can be cut. It is cut at a random place of its cyclic order, so that no
     position inside a group is favoured.
-
-    Args:
-        group: int64 [N], the group of each position, 0 … G-1.
-        batch: B.
-        num_kept: K.
-        generator: on the CPU.
     """
-    num_tokens, num_groups = len(group), int(group.max()) + 1
-    position = torch.arange(num_tokens)
-    size = torch.bincount(group, minlength=num_groups)
-    place = torch.empty_like(position)  # a token's place within its group
-    by_group = group.argsort(stable=True)
-    place[by_group] = position - (size.cumsum(0) - size)[group[by_group]]
-
-    order = torch.rand(batch, num_groups, generator=generator).argsort(dim=1).argsort(dim=1)
-    shift = (torch.rand(batch, num_groups, generator=generator) * size).long()
+    group, place, size = groups
+    order = generator.rand(len(size)).argsort(dim=1).argsort(dim=1)
+    shift = (generator.rand(len(size)) * size).long()
     turned = (place + shift[:, group]) % size[group]
-    key = order[:, group] * num_tokens + turned
+    key = order[:, group] * len(group) + turned
     return key.argsort(dim=1)[:, :num_kept].sort(dim=1).values
+
+
+@functools.lru_cache(maxsize=16)
+def _order(name: str, grid: Grid, device: torch.device) -> Tensor:
+    return scan_order(name, grid).to(device)

@@ -12,7 +12,6 @@ B batch, C channels, H height, W width.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +27,7 @@ from tread_zoo.process_group import close_process_group_at_exit, prepare_process
 from tread_zoo.registry import load_plugins
 from tread_zoo.routing import PathDrop, PendingRoute, Route, bypassed_tokens, resolve_routes
 from tread_zoo.runtime import autocast, resolve_device, resolve_precision
-from tread_zoo.seeding import make_generator
+from tread_zoo.seeding import ImageGenerator, make_generator, make_image_generator
 from tread_zoo.training.checkpoints import Checkpoint, check_same_data, check_same_items
 from tread_zoo.training.ema import is_sharded
 from tread_zoo.training.log import Log, is_due
@@ -161,8 +160,7 @@ def optimize(
             result = step_loss(
                 setup, batch, state.step * micro_steps + micro,
                 model=state.model, projector=state.projector,
-                rank=accelerator.process_index, num_ranks=accelerator.num_processes,
-                device=accelerator.device,
+                rank=accelerator.process_index, device=accelerator.device,
             )  # fmt: skip
             loss = result.losses.mean()
             means.append(loss.detach())
@@ -195,7 +193,6 @@ def step_loss(
     model: torch.nn.Module | None = None,
     projector: torch.nn.Module | None = None,
     rank: int = 0,
-    num_ranks: int = 1,
     device: torch.device | str = "cpu",
 ) -> StepLoss:
     """Return the loss of a batch.
@@ -206,11 +203,11 @@ def step_loss(
             contexts [B,T,S], and features [B,K,S,h,w] where the alignment is on; on the CPU.
         step: the micro-step, from 0 over the whole run.
         model, projector: as wrapped for several processes; None: those of `setup`.
-        rank, num_ranks: of this process; its images are those `rank` of the step's batch.
+        rank: of this process, whose images are those `rank` of the step's batch.
         device: of the weights.
     """
     device = torch.device(device)
-    x, y, draw, routes, features = draw_step(setup, batch, step, rank, num_ranks, device)
+    x, y, draw, routes, features = draw_step(setup, batch, step, rank, device)
     precision = resolve_precision(setup.training.precision, device)
     concrete: tuple[Route | PathDrop, ...] = ()
     network: Any = model or setup.backbone
@@ -253,61 +250,49 @@ def draw_step(
     batch: tuple[Tensor, ...],
     step: int,
     rank: int,
-    num_ranks: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor | None, Draw, Sequence[Route | PendingRoute | PathDrop], Tensor | None]:
     """Return all that micro-step `step` of a rank needs: images x [B,C,H,W] as the model sees them,
     labels or contexts (some dropped) or None, the objective's draw, the routes, and the features
     [B,S,h,w] of the same images, mirrored or not, or None.
 
-    Every rank draws for the images of all of them, num_ranks B, and takes its own: the same images
-    get the same draws on whatever number of ranks. The order of the draws is fixed: flips, dropped
-    labels, noise level and noise, kept ids, and last what the codec draws; none depends on an
-    option of another. Whether and how much is routed, and whether the step drops its paths, depends
-    on the optimizer step alone: a path saves time only if no rank waits for another.
+    What image i of the step draws depends on (seed, step, i) alone, i counted over all ranks, and
+    is drawn on `device`: a rank draws for its own images, and the same images get the same draws on
+    whatever number of ranks. Whether and how much is routed, and whether the step drops its paths,
+    depends on the optimizer step alone: a path saves time only if no rank waits for another.
     """
     images, labels, *features = batch
-    training, codec = setup.training, setup.data.codec
-    generator = make_generator("train", setup.config.seed, 0, step)  # 0: the same on every rank
-    total, own = num_ranks * len(images), slice(rank * len(images), (rank + 1) * len(images))
-    stored = (total, *images.shape[1:])
-    flipped = (torch.rand(total, generator=generator) < 0.5)[own]
-    dropped = (torch.rand(total, generator=generator) < training.label_dropout)[own]
-    draw = setup.objective.draw(codec.model_shape(stored), generator)
-    optimizer_step = step // training.gradient_accumulation_steps
-    routing = setup.routing.at(optimizer_step, setup.num_steps, setup.config.seed)
-    routes = routing.drop_paths(
-        routing.draw(total, setup.backbone.grid, generator),
-        make_generator("path drop", setup.config.seed, optimizer_step),
-    )
-    noise = codec.draw(stored, generator)
+    training, codec, seed = setup.training, setup.data.codec, setup.config.seed
+    numbers = range(rank * len(images), (rank + 1) * len(images))
+
+    def generator(purpose: str, place: torch.device = device) -> ImageGenerator:
+        return make_image_generator(purpose, seed, step, images=numbers, device=place)
+
     x = codec.to_model(
         images,
         device=device,
-        noise=None if noise is None else noise[own],
-        flip=flipped if training.horizontal_flip else None,
+        noise=codec.draw(images.shape, generator("latents")),
+        flip=generator("flip").rand() < 0.5 if training.horizontal_flip else None,
     )
     y = None
     if setup.backbone.is_conditional:
-        dropped = dropped.view(-1, *[1] * (labels.ndim - 1))
-        y = torch.where(dropped, setup.backbone.null_like(labels), labels).to(device)
-    own_routes = [_own_rows(route, own).to(device) for route in routes]
+        y = labels.to(device, non_blocking=True)
+        dropped = generator("label").rand() < training.label_dropout
+        y = torch.where(dropped.view(-1, *[1] * (y.ndim - 1)), setup.backbone.null_like(y), y)
+    draw = setup.objective.draw(codec.model_shape(images.shape), generator("noise"))
+    optimizer_step = step // training.gradient_accumulation_steps
+    routing = setup.routing.at(optimizer_step, setup.num_steps, seed)
+    routes = routing.drop_paths(
+        routing.draw(len(images), setup.backbone.grid, generator("route")),
+        make_generator("path drop", seed, optimizer_step),
+    )
     target = None
     if features:
+        # Chosen on the host, by the same numbers: half as much is copied.
+        flipped = generator("flip", torch.device("cpu")).rand() < 0.5
         copies = (flipped & training.horizontal_flip).long()
-        target = features[0][torch.arange(len(images)), copies].to(device)
-    return x, y, Draw(draw.noise[own], draw.level[own]).to(device), own_routes, target
-
-
-def _own_rows(
-    route: Route | PendingRoute | PathDrop, own: slice
-) -> Route | PendingRoute | PathDrop:
-    """Return a route of the images `own` of its batch."""
-    if isinstance(route, Route):
-        return route.with_ids(route.ids[own])
-    if isinstance(route, PendingRoute) and len(route.noise) > 1:  # else all images share it
-        return replace(route, noise=route.noise[own])
-    return route
+        target = features[0][torch.arange(len(images)), copies].to(device, non_blocking=True)
+    return x, y, draw, routes, target
 
 
 def _check_step(
