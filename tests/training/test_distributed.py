@@ -87,6 +87,8 @@ train_small(f"{sys.argv[1]}/run", "data=npz", f"data.path={sys.argv[1]}/{os.envi
         assert done.returncode == 1
         assert "ranks 0 and 1 of this run differ: data" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
 def test_what_ends_one_rank_ends_all(tmp_path, free_port):
     """Settings that differ; a signal to one rank while the main one draws samples, or both draw for
     a score; a rank that is killed."""

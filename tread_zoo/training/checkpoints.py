@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 FORMAT = 2
 META_NAME = "checkpoint.json"
 SNAPSHOTS = "ema_snapshots"
+# What may differ of the data: said elsewhere, or compared by itself.
+_APART = {"name", "num_images", "items", "decoder", "class_names"}
 _SAME = ("backbone", "objective", "data", "alignment", "seed")  # what a resumed run must share
 
 
@@ -277,7 +279,7 @@ def check_same_data(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
     own = checkpoint.meta["data"]
     wrong = [
         f"{name}={own.get(name)!r}, not {facts.get(name)!r}"
-        for name in sorted({*own, *facts} - {"name", "num_images", "items", "decoder", "class_names"})
+        for name in sorted({*own, *facts} - _APART)
         if own.get(name) != facts.get(name)
     ]
     names = zip(own.get("class_names", ()), facts.get("class_names", ()), strict=False)
