@@ -65,7 +65,7 @@ def rotary_2d(
         num_extra: E tokens ahead that are not turned.
     """
     pairs = torch.arange(head_size // 4, device=rows.device, dtype=torch.float32)
-    frequency = 10000.0 ** -(pairs / (head_size // 4))
+    frequency = 1 / 10000.0 ** (pairs / (head_size // 4))  # so rounded, it is LightningDiT's
     angles = torch.cat([axis[..., None] * frequency for axis in (rows, cols)], dim=-1)
     angles = F.pad(angles, (0, 0, num_extra, 0)).unsqueeze(1)
     sin = torch.stack([-angles.sin(), angles.sin()], dim=-1)

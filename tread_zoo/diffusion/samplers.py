@@ -197,8 +197,13 @@ class FlowSDE:
     It has the same distributions at every t as the ODE, whatever the diffusion; noise undoes some
     of the error that earlier steps left.
 
+    The released samplers of SiT, REPA and SPRINT have `diffusion=2` (drift v - sigma s, noise
+    sqrt(2 sigma)). They take 249 such steps of equal size from t = 1 to 0.04, and a last one to 0
+    by the same drift without noise; here the last step is the ODE's, without s, and the grid is
+    that of `num_steps`.
+
     Args:
-        diffusion: w(t) / t; 1 is SiT's w = sigma, 0 is Euler's rule.
+        diffusion: w(t) / t; 1 is w = sigma in the equations of SiT's paper, 0 is Euler's rule.
     """
 
     default_num_steps: ClassVar[int] = 100
