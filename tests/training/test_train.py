@@ -254,6 +254,23 @@ def test_compiled_blocks_train_as_they_are(run, monkeypatch, backbone):
         assert one.get("loss") == pytest.approx(other.get("loss"), abs=1e-5)
 
 
+@pytest.mark.parametrize("num_classes", [4, 0])
+def test_real_images_lie_beside_samples_of_their_classes(run, tmp_path, num_classes):
+    """Of a set that is sorted by class, as many are; without labels they are of all of it."""
+    labels = np.arange(200) // 50
+    images = np.broadcast_to((60 * labels)[:, None, None], (200, 8, 8)).astype(np.uint8)
+    np.savez(tmp_path / "sorted.npz", images=images, labels=labels)
+    data = ["data=npz", f"data.path={tmp_path}/sorted.npz", f"data.num_classes={num_classes}"]
+    folder = run("run", *data, "training.num_steps=1")
+    grid = np.asarray(Image.open(folder / "samples" / "real.png"))
+    side = grid.shape[1] // 10
+    shown = (grid[side // 2 :: side, side // 2 :: side][:10, :10] // 60).flatten().tolist()
+    if num_classes:
+        assert shown == [i % 4 for i in range(100)]
+    else:
+        assert set(shown) == {0, 1, 2, 3}
+
+
 @pytest.mark.parametrize("part", ["train", "held_out"])
 def test_an_item_that_cannot_be_read_is_listed_and_logged_once(run, tmp_path, caplog, part):
     data = save_photos(tmp_path / "photos")

@@ -103,6 +103,20 @@ def evenly_spaced(size: int, count: int | None) -> list[int]:
     return [index * size // count for index in range(count)]
 
 
+def ordered_as_samples(part: Any, count: int, num_classes: int) -> list[int]:
+    """Return indices of `count` items of which item i has the label i mod num_classes, as sample i
+    has; evenly spaced ones where there are no labels. Those of a small class come again."""
+    labels = getattr(part, "labels", None)
+    if not num_classes or labels is None:
+        return evenly_spaced(len(part), count)
+    all_items = torch.arange(len(part))
+    own = [all_items[labels == label].tolist() for label in range(min(num_classes, count))]
+    return [
+        (members := own[i % num_classes] or all_items.tolist())[i // num_classes % len(members)]
+        for i in range(count)
+    ]
+
+
 def digest_items(dataset: Dataset[Any]) -> str:
     """Return four hex digits for each of up to 32 evenly spaced items, of the image as stored and
     its label; `----` for one that cannot be read."""

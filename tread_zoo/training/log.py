@@ -20,6 +20,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from tread_zoo.backbone import Backbone
 from tread_zoo.data import CorruptLog, read_items
 from tread_zoo.data.files import write_text
+from tread_zoo.data.split import ordered_as_samples
 from tread_zoo.diffusion import generate
 from tread_zoo.evaluation.conditions import conditions_of
 from tread_zoo.evaluation.evaluate import describe_record, evaluate, score_names
@@ -273,8 +274,8 @@ class Log:
             self.trackers.image(step, "samples", path)
             if not real.exists():
                 part = data.held_out or data.train
-                count = min(GRID_IMAGES, len(part))  # type: ignore[arg-type]
-                x = data.codec.to_model(read_items(part, range(count))[0], device=device)
+                chosen = ordered_as_samples(part, GRID_IMAGES, data.num_classes)
+                x = data.codec.to_model(read_items(part, chosen)[0], device=device)
                 save_grid(data.codec.to_pixels(x, device=device), real)
 
     def _end_pictures(self) -> None:
