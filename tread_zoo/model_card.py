@@ -39,17 +39,20 @@ def write_model_folder(
         path: as of `find_checkpoint`.
         out: the folder; None is <run>/hub.
         weights: as of `load_backbone`.
-        license: of the weights, as the hub names it, such as apache-2.0.
+        license: of the weights, as the hub names it, such as apache-2.0; None is that of the
+            project that they were imported from, or not stated.
         repo: user/name, for the card; None: the folder.
 
     Raises:
         CheckpointError: there is no checkpoint.
-        ValueError: `out` is the folder of a run.
+        ValueError: `out` is the folder of a run, or weights that were imported under a
+            non-commercial licence are given another one.
     """
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     checkpoint = find_checkpoint(path)
     run, folder = checkpoint.run_dir, Path(out or checkpoint.run_dir / "hub")
+    license = _keep_license(checkpoint.meta.get("imported", {}), license)
     facts = without_paths({k: checkpoint.meta[k] for k in _KEPT if k in checkpoint.meta})
     facts["config"] = {k: v for k, v in facts["config"].items() if k not in aside_fields()}
     write_folder(folder, checkpoint.tensors(weights), {})
@@ -67,8 +70,11 @@ def write_model_folder(
     records = [each for each in records if of_these.items() <= each["protocol"].items()]
     name = repo or without_paths(str(out or run))
     data = facts.get("data", {}).get("name", "unknown")
+    source = facts["config"].get("data", {})
+    on_hub = source.get("name") == "hf" and source == checkpoint.meta["config"]["data"]
     header = ModelCardData(
         license=license, library_name="tread-zoo", tags=["diffusion", "token-routing"],
+        datasets=[source["path"]] if on_hub and "/" in source["path"] else None,
         model_name=name.rpartition("/")[2],
         eval_results=[
             EvalResult("unconditional-image-generation", data, data, metric, value)
@@ -83,6 +89,17 @@ def write_model_folder(
     )  # fmt: skip
     (folder / "README.md").write_text(f"{card}\n", encoding="utf-8")
     return folder
+
+
+def _keep_license(imported: dict[str, str], license: str | None) -> str | None:
+    """Return the licence of the weights; `imported` says where they come from, if they do."""
+    own = imported.get("license")
+    if own and "-nc" in own and license not in (None, own):
+        raise ValueError(
+            f"license={license}, but {imported['project']} published these weights under {own}, "
+            "which forbids commercial use: leave license out."
+        )
+    return license or own
 
 
 def _recipe(checkpoint: Checkpoint) -> dict[str, str]:
@@ -100,10 +117,14 @@ def _recipe(checkpoint: Checkpoint) -> dict[str, str]:
         rows |= {kind: ", ".join(words)} if kind in config else {}
     if "imported" in meta:
         rows["imported"] = "{file}, format {format}".format(**meta["imported"])
+        if "project" in meta["imported"]:
+            rows["data"] = "as {project} says; the file does not name it".format(**meta["imported"])
     if "routing" in config:
         routing = backbone.build_routing(**config["routing"])
         rows["routing"] = routing.describe(backbone.grid)
+        options = [f"{key} {value}" for key, value in config["data"].items() if value is not None]
         rows["data"] = "{name}, {num_images} images, {num_classes} classes".format(**meta["data"])
+        rows["source of the data"] = ", ".join(options).removeprefix("name ")
         if names := meta["data"].get("class_names"):
             words = [f"{number} {name}" for number, name in enumerate(names[:SHOWN_CLASSES])]
             rows["classes"] = ", ".join([*words, "…"] if len(names) > SHOWN_CLASSES else words)

@@ -101,12 +101,18 @@ def import_checkpoint(
             "sampler": {"name": sampler, "num_steps": num_steps},
             "guidance": {"name": "none"},
         },
-        "imported": {"format": format, "file": Path(file).name},
+        "imported": {
+            "format": format,
+            "file": Path(file).name,
+            "project": form.project,
+            "license": form.license,
+        },
     }
     tensors = {part: ours for part, (_, ours, _) in converted.items()}
     path = save_checkpoint(out, tensors, meta, keep=1)
     count = sum(tensor.numel() for tensor in tensors["ema"].values())
-    return Imported(path, backbone.name, backbone.config, count, (form.note, *notes))
+    origin = f"{form.project} has the licence {form.license}; tread-zoo push keeps it."
+    return Imported(path, backbone.name, backbone.config, count, (form.note, *notes, origin))
 
 
 def _convert(

@@ -17,6 +17,7 @@ def _sizes(theirs: Tensors) -> dict[str, Any]:
 
 DIS = Format(
     project="feizc/DiS",
+    license="cc-by-nc-4.0",
     backbone="mamba",
     names={
         "patch_embed": "patch_embed.proj",

@@ -13,6 +13,7 @@ from tread_zoo.published.format import Format
 
 DIT = Format(
     project="facebookresearch/DiT",
+    license="cc-by-nc-4.0",
     backbone="dit",
     names={
         "patch_embed": "x_embedder.proj",
@@ -38,6 +39,7 @@ DIT = Format(
 SIT = replace(
     DIT,
     project="willisma/SiT",
+    license="mit",
     backbone="sit",
     time_scale=1.0,
     objectives=("flow",),
@@ -50,6 +52,7 @@ SIT = replace(
 TREAD = replace(
     DIT,
     project="CompVis/tread",
+    license="cc-by-nc-sa-4.0",
     time_scale=1.0,
     objectives=("edm", "flow"),
     note="Time enters its sinusoids as the objective gives it, ln(sigma) / 4 for EDM; the "

@@ -16,6 +16,7 @@ def _over_tokens(bonus: Tensor, positions: Tensor) -> Tensor:
 
 DRWKV = Format(
     project="feizc/Diffusion-RWKV",
+    license="cc-by-nc-4.0",
     backbone="rwkv",
     names={
         "patch_embed": "patch_embed.proj",

@@ -78,6 +78,7 @@ class Format:
 
     Args:
         project: on GitHub.
+        license: of its weights, as the hub names it: the project's, where it names no other.
         backbone: our architecture.
         names: our layers and tensors -> theirs; see the module's docstring. Positions that it
             does not name are the fixed sines.
@@ -99,6 +100,7 @@ class Format:
     """
 
     project: str
+    license: str
     backbone: str
     names: Mapping[str, str | tuple[str, ...]]
     marks: tuple[str, ...]

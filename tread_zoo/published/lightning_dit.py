@@ -36,6 +36,7 @@ def _sizes(theirs: Tensors) -> dict[str, Any]:
 LIGHTNING_DIT = replace(
     SIT,
     project="hustvl/LightningDiT",
+    license="mit",
     backbone="lightning_dit",
     names={
         "patch_embed": "x_embedder.proj",

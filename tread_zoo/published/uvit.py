@@ -17,6 +17,7 @@ def _sizes(theirs: Tensors) -> dict[str, Any]:
 
 UVIT = Format(
     project="baofff/U-ViT",
+    license="mit",
     backbone="uvit",
     names={
         "patch_embed": "patch_embed.proj",

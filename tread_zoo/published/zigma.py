@@ -21,6 +21,7 @@ def _sizes(theirs: Tensors) -> dict[str, Any]:
 
 ZIGMA = Format(
     project="CompVis/zigma",
+    license="apache-2.0",
     backbone="zigma",
     names={
         "patch_embed": "x_embedder.proj",
