@@ -70,11 +70,11 @@ def write_model_folder(
     records = [each for each in records if of_these.items() <= each["protocol"].items()]
     name = repo or without_paths(str(out or run))
     data = facts.get("data", {}).get("name", "unknown")
-    source = facts["config"].get("data", {})
-    on_hub = source.get("name") == "hf" and source == checkpoint.meta["config"]["data"]
+    source = checkpoint.meta["config"].get("data", {})
+    on_hub = source.get("name") == "hf" and not Path(source["path"]).expanduser().exists()
     header = ModelCardData(
         license=license, library_name="tread-zoo", tags=["diffusion", "token-routing"],
-        datasets=[source["path"]] if on_hub and "/" in source["path"] else None,
+        datasets=[source["path"]] if on_hub and not Path(source["path"]).is_absolute() else None,
         model_name=name.rpartition("/")[2],
         eval_results=[
             EvalResult("unconditional-image-generation", data, data, metric, value)
@@ -122,9 +122,9 @@ def _recipe(checkpoint: Checkpoint) -> dict[str, str]:
     if "routing" in config:
         routing = backbone.build_routing(**config["routing"])
         rows["routing"] = routing.describe(backbone.grid)
-        options = [f"{key} {value}" for key, value in config["data"].items() if value is not None]
+        given = [f"{key} {value}" for key, value in config["data"].items() if value is not None]
         rows["data"] = "{name}, {num_images} images, {num_classes} classes".format(**meta["data"])
-        rows["source of the data"] = ", ".join(options).removeprefix("name ")
+        rows["source of the data"] = ", ".join(given).removeprefix("name ")
         if names := meta["data"].get("class_names"):
             words = [f"{number} {name}" for number, name in enumerate(names[:SHOWN_CLASSES])]
             rows["classes"] = ", ".join([*words, "…"] if len(names) > SHOWN_CLASSES else words)
