@@ -17,6 +17,7 @@ import logging
 import math
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,8 @@ class CorruptLog:
     def __init__(self, file: Path, parts: Iterable[Any], max_share: float):
         self.file, self.num_items, self.max_share = file, 0, max_share
         for part in parts:
-            part.on_corrupt = self
+            with suppress(AttributeError):  # of a list, whose items are read already
+                part.on_corrupt = self
             self.num_items += len(part)
 
     @property
