@@ -40,7 +40,6 @@ from omegaconf import OmegaConf
 from tread_zoo.cli import CONFIGS, SCRIPTS, check_words, compose_settings, spell_out, worded
 from tread_zoo.comparison import (
     Cell,
-    cell_name,
     check_same_commands,
     compare_with_curve,
     describe_comparison,
@@ -58,6 +57,7 @@ from tread_zoo.config import (
     RunConfig,
     check,
     default_fields,
+    file_name,
     make_config,
 )
 from tread_zoo.errors import unknown_name
@@ -156,7 +156,7 @@ def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> list[Any]:
     for run in find_runs(runs) if runs else [None]:
         for choices, texts in expand(*split_sweeps(grids, overrides, shared)):
             choices = choices if run is None else {"run": str(run), **choices}
-            name = cell_name(choices)
+            name = file_name(choices)
             if run is None:
                 script, result = TRAIN, out / "runs" / name / "score.json"
                 own = [f"run_dir={quoted(result.parent)}", "resume=latest"]

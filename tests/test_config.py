@@ -1,5 +1,6 @@
 """The configuration: what it takes, what it refuses in one line, what makes two runs the same."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,36 @@ def test_the_same_run_is_told_by_what_it_computes():
     assert set(config.differences(other)) == {
         "seed", "training.batch_size", "routing.selection_rate",
     }  # fmt: skip
+
+
+def test_a_run_is_named_after_what_is_not_as_by_default():
+    def name(*overrides):
+        return compose(*overrides).run_dir.removeprefix("runs/")
+
+    readme = "digits_mamba_tiny_tread_flow_seed0"
+    assert name("backbone=mamba", "routing=tread") == readme
+    aside = ["training.log_every=7", "device=cpu", "training.num_steps=800", "optimizer=adamw"]
+    assert name("backbone=mamba", *aside) == readme
+    assert name("experiment=digits", "backbone=mamba") == readme
+    assert name("routing.selection_rate=0.25") == (
+        "digits_dit_tiny_tread_flow_routing.selection_rate-0.25_seed0"
+    )
+    own = name("data=image_folder", "data.path=photos", "training.num_steps=5", "optimizer=muon")
+    assert own == (
+        "image_folder_dit_tiny_tread_flow_data.path-photos_optimizer-muon_training.num_steps-5_seed0"
+    )
+    sweeps = [
+        [f"{field}={value}" for value in values]
+        for field, values in {
+            "routing.selector": ["rows", "{name: blocks, size: 4}", "{name: blocks, size: 2}"],
+            "optimizer.learning_rate": ["1e-3", "1e-4"],
+            "evaluation.metrics": ["[fid]", "[kid]"],
+            "sampler": ["heun", "{name: flow_sde, diffusion: 2}"],
+        }.items()
+    ]
+    names = [name(member) for sweep in sweeps for member in sweep]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"[\w.-]{1,240}", each) for each in names)
 
 
 def check_error(make, words):

@@ -91,9 +91,10 @@ def call(*command, cwd, env):
 def test_it_is_listed_trained_and_sampled(installed, tmp_path):
     listing = "from tread_zoo import list_backbones; print(*list_backbones())"
     assert "mixer_tiny" in call("-c", listing, cwd=tmp_path, env=installed).split()
-    small = [*SMALL, "backbone=mixer_tiny"]
+    run = "runs/mixed"
+    small = [*SMALL, "backbone=mixer_tiny", f"run_dir={run}"]
     said = call(ROOT / "scripts/train.py", *small, cwd=tmp_path, env=installed)
     assert "(blocks)" in said, "its own selector is the default"
-    run = "checkpoint=runs/digits_mixer_tiny_tread_flow_seed0"
-    call(ROOT / "scripts/sample.py", run, "num_images=4", "device=cpu", cwd=tmp_path, env=installed)
-    assert list((tmp_path / run.partition("=")[2]).glob("generated/*_grid.png"))
+    of = [f"checkpoint={run}", "num_images=4"]
+    call(ROOT / "scripts/sample.py", *of, "device=cpu", cwd=tmp_path, env=installed)
+    assert list((tmp_path / run).glob("generated/*_grid.png"))

@@ -83,10 +83,11 @@ def test_the_command_trains_samples_and_compares(site, call, tmp_path):
     program = str(site / "bin" / "tread-zoo")
     assert str(site / "tread_zoo" / "configs") in call(program)
     assert "tread-zoo train backbone=mamba" in call(program, "train", "--help")
-    call(program, "train", *SMALL)
+    given = [*SMALL, f"run_dir={RUN}"]
+    call(program, "train", *given)
     (start,) = (tmp_path / RUN / "commands.jsonl").read_text().splitlines()
     assert json.loads(start)["code"] == __version__
-    assert shlex.split(json.loads(start)["command"])[1:] == [program, "train", *SMALL]
+    assert shlex.split(json.loads(start)["command"])[1:] == [program, "train", *given]
     call(program, "sample", f"checkpoint={RUN}", "num_images=4", "device=cpu", "out=images")
     assert (tmp_path / "images" / "000003.png").exists()
     swept = ["backbone=dit_tiny", "routing=none,tread", "seed=0", *SMALL, "compare.out=out"]

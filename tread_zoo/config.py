@@ -10,7 +10,9 @@ Fields marked `ASIDE` do not change what a run computes: where it writes, how of
 """
 
 import dataclasses
+import hashlib
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal, get_type_hints
@@ -32,6 +34,7 @@ from tread_zoo.errors import describe_invalid, unknown_field
 from tread_zoo.registry import as_plain, complete, get_entry, plugins_of, split
 
 ASIDE = "aside"
+LONGEST_NAME = 150  # bytes of a file name; file systems take 255
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 OPTIONS = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
@@ -305,7 +308,8 @@ class RunConfig:
             parts.
         seed: of weights, data order and every draw.
         device: auto, cpu, cuda, cuda:1, mps.
-        run_dir: the run's folder; auto is runs/ and a name made of the settings.
+        run_dir: the run's folder; auto is runs/ and a name of data, backbone, routing, objective,
+            alignment, what else is not as by default, and the seed.
         resume: null starts afresh; latest continues from the newest checkpoint in `run_dir`, if
             there is one; anything else is a checkpoint's path.
         overwrite: replace the run that is in `run_dir`.
@@ -609,10 +613,8 @@ def make_config(**fields: Any) -> RunConfig:
         )
     run_dir = config.run_dir
     if run_dir == "auto":
-        names = [config.data["name"], config.backbone["name"], routing.name]
-        names += [config.objective["name"], config.alignment["name"]]
-        names = names[:-1] if names[-1] == "none" else names
-        run_dir = f"runs/{'_'.join(names)}_seed{config.seed}"
+        resolved = {"training": training, "optimizer": optimizer, "lr_schedule": lr_schedule}
+        run_dir = _auto_run_dir(dataclasses.replace(config, **resolved))
     used = [(kind, getattr(config, kind)["name"]) for kind in PART_FIELDS]
     metrics = config.evaluation.metrics
     used += [("metric", metric["name"]) for metric in metrics if metrics != "auto"]
@@ -628,6 +630,39 @@ def make_config(**fields: Any) -> RunConfig:
 def auto_warmup_steps(num_steps: int) -> int:
     """Return 50, or a fifth of a run of fewer than 250 steps."""
     return min(50, num_steps // 5)
+
+
+def _auto_run_dir(config: RunConfig) -> str:
+    """Return `runs/<parts>_<what else is not as by default>_seed<n>`, without what is `ASIDE`."""
+    names = [config.data["name"], config.backbone["name"], config.routing.name]
+    names += [config.objective["name"], config.alignment["name"]]
+    names = names[:-1] if names[-1] == "none" else names
+    usual_names, choices, parts = default_fields(RunConfig), dict[str, Any](), dict[str, Any]()
+    for kind in [kind for kind in PART_FIELDS if kind != "tracker"]:
+        part = getattr(config, kind)
+        entry = get_entry(kind, part["name"])
+        required = {k: part[k] for k in {*entry.parameters()} - {*entry.defaults()} if k in part}
+        try:
+            complete(kind, {"name": part["name"], **required})
+        except ValueError:  # as guidance=parts, which needs one of its options
+            required = {k: part[k] for k in entry.parameters() if k in part}
+        parts[kind] = {"name": part["name"], **required}
+        if part["name"] != usual_names[kind] and part["name"] not in names:
+            choices[kind] = part["name"]
+        choices |= {f"{kind}.{k}": required[k] for k in sorted(required)}
+    steps = config.training.num_steps
+    if steps != get_entry("data", config.data["name"]).facts.get("num_steps"):
+        choices["training.num_steps"] = steps
+    usual = make_config(
+        **parts, routing={"name": config.routing.name}, training={"num_steps": steps},
+        seed=config.seed, run_dir=".",
+    )  # fmt: skip
+    choices |= {field: own for field, (_, own) in usual.differences(config).items()}
+    texts = {
+        field: v if isinstance(v, str) else "-".join(re.findall(r"[\w.+-]+", json.dumps(v)))
+        for field, v in choices.items()
+    }
+    return f"runs/{'_'.join([*names, *([file_name(texts)] if texts else [])])}_seed{config.seed}"
 
 
 def check(cls: type[Any], fields: Mapping[str, Any], prefix: str = "") -> Any:
@@ -702,3 +737,14 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         inside = isinstance(value, Mapping)
         flat |= flatten(value, f"{prefix}{key}.") if inside else {prefix + key: value}
     return flat
+
+
+def file_name(choices: Mapping[str, str]) -> str:
+    """Return choices as a file name, as in `backbone-dit_tiny_seed-0`; where characters are lost,
+    or it is long, a digest keeps it apart from others."""
+    text = "_".join(f"{field}-{value}" for field, value in choices.items()) or "run"
+    name = re.sub(r"[^\w.-]+", "_", text)
+    if name == text and len(name.encode()) <= LONGEST_NAME:
+        return name
+    short = name.encode()[: LONGEST_NAME - 9].decode(errors="ignore")
+    return f"{short}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from tread_zoo.comparison import Cell, cell_name, check_same_commands, expand, run_cells
+from tread_zoo.comparison import Cell, check_same_commands, expand, run_cells
+from tread_zoo.config import file_name
 
 SCORE = '{"values": {"fid": 2.5}}'
 
@@ -34,7 +35,7 @@ def test_every_combination_comes_once_and_the_first_seed_of_all_before_the_secon
     cells = expand(grids, ["device=cpu"])
     assert [choices["seed"] for choices, _ in cells] == ["0"] * 3 + ["1"] * 3
     assert cells[0][1] == ["device=cpu", "backbone=dit", "seed=0"]
-    assert len({cell_name(choices) for choices, _ in cells}) == 6
+    assert len({file_name(choices) for choices, _ in cells}) == 6
 
 
 @pytest.mark.parametrize("field", ["run_dir", "resume", "overwrite"])
@@ -47,7 +48,7 @@ def test_what_the_comparison_sets_is_refused(field):
 
 def test_names_are_files_of_their_own(tmp_path):
     paths = ["a/b.npz", "a b.npz", "x" * 300 + "1", "x" * 300 + "2", "plain.npz"]
-    names = [cell_name({"data.path": path}) for path in paths]
+    names = [file_name({"data.path": path}) for path in paths]
     assert names[-1] == "data.path-plain.npz"
     for name in names:
         (tmp_path / name).mkdir()

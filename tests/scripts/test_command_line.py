@@ -27,9 +27,9 @@ def call(script, *overrides, cwd, expect=0):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A small run made by the script, with its default folder."""
+    """A small run made by the script."""
     folder = tmp_path_factory.mktemp("cwd")
-    said = call("train.py", *SMALL, cwd=folder)
+    said = call("train.py", *SMALL, f"run_dir={RUN}", cwd=folder)
     return folder, said
 
 
@@ -40,7 +40,7 @@ def test_training_leaves_one_folder_and_no_clutter(trained):
     assert "CPU" in said
     assert "it/s" not in said, "a progress bar where there is no terminal"
     (start,) = (folder / RUN / "commands.jsonl").read_text().splitlines()
-    assert json.loads(start)["overrides"] == SMALL
+    assert json.loads(start)["overrides"] == [*SMALL, f"run_dir={RUN}"]
 
 
 def test_sampling_writes_pictures_grid_and_arrays_and_continues_a_sequence(trained):

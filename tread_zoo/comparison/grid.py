@@ -5,7 +5,6 @@ again takes a grid up where it stopped.
 """
 
 import contextlib
-import hashlib
 import itertools
 import json
 import math
@@ -25,7 +24,6 @@ from tqdm import tqdm
 
 from tread_zoo.data.files import write_text
 
-LONGEST_NAME = 150  # bytes of a folder's name; file systems take 255
 POLL_S = 0.2
 PATIENCE_S = 60.0  # for a process that ends, which may be saving
 SET_HERE = ("run_dir", "resume", "overwrite", "checkpoint", "out")
@@ -74,17 +72,6 @@ def expand(
     seeds = list(dict.fromkeys(choices.get("seed") for choices in cells))
     cells.sort(key=lambda choices: seeds.index(choices.get("seed")))
     return [(choices, [*fixed, *(f"{k}={v}" for k, v in choices.items())]) for choices in cells]
-
-
-def cell_name(choices: Mapping[str, str]) -> str:
-    """Return choices as a file name, as in `backbone-dit_tiny_seed-0`; where characters are lost,
-    or it is long, a digest keeps it apart from others."""
-    text = "_".join(f"{field}-{value}" for field, value in choices.items()) or "run"
-    name = re.sub(r"[^\w.-]+", "_", text)
-    if name == text and len(name.encode()) <= LONGEST_NAME:
-        return name
-    short = name.encode()[: LONGEST_NAME - 9].decode(errors="ignore")
-    return f"{short}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def check_same_commands(cells: Sequence[Cell], out: Path) -> None:

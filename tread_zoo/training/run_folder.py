@@ -109,7 +109,7 @@ def open_folder(config: RunConfig, accelerator: "Accelerator") -> Iterator[Calla
 
 
 def _lock(folder: Path, locks: ExitStack) -> os.stat_result:
-    """Make a folder, lock it until `locks` ends, and return what tells its lock from a later one."""
+    """Lock a folder until `locks` ends, and return what tells its lock from a later one."""
     from filelock import FileLock, Timeout
 
     folder.mkdir(parents=True, exist_ok=True)
