@@ -159,7 +159,7 @@ def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> list[Any]:
             name = file_name(choices)
             if run is None:
                 script, result = TRAIN, out / "runs" / name / "score.json"
-                own = [f"run_dir={quoted(result.parent)}", "resume=latest"]
+                own = [f"run_dir={quoted(result.parent)}", "resume=auto"]
             else:
                 script, result = EVALUATE, out / "scores" / f"{name}.json"
                 own = [f"checkpoint={quoted(run)}", f"out={quoted(result)}"]

@@ -310,9 +310,12 @@ class RunConfig:
         device: auto, cpu, cuda, cuda:1, mps.
         run_dir: the run's folder; auto is runs/ and a name of data, backbone, routing, objective,
             alignment, what else is not as by default, and the seed.
-        resume: null starts afresh; latest continues from the newest checkpoint in `run_dir`, if
-            there is one; anything else is a checkpoint's path.
-        overwrite: replace the run that is in `run_dir`.
+        resume: null starts afresh; latest continues from the newest checkpoint in `run_dir`; auto
+            does so if there is one, and else starts; anything else is the folder of a run or of one
+            checkpoint, and what is not given is then as that run had it.
+        resume_changed: continue although backbone, routing, objective, data, alignment or seed are
+            others.
+        overwrite: move the run that is in `run_dir` aside.
         kernels: form by operation, auto for those that are not named.
     """
 
@@ -333,6 +336,7 @@ class RunConfig:
     device: Annotated[str, ASIDE] = "auto"
     run_dir: Annotated[str, ASIDE] = "auto"
     resume: Annotated[str | None, ASIDE] = None
+    resume_changed: Annotated[bool, ASIDE] = False
     overwrite: Annotated[bool, ASIDE] = False
     kernels: Annotated[dict[str, str], ASIDE] = dataclasses.field(default_factory=dict)
 

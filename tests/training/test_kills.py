@@ -24,7 +24,7 @@ def _train(folder, *overrides):
 
     torch.set_num_threads(1)
     logging.disable()
-    train_small(folder, *OPTIONS, *overrides, "resume=latest")
+    train_small(folder, *OPTIONS, *overrides, "resume=auto")
 
 
 def start(*arguments):

@@ -14,6 +14,7 @@ from PIL import Image
 
 from tests.small_run import parts_of, save_photos, settings, train_small
 from tread_zoo import __version__
+from tread_zoo.config import make_config
 from tread_zoo.diffusion.samplers import Euler
 from tread_zoo.registry import register
 from tread_zoo.training import loop
@@ -24,7 +25,7 @@ from tread_zoo.training.checkpoints import (
     find_checkpoint,
 )
 from tread_zoo.training.log import Log, read_scores
-from tread_zoo.training.loop import draw_step
+from tread_zoo.training.loop import draw_step, train
 from tread_zoo.training.signals import Stopped
 from tread_zoo.training.trackers import read_metrics
 
@@ -191,7 +192,7 @@ def test_a_signal_ends_drawing_and_what_was_cut_is_made_up_for(
 def in_two_parts(tmp_path_factory):
     """Return the folder of a run of 3 steps that was taken up for 3 more."""
     folder = tmp_path_factory.mktemp("in_two_parts")
-    train_small(folder, "lr_schedule=constant", "training.num_steps=3", "resume=latest")
+    train_small(folder, "lr_schedule=constant", "training.num_steps=3")
     return train_small(folder, "lr_schedule=constant", "resume=latest")
 
 
@@ -248,6 +249,7 @@ def test_resuming_a_finished_run_changes_nothing(in_two_parts, copy_of):
     [
         ("backbone=mamba", "backbone.name"),
         ("backbone.depth=6", "backbone.depth"),
+        ("routing=none", "routing.name"),
         ("objective=edm", "objective.name"),
         ("seed=1", "seed"),
         ("data.held_out=0.5", "data.held_out"),
@@ -261,7 +263,9 @@ def test_resuming_another_run_names_the_difference(in_two_parts, override, field
 
 def test_other_settings_are_allowed_and_said(in_two_parts, copy_of, caplog):
     more = ["optimizer.learning_rate=0.001", "lr_schedule=constant", "training.num_steps=7"]
-    folder = train_small(copy_of(in_two_parts), *more, "routing=none", "resume=latest")
+    folder = train_small(
+        copy_of(in_two_parts), *more, "routing=none", "resume=latest", "resume_changed=true"
+    )
     for field in ("routing.name='tread', not 'none'", "optimizer.learning_rate=0.012, not 0.001"):
         assert field in caplog.text
     rows = [row for row in read_metrics(folder) if "loss" in row]
@@ -273,6 +277,30 @@ def test_another_optimizer_starts_anew(in_two_parts, copy_of, caplog):
     folder = train_small(copy_of(in_two_parts), *more)
     assert "optimizer.name='adamw', not 'muon'" in caplog.text
     assert find_checkpoint(folder).step == 7
+
+
+def test_a_run_is_continued_by_name_with_its_own_settings(in_two_parts, copy_of):
+    folder = copy_of(in_two_parts)
+    config = json.loads((folder / "config.json").read_text())
+    train(resume=str(folder), training={"num_steps": 7}, backbone="dit")
+    assert find_checkpoint(folder).step == 7
+    now = json.loads((folder / "config.json").read_text())
+    assert make_config(**config).differences(make_config(**now)) == {"training.num_steps": (6, 7)}
+
+
+def test_steps_that_are_not_given_are_the_run_s_own(in_two_parts, copy_of):
+    folder = copy_of(in_two_parts)
+    train_small(folder, "lr_schedule=constant", "resume=latest", training={"num_steps": "auto"})
+    assert find_checkpoint(folder).step == 6
+
+
+def test_resuming_without_a_run_is_an_error_and_auto_starts(run, tmp_path):
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint.*resume=auto"):
+        run("typo", "resume=latest")
+    assert not (tmp_path / "typo").exists()
+    short = ["training.num_steps=1", "lr_schedule=constant", "resume=auto"]
+    assert find_checkpoint(run("run", *short)).step == 1
+    assert find_checkpoint(run("run", *short, "training.num_steps=2")).step == 2
 
 
 def test_a_run_taken_up_in_its_middle_drops_what_came_after(in_two_parts, copy_of):

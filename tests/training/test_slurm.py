@@ -106,7 +106,7 @@ def test_tasks_of_a_step_train_together(tmp_path, free_port):
 def test_the_launcher_runs_a_job(tmp_path):
     """Through submitit's local executor: what is submitted is unpickled and trains."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    small = [*SMALL, "training.num_steps=2", f"run_dir={tmp_path / 'run'}", "resume=latest"]
+    small = [*SMALL, "training.num_steps=2", f"run_dir={tmp_path / 'run'}", "resume=auto"]
     finished = subprocess.run(
         [
             sys.executable, "scripts/train.py", "-m", "hydra/launcher=submitit_local",

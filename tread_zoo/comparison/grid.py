@@ -83,7 +83,10 @@ def check_same_commands(cells: Sequence[Cell], out: Path) -> None:
     file = out / "cells.json"
     earlier = json.loads(file.read_text()) if file.exists() else {}
     for cell in cells:
-        now, before = set(cell.command[2:]), set(earlier.get(cell.name, cell.command[2:]))
+        now, before = (
+            {text for text in texts if text.partition("=")[0] not in SET_HERE}
+            for texts in (cell.command[2:], earlier.get(cell.name, cell.command[2:]))
+        )
         if now != before and cell.result.parent.exists():
             raise ValueError(
                 f"{out} has {cell.name} with {' '.join(sorted(before - now)) or 'fewer overrides'} "

@@ -52,7 +52,8 @@ META_NAME = "checkpoint.json"
 SNAPSHOTS = "ema_snapshots"
 # What may differ of the data: said elsewhere, or compared by itself.
 _APART = {"name", "num_images", "items", "decoder", "class_names"}
-_SAME = ("backbone", "objective", "data", "alignment", "seed")  # what a resumed run must share
+# What a resumed run must share.
+_SAME = ("backbone", "routing", "objective", "data", "alignment", "seed")
 
 
 class CheckpointError(ValueError):
@@ -231,20 +232,21 @@ def has_checkpoints(run_dir: Path) -> bool:
 def check_same_run(checkpoint: Checkpoint, config: RunConfig) -> None:
     """Check that a resumed run continues what the checkpoint began; see `RunConfig.differences`.
 
-    Other differences are allowed, to finetune, and are warned about.
+    Other differences are allowed, and are warned about; all of them with `resume_changed`.
 
     Raises:
-        CheckpointError: another backbone, objective, data, alignment or seed; the differences are
-            named.
+        CheckpointError: another backbone, routing, objective, data, alignment or seed; the
+            differences are named.
     """
     differences = checkpoint.config().differences(config)
     fields = {f: f"{f}={old!r}, not {new!r}" for f, (old, new) in differences.items()}
     fixed = {f for f in fields if f.partition(".")[0] in _SAME} - {"data.vae"}  # which may move
     wrong = [text for field, text in fields.items() if field in fixed]
-    if wrong:
+    if wrong and not config.resume_changed:
         raise CheckpointError(
             f"cannot resume from {checkpoint.path}: it was trained with {'; '.join(wrong)}. Resume "
-            "with the same settings, or start a new run in another run_dir."
+            "with the same settings or, as far as the weights fit, with resume_changed=true; or start "
+            "a new run in another run_dir."
         )
     for text in fields.values():
         logger.warning("resumed with another setting: it was %s", text)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from tread_zoo.backbone import Features
-from tread_zoo.config import TrainingConfig, flatten, make_config
+from tread_zoo.config import TrainingConfig, flatten
 from tread_zoo.diffusion import Draw, split_loss
 from tread_zoo.kernels import set_forms
 from tread_zoo.process_group import close_process_group_at_exit, prepare_process_group
@@ -31,7 +31,7 @@ from tread_zoo.seeding import ImageGenerator, make_generator, make_image_generat
 from tread_zoo.training.checkpoints import Checkpoint, check_same_data, check_same_items
 from tread_zoo.training.ema import is_sharded
 from tread_zoo.training.log import Log, is_due
-from tread_zoo.training.run_folder import checkpoint_to_resume, open_folder
+from tread_zoo.training.run_folder import open_folder, resolve_run
 from tread_zoo.training.saving import save_snapshot, save_state
 from tread_zoo.training.setup import Setup, TrainState, build_setup, make_accelerator, place
 from tread_zoo.training.signals import SIGNALS, StopSignals, strongest
@@ -45,7 +45,7 @@ def train(**fields: Any) -> Path:
     """Train, and return the run's folder, with checkpoints, pictures, metrics and a score.
 
     Args:
-        fields: of `tread_zoo.config.RunConfig`.
+        fields: of `tread_zoo.config.RunConfig`; with `resume`, the others are the run's own.
 
     Raises:
         ValueError: a setting that cannot work, before anything is written; or the memory does not
@@ -55,13 +55,12 @@ def train(**fields: Any) -> Path:
         Stopped: a signal came; the run was saved.
     """
     load_plugins(fields.get("plugins") or ())
-    config = make_config(**fields)
+    config, checkpoint = resolve_run(fields)
     set_forms(config.kernels)
     with StopSignals() as signals, _errors_explained(config.training):
         device = resolve_device(config.device)
         precision = resolve_precision(config.training.precision, device)
         prepare_process_group(device)
-        checkpoint = checkpoint_to_resume(config)
         setup = build_setup(config)
         if checkpoint is not None:
             check_same_data(checkpoint, setup.data_facts)

@@ -9,17 +9,20 @@
 The main process writes; the others have a part in the scores and in corrupt.txt.
 """
 
+import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tread_zoo.config import RunConfig
+from tread_zoo.config import PART_FIELDS, RunConfig, make_config
+from tread_zoo.registry import check_plugins, get_entry
 from tread_zoo.training.checkpoints import (
     Checkpoint,
+    CheckpointError,
     check_same_run,
     find_checkpoint,
     has_checkpoints,
@@ -34,33 +37,84 @@ CONFIG, FACTS, SCORE, SCORES = "config.json", "facts.json", "score.json", "score
 LOCK = ".lock"
 
 
-def checkpoint_to_resume(config: RunConfig) -> Checkpoint | None:
-    """Return the checkpoint that a run continues from, or None where it starts afresh.
+def resolve_run(fields: Mapping[str, Any]) -> tuple[RunConfig, Checkpoint | None]:
+    """Return the configuration of a run, and the checkpoint that it continues from or None.
 
-    Nothing is changed yet.
+    One that continues has its own settings, but for `fields`. Nothing is changed yet.
+
+    Args:
+        fields: of `RunConfig`, those that are given.
 
     Raises:
         ValueError: the folder holds what may not be replaced, or the checkpoint has done more steps
             than the run is long.
         CheckpointError: no checkpoint is there, none that is whole, or one of another run.
     """
-    folder, num_steps, checkpoint = Path(config.run_dir), int(config.training.num_steps), None
-    if config.resume is not None and (config.resume != "latest" or has_checkpoints(folder)):
-        if config.overwrite:
-            raise ValueError(
-                f"resume={config.resume} continues a run, and overwrite=true replaces it: leave "
-                "one of them out."
+    resume = fields.get("resume")
+    if resume is not None and fields.get("overwrite"):
+        raise ValueError(
+            f"resume={resume} continues a run, and overwrite=true replaces it: leave one of them "
+            "out."
+        )
+    if resume in (None, "latest", "auto"):
+        config = make_config(**fields)
+        folder = Path(config.run_dir)
+        if resume is None or (resume == "auto" and not has_checkpoints(folder)):
+            _check_free(config)
+            return config, None
+        if not has_checkpoints(folder):
+            raise CheckpointError(
+                f"resume=latest, but run_dir={config.run_dir!r} holds no checkpoint. Give the command "
+                "that began the run, or its folder, resume=RUN; resume=auto begins where none is."
             )
-        checkpoint = find_checkpoint(folder if config.resume == "latest" else config.resume)
-        if checkpoint.step > num_steps:
-            raise ValueError(
-                f"training.num_steps={num_steps}, and {checkpoint.path} has done {checkpoint.step} "
-                f"already: set training.num_steps={checkpoint.step} or more, or resume from an "
-                "earlier checkpoint, resume=RUN/checkpoints/step_…"
-            )
-        check_same_run(checkpoint, config)
-        if checkpoint.run_dir.resolve() == folder.resolve():
-            return checkpoint
+        checkpoint = find_checkpoint(folder)
+    else:
+        checkpoint = find_checkpoint(str(resume))
+        given = fields.get("run_dir", "auto")
+        folder = checkpoint.run_dir if given == "auto" else Path(given)
+    check_plugins(checkpoint.meta["plugins"], str(checkpoint.path))
+    own = {**checkpoint.meta["config"], "overwrite": False, "resume_changed": False}
+    config = make_config(**{**_with_changes(own, fields), "run_dir": str(folder)})
+    if checkpoint.step > int(config.training.num_steps):
+        raise ValueError(
+            f"training.num_steps={config.training.num_steps}, and {checkpoint.path} has done "
+            f"{checkpoint.step} already: set training.num_steps={checkpoint.step} or more, or "
+            "resume from an earlier checkpoint, resume=RUN/checkpoints/step_…"
+        )
+    check_same_run(checkpoint, config)
+    if checkpoint.run_dir.resolve() != folder.resolve():
+        _check_free(config)
+    return config, checkpoint
+
+
+def _with_changes(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's own settings with those that are given in their places; another part has none
+    of the options of the one before, and `auto` steps and learning rate are the run's own."""
+    merged = dict(own)
+    for field, value in given.items():
+        before = own.get(field)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = dataclasses.asdict(value)
+        if field in PART_FIELDS and isinstance(before, Mapping):
+            value = {"name": value} if isinstance(value, str) else value
+            name = value.get("name", before["name"])
+            if get_entry(field, name).name != before["name"]:
+                before = None
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            resolved = ("num_steps", "learning_rate") if field in ("training", "optimizer") else ()
+            kept = {k: v for k, v in value.items() if not (k in resolved and v == "auto")}
+            value = {**before, **kept}
+        merged[field] = value
+    return merged
+
+
+def _check_free(config: RunConfig) -> None:
+    """Check that a run may begin in its folder.
+
+    Raises:
+        ValueError: it holds another run, or something else.
+    """
+    folder = Path(config.run_dir)
     entries = _entries(folder)
     if entries and not {CONFIG, "checkpoints"} & set(entries):
         raise ValueError(
@@ -69,10 +123,9 @@ def checkpoint_to_resume(config: RunConfig) -> Checkpoint | None:
         )
     if not config.overwrite and (has_checkpoints(folder) or SCORE in entries):
         raise ValueError(
-            f"run_dir={config.run_dir!r} already holds a run. Continue it with resume=latest, "
-            "replace it with overwrite=true, or choose another run_dir."
+            f"run_dir={config.run_dir!r} already holds a run. Continue it with resume=latest, move "
+            "it aside with overwrite=true, or choose another run_dir."
         )
-    return checkpoint
 
 
 @contextmanager
