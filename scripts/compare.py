@@ -37,7 +37,15 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from tread_zoo.cli import CONFIGS, SCRIPTS, check_words, compose_settings, spell_out, worded
+from tread_zoo.cli import (
+    CONFIGS,
+    SCRIPTS,
+    check_words,
+    compose_settings,
+    quoted,
+    spell_out,
+    worded,
+)
 from tread_zoo.comparison import (
     Cell,
     check_same_commands,
@@ -256,11 +264,6 @@ def write_curve(settings: dict[str, Any]) -> int:
     Path(settings["curve"]).write_text(f"# {', '.join(map(str, folders))}\n{text}")
     print(f"written: {settings['curve']}")
     return 0
-
-
-def quoted(path: str | Path) -> str:
-    """Return a path or text as hydra reads it, whatever it has in it."""
-    return "'{}'".format(str(path).replace("'", "\\'"))
 
 
 def visible_devices() -> list[str]:

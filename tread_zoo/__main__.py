@@ -15,6 +15,7 @@ from tread_zoo.errors import unknown_name
 
 COMMANDS = {  # and their scripts, as they are listed
     "train": "train",
+    "resume": "resume",
     "sample": "sample",
     "evaluate": "evaluate",
     "compare": "compare",

@@ -77,16 +77,21 @@ def command(
                 sys.argv[1:] = spell_out(sys.argv[1:], groups)
                 load_plugins(plugins_named_by(sys.argv[1:]))
                 register_groups(name, config, groups)
+                composed = name
+                if name == "train" and names_a_run(sys.argv[1:]):
+                    composed = "resume"
+                    register_groups(composed, config, groups)
                 if {"-h", "--help"} & set(sys.argv):
                     print(describe(name, groups))
                     return
                 if not NO_OVERRIDES & set(sys.argv):
-                    check_overrides(name, sys.argv[1:])
-            hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(job)()
+                    check_overrides(composed, sys.argv[1:])
+            hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=composed)(job)()
 
         def job(composed: DictConfig) -> None:
             with errors_in_one_line("; continue with resume=latest" if name == "train" else ""):
-                run(as_settings(composed))
+                settings = as_settings(composed)
+                run(given(settings) if name == "train" else settings)
 
         return main
 
@@ -104,6 +109,9 @@ def register_groups(name: str, config: type, groups: Sequence[str]) -> None:
         node["kernels"] = dict.fromkeys(get_forms(), "auto")
     if node.get("evaluation") == {}:  # as a checkpoint's run had it, but for what is given
         node["evaluation"] = dict.fromkeys(default_fields(EvaluationConfig), AS_RUN)
+    unset = AS_RUN if name == "resume" else None
+    if name == "resume":
+        node = _unset(node)
     node["hydra"] = {"output_subdir": None, "run": {"dir": "."}}
     store.store(name=f"defaults_of_{name}", node=_listed(node), package="_global_")
     for kind in set(groups) & set(PART_FIELDS):
@@ -120,12 +128,13 @@ def register_groups(name: str, config: type, groups: Sequence[str]) -> None:
             store.store(group=kind, name=part, node=chosen, provider="tread_zoo")
             if kind == "backbone" and part.endswith("_tiny"):
                 store.store(group=kind, name=part.removesuffix("_tiny"), node=chosen)
-        if as_run:
-            store.store(group=kind, name=AS_RUN, node={"name": None, **every})
+        if as_run or name == "resume":
+            store.store(group=kind, name=AS_RUN, node=dict.fromkeys(["name", *every], unset))
     if "routing" in groups:
         routing = default_fields(RunConfig)["routing"]
         store.store(group="routing", name="tread", node=_listed(routing))
         store.store(group="routing", name="none", node={"name": "none"})
+        store.store(group="routing", name=AS_RUN, node=dict.fromkeys(routing, unset))
 
 
 def describe(name: str, groups: Sequence[str]) -> str:
@@ -145,6 +154,22 @@ def describe(name: str, groups: Sequence[str]) -> str:
         defaults = OmegaConf.to_yaml(compose(name))
     explained = "Defaults (field=value changes one; tread_zoo/config.py explains them):"
     return "\n".join([*lines, "", explained, "", defaults])
+
+
+def names_a_run(words: Sequence[str]) -> bool:
+    """Return whether `resume=` names the folder of a run or checkpoint, whose settings hold."""
+    values = [word.partition("=")[2].strip("'\"") for word in words if word.startswith("resume=")]
+    return any(value not in ("", "null", "latest", "auto") for value in values)
+
+
+def given(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without those that are as a run had them."""
+    inner = {k: given(v) if isinstance(v, Mapping) else v for k, v in settings.items()}
+    return {k: v for k, v in inner.items() if v not in (AS_RUN, {})}
+
+
+def _unset(node: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _unset(v) if isinstance(v, Mapping) and v else AS_RUN for k, v in node.items()}
 
 
 def as_settings(composed: DictConfig) -> dict[str, Any]:
@@ -265,6 +290,11 @@ def _quoted(override: str) -> str:
     return f"{field}={_text(value)}"
 
 
+def quoted(path: str | Path) -> str:
+    """Return a path or text as hydra reads it, whatever it has in it."""
+    return "'{}'".format(str(path).replace("'", "\\'"))
+
+
 def _text(value: Any) -> str:
     """Return a value as hydra's grammar writes it."""
     if isinstance(value, Mapping):
@@ -272,7 +302,7 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(_text, value))}]"
     if isinstance(value, str):
-        return "'{}'".format(value.replace("'", "\\'"))
+        return quoted(value)
     return json.dumps(value)  # a number, true, false or null
 
 

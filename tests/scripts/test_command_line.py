@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,25 @@ def test_training_leaves_one_folder_and_no_clutter(trained):
     assert "it/s" not in said, "a progress bar where there is no terminal"
     (start,) = (folder / RUN / "commands.jsonl").read_text().splitlines()
     assert json.loads(start)["overrides"] == [*SMALL, f"run_dir={RUN}"]
+
+
+def test_a_run_is_resumed_by_name_with_its_own_settings_but_for_those_given(trained, tmp_path):
+    shutil.copytree(trained[0] / RUN, tmp_path / "own run")
+    more = ("training.num_steps=7", "routing.selection_rate=0.5", "evaluation.metrics=[]")
+    call("resume.py", "own run", *more, cwd=tmp_path)
+    before, now = (
+        json.loads((folder / "config.json").read_text())
+        for folder in (trained[0] / RUN, tmp_path / "own run")
+    )
+    own = ("run_dir", "resume")
+    assert now["training"].pop("num_steps") == 7
+    assert before["training"].pop("num_steps") == 6
+    assert {k: v for k, v in now.items() if k not in own} == {
+        k: v for k, v in before.items() if k not in own
+    }
+    said = call("resume.py", "own run", "routing.selection_rate=0.75", cwd=tmp_path, expect=1)
+    assert "routing.selection_rate=0.5, not 0.75" in said
+    assert "typo" in call("resume.py", "typo", cwd=tmp_path, expect=1)
 
 
 def test_sampling_writes_pictures_grid_and_arrays_and_continues_a_sequence(trained):

@@ -245,8 +245,8 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig) -> None:
     if wrong and not config.resume_changed:
         raise CheckpointError(
             f"cannot resume from {checkpoint.path}: it was trained with {'; '.join(wrong)}. Resume "
-            "with the same settings or, as far as the weights fit, with resume_changed=true; or start "
-            "a new run in another run_dir."
+            "with the same settings or, as far as the weights fit, with resume_changed=true; or "
+            "start a new run in another run_dir."
         )
     for text in fields.values():
         logger.warning("resumed with another setting: it was %s", text)

@@ -64,8 +64,8 @@ def resolve_run(fields: Mapping[str, Any]) -> tuple[RunConfig, Checkpoint | None
             return config, None
         if not has_checkpoints(folder):
             raise CheckpointError(
-                f"resume=latest, but run_dir={config.run_dir!r} holds no checkpoint. Give the command "
-                "that began the run, or its folder, resume=RUN; resume=auto begins where none is."
+                f"resume=latest, but run_dir={config.run_dir!r} holds no checkpoint. Give the "
+                "command that began the run, or its folder, resume=RUN; resume=auto begins where none is."
             )
         checkpoint = find_checkpoint(folder)
     else:
