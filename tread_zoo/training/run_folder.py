@@ -65,7 +65,8 @@ def resolve_run(fields: Mapping[str, Any]) -> tuple[RunConfig, Checkpoint | None
         if not has_checkpoints(folder):
             raise CheckpointError(
                 f"resume=latest, but run_dir={config.run_dir!r} holds no checkpoint. Give the "
-                "command that began the run, or its folder, resume=RUN; resume=auto begins where none is."
+                "command that began the run, or its folder, resume=RUN; resume=auto begins where "
+                "none is."
             )
         checkpoint = find_checkpoint(folder)
     else:
@@ -98,7 +99,7 @@ def _with_changes(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
         if field in PART_FIELDS and isinstance(before, Mapping):
             value = {"name": value} if isinstance(value, str) else value
             name = value.get("name", before["name"])
-            if get_entry(field, name).name != before["name"]:
+            if get_entry(field, str(name)).name != before["name"]:
                 before = None
         if isinstance(value, Mapping) and isinstance(before, Mapping):
             resolved = ("num_steps", "learning_rate") if field in ("training", "optimizer") else ()
