@@ -310,6 +310,8 @@ class RunConfig:
         device: auto, cpu, cuda, cuda:1, mps.
         run_dir: the run's folder; auto is runs/ and a name of data, backbone, routing, objective,
             alignment, what else is not as by default, and the seed.
+        init_from: a checkpoint, a run's folder or a hub's name: a new run starts from its weights;
+            of the backbone, options left at their defaults are the checkpoint's.
         resume: null starts afresh; latest continues from the newest checkpoint in `run_dir`; auto
             does so if there is one, and else starts; anything else is the folder of a run or of one
             checkpoint, and what is not given is then as that run had it.
@@ -335,6 +337,7 @@ class RunConfig:
     seed: int = 0
     device: Annotated[str, ASIDE] = "auto"
     run_dir: Annotated[str, ASIDE] = "auto"
+    init_from: str | None = None
     resume: Annotated[str | None, ASIDE] = None
     resume_changed: Annotated[bool, ASIDE] = False
     overwrite: Annotated[bool, ASIDE] = False

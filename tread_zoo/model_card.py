@@ -119,6 +119,8 @@ def _recipe(checkpoint: Checkpoint) -> dict[str, str]:
         rows["imported"] = "{file}, format {format}".format(**meta["imported"])
         if "project" in meta["imported"]:
             rows["data"] = "as {project} says; the file does not name it".format(**meta["imported"])
+    if config.get("init_from"):
+        rows["starts from"] = Path(config["init_from"]).name
     if "routing" in config:
         routing = backbone.build_routing(**config["routing"])
         rows["routing"] = routing.describe(backbone.grid)

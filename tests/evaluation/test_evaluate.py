@@ -155,6 +155,8 @@ def test_no_metrics_means_that_nothing_is_drawn_and_nothing_is_said(tiny):
     assert (record["values"], record["real"]) == ({}, {})
     assert "num_generated" not in record["protocol"]
     assert describe_record(record) == []
+    alone = "\n".join(describe_record(tiny.score(metrics=["label_accuracy"])))
+    assert "23 images, features" in alone, "nothing was compared"
 
 
 def test_digits_choose_their_own_extractor(tiny):

@@ -246,10 +246,11 @@ def describe_record(record: Mapping[str, Any]) -> list[str]:
         lines.append(f"not scored: {record['not_scored']}")
     protocol = record["protocol"]
     if protocol.get("extractor"):
-        count = protocol["num_reference"]
+        count, against = protocol["num_reference"], ""
+        if protocol["reference_sha256"]:  # else no metric compares
+            against = f" against {count or 'statistics of'} {protocol['reference']}"
         lines.append(
-            f"{protocol['num_generated']} images against {count if count else 'statistics of'} "
-            f"{protocol['reference']}, features {protocol['extractor']}"
+            f"{protocol['num_generated']} images{against}, features {protocol['extractor']}"
         )
     if protocol.get("sampling") and protocol.get("num_generated"):
         lines.append(describe_sampling(protocol))

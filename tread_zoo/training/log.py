@@ -161,6 +161,8 @@ class Log:
             more = sum(p.numel() for p in projector.parameters()) / 1e6
             text = f"{name} of block {projector.block}, until {until}; {more:.2f} M more parameters"
             rest.append(("alignment", text))
+        if setup.initial:
+            rest.append(("init", setup.initial))
         if setup.not_scored:
             rest.append(("score", f"not scored: {setup.not_scored}"))
         dtype = DTYPES[self.precision]

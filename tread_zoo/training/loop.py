@@ -30,6 +30,7 @@ from tread_zoo.runtime import autocast, resolve_device, resolve_precision
 from tread_zoo.seeding import ImageGenerator, make_generator, make_image_generator
 from tread_zoo.training.checkpoints import Checkpoint, check_same_data, check_same_items
 from tread_zoo.training.ema import is_sharded
+from tread_zoo.training.initial import resolve_initial
 from tread_zoo.training.log import Log, is_due
 from tread_zoo.training.run_folder import open_folder, resolve_run
 from tread_zoo.training.saving import save_snapshot, save_state
@@ -55,13 +56,14 @@ def train(**fields: Any) -> Path:
         Stopped: a signal came; the run was saved.
     """
     load_plugins(fields.get("plugins") or ())
+    fields, source = resolve_initial(fields)
     config, checkpoint = resolve_run(fields)
     set_forms(config.kernels)
     with StopSignals() as signals, _errors_explained(config.training):
         device = resolve_device(config.device)
         precision = resolve_precision(config.training.precision, device)
         prepare_process_group(device)
-        setup = build_setup(config)
+        setup = build_setup(config, source if checkpoint is None else None)
         if checkpoint is not None:
             check_same_data(checkpoint, setup.data_facts)
             check_same_items(checkpoint, setup.data_facts)

@@ -42,6 +42,7 @@ from tread_zoo.training.ema import (
     is_sharded,
     power_decay,
 )
+from tread_zoo.training.initial import load_initial
 from tread_zoo.training.lr_schedules import LRSchedule
 from tread_zoo.training.optimizers import OptimizerPart
 from tread_zoo.training.restore import load_weak
@@ -59,7 +60,7 @@ COMPILE_BACKEND = "inductor"
 class Setup:
     """The parts of a run. `weak` is the network of a guidance that has a checkpoint; `projector` is
     what an alignment trains beside the backbone. `not_scored` says which metrics are left out, and
-    why."""
+    why; `initial` which weights a new run starts from."""
 
     config: RunConfig
     data: ImageData
@@ -74,6 +75,7 @@ class Setup:
     projector: nn.Module | None
     weak: Backbone | None = None
     not_scored: str = ""
+    initial: str = ""
 
     @property
     def training(self) -> TrainingConfig:
@@ -121,10 +123,11 @@ class Setup:
         return itertools.chain(aligned, load(train, max(step, stop), self.num_steps))
 
 
-def build_setup(config: RunConfig) -> Setup:
-    """Return the parts of a run; the weights come from the seed alone.
+def build_setup(config: RunConfig, source: Checkpoint | None = None) -> Setup:
+    """Return the parts of a run; the weights come from the seed, or from the checkpoint `source`.
 
     Raises:
+        CheckpointError: the weights of `source` do not fit.
         ValueError: parts that do not go together, in one line.
     """
     objective = create("objective", config.objective)
@@ -137,6 +140,7 @@ def build_setup(config: RunConfig) -> Setup:
     routing = _build_routing(config, backbone)
     backbone.add_fusions(routing.fused_ranges)
     backbone.add_mask_tokens(routing.masked_ranges)
+    initial = "" if source is None else load_initial(source, config, backbone)
     sampling = replace(sampling, routing=routing)
     sampling.check(backbone, objective)
     sampling.check_training(
@@ -158,6 +162,7 @@ def build_setup(config: RunConfig) -> Setup:
         projector=_build_projector(config, alignment, data, backbone),
         weak=load_weak(sampling, backbone, objective),
         not_scored=not_scored,
+        initial=initial,
     )
 
 

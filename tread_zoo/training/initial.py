@@ -1,0 +1,148 @@
+"""A new run that starts from trained weights: `init_from=CHECKPOINT`.
+
+The backbone is the checkpoint's, but for options that the run sets: those that differ from the
+defaults, and the sizes of a name other than the default one. Weights go by name. What depends on
+the condition or the number of outputs starts fresh where these differ, and so do fusions and mask
+tokens that the checkpoint lacks; the body must fit.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tread_zoo.backbone import Backbone
+from tread_zoo.config import RunConfig, default_fields, make_config
+from tread_zoo.registry import FROM_DATA, check_plugins, create_backbone, get_entry
+from tread_zoo.training.checkpoints import Checkpoint, CheckpointError, find_checkpoint
+
+_ADDED = ("fusions.", "mask_tokens.")  # to a network, after it was built
+_SHOWN = 6
+
+
+def resolve_initial(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Checkpoint | None]:
+    """Return the fields of a run with the backbone of its `init_from`, and that checkpoint; without
+    one the fields as they are, and None.
+
+    Raises:
+        CheckpointError, ValueError: as of `find_initial` and `initial_backbone`.
+    """
+    if fields.get("init_from") is None:
+        return dict(fields), None
+    config = make_config(**fields)
+    source = find_initial(config)
+    resolved = {**fields, "backbone": initial_backbone(config, source)}
+    if config.resume in (None, "latest", "auto"):
+        resolved["run_dir"] = config.run_dir  # whose name is of what was given
+    return resolved, source
+
+
+def find_initial(config: RunConfig) -> Checkpoint:
+    """Return the checkpoint of `init_from`; of a run that is resumed its own one, which makes the
+    other dispensable.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        ValueError: it is of a plug-in that is not loaded.
+    """
+    if config.resume is not None:
+        place = config.run_dir if config.resume in ("latest", "auto") else config.resume
+        if has_checkpoints(Path(place)) or (Path(place) / META_NAME).exists():
+            own = find_checkpoint(place)
+            if own.meta["config"].get("init_from") == config.init_from:
+                return own
+    try:
+        source = find_checkpoint(str(config.init_from))
+    except CheckpointError as error:
+        raise CheckpointError(f"init_from={config.init_from!r}: {error}") from error
+    check_plugins(source.meta["plugins"], str(source.path))
+    return source
+
+
+def initial_backbone(config: RunConfig, source: Checkpoint) -> dict[str, Any]:
+    """Return the field `backbone` of a run that starts from `source`.
+
+    Raises:
+        CheckpointError: another architecture is chosen.
+    """
+    chosen, given = config.backbone["name"], config.as_dict()["backbone"]
+    name, described = source.meta["backbone"]["name"], source.meta["backbone"]["config"]
+    entry, own = get_entry("backbone", chosen), get_entry("backbone", name)
+    defaults = json.loads(json.dumps(entry.defaults()))
+    changes = {k: v for k, v in given.items() if k != "name" and v != defaults.get(k)}
+    if chosen != default_fields(RunConfig)["backbone"]:
+        if entry.target is not own.target:
+            raise CheckpointError(
+                f"backbone={chosen}, but init_from={config.init_from} has a {name}: leave out "
+                "backbone=…, or start from a checkpoint of that architecture."
+            )
+        name, changes = chosen, {**entry.preset, **changes}
+    options = {k: v for k, v in described.items() if k in own.parameters()}
+    return {"name": name, **options, **changes}
+
+
+def load_initial(source: Checkpoint, config: RunConfig, backbone: Backbone) -> str:
+    """Load the weights of `source`, the averaged ones, and return in one line what was carried.
+
+    Raises:
+        CheckpointError: the body does not fit; the fields are named.
+    """
+    theirs, own = source.tensors(source.meta.get("weights", "ema")), backbone.state_dict()
+    _check_body(source, backbone)
+    carried = {k: v for k, v in theirs.items() if k in own and v.shape == own[k].shape}
+    backbone.load_state_dict({**own, **carried})
+    total, count = (sum(t.numel() for t in tensors.values()) for tensors in (own, carried))
+    words = [f"{count / 1e6:.2f} M of {total / 1e6:.2f} M weights from {source.path}"]
+    fresh, left_out = own.keys() - carried.keys(), theirs.keys() - own.keys()
+    words += [f"{_layers(fresh)} start fresh"] if fresh else []
+    words += [f"{_layers(left_out)} left out"] if left_out else []
+    before, now = source.meta["config"]["objective"], config.as_dict()["objective"]
+    if before != now:
+        words.append(f"it was trained for {_named(before)}, and this run is for {_named(now)}")
+    return "; ".join(words)
+
+
+def _check_body(source: Checkpoint, backbone: Backbone) -> None:
+    """Check that the backbone has the shapes of the checkpoint's with the same head and condition
+    as it has itself."""
+    described, config = source.meta["backbone"], backbone.config
+    ends = {
+        "num_classes": backbone.num_classes,
+        "context_length": backbone.context_length,
+        "context_size": backbone.context_size,
+        **{k: config[k] for k in ("learn_sigma",) if k in config},
+    }
+    with torch.device("meta"):
+        like = create_backbone(described["name"], **{**described["config"], **ends})
+    if _shapes(like) == _shapes(backbone):
+        return
+    now, before = ({**n.config, "input_size": n.input_size} for n in (backbone, like))
+    wrong = [
+        f"{k if k in FROM_DATA else f'backbone.{k}'}={now.get(k)!r}, not {v!r}"
+        for k, v in before.items()
+        if json.dumps(now.get(k)) != json.dumps(v)
+    ]
+    raise CheckpointError(
+        f"the weights of init_from, {source.path}, do not fit this network: "
+        f"{'; '.join(wrong)}. Leave the option out, or take data of the same channels and size."
+    )
+
+
+def _shapes(backbone: Backbone) -> dict[str, tuple[int, ...]]:
+    return {
+        name: tuple(tensor.shape)
+        for name, tensor in backbone.state_dict().items()
+        if not name.startswith(_ADDED)
+    }
+
+
+def _layers(names: Iterable[str]) -> str:
+    """Return the layers of tensors, the first few."""
+    layers = sorted({name.rpartition(".")[0] or name for name in names})
+    return ", ".join([*layers[:_SHOWN], *(["…"] if len(layers) > _SHOWN else [])])
+
+
+def _named(part: dict[str, Any]) -> str:
+    return " ".join([part["name"], *(f"{k}={v}" for k, v in part.items() if k != "name")])
