@@ -6,13 +6,20 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from scripts.compare import read_settings
-from tests.small_run import fields_of
+from tests.published.tensors import theirs
+from tests.small_run import counting_once, fields_of
 from tread_zoo.__main__ import COMMANDS as SCRIPTS
 from tread_zoo.cli import compose_settings
 from tread_zoo.config import EvaluateConfig, SampleConfig, check, make_config
+from tread_zoo.data.encode import write_table
+from tread_zoo.published import import_checkpoint
+from tread_zoo.training.checkpoints import find_checkpoint
+from tread_zoo.training.loop import train
+from tread_zoo.training.restore import restore
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = re.compile(r"(^|&& )tread-zoo |\b(python|accelerate|torchrun|srun)\b")
@@ -67,6 +74,39 @@ def overrides_of(line):
         for word, one in zip(given, parsed, strict=True)
     ]
     return script[1] or SCRIPTS[script[2]], single
+
+
+TINY = [
+    "training.num_steps=2", "training.batch_size=4", "training.precision=fp32", "device=cpu",
+    "sampler.num_steps=2",
+]  # fmt: skip
+
+
+def test_the_recipe_of_finetuning_runs(tmp_path, monkeypatch):
+    """An imported DiT, on latents of other classes: with routing, then densely."""
+    monkeypatch.chdir(tmp_path)
+    weights = theirs("dit", width=32, depth=4)
+    torch.save(weights, "DiT-XL-2-256x256.pt")
+    vae = {"name": "none", "class": "x", "sha256": "x", "shift_factor": 0.0, "scaling_factor": 0.2}
+    items = [(torch.randn(1, 4, 8, 8), number % 3) for number in range(20)]
+    write_table(Path("photos_latents"), items, content="samples", vae=vae)
+    page = (ROOT / "docs" / "importing.md").read_text()
+    recipe = page.partition("## Finetuning")[2].partition("```bash\n")[2].partition("```")[0]
+    lines = recipe.replace("\\\n", " ").splitlines()
+    for script, overrides in map(overrides_of, lines):
+        if script == "import_checkpoint":
+            given = dict(word.split("=") for word in overrides)
+            import_checkpoint(given.pop("in"), **given)
+        elif script == "train":
+            with counting_once():
+                train(**compose_settings("train", [*overrides, *TINY]))
+    routed, dense = (find_checkpoint(f"runs/{name}") for name in ("routed", "dense"))
+    assert (routed.config().routing.name, dense.config().routing.name) == ("tread", "none")
+    start, end = weights["blocks.3.mlp.fc2.weight"], dense.tensors("ema")["blocks.3.mlp.fc2.weight"]
+    assert 0 < (end - start).abs().max() < 1e-3, "it starts from their weights, and learns"
+    assert dense.meta["backbone"]["config"]["time_scale"] == 1000
+    run = restore("runs/dense", weights="ema", device="cpu", precision="fp32")
+    assert run.sampling({}, {"name": "cfg", "scale": 4.0}).num_steps == 2
 
 
 def test_there_are_commands_to_read():
