@@ -5,6 +5,7 @@ import pytest
 from tread_zoo import list_backbones
 from tread_zoo.registry import get_entry
 from tread_zoo.testing import CHECKS, Probe
+from tread_zoo.testing.probe import Advice
 
 SMALL = {
     "dit_tiny": {"hidden_size": 32, "depth": 4},
@@ -34,10 +35,23 @@ EVERY_CHECK = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.filterwarnings("error::tread_zoo.testing.probe.Advice")
 @EVERY_CHECK
 @pytest.mark.parametrize("name", SMALL)
 def test_contract(name, check):
     CHECKS[check](Probe(name, overrides=SMALL[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", SMALL)
+def test_contract_at_the_registered_size(name, check):
+    CHECKS[check](Probe(name))
+
+
+def test_a_rule_of_thumb_that_a_sound_network_misses_only_advises():
+    with pytest.warns(Advice, match="shuffling"):
+        CHECKS["a_missing_token_leaves_the_others"](Probe("gla_tiny"))
 
 
 @pytest.mark.slow

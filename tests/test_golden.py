@@ -42,12 +42,12 @@ FIRST = 5
 
 @dataclass(frozen=True)
 class FirstSteps:
-    """The warm-up of the default schedule, which stops the run early."""
+    """The warm-up of the default schedule in 50 steps, which stops the run early."""
 
     def __call__(self, step, num_steps):
         if step == FIRST - 1:
             signal.raise_signal(signal.SIGTERM)
-        return (step + 1) / 50
+        return (step + 1) / 10
 
 
 def numbers_of(folder, name):

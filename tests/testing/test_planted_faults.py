@@ -11,6 +11,7 @@ from tests.testing import own_loops
 from tread_zoo import list_backbones, register_backbone, registry
 from tread_zoo.backbone import PerToken
 from tread_zoo.testing import CHECKS, Probe
+from tread_zoo.testing.probe import Advice
 
 DIT = {"hidden_size": 32, "depth": 4, "num_heads": 2}
 UVIT = {"hidden_size": 16, "depth": 4, "num_heads": 2}
@@ -282,14 +283,17 @@ def as_probe(monkeypatch):
     return register
 
 
+@pytest.mark.filterwarnings("error::tread_zoo.testing.probe.Advice")
 @pytest.mark.parametrize(
     ("fault", "overrides", "check"), FAULTS, ids=[f"{f.__name__}-{c}" for f, _, c in FAULTS]
 )
 def test_a_fault_is_caught(as_probe, fault, overrides, check):
-    with pytest.raises(AssertionError):
+    """By an invariant, or by a rule of thumb."""
+    with pytest.raises((AssertionError, Advice)):
         CHECKS[check](as_probe(fault, overrides))
 
 
+@pytest.mark.filterwarnings("error::tread_zoo.testing.probe.Advice")
 @pytest.mark.parametrize(
     ("cls", "overrides"),
     [*HEALTHY, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],

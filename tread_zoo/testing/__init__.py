@@ -1,6 +1,8 @@
 """The contract of `tread_zoo.backbone` as checks that run on any backbone.
 
 pytest --pyargs tread_zoo.testing --backbone my_package:my_name
+
+Invariants fail. Rules of thumb, bounds that a sound network may miss, warn (`Advice`).
 """
 
 from importlib import import_module

@@ -3,6 +3,7 @@
 B batch, N tokens, K kept tokens, E extra tokens.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -268,6 +269,16 @@ def gradients_equal_differences(
         predicted = sum((g * s).sum() for g, s in zip(grads, steps, strict=True))
         error = abs(float((slope - predicted) / typical))
         assert error < 0.01, f"gradients miss {error:.1%} of how the output truly moves"
+
+
+class Advice(UserWarning):
+    """What a rule of thumb finds suspicious: to look at, not to mend at any rate."""
+
+
+def advise(holds: bool, text: str) -> None:
+    """Warn with `text` unless a rule of thumb holds."""
+    if not holds:
+        warnings.warn(text, Advice, stacklevel=3)
 
 
 def raises(kinds: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any]) -> bool:
