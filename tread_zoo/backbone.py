@@ -258,10 +258,14 @@ class Backbone(Pretrained, ABC):
         Raises:
             ValueError: as of `tread_zoo.routing.build_routing`.
         """
-        return build_routing(
+        routing = build_routing(
             name, num_blocks=self.num_blocks, default_selector=self.default_selector,
             default_range=self.default_range, **fields,
         )  # fmt: skip
+        for plan in routing.plans:
+            if hasattr(plan.selector, "check"):
+                plan.selector.check(self.grid)
+        return routing
 
     def add_fusions(self, ranges: Sequence[Sequence[int]]) -> None:
         """Fuse the streams at the end of each block range [start, end), from now on in every call.

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,6 +179,26 @@ def test_a_gradient_that_is_not_finite_stops_the_run(run, monkeypatch):
         run("run")
 
 
+@register("guidance", "gives_a_number")
+@dataclass(frozen=True)
+class GivesANumber:
+    def dx_dt(self, batch):
+        return lambda x, level: batch.dx_dt()(x, level).mean()
+
+
+@register("guidance", "fails")
+@dataclass(frozen=True)
+class Fails:
+    def dx_dt(self, batch):
+        return {}["slope"]
+
+
+def test_a_run_outside_the_main_thread(run, tmp_path):
+    with ThreadPoolExecutor(1) as pool:
+        folder = pool.submit(run, "run", "training.num_steps=2").result()
+    assert find_checkpoint(folder).step == 2
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -188,6 +209,10 @@ def test_a_gradient_that_is_not_finite_stops_the_run(run, monkeypatch):
         (["guidance=path_drop"], "guidance=path_drop.*rejoin=project"),
         (["routing.warm_start=0.5", "routing.dense_tail=0.45", "training.num_steps=2"],
          "leave none of training.num_steps=2"),
+        (["guidance=cfg", "guidance.channels=99"], r"guidance\.channels=99.* 1"),
+        (["routing.selector={name: blocks, size: 5}"], "size=5.*4x4"),
+        (["guidance=gives_a_number"], "guidance=gives_a_number"),
+        (["guidance=fails"], "guidance=fails.*KeyError"),
         (["resume=/nowhere"], "there is no /nowhere"),
         (["data=npz", "data.path=/nowhere.npz"], "/nowhere.npz"),
         (["plugins=[no_such_module]"], "no_such_module"),

@@ -244,6 +244,11 @@ class _Parts:
         return tuple(_value(getattr(self, name), done, off) for name, off in _OFF.items())
 
     def check(self, backbone: Backbone, objective: Objective) -> None:
+        if self.channels is not None and self.channels > backbone.in_channels:
+            raise ValueError(
+                f"guidance.channels={self.channels}, and the images have {backbone.in_channels}: "
+                "leave it out to guide all of them."
+            )
         if self.drop_label is not False and self.scale != 1 and not backbone.is_conditional:
             raise ValueError(
                 f"guidance.scale={self.scale} guides away from no label, and this network is "

@@ -1,6 +1,7 @@
 """From seeds to images: noise, guided dx/dt, sampler. B batch, C channels, H height, W width."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass
 from functools import partial
 from inspect import isroutine
@@ -103,6 +104,35 @@ class SamplingOptions:
                 conditional=conditional, label_dropout=label_dropout, has_routes=has_routes
             )
 
+    def try_guidance(
+        self, backbone: Backbone, objective: Objective, weak: Backbone | None = None
+    ) -> None:
+        """Evaluate the guidance once, with networks that compute nothing: one of a plug-in fails
+        here and not at the first samples.
+
+        Raises:
+            ValueError: it fails, or gives no dx/dt of the images' shape.
+        """
+        labels = default_labels([0], backbone.num_classes)
+        if backbone.context_size:
+            labels = torch.zeros(1, backbone.context_length, backbone.context_size)
+        x = torch.zeros(1, backbone.in_channels, *backbone.input_size)
+        levels = self.levels(objective)
+        batch = ImageBatch(
+            _blank(backbone), objective, labels, [0], 0, levels, weak and _blank(weak)
+        )
+        name = describe_part("guidance", self.guidance)["name"]
+        try:
+            slope = self.guidance.dx_dt(batch)(x, levels[:1].float())
+        except Exception as error:
+            raise ValueError(f"guidance={name} fails: {type(error).__name__}: {error}") from error
+        if not isinstance(slope, Tensor) or slope.shape != x.shape:
+            shape = list(slope.shape) if isinstance(slope, Tensor) else type(slope).__name__
+            raise ValueError(
+                f"guidance={name} gives {shape} for images {list(x.shape)}: its dx_dt must return "
+                "a function of (x, level) that gives dx/dt, of the shape of x."
+            )
+
     def as_dict(self) -> dict[str, Any]:
         """Return every setting as plain values, for records; guidance's with its prefix."""
         sampler = describe_part("sampler", self.sampler)
@@ -116,6 +146,14 @@ class SamplingOptions:
             "guidance": guidance.pop("name"),
             **{f"guidance_{field}": value for field, value in guidance.items()},
         }
+
+
+def _blank(network: Backbone) -> Backbone:
+    """Return a copy of a network that gives zeros, on the CPU, whatever it is called with."""
+    blank = copy(network)
+    shape = (network.out_channels, *network.input_size)
+    blank.forward = lambda x, *_, **__: x.new_zeros(len(x), *shape)  # type: ignore[method-assign]
+    return blank
 
 
 def build_sampling(

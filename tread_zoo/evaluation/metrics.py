@@ -93,7 +93,7 @@ def frechet(generated: Statistics, real: Statistics) -> float:
     return frechet_distance(generated, real)
 
 
-@register("metric", "kid", better="lower")
+@register("metric", "kid", better="lower", min_images=10)
 def kid(
     generated: Tensor,
     real: Tensor,

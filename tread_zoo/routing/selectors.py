@@ -26,7 +26,8 @@ Grid = tuple[int, int]
 
 
 class Selector(Protocol):
-    """Draw the tokens that stay."""
+    """Draw the tokens that stay. `check(grid)` is optional: raise ValueError for a grid that the
+    options do not suit."""
 
     def __call__(
         self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator
@@ -62,6 +63,13 @@ class Blocks:
     """
 
     size: PositiveInt = 2
+
+    def check(self, grid: Grid) -> None:
+        if self.size > max(grid):
+            raise ValueError(
+                f"selector=blocks with size={self.size} on a grid of {grid[0]}x{grid[1]} tokens: "
+                "blocks must not be larger than the grid."
+            )
 
     def __call__(self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator) -> Tensor:
         blocks = tiles(grid, (self.size, self.size), generator.device)

@@ -16,7 +16,13 @@ import torch
 from tread_zoo.backbone import Backbone
 from tread_zoo.config import RunConfig, default_fields, make_config
 from tread_zoo.registry import FROM_DATA, check_plugins, create_backbone, get_entry
-from tread_zoo.training.checkpoints import Checkpoint, CheckpointError, find_checkpoint
+from tread_zoo.training.checkpoints import (
+    META_NAME,
+    Checkpoint,
+    CheckpointError,
+    find_checkpoint,
+    has_checkpoints,
+)
 
 _ADDED = ("fusions.", "mask_tokens.")  # to a network, after it was built
 _SHOWN = 6

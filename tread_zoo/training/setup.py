@@ -148,6 +148,8 @@ def build_setup(config: RunConfig, source: Checkpoint | None = None) -> Setup:
         has_routes=bool(routing.plans) and routing.reconstruction_weight is None,
     )  # fmt: skip
     alignment = create("alignment", config.alignment)
+    weak = load_weak(sampling, backbone, objective)
+    sampling.try_guidance(backbone, objective, weak)
     return Setup(
         config=config,
         data=data,
@@ -160,7 +162,7 @@ def build_setup(config: RunConfig, source: Checkpoint | None = None) -> Setup:
         tracker=create("tracker", config.tracker),
         alignment=alignment,
         projector=_build_projector(config, alignment, data, backbone),
-        weak=load_weak(sampling, backbone, objective),
+        weak=weak,
         not_scored=not_scored,
         initial=initial,
     )

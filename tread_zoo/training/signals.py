@@ -13,6 +13,7 @@ SIGHUP ignored, and it stays so.
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -113,6 +114,8 @@ class StopSignals:
         raise Stopped(REQUEUE_STATUS if number in REQUEUE_SIGNALS else 128 + number)
 
     def _handle(self, numbers: tuple[int, ...], handler: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # which alone may handle signals
         for number in numbers:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup
