@@ -10,7 +10,7 @@ import pytest
 
 from tests.comparison.recorded import write_run
 from tread_zoo.comparison import read_curves, read_runs, write_report
-from tread_zoo.comparison.findings import Difference, comparable_metrics, group_settings
+from tread_zoo.comparison.findings import comparable_metrics, group_settings
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -29,22 +29,6 @@ def write_pair(tmp_path, dense, routed, backbone="dit_tiny", **options):
             write_run(place, backbone=backbone, routing=routing, seed=seed, final=final, **options)
 
 
-@pytest.mark.parametrize(
-    ("values", "better", "verdict"),
-    [
-        ([-0.1, -0.2], "lower", "better"),
-        ([-0.1, -0.2], "higher", "worse"),
-        ([0.0, 0.0], "lower", "equal"),
-        ([0.0], "higher", "equal"),
-        ([0.0, -0.2], "lower", "not settled"),
-        ([-0.1, 0.2, -0.3], "lower", "not settled"),
-        ([-0.1], "lower", "not settled"),
-    ],
-)
-def test_a_difference_is_settled_where_every_seed_shows_it(values, better, verdict):
-    assert Difference(values, better).verdict == verdict
-
-
 def test_routing_pays_where_it_is_better_at_equal_flops(tmp_path):
     write_pair(tmp_path, [0.400, 0.402], [0.401, 0.4035])
     write_pair(tmp_path, [0.300, 0.302], [0.350, 0.352], backbone="mamba_tiny")
@@ -55,7 +39,7 @@ def test_routing_pays_where_it_is_better_at_equal_flops(tmp_path):
     assert "dit_tiny" in paying
     assert "rwkv_tiny" in paying
     assert "mamba_tiny" in not_paying
-    assert re.search(r"rwkv_tiny tread .*equal: \+0\.0 %", text), "at equal steps"
+    assert re.search(r"rwkv_tiny tread .*not settled: \+0\.0 %", text), "at equal steps"
 
 
 def test_the_value_at_equal_flops_is_read_off_the_curve(tmp_path):
@@ -67,7 +51,7 @@ def test_the_value_at_equal_flops_is_read_off_the_curve(tmp_path):
 
 
 def test_the_best_is_named_and_what_does_not_lie_apart_from_it(tmp_path):
-    write_pair(tmp_path, [0.40, 0.42], [0.41, 0.43])
+    write_pair(tmp_path, [0.40, 0.42], [0.415, 0.41])
     write_pair(tmp_path, [0.50, 0.51], [0.52, 0.53], backbone="mamba_tiny")
     line = next(line for line in report(tmp_path).splitlines() if "At equal steps (100)" in line)
     assert "dit_tiny dense has the best held-out loss, 0.41" in line
@@ -77,13 +61,12 @@ def test_the_best_is_named_and_what_does_not_lie_apart_from_it(tmp_path):
 
 def test_what_a_goal_costs_is_read_off_the_first_score_that_meets_it(tmp_path):
     # 20, 40, 60, 80, 100 steps: losses of 1.8, 1.3, 1.13, 1.05, 1 times the last
-    write_pair(tmp_path, dense=(0.30, 0.40), routed=(0.20, 0.21))
+    write_pair(tmp_path, dense=(0.30, 0.301, 0.40), routed=(0.20, 0.201, 0.202))
     text = report(tmp_path, metric="held_out_loss", goal=0.31)
-    rows = [line.strip("|").split(" | ") for line in text.splitlines() if " of 2 |" in line]
-    (routed, *spent), (dense, *more) = ([cell.strip() for cell in row] for row in rows)
-    assert (routed, *spent[:2]) == ("dit_tiny tread", "2 of 2", "40")
-    assert (dense, *more[:2]) == ("dit_tiny dense", "1 of 2", "100")
-    assert spent[3:] == ["4", "0.2"]  # seconds of 10, best loss
+    rows = [line[1:-1].split("|") for line in text.splitlines() if line[:2] == "| "]
+    (routed, *spent), (dense, *more) = ([cell.strip() for cell in row] for row in rows[-2:])
+    assert (routed, *spent) == ("dit_tiny tread", "3", "0.2613 ± 0.0013", "40", "1.792M", "4")
+    assert (dense, *more[:2]) == ("dit_tiny dense", "3", "")  # one of the three lags behind
 
 
 def test_seconds_of_two_machines_are_not_compared(tmp_path):
@@ -273,3 +256,19 @@ def test_what_blocks_are_worth_has_a_strip_for_each_setting(tmp_path):
     curves = read_curves(str(tmp_path / "runs" / "*"))
     assert {"contribution_0", "contribution_1_3"} <= set(curves.metric)
     assert len(curves[curves.metric == "contribution_0"]) == 4 * 5
+
+
+def test_a_routed_setting_is_compared_with_the_blocks_outside_its_route_alone(tmp_path):
+    for name, routing, depth, final in (
+        ("dense", "none", 12, 0.40), ("routed", "tread", 12, 0.44), ("shallow", "none", 6, 0.43),
+    ):  # fmt: skip
+        for seed in range(3):
+            write_run(
+                tmp_path / "runs" / f"{name}_{seed}", routing=routing, seed=seed,
+                final=final + seed / 1000, backbone={"name": "dit_tiny", "depth": depth},
+            )  # fmt: skip
+    rows = [line.split(" | ") for line in report(tmp_path).splitlines() if "[" in line]
+    against = {row[1]: row[3] for row in rows if "tread" in row[0]}
+    assert against.keys() == {"dit_tiny dense, depth 12", "dit_tiny dense, depth 6"}
+    assert against["dit_tiny dense, depth 12"].startswith("behind: +10.0 %")
+    assert against["dit_tiny dense, depth 6"].startswith("behind: +2.3 %")

@@ -1,8 +1,9 @@
 """What the numbers of runs say: settings, which is best at equal budgets, and where routing pays.
 
 A setting is the runs that differ in seed alone. A difference between two settings is settled where
-every seed that both have shows it, two at least. Budgets are equal at the smallest that any run
-spent: what the others had by then is read off their curves, straight between the measured points.
+the t-interval of its mean over the seeds that both have leaves 0 out. Budgets are equal at the
+smallest that any run spent: what the others had by then is read off their curves, straight between
+the measured points.
 """
 
 import dataclasses
@@ -16,14 +17,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tread_zoo.comparison.intervals import Interval, interval, meets
 from tread_zoo.config import flatten
 from tread_zoo.data.files import without_paths
 from tread_zoo.evaluation.protocol import Protocol
 from tread_zoo.registry import available, get_entry
 
 HELD_OUT = "held_out_loss"
+DEPTH = "backbone.depth"
 LAST = ("label_accuracy", HELD_OUT)  # what the first screen is about only if there is no other
 SAME = 0.01  # budgets that differ by less are equal
+COLUMNS = ("step", "flops", "seconds")
 BUDGETS = {"steps": "step", "flops": "flops", "seconds": "seconds"}  # of runs -> of curves
 NAMES = {"steps": "steps", "flops": "FLOPs", "seconds": "seconds"}
 COSTS = {
@@ -61,30 +65,14 @@ class Setting:
         alike = [s for s in dense if all(s.choices[k] == self.choices[k] for k in varied)]
         return alike[0] if len(alike) == 1 else None
 
-
-@dataclass(frozen=True)
-class Difference:
-    """How far one setting lies from another, relative to it, for each seed that both have."""
-
-    values: Sequence[float]
-    better: str
-
-    @property
-    def verdict(self) -> str:
-        """better, worse, equal or not settled."""
-        sign = 1 if self.better == "higher" else -1
-        if all(value == 0 for value in self.values):
-            return "equal"
-        for word, way in (("better", sign), ("worse", -sign)):
-            if len(self.values) > 1 and all(way * value > 0 for value in self.values):
-                return word
-        return "not settled"
-
-    def __str__(self) -> str:
-        low, high = (f"{100 * v:+.1f}" for v in (min(self.values), max(self.values)))
-        alone = ", one seed" if len(self.values) == 1 else ""
-        bounds = f", {low} … {high}" if low != high else alone
-        return f"{100 * statistics.fmean(self.values):+.1f} %{bounds}"
+    def shallower(self, settings: "Sequence[Setting]") -> "list[Setting]":
+        """Return the dense settings that are this routed one with fewer blocks, nothing else."""
+        dense, own = self.dense_of(settings), self.choices.get(DEPTH)
+        if dense is None or own is None:
+            return []
+        others = [s for s in settings if s.is_dense and s.backbone == self.backbone]
+        return [s for s in others if s.choices == {**dense.choices, DEPTH: s.choices[DEPTH]}
+                and s.choices[DEPTH] < own]  # fmt: skip
 
 
 def direction(metric: str) -> str | None:
@@ -208,29 +196,30 @@ def best_settings(
     settings: Sequence[Setting], runs: pd.DataFrame, curves: pd.DataFrame, metric: str
 ) -> list[str]:
     """Return a sentence for each budget: which setting is best when all have spent the same, and
-    from which others its seeds do not set it apart."""
+    from which others its seeds do not set it apart, each compared with it alone."""
     lines = []
     for axis, name in NAMES.items() if len(settings) > 1 else ():
         measured = _first_measured(runs, curves, metric, axis)
         if measured is None:
             continue
         used, budget, values = measured
-        by_label = {s.label: [values[row] for row in s.runs.index] for s in settings}
+        means = {s.label: _mean(values[row] for row in s.runs.index) for s in settings}
         sign = -1 if direction(used) == "higher" else 1
-        order = sorted(by_label, key=lambda label: sign * statistics.fmean(by_label[label]))
-        best, *others = order
-        worst = max(sign * v for v in by_label[best])
-        near = [o for o in others if min(sign * v for v in by_label[o]) <= worst]
-        verdict = f"next {others[0]}, {_mean(by_label[others[0]])}. "
-        if min(map(len, by_label.values())) < 2:
+        best, *others = sorted(
+            settings, key=lambda s: sign * statistics.fmean(values[row] for row in s.runs.index)
+        )
+        apart = [(o, _difference(o, best, measured)) for o in others]
+        near = [o.label for o, d in apart if not d or d.verdict(direction(used)) != "ahead"]
+        verdict = f"next {others[0].label}, {means[others[0].label]}. "
+        if all(difference is None or difference.n < 2 for _, difference in apart):
             verdict += "One seed: not settled."
         elif near:
-            listed = _some([f"{o} {_mean(by_label[o])}" for o in near])
+            listed = _some([f"{label} {means[label]}" for label in near])
             verdict = f"not settled against {listed}."
         else:
             verdict += "Settled."
-        lead = f"At equal {name} ({si(budget)}): {best} has the best {words(used)}"
-        lines.append(f"{lead}, {_mean(by_label[best])}; {verdict}")
+        lead = f"At equal {name} ({si(budget)}): {best.label} has the best {words(used)}"
+        lines.append(f"{lead}, {means[best.label]}; {verdict}")
     return lines
 
 
@@ -250,8 +239,8 @@ def best_by_sample(settings: Sequence[Setting], metric: str) -> list[str]:
 def routing_table(
     settings: Sequence[Setting], curves: pd.DataFrame, metric: str
 ) -> tuple[Table, list[str]]:
-    """Return routed settings against their dense ones at equal steps, FLOPs and seconds, and
-    sentences that say for which of them routing pays."""
+    """Return routed settings against their dense ones, and against dense ones of fewer blocks, at
+    equal steps, FLOPs and seconds, and sentences that say for which of them routing pays."""
     rows, verdicts, missing = [], dict[str, dict[str, list[str]]](), dict[str, list[str]]()
     routed = Counter(setting.backbone for setting in settings if not setting.is_dense)
     for setting in settings:
@@ -259,25 +248,29 @@ def routing_table(
         dense = setting.dense_of(settings)
         if dense is None:
             continue
-        row = [setting.label, f"{setting.runs.flops_of_dense.mean():.2f}"]
-        for axis, name in NAMES.items():
-            runs = pd.concat([dense.runs, setting.runs])
-            measured = _first_measured(runs, curves, metric, axis)
-            difference = measured and _difference(dense, setting, measured)
-            if not measured or not difference:
-                row.append("not measured")
-                missing.setdefault(name, []).append(short)
-                continue
-            used = f"{words(measured[0])} " if measured[0] != metric else ""
-            row.append(f"{used}{difference.verdict}: {difference}")
-            if axis != "steps":
-                by = f"{words(measured[0])} at equal {name}"
-                is_open = difference.verdict == "not settled"
-                text = short if is_open else f"{short} ({difference})"
-                verdicts.setdefault(by, {}).setdefault(difference.verdict, []).append(text)
-        rows.append(row)
-    says = {"better": "pays for", "worse": "does not pay for", "equal": "makes no difference for",
-            "not settled": "is not settled for"}  # fmt: skip
+        for other in (dense, *setting.shallower(settings)):
+            costs = setting.runs.flops_per_step.mean() / other.runs.flops_per_step.mean()
+            row = [setting.label, other.label, f"{costs:.2f}"]
+            for axis, name in NAMES.items():
+                measured = _first_measured(
+                    pd.concat([other.runs, setting.runs]), curves, metric, axis
+                )
+                difference = measured and _difference(other, setting, measured)
+                if not measured or not difference:
+                    row.append("not measured")
+                    if other is dense:
+                        missing.setdefault(name, []).append(short)
+                    continue
+                used, text = measured[0], _percent(difference)
+                verdict = difference.verdict(direction(used) or "lower")
+                lead = f"{words(used)} " if used != metric else ""
+                row.append(f"{lead}{verdict}: {text}")
+                if other is dense and axis != "steps":
+                    by = verdicts.setdefault(f"{words(used)} at equal {name}", {})
+                    is_open = verdict == "not settled"
+                    by.setdefault(verdict, []).append(short if is_open else f"{short} ({text})")
+            rows.append(row)
+    says = {"ahead": "pays for", "behind": "does not pay for", "not settled": "is not settled for"}
     lines = []
     for by, own in verdicts.items():
         parts = [f"{says[w]} {len(own[w])}: {', '.join(own[w])}" for w in says if w in own]
@@ -285,29 +278,37 @@ def routing_table(
     for name, labels in missing.items():
         remedy = "; set training.score_every" if name == "FLOPs" else ""
         lines.append(f"Routing at equal {name}: not measured for {_some(labels)}{remedy}.")
-    header = ["routed against dense", "FLOPs of dense", *(f"at equal {n}" for n in NAMES.values())]
+    header = ["routed", "against", "FLOPs of that", *(f"at equal {n}" for n in NAMES.values())]
     return (header, rows), lines
 
 
 def goal_table(
     settings: Sequence[Setting], curves: pd.DataFrame, metric: str, goal: float
 ) -> Table:
-    """Return what each setting spent in training until a score first met `goal`: steps, FLOPs and
-    seconds, mean ± standard deviation over its runs that met it; the fewest FLOPs come first.
-    """
-    sign = -1 if direction(metric) == "higher" else 1
+    """Return what each setting spent in training until its runs first met `goal`, as `meets` says
+    of the scores of one step: steps, FLOPs, seconds; the fewest FLOPs come first."""
     scored = curves[(curves.source == "score") & (curves.metric == metric)]
     rows = []
     for setting in settings:
-        own = scored[scored.folder.isin(setting.runs.folder)].sort_values("step")
-        met = own[sign * own.value <= sign * goal].groupby("folder").first()
-        spent = [_mean(met[column]) if len(met) else "" for column in BUDGETS.values()]
-        best = own.value.max() if sign < 0 else own.value.min()
-        row = [setting.label, f"{len(met)} of {len(setting.runs)}", *spent, si(best)]
-        rows.append((met.flops.mean() if len(met) else math.inf, row))
+        own = scored[scored.folder.isin(setting.runs.folder)]
+        at = spent_until(own, goal, direction(metric) or "lower")
+        spent = [""] * 4 if at is None else [_mean(at.value), *(si(at[c].mean()) for c in COLUMNS)]
+        rows.append((
+            math.inf if at is None else at.flops.mean(),
+            [setting.label, str(own.folder.nunique()), *spent],
+        ))  # fmt: skip
     order = sorted(rows, key=lambda pair: pair[0])
-    header = ["setting", "runs that met it", *NAMES.values(), f"best {words(metric)}"]
+    header = ["setting", "runs", words(metric), *NAMES.values()]
     return header, [row for _, row in order]
+
+
+def spent_until(scores: pd.DataFrame, goal: float, better: str) -> pd.DataFrame | None:
+    """Return the scores, as of `read_curves`, at the first step where runs of one setting meet a
+    goal (`meets`); None if they never do. A step that one of them lacks counts for none."""
+    for _, at in scores.groupby("step"):
+        if len(at) == scores.folder.nunique() and meets(at.value, goal, better):
+            return at
+    return None
 
 
 def scores_table(settings: Sequence[Setting], metrics: Sequence[str]) -> Table:
@@ -362,15 +363,23 @@ def _first_measured(
     return None
 
 
-def _difference(dense: Setting, routed: Setting, measured: Measured) -> Difference | None:
-    metric, _, values = measured
+def _difference(dense: Setting, routed: Setting, measured: Measured) -> Interval | None:
+    """Return how far `routed` lies from `dense`, relative to it, over the seeds that both have."""
+    _, _, values = measured
     first, second = (
         {seed: values[row] for row, seed in s.runs.seed.items()} for s in (dense, routed)
     )
     if not all(first.values()):  # nothing is relative to zero
         return None
     relative = [(second[k] - v) / abs(v) for k, v in first.items() if k in second]  # kid may be < 0
-    return Difference(relative, direction(metric) or "lower") if relative else None
+    return interval(relative) if relative else None
+
+
+def _percent(difference: Interval) -> str:
+    """Return an interval in per cent, with the number of seeds."""
+    bounds = f" [{100 * difference.low:+.1f}, {100 * difference.high:+.1f}]"
+    seeds = f", {difference.n} seeds" if difference.n > 1 else ", one seed"
+    return f"{100 * difference.mean:+.1f} %{bounds if difference.n > 1 else ''}{seeds}"
 
 
 def _some(texts: Sequence[str]) -> str:
