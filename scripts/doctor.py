@@ -2,6 +2,7 @@
 
 tread-zoo doctor
 tread-zoo doctor device=cpu kernels.selective_scan=naive
+tread-zoo doctor gpu=h100                                         # what each row would run there
 tread-zoo doctor backbones='mamba*' input_size=8 in_channels=1    # FLOPs, routes
 
 Ends with status 1 if a self-test fails.
@@ -21,6 +22,9 @@ from tread_zoo.runtime import resolve_device
 @command("doctor", DoctorConfig)
 def main(settings: dict[str, Any]) -> None:
     config = check(DoctorConfig, settings)
+    if config.gpu is not None:
+        print(*doctor.describe_gpu(config.gpu, config.backbones or "*_matched_b"), sep="\n")
+        return
     if config.backbones is not None:
         sizes = (config.input_size, config.in_channels, config.num_classes)
         print(*doctor.list_sizes(config.backbones, *sizes), sep="\n")

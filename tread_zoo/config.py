@@ -527,12 +527,15 @@ class DoctorConfig:
 
     Args:
         device, kernels: as of `RunConfig`.
+        gpu: print what each row would run on this GPU, which need not be here, instead: a100, h100,
+            h200, b200, rtx4090, rtx5090, mi300x.
         backbones: a pattern such as "mamba*": print a table of their sizes instead, at
             `input_size`, `in_channels`, `num_classes`.
     """
 
     device: str = "auto"
     kernels: dict[str, str] = dataclasses.field(default_factory=dict)
+    gpu: Literal["a100", "h100", "h200", "b200", "rtx4090", "rtx5090", "mi300x"] | None = None
     backbones: str | None = None
     input_size: PositiveInt = 32
     in_channels: PositiveInt = 4

@@ -5,11 +5,15 @@ Every function returns lines of text; `tread-zoo doctor` prints them.
 
 import importlib.metadata
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tread_zoo.evaluation.flops import count_flops
-from tread_zoo.kernels import get_forms
+from tread_zoo.kernels import dispatch, get_forms
 from tread_zoo.kernels.dispatch import (
     NAIVE,
     get_example,
@@ -27,6 +31,15 @@ from tread_zoo.seeding import make_generator
 # (distribution, module, what it is for, how it is installed)
 CUDA = 'pip install "tread-zoo[cuda]"'
 BUILD = 'pip install --no-build-isolation "tread-zoo[cuda-build]"'
+# What mamba-ssm brings along where it is built: much more than its kernels.
+DEMANDS = (
+    "mamba-ssm built by [cuda-build] demands tilelang, quack-kernels (cutlass) and transformers"
+)
+# compute capability, or AMD's name of the architecture
+GPUS = {
+    "a100": "8.0", "h100": "9.0", "h200": "9.0", "b200": "10.0", "rtx4090": "8.9",
+    "rtx5090": "12.0", "mi300x": "gfx942",
+}  # fmt: skip
 PACKAGES = (
     ("triton", "triton", "our fused scans", "pip install triton"),
     ("fla-core", "fla", "ssd, linear attention, delta rules", CUDA),
@@ -47,6 +60,10 @@ def describe_machine(device: torch.device) -> list[str]:
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
         lines.append(f"memory     {memory / 2**30:.0f} GiB")
+        lines.append("capability {}.{}".format(*torch.cuda.get_device_capability(device)))
+        lines.append(f"TF32       {'on' if torch.backends.cuda.matmul.allow_tf32 else 'off'}")
+        driver = Path("/sys/module/nvidia/version")
+        lines.append(f"driver     {driver.read_text().strip() if driver.exists() else 'unknown'}")
     return lines
 
 
@@ -64,6 +81,46 @@ def describe_packages(device: torch.device) -> list[str]:
         remedy = f"   {install}" if problem and device.type == "cuda" else ""
         lines.append(f"{name:16s} {state:22s} {purpose}{remedy}")
     return lines
+
+
+def describe_gpu(gpu: str, pattern: str) -> list[str]:
+    """Return for each backbone that matches which form each of its operations would run on a GPU
+    that need not be here, routed, in bf16, at 32 x 32 latents, and why no form before it.
+
+    The network is called on tensors of that device which have no values. Packages count as they are
+    installed here; whether their kernels are right is found out on the GPU.
+    """
+    lines = [
+        f"{gpu}: compute capability {GPUS[gpu]}, precision=auto is bf16, TF32 "
+        f"{'not known to AMD' if GPUS[gpu].startswith('gfx') else 'can be had'}",
+        f"with the packages of this machine; {CUDA} brings the fused forms",
+        DEMANDS,
+        "",
+    ]
+    sizes = {"input_size": 32, "in_channels": 4, "num_classes": 1000}
+    for name in list_backbones(pattern):
+        with torch.device("meta"):
+            network = create_backbone(name, **sizes)
+        routes = network.build_routing().draw(2, network.grid, make_generator("doctor", 0))
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake, dispatch.reporting() as report, _bf16_on_cuda(), torch.device("cuda"):
+            network.to_empty(device="cuda")
+            moved = [r.with_ids(fake.from_tensor(r.ids).to("cuda")) for r in routes]
+            y = torch.empty(2, dtype=torch.int64)
+            network(torch.empty(2, 4, 32, 32), torch.empty(2), y, routes=moved)
+        lines += [f"{name:24s} {line}" for line in sorted(report)]
+    return lines
+
+
+@contextmanager
+def _bf16_on_cuda() -> Iterator[None]:
+    """Autocast as on a GPU; `torch.autocast` refuses where there is none."""
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
 
 
 def check_kernels(device: torch.device) -> list[tuple[str, bool]]:

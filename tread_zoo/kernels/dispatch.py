@@ -103,6 +103,7 @@ class Operation:
 
 
 OPERATIONS: dict[str, Operation] = {}
+_REPORTS: list[set[str]] = []
 used_ops: set[str] = set()  # that ran since somebody cleared it, outside of compiled code
 
 
@@ -228,6 +229,8 @@ def choose(op: str, device: torch.device, *args: Any) -> Implementation:
     compiling = torch.compiler.is_compiling()
     if not compiling:
         used_ops.add(op)
+        for report in _REPORTS:
+            report.add(_report(op, *args))
     if OPERATIONS[op].choice != AUTO:
         return _chosen_by_hand(op, device, *args)
     for each in _candidates(op, device, args[0].dtype):
@@ -236,6 +239,33 @@ def choose(op: str, device: torch.device, *args: Any) -> Implementation:
             return each
         if each.needs is not None and not compiling:
             _log_once(op, f"{each.name} not used: {reason}")
+    raise AssertionError(f"{op} has no form that takes every call")
+
+
+@contextmanager
+def reporting() -> Iterator[set[str]]:
+    """Run the torch forms, and return what would run on a GPU for each call and why: a line each.
+
+    Nothing is compared: it needs no GPU, and tensors without values will do.
+    """
+    report: set[str] = set()
+    with plain_forms():
+        _REPORTS.append(report)
+        try:
+            yield report
+        finally:
+            _REPORTS.remove(report)
+
+
+def _report(op: str, *args: Any) -> str:
+    """Return what "auto" would run on a GPU for a call, and why nothing before it."""
+    reasons = []
+    for each in OPERATIONS[op].implementations:
+        missing = each.needs.problem() if each.needs is not None else None
+        reason = missing or each.unsuited(*args)
+        if reason is None:
+            return f"{op}: {each.name}" + (f" ({'; '.join(reasons)})" if reasons else "")
+        reasons.append(f"{each.name} not used: {reason}")
     raise AssertionError(f"{op} has no form that takes every call")
 
 

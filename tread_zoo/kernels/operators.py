@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-NAMESPACE = "tread_zoo"
+LIBRARY = torch.library.Library("tread_zoo", "FRAGMENT")
 
 
 def make_operator(
@@ -35,10 +35,7 @@ def make_operator(
         num_gradients: how many arguments, the first ones, have a gradient.
         num_kept: how many of what `forward` returns, the last ones, `backward` takes.
     """
-    run = torch.library.custom_op(f"{NAMESPACE}::{name}", forward, mutates_args=())
-    run_backward = torch.library.custom_op(
-        f"{NAMESPACE}::{name}_backward", backward, mutates_args=()
-    )
+    run, run_backward = _define(name, forward), _define(f"{name}_backward", backward)
 
     def fake_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         inputs = args[num_kept : num_kept + num_gradients]
@@ -60,13 +57,24 @@ def make_operator(
         ]
         return *given, *[None] * (len(inputs) + len(ctx.rest) - num_gradients)
 
-    run.register_fake(empty)
-    run_backward.register_fake(fake_backward)
-    run.register_autograd(differentiate, setup_context=save)
-    operators = getattr(torch.ops, NAMESPACE)
-    for each, formula in zip((name, f"{name}_backward"), flops, strict=True):
-        register_flop_formula(getattr(operators, each))(formula)
+    qualified = f"{LIBRARY.ns}::{name}"
+    torch.library.register_fake(qualified, empty, lib=LIBRARY)
+    torch.library.register_fake(f"{qualified}_backward", fake_backward, lib=LIBRARY)
+    torch.library.register_autograd(qualified, differentiate, setup_context=save, lib=LIBRARY)
+    for operator, formula in zip((run, run_backward), flops, strict=True):
+        register_flop_formula(operator)(formula)
     return run
+
+
+def _define(name: str, function: Callable[..., Any]) -> Any:
+    """Return an operator of all devices.
+
+    `torch.library.custom_op` would import the compiler at the first call, which takes 1.6 s.
+    """
+    schema = torch.library.infer_schema(function, mutates_args=())
+    LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    return getattr(getattr(torch.ops, LIBRARY.ns), name)
 
 
 def empty_like(x: Tensor) -> Tensor:

@@ -34,17 +34,20 @@ from tread_zoo.errors import unknown_name
 Path = tuple[tuple[int, int], ...]  # (column, row)
 
 
-def raster(grid: tuple[int, int]) -> Tensor:
+Device = torch.device | None
+
+
+def raster(grid: tuple[int, int], device: Device = None) -> Tensor:
     """Row after row, each from the left: int64 [N]."""
-    return torch.arange(grid[0] * grid[1])
+    return torch.arange(grid[0] * grid[1], device=device)
 
 
-def serpentine(grid: tuple[int, int]) -> Tensor:
+def serpentine(grid: tuple[int, int], device: Device = None) -> Tensor:
     """Row after row, every second one from the right: int64 [N]; every step is one token long."""
-    return _serpentine(raster(grid).view(grid))
+    return _serpentine(raster(grid, device).view(grid))
 
 
-def hilbert(grid: tuple[int, int]) -> Tensor:
+def hilbert(grid: tuple[int, int], device: Device = None) -> Tensor:
     """The generalised Hilbert curve above: int64 [N]; every step is one token long.
 
     It goes along the longer side; where just one side is even, along that.
@@ -52,16 +55,17 @@ def hilbert(grid: tuple[int, int]) -> Tensor:
     height, width = grid
     swap = height > width if height % 2 == width % 2 else height % 2 == 0
     path = _hilbert(height, width) if swap else _hilbert(width, height)
-    return torch.tensor([x * width + y if swap else y * width + x for x, y in path])
+    places = [x * width + y if swap else y * width + x for x, y in path]
+    return torch.tensor(places, device=device)
 
 
-def serpentine8(grid: tuple[int, int], index: int) -> Tensor:
+def serpentine8(grid: tuple[int, int], index: int, device: Device = None) -> Tensor:
     """The serpentine order of layer `index`, int64 [N]: one of eight (ZigMa, arXiv 2403.13802).
 
     An even index runs along rows, an odd one along columns; index // 2 mod 4 gives the corner that
     it starts from: upper left, upper right, lower left, lower right.
     """
-    places = raster(grid).view(grid)
+    places = raster(grid, device).view(grid)
     if index // 2 % 2:
         places = places.flip(1)
     if index // 4 % 2:
@@ -69,21 +73,22 @@ def serpentine8(grid: tuple[int, int], index: int) -> Tensor:
     return _serpentine(places.T if index % 2 else places)
 
 
-ORDERS: dict[str, Callable[[tuple[int, int], int], Tensor]] = {
-    "raster": lambda grid, index: raster(grid),
-    "serpentine": lambda grid, index: serpentine(grid),
-    "hilbert": lambda grid, index: hilbert(grid),
+ORDERS: dict[str, Callable[[tuple[int, int], int, Device], Tensor]] = {
+    "raster": lambda grid, index, device: raster(grid, device),
+    "serpentine": lambda grid, index, device: serpentine(grid, device),
+    "hilbert": lambda grid, index, device: hilbert(grid, device),
     "serpentine8": serpentine8,
 }
 
 
-def scan_order(name: str, grid: tuple[int, int], index: int = 0) -> Tensor:
+def scan_order(name: str, grid: tuple[int, int], index: int = 0, device: Device = None) -> Tensor:
     """Return the order of layer `index`, int64 [N]: place along the curve -> raster position.
 
     Args:
         name: raster, serpentine, hilbert: the same for every layer; serpentine8: one of eight.
         grid: (h, w).
         index: of the layer, from 0.
+        device: where it is made; all but a Hilbert curve without a copy from the CPU.
 
     Raises:
         ValueError: an unknown name, a negative index, or an empty grid.
@@ -92,7 +97,7 @@ def scan_order(name: str, grid: tuple[int, int], index: int = 0) -> Tensor:
         raise unknown_name("scan order", name, ORDERS)
     if index < 0 or min(grid) < 1:
         raise ValueError(f"a scan order needs index={index} >= 0 and sides of grid={grid} >= 1.")
-    return ORDERS[name](grid, index)
+    return ORDERS[name](grid, index, device)
 
 
 def inverse(order: Tensor) -> Tensor:

@@ -129,9 +129,9 @@ def _make_scan(layout: Any, name: str, index: int) -> Scan:
     if name == UNSORTED:
         walk = _shuffle(ids)
     elif ids is None:
-        walk = scan_order(name, layout.grid, index).to(device).expand(batch, -1)
+        walk = scan_order(name, layout.grid, index, device).expand(batch, -1)
     else:
-        ranks = inverse(scan_order(name, layout.grid, index).to(device))[ids]
+        ranks = inverse(scan_order(name, layout.grid, index, device))[ids]
         places, walk = ranks.sort(dim=1)
     ahead = torch.arange(extra, device=device).expand(batch, extra)
     within = torch.cat([ahead, walk + extra], dim=1)
