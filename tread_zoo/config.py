@@ -623,11 +623,14 @@ def make_config(**fields: Any) -> RunConfig:
         )
     run_dir = config.run_dir
     if run_dir == "auto":
-        resolved = {"training": training, "optimizer": optimizer, "lr_schedule": lr_schedule}
-        run_dir = _auto_run_dir(dataclasses.replace(config, **resolved))
+        run_dir = _auto_run_dir(
+            dataclasses.replace(
+                config, training=training, optimizer=optimizer, lr_schedule=lr_schedule
+            )
+        )
     used = [(kind, getattr(config, kind)["name"]) for kind in PART_FIELDS]
     metrics = config.evaluation.metrics
-    used += [("metric", metric["name"]) for metric in metrics if metrics != "auto"]
+    used += [] if isinstance(metrics, str) else [("metric", metric["name"]) for metric in metrics]
     selectors = [routing.selector, *(route.get("selector", "auto") for route in routing.routes)]
     used += [("selector", split("selector", s)[0]) for s in selectors if s != "auto"]
     plugins = tuple(dict.fromkeys((*config.plugins, *plugins_of(used))))

@@ -22,7 +22,7 @@ from tread_zoo.diffusion.objective import Draw
 from tread_zoo.evaluation.held_out import stack_part
 from tread_zoo.routing import Routing
 from tread_zoo.runtime import autocast
-from tread_zoo.seeding import make_generator
+from tread_zoo.seeding import make_generator, make_image_generator
 
 NUM_IMAGES = 64
 QUANTILES = (0.2, 0.5, 0.8)
@@ -43,7 +43,8 @@ def data_contributions(
     """Return `contributions` on held-out images; on training images if none are held out."""
     part = data.train if data.held_out is None else data.held_out
     images, labels = stack_part(part, num_images)
-    device, generator = next(backbone.parameters()).device, make_generator("worth", 1)
+    device = next(backbone.parameters()).device
+    generator = make_image_generator("contribution", 1, images=range(len(images)))
     noise = data.codec.draw(images.shape, generator)
     x = data.codec.to_model(images, device=device, noise=noise)
     y = labels.to(device) if backbone.is_conditional else None

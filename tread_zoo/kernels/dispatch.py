@@ -259,7 +259,7 @@ def reporting() -> Iterator[set[str]]:
 
 def _report(op: str, *args: Any) -> str:
     """Return what "auto" would run on a GPU for a call, and why nothing before it."""
-    reasons = []
+    reasons: list[str] = []
     for each in OPERATIONS[op].implementations:
         missing = each.needs.problem() if each.needs is not None else None
         reason = missing or each.unsuited(*args)

@@ -35,6 +35,8 @@ def make_operator(
         num_gradients: how many arguments, the first ones, have a gradient.
         num_kept: how many of what `forward` returns, the last ones, `backward` takes.
     """
+    run: Callable[..., Any]
+    run_backward: Callable[..., Any]
     run, run_backward = _define(name, forward), _define(f"{name}_backward", backward)
 
     def fake_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:

@@ -158,8 +158,8 @@ class Log:
         rest, projector = [], setup.projector
         if projector is not None:
             name, until = setup.config.alignment["name"], f"{setup.alignment.stop:.0%} of training"
-            more = sum(p.numel() for p in projector.parameters()) / 1e6
-            text = f"{name} of block {projector.block}, until {until}; {more:.2f} M more parameters"
+            millions = sum(p.numel() for p in projector.parameters()) / 1e6
+            text = f"{name} of block {projector.block}, until {until}; {millions:.2f} M more parameters"
             rest.append(("alignment", text))
         if setup.initial:
             rest.append(("init", setup.initial))
