@@ -148,8 +148,8 @@ class Log:
         size = "x".join(map(str, [data["channels"], *data["image_size"]]))
         condition = f"{data['num_classes']} classes"
         if names := data.get("class_names"):
-            more = ["…"] if len(names) > SHOWN_CLASSES else []
-            condition += f" ({', '.join([*names[:SHOWN_CLASSES], *more])})"
+            shown = [*names[:SHOWN_CLASSES], *(["…"] if len(names) > SHOWN_CLASSES else [])]
+            condition += f" ({', '.join(shown)})"
         if "context" in data:
             condition = "contexts of {} embeddings of width {}".format(*data["context"])
         mean = ", on average over training" if setup.routing.is_scheduled else ""
@@ -159,7 +159,7 @@ class Log:
         if projector is not None:
             name, until = setup.config.alignment["name"], f"{setup.alignment.stop:.0%} of training"
             millions = sum(p.numel() for p in projector.parameters()) / 1e6
-            text = f"{name} of block {projector.block}, until {until}; {millions:.2f} M more parameters"
+            text = f"{name} of block {projector.block}, until {until}; {millions:.2f} M parameters"
             rest.append(("alignment", text))
         if setup.initial:
             rest.append(("init", setup.initial))
