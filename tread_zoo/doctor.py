@@ -25,7 +25,6 @@ from tread_zoo.kernels.packages import import_problem
 from tread_zoo.kernels.verify import cast, difference, outputs_and_gradients
 from tread_zoo.provenance import describe_code
 from tread_zoo.registry import create_backbone, list_backbones
-from tread_zoo.routing import Route
 from tread_zoo.runtime import DTYPES, autocast, describe_device, resolve_precision
 from tread_zoo.seeding import make_generator
 
@@ -103,14 +102,10 @@ def describe_gpu(gpu: str, pattern: str) -> list[str]:
         with torch.device("meta"):
             network = create_backbone(name, **sizes)
         routes = network.build_routing().draw(2, network.grid, make_generator("doctor", 0))
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake, dispatch.reporting() as report, _bf16_on_cuda(), torch.device("cuda"):
+        valueless = FakeTensorMode(allow_non_fake_inputs=True)
+        with valueless, dispatch.reporting() as report, _bf16_on_cuda(), torch.device("cuda"):
             network.to_empty(device="cuda")
-            moved = [
-                r.with_ids(fake.from_tensor(r.ids).to("cuda"))
-                for r in routes
-                if isinstance(r, Route)
-            ]
+            moved = [route.to("cuda") for route in routes]
             y = torch.empty(2, dtype=torch.int64)
             network(torch.empty(2, 4, 32, 32), torch.empty(2), y, routes=moved)
         lines += [f"{name:24s} {line}" for line in sorted(report)]

@@ -23,7 +23,7 @@ def make_operator(
     flops: tuple[Callable[..., int], Callable[..., int]],
     num_gradients: int,
     num_kept: int = 0,
-) -> Callable[..., Any]:
+) -> Any:
     """Return the operator `tread_zoo::name`; its backward pass is `tread_zoo::name_backward`.
 
     Args:
