@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tread_zoo.backbone import Layout
 from tread_zoo.routing import ORDERS, inverse, make_scan, reverse_gaps, scan_order
@@ -78,3 +79,26 @@ def test_the_port_without_care_walks_in_no_order_that_depends_on_the_ids_alone()
     other = make_scan(Layout(GRID, 1, ids), "unsorted", 3)
     assert torch.equal(other.take, walk.take), "all layers share it"
     assert make_scan(Layout(GRID, 1), "unsorted", 0).take is None, "dense: raster"
+
+
+class CountsCopies(TorchDispatchMode):
+    """Counts tensors that go from the CPU to another device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if "_to_copy" in str(func):
+            self.count += args[0].device.type == "cpu" != out.device.type
+        return out
+
+
+@pytest.mark.parametrize("order", ["serpentine", "serpentine8"])
+def test_a_serpentine_is_made_where_the_tokens_are(order):
+    layout = Layout(GRID, 0, torch.arange(8, device="meta").expand(2, -1))
+    with CountsCopies() as copies:
+        for index in range(8):
+            assert make_scan(layout, order, index).take.device.type == "meta"
+    assert copies.count == 0
