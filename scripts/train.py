@@ -6,8 +6,12 @@ tread-zoo train experiment=fashion_mnist backbone=rwkv optimizer=muon
 tread-zoo train resume=latest
 """
 
-from tread_zoo.cli import GROUPS, command
-from tread_zoo.config import RunConfig
+from tread_zoo.training.signals import requeue_from_the_start
+
+requeue_from_the_start()  # the imports below take seconds
+
+from tread_zoo.cli import GROUPS, command  # noqa: E402
+from tread_zoo.config import RunConfig  # noqa: E402
 
 
 @command("train", RunConfig, GROUPS)

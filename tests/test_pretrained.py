@@ -13,6 +13,8 @@ from tread_zoo.backbone import Backbone
 from tread_zoo.data import digits
 from tread_zoo.diffusion import FlowMatching
 from tread_zoo.evaluation.held_out import held_out_loss
+from tread_zoo.pretrained import describe_backbone
+from tread_zoo.training.checkpoints import save_checkpoint
 
 CASES = {
     **{name: (name, {"num_classes": 3, **sizes}) for name, sizes in SMALL.items()},
@@ -67,6 +69,30 @@ def test_a_committed_network_has_learnt_digits(folder):
     loss, _ = held_out_loss(backbone, FlowMatching(), digits(), seed=0, precision="fp32")
     assert loss < 0.5  # of an untrained one: 1.6
     assert (folder / "model.safetensors").stat().st_size <= 2**20
+
+
+def test_a_run_s_newest_whole_checkpoint_is_taken(tmp_path, caplog):
+    """Of a file that is damaged nothing is loaded; what is not loaded may be."""
+    networks = [random_backbone("dit_tiny") for _ in range(2)]
+    with torch.no_grad():
+        for parameter in networks[1].parameters():
+            parameter += 1
+    paths = []
+    for step, network in enumerate(networks, 1):
+        parts = {"ema": network.state_dict(), "model": {"w": torch.zeros(4)}}
+        meta = {"step": step, "backbone": describe_backbone(network), "plugins": []}
+        paths.append(save_checkpoint(tmp_path, parts, meta, 9))
+    (tmp_path / "checkpoints" / "step_backup").mkdir()
+    (paths[1] / "model.safetensors").write_bytes(b"damaged")
+    assert torch.equal(output(Backbone.from_pretrained(tmp_path)), output(networks[1]))
+    weights = paths[1] / "ema.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert torch.equal(output(Backbone.from_pretrained(tmp_path)), output(networks[0]))
+    assert "step_00000002 is damaged" in caplog.text
+    with pytest.raises(ValueError, match="step_00000002 is damaged"):
+        Backbone.from_pretrained(paths[1])
 
 
 def test_each_architecture_has_a_committed_network():

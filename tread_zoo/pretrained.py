@@ -7,9 +7,11 @@ What tread-zoo push makes of a run is such a folder, too: its config.json says, 
 a checkpoint does, so that scripts take the folder as one.
 """
 
+import hashlib
 import json
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -22,8 +24,17 @@ from tread_zoo.registry import check_plugins, create_backbone, plugins_of
 if TYPE_CHECKING:
     from tread_zoo.backbone import Backbone
 
+logger = logging.getLogger(__name__)
+
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
 STEP_FOLDERS = "step_" + 8 * "[0-9]"  # checkpoints of a run; what has more to its name is a copy
+META_NAME, AVERAGE_NAME = "checkpoint.json", "ema.safetensors"  # of a checkpoint
+FORMAT = 2
+OWN_CHECKSUM = "sha256_of_the_above"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, or cannot be written or used; the text says what to do."""
 
 
 class Pretrained(nn.Module):
@@ -60,16 +71,20 @@ class Pretrained(nn.Module):
 
         Raises:
             OSError: there is no such network.
+            CheckpointError: it is damaged; of a run each of its checkpoints is.
             ValueError: it is of a plug-in that is not loaded.
         """
         folder = Path(path)
         if not folder.exists():
             folder = download(folder, revision=revision)
-        folder = max(folder.glob(f"checkpoints/{STEP_FOLDERS}"), default=folder)
-        file, weights = folder / "checkpoint.json", folder / "ema.safetensors"
-        if not file.exists():
-            file, weights = folder / CONFIG_NAME, folder / WEIGHTS_NAME
-        facts = json.loads(file.read_text())
+        folders = sorted(folder.glob(f"checkpoints/{STEP_FOLDERS}"))
+        if folders or (folder / META_NAME).exists():
+            folder, facts = read_newest(folders or [folder], AVERAGE_NAME)
+            weights = folder / AVERAGE_NAME
+        else:
+            facts, weights = json.loads((folder / CONFIG_NAME).read_text()), folder / WEIGHTS_NAME
+            if "format" in facts:  # it was a run
+                facts = read_facts(folder, CONFIG_NAME)
         check_plugins(facts["plugins"], str(path))
         backbone = build_backbone(facts["backbone"])
         backbone.load_state_dict(load_file(weights))
@@ -98,6 +113,52 @@ def build_backbone(described: Mapping[str, Any]) -> "Backbone":
     backbone.add_fusions(described.get("fusions", ()))
     backbone.add_mask_tokens(described.get("masks", ()))
     return backbone
+
+
+def sealed(facts: Mapping[str, Any]) -> str:
+    """Return what a checkpoint says as JSON, with a checksum of its own at the end."""
+    return json.dumps({**facts, OWN_CHECKSUM: _checksum_of(facts)}, indent=2)
+
+
+def _checksum_of(facts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def read_facts(folder: Path, name: str = META_NAME, *only: str) -> dict[str, Any]:
+    """Return what a checkpoint's file `name` says, once it and its files (or `only` these) are
+    found to be what they were when they were saved.
+
+    Raises:
+        CheckpointError: they are not, or of another format.
+    """
+    try:
+        facts: dict[str, Any] = json.loads((folder / name).read_text())
+        if facts["format"] != FORMAT:
+            raise ValueError(f"it has format {facts['format']!r}, this version reads {FORMAT}")
+        own = facts.pop(OWN_CHECKSUM, None)  # earlier checkpoints have none
+        if own is not None and own != _checksum_of(facts):
+            raise ValueError(f"{name} differs from what was saved (sha256)")
+        for file in only or facts["sha256"]:
+            with (folder / file).open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            if digest != facts["sha256"][file]:
+                raise ValueError(f"{file} differs from what was saved (sha256)")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder} is damaged: {error}. Use another checkpoint of the run, or train again."
+        ) from error
+    return facts
+
+
+def read_newest(folders: Sequence[Path], *only: str) -> tuple[Path, dict[str, Any]]:
+    """Return the last of a run's checkpoints that is whole, and what `read_facts` does of it. Where
+    none is, the first one's `CheckpointError` is raised."""
+    for folder in reversed(folders[1:]):
+        try:
+            return folder, read_facts(folder, META_NAME, *only)
+        except CheckpointError as error:
+            logger.warning("%s Falling back to the one before.", error)
+    return folders[0], read_facts(folders[0], META_NAME, *only)
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:

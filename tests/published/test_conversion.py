@@ -256,7 +256,8 @@ def test_what_a_project_does_not_have_is_not_exported(tmp_path, name, format, wo
 def test_a_network_of_another_prediction_is_not_exported(tmp_path):
     done = imported(tmp_path, "sit", theirs("sit"))
     meta = find_checkpoint(done.path).path / "checkpoint.json"
-    meta.write_text(meta.read_text().replace('"prediction": "velocity"', '"prediction": "x"'))
+    text = meta.read_text().replace('"prediction": "velocity"', '"prediction": "x"')
+    meta.write_text(text.replace("sha256_of_the_above", "unused"))
     with pytest.raises(CheckpointError, match=r"needs objective\.prediction=velocity"):
         export_checkpoint(done.path, tmp_path / "back.pt", format="sit")
 

@@ -1,6 +1,9 @@
+import errno
 import json
 import logging
+import os
 import shutil
+import stat
 from pathlib import Path
 
 import huggingface_hub
@@ -13,6 +16,7 @@ from tests.small_run import train_small
 from tread_zoo.backbone import Backbone
 from tread_zoo.cli import compose_settings
 from tread_zoo.config import EvaluateConfig, SampleConfig, check
+from tread_zoo.data.files import write_text
 from tread_zoo.diffusion import AutoGuidance
 from tread_zoo.training.checkpoints import (
     CheckpointError,
@@ -92,6 +96,77 @@ def test_a_run_that_is_not_here_is_not_looked_for_on_the_hub(tmp_path, monkeypat
             find_checkpoint(path)
         with pytest.raises(OSError, match=f"there is no {Path(path)}"):
             Backbone.from_pretrained(path)
+
+
+def test_a_bit_that_flips_in_checkpoint_json_is_noticed_or_changes_nothing(tmp_path):
+    save(tmp_path, 1)
+    file = save(tmp_path, 2) / "checkpoint.json"
+    content, meta = file.read_bytes(), find_checkpoint(tmp_path).meta
+    for place in range(8 * len(content)):
+        if place % 7 == 0:  # any bit of a byte, in turn
+            flipped = bytearray(content)
+            flipped[place // 8] ^= 1 << place % 8
+            file.write_bytes(flipped)
+            other = find_checkpoint(tmp_path)
+            assert other.step == 1 or meta.items() <= other.meta.items(), bytes(flipped)
+
+
+def test_a_checkpoint_without_a_checksum_of_its_own_is_read(tmp_path):
+    file = save(tmp_path, 1) / "checkpoint.json"
+    meta = json.loads(file.read_text())
+    file.write_text(json.dumps({k: meta[k] for k in ("format", "step", "sha256")}))
+    assert find_checkpoint(tmp_path).step == 1
+
+
+def test_files_are_on_the_disk_before_they_have_their_names(tmp_path, monkeypatch):
+    synced, named = set(), []
+
+    def fsync(handle):
+        synced.add(os.fstat(handle).st_ino)
+
+    def moving(move):
+        def checked(source, target, **options):
+            files = [Path(source), *Path(source).glob("*")]
+            named.append((Path(target), {file.stat().st_ino for file in files} <= synced))
+            move(source, target, **options)
+
+        return checked
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        for name in ("rename", "replace"):
+            patch.setattr(os, name, moving(getattr(os, name)))
+        path = save(tmp_path, 1)
+        write_text(tmp_path / "score.json", "{}")
+    assert named == [(path, True), (tmp_path / "score.json", True)]
+    assert path.parent.stat().st_ino in synced, "the new name itself"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "saves"),
+    [
+        (errno.EIO, "file", False),
+        (errno.EIO, "folder", False),
+        (errno.EINVAL, "file", False),
+        (errno.EINVAL, "folder", True),  # what a file system says that cannot do this
+    ],
+)
+def test_an_error_of_the_disk_is_told(tmp_path, monkeypatch, code, kind, saves):
+    save(tmp_path, 1)
+    sync = os.fsync
+
+    def fsync(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode) == (kind == "folder"):
+            raise OSError(code, os.strerror(code))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if saves:
+        save(tmp_path, 2)
+    else:
+        with pytest.raises(CheckpointError, match="step_00000001 is intact"):
+            save(tmp_path, 2)
+    assert find_checkpoint(tmp_path).step == 1 + saves
 
 
 def test_an_empty_folder_and_another_format(tmp_path):

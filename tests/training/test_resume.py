@@ -27,7 +27,7 @@ from tread_zoo.training.checkpoints import (
 from tread_zoo.training.log import Log, read_scores
 from tread_zoo.training.loop import draw_step, train
 from tread_zoo.training.signals import Stopped
-from tread_zoo.training.trackers import read_metrics
+from tread_zoo.training.trackers import read_lines, read_metrics
 
 
 def assert_same_end(one, other):
@@ -236,6 +236,23 @@ def test_a_crash_between_checkpoints_loses_only_what_came_after(run, monkeypatch
     assert_same_end(unbroken, broken)
     steps = [json.loads(line)["step"] for line in (broken / "metrics.jsonl").open()]
     assert steps.count(4) == 1
+
+
+def test_side_files_that_are_damaged_do_not_keep_a_run_from_going_on(in_two_parts, copy_of, caplog):
+    folder = copy_of(in_two_parts)
+    before = {name: read_lines(folder / name) for name in ("metrics.jsonl", "commands.jsonl")}
+    wrong = b'\xff\xfe\n{"step": 3, "lo\n{"loss": 2}\n17\n{"step": null}\n\n'
+    for name in ("metrics.jsonl", "commands.jsonl", "scores.jsonl"):
+        (folder / name).write_bytes(wrong + (folder / name).read_bytes() + wrong)
+    (folder / "corrupt.txt").write_bytes(b"7\tphotos/7.png\tbroken\n\n\xff\xfe\n1")
+    train_small(folder, "lr_schedule=constant", "training.num_steps=8", "resume=latest")
+    assert find_checkpoint(folder).step == 8
+    for name, rows in before.items():
+        assert read_lines(folder / name)[: len(rows)] == rows
+        told = [text for text in caplog.messages if f"{folder / name}:" in text]
+        assert len(told) == 1, "once: the file is whole then"
+    assert list(read_scores(folder)) == [3, 6, 8]
+    assert any(row.get("corrupt_items") == 1 for row in read_metrics(folder))
 
 
 def test_resuming_a_finished_run_changes_nothing(in_two_parts, copy_of):

@@ -7,12 +7,14 @@
         ema_0.1.safetensors     which lie in <run>/ema_snapshots/step_… too, as checkpoints do
         alignment.safetensors   what an alignment trains beside, if there is one
         optimizer.safetensors   its state, `<parameter>|<name>`
-        checkpoint.json         step, configuration, plug-ins, backbone, data, sha256 of the files
+        checkpoint.json         step, configuration, plug-ins, backbone, data, sha256 of the files,
+                                and of what stands above it
 
 A checkpoint exists once its folder has its final name: a crash or a full disk on the way leaves the
 one before untouched. Folders that begin with a dot are what it left; the next save clears them.
 """
 
+import errno
 import itertools
 import json
 import logging
@@ -20,7 +22,6 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,27 +38,27 @@ from tread_zoo.data.files import checksum
 from tread_zoo.data.split import digest_items
 from tread_zoo.pretrained import (
     CONFIG_NAME,
+    FORMAT,
+    META_NAME,
     STEP_FOLDERS,
     WEIGHTS_NAME,
+    CheckpointError,
     build_backbone,
     download,
+    read_facts,
+    read_newest,
+    sealed,
 )
 from tread_zoo.registry import check_plugins
 from tread_zoo.training.ema import TRACKED, fit_profile, is_sharded, slice_like
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
-META_NAME = "checkpoint.json"
 SNAPSHOTS = "ema_snapshots"
 # What may differ of the data: said elsewhere, or compared by itself.
 _APART = {"name", "num_images", "items", "decoder", "class_names"}
 # What a resumed run must share.
 _SAME = ("backbone", "routing", "objective", "data", "alignment", "seed")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is missing, or cannot be written or used; the text says what to do."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Checkpoint:
         ):
             if max(map(abs, row)) < 1e-10:
                 continue  # not worth reading
-            source = self if step == self.step else _verify(path)
+            source = self if step == self.step else Checkpoint(path, read_facts(path))
             for part, coefficient in zip(TRACKED, row, strict=True):
                 for name, tensor in source.tensors(part).items():
                     average[name] = average.get(name, 0) + coefficient * tensor.double()
@@ -155,7 +156,7 @@ def save_checkpoint(
             whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
             save_file(whole, partial / f"{part}.safetensors")
         checksums = {file.name: checksum(file) for file in sorted(partial.iterdir())}
-        text = json.dumps({"format": FORMAT, **meta, "sha256": checksums}, indent=2)
+        text = sealed({"format": FORMAT, **meta, "sha256": checksums})
         (partial / META_NAME).write_text(text)
         for file in (*partial.iterdir(), partial):
             _sync(file)  # a rename must not outrun what it renames
@@ -165,7 +166,7 @@ def save_checkpoint(
         _sync(folder)
     except (OSError, SafetensorError) as error:
         _clear_leftovers(folder)
-        older = _folders(folder)
+        older = [each for each in _folders(folder) if each != final]
         kept = f"{older[-1]} is intact" if older else "there is no earlier checkpoint"
         raise CheckpointError(
             f"could not save {final}: {error}. Nothing half-written is left; {kept}. Make room, or "
@@ -198,21 +199,16 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
                 f"{path} holds a network alone, and not what it was trained for: it is used from "
                 "Python, Backbone.from_pretrained, or pushed as a run by tread-zoo push."
             )
-        return _verify(path, CONFIG_NAME)
+        return Checkpoint(path, read_facts(path, CONFIG_NAME))
     if (path / META_NAME).exists() or path.name.startswith("step_"):
-        return _verify(path)
+        return Checkpoint(path, read_facts(path))
     folders = _folders(path / "checkpoints") or _folders(path)
     if not folders:
         raise CheckpointError(
             f"checkpoint={str(path)!r} holds no checkpoint. Give a run's folder or one of its "
             "checkpoints/step_… folders."
         )
-    for folder in reversed(folders[1:]):
-        try:
-            return _verify(folder)
-        except CheckpointError as error:
-            logger.warning("%s Falling back to the one before.", error)
-    return _verify(folders[0])
+    return Checkpoint(*read_newest(folders))
 
 
 def drop_later(run_dir: Path, step: int) -> None:
@@ -454,27 +450,13 @@ def _clear_leftovers(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _verify(path: Path, meta_name: str = META_NAME) -> Checkpoint:
-    """Return the checkpoint in `path` if every file is what it was when it was saved."""
-    try:
-        meta = json.loads((path / meta_name).read_text())
-        if meta["format"] != FORMAT:
-            raise ValueError(f"it has format {meta['format']!r}, this version reads {FORMAT}")
-        for name, expected in meta["sha256"].items():
-            if checksum(path / name) != expected:
-                raise ValueError(f"{name} differs from what was saved (sha256)")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} is damaged: {error}. Use another checkpoint of the run, or train again."
-        ) from error
-    return Checkpoint(path, meta)
-
-
 def _sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
-    with suppress(OSError):  # some systems cannot open folders
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if not (path.is_dir() and error.errno == errno.EINVAL):  # not every file system can
+            raise
+    finally:
+        os.close(handle)

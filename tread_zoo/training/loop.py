@@ -59,10 +59,10 @@ def train(**fields: Any) -> Path:
     fields, source = resolve_initial(fields)
     config, checkpoint = resolve_run(fields)
     set_forms(config.kernels)
+    device = resolve_device(config.device)
+    precision = resolve_precision(config.training.precision, device)
+    prepare_process_group(device)
     with StopSignals() as signals, _errors_explained(config.training):
-        device = resolve_device(config.device)
-        precision = resolve_precision(config.training.precision, device)
-        prepare_process_group(device)
         setup = build_setup(config, source if checkpoint is None else None)
         if checkpoint is not None:
             check_same_data(checkpoint, setup.data_facts)

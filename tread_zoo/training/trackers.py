@@ -181,10 +181,19 @@ def write_lines(file: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the records of a file of JSON lines, none if there is no file; lines that a crash or a
-    full disk cut short are left out."""
+    """Return the records of a file of JSON lines, none if there is no file.
+
+    Lines that a crash, a full disk or a hand damaged, or that have no step, are left out, which is
+    logged.
+    """
+    lines = file.read_bytes().splitlines() if file.exists() else []
     records = []
-    for line in file.read_text().splitlines() if file.exists() else []:
-        with suppress(ValueError):
-            records.append(json.loads(line))
+    for line in lines:
+        with suppress(ValueError, TypeError, KeyError):
+            record = json.loads(line)
+            step = record["protocol"]["step"] if "protocol" in record else record["step"]
+            records += [record] if isinstance(step, int) else []
+    if len(records) < len(lines):
+        damaged = len(lines) - len(records)
+        logger.warning("%s: %d of %d lines are damaged and left out", file, damaged, len(lines))
     return records
