@@ -38,16 +38,22 @@ from tread_zoo.data.files import checksum
 from tread_zoo.data.split import digest_items
 from tread_zoo.pretrained import (
     CONFIG_NAME,
-    FORMAT,
-    META_NAME,
     STEP_FOLDERS,
     WEIGHTS_NAME,
-    CheckpointError,
     build_backbone,
     download,
     read_facts,
     read_newest,
     sealed,
+)
+from tread_zoo.pretrained import (
+    FORMAT as FORMAT,
+)
+from tread_zoo.pretrained import (
+    META_NAME as META_NAME,
+)
+from tread_zoo.pretrained import (
+    CheckpointError as CheckpointError,
 )
 from tread_zoo.registry import check_plugins
 from tread_zoo.training.ema import TRACKED, fit_profile, is_sharded, slice_like
