@@ -209,9 +209,8 @@ def best_settings(
             settings, key=lambda s: sign * statistics.fmean(values[row] for row in s.runs.index)
         )
         apart = [(o, _difference(o, best, measured)) for o in others]
-        near = [
-            o.label for o, d in apart if not d or d.verdict(direction(used) or "lower") != "ahead"
-        ]
+        better = direction(used) or "lower"
+        near = [o.label for o, d in apart if d is None or d.verdict(better) != "ahead"]
         verdict = f"next {others[0].label}, {means[others[0].label]}. "
         if all(difference is None or difference.n < 2 for _, difference in apart):
             verdict += "One seed: not settled."
@@ -274,11 +273,9 @@ def routing_table(
             rows.append(row)
     says = {"ahead": "pays for", "behind": "does not pay for", "not settled": "is not settled for"}
     lines = []
-    for judged, words_of in verdicts.items():
-        parts = [
-            f"{says[w]} {len(words_of[w])}: {', '.join(words_of[w])}" for w in says if w in words_of
-        ]
-        lines.append(f"Routing, by {judged}: {'; '.join(parts)}.")
+    for what, own in verdicts.items():
+        parts = [f"{says[w]} {len(own[w])}: {', '.join(own[w])}" for w in says if w in own]
+        lines.append(f"Routing, by {what}: {'; '.join(parts)}.")
     for name, labels in missing.items():
         remedy = "; set training.score_every" if name == "FLOPs" else ""
         lines.append(f"Routing at equal {name}: not measured for {_some(labels)}{remedy}.")

@@ -1,4 +1,4 @@
-"""Draw the curves and print the tables of this page, from its three .csv files.
+"""Draw the curves and print the tables of this page, from its .csv files.
 
 python docs/comparison/where_routing_pays/page.py               # from those that are here
 python docs/comparison/where_routing_pays/page.py comparisons   # read them off the runs first
@@ -13,13 +13,21 @@ import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 
 from tread_zoo import comparison
+from tread_zoo.comparison.findings import direction
+from tread_zoo.comparison.intervals import differences, interval
+from tread_zoo.evaluation.contribution import contribution_names
 from tread_zoo.training.log import read_scores
 
 HERE = Path(__file__).parent
+SEVERAL = {  # of the study `evidence`, by what tells the folders: seeds, each with draws of noise
+    "depth-5": "dense, 5 blocks",
+    "depth-8": "dense, 8 blocks",
+    "start-2": "routed",
+    "routing-none": "dense",
+}
 ARMS = {  # what tells the folders of an arm, the first that fits: (name, colour)
     "routing-none": ("dense", "#2a7fd4"),
     "dense_tail-0.1": ("routed, dense tail", "#8a5fc7"),
@@ -64,6 +72,51 @@ def collect(comparisons: Path) -> None:
     table.to_csv(HERE / "evaluations.csv", index=False, float_format="%.6g")
 
 
+def collect_seeds(study: Path) -> None:
+    """Write evidence.csv: each score by training seed and draw, and what blocks are worth."""
+    rows = []
+    for run in sorted((study / "runs").iterdir()):
+        records = [json.loads(file.read_text()) for file in run.glob("score_*.json")]
+        for record in [*read_scores(run).values(), *records]:
+            protocol, sampling = record["protocol"], record["protocol"]["sampling"]
+            if sampling["guidance"] == "none" and sampling["selection_rate"] == 0:
+                rows.append({
+                    "arm": next(arm for key, arm in SEVERAL.items() if key in run.name),
+                    "seed": json.loads((run / "config.json").read_text())["seed"],
+                    "images": BATCH_SIZE * protocol["step"],
+                    "draw": protocol["seed"],
+                    **{metric: record["values"][metric] for metric in EVALUATED},
+                    **contribution_names(record.get("contributions", {})),
+                })  # fmt: skip
+    # what was scored again comes last, and has the contributions
+    table = pd.DataFrame(rows).drop_duplicates(["arm", "seed", "images", "draw"], keep="last")
+    table.to_csv(HERE / "evidence.csv", index=False, float_format="%.6g")
+
+
+def over_seeds(table: pd.DataFrame) -> str:
+    """Return a table: each arm's mean ± standard deviation over training seeds, and 95 % intervals
+    of the differences of equal seeds, the routed network's from each other one."""
+    lines = [f"| images | | seeds | {NAMES} | without [2, 9) |", "|---" * 9 + "|"]
+    for images, at in table.groupby("images"):
+        arms = {arm: own.set_index(["seed", "draw"]) for arm, own in at.groupby("arm", sort=False)}
+        for arm, own in arms.items():
+            means = own[EVALUATED].groupby(level=0).mean()
+            worth = own.get("contribution_2_9", pd.Series(dtype=float)).mean()
+            lines.append(
+                f"| {images // 1000}K | {arm} | {len(means)} | "
+                f"{_with_spread(means.mean(), means.std())} | {_show(worth, 3)} |"
+            )
+        for arm in [arm for arm in arms if "routed" in arms and arm != "routed"]:
+            by = pd.DataFrame({
+                metric: differences(arms["routed"][metric], arms[arm][metric])
+                for metric in EVALUATED
+            })  # fmt: skip
+            if len(by):
+                name = f"routed - ({arm})"
+                lines.append(f"| {images // 1000}K | {name} | {len(by)} | {_judged(by)} | |")
+    return "\n".join(lines)
+
+
 def draws_of(run: Path) -> list[dict[str, Any]]:
     """Return the scores of a run's checkpoints that evaluate scored again, with the run's own."""
     others = [json.loads(file.read_text()) for file in run.glob("score_*.json")]
@@ -102,40 +155,6 @@ def with_place(table: pd.DataFrame) -> pd.DataFrame:
     return table.assign(arm=table.folder.map(arm_of), images=BATCH_SIZE * table.step)
 
 
-def scores_by_images(curves: pd.DataFrame) -> str:
-    """Return a table: dense / routed at each number of images, the mean of the seeds."""
-    at = curves.pivot_table(index="images", columns=["metric", "arm"], values="value")
-    lines = [f"| images | {NAMES} | held-out loss |", "|---" * 7 + "|"]
-    for images, row in at.iterrows():
-        pairs = [
-            " / ".join(_show(row.get((metric, arm)), n) for arm in ("dense", "routed"))
-            for metric, n in DIGITS.items()
-        ]
-        lines.append(f"| {images // 1000}K | {' | '.join(pairs)} |")
-    return "\n".join(lines)
-
-
-def distance_at_equal_cost(curves: pd.DataFrame) -> str:
-    """Return a table: the routed run's distance less the dense one's, read between its scores, at
-    equal images, FLOPs and seconds."""
-    fid = curves[curves.metric == "fid"]
-    dense, routed = (
-        fid[fid.arm == arm].groupby("images")[["value", "flops"]].mean() for arm in SPEED
-    )
-    lines = ["| images of the routed run | equal images | equal FLOPs | equal seconds |"]
-    lines.append("|---" * 4 + "|")
-    seconds = dense.index / SPEED["dense"]
-    for images, row in routed.iterrows():
-        others = (
-            _between(images, dense.index, dense.value),
-            _between(row.flops, dense.flops, dense.value),
-            _between(images / SPEED["routed"], seconds, dense.value),
-        )
-        cells = " | ".join(_show(row.value - other, 2, sign="+") for other in others)
-        lines.append(f"| {images // 1000}K | {cells} |")
-    return "\n".join(lines)
-
-
 def loss_by_level(curves: pd.DataFrame) -> str:
     """Return a table: the held-out losses of the fourths of the levels at the last common point,
     from the least noise to the most."""
@@ -162,16 +181,13 @@ def draws(evaluations: pd.DataFrame) -> dict[int, dict[str, pd.DataFrame]]:
 
 
 def spread_of_draws(evaluations: pd.DataFrame) -> str:
-    """Return a table: mean ± standard deviation of scores over draws of the noise; and the mean of
-    the differences of equal draws, each arm less dense, ± its standard error."""
+    """Return a table: mean ± standard deviation of scores over draws of the noise; and the 95 %
+    interval of the differences of equal draws, each arm less dense, with its verdict."""
     lines = [f"| images | | {NAMES} |", "|---" * 7 + "|"]
     for images, arms in draws(evaluations).items():
-        rows = [(arm, own.mean(), own.std(), "") for arm, own in arms.items()]
-        for arm in list(arms)[1:]:
-            by = arms[arm] - arms["dense"]
-            rows.append((f"{arm} - dense", by.mean(), by.sem(), "+"))
-        for name, mean, spread, sign in rows:
-            lines.append(f"| {images // 1000}K | {name} | {_with_spread(mean, spread, sign)} |")
+        rows = [(arm, _with_spread(own.mean(), own.std())) for arm, own in arms.items()]
+        rows += [(f"{a} - dense", _judged(arms[a] - arms["dense"])) for a in list(arms)[1:]]
+        lines += [f"| {images // 1000}K | {name} | {cells} |" for name, cells in rows]
     return "\n".join(lines)
 
 
@@ -183,28 +199,13 @@ def draws_at_equal_flops(curves: pd.DataFrame, evaluations: pd.DataFrame) -> str
         by = at[images][arm] - at[of_dense]["dense"]
         share = spent[arm, images] / spent["dense", of_dense]
         place = f"{arm} | {images // 1000}K | {of_dense // 1000}K | {share:.2f}"
-        lines.append(f"| {place} | {_with_spread(by.mean(), by.sem(), '+')} |")
-    return "\n".join(lines)
-
-
-def samples_to_settle(evaluations: pd.DataFrame) -> str:
-    """Return a table: the samples of each network, in thousands, that make the difference of the
-    routed and the dense one twice its standard error."""
-    lines = [f"| images | {NAMES} |", "|---" * 6 + "|"]
-    for images, arms in draws(evaluations).items():
-        if "routed" not in arms:
-            continue
-        by = arms["routed"] - arms["dense"]
-        needed = np.ceil((2 * by.std() / by.mean()) ** 2)
-        cells = ("over 100" if needed[m] > 100 else f"{needed[m]:.0f}" for m in EVALUATED)
-        lines.append(f"| {images // 1000}K | {' | '.join(cells)} |")
+        lines.append(f"| {place} | {_judged(by)} |")
     return "\n".join(lines)
 
 
 def guided(evaluations: pd.DataFrame) -> str:
     """Return a table: what guidance of some scales makes of the two networks, the mean of the draws
-    of the noise that all of them have; and for several draws what routing is ahead of, ± the
-    standard error."""
+    of the noise that all of them have; and for several draws the 95 % intervals of differences."""
     metrics = ["fid", "precision", "recall", "label_accuracy"]
     lines = ["| images | | draws | Fréchet distance | precision | recall | label accuracy |"]
     lines.append("|---" * 7 + "|")
@@ -221,24 +222,31 @@ def guided(evaluations: pd.DataFrame) -> str:
         if len(common) > 1:
             for name in ("routed", "routed, 1.1"):
                 by = groups[name].loc[common] - groups["dense, 1.1"].loc[common]
-                cells = _with_spread(by.mean(), by.sem(), "+")
-                lines.append(place.format(f"({name}) - (dense, 1.1)", cells))
+                lines.append(place.format(f"({name}) - (dense, 1.1)", _judged(by)))
     return "\n".join(lines)
 
 
-def _with_spread(mean: pd.Series, spread: pd.Series, sign: str) -> str:
+def _with_spread(mean: pd.Series, spread: pd.Series) -> str:
+    """Return mean ± standard deviation of each score; of one value the value."""
     return " | ".join(
-        f"{mean[m]:{sign}.{DIGITS[m]}f} ± {spread[m]:.{DIGITS[m]}f}" for m in mean.index
+        f"{mean[m]:.{n}f}" + ("" if pd.isna(spread[m]) else f" ± {spread[m]:.{n}f}")
+        for m, n in DIGITS.items()
+        if m in mean
     )
 
 
+def _judged(by: pd.DataFrame) -> str:
+    """Return the 95 % interval of each score's differences, with its verdict."""
+    cells = []
+    for metric in by:
+        own, n = interval(by[metric].dropna()), DIGITS[metric]
+        verdict = own.verdict(direction(metric) or "lower")
+        cells.append(f"{own.mean:+.{n}f} ± {own.half:.{n}f}, {verdict}")
+    return " | ".join(cells)
+
+
 def _show(value: float | None, digits: int, sign: str = "") -> str:
-    return "" if value is None or np.isnan(value) else f"{value:{sign}.{digits}f}"
-
-
-def _between(x: float, xs: pd.Index | pd.Series, ys: pd.Series) -> float:
-    """Return the line through (xs, ys) at x; nan outside of it."""
-    return float(np.interp(x, xs, ys, left=np.nan, right=np.nan))
+    return "" if value is None or pd.isna(value) else f"{value:{sign}.{digits}f}"
 
 
 def draw() -> None:
@@ -303,21 +311,22 @@ def draw_plane(axis: plt.Axes, curves: pd.DataFrame, evaluations: pd.DataFrame) 
 def tables() -> list[str]:
     """Return every table of the page."""
     curves, evaluations = read_curves(), read_evaluations()
+    seeds = HERE / "evidence.csv"
     return [
+        *([over_seeds(pd.read_csv(seeds))] if seeds.exists() else []),
         spread_of_draws(evaluations),
         draws_at_equal_flops(curves, evaluations),
-        samples_to_settle(evaluations),
-        scores_by_images(curves),
-        distance_at_equal_cost(curves),
         loss_by_level(curves),
         guided(evaluations),
-        scores_by_images(read_curves("scan")),
         spread_of_draws(read_evaluations("scan")),
     ]
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        collect(Path(sys.argv[1]))
+        if (Path(sys.argv[1]) / "where_routing_pays").exists():
+            collect(Path(sys.argv[1]))
+        if (Path(sys.argv[1]) / "evidence").exists():
+            collect_seeds(Path(sys.argv[1]) / "evidence")
     draw()
     print("\n\n".join(tables()))
