@@ -1,31 +1,31 @@
-"""The zoo: one file an architecture. Importing this package registers them all."""
+"""The zoo: `rows` has its rows and their sizes. Importing this package registers them all."""
 
-from backbones import (
-    dit,
-    gated_deltanet,
-    gla,
-    hybrid,
-    lightning_dit,
-    mamba,
-    mamba2,
-    rwkv,
-    rwkv7,
-    uvit,
-    zigma,
+from backbones.rows import (
+    GLA,
+    RWKV,
+    RWKV7,
+    DiT,
+    GatedDeltaNet,
+    Hybrid,
+    LightningDiT,
+    Mamba,
+    Mamba2,
+    UViT,
+    ZigMa,
 )
 
 __distribution__ = "tread-zoo"  # tells the registry that this `backbones` is ours
 
 __all__ = [
-    "dit",
-    "gated_deltanet",
-    "gla",
-    "hybrid",
-    "lightning_dit",
-    "mamba",
-    "mamba2",
-    "rwkv",
-    "rwkv7",
-    "uvit",
-    "zigma",
+    "GLA",
+    "RWKV",
+    "RWKV7",
+    "DiT",
+    "GatedDeltaNet",
+    "Hybrid",
+    "LightningDiT",
+    "Mamba",
+    "Mamba2",
+    "UViT",
+    "ZigMa",
 ]

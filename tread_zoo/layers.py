@@ -1,5 +1,5 @@
 """Layers that several backbones share: patches, positions, time and labels, modulation, attention,
-scans both ways, the head.
+the head.
 
 B batch, N tokens, K of them kept, D width, C channels, p patch size, h x w grid of patches.
 """
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tread_zoo.kernels import attention, causal_conv1d
+from tread_zoo.kernels import attention
 
 
 def patchify(x: Tensor, patch_size: int) -> Tensor:
@@ -165,49 +165,6 @@ def self_attention(x: Tensor, qkv: nn.Module, proj: nn.Module, num_heads: int) -
     q, k, v = split.permute(2, 0, 3, 1, 4)
     out: Tensor = proj(attention(q, k, v).transpose(1, 2).reshape(batch, length, width))
     return out
-
-
-def convolve_both_ways(
-    ways: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    segment_ids: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Return causal convolutions of two walks side by side, [B, N, 2 D] of [B, N, 2 D].
-
-    Args:
-        ways: tokens in the order of the walk, and of the walk backwards.
-        weight, bias: taps [2 D, W] and [2 D], the forward direction's first.
-        segment_ids: of each, ascending integers [B, N]; no tap reaches into another segment.
-    """
-    if segment_ids is None:
-        return causal_conv1d(ways, weight, bias)
-    halves = zip(ways.chunk(2, -1), weight.chunk(2), bias.chunk(2), segment_ids, strict=True)
-    return torch.cat(
-        [causal_conv1d(way, taps, shift, segment_ids=ids) for way, taps, shift, ids in halves],
-        dim=-1,
-    )
-
-
-def scan_both_ways(
-    scan: Callable[..., Tensor],
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-    gaps: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    """Return a state-space scan whose second half of channels, heads and groups runs backwards.
-
-    Without gaps it is one call; each direction has gaps of its own.
-
-    Args:
-        scan: `selective_scan` or `ssd`.
-        inputs: u, delta, A, B, C, D as it takes them.
-        gaps: of the forward and of the backward direction, each [B, N].
-    """
-    if gaps is None:
-        return scan(*inputs)
-    halves = [x.chunk(2, dim) for x, dim in zip(inputs, (2, 2, 0, 2, 2, 0), strict=True)]
-    ways = zip(zip(*halves, strict=True), gaps, strict=True)
-    return torch.cat([scan(*way, gaps=apart) for way, apart in ways], dim=2)
 
 
 class Mlp(nn.Module):

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
@@ -105,11 +105,12 @@ class Entry:
     @functools.cached_property
     def schema(self) -> type[BaseModel]:
         """The options as a pydantic model."""
-        target = self.target.__init__ if inspect.isclass(self.target) else self.target
         try:
-            hints = get_type_hints(target, include_extras=True)
+            signature = inspect.signature(self.target, eval_str=True)
         except NameError:  # types that are imported for a type checker alone
-            hints = {}
+            signature = inspect.Signature()
+        parameters = signature.parameters.values()
+        hints = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}
         defaults = {**dict.fromkeys(self.parameters(), ...), **self.defaults()}
         fields: dict[str, Any] = {k: (hints.get(k, Any), v) for k, v in defaults.items()}
         return create_model(f"{self.kind}_{self.name}", __config__=STRICT, **fields)

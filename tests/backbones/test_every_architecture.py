@@ -1,13 +1,18 @@
 """What every architecture promises beside the conformance kit."""
 
+import inspect
 import itertools
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.utils._pytree import tree_leaves
 
+from backbones.mixers.base import Mixer
+from backbones.shells import AdaLNBackbone
 from tests.test_contract import SMALL
-from tread_zoo import create_backbone
+from tread_zoo import create_backbone, register_backbone
+from tread_zoo.registry import get_entry
 from tread_zoo.routing import Route
 from tread_zoo.testing import Probe
 
@@ -59,6 +64,43 @@ def test_the_residual_stream_stays_float32_under_autocast(name):
         network(*probe.inputs())
     assert len(kinds) == network.num_blocks
     assert all(torch.float32 in of_block for of_block in kinds)
+
+
+# Blocks with a skip, and the first one, are of other kinds.
+KINDS = {"hybrid_tiny": 3, "mamba_tiny": 3, "mamba2_tiny": 3, "rwkv_tiny": 2, "rwkv7_tiny": 2, "uvit_tiny": 2}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_blocks_of_a_kind_share_their_graphs(name):
+    """Dense, routed and with a second batch size: three graphs a kind, whatever the depth."""
+    probe = Probe(name, overrides={**SMALL[name], "depth": 8 + (name == "rwkv_tiny")})
+    network, counter = probe.build(), CompileCounter()
+    torch.compiler.reset()
+    for block in network.blocks:
+        block.compile(backend=counter)
+    network(*probe.inputs()).sum().backward()
+    network(*probe.inputs(), routes=[probe.route(network, rate=0.5)]).sum().backward()
+    network(*probe.inputs(5)).sum().backward()
+    assert counter.frame_count <= 3 * KINDS.get(name, 1)
+
+
+@pytest.mark.parametrize("name", ["dit_tiny", "lightning_dit_tiny", "mamba_tiny", "hybrid_tiny"])
+def test_a_misspelt_keyword_of_a_class_is_an_error(name):
+    network = get_entry("backbone", name).target
+    sizes = {"input_size": 8, "in_channels": 1, "num_classes": 10}
+    with pytest.raises(TypeError, match="hiden_size"):
+        network(**sizes, hiden_size=64)
+    assert {"hidden_size", "time_scale", "depth"} <= inspect.signature(network).parameters.keys()
+
+
+def test_a_mixer_that_takes_any_keyword_is_refused():
+    class Open(Mixer):
+        def __init__(self, hidden_size: int, **anything):
+            super().__init__()
+
+    with pytest.raises(ValueError, match="misspelt"):
+        register_backbone("open")(type("OpenNet", (AdaLNBackbone,), {"mixer": Open}))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
+import runpy
+
 import pytest
 import torch
 
-from backbones.hybrid import MIXERS
-from tread_zoo import create_backbone
+from tests.small_run import fields_of
+from tread_zoo import create_backbone, list_backbones, registry
+from tread_zoo.config import make_config
 from tread_zoo.testing import CHECKS, Probe
 
+MIXERS = ("attention", "gated_deltanet", "gla", "mamba", "mamba2", "rwkv7", "zigma")
 SIZES = {"input_size": 8, "in_channels": 1, "num_classes": 10}
 
 
@@ -30,7 +34,7 @@ def test_all_attention_is_lightning_dit_to_the_bit():
 def test_the_pattern_is_repeated_to_the_depth():
     network = create_backbone("hybrid_tiny", **SIZES, depth=5, pattern="mamba2:2, attention")
     kinds = [type(block.mixer).__name__ for block in network.blocks]
-    assert kinds == [*2 * ["StateSpaceDual"], "RotaryAttention", *2 * ["StateSpaceDual"]]
+    assert kinds == [*2 * ["BidirectionalSSD"], "RotaryAttention", *2 * ["BidirectionalSSD"]]
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -39,9 +43,40 @@ def test_every_mixer_depends_on_what_is_declared(name):
     CHECKS["blocks_depend_on_what_they_declare"](Probe("hybrid_tiny", overrides=overrides))
 
 
+def test_a_list_gives_mixers_their_options():
+    given = [{"name": "gated_deltanet", "repeat": 2, "per_channel": True}, {"name": "attention"}]
+    network = create_backbone("hybrid_tiny", **SIZES, depth=6, pattern=given)
+    own = [getattr(block.mixer, "per_channel", None) for block in network.blocks]
+    assert own == 2 * [True, True, None]
+    again = create_backbone(network.name, **network.config)
+    assert again.state_dict().keys() == network.state_dict().keys()
+    assert network.depends_on == ("order", "ids")
+    CHECKS["tokens_leave_and_rejoin"](Probe("hybrid_tiny", overrides={"pattern": given}))
+
+
+def test_a_list_from_the_command_line():
+    given = "backbone.pattern=[{name: gla, repeat: 3, gaps: decay}, {name: attention}]"
+    config = make_config(**fields_of("backbone=hybrid", given))
+    assert config.backbone["pattern"][0] == {"name": "gla", "repeat": 3, "gaps": "decay"}
+
+
+def test_a_mixer_of_another_package_can_stand_in_it(monkeypatch):
+    list_backbones()
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    runpy.run_path("examples/plugin/tread_zoo_mixer.py")
+    pattern = [{"name": "mixer", "gated": False}, {"name": "gated_deltanet"}]
+    probe = Probe("hybrid_tiny", overrides={"hidden_size": 32, "depth": 4, "pattern": pattern})
+    for check in ("blocks_depend_on_what_they_declare", "gradients_flow", "blocks_see_kept_tokens"):
+        CHECKS[check](probe)
+
+
 @pytest.mark.parametrize(
     ("pattern", "said"),
     [
+        ([{"name": "gla", "per_chanel": True}], "per_chanel"),
+        ([{"name": "gated_deltanet", "per_channel": 3}], "per_channel=3"),
+        ([{"name": "uvit"}], "pattern='uvit'"),
+        ([], "must have a mixer"),
         ("atention:3", "Did you mean 'attention'"),
         ("attention:0", "'0' must be a number of blocks"),
         ("attention:1,", "pattern='' is unknown"),

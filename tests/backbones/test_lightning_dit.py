@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from backbones.lightning_dit import RotaryAttention
+from backbones.mixers.rotary import RotaryAttention
 from tests.test_contract import SMALL
 from tread_zoo.backbone import Layout
 from tread_zoo.testing import CHECKS, Probe
@@ -19,6 +19,10 @@ def mixer(**options):
     return attention
 
 
+def mixed_by(attention, x, layout, *first_value):
+    return attention(x, attention.prepare(layout), *first_value)
+
+
 def kept(rows, cols):
     """Return ids [1, K] of places on the grid."""
     return (torch.tensor(rows) * GRID[1] + torch.tensor(cols))[None]
@@ -28,8 +32,7 @@ def test_attention_equals_the_formula():
     """q, k and v by head; pair i of a half turned by its row or column times 10000^(-i / 4)."""
     attention, x = mixer(), torch.randn(1, 4, 32).double()
     rows, cols = [0, 1, 1, 4], [3, 0, 6, 2]
-    out, value = attention(x, Layout(GRID, 1, kept(rows[1:], cols[1:])), None)
-    assert value is None
+    out = mixed_by(attention, x, Layout(GRID, 1, kept(rows[1:], cols[1:])))
     places = torch.tensor([[0, 0], *zip(rows[1:], cols[1:], strict=True)])  # an extra one ahead
     weight, bias = attention.qkv.weight, attention.qkv.bias
     q, k, v = (x[0] @ weight.T + bias).view(4, 3, 2, 16).unbind(1)
@@ -51,7 +54,7 @@ def test_a_kept_set_that_is_shifted_attends_as_before():
     attention, x = mixer(), torch.randn(1, 4, 32).double()
     rows, cols = [0, 1, 2, 2], [1, 3, 0, 4]
     out, shifted, torn = (
-        attention(x, Layout(GRID, 0, ids), None)[0]
+        mixed_by(attention, x, Layout(GRID, 0, ids))
         for ids in (
             kept(rows, cols),
             kept([r + 2 for r in rows], [c + 2 for c in cols]),
@@ -64,18 +67,18 @@ def test_a_kept_set_that_is_shifted_attends_as_before():
 
 def test_values_are_mixed_with_the_first_ones():
     """Values are v + m (v_1 - v): at m = 1 those of the first block alone."""
-    attention, plain = mixer(value_residual=True), mixer()
+    attention, plain = mixer(value_residual=True, index=1), mixer()
     plain.load_state_dict(attention.state_dict(), strict=False)
     x, first, layout = torch.randn(1, 3, 32).double(), torch.randn(32).double(), Layout((1, 3), 0)
     with torch.no_grad():
         for mix in (0.0, 0.3, 1.0):
             attention.value_mix.fill_(mix)
-            out, _ = attention(x, layout, first.expand_as(x))
+            out, _ = mixed_by(attention, x, layout, first.expand_as(x))
             mixed = mixer()
             mixed.load_state_dict(plain.state_dict())
             mixed.qkv.weight[64:] *= 1 - mix
             mixed.qkv.bias[64:] = mix * first + (1 - mix) * plain.qkv.bias[64:]
-            torch.testing.assert_close(out, mixed(x, layout, None)[0])
+            torch.testing.assert_close(out, mixed_by(mixed, x, layout))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from backbones.mamba import BidirectionalMixer
+from backbones.mixers.selective_scan import SelectiveScan
 from tread_zoo import create_backbone
 from tread_zoo.backbone import Layout
 from tread_zoo.routing import GAPS, ORDERS, inverse, scan_order
@@ -14,7 +14,7 @@ GRID = (3, 4)
 
 def make_mixer(gaps="ignore", name="raster", index=0):
     torch.manual_seed(0)
-    mixer = BidirectionalMixer(
+    mixer = SelectiveScan(
         8, expand=2, state_size=3, conv_width=4, scan_order=name, index=index, gaps=gaps
     ).double()
     for parameter in mixer.parameters():
@@ -74,14 +74,14 @@ def test_mixer_equals_the_written_out_loop(name, gaps):
     x = torch.randn(2, 8, 8, dtype=torch.float64)
     with torch.no_grad():
         expected = mix_by_loop(mixer, x, walks_of(ids, name, 3))
-        torch.testing.assert_close(mixer(x, Layout(GRID, 2, ids)), expected)
+        torch.testing.assert_close(mixer(x, mixer.prepare(Layout(GRID, 2, ids))), expected)
         every = torch.arange(12).expand(2, -1)
         x = torch.randn(2, 14, 8, dtype=torch.float64)
         expected = mix_by_loop(mixer, x, walks_of(every, name, 3))
-        torch.testing.assert_close(mixer(x, Layout(GRID, 2, batch=2)), expected)
+        torch.testing.assert_close(mixer(x, mixer.prepare(Layout(GRID, 2, batch=2))), expected)
         expected = mix_by_loop(mixer, x[:, :9], walks_of(ids, name, 3, 3, num_context=2))
         layout = Layout(GRID, 3, ids, num_context=2)
-        torch.testing.assert_close(mixer(x[:, :9], layout), expected)
+        torch.testing.assert_close(mixer(x[:, :9], mixer.prepare(layout)), expected)
 
 
 def test_initial_steps_and_rates_follow_the_table():

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from backbones.mamba2 import BidirectionalSSD
+from backbones.mixers.ssd import BidirectionalSSD
 from tests.backbones.test_mamba import walks_of
 from tread_zoo import create_backbone
 from tread_zoo.backbone import Layout
@@ -63,27 +63,27 @@ def test_mixer_equals_the_written_out_loop(name, gaps):
     x = torch.randn(2, 8, 8, dtype=torch.float64)
     with torch.no_grad():
         expected = mix_by_loop(mixer, x, walks_of(ids, name, 3))
-        torch.testing.assert_close(mixer(x, Layout(GRID, 2, ids)), expected)
+        torch.testing.assert_close(mixer(x, mixer.prepare(Layout(GRID, 2, ids))), expected)
         every = torch.arange(12).expand(2, -1)
         x = torch.randn(2, 14, 8, dtype=torch.float64)
         expected = mix_by_loop(mixer, x, walks_of(every, name, 3))
-        torch.testing.assert_close(mixer(x, Layout(GRID, 2, batch=2)), expected)
+        torch.testing.assert_close(mixer(x, mixer.prepare(Layout(GRID, 2, batch=2))), expected)
         expected = mix_by_loop(mixer, x[:, :9], walks_of(ids, name, 3, 3, num_context=2))
         layout = Layout(GRID, 3, ids, num_context=2)
-        torch.testing.assert_close(mixer(x[:, :9], layout), expected)
+        torch.testing.assert_close(mixer(x[:, :9], mixer.prepare(layout)), expected)
 
 
 def test_block_joins_the_skip_and_adds_to_the_residual():
     backbone = create_backbone("mamba2_tiny", **SIZES, **SMALL).double()
     block = backbone.blocks[-1]
-    layout = Layout(GRID, 2)
+    scan = block.prepare(Layout(GRID, 2))
     delta, residual, skip = torch.randn(3, 2, 14, 16, dtype=torch.float64)
-    after, whole = block((delta, residual), layout, skip)
+    after, whole = block((delta, residual), scan, skip)
     weight, bias = block.skip_proj.weight, block.skip_proj.bias
     joined = residual + delta @ weight[:, :16].T + skip @ weight[:, 16:].T + bias
     torch.testing.assert_close(whole, joined)
     normed = joined / (joined.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    torch.testing.assert_close(after, block.mixer(normed, layout))
+    torch.testing.assert_close(after, block.mixer(normed, scan))
 
 
 @torch.no_grad()

@@ -2,8 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from backbones.q_shift import q_shift
-from backbones.rwkv import ChannelMix, SpatialMix
+from backbones.mixers.q_shift import find_neighbours, q_shift
+from backbones.mixers.wkv import ChannelMix, SpatialMix
 from tread_zoo import create_backbone
 from tread_zoo.backbone import Layout
 from tread_zoo.routing import GAPS, ORDERS, Route, inverse, num_kept_tokens, scan_order
@@ -28,6 +28,11 @@ def randomized(module):
     for parameter in module.double().parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return module
+
+
+def walk_of(layout):
+    """Return what the mixes take of a layout."""
+    return SpatialMix(8).prepare(layout)
 
 
 def shift_on_the_grid(x, ids=None):
@@ -55,14 +60,17 @@ def test_channel_mix_equals_the_formula():
     r, k = (x * own + shifted * (1 - own) for own in mix.own)
     keys = (k @ mix.key.weight.T).clamp_min(0) ** 2
     expected = torch.sigmoid(r @ mix.receptance.weight.T) * (keys @ mix.value.weight.T)
-    torch.testing.assert_close(mix(x, Layout(GRID, 0, ids)), expected)
+    torch.testing.assert_close(mix(x, walk_of(Layout(GRID, 0, ids))), expected)
 
 
 @pytest.mark.parametrize("kept", [None, NUM_TOKENS, 8, QUARTER, 1])
 def test_q_shift_equals_scatter_shift_gather_to_the_bit(kept):
     ids = None if kept is None else make_ids(batch=3, kept=kept)
     x = torch.randn(3, kept or NUM_TOKENS, 12, requires_grad=True)
-    ours, expected = q_shift(x, Layout(GRID, 0, ids, batch=len(x))), shift_on_the_grid(x, ids)
+    ours, expected = (
+        q_shift(x, find_neighbours(Layout(GRID, 0, ids, batch=len(x)))),
+        shift_on_the_grid(x, ids),
+    )
     assert torch.equal(ours, expected)
     weight = torch.randn_like(x)
     assert torch.equal(*(torch.autograd.grad((y * weight).sum(), x)[0] for y in (ours, expected)))
@@ -93,7 +101,7 @@ def test_every_order_and_every_way_with_gaps_by_pairs(name, gaps, kept, context)
     """The mix from its formula: distances along the curve, among the tokens present or all. A
     context has neither neighbours nor a place; it is at both ends of the curve."""
     index, ids = 3, make_ids(kept=kept)
-    mix = randomized(SpatialMix(8, name, index, gaps))
+    mix = randomized(SpatialMix(8, scan_order=name, index=index, gaps=gaps))
     x = torch.randn(2, context + kept, 8, dtype=torch.float64)
     shift = shift_over_gaps if gaps == "ignore" else shift_on_the_grid
     shifted = torch.cat([x[:, :context], shift(x[:, context:], ids)], dim=1)
@@ -116,15 +124,15 @@ def test_every_order_and_every_way_with_gaps_by_pairs(name, gaps, kept, context)
     expected = (torch.sigmoid(r) * mean) @ mix.output.weight.T
     ids = None if kept == NUM_TOKENS else ids
     layout = Layout(GRID, context, ids, batch=2, num_context=context)
-    torch.testing.assert_close(mix(x, layout), expected)
+    torch.testing.assert_close(mix(x, mix.prepare(layout)), expected)
 
 
 def test_the_nearest_present_is_mutual_so_gradients_are_gathers():
     ids = make_ids(batch=3, kept=6)
     x = torch.randn(3, 6, 8, dtype=torch.float64, requires_grad=True)
-    layout = Layout(GRID, 0, ids)
-    torch.testing.assert_close(q_shift(x, layout, over_gaps=True), shift_over_gaps(x, ids))
-    assert torch.autograd.gradcheck(lambda y: q_shift(y, layout, over_gaps=True), (x,))
+    near = find_neighbours(Layout(GRID, 0, ids), over_gaps=True)
+    torch.testing.assert_close(q_shift(x, near), shift_over_gaps(x, ids))
+    assert torch.autograd.gradcheck(lambda y: q_shift(y, near), (x,))
 
 
 def test_far_tokens_stay_finite():
@@ -149,11 +157,12 @@ def test_skips_join_the_first_half_to_the_second():
     x, condition = torch.randn(3, 24, 16), torch.randn(3, 16)
     layout, skip = Layout(backbone.grid, 0, batch=3), torch.randn(3, 24, 16)
     block = backbone.blocks[4]
+    walk = block.prepare(layout)
     joined = block.skip_proj(torch.cat([x, skip], dim=-1))
     linear, block.skip_proj = block.skip_proj, None
-    expected = block(joined, condition, layout, None)
+    expected = block(joined, condition, walk, None)
     block.skip_proj = linear
-    assert torch.equal(block(x, condition, layout, skip), expected)
+    assert torch.equal(block(x, condition, walk, skip), expected)
 
 
 def test_initial_values_follow_the_table():

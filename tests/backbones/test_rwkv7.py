@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from backbones.rwkv7 import ChannelMix, TimeMix
+from backbones.mixers.rwkv7 import ChannelMix, TimeMix
 from tests.backbones.test_mamba import walks_of
 from tests.backbones.test_rwkv import (
     GRID,
@@ -13,6 +13,7 @@ from tests.backbones.test_rwkv import (
     randomized,
     shift_on_the_grid,
     shift_over_gaps,
+    walk_of,
 )
 from tread_zoo import create_backbone
 from tread_zoo.backbone import Layout
@@ -70,7 +71,7 @@ def mix_by_loop(mixer, x, shifted, walks, first_value):
 )
 @torch.no_grad()
 def test_time_mix_equals_the_written_out_loop(gaps, name, kept, context):
-    mixer = randomized(TimeMix(WIDTH, HEAD, 2, name, 3, gaps))
+    mixer = randomized(TimeMix(WIDTH, HEAD, 2, scan_order=name, index=3, gaps=gaps))
     ids = make_ids(kept=kept)
     x, first_value = torch.randn(2, 2, context + kept, WIDTH, dtype=torch.float64)
     shift = shift_over_gaps if gaps == "ignore" else shift_on_the_grid
@@ -79,18 +80,18 @@ def test_time_mix_equals_the_written_out_loop(gaps, name, kept, context):
     expected = mix_by_loop(mixer, x, shifted, walks, first_value)
     ids = None if kept == NUM_TOKENS else ids
     layout = Layout(GRID, context, ids, batch=2, num_context=context)
-    out, value = mixer(x, layout, first_value)
+    out, value = mixer(x, mixer.prepare(layout), first_value)
     torch.testing.assert_close(out, expected)
     assert value is None
 
 
 @torch.no_grad()
 def test_channel_mix_equals_the_formula():
-    mix, ids = randomized(ChannelMix(8, 4.0, "decay")), make_ids()
+    mix, ids = randomized(ChannelMix(8, 4.0)), make_ids()
     x = torch.randn(2, ids.shape[1], 8, dtype=torch.float64)
     blend = x * mix.own[0] + shift_on_the_grid(x, ids) * (1 - mix.own[0])
     expected = (blend @ mix.key.weight.T).clamp_min(0) ** 2 @ mix.value.weight.T
-    torch.testing.assert_close(mix(x, Layout(GRID, 0, ids)), expected)
+    torch.testing.assert_close(mix(x, walk_of(Layout(GRID, 0, ids))), expected)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from backbones.scan_shell import init_step_bias
+from backbones.mixers.scan import init_step_bias
 
 GUIDE = Path(__file__).parents[2] / "docs/adding_a_backbone.md"
 IMPORTS = """
@@ -19,7 +19,7 @@ SIZES = {"input_size": 8, "in_channels": 1, "num_classes": 10, "hidden_size": 8,
 @pytest.fixture(scope="module")
 def guide():
     """Return what the guide's code defines."""
-    (code,) = re.findall(r"```python\n(from backbones.scan_shell.*?)```", GUIDE.read_text(), re.S)
+    (code,) = re.findall(r"```python\n(from backbones.mixers.scan.*?)```", GUIDE.read_text(), re.S)
     names = {"__name__": "guide"}
     exec(IMPORTS + code, names)
     return names

@@ -59,7 +59,7 @@ def test_a_block_equals_its_formulas_along_its_own_serpentine(index, gaps):
         positions = layout.positions()
         x = torch.randn(2, positions.shape[1], 8, dtype=torch.float64)
         with torch.no_grad():
-            out = block(x, condition, layout)
+            (out,) = block((x,), condition, block.prepare(layout))
             for b in range(2):
                 places = rank[positions[b]].tolist()
                 expected = block_by_loop(block, x[b], condition[b], places, gaps)

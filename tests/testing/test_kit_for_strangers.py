@@ -11,7 +11,7 @@ from tread_zoo.testing import CHECKS
 ROOT = Path(__file__).parents[2]
 
 STRANGER = """
-from backbones.dit import DiT
+from backbones import DiT
 from tread_zoo import register_backbone
 
 @register_backbone("stranger_tiny", hidden_size=32, num_heads=2)

@@ -4,9 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from backbones.dit import DiT
-from backbones.mamba import Mamba
-from backbones.uvit import UViT
+from backbones import DiT, Mamba, UViT
 from tests.testing import own_loops
 from tread_zoo import list_backbones, register_backbone, registry
 from tread_zoo.backbone import PerToken

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from backbones.dit import DiT
+from backbones import DiT
 from tests.data.tables import (
     SHAPE,
     filled,

@@ -1,6 +1,6 @@
 """RWKV-7: a generalised delta rule, both ways, in place of attention (arXiv 2503.14456).
 
-`lightning_shell` has the shell. Both mixes begin with the q-shift of `rwkv`: each quarter of the
+Both mixes begin with the q-shift of `q_shift`: each quarter of the
 channels comes from one neighbour on the grid, and every projection takes its own blend of the token
 and of what was shifted in. The time mix, by head, with sigma the logistic function and LoRA two
 thin matrices with an activation between them:
@@ -26,44 +26,52 @@ B batch, K tokens present, D width, H heads of P channels.
 """
 
 import math
-from typing import ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from backbones.lightning_shell import LightningBackbone, Mixer
-from backbones.q_shift import shift_and_blend
-from backbones.scan_shell import both_ways, decay_over_gaps, full, sum_ways
-from tread_zoo.backbone import Layout
+from backbones.mixers.q_shift import GridWalk, ShiftingMixer, shift_and_blend
+from backbones.mixers.scan import both_ways, decay_over_gaps, full, sum_ways
 from tread_zoo.kernels import dplr_delta_rule
-from tread_zoo.registry import register_backbone
-from tread_zoo.routing.scans import Gaps, Scan, check_scan, make_scan
+from tread_zoo.routing.scans import Scan
 
 STEEPEST = math.exp(-0.5)  # log-decays of a step lie between 0 and minus this
 SLOWEST, FASTEST = -6.0, -1.0  # initial decay bias of the first and last channel, before sigma
 
 
-class TimeMix(Mixer):
+class TimeMix(ShiftingMixer):
     """The delta rule over tokens [B, K, D] in both directions, summed.
 
     `own` holds how much of the token itself is in the blends of r, k, v, w, a and g, [6, D];
     `decay_bias` has a row for each direction, forward first.
+
+    Args:
+        hidden_size: D, divisible by 4 and by P.
+        head_size: P.
+        low_rank: of the LoRAs of decay and rate; that of v_1 has half of it, the gate's twice.
+        index: of the block; the first one sets v_1.
+        shift: `scan_order` and `gaps`, see `ShiftingMixer`; the shift is on the grid.
+
+    Raises:
+        ValueError: sizes that do not fit each other, or as of `ShiftingMixer`.
     """
 
     def __init__(
         self,
         hidden_size: int,
-        head_size: int,
-        low_rank: int,
-        scan_order: str = "raster",
+        head_size: PositiveInt = 64,
+        low_rank: PositiveInt = 32,
+        *,
         index: int = 0,
-        gaps: Gaps = "decay",
+        **shift: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(hidden_size, index=index, **shift)
+        if hidden_size % head_size:
+            raise ValueError(f"hidden_size={hidden_size} must be divisible by {head_size=}.")
         self.value_size, self.num_heads = hidden_size, hidden_size // head_size
-        self.scan_order, self.index, self.gaps = scan_order, index, gaps
 
         def low(rank: int, activation: nn.Module | None = None) -> nn.Sequential:
             layers = [nn.Linear(hidden_size, rank, bias=False), activation or nn.Identity()]
@@ -88,9 +96,9 @@ class TimeMix(Mixer):
         self.output = nn.Linear(hidden_size, hidden_size, bias=False)
 
     def forward(
-        self, x: Tensor, layout: Layout, first_value: Tensor | None
+        self, x: Tensor, walk: GridWalk, first_value: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        blends = shift_and_blend(x, layout, self.own, over_gaps=self.gaps == "ignore")
+        scan, blends = walk.scan, shift_and_blend(x, walk, self.own)
         of_r, of_k, of_v, of_decay, of_rate, of_gate = blends
         r, k, own_value = self.receptance(of_r), self.key(of_k), self.value(of_v)
         v = own_value
@@ -101,7 +109,6 @@ class TimeMix(Mixer):
         rate = torch.sigmoid(full(self.rate(of_rate)) + full(self.rate_bias))
         removed = F.normalize(self._heads(full(k) * full(self.removed)), dim=-1).flatten(2)
         k = full(k) * (1 + full(self.replaced) * (rate - 1))
-        scan = make_scan(layout, self.scan_order, self.index)
         r2, k2, v2, a2, b2 = (
             self._heads(both_ways(scan.permute(each), scan))
             for each in (r, k, v, -removed, rate * removed)
@@ -131,7 +138,7 @@ class TimeMix(Mixer):
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], self.num_heads, -1)
 
-    def initialize(self) -> None:
+    def initialize(self, num_blocks: int) -> None:
         """Set what differs from the shell:
 
         | parameter | value |
@@ -156,102 +163,30 @@ class TimeMix(Mixer):
             nn.init.zeros_(self.mix_bias)
             nn.init.zeros_(self.mix.get_parameter("2.weight"))
 
+    @classmethod
+    def options_for_heads(cls, hidden_size: int, num_heads: int) -> dict[str, Any]:
+        return {"head_size": hidden_size // num_heads, "low_rank": hidden_size // 12}
+
 
 class ChannelMix(nn.Module):
-    """Mix channels, [B, K, D] -> [B, K, D]; `own` is the share of the token itself, [1, D]."""
+    """Mix channels, [B, K, D] -> [B, K, D]; `own` is the share of the token itself, [1, D].
 
-    def __init__(self, hidden_size: int, mlp_ratio: float, gaps: Gaps) -> None:
+    Args:
+        hidden_size: D, divisible by 4.
+        mlp_ratio: inner width over D.
+    """
+
+    def __init__(self, hidden_size: int, mlp_ratio: PositiveFloat = 4.0) -> None:
         super().__init__()
-        self.gaps = gaps
         self.own = nn.Parameter(torch.empty(1, hidden_size))
         self.key = nn.Linear(hidden_size, int(hidden_size * mlp_ratio), bias=False)
         self.value = nn.Linear(int(hidden_size * mlp_ratio), hidden_size, bias=False)
 
-    def forward(self, x: Tensor, layout: Layout) -> Tensor:
-        (blend,) = shift_and_blend(x, layout, self.own, over_gaps=self.gaps == "ignore")
+    def forward(self, x: Tensor, walk: GridWalk) -> Tensor:
+        (blend,) = shift_and_blend(x, walk, self.own)
         out: Tensor = self.value(F.relu(self.key(blend)).square())
         return out
 
-    def initialize(self) -> None:
+    def initialize(self, num_blocks: int) -> None:
         """Start with half the token, half what is shifted in."""
         nn.init.constant_(self.own, 0.5)
-
-
-class RWKV7(LightningBackbone):
-    """A stack of RWKV-7's time and channel mixes.
-
-    Args:
-        input_size, in_channels, num_classes, patch_size, learn_sigma: see `Backbone`.
-        hidden_size: D, divisible by 4.
-        depth: number of blocks.
-        head_size: P, a divisor of D.
-        low_rank: of the LoRAs of decay and rate; that of v_1 has half of it, the gate's twice.
-        mlp_ratio: inner width of the channel mix over D.
-        scan_order: of the states, a name in `tread_zoo.routing.ORDERS`; the shift is on the grid.
-        gaps: what a route's gaps are to it. `decay`: states decay by the steps of the full curve,
-            and the shift brings in zeros for what is not there. `reset`: so it does, and states
-            run over gaps. `ignore`: so they do, and the shift brings in the nearest token present
-            in its direction.
-        time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
-
-    Raises:
-        ValueError: sizes that do not fit each other, or an unknown scan_order.
-    """
-
-    default_selector: ClassVar[str] = "blocks"
-
-    def __init__(
-        self,
-        *,
-        input_size: int | tuple[int, int],
-        in_channels: int,
-        num_classes: int,
-        patch_size: PositiveInt = 2,
-        hidden_size: PositiveInt = 384,
-        depth: PositiveInt = 12,
-        head_size: PositiveInt = 64,
-        low_rank: PositiveInt = 32,
-        mlp_ratio: PositiveFloat = 4.0,
-        scan_order: str = "raster",
-        gaps: Gaps = "decay",
-        learn_sigma: bool = False,
-        time_scale: PositiveFloat = 1000.0,
-    ) -> None:
-        if hidden_size % 4 or hidden_size % head_size:
-            raise ValueError(
-                f"hidden_size={hidden_size} must be divisible by 4, a quarter of the channels "
-                f"coming from each neighbour, and by head_size={head_size}."
-            )
-        check_scan(scan_order, gaps)
-        super().__init__(
-            input_size=input_size,
-            in_channels=in_channels,
-            num_classes=num_classes,
-            patch_size=patch_size,
-            depends_on=("order", "ids") if scan_order == "raster" else ("order", "ids", "grid"),
-            hidden_size=hidden_size,
-            depth=depth,
-            make_mixer=lambda index: TimeMix(
-                hidden_size, head_size, low_rank, scan_order, index, gaps
-            ),
-            make_mlp=lambda index: ChannelMix(hidden_size, mlp_ratio, gaps),
-            learn_sigma=learn_sigma,
-            time_scale=time_scale,
-        )
-        self.initialize()
-
-
-# Sizes for comparisons; nobody has published diffusion networks of this kind.
-register_backbone(
-    "rwkv7_tiny",
-    learning_rate=1.2e-2,
-    patch_size=2,
-    hidden_size=64,
-    depth=12,
-    head_size=32,
-    low_rank=8,
-)(RWKV7)
-register_backbone("rwkv7_matched_s", learning_rate=3e-4, patch_size=2, hidden_size=384, depth=12)(
-    RWKV7
-)
-register_backbone("rwkv7_matched_b", patch_size=2, hidden_size=768, depth=12, low_rank=64)(RWKV7)

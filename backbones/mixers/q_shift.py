@@ -8,13 +8,16 @@ and stay as they are.
 B batch, K tokens present, N = h * w tokens of the full grid, D width.
 """
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backbones.mixers.scan import ScanMixer
 from tread_zoo.backbone import Layout
+from tread_zoo.routing.scans import Gaps, Scan, make_scan
 
 OPPOSITE = (1, 0, 3, 2)  # of left, right, up, down
 
@@ -108,16 +111,54 @@ def _take_quarters(x: Tensor, rows: Tensor) -> Tensor:
     return padded.index_select(0, rows).view(x.shape)
 
 
-def q_shift(x: Tensor, layout: Layout, over_gaps: bool = False) -> Tensor:
-    """Return the q-shift of tokens [B, E + K, D] on the grid; a neighbour that is not there is
-    zero."""
-    extra, x = x[:, : layout.num_extra], x[:, layout.num_extra :]
-    out: Tensor = QShift.apply(x, *find_neighbours(layout, over_gaps))
-    return torch.cat([extra, out], dim=1) if layout.num_extra else out
+@dataclass(frozen=True)
+class GridWalk:
+    """What a mixer takes that scans and shifts: its walk, the neighbours on the grid, and N."""
+
+    scan: Scan
+    neighbours: Neighbours
+    num_tokens: int
 
 
-def shift_and_blend(x: Tensor, layout: Layout, own: Tensor, over_gaps: bool) -> list[Tensor]:
+class ShiftingMixer(ScanMixer):
+    """Shifts on the grid and walks along an order: `forward(x, walk)`.
+
+    Args:
+        gaps: see `ScanMixer`; the shift brings in zeros for what is not there, but with `ignore`
+            the nearest token present in its direction.
+        scan: `scan_order` and `index`, see `ScanMixer`.
+
+    Raises:
+        ValueError: a width that has no quarters, or as of `ScanMixer`.
+    """
+
+    default_selector: ClassVar[str] = "blocks"
+
+    def __init__(self, hidden_size: int, *, gaps: Gaps = "decay", **scan: Any) -> None:
+        if hidden_size % 4:
+            raise ValueError(
+                f"hidden_size={hidden_size} must be divisible by 4: a quarter of the channels "
+                "comes from each neighbour."
+            )
+        super().__init__(gaps=gaps, **scan)
+        if self.depends_on == ("order",):
+            self.depends_on = ("order", "ids")
+
+    def prepare(self, layout: Layout) -> GridWalk:
+        scan = make_scan(layout, self.scan_order, self.index)
+        neighbours = find_neighbours(layout, over_gaps=self.gaps == "ignore")
+        return GridWalk(scan, neighbours, layout.grid[0] * layout.grid[1])
+
+
+def q_shift(x: Tensor, neighbours: Neighbours, num_extra: int = 0) -> Tensor:
+    """Return the q-shift of tokens [B, E + K, D]; a neighbour that is not there is zero."""
+    extra, x = x[:, :num_extra], x[:, num_extra:]
+    out: Tensor = QShift.apply(x, *neighbours)
+    return torch.cat([extra, out], dim=1) if num_extra else out
+
+
+def shift_and_blend(x: Tensor, walk: GridWalk, own: Tensor) -> list[Tensor]:
     """Return x * own + shifted * (1 - own) for every row of `own` [.., D]."""
-    shifted = q_shift(x, layout, over_gaps)
+    shifted = q_shift(x, walk.neighbours, walk.scan.num_extra)
     away = x - shifted
     return [torch.addcmul(shifted, away, row) for row in own.to(x.dtype).unbind()]

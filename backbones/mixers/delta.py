@@ -1,8 +1,8 @@
 """Gated DeltaNet in both directions: a linear attention that forgets, and replaces what it writes.
 
-`lightning_shell` has the shell, this file the mixer (arXiv 2412.06464). Tokens are walked over both
-ways, in raster order or along another curve, and what the directions find is added up. They share
-queries, keys and values, and each has decays and writing strengths of its own:
+After arXiv 2412.06464. Tokens are walked over both ways, in raster order or along another curve,
+and what the directions find is added up. They share queries, keys and values, and each has decays
+and writing strengths of its own:
 
     q, k, v, z = Linear(x),  q, k, v through SiLU,  q and k of norm 1 by head
     b    = sigmoid(Linear(x)),  a = exp(-exp(A_log) softplus(Linear(x) + bias))
@@ -20,22 +20,26 @@ replaced nothing and decayed nothing. `gaps` says what the steps that are missin
 B batch, L tokens present, D width, H heads, K = D / H width of keys and values.
 """
 
-from typing import ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from backbones.lightning_shell import LightningBackbone, Mixer
-from backbones.scan_shell import both_ways, decay_over_gaps, full, init_step_bias, sum_ways
-from tread_zoo.backbone import Layout
+from backbones.mixers.scan import (
+    ScanMixer,
+    both_ways,
+    decay_over_gaps,
+    full,
+    init_step_bias,
+    sum_ways,
+)
 from tread_zoo.kernels import gated_delta_rule
-from tread_zoo.registry import register_backbone
-from tread_zoo.routing.scans import Scan, check_scan, make_scan
+from tread_zoo.routing.scans import Scan
 
 
-class BidirectionalDelta(Mixer):
+class BidirectionalDelta(ScanMixer):
     """The gated delta rule over [B, L, D] in both directions, summed.
 
     The directions' own parameters are stacked along their first axis, forward first.
@@ -43,25 +47,28 @@ class BidirectionalDelta(Mixer):
     Args:
         hidden_size: D, divisible by H.
         num_heads: H.
-        per_channel: a decay for each channel of the keys instead of one a head.
-        scan_order: a name in `tread_zoo.routing.ORDERS`.
-        index: of the block, for orders that differ between blocks.
-        gaps: see `GatedDeltaNet`.
+        per_channel: a decay for each channel of the keys, as in KDA, instead of one a head.
+        gaps: see `ScanMixer`; there is no convolution that could `reset`.
+        scan: `scan_order` and `index`, see `ScanMixer`.
+
+    Raises:
+        ValueError: sizes that do not fit each other, or as of `ScanMixer`.
     """
 
     def __init__(
         self,
         hidden_size: int,
-        num_heads: int,
+        num_heads: PositiveInt = 6,
         per_channel: bool = False,
-        scan_order: str = "raster",
-        index: int = 0,
+        *,
         gaps: Literal["ignore", "decay"] = "ignore",
+        **scan: Any,
     ) -> None:
-        super().__init__()
+        if hidden_size % num_heads:
+            raise ValueError(f"hidden_size={hidden_size} must be divisible by {num_heads=}.")
+        super().__init__(gaps=gaps, **scan)
         self.num_heads, head_size = num_heads, hidden_size // num_heads
-        self.per_channel, self.gaps = per_channel, gaps
-        self.scan_order, self.index = scan_order, index
+        self.per_channel = per_channel
         self.in_proj = nn.Linear(hidden_size, 4 * hidden_size, bias=False)
         self.beta_proj = nn.Linear(hidden_size, 2 * num_heads, bias=False)
         num_steps = 2 * (hidden_size if per_channel else num_heads)
@@ -77,10 +84,7 @@ class BidirectionalDelta(Mixer):
             "step_proj.weight": 2 * (num_steps // 2,),
         }
 
-    def forward(
-        self, x: Tensor, layout: Layout, first_value: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        scan = make_scan(layout, self.scan_order, self.index)
+    def forward(self, x: Tensor, scan: Scan) -> Tensor:
         x = scan.permute(x)
         *mixed, z = self.in_proj(x).unflatten(-1, (4, self.num_heads, -1)).unbind(2)
         q, k, v = (F.silu(both_ways(part, scan)) for part in mixed)  # [2 B, L, H, K]
@@ -93,7 +97,7 @@ class BidirectionalDelta(Mixer):
         out = F.rms_norm(out, self.norm.normalized_shape, full(self.norm.weight), self.norm.eps)
         gated = (out * F.silu(z)).flatten(2)
         # Weights may be stored in half precision; under autocast both are float32 here.
-        return scan.restore(self.out_proj(gated.to(self.out_proj.weight.dtype))), None
+        return scan.restore(self.out_proj(gated.to(self.out_proj.weight.dtype)))
 
     def _log_decay(self, x: Tensor) -> Tensor:
         """Return [B, L, 2 H], or [B, L, 2 H, K] for one a channel."""
@@ -109,78 +113,9 @@ class BidirectionalDelta(Mixer):
         forward, backward = values.chunk(2, dim=2)
         return torch.cat([forward, scan.flip(backward)])
 
-    def initialize(self) -> None:
+    def initialize(self, num_blocks: int) -> None:
         """Set what the shell does not: `step_bias` such that softplus of it is log-uniform in
         0.001 … 0.1, exp of `A_log` uniform in 1 … 16."""
         init_step_bias(self.step_bias)
         with torch.no_grad():
             self.A_log.uniform_(1, 16).log_()
-
-
-class GatedDeltaNet(LightningBackbone):
-    """The gated delta rule in the shell of LightningDiT.
-
-    Args:
-        input_size, in_channels, num_classes, patch_size, learn_sigma: see `Backbone`.
-        hidden_size: D, divisible by 4 and by H.
-        depth: number of blocks.
-        num_heads: H.
-        mlp_ratio: of `SwiGLU`.
-        per_channel: a decay for each channel of the keys, as in KDA, instead of one a head.
-        scan_order: of the walk, a name in `tread_zoo.routing.ORDERS`.
-        gaps: what a route's gaps are to the state. `ignore`: it runs over them as if their sides
-            were neighbours. `decay`: it decays by the length of a gap, at the rates of the token
-            that ends it. There is no convolution that could `reset`.
-        time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
-
-    Raises:
-        ValueError: sizes that do not fit each other, or an unknown scan_order.
-    """
-
-    default_selector: ClassVar[str] = "rows"
-
-    def __init__(
-        self,
-        *,
-        input_size: int | tuple[int, int],
-        in_channels: int,
-        num_classes: int,
-        patch_size: PositiveInt = 2,
-        hidden_size: PositiveInt = 384,
-        depth: PositiveInt = 12,
-        num_heads: PositiveInt = 6,
-        mlp_ratio: PositiveFloat = 4.0,
-        per_channel: bool = False,
-        scan_order: str = "raster",
-        gaps: Literal["ignore", "decay"] = "ignore",
-        learn_sigma: bool = False,
-        time_scale: PositiveFloat = 1000.0,
-    ) -> None:
-        if hidden_size % num_heads:
-            raise ValueError(f"hidden_size={hidden_size} must be divisible by {num_heads=}.")
-        check_scan(scan_order, gaps)
-        in_raster = ("order",) if gaps == "ignore" else ("order", "ids")
-        super().__init__(
-            input_size=input_size,
-            in_channels=in_channels,
-            num_classes=num_classes,
-            patch_size=patch_size,
-            depends_on=in_raster if scan_order == "raster" else ("order", "ids", "grid"),
-            hidden_size=hidden_size,
-            depth=depth,
-            make_mixer=lambda index: BidirectionalDelta(
-                hidden_size, num_heads, per_channel, scan_order, index, gaps
-            ),
-            mlp_ratio=mlp_ratio,
-            learn_sigma=learn_sigma,
-            time_scale=time_scale,
-        )
-        self.initialize()
-
-
-# Sizes for comparisons, of nearly as many parameters as those of the other architectures.
-register_backbone("gated_deltanet_tiny", learning_rate=1.2e-2, hidden_size=64, num_heads=2)(
-    GatedDeltaNet
-)
-register_backbone("gated_deltanet_matched_s", learning_rate=3e-4)(GatedDeltaNet)
-register_backbone("gated_deltanet_matched_b", hidden_size=768, num_heads=12)(GatedDeltaNet)

@@ -1,0 +1,1 @@
+"""What mixes tokens: one file a mixer, with its options and its first weights."""

@@ -1,0 +1,91 @@
+"""Gated linear attention in both directions (arXiv 2312.06635; on diffusion, DiG: 2405.18428).
+
+A linear attention whose state forgets, each row of it at a rate of its own that the token sets.
+Tokens are walked over both ways, in raster order or along another curve, and what the directions
+find is added up. They share queries, keys and values, and each has decays of its own:
+
+    q, k, v, z = Linear(x)                                   keys are half as wide as values
+    a    = sigmoid(Linear(Linear(x)))^(1/16)                 through 16 channels
+    S_t  = diag(a_t) S_{t-1} + k_t v_tᵀ,  o_t = S_tᵀ q_t / sqrt(K)       in each direction
+    out  = Linear(RMSNorm(o_forward + o_backward) * SiLU(z))             the norm is by head
+
+DiG has one direction a layer, which turns from layer to layer, and a depthwise convolution to see
+neighbours in the other ones; here every layer has two directions, and no convolution.
+
+What a route does to the memory: the state walks over the kept tokens alone, in the order of the
+full walk with the missing ones deleted; a token that bypassed the block has put nothing into it and
+decayed nothing. `gaps` says what the steps that are missing are to it.
+
+B batch, L tokens present, D width, H heads, K = D / 2H width of a key.
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveInt
+from torch import Tensor, nn
+
+from backbones.mixers.scan import ScanMixer, both_ways, decay_over_gaps, full, sum_ways
+from tread_zoo.kernels import gated_linear_attention
+from tread_zoo.routing.scans import Scan
+
+DECAY_CHANNELS = 16
+DECAY_ROOT = 16  # a sigmoid of 1/2 leaves 1/2 after as many steps
+
+
+class BidirectionalGLA(ScanMixer):
+    """Gated linear attention over [B, L, D] in both directions, summed.
+
+    Args:
+        hidden_size: D, divisible by 2 H.
+        num_heads: H.
+        gaps: see `ScanMixer`; there is no convolution that could `reset`.
+        scan: `scan_order` and `index`, see `ScanMixer`.
+
+    Raises:
+        ValueError: sizes that do not fit each other, or as of `ScanMixer`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: PositiveInt = 6,
+        *,
+        gaps: Literal["ignore", "decay"] = "ignore",
+        **scan: Any,
+    ) -> None:
+        if hidden_size % (2 * num_heads):
+            raise ValueError(
+                f"hidden_size={hidden_size} must be divisible by 2 * num_heads = {2 * num_heads}: "
+                "keys are half as wide."
+            )
+        super().__init__(gaps=gaps, **scan)
+        keys = hidden_size // 2
+        self.parts = [keys, keys, hidden_size, hidden_size]
+        self.num_heads = num_heads
+        self.in_proj = nn.Linear(hidden_size, sum(self.parts), bias=False)
+        self.forget_in = nn.Linear(hidden_size, DECAY_CHANNELS, bias=False)
+        self.forget_out = nn.Linear(DECAY_CHANNELS, 2 * keys)  # the forward direction's first
+        self.norm = nn.RMSNorm(hidden_size // num_heads, eps=1e-6)
+        self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.fused_rows = {"in_proj.weight": tuple(self.parts), "forget_out.weight": (keys, keys)}
+
+    def forward(self, x: Tensor, scan: Scan) -> Tensor:
+        x = scan.permute(x)
+        q, k, v, z = self.in_proj(x).split(self.parts, dim=-1)
+        gates = full(self.forget_out(self.forget_in(x))).chunk(2, dim=-1)
+        forward, backward = (F.logsigmoid(gate) / DECAY_ROOT for gate in gates)
+        log_decay = torch.cat([forward, scan.flip(backward)])
+        if self.gaps == "decay":
+            log_decay = decay_over_gaps(log_decay, scan)
+        ways = (*(both_ways(part, scan) for part in (q, k, v)), log_decay)  # one batch
+        out = sum_ways(gated_linear_attention(*map(self._heads, ways)), scan)
+        out = F.rms_norm(out, self.norm.normalized_shape, full(self.norm.weight), self.norm.eps)
+        mixed = out.flatten(2) * F.silu(z)
+        # Weights may be stored in half precision; under autocast both are float32 here.
+        return scan.restore(self.out_proj(mixed.to(self.out_proj.weight.dtype)))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (self.num_heads, -1))
+        return heads

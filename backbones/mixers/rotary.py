@@ -1,0 +1,108 @@
+"""Attention by contents and relative positions: LightningDiT's (arXiv 2501.01423).
+
+Queries and keys are normalised by head, then turned by angles of the row and the column of their
+token (RoPE), so that attention sees where tokens lie relative to each other. The angles come from
+the places of the tokens on the full grid, whichever of them a route kept, never from their index in
+the sequence. A route's gaps are nothing to it: a kept token attends to the kept ones from its own
+place.
+
+B batch, K tokens present, E extra tokens, L = E + K, D width, H heads.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import PositiveInt
+from torch import Tensor, nn
+
+from backbones.mixers.base import Mixer
+from tread_zoo.backbone import Layout
+from tread_zoo.kernels import attention
+from tread_zoo.layers import rotary_2d, rotate
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """What turns the tokens present: cosines and signed sines, see `rotary_2d`."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class RotaryAttention(Mixer):
+    """Attention of tokens [B, L, D] to each other, by their contents and their relative positions.
+
+    Args:
+        hidden_size: D.
+        num_heads: H; D / H is divisible by 4.
+        qk_norm: RMSNorm of queries and keys, by head.
+        value_residual: from the second block on, values are v + m (v_1 - v), with the values v_1 of
+            the first block and a learned m (value residual learning, arXiv 2410.17897; on diffusion
+            transformers 2512.12386).
+        index: of the block; the first one sets v_1.
+
+    Raises:
+        ValueError: sizes that do not fit each other.
+    """
+
+    depends_on = ("order", "ids")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: PositiveInt = 6,
+        qk_norm: bool = True,
+        value_residual: bool = False,
+        index: int = 0,
+    ) -> None:
+        super().__init__()
+        if hidden_size % (4 * num_heads):
+            raise ValueError(
+                f"hidden_size={hidden_size} must be divisible by 4 * num_heads = {4 * num_heads}: "
+                "rotary positions turn pairs of channels by row and by column."
+            )
+        self.num_heads, self.head_size = num_heads, hidden_size // num_heads
+        self.value_size = hidden_size if value_residual else 0
+        self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
+        self.fused_rows = {"qkv.weight": 3 * (hidden_size,)}
+        self.q_norm = nn.RMSNorm(self.head_size, eps=1e-6) if qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_size, eps=1e-6) if qk_norm else None
+        self.proj = nn.Linear(hidden_size, hidden_size)
+        self.is_first = index == 0
+        mixes = value_residual and not self.is_first
+        self.value_mix = nn.Parameter(torch.empty(1)) if mixes else None
+
+    def prepare(self, layout: Layout) -> Rotation:
+        key = ("rotary_2d", self.head_size)
+        if key not in layout.cache:
+            rows, cols = layout.rows_cols()
+            if layout.ids is None:  # all images alike
+                rows, cols = rows[:1], cols[:1]
+            turns = rotary_2d(rows, cols, self.head_size, layout.num_extra)
+            layout.cache[key] = Rotation(*turns)
+        rotation: Rotation = layout.cache[key]
+        return rotation
+
+    def forward(self, x: Tensor, rotation: Rotation, first_value: Tensor | None = None) -> Any:
+        q, k, value = self.qkv(x).chunk(3, dim=-1)
+        q = rotate(self._heads(q, self.q_norm), rotation.cos, rotation.sin)
+        k = rotate(self._heads(k, self.k_norm), rotation.cos, rotation.sin)
+        v = value
+        if self.value_mix is not None:
+            assert first_value is not None, "the shell has a stream for it"
+            v = value + self.value_mix.to(value.dtype) * (first_value.to(value.dtype) - value)
+        mixed = attention(q.to(v.dtype), k.to(v.dtype), self._heads(v))
+        out = self.proj(mixed.transpose(1, 2).flatten(2))
+        return (out, value if self.is_first else None) if self.value_size else out
+
+    def initialize(self, num_blocks: int) -> None:
+        """Start with the mean of both values."""
+        if self.value_mix is not None:
+            nn.init.constant_(self.value_mix, 0.5)
+
+    def _heads(self, x: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
+        """Return [B, H, L, Dh] of [B, L, D], normalised by head."""
+        x = x.view(*x.shape[:2], self.num_heads, self.head_size).transpose(1, 2)
+        # Under autocast x is in half precision and the weight is not: the fused form wants one.
+        return x if norm is None else norm(x.to(norm.weight.dtype))

@@ -1,0 +1,159 @@
+"""Selective state spaces, Mamba's (arXiv 2312.00752), in one direction or in both.
+
+Tokens are scanned in raster order or along another curve. The directions share their projections in
+and out and own everything between:
+
+    u, z  = Linear(x)
+    u_dir = SiLU(conv1d(u, taken in that direction))
+    step, B, C = linear in u_dir;  step = softplus(Linear(step) + bias)
+    y     = sum over directions of scan(u_dir, step, -exp(A_log), B, C, D)
+    out   = Linear(y * SiLU(z))
+
+B batch, L = E + K tokens present, D width, I = expand * D inner width, S state size.
+"""
+
+import math
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveInt
+from torch import Tensor, nn
+
+from backbones.mixers.scan import (
+    ScanMixer,
+    both_ways,
+    convolve_ways,
+    full,
+    init_convolution,
+    init_selective_scan,
+    init_uniform,
+    scan_ways,
+)
+from tread_zoo.kernels import selective_scan
+from tread_zoo.routing.scans import Gaps, Scan
+
+
+class SelectiveScan(ScanMixer):
+    """Selective scans over [B, L, D] in both directions, summed.
+
+    The directions' own parameters are stacked along their first axis, forward first, so that one
+    call of each kernel serves both.
+
+    Args:
+        hidden_size: D.
+        expand: I over D.
+        state_size: S.
+        conv_width: taps of the causal convolution ahead of the scan.
+        scan: `scan_order`, `gaps` and `index`, see `ScanMixer`.
+    """
+
+    ways: ClassVar[int] = 2
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expand: PositiveInt = 2,
+        state_size: PositiveInt = 16,
+        conv_width: PositiveInt = 4,
+        **scan: Any,
+    ) -> None:
+        super().__init__(**scan)
+        inner, ways = expand * hidden_size, self.ways
+        self.inner, self.state_size = inner, state_size
+        self.step_rank = math.ceil(hidden_size / 16)
+        self.parts = (self.step_rank, state_size, state_size)
+        self.in_proj = nn.Linear(hidden_size, 2 * inner, bias=False)
+        self.conv_weight = nn.Parameter(torch.empty(ways * inner, conv_width))
+        self.conv_bias = nn.Parameter(torch.empty(ways * inner))
+        self.fused_rows: dict[str, tuple[int, ...]] = {"in_proj.weight": (inner, inner)}
+        self._add_selection()
+        self.step_bias = nn.Parameter(torch.empty(ways * inner))
+        self.A_log = nn.Parameter(torch.empty(ways * inner, state_size))
+        self.D = nn.Parameter(torch.empty(ways * inner))
+        self.out_proj = nn.Linear(inner, hidden_size, bias=False)
+
+    def _add_selection(self) -> None:
+        """Add what step, B and C are linear in; published networks name it in two ways."""
+        self.select = nn.Parameter(torch.empty(2, sum(self.parts), self.inner))
+        self.step_weight = nn.Parameter(torch.empty(2, self.inner, self.step_rank))
+        self.fused_rows["select"] = 2 * self.parts
+
+    def _selection(self, way: int) -> tuple[Tensor, Tensor]:
+        """Return the weights of a direction: [R + 2 S, I] and [I, R], R the rank of a step."""
+        return self.select[way], self.step_weight[way]
+
+    def forward(self, x: Tensor, scan: Scan) -> Tensor:
+        u, z = self.in_proj(scan.permute(x)).chunk(2, dim=-1)
+        gaps = None if self.gaps == "ignore" else scan.gaps_both_ways()
+        gaps = gaps and gaps[: self.ways]
+        segments = gaps and [(lengths > 1).cumsum(1) for lengths in gaps]
+        u = both_ways(u, scan, dim=-1) if self.ways == 2 else u
+        u = F.silu(convolve_ways(u, self.conv_weight, self.conv_bias, segments))
+        steps, inputs, outputs = [], [], []
+        for way, part in enumerate(u.split(self.inner, dim=-1)):
+            select, step_weight = self._selection(way)
+            step, b, c = F.linear(part, select).split(self.parts, dim=-1)
+            steps.append(F.linear(step, step_weight))
+            inputs.append(b)
+            outputs.append(c)
+        scanned = (
+            u,
+            F.softplus(full(torch.cat(steps, dim=-1)) + full(self.step_bias)),
+            -torch.exp(full(self.A_log)),
+            torch.stack(inputs, dim=2),
+            torch.stack(outputs, dim=2),
+            full(self.D),
+        )
+        y = scan_ways(selective_scan, scanned, gaps if self.gaps == "decay" else None)
+        if self.ways == 2:
+            forward, backward = y.chunk(2, dim=-1)
+            y = forward + scan.flip(backward)
+        return scan.restore(self.out_proj(y * F.silu(z)))
+
+    def initialize(self, num_blocks: int) -> None:
+        """Set what differs from the shell of DiS:
+
+        | parameter | value |
+        |---|---|
+        | `in_proj`, `select`, `step_weight` | uniform within 1 / sqrt(fan in) |
+        | `out_proj` | the same, over sqrt(number of blocks) |
+        | `conv_weight`, `conv_bias` | uniform within 1 / sqrt(conv_width); 0 |
+        | `step_bias` | softplus of it log-uniform in 0.001 … 0.1 |
+        | `A_log` | log 1 … log S for each channel |
+        | `D` | 1 |
+        """
+        init_uniform(self.out_proj.weight, self.inner * num_blocks)
+        init_convolution(self.conv_weight, self.conv_bias)
+        init_uniform(self.select, self.inner)
+        init_uniform(self.step_weight, self.step_rank)
+        init_selective_scan(self.step_bias, self.A_log, self.D)
+
+
+class OneWayScan(SelectiveScan):
+    """A selective scan over [B, K, D] in one direction, ZigMa's along the curve of its layer."""
+
+    default_selector: ClassVar[str] = "blocks"
+    ways: ClassVar[int] = 1
+
+    def __init__(
+        self, *args: Any, scan_order: str = "serpentine8", gaps: Gaps = "reset", **options: Any
+    ) -> None:
+        super().__init__(*args, scan_order=scan_order, gaps=gaps, **options)
+
+    def _add_selection(self) -> None:
+        self.select = nn.Linear(self.inner, sum(self.parts), bias=False)  # type: ignore[assignment]
+        self.step_weight = nn.Parameter(torch.empty(self.inner, self.step_rank))
+        self.fused_rows["select.weight"] = self.parts
+
+    def _selection(self, way: int) -> tuple[Tensor, Tensor]:
+        return self.get_parameter("select.weight"), self.step_weight
+
+    def initialize(self, num_blocks: int) -> None:
+        """Set every weight, to the values of the table above, whatever the shell has set."""
+        init_uniform(self.in_proj.weight, self.in_proj.in_features)
+        init_uniform(self.get_parameter("select.weight"), self.inner)
+        init_uniform(self.step_weight, self.step_rank)
+        init_uniform(self.out_proj.weight, self.inner * num_blocks)
+        init_convolution(self.conv_weight, self.conv_bias)
+        init_selective_scan(self.step_bias, self.A_log, self.D)

@@ -1,0 +1,133 @@
+"""State-space duals in both directions, the mixer of Mamba-2 (arXiv 2405.21060).
+
+Tokens are scanned in raster order or along another curve. The directions share their projections in
+and out and own everything between:
+
+    z, u, step  = Linear(x)                                  u holds the inputs, B and C
+    inputs, B, C = SiLU(conv1d(u, taken in that direction))
+    step = softplus(step + bias)
+    y    = sum over directions of ssd(inputs, step, -exp(A_log), B, C, D)
+    out  = Linear(RMSNorm(y * SiLU(z)))
+
+What sets it apart from `selective_scan` is that step, rate and D are one number for a head of P
+channels, so that the scan is made of matrix products and the states can be many; that all it
+selects by comes out of the first projection, not out of the convolved inputs; and the norm ahead of
+the last one.
+
+B batch, L = E + K tokens present, D width, I = expand * D inner width, P head size, S state size.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveInt
+from torch import Tensor, nn
+
+from backbones.mixers.scan import (
+    ScanMixer,
+    both_ways,
+    convolve_ways,
+    full,
+    init_convolution,
+    init_step_bias,
+    init_uniform,
+    scan_ways,
+)
+from tread_zoo.kernels import ssd
+from tread_zoo.routing.scans import Scan
+
+
+class BidirectionalSSD(ScanMixer):
+    """State-space duals over [B, L, D] in both directions, summed.
+
+    The directions' own parameters are stacked along their first axis, forward first, so that one
+    call of each kernel serves both: they are groups of it, each with its B and C.
+
+    Args:
+        hidden_size: D.
+        expand: I over D.
+        state_size: S.
+        head_size: P, a divisor of I.
+        conv_width: taps of the causal convolution ahead of the scan.
+        scan: `scan_order`, `gaps` and `index`, see `ScanMixer`.
+
+    Raises:
+        ValueError: sizes that do not fit each other, or as of `ScanMixer`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expand: PositiveInt = 2,
+        state_size: PositiveInt = 64,
+        head_size: PositiveInt = 64,
+        conv_width: PositiveInt = 4,
+        **scan: Any,
+    ) -> None:
+        super().__init__(**scan)
+        inner = expand * hidden_size
+        if inner % head_size:
+            raise ValueError(
+                f"head_size={head_size} must divide the inner width, expand * hidden_size = "
+                f"{inner}."
+            )
+        num_heads, mixed = inner // head_size, inner + 2 * state_size
+        self.head_size = head_size
+        self.parts = [inner, mixed, num_heads]
+        self.mixed_parts = [inner, state_size, state_size]
+        self.in_proj = nn.Linear(hidden_size, sum(self.parts), bias=False)
+        self.conv_weight = nn.Parameter(torch.empty(2 * mixed, conv_width))
+        self.conv_bias = nn.Parameter(torch.empty(2 * mixed))
+        self.step_bias = nn.Parameter(torch.empty(2 * num_heads))
+        self.A_log = nn.Parameter(torch.empty(2 * num_heads))
+        self.D = nn.Parameter(torch.empty(2 * num_heads))
+        self.norm = nn.RMSNorm(inner, eps=1e-5)
+        self.out_proj = nn.Linear(inner, hidden_size, bias=False)
+        self.fused_rows = {"in_proj.weight": (inner, *self.mixed_parts, num_heads)}
+
+    def forward(self, x: Tensor, scan: Scan) -> Tensor:
+        z, u, step = self.in_proj(scan.permute(x)).split(self.parts, dim=-1)
+        segments = None if self.gaps == "ignore" else scan.segment_ids_both_ways()
+        u = both_ways(u, scan, dim=-1)
+        u = F.silu(convolve_ways(u, self.conv_weight, self.conv_bias, segments))
+        inputs, b, c = u.unflatten(-1, (2, -1)).split(self.mixed_parts, dim=-1)  # [B, L, 2, ...]
+        steps = both_ways(step, scan, dim=-1)
+        scanned = (
+            inputs.reshape(*inputs.shape[:2], -1, self.head_size),
+            F.softplus(full(steps) + full(self.step_bias)),
+            -torch.exp(full(self.A_log)),
+            b,
+            c,
+            full(self.D),
+        )
+        y = scan_ways(ssd, scanned, scan.gaps_both_ways() if self.gaps == "decay" else None)
+        forward, backward = y.flatten(2).chunk(2, dim=-1)
+        y = (forward + scan.flip(backward)) * F.silu(z)
+        norm = self.norm
+        y = F.rms_norm(full(y), norm.normalized_shape, full(norm.weight), norm.eps)
+        # Weights may be stored in half precision; under autocast both are float32 here.
+        return scan.restore(self.out_proj(y.to(self.out_proj.weight.dtype)))
+
+    def initialize(self, num_blocks: int) -> None:
+        """Set what differs from the shell of DiS:
+
+        | parameter | value |
+        |---|---|
+        | `in_proj` | uniform within 1 / sqrt(fan in) |
+        | `out_proj` | the same, over sqrt(number of blocks) |
+        | `conv_weight`, `conv_bias` | uniform within 1 / sqrt(conv_width); 0 |
+        | `step_bias` | softplus of it log-uniform in 0.001 … 0.1 |
+        | `A_log` | exp of it uniform in 1 … 16 |
+        | `D`, `norm` | 1 |
+        """
+        init_uniform(self.out_proj.weight, self.out_proj.in_features * num_blocks)
+        init_convolution(self.conv_weight, self.conv_bias)
+        init_step_bias(self.step_bias)
+        with torch.no_grad():
+            self.A_log.uniform_(1, 16).log_()
+        nn.init.ones_(self.D)
+
+    @classmethod
+    def options_for_heads(cls, hidden_size: int, num_heads: int) -> dict[str, Any]:
+        return {"expand": 1, "head_size": hidden_size // num_heads}

@@ -1,0 +1,116 @@
+"""The mixes of Diffusion-RWKV (arXiv 2404.04478): a decaying mean both ways, and one of channels.
+
+Both begin with the q-shift of Vision-RWKV (arXiv 2403.02308), see `q_shift`. Each projection then
+takes its own blend of the token and of what was shifted in, by channel,
+blend = x * own + shifted * (1 - own):
+
+    SpatialMix: r, k, v = Linear(blend_r), Linear(blend_k), Linear(blend_v)
+                Linear(sigmoid(r) * WKV(k, v, w, u))
+    ChannelMix: sigmoid(Linear(blend_r)) * Linear(relu(Linear(blend_k))^2)
+
+The grid matters twice, so a route's tokens keep their places in it: the shift brings in zeros for a
+neighbour that the route left out, and the WKV decays by distances along the full scan order, over
+the full length, whichever tokens are present (`gaps="decay"`; the other ways are for comparison).
+
+B batch, K tokens present, N = h * w tokens of the full grid, D width.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveFloat
+from torch import Tensor, nn
+
+from backbones.mixers.q_shift import GridWalk, ShiftingMixer, shift_and_blend
+from tread_zoo.kernels import bidirectional_wkv
+
+SLOWEST, FASTEST = 0.3, 30.0  # initial decay over the whole image, of the first and last channel
+
+
+class SpatialMix(ShiftingMixer):
+    """Mix tokens: [B, K, D] -> [B, K, D]. `own` holds the blends of r, k and v, [3, D].
+
+    Args:
+        hidden_size: D, divisible by 4.
+        shift: `scan_order` of the WKV, `gaps` and `index`, see `ShiftingMixer`. `decay`: the WKV
+            decays by the distances of the full order. `reset` and `ignore`: it counts distances
+            among the tokens present.
+    """
+
+    def __init__(self, hidden_size: int, **shift: Any) -> None:
+        super().__init__(hidden_size, **shift)
+        self.depends_on = ("order", "ids", "grid")
+        self.own = nn.Parameter(torch.empty(3, hidden_size))
+        self.receptance = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.key = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.value = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.decay = nn.Parameter(torch.empty(hidden_size))
+        self.bonus = nn.Parameter(torch.empty(hidden_size))
+        self.output = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor, walk: GridWalk) -> Tensor:
+        scan, blends = walk.scan, shift_and_blend(x, walk, self.own)
+        layers = (self.receptance, self.key, self.value)
+        r, k, v = (layer(blend) for layer, blend in zip(layers, blends, strict=True))
+        mean = self._mean(scan.permute(k), scan.permute(v), walk)
+        out: Tensor = self.output(torch.sigmoid(r) * scan.restore(mean))
+        return out
+
+    def _mean(self, k: Tensor, v: Tensor, walk: GridWalk) -> Tensor:
+        """Return the WKV of a walk [B, L, D]. A context is at both ends of it, mirrored, so that it
+        is as near to the last token as to the first."""
+        places = walk.scan.places if self.gaps == "decay" else None
+        length, num_context = walk.num_tokens, walk.scan.num_context
+        if num_context:
+            k, v = (torch.cat([x, x[:, :num_context].flip(1)], dim=1) for x in (k, v))
+            if places is not None:
+                ahead = torch.arange(num_context, device=k.device).expand(len(k), -1)
+                behind = ahead + num_context + length
+                places = torch.cat([ahead, places + num_context, behind], dim=1)
+            length += 2 * num_context
+        mean = bidirectional_wkv(k, v, self.decay, self.bonus, positions=places, length=length)
+        return mean[:, : mean.shape[1] - num_context]
+
+    def initialize(self, num_blocks: int) -> None:
+        """Set what differs from the shell:
+
+        | parameter | value |
+        |---|---|
+        | `own` | 0.5: half the token, half what is shifted in |
+        | `decay` | log-spaced over the channels, 0.3 … 30 |
+        | `bonus` | 0: the token weighs as its neighbour does |
+        """
+        nn.init.constant_(self.own, 0.5)
+        nn.init.zeros_(self.bonus)
+        with torch.no_grad():
+            spaced = torch.linspace(math.log(SLOWEST), math.log(FASTEST), len(self.decay))
+            self.decay.copy_(spaced.exp())
+
+
+class ChannelMix(nn.Module):
+    """Mix channels: [B, K, D] -> [B, K, D]. `own` holds the blends of r and k, [2, D].
+
+    Args:
+        hidden_size: D, divisible by 4.
+        mlp_ratio: inner width over D.
+    """
+
+    def __init__(self, hidden_size: int, mlp_ratio: PositiveFloat = 4.0) -> None:
+        super().__init__()
+        inner = int(hidden_size * mlp_ratio)
+        self.own = nn.Parameter(torch.empty(2, hidden_size))
+        self.receptance = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.key = nn.Linear(hidden_size, inner, bias=False)
+        self.value = nn.Linear(inner, hidden_size, bias=False)
+
+    def forward(self, x: Tensor, walk: GridWalk) -> Tensor:
+        r, k = shift_and_blend(x, walk, self.own)
+        keys = F.relu(self.key(k)).square()
+        out: Tensor = torch.sigmoid(self.receptance(r)) * self.value(keys)
+        return out
+
+    def initialize(self, num_blocks: int) -> None:
+        """Start with half the token, half what is shifted in."""
+        nn.init.constant_(self.own, 0.5)

@@ -1,0 +1,461 @@
+"""Shells: all of a backbone but what mixes its tokens.
+
+A row is a shell and its mixer:
+
+    @register_backbone("gla_tiny", learning_rate=1.2e-2, hidden_size=64, num_heads=2)
+    class GLA(LightningBackbone):
+        mixer = BidirectionalGLA
+
+Its options are the keywords of the shell, of the mixer and of the MLP, with their annotations and
+defaults: `inspect.signature(GLA)` has them all, and a call with another keyword is an error. What
+blocks depend on, the default selector and the mixer's first weights are those of the mixer.
+
+The shell of DiT (arXiv 2212.09748), adaLN-Zero:
+
+    c = embed(t) + embed(y)
+    shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = Linear(SiLU(c))
+    x = x + gate_1 * Mixer(LN(x) * (1 + scale_1) + shift_1)
+    x = x + gate_2 * MLP(LN(x) * (1 + scale_2) + shift_2)
+
+That of LightningDiT (arXiv 2501.01423) has RMSNorm for LayerNorm and SwiGLU for the MLP. In both t
+may be [B, N], a time for each token; the condition is then one for each token, too. Patches get
+fixed 2-D sines or learned positions once, which routed tokens carry with them.
+
+That of DiS (arXiv 2402.05608):
+
+    delta = cat(label, time, patches) + positions;  residual = 0
+    [delta_i = Linear(cat(delta_i, delta_{depth-i}))]        in the second half: long skips
+    residual = residual + delta
+    delta    = Mixer(RMSNorm(residual))
+    out      = AdaLNHead(RMSNorm(residual + delta), SiLU(time + label))
+
+A context [B, T, S] is T tokens ahead of all others, which a mixer sees as `layout.num_extra`. In
+adaLN their mean is added to c, as SD3 (arXiv 2403.03206) modulates by a pooled text beside its
+tokens: what the text says as a whole then reaches each token at once, also where a scan forgets. In
+DiS a scan's state has read the text when it meets the image, in both directions.
+
+All that travels per token is routed together: both streams of DiS, and the first values that mixers
+share, a stream [B, K, V] that is zero until some mixer sets it. Where the mixer that sets it lies
+within a route, the tokens that bypassed it keep zeros.
+
+B batch, E extra tokens, K tokens present, N tokens of the full grid, L = E + K, D width.
+"""
+
+import inspect
+from abc import ABCMeta
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from backbones.mixers.base import Mixer, derive_signature, read_keywords
+from backbones.mixers.scan import init_uniform
+from tread_zoo.backbone import DEPENDS_ON, Backbone, Layout, PerToken, Streams
+from tread_zoo.errors import unknown_name
+from tread_zoo.layers import (
+    AdaLNHead,
+    LabelEmbedder,
+    Mlp,
+    TimestepEmbedder,
+    add_gated,
+    gelu_tanh,
+    modulate,
+    patchify,
+    per_token,
+    sincos_2d,
+    unpatchify,
+)
+
+
+class Row(ABCMeta):
+    """Holds a call to the signature of the class, and calls `initialize` after all constructors."""
+
+    def __call__(cls, *args: Any, **keywords: Any) -> Any:
+        inspect.signature(cls).bind(*args, **keywords)
+        network = super().__call__(*args, **keywords)
+        network.initialize()
+        return network
+
+
+class Shell(Backbone, metaclass=Row):
+    """What all shells share: a mixer, maybe an MLP, and their options.
+
+    A constructor takes its own keywords, and hands on **options.
+
+    Args:
+        input_size, in_channels, num_classes, patch_size, learn_sigma: see `Backbone`.
+        hidden_size: D.
+        time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
+        options: of the mixer and of the MLP.
+
+    Class attributes:
+        mixer: the class of what mixes tokens.
+        mlp: the class of what mixes channels, called as mlp(x [B, K, D], what the mixer prepared).
+    """
+
+    mixer: ClassVar[type[Mixer] | None] = None
+    mlp: ClassVar[type[nn.Module] | None] = None
+    takes_contexts: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls.__signature__ = derive_signature(cls, Shell, cls.mixer, cls.mlp)  # type: ignore[attr-defined]
+        own = vars(cls)
+        if "mixer" in own and cls.mixer is not None and "default_selector" not in own:
+            cls.default_selector = cls.mixer.default_selector
+
+    def __init__(
+        self,
+        *,
+        input_size: int | tuple[int, int],
+        in_channels: int,
+        num_classes: int,
+        patch_size: PositiveInt = 2,
+        hidden_size: PositiveInt = 384,
+        learn_sigma: bool = False,
+        time_scale: PositiveFloat = 1000.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            input_size=input_size,
+            in_channels=in_channels,
+            num_classes=num_classes,
+            patch_size=patch_size,
+            depends_on=(),
+            learn_sigma=learn_sigma,
+        )
+        self.hidden_size, self.time_scale, self.options = hidden_size, time_scale, options
+        self.value_size = 0
+        self.patch_embed = nn.Linear(in_channels * patch_size**2, hidden_size)
+
+    def make_part(self, part: type[Any], index: int, **options: Any) -> Any:
+        """Return a mixer or an MLP of block `index`, with those of the options that it names."""
+        names = read_keywords(part)
+        given = {**self.options, **options, "hidden_size": self.hidden_size}
+        given = {"index": index, **given, "grid": self.grid}
+        made = part(**{name: value for name, value in given.items() if name in names})
+        if isinstance(made, Mixer):
+            for name in made.depends_on:
+                if name not in DEPENDS_ON:
+                    raise unknown_name("depends_on", name, DEPENDS_ON)
+            all_names = {*self.depends_on, *made.depends_on}
+            self.depends_on = tuple(name for name in DEPENDS_ON if name in all_names)
+            self.value_size = max(self.value_size, made.value_size)
+        return made
+
+    def make_mixer(self, index: int) -> Mixer:
+        """Return the mixer of block `index`."""
+        if self.mixer is None:
+            raise TypeError(f"{type(self).__name__} has no mixer: set one in the class.")
+        mixer: Mixer = self.make_part(self.mixer, index)
+        return mixer
+
+    def _initialize_parts(self) -> None:
+        for module in self.blocks.modules():
+            initialize = getattr(module, "initialize", None)
+            if initialize is not None:
+                initialize(self.num_blocks)
+
+
+# DiT and LightningDiT -----------------------------------------------------------------------------
+
+
+class GeluMLP(Mlp):
+    """Linear(GELU(Linear(x))), [B, K, D] -> [B, K, D].
+
+    Args:
+        hidden_size: D.
+        mlp_ratio: inner width over D.
+    """
+
+    def __init__(self, hidden_size: int, mlp_ratio: PositiveFloat = 4.0) -> None:
+        super().__init__(hidden_size, int(hidden_size * mlp_ratio), gelu_tanh)
+
+    def forward(self, x: Tensor, layout: Any) -> Tensor:
+        return super().forward(x)
+
+
+class SwiGLU(nn.Module):
+    """Linear(SiLU(Linear(x)) * Linear(x)), [B, K, D] -> [B, K, D] (arXiv 2002.05202).
+
+    Args:
+        hidden_size: D.
+        mlp_ratio: of an MLP with as many parameters: the inner width is 2/3 of its, rounded down.
+    """
+
+    def __init__(self, hidden_size: int, mlp_ratio: PositiveFloat = 4.0) -> None:
+        super().__init__()
+        inner = int(2 / 3 * int(hidden_size * mlp_ratio))
+        self.fc1 = nn.Linear(hidden_size, 2 * inner)
+        self.fc2 = nn.Linear(inner, hidden_size)
+        self.fused_rows = {"fc1.weight": (inner, inner)}
+
+    def forward(self, x: Tensor, layout: Any) -> Tensor:
+        gate, value = self.fc1(x).chunk(2, dim=-1)
+        out: Tensor = self.fc2(F.silu(gate) * value)
+        return out
+
+
+class AdaLNBlock(nn.Module):
+    """A mixer and an MLP, modulated and gated by the condition: streams -> streams."""
+
+    def __init__(self, hidden_size: int, mixer: Mixer, mlp: nn.Module) -> None:
+        super().__init__()
+        self.fused_rows: dict[str, tuple[int, ...]] = {"modulation.weight": 6 * (hidden_size,)}
+        self.norm1 = self.make_norm(hidden_size)
+        self.hold(mixer)
+        self.norm2 = self.make_norm(hidden_size)
+        self.mlp = mlp
+        self.modulation: nn.Module = nn.Linear(hidden_size, 6 * hidden_size)
+
+    def make_norm(self, hidden_size: int) -> nn.Module:
+        return nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
+
+    def hold(self, mixer: Mixer) -> None:
+        """Keep the mixer; `prepare` and `mix` call it."""
+        self.mixer = mixer
+
+    def prepare(self, layout: Layout) -> Any:
+        """Return what the mixer makes of the layout, outside of compiled code."""
+        return self.mixer.prepare(layout)
+
+    def mix(self, x: Tensor, prepared: Any, values: Streams) -> tuple[Tensor, Tensor | None]:
+        """Return the mixed tokens, and the first value if the mixer sets it."""
+        if not self.mixer.value_size:
+            return self.mixer(x, prepared), None
+        mixed: tuple[Tensor, Tensor | None] = self.mixer(x, prepared, *values)
+        return mixed
+
+    def forward(self, streams: Streams, condition: Tensor, prepared: Any) -> Streams:
+        x, *values = streams
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).chunk(6, dim=-1)
+        mixed, value = self.mix(modulate(self.norm1(x), shift1, scale1), prepared, tuple(values))
+        x = add_gated(x, gate1, mixed)
+        x = add_gated(x, gate2, self.mlp(modulate(self.norm2(x), shift2, scale2), prepared))
+        return (x, *values) if value is None else (x, value.to(values[0].dtype))
+
+
+class LightningBlock(AdaLNBlock):
+    """The same with RMSNorm."""
+
+    def make_norm(self, hidden_size: int) -> nn.Module:
+        return nn.RMSNorm(hidden_size, eps=1e-6)
+
+
+class AdaLNBackbone(Shell):
+    """A stack of blocks, each with a layer `modulation` of its own.
+
+    Args:
+        depth: number of blocks.
+        reversed_time: embed 1 - t, the time of networks that have data at 1.
+        options: of the mixer, of the MLP, and of `Shell`; hidden_size D is divisible by 4 for fixed
+            positions.
+
+    Class attributes:
+        block: the class of a block, made of (D, mixer, MLP).
+        learned_positions: instead of fixed 2-D sines.
+
+    Raises:
+        ValueError: sizes that do not fit each other.
+    """
+
+    mlp: ClassVar[type[nn.Module] | None] = GeluMLP
+    block: ClassVar[type[AdaLNBlock]] = AdaLNBlock
+    learned_positions: ClassVar[bool] = False
+    per_token_time: bool = True
+
+    def __init__(
+        self, *, depth: PositiveInt = 12, reversed_time: bool = False, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        width = self.hidden_size
+        self.reversed_time = reversed_time
+        self.positions: Tensor | nn.Parameter
+        if self.learned_positions:
+            self.positions = nn.Parameter(torch.empty(self.num_tokens, width))
+        else:
+            self.register_buffer("positions", sincos_2d(width, self.grid), persistent=False)
+        self.time_embed = TimestepEmbedder(
+            width, frequency_size=256, mlp_size=width, time_scale=self.time_scale
+        )
+        self.label_embed = LabelEmbedder(self.num_classes, width) if self.num_classes else None
+        self.blocks = nn.ModuleList(self.make_block(index, depth) for index in range(depth))
+        self.final = AdaLNHead(width, self.patch_size, self.out_channels)
+
+    def make_block(self, index: int, depth: int) -> nn.Module:
+        """Return block `index` of `depth`."""
+        mlp = nn.Identity() if self.mlp is None else self.make_part(self.mlp, index)
+        return self.block(self.hidden_size, self.make_mixer(index), mlp)
+
+    def initialize(self) -> None:
+        """Set every weight; called once, after the constructor.
+
+        | layer | weight | bias |
+        |---|---|---|
+        | linear layers | Xavier uniform | 0 |
+        | time MLP, label table, learned positions | normal, std 0.02 | 0 |
+        | modulation of each block and of the head | 0 | 0 |
+        | last linear layer | 0 | 0 |
+        | mixers, and MLPs that have an `initialize` | what that says | |
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for module in self.time_embed.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        if isinstance(self.positions, nn.Parameter):
+            nn.init.normal_(self.positions, std=0.02)
+        if self.label_embed is not None:
+            nn.init.normal_(self.label_embed.table.weight, std=0.02)
+        for block in self.blocks:
+            nn.init.zeros_(block.get_parameter("modulation.weight"))
+        self._initialize_parts()
+        self.final.zero()
+
+    def embed(self, x: Tensor, t: Tensor, y: Tensor | None) -> tuple[Streams, Any]:
+        tokens = self.patch_embed(patchify(x, self.patch_size)) + self.positions
+        tokens = self.prepend_context(tokens, y)
+        condition = self.time_embed(1 - t if self.reversed_time else t)
+        if self.context_size:
+            condition = condition + tokens[:, : self.context_length].mean(dim=1)
+        if self.label_embed is not None:
+            label = self.label_embed(y, len(x))
+            condition = condition + (label if t.ndim == 1 else per_token(label))
+        condition = F.silu(condition)
+        streams: Streams = (tokens,)
+        if self.value_size:
+            streams = tokens, tokens.new_zeros(*tokens.shape[:2], self.value_size)
+        return streams, condition if t.ndim == 1 else PerToken(condition)
+
+    def run_block(
+        self, index: int, streams: Streams, condition: Tensor, layout: Layout, skip: Tensor | None
+    ) -> Streams:
+        block: Any = self.blocks[index]
+        after: Streams = block(streams, condition, block.prepare(layout))
+        return after
+
+    def head(self, streams: Streams, condition: Tensor) -> Tensor:
+        tokens = self.final(streams[0][:, self.num_extra_tokens :], condition)
+        return unpatchify(tokens, self.patch_size, self.grid)
+
+
+class LightningBackbone(AdaLNBackbone):
+    """A stack of `LightningBlock`s, as `AdaLNBackbone` is one of DiT's."""
+
+    mlp: ClassVar[type[nn.Module] | None] = SwiGLU
+    block: ClassVar[type[AdaLNBlock]] = LightningBlock
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.final.norm = nn.RMSNorm(self.hidden_size, eps=1e-6)
+
+
+# DiS ----------------------------------------------------------------------------------------------
+
+
+class ScanBlock(nn.Module):
+    """[skip joined] then residual + norm + mixer: (delta, residual) -> (delta, residual)."""
+
+    def __init__(self, hidden_size: int, mixer: Mixer, has_skip: bool) -> None:
+        super().__init__()
+        self.skip_proj = nn.Linear(2 * hidden_size, hidden_size) if has_skip else None
+        self.norm = nn.RMSNorm(hidden_size, eps=1e-5)
+        self.mixer = mixer
+
+    def prepare(self, layout: Layout) -> Any:
+        return self.mixer.prepare(layout)
+
+    def forward(self, streams: Streams, prepared: Any, skip: Tensor | None) -> Streams:
+        delta, residual = streams
+        if self.skip_proj is not None:
+            assert skip is not None, "the block loop hands a skip to each block in `skips`"
+            delta = self.skip_proj(torch.cat([delta, skip], dim=-1))
+        residual = residual + delta
+        return self.mixer(self.norm(residual), prepared), residual
+
+
+class ScanBackbone(Shell):
+    """`depth // 2` blocks, a middle one, and `depth // 2` blocks that take the first ones' skips.
+
+    Args:
+        depth: even; the stack has depth + 1 blocks.
+        options: of the mixer, and of `Shell`; hidden_size D is even.
+
+    Raises:
+        ValueError: sizes that do not fit each other.
+    """
+
+    def __init__(self, *, depth: PositiveInt = 24, **options: Any) -> None:
+        super().__init__(**options)
+        width = self.hidden_size
+        if depth % 2:
+            raise ValueError(f"depth={depth} must be even: skips join the halves.")
+        if width % 2:
+            raise ValueError(f"hidden_size={width} must be even: half the sinusoids are cosines.")
+        self.num_extra_tokens = 2 if self.num_classes else 1
+        self.skips = {depth - i: i for i in range(depth // 2)}
+        self.positions = nn.Parameter(torch.empty(self.num_extra_tokens + self.num_tokens, width))
+        self.time_embed = TimestepEmbedder(
+            width, frequency_size=width, mlp_size=4 * width, time_scale=self.time_scale
+        )
+        self.label_embed = LabelEmbedder(self.num_classes, width) if self.num_classes else None
+        self.blocks = nn.ModuleList(
+            ScanBlock(width, self.make_mixer(index), has_skip=index in self.skips)
+            for index in range(depth + 1)
+        )
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.final = AdaLNHead(width, self.patch_size, self.out_channels)
+
+    def initialize(self) -> None:
+        """Set every weight; called once, after the constructor.
+
+        | parameter | value |
+        |---|---|
+        | linear layers | uniform within 1 / sqrt(fan in); biases 0 |
+        | positions, label table | normal, std 0.02 |
+        | mixers | what their `initialize` says |
+        | norms | 1 |
+        | the head's modulation and last layer | 0 |
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                init_uniform(module.weight, module.in_features)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        nn.init.normal_(self.positions, std=0.02)
+        if self.label_embed is not None:
+            nn.init.normal_(self.label_embed.table.weight, std=0.02)
+        self._initialize_parts()
+        self.final.zero()
+
+    def embed(self, x: Tensor, t: Tensor, y: Tensor | None) -> tuple[Streams, Tensor]:
+        time = self.time_embed(t)
+        condition, extra = time, [time.unsqueeze(1)]
+        if self.label_embed is not None:
+            label = self.label_embed(y, len(x))
+            condition, extra = time + label, [label.unsqueeze(1), *extra]
+        tokens = self.patch_embed(patchify(x, self.patch_size))
+        delta = torch.cat([*extra, tokens], dim=1) + self.positions
+        delta = self.prepend_context(delta, y)
+        return (delta, torch.zeros_like(delta)), F.silu(condition)
+
+    def run_block(
+        self, index: int, streams: Streams, condition: Tensor, layout: Layout, skip: Tensor | None
+    ) -> Streams:
+        block: Any = self.blocks[index]
+        after: Streams = block(streams, block.prepare(layout), skip)
+        return after
+
+    def head(self, streams: Streams, condition: Tensor) -> Tensor:
+        delta, residual = (stream[:, self.num_extra_tokens :] for stream in streams)
+        tokens = self.final(self.norm(residual + delta), condition)
+        return unpatchify(tokens, self.patch_size, self.grid)
+
+    def hidden_state(self, streams: Streams) -> Tensor:
+        delta, residual = streams
+        return residual + delta
