@@ -1,18 +1,11 @@
 """The zoo: `rows` has its rows and their sizes. Importing this package registers them all."""
 
-from backbones.rows import (
-    GLA,
-    RWKV,
-    RWKV7,
-    DiT,
-    GatedDeltaNet,
-    Hybrid,
-    LightningDiT,
-    Mamba,
-    Mamba2,
-    UViT,
-    ZigMa,
-)
+from backbones.hybrid import Hybrid
+from backbones.lightning_dit import LightningDiT
+from backbones.rows import GLA, RWKV7, DiT, GatedDeltaNet, Mamba, Mamba2
+from backbones.rwkv import RWKV
+from backbones.uvit import UViT
+from backbones.zigma import ZigMa
 
 __distribution__ = "tread-zoo"  # tells the registry that this `backbones` is ours
 

@@ -89,7 +89,7 @@ class RWKV(AdaLNBackbone):
     def run_block(
         self, index: int, streams: Streams, condition: Tensor, layout: Layout, skip: Tensor | None
     ) -> Streams:
-        block = self.blocks[index]
+        block: Any = self.blocks[index]
         return (block(streams[0], condition, block.prepare(layout), skip),)
 
     def head(self, streams: Streams, condition: Tensor) -> Tensor:

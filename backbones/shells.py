@@ -173,7 +173,7 @@ class GeluMLP(Mlp):
     def __init__(self, hidden_size: int, mlp_ratio: PositiveFloat = 4.0) -> None:
         super().__init__(hidden_size, int(hidden_size * mlp_ratio), gelu_tanh)
 
-    def forward(self, x: Tensor, layout: Any) -> Tensor:
+    def forward(self, x: Tensor, layout: Any = None) -> Tensor:
         return super().forward(x)
 
 

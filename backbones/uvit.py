@@ -32,7 +32,6 @@ from tread_zoo.layers import (
     time_sinusoids,
     unpatchify,
 )
-from tread_zoo.registry import register_backbone
 
 
 class UViTBlock(nn.Module):
@@ -198,29 +197,3 @@ class UViT(Backbone):
         tokens = self.linear(self.norm(streams[0][:, self.num_extra_tokens :]))
         image = unpatchify(tokens, self.patch_size, self.grid)
         return image if self.conv is None else self.conv(image)
-
-
-_SIZES = {
-    "s": {"depth": 12, "hidden_size": 512, "num_heads": 8},
-    "m": {"depth": 16, "hidden_size": 768, "num_heads": 12},
-    "l": {"depth": 20, "hidden_size": 1024, "num_heads": 16},
-    "h": {"depth": 28, "hidden_size": 1152, "num_heads": 16, "final_conv": False},
-}
-
-for _size, _keywords in _SIZES.items():
-    _rate = 3e-4 if _size == "s" else None
-    register_backbone(f"uvit_{_size}_2", learning_rate=_rate, patch_size=2, **_keywords)(UViT)
-# Sizes for comparisons: every architecture has them, of nearly the same number of parameters.
-register_backbone(
-    "uvit_tiny",
-    learning_rate=6e-3,
-    patch_size=2,
-    hidden_size=74,
-    depth=12,
-    num_heads=2,
-    init_std=0.1,
-)(UViT)
-register_backbone(
-    "uvit_matched_s", learning_rate=3e-4, patch_size=2, hidden_size=448, depth=12, num_heads=7
-)(UViT)
-register_backbone("uvit_matched_b", patch_size=2, **_SIZES["m"])(UViT)

@@ -85,8 +85,8 @@ class SelectiveScan(ScanMixer):
 
     def forward(self, x: Tensor, scan: Scan) -> Tensor:
         u, z = self.in_proj(scan.permute(x)).chunk(2, dim=-1)
-        gaps = None if self.gaps == "ignore" else scan.gaps_both_ways()
-        gaps = gaps and gaps[: self.ways]
+        both = None if self.gaps == "ignore" else scan.gaps_both_ways()
+        gaps = both and both[: self.ways]
         segments = gaps and [(lengths > 1).cumsum(1) for lengths in gaps]
         u = both_ways(u, scan, dim=-1) if self.ways == 2 else u
         u = F.silu(convolve_ways(u, self.conv_weight, self.conv_bias, segments))

@@ -67,7 +67,10 @@ def test_the_residual_stream_stays_float32_under_autocast(name):
 
 
 # Blocks with a skip, and the first one, are of other kinds.
-KINDS = {"hybrid_tiny": 3, "mamba_tiny": 3, "mamba2_tiny": 3, "rwkv_tiny": 2, "rwkv7_tiny": 2, "uvit_tiny": 2}  # fmt: skip
+KINDS = {
+    **dict.fromkeys(("hybrid_tiny", "mamba_tiny", "mamba2_tiny"), 3),
+    **dict.fromkeys(("rwkv_tiny", "rwkv7_tiny", "uvit_tiny"), 2),
+}
 
 
 @pytest.mark.slow
