@@ -158,7 +158,7 @@ class CallsForward(DiT):
     """No hook of a block runs: neither compilation's nor sharding's."""
 
     def run_block(self, index, streams, condition, layout, skip):
-        return (self.blocks[index].forward(streams[0], condition, layout),)
+        return self.blocks[index].forward(streams, condition, layout)
 
 
 class ConditionsByIndex(DiT):
