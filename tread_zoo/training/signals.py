@@ -108,7 +108,7 @@ class StopSignals:
 
         Whoever handled it before, as submitit does to requeue its job, gets it first.
         """
-        before = self._before[number]
+        before = self._before.get(number)
         if number in REQUEUE_SIGNALS and callable(before):
             before(number, None)
         raise Stopped(REQUEUE_STATUS if number in REQUEUE_SIGNALS else 128 + number)
