@@ -29,7 +29,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import pandas as pd
 import torch
@@ -80,6 +81,8 @@ def main() -> None:
         print(f"{__doc__}\nDefaults:\n{(CONFIGS / 'compare.yaml').read_text()}")
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, hang_up)
     try:
         with worded():
             status = run(sys.argv[1:])
@@ -90,6 +93,12 @@ def main() -> None:
     except KeyboardInterrupt:
         print("stopped; the same command continues", file=sys.stderr)
         sys.exit(130)
+
+
+def hang_up(number: int, frame: FrameType | None) -> NoReturn:
+    """Stop as on Ctrl-C, once: a terminal that is closed sends it, and then its shell once more."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def run(arguments: Sequence[str]) -> int:

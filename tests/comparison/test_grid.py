@@ -1,11 +1,15 @@
 """A grid is every combination once, each a process, taken up where it stopped."""
 
 import io
+import multiprocessing
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
+from filelock import FileLock
 
 from tread_zoo.comparison import Cell, check_same_commands, expand, run_cells
 from tread_zoo.config import file_name
@@ -67,6 +71,48 @@ def test_a_process_that_has_just_begun_ends_with_the_others(tmp_path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         run([cell(tmp_path, "a", "import time; time.sleep(600)")])
     assert begun[0].wait(60) == -signal.SIGTERM
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels do not tell a cell")
+def test_cells_of_a_comparison_that_is_killed_save_and_end(tmp_path):
+    begun, saved = tmp_path / "begun", tmp_path / "saved"
+    code = (
+        "import signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(result.with_name('saved').touch()))\n"
+        "result.with_name('begun').touch()\ntime.sleep(30)"
+    )
+    cells = [cell(tmp_path, "a", code)]
+    comparison = multiprocessing.get_context("fork").Process(target=run, args=(cells,))
+    comparison.start()
+    for event in (begun, saved):
+        deadline = time.monotonic() + 25
+        while not event.exists():
+            assert time.monotonic() < deadline, event
+            time.sleep(0.02)
+        comparison.kill()
+    comparison.join()
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_a_cell_that_another_process_trains_is_waited_for(tmp_path, ends_well):
+    waited = cell(tmp_path / "run", "a", f"print('again'); result.write_text({SCORE!r})")
+    cells = [waited, cell(tmp_path / "other", "b", f"result.write_text({SCORE!r})")]
+    for each in cells:
+        each.result.parent.mkdir()
+    other = FileLock(tmp_path / "run" / ".lock", thread_local=False)  # as a run has it
+    other.acquire()
+
+    def end():
+        if ends_well:
+            waited.result.write_text(SCORE)
+        other.release()
+
+    threading.Timer(1.0, end).start()
+    failed, shown = run(cells)
+    assert failed == {}
+    assert shown.count("another process trains it") == 1
+    assert waited.log.exists() != ends_well, "it is continued if it did not end well"
+    assert cells[1].result.exists()
 
 
 def test_a_cell_that_fails_is_reported_and_the_others_go_on(tmp_path):

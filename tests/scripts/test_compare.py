@@ -21,11 +21,19 @@ from tread_zoo.config import make_config
 ROOT = Path(__file__).parents[2]
 # What stands for scripts/train.py and scripts/evaluate.py: it copies a run, fails, or waits.
 FAKE = """
-import json, pathlib, shutil, sys, time
+import json, os, pathlib, shutil, signal, sys, time
 given = {key: value.strip("'") for key, value in (text.split("=", 1) for text in sys.argv[1:])}
 while pathlib.Path("wait").exists():
     pathlib.Path("waiting").touch()
     time.sleep(0.05)
+if pathlib.Path("closed").exists():  # the terminal
+    def end(number, frame):
+        os.kill(os.getppid(), signal.SIGHUP)
+        time.sleep(0.5)
+        sys.exit(pathlib.Path("saved").touch())
+    signal.signal(signal.SIGTERM, end)
+    os.kill(os.getppid(), signal.SIGHUP)
+    time.sleep(30)
 if given.get("seed") == "9":
     sys.exit("error: out of luck.")
 if "checkpoint" in given:
@@ -52,9 +60,11 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("TRAIN", "EVALUATE"):
         monkeypatch.setattr(compare, name, tmp_path / "fake.py")
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, signal.default_int_handler)
     yield tmp_path
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -119,6 +129,12 @@ def test_where_every_cell_fails_nothing_is_written(place, call):
     assert "4 runs" in call(*GRID, "optimizer.learning_rate=1e-3"), "no run is of other settings"
 
 
+def test_a_terminal_that_is_closed_ends_the_cells_gently_however_often_it_says_so(place, call):
+    (place / "closed").touch()
+    assert "the same command continues" in call(*GRID, status=130)
+    assert (place / "saved").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_the_cells_and_says_how_to_go_on(place, number):
@@ -141,14 +157,23 @@ def test_ctrl_c_ends_the_cells_and_says_how_to_go_on(place, number):
 
 
 @pytest.mark.slow
-def test_cells_are_runs_of_the_real_script(tmp_path):
-    given = ("backbone=dit_tiny", "routing=none,tread", "seed=0", "training.num_steps=4",
-             "training.sample_every=2", "evaluation.num_images=70", "compare.out=out")  # fmt: skip
+def test_cells_are_runs_of_the_real_script_and_go_on_after_a_kill(tmp_path):
+    given = ("backbone=dit_tiny", "routing=none,tread", "seed=0", "training.num_steps=40",
+             "training.sample_every=20", "training.log_every=1", "evaluation.num_images=70",
+             "compare.out=out")  # fmt: skip
     command = [sys.executable, str(ROOT / "scripts" / "compare.py"), *given]
+    killed = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 300
+    while not list(tmp_path.glob("out/runs/*/metrics.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    killed.kill()
+    killed.wait()
     done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=600)
     assert done.returncode == 0, done.stderr
+    logs = [path.read_text() for path in tmp_path.glob("out/runs/*/train.log")]
+    assert sum("SIGTERM" in log and "continues" in log for log in logs) == 1
     runs = pd.read_csv(tmp_path / "out" / "results.csv")
-    assert list(runs.steps) == [4, 4]
+    assert list(runs.steps) == [40, 40]
     assert runs.flops.notna().all()
 
 

@@ -1,10 +1,12 @@
 """Grids of processes: every combination of swept overrides, each one a command of its own.
 
 A cell whose result is there is left alone, and one that was cut off continues, so the same command
-again takes a grid up where it stopped.
+again takes a grid up where it stopped. No cell runs on without the process that began it, however
+that ended (killed outright: on Linux).
 """
 
 import contextlib
+import fcntl
 import itertools
 import json
 import math
@@ -14,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 from tread_zoo.data.files import write_text
+from tread_zoo.training.run_folder import is_locked
 
 POLL_S = 0.2
 PATIENCE_S = 60.0  # for a process that ends, which may be saving
@@ -107,7 +111,8 @@ def run_cells(
 ) -> dict[str, str]:
     """Run the cells that have no result yet, and return why each that failed did, by name.
 
-    Ctrl-C ends the processes, which save what they have, and is raised again.
+    Ctrl-C ends the processes, which save what they have, and is raised again. A cell that another
+    process trains, perhaps one that is saving because its comparison was killed, is waited for.
 
     Args:
         cells: the grid.
@@ -124,7 +129,7 @@ def run_cells(
     table = ScoreTable(cells)
     running: dict[int, tuple[Cell, subprocess.Popen[bytes]]] = {}  # by place, 0 … jobs - 1
     failed: dict[str, str] = {}
-    waiting = deque(todo)
+    waiting, awaited = deque(todo), set[str]()
     bar = tqdm(
         total=len(cells), initial=len(cells) - len(todo), unit="cell", file=stream,
         dynamic_ncols=True, disable=not stream.isatty(),
@@ -141,8 +146,17 @@ def run_cells(
         while waiting or running:
             for place in sorted(set(range(jobs)) - set(running))[: len(waiting)]:
                 cell = waiting.popleft()
-                with _signals_held_back():  # else a process that was just begun might run on
-                    running[place] = cell, _start(cell, place, jobs, devices)
+                if is_locked(cell.result.parent):
+                    waiting.append(cell)
+                    if cell.name not in awaited:
+                        awaited.add(cell.name)
+                        say(f"{cell.name}  another process trains it: waiting until that ends")
+                elif cell.result.exists():  # of that process
+                    bar.update()
+                    say(table.row(cell))
+                else:
+                    with _signals_held_back():  # else a process that was just begun might run on
+                        running[place] = cell, _start(cell, place, jobs, devices)
             time.sleep(POLL_S)
             for place, (cell, process) in list(running.items()):
                 status, last = process.poll(), _last_line(cell.log)
@@ -152,12 +166,12 @@ def run_cells(
                 del running[place]
                 bar.update()
                 if not cell.result.exists():
-                    why = f"exit status {status}: {last or 'no output'} ({cell.log})"
-                    failed[cell.name] = why
+                    output = f"{last or 'no output'} ({cell.log})"
+                    failed[cell.name] = f"exit status {status}: {output}"
                 say(table.row(cell, failed.get(cell.name)))
     finally:  # nothing runs on, whatever ends this
-        bar.close()
         _end([process for _, process in running.values()])
+        bar.close()
     return failed
 
 
@@ -182,11 +196,11 @@ class ScoreTable:
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """Have SIGINT and SIGTERM wait until the block is left."""
+    """Have SIGINT, SIGTERM and SIGHUP wait until the block is left."""
     held: list[int] = []
     handlers = {
         number: signal.signal(number, lambda number, frame: held.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }
     try:
         yield
@@ -204,11 +218,20 @@ def _start(cell: Cell, place: int, jobs: int, devices: Sequence[str]) -> "subpro
         if len(devices) > 1:
             environment["CUDA_VISIBLE_DEVICES"] = devices[place % len(devices)]
     cell.log.parent.mkdir(parents=True, exist_ok=True)
+    alive, ours = os.pipe()
     with cell.log.open("wb") as log:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             cell.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            env=environment, start_new_session=True,
+            env=environment, start_new_session=True, pass_fds=(alive,),
         )  # fmt: skip
+    if sys.platform == "linux":
+        # Once `ours` is closed, by this process or by its death, the cell's group gets SIGTERM.
+        fcntl.fcntl(alive, fcntl.F_SETOWN, -process.pid)
+        fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGTERM)
+        fcntl.fcntl(alive, fcntl.F_SETFL, os.O_ASYNC)
+    os.close(alive)
+    weakref.finalize(process, os.close, ours)
+    return process
 
 
 def _last_line(log: Path) -> str:

@@ -177,6 +177,19 @@ def _lock(folder: Path, locks: ExitStack) -> os.stat_result:
     return (folder / LOCK).stat()
 
 
+def is_locked(folder: Path) -> bool:
+    """Return whether a living process trains in a folder; it need not exist."""
+    from filelock import FileLock, Timeout
+
+    if not (folder / LOCK).exists():
+        return False
+    try:
+        with FileLock(folder / LOCK, blocking=False):
+            return False
+    except Timeout:
+        return True
+
+
 def _is_there(file: Path, expected: os.stat_result) -> bool:
     try:
         return os.path.samestat(file.stat(), expected)
