@@ -153,10 +153,12 @@ def check_error(make, words):
         ("ema=0.9", ["training.ema_decay?"]),
         ("cfg=2", ["guidance.scale?"]),
         ("batch=8", ["training.batch_size?"]),
+        ("routing=none routing.selection_rate=0.25", ["routing=none", "routing=tread"]),
+        ("alignment.weight=2", ["alignment=none", "alignment=repa"]),
     ],
 )
 def test_a_wrong_override_is_one_line_with_the_nearest_name(override, words):
-    check_error(lambda: compose(override), words)
+    check_error(lambda: compose(*override.split(" ")), words)
 
 
 @pytest.mark.parametrize(

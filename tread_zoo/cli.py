@@ -364,7 +364,15 @@ def worded() -> Iterator[None]:
             group, root = str(cause.full_key).rpartition(".")[0], cause.parent_node._get_root()
             tree: Any = OmegaConf.to_container(root, resolve=False)
             tree.pop("hydra", None)
-            known = (key for key in map(str, cause.parent_node) if key != "hydra")
+            known = [key for key in map(str, cause.parent_node) if key != "hydra"]
+            if known == ["name"] and group in GROUPS:
+                chosen = cause.parent_node["name"]
+                listed = {file.removesuffix(".yaml") for file in ConfigStore.instance().list(group)}
+                others = " or ".join(sorted(listed - {chosen, AS_RUN}))
+                raise ValueError(
+                    f"{group}.{cause.key} is no setting, because {group}={chosen} has none: set "
+                    f"{group}={others}."
+                ) from None
             raise unknown_field(group, cause.key, known, tree) from None
         raise ValueError("; ".join(str(error).split("\n")[:2])) from None
 
