@@ -81,6 +81,19 @@ def test_a_run_s_averages_equal_the_sums_of_its_weights(tracked):
         assert (made - expected).norm() < tolerance * (expected - weights[0]).norm()
 
 
+def test_a_run_s_exponential_average_counts_steps_from_1(tracked):
+    steps = [find_checkpoint(path) for path in sorted((tracked / "checkpoints").glob("step_*"))]
+    last, averages = (
+        [load_backbone(step, kind).patch_embed.weight.double() for step in steps]
+        for kind in ("model", "ema")
+    )
+    for k in range(2, 7):
+        decay = (1 + k) / (10 + k)
+        expected = decay * averages[k - 2] + (1 - decay) * last[k - 1]
+        moved = (averages[k - 1] - averages[k - 2]).norm()
+        assert (averages[k - 1] - expected).norm() < 1e-4 * moved, k
+
+
 def test_a_run_is_the_same_with_snapshots_and_without(tracked, run):
     plain = run("plain", *OPTIONS)
     own = files(tracked)

@@ -154,7 +154,7 @@ def test_a_run_goes_on_under_ddp_fsdp2_and_alone(tmp_path, free_port, optimizer)
     options = [f"optimizer={optimizer}", "optimizer.learning_rate=1e-3"]
     options += ["training.ema_snapshots_every=2"]
     jobs = [
-        job(tmp_path / "run", [*options, "resume=latest", f"training.num_steps={n}"], sharded)
+        job(tmp_path / "run", [*options, "resume=auto", f"training.num_steps={n}"], sharded)
         for n, sharded in ((3, False), (6, True))
     ]
     work(jobs, tmp_path, free_port)

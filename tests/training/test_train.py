@@ -19,7 +19,7 @@ from tread_zoo.registry import register
 from tread_zoo.training import loop
 from tread_zoo.training.checkpoints import find_checkpoint, load_backbone
 from tread_zoo.training.ema import WeightAverage, exponential_decay
-from tread_zoo.training.loop import step_loss, train
+from tread_zoo.training.loop import draw_step, step_loss, train
 from tread_zoo.training.trackers import read_metrics
 
 
@@ -96,8 +96,9 @@ def test_what_is_computed_again_costs_no_more_in_reports(finished, run):
     assert facts[0]["flops_dense"] == facts[1]["flops_dense"]
 
 
-def test_gradient_accumulation_adds_the_gradients_of_its_micro_steps(run):
-    """A step of two micro-steps moves by the mean of their gradients: plain SGD shows it."""
+@pytest.mark.parametrize("limit", [0, 0.01])
+def test_a_step_is_the_mean_gradient_of_its_micro_steps_clipped(run, limit):
+    """Plain SGD shows it; 0 does not clip."""
     setup = parts_of(settings("training.gradient_accumulation_steps=2"))
     before = {k: v.detach().clone() for k, v in setup.backbone.named_parameters()}
     batches = setup.batches()
@@ -106,11 +107,26 @@ def test_gradient_accumulation_adds_the_gradients_of_its_micro_steps(run):
     folder = run(
         "run", "training.gradient_accumulation_steps=2", "training.num_steps=1",
         "optimizer=sgd_for_tests", "lr_schedule=constant", "lr_schedule.warmup_steps=0",
-        "training.max_grad_norm=0",
+        f"training.max_grad_norm={limit}",
     )  # fmt: skip
+    norm = float(torch.cat([p.grad.flatten() for p in setup.backbone.parameters()]).norm())
+    assert norm > 0.1
+    scale = limit / norm if limit else 1
     after = load_backbone(find_checkpoint(folder), "model").state_dict()
     for name, parameter in setup.backbone.named_parameters():
-        torch.testing.assert_close(after[name], before[name] - parameter.grad, atol=1e-6, rtol=1e-4)
+        expected = before[name] - scale * parameter.grad
+        torch.testing.assert_close(after[name], expected, atol=1e-6, rtol=1e-4)
+
+
+def test_labels_of_classes_are_dropped_at_their_rate():
+    setup = parts_of(settings("training.label_dropout=0.4"))
+    images, labels = next(setup.batches())
+    y = torch.stack([
+        draw_step(setup, (images, labels), step, 0, torch.device("cpu"))[1] for step in range(40)
+    ])  # fmt: skip
+    dropped = y == 10  # the null label
+    assert torch.equal(y[~dropped], labels.expand_as(y)[~dropped])
+    assert float(dropped.float().mean()) == pytest.approx(0.4, abs=0.1)
 
 
 @register("optimizer", "sgd_for_tests")
