@@ -2,7 +2,7 @@
 
 from backbones.hybrid import Hybrid
 from backbones.lightning_dit import LightningDiT
-from backbones.rows import GLA, RWKV7, DiT, GatedDeltaNet, Mamba, Mamba2
+from backbones.rows import GLA, RWKV7, DiT, GatedDeltaNet, LinearDiT, Mamba, Mamba2
 from backbones.rwkv import RWKV
 from backbones.uvit import UViT
 from backbones.zigma import ZigMa
@@ -17,6 +17,7 @@ __all__ = [
     "GatedDeltaNet",
     "Hybrid",
     "LightningDiT",
+    "LinearDiT",
     "Mamba",
     "Mamba2",
     "UViT",

@@ -11,6 +11,7 @@ from backbones.mixers.attention import Attention
 from backbones.mixers.base import Mixer
 from backbones.mixers.delta import BidirectionalDelta
 from backbones.mixers.gla import BidirectionalGLA
+from backbones.mixers.linear_attention import LinearAttention
 from backbones.mixers.rwkv7 import ChannelMix, TimeMix
 from backbones.mixers.selective_scan import SelectiveScan
 from backbones.mixers.ssd import BidirectionalSSD
@@ -57,6 +58,12 @@ class Mamba2(ScanBackbone):
 
     def __init__(self, *, depth: PositiveInt = 28, **options: Any) -> None:
         super().__init__(depth=depth, **options)
+
+
+class LinearDiT(LightningBackbone):
+    """Linear attention without order (SANA's, arXiv 2410.10629) in the shell of LightningDiT."""
+
+    mixer = LinearAttention
 
 
 class GLA(LightningBackbone):
@@ -128,6 +135,7 @@ TINY: list[tuple[str, type[Any], float, dict[str, Any]]] = [
     ("zigma", ZigMa, 1.2e-2, {"hidden_size": 88, "depth": 12, "state_size": 4}),
     ("rwkv", RWKV, 1.2e-2, {"hidden_size": 60}),
     ("rwkv7", RWKV7, 1.2e-2, {"hidden_size": 64, "head_size": 32, "low_rank": 8}),
+    ("linear_dit", LinearDiT, 1.2e-2, {"hidden_size": 64, "num_heads": 2}),
     ("gla", GLA, 1.2e-2, {"hidden_size": 64, "num_heads": 2}),
     ("gated_deltanet", GatedDeltaNet, 1.2e-2, {"hidden_size": 64, "num_heads": 2}),
     ("hybrid", Hybrid, 1.2e-2, {"hidden_size": 64, "num_heads": 2}),
@@ -147,6 +155,7 @@ MATCHED: list[tuple[str, type[Any], dict[str, Any], dict[str, Any]]] = [
     ("zigma", ZigMa, {}, {"hidden_size": 768}),
     ("rwkv", RWKV, {"hidden_size": 352}, {"depth": 25, "hidden_size": 512}),
     ("rwkv7", RWKV7, {}, {"hidden_size": 768, "low_rank": 64}),
+    ("linear_dit", LinearDiT, {}, {"hidden_size": 768, "num_heads": 12}),
     ("gla", GLA, {}, {"hidden_size": 768, "num_heads": 12}),
     ("gated_deltanet", GatedDeltaNet, {}, {"hidden_size": 768, "num_heads": 12}),
     ("hybrid", Hybrid, {}, {"hidden_size": 768, "num_heads": 12}),

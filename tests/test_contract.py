@@ -13,6 +13,7 @@ SMALL = {
     "gla_tiny": {"hidden_size": 32, "depth": 4},
     "hybrid_tiny": {"hidden_size": 32, "depth": 4, "pattern": "rwkv7,attention:2,rwkv7"},
     "lightning_dit_tiny": {"hidden_size": 32, "depth": 4},
+    "linear_dit_tiny": {"hidden_size": 32, "depth": 4},
     "mamba_tiny": {"hidden_size": 32, "depth": 4, "state_size": 4},
     "mamba2_tiny": {"hidden_size": 32, "depth": 4, "state_size": 4, "head_size": 16},
     "rwkv_tiny": {"hidden_size": 32, "depth": 5},

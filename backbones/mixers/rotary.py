@@ -30,6 +30,18 @@ class Rotation:
     sin: Tensor
 
 
+def make_rotation(layout: Layout, head_size: int) -> Rotation:
+    """Return the rotation of the tokens present, float32 [B or 1, 1, L, Dh], once for a layout."""
+    key = ("rotary_2d", head_size)
+    if key not in layout.cache:
+        rows, cols = layout.rows_cols()
+        if layout.ids is None:  # all images alike
+            rows, cols = rows[:1], cols[:1]
+        layout.cache[key] = Rotation(*rotary_2d(rows, cols, head_size, layout.num_extra))
+    rotation: Rotation = layout.cache[key]
+    return rotation
+
+
 class RotaryAttention(Mixer):
     """Attention of tokens [B, L, D] to each other, by their contents and their relative positions.
 
@@ -74,15 +86,7 @@ class RotaryAttention(Mixer):
         self.value_mix = nn.Parameter(torch.empty(1)) if mixes else None
 
     def prepare(self, layout: Layout) -> Rotation:
-        key = ("rotary_2d", self.head_size)
-        if key not in layout.cache:
-            rows, cols = layout.rows_cols()
-            if layout.ids is None:  # all images alike
-                rows, cols = rows[:1], cols[:1]
-            turns = rotary_2d(rows, cols, self.head_size, layout.num_extra)
-            layout.cache[key] = Rotation(*turns)
-        rotation: Rotation = layout.cache[key]
-        return rotation
+        return make_rotation(layout, self.head_size)
 
     def forward(self, x: Tensor, rotation: Rotation, first_value: Tensor | None = None) -> Any:
         q, k, value = self.qkv(x).chunk(3, dim=-1)

@@ -1,0 +1,83 @@
+"""Linear attention without order or decay: SANA's (arXiv 2410.10629).
+
+The softmax of attention is a product of features, so that all keys and values fit into one state
+per head, whose size does not depend on the number of tokens (arXiv 2006.16236):
+
+    q, k, v = Linear(x),  φ = ReLU
+    o_i = Σ_j (φ(q_i)·φ(k_j)) v_j / Σ_j φ(q_i)·φ(k_j) = φ(q_i)ᵀ S / (φ(q_i)ᵀ Σ_j φ(k_j))
+    S   = Σ_j φ(k_j) v_jᵀ
+    out = Linear(o), or Linear(RMSNorm(o) * SiLU(Linear(x))) with the output gate of gated linear
+          attention (arXiv 2312.06635), whose norm is by head
+
+The state is a sum: nothing is scanned, and a route's gaps are nothing to it. Rotary positions turn
+φ(q) and φ(k) in the numerator alone, as in RoFormer (arXiv 2104.09864).
+
+B batch, K tokens present, E extra tokens, L = E + K, D width, H heads.
+"""
+
+import torch.nn.functional as F
+from pydantic import PositiveInt
+from torch import Tensor, nn
+
+from backbones.mixers.base import Mixer
+from backbones.mixers.rotary import Rotation, make_rotation
+from backbones.mixers.scan import full
+from tread_zoo.backbone import Layout
+from tread_zoo.layers import rotate
+
+EPSILON = 1e-6  # added to the mean of φ(q)·φ(k) over the keys, which may be 0
+
+
+class LinearAttention(Mixer):
+    """Linear attention over [B, L, D].
+
+    Args:
+        hidden_size: D, divisible by H, with `rotary` by 4 H.
+        num_heads: H.
+        gated: whether the output is normalised by head and gated.
+        rotary: whether it depends on the tokens' relative positions on the grid.
+
+    Raises:
+        ValueError: sizes that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: PositiveInt = 6,
+        gated: bool = False,
+        rotary: bool = False,
+    ) -> None:
+        super().__init__()
+        if hidden_size % (num_heads * (4 if rotary else 1)):
+            raise ValueError(
+                f"hidden_size={hidden_size} must be divisible by num_heads={num_heads}, with "
+                "rotary positions by 4 * num_heads."
+            )
+        self.num_heads, self.head_size = num_heads, hidden_size // num_heads
+        self.rotary = rotary
+        self.depends_on = ("order", "ids") if rotary else ()
+        self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
+        self.fused_rows = {"qkv.weight": 3 * (hidden_size,)}
+        self.gate = nn.Linear(hidden_size, hidden_size) if gated else None
+        self.norm = nn.RMSNorm(self.head_size, eps=1e-6) if gated else None
+        self.proj = nn.Linear(hidden_size, hidden_size)
+
+    def prepare(self, layout: Layout) -> Rotation | None:
+        return make_rotation(layout, self.head_size) if self.rotary else None
+
+    def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
+        split = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_size))
+        q, k, v = split.permute(2, 0, 3, 1, 4)
+        q, k = F.relu(q), F.relu(k)
+        # Means over the keys in place of sums: half precision holds them, however many there are.
+        total = (full(q) * full(k).mean(-2, keepdim=True)).sum(-1, keepdim=True) + EPSILON
+        if rotation is not None:
+            q, k = (rotate(z, rotation.cos, rotation.sin).to(v.dtype) for z in (q, k))
+        state = k.transpose(-2, -1) @ (v / v.shape[-2])
+        mixed = ((q @ state) / total).transpose(1, 2)
+        if self.norm is not None and self.gate is not None:
+            mixed = self.norm(mixed.to(self.norm.weight.dtype))
+            mixed = mixed * F.silu(self.gate(x)).unflatten(-1, (self.num_heads, -1))
+        out: Tensor = self.proj(mixed.flatten(2).to(v.dtype))
+        return out
