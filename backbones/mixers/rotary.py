@@ -6,6 +6,11 @@ the places of the tokens on the full grid, whichever of them a route kept, never
 the sequence. A route's gaps are nothing to it: a kept token attends to the kept ones from its own
 place.
 
+With a window W the grid is cut into windows of W x W places, and a token attends to the tokens
+present in its own one (as in Swin, arXiv 2103.14030, without its shift); extra tokens see all and
+are seen by all. Where a route keeps few of a window's tokens, it attends to few. Windows are a mask
+over all pairs, which saves no FLOPs.
+
 B batch, K tokens present, E extra tokens, L = E + K, D width, H heads.
 """
 
@@ -13,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
@@ -24,20 +30,29 @@ from tread_zoo.layers import rotary_2d, rotate
 
 @dataclass(frozen=True)
 class Rotation:
-    """What turns the tokens present: cosines and signed sines, see `rotary_2d`."""
+    """What turns the tokens present: cosines and signed sines, see `rotary_2d`; and the mask
+    [B or 1, 1, L, L] of the pairs that see each other, None: all."""
 
     cos: Tensor
     sin: Tensor
+    mask: Tensor | None = None
 
 
-def make_rotation(layout: Layout, head_size: int) -> Rotation:
-    """Return the rotation of the tokens present, float32 [B or 1, 1, L, Dh], once for a layout."""
-    key = ("rotary_2d", head_size)
+def make_rotation(layout: Layout, head_size: int, window: int | None = None) -> Rotation:
+    """Return the rotation of the tokens present, float32 [B or 1, 1, L, Dh], and the mask of the
+    windows, once for a layout."""
+    key = ("rotary_2d", head_size, window)
     if key not in layout.cache:
         rows, cols = layout.rows_cols()
         if layout.ids is None:  # all images alike
             rows, cols = rows[:1], cols[:1]
-        layout.cache[key] = Rotation(*rotary_2d(rows, cols, head_size, layout.num_extra))
+        mask = None
+        if window is not None and window < max(layout.grid):
+            windows = rows // window * layout.grid[1] + cols // window
+            mask = windows[:, :, None] == windows[:, None]
+            mask = F.pad(mask, (layout.num_extra, 0, layout.num_extra, 0), value=True).unsqueeze(1)
+        turns = rotary_2d(rows, cols, head_size, layout.num_extra)
+        layout.cache[key] = Rotation(*turns, mask)
     rotation: Rotation = layout.cache[key]
     return rotation
 
@@ -52,6 +67,7 @@ class RotaryAttention(Mixer):
         value_residual: from the second block on, values are v + m (v_1 - v), with the values v_1 of
             the first block and a learned m (value residual learning, arXiv 2410.17897; on diffusion
             transformers 2512.12386).
+        window: W, the side of a window in tokens; None: all tokens attend to all.
         index: of the block; the first one sets v_1.
 
     Raises:
@@ -66,6 +82,7 @@ class RotaryAttention(Mixer):
         num_heads: PositiveInt = 6,
         qk_norm: bool = True,
         value_residual: bool = False,
+        window: PositiveInt | None = None,
         index: int = 0,
     ) -> None:
         super().__init__()
@@ -75,6 +92,7 @@ class RotaryAttention(Mixer):
                 "rotary positions turn pairs of channels by row and by column."
             )
         self.num_heads, self.head_size = num_heads, hidden_size // num_heads
+        self.window = window
         self.value_size = hidden_size if value_residual else 0
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
         self.fused_rows = {"qkv.weight": 3 * (hidden_size,)}
@@ -86,7 +104,7 @@ class RotaryAttention(Mixer):
         self.value_mix = nn.Parameter(torch.empty(1)) if mixes else None
 
     def prepare(self, layout: Layout) -> Rotation:
-        return make_rotation(layout, self.head_size)
+        return make_rotation(layout, self.head_size, self.window)
 
     def forward(self, x: Tensor, rotation: Rotation, first_value: Tensor | None = None) -> Any:
         q, k, value = self.qkv(x).chunk(3, dim=-1)
@@ -96,7 +114,7 @@ class RotaryAttention(Mixer):
         if self.value_mix is not None:
             assert first_value is not None, "the shell has a stream for it"
             v = value + self.value_mix.to(value.dtype) * (first_value.to(value.dtype) - value)
-        mixed = attention(q.to(v.dtype), k.to(v.dtype), self._heads(v))
+        mixed = attention(q.to(v.dtype), k.to(v.dtype), self._heads(v), rotation.mask)
         out = self.proj(mixed.transpose(1, 2).flatten(2))
         return (out, value if self.is_first else None) if self.value_size else out
 

@@ -4,10 +4,11 @@ import torch
 from backbones.mixers.rotary import RotaryAttention
 from tests.test_contract import SMALL
 from tread_zoo.backbone import Layout
+from tread_zoo.layers import rotate
 from tread_zoo.testing import CHECKS, Probe
 
 GRID = (5, 7)
-OPTIONS = {"value_residual": True, "shared_modulation": True, "num_class_tokens": 3}
+OPTIONS = {"value_residual": True, "shared_modulation": True, "num_class_tokens": 3, "window": 2}
 
 
 def mixer(**options):
@@ -63,6 +64,49 @@ def test_a_kept_set_that_is_shifted_attends_as_before():
     )
     torch.testing.assert_close(shifted, out, atol=1e-5, rtol=1e-5)
     assert (torn - out).abs().max() > 0.01, "where tokens lie to each other does not matter"
+
+
+def attended_by_loop(attention, x, layout, size):
+    """Attention one token at a time, over those of its window of `size` and the extra ones."""
+    rotation, (rows, cols) = attention.prepare(layout), layout.rows_cols()
+    q, k, v = attention.qkv(x).unflatten(-1, (3, 2, 16)).unbind(2)
+    q, k = (
+        rotate(norm(z).transpose(1, 2), rotation.cos, rotation.sin).transpose(1, 2)
+        for z, norm in ((q, attention.q_norm), (k, attention.k_norm))
+    )
+    mixed = torch.zeros_like(v)
+    for b in range(len(x)):
+        places = [None] * layout.num_extra
+        places += zip((rows[b] // size).tolist(), (cols[b] // size).tolist(), strict=True)
+        for i, own in enumerate(places):
+            seen = [j for j, other in enumerate(places) if None in (own, other) or own == other]
+            for head in range(2):
+                weights = (k[b, seen, head] @ q[b, i, head] / 4).softmax(0)
+                mixed[b, i, head] = weights @ v[b, seen, head]
+    return attention.proj(mixed.flatten(2))
+
+
+IDS = torch.tensor([[0, 1, 8, 13, 22, 34], [2, 5, 10, 11, 19, 30]])
+LAYOUTS = [Layout(GRID, 0, batch=2), Layout(GRID, 0, IDS), Layout(GRID, 3, IDS, num_context=2)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@torch.no_grad()
+def test_tokens_attend_within_their_window_dense_and_routed(size):
+    attention = mixer(window=size)
+    for layout in LAYOUTS:
+        x = torch.randn(2, layout.num_extra + layout.positions().shape[1], 32).double()
+        expected = attended_by_loop(attention, x, layout, size)
+        torch.testing.assert_close(mixed_by(attention, x, layout), expected)
+
+
+@torch.no_grad()
+def test_a_window_that_covers_the_grid_is_full_attention():
+    for layout in LAYOUTS:
+        x = torch.randn(2, layout.num_extra + layout.positions().shape[1], 32).double()
+        full = mixed_by(mixer(), x, layout)
+        assert torch.equal(mixed_by(mixer(window=max(GRID)), x, layout), full)
+        assert not torch.allclose(mixed_by(mixer(window=min(GRID)), x, layout), full)
 
 
 def test_values_are_mixed_with_the_first_ones():

@@ -110,6 +110,12 @@ def make_gaps(batch: int, length: int) -> Tensor:
     return torch.randint(1, 6, (batch, length), generator=seeded(2))
 
 
+def make_mask(length: int) -> Tensor:
+    """Return bool [1, 1, L, L] with each token's own place among those that it sees."""
+    drawn = torch.rand(1, 1, length, length, generator=seeded(1)) < 0.5
+    return drawn | torch.eye(length, dtype=torch.bool)
+
+
 def make_positions(batch: int, length: int, whole: int) -> Tensor:
     scores = torch.rand(batch, whole, generator=seeded(1))
     return scores.argsort(dim=1)[:, :length].sort(dim=1).values
@@ -180,6 +186,7 @@ class Op:
             "positions": make_positions(batch, length, 3 * length) if subset else None,
             "length": 3 * length if subset else length,
             "scale": 0.7,
+            "mask": make_mask((shape or self.shapes[0])[2]) if subset else None,
         }
         return tuple(values[name] for name in self.tokens)
 
@@ -196,7 +203,7 @@ OPS = {
     for op in (
         Op(
             "attention", attention, [(2, 3, 16, 8), (1, 2, 7, 5), (2, 1, 1, 4), (1, 1, 300, 16)],
-            (), (0, 1, 2), 1e-5, floor=0.1,
+            ("mask",), (0, 1, 2), 1e-5, floor=0.1,
         ),
         Op(
             "causal_conv1d", causal_conv1d,

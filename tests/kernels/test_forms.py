@@ -115,7 +115,7 @@ def test_views_are_taken_as_inputs(op) -> None:
     strided = [
         x.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_() for x in inputs
     ]
-    places = [v.t().contiguous().t() if torch.is_tensor(v) else v for v in rest]
+    places = [v.mT.contiguous().mT if torch.is_tensor(v) else v for v in rest]
     truth = run(op.form("naive"), inputs, *rest)
     assert_close(run(op.public, strided, *places), truth, 1e-12)
 

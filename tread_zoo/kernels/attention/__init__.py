@@ -1,4 +1,4 @@
-"""Attention without a mask.
+"""Attention, of all tokens to all or under a mask.
 
 Dimensions: B batch, H heads, N tokens, Dh width of a head.
 """
@@ -40,18 +40,22 @@ register(
 )
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return softmax(q kᵀ / √Dh) v, [B, H, N, Dh].
 
     Args:
         q, k, v: [B, H, N, Dh], of one shape.
+        mask: bool [B or 1, H or 1, N, N], True where a query (row) sees a key (column); each query
+            sees one or more.
 
     Raises:
-        ValueError: for shapes that differ or are not of four dimensions.
+        ValueError: for shapes that differ or are not of four dimensions, or a mask of another N.
     """
     if q.ndim != 4 or not q.shape == k.shape == v.shape:
         raise ValueError(
             f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; "
             "they must have one shape [B, H, N, Dh]."
         )
-    return choose("attention", q.device, q, k, v).run(q, k, v)
+    if mask is not None and mask.shape[-2:] != (q.shape[-2], q.shape[-2]):
+        raise ValueError(f"mask has shape {tuple(mask.shape)}; expected [.., N, N] of N tokens.")
+    return choose("attention", q.device, q, k, v, mask).run(q, k, v, mask)

@@ -18,12 +18,12 @@ FLASH = LibraryFunction(
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def attention_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return `torch.nn.functional.scaled_dot_product_attention`."""
-    return F.scaled_dot_product_attention(q, k, v)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def sdpa_unsuited(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def sdpa_unsuited(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str | None:
     """Return why two matrix products are quicker, or None."""
     if q.device.type != "cpu" or k.shape[-2] > CPU_HALF_TOKENS:
         return None
@@ -40,14 +40,16 @@ def sdpa_limits(device: torch.device) -> str | None:
     return f"for float32 or more than {CPU_HALF_TOKENS} tokens"
 
 
-def attention_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attention_flash(q: Tensor, k: Tensor, v: Tensor, mask: None = None) -> Tensor:
     """Return `flash_attn_func`, which takes and gives [B, N, H, Dh]."""
     out: Tensor = FLASH(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
     return out
 
 
-def flash_unsuited(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def flash_unsuited(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str | None:
     """Return why the kernel does not take this call, or None."""
+    if mask is not None:
+        return "a mask, it takes none"
     if q.dtype not in HALVES:
         return f"{str(q.dtype).removeprefix('torch.')}, it takes bfloat16 and float16"
     if q.shape[-1] % 8 or q.shape[-1] > 256:
