@@ -253,13 +253,21 @@ def test_what_a_project_does_not_have_is_not_exported(tmp_path, name, format, wo
     assert not (tmp_path / "back.pt").exists()
 
 
-def test_a_network_of_another_prediction_is_not_exported(tmp_path):
-    done = imported(tmp_path, "sit", theirs("sit"))
+@pytest.mark.parametrize(
+    ("name", "own", "other", "word"),
+    [
+        ("sit", '"prediction": "velocity"', '"prediction": "x"', "objective.prediction=velocity"),
+        ("lightning_dit", '"window": null', '"window": 2', "backbone.window=None"),
+    ],
+)
+def test_a_network_that_computes_something_else_is_not_exported(tmp_path, name, own, other, word):
+    done = imported(tmp_path, name, theirs(name))
     meta = find_checkpoint(done.path).path / "checkpoint.json"
-    text = meta.read_text().replace('"prediction": "velocity"', '"prediction": "x"')
-    meta.write_text(text.replace("sha256_of_the_above", "unused"))
-    with pytest.raises(CheckpointError, match=r"needs objective\.prediction=velocity"):
-        export_checkpoint(done.path, tmp_path / "back.pt", format="sit")
+    text = meta.read_text()
+    assert own in text
+    meta.write_text(text.replace(own, other).replace("sha256_of_the_above", "unused"))
+    with pytest.raises(CheckpointError, match=f"needs {word}"):
+        export_checkpoint(done.path, tmp_path / "back.pt", format=name)
 
 
 def test_dis_directions_and_halves_keep_their_places(tmp_path):

@@ -63,6 +63,7 @@ def _convert_back(checkpoint: Checkpoint, backbone: Backbone, form: Format, form
     expected = {
         "backbone.time_scale": (config.get("time_scale"), form.time_scale),
         "backbone.reversed_time": (config.get("reversed_time", False), form.reversed_time),
+        "backbone.window": (config.get("window"), None),  # tensors do not show it
         "objective": (trained["name"], needed["name"]),
         **{
             f"objective.{option}": (trained.get(option), needed.get(option))
