@@ -19,7 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = [
-    "torch", "torchvision", "accelerate", "hydra", "matplotlib.figure", "sklearn.datasets", "pytest"
+    "torch", "torchvision", "accelerate", "hydra", "matplotlib.figure", "pandas", "scipy.stats",
+    "pytest",
 ]  # fmt: skip
 
 

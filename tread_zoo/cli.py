@@ -11,6 +11,7 @@ traceback.
 
 import argparse
 import functools
+import gc
 import json
 import logging
 import os
@@ -72,6 +73,7 @@ def command(
     def decorate(run: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
         @functools.wraps(run)
         def main() -> None:
+            gc.disable()  # it would search all that is imported below for garbage, again and again
             with errors_in_one_line(), worded():
                 check_words(sys.argv[1:], default_fields(config))
                 sys.argv[1:] = spell_out(sys.argv[1:], groups)
@@ -86,6 +88,8 @@ def command(
                     return
                 if not NO_OVERRIDES & set(sys.argv):
                     check_overrides(composed, sys.argv[1:])
+            gc.freeze()
+            gc.enable()
             hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=composed)(job)()
 
         def job(composed: DictConfig) -> None:

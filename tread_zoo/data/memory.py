@@ -31,17 +31,15 @@ _CIFAR10_NAMES = "airplane automobile bird cat deer dog frog horse ship truck"
 def digits(held_out: Fraction = 0.2) -> ImageData:
     """Return scikit-learn's 1797 digits, 8x8 grey, 10 classes.
 
-    The stored values 0 … 16 become 0 … 255 by rounding v * 255 / 16.
+    The stored values 0 … 16 become 0 … 255 by rounding v * 255 / 16. They are the test part of
+    E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits (UCI, 1998, CC BY 4.0).
 
     Args:
         held_out: the fraction split off, the same images in every run.
     """
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    values = torch.from_numpy(bunch.images).to(torch.float64)
-    images = (values * (255 / 16)).round().to(torch.uint8).unsqueeze(1)
-    labels = torch.from_numpy(bunch.target).to(torch.int64)
+    with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as file:
+        values, labels = torch.from_numpy(file["images"]), torch.from_numpy(file["labels"]).long()
+    images = (values.double() * (255 / 16)).round().to(torch.uint8).unsqueeze(1)
     return _in_memory("digits", [(images, labels)], held_out, 10)
 
 
@@ -202,10 +200,10 @@ def _in_memory(
 
 def _pad(images: Tensor, pad_to: int | tuple[int, int] | None) -> Tensor:
     """Return `images` [N,C,H,W] with zeros around them, centred, up to a side or (H, W)."""
-    from torchvision.transforms.functional import center_crop
-
     if pad_to is None:
         return images
+    from torchvision.transforms.functional import center_crop
+
     sides = (pad_to, pad_to) if isinstance(pad_to, int) else pad_to
     if any(side < own for side, own in zip(sides, images.shape[2:], strict=True)):
         raise ValueError(f"data.pad_to={pad_to!r} is less than the images' {images.shape[2:]}.")

@@ -50,10 +50,13 @@ def training_flops(backbone: Backbone, routing: Routing, num_steps: int) -> floa
     return sum(len(steps) * flops for steps, flops in stages) / num_steps
 
 
-def stage_flops(backbone: Backbone, routing: Routing, num_steps: int) -> list[tuple[range, float]]:
-    """Return the steps of each stage of a run, and the FLOPs of an image, as `training_flops`."""
+def stage_flops(
+    backbone: Backbone, routing: Routing, num_steps: int, dense: int | None = None
+) -> list[tuple[range, float]]:
+    """Return the steps of each stage of a run, and the FLOPs of an image, as `training_flops`;
+    `dense` are those of a dense step where they were counted already."""
     meta = _without_data(backbone)
-    dense = _trace(meta, 1, (), backward=True)
+    dense = _trace(meta, 1, (), backward=True) if dense is None else dense
     counted: dict[tuple[Any, ...], float] = {(): dense}  # by start, end, and tokens of each route
     stages = []
     for steps, used in routing.stages(num_steps):

@@ -79,11 +79,12 @@ class Log:
         used_ops.clear()  # counting notes those of this backbone
         network = copy(state.whole)
         network.checkpoint_blocks = 0  # what is computed again is no progress
-        self.stages = stage_flops(network, setup.routing, setup.num_steps)
+        dense = count_flops(network, backward=True)
+        self.stages = stage_flops(network, setup.routing, setup.num_steps, dense)
         self.facts: dict[str, Any] = {
             "data": setup.data_facts,
             "num_parameters": sum(p.numel() for p in state.whole.parameters()),
-            "flops_dense": count_flops(network, backward=True),
+            "flops_dense": dense,
             "flops_routed": sum(len(steps) * each for steps, each in self.stages) / setup.num_steps,
             "flops_by_stage": [[steps.stop, each] for steps, each in self.stages],
             "num_steps": setup.num_steps,
