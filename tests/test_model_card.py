@@ -57,6 +57,7 @@ def test_nothing_of_this_machine_is_published(run, tmp_path):
     )
     record = json.loads((other / "score.json").read_text())
     record["protocol"] |= {"reference": f"{tmp_path}/x.npz", "extractor": "y", "num_reference": 3}
+    record["protocol"]["reference_sha256"] = "x"
     (other / "score_x.json").write_text(json.dumps(record | {"values": {"fid": 1.0}}))
     for folder in (write_model_folder(other), write_model_folder(other, tmp_path / "out")):
         card = (folder / "README.md").read_text()

@@ -250,7 +250,7 @@ def test_what_blocks_are_worth_has_a_strip_for_each_setting(tmp_path):
             write_run(place, routing=routing, seed=seed, worth=[first, 0.01, 0.02, 0.4])
     text = report(tmp_path)
     assert "| dit_tiny dense | [1, 3) 0.4 | 0.75 0.01 0.02 0.40 |" in text
-    assert "| dit_tiny tread | [1, 3) 0.4 | 0.75 *0.01* *0.02* 0.40 |" in text
+    assert "| dit_tiny tread | [1, 3) 0.4 | 0.75 (0.01) (0.02) 0.40 |" in text
     page = (tmp_path / "out" / "index.html").read_text()
     assert page.count('class="routed"') == 2
     curves = read_curves(str(tmp_path / "runs" / "*"))

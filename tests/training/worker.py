@@ -25,7 +25,7 @@ from tread_zoo.training.loop import train
 class EulerThatEnds(Euler):
     """Euler's rule, during which rank `rank` gets a signal; with 9, SIGKILL, it is gone."""
 
-    rank: int
+    rank: int = 0
     number: int = signal.SIGTERM
 
     def __call__(self, problem, x, levels):

@@ -192,10 +192,10 @@ def _markdown(
     lines += [f"- {as_markdown(text)}" for text in headline]
     lines += ["", "![quality against FLOPs](quality.png)", ""]
     strips = [
-        [label, ", ".join(whole), " ".join(f"*{v:.2f}*" if r else f"{v:.2f}" for v, r in strip)]
+        [label, ", ".join(whole), " ".join(f"({v:.2f})" if r else f"{v:.2f}" for v, r in strip)]
         for label, strip, whole in contributions
     ]
-    worth = (["output changes without", "blocks [start, end)", "each block; *routed*"], strips)
+    worth = (["output changes without", "blocks [start, end)", "each block; (routed)"], strips)
     for header, rows in (scores, pairs, goals, worth):
         if rows:
             table = (header, ["---"] * len(header), *rows)
