@@ -12,9 +12,9 @@ The main process writes; the others have a part in the scores and in corrupt.txt
 import dataclasses
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +145,7 @@ def open_folder(config: RunConfig, accelerator: "Accelerator") -> Iterator[Calla
         if accelerator.is_main_process:
             locked = _lock(folder, locks)
             if config.overwrite and _entries(folder):
-                aside = folder.with_name(f"{folder.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+                aside = folder.with_name(f"{folder.name}.{datetime.now():%Y%m%d-%H%M%S-%f}")
                 folder.rename(aside)
                 locked = _lock(folder, locks)
                 logger.info("overwrite the earlier run was moved to %s", aside)
