@@ -219,7 +219,7 @@ def test_metrics_and_seconds_of_a_resumed_run(in_two_parts):
     first = find_checkpoint(in_two_parts / "checkpoints" / "step_00000003").meta["seconds"]
     last = json.loads((in_two_parts / "score.json").read_text())["run"]["seconds"]
     assert last["training"] > first["training"]
-    assert last["data"] >= first["data"], "three steps may read their data within a millisecond"
+    assert last["data"] >= round(first["data"], 3)  # as the record is rounded
 
 
 def test_a_crash_between_checkpoints_loses_only_what_came_after(run, monkeypatch, tmp_path):
