@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from backbones.mixers.rotary import RotaryAttention
 from backbones.shells import LightningBackbone, LightningBlock
-from tread_zoo.backbone import Layout, PerToken, Streams
+from tread_zoo.contract.backbone import Layout, PerToken, Streams
 
 
 class ModulationOffset(nn.Module):

@@ -19,8 +19,8 @@ from backbones.rwkv import RWKV
 from backbones.shells import AdaLNBackbone, AdaLNBlock, LightningBackbone, ScanBackbone
 from backbones.uvit import UViT
 from backbones.zigma import ZigMa
-from tread_zoo.backbone import Layout, Streams
-from tread_zoo.layers import self_attention
+from tread_zoo.contract.backbone import Layout, Streams
+from tread_zoo.contract.layers import self_attention
 from tread_zoo.registry import register_backbone
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from backbones.mixers.q_shift import GridWalk
 from backbones.mixers.wkv import ChannelMix, SpatialMix
 from backbones.shells import AdaLNBackbone
-from tread_zoo.backbone import Layout, Streams
-from tread_zoo.layers import add_gated, modulate
+from tread_zoo.contract.backbone import Layout, Streams
+from tread_zoo.contract.layers import add_gated, modulate
 
 
 class RWKVBlock(nn.Module):

@@ -52,9 +52,8 @@ from torch import Tensor, nn
 
 from backbones.mixers.base import Mixer, derive_signature, read_keywords
 from backbones.mixers.scan import init_uniform
-from tread_zoo.backbone import DEPENDS_ON, Backbone, Layout, PerToken, Streams
-from tread_zoo.errors import unknown_name
-from tread_zoo.layers import (
+from tread_zoo.contract.backbone import DEPENDS_ON, Backbone, Layout, PerToken, Streams
+from tread_zoo.contract.layers import (
     AdaLNHead,
     LabelEmbedder,
     Mlp,
@@ -67,6 +66,7 @@ from tread_zoo.layers import (
     sincos_2d,
     unpatchify,
 )
+from tread_zoo.errors import unknown_name
 
 
 class Row(ABCMeta):

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from tread_zoo.backbone import Backbone, Layout, Streams
-from tread_zoo.layers import (
+from tread_zoo.contract.backbone import Backbone, Layout, Streams
+from tread_zoo.contract.layers import (
     LabelEmbedder,
     Mlp,
     TimestepEmbedder,

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from backbones.mixers.base import Mixer
 from backbones.mixers.selective_scan import OneWayScan
 from backbones.shells import AdaLNBackbone
-from tread_zoo.backbone import Layout, Streams
-from tread_zoo.layers import add_gated, modulate
+from tread_zoo.contract.backbone import Layout, Streams
+from tread_zoo.contract.layers import add_gated, modulate
 from tread_zoo.routing.scans import Scan
 
 

@@ -18,8 +18,8 @@ from tread_zoo.config import make_config
 from tread_zoo.evaluation.flops import training_flops
 from tread_zoo.runtime import describe_device, resolve_device, resolve_precision
 from tread_zoo.training.loop import optimize
+from tread_zoo.training.meters import Window
 from tread_zoo.training.setup import build_setup, make_accelerator, place
-from tread_zoo.training.window import Window
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tread_zoo import create_backbone
-from tread_zoo.backbone import Backbone
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.runtime import describe_device, resolve_device, resolve_precision
 
 

@@ -24,8 +24,8 @@ from tread_zoo.evaluation.protocol import Protocol
 from tread_zoo.evaluation.score import process_group
 from tread_zoo.kernels import set_forms
 from tread_zoo.registry import create
+from tread_zoo.runs.restore import restore
 from tread_zoo.runtime import resolve_device
-from tread_zoo.training.restore import restore
 
 logger = logging.getLogger(__name__)
 

@@ -31,9 +31,9 @@ from tread_zoo.evaluation.pictures import plot_similarity
 from tread_zoo.kernels import set_forms
 from tread_zoo.registry import create_backbone
 from tread_zoo.routing.probe import propose_route, recording, similarity
+from tread_zoo.runs.restore import Restored, restore
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
-from tread_zoo.training.restore import Restored, restore
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from tread_zoo.cli import command
 from tread_zoo.config import SampleConfig, check
 from tread_zoo.data import Codec
 from tread_zoo.diffusion import generate
-from tread_zoo.evaluation.conditions import (
+from tread_zoo.diffusion.conditions import (
     Conditions,
     class_number,
     conditions_of,
@@ -38,8 +38,8 @@ from tread_zoo.evaluation.conditions import (
 from tread_zoo.evaluation.evaluate import describe_sampling, sampling_record
 from tread_zoo.evaluation.sample_folder import SampleFolder, folder_name
 from tread_zoo.kernels import set_forms
+from tread_zoo.runs.restore import Restored, restore
 from tread_zoo.runtime import describe_device
-from tread_zoo.training.restore import Restored, restore
 
 logger = logging.getLogger(__name__)
 

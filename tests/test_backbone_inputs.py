@@ -6,7 +6,7 @@ import torch
 from tests.test_contract import SMALL
 from tests.testing.own_loops import Decays, DecaysByOwnLength
 from tread_zoo import create_backbone
-from tread_zoo.backbone import Backbone, Layout
+from tread_zoo.contract.backbone import Backbone, Layout
 from tread_zoo.routing import Route
 
 X, T, Y = torch.zeros(2, 1, 8, 8), torch.zeros(2), torch.tensor([0, 3])

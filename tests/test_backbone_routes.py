@@ -5,8 +5,8 @@ import torch
 
 from tests.test_contract import SMALL
 from tests.testing.own_loops import MixingNet
-from tread_zoo.backbone import Layout
-from tread_zoo.layout import rows_of
+from tread_zoo.contract.backbone import Layout
+from tread_zoo.contract.frame import rows_of
 from tread_zoo.routing import Bypass, Route
 from tread_zoo.testing import Probe
 

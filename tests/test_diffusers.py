@@ -10,7 +10,7 @@ from tests.test_pretrained import random_backbone
 from tread_zoo import create, create_backbone
 from tread_zoo.diffusion import Problem, build_sampling, generate
 from tread_zoo.model_card import write_model_folder
-from tread_zoo.training.checkpoints import find_checkpoint, load_backbone
+from tread_zoo.runs.checkpoint import find_checkpoint, load_backbone
 
 pytestmark = pytest.mark.slow
 

@@ -17,9 +17,9 @@ from tread_zoo.cli import compose_settings
 from tread_zoo.config import EvaluateConfig, SampleConfig, check, make_config
 from tread_zoo.data.encode import write_table
 from tread_zoo.published import import_checkpoint
-from tread_zoo.training.checkpoints import find_checkpoint
+from tread_zoo.runs.checkpoint import find_checkpoint
+from tread_zoo.runs.restore import restore
 from tread_zoo.training.loop import train
-from tread_zoo.training.restore import restore
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = re.compile(r"(^|&& )tread-zoo |\b(python|accelerate|torchrun|srun)\b")

@@ -47,7 +47,10 @@ def test_what_the_guide_writes_keeps_the_contract(own_registry, name):
     if name == "mixer_tiny":
         runpy.run_path(str(EXAMPLE / "tread_zoo_mixer.py"))
     else:
-        first = {"Mean": "from backbones.mixers.scan", "Averages": "from tread_zoo.backbone"}[name]
+        first = {
+            "Mean": "from backbones.mixers.scan",
+            "Averages": "from tread_zoo.contract.backbone",
+        }[name]
         register_backbone(name)(guides(first)[name])
     for label in CHECKS.keys() - {"compiles"}:
         CHECKS[label](Probe(name, overrides={"hidden_size": 16, "depth": 4}))

@@ -10,11 +10,11 @@ import torch
 
 from tests.published.tensors import theirs
 from tests.small_run import save_photos, train_small
-from tread_zoo.backbone import Backbone
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.model_card import write_model_folder
 from tread_zoo.published import import_checkpoint
-from tread_zoo.training.checkpoints import CheckpointError, find_checkpoint, load_backbone
-from tread_zoo.training.restore import restore
+from tread_zoo.runs.checkpoint import CheckpointError, find_checkpoint, load_backbone
+from tread_zoo.runs.restore import restore
 
 
 @pytest.fixture(scope="module")

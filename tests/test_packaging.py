@@ -12,7 +12,7 @@ import pytest
 
 from tests.small_run import SMALL
 from tread_zoo import __version__, list_backbones
-from tread_zoo.training.checkpoints import find_checkpoint
+from tread_zoo.runs.checkpoint import find_checkpoint
 
 ROOT = Path(__file__).parents[1]
 RUN = "runs/digits_dit_tiny_tread_flow_seed0"

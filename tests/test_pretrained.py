@@ -9,12 +9,12 @@ import torch
 
 from tests.test_contract import SMALL
 from tread_zoo import create_backbone
-from tread_zoo.backbone import Backbone
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import digits
 from tread_zoo.diffusion import FlowMatching
 from tread_zoo.evaluation.held_out import held_out_loss
 from tread_zoo.pretrained import describe_backbone
-from tread_zoo.training.checkpoints import save_checkpoint
+from tread_zoo.runs.checkpoint import save_checkpoint
 
 CASES = {
     **{name: (name, {"num_classes": 3, **sizes}) for name, sizes in SMALL.items()},

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from tread_zoo import progress
-from tread_zoo.training.window import peak_flops
+from tread_zoo.training.meters import peak_flops
 
 
 class Terminal(io.StringIO):

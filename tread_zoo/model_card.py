@@ -18,7 +18,7 @@ from tread_zoo.config import aside_fields
 from tread_zoo.data.files import checksum, without_paths
 from tread_zoo.evaluation.evaluate import describe_record
 from tread_zoo.pretrained import CONFIG_NAME, WEIGHTS_NAME, build_backbone, write_folder
-from tread_zoo.training.checkpoints import FORMAT, Checkpoint, find_checkpoint
+from tread_zoo.runs.checkpoint import FORMAT, Checkpoint, find_checkpoint
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 SHOWN_CLASSES = 100  # config.json has all

@@ -19,15 +19,15 @@ from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline, ImagePipelineOutput
 from torch import Tensor, nn
 
-from tread_zoo.backbone import Backbone
 from tread_zoo.config import complete_sampler
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data.latents import LatentCodec
 from tread_zoo.data.vae import Vae
 from tread_zoo.diffusion import build_sampling, generate
-from tread_zoo.evaluation.conditions import class_number
+from tread_zoo.diffusion.conditions import class_number
 from tread_zoo.pretrained import build_backbone, describe_backbone
 from tread_zoo.registry import complete, create
-from tread_zoo.training.restore import restore
+from tread_zoo.runs.restore import restore
 
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

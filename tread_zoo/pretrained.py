@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tread_zoo.registry import check_plugins, create_backbone, plugins_of
 
 if TYPE_CHECKING:
-    from tread_zoo.backbone import Backbone
+    from tread_zoo.contract.backbone import Backbone
 
 logger = logging.getLogger(__name__)
 

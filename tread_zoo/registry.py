@@ -37,7 +37,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from tread_zoo.errors import describe_invalid, missing_path, unknown_name
 
 if TYPE_CHECKING:
-    from tread_zoo.backbone import Backbone
+    from tread_zoo.contract.backbone import Backbone
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 

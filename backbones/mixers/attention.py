@@ -10,8 +10,8 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from backbones.mixers.base import Mixer
-from tread_zoo.backbone import Layout
-from tread_zoo.layers import self_attention
+from tread_zoo.contract.backbone import Layout
+from tread_zoo.contract.layers import self_attention
 
 
 class Attention(Mixer):

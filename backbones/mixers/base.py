@@ -9,7 +9,7 @@ from typing import Any, ClassVar, get_type_hints
 
 from torch import nn
 
-from tread_zoo.backbone import Layout
+from tread_zoo.contract.backbone import Layout
 
 # What a shell gives to a part that names it, with a value that any part takes.
 GIVEN: dict[str, Any] = {"hidden_size": 1, "grid": (1, 1), "index": 0}

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from backbones.mixers.base import Mixer
 from backbones.mixers.rotary import Rotation, make_rotation
 from backbones.mixers.scan import full
-from tread_zoo.backbone import Layout
-from tread_zoo.layers import rotate
+from tread_zoo.contract.backbone import Layout
+from tread_zoo.contract.layers import rotate
 
 EPSILON = 1e-6  # added to the mean of φ(q)·φ(k) over the keys, which may be 0
 

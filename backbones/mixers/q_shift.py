@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backbones.mixers.scan import ScanMixer
-from tread_zoo.backbone import Layout
+from tread_zoo.contract.backbone import Layout
 from tread_zoo.routing.scans import Gaps, Scan, make_scan
 
 OPPOSITE = (1, 0, 3, 2)  # of left, right, up, down

@@ -23,9 +23,9 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from backbones.mixers.base import Mixer
-from tread_zoo.backbone import Layout
+from tread_zoo.contract.backbone import Layout
+from tread_zoo.contract.layers import rotary_2d, rotate
 from tread_zoo.kernels import attention
-from tread_zoo.layers import rotary_2d, rotate
 
 
 @dataclass(frozen=True)

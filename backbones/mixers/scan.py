@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from backbones.mixers.base import Mixer
-from tread_zoo.backbone import Layout
+from tread_zoo.contract.backbone import Layout
 from tread_zoo.kernels import causal_conv1d
 from tread_zoo.routing.scans import Gaps, Scan, check_scan, make_scan
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from backbones.mixers.base import Mixer
 from backbones.shells import AdaLNBackbone
 from tread_zoo import register_backbone
-from tread_zoo.backbone import Layout
+from tread_zoo.contract.backbone import Layout
 
 
 class PositionMixer(Mixer):

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 
 from backbones.mixers.delta import BidirectionalDelta
 from tests.backbones.test_mamba import walks_of
-from tread_zoo.backbone import Layout
+from tread_zoo.contract.backbone import Layout
 
 GRID, HEADS = (3, 4), 2
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from backbones.mixers.gla import BidirectionalGLA
 from tests.backbones.test_mamba import walks_of
-from tread_zoo.backbone import Layout
+from tread_zoo.contract.backbone import Layout
 
 GRID = (3, 4)
 

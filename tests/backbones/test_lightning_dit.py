@@ -3,8 +3,8 @@ import torch
 
 from backbones.mixers.rotary import RotaryAttention
 from tests.test_contract import SMALL
-from tread_zoo.backbone import Layout
-from tread_zoo.layers import rotate
+from tread_zoo.contract.backbone import Layout
+from tread_zoo.contract.layers import rotate
 from tread_zoo.testing import CHECKS, Probe
 
 GRID = (5, 7)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from backbones.mixers.linear_attention import LinearAttention
 from tests.test_contract import SMALL
-from tread_zoo.backbone import Layout
+from tread_zoo.contract.backbone import Layout
 from tread_zoo.testing import CHECKS, Probe
 
 GRID = (5, 7)

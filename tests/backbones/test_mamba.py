@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from backbones.mixers.selective_scan import SelectiveScan
 from tread_zoo import create_backbone
-from tread_zoo.backbone import Layout
+from tread_zoo.contract.backbone import Layout
 from tread_zoo.routing import GAPS, ORDERS, inverse, scan_order
 
 GRID = (3, 4)

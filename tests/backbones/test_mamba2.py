@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from backbones.mixers.ssd import BidirectionalSSD
 from tests.backbones.test_mamba import walks_of
 from tread_zoo import create_backbone
-from tread_zoo.backbone import Layout
+from tread_zoo.contract.backbone import Layout
 from tread_zoo.routing import GAPS, ORDERS
 
 GRID = (3, 4)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from backbones.mixers.q_shift import find_neighbours, q_shift
 from backbones.mixers.wkv import ChannelMix, SpatialMix
 from tread_zoo import create_backbone
-from tread_zoo.backbone import Layout
+from tread_zoo.contract.backbone import Layout
 from tread_zoo.routing import GAPS, ORDERS, Route, inverse, num_kept_tokens, scan_order
 from tread_zoo.testing.conformance import Probe
 

@@ -16,7 +16,7 @@ from tests.backbones.test_rwkv import (
     walk_of,
 )
 from tread_zoo import create_backbone
-from tread_zoo.backbone import Layout
+from tread_zoo.contract.backbone import Layout
 from tread_zoo.routing import Route
 
 WIDTH, HEAD = 8, 4

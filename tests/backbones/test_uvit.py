@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tread_zoo import create_backbone
-from tread_zoo.layers import time_sinusoids
+from tread_zoo.contract.layers import time_sinusoids
 from tread_zoo.testing.conformance import Probe, watching
 
 SMALL = {"hidden_size": 8, "depth": 4, "num_heads": 2}

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from tread_zoo import create_backbone
-from tread_zoo.backbone import Layout
+from tread_zoo.contract.backbone import Layout
 from tread_zoo.routing import GAPS, inverse, scan_order
 
 GRID = (3, 4)

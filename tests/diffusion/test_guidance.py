@@ -9,7 +9,7 @@ import torch
 
 from tests.test_contract import SMALL
 from tread_zoo import create, create_backbone, register, registry
-from tread_zoo.backbone import Backbone
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.diffusion import (
     EDM,
     AutoGuidance,

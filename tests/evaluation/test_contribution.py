@@ -7,14 +7,14 @@ from torch import nn
 from tests.evaluation.tiny import Tiny
 from tests.test_contract import SMALL
 from tread_zoo import create
-from tread_zoo.backbone import Layout
+from tread_zoo.contract.backbone import Layout
+from tread_zoo.contract.frame import rows_of
 from tread_zoo.evaluation.contribution import (
     contributions,
     describe_contributions,
     ranges_of,
 )
 from tread_zoo.evaluation.evaluate import describe_record
-from tread_zoo.layout import rows_of
 from tread_zoo.routing import NO_ROUTING
 from tread_zoo.testing import Probe
 

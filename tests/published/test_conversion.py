@@ -27,8 +27,8 @@ from tread_zoo.published import FORMATS, export_checkpoint, import_checkpoint
 from tread_zoo.published.conversion import build, recognize
 from tread_zoo.published.reader import read_parts
 from tread_zoo.registry import get_entry
-from tread_zoo.training.checkpoints import CheckpointError, find_checkpoint, load_backbone
-from tread_zoo.training.restore import restore
+from tread_zoo.runs.checkpoint import CheckpointError, find_checkpoint, load_backbone
+from tread_zoo.runs.restore import restore
 
 
 def imported(folder, name, content, **choices):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tests.published.tensors import theirs
 from tests.published.test_conversion import imported, network
 from tread_zoo.published import export_checkpoint
-from tread_zoo.training.checkpoints import CheckpointError
+from tread_zoo.runs.checkpoint import CheckpointError
 
 
 def by_formula(w, x, t, y):

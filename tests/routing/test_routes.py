@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from tread_zoo.layout import gather, row_index, scatter
+from tread_zoo.contract.frame import gather, row_index, scatter
 from tread_zoo.routing import Route, check_routes, num_kept_tokens
 
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from tests.small_run import SMALL
-from tread_zoo.training.checkpoints import find_checkpoint
+from tread_zoo.runs.checkpoint import find_checkpoint
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones import UViT
-from tread_zoo.backbone import Backbone, Features, Layout
-from tread_zoo.layers import LabelEmbedder, TimestepEmbedder, patchify, unpatchify
+from tread_zoo.contract.backbone import Backbone, Features, Layout
+from tread_zoo.contract.layers import LabelEmbedder, TimestepEmbedder, patchify, unpatchify
 from tread_zoo.routing import PathDrop, Route, check_routes
 
 

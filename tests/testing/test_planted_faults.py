@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from backbones import DiT, Mamba, UViT
 from tests.testing import own_loops
 from tread_zoo import list_backbones, register_backbone, registry
-from tread_zoo.backbone import PerToken
+from tread_zoo.contract.backbone import PerToken
 from tread_zoo.testing import CHECKS, Probe
 from tread_zoo.testing.probe import Advice
 

@@ -10,7 +10,7 @@ from tests.small_run import parts_of, settings
 from tests.training.test_resume import assert_same_end
 from tread_zoo import create, create_backbone
 from tread_zoo.data.latents import latents
-from tread_zoo.training.checkpoints import find_checkpoint
+from tread_zoo.runs.checkpoint import find_checkpoint
 from tread_zoo.training.loop import draw_step, step_loss
 from tread_zoo.training.trackers import read_metrics
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tests.small_run import train_small
-from tread_zoo.training.checkpoints import CheckpointError, find_checkpoint, load_backbone
-from tread_zoo.training.ema import TRACKED, fit_profile, power_decay, power_of
+from tread_zoo.runs.checkpoint import CheckpointError, find_checkpoint, load_backbone
+from tread_zoo.runs.widths import TRACKED, fit_profile, power_of
+from tread_zoo.training.ema import power_decay
 
 OPTIONS = (
     "lr_schedule=constant", "training.checkpoint_every=1", "training.keep_checkpoints=9",

@@ -13,19 +13,19 @@ import torch
 
 from tests.processes import run_python
 from tests.small_run import train_small
-from tread_zoo.backbone import Backbone
 from tread_zoo.cli import compose_settings
 from tread_zoo.config import EvaluateConfig, SampleConfig, check
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data.files import write_text
 from tread_zoo.diffusion import AutoGuidance
-from tread_zoo.training.checkpoints import (
+from tread_zoo.runs.checkpoint import (
     CheckpointError,
     drop_later,
     find_checkpoint,
     load_backbone,
     save_checkpoint,
 )
-from tread_zoo.training.restore import restore
+from tread_zoo.runs.restore import restore
 
 
 def save(folder, step):
@@ -182,7 +182,7 @@ def test_an_empty_folder_and_another_format(tmp_path):
 FULL_DISK = """
 import resource, sys, torch
 from pathlib import Path
-from tread_zoo.training.checkpoints import CheckpointError, save_checkpoint
+from tread_zoo.runs.checkpoint import CheckpointError, save_checkpoint
 folder = Path(sys.argv[1])
 save_checkpoint(folder, {"model": {"w": torch.zeros(10)}}, {"step": 1}, 2)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

@@ -20,11 +20,11 @@ from tests.data.test_contexts import write_folder
 from tests.small_run import parts_of, settings, train_small
 from tests.training.test_resume import assert_same_end
 from tread_zoo.diffusion import generate
-from tread_zoo.evaluation.conditions import conditions_of, contexts_in
+from tread_zoo.diffusion.conditions import conditions_of, contexts_in
 from tread_zoo.evaluation.held_out import held_out_loss
+from tread_zoo.runs.restore import restore
 from tread_zoo.seeding import make_generator, make_image_generator
 from tread_zoo.training.loop import draw_step
-from tread_zoo.training.restore import restore
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from tests.data.tables import write_features
 from tests.processes import run_ranks
 from tests.small_run import settings, train_small
 from tests.training import worker  # noqa: F401  (its sampler)
-from tread_zoo.training.checkpoints import find_checkpoint
+from tread_zoo.runs.checkpoint import find_checkpoint
 from tread_zoo.training.trackers import read_metrics
 
 EACH_STEP = ("training.log_every=1", "lr_schedule=constant", "evaluation.num_images=1")

@@ -9,7 +9,7 @@ from tests.published.tensors import theirs
 from tests.small_run import SMALL, counting_once, full_settings
 from tread_zoo.model_card import write_model_folder
 from tread_zoo.published import import_checkpoint
-from tread_zoo.training.checkpoints import CheckpointError, find_checkpoint, load_backbone
+from tread_zoo.runs.checkpoint import CheckpointError, find_checkpoint, load_backbone
 from tread_zoo.training.loop import train
 
 UNSAID = [word for word in SMALL if not word.startswith("backbone.")]

@@ -10,7 +10,7 @@ import pytest
 from tests.processes import PRELOADED
 from tests.small_run import train_small
 from tests.training.test_resume import assert_same_end
-from tread_zoo.training.checkpoints import find_checkpoint, has_checkpoints
+from tread_zoo.runs.checkpoint import find_checkpoint, has_checkpoints
 from tread_zoo.training.trackers import read_metrics
 
 OPTIONS = (

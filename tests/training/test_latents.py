@@ -13,10 +13,10 @@ from tread_zoo.data.encode import EncodingConfig, encode, write_table
 from tread_zoo.data.vae import load_vae
 from tread_zoo.evaluation.held_out import held_out_loss
 from tread_zoo.registry import create
+from tread_zoo.runs.checkpoint import find_checkpoint
+from tread_zoo.runs.restore import restore
 from tread_zoo.seeding import make_image_generator
-from tread_zoo.training.checkpoints import find_checkpoint
 from tread_zoo.training.loop import draw_step
-from tread_zoo.training.restore import restore
 
 CPU = torch.device("cpu")
 

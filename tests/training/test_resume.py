@@ -17,13 +17,13 @@ from tread_zoo import __version__
 from tread_zoo.config import make_config
 from tread_zoo.diffusion.samplers import Euler
 from tread_zoo.registry import register
-from tread_zoo.training import loop
-from tread_zoo.training.checkpoints import (
+from tread_zoo.runs.checkpoint import (
     CheckpointError,
     check_same_data,
     check_same_items,
     find_checkpoint,
 )
+from tread_zoo.training import loop
 from tread_zoo.training.log import Log, read_scores
 from tread_zoo.training.loop import draw_step, train
 from tread_zoo.training.signals import Stopped

@@ -7,7 +7,7 @@ import pytest
 
 from tread_zoo.diffusion import FlowMatching
 from tread_zoo.registry import register
-from tread_zoo.training.checkpoints import find_checkpoint
+from tread_zoo.runs.checkpoint import find_checkpoint
 
 MEANWHILE = []  # done once, while a run computes its first loss
 

@@ -9,8 +9,8 @@ import torch
 
 from tests.small_run import counting_once, parts_of, settings, train_small
 from tread_zoo.evaluation.evaluate import evaluate
+from tread_zoo.runs.checkpoint import find_checkpoint, load_backbone
 from tread_zoo.training import loop
-from tread_zoo.training.checkpoints import find_checkpoint, load_backbone
 from tread_zoo.training.log import read_scores
 from tread_zoo.training.signals import Stopped
 from tread_zoo.training.trackers import read_metrics

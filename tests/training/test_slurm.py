@@ -10,7 +10,7 @@ import pytest
 from tests.processes import run_python
 from tests.small_run import SMALL
 from tread_zoo.process_group import join_slurm_step
-from tread_zoo.training.checkpoints import find_checkpoint
+from tread_zoo.runs.checkpoint import find_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SHARDED = "hydra.launcher.setup=['export ACCELERATE_USE_FSDP=true FSDP_VERSION=2']"

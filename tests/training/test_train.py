@@ -16,8 +16,8 @@ from PIL import Image
 from tests.small_run import parts_of, save_photos, settings, train_small
 from tread_zoo.diffusion import FlowMatching
 from tread_zoo.registry import register
+from tread_zoo.runs.checkpoint import find_checkpoint, load_backbone
 from tread_zoo.training import loop
-from tread_zoo.training.checkpoints import find_checkpoint, load_backbone
 from tread_zoo.training.ema import WeightAverage, exponential_decay
 from tread_zoo.training.loop import draw_step, step_loss, train
 from tread_zoo.training.trackers import read_metrics

@@ -26,7 +26,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 from tread_zoo.data.files import write_text
-from tread_zoo.training.run_folder import is_locked
+from tread_zoo.runs.folder import is_locked
 
 POLL_S = 0.2
 PATIENCE_S = 60.0  # for a process that ends, which may be saving

@@ -2,6 +2,7 @@
 
 import tread_zoo.data.latents
 import tread_zoo.data.table  # noqa: F401  (both register)
+from tread_zoo.data.builtin import digits
 from tread_zoo.data.dataset import (
     PIXELS,
     ArrayDataset,
@@ -11,7 +12,6 @@ from tread_zoo.data.dataset import (
     to_uint8,
 )
 from tread_zoo.data.loader import CorruptItem, CorruptLog, StepBatches, make_loader, read_items
-from tread_zoo.data.memory import digits
 
 __all__ = [
     "PIXELS",

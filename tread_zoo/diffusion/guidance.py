@@ -36,7 +36,7 @@ import torch
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt
 from torch import Tensor
 
-from tread_zoo.backbone import Backbone
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.diffusion.objective import Objective, per_image
 from tread_zoo.diffusion.samplers import DxDt
 from tread_zoo.registry import available, complete, register

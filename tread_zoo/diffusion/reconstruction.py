@@ -19,8 +19,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tread_zoo.contract.layers import patchify, unpatchify
 from tread_zoo.diffusion.objective import Draw, Objective, Predict, per_image
-from tread_zoo.layers import patchify, unpatchify
 
 
 def split_loss(

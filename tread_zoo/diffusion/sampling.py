@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tread_zoo.backbone import Backbone
 from tread_zoo.config import complete_sampler
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
 from tread_zoo.diffusion.guidance import Guidance, ImageBatch, NoGuidance
 from tread_zoo.diffusion.objective import Objective

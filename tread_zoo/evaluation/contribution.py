@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tread_zoo.backbone import Backbone
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import ImageData
 from tread_zoo.diffusion import Objective
 from tread_zoo.diffusion.objective import Draw

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tread_zoo.backbone import Backbone
 from tread_zoo.config import EvaluationConfig
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import ImageData
 from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, generate
-from tread_zoo.evaluation.conditions import conditions_of
+from tread_zoo.diffusion.conditions import conditions_of
 from tread_zoo.evaluation.contribution import (
     data_contributions,
     describe_contributions,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tread_zoo.backbone import Backbone
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, generate
 from tread_zoo.kernels import plain_forms
 from tread_zoo.routing import PathDrop, PendingRoute, Route, Routing, resolve_routes

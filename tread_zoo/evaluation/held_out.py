@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from tread_zoo.backbone import Backbone
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import ImageData, read_items
 from tread_zoo.data.dataset import as_bytes
 from tread_zoo.data.split import evenly_spaced

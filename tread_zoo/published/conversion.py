@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tread_zoo.backbone import Backbone
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.errors import unknown_name
 from tread_zoo.published.dis import DIS
 from tread_zoo.published.dit import DIT, SIT, TREAD
@@ -19,7 +19,7 @@ from tread_zoo.published.reader import list_names, read_parts
 from tread_zoo.published.uvit import UVIT
 from tread_zoo.published.zigma import ZIGMA
 from tread_zoo.registry import create_backbone, get_entry, list_backbones
-from tread_zoo.training.checkpoints import CheckpointError, has_checkpoints, save_checkpoint
+from tread_zoo.runs.checkpoint import CheckpointError, has_checkpoints, save_checkpoint
 
 FORMATS: dict[str, Format] = {
     "dit": DIT,

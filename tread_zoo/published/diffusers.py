@@ -14,7 +14,7 @@ from diffusers import DiTTransformer2DModel
 from diffusers import ModelMixin as ModelMixin  # pipelines look for it where a part's class is
 from torch import Tensor
 
-from tread_zoo.backbone import Backbone
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.published.dit import DIT
 from tread_zoo.registry import get_entry
 

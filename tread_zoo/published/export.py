@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from tread_zoo.backbone import Backbone
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.errors import unknown_name
 from tread_zoo.published.conversion import FORMATS, LABEL_TABLE
 from tread_zoo.published.format import Format, Tensors
 from tread_zoo.registry import complete, get_entry
-from tread_zoo.training.checkpoints import (
+from tread_zoo.runs.checkpoint import (
     Checkpoint,
     CheckpointError,
     find_checkpoint,

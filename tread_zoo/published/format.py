@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tread_zoo.backbone import Backbone
-from tread_zoo.layers import sincos_2d
+from tread_zoo.contract.backbone import Backbone
+from tread_zoo.contract.layers import sincos_2d
 from tread_zoo.registry import complete
 
 Tensors = dict[str, Tensor]

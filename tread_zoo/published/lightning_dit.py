@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from tread_zoo.backbone import Backbone
-from tread_zoo.layers import rotary_2d
+from tread_zoo.contract.backbone import Backbone
+from tread_zoo.contract.layers import rotary_2d
 from tread_zoo.published.dit import SIT
 from tread_zoo.published.format import Tensors
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tread_zoo.published.format import Tensors
-from tread_zoo.training.checkpoints import CheckpointError
+from tread_zoo.runs.checkpoint import CheckpointError
 
 # Training scripts keep several networks in one file, under these names.
 _PARTS = {

@@ -1,4 +1,4 @@
-"""The contract of `tread_zoo.backbone` as checks that run on any backbone.
+"""The contract of `tread_zoo.contract.backbone` as checks that run on any backbone.
 
 pytest --pyargs tread_zoo.testing --backbone my_package:my_name
 

@@ -9,7 +9,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from tread_zoo.backbone import Backbone
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.routing import Route
 from tread_zoo.seeding import make_generator
 from tread_zoo.testing.probe import BlockCall, Probe, run_again, watching, what_blocks_depend_on

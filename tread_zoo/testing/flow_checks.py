@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
-from tread_zoo.backbone import Backbone, Layout
-from tread_zoo.layout import gather, row_index
+from tread_zoo.contract.backbone import Backbone, Layout
+from tread_zoo.contract.frame import gather, row_index
 from tread_zoo.routing import Route
 from tread_zoo.seeding import make_generator
 from tread_zoo.testing.probe import (

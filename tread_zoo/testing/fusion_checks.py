@@ -8,7 +8,7 @@ B batch, E extra tokens, N tokens of the grid, D width of a stream.
 
 import torch
 
-from tread_zoo.backbone import Backbone, Streams
+from tread_zoo.contract.backbone import Backbone, Streams
 from tread_zoo.routing import Fusion, PathDrop, Route
 from tread_zoo.seeding import make_generator
 from tread_zoo.testing.probe import (

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from tread_zoo.backbone import Backbone
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import CorruptLog, read_items
 from tread_zoo.data.files import write_text
 from tread_zoo.data.split import ordered_as_samples
 from tread_zoo.diffusion import generate
-from tread_zoo.evaluation.conditions import conditions_of
+from tread_zoo.diffusion.conditions import conditions_of
 from tread_zoo.evaluation.evaluate import describe_record, evaluate, score_names
 from tread_zoo.evaluation.flops import count_flops, stage_flops
 from tread_zoo.evaluation.held_out import held_out_loss, held_out_record
@@ -30,12 +30,12 @@ from tread_zoo.evaluation.pictures import plot_losses, save_animation, save_grid
 from tread_zoo.kernels import describe, used_ops
 from tread_zoo.progress import progress
 from tread_zoo.provenance import describe_start
+from tread_zoo.runs.checkpoint import drop_later
+from tread_zoo.runs.folder import CONFIG, FACTS, SCORE, SCORES
 from tread_zoo.runtime import DTYPES, describe_device
-from tread_zoo.training.checkpoints import drop_later
-from tread_zoo.training.run_folder import CONFIG, FACTS, SCORE, SCORES
+from tread_zoo.training.meters import Window, peak_flops, peak_memory, timed
 from tread_zoo.training.setup import TrainState
 from tread_zoo.training.trackers import Trackers, read_lines, read_metrics, write_lines
-from tread_zoo.training.window import Window, peak_flops, peak_memory, timed
 
 logger = logging.getLogger(__name__)
 

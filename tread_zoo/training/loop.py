@@ -19,24 +19,24 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from tread_zoo.backbone import Features
 from tread_zoo.config import TrainingConfig, flatten
+from tread_zoo.contract.backbone import Features
 from tread_zoo.diffusion import Draw, split_loss
 from tread_zoo.kernels import set_forms
 from tread_zoo.process_group import close_process_group_at_exit, prepare_process_group
 from tread_zoo.registry import load_plugins
 from tread_zoo.routing import PathDrop, PendingRoute, Route, bypassed_tokens, resolve_routes
+from tread_zoo.runs.checkpoint import Checkpoint, check_same_data, check_same_items
+from tread_zoo.runs.folder import open_folder, resolve_run
+from tread_zoo.runs.initial import resolve_initial
 from tread_zoo.runtime import autocast, resolve_device, resolve_precision
 from tread_zoo.seeding import ImageGenerator, make_generator, make_image_generator
-from tread_zoo.training.checkpoints import Checkpoint, check_same_data, check_same_items
 from tread_zoo.training.ema import is_sharded
-from tread_zoo.training.initial import resolve_initial
 from tread_zoo.training.log import Log, is_due
-from tread_zoo.training.run_folder import open_folder, resolve_run
+from tread_zoo.training.meters import Window, timed
 from tread_zoo.training.saving import save_snapshot, save_state
 from tread_zoo.training.setup import Setup, TrainState, build_setup, make_accelerator, place
 from tread_zoo.training.signals import SIGNALS, StopSignals, strongest
-from tread_zoo.training.window import Window, timed
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from tread_zoo.backbone import Backbone
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.registry import register
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]

@@ -7,10 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from tread_zoo.pretrained import describe_backbone
-from tread_zoo.training.checkpoints import SNAPSHOTS, optimizer_state, save_checkpoint
-from tread_zoo.training.ema import TRACKED, WeightAverage
+from tread_zoo.runs.checkpoint import SNAPSHOTS, save_checkpoint
+from tread_zoo.runs.widths import TRACKED
+from tread_zoo.training.ema import WeightAverage
+from tread_zoo.training.meters import timed
+from tread_zoo.training.optimizer_state import optimizer_state
 from tread_zoo.training.setup import TrainState
-from tread_zoo.training.window import timed
 
 logger = logging.getLogger(__name__)
 

@@ -17,35 +17,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tread_zoo.backbone import Backbone
 from tread_zoo.config import RunConfig, TrainingConfig
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import ImageData, StepBatches, make_loader
 from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling
 from tread_zoo.evaluation.evaluate import check_evaluation
 from tread_zoo.kernels import describe
 from tread_zoo.registry import create, create_backbone, split
 from tread_zoo.routing import Routing
+from tread_zoo.runs.checkpoint import (
+    Checkpoint,
+    data_facts,
+    load_weights,
+)
+from tread_zoo.runs.initial import load_initial
+from tread_zoo.runs.restore import load_weak
+from tread_zoo.runs.widths import TRACKED
 from tread_zoo.runtime import DTYPES, resolve_precision
 from tread_zoo.seeding import make_generator
 from tread_zoo.training.alignment import Alignment, NoAlignment, add_parameters
-from tread_zoo.training.checkpoints import (
-    Checkpoint,
-    data_facts,
-    inner_optimizers,
-    load_optimizer_state,
-    load_weights,
-)
 from tread_zoo.training.ema import (
-    TRACKED,
     WeightAverage,
     exponential_decay,
     is_sharded,
     power_decay,
 )
-from tread_zoo.training.initial import load_initial
 from tread_zoo.training.lr_schedules import LRSchedule
+from tread_zoo.training.optimizer_state import inner_optimizers, load_optimizer_state
 from tread_zoo.training.optimizers import OptimizerPart
-from tread_zoo.training.restore import load_weak
 from tread_zoo.training.trackers import Tracker
 
 if TYPE_CHECKING:

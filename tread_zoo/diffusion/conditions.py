@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tread_zoo.backbone import Backbone
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import ImageData, read_items
 from tread_zoo.data.contexts import as_context, load_npy
 from tread_zoo.diffusion import default_labels

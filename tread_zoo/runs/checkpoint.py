@@ -20,7 +20,6 @@ import json
 import logging
 import os
 import shutil
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tread_zoo.backbone import Backbone
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.config import RunConfig, make_config
 from tread_zoo.data import ImageData
 from tread_zoo.data.files import checksum
@@ -56,7 +55,7 @@ from tread_zoo.pretrained import (
     CheckpointError as CheckpointError,
 )
 from tread_zoo.registry import check_plugins
-from tread_zoo.training.ema import TRACKED, fit_profile, is_sharded, slice_like
+from tread_zoo.runs.widths import TRACKED, fit_profile
 
 logger = logging.getLogger(__name__)
 
@@ -352,87 +351,6 @@ def load_weights(network: nn.Module, checkpoint: Checkpoint, part: str) -> None:
         raise CheckpointError(
             f"{checkpoint.path} does not fit this backbone: {differences}"
         ) from error
-
-
-# Optimizers ----------------------------------------------------------------------------------
-# torch.distributed.checkpoint.state_dict is not used for them: it takes a step of its own to make
-# the state that it loads into, which not every optimizer survives unchanged.
-
-
-def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that have state: those that `optimizer` holds as attributes or in lists
-    of them, or itself."""
-    inner = []
-    for value in vars(optimizer).values():
-        for each in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(each, torch.optim.Optimizer):
-                inner += inner_optimizers(each)
-    return inner or [optimizer]
-
-
-def optimizer_state(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], list[Any]]:
-    """Return the state of an optimizer of any kind, of parameters by name; every rank must call
-    this.
-
-    Returns:
-        Its tensors, whole, by `<parameter>|<name>`; and, as plain values for each of
-        `inner_optimizers`, what else the state and the groups hold: {"state": {key: value},
-        "groups": [{option: value}]}.
-    """
-    tensors: dict[str, Tensor] = {}
-    plain: list[Any] = []
-    for inner in inner_optimizers(optimizer):
-        values, content = {}, inner.state_dict()
-        for number, parameter in enumerate(_names(inner, parameters)):
-            for name, value in content["state"].get(number, {}).items():
-                if isinstance(value, Tensor):
-                    whole = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
-                    tensors[f"{parameter}|{name}"] = whole.detach().cpu()
-                else:
-                    values[f"{parameter}|{name}"] = value
-        groups = [
-            {k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)}
-            for group in content["param_groups"]
-        ]
-        plain.append({"state": values, "groups": groups})
-    return tensors, plain
-
-
-def load_optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, Tensor],
-    tensors: Mapping[str, Tensor],
-    plain: list[Any],
-    *,
-    with_groups: bool,
-) -> None:
-    """Load what `optimizer_state` returned; of a sharded network each rank takes its slices.
-
-    Args:
-        with_groups: the groups' options, too; False keeps those that the optimizer was built with.
-    """
-    for inner, saved in zip(inner_optimizers(optimizer), plain, strict=True):
-        numbers = {name: number for number, name in enumerate(_names(inner, parameters))}
-        content, state = inner.state_dict(), defaultdict[int, dict[str, Any]](dict)
-        for key, value in {**tensors, **saved["state"]}.items():
-            parameter, _, name = key.partition("|")
-            if parameter in numbers:
-                if isinstance(value, Tensor):
-                    value = slice_like(value, parameters[parameter])
-                state[numbers[parameter]][name] = value
-        content["state"] = dict(state)
-        if with_groups:
-            for group, options in zip(content["param_groups"], saved["groups"], strict=True):
-                group |= options
-        inner.load_state_dict(content)
-
-
-def _names(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Return the parameters of an optimizer, by name, in the order that its state counts them."""
-    names = {parameter: name for name, parameter in parameters.items()}
-    return [names[p] for group in optimizer.param_groups for p in group["params"]]
 
 
 # Files ---------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tread_zoo.config import PART_FIELDS, RunConfig, make_config
 from tread_zoo.registry import check_plugins, get_entry
-from tread_zoo.training.checkpoints import (
+from tread_zoo.runs.checkpoint import (
     Checkpoint,
     CheckpointError,
     check_same_run,

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tread_zoo.contract.frame import Features as Features
+from tread_zoo.contract.frame import Frame, rows_of
+from tread_zoo.contract.frame import Layout as Layout
+from tread_zoo.contract.frame import PerToken as PerToken
+from tread_zoo.contract.layers import sincos_2d
 from tread_zoo.errors import unknown_name
-from tread_zoo.layers import sincos_2d
-from tread_zoo.layout import Features as Features
-from tread_zoo.layout import Frame, rows_of
-from tread_zoo.layout import Layout as Layout
-from tread_zoo.layout import PerToken as PerToken
 from tread_zoo.pretrained import Pretrained
 from tread_zoo.routing.fusion import Fusion
 from tread_zoo.routing.fusion import Streams as Streams

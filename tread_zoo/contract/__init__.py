@@ -1,0 +1,1 @@
+"""What every backbone keeps to: its base class, the frame of a route, layers that many share."""
