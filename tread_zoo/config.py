@@ -228,8 +228,9 @@ class EvaluationConfig:
 
     Args:
         num_images: samples to draw; image i has label i mod num_classes.
-        extractor: digits-cnn-64, inception-v3-compat, dinov2-vit-l-14 (or s, b, g), or a file of
-            tread-zoo make-features; auto is digits-cnn-64 for digits, else inception-v3-compat.
+        extractor: digits-cnn-64, inception-v3-compat, dinov2-vit-l-14 (or s, b, g), a file of
+            tread-zoo make-features, or a .pt2 file of torch.export; auto is digits-cnn-64 for
+            digits, else inception-v3-compat.
         metrics: names of registered metrics; auto is fid, kid, precision and recall, as far as
             extractor, reference and number of images allow; [] draws and scores no samples.
         reference: train, held_out, a folder of pictures, or an .npz as ADM's, of images or of

@@ -48,6 +48,7 @@ DINOV2 = {
     "dinov2-vit-g-14": ("dinov2_vitg14", 1536),
 }
 EXTRACTORS = (DIGITS, INCEPTION, *DINOV2)
+EXPORTED = ".pt2"
 _SPATIAL_CHANNELS = 7
 _RESIZE = "bilinear as in TensorFlow 1 (corners not aligned, no antialiasing) to {0}x{0}"
 
@@ -84,6 +85,8 @@ class Extractor:
                 network = _load_inception(self.file, names, device)
             elif self.name in DINOV2:
                 network = _load_dinov2(self, device)
+            elif self.file.suffix == EXPORTED:
+                network = _load_exported(self.file, device)[0]
             else:
                 network = load_features(self.file).to(device).named
 
@@ -99,9 +102,9 @@ class Extractor:
 def find_extractor(
     name: str, inception_weights: str | None = None, dinov2_weights: str | None = None
 ) -> Extractor:
-    """Return an extractor by name, or by the file of `tread-zoo make-features`; without files of
-    weights they are looked for in torch's hub folder. Raises ValueError for an unknown name, or a
-    file that is not there."""
+    """Return an extractor by name, by the file of `tread-zoo make-features`, or by one that
+    `torch.export.save` wrote of any network; without files of weights they are looked for in
+    torch's hub folder. Raises ValueError for an unknown name, or a file that is not there."""
     if name == INCEPTION:
         file = _hub_file(inception_weights, INCEPTION_URL, "inception_weights")
         sizes = {"pooled": 2048, "spatial": 17 * 17 * _SPATIAL_CHANNELS, "logits": 1008}
@@ -111,8 +114,14 @@ def find_extractor(
         url = f"https://dl.fbaipublicfiles.com/dinov2/{network}/{network}_pretrain.pth"
         file = _hub_file(dinov2_weights, url, "dinov2_weights")
         return Extractor(name, file, {"pooled": size}, _RESIZE.format(224))
+    if name.endswith(EXPORTED):
+        file = Path(name).expanduser()
+        exported, shape = _load_exported(file, torch.device("cpu"))
+        named = exported(torch.zeros(2, *shape, dtype=torch.uint8))
+        return Extractor(name, file, {k: v.shape[1] for k, v in named.items()}, "none", shape)
     if name != DIGITS and not name.endswith(".safetensors"):
-        raise unknown_name("evaluation.extractor", name, (*EXTRACTORS, "auto", "….safetensors"))
+        known = (*EXTRACTORS, "auto", "….safetensors", f"…{EXPORTED}")
+        raise unknown_name("evaluation.extractor", name, known)
     file = DIGITS_WEIGHTS if name == DIGITS else Path(name).expanduser()
     classifier = load_features(file)
     sizes = {"pooled": classifier.num_features, "logits": classifier.num_classes}
@@ -196,6 +205,18 @@ def load_features(path: Path = DIGITS_WEIGHTS) -> ClassifierFeatures:
         network = ClassifierFeatures(**facts)
     network.load_state_dict(state, assign=True)
     return network.eval().requires_grad_(False)
+
+
+def _load_exported(file: Path, device: torch.device) -> tuple[Network, tuple[int, ...]]:
+    """Return a network that was exported with a batch of any size, uint8 [B,C,H,W] -> features
+    [B, D], and its [C, H, W]."""
+    from torch.export import load
+    from torch.export.passes import move_to_device_pass
+
+    program = load(str(file))
+    example: Any = program.example_inputs
+    module: Any = move_to_device_pass(program, device).module()
+    return lambda images: {"pooled": module(images).float()}, tuple(example[0][0].shape[1:])
 
 
 def _load_inception(file: Path, names: Collection[str], device: torch.device) -> Network:
