@@ -25,13 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tread_zoo.contract.backbone import Backbone
 from tread_zoo.config import RunConfig, make_config
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import ImageData
 from tread_zoo.data.files import checksum
 from tread_zoo.data.split import digest_items

@@ -5,14 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tread_zoo.contract.backbone import Backbone
 from tread_zoo.config import GRID_FIELDS
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import PIXELS, Codec, ImageData
 from tread_zoo.data.latents import imported_codec, restore_codec
 from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling, check_weak
 from tread_zoo.registry import create, get_entry
 from tread_zoo.routing import Routing
-from tread_zoo.runtime import resolve_device, resolve_precision
 from tread_zoo.runs.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -21,6 +20,7 @@ from tread_zoo.runs.checkpoint import (
     find_checkpoint,
     load_backbone,
 )
+from tread_zoo.runtime import resolve_device, resolve_precision
 
 
 @dataclass(frozen=True)

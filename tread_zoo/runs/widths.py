@@ -1,0 +1,69 @@
+"""Averages of the weights of any width, from the snapshots that a run has left.
+
+Two widths are tracked and stored as snapshots; any other is a linear combination of them, by least
+squares on their profiles over time (EDM2, arXiv 2312.02696, appendix C), here with coefficients
+that sum to 1: without that, the error of constant weights is most of the error.
+`tread_zoo.training.ema` has the profiles.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+TRACKED = {"ema_0.05": 0.05, "ema_0.1": 0.1}  # widths of power-function averages, by their files
+LARGEST_MISFIT = 0.1
+
+
+def power_of(width: float) -> float:
+    """Return p of the profile with this relative width, from width^2 = p / ((p + 1)^2 (p + 2)).
+
+    Raises:
+        ValueError: as wide as the mean of all steps (p = 1), or wider.
+    """
+    if not 0 < width < 12**-0.5:
+        raise ValueError(
+            f"weights=ema:{width:g}: a relative width lies between 0 and 0.288, the width of the "
+            "mean of all steps; ema:0.05 to ema:0.2 are usual."
+        )
+    return float(np.roots([1, 4, 5 - width**-2, 2]).real.max())
+
+
+def fit_profile(steps: Sequence[int], width: float) -> Any:
+    """Return the coefficients [n, tracked widths], float64, by which the averages of n snapshots
+    add up to the average of `width` at the last of them.
+
+    Args:
+        steps: of the snapshots, ascending.
+        width: between 0 and 0.288.
+
+    Raises:
+        ValueError: the profile misses that of `width` by more than `LARGEST_MISFIT` (relative L2),
+            or there is no such width.
+    """
+    times = np.repeat(np.array(steps) / steps[-1], len(TRACKED))
+    powers = np.tile([power_of(own) for own in TRACKED.values()], len(steps))
+    target = 1.0, power_of(width)
+    gram = _inner(times[:, None], powers[:, None], times, powers)
+    overlap, size = _inner(times, powers, *target), _inner(*target, *target)
+    # The minimum where the coefficients sum to 1, by a Lagrange multiplier.
+    border = np.ones((len(times), 1))
+    system = np.block([[gram, border], [border.T, np.zeros((1, 1))]])
+    coefficients = np.linalg.lstsq(system, np.append(overlap, 1.0), rcond=None)[0][:-1]
+    explained = coefficients @ (2 * overlap - gram @ coefficients) / size
+    misfit = max(0.0, 1 - explained) ** 0.5
+    if misfit > LARGEST_MISFIT:
+        raise ValueError(
+            f"weights=ema:{width:g} needs more snapshots than the {len(steps)} up to step "
+            f"{steps[-1]}: what they add up to misses its profile by {misfit:.0%}. Choose a width "
+            f"nearer to {' or '.join(f'{own:g}' for own in TRACKED.values())}, or train with a "
+            "smaller training.ema_snapshots_every."
+        )
+    return coefficients.reshape(len(steps), len(TRACKED))
+
+
+def _inner(t_a: Any, p_a: Any, t_b: Any, p_b: Any) -> Any:
+    """Return the integral of the product of two profiles."""
+    early, late = np.minimum(t_a, t_b), np.maximum(t_a, t_b)
+    p_late = np.where(t_a <= t_b, p_b, p_a)
+    return p_a * p_b / (p_a + p_b - 1) * (early / late) ** (p_late - 1) / late
