@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tread_zoo.version import __version__
+
 if TYPE_CHECKING:
     from tread_zoo.registry import (
         available,
@@ -13,8 +15,6 @@ if TYPE_CHECKING:
         register_backbone,
     )
     from tread_zoo.training.loop import train
-
-__version__ = "0.1.0"
 
 __all__ = [
     "__version__",

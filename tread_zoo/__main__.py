@@ -9,9 +9,9 @@ import ast
 import runpy
 import sys
 
-from tread_zoo import __version__
 from tread_zoo.cli import CONFIGS, SCRIPTS
 from tread_zoo.errors import unknown_name
+from tread_zoo.version import __version__
 
 COMMANDS = {  # and their scripts, as they are listed
     "train": "train",

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tread_zoo import __version__
+from tread_zoo.version import __version__
 
 
 def describe_start() -> dict[str, Any]:

@@ -21,8 +21,8 @@ Dimensions: N generated images, M real images, D features.
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field, PositiveInt
@@ -31,11 +31,19 @@ from torch import Tensor
 from tread_zoo.evaluation.frechet import Statistics, frechet_distance
 from tread_zoo.registry import complete, get_entry, register
 
-if TYPE_CHECKING:
-    from tread_zoo.evaluation.score import FeatureSet
-
 AUTO = ("fid", "kid", "precision", "recall")
 _DISTANCES_AT_ONCE = 100_000_000
+
+
+@dataclass(frozen=True)
+class FeatureSet:
+    """Features of a set of images, by name; empty on other processes than the main one."""
+
+    count: int | None = None  # N, if a file of statistics says it
+    sha256: str | None = None  # of shape and sha256 of each image; or of a file of statistics
+    statistics: dict[str, Statistics] = field(default_factory=dict)
+    rows: Mapping[str, Tensor] = field(default_factory=dict)  # float32 [N, D]
+    labels: Tensor | None = None  # int64 [N], where the images have some
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class Metric:
         """The registered one."""
         return str(self.options["name"])
 
-    def compute(self, generated: "FeatureSet", real: "FeatureSet") -> dict[str, float]:
+    def compute(self, generated: FeatureSet, real: FeatureSet) -> dict[str, float]:
         """Return the values by name."""
         sets = (generated, real) if self.uses_real else (generated,)
         inputs = [(s.statistics if self.statistics else s.rows)[self.features] for s in sets]

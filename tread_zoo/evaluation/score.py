@@ -31,23 +31,12 @@ from tread_zoo.data.files import checksum, written_whole
 from tread_zoo.evaluation.features import DIGITS, INCEPTION, Extractor, Network, find_extractor
 from tread_zoo.evaluation.frechet import RunningStatistics, Statistics
 from tread_zoo.evaluation.images import Images, open_images, tensor_images
-from tread_zoo.evaluation.metrics import Metric, build_metrics
+from tread_zoo.evaluation.metrics import FeatureSet, Metric, build_metrics
 from tread_zoo.evaluation.protocol import Protocol
 from tread_zoo.progress import progress
 
 # features -> arrays of an .npz of statistics, as ADM's evaluator names them
 _STATISTICS = {"pooled": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
-
-
-@dataclass(frozen=True)
-class FeatureSet:
-    """Features of a set of images, by name; empty on other processes than the main one."""
-
-    count: int | None = None  # N, if a file of statistics says it
-    sha256: str | None = None  # of shape and sha256 of each image; or of a file of statistics
-    statistics: dict[str, Statistics] = field(default_factory=dict)
-    rows: Mapping[str, Tensor] = field(default_factory=dict)  # float32 [N, D]
-    labels: Tensor | None = None  # int64 [N], where the images have some
 
 
 # References ---------------------------------------------------------------------------------------

@@ -13,11 +13,13 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+import tread_zoo.testing.block_checks as block_checks
+import tread_zoo.testing.flow_checks as flow_checks
+import tread_zoo.testing.fusion_checks as fusion_checks
 from tread_zoo.kernels.dispatch import plain_forms
 from tread_zoo.registry import available
 from tread_zoo.routing import PathDrop, Route
 from tread_zoo.seeding import make_generator
-from tread_zoo.testing import block_checks, flow_checks, fusion_checks
 from tread_zoo.testing.probe import (
     BATCH,
     Probe,

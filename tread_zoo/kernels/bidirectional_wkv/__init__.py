@@ -6,10 +6,9 @@ Dimensions: B batch, L length, C channels.
 import torch
 from torch import Tensor
 
-from tread_zoo.kernels.bidirectional_wkv import triton_form
 from tread_zoo.kernels.bidirectional_wkv.naive import bidirectional_wkv_naive
 from tread_zoo.kernels.bidirectional_wkv.torch_form import bidirectional_wkv_torch
-from tread_zoo.kernels.bidirectional_wkv.triton_form import bidirectional_wkv_triton
+from tread_zoo.kernels.bidirectional_wkv.triton_form import bidirectional_wkv_triton, unsuited
 from tread_zoo.kernels.dispatch import Implementation, choose, register
 from tread_zoo.kernels.launch import TRITON
 
@@ -25,7 +24,7 @@ def _example(device: torch.device) -> tuple[Tensor | int | None, ...]:
 register(
     "bidirectional_wkv",
     [
-        Implementation("triton", bidirectional_wkv_triton, TRITON, triton_form.unsuited),
+        Implementation("triton", bidirectional_wkv_triton, TRITON, unsuited),
         Implementation("torch", bidirectional_wkv_torch),
         Implementation("naive", bidirectional_wkv_naive),
     ],

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tread_zoo.kernels.bidirectional_wkv import one_maximum, running_maximum
+import tread_zoo.kernels.bidirectional_wkv.one_maximum as one_maximum
+import tread_zoo.kernels.bidirectional_wkv.running_maximum as running_maximum
 from tread_zoo.kernels.bidirectional_wkv.inputs import Memory, prepare, state_dtype
 from tread_zoo.kernels.chunks import row_blocks
 from tread_zoo.kernels.operators import empty_like, make_operator
