@@ -37,9 +37,9 @@ from tread_zoo.config import (
     EvaluationConfig,
     RunConfig,
     SamplingGrid,
-    default_fields,
 )
 from tread_zoo.errors import unknown_field, unknown_name
+from tread_zoo.fields import default_fields
 from tread_zoo.registry import available, get_entry, load_plugins, split
 
 logger = logging.getLogger(__name__)

@@ -20,33 +20,25 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
-    TypeAdapter,
-    ValidationError,
 )
 from pydantic.dataclasses import dataclass
 
-from tread_zoo.errors import describe_invalid, unknown_field
-from tread_zoo.registry import as_plain, complete, get_entry, plugins_of, split
+from tread_zoo.errors import unknown_field
+from tread_zoo.fields import OPTIONS, Auto, Fraction, check, default_fields
+from tread_zoo.registry import complete, get_entry, plugins_of, split
+from tread_zoo.routing.options import RoutingConfig
 
 ASIDE = "aside"
 LONGEST_NAME = 150  # bytes of a file name; file systems take 255
-Auto = Literal["auto"]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-OPTIONS = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
 
 
 def _part(kind: str) -> Any:
     """Return the type of a field that chooses a part."""
     return Annotated[dict[str, Any], BeforeValidator(lambda part: complete(kind, part))]
-
-
-def _selector(part: Any) -> Any:
-    return part if part == "auto" else complete("selector", part, "routing.selector")
 
 
 def _weights(text: str) -> str:
@@ -64,112 +56,12 @@ def _weights(text: str) -> str:
 Weights = Annotated[str, AfterValidator(_weights)]
 
 
-def _rate_range(given: Any) -> Any:
-    with suppress(TypeError, IndexError):  # what is no pair of numbers
-        if given is None or given[0] < given[1]:
-            return given and tuple(given)
-    raise ValueError(
-        f"routing.rate_range={given!r} must be two rates, the lower one first, as in [0.25, 0.75]."
-    )
-
-
 def _metrics(parts: Any) -> Any:
     if parts == "auto":
         return parts
     if not isinstance(parts, list | tuple):
         raise ValueError(f"evaluation.metrics={parts!r} must be auto, or a list, as in [fid].")
     return tuple(complete("metric", part, "evaluation.metrics") for part in parts)
-
-
-@dataclass(frozen=True, kw_only=True, config=OPTIONS)
-class RouteConfig:
-    """One route: which blocks see which tokens. docs/routing.md says which to choose.
-
-    Args:
-        start, end: blocks start … end-1 run on the kept tokens; as in Python slices, negative from
-            the end; auto is the backbone's own range.
-        selection_rate: the fraction of tokens that bypasses.
-        selector: which tokens stay; auto is the backbone's own.
-        per_batch: the whole batch keeps the same tokens.
-        schedule: how the rate changes over training: constant; linear or cosine, from
-            `selection_rate` to `final_rate`; steps, as in `rate_steps`.
-        final_rate: for linear and cosine.
-        rate_steps: for steps: [[0.3, 0.5], [0.6, 0.25]] is 0.5 from 30 % of training, 0.25 from
-            60 %; until the first, `selection_rate`.
-        rate_range: [lowest, highest]: each step draws its rate, in place of `selection_rate`, and
-            sampler.selection_rate may be any of them.
-        carry_from: the tokens that bypass rejoin as they were before this block; null: `start`.
-        detach: they rejoin without gradient.
-        sparsify: false: they run through the blocks and the result is thrown away: routing without
-            its saving.
-        redraw: each block of the route draws its own tokens.
-    """
-
-    start: Auto | int = "auto"
-    end: Auto | int = "auto"
-    selection_rate: Fraction = 0.5
-    selector: Annotated[Auto | dict[str, Any], BeforeValidator(_selector)] = "auto"
-    per_batch: bool = False
-    schedule: Literal["constant", "linear", "cosine", "steps"] = "constant"
-    final_rate: Fraction | None = None
-    rate_steps: tuple[tuple[Fraction, Fraction], ...] = ()
-    rate_range: Annotated[tuple[Fraction, Fraction] | None, BeforeValidator(_rate_range)] = None
-    carry_from: int | None = None
-    detach: bool = False
-    sparsify: bool = True
-    redraw: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, config=OPTIONS)
-class RoutingConfig(RouteConfig):
-    """Tokens bypass blocks in training (TREAD, arXiv 2501.04765). Sampling is dense, unless
-    `sampler.selection_rate` or a guidance says otherwise.
-
-    Args:
-        name: tread, or none: every block sees every token.
-        routes: several in sequence, each with any field of `RouteConfig`; those that it leaves out
-            are taken from here. [{start: 2, end: 5}, {start: 6, end: -2, selection_rate: 0.25}]
-        warm_start, dense_tail: fractions of training at its start and end that are dense.
-        probability: chance that a step is routed, the same on every rank.
-        rejoin: replace: as processed (TREAD); project: fused by a learned map (docs/rejoining.md);
-            mask: learned tokens in the places of those that bypassed.
-        path_drop_probability: chance that a step leaves the routed blocks out; needs
-            rejoin=project.
-        reconstruction_weight: null: one loss for all tokens; else the loss of the kept ones, plus
-            this weight times the error in reconstructing the noisy patches of the others.
-    """
-
-    name: Literal["none", "tread"] = "tread"
-    routes: tuple[dict[str, Any], ...] = ()
-    warm_start: Fraction = 0.0
-    dense_tail: Fraction = 0.0
-    probability: Annotated[float, Field(gt=0, le=1)] = 1.0
-    rejoin: Literal["replace", "project", "mask"] = "replace"
-    path_drop_probability: Fraction = 0.0
-    reconstruction_weight: NonNegativeFloat | None = None
-
-    def __post_init__(self) -> None:
-        for index, route in enumerate(self.routes):
-            check(RouteConfig, route, f"routing.routes[{index}]")
-        if self.warm_start + self.dense_tail >= 1:
-            raise ValueError(
-                f"routing.warm_start={self.warm_start} and routing.dense_tail={self.dense_tail} "
-                "leave nothing to route: their sum must be below 1."
-            )
-        if self.path_drop_probability and self.rejoin != "project":
-            raise ValueError(
-                f"routing.path_drop_probability={self.path_drop_probability} needs "
-                "routing.rejoin=project: without a fusion nothing tells the later blocks that the "
-                "path was dropped."
-            )
-        for field, usual in (("carry_from", None), ("detach", False), ("redraw", False)):
-            values = [getattr(self, field), *(route.get(field, usual) for route in self.routes)]
-            if self.rejoin == "mask" and any(value != usual for value in values):
-                raise ValueError(
-                    f"routing.{field} and routing.rejoin=mask do not go together: nothing of a "
-                    "token that bypassed is left behind a route. Leave it out, or set "
-                    "routing.rejoin=replace."
-                )
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
@@ -600,7 +492,7 @@ def make_config(**fields: Any) -> RunConfig:
             range, or values that exclude each other; one line with the field, the value and what
             would work.
     """
-    config: RunConfig = check(RunConfig, fields, "")
+    config: RunConfig = check(RunConfig, fields, "", _with_options(fields))
     training, optimizer, routing = config.training, dict(config.optimizer), config.routing
     if training.num_steps == "auto":
         steps = get_entry("data", config.data["name"]).facts.get("num_steps")
@@ -679,46 +571,15 @@ def _auto_run_dir(config: RunConfig) -> str:
     return f"runs/{'_'.join([*names, *([file_name(texts)] if texts else [])])}_seed{config.seed}"
 
 
-def check(cls: type[Any], fields: Mapping[str, Any], prefix: str = "") -> Any:
-    """Return an instance of a configuration class made of plain values.
-
-    Args:
-        cls: the class.
-        fields: some or all of its fields.
-        prefix: the group that they stand under, for errors.
-
-    Raises:
-        ValueError: in one line, what is wrong with the first field that is.
-    """
-    plain = json.loads(json.dumps(dict(fields), default=as_plain))
-    try:
-        return TypeAdapter(cls).validate_json(json.dumps(plain))
-    except ValidationError as error:
-        raise describe_invalid(prefix, error, plain, _with_options(cls, plain)) from None
-
-
-def _with_options(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a configuration class, and in place of a part's name its options."""
-    tree = default_fields(cls)
+def _with_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return every field of a run, and in place of a part's name its options."""
+    tree = default_fields(RunConfig)
     for kind in PART_FIELDS:
-        if isinstance(tree.get(kind), str):
-            with suppress(ValueError):
-                entry = get_entry(kind, split(kind, given.get(kind, tree[kind]))[0])
-                grid = default_fields(SamplingGrid) if kind == "sampler" else {}
-                tree[kind] = {**grid, **dict.fromkeys(entry.parameters()), **entry.defaults()}
+        with suppress(ValueError):
+            entry = get_entry(kind, split(kind, given.get(kind, tree[kind]))[0])
+            grid = default_fields(SamplingGrid) if kind == "sampler" else {}
+            tree[kind] = {**grid, **dict.fromkeys(entry.parameters()), **entry.defaults()}
     return tree
-
-
-def default_fields(cls: Any) -> dict[str, Any]:
-    """Return the fields of a configuration class with their defaults, nested ones as mappings; a
-    required one as "???", hydra's sign for what is missing."""
-    defaults: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):
-        value = "???" if field.default is dataclasses.MISSING else field.default
-        if field.default_factory is not dataclasses.MISSING:
-            value = field.default_factory()
-        defaults[field.name] = default_fields(value) if dataclasses.is_dataclass(value) else value
-    return defaults
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

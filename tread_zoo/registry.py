@@ -23,11 +23,10 @@ import functools
 import importlib
 import inspect
 import json
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,6 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from tread_zoo.errors import describe_invalid, missing_path, unknown_name
+from tread_zoo.fields import as_plain
 
 if TYPE_CHECKING:
     from tread_zoo.contract.backbone import Backbone
@@ -162,14 +162,6 @@ class Entry:
                 why = "" if error.errno else str(error).partition("\n")[0]
                 raise missing_path(f"{field or self.kind}.path", path, why) from error
             raise
-
-
-def as_plain(value: Any) -> Any:
-    """Return what JSON has no form for as plain values: dataclasses, paths, arrays and scalars of
-    numpy and torch."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    return value.tolist() if hasattr(value, "tolist") else os.fspath(value)
 
 
 _entries: dict[tuple[str, str], Entry] = {}

@@ -253,7 +253,7 @@ class Backbone(Pretrained, ABC):
 
         Args:
             name: `none` or `tread`.
-            fields: of `tread_zoo.config.RoutingConfig`; `auto` is what suits this architecture.
+            fields: of `tread_zoo.routing.RoutingConfig`; `auto` is what suits this architecture.
 
         Raises:
             ValueError: as of `tread_zoo.routing.build_routing`.

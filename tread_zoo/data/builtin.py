@@ -15,9 +15,9 @@ import torch
 from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
-from tread_zoo.config import Fraction
 from tread_zoo.data.dataset import ArrayDataset, ImageData
 from tread_zoo.data.split import check_labels, split_data
+from tread_zoo.fields import Fraction
 from tread_zoo.registry import register
 
 Side = PositiveInt | tuple[PositiveInt, PositiveInt] | None

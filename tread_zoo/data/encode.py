@@ -26,12 +26,12 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from tread_zoo.config import OPTIONS, Fraction
 from tread_zoo.data.dataset import ImageData, as_bytes, to_model_range, to_uint8
 from tread_zoo.data.files import write_text, written_whole
 from tread_zoo.data.latents import PARTS, split_moments
 from tread_zoo.data.loader import CorruptItem, CorruptLog, read_item, read_items
 from tread_zoo.data.vae import Vae
+from tread_zoo.fields import OPTIONS, Fraction
 from tread_zoo.progress import progress
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator

@@ -28,10 +28,10 @@ import torch
 from pydantic import NonNegativeInt
 from torch import Tensor
 
-from tread_zoo.config import Fraction
 from tread_zoo.data.dataset import PIXELS, Codec, ImageData, TableDataset, to_uint8
 from tread_zoo.data.split import check_labels, split_data
 from tread_zoo.data.vae import Vae, load_vae
+from tread_zoo.fields import Fraction
 from tread_zoo.registry import register
 from tread_zoo.seeding import ImageGenerator
 

@@ -21,11 +21,11 @@ import torch
 from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
-from tread_zoo.config import Fraction
 from tread_zoo.data.contexts import as_context, context_shape
 from tread_zoo.data.dataset import ImageData, TableDataset
 from tread_zoo.data.split import check_labels, evenly_spaced, split_data
 from tread_zoo.errors import unknown_name
+from tread_zoo.fields import Fraction
 from tread_zoo.registry import register
 
 if TYPE_CHECKING:

@@ -39,11 +39,11 @@ from torch import Tensor
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.diffusion.objective import Objective, per_image
 from tread_zoo.diffusion.samplers import DxDt
+from tread_zoo.fields import Fraction
 from tread_zoo.registry import available, complete, register
 from tread_zoo.routing import PathDrop, Route, Routing
 
 Auto = Literal["auto"]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
 # Options of an objective that say what a network's output means.
 _OF_THE_OUTPUT = ("sigma_data", "prediction", "schedule", "first_step")
 
@@ -379,7 +379,7 @@ class PartsGuidance(_Parts):
             without; where it does, weak_rate means nothing.
         weak_checkpoint: of a smaller network, or an earlier one, for the weak prediction: a run's
             folder or a checkpoint's own.
-        start, end, selector: of the route, as in `tread_zoo.config.RouteConfig`; `auto` is the
+        start, end, selector: of the route, as in `tread_zoo.routing.RouteConfig`; `auto` is the
             backbone's own.
         low, high: guided where low < level <= high, in the objective's level: t in [0, 1] for flow
             matching, sigma for EDM and DDPM. Elsewhere the strong prediction stands alone.

@@ -5,6 +5,7 @@ Selectors, routes, placement, schedules, scan orders, fusion.
 
 from tread_zoo.routing.fusion import Fusion
 from tread_zoo.routing.masks import MaskTokens
+from tread_zoo.routing.options import RouteConfig, RoutingConfig
 from tread_zoo.routing.orders import ORDERS, inverse, scan_order
 from tread_zoo.routing.pending import PendingRoute, resolve_routes
 from tread_zoo.routing.plan import NO_ROUTING, RoutePlan, Routing, build_routing
@@ -31,8 +32,10 @@ __all__ = [
     "PendingRoute",
     "RateSchedule",
     "Route",
+    "RouteConfig",
     "RoutePlan",
     "Routing",
+    "RoutingConfig",
     "Scan",
     "Selector",
     "build_routing",

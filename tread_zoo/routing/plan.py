@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tread_zoo.config import RouteConfig, RoutingConfig, check
+from tread_zoo.fields import check
 from tread_zoo.registry import create
+from tread_zoo.routing.options import RouteConfig, RoutingConfig
 from tread_zoo.routing.pending import PendingRoute, draw_pending
 from tread_zoo.routing.routes import (
     UNCHANGED,
@@ -360,7 +361,7 @@ def build_routing(
         name: `none` or `tread`.
         default_selector, default_range: what `auto` means for this backbone; the range is made
             shorter, with a message, where the depth is too small.
-        fields: of `tread_zoo.config.RoutingConfig`, which explains and checks them.
+        fields: of `RoutingConfig`, which explains and checks them.
 
     Raises:
         ValueError: an unknown field or a wrong value, a route outside the depth, routes that

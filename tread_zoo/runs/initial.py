@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from tread_zoo.config import RunConfig, default_fields, make_config
+from tread_zoo.config import RunConfig, make_config
 from tread_zoo.contract.backbone import Backbone
+from tread_zoo.fields import default_fields
 from tread_zoo.registry import FROM_DATA, check_plugins, create_backbone, get_entry
 from tread_zoo.runs.checkpoint import (
     META_NAME,

@@ -18,7 +18,8 @@ from typing import Annotated, Protocol
 
 from pydantic import Field, NonNegativeInt
 
-from tread_zoo.config import Auto, auto_warmup_steps
+from tread_zoo.config import auto_warmup_steps
+from tread_zoo.fields import Auto
 from tread_zoo.registry import register
 
 
