@@ -28,8 +28,8 @@ from tread_zoo.evaluation.contribution import (
 from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.evaluation.held_out import stack_part
 from tread_zoo.evaluation.pictures import plot_similarity
+from tread_zoo.factory import create_backbone
 from tread_zoo.kernels import set_forms
-from tread_zoo.registry import create_backbone
 from tread_zoo.routing.probe import propose_route, recording, similarity
 from tread_zoo.runs.restore import Restored, restore
 from tread_zoo.runtime import autocast

@@ -13,7 +13,7 @@ from typing import Any
 from tread_zoo.cli import command
 from tread_zoo.config import PushConfig, check
 from tread_zoo.model_card import write_model_folder
-from tread_zoo.pretrained import upload
+from tread_zoo.runs.hub import upload
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.published.tensors import theirs
 from tests.small_run import save_photos, train_small
-from tread_zoo.contract.backbone import Backbone
+from tread_zoo import load_pretrained, save_pretrained
 from tread_zoo.model_card import write_model_folder
 from tread_zoo.published import import_checkpoint
 from tread_zoo.runs.checkpoint import CheckpointError, find_checkpoint, load_backbone
@@ -91,8 +91,8 @@ def test_a_pushed_run_is_a_checkpoint(run, pushed):
     averaged = load_backbone(find_checkpoint(run))
     for backbone in (
         load_backbone(find_checkpoint(pushed)),
-        Backbone.from_pretrained(pushed),
-        Backbone.from_pretrained(run),
+        load_pretrained(pushed),
+        load_pretrained(run),
     ):
         assert torch.equal(state(backbone), state(averaged))
     restored = restore(pushed, weights="ema", device="cpu", precision="fp32")
@@ -128,6 +128,6 @@ def test_a_name_of_the_hub_is_a_checkpoint(pushed, tmp_path, monkeypatch):
 
 
 def test_a_network_alone_is_no_checkpoint(run, tmp_path):
-    load_backbone(find_checkpoint(run)).save_pretrained(tmp_path)
+    save_pretrained(load_backbone(find_checkpoint(run)), tmp_path)
     with pytest.raises(CheckpointError, match="network alone"):
         find_checkpoint(tmp_path)

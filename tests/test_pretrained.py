@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from tests.test_contract import SMALL
-from tread_zoo import create_backbone
-from tread_zoo.contract.backbone import Backbone
+from tread_zoo import create_backbone, load_pretrained, push_to_hub, save_pretrained
 from tread_zoo.data import digits
 from tread_zoo.diffusion import FlowMatching
 from tread_zoo.evaluation.held_out import held_out_loss
-from tread_zoo.pretrained import describe_backbone
+from tread_zoo.factory import describe_backbone
 from tread_zoo.runs.checkpoint import save_checkpoint
 
 CASES = {
@@ -52,9 +51,9 @@ def output(backbone):
 @pytest.mark.parametrize("case", CASES)
 def test_a_saved_network_computes_the_same(tmp_path, case):
     backbone = random_backbone(case)
-    backbone.save_pretrained(tmp_path)
+    save_pretrained(backbone, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
-    loaded = Backbone.from_pretrained(tmp_path)
+    loaded = load_pretrained(tmp_path)
     assert type(loaded) is type(backbone)
     assert output(backbone).abs().sum() > 0
     assert torch.equal(output(loaded), output(backbone))
@@ -65,7 +64,7 @@ COMMITTED = sorted((Path(__file__).parents[1] / "examples" / "checkpoints").iter
 
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: folder.name)
 def test_a_committed_network_has_learnt_digits(folder):
-    backbone = Backbone.from_pretrained(folder)
+    backbone = load_pretrained(folder)
     loss, _ = held_out_loss(backbone, FlowMatching(), digits(), seed=0, precision="fp32")
     assert loss < 0.5  # of an untrained one: 1.6
     assert (folder / "model.safetensors").stat().st_size <= 2**20
@@ -84,15 +83,15 @@ def test_a_run_s_newest_whole_checkpoint_is_taken(tmp_path, caplog):
         paths.append(save_checkpoint(tmp_path, parts, meta, 9))
     (tmp_path / "checkpoints" / "step_backup").mkdir()
     (paths[1] / "model.safetensors").write_bytes(b"damaged")
-    assert torch.equal(output(Backbone.from_pretrained(tmp_path)), output(networks[1]))
+    assert torch.equal(output(load_pretrained(tmp_path)), output(networks[1]))
     weights = paths[1] / "ema.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    assert torch.equal(output(Backbone.from_pretrained(tmp_path)), output(networks[0]))
+    assert torch.equal(output(load_pretrained(tmp_path)), output(networks[0]))
     assert "step_00000002 is damaged" in caplog.text
     with pytest.raises(ValueError, match="step_00000002 is damaged"):
-        Backbone.from_pretrained(paths[1])
+        load_pretrained(paths[1])
 
 
 def test_each_architecture_has_a_committed_network():
@@ -119,14 +118,14 @@ def test_to_the_hub_and_back(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     monkeypatch.chdir(tmp_path)
     backbone = random_backbone("dit_tiny")
-    assert backbone.push_to_hub("someone/digits").endswith("/someone/digits")
-    loaded = Backbone.from_pretrained("someone/digits")
+    assert push_to_hub(backbone, "someone/digits").endswith("/someone/digits")
+    loaded = load_pretrained("someone/digits")
     assert torch.equal(output(loaded), output(backbone))
     with pytest.raises(OSError, match="someone/nothing"):
-        Backbone.from_pretrained("someone/nothing")
+        load_pretrained("someone/nothing")
 
 
 def test_a_folder_of_a_run_is_not_overwritten(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ValueError, match="folder of a run"):
-        random_backbone("dit_tiny").save_pretrained(tmp_path)
+        save_pretrained(random_backbone("dit_tiny"), tmp_path)

@@ -6,14 +6,9 @@ from typing import TYPE_CHECKING, Any
 from tread_zoo.version import __version__
 
 if TYPE_CHECKING:
-    from tread_zoo.registry import (
-        available,
-        create,
-        create_backbone,
-        list_backbones,
-        register,
-        register_backbone,
-    )
+    from tread_zoo.factory import create_backbone
+    from tread_zoo.registry import available, create, list_backbones, register, register_backbone
+    from tread_zoo.runs.hub import load_pretrained, push_to_hub, save_pretrained
     from tread_zoo.training.loop import train
 
 __all__ = [
@@ -22,15 +17,23 @@ __all__ = [
     "create",
     "create_backbone",
     "list_backbones",
+    "load_pretrained",
+    "push_to_hub",
     "register",
     "register_backbone",
+    "save_pretrained",
     "train",
 ]
+
+_HOMES = {
+    "create_backbone": "factory",
+    "train": "training.loop",
+    **dict.fromkeys(("load_pretrained", "push_to_hub", "save_pretrained"), "runs.hub"),
+}
 
 
 def __getattr__(name: str) -> Any:
     """Load names at first use: `import tread_zoo` alone stays light."""
     if name in __all__:
-        home = "training.loop" if name == "train" else "registry"
-        return getattr(import_module(f"tread_zoo.{home}"), name)
+        return getattr(import_module(f"tread_zoo.{_HOMES.get(name, 'registry')}"), name)
     raise AttributeError(f"module 'tread_zoo' has no attribute {name!r}")

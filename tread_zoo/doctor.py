@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tread_zoo.evaluation.flops import count_flops
+from tread_zoo.factory import create_backbone
 from tread_zoo.kernels import dispatch, get_forms
 from tread_zoo.kernels.dispatch import (
     NAIVE,
@@ -24,7 +25,7 @@ from tread_zoo.kernels.dispatch import (
 from tread_zoo.kernels.packages import import_problem
 from tread_zoo.kernels.verify import cast, difference, outputs_and_gradients
 from tread_zoo.provenance import describe_code
-from tread_zoo.registry import create_backbone, list_backbones
+from tread_zoo.registry import list_backbones
 from tread_zoo.runtime import DTYPES, autocast, describe_device, resolve_precision
 from tread_zoo.seeding import make_generator
 

@@ -17,8 +17,10 @@ from tread_zoo.comparison.results import flops_until
 from tread_zoo.config import aside_fields
 from tread_zoo.data.files import checksum, without_paths
 from tread_zoo.evaluation.evaluate import describe_record
-from tread_zoo.pretrained import CONFIG_NAME, WEIGHTS_NAME, build_backbone, write_folder
-from tread_zoo.runs.checkpoint import FORMAT, Checkpoint, find_checkpoint
+from tread_zoo.factory import build_backbone
+from tread_zoo.runs.checkpoint import Checkpoint, find_checkpoint
+from tread_zoo.runs.hub import write_folder
+from tread_zoo.runs.metadata import CONFIG_NAME, FORMAT, WEIGHTS_NAME
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 SHOWN_CLASSES = 100  # config.json has all

@@ -25,7 +25,7 @@ from tread_zoo.data.latents import LatentCodec
 from tread_zoo.data.vae import Vae
 from tread_zoo.diffusion import build_sampling, generate
 from tread_zoo.diffusion.conditions import class_number
-from tread_zoo.pretrained import build_backbone, describe_backbone
+from tread_zoo.factory import build_backbone, describe_backbone
 from tread_zoo.registry import complete, create
 from tread_zoo.runs.restore import restore
 

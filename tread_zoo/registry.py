@@ -29,15 +29,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from tread_zoo.errors import describe_invalid, missing_path, unknown_name
 from tread_zoo.fields import as_plain
-
-if TYPE_CHECKING:
-    from tread_zoo.contract.backbone import Backbone
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -223,7 +220,7 @@ def create(kind: str, part: str | Mapping[str, Any], **options: Any) -> Any:
     """Return a part by name.
 
     Args:
-        kind: one of `KINDS`; for backbones see `create_backbone`.
+        kind: one of `KINDS`; for backbones see `tread_zoo.create_backbone`.
         part: its name, or a mapping with `name` and options.
         options: further options.
 
@@ -345,44 +342,6 @@ def register_backbone(
         ValueError: as `register`.
     """
     return register("backbone", name, preset=preset, learning_rate=learning_rate)
-
-
-def create_backbone(
-    name: str,
-    *,
-    input_size: int | tuple[int, int],
-    in_channels: int,
-    num_classes: int,
-    context_length: int = 0,
-    context_size: int = 0,
-    **options: Any,
-) -> "Backbone":
-    """Return the backbone `name` with fresh weights from torch's global generator.
-
-    Args:
-        input_size: height and width of its input, one integer or two.
-        in_channels: channels of its input.
-        num_classes: number of labels; 0 makes it unconditional.
-        context_length, context_size: of contexts, see `Backbone.add_contexts`; 0 and 0 without.
-        options: any other keyword of its constructor, in place of the preset's value.
-
-    Raises:
-        ValueError: an unknown name or keyword (the nearest is suggested), contexts for one that
-            takes none or beside classes, or a value that it refuses.
-    """
-    entry = get_entry("backbone", name)
-    given: dict[str, Any] = {
-        "input_size": input_size,
-        "in_channels": in_channels,
-        "num_classes": num_classes,
-    }
-    config = {**given, **entry.complete(options)}
-    backbone: Backbone = entry.target(**config)
-    if context_length or context_size:
-        backbone.add_contexts(context_length, context_size)
-        config |= {"context_length": context_length, "context_size": context_size}
-    backbone.name, backbone.config = entry.name, config
-    return backbone
 
 
 def list_backbones(pattern: str = "*") -> list[str]:

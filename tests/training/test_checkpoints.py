@@ -13,9 +13,9 @@ import torch
 
 from tests.processes import run_python
 from tests.small_run import train_small
+from tread_zoo import load_pretrained
 from tread_zoo.cli import compose_settings
 from tread_zoo.config import EvaluateConfig, SampleConfig, check
-from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data.files import write_text
 from tread_zoo.diffusion import AutoGuidance
 from tread_zoo.runs.checkpoint import (
@@ -95,7 +95,7 @@ def test_a_run_that_is_not_here_is_not_looked_for_on_the_hub(tmp_path, monkeypat
         with pytest.raises(CheckpointError, match=f"there is no {Path(path)}"):
             find_checkpoint(path)
         with pytest.raises(OSError, match=f"there is no {Path(path)}"):
-            Backbone.from_pretrained(path)
+            load_pretrained(path)
 
 
 def test_a_bit_that_flips_in_checkpoint_json_is_noticed_or_changes_nothing(tmp_path):

@@ -26,7 +26,6 @@ from tread_zoo.contract.frame import Layout as Layout
 from tread_zoo.contract.frame import PerToken as PerToken
 from tread_zoo.contract.layers import sincos_2d
 from tread_zoo.errors import unknown_name
-from tread_zoo.pretrained import Pretrained
 from tread_zoo.routing.fusion import Fusion
 from tread_zoo.routing.fusion import Streams as Streams
 from tread_zoo.routing.masks import MaskTokens
@@ -36,8 +35,8 @@ from tread_zoo.routing.routes import PathDrop, Route, check_ranges, check_routes
 DEPENDS_ON = ("order", "ids", "grid")
 
 
-class Backbone(Pretrained, ABC):
-    """Base of every backbone: `backbone(x, t, y, routes=...)`; `Pretrained` has its folders.
+class Backbone(nn.Module, ABC):
+    """Base of every backbone: `backbone(x, t, y, routes=...)`.
 
     Args:
         input_size: height and width of the input, one integer or two.
@@ -125,7 +124,7 @@ class Backbone(Pretrained, ABC):
         self.fusions = nn.ModuleDict()  # by range, as in "2_8"
         self.masked_ranges: tuple[tuple[int, int], ...] = ()
         self.mask_tokens = nn.ModuleDict()
-        self.name: str | None = None  # the registry sets this and the next
+        self.name: str | None = None  # `create_backbone` sets this and the next
         self.config: dict[str, Any] = {}
 
     # What an architecture defines -----------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.errors import unknown_name
+from tread_zoo.factory import create_backbone
 from tread_zoo.published.dis import DIS
 from tread_zoo.published.dit import DIT, SIT, TREAD
 from tread_zoo.published.drwkv import DRWKV
@@ -18,7 +19,7 @@ from tread_zoo.published.lightning_dit import LIGHTNING_DIT
 from tread_zoo.published.reader import list_names, read_parts
 from tread_zoo.published.uvit import UVIT
 from tread_zoo.published.zigma import ZIGMA
-from tread_zoo.registry import create_backbone, get_entry, list_backbones
+from tread_zoo.registry import get_entry, list_backbones
 from tread_zoo.runs.checkpoint import CheckpointError, has_checkpoints, save_checkpoint
 
 FORMATS: dict[str, Format] = {

@@ -34,26 +34,20 @@ from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import ImageData
 from tread_zoo.data.files import checksum
 from tread_zoo.data.split import digest_items
-from tread_zoo.pretrained import (
+from tread_zoo.factory import build_backbone
+from tread_zoo.registry import check_plugins
+from tread_zoo.runs.hub import download
+from tread_zoo.runs.metadata import (
     CONFIG_NAME,
+    FORMAT,
+    META_NAME,
     STEP_FOLDERS,
     WEIGHTS_NAME,
-    build_backbone,
-    download,
     read_facts,
     read_newest,
     sealed,
 )
-from tread_zoo.pretrained import (
-    FORMAT as FORMAT,
-)
-from tread_zoo.pretrained import (
-    META_NAME as META_NAME,
-)
-from tread_zoo.pretrained import (
-    CheckpointError as CheckpointError,
-)
-from tread_zoo.registry import check_plugins
+from tread_zoo.runs.metadata import CheckpointError as CheckpointError
 from tread_zoo.runs.widths import TRACKED, fit_profile
 
 logger = logging.getLogger(__name__)
@@ -201,7 +195,7 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
         if "format" not in json.loads((path / CONFIG_NAME).read_text()):
             raise CheckpointError(
                 f"{path} holds a network alone, and not what it was trained for: it is used from "
-                "Python, Backbone.from_pretrained, or pushed as a run by tread-zoo push."
+                "Python, load_pretrained, or pushed as a run by tread-zoo push."
             )
         return Checkpoint(path, read_facts(path, CONFIG_NAME))
     if (path / META_NAME).exists() or path.name.startswith("step_"):

@@ -15,15 +15,16 @@ import torch
 
 from tread_zoo.config import RunConfig, make_config
 from tread_zoo.contract.backbone import Backbone
+from tread_zoo.factory import create_backbone
 from tread_zoo.fields import default_fields
-from tread_zoo.registry import FROM_DATA, check_plugins, create_backbone, get_entry
+from tread_zoo.registry import FROM_DATA, check_plugins, get_entry
 from tread_zoo.runs.checkpoint import (
-    META_NAME,
     Checkpoint,
     CheckpointError,
     find_checkpoint,
     has_checkpoints,
 )
+from tread_zoo.runs.metadata import META_NAME
 
 _ADDED = ("fusions.", "mask_tokens.")  # to a network, after it was built
 _SHOWN = 6

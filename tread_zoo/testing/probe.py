@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tread_zoo.contract.backbone import Backbone, Layout, Streams
 from tread_zoo.contract.frame import row_index, rows_of
-from tread_zoo.registry import create_backbone
+from tread_zoo.factory import create_backbone
 from tread_zoo.routing import Route, num_kept_tokens
 from tread_zoo.seeding import make_generator
 

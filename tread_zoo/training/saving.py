@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tread_zoo.pretrained import describe_backbone
+from tread_zoo.factory import describe_backbone
 from tread_zoo.runs.checkpoint import SNAPSHOTS, save_checkpoint
 from tread_zoo.runs.widths import TRACKED
 from tread_zoo.training.ema import WeightAverage

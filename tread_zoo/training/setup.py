@@ -22,8 +22,9 @@ from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import ImageData, StepBatches, make_loader
 from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling
 from tread_zoo.evaluation.evaluate import check_evaluation
+from tread_zoo.factory import create_backbone
 from tread_zoo.kernels import describe
-from tread_zoo.registry import create, create_backbone, split
+from tread_zoo.registry import create, split
 from tread_zoo.routing import Routing
 from tread_zoo.runs.checkpoint import (
     Checkpoint,

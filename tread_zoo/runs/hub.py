@@ -1,0 +1,145 @@
+"""Networks as folders, here or on Hugging Face's hub: two files, no pickle, no code.
+
+    config.json          {"backbone": {"name": …, "config": {…}}, "plugins": […]}
+    model.safetensors    weights
+
+What tread-zoo push makes of a run is such a folder, too: its config.json says, beside these, what
+a checkpoint does, so that scripts take the folder as one.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tread_zoo.contract.backbone import Backbone
+from tread_zoo.factory import build_backbone, describe_backbone
+from tread_zoo.registry import check_plugins, plugins_of
+from tread_zoo.runs.metadata import (
+    AVERAGE_NAME,
+    CONFIG_NAME,
+    META_NAME,
+    STEP_FOLDERS,
+    WEIGHTS_NAME,
+    read_facts,
+    read_newest,
+)
+
+
+def save_pretrained(backbone: Backbone, folder: str | Path) -> Path:
+    """Write config.json and model.safetensors of a backbone into `folder`, and return it.
+
+    Raises:
+        ValueError: the backbone was not made by `create_backbone`, or the folder is a run's.
+    """
+    if backbone.name is None:
+        raise ValueError(
+            f"{type(backbone).__name__} was built by its class, so that nothing says how to build "
+            "it again: use create_backbone."
+        )
+    plugins = plugins_of([("backbone", backbone.name)])
+    facts = {"backbone": describe_backbone(backbone), "plugins": plugins}
+    return write_folder(Path(folder), backbone.state_dict(), facts)
+
+
+def load_pretrained(path: str | Path, *, revision: str | None = None) -> Backbone:
+    """Return a backbone with its weights, on the CPU, in eval mode; of a run the averaged ones.
+
+    Args:
+        path: what `save_pretrained` or tread-zoo push wrote, a run's folder (its newest checkpoint)
+            or one checkpoint; where there is none, `user/name` on the hub.
+        revision: of the hub's repository.
+
+    Raises:
+        OSError: there is no such network.
+        CheckpointError: it is damaged; of a run each of its checkpoints is.
+        ValueError: it is of a plug-in that is not loaded.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        folder = download(folder, revision=revision)
+    folders = sorted(folder.glob(f"checkpoints/{STEP_FOLDERS}"))
+    if folders or (folder / META_NAME).exists():
+        folder, facts = read_newest(folders or [folder], AVERAGE_NAME)
+        weights = folder / AVERAGE_NAME
+    else:
+        facts, weights = json.loads((folder / CONFIG_NAME).read_text()), folder / WEIGHTS_NAME
+        if "format" in facts:  # it was a run
+            facts = read_facts(folder, CONFIG_NAME)
+    check_plugins(facts["plugins"], str(path))
+    backbone = build_backbone(facts["backbone"])
+    backbone.load_state_dict(load_file(weights))
+    return backbone.eval()
+
+
+def push_to_hub(backbone: Backbone, repo: str, *, private: bool = False) -> str:
+    """Upload what `save_pretrained` writes as `user/name`, and return its address.
+
+    Raises:
+        OSError, ValueError: as of `upload` and `save_pretrained`.
+    """
+    with TemporaryDirectory() as folder:
+        return upload(save_pretrained(backbone, folder), repo, private=private)
+
+
+def write_folder(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
+    """Write the two files of a network, and return the folder.
+
+    Raises:
+        ValueError: the folder is a run's, whose config.json is another.
+    """
+    if (folder / "checkpoints").exists():
+        raise ValueError(f"{folder} is the folder of a run: give another one.")
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    save_file(whole, folder / WEIGHTS_NAME)
+    (folder / CONFIG_NAME).write_text(json.dumps(facts, indent=2))
+    return folder
+
+
+def download(path: Path, *, revision: str | None = None, into: Path | None = None) -> Path:
+    """Return a folder with the two files of `user/name`: `into`, or one in the hub's cache.
+
+    Raises:
+        OSError: there is no such repository, or no way to it; or the path is no `user/name`, as
+            `runs/…` and what would lie in a folder that is here are none.
+    """
+    import huggingface_hub
+
+    repo = path.as_posix()
+    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo)
+    if not is_name or path.parts[0] == "runs" or path.parent.exists():
+        raise OSError(f"there is no {path}: give a run's folder or one of its checkpoints.")
+    files = [CONFIG_NAME, WEIGHTS_NAME]
+    try:
+        folder = huggingface_hub.snapshot_download(
+            repo, revision=revision, local_dir=into, allow_patterns=files
+        )
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())[:300]
+        text = f"{repo!r} is no folder here, and cannot be had from the hub: {why}"
+        raise OSError(text) from error
+    return Path(folder)
+
+
+def upload(folder: Path, repo: str, *, private: bool) -> str:
+    """Upload all files of a folder as `user/name`, and return its address.
+
+    Raises:
+        OSError: there is no way to the hub, or it refuses.
+    """
+    import huggingface_hub
+
+    hub = huggingface_hub.HfApi()
+    try:
+        address = hub.create_repo(repo, private=private, exist_ok=True)
+        hub.upload_folder(repo_id=repo, folder_path=folder)
+    except Exception as error:  # of its network library, too
+        why = " ".join(str(error).split())[:300]
+        raise OSError(f"{folder} cannot be uploaded as {repo!r}: {why}") from error
+    return str(address)
