@@ -108,7 +108,8 @@ def over_seeds(table: pd.DataFrame) -> str:
             worth = scores.get("contribution_2_9", pd.Series(dtype=float)).mean()
             lines.append(
                 f"| {images // 1000}K | {arm} | {len(means)} | "
-                f"{_with_spread(means.mean(), means.std())} | {_show(worth, 3)} |"
+                f"{_with_spread(means.mean(), means.std())} | "
+                f"{'' if pd.isna(worth) else f'{worth:.3f}'} |"
             )
         for arm in [arm for arm in arms if "routed" in arms and arm != "routed"]:
             by = pd.DataFrame({
