@@ -63,7 +63,7 @@ def stage_flops(
         rates, routed = used.rates(), 0.0
         for each in rates:
             routes = each.draw(1, backbone.grid, make_generator("flops", 0))
-            chance, flops = each.path_drop_probability, _trace(meta, 1, routes, backward=True)
+            chance, flops = each.path_drop_probability, float(_trace(meta, 1, routes, True))
             if routes and chance:
                 dropped = [PathDrop(plan.start, plan.end) for plan in each.plans]
                 flops = (1 - chance) * flops + chance * _trace(meta, 1, dropped, backward=True)
