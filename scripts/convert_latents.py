@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--mirrored", action="store_true", help="of MaskDiT's --xflip")
     args = parser.parse_args()
     read, content = FORMATS[args.format]
-    vae = load_vae(args.vae).facts if args.vae else None
+    vae = load_vae(args.vae).metadata if args.vae else None
     count = write_table(args.out, read(args.path, args.mirrored), content=content, vae=vae)
     print(f"{count} latents: data=latents data.path={args.out}")
 

@@ -1,7 +1,6 @@
 """A run small enough for a test: digits, a narrow network, a handful of steps."""
 
-import json
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from unittest import mock
 
 import numpy as np
@@ -9,8 +8,6 @@ import yaml
 from PIL import Image
 
 from tread_zoo.config import make_config
-from tread_zoo.evaluation import flops
-from tread_zoo.kernels import get_forms
 from tread_zoo.training import log
 from tread_zoo.training.loop import train
 from tread_zoo.training.setup import Setup, build_setup
@@ -75,10 +72,9 @@ def parts_of(given) -> Setup:
 def train_small(folder, *overrides, **fields):
     """Train the small run with overrides in `folder`, and return it.
 
-    What a kind of call costs is counted once for all runs, and no curve is drawn: both take longer
-    than so few steps.
+    No curve is drawn: that takes longer than so few steps.
     """
-    with counting_once(), mock.patch.object(log, "plot_losses"):
+    with mock.patch.object(log, "plot_losses"):
         return train(**{**settings(*overrides), **fields, "run_dir": str(folder)})
 
 
@@ -91,24 +87,5 @@ def save_photos(folder, count=40, shade=0):
     return ["data=image_folder", f"data.path={folder}", "data.image_size=8"]
 
 
-@contextmanager
-def counting_once():
-    """Count the FLOPs of each kind of call of each network once, whoever asks within."""
-    with mock.patch.object(flops, "_trace", _trace_once):
-        yield
-
-
-_trace, _traced = flops._trace, {}
-
-
 def _named(value):
     return value if isinstance(value, dict) else {"name": value}
-
-
-def _trace_once(meta, batch, routes, backward):
-    network = json.dumps([meta.name, meta.config, meta.fused_ranges, meta.checkpoint_blocks])
-    kinds = [(type(r), r.start, r.end, getattr(r, "num_kept", None)) for r in routes]
-    key = (network, batch, tuple(kinds), backward, tuple(get_forms().items()))
-    if key not in _traced:
-        _traced[key] = _trace(meta, batch, routes, backward)
-    return _traced[key]

@@ -109,7 +109,7 @@ class Stub:
     name, kind, sha256, latent_channels = "stub/vae", "AutoencoderKL", "5" * 64, 3
     has_posterior = True
     network = torch.nn.Linear(1, 1)
-    facts: ClassVar = {
+    metadata: ClassVar = {
         "class": kind, "name": name, "sha256": sha256, "latent_channels": 3, "scaling_factor": 0.5,
         "shift_factor": 0.25,
     }  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.published.tensors import theirs
-from tests.small_run import SMALL, counting_once, full_settings
+from tests.small_run import SMALL, full_settings
 from tread_zoo.model_card import write_model_folder
 from tread_zoo.published import import_checkpoint
 from tread_zoo.runs.checkpoint import CheckpointError, find_checkpoint, load_backbone
@@ -18,8 +18,7 @@ STILL = ["training.num_steps=1", "optimizer.learning_rate=1e-12"]  # weights sta
 
 def start(folder, source, *overrides):
     given = full_settings(*UNSAID, *STILL, *overrides)
-    with counting_once():
-        return train(**{**given, "init_from": str(source), "run_dir": str(folder)})
+    return train(**{**given, "init_from": str(source), "run_dir": str(folder)})
 
 
 def assert_carried(source, run, *fresh):

@@ -84,8 +84,8 @@ def npz(
     images = [_as_images(arrays[x], f"data.path={path!r}: {x!r}") for x, _ in keys]
     parts = list(zip(images, labels, strict=True))
     # a file's name, with its suffix, is never mistaken for a built-in source
-    own = None if len(parts) > 1 else held_out
-    return _in_memory(file.name, parts, own, num_classes, pad_to=pad_to)
+    split = None if len(parts) > 1 else held_out
+    return _in_memory(file.name, parts, split, num_classes, pad_to=pad_to)
 
 
 @register("data", "fashion_mnist", num_steps=600)
@@ -205,7 +205,7 @@ def _pad(images: Tensor, pad_to: int | tuple[int, int] | None) -> Tensor:
     from torchvision.transforms.functional import center_crop
 
     sides = (pad_to, pad_to) if isinstance(pad_to, int) else pad_to
-    if any(side < own for side, own in zip(sides, images.shape[2:], strict=True)):
+    if any(side < least for side, least in zip(sides, images.shape[2:], strict=True)):
         raise ValueError(f"data.pad_to={pad_to!r} is less than the images' {images.shape[2:]}.")
     padded: Tensor = center_crop(images, list(sides))  # which pads what is smaller
     return padded

@@ -57,7 +57,7 @@ class Codec:
     decoder: str = "none"  # where the autoencoder is, a folder or a hub's name
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """What a checkpoint remembers, as plain values; empty for pixels."""
         return {}
 

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tread_zoo.data.dataset import ImageData, as_bytes, to_model_range, to_uint8
 from tread_zoo.data.files import write_text, written_whole
-from tread_zoo.data.latents import PARTS, split_moments
+from tread_zoo.data.latents import SPLITS, split_moments
 from tread_zoo.data.loader import CorruptItem, CorruptLog, read_item, read_items
 from tread_zoo.data.vae import Vae
 from tread_zoo.fields import OPTIONS, Fraction
@@ -95,14 +95,14 @@ def encode(
             many images cannot be read.
     """
     content = "pixels" if vae is None else _choose_content(config.content, vae)
-    lengths = {part: len(getattr(data, part) or ()) for part in PARTS}
+    lengths = {part: len(getattr(data, part) or ()) for part in SPLITS}
     size = config.part_size
     spans = {
         f"{part}-{start // size:05d}.arrow": (part, range(start, min(start + size, length)))
         for part, length in lengths.items()
         for start in range(0, length, size)
     }
-    facts: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "settings": {"content": content, "part_size": size, "precision": precision,
                      "images": lengths, "source": config.data},
         "content": {"moments": "mean_logvar", "pixels": "pixels"}.get(content, "samples"),
@@ -110,11 +110,11 @@ def encode(
         "num_classes": data.num_classes,
         "class_names": list(data.class_names),
         "context": list(data.context) if data.context else None,
-        "vae": vae and vae.facts,
+        "vae": vae and vae.metadata,
         "features": features and features[0],
-        "parts": {part: [name for name in spans if spans[name][0] == part] for part in PARTS},
+        "parts": {part: [name for name in spans if spans[name][0] == part] for part in SPLITS},
     }  # fmt: skip
-    _begin(out, facts)
+    _begin(out, metadata)
     missing = [name for name in list(spans)[rank::num_ranks] if not (out / name).exists()]
     parts = [part for part in (data.train, data.held_out) if part is not None]
     log = CorruptLog(out / "corrupt.txt", parts, config.max_corrupt_share)
@@ -124,8 +124,8 @@ def encode(
     total = sum(len(spans[name][1]) for name in missing)
     with progress("encoding", total=total, unit=" images", shown=rank == 0) as bar:
         for name in missing:
-            write_part(out / name, encoder.items(*spans[name], bar), facts["content"])
-    return finish(out, facts)
+            write_part(out / name, encoder.items(*spans[name], bar), metadata["content"])
+    return finish(out, metadata)
 
 
 def _choose_content(content: str, vae: Vae) -> str:
@@ -138,14 +138,14 @@ def _choose_content(content: str, vae: Vae) -> str:
     return content
 
 
-def _begin(out: Path, facts: dict[str, Any]) -> None:
+def _begin(out: Path, metadata: dict[str, Any]) -> None:
     """Write table.json without statistics, or check that it is of the same encoding."""
     file = out / "table.json"
     out.mkdir(parents=True, exist_ok=True)
     if not file.exists():
-        write_text(file, json.dumps(facts, indent=1), alone=False)
+        write_text(file, json.dumps(metadata, indent=1), alone=False)
     there = json.loads(file.read_text())
-    other = [k for k, value in json.loads(json.dumps(facts)).items() if there.get(k) != value]
+    other = [k for k, value in json.loads(json.dumps(metadata)).items() if there.get(k) != value]
     if other:
         raise ValueError(
             f"out={str(out)!r} has a table that differs in {', '.join(other)}: name another folder."
@@ -189,8 +189,8 @@ class _Encoder:
                 images, conditions = zip(*items, strict=True)
                 columns = self._columns(part, indices, torch.stack(images))
                 for row, condition in enumerate(conditions):
-                    own = {name: values[row] for name, values in columns.items()}
-                    yield own | _condition_columns(condition)
+                    record = {name: values[row] for name, values in columns.items()}
+                    yield record | _condition_columns(condition)
             bar.update(len(batch))
 
     def _columns(self, part: str, indices: Sequence[int], images: Tensor) -> dict[str, Tensor]:
@@ -267,7 +267,7 @@ def write_table(
         out: the table's folder.
         items: latents [K,C',h,w], all alike, and labels, -1 where there are none.
         content: samples, mean_logvar or mean_std.
-        vae: `facts` of the autoencoder that made them, if it is known.
+        vae: `metadata` of the autoencoder that made them, if it is known.
         part_size: latents in a file.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -278,7 +278,7 @@ def write_table(
         write_part(out / names[-1], ({"latent": z, "label": y} for z, y in part), content)
         labels |= {label for _, label in part}
         count, dtype = count + len(part), str(part[0][0].dtype).removeprefix("torch.")
-    facts = {
+    metadata = {
         "content": content,
         "dtype": dtype,
         "num_classes": 0 if -1 in labels else max(labels) + 1,
@@ -288,7 +288,7 @@ def write_table(
         "features": None,
         "parts": {"train": names, "held_out": []},
     }
-    finish(out, facts)
+    finish(out, metadata)
     return count
 
 
@@ -322,16 +322,16 @@ def write_part(file: Path, items: Iterable[Item], content: str) -> None:
         writer.write_table(table)
 
 
-def finish(out: Path, facts: dict[str, Any]) -> bool:
+def finish(out: Path, metadata: dict[str, Any]) -> bool:
     """Write table.json with shape, mean and standard deviation by channel, if all parts are there;
     of moments, over what they draw: E[z] = E[mean], E[z^2] = E[mean^2] + E[std^2]."""
     import pyarrow
 
-    names = [name for part in PARTS for name in facts["parts"][part]]
+    names = [name for part in SPLITS for name in metadata["parts"][part]]
     if not all((out / name).exists() for name in names):
         return False
     count, total, square, shapes = 0, np.zeros(1), np.zeros(1), {"shape": None}
-    for name in facts["parts"]["train"]:
+    for name in metadata["parts"]["train"]:
         with pyarrow.ipc.open_stream(out / name) as reader:
             sums = json.loads(reader.schema.metadata[b"tread_zoo"])
         count += sums["count"]
@@ -340,6 +340,6 @@ def finish(out: Path, facts: dict[str, Any]) -> bool:
             shapes = {key: sums[key] for key in ("shape", "features_shape")}
     mean = total / count
     std = np.sqrt(np.maximum(square / count - mean**2, 0))
-    done = {**facts, **shapes, "mean": mean.tolist(), "std": std.tolist()}
+    done = {**metadata, **shapes, "mean": mean.tolist(), "std": std.tolist()}
     write_text(out / "table.json", json.dumps(done, indent=1), alone=False)
     return True

@@ -35,7 +35,7 @@ from tread_zoo.fields import Fraction
 from tread_zoo.registry import register
 from tread_zoo.seeding import ImageGenerator
 
-PARTS = ("train", "held_out")
+SPLITS = ("train", "held_out")
 DECODE_BATCH = 8  # images: decoding needs far more memory than the latents
 _LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers has it
 
@@ -63,7 +63,7 @@ class LatentCodec(Codec):
     decoder: str  # where it is, a folder or a hub's name; none: nowhere, there are no pictures
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """All that a model depends on; not where the autoencoder is."""
         return {
             "kind": "latents",
@@ -155,24 +155,24 @@ def _column(values: tuple[float, ...], device: torch.device) -> Tensor:
 def imported_codec(vae: str, num_channels: int) -> LatentCodec:
     """Return the codec of a network from elsewhere on latents of C channels, scaled as `vae` says;
     for `vae=none` they are left as they are. Raises ValueError for a vae of other channels."""
-    shift, scale, facts = 0.0, 1.0, None
+    shift, scale, metadata = 0.0, 1.0, None
     if vae != "none":
-        own = load_vae(vae)
-        if own.latent_channels != num_channels:
+        decoder = load_vae(vae)
+        if decoder.latent_channels != num_channels:
             raise ValueError(
-                f"vae={vae!r} has latents of {own.latent_channels} channels, and the network of "
-                f"{num_channels}; name the autoencoder that it was trained with."
+                f"vae={vae!r} has latents of {decoder.latent_channels} channels, the network has "
+                f"{num_channels}: name the autoencoder that it was trained with."
             )
-        shift, scale = own.facts["shift_factor"], own.facts["scaling_factor"]
-        facts = {"class": own.kind, "sha256": own.sha256}
+        shift, scale = decoder.metadata["shift_factor"], decoder.metadata["scaling_factor"]
+        metadata = {"class": decoder.kind, "sha256": decoder.sha256}
     columns = (shift,) * num_channels, (scale,) * num_channels
-    return LatentCodec("samples", False, "scale", *columns, facts, vae)
+    return LatentCodec("samples", False, "scale", *columns, metadata, vae)
 
 
-def restore_codec(facts: dict[str, Any], vae: str) -> LatentCodec:
-    """Return the codec of a checkpoint's `facts`; its autoencoder is at `vae` (`none`: nowhere)."""
-    values = {name: value for name, value in facts.items() if name != "kind"}
-    values |= {"shift": tuple(facts["shift"]), "scale": tuple(facts["scale"])}
+def restore_codec(metadata: dict[str, Any], vae: str) -> LatentCodec:
+    """Return the codec that a checkpoint describes; its autoencoder is at `vae` (none: nowhere)."""
+    values = {name: value for name, value in metadata.items() if name != "kind"}
+    values |= {"shift": tuple(metadata["shift"]), "scale": tuple(metadata["scale"])}
     return LatentCodec(**values, flips=False, decoder=vae)
 
 
@@ -199,23 +199,23 @@ def latents(
         context: contexts, where there are any, are the condition; false drops them.
     """
     root = Path(path).expanduser()
-    facts = _read_facts(root, pixels=False)
-    own = facts["vae"]
-    if own is None and vae not in (None, "none"):
-        own = load_vae(vae).facts
-    shift, scale = _normalize(normalization, facts, own)
+    metadata = _read_metadata(root, pixels=False)
+    encoder = metadata["vae"]
+    if encoder is None and vae not in (None, "none"):
+        encoder = load_vae(vae).metadata
+    shift, scale = _normalize(normalization, metadata, encoder)
     codec = LatentCodec(
-        content=facts["content"],
-        flips=facts["shape"][0] == 2,
+        content=metadata["content"],
+        flips=metadata["shape"][0] == 2,
         normalization=normalization,
         shift=shift,
         scale=scale,
-        vae={key: own[key] for key in ("class", "sha256")} if own else None,
-        decoder=vae or (own["name"] if own else "none"),
+        vae={key: encoder[key] for key in ("class", "sha256")} if encoder else None,
+        decoder=vae or (encoder["name"] if encoder else "none"),
     )
     # the name is never mistaken for a built-in source's
-    name, shape = f"{root.name} (latents)", codec.model_shape((1, *facts["shape"]))[1:]
-    return _table_data(name, root, facts, shape, held_out, num_classes, context, codec)
+    name, shape = f"{root.name} (latents)", codec.model_shape((1, *metadata["shape"]))[1:]
+    return _table_data(name, root, metadata, shape, held_out, num_classes, context, codec)
 
 
 @register("data", "table")
@@ -232,16 +232,18 @@ def table(
         held_out, num_classes, context: as of `latents`.
     """
     root = Path(path).expanduser()
-    facts = _read_facts(root, pixels=True)
-    facts["shape"] = facts["shape"][1:]  # one copy
+    metadata = _read_metadata(root, pixels=True)
+    metadata["shape"] = metadata["shape"][1:]  # one copy
     name = f"{root.name} (table)"  # never mistaken for a built-in source
-    return _table_data(name, root, facts, facts["shape"], held_out, num_classes, context, PIXELS)
+    return _table_data(
+        name, root, metadata, metadata["shape"], held_out, num_classes, context, PIXELS
+    )
 
 
 def _table_data(
     name: str,
     root: Path,
-    facts: dict[str, Any],
+    metadata: dict[str, Any],
     shape: Sequence[int],
     held_out: float | None,
     num_classes: int | None,
@@ -252,20 +254,20 @@ def _table_data(
     import datasets
 
     train, test = (
-        [datasets.Dataset.from_file(str(root / name)) for name in facts["parts"][part]]
-        for part in PARTS
+        [datasets.Dataset.from_file(str(root / name)) for name in metadata["parts"][part]]
+        for part in SPLITS
     )
     table = datasets.concatenate_datasets([*train, *test])
     contexts, names = None, tuple[str, ...]()
     labels = torch.zeros(len(table), dtype=torch.int64)
-    if context and facts["context"]:
-        contexts = (facts["context"][0], facts["context"][1])
-    elif count := facts["num_classes"] if num_classes is None else num_classes:
+    if context and metadata["context"]:
+        contexts = (metadata["context"][0], metadata["context"][1])
+    elif count := metadata["num_classes"] if num_classes is None else num_classes:
         labels = torch.tensor(table.data.column("label").to_numpy())
-        names = check_labels(labels, count, facts["class_names"], str(root))
-    features = facts["features"] and tuple(facts["features_shape"])
-    column = "image" if facts["content"] == "pixels" else "latent"
-    own_shape, dtype = facts["shape"], facts["dtype"]
+        names = check_labels(labels, count, metadata["class_names"], str(root))
+    features = metadata["features"] and tuple(metadata["features_shape"])
+    column = "image" if metadata["content"] == "pixels" else "latent"
+    own_shape, dtype = metadata["shape"], metadata["dtype"]
     return split_data(
         name,
         EncodedTable(table, labels, column, own_shape, dtype, contexts, features),
@@ -281,12 +283,12 @@ def _table_data(
 
 
 def _normalize(
-    normalization: str, facts: dict[str, Any], vae: dict[str, Any] | None
+    normalization: str, metadata: dict[str, Any], vae: dict[str, Any] | None
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return shift and scale, C numbers each, of a table's own mean and std or of the vae's."""
-    mean = facts["mean"]
+    mean = metadata["mean"]
     if normalization == "standardize":
-        return tuple(mean), tuple(1.0 / value for value in facts["std"])
+        return tuple(mean), tuple(1.0 / value for value in metadata["std"])
     if vae is None:
         raise ValueError(
             "data.normalization=scale takes the factor of the autoencoder, and none is named: "
@@ -295,16 +297,16 @@ def _normalize(
     return (vae["shift_factor"],) * len(mean), (vae["scaling_factor"],) * len(mean)
 
 
-def _read_facts(root: Path, *, pixels: bool) -> dict[str, Any]:
+def _read_metadata(root: Path, *, pixels: bool) -> dict[str, Any]:
     """Return the table.json of a folder. Raises ValueError if the table is not finished, or has
     latents for `pixels`, or the reverse."""
-    facts: dict[str, Any] = json.loads((root / "table.json").read_text())
-    if "mean" not in facts:
+    metadata: dict[str, Any] = json.loads((root / "table.json").read_text())
+    if "mean" not in metadata:
         raise ValueError(f"data.path={str(root)!r} is not finished: encode with the same command.")
-    if (facts["content"] == "pixels") is not pixels:
+    if (metadata["content"] == "pixels") is not pixels:
         other = "latents" if pixels else "table"
-        raise ValueError(f"data.path={str(root)!r} has {facts['content']}: use data={other}.")
-    return facts
+        raise ValueError(f"data.path={str(root)!r} has {metadata['content']}: use data={other}.")
+    return metadata
 
 
 @dataclass(eq=False)

@@ -140,12 +140,12 @@ class CorruptLog:
 
     def __call__(self, item: CorruptItem) -> None:
         """Add an item, if it is new. Raises ValueError if they are too many."""
-        items, own = self.items, item.line.rpartition("\t")[0]
-        if own not in items:
+        items, name = self.items, item.line.rpartition("\t")[0]
+        if name not in items:
             warn_of(item)
             with self.file.open("a") as stream:
                 stream.write(item.line)
-            items.add(own)
+            items.add(name)
         if len(items) > math.ceil(self.max_share * self.num_items):
             raise ValueError(
                 f"{len(items)} of {self.num_items} images cannot be read, more than "

@@ -24,13 +24,13 @@ def split_data(
     num_train: int,
     held_out: float | None,
     class_names: tuple[str, ...],
-    **facts: Any,
+    **metadata: Any,
 ) -> ImageData:
     """Return the data in items of which the first `num_train` are a training part and the others,
     if any, a test part.
 
     `held_out` is a fraction to split off the training part, which leaves the test part alone; None
-    holds out the test part or, where there is none, a tenth. `facts` are fields of `ImageData`.
+    holds out the test part or, where there is none, a tenth. `metadata` are fields of `ImageData`.
     """
     if held_out is None and num_train < len(items):
         train, unseen = torch.arange(num_train), torch.arange(num_train, len(items))
@@ -44,7 +44,7 @@ def split_data(
         held_out=items.subset(unseen) if len(unseen) else None,
         num_classes=len(class_names),
         class_names=class_names,
-        **facts,
+        **metadata,
     )
 
 
@@ -110,9 +110,11 @@ def ordered_as_samples(part: Any, count: int, num_classes: int) -> list[int]:
     if not num_classes or labels is None:
         return evenly_spaced(len(part), count)
     all_items = torch.arange(len(part))
-    own = [all_items[labels == label].tolist() for label in range(min(num_classes, count))]
+    by_class = [all_items[labels == label].tolist() for label in range(min(num_classes, count))]
     return [
-        (members := own[i % num_classes] or all_items.tolist())[i // num_classes % len(members)]
+        (members := by_class[i % num_classes] or all_items.tolist())[
+            i // num_classes % len(members)
+        ]
         for i in range(count)
     ]
 

@@ -125,15 +125,15 @@ def _find_pictures(root: Path, context: str | None) -> tuple[list[str], list[int
     names = sorted(e.name for e in os.scandir(root) if e.is_dir() and not e.name.startswith("."))
     files, others = list[tuple[str, str]](), Counter[str]()  # class, path
     for parent, folders, entries in os.walk(root, followlinks=True):
-        own = os.path.realpath(parent)
-        if f"{own}/".startswith(_NOT_FILES):
+        real = os.path.realpath(parent)
+        if f"{real}/".startswith(_NOT_FILES):
             raise ValueError(
-                f"data.path={str(root)!r} leads to {own}, where no pictures are: name their folder."
+                f"data.path={str(root)!r} leads to {real}, which has no pictures: name a folder."
             )
         folders[:] = [
             name
             for name in folders
-            if not name.startswith(".") and not _leads_back(os.path.join(parent, name), own)
+            if not name.startswith(".") and not _leads_back(os.path.join(parent, name), real)
         ]
         name = os.path.relpath(parent, root).split(os.sep)[0]
         for entry in (entry for entry in entries if not entry.startswith(".")):
@@ -377,8 +377,8 @@ def _read_labels(
             "whole numbers. Convert them once (class_encode_column, save_to_disk)."
         )
     labels, kind = torch.from_numpy(values.astype(np.int64)), features[column]
-    own = kind.names if isinstance(kind, datasets.ClassLabel) else ()
-    return labels, check_labels(labels, num_classes, own, name)
+    names = kind.names if isinstance(kind, datasets.ClassLabel) else ()
+    return labels, check_labels(labels, num_classes, names, name)
 
 
 # Pictures -----------------------------------------------------------------------------------------

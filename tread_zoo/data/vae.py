@@ -48,7 +48,7 @@ class Vae:
         return digest.hexdigest()
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """What tells this autoencoder from others, and where it was."""
         return {
             "class": self.kind,

@@ -480,7 +480,7 @@ def check_weak(
 ) -> None:
     """Raise `ValueError` unless a weak network predicts the same of the same images as `backbone`:
     else the guided samples are wrong and nothing says so."""
-    weak_facts, facts = (
+    weak_metadata, metadata = (
         {
             "size": network.input_size,
             "channels": network.in_channels,
@@ -491,9 +491,9 @@ def check_weak(
         }
         for network, trained in ((weak, objective_of_weak), (backbone, objective))
     )
-    for fact, value in weak_facts.items():
-        if value != facts[fact]:
+    for name, value in weak_metadata.items():
+        if value != metadata[name]:
             raise ValueError(
-                f"the network of guidance.weak_checkpoint has {fact} {value}, and the one to guide "
-                f"has {facts[fact]}: both must be of the same data and objective."
+                f"the network of guidance.weak_checkpoint has {name} {value}, and the one to guide "
+                f"has {metadata[name]}: both must be of the same data and objective."
             )

@@ -45,7 +45,7 @@ def evaluate(
     weak: Backbone | None = None,
     routing: Routing = NO_ROUTING,
     cache: dict[str, Any] | None = None,
-    **facts: Any,
+    **metadata: Any,
 ) -> dict[str, Any]:
     """Return `{"values": …, "real": …, "protocol": …, "contributions": …}` of a network and its
     samples; every process must call this.
@@ -62,14 +62,14 @@ def evaluate(
         routing: that it was trained by.
         cache: an empty dictionary that keeps, for later calls that differ in the weights alone,
             what does not depend on them.
-        facts: further fields of `Protocol`, such as `weights` and `step`.
+        metadata: further fields of `Protocol`, such as `weights` and `step`.
     """
     cache = {} if cache is None else cache
     device, codec = next(backbone.parameters()).device, data.codec
     evaluation = check_evaluation(options, data, num_classes=backbone.num_classes, device=device)
     if "sampling" not in cache:
         cache["sampling"] = sampling_record(backbone, objective, sampling, weak=weak)
-    protocol = {**cache["sampling"], "weights": "ema", "precision": precision, **facts}
+    protocol = {**cache["sampling"], "weights": "ema", "precision": precision, **metadata}
     conditions = conditions_of(backbone, data)
     protocol |= {"data": data.name, "seed": options.seed, "labels": conditions.rule}
     worth = data_contributions(
@@ -92,7 +92,7 @@ def evaluate(
 
     decoder = codec.decoded_by
     if decoder is not None:
-        decoder = decoder | {n: codec.facts[n] for n in ("normalization", "shift", "scale")}
+        decoder = decoder | {n: codec.metadata[n] for n in ("normalization", "shift", "scale")}
     shape, count = pixel_shape(data, device), options.num_images
     protocol |= {"uint8": UINT8_RULE, "decoder": decoder}
     record = evaluation.run(

@@ -185,24 +185,24 @@ def save_features(network: ClassifierFeatures, path: Path, about: str) -> None:
 
     channels, *image_size = network.shape
     sizes = {"image_size": image_size, "channels": channels, "num_classes": network.num_classes}
-    facts = json.dumps({**sizes, "layers": network.layers, "about": about})
+    metadata = json.dumps({**sizes, "layers": network.layers, "about": about})
     # one entry of metadata: the order of several is not fixed, and the file's hash is its name
     with written_whole(path) as stream:
-        stream.write(save(network.state_dict(), metadata={"features": facts}))
+        stream.write(save(network.state_dict(), metadata={"features": metadata}))
 
 
 def load_features(path: Path = DIGITS_WEIGHTS) -> ClassifierFeatures:
     """Return the classifier that `save_features` wrote, frozen; that of digits ships here."""
     from safetensors import safe_open
 
-    facts: dict[str, Any] = dict(_DIGITS)
+    metadata: dict[str, Any] = dict(_DIGITS)
     with safe_open(path, framework="pt") as file:
         if path != DIGITS_WEIGHTS:
-            facts = json.loads(file.metadata()["features"])
+            metadata = json.loads(file.metadata()["features"])
         state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    facts.pop("about", None)
+    metadata.pop("about", None)
     with torch.device("meta"):  # no weights are drawn: the caller's random numbers stay as they are
-        network = ClassifierFeatures(**facts)
+        network = ClassifierFeatures(**metadata)
     network.load_state_dict(state, assign=True)
     return network.eval().requires_grad_(False)
 

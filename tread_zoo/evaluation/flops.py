@@ -15,6 +15,7 @@ an image costs on average
 F(r(s)) is the mean over the rates where a step draws its rate from a range.
 """
 
+import json
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
@@ -57,20 +58,16 @@ def stage_flops(
     `dense` are those of a dense step where they were counted already."""
     meta = _without_data(backbone)
     dense = _trace(meta, 1, (), backward=True) if dense is None else dense
-    counted: dict[tuple[Any, ...], float] = {(): dense}  # by start, end, and tokens of each route
     stages = []
     for steps, used in routing.stages(num_steps):
         rates, routed = used.rates(), 0.0
         for each in rates:
             routes = each.draw(1, backbone.grid, make_generator("flops", 0))
-            key = tuple((route.start, route.end, route.num_kept) for route in routes)
-            if key not in counted:
-                counted[key] = _trace(meta, 1, routes, backward=True)
-                if each.path_drop_probability:
-                    dropped = [PathDrop(plan.start, plan.end) for plan in each.plans]
-                    short, chance = _trace(meta, 1, dropped, True), each.path_drop_probability
-                    counted[key] = (1 - chance) * counted[key] + chance * short
-            routed += counted[key] / len(rates)
+            chance, flops = each.path_drop_probability, float(_trace(meta, 1, routes, True))
+            if routes and chance:
+                dropped = [PathDrop(plan.start, plan.end) for plan in each.plans]
+                flops = (1 - chance) * flops + chance * _trace(meta, 1, dropped, backward=True)
+            routed += flops / len(rates)
         flops = routing.probability * routed + (1 - routing.probability) * dense
         stages.append((steps, flops))
     return stages
@@ -111,13 +108,9 @@ def count_sampling(
 def _stand_in(network: Backbone, calls: list[int]) -> Backbone:
     """Return `network` with a forward that appends its FLOPs to `calls` and computes nothing."""
     meta = _without_data(network)
-    traced: dict[Any, int] = {}
 
     def forward(x: Tensor, t: Tensor, y: Tensor | None = None, *, routes: Any = ()) -> Tensor:
-        kind = tuple((type(r), r.start, r.end, getattr(r, "num_kept", None)) for r in routes)
-        if kind not in traced:
-            traced[kind] = _trace(meta, len(x), routes, False)
-        calls.append(traced[kind])
+        calls.append(_trace(meta, len(x), routes, backward=False))
         return x.new_zeros(len(x), network.out_channels, *network.input_size)
 
     stand_in = copy(network)
@@ -138,7 +131,10 @@ def _without_data(backbone: Backbone) -> Backbone:
 def _trace(
     meta: Backbone, batch: int, routes: Sequence[Route | PendingRoute | PathDrop], backward: bool
 ) -> int:
-    """Run a copy from `_without_data`, and return the FLOPs."""
+    """Return the FLOPs of a call of a copy from `_without_data`; each kind of call runs once."""
+    key = (_structure(meta), batch, tuple(map(_kind, routes)), backward)
+    if key in _TRACED and meta.name is not None:  # only of a registered one all options are known
+        return _TRACED[key]
     meta.requires_grad_(backward).zero_grad()
     x = torch.empty(batch, meta.in_channels, *meta.input_size, device="meta")
     t = torch.empty(batch, device="meta")
@@ -150,4 +146,19 @@ def _trace(
         out = meta(x, t, y, routes=concrete)
         if backward:
             out.sum().backward()
-    return int(counter.get_total_flops())
+    _TRACED[key] = int(counter.get_total_flops())
+    return _TRACED[key]
+
+
+_TRACED: dict[tuple[Any, ...], int] = {}
+
+
+def _kind(route: Route | PendingRoute | PathDrop) -> tuple[Any, ...]:
+    bypass = getattr(route, "bypass", None)
+    return type(route), route.start, route.end, getattr(route, "num_kept", None), repr(bypass)
+
+
+def _structure(network: Backbone) -> tuple[Any, ...]:
+    """Return what its FLOPs depend on: its class and options, and what was added to it."""
+    shapes = tuple((name, tuple(p.shape)) for name, p in network.named_parameters())
+    return type(network), json.dumps(network.config), network.checkpoint_blocks, shapes

@@ -69,11 +69,11 @@ class RunningStatistics:
 
 def frechet_distance(generated: Statistics, real: Statistics) -> float:
     """Return d^2 above; what makes it doubtful is a `RuntimeWarning`."""
-    for name, own in (("generated", generated), ("real", real)):
-        if own.count is not None and own.count <= len(own.mean):
+    for name, of in (("generated", generated), ("real", real)):
+        if of.count is not None and of.count <= len(of.mean):
             _warn(
-                f"the {name} covariance, of {len(own.mean)} features, is singular: it is of "
-                f"{own.count} images, and the distance depends strongly on how many"
+                f"the {name} covariance, of {len(of.mean)} features, is singular: it is of "
+                f"{of.count} images, and the distance depends strongly on how many"
             )
     one, other = (_symmetric(s.covariance) for s in (generated, real))
     values, vectors = torch.linalg.eigh(one)

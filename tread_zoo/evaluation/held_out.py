@@ -76,15 +76,15 @@ def held_out_record(
     """
     if data.held_out is None:
         return {}
-    digest = hashlib.sha256(json.dumps(data.codec.facts, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(data.codec.metadata, sort_keys=True).encode())
     images, conditions = stack_part(data.held_out, HELD_OUT_IMAGES)
     for tensor in (images, conditions):
         digest.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
         digest.update(as_bytes(tensor))
     options = asdict(objective)  # type: ignore[call-overload]
-    own = {name: value for name, value in options.items() if name not in _OF_SAMPLING}
+    scored = {name: value for name, value in options.items() if name not in _OF_SAMPLING}
     return {
-        "held_out_objective": {"name": describe_part("objective", objective)["name"], **own},
+        "held_out_objective": {"name": describe_part("objective", objective)["name"], **scored},
         "held_out_images": len(images),
         "held_out_draws": num_draws,
         "held_out_seed": seed,

@@ -48,7 +48,7 @@ class FeatureSet:
 
 @dataclass(frozen=True)
 class Metric:
-    """A registered metric with its options; the facts are those at the top of this file."""
+    """A registered metric with its options; the metadata are those at the top of this file."""
 
     options: Mapping[str, Any]  # name, too
     function: Callable[..., Any]  # with the options bound
@@ -82,10 +82,10 @@ def build_metrics(parts: Iterable[str | Mapping[str, Any]]) -> tuple[Metric, ...
         entry = get_entry("metric", options["name"])
         parameters = inspect.signature(entry.target).parameters.values()
         positional = [p for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
-        facts = {name: value for name, value in entry.facts.items() if name != "better"}
-        own = {name: value for name, value in options.items() if name != "name"}
-        uses_real = len(positional) > 1 and not facts.get("labels")
-        metrics.append(Metric(options, entry.build(own), uses_real, **facts))
+        metadata = {name: value for name, value in entry.facts.items() if name != "better"}
+        keywords = {name: value for name, value in options.items() if name != "name"}
+        uses_real = len(positional) > 1 and not metadata.get("labels")
+        metrics.append(Metric(options, entry.build(keywords), uses_real, **metadata))
     for name, count in Counter(metric.name for metric in metrics).items():
         if count > 1:
             raise ValueError(f"evaluation.metrics has {name!r} twice; score it in two calls.")

@@ -35,8 +35,8 @@ def folder_name(settings: Mapping[str, Any]) -> str:
 
 
 class SampleFolder:
-    """A folder that takes the images of one set of settings, plain values, of which any difference
-    makes other images; `facts` are recorded beside. `overwrite` replaces a set with other settings.
+    """A folder of the images of one set of settings, plain values, of which any difference makes
+    other images. `metadata` is recorded beside; `overwrite` replaces a set of other settings.
 
     Raises:
         ValueError: it holds samples of other or of unknown settings.
@@ -46,20 +46,20 @@ class SampleFolder:
         self,
         path: str | Path,
         settings: Mapping[str, Any],
-        facts: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         *,
         overwrite: bool = False,
     ) -> None:
         self.path = Path(path).expanduser()
-        self.settings, self.facts = json.loads(json.dumps(dict(settings))), dict(facts)
+        self.settings, self.metadata = json.loads(json.dumps(dict(settings))), dict(metadata)
         record, files = self.path / RECORD, self._files()
         if files and not record.exists():
             raise ValueError(f"out={str(path)!r} holds {files[0].name}, and no {RECORD}.")
-        own = json.loads(record.read_text())["settings"] if files else self.settings
+        earlier = json.loads(record.read_text())["settings"] if files else self.settings
         changed = [
-            f"{key}={own.get(key)!r}, not {self.settings.get(key)!r}"
-            for key in sorted(own.keys() | self.settings.keys())
-            if own.get(key) != self.settings.get(key)
+            f"{key}={earlier.get(key)!r}, not {self.settings.get(key)!r}"
+            for key in sorted(earlier.keys() | self.settings.keys())
+            if earlier.get(key) != self.settings.get(key)
         ]
         if changed and not overwrite:
             raise ValueError(
@@ -97,7 +97,7 @@ class SampleFolder:
         for file in self._files() if self._replaces else ():
             file.unlink()
         self._replaces = False
-        record = {"settings": self.settings, **self.facts}
+        record = {"settings": self.settings, **self.metadata}
         write_text(self.path / RECORD, json.dumps(record, indent=2))
 
     def _save_arrays(self, name: str, numbers: range, rows: Tensor, labels: Tensor | None) -> None:

@@ -164,7 +164,7 @@ class Evaluation:
         batch_size: int,
         device: torch.device,
         cache: dict[str, Any] | None = None,
-        **facts: Any,
+        **metadata: Any,
     ) -> dict[str, Any]:
         """Return `{"values": …, "real": …, "protocol": …}` of the images, as `score`; `cache` keeps
         what does not depend on them: features of the reference, and "real"."""
@@ -173,8 +173,8 @@ class Evaluation:
         if extractor is not None:
             device = device if device.type == "cuda" else torch.device("cpu")
             network = extractor.load({metric.features for metric in metrics}, device)
-            facts |= {"extractor": extractor.label, "extractor_sha256": extractor.sha256}
-            facts |= {"resize": extractor.resize, "device": device.type}
+            metadata |= {"extractor": extractor.label, "extractor_sha256": extractor.sha256}
+            metadata |= {"resize": extractor.resize, "device": device.type}
 
         def features(source: Images, some: Collection[Metric]) -> FeatureSet:
             statistics = {metric.features for metric in some if metric.statistics}
@@ -201,7 +201,7 @@ class Evaluation:
             torch=str(torch.__version__),
             torch_fidelity=version("torch-fidelity"),
             notes=notes,
-            **facts,
+            **metadata,
         )
         record = {"values": values, "real": dict(cache.get("real", {}))}
         record["protocol"] = protocol.as_dict()
@@ -210,15 +210,15 @@ class Evaluation:
     def _read_reference(self, features: Callable[..., FeatureSet]) -> FeatureSet:
         """Return the reference's features; of those that a file has, its statistics."""
         compared = self._compared(self.extractor) if self.extractor else []
-        own, real = FeatureSet(), self.reference.images
+        computed, real = FeatureSet(), self.reference.images
         if compared and real is not None:
-            own = features(real, compared)
+            computed = features(real, compared)
         names = {m.features for m in self.metrics if m.uses_real and m not in compared}
         stored = {name: self.reference.statistics[name] for name in names}
         if not stored:
-            return own
-        count = own.count or next(iter(stored.values())).count
-        return FeatureSet(count, self.reference.sha256, own.statistics | stored, own.rows)
+            return computed
+        count = computed.count or next(iter(stored.values())).count
+        return FeatureSet(count, self.reference.sha256, computed.statistics | stored, computed.rows)
 
 
 def score(
@@ -231,7 +231,7 @@ def score(
     device: str | torch.device = "cpu",
     inception_weights: str | None = None,
     dinov2_weights: str | None = None,
-    **facts: Any,
+    **metadata: Any,
 ) -> dict[str, Any]:
     """Return `{"values": {name: float}, "real": …, "protocol": …}` of images against a reference.
 
@@ -244,7 +244,7 @@ def score(
         extractor, inception_weights, dinov2_weights: as of `find_extractor`.
         batch_size: images at a time.
         device: of the extractor.
-        facts: fields of `Protocol` that do not follow from the images.
+        metadata: fields of `Protocol` that do not follow from the images.
 
     Raises:
         ValueError: images, reference, metrics and extractor do not fit each other, or weights are
@@ -256,7 +256,7 @@ def score(
         build_metrics(metrics), network, open_reference(reference), auto=metrics == "auto"
     )
     evaluation = evaluation.fit(len(source), source.shape, source.num_classes)
-    return evaluation.run(source, batch_size=batch_size, device=torch.device(device), **facts)
+    return evaluation.run(source, batch_size=batch_size, device=torch.device(device), **metadata)
 
 
 def extract(
@@ -391,13 +391,13 @@ def _rank() -> tuple[int, int]:
     return (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
 
 
-def _gather(own: Any) -> list[Any]:
+def _gather(part: Any) -> list[Any]:
     """Return what each process has, by rank, on the main one; [] on the others."""
     rank, world = _rank()
     if world == 1:
-        return [own]
+        return [part]
     parts: list[Any] | None = [None] * world if rank == 0 else None
-    dist.gather_object(own, parts)
+    dist.gather_object(part, parts)
     return parts or []
 
 

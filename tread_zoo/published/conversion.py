@@ -123,12 +123,12 @@ def _convert(
     form = FORMATS[format]
     _check_format(theirs, format)
     backbone = build(form, form.keywords(theirs, num_heads, num_classes))
-    own, blocks = backbone.state_dict(), form.blocks(theirs)
+    state, blocks = backbone.state_dict(), form.blocks(theirs)
     ours: Tensors = {}
     if form.zero_without_labels and not backbone.num_classes:
-        zero = [key for key in own if key.startswith(form.zero_without_labels)]
-        ours = {key: torch.zeros(own.pop(key).shape) for key in zero}
-    rules = {key: form.rule(key, blocks) for key in own}
+        zero = [key for key in state if key.startswith(form.zero_without_labels)]
+        ours = {key: torch.zeros(state.pop(key).shape) for key in zero}
+    rules = {key: form.rule(key, blocks) for key in state}
     fixed = form.fixed(backbone)
     wanted = set(fixed).union(*(names for names, _ in rules.values()))
     unknown = _check_names(theirs, wanted, format, drop_unknown)
@@ -149,7 +149,7 @@ def _convert(
     if unknown:
         notes.append(f"Left out: {list_names(unknown)}.")
     sources = {key: names for key, (names, _) in rules.items()}
-    _check_shapes(own, ours, sources)
+    _check_shapes(state, ours, sources)
     broken = [" + ".join(sources[key]) for key in sources if not ours[key].isfinite().all()]
     if broken:
         raise CheckpointError(
@@ -202,24 +202,24 @@ def _check_names(theirs: Tensors, wanted: set[str], format: str, drop_unknown: b
     return unknown
 
 
-def _check_shapes(own: Tensors, ours: Tensors, sources: dict[str, tuple[str, ...]]) -> None:
+def _check_shapes(state: Tensors, ours: Tensors, sources: dict[str, tuple[str, ...]]) -> None:
     wrong = [
-        f"{' + '.join(names)} gives {list(ours[key].shape)} for {key}, not {list(own[key].shape)}"
+        f"{' + '.join(names)} gives {list(ours[key].shape)} for {key}, not {list(state[key].shape)}"
         for key, names in sources.items()
-        if ours[key].shape != own[key].shape
+        if ours[key].shape != state[key].shape
     ]
     if wrong:
         raise CheckpointError(f"{len(wrong)} tensors have another shape: {list_names(wrong)}.")
 
 
-def _gap(name: str, theirs: Tensor, own: Tensor) -> float:
+def _gap(name: str, theirs: Tensor, ours: Tensor) -> float:
     """Return the largest difference of the two tables, where theirs is a copy of ours."""
-    same_shape = theirs.shape == own.shape
-    gap = float((theirs.float() - own).abs().max()) if same_shape else float("inf")
+    same_shape = theirs.shape == ours.shape
+    gap = float((theirs.float() - ours).abs().max()) if same_shape else float("inf")
     if gap > _TABLE_TOLERANCE:
         raise CheckpointError(
             f"{name} {list(theirs.shape)} is not the fixed table that this backbone computes "
-            f"{list(own.shape)}: they differ by {gap:.2g}. This network was trained otherwise."
+            f"{list(ours.shape)}: they differ by {gap:.2g}. This network was trained otherwise."
         )
     return gap
 

@@ -91,8 +91,8 @@ def to_diffusers(backbone: Backbone) -> DiTTransformer:
     tensors: dict[str, Tensor] = {}
     for key, tensor in backbone.state_dict().items():
         for name, part in _FORM.take_apart(key, tensor, blocks, backbone.patch_size).items():
-            own = blocks if name.startswith(_EMBEDDINGS) else blocks[:1]
-            tensors |= {name.replace(blocks[0], block, 1): part for block in own}
+            copies = blocks if name.startswith(_EMBEDDINGS) else blocks[:1]
+            tensors |= {name.replace(blocks[0], block, 1): part for block in copies}
     theirs.load_state_dict(tensors)
     out: DiTTransformer = theirs.to(next(backbone.parameters()).device).eval()
     return out

@@ -70,10 +70,10 @@ def _convert_back(checkpoint: Checkpoint, backbone: Backbone, form: Format, form
             for option in ("prediction", "schedule", "first_step")
         },
     }
-    for key, (own, wanted) in expected.items():
-        if own != wanted:
+    for key, (value, wanted) in expected.items():
+        if value != wanted:
             raise CheckpointError(
-                f"{key}={own} is not what {form.project} has: format={format} needs {key}={wanted}."
+                f"{key}={value} is unlike {form.project}: format={format} needs {key}={wanted}."
             )
     blocks = form.block_names(backbone.num_blocks)
     theirs: Tensors = {}

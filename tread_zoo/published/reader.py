@@ -14,7 +14,7 @@ from tread_zoo.published.format import Tensors
 from tread_zoo.runs.checkpoint import CheckpointError
 
 # Training scripts keep several networks in one file, under these names.
-_PARTS = {
+_TENSORS_OF = {
     "ema": ("ema", "ema_state_dict", "model_ema"),
     "model": ("model", "model_state_dict", "state_dict"),
 }
@@ -33,7 +33,7 @@ def read_parts(file: str | Path) -> tuple[dict[str, Tensors], int]:
     """
     content = _load(Path(file))
     parts = {}
-    for part, names in _PARTS.items():
+    for part, names in _TENSORS_OF.items():
         networks = [content[name] for name in names if _is_network(content.get(name))]
         if networks:
             parts[part] = networks[0]

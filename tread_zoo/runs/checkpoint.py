@@ -256,8 +256,8 @@ def data_facts(data: ImageData) -> dict[str, Any]:
         "num_images": len(data.train),  # type: ignore[arg-type]
         "items": digest_items(data.train),
     }
-    if data.codec.facts:
-        facts |= {"codec": data.codec.facts, "decoder": data.codec.decoder}
+    if data.codec.metadata:
+        facts |= {"codec": data.codec.metadata, "decoder": data.codec.decoder}
     if data.context:
         facts["context"] = list(data.context)
     if data.class_names != tuple(map(str, range(data.num_classes))):  # they have names

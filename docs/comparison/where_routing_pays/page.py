@@ -1,11 +1,15 @@
-"""Draw the curves and print the tables of this page, from its .csv files.
+"""Draw the figure and fill in the tables of this page, from its .csv files.
 
 python docs/comparison/where_routing_pays/page.py               # from those that are here
 python docs/comparison/where_routing_pays/page.py comparisons   # read them off the runs first
+
+A table stands between `<!-- name -->` and `<!-- end -->` in README.md.
 """
 
 import json
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ import pandas as pd
 
 from tread_zoo import comparison
 from tread_zoo.comparison.findings import direction
-from tread_zoo.comparison.intervals import differences, interval
+from tread_zoo.comparison.intervals import Interval, differences, interval
 from tread_zoo.evaluation.contribution import contribution_names
 from tread_zoo.training.log import read_scores
 
@@ -38,6 +42,7 @@ ARMS = {  # what tells the folders of an arm, the first that fits: (name, colour
     "routing-tread": ("routed", "#e0731d"),
 }
 COLOURS = dict(ARMS.values())
+INK = "#808080"  # reads on white and on black
 STUDIES = {"curves": "where_routing_pays", "scan": "where_routing_pays_scan"}
 BATCH_SIZE = 64
 EQUAL_FLOPS = (  # an arm at these images, and dense at those
@@ -48,12 +53,10 @@ EQUAL_FLOPS = (  # an arm at these images, and dense at those
     ("routed", 2_048_000, 1_536_000),
     ("routed, dense tail", 2_048_000, 1_536_000),
 )
-SPEED = {"dense": 163, "routed": 215}  # images/s of one thread with nothing beside it
-DIGITS = {
-    "fid": 2, "kid": 2, "precision": 3, "recall": 3, "label_accuracy": 3, "held_out_loss": 4,
-}  # fmt: skip
-EVALUATED = list(DIGITS)[:-1]
-NAMES = "Fréchet distance | kernel distance | precision | recall | label accuracy"
+DIGITS = {"fid": 2, "kid": 2, "precision": 3, "recall": 3, "label_accuracy": 3}
+EVALUATED = list(DIGITS)
+SHOWN = ["fid", "precision", "recall", "label_accuracy"]
+NAMES = "Fréchet distance | precision | recall | label accuracy"
 
 
 def collect(comparisons: Path) -> None:
@@ -96,20 +99,22 @@ def collect_seeds(study: Path) -> None:
 def over_seeds(table: pd.DataFrame) -> str:
     """Return a table: each arm's mean ± standard deviation over training seeds, and 95 % intervals
     of the differences of equal seeds, the routed network's from each other one."""
-    lines = [f"| images | | seeds | {NAMES} | without [2, 9) |", "|---" * 9 + "|"]
+    lines = [f"| images | | seeds | {NAMES} | without [2, 9) |", "|---" * 8 + "|"]
     for images, at in table.groupby("images"):
-        arms = {arm: own.set_index(["seed", "draw"]) for arm, own in at.groupby("arm", sort=False)}
-        for arm, own in arms.items():
-            means = own[EVALUATED].groupby(level=0).mean()
-            worth = own.get("contribution_2_9", pd.Series(dtype=float)).mean()
+        groups = at.groupby("arm", sort=False)
+        arms = {arm: scores.set_index(["seed", "draw"]) for arm, scores in groups}
+        for arm, scores in arms.items():
+            means = scores[EVALUATED].groupby(level=0).mean()
+            worth = scores.get("contribution_2_9", pd.Series(dtype=float)).mean()
             lines.append(
                 f"| {images // 1000}K | {arm} | {len(means)} | "
-                f"{_with_spread(means.mean(), means.std())} | {_show(worth, 3)} |"
+                f"{_with_spread(means.mean(), means.std())} | "
+                f"{'' if pd.isna(worth) else f'{worth:.3f}'} |"
             )
         for arm in [arm for arm in arms if "routed" in arms and arm != "routed"]:
             by = pd.DataFrame({
                 metric: differences(arms["routed"][metric], arms[arm][metric])
-                for metric in EVALUATED
+                for metric in SHOWN
             })  # fmt: skip
             if len(by):
                 name = f"routed - ({arm})"
@@ -155,171 +160,197 @@ def with_place(table: pd.DataFrame) -> pd.DataFrame:
     return table.assign(arm=table.folder.map(arm_of), images=BATCH_SIZE * table.step)
 
 
-def loss_by_level(curves: pd.DataFrame) -> str:
-    """Return a table: the held-out losses of the fourths of the levels at the last common point,
-    from the least noise to the most."""
-    at = curves.pivot_table(index="images", columns=["metric", "arm"], values="value")
-    last = at.dropna(subset=[("fid", arm) for arm in SPEED]).iloc[-1]
-    names = [f"held_out_loss_{i}" for i in range(1, 5)]
-    lines = [f"| {last.name // 1000}K images | least noise | | | most noise |", "|---" * 5 + "|"]
-    rows = [[last[name, arm] for name in names] for arm in SPEED]
-    for arm, losses in zip(SPEED, rows, strict=True):
-        lines.append(f"| {arm} | {' | '.join(_show(loss, 4) for loss in losses)} |")
-    shares = [f"{100 * (b / a - 1):+.1f} %" for a, b in zip(*rows, strict=True)]
-    lines.append(f"| difference | {' | '.join(shares)} |")
-    return "\n".join(lines)
-
-
 def draws(evaluations: pd.DataFrame) -> dict[int, dict[str, pd.DataFrame]]:
     """Return the scores of each draw of the noise, by images and arm."""
-    own = evaluations[evaluations.scale == 1]
-    own = own.set_index("seed")[["images", "arm", *EVALUATED]]
+    unguided = evaluations[evaluations.scale == 1]
+    unguided = unguided.set_index("seed")[["images", "arm", *EVALUATED]]
     return {
         images: {arm: at[at.arm == arm][EVALUATED] for arm in COLOURS if arm in set(at.arm)}
-        for images, at in own.groupby("images")
+        for images, at in unguided.groupby("images")
     }
 
 
-def spread_of_draws(evaluations: pd.DataFrame) -> str:
-    """Return a table: mean ± standard deviation of scores over draws of the noise; and the 95 %
-    interval of the differences of equal draws, each arm less dense, with its verdict."""
-    lines = [f"| images | | {NAMES} |", "|---" * 7 + "|"]
-    for images, arms in draws(evaluations).items():
-        rows = [(arm, _with_spread(own.mean(), own.std())) for arm, own in arms.items()]
-        rows += [(f"{a} - dense", _judged(arms[a] - arms["dense"])) for a in list(arms)[1:]]
-        lines += [f"| {images // 1000}K | {name} | {cells} |" for name, cells in rows]
-    return "\n".join(lines)
-
-
-def draws_at_equal_flops(curves: pd.DataFrame, evaluations: pd.DataFrame) -> str:
-    """Return a table: arms less the dense network that had spent about as much, by draws."""
-    at, spent = draws(evaluations), curves.groupby(["arm", "images"]).flops.mean()
-    lines = [f"| | images | of dense | FLOPs | {NAMES} |", "|---" * 9 + "|"]
-    for arm, images, of_dense in EQUAL_FLOPS:
+def compared(name: str) -> Iterator[tuple[str, int, int, float, pd.DataFrame]]:
+    """Yield what the page compares of a study: an arm, its images, those of the dense network, the
+    ratio of their FLOPs, and the differences of equal draws, the arm less dense."""
+    at, curves = draws(read_evaluations(name)), read_curves(name)
+    spent = curves.groupby(["arm", "images"]).flops.mean()
+    pairs = [(arm, images, images) for images, arms in at.items() for arm in list(arms)[1:]]
+    for arm, images, of_dense in [*pairs, *(EQUAL_FLOPS if name == "curves" else ())]:
         by = at[images][arm] - at[of_dense]["dense"]
-        share = spent[arm, images] / spent["dense", of_dense]
-        place = f"{arm} | {images // 1000}K | {of_dense // 1000}K | {share:.2f}"
+        yield arm, images, of_dense, spent[arm, images] / spent["dense", of_dense], by
+
+
+def differences_of(name: str) -> str:
+    """Return a table: arms less the dense network, at equal steps and at about equal FLOPs."""
+    lines = [f"| | images | dense at | FLOPs | {NAMES} |", "|---" * 8 + "|"]
+    for arm, images, of_dense, flops, by in compared(name):
+        place = f"{arm} | {images // 1000}K | {of_dense // 1000}K | {flops:.2f}"
         lines.append(f"| {place} | {_judged(by)} |")
     return "\n".join(lines)
 
 
-def guided(evaluations: pd.DataFrame) -> str:
-    """Return a table: what guidance of some scales makes of the two networks, the mean of the draws
-    of the noise that all of them have; and for several draws the 95 % intervals of differences."""
-    metrics = ["fid", "precision", "recall", "label_accuracy"]
-    lines = ["| images | | draws | Fréchet distance | precision | recall | label accuracy |"]
-    lines.append("|---" * 7 + "|")
-    own = evaluations[evaluations.arm.isin(list(SPEED))]
-    names = own.arm + own.scale.map(lambda scale: "" if scale == 1 else f", {scale:g}")
-    own = own.assign(name=names).set_index("seed")
-    for images in own[own.scale > 1].images.unique():
-        groups = {name: of[metrics] for name, of in own[own.images == images].groupby("name")}
-        common = sorted(set.intersection(*(set(of.index) for of in groups.values())))
-        place = f"| {images // 1000}K | {{}} | {len(common)} | {{}} |"
-        for name, of in groups.items():
-            mean = of.loc[common].mean()
-            lines.append(place.format(name, " | ".join(_show(mean[m], DIGITS[m]) for m in metrics)))
-        if len(common) > 1:
-            for name in ("routed", "routed, 1.1"):
-                by = groups[name].loc[common] - groups["dense, 1.1"].loc[common]
-                lines.append(place.format(f"({name}) - (dense, 1.1)", _judged(by)))
+def means() -> pd.DataFrame:
+    """Return mean and standard deviation of every score over the draws of its noise."""
+    rows = []
+    for name in STUDIES:
+        table = read_evaluations(name)
+        by = table.groupby(["folder", "arm", "images", "scale"])[EVALUATED]
+        both = by.agg(["mean", "std", "count"])
+        both.columns = [f"{metric}_{of}" for metric, of in both.columns]
+        rows.append(both.reset_index())
+    return pd.concat(rows)
+
+
+def guided() -> str:
+    """Return a table: the two networks, guided and not, less the unguided dense one, by draws."""
+    evaluations = read_evaluations()
+    both = evaluations[evaluations.arm.isin(["dense", "routed"])]
+    names = both.arm + both.scale.map(lambda scale: "" if scale == 1 else f", guided by {scale:g}")
+    lines = [f"| images | | less | {NAMES} |", "|---" * 7 + "|"]
+    both = both.assign(name=names).set_index("seed")
+    for images, at in both.groupby("images"):
+        groups = {name: of[SHOWN] for name, of in at.groupby("name") if len(of) > 1}
+        pairs = [("dense, guided by 1.1", "dense"), ("routed", "dense, guided by 1.1")]
+        pairs += [("routed, guided by 1.1", "routed"), ("routed, guided by 1.1", pairs[0][0])]
+        for one, other in pairs if pairs[0][0] in groups else ():
+            cells = _judged((groups[one] - groups[other]).dropna())
+            lines.append(f"| {images // 1000}K | {one} | {other} | {cells} |")
+    return "\n".join(lines)
+
+
+def answers() -> str:
+    """Return a table: what the differences say of each question in Fréchet distance."""
+    curves = {(a, i, d): by.fid for a, i, d, _, by in compared("curves")}
+    scan = {(a, i, d): by.fid for a, i, d, _, by in compared("scan")}
+    table = read_evaluations()
+    at = table[(table.images == 1_024_000) & table.arm.isin(["dense", "routed"])]
+    fid = {key: of.set_index("seed").fid for key, of in at.groupby(["arm", "scale"])}
+    rows = [
+        ("Is routing ahead at equal steps?", "1.0M images", curves["routed", 1_024_000, 1_024_000]),
+        ("", "2.0M images", curves["routed", 2_048_000, 2_048_000]),
+        ("At equal FLOPs?", "1.5M, dense at 1.0M", curves["routed", 1_536_000, 1_024_000]),
+        ("", "2.0M, dense at 1.5M", curves["routed", 2_048_000, 1_536_000]),
+        ("Of a dense network guided by 1.1?", "1.0M images", fid["routed", 1] - fid["dense", 1.1]),
+        ("For a scan (`rwkv`)?", "768K images", scan["routed", 768_000, 768_000]),
+    ]
+    lines = ["| question | at | routed - dense | |", "|---" * 4 + "|"]
+    for question, place, by in rows:
+        of = interval(by.dropna())
+        lines.append(f"| {question} | {place} | {_number(of, 2)} | {of.verdict('lower')} |")
     return "\n".join(lines)
 
 
 def _with_spread(mean: pd.Series, spread: pd.Series) -> str:
     """Return mean ± standard deviation of each score; of one value the value."""
     return " | ".join(
-        f"{mean[m]:.{n}f}" + ("" if pd.isna(spread[m]) else f" ± {spread[m]:.{n}f}")
-        for m, n in DIGITS.items()
-        if m in mean
+        f"{mean[m]:.{DIGITS[m]}f}" + ("" if pd.isna(spread[m]) else f" ± {spread[m]:.{DIGITS[m]}f}")
+        for m in SHOWN
     )
 
 
 def _judged(by: pd.DataFrame) -> str:
-    """Return the 95 % interval of each score's differences, with its verdict."""
+    """Return the 95 % interval of each score's differences, bold where it is settled."""
     cells = []
-    for metric in by:
-        own, n = interval(by[metric].dropna()), DIGITS[metric]
-        verdict = own.verdict(direction(metric) or "lower")
-        cells.append(f"{own.mean:+.{n}f} ± {own.half:.{n}f}, {verdict}")
+    for metric in SHOWN:
+        of = interval(by[metric].dropna())
+        verdict, text = of.verdict(direction(metric) or "lower"), _number(of, DIGITS[metric])
+        cells.append(text if verdict == "not settled" else f"**{text}** {verdict}")
     return " | ".join(cells)
 
 
-def _show(value: float | None, digits: int, sign: str = "") -> str:
-    return "" if value is None or pd.isna(value) else f"{value:{sign}.{digits}f}"
+def _number(of: Interval, digits: int) -> str:
+    return f"{of.mean:+.{digits}f} ± {of.half:.{digits}f}"
 
 
 def draw() -> None:
-    curves, evaluations, scan = read_curves(), read_evaluations(), read_curves("scan")
-    figure, axes = plt.subplots(2, 3, figsize=(12, 6.6), layout="constrained")
-    fid, loss = (curves[curves.metric == metric] for metric in ("fid", "held_out_loss"))
-    draw_curves(axes[0, 0], fid, "images", "images", "Fréchet distance")
-    draw_means(axes[0, 0], evaluations)
-    draw_curves(axes[0, 1], fid, "flops", "training FLOPs", "Fréchet distance")
-    draw_curves(axes[0, 2], loss, "images", "images", "held-out loss")
-    draw_plane(axes[1, 0], curves, evaluations)
-    draw_curves(axes[1, 1], scan[scan.metric == "fid"], "images", "images", "Fréchet distance")
-    draw_curves(
-        axes[1, 2], scan[scan.metric == "held_out_loss"], "images", "images", "held-out loss"
-    )
-    for axis in (axes[0, 0], axes[1, 1]):
-        axis.legend(frameon=False)
-    for axis in axes[1, 1:]:
-        axis.set(title="a scan: rwkv")
-    figure.savefig(HERE / "curves.png", dpi=80)
+    """Draw the differences by images, the distances by FLOPs, and precision against recall."""
+    style = {"text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK}
+    with plt.rc_context({**style, "xtick.color": INK, "ytick.color": INK, "font.size": 11}):
+        figure, axes = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
+        draw_differences(axes[0])
+        draw_distances(axes[1])
+        draw_plane(axes[2])
+        for axis in axes:
+            axis.grid(alpha=0.25)
+            axis.patch.set_alpha(0)
+            axis.spines[["top", "right"]].set_visible(False)
+        figure.savefig(HERE / "figure.png", transparent=True, dpi=100)
 
 
-def draw_curves(axis: plt.Axes, rows: pd.DataFrame, x: str, label: str, name: str) -> None:
-    for arm in [arm for arm in COLOURS if arm in set(rows.arm)]:
-        at = (
-            rows[rows.arm == arm]
-            .groupby("step")
-            .agg(x=(x, "mean"), y=("value", "mean"), low=("value", "min"), high=("value", "max"))
-        )
-        axis.plot(at.x, at.y, ".-", color=COLOURS[arm], label=arm)
-        axis.fill_between(at.x, at.low, at.high, color=COLOURS[arm], alpha=0.15, lw=0)
-    axis.set(xlabel=label, ylabel=name)
-    axis.ticklabel_format(axis="x", scilimits=(0, 0))
-    axis.grid(alpha=0.25)
+def draw_differences(axis: plt.Axes) -> None:
+    """Draw each arm's distance less that of dense at equal steps, with its 95 % interval."""
+    arms = [(f"dit, {a}", COLOURS[a], i, by) for a, i, d, _, by in compared("curves") if i == d]
+    arms += [("rwkv, routed", "#777777", i, by) for a, i, _, _, by in compared("scan")
+             if a == "routed"]  # fmt: skip
+    labels = list(dict.fromkeys(label for label, *_ in arms))
+    for label, colour, images, by in arms:
+        of, shift = interval(by.fid.dropna()), 1 + 0.02 * labels.index(label)
+        first = axis.get_legend_handles_labels()[1].count(label) == 0
+        axis.errorbar(
+            images / 1e6 * shift, of.mean, of.half, fmt="o", ms=5, capsize=2, color=colour,
+            label=label if first else None,
+        )  # fmt: skip
+    axis.axhline(0, color=INK, lw=1)
+    axis.set(xlabel="million images", ylabel="Fréchet distance, less dense", ylim=(-0.6, 1.15))
+    axis.set_title("at equal steps; below 0 routing is ahead")
+    axis.legend(frameon=False, labelcolor=INK, fontsize=9)
 
 
-def draw_means(axis: plt.Axes, evaluations: pd.DataFrame) -> None:
-    """Draw the mean over draws of the noise, and its standard deviation."""
-    for images, arms in draws(evaluations).items():
-        for arm, own in arms.items():
-            place = images + 12_000 * list(COLOURS).index(arm)  # side by side
-            axis.errorbar(
-                place, own.fid.mean(), own.fid.std(), fmt="o", color=COLOURS[arm], ms=5, capsize=2
-            )
+def draw_distances(axis: plt.Axes) -> None:
+    """Draw the mean distance over draws of each arm by the FLOPs that it took."""
+    curves, at = read_curves(), draws(read_evaluations())
+    spent = curves.groupby(["arm", "images"]).flops.mean()
+    for arm, colour in COLOURS.items():
+        points = [(spent[arm, i], arms[arm].fid) for i, arms in at.items() if arm in arms]
+        if points:
+            x, y = zip(*points, strict=True)
+            means, spread = [v.mean() for v in y], [v.std() for v in y]
+            axis.errorbar(x, means, spread, fmt=".-", color=colour, capsize=2, label=arm)
+    axis.set(xlabel="training FLOPs", ylabel="Fréchet distance")
+    axis.set_title("mean and standard deviation of four draws")
+    axis.legend(frameon=False, labelcolor=INK, fontsize=9)
 
 
-def draw_plane(axis: plt.Axes, curves: pd.DataFrame, evaluations: pd.DataFrame) -> None:
-    """Draw how precision and recall move as images go by, and with guidance."""
-    for arm in SPEED:
-        at = curves[curves.arm == arm].pivot_table(index="step", columns="metric", values="value")
-        axis.plot(at.precision, at.recall, ".-", color=COLOURS[arm])
-        axis.plot(at.precision.iloc[-1], at.recall.iloc[-1], "o", color=COLOURS[arm], ms=8)
-    at_same_noise = evaluations[(evaluations.scale > 1) & (evaluations.seed == 1)]
-    for arm, own in at_same_noise.groupby("arm"):
-        axis.plot(own.precision, own.recall, "x", color=COLOURS[arm])
-        for row in own.itertuples():
-            axis.annotate(f" {row.scale:g}", (row.precision, row.recall), fontsize=8)
-    axis.set(xlabel="precision", ylabel="recall", title="as images go by; x: guided")
-    axis.grid(alpha=0.25)
+def draw_plane(axis: plt.Axes) -> None:
+    """Draw precision and recall as images go by, and what guidance does to them."""
+    table = means()
+    table = table[table.arm.isin(["dense", "routed"]) & ~table.folder.str.contains("scan")]
+    for arm, path in table[table.scale == 1].sort_values("images").groupby("arm"):
+        axis.plot(path.precision_mean, path.recall_mean, ".-", color=COLOURS[arm], label=arm)
+        last = path.iloc[-1]
+        axis.plot(last.precision_mean, last.recall_mean, "o", ms=8, color=COLOURS[arm])
+    several = table[(table.scale > 1) & (table.fid_count > 1)]
+    for row in several.itertuples():
+        start = table[(table.scale == 1) & (table.folder == row.folder)]
+        start = start[start.images == row.images].iloc[0]
+        axis.annotate(
+            "", (row.precision_mean, row.recall_mean), (start.precision_mean, start.recall_mean),
+            arrowprops={"arrowstyle": "->", "color": COLOURS[row.arm]},
+        )  # fmt: skip
+    axis.set(xlabel="precision", ylabel="recall")
+    axis.set_title("as images go by; arrows: guided by 1.1")
+    axis.legend(frameon=False, labelcolor=INK, fontsize=9)
 
 
-def tables() -> list[str]:
-    """Return every table of the page."""
-    curves, evaluations = read_curves(), read_evaluations()
+def tables() -> dict[str, str]:
+    """Return every table of the page by its name."""
     seeds = HERE / "evidence.csv"
-    return [
-        *([over_seeds(pd.read_csv(seeds))] if seeds.exists() else []),
-        spread_of_draws(evaluations),
-        draws_at_equal_flops(curves, evaluations),
-        loss_by_level(curves),
-        guided(evaluations),
-        spread_of_draws(read_evaluations("scan")),
-    ]
+    return {
+        "answers": answers(),
+        "seeds": over_seeds(pd.read_csv(seeds)) if seeds.exists() else "",
+        "dit": differences_of("curves"),
+        "guided": guided(),
+        "scan": differences_of("scan"),
+    }
+
+
+def filled(text: str) -> str:
+    """Return the page with its tables."""
+    for name, table in tables().items():
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+        text = re.sub(pattern, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.S)
+    return text
 
 
 if __name__ == "__main__":
@@ -328,5 +359,7 @@ if __name__ == "__main__":
             collect(Path(sys.argv[1]))
         if (Path(sys.argv[1]) / "evidence").exists():
             collect_seeds(Path(sys.argv[1]) / "evidence")
+    means().to_csv(HERE / "means.csv", index=False, float_format="%.4g")
     draw()
-    print("\n\n".join(tables()))
+    page = HERE / "README.md"
+    page.write_text(filled(page.read_text()))
