@@ -149,7 +149,7 @@ POINTS = [
     (IntervalGuidance(high=0.25), {"drop_label": True, "high": 0.25}),
     (SparseGuidance(start=1), {"weak_rate": 0.7, "start": 1}),
     (AutoGuidance(weak_checkpoint="x"), {"weak_checkpoint": "x"}),
-    (PathDropGuidance(scale=0.5), {"drop_path": True, "scale": 0.5}),
+    (PathDropGuidance(scale=0.5), {"drop_label": True, "drop_path": True, "scale": 0.5}),
     (SparseClassifierFree(), {"drop_label": True, "weak_rate": 0.5}),
     (SparseAutoGuidance(weak_checkpoint="x"), {"weak_checkpoint": "x", **RAMPS}),
 ]
@@ -313,6 +313,8 @@ def test_what_a_network_cannot_do_is_refused_before_sampling(guidance, options, 
         (ClassifierFree(), {"label_dropout": 0.0}, False),
         (ClassifierFree(scale=1.0), {"label_dropout": 0.0}, True),
         (ClassifierFree(), {}, True),
+        (PathDropGuidance(), {"label_dropout": 0.0}, False),
+        (PathDropGuidance(), {"label_dropout": 0.0, "conditional": False}, True),
         (SparseGuidance(), {"has_routes": False}, False),
         (SparseGuidance(scale=1.0), {"has_routes": False}, True),
         (SparseGuidance(scale=1.0, strong_rate=0.2), {"has_routes": False}, False),
@@ -356,6 +358,21 @@ def draw(network, options, indices, *, batch_size=8, objective=None, **more):
     labels = default_labels(indices, network.num_classes)
     more |= {"indices": indices, "labels": labels, "seed": 3, "batch_size": batch_size}
     return generate(network, objective or FlowMatching(), options, **more)
+
+
+def test_path_drop_drops_the_label_too_where_there_is_one():
+    """As SPRINT's released sampler; `parts` drops the path alone."""
+    guidance = PathDropGuidance(scale=3.0)
+    batch = batch_of(FlowMatching())
+    guidance.dx_dt(batch)(X, LEVEL)
+    assert [labels for labels, _ in batch.backbone.calls] == [[NULL, NULL], LABELS.tolist()]
+    network = tiny(num_classes=0)
+    network.add_fusions([(1, 3)])
+    images, alone = (
+        draw(network, SamplingOptions(Euler(), 3, guidance=each), [0, 1])
+        for each in (guidance, PartsGuidance(scale=3.0, drop_path=True))
+    )
+    assert torch.equal(images, alone)
 
 
 RAMP = PartsGuidance(weak_rate=("cosine", 0.7, 0.3), drop_label=("interval", 0.5, 1.0))

@@ -8,7 +8,7 @@
     interval      the condition, where low < level <= high                 arXiv 2404.07724
     sparse        tokens: more of them bypass                              arXiv 2601.01608
     auto          size or training: a smaller or an earlier network        arXiv 2406.02507
-    path_drop     the middle of the network                                arXiv 2510.21986
+    path_drop     the condition and the middle of the network              arXiv 2510.21986
     sparse_auto   training; tokens, which later the strong one lacks       arXiv 2601.01608, B.1
     sparse_cfg    the condition and tokens
 
@@ -249,7 +249,8 @@ class _Parts:
                 f"guidance.channels={self.channels}, and the images have {backbone.in_channels}: "
                 "leave it out to guide all of them."
             )
-        if self.drop_label is not False and self.scale != 1 and not backbone.is_conditional:
+        lacks_label = self.drop_label is not False and self.drop_path is False
+        if lacks_label and self.scale != 1 and not backbone.is_conditional:
             raise ValueError(
                 f"guidance.scale={self.scale} guides away from no label, and this network is "
                 "unconditional: use guidance=none, or sparse, auto or path_drop."
@@ -282,7 +283,7 @@ class _Parts:
             raise ValueError(
                 f"guidance.scale={self.scale} guides away from no label, which "
                 "training.label_dropout=0 never shows the network: train with "
-                "training.label_dropout=0.1, or use guidance=none, sparse, auto or path_drop."
+                "training.label_dropout=0.1, or use guidance=none, sparse or auto."
             )
         if not has_routes and (self.strong_rate != 0 or (guided and self.weak_rate != 0)):
             raise ValueError(
@@ -449,8 +450,10 @@ class AutoGuidance(_Parts):
 @register("guidance", "path_drop")
 @dataclass(frozen=True, kw_only=True)
 class PathDropGuidance(_Parts):
-    """The weak prediction skips the blocks whose result the network was trained to do without."""
+    """The weak prediction skips the blocks whose result the network was trained to do without, and
+    has no label, as in SPRINT's released sampler; `parts` can drop the path alone."""
 
+    drop_label = True
     drop_path = True
     scale: Scale = 2.0
 
