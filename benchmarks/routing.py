@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--routing", nargs="*", default=[], help="fields of the group routing")
     args, backbone = parse(parser)
     routing = backbone.build_routing(**as_options(args.routing))
-    backbone.add_fusions(routing.fused_ranges)
+    backbone.add_fusions(routing.fused_ranges, routing.bypassed)
     backbone.to(args.device)
     draws, batch = torch.Generator().manual_seed(0), args.batch_size
     routes = [r.to(args.device) for r in routing.draw(batch, backbone.grid, draws)]

@@ -106,6 +106,21 @@ def test_flops_of_a_fusion_are_those_of_its_products(name):
     assert count_flops(fused, routes=[PathDrop(1, 3)]) < count_flops(fused, routes=[route])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", SHALLOW)
+def test_with_zero_for_the_bypassed_a_dropped_path_is_half_the_dense_streams(name):
+    """And of a dense call the mean of both, as the map starts; `dense` would add the update."""
+    probe = probe_of(name)
+    backbone = probe.build_fused((1, 2), fresh=True, bypassed="zero")
+    for routes, weight in (([PathDrop(1, 2)], 0.0), ([], 0.5)):
+        with watching(backbone) as seen:
+            backbone(*probe.inputs(), routes=routes)
+        after = seen[-1 if routes else 1].after if weight else seen[0].after
+        given = next(call for call in seen if call.block == 2).before
+        for before, end, stream in zip(seen[0].after, after, given, strict=True):
+            torch.testing.assert_close(stream, 0.5 * before + weight * end)
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_importance_is_that_of_the_fused_network(name):
     """What `norm` keeps tokens by is what a route's first block is given, fusions before it too."""

@@ -15,6 +15,7 @@ ROUTES = {  # start, end, options of the bypass
                 (2, -1, {"carry_from": 1, "detach": True})],
     "carried": [(1, -1, {"sparsify": False, "carry_from": 0})],
     "project": [(1, -1, {"carry_from": 0, "detach": True})],
+    "zero": [(1, -1, {"carry_from": 0, "detach": True})],
     "mask": [(1, -1, {})],
 }  # fmt: skip
 
@@ -64,9 +65,10 @@ def whole_streams(backbone, inputs, routes):
                 skips[producer] = torch.where(kept, skip, away[0])
         if name in backbone.fusions:
             fusion = backbone.fusions[name]
+            zero = fusion.bypassed == "zero"
             streams = tuple(
                 torch.where(kept, s0, a) @ w[:, : len(w)].T
-                + torch.where(kept, s - s0, 0.0) @ w[:, len(w) :].T + b
+                + torch.where(kept, s if zero else s - s0, 0.0) @ w[:, len(w) :].T + b
                 for s0, s, a, w, b in zip(
                     before[route.start], streams, away, fusion.weights, fusion.biases, strict=True
                 )
@@ -93,8 +95,8 @@ def test_bypassed_tokens_rejoin_as_in_a_loop_over_whole_streams(name, kind):
         plain = probe.route(backbone, start, end, rate=0.4, seed=seed)
         routes.append(Route(plain.start, plain.end, plain.ids, Bypass(**options)))
     spans = [(route.start, route.end) for route in routes]
-    if kind == "project":
-        backbone = probe.build_fused(*spans)
+    if kind in ("project", "zero"):
+        backbone = probe.build_fused(*spans, bypassed="zero" if kind == "zero" else "dense")
     if kind == "mask":
         backbone.add_mask_tokens(spans)
     backbone = backbone.double()

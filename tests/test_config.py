@@ -175,6 +175,7 @@ def test_a_wrong_override_is_one_line_with_the_nearest_name(override, words):
         ("routing.selector={size: 4}", ["routing.selector", "name"]),
         ("routing.routes=[{start: 2, ennd: 4}]", ["routing.routes[0].ennd", "end"]),
         ("routing.path_drop_probability=0.1", ["rejoin=project"]),
+        ("routing.bypassed=zero", ["rejoin=project"]),
         ("evaluation.metrics=fid", ["evaluation.metrics='fid'", "[fid]"]),
         ("evaluation.metrics=[fidd]", ["'fidd'", "'fid'"]),
         ("data={name: npz, path: 7}", ["data.path=7", "quotes"]),

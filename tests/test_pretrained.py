@@ -18,6 +18,7 @@ from tread_zoo.runs.checkpoint import save_checkpoint
 CASES = {
     **{name: (name, {"num_classes": 3, **sizes}) for name, sizes in SMALL.items()},
     "fused": ("dit_tiny", {"num_classes": 3, **SMALL["dit_tiny"]}),
+    "fused with zeros": ("dit_tiny", {"num_classes": 3, **SMALL["dit_tiny"]}),
     "contexts": (
         "uvit_tiny",
         {"num_classes": 0, "context_length": 3, "context_size": 5, **SMALL["uvit_tiny"]},
@@ -30,7 +31,9 @@ def random_backbone(case):
     """Return a network with random weights in every tensor; fresh ones are zero in many."""
     name, options = CASES[case]
     backbone = create_backbone(name, **{"input_size": 8, "in_channels": 1, **options})
-    backbone.add_fusions([(1, 3)] if case == "fused" else ())
+    backbone.add_fusions(
+        [(1, 3)] if case.startswith("fused") else (), "zero" if "zeros" in case else "dense"
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in backbone.parameters():

@@ -55,6 +55,8 @@ def describe_backbone(backbone: Backbone) -> dict[str, Any]:
     described: dict[str, Any] = {"name": backbone.name, "config": backbone.config}
     if backbone.fused_ranges:
         described["fusions"] = [list(pair) for pair in backbone.fused_ranges]
+    if backbone.bypassed != "dense":
+        described["bypassed"] = backbone.bypassed
     if backbone.masked_ranges:
         described["masks"] = [list(pair) for pair in backbone.masked_ranges]
     return described
@@ -63,6 +65,6 @@ def describe_backbone(backbone: Backbone) -> dict[str, Any]:
 def build_backbone(described: Mapping[str, Any]) -> Backbone:
     """Return the backbone that `describe_backbone` described, with fresh weights."""
     backbone = create_backbone(described["name"], **described["config"])
-    backbone.add_fusions(described.get("fusions", ()))
+    backbone.add_fusions(described.get("fusions", ()), described.get("bypassed", "dense"))
     backbone.add_mask_tokens(described.get("masks", ()))
     return backbone

@@ -26,7 +26,7 @@ from tread_zoo.contract.frame import Layout as Layout
 from tread_zoo.contract.frame import PerToken as PerToken
 from tread_zoo.contract.layers import sincos_2d
 from tread_zoo.errors import unknown_name
-from tread_zoo.routing.fusion import Fusion
+from tread_zoo.routing.fusion import Bypassed, Fusion
 from tread_zoo.routing.fusion import Streams as Streams
 from tread_zoo.routing.masks import MaskTokens
 from tread_zoo.routing.plan import Routing, build_routing
@@ -61,7 +61,8 @@ class Backbone(nn.Module, ABC):
 
     Attributes:
         fused_ranges: block ranges [start, end) at whose end the streams are fused, in ascending
-            order; `add_fusions` sets them after construction, whatever the subclass.
+            order; `add_fusions` sets them after construction, whatever the subclass, and
+            `bypassed`, what stands there for tokens that did not run.
         masked_ranges: block ranges [start, end) at whose end learned tokens stand for those that
             bypassed; `add_mask_tokens` sets them likewise.
         context_length, context_size: T and S of contexts, which `add_contexts` sets; 0 without.
@@ -121,6 +122,7 @@ class Backbone(nn.Module, ABC):
         self.skips: dict[int, int] = {}
         self.checkpoint_blocks = 0  # n: blocks 0, n, 2n, … are computed again in the backward pass
         self.fused_ranges: tuple[tuple[int, int], ...] = ()
+        self.bypassed: Bypassed = "dense"
         self.fusions = nn.ModuleDict()  # by range, as in "2_8"
         self.masked_ranges: tuple[tuple[int, int], ...] = ()
         self.mask_tokens = nn.ModuleDict()
@@ -266,14 +268,15 @@ class Backbone(nn.Module, ABC):
                 plan.selector.check(self.grid)
         return routing
 
-    def add_fusions(self, ranges: Sequence[Sequence[int]]) -> None:
+    def add_fusions(self, ranges: Sequence[Sequence[int]], bypassed: Bypassed = "dense") -> None:
         """Fuse the streams at the end of each block range [start, end), from now on in every call.
 
         The fusions are part of the network, also where no route runs. As they start, they change
-        the output by rounding alone. Nothing is drawn from any generator.
+        the output by rounding alone, unless `bypassed` is zero. Nothing is drawn.
 
         Args:
             ranges: disjoint, ascending; the network then takes routes there and nowhere else.
+            bypassed: see `tread_zoo.routing.fusion`.
 
         Raises:
             ValueError: ranges that do not fit the depth, or fusions that are there already.
@@ -283,10 +286,12 @@ class Backbone(nn.Module, ABC):
         if self.fused_ranges:
             raise ValueError(f"this network has fusions already, at {self.fused_ranges}.")
         self.fused_ranges = check_ranges(ranges, num_blocks=self.num_blocks)
+        self.bypassed = bypassed
         like = next(self.parameters())
         for start, end in self.fused_ranges:
-            fusion = Fusion(self._stream_widths(), device=like.device, dtype=like.dtype)
-            self.fusions[f"{start}_{end}"] = fusion
+            self.fusions[f"{start}_{end}"] = Fusion(
+                self._stream_widths(), bypassed, device=like.device, dtype=like.dtype
+            )
 
     def add_mask_tokens(self, ranges: Sequence[Sequence[int]]) -> None:
         """Put learned tokens in the places of those that bypass the block ranges [start, end).

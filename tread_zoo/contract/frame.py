@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tread_zoo.routing.fusion import Streams
+from tread_zoo.routing.fusion import Fusion, Streams
 from tread_zoo.routing.routes import UNCHANGED, PathDrop, Route
 
 
@@ -95,7 +95,7 @@ class Frame:
         self,
         span: tuple[int, int],
         route: Route | PathDrop | None,
-        fusion: nn.Module | None,
+        fusion: Fusion | None,
         mask: nn.Module | None,
         dense: Layout,
         skips: Mapping[int, int],
@@ -142,14 +142,15 @@ class Frame:
         if self.kept is not None:
             bypassed = self._bypassed()
             made = {k: self._rejoin(bypassed[0], skip) for k, skip in made.items()}
-            streams = tuple(map(self._rejoin, bypassed, streams))
+            absent = bypassed if self.fusion is None else self.fusion.absent(bypassed)
+            streams = tuple(map(self._rejoin, absent, streams))
             if self.mask is not None:
                 waiting = self.waiting.items()
                 self.waiting = {k: self._rejoin(bypassed[0], skip) for k, skip in waiting}
             if bypassed is not dense:
                 dense = tuple(map(self._rejoin, bypassed, dense))
         if self.fusion is not None:
-            streams = self.fusion(dense, streams)
+            streams = self.fusion(dense, streams if self.runs else self.fusion.absent(streams))
         return streams, {**self.waiting, **made}
 
     def _bypassed(self) -> Streams:

@@ -11,16 +11,23 @@ own dense value for a mask token, sparse = dense + update, and W' cat(dense, spa
 above in other coordinates: W = [W'_dense + W'_sparse, W'_sparse]. In ours, zero means that nothing
 was added: alike for a bypassed token, a dropped path, and blocks that leave the stream as it is.
 
+SPRINT's mask token is zero. With `bypassed="zero"` so is ours, and the map is W' itself:
+
+    fused = W' cat(dense, sparse) + b      sparse: the route's output; 0 for a bypassed token, and
+                                           for all tokens of a dropped path; W' at first [I, I] / 2
+
 B batch, E extra tokens, N tokens of the grid, D width of a stream.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 Streams = tuple[Tensor, ...]
+Bypassed = Literal["dense", "zero"]
 
 
 class Fusion(nn.Module):
@@ -32,17 +39,20 @@ class Fusion(nn.Module):
 
     Args:
         widths: D of each stream.
+        bypassed: what stands for a token that did not run: its dense value, or zero.
         device, dtype: of the parameters.
     """
 
     def __init__(
         self,
         widths: Sequence[int],
+        bypassed: Bypassed = "dense",
         *,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.bypassed = bypassed
         self.weights = nn.ParameterList(
             torch.empty(width, 2 * width, device=device, dtype=dtype) for width in widths
         )
@@ -53,20 +63,29 @@ class Fusion(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Set every weight, drawing nothing: weights [I, I], biases 0."""
+        """Set every weight, drawing nothing: weights [I, I], with zeros for what bypassed half of
+        it, biases 0."""
         for weight, bias in zip(self.weights, self.biases, strict=True):
             weight.copy_(torch.eye(len(weight), device=weight.device).repeat(1, 2))
+            weight.div_(2 if self.bypassed == "zero" else 1)
             bias.zero_()
+
+    def absent(self, streams: Streams) -> Streams:
+        """Return what stands for tokens that did not run."""
+        return tuple(map(torch.zeros_like, streams)) if self.bypassed == "zero" else streams
 
     def forward(self, dense: Streams, output: Streams) -> Streams:
         """Return the fused streams, each [B, E + N, D] and of the type of its dense one.
 
         Args:
             dense: the streams when the route started.
-            output: the streams at its end, at full length, bypassed tokens as they left.
+            output: the streams at its end, at full length, bypassed tokens as of `absent`.
         """
+        whole = self.bypassed == "zero"
         return tuple(
-            F.linear(torch.cat([before, after - before], dim=-1), weight, bias).to(before.dtype)
+            F.linear(
+                torch.cat([before, after if whole else after - before], dim=-1), weight, bias
+            ).to(before.dtype)
             for before, after, weight, bias in zip(
                 dense, output, self.weights, self.biases, strict=True
             )

@@ -76,6 +76,8 @@ class RoutingConfig(RouteConfig):
         probability: chance that a step is routed, the same on every rank.
         rejoin: replace: as processed (TREAD); project: fused by a learned map (docs/rejoining.md);
             mask: learned tokens in the places of those that bypassed.
+        bypassed: for rejoin=project: what stands for a bypassed token in the map, its dense value
+            or zero, SPRINT's mask token.
         path_drop_probability: chance that a step leaves the routed blocks out; needs
             rejoin=project.
         reconstruction_weight: null: one loss for all tokens; else the loss of the kept ones, plus
@@ -88,6 +90,7 @@ class RoutingConfig(RouteConfig):
     dense_tail: Fraction = 0.0
     probability: Annotated[float, Field(gt=0, le=1)] = 1.0
     rejoin: Literal["replace", "project", "mask"] = "replace"
+    bypassed: Literal["dense", "zero"] = "dense"
     path_drop_probability: Fraction = 0.0
     reconstruction_weight: NonNegativeFloat | None = None
 
@@ -98,6 +101,11 @@ class RoutingConfig(RouteConfig):
             raise ValueError(
                 f"routing.warm_start={self.warm_start} and routing.dense_tail={self.dense_tail} "
                 "leave nothing to route: their sum must be below 1."
+            )
+        if self.bypassed != "dense" and self.rejoin != "project":
+            raise ValueError(
+                f"routing.bypassed={self.bypassed} is of the map of routing.rejoin=project: set "
+                "that, or leave it out."
             )
         if self.path_drop_probability and self.rejoin != "project":
             raise ValueError(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tread_zoo.fields import check
 from tread_zoo.registry import create
+from tread_zoo.routing.fusion import Bypassed
 from tread_zoo.routing.options import RouteConfig, RoutingConfig
 from tread_zoo.routing.pending import PendingRoute, draw_pending
 from tread_zoo.routing.routes import (
@@ -160,6 +161,7 @@ class Routing:
         rejoin: `replace` puts the kept tokens back (TREAD), `project` fuses them with what came
             (`tread_zoo.routing.fusion`), `mask` puts learned tokens in the places of the others
             (`tread_zoo.routing.masks`).
+        bypassed: see `tread_zoo.routing.fusion`.
         path_drop_probability: chance that a routed step drops the paths of all routes.
         reconstruction_weight: of what bypassed, in `tread_zoo.diffusion.reconstruction`; None: one
             loss for all tokens.
@@ -170,6 +172,7 @@ class Routing:
     dense_tail: float = 0.0
     probability: float = 1.0
     rejoin: str = "replace"
+    bypassed: Bypassed = "dense"
     path_drop_probability: float = 0.0
     reconstruction_weight: float | None = None
 
@@ -313,7 +316,8 @@ class Routing:
         if dense:
             words.append(f"{' and '.join(dense)} of training dense")
         if self.rejoin == "project":
-            words.append("fused where they rejoin")
+            zero = ", zero for the bypassed" if self.bypassed == "zero" else ""
+            words.append(f"fused where they rejoin{zero}")
         if self.rejoin == "mask":
             words.append("learned tokens in the places of the others")
         if self.path_drop_probability:
@@ -401,8 +405,8 @@ def build_routing(
                 f"[{before.start}, {before.end}) ends; list disjoint routes in ascending order."
             )
     check_carries(plans)
-    shared = ("warm_start", "dense_tail", "probability", "rejoin", "path_drop_probability",
-              "reconstruction_weight")  # fmt: skip
+    shared = ("warm_start", "dense_tail", "probability", "rejoin", "bypassed",
+              "path_drop_probability", "reconstruction_weight")  # fmt: skip
     return Routing(tuple(plans), **{field: getattr(config, field) for field in shared})
 
 

@@ -16,6 +16,7 @@ from tread_zoo.contract.backbone import Backbone, Layout, Streams
 from tread_zoo.contract.frame import row_index, rows_of
 from tread_zoo.factory import create_backbone
 from tread_zoo.routing import Route, num_kept_tokens
+from tread_zoo.routing.fusion import Bypassed
 from tread_zoo.seeding import make_generator
 
 BATCH = 3
@@ -75,11 +76,17 @@ class Probe:
                     parameter.add_(0.05 * torch.randn_like(parameter))
         return backbone
 
-    def build_fused(self, *ranges: tuple[int, int], seed: int = 0, fresh: bool = False) -> Backbone:
+    def build_fused(
+        self,
+        *ranges: tuple[int, int],
+        seed: int = 0,
+        fresh: bool = False,
+        bypassed: Bypassed = "dense",
+    ) -> Backbone:
         """Return the same backbone with fusions at block ranges [start, end), random weights there
         too, or `fresh` ones."""
         backbone = self.build(seed)
-        backbone.add_fusions(ranges)
+        backbone.add_fusions(ranges, bypassed)
         generator = make_generator("probe fusions", seed)
         with torch.no_grad():
             for parameter in () if fresh else backbone.fusions.parameters():

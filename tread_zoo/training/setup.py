@@ -138,7 +138,7 @@ def build_setup(config: RunConfig, source: Checkpoint | None = None) -> Setup:
     not_scored = check_evaluation(config.evaluation, data).not_scored
     backbone = _build_backbone(config, data)
     routing = _build_routing(config, backbone)
-    backbone.add_fusions(routing.fused_ranges)
+    backbone.add_fusions(routing.fused_ranges, routing.bypassed)
     backbone.add_mask_tokens(routing.masked_ranges)
     initial = "" if source is None else load_initial(source, config, backbone)
     sampling = replace(sampling, routing=routing)
