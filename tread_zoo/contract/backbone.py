@@ -454,7 +454,7 @@ class Backbone(nn.Module, ABC):
     def _frames(self, routes: Sequence[Route | PathDrop], dense: Layout) -> dict[int, Frame]:
         """Return by start the ranges with work at their ends: routes, dropped paths, and fused
         ranges that neither takes."""
-        fusions = dict(zip(self.fused_ranges, self.fusions.values(), strict=True))
+        fusions: dict[Any, Any] = dict(zip(self.fused_ranges, self.fusions.values(), strict=True))
         masks = dict(zip(self.masked_ranges, self.mask_tokens.values(), strict=True))
         ways: dict[tuple[int, int], Route | PathDrop | None] = dict.fromkeys(fusions)
         for route in routes:
