@@ -9,7 +9,7 @@ from backbones.hybrid import Hybrid
 from backbones.lightning_dit import LightningDiT
 from backbones.mixers.attention import Attention
 from backbones.mixers.base import Mixer
-from backbones.mixers.delta import BidirectionalDelta
+from backbones.mixers.delta import BidirectionalDelta, KimiDelta
 from backbones.mixers.gla import BidirectionalGLA
 from backbones.mixers.linear_attention import LinearAttention
 from backbones.mixers.rwkv7 import ChannelMix, TimeMix
@@ -78,6 +78,12 @@ class GatedDeltaNet(LightningBackbone):
     mixer = BidirectionalDelta
 
 
+class KDA(LightningBackbone):
+    """Kimi Delta Attention in both directions (arXiv 2510.26692) in the shell of LightningDiT."""
+
+    mixer = KimiDelta
+
+
 class RWKV7(LightningBackbone):
     """RWKV-7's time and channel mixes (arXiv 2503.14456) in the shell of LightningDiT."""
 
@@ -138,6 +144,7 @@ TINY: list[tuple[str, type[Any], float, dict[str, Any]]] = [
     ("linear_dit", LinearDiT, 1.2e-2, {"hidden_size": 64, "num_heads": 2}),
     ("gla", GLA, 1.2e-2, {"hidden_size": 64, "num_heads": 2}),
     ("gated_deltanet", GatedDeltaNet, 1.2e-2, {"hidden_size": 64, "num_heads": 2}),
+    ("kda", KDA, 1.2e-2, {"hidden_size": 64, "num_heads": 2, "mlp_ratio": 3.25}),
     ("hybrid", Hybrid, 1.2e-2, {"hidden_size": 64, "num_heads": 2}),
 ]
 # Sizes of nearly as many parameters as DiT-S/2 and DiT-B/2.
@@ -158,6 +165,7 @@ MATCHED: list[tuple[str, type[Any], dict[str, Any], dict[str, Any]]] = [
     ("linear_dit", LinearDiT, {}, {"hidden_size": 768, "num_heads": 12}),
     ("gla", GLA, {}, {"hidden_size": 768, "num_heads": 12}),
     ("gated_deltanet", GatedDeltaNet, {}, {"hidden_size": 768, "num_heads": 12}),
+    ("kda", KDA, {}, {"hidden_size": 768, "num_heads": 12}),
     ("hybrid", Hybrid, {}, {"hidden_size": 768, "num_heads": 12}),
 ]
 

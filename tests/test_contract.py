@@ -12,6 +12,7 @@ SMALL = {
     "gated_deltanet_tiny": {"hidden_size": 32, "depth": 4},
     "gla_tiny": {"hidden_size": 32, "depth": 4},
     "hybrid_tiny": {"hidden_size": 32, "depth": 4, "pattern": "rwkv7,attention:2,rwkv7"},
+    "kda_tiny": {"hidden_size": 32, "depth": 4, "short_conv": True},
     "lightning_dit_tiny": {"hidden_size": 32, "depth": 4},
     "linear_dit_tiny": {"hidden_size": 32, "depth": 4},
     "mamba_tiny": {"hidden_size": 32, "depth": 4, "state_size": 4},

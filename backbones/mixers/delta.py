@@ -10,17 +10,24 @@ and writing strengths of its own:
     out  = Linear(RMSNorm(o_forward + o_backward) * SiLU(z))                the norm is by head
 
 With `per_channel` every channel of the keys has a decay a of its own, through a bottleneck as wide
-as a head (Kimi Delta Attention, arXiv 2510.26692). Both papers put a short convolution ahead of the
-walk, which a walk in two directions over a grid has not.
+as a head. Kimi Delta Attention (KDA, arXiv 2510.26692) has such decays, and another gate:
+
+    out  = Linear(RMSNorm(o_forward + o_backward) * sigmoid(Linear(Linear(x)) + bias))
+
+through a bottleneck as wide as a head, too. Both papers put a short convolution ahead of the walk;
+here it is the option `short_conv`: q, k and v are then SiLU(conv(Linear(x))), each direction with
+taps of its own. In one direction, and with it, these are the layers of flash-linear-attention for
+values as wide as keys.
 
 What a route does to the memory: the state walks over the kept tokens alone, in the order of the
 full walk with the missing ones deleted. A token that bypassed the block has written nothing,
-replaced nothing and decayed nothing. `gaps` says what the steps that are missing are to the state.
+replaced nothing and decayed nothing. `gaps` says what the steps that are missing are to the state
+and to the convolution.
 
 B batch, L tokens present, D width, H heads, K = D / H width of keys and values.
 """
 
-from typing import Any, Literal
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +40,11 @@ from backbones.mixers.scan import (
     decay_over_gaps,
     full,
     init_step_bias,
+    make_convolution,
     sum_ways,
 )
 from tread_zoo.kernels import gated_delta_rule
-from tread_zoo.routing.scans import Scan
+from tread_zoo.routing.scans import Gaps, Scan
 
 
 class BidirectionalDelta(ScanMixer):
@@ -48,28 +56,33 @@ class BidirectionalDelta(ScanMixer):
         hidden_size: D, divisible by H.
         num_heads: H.
         per_channel: a decay for each channel of the keys, as in KDA, instead of one a head.
-        gaps: see `ScanMixer`; there is no convolution that could `reset`.
-        scan: `scan_order` and `index`, see `ScanMixer`.
+        short_conv: a causal convolution of 4 taps on queries, keys and values.
+        scan_order, gaps, index: see `ScanMixer`; `reset` is for a convolution.
 
     Raises:
         ValueError: sizes that do not fit each other, or as of `ScanMixer`.
     """
+
+    num_projected: ClassVar[int] = 4  # q, k, v, z
 
     def __init__(
         self,
         hidden_size: int,
         num_heads: PositiveInt = 6,
         per_channel: bool = False,
+        short_conv: bool = False,
         *,
-        gaps: Literal["ignore", "decay"] = "ignore",
-        **scan: Any,
+        scan_order: str = "raster",
+        gaps: Gaps = "ignore",
+        index: int = 0,
     ) -> None:
         if hidden_size % num_heads:
             raise ValueError(f"hidden_size={hidden_size} must be divisible by {num_heads=}.")
-        super().__init__(gaps=gaps, **scan)
+        super().__init__(scan_order=scan_order, gaps=gaps, index=index)
         self.num_heads, head_size = num_heads, hidden_size // num_heads
         self.per_channel = per_channel
-        self.in_proj = nn.Linear(hidden_size, 4 * hidden_size, bias=False)
+        self.in_proj = nn.Linear(hidden_size, self.num_projected * hidden_size, bias=False)
+        self.conv = make_convolution(3 * hidden_size, short_conv, gaps)
         self.beta_proj = nn.Linear(hidden_size, 2 * num_heads, bias=False)
         num_steps = 2 * (hidden_size if per_channel else num_heads)
         self.step_down = nn.Linear(hidden_size, head_size, bias=False) if per_channel else None
@@ -79,15 +92,20 @@ class BidirectionalDelta(ScanMixer):
         self.norm = nn.RMSNorm(head_size, eps=1e-6)
         self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.fused_rows = {
-            "in_proj.weight": 4 * (hidden_size,),
+            "in_proj.weight": self.num_projected * (hidden_size,),
             "beta_proj.weight": 2 * (num_heads,),
             "step_proj.weight": 2 * (num_steps // 2,),
         }
 
     def forward(self, x: Tensor, scan: Scan) -> Tensor:
         x = scan.permute(x)
-        *mixed, z = self.in_proj(x).unflatten(-1, (4, self.num_heads, -1)).unbind(2)
-        q, k, v = (F.silu(both_ways(part, scan)) for part in mixed)  # [2 B, L, H, K]
+        projected = self.in_proj(x)
+        parts = projected.unflatten(-1, (self.num_projected, self.num_heads, -1)).unbind(2)
+        if self.conv is None:
+            q, k, v = (F.silu(both_ways(part, scan)) for part in parts[:3])  # [2 B, L, H, K]
+        else:
+            mixed = self.conv(projected[..., : self.conv.weight.shape[0] // 2], scan, self.gaps)
+            q, k, v = mixed.unflatten(-1, (3, self.num_heads, -1)).unbind(2)
         q, k = (F.normalize(full(part), dim=-1).to(v.dtype) for part in (q, k))
         beta = self._turn(full(self.beta_proj(x)).sigmoid(), scan)
         log_decay = self._turn(self._log_decay(x), scan)
@@ -95,9 +113,12 @@ class BidirectionalDelta(ScanMixer):
             log_decay = decay_over_gaps(log_decay, scan)
         out = sum_ways(gated_delta_rule(q, k, v, beta, log_decay), scan)
         out = F.rms_norm(out, self.norm.normalized_shape, full(self.norm.weight), self.norm.eps)
-        gated = (out * F.silu(z)).flatten(2)
+        gated = (out * self._gate(x, parts[-1])).flatten(2)
         # Weights may be stored in half precision; under autocast both are float32 here.
         return scan.restore(self.out_proj(gated.to(self.out_proj.weight.dtype)))
+
+    def _gate(self, x: Tensor, z: Tensor) -> Tensor:
+        return F.silu(z)
 
     def _log_decay(self, x: Tensor) -> Tensor:
         """Return [B, L, 2 H], or [B, L, 2 H, K] for one a channel."""
@@ -119,3 +140,39 @@ class BidirectionalDelta(ScanMixer):
         init_step_bias(self.step_bias)
         with torch.no_grad():
             self.A_log.uniform_(1, 16).log_()
+
+
+class KimiDelta(BidirectionalDelta):
+    """Kimi Delta Attention over [B, L, D] in both directions, summed.
+
+    Args:
+        hidden_size: D, divisible by H.
+        num_heads: H.
+        short_conv, scan_order, gaps, index: see `BidirectionalDelta`.
+
+    Raises:
+        ValueError: as of `BidirectionalDelta`.
+    """
+
+    num_projected: ClassVar[int] = 3  # q, k, v
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: PositiveInt = 6,
+        short_conv: bool = False,
+        *,
+        scan_order: str = "raster",
+        gaps: Gaps = "ignore",
+        index: int = 0,
+    ) -> None:
+        super().__init__(
+            hidden_size, num_heads, True, short_conv,
+            scan_order=scan_order, gaps=gaps, index=index,
+        )  # fmt: skip
+        self.gate_down = nn.Linear(hidden_size, hidden_size // num_heads, bias=False)
+        self.gate_up = nn.Linear(hidden_size // num_heads, hidden_size)
+
+    def _gate(self, x: Tensor, z: Tensor) -> Tensor:
+        gate = torch.sigmoid(full(self.gate_up(self.gate_down(x))))
+        return gate.unflatten(-1, (self.num_heads, -1))

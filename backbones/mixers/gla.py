@@ -10,7 +10,8 @@ find is added up. They share queries, keys and values, and each has decays of it
     out  = Linear(RMSNorm(o_forward + o_backward) * SiLU(z))             the norm is by head
 
 DiG has one direction a layer, which turns from layer to layer, and a depthwise convolution to see
-neighbours in the other ones; here every layer has two directions, and no convolution.
+neighbours in the other ones; here every layer has two directions. With `short_conv` q, k and v are
+SiLU(conv(Linear(x))), causal, each direction with taps of its own, as flash-linear-attention's.
 
 What a route does to the memory: the state walks over the kept tokens alone, in the order of the
 full walk with the missing ones deleted; a token that bypassed the block has put nothing into it and
@@ -19,16 +20,23 @@ decayed nothing. `gaps` says what the steps that are missing are to it.
 B batch, L tokens present, D width, H heads, K = D / 2H width of a key.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from backbones.mixers.scan import ScanMixer, both_ways, decay_over_gaps, full, sum_ways
+from backbones.mixers.scan import (
+    ScanMixer,
+    both_ways,
+    decay_over_gaps,
+    full,
+    make_convolution,
+    sum_ways,
+)
 from tread_zoo.kernels import gated_linear_attention
-from tread_zoo.routing.scans import Scan
+from tread_zoo.routing.scans import Gaps, Scan
 
 DECAY_CHANNELS = 16
 DECAY_ROOT = 16  # a sigmoid of 1/2 leaves 1/2 after as many steps
@@ -40,7 +48,8 @@ class BidirectionalGLA(ScanMixer):
     Args:
         hidden_size: D, divisible by 2 H.
         num_heads: H.
-        gaps: see `ScanMixer`; there is no convolution that could `reset`.
+        short_conv: a causal convolution of 4 taps on queries, keys and values.
+        gaps: see `ScanMixer`; `reset` is for a convolution.
         scan: `scan_order` and `index`, see `ScanMixer`.
 
     Raises:
@@ -51,8 +60,9 @@ class BidirectionalGLA(ScanMixer):
         self,
         hidden_size: int,
         num_heads: PositiveInt = 6,
+        short_conv: bool = False,
         *,
-        gaps: Literal["ignore", "decay"] = "ignore",
+        gaps: Gaps = "ignore",
         **scan: Any,
     ) -> None:
         if hidden_size % (2 * num_heads):
@@ -65,6 +75,7 @@ class BidirectionalGLA(ScanMixer):
         self.parts = [keys, keys, hidden_size, hidden_size]
         self.num_heads = num_heads
         self.in_proj = nn.Linear(hidden_size, sum(self.parts), bias=False)
+        self.conv = make_convolution(sum(self.parts[:3]), short_conv, gaps)
         self.forget_in = nn.Linear(hidden_size, DECAY_CHANNELS, bias=False)
         self.forget_out = nn.Linear(DECAY_CHANNELS, 2 * keys)  # the forward direction's first
         self.norm = nn.RMSNorm(hidden_size // num_heads, eps=1e-6)
@@ -73,18 +84,19 @@ class BidirectionalGLA(ScanMixer):
 
     def forward(self, x: Tensor, scan: Scan) -> Tensor:
         x = scan.permute(x)
-        q, k, v, z = self.in_proj(x).split(self.parts, dim=-1)
+        mixed, z = self.in_proj(x).split([sum(self.parts[:3]), self.parts[3]], dim=-1)
+        both = both_ways(mixed, scan) if self.conv is None else self.conv(mixed, scan, self.gaps)
         gates = full(self.forget_out(self.forget_in(x))).chunk(2, dim=-1)
         forward, backward = (F.logsigmoid(gate) / DECAY_ROOT for gate in gates)
         log_decay = torch.cat([forward, scan.flip(backward)])
         if self.gaps == "decay":
             log_decay = decay_over_gaps(log_decay, scan)
-        ways = (*(both_ways(part, scan) for part in (q, k, v)), log_decay)  # one batch
+        ways = (*both.split(self.parts[:3], dim=-1), log_decay)  # one batch
         out = sum_ways(gated_linear_attention(*map(self._heads, ways)), scan)
         out = F.rms_norm(out, self.norm.normalized_shape, full(self.norm.weight), self.norm.eps)
-        mixed = out.flatten(2) * F.silu(z)
+        gated = out.flatten(2) * F.silu(z)
         # Weights may be stored in half precision; under autocast both are float32 here.
-        return scan.restore(self.out_proj(mixed.to(self.out_proj.weight.dtype)))
+        return scan.restore(self.out_proj(gated.to(self.out_proj.weight.dtype)))
 
     def _heads(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (self.num_heads, -1))

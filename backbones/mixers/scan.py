@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backbones.mixers.base import Mixer
@@ -100,21 +101,58 @@ def full(x: Tensor) -> Tensor:
 
 
 def convolve_ways(
-    x: Tensor, weight: Tensor, bias: Tensor, segment_ids: Sequence[Tensor] | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Sequence[Tensor] | None
 ) -> Tensor:
     """Return causal convolutions of walks side by side, [B, L, ways * D] of the same.
 
     Args:
         x: tokens in the order of each walk.
-        weight, bias: taps [ways * D, W] and [ways * D].
+        weight, bias: taps [ways * D, W], and [ways * D] or None.
         segment_ids: of each walk, ascending integers [B, L]; no tap reaches into another segment.
     """
     if segment_ids is None:
         return causal_conv1d(x, weight, bias)
     n = len(segment_ids)
-    parts = zip(x.chunk(n, -1), weight.chunk(n), bias.chunk(n), segment_ids, strict=True)
+    biases = n * (None,) if bias is None else bias.chunk(n)
+    parts = zip(x.chunk(n, -1), weight.chunk(n), biases, segment_ids, strict=True)
     walks = [causal_conv1d(way, taps, shift, segment_ids=ids) for way, taps, shift, ids in parts]
     return torch.cat(walks, dim=-1)
+
+
+class ShortConvolution(nn.Module):
+    """SiLU of depthwise causal convolutions, one of a walk and one of the walk backwards.
+
+    It is the one that flash-linear-attention's layers have ahead of their states, without bias.
+
+    Args:
+        channels: D; taps [2 D, W], the forward direction's first.
+        width: W.
+    """
+
+    def __init__(self, channels: int, width: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2 * channels, width))
+
+    def forward(self, x: Tensor, scan: Scan, gaps: Gaps) -> Tensor:
+        """Return both directions of a walk [B, L, D] below each other: [2 B, L, D]."""
+        segment_ids = None if gaps == "ignore" else scan.segment_ids_both_ways()
+        both = convolve_ways(both_ways(x, scan, dim=-1), self.weight, None, segment_ids)
+        return torch.cat(F.silu(both).chunk(2, dim=-1))
+
+    def initialize(self, num_blocks: int) -> None:
+        """Set the taps uniformly within 1 / sqrt(W)."""
+        init_uniform(self.weight, self.weight.shape[1])
+
+
+def make_convolution(channels: int, short_conv: bool, gaps: Gaps) -> ShortConvolution | None:
+    """Return the convolution of a mixer whose option it is, or None.
+
+    Raises:
+        ValueError: without one `reset` means nothing.
+    """
+    if gaps == "reset" and not short_conv:
+        raise ValueError("gaps=reset is of convolutions: set short_conv=true, or another gaps.")
+    return ShortConvolution(channels) if short_conv else None
 
 
 def scan_ways(

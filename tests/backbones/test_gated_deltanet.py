@@ -2,28 +2,58 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from backbones.mixers.delta import BidirectionalDelta
+from backbones.mixers.delta import BidirectionalDelta, KimiDelta
 from tests.backbones.test_mamba import walks_of
+from tread_zoo import create_backbone
 from tread_zoo.contract.backbone import Layout
 
 GRID, HEADS = (3, 4), 2
+KINDS = {
+    "per head": (BidirectionalDelta, {}),
+    "per channel": (BidirectionalDelta, {"per_channel": True}),
+    "kda": (KimiDelta, {}),
+    "convolved": (BidirectionalDelta, {"short_conv": True}),
+    "convolved kda": (KimiDelta, {"short_conv": True}),
+}
 
 
-def make_mixer(per_channel, gaps="ignore", name="raster"):
+def make_mixer(kind, gaps="ignore", name="raster"):
     torch.manual_seed(0)
-    mixer = BidirectionalDelta(8, HEADS, per_channel, scan_order=name, index=3, gaps=gaps).double()
+    mixer, options = KINDS[kind]
+    mixer = mixer(8, HEADS, **options, scan_order=name, index=3, gaps=gaps).double()
     for parameter in mixer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return mixer
 
 
+def convolve(mixer, u, b, way, path, step):
+    """Return SiLU of the convolved inputs at a step of a walk; without a convolution of them as
+    they are. `u` [B, L, C], the walk as of `walks_of`."""
+    if mixer.conv is None:
+        return F.silu(u[b, path[step][0]])
+    taps = mixer.conv.weight.unflatten(0, (2, -1))[way]
+    total = torch.zeros_like(u[0, 0])
+    for lag in range(min(4, step + 1)):
+        before, place = path[step - lag]
+        if mixer.gaps == "ignore" or abs(path[step][1] - place) == lag:
+            total = total + taps[:, 3 - lag] * u[b, before]
+    return F.silu(total)
+
+
+def gate(mixer, x):
+    if isinstance(mixer, KimiDelta):
+        down = x @ mixer.gate_down.weight.T
+        return torch.sigmoid(down @ mixer.gate_up.weight.T + mixer.gate_up.bias)
+    return F.silu(x @ mixer.in_proj.weight[24:].T)
+
+
 def mix_by_loop(mixer, x, walks):
     """The mixer written out: one direction, one step, one head at a time; heads of 4 channels."""
-    q, k, v, z = F.linear(x, mixer.in_proj.weight).chunk(4, dim=-1)
+    u = x @ mixer.in_proj.weight[:24].T
     beta = F.linear(x, mixer.beta_proj.weight).sigmoid()
     down = x if mixer.step_down is None else mixer.step_down(x)
     steps = F.softplus(F.linear(down, mixer.step_proj.weight) + mixer.step_bias)
-    total = torch.zeros_like(v)
+    total = torch.zeros_like(x)
     for way in range(2):
         for b, path in enumerate(paths[way] for paths in walks):
             for head in range(HEADS):
@@ -35,24 +65,29 @@ def mix_by_loop(mixer, x, walks):
                     if mixer.per_channel:
                         taken = steps[b, now, 8 * way :][own].unsqueeze(1)
                     decay = torch.exp(-rate * taken * (gap if mixer.gaps == "decay" else 1))
-                    key = F.normalize(F.silu(k[b, now, own]), dim=0)
-                    query = F.normalize(F.silu(q[b, now, own]), dim=0)
+                    q, k, v = convolve(mixer, u, b, way, path, step).chunk(3)
+                    key, query = F.normalize(k[own], dim=0), F.normalize(q[own], dim=0)
                     state = decay * state
-                    error = F.silu(v[b, now, own]) - key @ state
+                    error = v[own] - key @ state
                     state = state + beta[b, now, turned] * torch.outer(key, error)
                     total[b, now, own] += query @ state / 2
     by_head = total.unflatten(-1, (HEADS, 4))
     normed = by_head / (by_head.square().mean(-1, keepdim=True) + 1e-6).sqrt() * mixer.norm.weight
-    return F.linear(normed.flatten(2) * F.silu(z), mixer.out_proj.weight)
+    return F.linear(normed.flatten(2) * gate(mixer, x), mixer.out_proj.weight)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("gaps", "name"), [("ignore", "raster"), ("decay", "raster"), ("decay", "serpentine8")]
+    ("gaps", "name"),
+    [("ignore", "raster"), ("decay", "raster"), ("decay", "serpentine8"), ("reset", "raster")],
 )
-def test_mixer_equals_the_written_out_loop(per_channel, gaps, name):
-    mixer = make_mixer(per_channel, gaps, name)
+def test_mixer_equals_the_written_out_loop(kind, gaps, name):
+    if gaps == "reset" and "convolved" not in kind:
+        with pytest.raises(ValueError, match="short_conv"):
+            make_mixer(kind, gaps, name)
+        return
+    mixer = make_mixer(kind, gaps, name)
     ids = torch.tensor([[0, 1, 2, 5, 6, 9], [1, 3, 4, 5, 10, 11]])
     for kept, layout in (
         (ids, Layout(GRID, 0, ids)),
@@ -65,3 +100,12 @@ def test_mixer_equals_the_written_out_loop(per_channel, gaps, name):
         torch.testing.assert_close(
             mixed, mix_by_loop(mixer, x, walks_of(kept, name, 3, extra, num_context=extra))
         )
+
+
+def test_kda_has_no_option_for_what_makes_it_kda():
+    sizes = {"input_size": 8, "in_channels": 1, "num_classes": 10, "depth": 2}
+    with pytest.raises(ValueError, match="per_channel"):
+        create_backbone("kda_tiny", **sizes, per_channel=False)
+    names = dict(create_backbone("kda_tiny", **sizes).named_parameters())
+    assert names["blocks.0.mixer.in_proj.weight"].shape == (192, 64)
+    assert names["blocks.0.mixer.gate_up.bias"].shape == (64,)

@@ -8,7 +8,9 @@ from tread_zoo import create_backbone, list_backbones, registry
 from tread_zoo.config import make_config
 from tread_zoo.testing import CHECKS, Probe
 
-MIXERS = ("attention", "gated_deltanet", "gla", "linear_dit", "mamba", "mamba2", "rwkv7", "zigma")
+MIXERS = (
+    "attention", "gated_deltanet", "gla", "kda", "linear_dit", "mamba", "mamba2", "rwkv7", "zigma",
+)  # fmt: skip
 SIZES = {"input_size": 8, "in_channels": 1, "num_classes": 10}
 
 
