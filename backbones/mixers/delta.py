@@ -174,5 +174,5 @@ class KimiDelta(BidirectionalDelta):
         self.gate_up = nn.Linear(hidden_size // num_heads, hidden_size)
 
     def _gate(self, x: Tensor, z: Tensor) -> Tensor:
-        gate = torch.sigmoid(full(self.gate_up(self.gate_down(x))))
-        return gate.unflatten(-1, (self.num_heads, -1))
+        gate: Tensor = torch.sigmoid(full(self.gate_up(self.gate_down(x))))
+        return gate.view(*gate.shape[:-1], self.num_heads, -1)
