@@ -1,27 +1,44 @@
-"""The bidirectional WKV in plain torch: one operator, two ways to compute it.
+"""The bidirectional WKV in plain torch: two linear scans, carried in log space.
 
-Both are two linear scans, over what lies before a token and over what lies after it. On the CPU
-each block of rows takes the quicker way that its values allow: on one maximum a channel
-(`one_maximum`) where keys, u and w stay within a bound, else on a running maximum
-(`running_maximum`), which is exact for all values. Other devices take the latter, since to look at
-values would wait for them. Only the inputs are kept for the backward pass; it computes all again.
+A token's sums over those before it and over those after it follow the same recurrence, once in
+each direction. With s = w/T, d_t the distance from step t to the next, e_t = k_t - (d_t - 1) s,
 
-Dimensions: B batch, L length, C channels, R rows of the batch done at a time.
+    m_{t+1} = max(m_t - d_t s, e_t)                       the largest log-weight so far
+    a_t = exp(m_t - d_t s - m_{t+1}),   b_t = exp(e_t - m_{t+1})
+    h_{t+1} = a_t h_t + b_t (v_t, 1)                      the two sums, over exp(m_{t+1})
+
+A token's two sums of both directions and its own term, exp(u + k_t) (v_t, 1), are put on their
+largest exponent r_t; the quotient is the output. Every exponent is at most 0 and the largest one of
+a sum is 0, so nothing overflows and no quotient is 0/0, however long the decay or large the keys.
+
+Backward computes all this again. With c_t = exp(m_t - r_t), g_t = (∂N_t, ∂D_t) the gradients of
+the quotient's two parts and f_t = exp(u + k_t - r_t),
+
+    G_t = c_t g_t + a_t G_{t+1},   in_t = b_t G_{t+1},   q_t = a_t h_t · G_{t+1}
+    (∂v_t, x_t) = Σ_directions in_t + f_t g_t,           ∂k_t = v_t ∂v_t + x_t
+    ∂u = Σ f_t (v_t, 1) · g_t,   ∂s = - Σ d_t q_t + (d_t - 1) (v_t, 1) · in_t
+
+No gradient passes through m and r: they cancel. All steps share each operation but those of the
+recurrences of m, h and G, four a step for both directions. Only the inputs are kept for it.
+
+Dimensions: B batch, L length, C channels, R rows of the batch done at a time. Tensors are
+time-major: [L, 2, R, C] with the direction second, the backward one in its own time, last first.
 """
 
 import math
-from typing import Any
+from collections.abc import Iterable
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-import tread_zoo.kernels.bidirectional_wkv.one_maximum as one_maximum
-import tread_zoo.kernels.bidirectional_wkv.running_maximum as running_maximum
-from tread_zoo.kernels.bidirectional_wkv.inputs import Memory, prepare, state_dtype
 from tread_zoo.kernels.chunks import row_blocks
 from tread_zoo.kernels.operators import empty_like, make_operator
 
 BLOCK_VALUES = 2**18  # B·L·C values done at a time on a CPU: the tensors of a block fit in cache
+LOWEST = -1e30  # the log-weight of nothing; not -inf, whose differences are NaN
+LOG2_E = math.log2(math.e)
 
 
 def bidirectional_wkv_torch(
@@ -37,15 +54,13 @@ def _forward(
 ) -> Tensor:
     """Return out [B, L, C]."""
     out = empty_like(v)
-    memory = Memory(k, state_dtype(k, v))
+    memory = _Memory(k, _state_dtype(k, v))
     with torch.autocast(k.device.type, enabled=False):
         for rows in row_blocks(k, BLOCK_VALUES):
-            inputs = prepare(k, v, w, u, positions, length, rows)
-            part = out[rows].transpose(0, 1)
-            if (top := one_maximum.largest_key(inputs)) is not None:
-                one_maximum.forward(inputs, top, memory, part)
-            else:
-                running_maximum.forward(inputs, memory, part)
+            inputs = _prepare(k, v, w, u, positions, length, rows)
+            scan = _lend(memory, inputs, count=6)
+            _run(inputs, scan)
+            out[rows].transpose(0, 1).copy_(_weigh(inputs, scan).out)
     return out
 
 
@@ -60,18 +75,15 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of k, v, w and u."""
     gk, gv = empty_like(k), empty_like(v)
-    dtype = state_dtype(k, v)
+    dtype = _state_dtype(k, v)
     gs, gu = (torch.zeros(w.shape, dtype=dtype, device=w.device) for _ in range(2))
-    memory = Memory(k, dtype)
+    memory = _Memory(k, dtype)
     with torch.autocast(k.device.type, enabled=False):
         for rows in row_blocks(k, BLOCK_VALUES):
-            inputs = prepare(k, v, w, u, positions, length, rows)
+            inputs = _prepare(k, v, w, u, positions, length, rows)
             parts = [x[rows].transpose(0, 1) for x in (grad, gk, gv)]
             parts[0] = parts[0].to(dtype)
-            if (top := one_maximum.largest_key(inputs)) is not None:
-                slope, bonus = one_maximum.backward(inputs, top, memory, *parts)
-            else:
-                slope, bonus = running_maximum.backward(inputs, memory, *parts)
+            slope, bonus = _gradients(inputs, memory, *parts)
             gs += slope
             gu += bonus
     return gk, gv, (gs / length).to(w.dtype), gu.to(u.dtype)
@@ -82,14 +94,192 @@ def _empty(k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
 
 def forward_flops(k: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
-    """54 B L C, those of the running maximum whichever way is taken: 21 a direction (m 2, a 4, b 3,
-    h 5, c 3, c h 4) and 12 for r, f, N, D and N / D."""
+    """54 B L C: 21 a direction (m 2, a 4, b 3, h 5, c 3, c h 4), 12 for r, f, N, D and N / D."""
     return 54 * math.prod(k)
 
 
 def backward_flops(grad: tuple[int, ...], k: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
     """94 B L C: the 54 again, 15 a direction (c g 2, G 4, q and ∂s 5, in 4), 10 for g, ∂k, ∂u."""
     return 94 * math.prod(k)
+
+
+class _Inputs(NamedTuple):
+    """Some rows of the batch, time-major, in the state's dtype.
+
+    k, v: [L, R, C]. s: w/T [C]. u: [C]. places: the positions [L, R, 1]; None where they are
+    0 … L-1.
+    """
+
+    k: Tensor
+    v: Tensor
+    s: Tensor
+    u: Tensor
+    places: Tensor | None
+
+
+def _prepare(
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    positions: Tensor | None,
+    length: int,
+    rows: slice,
+) -> _Inputs:
+    """Return the `rows` of the arguments that `bidirectional_wkv` takes."""
+    dtype = _state_dtype(k, v)
+    keys, values = (x[rows].to(dtype).transpose(0, 1) for x in (k, v))
+    places = None if positions is None else positions[rows].t().to(dtype).unsqueeze(-1)
+    return _Inputs(keys, values, w.to(dtype) / length, u.to(dtype), places)
+
+
+def _state_dtype(k: Tensor, v: Tensor) -> torch.dtype:
+    """Return the dtype of the sums: float32, or float64 where an input has it."""
+    return torch.promote_types(torch.promote_types(k.dtype, v.dtype), torch.float32)
+
+
+class _Memory:
+    """The tensors of a block of rows, lent again to the next: one allocation a call."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self._flat = torch.empty(0, dtype=dtype, device=like.device)
+
+    def lend(self, *shape: int) -> Tensor:
+        """Return an unset tensor of `shape`; what was lent before is given up."""
+        size = math.prod(shape)
+        if self._flat.numel() < size:
+            self._flat = self._flat.new_empty(size)
+        return self._flat[:size].view(shape)
+
+
+def _exp(x: Tensor) -> Tensor:
+    """exp in place, as 2^(x / ln 2), the quicker of the two on a CPU. To divide the differences
+    keeps large keys exact, which to divide the keys would not."""
+    return x.mul_(LOG2_E).exp2_()
+
+
+class _Scan(NamedTuple):
+    """One pass over a block of rows.
+
+    m, then c: [L, 2, R, C]. a, b: [L - 1, 2, R, C]. h: [L, 2 sums, 2, R, C]. For backward, G like h
+    and g [L, 2 sums, R, C]. gaps: d_t in both directions, [L - 1, 2, R, 1]; None where every
+    distance is 1.
+    """
+
+    m: Tensor
+    a: Tensor
+    b: Tensor
+    h: Tensor
+    g: Tensor
+    G: Tensor
+    gaps: Tensor | None
+
+
+class _Mean(NamedTuple):
+    """own: f, inverse: 1 / D, out: N / D, each [L, R, C]."""
+
+    own: Tensor
+    inverse: Tensor
+    out: Tensor
+
+
+def _gradients(
+    inputs: _Inputs, memory: _Memory, grad: Tensor, gk: Tensor, gv: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Write ∂k and ∂v to `gk` and `gv` [L, R, C] and return ∂s and ∂u [C], from `grad`."""
+    scan = _lend(memory, inputs, count=8)
+    _run(inputs, scan)
+    mean = _weigh(inputs, scan)
+    g, G = scan.g, scan.G
+    torch.mul(grad, mean.inverse, out=g[:, 0])
+    torch.mul(g[:, 0], mean.out, out=g[:, 1]).neg_()
+    torch.mul(g, scan.m[:, None, 0], out=G[:, :, 0])
+    torch.mul(g.flip(0), scan.m[:, None, 1], out=G[:, :, 1])
+    decays, steps = scan.a.unsqueeze(1).unbind(0), G.unbind(0)
+    for t in range(len(decays) - 1, 0, -1):
+        steps[t].addcmul_(decays[t], steps[t + 1])
+    arriving = G[1:]
+    slope = _slope(inputs, scan, arriving)
+    arriving.mul_(scan.b.unsqueeze(1))
+    g.mul_(mean.own.unsqueeze(1))
+    value, key = g[:, 0], g[:, 1]
+    bonus = torch.addcmul(key, inputs.v, value).sum((0, 1))
+    g[:-1] += arriving[:, :, 0]
+    g[1:] += arriving[:, :, 1].flip(0)
+    gv.copy_(value)
+    torch.addcmul(key, inputs.v, value, out=gk)
+    return slope, bonus
+
+
+def _slope(inputs: _Inputs, scan: _Scan, later: Tensor) -> Tensor:
+    """Return ∂s [C] from G_{t+1} [L - 1, 2 sums, 2, R, C]; uses the memory of c."""
+    q = torch.mul(scan.h[:-1, 0], later[:, 0], out=scan.m[1:])
+    q.addcmul_(scan.h[:-1, 1], later[:, 1]).mul_(scan.a)
+    if scan.gaps is not None:
+        entered = _both_ways(inputs.v)[:-1].mul_(later[:, 0]).add_(later[:, 1]).mul_(scan.b)
+        q.mul_(scan.gaps).addcmul_(entered, scan.gaps - 1)
+    return -q.sum((0, 1, 2))
+
+
+def _run(inputs: _Inputs, scan: _Scan) -> None:
+    """Run both directions: fill m, a, b and h."""
+    m, a, b, h = scan.m, scan.a, scan.b, scan.h
+    falls = inputs.s
+    steps: Iterable[Tensor] = repeat(inputs.s, len(b))
+    b[:, 0] = inputs.k[:-1]
+    b[:, 1] = inputs.k[1:].flip(0)
+    if scan.gaps is not None:
+        b.addcmul_(scan.gaps - 1, inputs.s, value=-1)
+        falls = scan.gaps * inputs.s
+        steps = falls.unbind(0)
+    m[0].fill_(LOWEST)
+    peaks = m.unbind(0)
+    for t, (fall, key) in enumerate(zip(steps, b.unbind(0), strict=True)):
+        torch.sub(peaks[t], fall, out=peaks[t + 1])
+        torch.maximum(peaks[t + 1], key, out=peaks[t + 1])
+    _exp(torch.sub(m[:-1], m[1:], out=a).sub_(falls))
+    _exp(b.sub_(m[1:]))
+    torch.mul(inputs.v[:-1], b[:, 0], out=h[1:, 0, 0])
+    torch.mul(inputs.v[1:].flip(0), b[:, 1], out=h[1:, 0, 1])
+    h[1:, 1] = b
+    h[0].zero_()
+    sums = h.unbind(0)
+    for t, decay in enumerate(a.unbind(0)):
+        if t > 0:  # there is nothing before the first step
+            sums[t + 1].addcmul_(decay, sums[t])
+
+
+def _weigh(inputs: _Inputs, scan: _Scan) -> _Mean:
+    """Put the sums of both directions and the token's own term together; turns m into c."""
+    c, h = scan.m, scan.h
+    r = torch.maximum(c[:, 0], c[:, 1].flip(0))
+    torch.maximum(r, inputs.k + inputs.u, out=r)
+    c[:, 0] -= r
+    c[:, 1] -= r.flip(0)
+    _exp(c)
+    own = _exp(torch.sub(inputs.k, r, out=r).add_(inputs.u))  # k - r first: it is nearly exact
+    sums = torch.mul(h[:, :, 1], c[:, None, 1], out=scan.g).flip(0)
+    sums.addcmul_(h[:, :, 0], c[:, None, 0])
+    inverse = sums[:, 1].add_(own).reciprocal_()
+    return _Mean(own, inverse, sums[:, 0].addcmul_(own, inputs.v).mul_(inverse))
+
+
+def _lend(memory: _Memory, inputs: _Inputs, count: int) -> _Scan:
+    """Return a scan in `count` tensors [L, 2, R, C]: 6 for the forward pass, which has no G."""
+    length, batch, channels = inputs.k.shape
+    lent = memory.lend(count, length, 2, batch, channels)
+    m, a, b, g = lent[:4].unbind(0)
+    h, G = (x.view(length, 2, 2, batch, channels) for x in (lent[4:6], lent[-2:]))
+    gaps = None
+    if inputs.places is not None:
+        gaps = inputs.places.diff(dim=0)
+        gaps = torch.stack([gaps, gaps.flip(0)], dim=1)
+    return _Scan(m, a[:-1], b[:-1], h, g, G, gaps)
+
+
+def _both_ways(x: Tensor) -> Tensor:
+    """[L, R, C] -> [L, 2, R, C]: as it is, and last first."""
+    return torch.stack([x, x.flip(0)], dim=1)
 
 
 _operator = make_operator(
