@@ -329,7 +329,8 @@ class AdaLNBackbone(Shell):
         condition = F.silu(condition)
         streams: Streams = (tokens,)
         if self.value_size:
-            streams = tokens, tokens.new_zeros(*tokens.shape[:2], self.value_size)
+            values = tokens.new_zeros(*tokens.shape[:2], self.value_size)
+            streams = tokens, values.requires_grad_(tokens.requires_grad)
         return streams, condition if t.ndim == 1 else PerToken(condition)
 
     def run_block(
@@ -442,7 +443,8 @@ class ScanBackbone(Shell):
         tokens = self.patch_embed(patchify(x, self.patch_size))
         delta = torch.cat([*extra, tokens], dim=1) + self.positions
         delta = self.prepend_context(delta, y)
-        return (delta, torch.zeros_like(delta)), F.silu(condition)
+        residual = torch.zeros_like(delta).requires_grad_(delta.requires_grad)
+        return (delta, residual), F.silu(condition)
 
     def run_block(
         self, index: int, streams: Streams, condition: Tensor, layout: Layout, skip: Tensor | None

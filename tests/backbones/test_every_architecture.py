@@ -15,6 +15,7 @@ from tread_zoo import create_backbone, register_backbone
 from tread_zoo.registry import get_entry
 from tread_zoo.routing import Route
 from tread_zoo.testing import Probe
+from tread_zoo.training import setup
 
 
 def build(name, **overrides):
@@ -66,26 +67,25 @@ def test_the_residual_stream_stays_float32_under_autocast(name):
     assert all(torch.float32 in of_block for of_block in kinds)
 
 
-# Blocks with a skip, and the first one, are of other kinds.
-KINDS = {
-    **dict.fromkeys(("hybrid_tiny", "mamba_tiny", "mamba2_tiny"), 3),
-    **dict.fromkeys(("rwkv_tiny", "rwkv7_tiny", "uvit_tiny"), 2),
-}
+QUICK = ("dit_tiny", "gla_tiny", "uvit_tiny")  # whose operations take no time to trace
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
-def test_blocks_of_a_kind_share_their_graphs(name):
-    """Dense, routed and with a second batch size: three graphs a kind, whatever the depth."""
-    probe = Probe(name, overrides={**SMALL[name], "depth": 8 + (name == "rwkv_tiny")})
-    network, counter = probe.build(), CompileCounter()
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SMALL]
+)
+def test_few_graphs_whatever_the_depth(name, monkeypatch):
+    """At most four for dense and routed steps, another rate and another batch size."""
+    counter = CompileCounter()
+    monkeypatch.setattr(setup, "COMPILE_BACKEND", counter)
+    probe = Probe(name, overrides={**SMALL[name], "depth": 6 + (name == "rwkv_tiny")})
+    network = probe.build()
     torch.compiler.reset()
-    for block in network.blocks:
-        block.compile(backend=counter)
-    network(*probe.inputs()).sum().backward()
-    network(*probe.inputs(), routes=[probe.route(network, rate=0.5)]).sum().backward()
-    network(*probe.inputs(5)).sum().backward()
-    assert counter.frame_count <= 3 * KINDS.get(name, 1)
+    setup.compile_blocks(network)
+    for batch, rate in ((3, 0), (3, 0.5), (3, 0.4), (5, 0)):
+        routes = [probe.route(network, rate=rate, batch=batch)] if rate else []
+        network(*probe.inputs(batch), routes=routes).sum().backward()
+    # The hybrid has three kinds of blocks: attention, RWKV-7 and its first block.
+    assert counter.frame_count <= (5 if name == "hybrid_tiny" else 4)
 
 
 @pytest.mark.parametrize("name", ["dit_tiny", "lightning_dit_tiny", "mamba_tiny", "hybrid_tiny"])

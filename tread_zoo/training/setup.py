@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -401,8 +401,8 @@ def _shard(modules: Sequence[nn.Module], device: torch.device) -> None:
 def compile_blocks(network: Backbone) -> None:
     """Compile each block in place, at its first call; blocks of one kind share their graphs.
 
-    How many tokens a route keeps is a dynamic size from the second number on: a rate that follows a
-    schedule does not compile anew.
+    The batch is a dynamic size from the start, the number of tokens from its second value on: so
+    neither another batch nor a rate that follows a schedule compiles anew.
     """
     config = torch._dynamo.config
     # Blocks of every kind (with a skip or without, routed or dense) share one cache.
@@ -411,4 +411,26 @@ def compile_blocks(network: Backbone) -> None:
     config.optimize_ddp = False
     for block in network.blocks:
         block.compile(backend=COMPILE_BACKEND)
+        block._compiled_call_impl = _mark_sizes(block._compiled_call_impl)
     logger.info("compile: the first steps build the blocks, which may take minutes")
+
+
+def _mark_sizes(call: Any) -> Any:
+    """Return `call`, its arguments marked first: of tokens and conditions the batch is dynamic, of
+    indices, which come as [B, K] and [B * K], every size."""
+
+    def mark(value: Any) -> None:
+        if isinstance(value, Tensor):
+            sizes = value.ndim if value.dtype == torch.int64 else min(value.ndim, 1)
+            torch._dynamo.maybe_mark_dynamic(value, list(range(sizes)))
+        elif isinstance(value, tuple):
+            for each in value:
+                mark(each)
+        elif is_dataclass(value):  # what a mixer prepared
+            mark(tuple(vars(value).values()))
+
+    def marked(*args: Any) -> Any:
+        mark(args)
+        return call(*args)
+
+    return marked
