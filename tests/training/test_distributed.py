@@ -75,6 +75,21 @@ def test_sharded_training_equals_one_process_with_the_double_batch(tmp_path, fre
     torch.testing.assert_close(*first, atol=1e-6, rtol=0)
 
 
+def test_tokens_kept_for_the_whole_batch_are_the_same_on_all_ranks(tmp_path, free_port):
+    """By the mean importance of every rank's images; also of one image each."""
+    options = ["routing.selector=norm", "routing.per_batch=true", "training.num_steps=3"]
+    sizes = {"eight": 8, "one": 1}
+    jobs = [
+        job(tmp_path / name, [*options, f"training.batch_size={size}"], sharded=False)
+        for name, size in sizes.items()
+    ]
+    work(jobs, tmp_path, free_port)
+    for name, size in sizes.items():
+        double = [*options, f"training.batch_size={2 * size}"]
+        alone = train_small(tmp_path / f"{name}_alone", *EACH_STEP, *double)
+        assert_same_run(tmp_path / name, alone, 3)
+
+
 def test_ranks_with_other_images_of_the_same_shape_do_not_start(tmp_path, free_port):
     for rank in "01":
         (tmp_path / rank).mkdir()

@@ -28,8 +28,9 @@ class PendingRoute:
     Args:
         start, end, bypass: as of `Route`.
         num_kept: K.
-        noise: Gumbel noise [B, N], or [1, N] where the whole batch keeps the same tokens, by the
-            mean of its importance.
+        noise: Gumbel noise [B, N], or [1, N] with `per_batch`.
+        per_batch: the whole batch, that of all ranks, keeps the same tokens, by the mean of its
+            importance.
     """
 
     start: int
@@ -37,6 +38,7 @@ class PendingRoute:
     num_kept: int
     noise: Tensor
     bypass: Bypass = UNCHANGED
+    per_batch: bool = False
 
     @property
     def ids(self) -> Tensor:
@@ -61,20 +63,19 @@ class PendingRoute:
             ValueError: another number of samples or tokens.
         """
         batch, num_tokens = len(self.noise), self.noise.shape[1]
-        shared = batch == 1 < len(importance)
         if (
             importance.ndim != 2
             or importance.shape[1] != num_tokens
-            or not (shared or len(importance) == batch)
+            or not (self.per_batch or len(importance) == batch)
         ):
             raise ValueError(
                 f"importance has shape {list(importance.shape)}; expected [{batch}, {num_tokens}], "
                 "one for each token."
             )
         weight = importance.detach().float()
-        if shared:
+        if self.per_batch:
             weight = weight.mean(dim=0, keepdim=True)
-            if dist.is_initialized():  # the batch is that of all ranks
+            if dist.is_initialized() and not weight.is_meta:  # which only counts FLOPs
                 dist.all_reduce(weight)
         key = weight.clamp_min(torch.finfo(weight.dtype).tiny).log() + self.noise
         ids = key.topk(self.num_kept, dim=1).indices.sort(dim=1).values

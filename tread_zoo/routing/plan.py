@@ -119,7 +119,7 @@ class RoutePlan:
             noise = route.noise
             if force_keep is not None:
                 noise = noise.masked_fill(force_keep, math.inf)
-            return replace(route, noise=noise, bypass=self.bypass)
+            return replace(route, noise=noise, bypass=self.bypass, per_batch=self.per_batch)
         ids = self.selector(len(images.keys), grid, num_kept, images)
         if force_keep is not None:  # those first, then what was drawn
             order = images.rand(num_tokens) + 2 * force_keep
