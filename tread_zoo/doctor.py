@@ -62,7 +62,9 @@ def describe_machine(device: torch.device) -> list[str]:
         memory = torch.cuda.get_device_properties(device).total_memory
         lines.append(f"memory     {memory / 2**30:.0f} GiB")
         lines.append("capability {}.{}".format(*torch.cuda.get_device_capability(device)))
-        lines.append(f"TF32       {'on' if torch.backends.cuda.matmul.allow_tf32 else 'off'}")
+        lines.append(
+            "TF32       for what is float32 in bf16 and fp16 runs, not with precision=fp32"
+        )
         driver = Path("/sys/module/nvidia/version")
         lines.append(f"driver     {driver.read_text().strip() if driver.exists() else 'unknown'}")
     return lines

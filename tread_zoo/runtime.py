@@ -49,6 +49,13 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     return "bf16" if device.type == "cpu" and _cpu_computes_bf16() else "fp32"
 
 
+def set_float32_products(device: torch.device, precision: str) -> None:
+    """Let a GPU multiply float32 matrices in TF32 where the network computes in half precision, and
+    only there: `precision=fp32` is float32 throughout."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+
+
 def _cpu_computes_bf16() -> bool:
     """Return whether the CPU has bf16 instructions; without them bf16 is slower than float32."""
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")

@@ -65,29 +65,24 @@ def assert_same_run(one, other, num_steps, atol=1e-5, more=()):
         assert apart**0.5 < 100 * atol * size**0.5, part
 
 
-def test_sharded_training_equals_one_process_with_the_double_batch(tmp_path, free_port):
-    """With fusions and dropped paths; draws belong to the image, not to the rank that sees it."""
-    options = [*EVERY_ARCHITECTURE["mamba"], "training.num_steps=4"]
-    work([job(tmp_path / "two", options, sharded=True)], tmp_path, free_port)
-    one = train_small(tmp_path / "one", *EACH_STEP, *options, "training.batch_size=16")
-    assert_same_run(tmp_path / "two", one, 4)
-    first = [numbers(tmp_path / kind)[0] for kind in ("two", "one")]
-    torch.testing.assert_close(*first, atol=1e-6, rtol=0)
-
-
-def test_tokens_kept_for_the_whole_batch_are_the_same_on_all_ranks(tmp_path, free_port):
-    """By the mean importance of every rank's images; also of one image each."""
-    options = ["routing.selector=norm", "routing.per_batch=true", "training.num_steps=3"]
-    sizes = {"eight": 8, "one": 1}
-    jobs = [
-        job(tmp_path / name, [*options, f"training.batch_size={size}"], sharded=False)
-        for name, size in sizes.items()
-    ]
-    work(jobs, tmp_path, free_port)
-    for name, size in sizes.items():
+def test_two_ranks_equal_one_process_with_the_double_batch(tmp_path, free_port):
+    """Sharded, with fusions and dropped paths; and where the whole batch keeps the same tokens, by
+    the mean importance of every rank's images, also of one image each. Draws belong to the image,
+    not to the rank that sees it."""
+    kept = ["routing.selector=norm", "routing.per_batch=true"]
+    runs = {"fused": (EVERY_ARCHITECTURE["mamba"], 8), "kept": (kept, 8), "kept_of_one": (kept, 1)}
+    jobs, alone = [], {}
+    for name, (options, size) in runs.items():
+        options = [*options, "training.num_steps=4"]
+        own = [*options, f"training.batch_size={size}"]
+        jobs.append(job(tmp_path / name, own, sharded=name == "fused"))
         double = [*options, f"training.batch_size={2 * size}"]
-        alone = train_small(tmp_path / f"{name}_alone", *EACH_STEP, *double)
-        assert_same_run(tmp_path / name, alone, 3)
+        alone[name] = train_small(tmp_path / f"{name}_alone", *EACH_STEP, *double)
+    work(jobs, tmp_path, free_port)
+    for name, one in alone.items():
+        assert_same_run(tmp_path / name, one, 4)
+        first = [numbers(folder)[0] for folder in (tmp_path / name, one)]
+        torch.testing.assert_close(*first, atol=1e-6, rtol=0)
 
 
 def test_ranks_with_other_images_of_the_same_shape_do_not_start(tmp_path, free_port):
@@ -106,32 +101,38 @@ train_small(f"{sys.argv[1]}/run", "data=npz", f"data.path={sys.argv[1]}/{os.envi
 
 def test_what_ends_one_rank_ends_all(tmp_path, free_port):
     """Settings that differ; a signal to one rank while the main one draws samples, or both draw for
-    a score; a rank that is killed."""
+    a score, or between lines of the log; a loss of one rank that is NaN; a rank that is killed."""
     differing = {"of_rank_1": ["optimizer.learning_rate=0.5", "training.log_every=3"]}
     drawing = ["training.checkpoint_every=2", "training.sample_every=2", "sampler=euler_that_ends"]
     scored = ["training.score_every=2", "evaluation.metrics=[kid]", "evaluation.num_images=70"]
     scored += ["training.sample_every=0", "evaluation.batch_size=35"]
+    breaks = ["objective=flow_that_ends", "training.num_steps=40", "training.log_every=40"]
     jobs = [
         job(tmp_path / "differing", [], sharded=False, **differing),
         job(tmp_path / "sampled", [*drawing, "sampler.rank=0"], sharded=False),
         job(tmp_path / "scored", [*drawing, *scored, "sampler.rank=1"], sharded=True),
+        job(tmp_path / "between", [*breaks, "objective.number=15"], sharded=False),
+        job(tmp_path / "nan", [*breaks, "training.log_every=5"], sharded=True),
         job(tmp_path / "killed", [*drawing, "sampler.rank=0", "sampler.number=9"], sharded=False),
     ]
     (tmp_path / "jobs.json").write_text(json.dumps([{**each, "ends": True} for each in jobs]))
     ranks = run_ranks("-m", "tests.training.worker", tmp_path / "jobs.json", port=free_port)
     said = [[json.loads(x) for x in done.stdout.splitlines() if x[:1] == "{"] for done in ranks]
-    assert [len(own) for own in said] == [3, 4], [done.stderr[-3000:] for done in ranks]
-    for differ, *signalled in (own[:3] for own in said):
+    assert [len(own) for own in said] == [5, 6], [done.stderr[-3000:] for done in ranks]
+    for differ, *signalled, nan in (own[:5] for own in said):
+        assert nan["text"].startswith("step 3: the loss is nan")
         for words in ("optimizer.learning_rate=0.012 and 0.5", "training.log_every=1 and 3"):
             assert words in differ["text"]
         assert len(differ["text"]) < 250, "the fields alone"
-        assert [each["status"] for each in signalled] == [143, 143]
-    gone = said[1][3]["text"]
+        assert [each["status"] for each in signalled] == [143, 143, 143]
+    gone = said[1][5]["text"]
     assert "resume=latest" in gone
     assert "\n" not in gone
     assert not (tmp_path / "differing").exists()
     for name in ("sampled", "scored", "killed"):
         assert find_checkpoint(tmp_path / name).step == 2
+    assert find_checkpoint(tmp_path / "between").step in range(3, 20)
+    assert not (tmp_path / "nan" / "checkpoints").exists()
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What a run leaves, what it computes, and what it refuses."""
 
+import copy
 import json
 import logging
 import math
@@ -20,6 +21,9 @@ from tread_zoo.runs.checkpoint import find_checkpoint, load_backbone
 from tread_zoo.training import loop
 from tread_zoo.training.ema import WeightAverage, exponential_decay
 from tread_zoo.training.loop import draw_step, step_loss, train
+from tread_zoo.training.meters import Window
+from tread_zoo.training.optimizer_state import optimizer_state
+from tread_zoo.training.setup import make_accelerator, place
 from tread_zoo.training.trackers import read_metrics
 
 
@@ -193,6 +197,56 @@ def test_a_gradient_that_is_not_finite_stops_the_run(run, monkeypatch):
     monkeypatch.setattr(loop, "step_loss", step_loss)
     with pytest.raises(FloatingPointError, match=r"step 1: the loss is [0-9.]+, the norm of its"):
         run("run")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd_for_tests"])
+def test_a_step_that_is_not_finite_changes_nothing(optimizer):
+    """Neither weights nor moments nor averages; the last optimizer knows no `found_inf`."""
+    options = [f"optimizer={optimizer}", "training.ema_snapshots_every=3"]
+    setup = parts_of(settings(*options, "training.gradient_accumulation_steps=2"))
+    state = place(setup, make_accelerator(setup, torch.device("cpu"), "fp32"), None)
+    batches, window, changed = setup.batches(), Window(state), []
+    weight = next(setup.backbone.parameters())
+    for bad in (False, False, True, False):
+        before = copy.deepcopy(tensors_of(state))
+        factor = math.nan if bad else 1.0
+        hook = weight.register_hook(lambda gradient, factor=factor: factor * gradient)
+        skipped = loop.optimize(state, batches, window)
+        state.step += 1
+        for average in state.averages.values():
+            average.update(setup.backbone, state.step, skipped)
+        hook.remove()
+        assert bool(skipped) == bad
+        now = tensors_of(state)
+        changed.append(sum(not torch.equal(now[key], value) for key, value in before.items()))
+    assert changed[2] == 0
+    assert min(changed[1], changed[3]) > 10
+
+
+def tensors_of(state):
+    """Return all that a step changes, by name."""
+    moments, _ = optimizer_state(state.optimizer, state.parameters)
+    averages = {
+        f"{part}.{name}": tensor
+        for part, average in state.averages.items()
+        for name, tensor in average.network.named_parameters()
+    }
+    return {**state.parameters, **moments, **averages}
+
+
+def test_the_host_learns_of_it_at_the_next_line_of_the_log(run, monkeypatch, tmp_path):
+    original, steps = loop.step_loss, []
+
+    def step_loss(setup, batch, step, **where):
+        steps.append(step)
+        result = original(setup, batch, step, **where)
+        return result._replace(losses=result.losses + (math.inf if step == 2 else 0))
+
+    monkeypatch.setattr(loop, "step_loss", step_loss)
+    with pytest.raises(FloatingPointError, match=r"step 3: the loss is inf, the norm .* nan"):
+        run("run", "training.log_every=5", "training.num_steps=9")
+    assert steps == [0, 1, 2, 3, 4]
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 @register("guidance", "gives_a_number")

@@ -11,7 +11,14 @@ from tread_zoo.data.dataset import (
     to_model_range,
     to_uint8,
 )
-from tread_zoo.data.loader import CorruptItem, CorruptLog, StepBatches, make_loader, read_items
+from tread_zoo.data.loader import (
+    CorruptItem,
+    CorruptLog,
+    StepBatches,
+    copy_ahead,
+    make_loader,
+    read_items,
+)
 
 __all__ = [
     "PIXELS",
@@ -21,6 +28,7 @@ __all__ = [
     "CorruptLog",
     "ImageData",
     "StepBatches",
+    "copy_ahead",
     "digits",
     "make_loader",
     "read_items",

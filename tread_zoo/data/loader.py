@@ -183,6 +183,24 @@ def make_loader(
     return _read_batches(dataset, batches, num_workers, seed)
 
 
+def copy_ahead(
+    batches: Iterator[tuple[Tensor, ...]], device: torch.device
+) -> Iterator[tuple[Tensor, ...]]:
+    """Return the batches, for a GPU copied to it while it computes what was queued before."""
+    if device.type != "cuda":
+        yield from batches
+        return
+    copies = torch.cuda.Stream(device)
+    for batch in batches:
+        with torch.cuda.stream(copies):
+            there = tuple(t.pin_memory().to(device, non_blocking=True) for t in batch)
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(copies)
+        for tensor in there:
+            tensor.record_stream(current)
+        yield there
+
+
 def read_items(dataset: Dataset[Any], indices: Sequence[int]) -> tuple[Tensor, ...]:
     """Return (images [B,…], labels int64 [B]) of some items, read in this process. Another item
     takes the place of a corrupt one, as in `make_loader`."""

@@ -81,8 +81,7 @@ class DDPM(Straight):
 
     def step(self, level: Tensor) -> Tensor:
         """Return the step whose ln sigma is the nearest to that of `level` [B]: int64 [B]."""
-        log_sigma = self.sigmas.log().float().to(level.device)
-        return torch.bucketize(level.log(), (log_sigma[1:] + log_sigma[:-1]) / 2)
+        return torch.bucketize(level.log(), _log_edges(self.schedule, level.device))
 
     def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:
         """Return sigma at steps from 999 to 0, evenly spaced and rounded, then 0: float64
@@ -105,6 +104,13 @@ class DDPM(Straight):
 def _levels(schedule: str, device: torch.device) -> Tensor:
     """Return the levels float32 [1000] on `device`, copied there once."""
     return _sigmas(schedule).float().to(device)
+
+
+@cache
+def _log_edges(schedule: str, device: torch.device) -> Tensor:
+    """Return ln sigma half-way between the steps, float32 [999] on `device`, copied there once."""
+    log_sigma = _sigmas(schedule).log().float()
+    return ((log_sigma[1:] + log_sigma[:-1]) / 2).to(device)
 
 
 @cache

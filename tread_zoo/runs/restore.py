@@ -20,7 +20,7 @@ from tread_zoo.runs.checkpoint import (
     find_checkpoint,
     load_backbone,
 )
-from tread_zoo.runtime import resolve_device, resolve_precision
+from tread_zoo.runtime import resolve_device, resolve_precision, set_float32_products
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,9 @@ def restore(path: str | Path, *, weights: str, device: str, precision: str) -> R
     checkpoint = find_checkpoint(path)
     backbone = load_backbone(checkpoint, weights).to(place)
     objective = create("objective", checkpoint.meta["config"]["objective"])
-    return Restored(checkpoint, backbone, objective, resolve_precision(precision, place))
+    resolved = resolve_precision(precision, place)
+    set_float32_products(place, resolved)
+    return Restored(checkpoint, backbone, objective, resolved)
 
 
 def load_weak(

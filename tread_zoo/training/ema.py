@@ -45,11 +45,18 @@ class WeightAverage:
             self.network.to(device)
 
     @torch.no_grad()
-    def update(self, network: nn.Module, step: int) -> None:
-        """Add the weights after optimizer step `step`, counted from 1."""
+    def update(self, network: nn.Module, step: int, skipped: Tensor | None = None) -> None:
+        """Add the weights after optimizer step `step`, counted from 1; nothing if `skipped`, a
+        number on their device, is 1.0."""
         averages: Sequence[Tensor] = list(self._slices.values()) or list(self.network.parameters())
         weights = list(network.parameters())
-        torch._foreach_lerp_(_local(averages), _local(weights), 1 - self.decay(step))
+        # average -= (1 - decay) (average - weights): SGD of a "gradient", with a decay of 1, is a
+        # kernel that can be told on the device to leave all as it is.
+        torch._fused_sgd_(
+            _local(averages), _local(weights), [], lr=1 - self.decay(step), weight_decay=1.0,
+            maximize=True, momentum=0.0, dampening=0.0, nesterov=False, is_first_step=False,
+            found_inf=skipped,
+        )  # fmt: skip
 
     def whole(self, device: torch.device) -> Backbone:
         """Return the averaged network on `device`; if it is sharded, every rank must call this, and

@@ -166,10 +166,13 @@ class Log:
             rest.append(("init", setup.initial))
         if setup.not_scored:
             rest.append(("score", f"not scored: {setup.not_scored}"))
-        dtype = DTYPES[self.precision]
+        dtype, precision = DTYPES[self.precision], self.precision
+        if self.accelerator.device.type == "cuda" and precision != "fp32":
+            precision += ", products of float32 in TF32"
         kernels = describe(self.accelerator.device, used_ops, dtype)
         return [
-            ("device", "{device}; {precision}; {num_processes} process(es)".format(**self.machine)),
+            ("device", f"{self.machine['device']}; {precision}; "
+                       f"{self.machine['num_processes']} process(es)"),
             *(("kernel", line) for line in kernels),
             ("data", f"{data['name']}: {data['num_images']} images {size}, {condition}"),
             ("backbone", f"{setup.backbone.name}: {facts['num_parameters'] / 1e6:.2f} M "

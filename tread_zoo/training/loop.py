@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from tread_zoo.config import TrainingConfig, flatten
 from tread_zoo.contract.backbone import Features
+from tread_zoo.data import copy_ahead
 from tread_zoo.diffusion import Draw, split_loss
 from tread_zoo.kernels import set_forms
 from tread_zoo.process_group import close_process_group_at_exit, prepare_process_group
@@ -29,7 +30,12 @@ from tread_zoo.routing import PathDrop, PendingRoute, Route, bypassed_tokens, re
 from tread_zoo.runs.checkpoint import Checkpoint, check_same_data, check_same_items
 from tread_zoo.runs.folder import open_folder, resolve_run
 from tread_zoo.runs.initial import resolve_initial
-from tread_zoo.runtime import autocast, resolve_device, resolve_precision
+from tread_zoo.runtime import (
+    autocast,
+    resolve_device,
+    resolve_precision,
+    set_float32_products,
+)
 from tread_zoo.seeding import ImageGenerator, make_generator, make_image_generator
 from tread_zoo.training.ema import is_sharded
 from tread_zoo.training.log import Log, is_due
@@ -40,6 +46,8 @@ from tread_zoo.training.signals import SIGNALS, StopSignals, strongest
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+LOOK_EVERY = 8  # micro-steps between two looks at the signals of all processes
 
 
 def train(**fields: Any) -> Path:
@@ -52,7 +60,7 @@ def train(**fields: Any) -> Path:
         ValueError: a setting that cannot work, before anything is written; or the memory does not
             suffice.
         CheckpointError: a checkpoint cannot be read or written.
-        FloatingPointError: a loss or a gradient is not finite.
+        FloatingPointError: a loss or a gradient was not finite; that step was not applied.
         Stopped: a signal came; the run was saved.
     """
     load_plugins(fields.get("plugins") or ())
@@ -61,6 +69,7 @@ def train(**fields: Any) -> Path:
     set_forms(config.kernels)
     device = resolve_device(config.device)
     precision = resolve_precision(config.training.precision, device)
+    set_float32_products(device, precision)
     prepare_process_group(device)
     with StopSignals() as signals, _errors_explained(config.training):
         setup = build_setup(config, source if checkpoint is None else None)
@@ -83,20 +92,31 @@ def train(**fields: Any) -> Path:
 
 
 def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
-    """Train from `state.step` to the last step, leaving numbers, samples and checkpoints."""
+    """Train from `state.step` to the last step, leaving numbers, samples and checkpoints.
+
+    The host queues steps without waiting for them. It looks at what became of them, and at the
+    signals, where it has to wait anyway; several processes do so every few steps, too.
+    """
     setup, training, accelerator = state.setup, state.setup.training, state.accelerator
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
-    batches = setup.batches(rank, num_ranks, state.step)
+    batches = copy_ahead(setup.batches(rank, num_ranks, state.step), accelerator.device)
     window = Window(state)
+    looks = [training.log_every, training.checkpoint_every, training.ema_snapshots_every]
+    looks += [training.sample_every, training.score_every]
+    if num_ranks > 1:
+        looks.append(max(1, LOOK_EVERY // training.gradient_accumulation_steps))
     signal = draw(state, log, signals, resumed=True) if state.step else 0
     while state.step < setup.num_steps and not signal:
         with timed(state, "training"):
-            signal = optimize(state, batches, window, signals.received)
+            skipped = optimize(state, batches, window)
             state.step += 1
             for average in state.averages.values():
-                average.update(setup.backbone, state.step)
+                average.update(setup.backbone, state.step, skipped)
+            last, step = state.step == setup.num_steps, state.step
+            alone = num_ranks == 1 and signals.received
+            if last or alone or any(is_due(step, every) for every in looks):
+                signal = look(state, window, signals.received)
 
-        last, step = state.step == setup.num_steps, state.step
         if last or step % training.log_every == 0:
             log.numbers(state, window)
         if is_due(step, training.ema_snapshots_every):
@@ -135,24 +155,52 @@ def draw(state: TrainState, log: Log, signals: StopSignals, *, resumed: bool = F
     return strongest(shared.tolist())
 
 
-def optimize(
-    state: TrainState,
-    batches: Iterator[tuple[Tensor, ...]],
-    window: Window,
-    received: Mapping[int, float],
-) -> int:
-    """Do optimizer step `state.step`, counted from 0, on this rank's batches, and return the signal
-    that ends the run after it, or 0; `received` are those that came to this process.
+def look(state: TrainState, window: Window, received: Mapping[int, float]) -> int:
+    """Wait for the steps that are queued, and return the signal that any rank received, or 0; every
+    rank must call this, and gets the same.
+
+    Args:
+        received: the signals that came to this process.
 
     Raises:
-        FloatingPointError: the loss or the gradient is not finite; on every rank.
+        FloatingPointError: in a step of the window the loss of a rank or the gradient was not
+            finite. In fp16 gradients overflow as a matter of course, and the scaler skips them:
+            there the loss alone counts.
+    """
+    accelerator, norms = state.accelerator, torch.stack(window.norms)
+    flags = torch.tensor([float(n in received) for n in SIGNALS], device=norms.device)
+    shared = accelerator.reduce(torch.cat([window.step_losses(), flags]), reduction="sum")
+    values = torch.cat([norms.to(shared), shared]).tolist()
+    sizes, totals, signals = (
+        values[: len(norms)], values[len(norms) : -len(SIGNALS)], values[-len(SIGNALS) :]
+    )  # fmt: skip
+    for back, (size, total) in enumerate(zip(sizes, totals, strict=True), -len(sizes)):
+        if not math.isfinite(total) or not (math.isfinite(size) or accelerator.scaler):
+            close_process_group_at_exit()
+            raise FloatingPointError(
+                f"step {state.step + back + 1}: the loss is {total / accelerator.num_processes:g}, "
+                f"the norm of its gradient {size:g}; both must be finite. The step was not "
+                "applied. The same settings would come here again: lower optimizer.learning_rate "
+                "or training.max_grad_norm, and continue from the last checkpoint with "
+                "resume=latest."
+            )
+    window.grad_norm = sizes[-1]
+    return strongest(signals)
+
+
+def optimize(state: TrainState, batches: Iterator[tuple[Tensor, ...]], window: Window) -> Tensor:
+    """Do optimizer step `state.step`, counted from 0, on this rank's batches.
+
+    Returns:
+        1.0 on the device if the loss of any rank or the gradient was not finite, and the step
+        therefore not applied; else 0.0. The same on every rank.
     """
     setup, accelerator = state.setup, state.accelerator
     factor = setup.lr_schedule(state.step, setup.num_steps)
     for group, rate in zip(state.groups, state.rates, strict=True):
         group["lr"] = rate * factor
     window.learning_rate = state.rates[0] * factor
-    micro_steps, signal, means = setup.training.gradient_accumulation_steps, 0, []
+    micro_steps, skipped = setup.training.gradient_accumulation_steps, torch.zeros(())
     for micro in range(micro_steps):
         with timed(state, "data"):
             batch = next(batches)
@@ -164,18 +212,33 @@ def optimize(
                 rank=accelerator.process_index, device=accelerator.device,
             )  # fmt: skip
             loss = result.losses.mean()
-            means.append(loss.detach())
             window.add(result.losses, result.values, result.levels)
-            accelerator.backward(loss)
+            # A loss that is not finite makes the gradient NaN, and the reduction that of all ranks.
+            accelerator.backward(loss, gradient=1 + 0 * loss.detach())
             if accelerator.sync_gradients:
                 limit = setup.training.max_grad_norm or math.inf
                 accelerator.unscale_gradients()  # its own clipping does it twice under FSDP
                 norm = clip_grad_norm_(list(state.parameters.values()), limit)
                 norm = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
-                signal = _check_step(state, torch.stack(means).mean(), norm, window, received)
-            state.stepper.step()
+                window.norms.append(norm)
+                skipped = norm.isfinite().logical_not().float()
+                _step_unless(state, skipped)
             state.stepper.zero_grad()
-    return signal
+    return skipped
+
+
+def _step_unless(state: TrainState, skipped: Tensor) -> None:
+    """Step the optimizer, unless `skipped` is 1.0.
+
+    `found_inf` is how torch's fused optimizers are told on the device to leave all as it is, and
+    the scaler of fp16 tells them itself. For an optimizer that does not know it the host waits.
+    """
+    if state.accelerator.scaler is None:
+        if getattr(state.optimizer, "_step_supports_amp_scaling", False):
+            state.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        elif skipped.item():
+            return
+    state.stepper.step()
 
 
 class StepLoss(NamedTuple):
@@ -201,7 +264,7 @@ def step_loss(
     Args:
         setup: of the run.
         batch: images as stored (uint8 [B,C,H,W]; see `setup.data.codec`), labels int64 [B] or
-            contexts [B,T,S], and features [B,K,S,h,w] where the alignment is on; on the CPU.
+            contexts [B,T,S], and features [B,K,S,h,w] where the alignment is on.
         step: the micro-step, from 0 over the whole run.
         model, projector: as wrapped for several processes; None: those of `setup`.
         rank: of this process, whose images are those `rank` of the step's batch.
@@ -266,14 +329,15 @@ def draw_step(
     training, codec, seed = setup.training, setup.data.codec, setup.config.seed
     numbers = range(rank * len(images), (rank + 1) * len(images))
 
-    def generator(purpose: str, place: torch.device = device) -> ImageGenerator:
-        return make_image_generator(purpose, seed, step, images=numbers, device=place)
+    def generator(purpose: str) -> ImageGenerator:
+        return make_image_generator(purpose, seed, step, images=numbers, device=device)
 
+    flip = generator("flip").rand() < 0.5 if training.horizontal_flip else None
     x = codec.to_model(
         images,
         device=device,
         noise=codec.draw(images.shape, generator("latents")),
-        flip=generator("flip").rand() < 0.5 if training.horizontal_flip else None,
+        flip=flip,
     )
     y = None
     if setup.backbone.is_conditional:
@@ -289,39 +353,10 @@ def draw_step(
     )
     target = None
     if features:
-        # Chosen on the host, by the same numbers: half as much is copied.
-        flipped = generator("flip", torch.device("cpu")).rand() < 0.5
-        copies = (flipped & training.horizontal_flip).long()
-        target = features[0][torch.arange(len(images)), copies].to(device, non_blocking=True)
+        copies = features[0].to(device, non_blocking=True)
+        mirrored = 0 if flip is None else flip.long()
+        target = copies[torch.arange(len(images), device=device), mirrored]
     return x, y, draw, routes, target
-
-
-def _check_step(
-    state: TrainState, loss: Tensor, norm: Tensor, window: Window, received: Mapping[int, float]
-) -> int:
-    """Return the signal that any rank received, or 0; every rank gets the same.
-
-    Ranks share their losses and signals by one small reduction, and the host reads the result: it
-    waits for the backward pass once in a step, so that one that is not finite is never applied.
-
-    Raises:
-        FloatingPointError: the loss of a rank or the gradient is not finite. In fp16 gradients
-            overflow as a matter of course, and the scaler skips them: there the loss alone counts.
-    """
-    flags = torch.tensor([float(n in received) for n in SIGNALS], device=loss.device)
-    shared = state.accelerator.reduce(torch.cat([loss.float().view(1), flags]), reduction="sum")
-    total, *signals, size = torch.cat([shared, norm.to(shared).view(1)]).tolist()
-    mean = total / state.accelerator.num_processes
-    if not math.isfinite(mean) or not (math.isfinite(size) or state.accelerator.scaler):
-        close_process_group_at_exit()
-        raise FloatingPointError(
-            f"step {state.step + 1}: the loss is {mean:g}, the norm of its gradient {size:g}; both "
-            "must be finite. The step was not applied. The same settings would come here again: "
-            "lower optimizer.learning_rate or training.max_grad_norm, and continue from the last "
-            "checkpoint with resume=latest."
-        )
-    window.grad_norm = size
-    return strongest(signals)
 
 
 def _check_ranks_agree(

@@ -13,7 +13,7 @@ from torch import Tensor
 from tread_zoo.training.setup import TrainState
 
 NUM_LEVELS = 4  # losses are logged by fourths of the noise levels, the lowest first
-# Of data sheets, without sparsity: fp32 without TF32, which torch leaves off; bf16 or fp16.
+# Of data sheets, without sparsity: fp32, which has no TF32 here; bf16 or fp16.
 PEAK_TFLOPS = {
     "A10": (31.2, 125), "A30": (10.3, 165), "A40": (37.4, 149.7),
     "A100": (19.5, 312), "A100 PCIE": (19.5, 312), "RTX A6000": (38.7, 154.8),
@@ -44,6 +44,7 @@ class Window:
 
     def _begin(self, state: TrainState) -> None:
         self._first, self._began = state.step, state.seconds.get("training", 0.0)
+        self.norms: list[Tensor] = []  # of the gradient of each step, on the device
         self._losses: list[Tensor] = []
         self._levels: list[Tensor] = []
         self._means: dict[str, list[Tensor]] = {}
@@ -54,6 +55,10 @@ class Window:
         self._levels.append(levels)
         for name, value in {"loss": losses, **values}.items():
             self._means.setdefault(name, []).append(value.detach().float().mean())
+
+    def step_losses(self) -> Tensor:
+        """Return the mean loss of each step [steps] on this rank, float32."""
+        return torch.stack(self._means["loss"]).view(len(self.norms), -1).mean(dim=1)
 
     def close(self, state: TrainState) -> dict[str, float]:
         """Return the means of the window, and begin another; every rank must call this.

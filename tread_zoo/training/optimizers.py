@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.registry import register
+from tread_zoo.training.ema import is_sharded, slice_like
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 
@@ -111,7 +112,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     A part moves as it would if it were a parameter of its own. The momentum of a parameter has its
     shape and, in a sharded network (FSDP2), its sharding; matrices are then gathered one at a time,
-    and every rank computes with the whole.
+    and every rank computes with the whole. With `found_inf` of 1.0 set, as on torch's fused
+    optimizers, a step changes nothing.
 
     Args:
         parameters: all, by name.
@@ -134,45 +136,42 @@ class MuonWithAdamW(torch.optim.Optimizer):
         rest = [parameter for name, parameter in parameters.items() if name not in matrices]
         groups = [{"params": part, "row_sizes": k, **muon} for k, part in by_sizes.items()]
         super().__init__([*groups, {"params": rest, **adamw}], defaults={})
+        self._step_supports_amp_scaling = bool(adamw.get("fused"))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Return the closure's value, and move every parameter that has a gradient."""
-        loss = None
+        loss, skipped = None, getattr(self, "found_inf", None)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
             if "row_sizes" not in group:
                 adamw = torch.optim.AdamW([dict(group)])  # a copy: it would add its defaults
-                adamw.state = self.state
+                adamw.state, adamw.found_inf = self.state, skipped  # type: ignore[attr-defined]
                 adamw.step()
                 continue
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_matrix(parameter, parameter.grad, group)
+                    self._step_matrix(parameter, parameter.grad, group, skipped)
         return loss
 
-    def _step_matrix(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _step_matrix(
+        self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], skipped: Tensor | None
+    ) -> None:
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         momentum, average = group["momentum"], state["momentum_buffer"]
+        if skipped is not None:  # an average does not move towards itself
+            gradient = torch.where(skipped > 0, average, gradient)
         average.lerp_(gradient, 1 - momentum)
         update = gradient.lerp(average, momentum) if group["nesterov"] else average
-        if not hasattr(parameter, "full_tensor"):
-            _orthogonal_step(parameter.detach(), update, group)
-            return
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
-        sharded = parameter.detach()
-        assert isinstance(sharded, DTensor)
-        assert isinstance(update, DTensor)
-        whole = sharded.full_tensor()
-        _orthogonal_step(whole, update.full_tensor(), group)
-        mesh, placements = sharded.device_mesh, sharded.placements
-        # src_data_rank=None: every rank has the same, so that nothing has to be sent.
-        sharded.copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+        weights = parameter.detach()
+        whole = weights.full_tensor() if is_sharded(weights) else weights.clone()  # type: ignore[attr-defined]
+        _orthogonal_step(whole, update.full_tensor() if is_sharded(update) else update, group)  # type: ignore[attr-defined]
+        moved = slice_like(whole, weights)
+        weights.copy_(moved if skipped is None else torch.where(skipped > 0, weights, moved))
 
 
 def _orthogonal_step(matrix: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COMPILE_BACKEND = "inductor"
+CAST = (nn.Linear, nn.Conv1d, nn.Conv2d)  # autocast computes them in half precision
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,9 @@ def make_accelerator(setup: Setup, device: torch.device, precision: str) -> "Acc
         mixed_precision="fp16" if precision == "fp16" else "no",
         gradient_accumulation_steps=setup.training.gradient_accumulation_steps,
         kwargs_handlers=[
-            DistributedDataParallelKwargs(find_unused_parameters=idle),
+            DistributedDataParallelKwargs(
+                broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=idle
+            ),
             InitProcessGroupKwargs(timeout=timeout),
         ],
     )
@@ -303,7 +306,8 @@ def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | Non
         compile_blocks(network)
     modules = [network] if projector is None else [network, projector]
     if sharding_requested() and torch.distributed.is_initialized():
-        _shard(modules, accelerator.device)
+        precision = resolve_precision(setup.training.precision, accelerator.device)
+        _shard(modules, accelerator.device, DTYPES[precision])
     else:
         for module in modules:
             module.to(accelerator.device)
@@ -379,20 +383,32 @@ def sharding_requested() -> bool:
     return True
 
 
-def _shard(modules: Sequence[nn.Module], device: torch.device) -> None:
+def _shard(modules: Sequence[nn.Module], device: torch.device, dtype: torch.dtype) -> None:
     """Slice the weights of the network, the first one, and of others over all ranks (FSDP2), in
     place: each block by itself, and the rest.
 
+    A block of which autocast casts every weight is gathered in `dtype`, which computes the same;
+    rates and steps of a scan, and norms, do not bear it. Gradients are reduced in float32.
     accelerate's own plugin finds blocks by the names of classes, and does not know the CPU.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import (
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
 
     reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     network: Any = modules[0]
     for block in network.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+        cast = {p for m in block.modules() if isinstance(m, CAST) for p in m.parameters()}
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype if cast == set(block.parameters()) else None,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     for module in modules:
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
     register_fsdp_forward_method(network, "importance")

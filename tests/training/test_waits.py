@@ -1,0 +1,186 @@
+"""A training step that no GPU waits for, traced without one.
+
+The device `meta` stands for the GPU. Its tensors have no values, so that reading a number, a truth
+or a length from them raises by itself; what is left to refuse is a copy from the host.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from accelerate.state import PartialState
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.data.tables import write_features
+from tests.small_run import parts_of, settings
+from tread_zoo import create_backbone
+from tread_zoo.registry import available, create, register
+from tread_zoo.runtime import set_float32_products
+from tread_zoo.training.ema import WeightAverage, exponential_decay
+from tread_zoo.training.loop import optimize
+from tread_zoo.training.meters import Window
+from tread_zoo.training.setup import make_accelerator, place
+
+META = torch.device("meta")
+SIZES = {
+    "mamba2_tiny": ["backbone.head_size=16"],
+    "rwkv7_tiny": ["backbone.head_size=16"],
+    "rwkv_tiny": ["backbone.depth=5"],
+}
+
+
+# It has no rule for tensors without values, for it returns nothing.
+library = torch.library.Library("aten", "IMPL")
+library.impl("_fused_sgd_", lambda *args, **kwargs: None, "Meta")
+
+
+class NoTensors(TorchFunctionMode):
+    """Refuses to make tensors on the device of the host's numbers."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor) and out.is_meta:
+            raise AssertionError("numbers of the host are copied to the device")
+        return out
+
+
+class NoCopies(TorchDispatchMode):
+    """Refuses what brings tensors of the host to the device; a single number comes along freely
+    with an operation."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        on_host = [x for x in given if x.device.type == "cpu"]
+        copied = on_host and any(x.is_meta for x in [*given, *made])
+        name = func.overloadpacket.__name__
+        if copied and (name in ("_to_copy", "copy_") or any(x.ndim for x in on_host)):
+            raise AssertionError(f"{func} copies {[list(x.shape) for x in on_host]} to the device")
+        return out
+
+
+class Skipping(torch.optim.Optimizer):
+    _step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter -= 0.1 * torch.where(self.found_inf > 0, 0, parameter.grad)
+
+
+@register("optimizer", "sgd_that_skips_for_tests")
+@dataclass(frozen=True)
+class SGDThatSkips:
+    """Stands for the fused ones, which `meta` has not; they are traced below."""
+
+    def build(self, backbone):
+        return Skipping(backbone.parameters(), {"lr": 0.1})
+
+
+def trace(monkeypatch, *overrides):
+    """Do an optimizer step, in which tables are copied that later ones share, and another one that
+    may copy nothing."""
+    setup = parts_of(settings("optimizer=sgd_that_skips_for_tests", *overrides))
+    accelerator = make_accelerator(setup, torch.device("cpu"), "fp32")
+    for shared in (accelerator.state, PartialState()):
+        monkeypatch.setattr(shared, "device", META)
+    state = place(setup, accelerator, None)
+    batches = (tuple(tensor.to(META) for tensor in batch) for batch in [*setup.batches()][:4])
+    batches, window = iter(list(batches)), Window(state)
+
+    def step():
+        skipped = optimize(state, batches, window)
+        state.step += 1
+        for average in state.averages.values():
+            average.update(setup.backbone, state.step, skipped)
+
+    step()
+    with NoTensors(), NoCopies():
+        step()
+    assert next(setup.backbone.parameters()).is_meta
+
+
+@pytest.mark.parametrize("routing", ["none", "tread"])
+@pytest.mark.parametrize("backbone", available("backbone", "*_tiny"))
+def test_a_step_neither_reads_from_the_device_nor_copies_to_it(monkeypatch, backbone, routing):
+    sizes = [f"backbone={backbone}", *SIZES.get(backbone, [])]
+    trace(monkeypatch, *sizes, f"routing={routing}", "training.horizontal_flip=true")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["routing.selector=norm", "routing.path_drop_probability=0.5", "routing.rejoin=project"],
+        ["routing.rejoin=mask", "routing.rate_range=[0.25,0.75]", "objective=edm"],
+        ["routing.selector=blocks", "routing.per_batch=true", "objective=ddpm"],
+        ["backbone=zigma", "routing.selector=segments", "backbone.gaps=decay"],
+        ["routing.reconstruction_weight=0.1", "routing.rejoin=mask"],
+        ["training.activation_checkpointing=true"],
+    ],
+    ids=["norm", "mask", "blocks", "gaps", "split", "recomputed"],
+)
+def test_nor_does_one_of_any_kind(monkeypatch, overrides):
+    more = ["training.gradient_accumulation_steps=2", "training.ema_snapshots_every=2"]
+    trace(monkeypatch, *more, *overrides)
+
+
+def test_nor_does_one_with_an_alignment(monkeypatch, tmp_path):
+    table = write_features(tmp_path / "table")
+    options = ["data=table", f"data.path={table}", "alignment=repa", "alignment.hidden_size=16"]
+    trace(monkeypatch, *options, "training.horizontal_flip=true")
+
+
+@pytest.mark.parametrize("read", [float, bool, torch.Tensor.tolist, torch.Tensor.cpu])
+def test_reading_from_the_device_is_found(read):
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        read(torch.ones((), device=META))
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda x: torch.ones(2).to(META),
+        lambda x: torch.tensor([1.0, 2.0], device=META),
+        lambda x: x.copy_(torch.ones(2)),
+        lambda x: x[torch.tensor([0, 1])],
+    ],
+)
+def test_a_copy_to_the_device_is_found(copy):
+    with NoTensors(), NoCopies(), pytest.raises(AssertionError, match="device"):
+        copy(torch.ones(2, device=META))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_an_optimizer_learns_on_the_device_whether_to_step(name):
+    sizes = {"input_size": 4, "in_channels": 1, "num_classes": 3, "depth": 3}
+    average = WeightAverage(create_backbone("dit_tiny", **sizes), exponential_decay(0.9))
+    with FakeTensorMode(), torch.device("cuda"):  # there need not be one
+        network, average.network = (create_backbone("dit_tiny", **sizes) for _ in range(2))
+        optimizer = create("optimizer", name, learning_rate=1e-3).build(network)
+        assert optimizer._step_supports_amp_scaling
+        for parameter in network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for step in (1, 2):
+            norm = torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.found_inf = norm.isfinite().logical_not().float()
+            optimizer.step()
+            average.update(network, step, optimizer.found_inf)
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "expected"),
+    [("cuda", "bf16", "high"), ("cuda", "fp32", "highest"), ("cpu", "bf16", "medium")],
+)
+def test_products_of_float32_in_half_precision_runs_are_tf32(device, precision, expected):
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        set_float32_products(torch.device(device), precision)
+        assert torch.get_float32_matmul_precision() == expected
+    finally:
+        torch.set_float32_matmul_precision(before)
