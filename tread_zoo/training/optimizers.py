@@ -168,10 +168,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
         average.lerp_(gradient, 1 - momentum)
         update = gradient.lerp(average, momentum) if group["nesterov"] else average
         weights = parameter.detach()
-        whole = weights.full_tensor() if is_sharded(weights) else weights.clone()  # type: ignore[attr-defined]
-        _orthogonal_step(whole, update.full_tensor() if is_sharded(update) else update, group)  # type: ignore[attr-defined]
+        whole, change = _whole(weights).clone(), _whole(update)
+        _orthogonal_step(whole, change, group)
         moved = slice_like(whole, weights)
         weights.copy_(moved if skipped is None else torch.where(skipped > 0, weights, moved))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a tensor with the slices of all ranks; every rank must call this."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _orthogonal_step(matrix: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
