@@ -30,22 +30,23 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import pandas as pd
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 
 from tread_zoo.cli import (
     CONFIGS,
     SCRIPTS,
     check_words,
     compose_settings,
+    errors_in_one_line,
+    presets,
     quoted,
-    spell_out,
-    worded,
+    readable,
 )
 from tread_zoo.comparison import (
     Cell,
@@ -60,39 +61,64 @@ from tread_zoo.comparison import (
     run_cells,
     write_report,
 )
-from tread_zoo.config import (
-    CompareConfig,
-    EvaluateConfig,
-    RunConfig,
-    check,
-    default_fields,
-    file_name,
-    make_config,
-)
+from tread_zoo.config import RunConfig, file_name, make_config
 from tread_zoo.errors import unknown_name
+from tread_zoo.evaluation.evaluate import EvaluateConfig
+from tread_zoo.fields import OPTIONS, check, default_fields
+from tread_zoo.help import describe
 
 CURVES = CONFIGS / "experiment" / "curves"
 TRAIN, EVALUATE = SCRIPTS / "train.py", SCRIPTS / "evaluate.py"
 OWN = "compare."
 
 
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
+class CompareConfig:
+    """What tread-zoo compare compares; compare.study=… is one of configs/study/.
+
+    Args:
+        out: folder of index.html, report.md, quality.png, results.csv, curves.csv and runs/.
+        title: of the page; null is the study's.
+        grids: of a study; each is swept on its own: values by field.
+        fixed: of a study: overrides that all cells share; those of the command line take their
+            place.
+        jobs: processes at a time; with several GPUs each takes its own.
+        metric: what the first screen is about; null: the first score that all runs have.
+        goal: a value of `metric`: the report says what each setting spent until it met it; needs
+            training.score_every.
+        runs: existing runs: a folder, a pattern such as "runs/*", or a list; overrides are then
+            those of tread-zoo evaluate.
+        to: reference: each of `runs` against its recipe's curve; reference.md goes to its folder,
+            or to `out`.
+        recipe: for to=reference: a curve of configs/experiment/curves; null takes that of the run's
+            data, backbone and routing.
+        curve: a file: write the curve of `runs`, seeds of one recipe, to it.
+    """
+
+    out: str = "comparisons/digits"
+    title: str | None = None
+    grids: tuple[dict[str, list[Any]], ...] = ()
+    fixed: tuple[str, ...] = ()
+    jobs: PositiveInt = 1
+    metric: str | None = None
+    goal: float | None = None
+    runs: str | tuple[str, ...] = ()
+    to: Literal["reference"] | None = None
+    recipe: str | None = None
+    curve: str | None = None
+
+
 def main() -> None:
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(f"{__doc__}\nDefaults:\n{(CONFIGS / 'compare.yaml').read_text()}")
+    words = sys.argv[1:]
+    if {"-h", "--help"} & set(words):
+        print(describe(__doc__, CompareConfig, words, presets("compare", CompareConfig), OWN))
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, hang_up)
-    try:
-        with worded():
-            status = run(sys.argv[1:])
-        sys.exit(status)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("stopped; the same command continues", file=sys.stderr)
-        sys.exit(130)
+    with errors_in_one_line(stopped="stopped; the same command continues", status=2):
+        status = run(words)
+    sys.exit(status)
 
 
 def hang_up(number: int, frame: FrameType | None) -> NoReturn:
@@ -103,10 +129,9 @@ def hang_up(number: int, frame: FrameType | None) -> NoReturn:
 
 def run(arguments: Sequence[str]) -> int:
     """Do what the command line says, and return the exit status."""
-    check_words(arguments, default_fields(RunConfig))
-    words = spell_out(arguments, ())
-    settings = read_settings([text for text in words if text.startswith(OWN)])
-    overrides = [text for text in words if not text.startswith(OWN)]
+    check_words(arguments, RunConfig)
+    settings = read_settings([text for text in arguments if text.startswith(OWN)])
+    overrides = [readable(text) for text in arguments if not text.startswith(OWN)]
     if settings["to"] or settings["curve"]:
         if overrides or not settings["runs"]:
             raise ValueError("compare.to and compare.curve take compare.runs and no overrides.")
@@ -116,18 +141,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def read_settings(own: Sequence[str]) -> dict[str, Any]:
     """Return the comparison's settings, from overrides that begin with `compare.`."""
-    fields = [*OmegaConf.load(CONFIGS / "compare.yaml"), "study"]
-    texts = []
-    for text in own:
-        field, _, value = text.removeprefix(OWN).partition("=")
-        if field not in fields:
-            raise unknown_name("compare: field", field, fields)
-        if field in ("runs", "out", "title", "curve") and value and value[0] not in "['\"":
-            value = quoted(value)
-        texts.append(f"{field}={value}")
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        settings: Any = OmegaConf.to_container(compose("compare", overrides=texts), resolve=True)
-    settings = asdict(check(CompareConfig, settings, "compare"))
+    texts = [text.removeprefix(OWN) for text in own]
+    given = compose_settings("compare", texts, CompareConfig)
+    settings = asdict(check(CompareConfig, given, "compare"))
     if settings["runs"] and not any(text.startswith("title=") for text in texts):
         settings["title"] = None  # the study's is of others
     return settings
@@ -193,9 +209,8 @@ def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> list[Any]:
 def check_cell(cell: Cell, *, scores: bool) -> None:
     """Check the settings of a cell, which trains or scores. Raises ValueError if they are wrong."""
     if scores:
-        groups = ("sampler", "guidance")
-        settings = compose_settings("evaluate", cell.command[2:], EvaluateConfig, groups)
-        check(EvaluateConfig, settings)
+        given = compose_settings("evaluate", cell.command[2:], EvaluateConfig)
+        check(EvaluateConfig, given)
     else:
         make_config(**compose_settings("train", cell.command[2:]))
 
@@ -229,7 +244,7 @@ def split_sweeps(
 
 def to_reference(settings: dict[str, Any]) -> int:
     """Compare runs with the curves of their recipes, and return 1 if one is off its curve."""
-    status, own_out = 0, OmegaConf.load(CONFIGS / "compare.yaml").out
+    status, own_out = 0, default_fields(CompareConfig)["out"]
     recipes = [path.stem for path in CURVES.glob("*.csv")]
     for folder in find_runs(settings["runs"]):
         config = json.loads((folder / "config.json").read_text())

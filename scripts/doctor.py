@@ -9,14 +9,39 @@ Ends with status 1 if a self-test fails.
 """
 
 import sys
-from typing import Any
+from dataclasses import field
+from typing import Any, Literal
+
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 
 from tread_zoo import available, doctor
 from tread_zoo.cli import command
-from tread_zoo.config import DoctorConfig, check
+from tread_zoo.fields import OPTIONS, check
 from tread_zoo.kernels import describe, set_forms
 from tread_zoo.registry import KINDS
 from tread_zoo.runtime import resolve_device
+
+
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
+class DoctorConfig:
+    """What tread-zoo doctor shows.
+
+    Args:
+        device, kernels: as of `RunConfig`.
+        gpu: print what each row would run on this GPU, which need not be here, instead: a100, h100,
+            h200, b200, rtx4090, rtx5090, mi300x.
+        backbones: a pattern such as "mamba*": print a table of their sizes instead.
+        input_size, in_channels, num_classes: of the images of that table.
+    """
+
+    device: str = "auto"
+    kernels: dict[str, str] = field(default_factory=dict)
+    gpu: Literal["a100", "h100", "h200", "b200", "rtx4090", "rtx5090", "mi300x"] | None = None
+    backbones: str | None = None
+    input_size: PositiveInt = 32
+    in_channels: PositiveInt = 4
+    num_classes: NonNegativeInt = 1000
 
 
 @command("doctor", DoctorConfig)

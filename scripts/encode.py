@@ -20,17 +20,17 @@ from typing import Any
 import torch
 
 from tread_zoo.cli import command
-from tread_zoo.config import check
 from tread_zoo.data.encode import EncodingConfig, Extract, encode
 from tread_zoo.data.vae import load_vae
 from tread_zoo.evaluation.features import find_extractor
+from tread_zoo.fields import check
 from tread_zoo.registry import create
 from tread_zoo.runtime import describe_device, resolve_device, resolve_precision
 
 logger = logging.getLogger(__name__)
 
 
-@command("encode", EncodingConfig, groups=("data",))
+@command("encode", EncodingConfig)
 def main(settings: dict[str, Any]) -> None:
     config = check(EncodingConfig, settings)
     device = resolve_device(config.device)

@@ -17,11 +17,17 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from tread_zoo.cli import AS_RUN, command
-from tread_zoo.config import EvaluateConfig, EvaluationConfig, check
-from tread_zoo.evaluation.evaluate import describe_record, evaluate, evaluate_images
+from tread_zoo.cli import command
+from tread_zoo.config import EvaluationConfig
+from tread_zoo.evaluation.evaluate import (
+    EvaluateConfig,
+    describe_record,
+    evaluate,
+    evaluate_images,
+)
 from tread_zoo.evaluation.protocol import Protocol
 from tread_zoo.evaluation.score import process_group
+from tread_zoo.fields import check
 from tread_zoo.kernels import set_forms
 from tread_zoo.registry import create
 from tread_zoo.runs.restore import restore
@@ -30,7 +36,7 @@ from tread_zoo.runtime import resolve_device
 logger = logging.getLogger(__name__)
 
 
-@command("evaluate", EvaluateConfig, groups=("sampler", "guidance"))
+@command("evaluate", EvaluateConfig)
 def main(settings: dict[str, Any]) -> None:
     config = check(EvaluateConfig, settings)
     set_forms(config.kernels)
@@ -58,7 +64,7 @@ def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
     data = run.data({**config.data, **moved})
     data.codec.prepare(next(run.backbone.parameters()).device)
     own = {**run.config.get("evaluation", {}), "keep_images": None}  # an imported one has none
-    evaluation = check(EvaluationConfig, {**own, **_given(config)}, "evaluation")
+    evaluation = check(EvaluationConfig, {**own, **config.evaluation}, "evaluation")
     record = evaluate(
         run.backbone, run.objective, data, sampling, evaluation, precision=run.precision,
         routing=run.routing, weak=run.weak(sampling), weights=config.weights,
@@ -73,15 +79,11 @@ def _score_images(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
     data = create("data", config.data) if config.data else None
     if data is not None:
         data.codec.prepare(device)
-    evaluation = check(EvaluationConfig, _given(config), "evaluation")
+    evaluation = check(EvaluationConfig, config.evaluation, "evaluation")
     record = evaluate_images(config.samples, data, evaluation, device)
     place = Path(config.samples).expanduser().resolve()
     name = place.name if place.is_dir() else place.stem
     return record, str(place.with_name(f"{name}_score.json"))
-
-
-def _given(config: EvaluateConfig) -> dict[str, Any]:
-    return {name: value for name, value in config.evaluation.items() if value != AS_RUN}
 
 
 if __name__ == "__main__":

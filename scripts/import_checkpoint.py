@@ -8,20 +8,53 @@ tread-zoo import export=true format=sit in=runs/sit_xl_2 out=SiT-XL-2.pt
 import logging
 from dataclasses import asdict
 
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
+
 from tread_zoo.cli import command
-from tread_zoo.config import ImportConfig, check
+from tread_zoo.config import Weights
+from tread_zoo.fields import OPTIONS, check
 
 logger = logging.getLogger(__name__)
+
+
+NAMES = {"alias_generator": lambda name: name.rstrip("_")}  # `in` is a word of Python's
+
+
+@dataclass(frozen=True, kw_only=True, config={**OPTIONS, **NAMES})
+class ImportConfig:
+    """What tread-zoo import converts.
+
+    Args:
+        in: the file as published, or as its training script saved it (.pt, .pth, .safetensors).
+        format: the project: see docs/importing.md.
+        out: a new folder, which tread-zoo sample takes as its checkpoint.
+        export: the other way: `in` is a run's folder, `out` a file as the project has it; of the
+            fields below `weights` alone applies.
+        weights: of an export, as of `CheckpointConfig`.
+        objective: null: the project's usual one; for format=tread, edm or flow.
+        num_heads: null: that of the published sizes, because no tensor shows it.
+        num_classes: null: the label table less its last row, the null label.
+        drop_unknown: leave out tensors that our backbone has no place for.
+    """
+
+    in_: str
+    format: str
+    out: str
+    export: bool = False
+    weights: Weights = "ema"
+    objective: str | None = None
+    num_heads: PositiveInt | None = None
+    num_classes: NonNegativeInt | None = None
+    drop_unknown: bool = False
 
 
 @command("import_checkpoint", ImportConfig)
 def main(settings: dict) -> None:
     from tread_zoo.published import export_checkpoint, import_checkpoint
 
-    file = settings.pop("in")  # a word of Python's, so no field of the class
     settings = asdict(check(ImportConfig, settings))
-    out = settings.pop("out")
-    weights = settings.pop("weights")
+    file, out, weights = (settings.pop(name) for name in ("in_", "out", "weights"))
     if settings.pop("export"):
         export_checkpoint(file, out, format=settings["format"], weights=weights)
         logger.info("written to %s", out)

@@ -15,13 +15,42 @@ import logging
 import math
 from pathlib import Path
 
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
+
 from tread_zoo.cli import command
-from tread_zoo.config import FeaturesConfig, check
+from tread_zoo.config import part_type
+from tread_zoo.fields import OPTIONS, check
 
 logger = logging.getLogger(__name__)
 
 
-@command("make_features", FeaturesConfig, groups=("data",))
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
+class FeaturesConfig:
+    """What tread-zoo make-features trains.
+
+    Args:
+        plugins, data, device: as of `RunConfig`.
+        out: a .safetensors file, for evaluation.extractor.
+        num_features: of the vector that distances are taken in.
+        layers: of each convolution its channels, its padding, and whether a pooling follows; null:
+            four, for images of 16 pixels and more.
+        num_steps, batch_size, learning_rate, seed: of the training.
+    """
+
+    plugins: tuple[str, ...] = ()
+    data: part_type("digits") = "digits"  # type: ignore[valid-type]
+    out: str
+    num_features: PositiveInt = 128
+    layers: tuple[tuple[PositiveInt, NonNegativeInt, bool], ...] | None = None
+    num_steps: PositiveInt = 1500
+    batch_size: PositiveInt = 128
+    learning_rate: NonNegativeFloat = 2e-3
+    seed: int = 0
+    device: str = "auto"
+
+
+@command("make_features", FeaturesConfig)
 def main(settings: dict) -> None:
     import torch
     import torch.nn.functional as F

@@ -11,21 +11,42 @@ share the images.
 """
 
 import logging
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic.dataclasses import dataclass
+
 from tread_zoo.cli import command
-from tread_zoo.config import ReferenceConfig, check
+from tread_zoo.config import EvaluationConfig, part_type
 from tread_zoo.evaluation.evaluate import make_evaluation
 from tread_zoo.evaluation.score import extract, process_group, write_statistics
+from tread_zoo.fields import OPTIONS, check
 from tread_zoo.registry import create
 from tread_zoo.runtime import resolve_device
 
 logger = logging.getLogger(__name__)
 
 
-@command("make_reference", ReferenceConfig, groups=("data",))
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
+class ReferenceConfig:
+    """What tread-zoo make-reference writes.
+
+    Args:
+        plugins, data, device: as of `RunConfig`.
+        out: an .npz file, for evaluation.reference.
+        evaluation: only these apply: reference (the part of the data), num_reference, batch_size,
+            the extractor and its weights.
+    """
+
+    plugins: tuple[str, ...] = ()
+    data: part_type("digits") = "digits"  # type: ignore[valid-type]
+    out: str
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    device: str = "auto"
+
+
+@command("make_reference", ReferenceConfig)
 def main(settings: dict[str, Any]) -> None:
     config = check(ReferenceConfig, settings)
     out, device = Path(config.out).expanduser(), resolve_device(config.device)

@@ -11,14 +11,17 @@ how much the output changes without a block, and without the routed ones.
 
 import json
 import logging
+from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from tread_zoo.cli import command
-from tread_zoo.config import ProbeConfig, check
+from tread_zoo.config import CheckpointConfig
 from tread_zoo.diffusion import Draw, build_sampling, default_labels, generate, initial_noise
 from tread_zoo.evaluation.contribution import (
     data_contributions,
@@ -29,6 +32,7 @@ from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.evaluation.held_out import stack_part
 from tread_zoo.evaluation.pictures import plot_similarity
 from tread_zoo.factory import create_backbone
+from tread_zoo.fields import OPTIONS, Fraction, check
 from tread_zoo.kernels import set_forms
 from tread_zoo.routing.probe import propose_route, recording, similarity
 from tread_zoo.runs.restore import Restored, restore
@@ -36,6 +40,32 @@ from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
+class ProbeConfig(CheckpointConfig):
+    """What tread-zoo probe measures.
+
+    Args:
+        out: folder of placement.png and placement.json; null: <run>/placement.
+        data: options that differ from the run's, as in data={path: …}.
+        measure: cosine counts a rotated state as changed, cka does not.
+        num_images: held-out ones; of an imported checkpoint, samples on their way from noise.
+        num_levels: noise levels, over the objective's range.
+        max_tokens: measured at most, all images together; the same places in each.
+        batch_size: images at a time.
+        selection_rate: of the route whose saving is counted.
+        seed: of the noise and of the places.
+    """
+
+    data: dict[str, Any] = field(default_factory=dict)
+    measure: Literal["cosine", "cka"] = "cosine"
+    num_images: PositiveInt = 64
+    num_levels: PositiveInt = 5
+    max_tokens: PositiveInt = 4096
+    batch_size: PositiveInt = 64
+    selection_rate: Fraction = 0.5
+    seed: int = 0
 
 
 @command("probe_routes", ProbeConfig)

@@ -10,12 +10,36 @@ The files are written to out, by default <run>/hub, and uploaded if a repo is gi
 import logging
 from typing import Any
 
+from pydantic.dataclasses import dataclass
+
 from tread_zoo.cli import command
-from tread_zoo.config import PushConfig, check
+from tread_zoo.config import Weights
+from tread_zoo.fields import OPTIONS, check
 from tread_zoo.model_card import write_model_folder
 from tread_zoo.runs.hub import upload
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
+class PushConfig:
+    """What tread-zoo push publishes.
+
+    Args:
+        plugins, checkpoint, weights: as of `CheckpointConfig`.
+        out: folder of the files; null is <run>/hub.
+        repo: user/name on the hub, to upload them; null only writes them.
+        private: a new repository is seen by its owner alone.
+        license: of the weights, as the hub names it, such as apache-2.0; null states none.
+    """
+
+    plugins: tuple[str, ...] = ()
+    checkpoint: str
+    weights: Weights = "ema"
+    out: str | None = None
+    repo: str | None = None
+    private: bool = False
+    license: str | None = None
 
 
 @command("push", PushConfig)

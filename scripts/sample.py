@@ -18,14 +18,16 @@ contexts is given those of held-out images, or those of a file.
 
 import hashlib
 import logging
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 
 from tread_zoo.cli import command
-from tread_zoo.config import SampleConfig, check
+from tread_zoo.config import CheckpointConfig
 from tread_zoo.data import Codec
 from tread_zoo.diffusion import generate
 from tread_zoo.diffusion.conditions import (
@@ -37,6 +39,7 @@ from tread_zoo.diffusion.conditions import (
 )
 from tread_zoo.evaluation.evaluate import describe_sampling, sampling_record
 from tread_zoo.evaluation.sample_folder import SampleFolder, folder_name
+from tread_zoo.fields import OPTIONS, check
 from tread_zoo.kernels import set_forms
 from tread_zoo.runs.restore import Restored, restore
 from tread_zoo.runtime import describe_device
@@ -44,7 +47,36 @@ from tread_zoo.runtime import describe_device
 logger = logging.getLogger(__name__)
 
 
-@command("sample", SampleConfig, groups=("sampler", "guidance"))
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
+class SampleConfig(CheckpointConfig):
+    """What tread-zoo sample draws.
+
+    Args:
+        sampler, guidance: what differs from the run's own, by field; with `name`, another one.
+        out: folder of the images; null is <run>/generated/ and a name made of the settings.
+        overwrite: replace the images that `out` holds, if they were made with other settings.
+        num_images, first_index: image i of a seed is the same whatever the batch size: a set is
+            continued by `first_index`.
+        label: one class for all, by number or by name (a folder's, as in label=hopper); null: image
+            i gets label i mod num_classes.
+        contexts: .npy [n, T, S]: image i gets row i mod n; null: those of held-out images.
+        seed, batch_size: of the images.
+        vae: of latents: null is the run's; a folder where it has moved; none leaves latents.
+    """
+
+    sampler: dict[str, Any] = field(default_factory=dict)
+    guidance: dict[str, Any] = field(default_factory=dict)
+    overwrite: bool = False
+    num_images: PositiveInt = 64
+    first_index: NonNegativeInt = 0
+    label: NonNegativeInt | str | None = None
+    contexts: str | None = None
+    seed: int = 0
+    batch_size: PositiveInt = 64
+    vae: str | None = None
+
+
+@command("sample", SampleConfig)
 def main(settings: dict[str, Any]) -> None:
     config = check(SampleConfig, settings)
     set_forms(config.kernels)

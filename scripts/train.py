@@ -8,14 +8,15 @@ tread-zoo train resume=latest
 
 from tread_zoo.training.signals import requeue_from_the_start
 
-requeue_from_the_start()  # the imports below take seconds
+requeue_from_the_start()  # the imports below take their time
 
-from tread_zoo.cli import GROUPS, command  # noqa: E402
-from tread_zoo.config import RunConfig  # noqa: E402
+from tread_zoo.cli import command  # noqa: E402
+from tread_zoo.config import RunConfig, check  # noqa: E402
 
 
-@command("train", RunConfig, GROUPS)
+@command("train", RunConfig)
 def main(settings: dict) -> None:
+    check(RunConfig, settings)  # all but the parts: these import torch, which takes seconds
     from tread_zoo.training.loop import train
 
     train(**settings)

@@ -1,18 +1,24 @@
 """The configuration: what it takes, what it refuses in one line, what makes two runs the same."""
 
+import importlib
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hydra.core.config_store import ConfigStore
 
+from scripts.compare import CompareConfig
+from scripts.sample import SampleConfig
 from tests.processes import run_python
 from tests.small_run import fields_of
 from tread_zoo import available, create
-from tread_zoo.cli import AS_RUN, check_overrides, check_words, compose_settings, worded
-from tread_zoo.config import PART_FIELDS, EvaluateConfig, SampleConfig, check, make_config
+from tread_zoo.cli import command, compose_settings
+from tread_zoo.config import PART_FIELDS, RunConfig, make_config
+from tread_zoo.evaluation.evaluate import EvaluateConfig
+from tread_zoo.fields import check, default_fields
+from tread_zoo.help import describe, settings
 from tread_zoo.routing import build_routing
 
 ROOT = Path(__file__).parents[1]
@@ -40,23 +46,31 @@ def test_the_command_line_and_python_have_the_same_defaults():
 
 @pytest.mark.parametrize("group", PART_FIELDS)
 def test_every_registered_part_is_an_option_of_its_group(group):
-    """One of them is composed; the others' defaults are made like it."""
+    """One of them is composed; the others are like it."""
     names = ["local"] if group == "tracker" else available(group)  # others need their packages
     for name in names:
         needs = NEEDS.get((group, name), [])
         config = make_config(**fields_of(f"{group}={name}", *needs))
         assert getattr(config, group)["name"] == name
     assert not compose(f"{group}={name}", *needs).differences(config)
-    listed = {file.removesuffix(".yaml") for file in ConfigStore.instance().list(group)}
-    assert set(available(group)) <= listed
 
 
 def test_null_is_given_and_what_is_not_given_is_the_run_s_own():
     given = ["checkpoint=x", "evaluation.num_reference=null"]
-    options = compose_settings("evaluate", given, EvaluateConfig, ("sampler", "guidance"))
-    assert {k: v for k, v in options["evaluation"].items() if v != AS_RUN} == {
-        "num_reference": None
+    assert compose_settings("evaluate", given, EvaluateConfig) == {
+        "checkpoint": "x",
+        "evaluation": {"num_reference": None},
     }
+
+
+def test_options_without_a_name_are_those_of_the_default_part():
+    config = compose("optimizer.weight_decay=0.1", "data.held_out=0.5")
+    assert (config.optimizer["name"], config.optimizer["weight_decay"]) == ("adamw", 0.1)
+    assert config == make_config(optimizer={"weight_decay": 0.1}, data={"held_out": 0.5})
+
+
+def test_a_value_may_name_a_setting_that_is_not_given():
+    assert compose("run_dir=x_${seed}_${training.batch_size}").run_dir == "x_0_64"
 
 
 def test_a_configuration_goes_through_plain_values_unchanged():
@@ -144,7 +158,6 @@ def check_error(make, words):
         ("training.num_step=3", ["training.num_step ", "training.num_steps"]),
         ("sampler.s_churn=1", ["sampler.s_churn "]),
         ("data=npz", ["data.path", "data.path=…"]),
-        ("seed", ["seed"]),
         ("plugins=[no_such_module]", ["no_such_module", "PYTHONPATH"]),
         ("plugins=[1]", ["plugins=[1]", "[my_module]"]),
         ("training.learning_rate=1e-3", ["training.learning_rate ", "optimizer.learning_rate?"]),
@@ -231,25 +244,28 @@ def test_ordinary_paths_need_no_quotes_but_those_of_the_shell(path):
         (["--backbone", "dit_tiny"], "backbone=dit_tiny"),
         (["--backbone=dit_tiny"], "backbone=dit_tiny"),
         (["backbone", "dit_tiny"], "backbone=dit_tiny"),
-        (["runs/photos"], "checkpoint=runs/photos"),
+        (["seed=1", "runs/photos"], "field=value"),
+        (["seed"], "seed="),
         (["backbone=dit,mamba"], "-m"),
         (["backbone=dit,mamba"], "tread-zoo compare backbone=dit,mamba"),
-        (["-m", "backbone=dit,mambaa"], "'mamba'"),
-        (["-m", "backbone=dit,mamba"], None),
-        (["--cfg", "job", "~tracker", "seed=1"], None),
+        (["seed=range(3)"], "-m"),
+        (["experment=digits"], "experiment?"),
+        (["experiment=digit"], "'digits'"),
+        (["hydra/launcher=slrum"], "'slurm'"),
+        (["-m", "seed=0,1", "sed=1"], "seed?"),
     ],
 )
-def test_words_that_are_no_overrides_are_answered_with_the_right_spelling(words, meant):
-    def check_command_line():
-        with worded():
-            check_words(words, {"checkpoint": "???", "backbone": "dit_tiny"})
-            check_overrides("train", words)
-
-    compose()  # which makes the parts known to hydra
-    if meant is None:
-        check_command_line()
-    else:
-        check_error(check_command_line, [meant])
+def test_a_wrong_command_line_is_one_line_with_the_right_spelling(
+    words, meant, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    with pytest.raises(SystemExit) as end:
+        command("train", RunConfig)(lambda settings: None)()
+    error = capsys.readouterr().err
+    assert end.value.code == 1
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert meant in error
 
 
 @pytest.mark.parametrize(("text", "weights"), [("model", "model"), ("ema:0.050", "ema:0.05")])
@@ -283,15 +299,44 @@ def test_a_recipe_goes_with_every_backbone_and_routing(number, recipe):
     assert config.routing.name == routing.partition("_")[0]
 
 
-def test_help_lists_the_groups_and_imports_no_heavy_library():
+COMMANDS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
+
+
+@pytest.mark.parametrize("script", [s for s in COMMANDS if s not in ("resume", "convert_latents")])
+def test_each_setting_of_each_command_has_a_sentence(script):
+    module = importlib.import_module(f"scripts.{script}")
+    config = CompareConfig if script == "compare" else module.main.config
+    listed = list(settings(config))
+    assert [name for name, _, sentence in listed if not sentence] == []
+    assert {name.partition(".")[0] for name, *_ in listed} == set(default_fields(config))
+
+
+def test_help_shows_settings_with_defaults_and_sentences_the_rare_ones_if_asked():
+    def shown(*words):
+        return describe("A script.", RunConfig, ["--help", *words], {"experiment": ["digits"]})
+
+    text = shown()
+    assert re.search(r"training.batch_size=64 +images per process", text)
+    assert "a preset: digits" in text
+    assert "routing.carry_from" not in text
+    assert "routing.carry_from" in shown("all")
+    assert "mamba_tiny" in shown("backbone")
+    part = shown("optimizer=muon", "sampler=heun")
+    assert re.search(r"optimizer.momentum=0.95 +as of torch", part)
+    assert "sampler.shift=1.0" in part
+
+
+@pytest.mark.parametrize(
+    "word", ["--help", "sed=1", "training.num_step=3", "evaluation.num_images=0", "seed=x"]
+)
+def test_help_and_wrong_settings_do_not_wait_for_torch(word):
     code = (
-        "import sys, runpy; sys.argv = ['train.py', '--help']\n"
+        "import sys, runpy; sys.argv[0] = 'train.py'\n"
         "try: runpy.run_path('scripts/train.py', run_name='__main__')\n"
         "except SystemExit: pass\n"
-        "heavy = ('accelerate', 'sklearn', 'scipy', 'matplotlib', 'datasets', 'diffusers', "
-        "'torchvision', 'torch_fidelity', 'wandb')\n"
-        "print('loaded:', [m for m in heavy if m in sys.modules])\n"
+        "print('loaded:', [m for m in ('torch', 'numpy', 'pandas') if m in sys.modules])\n"
     )
-    done = run_python("-c", code, cwd=ROOT, fresh=True)
-    assert "optimizer: adamw" in done.stdout, done.stderr
-    assert "loaded: []" in done.stdout
+    done = run_python("-c", code, word, cwd=ROOT, fresh=True)
+    assert "loaded: []" in done.stdout, done.stderr
+    said = done.stdout if word == "--help" else done.stderr
+    assert word.partition("=")[0].partition("--")[2] in said

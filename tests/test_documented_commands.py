@@ -10,12 +10,15 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from scripts.compare import read_settings
+from scripts.sample import SampleConfig
 from tests.published.tensors import theirs
 from tests.small_run import fields_of
 from tread_zoo.__main__ import COMMANDS as SCRIPTS
 from tread_zoo.cli import compose_settings
-from tread_zoo.config import EvaluateConfig, SampleConfig, check, make_config
+from tread_zoo.config import make_config
 from tread_zoo.data.encode import write_table
+from tread_zoo.evaluation.evaluate import EvaluateConfig
+from tread_zoo.fields import check
 from tread_zoo.published import import_checkpoint
 from tread_zoo.runs.checkpoint import find_checkpoint
 from tread_zoo.runs.restore import restore
@@ -110,7 +113,7 @@ def test_the_recipe_of_finetuning_runs(tmp_path, monkeypatch):
 
 def test_there_are_commands_to_read():
     assert len(COMMANDS) > 40
-    assert {"README.md", "data.md", "train.py", "sample.yaml"} <= {where for where, _ in COMMANDS}
+    assert {"README.md", "data.md", "train.py", "slurm.yaml"} <= {where for where, _ in COMMANDS}
 
 
 @pytest.mark.parametrize("page", sorted({where for where, _ in COMMANDS}))
@@ -125,12 +128,11 @@ def test_the_documented_commands_have_settings_that_work(page):
             fixed = read_settings(study)["fixed"] if study else ()
             overrides = [word for word in overrides if not word.startswith("compare.")]
             overrides = [*fixed, *overrides]
-        groups = ("sampler", "guidance")
         if script == "sample":
-            check(SampleConfig, compose_settings("sample", overrides, SampleConfig, groups))
+            check(SampleConfig, compose_settings("sample", overrides, SampleConfig))
         elif "compare.runs" in line:  # they are of the script that scores
             overrides = ["checkpoint=x", *overrides]
-            check(EvaluateConfig, compose_settings("evaluate", overrides, EvaluateConfig, groups))
+            check(EvaluateConfig, compose_settings("evaluate", overrides, EvaluateConfig))
         elif script in ("train", "compare"):
             preset = any(word.startswith("experiment=") for word in overrides)
             make_config(

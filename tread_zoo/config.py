@@ -10,6 +10,7 @@ Fields marked `ASIDE` do not change what a run computes: where it writes, how of
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import re
@@ -21,7 +22,6 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
 )
@@ -36,9 +36,15 @@ ASIDE = "aside"
 LONGEST_NAME = 150  # bytes of a file name; file systems take 255
 
 
-def _part(kind: str) -> Any:
-    """Return the type of a field that chooses a part."""
-    return Annotated[dict[str, Any], BeforeValidator(lambda part: complete(kind, part))]
+def part_type(name: str) -> Any:
+    """Return the type of a field that chooses a part, by its name or by a mapping with its options;
+    without a name they are those of the part `name`."""
+
+    def with_name(part: Any) -> Any:
+        part = {"name": part} if isinstance(part, str) else part
+        return {"name": name, **part} if isinstance(part, Mapping) else part
+
+    return Annotated[dict[str, Any], BeforeValidator(with_name)]
 
 
 def _weights(text: str) -> str:
@@ -80,15 +86,17 @@ class TrainingConfig:
             as in `weights=ema:0.07`, is computed after training; 0: never.
         label_dropout: fraction of labels (or contexts) left out, for classifier-free guidance.
         horizontal_flip: mirror each image with probability one half.
-        precision: weights stay float32.
+        precision: of the computation; weights stay float32.
         activation_checkpointing: recompute blocks in the backward pass to save memory: true for
             every block, n for every n-th.
         compile: compile each block with torch.compile.
         num_workers: loader processes, for data that is not in memory.
         max_corrupt_share: fraction of the images that may be unreadable, rounded up, each replaced
             by another and listed in corrupt.txt; above it the run ends.
-        log_every, sample_every, score_every, checkpoint_every: in optimizer steps; 0 is at the end
-            only.
+        log_every: optimizer steps between two rows of numbers.
+        sample_every: optimizer steps between two grids of samples; 0: at the end only.
+        score_every: optimizer steps between two scores; 0: at the end only.
+        checkpoint_every: optimizer steps between two checkpoints; 0: at the end only.
         keep_checkpoints: how many of the newest to keep.
         timeout_s: seconds after which a process that waits for another gives up.
     """
@@ -191,14 +199,39 @@ def complete_sampler(part: str | Mapping[str, Any]) -> dict[str, Any]:
     return {"name": entry.name, **dataclasses.asdict(grid), **entry.complete(options)}
 
 
+# `--help` shows them only if it is asked for all.
+RARELY_SET = {
+    "kernels", "resume_changed", "inception_weights", "dinov2_weights", "part_size",
+    "max_corrupt_share",
+    *("routing." + name for name in (
+        "per_batch", "schedule", "final_rate", "rate_steps", "rate_range", "carry_from", "detach",
+        "sparsify", "redraw", "probability", "path_drop_probability", "reconstruction_weight",
+    )),
+    *("training." + name for name in (
+        "ema_snapshots_every", "max_corrupt_share", "timeout_s", "keep_checkpoints",
+    )),
+    *("evaluation." + name for name in (
+        "num_reference", "seed", "block_ranges", "batch_size", "inception_weights",
+        "dinov2_weights", "keep_images",
+    )),
+}  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class RunConfig:
     """All that makes a run.
 
     Args:
         plugins: modules that register parts of other projects; see docs/extending.md.
-        backbone, objective, data, optimizer, lr_schedule, sampler, guidance, alignment, tracker:
-            parts.
+        backbone: the network, as dit, mamba, rwkv, uvit or hybrid; a bare name is its size tiny.
+        objective: what it learns to predict: flow, edm or ddpm.
+        data: the images, as digits, cifar10, image_folder or latents.
+        optimizer: what moves the weights.
+        lr_schedule: its learning rate over training, as a fraction of the peak.
+        sampler: how samples are drawn, in training and afterwards.
+        guidance: of samples, as cfg, sparse or interval.
+        alignment: a second loss, on features of the blocks, as repa.
+        tracker: where numbers go beside the run's folder, as wandb or tensorboard.
         seed: of weights, data order and every draw.
         device: auto, cpu, cuda, cuda:1, mps.
         run_dir: the run's folder; auto is runs/ and a name of data, backbone, routing, objective,
@@ -215,18 +248,18 @@ class RunConfig:
     """
 
     plugins: Annotated[tuple[str, ...], ASIDE] = ()
-    backbone: _part("backbone") = "dit_tiny"  # type: ignore[valid-type]
+    backbone: part_type("dit_tiny") = "dit_tiny"  # type: ignore[valid-type]
     routing: RoutingConfig = dataclasses.field(default_factory=RoutingConfig)
-    objective: _part("objective") = "flow"  # type: ignore[valid-type]
-    data: _part("data") = "digits"  # type: ignore[valid-type]
+    objective: part_type("flow") = "flow"  # type: ignore[valid-type]
+    data: part_type("digits") = "digits"  # type: ignore[valid-type]
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
-    optimizer: _part("optimizer") = "adamw"  # type: ignore[valid-type]
-    lr_schedule: _part("lr_schedule") = "cosine"  # type: ignore[valid-type]
-    sampler: Annotated[dict[str, Any], BeforeValidator(complete_sampler)] = "euler"  # type: ignore[assignment]
-    guidance: _part("guidance") = "none"  # type: ignore[valid-type]
-    alignment: _part("alignment") = "none"  # type: ignore[valid-type]
+    optimizer: part_type("adamw") = "adamw"  # type: ignore[valid-type]
+    lr_schedule: part_type("cosine") = "cosine"  # type: ignore[valid-type]
+    sampler: part_type("euler") = "euler"  # type: ignore[valid-type]
+    guidance: part_type("none") = "none"  # type: ignore[valid-type]
+    alignment: part_type("none") = "none"  # type: ignore[valid-type]
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
-    tracker: Annotated[_part("tracker"), ASIDE] = "local"  # type: ignore[valid-type]
+    tracker: Annotated[part_type("local"), ASIDE] = "local"  # type: ignore[valid-type]
     seed: int = 0
     device: Annotated[str, ASIDE] = "auto"
     run_dir: Annotated[str, ASIDE] = "auto"
@@ -252,12 +285,13 @@ class CheckpointConfig:
     """What every script on a trained network takes.
 
     Args:
-        plugins: as of `RunConfig`: those of the checkpoint must be loaded.
+        plugins: modules that register parts; those of the checkpoint must be loaded.
         checkpoint: a run's folder (its newest checkpoint) or one checkpoint.
         out: where the result goes; null: to the run's folder, see each script.
         weights: ema; model; or ema:0.05, the average of that relative width, of a run with
             `training.ema_snapshots_every` (docs/evaluation.md).
-        device, precision, kernels: as of `RunConfig` and `TrainingConfig`.
+        device, kernels: as of `RunConfig`.
+        precision: as of `TrainingConfig`.
     """
 
     plugins: tuple[str, ...] = ()
@@ -267,219 +301,6 @@ class CheckpointConfig:
     device: str = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     kernels: dict[str, str] = dataclasses.field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, config=OPTIONS)
-class SampleConfig(CheckpointConfig):
-    """What tread-zoo sample draws.
-
-    Args:
-        sampler, guidance: what differs from the run's own, by field; with `name`, another one.
-        out: folder of the images; null is <run>/generated/ and a name made of the settings.
-        overwrite: replace the images that `out` holds, if they were made with other settings.
-        num_images, first_index: image i of a seed is the same whatever the batch size: a set is
-            continued by `first_index`.
-        label: one class for all, by number or by name (a folder's, as in label=hopper); null: image
-            i gets label i mod num_classes.
-        contexts: .npy [n, T, S]: image i gets row i mod n; null: those of held-out images.
-        seed, batch_size: of the images.
-        vae: of latents: null is the run's; a folder where it has moved; none leaves latents.
-    """
-
-    sampler: dict[str, Any] = dataclasses.field(default_factory=dict)
-    guidance: dict[str, Any] = dataclasses.field(default_factory=dict)
-    overwrite: bool = False
-    num_images: PositiveInt = 64
-    first_index: NonNegativeInt = 0
-    label: NonNegativeInt | str | None = None
-    contexts: str | None = None
-    seed: int = 0
-    batch_size: PositiveInt = 64
-    vae: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, config=OPTIONS)
-class EvaluateConfig(CheckpointConfig):
-    """What tread-zoo evaluate scores: a checkpoint's samples, or existing images.
-
-    Args:
-        samples: instead of a checkpoint, a folder of pictures, or an .npz with arr_0 uint8
-            [N,H,W,C] and perhaps labels arr_1; all are scored.
-        data: of a checkpoint, options that differ from the run's, as in data={path: …}; of
-            samples, the data whose part the reference is, as in data=cifar10.
-        sampler, guidance: what differs from the run's own, by field; with `name`, another one.
-        evaluation: of a checkpoint, fields that differ from the run's own; of samples, from the
-            defaults.
-        out: file of the record; null: <run>/score_<step>_<digest of the protocol>.json, or beside
-            the samples.
-        vae: of latents: null is the run's; a folder where it has moved.
-    """
-
-    checkpoint: str | None = None  # type: ignore[assignment]
-    samples: str | None = None
-    data: str | dict[str, Any] = dataclasses.field(default_factory=dict)
-    sampler: dict[str, Any] = dataclasses.field(default_factory=dict)
-    guidance: dict[str, Any] = dataclasses.field(default_factory=dict)
-    evaluation: dict[str, Any] = dataclasses.field(default_factory=dict)
-    vae: str | None = None
-
-    def __post_init__(self) -> None:
-        if (self.checkpoint is None) == (self.samples is None):
-            raise ValueError("name what to score: either checkpoint=… or samples=…")
-
-
-@dataclass(frozen=True, kw_only=True, config=OPTIONS)
-class ProbeConfig(CheckpointConfig):
-    """What tread-zoo probe measures.
-
-    Args:
-        out: folder of placement.png and placement.json; null: <run>/placement.
-        data: options that differ from the run's, as in data={path: …}.
-        measure: cosine counts a rotated state as changed, cka does not.
-        num_images: held-out ones; of an imported checkpoint, samples on their way from noise.
-        num_levels: noise levels, over the objective's range.
-        max_tokens: measured at most, all images together; the same places in each.
-        batch_size: images at a time.
-        selection_rate: of the route whose saving is counted.
-        seed: of the noise and of the places.
-    """
-
-    data: dict[str, Any] = dataclasses.field(default_factory=dict)
-    measure: Literal["cosine", "cka"] = "cosine"
-    num_images: PositiveInt = 64
-    num_levels: PositiveInt = 5
-    max_tokens: PositiveInt = 4096
-    batch_size: PositiveInt = 64
-    selection_rate: Fraction = 0.5
-    seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, config=OPTIONS)
-class CompareConfig:
-    """What tread-zoo compare compares: the fields are explained in configs/compare.yaml."""
-
-    out: str
-    title: str | None = None
-    grids: tuple[dict[str, list[Any]], ...] = ()
-    fixed: tuple[str, ...] = ()
-    jobs: PositiveInt = 1
-    metric: str | None = None
-    goal: float | None = None
-    runs: str | tuple[str, ...] = ()
-    to: Literal["reference"] | None = None
-    recipe: str | None = None
-    curve: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, config=OPTIONS)
-class ReferenceConfig:
-    """What tread-zoo make-reference writes.
-
-    Args:
-        plugins, data, device: as of `RunConfig`.
-        out: an .npz file, for evaluation.reference.
-        evaluation: only these apply: reference (the part of the data), num_reference, batch_size,
-            the extractor and its weights.
-    """
-
-    plugins: tuple[str, ...] = ()
-    data: _part("data") = "digits"  # type: ignore[valid-type]
-    out: str
-    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
-    device: str = "auto"
-
-
-@dataclass(frozen=True, kw_only=True, config=OPTIONS)
-class FeaturesConfig:
-    """What tread-zoo make-features trains.
-
-    Args:
-        plugins, data, device: as of `RunConfig`.
-        out: a .safetensors file, for evaluation.extractor.
-        num_features: of the vector that distances are taken in.
-        layers: of each convolution its channels, its padding, and whether a pooling follows; null:
-            four, for images of 16 pixels and more.
-        num_steps, batch_size, learning_rate, seed: of the training.
-    """
-
-    plugins: tuple[str, ...] = ()
-    data: _part("data") = "digits"  # type: ignore[valid-type]
-    out: str
-    num_features: PositiveInt = 128
-    layers: tuple[tuple[PositiveInt, NonNegativeInt, bool], ...] | None = None
-    num_steps: PositiveInt = 1500
-    batch_size: PositiveInt = 128
-    learning_rate: NonNegativeFloat = 2e-3
-    seed: int = 0
-    device: str = "auto"
-
-
-@dataclass(frozen=True, kw_only=True, config=OPTIONS)
-class DoctorConfig:
-    """What tread-zoo doctor shows.
-
-    Args:
-        device, kernels: as of `RunConfig`.
-        gpu: print what each row would run on this GPU, which need not be here, instead: a100, h100,
-            h200, b200, rtx4090, rtx5090, mi300x.
-        backbones: a pattern such as "mamba*": print a table of their sizes instead, at
-            `input_size`, `in_channels`, `num_classes`.
-    """
-
-    device: str = "auto"
-    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
-    gpu: Literal["a100", "h100", "h200", "b200", "rtx4090", "rtx5090", "mi300x"] | None = None
-    backbones: str | None = None
-    input_size: PositiveInt = 32
-    in_channels: PositiveInt = 4
-    num_classes: NonNegativeInt = 1000
-
-
-@dataclass(frozen=True, kw_only=True, config=OPTIONS)
-class ImportConfig:
-    """What tread-zoo import converts; the file itself is `in`.
-
-    Args:
-        format: the project: see docs/importing.md.
-        out: a new folder, which tread-zoo sample takes as its checkpoint.
-        export: the other way: `in` is a run's folder, `out` a file as the project has it; of the
-            fields below `weights` alone applies.
-        weights: of an export, as of `CheckpointConfig`.
-        objective: null: the project's usual one; for format=tread, edm or flow.
-        num_heads: null: that of the published sizes, because no tensor shows it.
-        num_classes: null: the label table less its last row, the null label.
-        drop_unknown: leave out tensors that our backbone has no place for.
-    """
-
-    format: str
-    out: str
-    export: bool = False
-    weights: Weights = "ema"
-    objective: str | None = None
-    num_heads: PositiveInt | None = None
-    num_classes: NonNegativeInt | None = None
-    drop_unknown: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, config=OPTIONS)
-class PushConfig:
-    """What tread-zoo push publishes.
-
-    Args:
-        plugins, checkpoint, weights: as of `CheckpointConfig`.
-        out: folder of the files; null is <run>/hub.
-        repo: user/name on the hub, to upload them; null only writes them.
-        private: a new repository is seen by its owner alone.
-        license: of the weights, as the hub names it, such as apache-2.0; null states none.
-    """
-
-    plugins: tuple[str, ...] = ()
-    checkpoint: str
-    weights: Weights = "ema"
-    out: str | None = None
-    repo: str | None = None
-    private: bool = False
-    license: str | None = None
 
 
 def make_config(**fields: Any) -> RunConfig:
@@ -492,7 +313,13 @@ def make_config(**fields: Any) -> RunConfig:
             range, or values that exclude each other; one line with the field, the value and what
             would work.
     """
-    config: RunConfig = check(RunConfig, fields, "", _with_options(fields))
+    config: RunConfig = check(
+        RunConfig, fields, "", functools.partial(with_options, RunConfig, fields)
+    )
+    parts = {kind: getattr(config, kind) for kind in PART_FIELDS}
+    sampler = complete_sampler(parts.pop("sampler"))
+    parts = {kind: complete(kind, part) for kind, part in parts.items()}
+    config = dataclasses.replace(config, **parts, sampler=sampler)
     training, optimizer, routing = config.training, dict(config.optimizer), config.routing
     if training.num_steps == "auto":
         steps = get_entry("data", config.data["name"]).facts.get("num_steps")
@@ -571,14 +398,15 @@ def _auto_run_dir(config: RunConfig) -> str:
     return f"runs/{'_'.join([*names, *([file_name(texts)] if texts else [])])}_seed{config.seed}"
 
 
-def _with_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return every field of a run, and in place of a part's name its options."""
-    tree = default_fields(RunConfig)
+def with_options(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a configuration class, and in place of a part's name its options."""
+    tree = default_fields(cls)
     for kind in PART_FIELDS:
-        with suppress(ValueError):
-            entry = get_entry(kind, split(kind, given.get(kind, tree[kind]))[0])
-            grid = default_fields(SamplingGrid) if kind == "sampler" else {}
-            tree[kind] = {**grid, **dict.fromkeys(entry.parameters()), **entry.defaults()}
+        if isinstance(tree.get(kind), str):
+            with suppress(ValueError):
+                entry = get_entry(kind, split(kind, given.get(kind, tree[kind]))[0])
+                grid = default_fields(SamplingGrid) if kind == "sampler" else {}
+                tree[kind] = {**grid, **dict.fromkeys(entry.parameters()), **entry.defaults()}
     return tree
 
 

@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 MOST_LISTED = 24  # names in one line
 # What fields are called elsewhere; the last part alone where the other groups have it, too.
 USUAL_NAMES = {
-    "lr": "optimizer.learning_rate",
-    "wd": "optimizer.weight_decay",
+    **dict.fromkeys(("lr", "learning_rate"), "optimizer.learning_rate"),
+    **dict.fromkeys(("wd", "weight_decay"), "optimizer.weight_decay"),
     "warmup": "lr_schedule.warmup_steps",
     "batch": "training.batch_size",
     "bs": "training.batch_size",
@@ -42,14 +42,18 @@ def unknown_name(field: str, value: object, known: Iterable[str]) -> ValueError:
     hint = f" Did you mean {near[0]!r}?" if near else ""
     if len(names) > MOST_LISTED:
         few = ", ".join(difflib.get_close_matches(str(value), names, n=6, cutoff=0))
-        listed = f"Nearest of {len(names)}: {few}; tread-zoo train --help lists all."
+        listed = f"Nearest of {len(names)}: {few}; tread-zoo train --help {field} lists all."
     else:
         listed = f"Known: {', '.join(names) or 'none'}."
     return ValueError(f"{field}={value!r} is unknown.{hint} {listed}")
 
 
 def unknown_field(
-    group: str, field: object, known: Iterable[str], tree: Mapping[str, Any] | None = None
+    group: str,
+    field: object,
+    known: Iterable[str],
+    tree: Mapping[str, Any] | None = None,
+    options: Callable[[], Mapping[str, Any]] = dict,
 ) -> ValueError:
     """Return a `ValueError` for a field that its group does not have, suggesting the nearest one.
 
@@ -58,10 +62,12 @@ def unknown_field(
         field: what was given.
         known: the fields that there are.
         tree: all groups with their fields, as nested mappings: the field may be of another one.
+        options: returns the same with the options of parts, where these have none like it.
     """
     names, prefix = sorted(known), f"{group}." if group else ""
-    paths = dict.fromkeys([*(prefix + name for name in names), *_paths(tree or {})])
-    near = _nearest_field(str(field), prefix, list(paths))
+    paths = [prefix + name for name in names]
+    near = _nearest_field(str(field), prefix, [*dict.fromkeys([*paths, *_paths(tree or {})])])
+    near = near or _nearest_field(str(field), prefix, [*_paths(options())])
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     return ValueError(f"{prefix}{field} is no setting.{hint} Known: {', '.join(names) or 'none'}.")
 
@@ -70,7 +76,7 @@ def _nearest_field(field: str, prefix: str, paths: list[str]) -> list[str]:
     """Return the dotted names that `field` may mean: one by its usual name; two where a name is the
     same in several groups; the one that is written most alike, of its own group if there is one."""
     usual = USUAL_NAMES.get(field, "")
-    if usual in paths:
+    if usual.partition(".")[0] in paths:
         return [usual]
     name = usual.rpartition(".")[2] or field
     same = [path for path in paths if path.rpartition(".")[2] == name]
@@ -116,7 +122,11 @@ def missing_path(field: str, path: str, why: str = "") -> ValueError:
 
 
 def describe_invalid(
-    prefix: str, error: "ValidationError", given: Mapping[str, Any], defaults: Mapping[str, Any]
+    prefix: str,
+    error: "ValidationError",
+    given: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    options: Callable[[], Mapping[str, Any]] = dict,
 ) -> ValueError:
     """Return what pydantic found, as one `ValueError` of one line.
 
@@ -126,6 +136,7 @@ def describe_invalid(
         given: what was validated.
         defaults: the fields that there are, with their defaults as far as they have some; nested
             groups are mappings.
+        options: see `unknown_field`.
     """
     details = error.errors(include_url=False)
     first = details[0]
@@ -136,7 +147,9 @@ def describe_invalid(
         last = depth == len(first["loc"]) - 1
         if first["type"] in ("extra_forbidden", "unexpected_keyword_argument") and last:
             names = known if isinstance(known, Mapping) else ()
-            return unknown_field(".".join(path), key, names, defaults if not prefix else None)
+            if prefix:
+                return unknown_field(".".join(path), key, names)
+            return unknown_field(".".join(path), key, names, defaults, options)
         if first["type"] == "missing" and last and isinstance(key, str):
             field = ".".join([*path, str(key)])
             return ValueError(f"{field} is not set: add {field}=… to the command line.")

@@ -9,7 +9,7 @@ check(RouteConfig, {"selection_rate": 0.5}, "routing")
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -25,7 +25,7 @@ def check(
     cls: type[Any],
     fields: Mapping[str, Any],
     prefix: str = "",
-    tree: Mapping[str, Any] | None = None,
+    options: Callable[[], Mapping[str, Any]] = dict,
 ) -> Any:
     """Return an instance of a dataclass of options made of plain values.
 
@@ -33,7 +33,7 @@ def check(
         cls: the class.
         fields: some or all of its fields.
         prefix: the group that they stand under, for errors.
-        tree: the fields that there are, with their defaults, for suggestions; None: those of `cls`.
+        options: returns further fields, nested as they are written, for suggestions.
 
     Raises:
         ValueError: in one line, what is wrong with the first field that is.
@@ -42,7 +42,7 @@ def check(
     try:
         return TypeAdapter(cls).validate_json(json.dumps(plain))
     except ValidationError as error:
-        raise describe_invalid(prefix, error, plain, tree or default_fields(cls)) from None
+        raise describe_invalid(prefix, error, plain, default_fields(cls), options) from None
 
 
 def as_plain(value: Any) -> Any:
@@ -61,5 +61,6 @@ def default_fields(cls: Any) -> dict[str, Any]:
         value = "???" if field.default is dataclasses.MISSING else field.default
         if field.default_factory is not dataclasses.MISSING:
             value = field.default_factory()
-        defaults[field.name] = default_fields(value) if dataclasses.is_dataclass(value) else value
+        name = field.name.rstrip("_")  # of a word of Python's, as `in_`
+        defaults[name] = default_fields(value) if dataclasses.is_dataclass(value) else value
     return defaults

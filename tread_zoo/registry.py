@@ -124,6 +124,12 @@ class Entry:
                 that is missing, or values that do not go together.
         """
         where = field or self.kind
+        if options and not self.parameters():
+            others = [name for name in available(self.kind) if name != self.name]
+            raise ValueError(
+                f"{where}.{next(iter(options))} is no setting, because {where}={self.name} has "
+                f"none: set {where}={' or '.join(others)}."
+            )
         plain = json.dumps(dict(options), default=as_plain)
         try:
             model = self.schema.model_validate_json(plain)
@@ -252,7 +258,9 @@ def get_entry(kind: str, name: str, field: str | None = None) -> Entry:
     for candidate in (name, f"{name}_tiny") if kind == "backbone" else (name,):
         if (kind, candidate) in _entries:
             return _entries[kind, candidate]
-    error = unknown_name(field or kind, name, available(kind))
+    known = available(kind)
+    known += [n.removesuffix("_tiny") for n in known if kind == "backbone" and n.endswith("_tiny")]
+    error = unknown_name(field or kind, name, known)
     if _broken:
         why = "; ".join(f"{plugin}: {reason}" for plugin, reason in _broken.items())
         error = ValueError(f"{error} Plug-ins that could not be loaded: {why}")

@@ -127,7 +127,9 @@ class Stub:
 
 def write_latents(folder, data=None, **options):
     """Encode `data` by the stub: [3,4,4] a picture of 8x8; return the folder."""
-    config = EncodingConfig(**{"content": "mode", "batch_size": 4, "part_size": 10, **options})
+    config = EncodingConfig(
+        vae="", out="", **{"content": "mode", "batch_size": 4, "part_size": 10, **options}
+    )
     assert encode(data or with_contexts(), Stub(), folder, config)
     return folder
 
@@ -141,7 +143,7 @@ def place_features(images):
 
 def write_features(folder, vae=None, **options):
     """Encode random images, by the stub or as they are, with features; return the folder."""
-    config = EncodingConfig(**{"batch_size": 16, "flips": True, **options})
+    config = EncodingConfig(**{"vae": "", "out": "", "batch_size": 16, "flips": True, **options})
     features = ("places", place_features)
     assert encode(image_data(40, 8), vae, folder, config, features=features)
     return folder

@@ -125,7 +125,9 @@ def test_a_checkpoint_restores_the_codec_and_another_autoencoder_is_refused(enco
 
 def test_a_stopped_encoding_goes_on_and_processes_share_the_parts(encoded, tmp_path):
     whole = Path(encoded(content="samples"))
-    config = EncodingConfig(content="samples", part_size=4, dtype="float32", batch_size=3)
+    config = EncodingConfig(
+        vae="", out="", content="samples", part_size=4, dtype="float32", batch_size=3
+    )
     out = tmp_path / "other"
     given = {"num_ranks": 2}
     assert not encode(image_data(), Stub(), out, config, rank=1, **given)
@@ -139,8 +141,9 @@ def test_a_stopped_encoding_goes_on_and_processes_share_the_parts(encoded, tmp_p
     torch.testing.assert_close(stack(one.train), stack(other.train))  # drawn by (part, item)
     torch.testing.assert_close(stack(one.held_out), stack(other.held_out))
     assert one.codec.scale == pytest.approx(other.codec.scale)
+    config = EncodingConfig(vae="", out="", content="samples", part_size=4)
     with pytest.raises(ValueError, match="differs in dtype"):
-        encode(image_data(), Stub(), out, EncodingConfig(content="samples", part_size=4), **given)
+        encode(image_data(), Stub(), out, config, **given)
 
 
 def test_images_that_cannot_be_read_are_left_out_and_listed(tmp_path):
@@ -172,7 +175,7 @@ def test_autoencoders_of_diffusers_from_encoding_to_pixels(tmp_path, kind):
     shutil.copytree(path, pipeline / "vae")
     vae = load_vae(str(pipeline))
     assert vae.sha256 == load_vae(path).sha256
-    config = EncodingConfig(batch_size=4, dtype="float32")
+    config = EncodingConfig(vae="", out="", batch_size=4, dtype="float32")
     assert encode(image_data(), vae, tmp_path / "latents", config)
     data = latents(str(tmp_path / "latents"), normalization="scale", vae=path)
     x = data.codec.to_model(stack(data.train), device=CPU)

@@ -4,11 +4,12 @@ import numpy as np
 import torch
 
 from tread_zoo import create, create_backbone
-from tread_zoo.config import EvaluationConfig, check
+from tread_zoo.config import EvaluationConfig
 from tread_zoo.data import ArrayDataset, ImageData
 from tread_zoo.diffusion import build_sampling
 from tread_zoo.evaluation.evaluate import evaluate
 from tread_zoo.evaluation.features import ClassifierFeatures, save_features
+from tread_zoo.fields import check
 
 METRICS = ("fid", "kid", "precision", "recall", "isc")
 

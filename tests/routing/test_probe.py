@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from scripts.probe_routes import describe, probe, token_states
+from scripts.probe_routes import ProbeConfig, describe, probe, token_states
 from tests.test_contract import SMALL
 from tread_zoo import create, create_backbone
-from tread_zoo.config import ProbeConfig, check
 from tread_zoo.data import digits
 from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.evaluation.pictures import plot_similarity
+from tread_zoo.fields import check
 from tread_zoo.routing import NO_ROUTING, build_routing
 from tread_zoo.routing.probe import propose_route, similarity
 from tread_zoo.seeding import make_generator

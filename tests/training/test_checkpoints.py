@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from scripts.sample import SampleConfig
 from tests.processes import run_python
 from tests.small_run import train_small
 from tread_zoo import load_pretrained
 from tread_zoo.cli import compose_settings
-from tread_zoo.config import EvaluateConfig, SampleConfig, check
 from tread_zoo.data.files import write_text
 from tread_zoo.diffusion import AutoGuidance
+from tread_zoo.evaluation.evaluate import EvaluateConfig
+from tread_zoo.fields import check
 from tread_zoo.runs.checkpoint import (
     CheckpointError,
     drop_later,
@@ -282,9 +284,9 @@ def test_the_command_line_changes_what_the_same_words_change_in_python(
     guided, words, sampler, guidance
 ):
     restored = restore(guided, weights="ema", device="cpu", precision="fp32")
-    groups, given = ("sampler", "guidance"), ["checkpoint=x", *words]
+    given = ["checkpoint=x", *words]
     for script, config in (("sample", SampleConfig), ("evaluate", EvaluateConfig)):
-        settings = check(config, compose_settings(script, given, config, groups))
+        settings = check(config, compose_settings(script, given, config))
         typed = sampled_as(restored, settings.sampler, settings.guidance)
         assert typed == sampled_as(restored, sampler, guidance)
         assert (typed["shift"], typed["selection_rate"]) == (3.0, 0.25)

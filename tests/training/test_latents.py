@@ -97,7 +97,7 @@ def call(script, *overrides, expect=0):
 @pytest.mark.slow
 def test_from_encoded_digits_to_decoded_samples(run, tmp_path):
     vaes = save_vaes(tmp_path)
-    config = EncodingConfig(batch_size=200, flips=True)
+    config = EncodingConfig(vae="", out="", batch_size=200, flips=True)
     vae = load_vae(vaes["AutoencoderKL"])
     assert encode(create("data", "digits"), vae, tmp_path / "latents", config)
     given_data = (

@@ -26,6 +26,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from tread_zoo.config import part_type
 from tread_zoo.data.dataset import ImageData, as_bytes, to_model_range, to_uint8
 from tread_zoo.data.files import write_text, written_whole
 from tread_zoo.data.latents import SPLITS, split_moments
@@ -46,28 +47,44 @@ Extract = Callable[[Tensor], Tensor]  # images uint8 [B,C,H,W] -> features float
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class EncodingConfig:
-    """How to encode."""
+    """What tread-zoo encode writes.
 
-    plugins: tuple[str, ...] = ()  # as of `RunConfig`
-    data: dict[str, Any] = dataclasses.field(default_factory=dict)  # a source of images
-    vae: str = ""  # a folder of diffusers, or a hub's name; none keeps the images as they are
-    # An extractor, as of `EvaluationConfig`, whose features are stored beside, for `alignment`.
+    Args:
+        plugins: as of `RunConfig`.
+        data: a source of images.
+        vae: a folder of diffusers, or a hub's name; none keeps the images as they are.
+        features: an extractor, as evaluation.extractor, whose features are stored beside, for
+            `alignment`; null: none.
+        inception_weights, dinov2_weights: as of `EvaluationConfig`.
+        out: folder of the table; the same command again encodes what is missing.
+        content: moments keeps mean and logvar, and training draws; samples draws once; mode takes
+            the mean; auto is moments where the autoencoder has them, else mode.
+        flips: encode mirrored images beside, for training.horizontal_flip.
+        dtype: of latents on the disk.
+        batch_size: images at a time.
+        part_size: images in a file.
+        num_workers: processes that read images.
+        max_corrupt_share: fraction of the images that may be unreadable; they are left out.
+        device: as of `RunConfig`.
+        precision: of the autoencoder.
+    """
+
+    plugins: tuple[str, ...] = ()
+    data: part_type("image_folder") = "image_folder"  # type: ignore[valid-type]
+    vae: str
     features: str | None = None
-    inception_weights: str | None = None  # as of `EvaluationConfig`
+    inception_weights: str | None = None
     dinov2_weights: str | None = None
-    out: str = ""  # folder of the table; the same command again encodes what is missing
-    # moments keeps mean and logvar, and training draws; samples draws once; mode takes the mean;
-    # auto is moments where the autoencoder has them, else mode.
+    out: str
     content: Literal["auto", "moments", "samples", "mode"] = "auto"
-    flips: bool = False  # encode mirrored images beside, for training.horizontal_flip
-    dtype: Literal["float16", "bfloat16", "float32"] = "float16"  # of latents on the disk
+    flips: bool = False
+    dtype: Literal["float16", "bfloat16", "float32"] = "float16"
     batch_size: PositiveInt = 16
-    part_size: PositiveInt = 4000  # images in a file
-    num_workers: NonNegativeInt = 0  # processes that read images
-    # As of `TrainingConfig`; those images are left out.
+    part_size: PositiveInt = 4000
+    num_workers: NonNegativeInt = 0
     max_corrupt_share: Fraction = 0.001
     device: str = "auto"
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"  # of the autoencoder
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
 
 
 def encode(

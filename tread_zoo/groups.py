@@ -1,0 +1,92 @@
+"""What hydra knows of a script's fields: which there are, and that a part may have any name.
+
+A field that chooses a part is a group of hydra's, and every name is an option of it. Which names
+there are, the registry says when the settings are checked: to compose, no part is imported and no
+plug-in.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
+
+from tread_zoo.config import PART_FIELDS
+from tread_zoo.fields import default_fields
+from tread_zoo.registry import available
+
+
+def groups_of(config: type) -> list[str]:
+    """Return the fields of a script's settings that choose a part."""
+    defaults = default_fields(config)
+    return [f for f in (*PART_FIELDS, "routing") if isinstance(defaults.get(f), str | dict)]
+
+
+def store_fields(
+    name: str, config: type, presets: Mapping[str, str | None], whole: bool = False
+) -> None:
+    """Give hydra the fields of a script, none of them set; fields of a group may be any.
+
+    Args:
+        name, config: of the script, and the class of its settings.
+        presets: groups of files whose settings come last, and what is chosen of each.
+        whole: with their defaults, to be shown.
+    """
+    groups, node = groups_of(config), dict[str, Any]()
+    for field, default in default_fields(config).items():
+        if field not in groups and not isinstance(default, Mapping):
+            node[field] = default if whole else "???"
+            continue
+        shown = {"name": default} if isinstance(default, str) else default
+        node[field] = OmegaConf.create(shown if whole else {}, flags={"struct": False})
+    node["defaults"] = ["_self_", *({group: None} for group in groups)]
+    node["defaults"] += [{group: option} for group, option in presets.items()]
+    node["defaults"] += [{"override hydra/job_logging": "plain"}]
+    sweep = {"dir": "runs/sweep", "subdir": "${hydra.job.num}"}
+    node["hydra"] = {"output_subdir": None, "run": {"dir": "."}, "sweep": sweep}
+    ConfigStore.instance().store(name, node)
+    PartNamesPath.groups = groups
+    for plugin in (PartNames, PartNamesPath):
+        Plugins.instance().register(plugin)
+
+
+class PartNames(ConfigSource):
+    """Hydra's source of parts: each name is an option of the groups that its path lists."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "parts"
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path.strip("/") in self.path.split(",") and config_path != ""
+
+    def is_config(self, config_path: str) -> bool:
+        group, _, name = config_path.rpartition("/")
+        return self.is_group(group) and (group != "routing" or name == "none")
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        name = config_path.rpartition("/")[2]
+        no_routing = config_path == "routing/none"  # which has no other option
+        node = OmegaConf.create({"name": name}, flags={"struct": no_routing})
+        return ConfigResult("tread_zoo", config_path, node, {"package": None})
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        group = config_path.strip("/")
+        return ["none"] if group == "routing" else available(group)
+
+
+class PartNamesPath(SearchPathPlugin):
+    """What puts `PartNames` behind all files; as a schema, because --config-dir goes before it."""
+
+    groups: Sequence[str] = ()
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append("schema", f"parts://{','.join(self.groups)}")

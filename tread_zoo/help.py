@@ -1,0 +1,151 @@
+"""What `--help` prints: every setting with its default and its sentence, from the docstrings.
+
+tread-zoo train --help                   # what is set often
+tread-zoo train --help all               # every setting
+tread-zoo train --help backbone          # the names of a group
+tread-zoo train --help optimizer=muon    # the settings of a part
+"""
+
+import dataclasses
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from tread_zoo.config import (
+    PART_FIELDS,
+    RARELY_SET,
+    CheckpointConfig,
+    EvaluationConfig,
+    RunConfig,
+    SamplingGrid,
+    TrainingConfig,
+)
+from tread_zoo.fields import default_fields
+from tread_zoo.registry import available, get_entry
+
+WIDTH, INDENT = 110, 34
+SENTENCE = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
+SHARED = (CheckpointConfig, EvaluationConfig, TrainingConfig, RunConfig)  # "as of `…`"
+
+
+def describe(
+    doc: str,
+    config: type,
+    words: Sequence[str],
+    presets: Mapping[str, Sequence[str]],
+    prefix: str = "",
+) -> str:
+    """Return the help of a script.
+
+    Args:
+        doc: of the script.
+        config: the class of its settings.
+        words: of the command line.
+        presets: options of the groups that are files.
+        prefix: of the settings.
+    """
+    own = [field for field in default_fields(config) if field in PART_FIELDS]
+    chosen = [word.partition("=")[::2] for word in words if word.partition("=")[0] in own]
+    if chosen:
+        return "\n".join(_part(*part) if part[1] else _group(part[0]) for part in chosen)
+    every, group = "all" in words, ""
+    lines = [doc.strip(), "", "Settings, written field=value:", ""]
+    for name, options in presets.items():
+        lines.append(_line(f"{prefix}{name}", "…", f"a preset: {', '.join(sorted(options))}"))
+    for name, default, sentence in settings(config):
+        if every or name not in RARELY_SET:
+            lines += [""] * (name.rpartition(".")[0] != group)
+            lines.append(_line(prefix + name, default, sentence))
+            group = name.rpartition(".")[0]
+    lines.append("")
+    if own:
+        lines.append(f"--help {own[0]}: what {own[0]} may be; --help {own[0]}=NAME: its settings")
+    if not every:
+        lines.append("--help all: also the settings that are rarely changed")
+    return "\n".join(lines)
+
+
+def settings(config: type, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Yield (name, default, sentence) of each setting of a configuration class, nested ones after
+    all others."""
+    explained, shared = sentences(config), sentences(*SHARED)
+    hints, nested = get_type_hints(config), list[tuple[str, Any]]()
+    for field, default in default_fields(config).items():
+        hint = hints[field if field in hints else f"{field}_"]
+        if dataclasses.is_dataclass(hint):
+            nested.append((field, hint))
+            continue
+        sentence = explained.get(field, "")
+        if sentence.startswith("as of "):
+            sentence = shared[field]
+        if get_origin(hint) is Literal and len(get_args(hint)) > 1:
+            sentence = f"{sentence} [{', '.join(get_args(hint))}]"
+        yield prefix + field, default, sentence
+    for field, hint in nested:
+        yield from settings(hint, f"{prefix}{field}.")
+
+
+def sentences(*targets: Callable[..., Any]) -> dict[str, str]:
+    """Return the sentence of each argument, from the docstrings of functions, and of classes and
+    those that they inherit from; of one name the last."""
+    explained: dict[str, str] = {}
+    for target in targets:
+        for one in reversed(inspect.getmro(target)) if inspect.isclass(target) else [target]:
+            _, _, rest = inspect.cleandoc(vars(one).get("__doc__") or one.__doc__ or "").partition(
+                "\nArgs:\n"
+            )
+            for names, sentence in SENTENCE.findall(rest.partition("\n\n")[0]):
+                plain = " ".join(sentence.replace("`", "").split())
+                explained |= dict.fromkeys(names.split(", "), plain)
+    return explained
+
+
+def _group(kind: str) -> str:
+    """Return the names of a kind, those of one class together, with its first line."""
+    by_target: dict[Any, list[str]] = {}
+    for name in available(kind):
+        by_target.setdefault(get_entry(kind, name).target, []).append(name)
+    lines = [f"{kind}="]
+    for target, names in by_target.items():
+        lines += [_fill(", ".join(names), "  "), _fill(_summary(target), "      ")]
+    return "\n".join(lines)
+
+
+def _part(kind: str, name: str) -> str:
+    """Return what a part does, and its settings."""
+    entry = get_entry(kind, name)
+    targets = [get_entry(kind, other).target for other in available(kind)]  # they share options
+    targets += [getattr(entry.target, role, object) for role in ("mixer", "mlp")]
+    explained = sentences(*targets, entry.target)
+    values = {**dict.fromkeys(entry.parameters(), "???"), **entry.defaults()}
+    lines = [_fill(f"{kind}={entry.name}: {_summary(entry.target)}", "")]
+    lines += [_line(f"{kind}.{k}", v, explained.get(k, "")) for k, v in values.items()]
+    if kind == "sampler":
+        lines += [_line(*setting) for setting in settings(SamplingGrid, "sampler.")]
+    return "\n".join(lines)
+
+
+def _summary(target: Any) -> str:
+    return (inspect.getdoc(target) or "").partition("\n\n")[0]
+
+
+def _line(name: str, default: Any, sentence: str) -> str:
+    """Return a setting, and beside or below it its sentence."""
+    if isinstance(default, Mapping):
+        value = "…"
+    elif isinstance(default, str):
+        value = default.replace("???", "…")
+    else:
+        value = json.dumps(default)
+    label, pad = f"  {name}={value}", " " * INDENT
+    text = _fill(sentence, pad)
+    return f"{label}\n{text}" if len(label) >= INDENT - 1 else label + text[len(label) :]
+
+
+def _fill(text: str, indent: str) -> str:
+    return textwrap.fill(
+        " ".join(text.split()), WIDTH, initial_indent=indent, subsequent_indent=indent
+    )
