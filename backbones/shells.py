@@ -47,7 +47,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from backbones.mixers.base import Mixer, derive_signature, read_keywords
@@ -76,6 +76,7 @@ class Row(ABCMeta):
         inspect.signature(cls).bind(*args, **keywords)
         network = super().__call__(*args, **keywords)
         network.initialize()
+        network.add_registers(network.num_registers)
         return network
 
 
@@ -88,6 +89,7 @@ class Shell(Backbone, metaclass=Row):
         input_size, in_channels, num_classes, patch_size, learn_sigma: see `Backbone`.
         hidden_size: D.
         time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
+        num_registers: learned tokens ahead of the image's, see `Backbone.add_registers`.
         options: of the mixer and of the MLP.
 
     Class attributes:
@@ -116,6 +118,7 @@ class Shell(Backbone, metaclass=Row):
         hidden_size: PositiveInt = 384,
         learn_sigma: bool = False,
         time_scale: PositiveFloat = 1000.0,
+        num_registers: NonNegativeInt = 0,
         **options: Any,
     ) -> None:
         super().__init__(
@@ -127,7 +130,7 @@ class Shell(Backbone, metaclass=Row):
             learn_sigma=learn_sigma,
         )
         self.hidden_size, self.time_scale, self.options = hidden_size, time_scale, options
-        self.value_size = 0
+        self.value_size, self.num_registers = 0, num_registers
         self.patch_embed = nn.Linear(in_channels * patch_size**2, hidden_size)
 
     def make_part(self, part: type[Any], index: int, **options: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from tread_zoo.contract.backbone import Backbone, Layout, Streams
@@ -73,6 +73,7 @@ class UViT(Backbone):
             ImageNet networks have none.
         final_conv: end with the 3x3 convolution; the published H/2 does without.
         time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
+        num_registers: learned tokens ahead of the others, see `Backbone.add_registers`.
         init_std: deviation of the weights at the start. The published 0.02 suits a width of 512 and
             more; in a narrow network it lets little through, the skips' layers least of all.
 
@@ -98,6 +99,7 @@ class UViT(Backbone):
         learn_sigma: bool = False,
         time_scale: PositiveFloat = 1000.0,
         init_std: PositiveFloat = 0.02,
+        num_registers: NonNegativeInt = 0,
     ) -> None:
         super().__init__(
             input_size=input_size,
@@ -143,6 +145,7 @@ class UViT(Backbone):
             nn.Conv2d(self.out_channels, self.out_channels, 3, padding=1) if final_conv else None
         )
         self.initialize()
+        self.add_registers(num_registers)
 
     def initialize(self) -> None:
         """Set every weight; called once, last.

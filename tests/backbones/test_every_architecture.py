@@ -14,7 +14,7 @@ from tests.test_contract import SMALL
 from tread_zoo import create_backbone, register_backbone
 from tread_zoo.registry import get_entry
 from tread_zoo.routing import Route
-from tread_zoo.testing import Probe
+from tread_zoo.testing import CHECKS, Probe
 from tread_zoo.training import setup
 
 
@@ -86,6 +86,33 @@ def test_few_graphs_whatever_the_depth(name, monkeypatch):
         network(*probe.inputs(batch), routes=routes).sum().backward()
     # The hybrid has three kinds of blocks: attention, RWKV-7 and its first block.
     assert counter.frame_count <= (5 if name == "hybrid_tiny" else 4)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_registers_are_learned_tokens_that_no_route_takes(name):
+    plain, probe = (
+        Probe(name, overrides={**SMALL[name], **more}) for more in ({}, {"num_registers": 2})
+    )
+    network = probe.build()
+    assert network.num_extra_tokens == plain.build().num_extra_tokens + 2
+    with pytest.raises(ValueError, match="num_registers"):
+        build(name, num_registers=-1)
+    torch.manual_seed(0)
+    before = build(name, **SMALL[name]).state_dict()
+    torch.manual_seed(0)
+    after = build(name, **SMALL[name], num_registers=2).state_dict()
+    assert after.keys() - before.keys() == {"registers"}
+    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+    out = network(*probe.inputs())
+    with torch.no_grad():
+        network.registers.neg_()
+    assert (out != network(*probe.inputs())).flatten(1).any(1).all(), "they reach no image"
+    for check in (
+        "tokens_leave_and_rejoin", "blocks_see_kept_tokens", "bypassed_tokens_are_unseen",
+        "gradients_flow", "scan_order_is_the_dense_one", "blocks_depend_on_what_they_declare",
+        "contexts_stay_with_their_images", "save_and_load",
+    ):  # fmt: skip
+        CHECKS[check](probe)
 
 
 @pytest.mark.parametrize("name", ["dit_tiny", "lightning_dit_tiny", "mamba_tiny", "hybrid_tiny"])

@@ -66,6 +66,7 @@ class Backbone(nn.Module, ABC):
         masked_ranges: block ranges [start, end) at whose end learned tokens stand for those that
             bypassed; `add_mask_tokens` sets them likewise.
         context_length, context_size: T and S of contexts, which `add_contexts` sets; 0 without.
+        num_context_tokens: the extra tokens of contexts and registers, ahead of all others.
 
     Raises:
         ValueError: sizes that do not go together, or an unknown dependence.
@@ -113,7 +114,9 @@ class Backbone(nn.Module, ABC):
                 raise unknown_name("depends_on", name, DEPENDS_ON)
         self.in_channels, self.num_classes = in_channels, num_classes
         self.context_length, self.context_size = 0, 0
+        self.num_context_tokens = 0
         self.context_embed: nn.Linear | None = None
+        self.registers: nn.Parameter | None = None
         self.patch_size = patch_size
         self.depends_on = tuple(depends_on)
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
@@ -235,12 +238,34 @@ class Backbone(nn.Module, ABC):
         self.context_positions = nn.Parameter(torch.empty(context_length, width, **place))
         nn.init.normal_(self.context_positions, std=0.02)
         self.context_length, self.context_size = context_length, context_size
-        self.num_extra_tokens += context_length
+        self._add_tokens(context_length)
+
+    def add_registers(self, num_registers: int) -> None:
+        """Put learned tokens [R, D] ahead of all, behind a context's, in every call from now on.
+
+        They hold what belongs to no place of the image (arXiv 2309.16588; on diffusion 2605.05206).
+        No route takes them, a scan reads them first in both directions, and the head drops them.
+        From then on t must be [B].
+
+        Args:
+            num_registers: R; 0 leaves all as it is.
+        """
+        if num_registers:
+            width, like = self._stream_widths()[0], next(self.parameters())
+            registers = torch.empty(num_registers, width, device=like.device, dtype=like.dtype)
+            self.registers = nn.Parameter(nn.init.normal_(registers, std=0.02))
+            self._add_tokens(num_registers)
+
+    def _add_tokens(self, count: int) -> None:
+        self.num_extra_tokens += count
+        self.num_context_tokens += count
         self.per_token_time = False
 
     def prepend_context(self, tokens: Tensor, y: Tensor | None) -> Tensor:
-        """Return tokens [B, L, D] behind those of the contexts y [B, T, S], [B, T + L, D]; None
-        means zeros. A network without contexts gets its tokens back."""
+        """Return tokens [B, L, D] behind those of the contexts y [B, T, S] and R registers, [B, T +
+        R + L, D]; None means zeros. A network without either gets its tokens back."""
+        if self.registers is not None:
+            tokens = torch.cat([self.registers.expand(len(tokens), -1, -1), tokens], dim=1)
         if self.context_embed is None:
             return tokens
         weight = self.context_embed.weight
@@ -420,7 +445,7 @@ class Backbone(nn.Module, ABC):
             self.num_extra_tokens,
             batch=batch,
             device=device,
-            num_context=self.context_length,
+            num_context=self.num_context_tokens,
         )
         dense_condition = rows_of(condition, None)
         frames = self._frames(routes, dense)

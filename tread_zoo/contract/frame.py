@@ -23,8 +23,8 @@ class Layout:
         num_extra: E.
         ids: int64 [B, K] raster positions of the tokens present, ascending; None means all N.
         batch, device: B and the place of the tokens, where `ids` does not say.
-        num_context: how many of the extra tokens are a context's: the first ones, which come ahead
-            of a scan in both its directions.
+        num_context: how many of the extra tokens are a context's or registers: the first ones,
+            which come ahead of a scan in both its directions.
         cache: what blocks computed from the layout and use again: tables of neighbours, scan
             orders; lives as long as the layout, which is one forward pass.
     """

@@ -72,6 +72,7 @@ def to_diffusers(backbone: Backbone) -> DiTTransformer:
         "square images": backbone.input_size[0] == backbone.input_size[1],
         "mlp_ratio=4": config["mlp_ratio"] == 4,
         "no fusions": not backbone.fused_ranges,
+        "no registers": backbone.registers is None,
     }
     if not all(needs.values()):
         lacking = ", ".join(name for name, has in needs.items() if not has)

@@ -156,7 +156,8 @@ def check_blocks_see_kept_tokens(probe: Probe) -> None:
             same = torch.equal(layout.ids, expected)
         assert same, f"block {index} is given other ids"
         assert layout.num_extra == extra, f"block {index} is given other extra tokens"
-        assert layout.num_context == backbone.context_length, f"block {index} is given no context"
+        context = backbone.num_context_tokens
+        assert layout.num_context == context, f"block {index} is given no context"
 
 
 def check_tokens_leave_and_rejoin(probe: Probe) -> None:
