@@ -94,12 +94,13 @@ class LightningDiT(LightningBackbone):
             return streams, condition
         if isinstance(condition, PerToken):
             return streams, (condition, PerToken(self.modulation(condition.values)))
-        return streams, (condition, self.modulation(condition))
+        given, *context = condition if isinstance(condition, tuple) else (condition,)
+        return streams, (given, self.modulation(given), *context)
 
     def run_block(
         self, index: int, streams: Streams, condition: Any, layout: Layout, skip: Tensor | None
     ) -> Streams:
-        given = condition if self.modulation is None else condition[1]
+        given = condition if self.modulation is None else condition[1:]
         absent = self.num_class_tokens  # ahead of a context's, which are there from the start
         if not absent or index >= self.joins_at:
             return super().run_block(index, streams, given, layout, skip)
@@ -108,6 +109,3 @@ class LightningDiT(LightningBackbone):
         after = super().run_block(index, tuple(s[:, absent:] for s in streams), given, layout, skip)
         pairs = zip(streams, after, strict=True)
         return tuple(torch.cat([before[:, :absent], s], dim=1) for before, s in pairs)
-
-    def head(self, streams: Streams, condition: Any) -> Tensor:
-        return super().head(streams, condition if self.modulation is None else condition[0])

@@ -31,8 +31,14 @@ That of DiS (arXiv 2402.05608):
 
 A context [B, T, S] is T tokens ahead of all others, which a mixer sees as `layout.num_extra`. In
 adaLN their mean is added to c, as SD3 (arXiv 2403.03206) modulates by a pooled text beside its
-tokens: what the text says as a whole then reaches each token at once, also where a scan forgets. In
-DiS a scan's state has read the text when it meets the image, in both directions.
+tokens: what the text says as a whole then reaches each token at once, also where a scan forgets.
+With `context_as=cross_attention` it is no part of the sequence: each block of DiT's and
+LightningDiT's shells attends to it behind its mixer, as in PixArt-α (arXiv 2310.00426),
+
+    x = x + Linear(softmax(q kᵀ / sqrt(Dh)) v),  q = Linear(LN(x)),  k, v = Linear(context)
+
+and its mean is added to c all the same. The last Linear starts at 0. In DiS a scan's state has read
+the text when it meets the image, in both directions.
 
 All that travels per token is routed together: both streams of DiS, and the first values that mixers
 share, a stream [B, K, V] that is zero until some mixer sets it. Where the mixer that sets it lies
@@ -43,13 +49,14 @@ B batch, E extra tokens, K tokens present, N tokens of the full grid, L = E + K,
 
 import inspect
 from abc import ABCMeta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
+from backbones.mixers.attention import CrossAttention
 from backbones.mixers.base import Mixer, derive_signature, read_keywords
 from backbones.mixers.scan import init_uniform
 from tread_zoo.contract.backbone import DEPENDS_ON, Backbone, Layout, PerToken, Streams
@@ -211,6 +218,7 @@ class AdaLNBlock(nn.Module):
         self.hold(mixer)
         self.norm2 = self.make_norm(hidden_size)
         self.mlp = mlp
+        self.cross: CrossAttention | None = None
         self.modulation: nn.Module = nn.Linear(hidden_size, 6 * hidden_size)
 
     def make_norm(self, hidden_size: int) -> nn.Module:
@@ -231,11 +239,15 @@ class AdaLNBlock(nn.Module):
         mixed: tuple[Tensor, Tensor | None] = self.mixer(x, prepared, *values)
         return mixed
 
-    def forward(self, streams: Streams, condition: Tensor, prepared: Any) -> Streams:
+    def forward(
+        self, streams: Streams, condition: Tensor, prepared: Any, context: Tensor | None = None
+    ) -> Streams:
         x, *values = streams
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).chunk(6, dim=-1)
         mixed, value = self.mix(modulate(self.norm1(x), shift1, scale1), prepared, tuple(values))
         x = add_gated(x, gate1, mixed)
+        if self.cross is not None and context is not None:
+            x = x + self.cross(x, context)
         x = add_gated(x, gate2, self.mlp(modulate(self.norm2(x), shift2, scale2), prepared))
         return (x, *values) if value is None else (x, value.to(values[0].dtype))
 
@@ -253,6 +265,8 @@ class AdaLNBackbone(Shell):
     Args:
         depth: number of blocks.
         reversed_time: embed 1 - t, the time of networks that have data at 1.
+        context_as: what a context is to the blocks, tokens of the sequence or what they attend to;
+            without contexts it changes nothing.
         options: of the mixer, of the MLP, and of `Shell`; hidden_size D is divisible by 4 for fixed
             positions.
 
@@ -270,11 +284,16 @@ class AdaLNBackbone(Shell):
     per_token_time: bool = True
 
     def __init__(
-        self, *, depth: PositiveInt = 12, reversed_time: bool = False, **options: Any
+        self,
+        *,
+        depth: PositiveInt = 12,
+        reversed_time: bool = False,
+        context_as: Literal["tokens", "cross_attention"] = "tokens",
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         width = self.hidden_size
-        self.reversed_time = reversed_time
+        self.reversed_time, self.context_as = reversed_time, context_as
         self.positions: Tensor | nn.Parameter
         if self.learned_positions:
             self.positions = nn.Parameter(torch.empty(self.num_tokens, width))
@@ -322,10 +341,12 @@ class AdaLNBackbone(Shell):
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor | None) -> tuple[Streams, Any]:
         tokens = self.patch_embed(patchify(x, self.patch_size)) + self.positions
-        tokens = self.prepend_context(tokens, y)
         condition = self.time_embed(1 - t if self.reversed_time else t)
-        if self.context_size:
-            condition = condition + tokens[:, : self.context_length].mean(dim=1)
+        context = self.embed_context(y, len(x))
+        if context is not None:
+            condition = condition + context.mean(dim=1)
+        attends = self.context_as == "cross_attention"
+        tokens = self.prepend(tokens, None if attends else context)
         if self.label_embed is not None:
             label = self.label_embed(y, len(x))
             condition = condition + (label if t.ndim == 1 else per_token(label))
@@ -334,16 +355,34 @@ class AdaLNBackbone(Shell):
         if self.value_size:
             values = tokens.new_zeros(*tokens.shape[:2], self.value_size)
             streams = tokens, values.requires_grad_(tokens.requires_grad)
+        if attends and context is not None:
+            return streams, (condition, context)
         return streams, condition if t.ndim == 1 else PerToken(condition)
 
+    def add_contexts(self, context_length: int, context_size: int) -> None:
+        super().add_contexts(context_length, context_size)
+        if not context_size or self.context_as == "tokens":
+            return
+        if not all(isinstance(block, AdaLNBlock) for block in self.blocks):
+            raise ValueError(
+                f"{type(self).__name__} has blocks of its own, which have no cross-attention: "
+                "backbone.context_as=tokens."
+            )
+        self.num_extra_tokens -= context_length
+        self.num_context_tokens -= context_length
+        for block in self.blocks:
+            block.cross = CrossAttention(self.hidden_size).to(self.context_positions)
+
     def run_block(
-        self, index: int, streams: Streams, condition: Tensor, layout: Layout, skip: Tensor | None
+        self, index: int, streams: Streams, condition: Any, layout: Layout, skip: Tensor | None
     ) -> Streams:
         block: Any = self.blocks[index]
-        after: Streams = block(streams, condition, block.prepare(layout))
+        given, *context = condition if isinstance(condition, tuple) else (condition,)
+        after: Streams = block(streams, given, block.prepare(layout), *context)
         return after
 
-    def head(self, streams: Streams, condition: Tensor) -> Tensor:
+    def head(self, streams: Streams, condition: Any) -> Tensor:
+        condition = condition[0] if isinstance(condition, tuple) else condition
         tokens = self.final(streams[0][:, self.num_extra_tokens :], condition)
         return unpatchify(tokens, self.patch_size, self.grid)
 

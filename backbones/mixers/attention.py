@@ -1,9 +1,10 @@
 """Attention of tokens to each other, by their contents alone: DiT's (arXiv 2212.09748).
 
 Positions are added once, ahead of the blocks, so a routed token carries its position with it, and
-blocks do not depend on which tokens they see.
+blocks do not depend on which tokens they see. `CrossAttention`, to the tokens of a context, is what
+a shell adds to any mixer.
 
-B batch, K tokens present, D width, H heads.
+B batch, K tokens present, T tokens of a context, D width, H heads.
 """
 
 from pydantic import PositiveInt
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from backbones.mixers.base import Mixer
 from tread_zoo.contract.backbone import Layout
 from tread_zoo.contract.layers import self_attention
+from tread_zoo.kernels import attention
 
 
 class Attention(Mixer):
@@ -38,3 +40,32 @@ class Attention(Mixer):
 
     def forward(self, x: Tensor, layout: Layout) -> Tensor:
         return self_attention(x, self.qkv, self.proj, self.num_heads)
+
+
+class CrossAttention(nn.Module):
+    """What tokens [B, K, D] find in a context [B, T, D], to be added to them: at first 0.
+
+    Args:
+        hidden_size: D.
+        num_heads: a divisor of D; None: heads of 64 channels or more.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int | None = None) -> None:
+        super().__init__()
+        counts = range(max(1, hidden_size // 64), 0, -1)
+        self.num_heads = num_heads or next(n for n in counts if hidden_size % n == 0)
+        self.norm = nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
+        self.q = nn.Linear(hidden_size, hidden_size)
+        self.kv = nn.Linear(hidden_size, 2 * hidden_size)
+        self.out = nn.Linear(hidden_size, hidden_size)
+        self.fused_rows = {"kv.weight": 2 * (hidden_size,)}
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for part in (self.q(self.norm(x)), *self.kv(context).chunk(2, dim=-1))
+        )
+        found: Tensor = self.out(attention(q, k, v).transpose(1, 2).flatten(2))
+        return found

@@ -264,15 +264,24 @@ class Backbone(nn.Module, ABC):
     def prepend_context(self, tokens: Tensor, y: Tensor | None) -> Tensor:
         """Return tokens [B, L, D] behind those of the contexts y [B, T, S] and R registers, [B, T +
         R + L, D]; None means zeros. A network without either gets its tokens back."""
+        return self.prepend(tokens, self.embed_context(y, len(tokens)))
+
+    def prepend(self, tokens: Tensor, context: Tensor | None) -> Tensor:
+        """Return tokens [B, L, D] behind those of a context, if it is one, and behind registers."""
         if self.registers is not None:
             tokens = torch.cat([self.registers.expand(len(tokens), -1, -1), tokens], dim=1)
+        return tokens if context is None else torch.cat([context, tokens], dim=1)
+
+    def embed_context(self, y: Tensor | None, batch: int) -> Tensor | None:
+        """Return the tokens [B, T, D] of contexts y [B, T, S]; None means zeros. A network without
+        contexts has none."""
         if self.context_embed is None:
-            return tokens
+            return None
         weight = self.context_embed.weight
         if y is None:
-            y = weight.new_zeros(len(tokens), self.context_length, self.context_size)
-        context = self.context_embed(y.to(weight.dtype)) + self.context_positions
-        return torch.cat([context, tokens], dim=1)
+            y = weight.new_zeros(batch, self.context_length, self.context_size)
+        tokens: Tensor = self.context_embed(y.to(weight.dtype)) + self.context_positions
+        return tokens
 
     def build_routing(self, name: str = "tread", **fields: Any) -> Routing:
         """Return a routing of this network, whose `draw` gives the routes of a batch.

@@ -44,18 +44,19 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
     """Return softmax(q kᵀ / √Dh) v, [B, H, N, Dh].
 
     Args:
-        q, k, v: [B, H, N, Dh], of one shape.
-        mask: bool [B or 1, H or 1, N, N], True where a query (row) sees a key (column); each query
+        q: [B, H, N, Dh].
+        k, v: [B, H, M, Dh], of one shape.
+        mask: bool [B or 1, H or 1, N, M], True where a query (row) sees a key (column); each query
             sees one or more.
 
     Raises:
-        ValueError: for shapes that differ or are not of four dimensions, or a mask of another N.
+        ValueError: for shapes that do not fit each other or are not of four dimensions.
     """
-    if q.ndim != 4 or not q.shape == k.shape == v.shape:
+    if q.ndim != 4 or k.shape != v.shape or k[:, :, :0].shape != q[:, :, :0].shape:
         raise ValueError(
             f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; "
-            "they must have one shape [B, H, N, Dh]."
+            "they must be [B, H, N, Dh], k and v of one shape."
         )
-    if mask is not None and mask.shape[-2:] != (q.shape[-2], q.shape[-2]):
-        raise ValueError(f"mask has shape {tuple(mask.shape)}; expected [.., N, N] of N tokens.")
+    if mask is not None and mask.shape[-2:] != (q.shape[-2], k.shape[-2]):
+        raise ValueError(f"mask has shape {tuple(mask.shape)}; expected [.., queries, keys].")
     return choose("attention", q.device, q, k, v, mask).run(q, k, v, mask)
