@@ -427,7 +427,7 @@ def test_settings_become_options_and_back():
     assert options.guidance == IntervalGuidance(scale=3.0, low=0.1)
     assert options.as_dict() == {
         "sampler": "flow_sde", "num_steps": 7, "grid": "quadratic", "shift": 1.0, "rho": "auto",
-        "diffusion": 2.0, "selection_rate": 0.0,
+        "diffusion": 2.0, "last_step": 0.0, "selection_rate": 0.0,
         "guidance": "interval", "guidance_scale": 3.0, "guidance_low": 0.1, "guidance_high": 0.7,
             "guidance_channels": None,
     }  # fmt: skip

@@ -231,6 +231,30 @@ def test_a_step_of_the_sde_by_the_papers_formula():
     assert FlowSDE(diffusion=1.5)(problem, start, levels).item() == pytest.approx(x, rel=1e-5)
 
 
+def test_the_released_sampler_of_sit_by_its_equations():
+    """Theirs has data at 1 and D = sigma: drift v + D s, noise sqrt(2 D), num_steps - 1 equal steps
+    up to 1 - 0.04, and a last one by the drift alone."""
+
+    def velocity(x, t):  # theirs, from noise to data, at their time
+        return 3 - 2 * x + t
+
+    def dx_dt(x, level):
+        return -velocity(x, 1 - level.view(-1, 1, 1, 1))
+
+    x, steps = 0.7, 6
+    for i in range(steps):
+        t, step = i * 0.96 / (steps - 1), 0.96 / (steps - 1) if i < steps - 1 else 0.04
+        sigma = 1 - t
+        score = (t * velocity(x, t) - x) / sigma
+        x = x + step * (velocity(x, t) + sigma * score)
+        if i < steps - 1:
+            x += (2 * sigma * step) ** 0.5 * 0.3
+    problem = Problem(dx_dt, FlowMatching(), lambda step: torch.full((1, 1, 1, 1), 0.3))
+    sampler = FlowSDE(diffusion=2.0, last_step=0.04)
+    found = sampler(problem, torch.full((1, 1, 1, 1), 0.7), problem.objective.levels(steps))
+    assert found.item() == pytest.approx(x, rel=1e-5)
+
+
 def test_noise_of_a_step_is_a_function_of_seed_index_and_step():
     whole = step_noise((3, 4, 4), 7, range(6), 2)
     assert torch.equal(

@@ -27,10 +27,10 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Protocol
+from typing import Annotated, ClassVar, Protocol
 
 import torch
-from pydantic import NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from tread_zoo.diffusion.objective import Objective
@@ -197,33 +197,41 @@ class FlowSDE:
     It has the same distributions at every t as the ODE, whatever the diffusion; noise undoes some
     of the error that earlier steps left.
 
-    The released samplers of SiT, REPA and SPRINT have `diffusion=2` (drift v - sigma s, noise
-    sqrt(2 sigma)). They take 249 such steps of equal size from t = 1 to 0.04, and a last one to 0
-    by the same drift without noise; here the last step is the ODE's, without s, and the grid is
-    that of `num_steps`.
+    The released samplers of SiT, REPA and SPRINT have the drift v - D s and the noise sqrt(2 D)
+    with D = sigma = t. In the equation above that is w = 2 t, `diffusion=2`; the paper's w = sigma
+    is `diffusion=1`. They take 249 such steps of equal size from t = 1 to 0.04, and a last one to 0
+    by the same drift without noise: `num_steps=250`, `last_step=0.04`.
 
     Args:
-        diffusion: w(t) / t; 1 is w = sigma in the equations of SiT's paper, 0 is Euler's rule.
+        diffusion: w(t) / t; 0 is Euler's rule.
+        last_step: size of the last step, by the drift of the SDE without noise, ahead of which the
+            grid shrinks to what is left; 0: the grid's own last step, by the ODE, without s.
     """
 
     default_num_steps: ClassVar[int] = 100
     objectives: ClassVar[tuple[str, ...]] = ("flow",)
 
     diffusion: NonNegativeFloat = 1.0
+    last_step: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     @torch.no_grad()
     def __call__(self, problem: Problem, x: Tensor, levels: Tensor) -> Tensor:
+        if self.last_step and len(levels) > 2:
+            shrink = (levels[0] - self.last_step) / (levels[0] - levels[-2])
+            levels = torch.cat([levels[0] - (levels[0] - levels[:-1]) * shrink, levels[-1:]])
         x, steps = x.float(), _steps(levels)
         signal, noise = problem.coefficients(levels)
         for i, (level, next_level) in enumerate(steps):
             step, slope = next_level - level, problem.slope(x, level)
             strength = self.diffusion * level
-            if next_level == 0 or strength == 0:
+            if strength == 0 or (next_level == 0 and not self.last_step):
                 x = x + step * slope
                 continue
             clean = problem.estimate(x, slope, level)
             score = (signal[i] * clean - x) / noise[i] ** 2  # E[-n / b | x]
             x = x + step * (slope - strength / 2 * score)
+            if next_level == 0:
+                continue
             x = x + math.sqrt(-step * strength) * problem.fresh_noise(i)
         return x
 
