@@ -1,4 +1,5 @@
-"""Signals that end a run: it saves at the end of the step, then exits.
+"""Signals that end a run: it saves at the end of the step, of several processes a few steps later,
+then exits.
 
     signal              sent by                                   exit status
     SIGHUP              a terminal that is closed                 129 = 128 + 1
@@ -134,7 +135,7 @@ class StopSignals:
         first = self.received.setdefault(number, now)
         if first == now:
             again = "; once more ends at once" if number in AGAIN_AT_ONCE else ""
-            logger.warning("received %s: saving at the end of this step%s", _name(number), again)
+            logger.warning("received %s: saving soon, then ending%s", _name(number), again)
         elif number in AGAIN_AT_ONCE and now - first > REPEAT_SECONDS:
             signal.signal(number, self._before[number])
             signal.raise_signal(number)
