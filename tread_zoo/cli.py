@@ -40,6 +40,11 @@ from tread_zoo.registry import load_plugins
 
 logger = logging.getLogger(__name__)
 
+# A thread of torch's OpenMP (libgomp) that waits for another spins for a millisecond, and where other
+# processes compute, for a whole turn of the scheduler. torch is not imported yet.
+if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = "1000"
+
 PACKAGE = Path(__file__).resolve().parent
 HOME = PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent  # a wheel, or a clone
 CONFIGS, SCRIPTS = HOME / "configs", HOME / "scripts"
