@@ -40,8 +40,8 @@ from tread_zoo.registry import load_plugins
 
 logger = logging.getLogger(__name__)
 
-# A thread of torch's OpenMP (libgomp) that waits for another spins for a millisecond, and where other
-# processes compute, for a whole turn of the scheduler. torch is not imported yet.
+# A thread of torch's OpenMP (libgomp) that waits for another spins for a millisecond; where other
+# processes compute, for a whole turn of the scheduler. It is read when torch is imported.
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "1000"
 
