@@ -61,22 +61,10 @@ def summarise(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def average(
-    k_ptr,
-    v_ptr,
-    w_ptr,
-    u_ptr,
-    places_ptr,
-    edges_ptr,
-    out_ptr,
-    lse_ptr,
-    length,
-    total,
-    channels,
-    num_chunks,
-    CHUNK: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    k_ptr, v_ptr, w_ptr, u_ptr, places_ptr, edges_ptr, out_ptr, lse_ptr,
+    length, total, channels, num_chunks,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write the output and log D, both [B, L, C]."""
     GROUPS: tl.constexpr = CHUNK // GROUP
     row, start, c, c_in = _here(num_chunks, channels, CHUNK, BLOCK)
@@ -184,27 +172,10 @@ def summarise_grads(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def differentiate(
-    grad_ptr,
-    out_ptr,
-    lse_ptr,
-    k_ptr,
-    v_ptr,
-    w_ptr,
-    u_ptr,
-    places_ptr,
-    edges_ptr,
-    gk_ptr,
-    gv_ptr,
-    gs_ptr,
-    gu_ptr,
-    length,
-    total,
-    channels,
-    num_chunks,
-    CHUNK: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    grad_ptr, out_ptr, lse_ptr, k_ptr, v_ptr, w_ptr, u_ptr, places_ptr, edges_ptr,
+    gk_ptr, gv_ptr, gs_ptr, gu_ptr, length, total, channels, num_chunks,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write ∂k and ∂v [B, L, C], and the chunks' parts of ∂s and ∂u [B, n, C]."""
     GROUPS: tl.constexpr = CHUNK // GROUP
     row, start, c, c_in = _here(num_chunks, channels, CHUNK, BLOCK)
@@ -214,31 +185,10 @@ def differentiate(
     edge_ptr = edges_ptr + row * num_chunks * 10 * channels + c
     gs, gu = rate * 0, rate * 0
 
-    m, a, z, far_a, far_z = rate * 0 + NOTHING, rate * 0, rate * 0, rate * 0, rate * 0
-    for chunk in range(num_chunks - 1, start // CHUNK, -1):
-        gap = _distance(places_ptr, row, chunk * CHUNK, (chunk + 1) * CHUNK, length)
-        edge = _load_5(edge_ptr + (10 * chunk + 5) * channels, c_in, channels)
-        m, a, z, far_a, far_z = _merge_grads(m, a, z, far_a, far_z, gap, rate, *edge)
-    later_m = tl.zeros([GROUPS, BLOCK], tl.float32)
-    later_a, later_z, later_far_a, later_far_z = later_m, later_m, later_m, later_m
-    for done in range(GROUPS):
-        group = GROUPS - 1 - done
-        later_m, later_a, later_z = (
-            _put(later_m, group, m), _put(later_a, group, a), _put(later_z, group, z)
-        )  # fmt: skip
-        later_far_a, later_far_z = _put(later_far_a, group, far_a), _put(later_far_z, group, far_z)
-        first = start + group * GROUP
-        at = row_at + first * channels
-        left = tl.where(c_in, length - first, 0)  # steps of each channel from `first` on
-        sums = _rows(lse_ptr + at, left, channels, GROUP, -NOTHING)
-        grads = _rows(grad_ptr + at, left, channels, GROUP, 0.0)
-        means = _rows(out_ptr + at, left, channels, GROUP, 0.0)
-        for i in tl.static_range(GROUP - 1, -1, -1):
-            gap = _distance(places_ptr, row, first + i, first + i + 1, length)
-            m, a, z, far_a, far_z = _merge_grads(
-                m, a, z, far_a, far_z, gap, rate, -sums[i], grads[i], grads[i] * means[i], 0.0, 0.0
-            )
-
+    later_m, later_a, later_z, later_far_a, later_far_z = _grads_after_groups(
+        grad_ptr, out_ptr, lse_ptr, places_ptr, edge_ptr, row, row_at, start, rate, c_in,
+        length, channels, num_chunks, CHUNK, GROUP, BLOCK,
+    )  # fmt: skip
     m, a, z, far_a, far_z = rate * 0 + NOTHING, rate * 0, rate * 0, rate * 0, rate * 0
     for chunk in range(start // CHUNK):
         last = (chunk + 1) * CHUNK - 1
@@ -288,6 +238,41 @@ def differentiate(
     to = (row * num_chunks + start // CHUNK) * channels + c
     tl.store(gs_ptr + to, -gs, mask=c_in)
     tl.store(gu_ptr + to, gu, mask=c_in)
+
+
+@triton.jit
+def _grads_after_groups(
+    grad_ptr, out_ptr, lse_ptr, places_ptr, edge_ptr, row, row_at, start, rate, c_in,
+    length, channels, num_chunks,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the backward states of what is after each group of the chunk, [GROUPS, BLOCK] each."""
+    GROUPS: tl.constexpr = CHUNK // GROUP
+    m, a, z, far_a, far_z = rate * 0 + NOTHING, rate * 0, rate * 0, rate * 0, rate * 0
+    for chunk in range(num_chunks - 1, start // CHUNK, -1):
+        gap = _distance(places_ptr, row, chunk * CHUNK, (chunk + 1) * CHUNK, length)
+        edge = _load_5(edge_ptr + (10 * chunk + 5) * channels, c_in, channels)
+        m, a, z, far_a, far_z = _merge_grads(m, a, z, far_a, far_z, gap, rate, *edge)
+    later_m = tl.zeros([GROUPS, BLOCK], tl.float32)
+    later_a, later_z, later_far_a, later_far_z = later_m, later_m, later_m, later_m
+    for done in range(GROUPS):
+        group = GROUPS - 1 - done
+        later_m, later_a, later_z = (
+            _put(later_m, group, m), _put(later_a, group, a), _put(later_z, group, z)
+        )  # fmt: skip
+        later_far_a, later_far_z = _put(later_far_a, group, far_a), _put(later_far_z, group, far_z)
+        first = start + group * GROUP
+        at = row_at + first * channels
+        left = tl.where(c_in, length - first, 0)  # steps of each channel from `first` on
+        sums = _rows(lse_ptr + at, left, channels, GROUP, -NOTHING)
+        grads = _rows(grad_ptr + at, left, channels, GROUP, 0.0)
+        means = _rows(out_ptr + at, left, channels, GROUP, 0.0)
+        for i in tl.static_range(GROUP - 1, -1, -1):
+            gap = _distance(places_ptr, row, first + i, first + i + 1, length)
+            m, a, z, far_a, far_z = _merge_grads(
+                m, a, z, far_a, far_z, gap, rate, -sums[i], grads[i], grads[i] * means[i], 0.0, 0.0
+            )
+    return later_m, later_a, later_z, later_far_a, later_far_z
 
 
 @triton.jit

@@ -80,30 +80,11 @@ def forward(
 
 @triton.jit(do_not_specialize=["length", "num_rows"])
 def backward(
-    gy_ptr,
-    u_ptr,
-    delta_ptr,
-    A_ptr,
-    B_ptr,
-    C_ptr,
-    D_ptr,
-    keep_ptr,
-    states_ptr,
-    gu_ptr,
-    gdelta_ptr,
-    gA_ptr,
-    gB_ptr,
-    gC_ptr,
-    gD_ptr,
-    length,
-    num_rows,
-    WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STEPS: tl.constexpr,
-):
+    gy_ptr, u_ptr, delta_ptr, A_ptr, B_ptr, C_ptr, D_ptr, keep_ptr, states_ptr,
+    gu_ptr, gdelta_ptr, gA_ptr, gB_ptr, gC_ptr, gD_ptr, length, num_rows,
+    WIDTH: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
     """Write ∂u and ∂Δ [B, L, D], and parts of the others: their sums over the first axis are due.
 
     gA: [B, D, N]. gD: [B, D]. gB, gC: [blocks of a group, B, L, G, N]. num_rows is B L.
