@@ -14,7 +14,9 @@ RUN apt-get update \
 # The image's own Python has torch, and is marked as managed by Debian.
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 PIP_NO_CACHE_DIR=1
 COPY . /src
-RUN pip install "/src[cuda,latents]" && rm -rf /src
+# Its torch stays: a package that asks for another one is an error here, not a second CUDA.
+RUN pip list --format=freeze | grep -E '^(torch|torchvision|triton)==' > /torch.txt \
+    && pip install --constraint /torch.txt "/src[cuda,latents]" && rm -rf /src
 
 # Runs and data lie in the mounted folder; what is downloaded, in its .cache.
 ENV HF_HOME=/work/.cache/huggingface TORCH_HOME=/work/.cache/torch
