@@ -57,7 +57,7 @@ def plan(size: int, num_blocks: int, num: int, step: float, images: int) -> tupl
     others, link = (num - 1) / num, REACHED * LINKS[num]
     # A ring sums in 4 bytes: once around to add up, once to hand round.
     summed = 2 * 4 * size * others
-    # Weights are gathered in 2 bytes for forward and for backward, gradients summed in 4.
+    # Weights are gathered twice, in 2 bytes as DiT's are (scans' in 4), gradients summed in 4.
     sharded = (2 + 2 + 4) * size * others
     wait = (num - 1) * HOP  # once around a ring, however little it carries
     reduce = summed / link + 2 * wait  # in few buckets
