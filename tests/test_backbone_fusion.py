@@ -106,6 +106,15 @@ def test_flops_of_a_fusion_are_those_of_its_products(name):
     assert count_flops(fused, routes=[PathDrop(1, 3)]) < count_flops(fused, routes=[route])
 
 
+def test_a_map_of_zeros_does_not_load_as_one_of_dense_values():
+    """Their weights are of other inputs, and would pass in silence."""
+    dense, zero = (
+        probe_of("dit_tiny").build_fused((1, 3), bypassed=kind) for kind in ("dense", "zero")
+    )
+    with pytest.raises(RuntimeError, match="fusions"):
+        zero.load_state_dict(dense.state_dict())
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", SHALLOW)
 def test_with_zero_for_the_bypassed_a_dropped_path_is_half_the_dense_streams(name):

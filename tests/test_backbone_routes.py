@@ -63,9 +63,9 @@ def whole_streams(backbone, inputs, routes):
         for producer, skip in skips.items():
             if masked or producer >= route.start:
                 skips[producer] = torch.where(kept, skip, away[0])
-        if name in backbone.fusions:
-            fusion = backbone.fusions[name]
-            zero = fusion.bypassed == "zero"
+        zero = f"{name}_zero" in backbone.fusions
+        if zero or name in backbone.fusions:
+            fusion = backbone.fusions[f"{name}_zero" if zero else name]
             streams = tuple(
                 torch.where(kept, s0, a) @ w[:, : len(w)].T
                 + torch.where(kept, s if zero else s - s0, 0.0) @ w[:, len(w) :].T + b

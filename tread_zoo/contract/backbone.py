@@ -126,7 +126,7 @@ class Backbone(nn.Module, ABC):
         self.checkpoint_blocks = 0  # n: blocks 0, n, 2n, … are computed again in the backward pass
         self.fused_ranges: tuple[tuple[int, int], ...] = ()
         self.bypassed: Bypassed = "dense"
-        self.fusions = nn.ModuleDict()  # by range, as in "2_8"
+        self.fusions = nn.ModuleDict()  # by range, as in "2_8", or "2_8_zero"
         self.masked_ranges: tuple[tuple[int, int], ...] = ()
         self.mask_tokens = nn.ModuleDict()
         self.name: str | None = None  # `create_backbone` sets this and the next
@@ -323,7 +323,8 @@ class Backbone(nn.Module, ABC):
         self.bypassed = bypassed
         like = next(self.parameters())
         for start, end in self.fused_ranges:
-            self.fusions[f"{start}_{end}"] = Fusion(
+            name = f"{start}_{end}" + ("" if bypassed == "dense" else f"_{bypassed}")
+            self.fusions[name] = Fusion(
                 self._stream_widths(), bypassed, device=like.device, dtype=like.dtype
             )
 
