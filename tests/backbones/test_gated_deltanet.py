@@ -3,11 +3,10 @@ import torch
 import torch.nn.functional as F
 
 from backbones.mixers.delta import BidirectionalDelta, KimiDelta
-from tests.backbones.test_mamba import walks_of
+from tests.backbones.test_mamba import check_against
 from tread_zoo import create_backbone
-from tread_zoo.contract.backbone import Layout
 
-GRID, HEADS = (3, 4), 2
+HEADS = 2
 KINDS = {
     "per head": (BidirectionalDelta, {}),
     "per channel": (BidirectionalDelta, {"per_channel": True}),
@@ -76,7 +75,6 @@ def mix_by_loop(mixer, x, walks):
     return F.linear(normed.flatten(2) * gate(mixer, x), mixer.out_proj.weight)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("gaps", "name"),
@@ -87,19 +85,7 @@ def test_mixer_equals_the_written_out_loop(kind, gaps, name):
         with pytest.raises(ValueError, match="short_conv"):
             make_mixer(kind, gaps, name)
         return
-    mixer = make_mixer(kind, gaps, name)
-    ids = torch.tensor([[0, 1, 2, 5, 6, 9], [1, 3, 4, 5, 10, 11]])
-    for kept, layout in (
-        (ids, Layout(GRID, 0, ids)),
-        (torch.arange(12).expand(2, -1), Layout(GRID, 0, batch=2)),
-        (ids, Layout(GRID, 2, ids, num_context=2)),
-    ):
-        extra = layout.num_extra
-        x = torch.randn(2, extra + kept.shape[1], 8, dtype=torch.float64)
-        mixed = mixer(x, mixer.prepare(layout))
-        torch.testing.assert_close(
-            mixed, mix_by_loop(mixer, x, walks_of(kept, name, 3, extra, num_context=extra))
-        )
+    check_against(mix_by_loop, make_mixer(kind, gaps, name), name)
 
 
 def test_kda_has_no_option_for_what_makes_it_kda():

@@ -6,10 +6,7 @@ import torch.nn.functional as F
 
 from backbones.mixers.gla import BidirectionalGLA
 from tests.backbones.test_gated_deltanet import convolve
-from tests.backbones.test_mamba import walks_of
-from tread_zoo.contract.backbone import Layout
-
-GRID = (3, 4)
+from tests.backbones.test_mamba import check_against
 
 
 def make_mixer(gaps="ignore", name="raster", index=0, short_conv=False):
@@ -51,16 +48,5 @@ def mix_by_loop(mixer, x, walks):
     [("ignore", False), ("decay", False), ("ignore", True), ("reset", True), ("decay", True)],
 )
 @pytest.mark.parametrize("name", ["raster", "hilbert", "serpentine8"])
-@torch.no_grad()
 def test_mixer_equals_the_written_out_loop(name, gaps, short_conv):
-    mixer = make_mixer(gaps, name, 3, short_conv)
-    ids = torch.tensor([[0, 1, 2, 5, 6, 9], [1, 3, 4, 5, 10, 11]])
-    for layout in (
-        Layout(GRID, 0, ids),
-        Layout(GRID, 0, batch=2),
-        Layout(GRID, 2, ids, num_context=2),
-    ):
-        places, extra = layout.positions(), layout.num_extra
-        x = torch.randn(2, extra + places.shape[1], 8, dtype=torch.float64)
-        expected = mix_by_loop(mixer, x, walks_of(places, name, 3, extra, num_context=extra))
-        torch.testing.assert_close(mixer(x, mixer.prepare(layout)), expected)
+    check_against(mix_by_loop, make_mixer(gaps, name, 3, short_conv), name)

@@ -4,7 +4,6 @@ import torch.nn.functional as F
 
 from backbones.mixers.q_shift import find_neighbours, q_shift
 from backbones.mixers.wkv import ChannelMix, SpatialMix
-from tread_zoo import create_backbone
 from tread_zoo.contract.backbone import Layout
 from tread_zoo.routing import GAPS, ORDERS, Route, inverse, num_kept_tokens, scan_order
 from tread_zoo.testing.conformance import Probe
@@ -163,13 +162,3 @@ def test_skips_join_the_first_half_to_the_second():
     expected = block(joined, condition, walk, None)
     block.skip_proj = linear
     assert torch.equal(block(x, condition, walk, skip), expected)
-
-
-def test_initial_values_follow_the_table():
-    backbone = create_backbone("rwkv_tiny", input_size=8, in_channels=1, num_classes=0)
-    spatial, channel = backbone.blocks[0].spatial, backbone.blocks[0].channel
-    w = spatial.decay
-    assert w[[0, -1]].tolist() == pytest.approx([0.3, 30.0])
-    assert torch.equal(spatial.bonus, torch.zeros_like(spatial.bonus))
-    for own in (spatial.own, channel.own):
-        assert torch.equal(own, torch.full_like(own, 0.5))

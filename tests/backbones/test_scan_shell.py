@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from backbones.mixers.scan import init_step_bias
-
 GUIDE = Path(__file__).parents[2] / "docs/adding_a_backbone.md"
 IMPORTS = """
 import torch
@@ -65,15 +63,3 @@ def test_a_network_of_the_guide_by_its_formula(network):
 def test_what_it_depends_on_follows_from_the_order(guide):
     assert guide["Mean"](**SIZES).depends_on == ("order",)
     assert guide["Mean"](**SIZES, scan_order="hilbert").depends_on == ("order", "ids", "grid")
-
-
-def test_steps_start_log_uniform():
-    bias = torch.nn.Parameter(torch.empty(20_000))
-    init_step_bias(bias)
-    step = torch.nn.functional.softplus(bias.detach().double())
-    assert step.min() > 0.000999
-    assert step.max() < 0.1001
-    quarters = step.log10().sort().values[[5000, 10_000, 15_000]]
-    torch.testing.assert_close(
-        quarters, torch.tensor([-2.5, -2.0, -1.5]).double(), atol=0.05, rtol=0
-    )
