@@ -13,19 +13,20 @@ import torch
 from torch import Tensor
 
 from tread_zoo import create
-from tread_zoo.diffusion import DDPM, EDM, FlowMatching, Predict
+from tread_zoo.diffusion import DDPM, EDM, FlowMatching, MeanFlow, Predict
 
 
 @dataclass(frozen=True)
 class GaussianProblem:
     """An objective, and data N(mean, std^2)."""
 
-    objective: EDM | FlowMatching | DDPM
+    objective: EDM | FlowMatching | MeanFlow | DDPM
     mean: float = 0.4
     std: float = 0.7
 
     def _signal(self, level: Tensor) -> Tensor:
-        return 1 - level if isinstance(self.objective, FlowMatching) else torch.ones_like(level)
+        straight = isinstance(self.objective, FlowMatching | MeanFlow)
+        return 1 - level if straight else torch.ones_like(level)
 
     def _std(self, level: Tensor) -> Tensor:
         return ((self._signal(level) * self.std) ** 2 + level**2).sqrt()
@@ -50,6 +51,16 @@ class GaussianProblem:
             t = t.view(-1, 1, 1, 1)
             return (x - self.posterior_mean(x, t)) / t
 
+        def mean_flow(x: Tensor, t: Tensor, r: Tensor | None = None, y: None = None) -> Tensor:
+            if r is None:
+                return flow(x, t)
+            at_t = flow(x, t)
+            t, r = t.view(-1, 1, 1, 1), r.view(-1, 1, 1, 1)
+            z = (x - (1 - t) * self.mean) / self._std(t)
+            span = torch.where(t == r, 1, t - r)
+            mean = (x - (1 - r) * self.mean - self._std(r) * z) / span
+            return torch.where(t == r, at_t, mean)
+
         def edm(scaled: Tensor, c_noise: Tensor) -> Tensor:
             sigma = (4 * c_noise).exp().view(-1, 1, 1, 1)
             total = sigma**2 + objective.sigma_data**2
@@ -65,7 +76,7 @@ class GaussianProblem:
             x = scaled * (1 + sigma**2).sqrt()
             return (x - self.posterior_mean(x, sigma)) / sigma
 
-        return {FlowMatching: flow, EDM: edm, DDPM: ddpm}[type(objective)]
+        return {FlowMatching: flow, MeanFlow: mean_flow, EDM: edm, DDPM: ddpm}[type(objective)]
 
 
 def _problem(name: str) -> GaussianProblem:

@@ -362,6 +362,7 @@ class Backbone(nn.Module, ABC):
         t: Tensor,
         y: Tensor | None = None,
         *,
+        r: Tensor | None = None,
         routes: Sequence[Route | PathDrop] = (),
         features: Sequence[int] | None = None,
         without: Collection[int] = (),
@@ -374,6 +375,9 @@ class Backbone(nn.Module, ABC):
                 token, where `per_token_time` says so.
             y: labels [B], int64, in 0 … num_classes, or contexts [B, T, S], floats of any
                 precision, shorter ones filled up with zeros; None means no label, or all zeros.
+            r: of the shape of t: the output is that of the span from r to t, such as a mean
+                velocity; None, as r = t, is that at t. `embed` gets the complex t + i (t - r),
+                which `TimestepEmbedder` and `time_sinusoids` know.
             routes: disjoint concrete routes in ascending order, and dropped paths among them. In a
                 network with fusions each must be one of `fused_ranges`, the others of which run
                 dense; without fusions no path can be dropped. In one with mask tokens each must be
@@ -390,6 +394,8 @@ class Backbone(nn.Module, ABC):
             TypeError: a method of the subclass that returns something else than the contract says.
         """
         self._check_inputs(x, t, y)
+        if r is not None:
+            t = torch.complex(t, t - r)
         routes = check_routes(
             routes,
             num_blocks=self.num_blocks,

@@ -82,19 +82,25 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def time_sinusoids(t: Tensor, size: int, time_scale: float) -> Tensor:
-    """Return cosines, then sines, of `time_scale * t * 10000^(-2i / size)`: float32 [.., size].
+    """Return cosines, then sines, of `time_scale * t * 10000^(-2i / size)`, [.., size]: float32,
+    float64 if t is.
 
     Args:
-        t: noise labels [..] of order 1.
+        t: noise labels [..] of order 1; or complex, t + i (t - r), for the mean from r to t, which
+            gets the sinusoids of t plus those of t - r less those of 0: at r = t, those of t.
         size: even.
         time_scale: t is multiplied by this first, so that labels of order 1 spread over the
             wavelengths 2 pi … 10000 * 2 pi.
     """
+    if t.is_complex():
+        of_t, of_span = (time_sinusoids(part, size, time_scale) for part in (t.real, t.imag))
+        return of_t + (of_span - time_sinusoids(torch.zeros_like(t.imag), size, time_scale))
     half = size // 2
     # Multiplied before it is divided, as published networks do: the other order rounds otherwise,
     # which at 1000 wavelengths shows in the fifth digit.
     exponent = -math.log(10000.0) * torch.arange(half, device=t.device, dtype=torch.float32) / half
-    angle = (time_scale * t.float())[..., None] * torch.exp(exponent)
+    t = t if t.dtype == torch.float64 else t.float()
+    angle = (time_scale * t)[..., None] * torch.exp(exponent)
     return torch.cat([angle.cos(), angle.sin()], dim=-1)
 
 

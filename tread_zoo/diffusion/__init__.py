@@ -3,6 +3,7 @@
 objective.py    what an objective is: `Objective`, `Draw`, `Predict`
 edm.py          EDM: noise level sigma, preconditioned denoiser
 flow.py         flow matching: time t; velocity, x or noise
+mean_flow.py    MeanFlow: the mean velocity between two times, for few steps
 ddpm.py         DDPM: 1000 steps of sigma, noise
 reconstruction.py  losses of kept and bypassed tokens apart
 grids.py        where the levels of sampling lie
@@ -30,6 +31,7 @@ from tread_zoo.diffusion.guidance import (
     check_weak,
     combine,
 )
+from tread_zoo.diffusion.mean_flow import MeanFlow
 from tread_zoo.diffusion.objective import Draw, Objective, Predict
 from tread_zoo.diffusion.reconstruction import split_loss
 from tread_zoo.diffusion.samplers import (
@@ -39,6 +41,7 @@ from tread_zoo.diffusion.samplers import (
     Euler,
     FlowSDE,
     Heun,
+    Mean,
     Problem,
     Sampler,
     initial_noise,
@@ -68,6 +71,8 @@ __all__ = [
     "Heun",
     "ImageBatch",
     "IntervalGuidance",
+    "Mean",
+    "MeanFlow",
     "NoGuidance",
     "Objective",
     "PartsGuidance",

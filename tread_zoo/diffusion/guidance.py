@@ -83,6 +83,7 @@ class ImageBatch:
         levels: of the sampler's steps, falling: [num_steps + 1].
         weak: the network of a guidance's `weak_checkpoint`.
         draw_routes: routes of evaluation 0, 1, …, where a guidance has none of its own.
+        means: dx/dt at a level is the mean over the sampler's step from there.
     """
 
     backbone: Backbone
@@ -93,6 +94,7 @@ class ImageBatch:
     levels: Tensor
     weak: Backbone | None = None
     draw_routes: Callable[[int], tuple[Route, ...]] = _dense
+    means: bool = False
 
     def dx_dt(self, routes: Callable[[], Sequence[Route | PathDrop]] | None = None) -> DxDt:
         """Return dx/dt as the backbone predicts it with the labels.
@@ -107,11 +109,18 @@ class ImageBatch:
 
         def dx_dt(x: Tensor, level: Tensor) -> Tensor:
             moved = [route.to(x.device) for route in routes()]
+            end = {"r": self._next(level)} if self.means else {}
             return self.objective.dx_dt(
-                lambda x_t, t: self.backbone(x_t, t, self.labels, routes=moved), x, level
+                lambda x_t, t: self.backbone(x_t, t, self.labels, routes=moved, **end), x, level
             )
 
         return dx_dt
+
+    def _next(self, level: Tensor) -> Tensor:
+        """Return the level [B] after `level` [B] on the sampler's grid."""
+        levels = self.levels.float()
+        nearest = (levels[:-1] - float(level[0])).abs().argmin()
+        return torch.full_like(level, levels[nearest + 1])
 
     def fraction_done(self, level: Tensor) -> float:
         """Return how much of sampling is done: 0 at the first step, 1 at the last one, i / (n - 1)

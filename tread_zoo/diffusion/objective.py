@@ -22,26 +22,32 @@ from tread_zoo.diffusion.grids import TimeGrid
 from tread_zoo.seeding import Generator
 
 # (x [B,C,H,W], noise label [B], of order one) -> [B,C_out,H,W]; labels or contexts, and concrete
-# routes, are bound already.
-Predict = Callable[[Tensor, Tensor], Tensor]
+# routes, are bound already. Of keywords it takes `r` [B], as a backbone does, and y=None for the
+# prediction without a condition.
+Predict = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class Draw:
-    """All that is random in one loss: `noise` [B,C,H,W], standard normal, and `level` [B]."""
+    """All that is random in one loss: `noise` [B,C,H,W], standard normal, `level` [B], and for the
+    mean over a span of levels its other `end` [B]."""
 
     noise: Tensor
     level: Tensor
+    end: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "Draw":
         """Return the same draw on `device`."""
-        return Draw(self.noise.to(device), self.level.to(device))
+        end = None if self.end is None else self.end.to(device)
+        return Draw(self.noise.to(device), self.level.to(device), end)
 
 
 class Objective(Protocol):
     """What training and sampling use of an objective.
 
-    `estimate`, `signal` and `noise` are for samplers that use them; euler and heun do not.
+    `estimate`, `signal` and `noise` are for samplers that use them; euler and heun do not. One may
+    also have `check_training(backbone, label_dropout, routing)`, which raises ValueError if it
+    cannot be trained so.
     """
 
     @property
@@ -99,7 +105,8 @@ class Straight:
 
 
 def prediction(output: Tensor, num_channels: int) -> Tensor:
-    """Return the first `num_channels` channels of a network's output, in float32.
+    """Return the first `num_channels` channels of a network's output, in float32, or float64 if it
+    is that.
 
     A network with a learned sigma gives 2C channels: the prediction, then the parameters of a
     variance that neither the ODE nor these losses use. The cast keeps losses and samples in
@@ -113,7 +120,8 @@ def prediction(output: Tensor, num_channels: int) -> Tensor:
             f"the network gives {output.shape[1]} channels for data of {num_channels}: it must "
             f"give {num_channels}, or {2 * num_channels} with a learned sigma."
         )
-    return output[:, :num_channels].float()
+    kept = output[:, :num_channels]
+    return kept if kept.dtype == torch.float64 else kept.float()
 
 
 def per_image(level: Tensor) -> Tensor:

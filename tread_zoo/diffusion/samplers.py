@@ -3,6 +3,7 @@
 With a step h = t' - t < 0 from level t to t', d(x, t) = dx/dt, and a fresh z ~ N(0, I):
 
     euler           x' = x + h d(x, t)                                            first order
+    mean            x' = x + h u(x, t', t),  u the mean slope      arXiv 2505.13447, eq. 12
     heun            x' = x + h/2 (d(x, t) + d(x + h d(x, t), t'))                 second order
     dpmpp_2m        x' = (b'/b) x + (a' - a b'/b) D~,  D~ = D + (D - D_before) k / (2 k_before)
                     with k the step in ln(a / b); second order, one evaluation a step
@@ -78,8 +79,9 @@ class Sampler(Protocol):
     """A rule, with its options as fields.
 
     Called with (problem, x [B,C,H,W] at levels[0], levels [num_steps + 1]) it returns a new float32
-    tensor [B,C,H,W] at levels[-1], and leaves `x` as it was. Two class variables are optional:
-    `default_num_steps`, and `objectives`, the names of those that it fits; without it, all.
+    tensor [B,C,H,W] at levels[-1], and leaves `x` as it was. Three class variables are optional:
+    `default_num_steps`; `objectives`, the names of those that it fits; without it, all; and
+    `takes_means`: its slopes at a level are the means over the step from there.
     """
 
     def __call__(self, problem: Problem, x: Tensor, levels: Tensor) -> Tensor: ...
@@ -98,6 +100,17 @@ class Euler:
         for level, next_level in _steps(levels):
             x = x + (next_level - level) * problem.slope(x, level)
         return x
+
+
+@register("sampler", "mean")
+@dataclass(frozen=True, kw_only=True)
+class Mean(Euler):
+    """Euler's rule with the mean slope of each step, which `objective=mean_flow` learns: num_steps
+    evaluations, one step for an image."""
+
+    default_num_steps: ClassVar[int] = 1
+    objectives: ClassVar[tuple[str, ...]] = ("mean_flow",)
+    takes_means: ClassVar[bool] = True
 
 
 @register("sampler", "heun")

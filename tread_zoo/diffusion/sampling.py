@@ -226,7 +226,8 @@ def generate(
         y = None if labels is None else labels[part].to(device)
         draw = options.routing.draw_by_evaluation(backbone.grid, seed, indices[part])
         routes = partial(draw, options.selection_rate)
-        batch = ImageBatch(backbone, objective, y, indices[part], seed, levels, weak, routes)
+        means = getattr(options.sampler, "takes_means", False)
+        batch = ImageBatch(backbone, objective, y, indices[part], seed, levels, weak, routes, means)
 
         def fresh_noise(step: int, chosen: Sequence[int] = batch.indices) -> Tensor:
             return step_noise(shape, seed, chosen, step).to(device)

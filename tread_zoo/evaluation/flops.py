@@ -109,7 +109,9 @@ def _stand_in(network: Backbone, calls: list[int]) -> Backbone:
     """Return `network` with a forward that appends its FLOPs to `calls` and computes nothing."""
     meta = _without_data(network)
 
-    def forward(x: Tensor, t: Tensor, y: Tensor | None = None, *, routes: Any = ()) -> Tensor:
+    def forward(
+        x: Tensor, t: Tensor, y: Tensor | None = None, *, r: Any = None, routes: Any = ()
+    ) -> Tensor:
         calls.append(_trace(meta, len(x), routes, backward=False))
         return x.new_zeros(len(x), network.out_channels, *network.input_size)
 

@@ -279,17 +279,18 @@ def step_loss(
     block = None if features is None else setup.projector.block  # type: ignore[union-attr]
     tokens: dict[int, Features] = {}
 
-    def predict(x_t: Tensor, t: Tensor) -> Tensor:
+    def predict(x_t: Tensor, t: Tensor, y: Tensor | None = y, **given: Any) -> Tensor:
         nonlocal concrete
         with autocast(device, precision):
-            # Importance comes from the backbone itself, not from what is wrapped around it.
-            concrete = resolve_routes(
+            # Importance comes from the backbone itself, not from what is wrapped around it. Every
+            # call of a step keeps the same tokens.
+            concrete = concrete or resolve_routes(
                 routes, lambda start: setup.backbone.importance(x_t, t, y, start)
             )
-            if block is None:
-                output: Tensor = network(x_t, t, y, routes=concrete)
+            if block is None or not torch.is_grad_enabled():
+                output: Tensor = network(x_t, t, y, routes=concrete, **given)
             else:
-                output, collected = network(x_t, t, y, routes=concrete, features=[block])
+                output, collected = network(x_t, t, y, routes=concrete, features=[block], **given)
                 tokens.update(collected)
         return output
 

@@ -148,6 +148,8 @@ def build_setup(config: RunConfig, source: Checkpoint | None = None) -> Setup:
         conditional=backbone.is_conditional, label_dropout=config.training.label_dropout,
         has_routes=bool(routing.plans) and routing.reconstruction_weight is None,
     )  # fmt: skip
+    if hasattr(objective, "check_training"):
+        objective.check_training(backbone, config.training.label_dropout, routing)
     alignment = create("alignment", config.alignment)
     weak = load_weak(sampling, backbone, objective)
     sampling.try_guidance(backbone, objective, weak)

@@ -1,0 +1,178 @@
+"""MeanFlow: the mean velocity between two times, for sampling in few steps (arXiv 2505.13447).
+
+With x_t and its velocity v of flow matching, noise at t = 1, the network gives the mean from r to t
+
+    u(x_t, r, t) = (t - r)^-1 (integral of v(x_s, s) over s from r to t)                  (eq. 3)
+    u(x_t, r, t) = v - (t - r) d/dt u(x_t, r, t),  d/dt = v d/dx + d/dt at a fixed r      (eq. 6, 8)
+    x_r          = x_t - (t - r) u(x_t, r, t)                                             (eq. 12)
+
+so one evaluation at r = 0, t = 1 makes an image of noise. The loss is the squared distance D of
+u to the right side, which gets no gradient and has v = noise - x, divided by (D + c)^p (eq. 22).
+
+    exact        d/dt u by forward-mode differentiation, which needs a formula of every operation
+    difference   from one more evaluation, at t - h on the line along v, with any kernel:
+
+                 u = v - (t - r - h) (u(x_t, r, t) - u(x_t - h v, r, t - h)) / h,  h = step
+
+The second is what (t - r) u = h v + (t - h - r) u(x_t - h v, r, t - h) says if v is constant over
+h; where t - r <= h it is flow matching. arXiv 2604.08837 has a difference, too; this form is ours.
+
+Guidance is a part of the target, so that sampling costs no second evaluation (section 4.2, eq. 19):
+
+    v~ = w v + k u(x_t, t, t | y) + (1 - w - k) u(x_t, t, t)      the scale is w / (1 - k)
+
+The paper leaves it out where the label was dropped. Here it is the same for all; there u is the
+network's own in both terms, and the fixed point is the plain v again.
+
+Dimensions: B batch, C channels, H height, W width. A level is t.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tread_zoo.contract.backbone import Backbone
+from tread_zoo.diffusion.flow import FlowMatching
+from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
+from tread_zoo.diffusion.objective import Draw, Predict, Straight, per_image, prediction
+from tread_zoo.registry import register
+from tread_zoo.routing import Routing
+from tread_zoo.seeding import Generator, per_image_generator
+
+_FLOW = FlowMatching()
+_C = 1e-3
+
+
+@register("objective", "mean_flow")
+@dataclass(frozen=True, kw_only=True)
+class MeanFlow(Straight):
+    """The objective of MeanFlow. `sampler=mean` takes its steps; with the others it is a flow.
+
+    Args:
+        equal_fraction: of the images, with r = t: flow matching.
+        logit_mean: mean of logit(t) and logit(r), of which t is the larger.
+        logit_std: their standard deviation.
+        loss_power: p of the weight 1 / (D + c)^p, D the mean squared error of an image and
+            c = 0.001; 0 is the squared error itself.
+        derivative: exact or difference, see above.
+        step: h of the difference.
+        guidance_scale: w; 1 with a guidance_mix of 0 is no guidance.
+        guidance_mix: k, of the conditional prediction.
+    """
+
+    equal_fraction: Annotated[float, Field(ge=0, le=1)] = 0.75
+    logit_mean: float = -0.4
+    logit_std: PositiveFloat = 1.0
+    loss_power: NonNegativeFloat = 1.0
+    derivative: Literal["difference", "exact"] = "difference"
+    step: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    guidance_scale: NonNegativeFloat = 1.0
+    guidance_mix: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+    def check_training(self, backbone: Backbone, label_dropout: float, routing: Routing) -> None:
+        """Raise `ValueError` if training cannot give this loss what it needs."""
+        guided = (self.guidance_scale, self.guidance_mix) != (1, 0)
+        if guided and not (backbone.is_conditional and label_dropout):
+            raise ValueError(
+                f"objective.guidance_scale={self.guidance_scale}, objective.guidance_mix="
+                f"{self.guidance_mix} guide by the prediction without a label, which training "
+                "never shows: set training.label_dropout=0.1, or leave them at 1 and 0."
+            )
+        if routing.reconstruction_weight is not None:
+            raise ValueError(
+                f"routing.reconstruction_weight={routing.reconstruction_weight} splits the loss of "
+                "one prediction, and objective=mean_flow takes several: leave it at null."
+            )
+
+    @property
+    def initial_std(self) -> float:
+        """Sampling starts from standard normal noise, at t = 1."""
+        return 1.0
+
+    def draw(self, shape: Sequence[int], generator: Generator) -> Draw:
+        """Draw t and r [B], then the noise, for a batch of `shape` [B,C,H,W]."""
+        images = per_image_generator(generator, shape[0])
+        first, second = (
+            torch.sigmoid(self.logit_mean + self.logit_std * images.randn()) for _ in range(2)
+        )
+        t = torch.maximum(first, second)
+        r = torch.where(images.rand() < self.equal_fraction, t, torch.minimum(first, second))
+        return Draw(noise=images.randn(*shape[1:]), level=t, end=r)
+
+    def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return D / (D + c)^p of each image, [B], and D as `squared_error`; of a draw without an
+        end the loss of flow matching."""
+        if draw.end is None:
+            return _FLOW.loss(predict, x, draw)
+        x_t, t, r = self.noised(x, draw), draw.level, draw.end
+        mean = prediction(predict(x_t, t, r=r), x.shape[1])
+        with torch.no_grad():
+            velocity = self._guided(predict, x_t, t, draw.noise - x)
+            target = velocity - self._correction(predict, x_t, t, r, velocity, mean)
+        error = (mean - target).square().mean(dim=(1, 2, 3))
+        weight = (error.detach() + _C) ** -self.loss_power
+        return weight * error, {"squared_error": error}
+
+    def _guided(self, predict: Predict, x_t: Tensor, t: Tensor, velocity: Tensor) -> Tensor:
+        """Return the velocity v~ that guidance makes of one."""
+        scale, mix = self.guidance_scale, self.guidance_mix
+        parts = [scale * velocity] if scale != 1 else [velocity]
+        if mix:
+            parts.append(mix * prediction(predict(x_t, t), x_t.shape[1]))
+        if scale + mix != 1:
+            parts.append((1 - scale - mix) * prediction(predict(x_t, t, y=None), x_t.shape[1]))
+        return sum(parts[1:], parts[0])
+
+    def _correction(
+        self, predict: Predict, x_t: Tensor, t: Tensor, r: Tensor, velocity: Tensor, mean: Tensor
+    ) -> Tensor:
+        """Return (t - r) d/dt u; the difference's is 0 where t - r <= step."""
+        if self.derivative == "exact":
+            slope = mean_slope(predict, x_t, t, r, velocity)
+            return per_image(t - r) * slope
+        factor, step = ((t - r - self.step) / self.step).clamp(min=0), self.step
+        earlier = torch.maximum(t - step, r)
+        before = predict(x_t - per_image(t - earlier) * velocity, earlier, r=r)
+        return per_image(factor) * (mean - prediction(before, x_t.shape[1]))
+
+    def dx_dt(self, predict: Predict, x_t: Tensor, level: Tensor) -> Tensor:
+        """Return what is predicted: the velocity [B,C,H,W] at `level` = t [B], or the mean of a
+        span if `predict` has its end."""
+        return _FLOW.dx_dt(predict, x_t, level)
+
+    def signal(self, level: Tensor) -> Tensor:
+        """Return 1 - t."""
+        return 1 - level
+
+    def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:
+        """Return those of flow matching: float64 [num_steps + 1]."""
+        return _FLOW.levels(num_steps, grid)
+
+
+def mean_slope(predict: Predict, x_t: Tensor, t: Tensor, r: Tensor, velocity: Tensor) -> Tensor:
+    """Return d/dt u along `velocity` [B,C,H,W], exactly.
+
+    Raises:
+        ValueError: an operation has no forward-mode derivative.
+    """
+
+    def mean(x_t: Tensor, t: Tensor) -> Tensor:
+        return prediction(predict(x_t, t, r=r), x_t.shape[1])
+
+    try:
+        with sdpa_kernel(SDPBackend.MATH):  # the fused forms have no such derivative
+            _, slope = torch.func.jvp(mean, (x_t, t), (velocity, torch.ones_like(t)))
+    except RuntimeError as error:
+        if "forward" not in str(error):
+            raise
+        raise ValueError(
+            "objective.derivative=exact needs a forward-mode derivative of every operation, and "
+            f"this network has one without ({str(error).splitlines()[0][:120]}): set "
+            "objective.derivative=difference, or kernels that are plain torch."
+        ) from error
+    return slope
