@@ -77,13 +77,13 @@ class CompareConfig:
     """What tread-zoo compare compares; compare.study=… is one of configs/study/.
 
     Args:
-        out: folder of index.html, report.md, quality.png, results.csv, curves.csv and runs/.
+        out: folder of index.html, report.md, quality.png, figures/, results.csv, curves.csv, runs/.
         title: of the page; null is the study's.
         grids: of a study; each is swept on its own: values by field.
         fixed: of a study: overrides that all cells share; those of the command line take their
             place.
         jobs: processes at a time; with several GPUs each takes its own.
-        metric: what the first screen is about; null: the first score that all runs have.
+        metric: the score that decides on the page; null: the first distance that all runs have.
         goal: a value of `metric`: the report says what each setting spent until it met it; needs
             training.score_every.
         runs: existing runs: a folder, a pattern such as "runs/*", or a list; overrides are then
@@ -177,7 +177,7 @@ def compare(settings: dict[str, Any], overrides: Sequence[str], command: str) ->
     about = {"title": settings["title"] or "Runs compared", "command": command}
     about |= {key: settings[key] for key in ("metric", "goal")}
     print(write_report(runs, curves, out, **about, failed=failed))
-    print(f"written to {out}: index.html, report.md, quality.png, results.csv, curves.csv")
+    print(f"written to {out}: index.html, report.md, figures/, results.csv, curves.csv")
     return int(bool(failed))
 
 

@@ -25,6 +25,7 @@ def write_run(
     ended=True,
     device="a CPU",
     worth=None,
+    real=None,
     **settings,
 ):
     """Write a run whose held-out loss falls like 1 / step to `final`, and return its folder.
@@ -43,7 +44,7 @@ def write_run(
         **settings,
     ).as_dict()  # fmt: skip
     facts = {
-        "data": {"num_images": 1438, "image_size": [8, 8]},
+        "data": {"num_images": 1438, "image_size": [8, 8], "num_classes": 10},
         "num_parameters": 900_000 + 10 * len(str(backbone)),
         "flops_dense": FLOPS["none"],
         "flops_routed": FLOPS[routing["name"]],
@@ -63,7 +64,7 @@ def write_run(
     def record(step):
         return {
             "values": {"held_out_loss": loss(step), **scaled(loss(step) / final)},
-            "real": {name: value / 4 for name, value in (values or {}).items()},
+            "real": real or {name: value / 4 for name, value in (values or {}).items()},
             "protocol": {**common, "step": step, **(protocol or {})},
             "held_out_loss_by_level": [loss(step) * k for k in (4, 3, 2, 1)],
             "held_out": {"draws": 8, **(held_out or {})},

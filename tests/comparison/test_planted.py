@@ -43,14 +43,16 @@ def verdict(dense, tmp_path, steps, seeds):
     runs, curves = read_runs(folders), read_curves(folders)
     runs["steps"], runs["flops"] = 40, 1e9  # what they pretend to have spent
     text = write_report(runs, curves, tmp_path / "out", title="Planted", metric="held_out_loss")
-    return next(line for line in text.splitlines() if line.startswith("- Routing, by"))
+    return next(line for line in text.splitlines() if line.startswith("| dit_tiny | routed"))
 
 
 @pytest.mark.slow
 def test_twice_the_training_posing_as_routing_is_found(dense, tmp_path):
-    assert "pays for 1: dit_tiny" in verdict(dense, tmp_path, steps=80, seeds=SEEDS)
+    assert verdict(dense, tmp_path, steps=80, seeds=SEEDS).count(" ahead ") >= 2
 
 
 @pytest.mark.slow
 def test_other_seeds_posing_as_routing_are_not(dense, tmp_path):
-    assert "is not settled for 1: dit_tiny" in verdict(dense, tmp_path, steps=40, seeds=(3, 4, 5))
+    row = verdict(dense, tmp_path, steps=40, seeds=(3, 4, 5))
+    assert " not settled " in row
+    assert not {"ahead", "behind"} & set(row.split())

@@ -1,9 +1,11 @@
 """What a report says follows from the numbers, and its page opens."""
 
 import html
+import json
 import re
 import shutil
 import subprocess
+from xml.etree import ElementTree
 
 import markdown
 import pytest
@@ -21,42 +23,79 @@ def report(tmp_path, **options):
     return write_report(runs, curves, tmp_path / "out", title="A title", **options)
 
 
+def overview(text):
+    """Return the cells of the first table by row and line, and its header."""
+    lines = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    header, _, *rows = lines
+    rows = rows[: next((i for i, row in enumerate(rows) if row[0] == "setting"), None)]
+    return {tuple(row[:2]): dict(zip(header[2:], row[2:], strict=True)) for row in rows}
+
+
 def write_pair(tmp_path, dense, routed, backbone="dit_tiny", **options):
-    """Write dense and routed runs that end at these losses, one for each seed."""
+    """Write dense and routed runs that end at these distances and losses, one for each seed."""
     for routing, finals in (("none", dense), ("tread", routed)):
         for seed, final in enumerate(finals):
             place = tmp_path / "runs" / f"{backbone}_{routing}_{seed}"
-            write_run(place, backbone=backbone, routing=routing, seed=seed, final=final, **options)
+            values = {"fid": final}
+            write_run(place, backbone=backbone, routing=routing, seed=seed, final=final,
+                      values=values, **options)  # fmt: skip
 
 
-def test_routing_pays_where_it_is_better_at_equal_flops(tmp_path):
+STEPS, FLOPS, SECONDS = (
+    f"routed − dense, equal {budget}" for budget in ("steps", "FLOPs", "seconds")
+)
+
+
+def test_routing_is_ahead_where_it_is_better_at_equal_flops(tmp_path):
     write_pair(tmp_path, [0.400, 0.402], [0.401, 0.4035])
     write_pair(tmp_path, [0.300, 0.302], [0.350, 0.352], backbone="mamba_tiny")
     write_pair(tmp_path, [0.500, 0.502], [0.500, 0.502], backbone="rwkv_tiny", seconds=20.0)
-    text = report(tmp_path)
-    by_flops = next(line for line in text.splitlines() if "by held-out loss at equal FLOPs" in line)
-    paying, _, not_paying = by_flops.partition("does not pay for")
-    assert "dit_tiny" in paying
-    assert "rwkv_tiny" in paying
-    assert "mamba_tiny" in not_paying
-    assert re.search(r"rwkv_tiny tread .*not settled: \+0\.0 %", text), "at equal steps"
+    rows = overview(report(tmp_path))
+    assert rows["dit_tiny", "routed"][FLOPS].endswith(" ahead")
+    assert rows["rwkv_tiny", "routed"][FLOPS].endswith(" ahead")
+    assert rows["mamba_tiny", "routed"][FLOPS].endswith(" behind")
+    assert rows["rwkv_tiny", "routed"][STEPS] == "+0 [+0, +0] not settled"
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert len(re.findall(r'<svg class="ahead"', page)) == 2
 
 
 def test_the_value_at_equal_flops_is_read_off_the_curve(tmp_path):
     write_pair(tmp_path, [0.4, 0.4], [0.4, 0.4])
-    text = report(tmp_path)
     # the dense run at 70 of its 100 steps, between those that were scored at 60 and 80
     at_70 = 0.4 * (1 + 20 * ((1 / 60 + 1 / 80) / 2 - 1 / 100))
-    assert f"{100 * (0.4 / at_70 - 1):+.1f} %" in text
+    apart = overview(report(tmp_path))["dit_tiny", "routed"][FLOPS]
+    assert apart.startswith(f"{0.4 - at_70:+.3g} ")
 
 
-def test_the_best_is_named_and_what_does_not_lie_apart_from_it(tmp_path):
-    write_pair(tmp_path, [0.40, 0.42], [0.415, 0.41])
+def test_the_best_comes_first_and_a_distance_decides(tmp_path):
     write_pair(tmp_path, [0.50, 0.51], [0.52, 0.53], backbone="mamba_tiny")
-    line = next(line for line in report(tmp_path).splitlines() if "At equal steps (100)" in line)
-    assert "dit_tiny dense has the best held-out loss, 0.41" in line
-    assert "not settled against dit_tiny tread" in line
-    assert "mamba" not in line
+    write_pair(tmp_path, [0.40, 0.42], [0.415, 0.41])
+    text = report(tmp_path)
+    assert [name for name, _ in overview(text)] == 2 * ["dit_tiny"] + 2 * ["mamba_tiny"]
+    assert overview(text)["dit_tiny", "dense"]["fid [95 %]"] == "0.41 [0.2829, 0.5371]"
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "Ranked by <b>fid</b> (lower is better)" in page
+    (best,) = re.findall(r'<tbody class="best">(.*?)</tbody>', page, re.S)
+    assert best.index('<tr class="best">') < best.index("dense") < best.index("<tr>")
+
+
+@pytest.mark.parametrize(
+    "chance",
+    [
+        {"values": {"fid": 0.2, "label_accuracy": 0.12}},
+        {"values": {"fid": 4.2, "label_accuracy": 0.9}, "real": {"fid": 0.4}},
+    ],
+)
+def test_samples_at_chance_are_not_ranked(tmp_path, chance):
+    protocol = {"num_generated": 500}
+    write_run(tmp_path / "runs" / "noise", backbone="mamba_tiny", protocol=protocol, **chance)
+    write_run(tmp_path / "runs" / "far", backbone="uvit_tiny", protocol=protocol,
+              values={"fid": 3.9, "label_accuracy": 0.5}, real={"fid": 0.4})  # fmt: skip
+    rows = overview(report(tmp_path))
+    assert [name for name, _ in rows] == ["uvit_tiny dense", "mamba_tiny dense"]
+    assert "at chance" in rows["mamba_tiny dense", "dense"]["fid [95 %]"]
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert page.count('<tr class="chance"') == 1
 
 
 def test_what_a_goal_costs_is_read_off_the_first_score_that_meets_it(tmp_path):
@@ -71,10 +110,13 @@ def test_what_a_goal_costs_is_read_off_the_first_score_that_meets_it(tmp_path):
 
 def test_seconds_of_two_machines_are_not_compared(tmp_path):
     write_pair(tmp_path, [0.4, 0.4], [0.3, 0.3])
-    write_run(tmp_path / "runs" / "other", backbone="uvit_tiny", device="a GPU")
-    text = report(tmp_path)
-    assert "At equal seconds" not in text
-    assert "held-out loss at equal seconds" in text, "the pair ran on one"
+    for routing, device in (("none", "a CPU"), ("tread", "a GPU")):
+        place = tmp_path / "runs" / f"other_{routing}"
+        write_run(place, backbone="uvit_tiny", routing=routing, device=device, values={"fid": 1.0})
+    rows = overview(report(tmp_path))
+    assert rows["uvit_tiny", "routed"][STEPS] == "+0 not settled"
+    assert rows["uvit_tiny", "routed"][SECONDS] == ""
+    assert rows["dit_tiny", "routed"][SECONDS].endswith(" ahead")
 
 
 def test_settings_are_counted_and_told_apart(tmp_path):
@@ -104,6 +146,16 @@ def test_what_most_settings_share_goes_without_saying(tmp_path):
     }  # fmt: skip
 
 
+def test_a_number_that_most_settings_share_goes_without_saying(tmp_path):
+    for i, (rate, warm) in enumerate([(0.5, 0.0), (0.5, 0.25), (0.25, 0.0), (0.5, 0.0)]):
+        routing = {"name": "tread", "selection_rate": rate, "warm_start": warm}
+        write_run(tmp_path / "runs" / str(i), routing=routing, seed=i)
+    labels = {setting.label for setting in group_settings(read_runs(str(tmp_path / "runs" / "*")))}
+    assert labels == {
+        "dit_tiny tread", "dit_tiny tread, warm_start 0.25", "dit_tiny tread, selection_rate 0.25",
+    }  # fmt: skip
+
+
 def test_every_setting_has_a_label_of_its_own(tmp_path):
     for start, carry_from in ((4, None), (4, 2), (5, 2), (6, 2)):
         routing = {"name": "tread", "start": start, "end": 8, "carry_from": carry_from}
@@ -124,7 +176,7 @@ def test_scores_of_two_protocols_are_not_ranked(tmp_path):
     runs = read_runs(str(tmp_path / "runs" / "*"))
     curves = read_curves(runs.folder).query("metric != 'fid'")
     text = write_report(runs, curves, tmp_path / "no_fid_on_the_way", title="t")
-    assert "At equal FLOPs" not in text, "the held-out loss must not stand in"
+    assert "equal FLOPs" not in text, "the held-out loss must not stand in"
     write_run(tmp_path / "runs" / "d", seed=2, values={"fid": 4.0}, protocol={"reference": "other"})
     with pytest.raises(ValueError, match="reference"):
         report(tmp_path)
@@ -164,7 +216,7 @@ def test_pages_hold_no_paths_of_the_machine(tmp_path):
         assert "twin has the settings" in written
     assert "reference.npz" in page
     rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| dit_tiny")]
-    assert len(set(rows)) == 2, rows
+    assert len(rows) == len(set(rows)) == 2, rows
     assert all("photos.npz" in row for row in rows)
 
 
@@ -202,11 +254,34 @@ def test_the_page_needs_no_other_file_and_begins_with_the_answer(page):
     text = page.read_text()
     assert not re.search(r"""(src|href)=["'](?!data:|#)""", text)
     assert "python scripts/compare.py &#39;a&lt;b&#39;" in text
-    places = [text.index(mark) for mark in ("At equal steps", "<svg", "real images</fig", "<table")]
+    places = [text.index(mark) for mark in ("<table", "over training</h2>", "One class a column")]
     assert places == sorted(places)
     assert "currentColor" in text
     names = {path.name for path in page.parent.iterdir()}
-    assert names == {"index.html", "report.md", "quality.png", "results.csv", "curves.csv"}
+    assert names == {
+        "index.html", "report.md", "quality.png", "results.csv", "curves.csv", "figures",
+    }  # fmt: skip
+
+
+def test_figures_are_files_too_and_their_parts_can_be_hidden(page):
+    text, files = page.read_text(), page.parent / "figures"
+    names = {path.stem for path in files.iterdir()}
+    assert names >= {"quality", "curve_fid", "difference_dit_tiny", "difference_mamba_tiny"}
+    for file in files.iterdir():
+        assert ElementTree.parse(file).getroot().tag.endswith("svg")
+    for number in re.findall(r'data-hide="(s\d)"', text):
+        assert f'<g class="{number}">' in text
+    assert "dit_tiny dense: fid 0.401 [" in text, "the numbers of what is pointed at"
+
+
+def test_the_settings_of_any_two_runs_can_be_compared(page):
+    (embedded,) = re.findall(r'id="configs">(.*?)</script>', page.read_text())
+    configs = json.loads(embedded)
+    assert {"seed", "backbone.name", "routing.name"} <= configs["values"].keys()
+    assert "objective.name" not in configs["values"], "all have the same"
+    dense, routed = map(configs["runs"].index, ("dit_tiny_none_0", "dit_tiny_tread_0"))
+    assert configs["values"]["seed"][dense] == configs["values"]["seed"][routed]
+    assert configs["values"]["routing.name"][routed] == '"tread"'
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
@@ -215,7 +290,7 @@ def test_the_page_fits_a_browser(page, tmp_path, width):
     probe = """<script>addEventListener("load", () => {
       const box = element => element.getBoundingClientRect();
       document.title = [innerWidth, document.documentElement.scrollWidth,
-        Math.round(box(document.querySelector("svg")).bottom),
+        Math.round(box(document.querySelector(".overview tbody")).bottom),
         [...document.querySelectorAll("svg, img, li")].filter(
           element => box(element).right > innerWidth).length,
         [...document.images].filter(image => !image.naturalWidth).length].join(" ");
@@ -236,10 +311,10 @@ def test_the_page_fits_a_browser(page, tmp_path, width):
     )  # fmt: skip
     title = re.search("<title>(.*?)</title>", done.stdout)
     assert title, html.unescape(done.stdout)[:500]
-    inner, scroll, picture_ends, too_wide, broken = map(int, title.group(1).split())
+    inner, scroll, first_row_ends, too_wide, broken = map(int, title.group(1).split())
     assert inner == width
     assert scroll <= width, "it scrolls sideways"
-    assert picture_ends <= 800 + 400 * (width < 800), "the picture is not on the first screen"
+    assert first_row_ends <= 800, "the answer is not on the first screen"
     assert (too_wide, broken) == (0, 0)
 
 
@@ -267,8 +342,7 @@ def test_a_routed_setting_is_compared_with_the_blocks_outside_its_route_alone(tm
                 tmp_path / "runs" / f"{name}_{seed}", routing=routing, seed=seed,
                 final=final + seed / 1000, backbone={"name": "dit_tiny", "depth": depth},
             )  # fmt: skip
-    rows = [line.split(" | ") for line in report(tmp_path).splitlines() if "[" in line]
-    against = {row[1]: row[3] for row in rows if "tread" in row[0]}
-    assert against.keys() == {"dit_tiny dense, depth 12", "dit_tiny dense, depth 6"}
-    assert against["dit_tiny dense, depth 12"].startswith("behind: +10.0 %")
-    assert against["dit_tiny dense, depth 6"].startswith("behind: +2.3 %")
+    rows = overview(report(tmp_path))
+    assert rows["dit_tiny", "routed"][STEPS] == "+0.04 [+0.04, +0.04] behind"
+    assert rows["dit_tiny", "routed − 6 blocks"][STEPS] == "+0.01 [+0.01, +0.01] behind"
+    assert ("dit_tiny", "6 blocks") in rows

@@ -1,5 +1,7 @@
 """Pictures for people."""
 
+import re
+
 import numpy as np
 import torch
 from PIL import Image
@@ -20,6 +22,17 @@ def test_an_animation_ends_with_the_last_picture_and_is_small(tmp_path):
         assert max(animation.size) < 400
     assert np.abs(np.subtract(last, 5 * 49)).max() <= 4
     assert np.subtract(last, first).min() > 200
+
+
+def test_losses_have_a_title_readable_ticks_and_the_held_out_curve_beside(tmp_path):
+    rows = [{"step": 20 * i, "loss": 0.47 - 0.001 * i} for i in range(1, 50)]
+    rows += [{"step": 200 * i, "held_out_loss": 0.46 - 0.01 * i} for i in range(1, 5)]
+    (tmp_path / "a_run").mkdir()
+    plot_losses(rows, tmp_path / "a_run" / "loss.svg")
+    texts = re.findall("<!-- (.*?) -->", (tmp_path / "a_run" / "loss.svg").read_text())
+    assert "a_run" in texts
+    assert sum("held-out loss" in text for text in texts) == 1
+    assert len([text for text in texts if re.fullmatch(r"0\.4\d*", text)]) >= 8
 
 
 def test_a_curve_of_one_point_is_seen(tmp_path):

@@ -1,117 +1,190 @@
 """Figures of a comparison, as SVG that takes the colours of the page around it, and as PNG.
 
-One colour for each backbone, or for each setting of a single one; dense settings are solid, routed
-ones broken or hollow. Points and lines are means over seeds, bars and bands reach from the smallest
-seed to the largest.
+One colour for each backbone, or for each setting of a single one. Dense settings are solid, routed
+ones broken or hollow, dense ones of fewer blocks dotted or diamonds. What has colour i is in groups
+of the class `s<i>`, with its numbers as their title.
 """
 
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
-from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from colorsys import hls_to_rgb
+from itertools import cycle, product
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
-from tread_zoo.comparison.findings import COSTS, Setting, direction, si, words
+from tread_zoo.comparison.findings import COSTS, Setting, direction, short_names, si, words
+from tread_zoo.comparison.intervals import Interval, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.text import Annotation
 
-INK = "#010203"  # becomes the text colour of the page
+INK, GREY = "#010203", "#808080"  # INK becomes the text colour of the page
 COLOURS = (
     "#2a7fd4", "#e0731d", "#2e9e5b", "#c94f9b", "#8d6bd1", "#b08d17", "#1aa3a8", "#d14b4b",
     "#76818e", "#9a5b2f", "#7fb53a", "#5a5fd0",
 )  # fmt: skip
-DASHES = {"--": "╍╍╍", ":": "┈┈┈", "-.": "━╍━"}  # and as text
-FEW = 8  # settings of one backbone whose names have room beside their points
-Point = tuple[float, float]
-BESIDE = ((8, 6), (8, -14), (-8, 6), (-8, -14))  # a point: where its name may be
+DASHES = ("--", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))  # of routed settings
+PLACES = [  # of a name from its point, the nearest first
+    (across * far, up * far - 3)
+    for far, across, up in product((9, 18, 30, 44), (1, -1), (0.6, -1.2, 0, 2, -2))
+]
+THEME = (  # of a file that stands alone
+    "<style>svg{color:#1d2126}text{paint-order:stroke;stroke:#fff;stroke-width:2px}@media"
+    "(prefers-color-scheme:dark){svg{color:#e4e7eb}text{stroke:#15181c}}</style>"
+)
 
 
-def looks(settings: Sequence[Setting]) -> dict[str, tuple[str, str]]:
-    """Return colour and line style by label: the colour says the backbone, the style the rest; of
-    one backbone alone, the colour says the setting."""
-    backbones = dict.fromkeys(setting.backbone for setting in settings)
-    of_colour = [s.backbone if len(backbones) > 1 else s.label for s in settings]
-    colours = dict(zip(dict.fromkeys(of_colour), cycle(COLOURS), strict=False))
+class Axis(NamedTuple):
+    """A scale that cells of a table have in common, its places in per cent of their width."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def over(cls, values: Sequence[Interval], mark: float) -> "Axis":
+        """Return an axis for the means, `mark`, and the intervals that are narrow beside these; of
+        wide ones the ends are cut off."""
+        inside = [v for v in (mark, *(one.mean for one in values)) if math.isfinite(v)] or [0.0]
+        reach = (max(inside) - min(inside)) or abs(inside[0]) or 1.0
+        ends = [end for one in values if one.half <= reach / 3 for end in (one.low, one.high)]
+        return cls(min(inside + ends) - reach / 16, max(inside + ends) + reach / 16)
+
+    def place(self, value: float) -> float:
+        """Return where a value is, its end where it is beyond."""
+        return round(min(100.0, max(0.0, 100 * (value - self.low) / (self.high - self.low))), 2)
+
+    def ticks(self, count: int) -> list[tuple[float, str]]:
+        """Return places and texts of about `count` round values."""
+        from matplotlib.ticker import MaxNLocator
+
+        values = MaxNLocator(count, steps=[1, 2, 5, 10]).tick_values(self.low, self.high)
+        return [(self.place(v), f"{v:.6g}") for v in values if self.low <= v <= self.high]
+
+
+class Look(NamedTuple):
+    """How a setting is drawn: number and name of its colour, the colour, dashes of lines, marker of
+    points, and what fills it."""
+
+    number: int
+    name: str
+    colour: str
+    dash: Any = "-"
+    marker: str = "o"
+    fill: str = "none"
+
+    def options(self, title: str = "", **options: Any) -> dict[str, Any]:
+        """Return options of matplotlib's `plot`, the id what `as_svg` makes class and title of."""
+        own = {"color": self.colour, "marker": self.marker, "mfc": self.fill, "ls": self.dash}
+        return {**own, "gid": f"|s{self.number}|{title}", **options}
+
+
+def looks(settings: Sequence[Setting]) -> dict[str, Look]:
+    """Return the looks of settings by label."""
+    names = short_names(settings)
+    if len({setting.backbone for setting in settings}) > 1:
+        names = {s.label: s.backbone for s in settings}
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(names.values()))}
+    colours: Sequence[Any] = COLOURS
+    if len(numbers) > len(COLOURS):
+        colours = [hls_to_rgb(i / len(numbers), 0.5, 0.6) for i in range(len(numbers))]
+        colours = ["#" + "".join(f"{round(255 * part):02x}" for part in rgb) for rgb in colours]
+    shallow = {less.label for s in settings for less in s.shallower(settings)}
     rests = dict.fromkeys(s.label.removeprefix(s.backbone) for s in settings if not s.is_dense)
-    styles = dict(zip(rests, cycle(DASHES), strict=False))
-    return {
-        s.label: (colours[key], styles.get(s.label.removeprefix(s.backbone), "-"))
-        for s, key in zip(settings, of_colour, strict=True)
-    }
+    dashes = dict(zip(rests, cycle(DASHES), strict=False))
+    style = {}
+    for s in settings:
+        look = Look(numbers[names[s.label]], names[s.label], colours[numbers[names[s.label]]])
+        if not s.is_dense:
+            look = look._replace(dash=dashes[s.label.removeprefix(s.backbone)])
+        elif s.label in shallow:
+            look = look._replace(dash=":", marker="D", fill=look.colour)
+        else:
+            look = look._replace(fill=look.colour)
+        style[s.label] = look
+    return style
 
 
-def draw_quality(settings: Sequence[Setting], metric: str, x: str) -> "Figure":
-    """Return the picture of one score against a cost or another score, an arrow from each dense
-    setting to its routed ones; `metric` and `x` are columns of the runs."""
-    figure, axes = _new_figure((6.4, 4.2))
-    points: dict[str, Point] = {}
+def draw_plane(settings: Sequence[Setting], y: str, x: str, *, arrows: bool) -> "Figure":
+    """Return the picture of a score against a cost or another score, both columns of the runs: a
+    large point for the mean, small ones for runs; with `arrows` from each dense setting to its
+    routed ones."""
+    figure, axes = _new_figure((5.8, 4.2))
+    points: dict[str, tuple[float, float]] = {}
     style = looks(settings)
-    for setting in settings:
-        values, cost = setting.runs[metric].dropna(), setting.runs[x].mean()
-        if not len(values) or not math.isfinite(cost):
-            continue
-        colour, mean = style[setting.label][0], values.mean()
-        points[setting.label] = cost, mean
-        axes.errorbar(
-            cost, mean, [[mean - values.min()], [values.max() - mean]], fmt="o", ms=8, capsize=3,
-            color=colour, mfc=colour if setting.is_dense else "none",
-        )  # fmt: skip
-    by_sample = x == "flops_per_sample"
-    for setting in settings:
-        dense = None if by_sample else setting.dense_of(settings)
+    for label, runs in ((s.label, s.runs[[x, y]].dropna()) for s in settings):
+        if len(runs):
+            look, (cost, value) = style[label], (runs[x].mean(), runs[y].mean())
+            points[label] = cost, value
+            axes.plot(runs[x], runs[y], **look.options(ls="", marker=".", alpha=0.45, mew=0))
+            said = f"{label}: {words(y)} {interval(runs[y].tolist()).text()}, "
+            said += f"{COSTS.get(x, words(x))} {si(cost)}"
+            axes.plot(cost, value, **look.options(said, ms=7, mew=1.6))
+    for setting in settings if arrows else ():
+        dense, look = setting.dense_of(settings), style[setting.label]
         if dense and {dense.label, setting.label} <= points.keys():
-            arrow = {"arrowstyle": "-|>", "lw": 1.6, "shrinkA": 6, "shrinkB": 6}
-            arrow["color"] = style[setting.label][0]
+            arrow = {"arrowstyle": "-|>", "lw": 1.4, "shrinkA": 6, "shrinkB": 6}
+            arrow |= {"color": look.colour, "gid": look.options()["gid"]}
             axes.annotate("", points[setting.label], points[dense.label], arrowprops=arrow)
-    axes.set_ylabel(f"{words(metric)} ({direction(metric)} is better)")
-    low, high = axes.get_ylim()
-    real = settings[0].runs.get(f"real_{metric}", pd.Series([math.nan])).iloc[0]
-    if low - (high - low) / 2 <= real <= high + (high - low) / 2:
-        axes.axhline(real, color=INK, ls=":", lw=1, alpha=0.6)
-        axes.annotate(f"real images {real:.3g}", (0, real), (4, 3), fontsize=10,
-                      xycoords=("axes fraction", "data"), textcoords="offset points")  # fmt: skip
-    if points:
-        _scale(axes, "x", [cost for cost, _ in points.values()])
-        _scale(axes, "y", [value for _, value in points.values()])
-    axes.margins(0.12)
+    drawn = pd.concat([setting.runs for setting in settings])
+    _scale(axes, "x", drawn[x].dropna().tolist())
+    _scale(axes, "y", drawn[y].dropna().tolist())
+    axes.margins(0.08)
     axes.set_xlabel(COSTS.get(x) or f"{words(x)} ({direction(x)} is better)")
-    few = len({setting.backbone for setting in settings}) == 1 and len(settings) <= FEW
-    _name_points(axes, settings, points, each=by_sample or few)
+    axes.set_ylabel(f"{words(y)} ({direction(y)} is better)")
+    if len({look.name for look in style.values()}) <= len(COLOURS):
+        _name_points(axes, {style[label]: point for label, point in reversed(points.items())})
     return figure
 
 
-def draw_curve(
-    settings: Sequence[Setting], curves: pd.DataFrame, metric: str, x: str, label: str
+def draw_lines(
+    lines: Mapping[str, tuple[Look, pd.DataFrame]],
+    label: str,
+    limits: tuple[float, float] | None = None,
 ) -> "Figure":
-    """Return one metric on the way against `x` (step, flops or seconds), a line for each setting;
-    `curves` of `read_curves` are those of this metric alone, `label` is of the x axis."""
+    """Return lines over the steps by name, each a table of step, y, and the ends of its band, low
+    and high; `limits` are of the y axis, which has a line at 0 then."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    figure, axes = _new_figure((4.8, 3.4))
-    drawn = []
-    for setting in settings:
-        own = curves[curves.folder.isin(setting.runs.folder)].groupby("step")
-        rows = own.agg(x=(x, "mean"), y=("value", "mean"), low=("value", "min"),
-                       high=("value", "max"), n=("value", "count"))  # fmt: skip
-        rows = rows[rows.n == rows.n.max()]
-        colour, style = looks(settings)[setting.label]
-        axes.plot(rows.x, rows.y, color=colour, ls=style, lw=1.8, marker=".", ms=5)
-        axes.fill_between(rows.x, rows.low, rows.high, color=colour, alpha=0.15, lw=0)
-        drawn += [*rows.low, *rows.high]
-    axes.set(xlabel=label, ylabel=words(metric))
-    axes.xaxis.set_major_locator(MaxNLocator(5))
+    figure, axes = _new_figure((3.4, 2.4) if limits else (5.8, 3.6))
+    for name, (look, rows) in lines.items():
+        axes.plot(rows.step, rows.y, **look.options(name, marker="", lw=1.6))
+        axes.fill_between(rows.step, rows.low, rows.high, color=look.colour, alpha=0.14, lw=0,
+                          gid=look.options()["gid"])  # fmt: skip
+        for at in rows.itertuples() if len(rows) <= 20 else ():
+            said = f"{name} at step {at.step}: {at.y:.4g} [{at.low:.4g}, {at.high:.4g}]"
+            axes.plot(at.step, at.y, **look.options(said, ms=4))
+    if limits:
+        axes.axhline(0, color=INK, lw=0.8)
+        axes.set_ylim(limits)
+        axes.set_title(label, fontsize=10, loc="left")
+    else:
+        _scale(axes, "y", [v for _, rows in lines.values() for v in (*rows.low, *rows.high)])
+        axes.set_ylabel(label)
+    axes.set_xlabel("steps")
+    axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(FuncFormatter(si))
-    _scale(axes, "y", drawn)
     return figure
 
 
-def as_svg(figure: "Figure", name: str) -> str:
-    """Return a figure as an SVG element that scales with its place; `name` keeps its ids apart."""
+def add_legend(figure: "Figure", settings: Sequence[Setting]) -> None:
+    """Put the looks of the settings below a figure, for a file that stands alone."""
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], label=k, **look.options()) for k, look in looks(settings).items()]
+    columns = 2 if max(len(setting.label) for setting in settings) > 24 else 3
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8,
+                  frameon=False)  # fmt: skip
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + 0.2 * math.ceil(len(handles) / columns))
+
+
+def as_svg(figure: "Figure", name: str, *, alone: bool = False) -> str:
+    """Return a figure as an SVG element that scales with its place, or as one that stands alone;
+    `name` keeps its ids apart."""
     import matplotlib
 
     stream = io.StringIO()
@@ -119,7 +192,11 @@ def as_svg(figure: "Figure", name: str) -> str:
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     text = stream.getvalue()
     text = text[text.index("<svg") :].replace(INK, "currentColor")
+    text = re.sub(r'<g id="\|(s\d+)\|">', r'<g class="\1">', text)
+    text = re.sub(r'<g id="\|(s\d+)\|([^"]+)">', r'<g class="\1"><title>\2</title>', text)
     head, tag, rest = text.partition(">")
+    if alone:
+        return head + tag + THEME + rest
     start = head[: head.index(" width=")] + head[head.index(" viewBox=") :]
     return start + f' role="img" aria-label="{name}"' + tag + rest
 
@@ -129,48 +206,44 @@ def _new_figure(size: tuple[float, float]) -> "tuple[Figure, Axes]":
     from matplotlib.figure import Figure
 
     coloured = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    style: dict[Any, Any] = {**dict.fromkeys(coloured, INK), "font.size": 12}
+    style: dict[Any, Any] = {**dict.fromkeys(coloured, INK), "font.size": 10}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
         axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25, which="major", color="#808080")
+        axes.grid(alpha=0.25, which="major", color=GREY)
     return figure, axes
 
 
-def _name_points(
-    axes: "Axes", settings: Sequence[Setting], points: Mapping[str, Point], each: bool
-) -> None:
-    """Write each backbone beside its first point, or beside each point what else its setting is,
-    where the fewest other names and points are."""
+def _name_points(axes: "Axes", points: Mapping[Look, tuple[float, float]]) -> None:
+    """Write the name of each colour beside its last point, in the nearest place where no other name
+    is and the fewest points are, with a line to it."""
     from matplotlib.transforms import Bbox
 
     axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # places are known then
-    places = axes.transData.transform([*points.values()]).tolist() if points else []
-    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in places]
-    sizes = {setting.backbone.rpartition("_")[2] for setting in settings}
-    size = f"_{sizes.pop()}" if len(sizes) == 1 else ""  # of all alike, goes without saying
-    named: set[str] = set()
-    for setting in settings:
-        if setting.label not in points or (setting.backbone in named and not each):
-            continue
-        named.add(setting.backbone)
-        text = setting.backbone.removesuffix(size)
-        if each:
-            rest = setting.label.removeprefix(setting.backbone).strip()
-            text = rest.partition(", ")[2] or rest
-        name = axes.annotate(
-            text, points[setting.label], BESIDE[0], textcoords="offset points",
-            color=looks(settings)[setting.label][0], fontsize=9 if each else 11,
-        )  # fmt: skip
+    taken = [
+        Bbox.from_bounds(x - line.get_ms(), y - line.get_ms(), 2 * line.get_ms(), 2 * line.get_ms())
+        for line in axes.lines
+        for x, y in axes.transData.transform(line.get_xydata())
+    ]
+    names: list[Bbox] = []
+    for look, point in {look.name: (look, point) for look, point in points.items()}.values():
+        name = axes.annotate(look.name, point, PLACES[0], textcoords="offset points", fontsize=9,
+                             color=look.colour, gid=look.options()["gid"])  # fmt: skip
+        name.set_in_layout(False)
 
-        def box(place: Point, name: "Annotation" = name) -> Bbox:
+        def cost(place: tuple[float, float], name: Any = name) -> int:
             name.set(ha="left" if place[0] > 0 else "right")
             name.xyann = place
-            return name.get_window_extent()
+            box = name.get_window_extent()
+            outside = not (axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max))
+            return sum(map(box.overlaps, taken)) + 9 * (sum(map(box.overlaps, names)) + outside)
 
-        free = min(BESIDE, key=lambda place: sum(map(box(place).overlaps, taken)))
-        taken.append(box(free))
+        place = min(PLACES, key=cost)
+        cost(place)
+        names.append(name.get_window_extent())
+        axes.annotate("", point, place, textcoords="offset points",
+                      arrowprops={"arrowstyle": "-", "lw": 0.5, "color": GREY})  # fmt: skip
 
 
 def _scale(axes: "Axes", which: str, values: Sequence[float]) -> None:
@@ -178,7 +251,8 @@ def _scale(axes: "Axes", which: str, values: Sequence[float]) -> None:
     by plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axis, low, high = getattr(axes, f"{which}axis"), min(values), max(values)
+    finite = [value for value in values if math.isfinite(value)] or [1.0]
+    axis, low, high = getattr(axes, f"{which}axis"), min(finite), max(finite)
     if low > 0 and high > 3 * low:
         getattr(axes, f"set_{which}scale")("log")
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -1,9 +1,8 @@
-"""What the numbers of runs say: settings, which is best at equal budgets, and where routing pays.
+"""What the numbers of runs say: settings, their scores, and what routing changes at equal budgets.
 
-A setting is the runs that differ in seed alone. A difference between two settings is settled where
-the t-interval of its mean over the seeds that both have leaves 0 out. Budgets are equal at the
-smallest that any run spent: what the others had by then is read off their curves, straight between
-the measured points.
+A setting is the runs that differ in seed alone. A difference is of runs of equal seeds, and is read
+where both have spent the same: the smallest that any of them spent, read off the curves of the
+others, straight between the measured points.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tread_zoo.comparison.intervals import Interval, interval, meets
+from tread_zoo.comparison.intervals import Interval, differences, interval, meets
 from tread_zoo.config import flatten
 from tread_zoo.data.files import without_paths
 from tread_zoo.evaluation.protocol import Protocol
@@ -25,9 +24,8 @@ from tread_zoo.registry import available, get_entry
 
 HELD_OUT = "held_out_loss"
 DEPTH = "backbone.depth"
-LAST = ("label_accuracy", HELD_OUT)  # what the first screen is about only if there is no other
+FAR = 10  # times the distance of real images: samples that show nothing
 SAME = 0.01  # budgets that differ by less are equal
-COLUMNS = ("step", "flops", "seconds")
 BUDGETS = {"steps": "step", "flops": "flops", "seconds": "seconds"}  # of runs -> of curves
 NAMES = {"steps": "steps", "flops": "FLOPs", "seconds": "seconds"}
 COSTS = {
@@ -40,7 +38,6 @@ COSTS = {
 }
 
 Table = tuple[list[str], list[list[str]]]  # header, rows
-Measured = tuple[str, float, Mapping[Any, float]]  # metric, budget, values by row
 
 
 @dataclass(frozen=True)
@@ -75,6 +72,34 @@ class Setting:
                 and s.choices[DEPTH] < own]  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Line:
+    """One setting of a row: dense, routed or how deep it is; its score over seeds; whether its
+    samples are at chance; and of a routed one, how far it lies from its dense one and from those of
+    fewer blocks, by budget."""
+
+    kind: str
+    setting: Setting
+    score: Interval
+    is_at_chance: bool
+    less: Sequence[tuple[Setting, Mapping[str, Interval | None]]] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """Settings that are looked at together: a dense one, the one that is routed, and dense ones of
+    fewer blocks; or one setting alone."""
+
+    name: str
+    lines: Sequence[Line]
+
+    def best(self, metric: str) -> Line | None:
+        """Return the line of the best score, None where all samples are at chance."""
+        sign = -1 if direction(metric) == "higher" else 1
+        ranked = [line for line in self.lines if not line.is_at_chance]
+        return min(ranked, key=lambda line: sign * line.score.mean, default=None)
+
+
 def direction(metric: str) -> str | None:
     """Return whether a metric is better `lower` or `higher`, None if nothing says."""
     if metric in available("metric"):
@@ -83,7 +108,8 @@ def direction(metric: str) -> str | None:
 
 
 def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
-    """Return the scores that all runs have by one protocol, and notes on those that they do not.
+    """Return the scores that all runs have by one protocol, distances first and the held-out loss
+    last, and notes on those that they do not.
 
     Scores compare where their protocols are equal; but what was sampled by (sampler, guidance,
     weights) may differ: it is a setting, and shown. The held-out loss depends on the data and
@@ -115,7 +141,7 @@ def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
             metrics.append(name)
     if not metrics:
         raise ValueError(" ".join(["The runs have no score in common.", *notes]))
-    return sorted(metrics, key=lambda name: LAST.index(name) + 1 if name in LAST else 0), notes
+    return sorted(metrics, key=lambda name: (name == HELD_OUT, not is_distance(name))), notes
 
 
 def group_settings(runs: pd.DataFrame) -> list[Setting]:
@@ -131,11 +157,11 @@ def group_settings(runs: pd.DataFrame) -> list[Setting]:
     usual = {f: _most_have((routed if f.startswith("routing.") else distinct)[f]) for f in extra}
     settings = list[Setting]()
     for _, rows in runs.groupby([values[f] for f in fields], sort=False):
-        first = rows.iloc[0]
+        first, own = rows.iloc[0], values.loc[rows.index[0]]
         is_dense = first.routing == "none"
         name = f"{first.backbone} {'dense' if is_dense else first.routing}"
         parts = {f: f"{f.rpartition('.')[2]} {_plain(first[f])}" for f in extra}
-        said = [f for f in extra if pd.notna(first[f]) and repr(first[f]) != usual[f]]
+        said = [f for f in extra if pd.notna(first[f]) and own[f] != usual[f]]
         label = ", ".join([name, *(parts[f] for f in said)])
         if label in [setting.label for setting in settings]:
             label = ", ".join([name, *parts.values()])
@@ -161,9 +187,9 @@ def _most_have(values: Iterable[str]) -> str | None:
 
 def values_at_equal(
     runs: pd.DataFrame, curves: pd.DataFrame, metric: str, axis: str
-) -> tuple[float, dict[Any, float]] | None:
-    """Return the smallest budget that any run spent, and each run's value when it had spent that,
-    by its row; None where it was not measured, or seconds are of several machines.
+) -> pd.Series | None:
+    """Return each run's value when it had spent the smallest budget that any run spent, by its row;
+    None where it was not measured, or seconds are of several machines.
 
     Args:
         runs, curves: of `read_runs` and `read_curves`.
@@ -175,112 +201,140 @@ def values_at_equal(
         return None
     budget = spent.min()
     if spent.max() <= budget * (1 + SAME):
-        return budget, runs[metric].to_dict()
-    for source in ("score", "log"):
+        return runs[metric]
+    of_metric = curves[(curves.metric == metric) & curves.folder.isin(runs.folder)]
+    for _, of_source in sorted(of_metric.groupby("source"), reverse=True):  # the log's come last
         values = {}
         for run in runs.itertuples():
-            own = curves[
-                (curves.folder == run.folder)
-                & (curves.source == source)
-                & (curves.metric == metric)
-            ].sort_values("step")
+            own = of_source[of_source.folder == run.folder].sort_values("step")
             x = own[BUDGETS[axis]].to_numpy()
             if len(x) and x[0] <= budget <= x[-1] * (1 + SAME):
                 values[run.Index] = float(np.interp(budget, x, own.value))
         if len(values) == len(runs):
-            return budget, values
+            return pd.Series(values)
     return None
 
 
-def best_settings(
-    settings: Sequence[Setting], runs: pd.DataFrame, curves: pd.DataFrame, metric: str
-) -> list[str]:
-    """Return a sentence for each budget: which setting is best when all have spent the same, and
-    from which others its seeds do not set it apart, each compared with it alone."""
-    lines = []
-    for axis, name in NAMES.items() if len(settings) > 1 else ():
-        measured = _first_measured(runs, curves, metric, axis)
-        if measured is None:
-            continue
-        used, budget, values = measured
-        means = {s.label: _mean(values[row] for row in s.runs.index) for s in settings}
-        sign = -1 if direction(used) == "higher" else 1
-        best, *others = sorted(
-            settings, key=lambda s: sign * statistics.fmean(values[row] for row in s.runs.index)
-        )
-        apart = [(o, _difference(o, best, measured)) for o in others]
-        better = direction(used) or "lower"
-        near = [o.label for o, d in apart if d is None or d.verdict(better) != "ahead"]
-        verdict = f"next {others[0].label}, {means[others[0].label]}. "
-        if all(difference is None or difference.n < 2 for _, difference in apart):
-            verdict += "One seed: not settled."
-        elif near:
-            listed = _some([f"{label} {means[label]}" for label in near])
-            verdict = f"not settled against {listed}."
-        else:
-            verdict += "Settled."
-        lead = f"At equal {name} ({si(budget)}): {best.label} has the best {words(used)}"
-        lines.append(f"{lead}, {means[best.label]}; {verdict}")
-    return lines
+def difference(
+    routed: Setting, dense: Setting, curves: pd.DataFrame, metric: str, axis: str
+) -> Interval | None:
+    """Return routed less dense over the seeds that both have, at an equal budget; None where it was
+    not measured."""
+    values = values_at_equal(pd.concat([dense.runs, routed.runs]), curves, metric, axis)
+    if values is None or not np.isfinite(values.astype(float)).all():
+        return None
+    first, second = (
+        pd.Series(values[s.runs.index].to_numpy(float), s.runs.seed) for s in (routed, dense)
+    )
+    by_seed = differences(first, second)
+    return interval(by_seed.tolist()) if len(by_seed) else None
 
 
-def best_by_sample(settings: Sequence[Setting], metric: str) -> list[str]:
-    """Return a sentence for each setting that no cheaper one reaches, by FLOPs per sample."""
-    sign = -1 if direction(metric) == "higher" else 1
-    means = [(s.runs.flops_per_sample.mean(), sign * s.runs[metric].mean(), s) for s in settings]
-    lines, best = [], math.inf
-    for cost, value, setting in sorted(means, key=lambda row: row[:2]):
-        if value < best:
-            best = value
-            text = f"From {si(cost)} FLOPs per sample: {setting.label} has the best {words(metric)}"
-            lines.append(f"{text}, {_mean(setting.runs[metric])}.")
-    return lines
+def curve(setting: Setting, curves: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Return step, mean y and smallest and largest seed, low and high, at each step that all runs
+    of a setting measured; what was scored on the way replaces what the log has."""
+    own = curves[(curves.metric == metric) & curves.folder.isin(setting.runs.folder)]
+    own = own[own.source == own.source.max()].groupby("step").value
+    rows = own.agg(y="mean", low="min", high="max", n="count").reset_index()
+    return rows[rows.n == len(setting.runs)]
 
 
-def routing_table(
-    settings: Sequence[Setting], curves: pd.DataFrame, metric: str
-) -> tuple[Table, list[str]]:
-    """Return routed settings against their dense ones, and against dense ones of fewer blocks, at
-    equal steps, FLOPs and seconds, and sentences that say for which of them routing pays."""
-    rows, verdicts, missing = [], dict[str, dict[str, list[str]]](), dict[str, list[str]]()
-    routed = Counter(setting.backbone for setting in settings if not setting.is_dense)
+def differences_on_the_way(
+    routed: Setting, dense: Setting, curves: pd.DataFrame, metric: str
+) -> pd.DataFrame:
+    """Return routed less dense over the seeds that both have at each step that these were scored:
+    step, mean y, the ends of its interval, low and high, and the interval."""
+    scored = curves[(curves.source == "score") & (curves.metric == metric)]
+    table = scored.pivot_table(index="step", columns="folder", values="value")
+    first, second = (
+        table.reindex(columns=s.runs.folder).set_axis(s.runs.seed, axis=1) for s in (routed, dense)
+    )
+    apart = (first - second).dropna(axis=1, how="all").dropna()
+    own = [interval(values) for values in apart.to_numpy().tolist()] if apart.size else []
+    rows = [(one.mean, *((one.low, one.high) if one.n > 1 else 2 * (one.mean,))) for one in own]
+    frame = pd.DataFrame(rows, columns=["y", "low", "high"])
+    return frame.assign(step=apart.index[: len(own)], interval=own)
+
+
+def is_distance(metric: str) -> bool:
+    """Return whether a score is a registered one of which less is better."""
+    return metric in available("metric") and direction(metric) == "lower"
+
+
+def at_chance(runs: pd.DataFrame, metric: str) -> bool:
+    """Return whether samples of one of the runs show nothing: their labels are read right no more
+    often than guessed (within three standard deviations), or `metric` is a distance of more than
+    ten times that of real images."""
+    chance = 1 / runs.num_classes.clip(lower=1)
+    drawn = runs.protocol.map(lambda protocol: (protocol or {}).get("num_generated", math.inf))
+    read = runs.get("label_accuracy", pd.Series(math.nan, runs.index))
+    guessed = (runs.num_classes > 1) & (read <= chance + 3 * np.sqrt(chance / drawn))
+    real = runs.get(f"real_{metric}", pd.Series(math.nan, runs.index))
+    far = (real > 0) & (runs[metric] > FAR * real) & is_distance(metric)
+    return bool((guessed | far).any())
+
+
+def make_rows(
+    settings: Sequence[Setting], curves: pd.DataFrame, metric: str, budgets: Iterable[str]
+) -> list[Row]:
+    """Return rows of settings, those with the best score of `metric` first, those at chance last: a
+    dense setting, the only one that is routed like it and those of fewer blocks share a row."""
+    dense_of = {s.label: s.dense_of(settings) for s in settings}
+    shallower = {s.label: s.shallower(settings) for s in settings}
+    shallow = {less.label for own in shallower.values() for less in own}
+    count = Counter(dense.label for dense in dense_of.values() if dense is not None)
+    names = short_names(settings)
+
+    def line(s: Setting) -> Line:
+        kind = "routed" if not s.is_dense else "dense"
+        kind = f"{s.choices[DEPTH]} blocks" if s.label in shallow else kind
+        others = [other for other in (dense_of[s.label], *shallower[s.label]) if other]
+        less = [(o, {b: difference(s, o, curves, metric, b) for b in budgets}) for o in others]
+        return Line(kind, s, interval(s.runs[metric].tolist()), at_chance(s.runs, metric), less)
+
+    rows, together = [], set[str]()
     for setting in settings:
-        short = setting.backbone if routed[setting.backbone] == 1 else setting.label
-        dense = setting.dense_of(settings)
-        if dense is None:
-            continue
-        for other in (dense, *setting.shallower(settings)):
-            costs = setting.runs.flops_per_step.mean() / other.runs.flops_per_step.mean()
-            row = [setting.label, other.label, f"{costs:.2f}"]
-            for axis, name in NAMES.items():
-                measured = _first_measured(
-                    pd.concat([other.runs, setting.runs]), curves, metric, axis
-                )
-                difference = measured and _difference(other, setting, measured)
-                if not measured or not difference:
-                    row.append("not measured")
-                    if other is dense:
-                        missing.setdefault(name, []).append(short)
-                    continue
-                used, text = measured[0], _percent(difference)
-                verdict = difference.verdict(direction(used) or "lower")
-                lead = f"{words(used)} " if used != metric else ""
-                row.append(f"{lead}{verdict}: {text}")
-                if other is dense and axis != "steps":
-                    by = verdicts.setdefault(f"{words(used)} at equal {name}", {})
-                    is_open = verdict == "not settled"
-                    by.setdefault(verdict, []).append(short if is_open else f"{short} ({text})")
-            rows.append(row)
-    says = {"ahead": "pays for", "behind": "does not pay for", "not settled": "is not settled for"}
-    lines = []
-    for what, own in verdicts.items():
-        parts = [f"{says[w]} {len(own[w])}: {', '.join(own[w])}" for w in says if w in own]
-        lines.append(f"Routing, by {what}: {'; '.join(parts)}.")
-    for name, labels in missing.items():
-        remedy = "; set training.score_every" if name == "FLOPs" else ""
-        lines.append(f"Routing at equal {name}: not measured for {_some(labels)}{remedy}.")
-    header = ["routed", "against", "FLOPs of that", *(f"at equal {n}" for n in NAMES.values())]
-    return (header, rows), lines
+        dense = dense_of[setting.label]
+        if dense is not None and count[dense.label] == 1:
+            own = (dense, setting, *shallower[setting.label])
+            together |= {s.label for s in own}
+            alone = sum(s.backbone == setting.backbone for s in settings) == len(own)
+            name = setting.backbone if alone else names[setting.label]
+            rows.append(Row(name, [line(s) for s in own]))
+    rows += [Row(names[s.label], [line(s)]) for s in settings if s.label not in together]
+    sign = -1 if direction(metric) == "higher" else 1
+    best = [row.best(metric) for row in rows]
+    order = [math.inf if one is None else sign * one.score.mean for one in best]
+    return [row for _, row in sorted(zip(order, rows, strict=True), key=lambda pair: pair[0])]
+
+
+def short_names(settings: Sequence[Setting]) -> dict[str, str]:
+    """Return names of settings by label, without what all of them have in common."""
+    if len({s.backbone for s in settings}) > 1:
+        return {s.label: s.label for s in settings}
+    rests = {s.label: s.label.removeprefix(s.backbone).strip() for s in settings}
+    kinds = {rest.partition(", ")[0] for rest in rests.values()}
+    return {k: rest if len(kinds) > 1 else rest.partition(", ")[2] or rest
+            for k, rest in rests.items()}  # fmt: skip
+
+
+def overview_table(rows: Sequence[Row], metric: str, budgets: Sequence[str]) -> Table:
+    """Return the lines of the rows: mean and 95 % interval over seeds of the score, and of routed
+    less dense at each budget, with the verdict."""
+    better = direction(metric) or "lower"
+    table = []
+    for line, name in ((line, row.name) for row in rows for line in row.lines):
+        score = line.score.text() + (", at chance" if line.is_at_chance else "")
+        size = si(line.setting.runs.parameters.mean())
+        cells = [[name, line.kind, str(line.score.n), size, score]]
+        for i, (other, less) in enumerate(line.less):
+            kind = f"{line.kind} − {other.choices.get(DEPTH)} blocks"
+            cells += [[name, kind, "", "", ""]] if i else []
+            own = [less.get(axis) for axis in budgets]
+            cells[-1] += [f"{d.text(signed=True)} {d.verdict(better)}" if d else "" for d in own]
+        table += [row + [""] * (5 + len(budgets) - len(row)) for row in cells]
+    header = ["", "", "seeds", "parameters", f"{words(metric)} [95 %]"]
+    return [*header, *(f"routed − dense, equal {NAMES[axis]}" for axis in budgets)], table
 
 
 def goal_table(
@@ -293,7 +347,9 @@ def goal_table(
     for setting in settings:
         own = scored[scored.folder.isin(setting.runs.folder)]
         at = spent_until(own, goal, direction(metric) or "lower")
-        spent = [""] * 4 if at is None else [_mean(at.value), *(si(at[c].mean()) for c in COLUMNS)]
+        spent = [""] * 4
+        if at is not None:
+            spent = [_mean(at.value), *(si(at[column].mean()) for column in BUDGETS.values())]
         rows.append((
             math.inf if at is None else at.flops.mean(),
             [setting.label, str(own.folder.nunique()), *spent],
@@ -351,36 +407,6 @@ def contribution_table(
         whole = [f"[{a}, {b}) {_mean(values.dropna())}" for (a, b), values in ranges.items()]
         rows += [(setting.label, strip, whole)] if strip else []
     return rows
-
-
-def _first_measured(
-    runs: pd.DataFrame, curves: pd.DataFrame, metric: str, axis: str
-) -> Measured | None:
-    """Return the metric, or else the held-out loss, at an equal budget."""
-    for name in dict.fromkeys((metric, HELD_OUT)):
-        measured = values_at_equal(runs, curves, name, axis) if name in runs else None
-        if measured and all(map(math.isfinite, measured[1].values())):
-            return name, *measured
-    return None
-
-
-def _difference(dense: Setting, routed: Setting, measured: Measured) -> Interval | None:
-    """Return how far `routed` lies from `dense`, relative to it, over the seeds that both have."""
-    _, _, values = measured
-    first, second = (
-        {seed: values[row] for row, seed in s.runs.seed.items()} for s in (dense, routed)
-    )
-    if not all(first.values()):  # nothing is relative to zero
-        return None
-    relative = [(second[k] - v) / abs(v) for k, v in first.items() if k in second]  # kid may be < 0
-    return interval(relative) if relative else None
-
-
-def _percent(difference: Interval) -> str:
-    """Return an interval in per cent, with the number of seeds."""
-    bounds = f" [{100 * difference.low:+.1f}, {100 * difference.high:+.1f}]"
-    seeds = f", {difference.n} seeds" if difference.n > 1 else ", one seed"
-    return f"{100 * difference.mean:+.1f} %{bounds if difference.n > 1 else ''}{seeds}"
 
 
 def _some(texts: Sequence[str]) -> str:

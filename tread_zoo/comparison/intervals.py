@@ -35,6 +35,12 @@ class Interval:
         """The upper end."""
         return self.mean + self.half
 
+    def text(self, *, signed: bool = False) -> str:
+        """Return the mean and, of two values or more, the ends of the interval in brackets."""
+        form = "+.3g" if signed else ".4g"
+        ends = f" [{self.low:{form}}, {self.high:{form}}]" if self.n > 1 else ""
+        return f"{self.mean:{form}}{ends}"
+
     def verdict(self, better: str) -> str:
         """Return ahead, behind or not settled, of a difference in a metric that is better `lower`
         or `higher`: an interval that holds 0 settles nothing."""

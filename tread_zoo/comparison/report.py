@@ -1,30 +1,44 @@
-"""The report of a comparison: CSV, markdown and one HTML page that needs no other file."""
+"""The report of a comparison: CSV, markdown, figures and one HTML page that needs no other file."""
 
 import base64
+import io
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from tread_zoo.comparison.figures import DASHES, as_svg, draw_curve, draw_quality, looks
+from tread_zoo.comparison import figures as draw
 from tread_zoo.comparison.findings import (
+    BUDGETS,
     HELD_OUT,
+    NAMES,
+    Row,
     Setting,
     Table,
-    best_by_sample,
-    best_settings,
     comparable_metrics,
     contribution_table,
+    curve,
+    differences_on_the_way,
+    direction,
     goal_table,
     group_settings,
-    routing_table,
+    make_rows,
+    overview_table,
     scores_table,
+    si,
     words,
 )
 from tread_zoo.config import flatten
 from tread_zoo.data.files import printable, without_paths
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+GRID = 10  # samples in a row and in a column of a run's picture; they go through the classes
+SHOWN = 3  # of them in the first table
 
 
 def write_report(
@@ -38,8 +52,8 @@ def write_report(
     goal: float | None = None,
     failed: Mapping[str, str] | None = None,
 ) -> str:
-    """Write `index.html`, `report.md`, `results.csv`, `curves.csv` and `quality.png` to the folder
-    `out`, and return the markdown.
+    """Write `index.html`, `report.md`, `results.csv`, `curves.csv`, `quality.png` and the figures
+    as `figures/*.svg` to the folder `out`, and return the markdown.
 
     Args:
         runs, curves: of `read_runs` and `read_curves`. Where a run has several rows, they are its
@@ -47,69 +61,63 @@ def write_report(
         out: folder.
         title: first line.
         command: what made the runs, or "".
-        metric: what the first screen is about; None takes the first score that all runs have.
+        metric: the score that decides; None takes the first distance that all runs have.
         goal: a value of `metric`; what each setting spent until it met it gets a table.
         failed: why runs have no row, by name.
 
     Raises:
         ValueError: no run was scored, or the runs have no score that compares.
     """
+    ended, metrics, notes = _comparable(runs, failed or {})
+    if metric is not None and metric not in metrics:
+        raise ValueError(f"compare.metric={metric} must be one of {', '.join(metrics)}.")
+    main, settings = metric or metrics[0], group_settings(ended)
+    by_sample = bool(ended.folder.duplicated().any())
+    rows = make_rows(settings, curves, main, ["steps"] if by_sample else list(BUDGETS))
+    lines = [line for row in rows for line in row.lines]
+    settings = list({line.setting.label: line.setting for line in lines}.values())  # best first
+    apart = [less for line in lines for _, less in line.less]
+    budgets = [axis for axis in BUDGETS if any(less.get(axis) for less in apart)]
+    out.mkdir(parents=True, exist_ok=True)
+    runs.drop(columns=["protocol", "samples"]).to_csv(out / "results.csv", index=False)
+    curves.to_csv(out / "curves.csv", index=False)
+    ordered = sorted(metrics, key=lambda name: name != main)
+    figures = _figures(settings, rows, ordered, curves, by_sample=by_sample)
+    about: dict[str, Any] = without_paths({
+        "title": title,
+        "subtitle": _count(settings, ended),
+        "command": command,
+        "overview": overview_table(rows, main, budgets),
+        "scores": scores_table(settings, metrics),
+        "contributions": [] if by_sample else contribution_table(settings),
+        "goals": ([], []) if goal is None else goal_table(settings, curves, main, goal),
+        "notes": notes,
+    })  # fmt: skip
+    page = _page(rows, settings, ended, main, budgets)
+    page |= {"figures": {n: draw.as_svg(f, n) for n, f in figures.items()}, "by_sample": by_sample}
+    (out / "index.html").write_text(_render(**about, **page, goal=goal))
+    _save_figures(figures, settings, out)
+    text = _markdown(**about)
+    (out / "report.md").write_text(text)
+    return text
+
+
+def _comparable(
+    runs: pd.DataFrame, failed: Mapping[str, str]
+) -> tuple[pd.DataFrame, list[str], list[str]]:
+    """Return the runs that have ended, each once, the scores that they have in common, and notes on
+    what is left out."""
     ended = runs[runs.ended]
     if not len(ended):
         raise ValueError("No run has been scored: there is nothing to compare.")
     again = ended.astype(str).duplicated([*ended.attrs["settings"], "seed"])
     repeated, ended = ended[again], ended[~again]
     metrics, notes = comparable_metrics(ended)
-    if HELD_OUT not in metrics:  # or it would stand in where `metric` has no curve
-        ended = ended.drop(columns=HELD_OUT, errors="ignore")
-    if metric is not None and metric not in metrics:
-        raise ValueError(f"compare.metric={metric} must be one of {', '.join(metrics)}.")
-    notes += [f"{name} failed: {reason}" for name, reason in (failed or {}).items()]
+    notes += [f"{name} failed: {reason}" for name, reason in failed.items()]
     notes += [f"{name} has the settings and seed of another run." for name in repeated.folder]
     going = runs[~runs.ended].itertuples()
     notes += [f"{run.folder} is at step {run.steps}, not scored." for run in going]
-    main, settings = metric or metrics[0], group_settings(ended)
-    by_sample = bool(ended.folder.duplicated().any())
-    pairs: Table = ([], [])
-    if by_sample:
-        headline = best_by_sample(settings, main)
-    else:
-        pairs, paying = routing_table(settings, curves, main)
-        headline = [*best_settings(settings, ended, curves, main), *paying]
-
-    out.mkdir(parents=True, exist_ok=True)
-    runs.drop(columns=["protocol", "samples"]).to_csv(out / "results.csv", index=False)
-    curves.to_csv(out / "curves.csv", index=False)
-    quality = draw_quality(settings, main, "flops_per_sample" if by_sample else "flops")
-    quality.savefig(out / "quality.png", dpi=120, facecolor="white")
-    about: dict[str, Any] = {
-        "title": title,
-        "subtitle": _count(settings, ended),
-        "command": command,
-        "headline": headline,
-        "scores": scores_table(settings, metrics),
-        "pairs": pairs,
-        "contributions": [] if by_sample else contribution_table(settings),
-        "goals": ([], []) if goal is None else goal_table(settings, curves, main, goal),
-        "notes": notes,
-    }
-    about = without_paths(about)
-    page = _render(
-        **about,
-        goal="" if goal is None else f"{words(main)} {goal:g}",
-        by_sample=by_sample,
-        quality=as_svg(quality, f"{words(main)} against FLOPs"),
-        plane=_plane(settings, metrics),
-        samples={} if by_sample else _samples(settings),
-        figures={} if by_sample else _curve_figures(settings, ended, metrics, curves),
-        legend=[(k, colour, DASHES.get(d, "━━━")) for k, (colour, d) in looks(settings).items()],
-        machines=list(dict.fromkeys(ended.machine.dropna())),
-        protocol=without_paths(flatten(ended.protocol.iloc[0] or {})),
-    )
-    (out / "index.html").write_text(page)
-    text = _markdown(**about)
-    (out / "report.md").write_text(text)
-    return text
+    return ended, metrics, notes
 
 
 def _count(settings: Sequence[Setting], runs: pd.DataFrame) -> str:
@@ -119,53 +127,121 @@ def _count(settings: Sequence[Setting], runs: pd.DataFrame) -> str:
     return f"{first} of {second}, {third}, on {' and '.join(sorted(set(runs.data)))}"
 
 
-def _samples(settings: Sequence[Setting]) -> dict[str, Any]:
-    """Return the pictures of the first seed that all settings have, and of real images if a run
-    has them."""
+def _figures(
+    settings: Sequence[Setting],
+    rows: Sequence[Row],
+    metrics: Sequence[str],
+    curves: pd.DataFrame,
+    *,
+    by_sample: bool,
+) -> "dict[str, Figure]":
+    """Return the figures by name: routed less dense on the way for each pair, `plane` of precision
+    and recall where they were scored, `quality` by cost, and the metrics that all runs measured
+    more than once on the way; the first of `metrics` decides."""
+    figures: dict[str, Figure] = {}
+    style, main = draw.looks(settings), metrics[0]
+    pairs = {
+        (row.name, line.setting.label): own
+        for row in rows
+        for line in row.lines
+        if line.less and not by_sample
+        if len(own := differences_on_the_way(line.setting, line.less[0][0], curves, main)) > 1
+    }
+    limits = draw.Axis.over([one for own in pairs.values() for one in own.interval], 0)
+    for (name, label), own in pairs.items():
+        figures[f"difference {name}"] = draw.draw_lines({name: (style[label], own)}, name, limits)
+    if {"precision", "recall"} <= set(metrics):
+        figures["plane"] = draw.draw_plane(settings, "precision", "recall", arrows=not by_sample)
+    cost = "flops_per_sample" if by_sample else "flops"
+    figures["quality"] = draw.draw_plane(settings, main, cost, arrows=not by_sample)
+    for metric in () if by_sample else metrics:
+        lines = {s.label: (style[s.label], curve(s, curves, metric)) for s in settings}
+        if all(len(own) > 1 for _, own in lines.values()):
+            figures[f"curve {metric}"] = draw.draw_lines(lines, words(metric))
+    return figures
+
+
+def _save_figures(figures: "Mapping[str, Figure]", settings: Sequence[Setting], out: Path) -> None:
+    figures["quality"].savefig(out / "quality.png", dpi=120, facecolor="white")
+    (out / "figures").mkdir(exist_ok=True)
+    for name, figure in figures.items():
+        if not name.startswith("difference"):
+            draw.add_legend(figure, settings)
+        file = re.sub(r"[^\w.=-]+", "_", without_paths(name)) + ".svg"
+        (out / "figures" / file).write_text(draw.as_svg(figure, name, alone=True))
+
+
+def _page(
+    rows: Sequence[Row],
+    settings: Sequence[Setting],
+    runs: pd.DataFrame,
+    metric: str,
+    budgets: Sequence[str],
+) -> dict[str, Any]:
+    """Return what the page has beside the markdown: rows with their scales, pictures, settings."""
+    real = runs.get(f"real_{metric}", pd.Series([float("nan")])).iloc[0]
+    lines = [line for row in rows for line in row.lines if not line.is_at_chance]
+    apart = [one for line in lines for _, less in line.less for one in less.values() if one]
+    cost = "flops_per_sample" if runs.folder.duplicated().any() else "parameters"
+    return {
+        "rows": rows,
+        "metric": metric,
+        "better": direction(metric) or "lower",
+        "is_ranked": metric != HELD_OUT,
+        "real": real,
+        "axis": draw.Axis.over([line.score for line in lines], real),
+        "apart": draw.Axis.over(apart, 0.0),
+        "budgets": {axis: NAMES[axis] for axis in budgets},
+        "missing": any(None in less.values() for line in lines for _, less in line.less),
+        "has_shallower": any(len(line.less) > 1 for line in lines),
+        "cost": cost,
+        "number": {setting.label: i for i, setting in enumerate(settings)},
+        "pictures": _pictures(settings),
+        "legend": {look.number: look for look in draw.looks(settings).values()},
+        "machines": list(dict.fromkeys(runs.machine.dropna())),
+        "protocol": without_paths(flatten(runs.protocol.iloc[0] or {})),
+        "configs": without_paths(_configs(runs)),
+        "si": si,
+        "words": words,
+    }
+
+
+def _pictures(settings: Sequence[Setting]) -> dict[str, tuple[str, str]]:
+    """Return the samples of each setting's run of the first seed that all have, and of real images
+    if a run has them, by label: the whole picture and its first classes."""
     common = set.intersection(*(set(setting.runs.seed) for setting in settings))
-    pictures: dict[str, str] = {}
+    pictures: dict[str, tuple[str, str]] = {}
     for setting in settings:
         runs = setting.runs.sort_values("seed")
-        path = runs[runs.seed == min(common)].samples.iloc[0] if common else runs.samples.iloc[0]
-        if path and Path(path).exists():
-            real = Path(path).with_name("real.png")
-            if real.exists() and "real images" not in pictures:
-                pictures = {"real images": _embed(real), **pictures}
-            pictures[setting.label] = _embed(Path(path))
-    seed = f"seed {min(common)}" if common else "each setting's first seed"
-    return {"seed": seed, "pictures": pictures}
+        path = Path((runs[runs.seed.isin([*common][:1] or runs.seed)].samples.iloc[0]) or "none")
+        real = path.with_name("real.png")
+        if real.exists() and "real images" not in pictures:
+            pictures = {"real images": _embed(real), **pictures}
+        if path.exists():
+            pictures[setting.label] = _embed(path)
+    return pictures
 
 
-def _plane(settings: Sequence[Setting], metrics: Sequence[str]) -> str:
-    """Return precision against recall as SVG, or "" where one of them was not scored."""
-    if not {"precision", "recall"} <= set(metrics):
-        return ""
-    return as_svg(draw_quality(settings, "precision", "recall"), "precision against recall")
+def _embed(path: Path) -> tuple[str, str]:
+    from PIL import Image
+
+    stream = io.BytesIO()
+    with Image.open(path) as picture:
+        side = [(length - 2) // GRID for length in picture.size]  # of a sample and its margin
+        picture.crop((0, 0, SHOWN * side[0] + 2, side[1] + 2)).save(stream, "PNG")
+    whole, part = (base64.b64encode(b).decode() for b in (path.read_bytes(), stream.getvalue()))
+    return f"data:image/png;base64,{whole}", f"data:image/png;base64,{part}"
 
 
-def _embed(path: Path) -> str:
-    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
-
-
-def _curve_figures(
-    settings: Sequence[Setting], runs: pd.DataFrame, metrics: Sequence[str], curves: pd.DataFrame
-) -> dict[str, list[str]]:
-    """Return by metric its figures against steps, FLOPs and seconds, of all that every run measured
-    more than once on its way."""
-    labels = {"step": "steps", "flops": "training FLOPs", "seconds": "seconds of training steps"}
-    if runs.machine.nunique() > 1:
-        del labels["seconds"]  # of several clocks
-    figures: dict[str, list[str]] = {}
-    of_runs = curves[curves.folder.isin(runs.folder)]
-    for (_, metric), own in of_runs.groupby(["source", "metric"]):  # scores replace the log's
-        counts = own.groupby("folder").step.nunique()
-        if metric in metrics and len(counts) == len(runs) and counts.min() > 1:
-            figures[metric] = [
-                as_svg(draw_curve(settings, own, metric, x, label), f"{metric} by {x}")
-                for x, label in labels.items()
-                if own[x].notna().all()
-            ]
-    return {words(metric): figures[metric] for metric in metrics if metric in figures}
+def _configs(runs: pd.DataFrame) -> dict[str, Any]:
+    """Return the names of the runs, and of every setting in which two of them differ the values."""
+    folders = list(dict.fromkeys(runs.folder))
+    files = [Path(folder) / "config.json" for folder in folders]
+    flat = [flatten(json.loads(file.read_text())) if file.exists() else {} for file in files]
+    names = dict.fromkeys(name for one in flat for name in one if name != "run_dir")
+    values = {name: [json.dumps(one.get(name)) for one in flat] for name in names}
+    differ = {name: own for name, own in values.items() if len(set(own)) > 1}
+    return {"runs": [Path(folder).name for folder in folders], "values": differ}
 
 
 def _render(**context: Any) -> str:
@@ -181,25 +257,24 @@ def _markdown(
     title: str,
     subtitle: str,
     command: str,
-    headline: Sequence[str],
+    overview: Table,
     scores: Table,
-    pairs: Table,
     goals: Table,
     contributions: Sequence[tuple[str, list[tuple[float, bool]], list[str]]],
     notes: Sequence[str],
 ) -> str:
     lines = [f"# {as_markdown(title)}", "", f"{as_markdown(subtitle)}.", ""]
-    lines += [f"- {as_markdown(text)}" for text in headline]
-    lines += ["", "![quality against FLOPs](quality.png)", ""]
     strips = [
         [label, ", ".join(whole), " ".join(f"({v:.2f})" if r else f"{v:.2f}" for v, r in strip)]
         for label, strip, whole in contributions
     ]
     worth = (["output changes without", "blocks [start, end)", "each block; (routed)"], strips)
-    for header, rows in (scores, pairs, goals, worth):
+    for number, (header, rows) in enumerate((overview, scores, goals, worth)):
         if rows:
             table = (header, ["---"] * len(header), *rows)
             lines += [*("| " + " | ".join(map(as_markdown, cells)) + " |" for cells in table), ""]
+        if not number:
+            lines += ["![quality against FLOPs](quality.png)", ""]
     lines += [f"- {as_markdown(note)}" for note in notes]
     if command:
         fence = "`" * max(3, *(len(ticks) + 1 for ticks in re.findall("`+", f"`{command}")))

@@ -52,10 +52,11 @@ def read_runs(folders: Folders, records: Sequence[Path] | None = None) -> pd.Dat
 
     Columns: `folder`; `backbone`, `routing`, `data`; every other setting in which the runs differ,
     by its name on the command line (`routing.selection_rate`); `seed`; `ended`, whether it was
-    scored after its last step; `steps` and `images` so far; `parameters`; `flops_per_step` (forward
-    and backward, as routed, all images of an optimizer step), `flops` (of all steps so far),
-    `flops_of_dense` (per image, routed over dense), `flops_per_sample`; `seconds` of training
-    steps; `images_per_s`; `peak_memory_bytes`; `machine`; `loss`, the last that was logged;
+    scored after its last step; `steps` and `images` so far; `num_classes`; `parameters`;
+    `flops_per_step` (forward and backward, as routed, all images of an optimizer step), `flops` (of
+    all steps so far), `flops_of_dense` (per image, routed over dense), `flops_per_sample`;
+    `seconds` of training steps; `images_per_s`; `peak_memory_bytes`; `machine`; `loss`, the last
+    that was logged;
     `protocol`, what made the scores; `contribution_3`, `contribution_2_8`, what a block or a range
     of blocks is worth (`tread_zoo.evaluation.contribution`); `samples`, the last picture; the
     scores by name, `held_out_loss` among them; `real_…`, what real images score. What was not
@@ -177,6 +178,7 @@ def _row(folder: Path, settings: Mapping[str, Any], file: Path) -> dict[str, Any
         "ended": bool(record),
         "steps": steps,
         "images": steps * batch,
+        "num_classes": facts.get("data", {}).get("num_classes") or 0,
         "parameters": facts.get("num_parameters", math.nan),
         "flops_per_step": routed * batch,
         "flops": flops_until(steps, facts),

@@ -3,6 +3,7 @@ token states."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -50,33 +51,36 @@ def save_animation(pictures: Sequence[Path], path: Path) -> None:
 def plot_losses(
     rows: Sequence[dict[str, float]], path: Path, names: Sequence[str] = ("loss", "held_out_loss")
 ) -> None:
-    """Plot the named values of metric rows against `step` as a PNG; the legend has the last."""
+    """Plot each named value of metric rows against `step`, beside each other where there are
+    several, with the folder of `path` as the title; the format follows the suffix."""
     from matplotlib.figure import Figure
+
+    drawn = [name for name in names if any(name in row for row in rows)] or names[:1]
+    figure = Figure(figsize=(7 if len(drawn) == 1 else 10, 4), layout="constrained")
+    figure.suptitle(path.absolute().parent.name, fontsize=11)
+    for axes, name in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        dots = "held" in name or len(points) == 1  # a line of one point is not seen
+        axes.plot(*zip(*points, strict=True) if points else ((), ()), marker="." if dots else "")
+        title = name.replace("held_out", "held-out").replace("_", " ")
+        title += " (dense, averaged weights)" if "held" in name else ""
+        axes.set_title(f"{title}: {points[-1][1]:.4g}" if points else title, fontsize=10)
+        axes.set(xlabel="optimizer step", ylabel="loss")
+        _readable_ticks(axes, [value for _, value in points])
+    figure.savefig(path, dpi=120)
+
+
+def _readable_ticks(axes: Any, values: Sequence[float]) -> None:
+    """Label ticks by plain numbers, on a logarithmic axis where values span a factor of five."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    values = [row[name] for row in rows for name in names if name in row]
-    is_positive = all(value > 0 for value in values)  # with an alignment a loss may not be
-    axes = figure.add_subplot(xlabel="optimizer step", ylabel="loss")
-    for name in names:
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        if points:
-            what = f"{name} (dense, averaged weights)" if name == "held_out_loss" else name
-            dots = "held" in name or len(points) == 1  # a line of one point is not seen
-            axes.plot(
-                *zip(*points, strict=True), marker="." if dots else "",
-                label=f"{what}: {points[-1][1]:.4g}",
-            )  # fmt: skip
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if is_positive:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    if values and min(values) > 0 and max(values) > 5 * min(values):
+        axes.set_yscale("log")  # with an alignment a loss may not be positive
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
-    figure.savefig(path, dpi=120)
 
 
 def plot_similarity(
