@@ -1,5 +1,6 @@
 """Pictures in folders, tables and tar shards."""
 
+import io
 import logging
 import tarfile
 
@@ -11,7 +12,7 @@ from PIL import Image
 
 from tests.data.tables import flat, picture_table, values_of, write_tar
 from tread_zoo.data import CorruptLog, StepBatches, make_loader
-from tread_zoo.data.table import resize_and_crop
+from tread_zoo.data.table import open_picture, read_picture, resize_and_crop
 from tread_zoo.registry import create
 
 
@@ -114,6 +115,20 @@ def test_resize_and_crop_takes_the_centre_and_does_not_alias():
     stripes[:, ::2] = 255
     small = np.asarray(resize_and_crop(Image.fromarray(stripes), 16))
     assert np.abs(small.astype(int) - 127).max() <= 1
+
+
+def test_a_large_jpeg_is_decoded_at_a_smaller_size_and_looks_the_same():
+    rows, columns = np.mgrid[:640, :900] / 100
+    waves = [np.sin(rows * a + columns * b) for a, b in [(3, 2), (1, 9), (14, 5)]]
+    noise = np.random.default_rng(0).normal(0, 20, (640, 900, 3))
+    photo = (128 + 80 * np.stack(waves, -1) + noise).clip(0, 255).astype(np.uint8)
+    stored = io.BytesIO()
+    Image.fromarray(photo).save(stored, "jpeg", quality=95)
+    assert open_picture(stored.getvalue(), 64).size == (113, 80)
+    whole = np.asarray(resize_and_crop(open_picture(stored.getvalue()), 64), dtype=int)
+    small = read_picture(stored.getvalue(), 64, 3).permute(1, 2, 0).numpy()
+    assert np.abs(small - whole).mean() < 1
+    assert open_picture(stored.getvalue(), 321).size == (900, 640)  # less than half would be left
 
 
 def test_folders_that_cannot_be_trained_on(folder, tmp_path):

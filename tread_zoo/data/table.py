@@ -384,11 +384,17 @@ def _read_labels(
 # Pictures -----------------------------------------------------------------------------------------
 
 
-def open_picture(source: str | bytes | Path) -> "Image.Image":
-    """Return the picture in a file or in its content, upright as its EXIF says, not yet decoded."""
+def open_picture(source: str | bytes | Path, image_size: int | None = None) -> "Image.Image":
+    """Return the picture in a file or in its content, upright as its EXIF says, not yet decoded.
+
+    With `image_size` a JPEG's decoder shrinks it by 2, 4 or 8 itself, as long as the shorter side
+    stays at that size or more: much faster, and within rounding of what `resize_and_crop` averages.
+    """
     from PIL import Image, ImageOps
 
     picture = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+    if image_size is not None:
+        picture.draft(None, (image_size, image_size))
     ImageOps.exif_transpose(picture, in_place=True)
     return picture
 
@@ -397,7 +403,7 @@ def read_picture(source: str | bytes | Path, image_size: int | None, channels: i
     """Return the picture of a path, or of a file's content, as uint8 [C,H,W], resized and cropped
     to the square `image_size` unless that is None. Raises ValueError if it cannot be read."""
     try:
-        picture = open_picture(source)
+        picture = open_picture(source, image_size)
         if picture.mode.startswith(("I", "F")):  # convert() would clip it, not scale it
             raise ValueError(f"{picture.mode!r} pixels, more than 8 bits a channel")
         picture = picture.convert("L" if channels == 1 else "RGB")
