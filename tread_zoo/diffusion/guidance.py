@@ -120,7 +120,7 @@ class ImageBatch:
         """Return the level [B] after `level` [B] on the sampler's grid."""
         levels = self.levels.float()
         nearest = (levels[:-1] - float(level[0])).abs().argmin()
-        return torch.full_like(level, levels[nearest + 1])
+        return torch.full_like(level, float(levels[nearest + 1]))
 
     def fraction_done(self, level: Tensor) -> float:
         """Return how much of sampling is done: 0 at the first step, 1 at the last one, i / (n - 1)

@@ -166,7 +166,7 @@ def mean_slope(predict: Predict, x_t: Tensor, t: Tensor, r: Tensor, velocity: Te
 
     try:
         with sdpa_kernel(SDPBackend.MATH):  # the fused forms have no such derivative
-            _, slope = torch.func.jvp(mean, (x_t, t), (velocity, torch.ones_like(t)))
+            slope: Tensor = torch.func.jvp(mean, (x_t, t), (velocity, torch.ones_like(t)))[1]
     except RuntimeError as error:
         if "forward" not in str(error):
             raise
