@@ -222,9 +222,9 @@ def _name_points(axes: "Axes", points: Mapping[Look, tuple[float, float]]) -> No
 
     axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # places are known then
     taken = [
-        Bbox.from_bounds(x - line.get_ms(), y - line.get_ms(), 2 * line.get_ms(), 2 * line.get_ms())
+        Bbox.from_extents(*(place - line.get_markersize()), *(place + line.get_markersize()))
         for line in axes.lines
-        for x, y in axes.transData.transform(line.get_xydata())
+        for place in axes.transData.transform(line.get_xydata())
     ]
     names: list[Bbox] = []
     for look, point in {look.name: (look, point) for look, point in points.items()}.values():
@@ -237,7 +237,8 @@ def _name_points(axes: "Axes", points: Mapping[Look, tuple[float, float]]) -> No
             name.xyann = place
             box = name.get_window_extent()
             outside = not (axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max))
-            return sum(map(box.overlaps, taken)) + 9 * (sum(map(box.overlaps, names)) + outside)
+            near = sum(map(box.overlaps, taken)) + 9 * sum(map(box.overlaps, names))
+            return int(near + 9 * outside)
 
         place = min(PLACES, key=cost)
         cost(place)

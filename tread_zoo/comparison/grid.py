@@ -122,57 +122,81 @@ def run_cells(
             the last line of a cell; None is the standard output.
     """
     stream = stream or sys.stdout
-    todo = [cell for cell in cells if not cell.result.exists()]
+    done = [cell for cell in cells if cell.result.exists()]
+    todo = [cell for cell in cells if cell not in done]
     count = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
     logs = f"; output in {todo[0].log.parent}" if todo else ""
-    print(f"{count}, {len(cells) - len(todo)} of them done{logs}", file=stream, flush=True)
-    table = ScoreTable(cells)
-    running: dict[int, tuple[Cell, subprocess.Popen[bytes]]] = {}  # by place, 0 … jobs - 1
-    failed: dict[str, str] = {}
-    waiting, awaited = deque(todo), set[str]()
-    bar = tqdm(
-        total=len(cells), initial=len(cells) - len(todo), unit="cell", file=stream,
-        dynamic_ncols=True, disable=not stream.isatty(),
-    )  # fmt: skip
-
-    def say(text: str) -> None:
-        bar.write(text, file=stream)
-        stream.flush()
-
-    for cell in cells:
-        if cell.result.exists():
-            say(table.row(cell))
+    print(f"{count}, {len(done)} of them done{logs}", file=stream, flush=True)
+    queue = _Queue(cells, deque(todo), jobs, devices, stream)
     try:
-        while waiting or running:
-            for place in sorted(set(range(jobs)) - set(running))[: len(waiting)]:
-                cell = waiting.popleft()
-                if is_locked(cell.result.parent):
-                    waiting.append(cell)
-                    if cell.name not in awaited:
-                        awaited.add(cell.name)
-                        say(f"{cell.name}  another process trains it: waiting until that ends")
-                elif cell.result.exists():  # of that process
-                    bar.update()
-                    say(table.row(cell))
-                else:
-                    with _signals_held_back():  # else a process that was just begun might run on
-                        running[place] = cell, _start(cell, place, jobs, devices)
+        for cell in done:
+            queue.say(queue.table.row(cell))
+        while queue.waiting or queue.running:
+            queue.start()
             time.sleep(POLL_S)
-            for place, (cell, process) in list(running.items()):
-                status, last = process.poll(), _last_line(cell.log)
-                bar.set_postfix_str(last[:60])
-                if status is None:
-                    continue
-                del running[place]
-                bar.update()
-                if not cell.result.exists():
-                    output = f"{last or 'no output'} ({cell.log})"
-                    failed[cell.name] = f"exit status {status}: {output}"
-                say(table.row(cell, failed.get(cell.name)))
+            queue.collect()
     finally:  # nothing runs on, whatever ends this
-        _end([process for _, process in running.values()])
-        bar.close()
-    return failed
+        _end([process for _, process in queue.running.values()])
+        queue.bar.close()
+    return queue.failed
+
+
+class _Queue:
+    """Cells that wait, those that run by place (0 … jobs - 1), why those that failed did, and what
+    is shown of all."""
+
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        waiting: deque[Cell],
+        jobs: int,
+        devices: Sequence[str],
+        stream: TextIO,
+    ) -> None:
+        self.waiting, self.jobs, self.devices, self.stream = waiting, jobs, devices, stream
+        self.running: dict[int, tuple[Cell, subprocess.Popen[bytes]]] = {}
+        self.failed: dict[str, str] = {}
+        self.awaited: set[str] = set()
+        self.table = ScoreTable(cells)
+        self.bar = tqdm(
+            total=len(cells), initial=len(cells) - len(waiting), unit="cell", file=stream,
+            dynamic_ncols=True, disable=not stream.isatty(),
+        )  # fmt: skip
+
+    def say(self, text: str) -> None:
+        self.bar.write(text, file=self.stream)
+        self.stream.flush()
+
+    def start(self) -> None:
+        """Start cells where there is room, but for those that another process trains."""
+        free = sorted(set(range(self.jobs)) - set(self.running))
+        for place in free[: len(self.waiting)]:
+            cell = self.waiting.popleft()
+            if is_locked(cell.result.parent):
+                self.waiting.append(cell)
+                if cell.name not in self.awaited:
+                    self.awaited.add(cell.name)
+                    self.say(f"{cell.name}  another process trains it: waiting until that ends")
+            elif cell.result.exists():  # of that process
+                self.bar.update()
+                self.say(self.table.row(cell))
+            else:
+                with _signals_held_back():  # else a process that was just begun might run on
+                    self.running[place] = cell, _start(cell, place, self.jobs, self.devices)
+
+    def collect(self) -> None:
+        """Report the cells that have ended."""
+        for place, (cell, process) in list(self.running.items()):
+            status, last = process.poll(), _last_line(cell.log)
+            self.bar.set_postfix_str(last[:60])
+            if status is None:
+                continue
+            del self.running[place]
+            self.bar.update()
+            if not cell.result.exists():
+                output = f"{last or 'no output'} ({cell.log})"
+                self.failed[cell.name] = f"exit status {status}: {output}"
+            self.say(self.table.row(cell, self.failed.get(cell.name)))
 
 
 class ScoreTable:
