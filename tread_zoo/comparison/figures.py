@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from colorsys import hls_to_rgb
+from html import escape
 from itertools import cycle, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -198,7 +199,7 @@ def as_svg(figure: "Figure", name: str, *, alone: bool = False) -> str:
     if alone:
         return head + tag + THEME + rest
     start = head[: head.index(" width=")] + head[head.index(" viewBox=") :]
-    return start + f' role="img" aria-label="{name}"' + tag + rest
+    return start + f' role="img" aria-label="{escape(name)}"' + tag + rest
 
 
 def _new_figure(size: tuple[float, float]) -> "tuple[Figure, Axes]":
@@ -243,8 +244,8 @@ def _name_points(axes: "Axes", points: Mapping[Look, tuple[float, float]]) -> No
         place = min(PLACES, key=cost)
         cost(place)
         names.append(name.get_window_extent())
-        axes.annotate("", point, place, textcoords="offset points",
-                      arrowprops={"arrowstyle": "-", "lw": 0.5, "color": GREY})  # fmt: skip
+        line = {"arrowstyle": "-", "lw": 0.5, "color": GREY, "gid": look.options()["gid"]}
+        axes.annotate("", point, place, textcoords="offset points", arrowprops=line)
 
 
 def _scale(axes: "Axes", which: str, values: Sequence[float]) -> None:

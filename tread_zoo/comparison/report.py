@@ -209,11 +209,11 @@ def _page(
 def _pictures(settings: Sequence[Setting]) -> dict[str, tuple[str, str]]:
     """Return the samples of each setting's run of the first seed that all have, and of real images
     if a run has them, by label: the whole picture and its first classes."""
-    common = set.intersection(*(set(setting.runs.seed) for setting in settings))
+    common = sorted(set.intersection(*(set(setting.runs.seed) for setting in settings)))[:1]
     pictures: dict[str, tuple[str, str]] = {}
     for setting in settings:
         runs = setting.runs.sort_values("seed")
-        path = Path((runs[runs.seed.isin([*common][:1] or runs.seed)].samples.iloc[0]) or "none")
+        path = Path((runs[runs.seed.isin(common or runs.seed)].samples.iloc[0]) or "none")
         real = path.with_name("real.png")
         if real.exists() and "real images" not in pictures:
             pictures = {"real images": _embed(real), **pictures}
