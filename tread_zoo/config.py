@@ -303,6 +303,17 @@ class CheckpointConfig:
     kernels: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
+def check_fields(fields: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration of a run, its parts as they are given: nothing is imported.
+
+    Raises:
+        ValueError: as of `make_config`, but for parts.
+    """
+    options = functools.partial(with_options, RunConfig, fields)
+    config: RunConfig = check(RunConfig, fields, "", options)
+    return config
+
+
 def make_config(**fields: Any) -> RunConfig:
     """Return the configuration of a run, with defaults for what is not given.
 
@@ -313,9 +324,7 @@ def make_config(**fields: Any) -> RunConfig:
             range, or values that exclude each other; one line with the field, the value and what
             would work.
     """
-    config: RunConfig = check(
-        RunConfig, fields, "", functools.partial(with_options, RunConfig, fields)
-    )
+    config = check_fields(fields)
     parts = {kind: getattr(config, kind) for kind in PART_FIELDS}
     sampler = complete_sampler(parts.pop("sampler"))
     parts = {kind: complete(kind, part) for kind, part in parts.items()}
