@@ -5,7 +5,7 @@ edm.py          EDM: noise level sigma, preconditioned denoiser
 flow.py         flow matching: time t; velocity, x or noise
 mean_flow.py    MeanFlow: the mean velocity between two times, for few steps
 ddpm.py         DDPM: 1000 steps of sigma, noise
-reconstruction.py  losses of kept and bypassed tokens apart
+reconstruction.py  losses token by token; of kept and bypassed tokens apart
 grids.py        where the levels of sampling lie
 samplers.py     rules that integrate dx/dt, ODEs and SDEs; the noise of an image
 guidance.py     weak + w (strong - weak): the kinds of guidance
@@ -33,7 +33,7 @@ from tread_zoo.diffusion.guidance import (
 )
 from tread_zoo.diffusion.mean_flow import MeanFlow
 from tread_zoo.diffusion.objective import Draw, Objective, Predict
-from tread_zoo.diffusion.reconstruction import split_loss
+from tread_zoo.diffusion.reconstruction import loss_by_token, split_loss
 from tread_zoo.diffusion.samplers import (
     DPMSolver2M,
     DxDt,
@@ -92,6 +92,7 @@ __all__ = [
     "describe_part",
     "generate",
     "initial_noise",
+    "loss_by_token",
     "split_loss",
     "step_noise",
 ]

@@ -17,7 +17,12 @@ t is shifted, t' = s t / (1 + (s - 1) t), after it is drawn (SD3, section 3.1 an
     logit_normal  logit(t) ~ N(logit_mean, logit_std^2)
     cosmap        t = sin a / (sin a + cos a), a ~ U(0, pi / 2)
 
-Dimensions: B batch, C channels, H height, W width. A level is t.
+With a second level (Self-Flow, arXiv 2603.06507, the dual-timestep schedule) an image has two times
+of the same distribution, and each token one of them, so the distribution of a token's time stays as
+it is. Which fraction of the tokens the paper gives the second one is not known here; that each
+token is drawn by itself is ours.
+
+Dimensions: B batch, N tokens, C channels, H height, W width. A level is t.
 """
 
 import math
@@ -29,9 +34,11 @@ import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid, shift_time
 from tread_zoo.diffusion.objective import Draw, Predict, Straight, per_image, prediction
 from tread_zoo.registry import register
+from tread_zoo.routing import Routing
 from tread_zoo.seeding import Generator, per_image_generator
 
 Space = Literal["velocity", "x", "noise"]
@@ -51,6 +58,7 @@ class FlowMatching(Straight):
         logit_mean: mean of logit(t) for "logit_normal"; above 0 trains more on noisier images.
         logit_std: standard deviation of logit(t) for "logit_normal".
         shift: of t in training; above 1 trains more on noisier images.
+        second_level: of the tokens in training, the fraction at a second t of their image.
 
     Raises:
         ValueError: a mean or a standard deviation for a distribution that does not use it.
@@ -63,6 +71,7 @@ class FlowMatching(Straight):
     logit_mean: float = 0.0
     logit_std: PositiveFloat = 1.0
     shift: PositiveFloat = 1.0
+    second_level: Annotated[float, Field(ge=0, le=0.5)] = 0.0
 
     def __post_init__(self) -> None:
         has_logit = self.time_distribution == "logit_normal"
@@ -71,6 +80,20 @@ class FlowMatching(Straight):
                 f"objective.logit_mean={self.logit_mean}, objective.logit_std={self.logit_std} "
                 f"mean nothing to objective.time_distribution={self.time_distribution}: leave them "
                 "out, or set objective.time_distribution=logit_normal."
+            )
+
+    def check_training(self, backbone: Backbone, label_dropout: float, routing: Routing) -> None:
+        """Raise `ValueError` if a second level does not fit the network or the routing."""
+        if self.second_level and not backbone.per_token_time:
+            raise ValueError(
+                f"objective.second_level={self.second_level} gives each token a time, and this "
+                "backbone has one for an image: take dit, sit, lightning_dit or another without "
+                "a token for the time, and labels in place of contexts."
+            )
+        if self.second_level and routing.reconstruction_weight is not None:
+            raise ValueError(
+                f"objective.second_level={self.second_level} and routing.reconstruction_weight="
+                f"{routing.reconstruction_weight} exclude each other: leave one out."
             )
 
     @property
@@ -89,6 +112,14 @@ class FlowMatching(Straight):
             sine, cosine = (math.pi / 2 * t).sin(), (math.pi / 2 * t).cos()
             t = sine / (sine + cosine)
         return Draw(noise=images.randn(*shape[1:]), level=shift_time(t, self.shift))
+
+    def draw_token_levels(self, level: Tensor, num_tokens: int, generator: Generator) -> Tensor:
+        """Draw the times [B, N] of tokens whose image has the time `level` [B]: that, or the
+        second."""
+        images = per_image_generator(generator, len(level))
+        second = self.draw((len(level), 1, 1, 1), images).level
+        chosen = images.rand(num_tokens) < self.second_level
+        return torch.where(chosen, second[:, None], level[:, None])
 
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the squared error in `loss_space` of each image, averaged over C, H and W: [B]."""

@@ -29,17 +29,19 @@ Predict = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Draw:
-    """All that is random in one loss: `noise` [B,C,H,W], standard normal, `level` [B], and for the
-    mean over a span of levels its other `end` [B]."""
+    """All that is random in one loss: `noise` [B,C,H,W], standard normal, `level` [B], for the
+    mean over a span of levels its other `end` [B], and where each token has a level of its own
+    `token_levels` [B, N]."""
 
     noise: Tensor
     level: Tensor
     end: Tensor | None = None
+    token_levels: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "Draw":
         """Return the same draw on `device`."""
-        end = None if self.end is None else self.end.to(device)
-        return Draw(self.noise.to(device), self.level.to(device), end)
+        tensors = (self.noise, self.level, self.end, self.token_levels)
+        return Draw(*(None if each is None else each.to(device) for each in tensors))  # type: ignore[arg-type]
 
 
 class Objective(Protocol):

@@ -1,4 +1,9 @@
-"""Losses of kept and bypassed tokens apart, after MaskDiT (arXiv 2306.09305, section 3.3).
+"""Losses token by token: at a level for each token, and of kept and bypassed tokens apart.
+
+The objective sees each patch as an image of its own; so it needs no loss of parts, and must not mix
+pixels.
+
+The second is after MaskDiT (arXiv 2306.09305, section 3.3).
 
 With the objective's loss l_i at patch i, its estimate D of the clean data behind x_t, the set S of
 tokens that were kept and M of those that bypassed a route,
@@ -36,39 +41,65 @@ def split_loss(
     """Return the loss of each image [B] as above, and what `objective.loss` names and
     `reconstruction`, the mean over M; where M is empty 0, and the loss is the objective's own.
 
-    The objective sees each patch as an image of its own, all of one level; so it needs no loss of
-    parts, and must not mix pixels.
-
     Args:
         objective, predict, x, draw: as of `Objective.loss`.
         bypassed: called after `predict`: bool [B, N].
         patch_size, weight: p, of the second term.
     """
-    batch, grid = len(x), (x.shape[2] // patch_size, x.shape[3] // patch_size)
+    losses, values, output = _token_losses(
+        objective, predict, x, draw.noise, draw.level, patch_size
+    )
+    x_t = per_image(objective.signal(draw.level)) * x
+    x_t = x_t + per_image(objective.noise(draw.level)) * draw.noise
+    slope = objective.dx_dt(lambda *_: output, x_t, draw.level)
+    miss = (objective.estimate(x_t, slope, draw.level) - x_t).square()
+    missed = patchify(miss, patch_size).mean(dim=2)
+    away = bypassed()
+    reconstruction = _mean(missed, away)
+    losses = _mean(losses, ~away) + weight * reconstruction
+    return losses, {**values, "reconstruction": reconstruction}
+
+
+def loss_by_token(
+    objective: Objective, predict: Predict, x: Tensor, draw: Draw, *, patch_size: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of each image [B] whose tokens are at `draw.token_levels` [B, N], and what
+    `objective.loss` names. `predict` gets these as its noise labels.
+
+    Args:
+        objective, predict, x, draw: as of `Objective.loss`.
+        patch_size: p.
+    """
+    assert draw.token_levels is not None
+    losses, values, _ = _token_losses(
+        objective, predict, x, draw.noise, draw.token_levels, patch_size
+    )
+    return losses.mean(dim=1), values
+
+
+def _token_losses(
+    objective: Objective, predict: Predict, x: Tensor, noise: Tensor, levels: Tensor, p: int
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Return the losses [B, N], what the objective names, and the output, at levels [B] or [B, N]
+    as `predict` gets them."""
+    batch, grid = len(x), (x.shape[2] // p, x.shape[3] // p)
     num_tokens = grid[0] * grid[1]
+    outputs: list[Tensor] = []
 
     def cut(images: Tensor) -> Tensor:
         """Return [B N, C, p, p]."""
-        return patchify(images, patch_size).view(batch * num_tokens, -1, patch_size, patch_size)
-
-    outputs: list[Tensor] = []
+        return patchify(images, p).view(batch * num_tokens, -1, p, p)
 
     def predict_patches(patches: Tensor, t: Tensor) -> Tensor:
         tokens = patches.permute(0, 2, 3, 1).reshape(batch, num_tokens, -1)
-        outputs.append(predict(unpatchify(tokens, patch_size, grid), t[::num_tokens]))
+        t = t.view(batch, num_tokens)
+        images = unpatchify(tokens, p, grid)
+        outputs.append(predict(images, t if levels.ndim == 2 else t[:, 0]))
         return cut(outputs[0])
 
-    levels = draw.level.repeat_interleave(num_tokens)
-    losses, values = objective.loss(predict_patches, cut(x), Draw(cut(draw.noise), levels))
-    x_t = per_image(objective.signal(draw.level)) * x
-    x_t = x_t + per_image(objective.noise(draw.level)) * draw.noise
-    slope = objective.dx_dt(lambda *_: outputs[0], x_t, draw.level)
-    miss = (objective.estimate(x_t, slope, draw.level) - x_t).square()
-    missed = cut(miss).mean(dim=(1, 2, 3)).view(batch, num_tokens)
-    away = bypassed()
-    reconstruction = _mean(missed, away)
-    losses = _mean(losses.view(batch, num_tokens), ~away) + weight * reconstruction
-    return losses, {**values, "reconstruction": reconstruction}
+    each = levels if levels.ndim == 2 else levels[:, None].expand(-1, num_tokens)
+    losses, values = objective.loss(predict_patches, cut(x), Draw(cut(noise), each.reshape(-1)))
+    return losses.view(batch, num_tokens), values, outputs[0]
 
 
 def _mean(values: Tensor, chosen: Tensor) -> Tensor:

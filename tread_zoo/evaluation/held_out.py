@@ -20,8 +20,8 @@ from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_image_generator
 
 HELD_OUT_IMAGES = 512
-# Of an objective's fields, those that only say where sampling begins and steps.
-_OF_SAMPLING = ("sigma_min", "sigma_max", "rho")
+# Of an objective's fields, those of sampling or of training alone.
+_OF_SAMPLING = ("sigma_min", "sigma_max", "rho", "second_level")
 
 
 @torch.no_grad()

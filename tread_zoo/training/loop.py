@@ -12,6 +12,7 @@ B batch, C channels, H height, W width.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +23,7 @@ from torch.nn.utils import clip_grad_norm_
 from tread_zoo.config import TrainingConfig, flatten
 from tread_zoo.contract.backbone import Features
 from tread_zoo.data import copy_ahead
-from tread_zoo.diffusion import Draw, split_loss
+from tread_zoo.diffusion import Draw, loss_by_token, split_loss
 from tread_zoo.kernels import set_forms
 from tread_zoo.process_group import close_process_group_at_exit, prepare_process_group
 from tread_zoo.registry import load_plugins
@@ -295,7 +296,11 @@ def step_loss(
         return output
 
     weight, backbone = setup.routing.reconstruction_weight, setup.backbone
-    if weight is None:
+    if draw.token_levels is not None:
+        losses, values = loss_by_token(
+            setup.objective, predict, x, draw, patch_size=backbone.patch_size
+        )
+    elif weight is None:
         losses, values = setup.objective.loss(predict, x, draw)
     else:
         losses, values = split_loss(
@@ -346,6 +351,11 @@ def draw_step(
         dropped = generator("label").rand() < training.label_dropout
         y = torch.where(dropped.view(-1, *[1] * (y.ndim - 1)), setup.backbone.null_like(y), y)
     draw = setup.objective.draw(codec.model_shape(images.shape), generator("noise"))
+    if getattr(setup.objective, "second_level", 0):
+        levels = setup.objective.draw_token_levels(  # type: ignore[attr-defined]
+            draw.level, setup.backbone.num_tokens, generator("second level")
+        )
+        draw = replace(draw, token_levels=levels)
     optimizer_step = step // training.gradient_accumulation_steps
     routing = setup.routing.at(optimizer_step, setup.num_steps, seed)
     routes = routing.drop_paths(

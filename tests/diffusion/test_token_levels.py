@@ -1,0 +1,97 @@
+"""Two noise levels in one image: what tokens draw, how each is noised, what training needs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.small_run import parts_of, settings, train_small
+from tread_zoo.contract.layers import patchify
+from tread_zoo.diffusion import FlowMatching, loss_by_token
+from tread_zoo.seeding import make_image_generator
+from tread_zoo.training.loop import draw_step, step_loss
+
+P, SHAPE = 2, (3, 1, 8, 8)
+
+
+def _generator(batch, number=0):
+    return make_image_generator("test", 0, number, images=range(batch), device="cpu")
+
+
+def _draw(objective):
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    return x, objective.draw(SHAPE, _generator(3))
+
+
+@pytest.mark.parametrize("space", ["velocity", "noise"])
+def test_equal_times_are_plain(space):
+    objective = FlowMatching(loss_space=space)
+    x, draw = _draw(objective)
+    each = replace(draw, token_levels=draw.level[:, None].expand(-1, 16))
+    plain, _ = objective.loss(lambda x, t: x.sin(), x, draw)
+    losses, _ = loss_by_token(objective, lambda x, t: x.sin(), x, each, patch_size=P)
+    torch.testing.assert_close(losses, plain, rtol=1e-6, atol=0)
+
+
+def test_without_a_second_level_nothing_changes():
+    given = [parts_of(settings(*more)) for more in ([], ["objective.second_level=0"])]
+    losses = [step_loss(one, next(one.batches(0, 1, 0)), 0).losses for one in given]
+    assert torch.equal(*losses)
+
+
+def test_each_token_is_noised_at_its_own_time():
+    objective = FlowMatching(second_level=0.25)
+    x, draw = _draw(objective)
+    t = objective.draw_token_levels(draw.level, 16, _generator(3, 1))
+    given = []
+
+    def predict(x_t, each):
+        given.append((x_t, each))
+        return x_t
+
+    losses, _ = loss_by_token(objective, predict, x, replace(draw, token_levels=t), patch_size=P)
+    ((x_t, each),) = given
+    assert torch.equal(each, t)
+    patches, noise = patchify(x, P), patchify(draw.noise, P)
+    noised = (1 - t[..., None]) * patches + t[..., None] * noise
+    torch.testing.assert_close(patchify(x_t, P), noised)
+    expected = (noised - (noise - patches)).square().mean(dim=(1, 2))
+    torch.testing.assert_close(losses, expected)
+
+
+def test_a_token_s_time_is_distributed_as_an_image_s():
+    objective = FlowMatching(
+        second_level=0.25, time_distribution="logit_normal", logit_mean=0.5, shift=2.0
+    )
+    level = objective.draw((20000, 1, 1, 1), _generator(20000)).level
+    times = objective.draw_token_levels(level, 4, _generator(20000, 1))
+    assert (times != level[:, None]).double().mean() == pytest.approx(0.25, abs=0.01)
+    assert all(len(row.unique()) <= 2 for row in times[:100])
+    places = torch.tensor([0.1, 0.5, 0.9])
+    for one in (times[:, 0], times[:, 3]):
+        torch.testing.assert_close(
+            one.quantile(places), level.quantile(places), atol=0.01, rtol=0.01
+        )
+
+
+def test_training(tmp_path):
+    """Routed and aligned to nothing: the draws are those of the step, and the run ends."""
+    overrides = ("objective.second_level=0.25", "routing=tread")
+    setup = parts_of(settings(*overrides))
+    batch = next(setup.batches(0, 1, 0))
+    first, again = (draw_step(setup, batch, 0, 0, torch.device("cpu"))[2] for _ in range(2))
+    assert torch.equal(first.token_levels, again.token_levels)
+    assert (first.token_levels != first.level[:, None]).any()
+    train_small(tmp_path, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "word"),
+    [
+        (["backbone=mamba_tiny"], "second_level"),
+        (["routing.reconstruction_weight=0.1"], "reconstruction_weight"),
+    ],
+)
+def test_what_a_second_level_does_not_fit_is_refused(overrides, word):
+    with pytest.raises(ValueError, match=word):
+        parts_of(settings("objective.second_level=0.25", *overrides))
