@@ -129,6 +129,49 @@ def test_a_run_stops_aligning_and_resumes_to_the_bit(run, table):
     assert not any(torch.equal(start[name], end[name]) for name in start)
 
 
+SELF = ("alignment=self_flow", "alignment.hidden_size=16", "routing.start=1", "routing.end=3")
+
+
+@pytest.mark.parametrize("second_level", [0, 0.5])
+def test_the_averaged_network_is_the_encoder(second_level):
+    """Kept tokens of a block are held to those of a later one at the cleaner time, by their ids."""
+    setup = parts_of(settings(*SELF, f"objective.second_level={second_level}"))
+    teacher = parts_of(settings("seed=1")).backbone
+    with torch.no_grad():
+        for parameter in (*teacher.parameters(), *setup.backbone.parameters()):
+            parameter += 0.05 * torch.randn(parameter.shape)
+    batch = next(setup.batches())
+    term = step_loss(setup, batch, 0, teacher=teacher).values["alignment_loss"]
+
+    x, y, draw, routes, _ = draw_step(setup, batch, 0, 0, CPU)
+    times = draw.level[:, None].expand(-1, 16) if draw.token_levels is None else draw.token_levels
+    clean = times.min(dim=1).values.view(-1, 1, 1, 1)
+    x_t = (1 - clean) * x + clean * draw.noise
+    _, seen = teacher(x_t, clean.view(-1), y, features=[2])
+    each = times.view(-1, 4, 4).repeat_interleave(2, 1).repeat_interleave(2, 2)[:, None]
+    _, own = setup.backbone(
+        (1 - each) * x + each * draw.noise, times, y, routes=routes, features=[1]
+    )
+    projected = setup.projector.layers(own[1].tokens)
+    target = torch.stack(
+        [tokens[ids] for tokens, ids in zip(seen[2].tokens, own[1].ids, strict=True)]
+    )
+    similarity = torch.nn.functional.cosine_similarity(projected, target, dim=-1)
+    torch.testing.assert_close(term, -similarity.mean(dim=1), rtol=1e-4, atol=1e-5)
+    term.mean().backward()
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+def test_a_run_taught_by_its_average_resumes_to_the_bit(run):
+    given = [*SELF, "objective.second_level=0.25", "alignment.stop=0.6"]
+    unbroken = run("unbroken", *given)
+    rows = [row for row in read_metrics(unbroken) if "loss" in row]
+    assert [row["step"] for row in rows if "alignment_loss" in row] == [2, 4]
+    run("parts", *given, "training.checkpoint_every=3")
+    checkpoint = find_checkpoint(unbroken.parent / "parts" / "checkpoints" / "step_00000003")
+    assert_same_end(unbroken, run("parts", *given, f"resume={checkpoint.path}"))
+
+
 def test_features_are_those_of_the_images_mirrored_or_not(table):
     setup = parts(table, "training.horizontal_flip=true")
     batch = next(setup.batches())

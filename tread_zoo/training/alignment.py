@@ -10,12 +10,16 @@ projection is trained with the network and is no part of what is averaged, sampl
     iREPA   projection=conv, normalize=spatial                              arXiv 2512.10794
     HASTE   stop: the term goes after a fraction of training                arXiv 2505.16792
 
+In place of an encoder, the network's own averaged weights may see the image (`self_flow`): then f_i
+are tokens of a later block of theirs, at the cleanest time of the image's tokens, and no features
+are stored.
+
 Dimensions: B batch, N = h * w tokens, K kept tokens, D width, S channels of features.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +37,8 @@ class Alignment(Protocol):
 
     weight: float  # factor of the term in the loss
     stop: float  # fraction of training, in (0, 1], after which there is no term
+    # Optional, the class variable `self_taught`: features are tokens of the averaged network after
+    # the projection's `teacher_block`, dense; `feature_size` is their width.
 
     def build(self, backbone: Backbone, feature_size: int) -> nn.Module:
         """Return what is trained beside `backbone`, with weights from torch's global generator.
@@ -91,6 +97,47 @@ class REPA:
         return Projector(layers, block % depth, backbone.grid, self.normalize == "spatial")
 
 
+@register("alignment", "self_flow")
+@dataclass(frozen=True, kw_only=True)
+class SelfFlow:
+    """The cosine similarity of projected tokens to the averaged network's, after Self-Flow (arXiv
+    2603.06507). With `objective.second_level` the averaged network sees each image at the cleaner
+    of its two times; without, at the same one. It sees all tokens, and gets no gradient.
+
+    The paper's blocks and weight are not known here: the defaults are ours.
+
+    Args:
+        block: whose tokens, counted from 0, negative from the end; auto is three tenths of depth.
+        teacher_block: whose tokens of the averaged network; auto is seven tenths of the depth.
+        weight: of the term.
+        hidden_size: of the projection, three linear layers with SiLU between.
+        stop: fraction of training after which the term and its cost are gone.
+    """
+
+    self_taught: ClassVar[bool] = True
+
+    block: Literal["auto"] | int = "auto"
+    teacher_block: Literal["auto"] | int = "auto"
+    weight: PositiveFloat = 0.5
+    hidden_size: PositiveInt = 256
+    stop: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    def build(self, backbone: Backbone, feature_size: int) -> "Projector":
+        """Return the projection, with its `teacher_block`.
+
+        Raises:
+            ValueError: the backbone has no such block.
+        """
+        depth = backbone.num_blocks
+        block = 3 * depth // 10 if self.block == "auto" else self.block
+        teacher = 7 * depth // 10 if self.teacher_block == "auto" else self.teacher_block
+        if not -depth <= teacher < depth:
+            raise ValueError(f"alignment.teacher_block={teacher}: blocks are 0 … {depth - 1}.")
+        projector = REPA(block=block, hidden_size=self.hidden_size).build(backbone, feature_size)
+        projector.teacher_block = teacher % depth
+        return projector
+
+
 class Projector(nn.Module):
     """Projects tokens and compares them with features.
 
@@ -99,7 +146,12 @@ class Projector(nn.Module):
         block: whose tokens it takes.
         grid: (h, w) of the backbone.
         normalize: the features, over the image.
+
+    Attributes:
+        teacher_block: whose tokens of the averaged network are the features, if they are.
     """
+
+    teacher_block: int | None = None
 
     def __init__(
         self, layers: nn.Module, block: int, grid: tuple[int, int], normalize: bool

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from tread_zoo.config import TrainingConfig, flatten
-from tread_zoo.contract.backbone import Features
+from tread_zoo.contract.backbone import Backbone, Features
 from tread_zoo.data import copy_ahead
 from tread_zoo.diffusion import Draw, loss_by_token, split_loss
 from tread_zoo.kernels import set_forms
@@ -209,7 +209,7 @@ def optimize(state: TrainState, batches: Iterator[tuple[Tensor, ...]], window: W
         with accelerator.accumulate(*modules):
             result = step_loss(
                 setup, batch, state.step * micro_steps + micro,
-                model=state.model, projector=state.projector,
+                model=state.model, projector=state.projector, teacher=_teacher(state),
                 rank=accelerator.process_index, device=accelerator.device,
             )  # fmt: skip
             loss = result.losses.mean()
@@ -242,6 +242,14 @@ def _step_unless(state: TrainState, skipped: Tensor) -> None:
     state.stepper.step()
 
 
+def _teacher(state: TrainState) -> Backbone | None:
+    """Return the averaged network while an alignment takes its features from there."""
+    setup = state.setup
+    if setup.is_self_taught and state.step < math.ceil(setup.alignment.stop * setup.num_steps):
+        return state.average.network
+    return None
+
+
 class StepLoss(NamedTuple):
     """The loss of each image [B], what else the objective names, and the noise levels [B]."""
 
@@ -257,6 +265,7 @@ def step_loss(
     *,
     model: torch.nn.Module | None = None,
     projector: torch.nn.Module | None = None,
+    teacher: Backbone | None = None,
     rank: int = 0,
     device: torch.device | str = "cpu",
 ) -> StepLoss:
@@ -268,12 +277,16 @@ def step_loss(
             contexts [B,T,S], and features [B,K,S,h,w] where the alignment is on.
         step: the micro-step, from 0 over the whole run.
         model, projector: as wrapped for several processes; None: those of `setup`.
+        teacher: the averaged network, of an alignment that takes its features from there.
         rank: of this process, whose images are those `rank` of the step's batch.
         device: of the weights.
     """
     device = torch.device(device)
     x, y, draw, routes, features = draw_step(setup, batch, step, rank, device)
     precision = resolve_precision(setup.training.precision, device)
+    if teacher is not None:
+        with torch.no_grad(), autocast(device, precision):
+            features = _features_of(teacher, setup, x, y, draw)
     concrete: tuple[Route | PathDrop, ...] = ()
     network: Any = model or setup.backbone
     project: Any = projector or setup.projector
@@ -313,6 +326,26 @@ def step_loss(
         losses = losses + setup.alignment.weight * term
         values = {**values, "alignment_loss": term}
     return StepLoss(losses, values, draw.level)
+
+
+def _features_of(
+    teacher: Backbone, setup: Setup, x: Tensor, y: Tensor | None, draw: Draw
+) -> Tensor:
+    """Return the teacher's tokens [B,D,h,w] of the images at the cleanest level of their tokens."""
+    each, block = draw.token_levels, setup.projector.teacher_block  # type: ignore[union-attr]
+    level = draw.level if each is None else each.amin(dim=1)
+    objective, features = setup.objective, torch.empty(0)
+    shape = (-1, 1, 1, 1)
+    x_t = objective.signal(level).view(shape) * x + objective.noise(level).view(shape) * draw.noise
+
+    def predict(x_t: Tensor, t: Tensor) -> Tensor:
+        nonlocal features
+        output, collected = teacher(x_t, t, y, features=[block])
+        features = collected[block].tokens.mT.unflatten(2, teacher.grid)
+        return output  # type: ignore[no-any-return]
+
+    objective.dx_dt(predict, x_t, level)
+    return features
 
 
 def draw_step(

@@ -36,7 +36,7 @@ from tread_zoo.runs.restore import load_weak
 from tread_zoo.runs.widths import TRACKED
 from tread_zoo.runtime import DTYPES, resolve_precision
 from tread_zoo.seeding import make_generator
-from tread_zoo.training.alignment import Alignment, NoAlignment, add_parameters
+from tread_zoo.training.alignment import Alignment, NoAlignment, add_parameters, token_width
 from tread_zoo.training.ema import (
     WeightAverage,
     exponential_decay,
@@ -93,6 +93,11 @@ class Setup:
         """Optimizer steps of the whole run."""
         return int(self.training.num_steps)  # make_config resolves auto
 
+    @property
+    def is_self_taught(self) -> bool:
+        """Whether the features of the alignment are the averaged network's own."""
+        return getattr(self.alignment, "self_taught", False)
+
     def batches(
         self, rank: int = 0, num_ranks: int = 1, step: int = 0
     ) -> Iterator[tuple[Tensor, ...]]:
@@ -117,7 +122,7 @@ class Setup:
             )
             return make_loader(items, plan, self.training.num_workers, seed=seed)
 
-        if self.projector is None:
+        if self.projector is None or self.is_self_taught:
             return load(train, step, self.num_steps)
         stop = math.ceil(self.alignment.stop * self.num_steps)
         aligned = load(train.with_features(), step, stop)
@@ -204,19 +209,23 @@ def _build_projector(
 ) -> nn.Module | None:
     if isinstance(alignment, NoAlignment):
         return None
-    if data.features is None:
+    if getattr(alignment, "self_taught", False):
+        width = token_width(backbone)
+    elif data.features is None:
         raise ValueError(
             f"alignment={config.alignment['name']}, but {data.name} has no features of an encoder: "
             "tread-zoo encode features=… writes a table that has them (docs/alignment.md)."
         )
-    if config.training.horizontal_flip and data.features[0] < 2:
+    elif config.training.horizontal_flip and data.features[0] < 2:
         raise ValueError(
             f"training.horizontal_flip=true, but {data.name} has no features of mirrored images. "
             "Encode with flips=true, or set training.horizontal_flip=false."
         )
+    else:
+        width = data.features[1]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(make_generator("alignment", config.seed).initial_seed())
-        return alignment.build(backbone, data.features[1])
+        return alignment.build(backbone, width)
 
 
 # On the devices ------------------------------------------------------------------------------
@@ -316,6 +325,9 @@ def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | Non
     for average in averages.values():
         average.to(accelerator.device, network)
     sharded = is_sharded(next(network.parameters()))
+    if sharded and setup.is_self_taught:
+        name = setup.config.alignment["name"]
+        raise ValueError(f"alignment={name} needs whole averaged weights: train it without FSDP2.")
     optimizer = setup.optimizer.build(network)
     if projector is not None:
         add_parameters(inner_optimizers(optimizer)[-1], list(projector.parameters()))
