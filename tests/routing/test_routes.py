@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 
-from tread_zoo.contract.frame import gather, row_index, scatter
 from tread_zoo.routing import Route, check_routes, num_kept_tokens
 
 
@@ -59,18 +58,3 @@ def test_empty_ranges_raise(start, end):
 def test_routes_that_do_not_fit_the_network(routes, words):
     with pytest.raises(ValueError, match=words):
         check_routes(routes, num_blocks=8, num_tokens=16, batch=2)
-
-
-@pytest.mark.parametrize("num_extra", [0, 2])
-def test_gather_and_scatter_equal_indexing(num_extra):
-    stream = torch.randn(2, num_extra + 6, 3, dtype=torch.float64)
-    way = route([[0, 2, 5], [1, 2, 3]])
-    rows = row_index(way.ids, 6, num_extra)
-    kept = gather(stream, rows)
-    for sample in range(2):
-        where = [*range(num_extra), *(way.ids[sample] + num_extra).tolist()]
-        assert torch.equal(kept[sample], stream[sample, where])
-        back = scatter(stream, rows, kept + 1)[sample]
-        others = [i for i in range(num_extra + 6) if i not in where]
-        assert torch.equal(back[where], stream[sample, where] + 1)
-        assert torch.equal(back[others], stream[sample, others])

@@ -31,16 +31,6 @@ def test_the_walk_is_the_full_one_with_the_others_deleted(name, extra):
     assert torch.equal(scan.restore(scan.permute(tokens)), tokens)
 
 
-@pytest.mark.parametrize("name", ORDERS)
-def test_all_tokens_present(name):
-    scan = make_scan(Layout(GRID, 1, batch=2), name, 3)
-    tokens = torch.arange(-1, 24).double().expand(2, -1).unsqueeze(-1)
-    order = scan_order(name, GRID, 3)
-    assert scan.permute(tokens)[1, :, 0].tolist() == [-1, *order.tolist()]
-    assert scan.gaps() is None
-    assert scan.segment_ids() is None
-
-
 def test_gaps_count_the_steps_of_the_full_walk():
     ids = torch.tensor([[0, 1, 4], [2, 3, 7]])
     scan = make_scan(Layout((2, 4), 2, ids), "raster", 0)
