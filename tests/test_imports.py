@@ -1,25 +1,26 @@
-"""The method needs no run: what `import tread_zoo.routing` and the contract load."""
+"""What loads what: the method needs no run, and what everybody imports is light."""
 
-import subprocess
-import sys
+import pytest
 
-METHOD = ("tread_zoo.routing", "tread_zoo.contract.backbone", "tread_zoo.contract.frame")
+from tests.processes import ROOT, run_python
+
+METHOD = "import tread_zoo.routing.options, tread_zoo.contract.backbone, tread_zoo.contract.frame"
 OTHERS = ("hydra", "omegaconf", "accelerate", "datasets", "huggingface_hub", "safetensors", "wandb")
 ROOMS = ("cli", "config", "data", "diffusion", "evaluation", "runs", "training")
 
 
-def loaded_by(*modules):
-    program = f"import sys, {', '.join(modules)}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        (METHOD, {*OTHERS, *(f"tread_zoo.{room}" for room in ROOMS)}),
+        ("import tread_zoo.cli", {"torch"}),
+        ("import tread_zoo.testing.plugin", {"torch"}),  # as every pytest run does
+        ("from tread_zoo import create; create('data', 'digits')",
+         {"sklearn", "torchvision", "pandas", "scipy"}),
+    ],
+)  # fmt: skip
+def test_what_is_not_needed_is_not_imported(code, absent):
+    done = run_python("-c", f"{code}; import sys; print(*sys.modules)", cwd=ROOT, fresh=True)
     assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
-
-
-def test_the_method_needs_no_run():
-    loaded = loaded_by(*METHOD)
-    assert "tread_zoo.routing.options" in loaded
-    assert not loaded & {*OTHERS, *(f"tread_zoo.{room}" for room in ROOMS)}
-
-
-def test_a_command_line_is_read_without_torch():
-    assert "torch" not in loaded_by("tread_zoo.cli")
+    assert "tread_zoo" in done.stdout.split()
+    assert not absent & set(done.stdout.split())

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.data.published_files import write_cifar10, write_fashion_mnist
-from tests.processes import ROOT, run_python
 from tread_zoo.registry import create
 
 
@@ -32,15 +31,6 @@ def test_digits_are_scikit_learns():
     assert whole.held_out is None
     back = whole.train.images.squeeze(1).double() * 16 / 255
     assert torch.equal(back.round(), torch.from_numpy(load_digits().images))
-
-
-def test_digits_are_there_without_libraries_that_take_seconds_to_import():
-    code = (
-        "import sys; from tread_zoo import create; create('data', 'digits')\n"
-        "print([m for m in ('sklearn', 'torchvision', 'pandas', 'scipy') if m in sys.modules])"
-    )
-    done = run_python("-c", code, cwd=ROOT, fresh=True)
-    assert done.stdout.split("\n")[0] == "[]", done.stderr
 
 
 def test_npz_with_its_own_test_part(tmp_path):
