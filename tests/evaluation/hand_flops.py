@@ -36,6 +36,20 @@ class Cost:
         self.products += 2 * n * a * b
         self.first += 2 * n * a * b * first
 
+    def stem(self, N, p, D):
+        """Patches in, and the time of 256 sinusoids."""
+        self.linear(N, p, D, first=True)
+        self.linear(1, 256, D, first=True)
+        self.linear(1, D, D)
+
+    def transformer(self, n, D):
+        self.linear(n, D, 3 * D)  # q, k, v
+        self.linear(n, D, n)  # q kᵀ of all heads together
+        self.linear(n, n, D)  # the mean of v
+        self.linear(n, D, D)
+        self.linear(n, D, 4 * D)
+        self.linear(n, 4 * D, D)
+
 
 def tokens_by_block(num_blocks, num_tokens, routes):
     """Return n of each block; routes are (start, end, kept)."""
@@ -48,17 +62,10 @@ def tokens_by_block(num_blocks, num_tokens, routes):
 def dit(N, p, q, *, D, depth, labels=True, routes=()):
     """A label is looked up and added, which costs nothing here."""
     cost = Cost()
-    cost.linear(N, p, D, first=True)
-    cost.linear(1, 256, D, first=True)  # time
-    cost.linear(1, D, D)
+    cost.stem(N, p, D)
     for n in tokens_by_block(depth, N, routes):
         cost.linear(1, D, 6 * D)  # shift, scale and gate of both branches
-        cost.linear(n, D, 3 * D)  # q, k, v
-        cost.linear(n, D, n)  # q kᵀ of all heads together
-        cost.linear(n, n, D)  # the mean of v
-        cost.linear(n, D, D)
-        cost.linear(n, D, 4 * D)
-        cost.linear(n, 4 * D, D)
+        cost.transformer(n, D)
     cost.linear(1, D, 2 * D)  # shift and scale of the head
     cost.linear(N, D, q)
     return cost
@@ -72,12 +79,7 @@ def uvit(N, p, q, *, D, depth, labels=True, routes=(), side=None, conv_channels=
         L = extra + n
         if index > depth // 2:
             cost.linear(L, 2 * D, D)  # the skip joined
-        cost.linear(L, D, 3 * D)  # q, k, v
-        cost.linear(L, D, L)  # q kᵀ of all heads together
-        cost.linear(L, L, D)  # the mean of v
-        cost.linear(L, D, D)
-        cost.linear(L, D, 4 * D)
-        cost.linear(L, 4 * D, D)
+        cost.transformer(L, D)
     cost.linear(N, D, q)
     if conv_channels:
         cost.linear(side * side, 9 * conv_channels, conv_channels)
@@ -152,9 +154,7 @@ def rwkv(N, p, q, *, D, depth, labels=True, routes=()):
     sums 5, what the output reads of them 7) and 12 for the own term and the quotient. Backward 94:
     the 54 again, 15 a direction and 10."""
     cost = Cost()
-    cost.linear(N, p, D, first=True)
-    cost.linear(1, 256, D, first=True)  # time
-    cost.linear(1, D, D)
+    cost.stem(N, p, D)
     for index, n in enumerate(tokens_by_block(depth, N, routes)):
         if index > depth // 2:
             cost.linear(n, 2 * D, D)  # the skip joined
@@ -174,9 +174,7 @@ def rwkv(N, p, q, *, D, depth, labels=True, routes=()):
 def zigma(N, p, q, *, D, depth, S, rank, taps=4, labels=True, routes=()):
     """One direction of Mamba in a shell like RWKV's, with a head that is not modulated."""
     cost, inner = Cost(), 2 * D
-    cost.linear(N, p, D, first=True)
-    cost.linear(1, 256, D, first=True)  # time
-    cost.linear(1, D, D)
+    cost.stem(N, p, D)
     for n in tokens_by_block(depth, N, routes):
         cost.linear(1, D, 3 * D)  # shift, scale and gate
         cost.linear(n, D, 2 * inner)  # u and z

@@ -2,14 +2,13 @@
 weights here are random or invented: what is shown is which network runs, on what."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from tests.evaluation.tiny import random_images, write_npz
-from tests.processes import run_python
+from tests.scripts.test_command_line import call
 from tread_zoo.data import digits
 from tread_zoo.evaluation import score
 from tread_zoo.evaluation.features import (
@@ -176,13 +175,6 @@ def test_inception_gives_what_torch_fidelity_gives_and_the_spatial_features(tmp_
         assert torch.equal(maps, blocks[start + 7](blocks[start + 6](x)))
     only = extractor.load(["spatial"], CPU)(grey)
     assert torch.equal(only["spatial"], found["spatial"])
-
-
-def call(script, *overrides, cwd, expect=0):
-    """Run a script in `cwd`; return all that it printed."""
-    done = run_python(Path(__file__).parents[2] / "scripts" / script, *overrides, cwd=cwd)
-    assert done.returncode == expect, (done.stdout + done.stderr)[-3000:]
-    return done.stdout + done.stderr
 
 
 @pytest.mark.slow

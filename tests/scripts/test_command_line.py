@@ -210,6 +210,7 @@ def test_a_sweep_goes_on_after_a_job_that_failed(tmp_path):
         ("train.py", ["backbone=mmaba"], ["mmaba", "mamba"]),
         ("sample.py", ["checkpoint=nowhere"], ["nowhere"]),
         ("doctor.py", ["devic=cpu"], ["device"]),
+        ("import_checkpoint.py", ["in=nowhere.pt", "out=x"], ["format is not set"]),
     ],
 )
 def test_bad_input_is_one_clear_message(tmp_path, script, overrides, words):
