@@ -24,17 +24,6 @@ def test_end_points():
     assert torch.equal(FLOW.noised(x, Draw(noise, torch.ones(4))), noise)
 
 
-def test_velocity_points_from_data_to_noise():
-    x, noise = _data_and_noise()
-    draw = Draw(noise, torch.tensor([0.1, 0.4, 0.7, 1.0]))
-    x_t = FLOW.noised(x, draw)
-    loss, _ = FLOW.loss(lambda *_: noise - x, x, draw)
-    assert torch.equal(loss, torch.zeros(4))
-    velocity = FLOW.dx_dt(lambda *_: noise - x, x_t, draw.level)
-    estimate = FLOW.estimate(x_t, velocity, draw.level)
-    torch.testing.assert_close(estimate, x, rtol=1e-5, atol=1e-5)
-
-
 def test_uniform_times():
     t = FLOW.draw((20000, 1, 1, 1), make_generator("test", 2)).level
     assert 0 <= t.min() < 0.001

@@ -67,16 +67,6 @@ def test_dx_dt_is_the_slope_of_the_path(problem):
     torch.testing.assert_close(slope, (after - before) / (2 * step), rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("num_steps", [1, 18])
-def test_levels_fall_to_exactly_zero(problem, num_steps):
-    levels = problem.objective.levels(num_steps)
-    assert levels.shape == (num_steps + 1,)
-    assert levels.dtype == torch.float64
-    assert levels[0].item() == pytest.approx(problem.objective.initial_std, rel=1e-4)
-    assert levels[-1].item() == 0
-    assert (levels.diff() < 0).all()
-
-
 def test_learned_sigma_channels_are_ignored(problem):
     objective, plain = problem.objective, problem.predict()
 

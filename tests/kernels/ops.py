@@ -130,6 +130,17 @@ def run(form: Callable, inputs: list[Tensor], *tokens: Any) -> list[Tensor]:
         return [y, *torch.autograd.grad(y, inputs, grad.to(y))]
 
 
+def by_pairs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, same: Tensor | None = None) -> Tensor:
+    """Return Σ_{j <= i} Σ_c q_ic k_jc exp(g_{j+1,c} + … + g_ic) v_j, j of those that are the same;
+    q, k and g [B, L, H, K], or g [B, L, H, 1]."""
+    seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
+    seen = (seen if same is None else seen & same)[..., None, None]
+    sums = g.double().cumsum(1)
+    falls = (sums[:, :, None] - sums[:, None]).masked_fill(~seen, -torch.inf).exp()
+    weights = (q.double()[:, :, None] * k.double()[:, None] * falls).sum(-1)
+    return torch.einsum("bijh,bjhp->bihp", weights, v.double()).to(v)
+
+
 def relative_error(ours: Tensor, truth: Tensor, floor: float = 1e-6) -> float:
     return ((ours.double() - truth.double()).norm() / truth.norm().clamp_min(floor)).item()
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.kernels.ops import OPS, assert_close, leaves, make_segments, run
+from tests.kernels.ops import OPS, assert_close, by_pairs, leaves, make_segments, run
 from tread_zoo.kernels import gated_linear_attention
 from tread_zoo.kernels.dispatch import get_example, get_implementation
 from tread_zoo.kernels.gated_linear_attention import fused
@@ -15,20 +15,12 @@ OP = OPS["gated_linear_attention"]
 naive, torch_form = OP.form("naive"), OP.form("torch")
 
 
-def by_pairs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float) -> Tensor:
-    """Σ_{j <= i} Σ_c q_ic k_jc exp(g_{j+1,c} + … + g_ic) v_j."""
-    below = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()
-    sums = g.double().cumsum(1)
-    falls = (sums[:, :, None] - sums[:, None]).masked_fill(~below[..., None, None], -torch.inf)
-    weights = torch.einsum("bihc,bjhc,bijhc->bijh", q.double(), k.double(), falls.exp())
-    return (scale * torch.einsum("bijh,bjhp->bihp", weights, v.double())).to(v)
-
-
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("form", [naive, torch_form])
 def test_the_recurrence_is_the_sum_over_pairs(form, scale) -> None:
     inputs = OP.inputs((2, 41, 2, 4, 3))
-    truth = run(by_pairs, inputs, 0.5 if scale is None else scale)
+    factor = 0.5 if scale is None else scale
+    truth = run(lambda *given: factor * by_pairs(*given), inputs)
     assert_close(run(form, inputs, None, scale), truth, 1e-12)
 
 
@@ -52,7 +44,7 @@ def chunk_gla(
 ) -> tuple[Tensor, None]:
     """fla's function; it takes float32 or less, its scale is K^-1/2 where none is given."""
     assert all(x.dtype == torch.float32 and x.is_contiguous() for x in (q, k, v, g))
-    return by_pairs(q, k, v, g, q.shape[-1] ** -0.5 if scale is None else scale), None
+    return (q.shape[-1] ** -0.5 if scale is None else scale) * by_pairs(q, k, v, g), None
 
 
 @pytest.mark.parametrize("segments", [False, True])

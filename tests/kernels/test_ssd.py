@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.ops import OPS, assert_close, leaves, make_gaps, make_segments, run
+from tests.kernels.ops import OPS, assert_close, by_pairs, leaves, make_gaps, make_segments, run
 from tread_zoo.kernels.dispatch import get_example, get_implementation
 from tread_zoo.kernels.ssd import fused
 from tread_zoo.kernels.ssd.naive import ssd_naive
@@ -58,7 +58,7 @@ def mamba_by_pairs(
     assert seq_idx is None or (seq_idx.dtype == torch.int32 and seq_idx.is_contiguous())
     same = None if seq_idx is None else seq_idx[:, :, None] == seq_idx[:, None]
     q, k = (v.repeat_interleave(x.shape[2] // B.shape[2], dim=2) for v in (C, B))
-    y = by_pairs(q, k, dt[..., None] * x, dt * A, same)
+    y = by_pairs(q, k, dt[..., None] * x, (dt * A)[..., None], same)
     return y if D is None else y + D[:, None] * x
 
 
@@ -69,19 +69,7 @@ def gla_by_pairs(
     assert q.dtype == k.dtype == v.dtype == g.dtype == torch.float32
     assert q.shape == k.shape
     assert q.shape[:3] == v.shape[:3] == g.shape
-    return by_pairs(q, k, v, g) * (q.shape[-1] ** -0.5 if scale is None else scale), None
-
-
-def by_pairs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, same: Tensor | None = None) -> Tensor:
-    """Σ_{j <= i} (q_i · k_j) exp(g_{j+1} + … + g_i) v_j, heads in the third place."""
-    length = q.shape[1]
-    below = torch.ones(length, length, dtype=torch.bool).tril()
-    sums = g.double().cumsum(1)
-    falls = (sums[:, :, None] - sums[:, None]).masked_fill(~below[..., None], -torch.inf)
-    weights = torch.einsum("bihn,bjhn->bijh", q, k) * falls.exp().float()
-    if same is not None:
-        weights = weights * same[..., None]
-    return torch.einsum("bijh,bjhp->bihp", weights, v)
+    return by_pairs(q, k, v, g[..., None]) * (q.shape[-1] ** -0.5 if scale is None else scale), None
 
 
 @pytest.fixture

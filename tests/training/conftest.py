@@ -1,9 +1,12 @@
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.small_run import train_small
+from tread_zoo.training import loop
+from tread_zoo.training.signals import Stopped
 
 
 @pytest.fixture
@@ -16,3 +19,24 @@ def run(tmp_path):
 def copy_of(tmp_path):
     """Return a function that copies a run that several tests share, for one to change."""
     return lambda folder: Path(shutil.copytree(folder, tmp_path / "run"))
+
+
+@pytest.fixture
+def stopped_run(run, monkeypatch):
+    """Train a run that gets a signal while a step is computed; it must end with a status."""
+
+    def train(name, step, number, status, *overrides):
+        original = loop.draw_step
+
+        def draw(setup, batch, micro_step, *place):
+            if micro_step == step * setup.training.gradient_accumulation_steps:
+                os.kill(os.getpid(), number)
+            return original(setup, batch, micro_step, *place)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "draw_step", draw)
+            with pytest.raises(Stopped) as stopped:
+                run(name, *overrides)
+        assert stopped.value.code == status
+
+    return train

@@ -35,36 +35,20 @@ def save(folder, step):
     return save_checkpoint(folder, parts, {"step": step}, keep=2)
 
 
-def test_rotation_keeps_the_newest(tmp_path):
-    for step in (1, 2, 3):
-        save(tmp_path, step)
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["step_00000002", "step_00000003"]
-    assert find_checkpoint(tmp_path).step == 3
-
-
-def test_copies_of_checkpoints_are_the_user_s(tmp_path):
-    copies = [tmp_path / "checkpoints" / name for name in ("step_00000001_best", "step_backup")]
+def test_the_newest_are_kept_and_copies_are_the_user_s(tmp_path):
+    first = save(tmp_path, 1)
+    assert {path.name for path in first.iterdir()} == {"model.safetensors", "checkpoint.json"}
+    copies = [first.parent / name for name in ("step_00000001_best", "step_backup")]
     for copy in copies:
-        shutil.copytree(save(tmp_path, 1), copy)
+        shutil.copytree(first, copy)
     for step in (2, 3, 4):
-        save(tmp_path, step)
+        newest = save(tmp_path, step)
+    kept = [newest, newest.with_name("step_00000003"), *copies]
+    assert set(first.parent.iterdir()) == set(kept)
+    assert [find_checkpoint(path).step for path in (tmp_path, first.parent, kept[1])] == [4, 4, 3]
     drop_later(tmp_path, 3)
     assert find_checkpoint(tmp_path).step == 3
     assert [find_checkpoint(copy).step for copy in copies] == [1, 1]
-
-
-def test_a_path_may_be_the_run_its_checkpoints_or_one_of_them(tmp_path):
-    one = save(tmp_path, 1)
-    save(tmp_path, 2)
-    assert find_checkpoint(tmp_path).step == 2
-    assert find_checkpoint(tmp_path / "checkpoints").step == 2
-    assert find_checkpoint(one).step == 1
-
-
-def test_weights_are_safetensors_without_pickle(tmp_path):
-    files = {path.name for path in save(tmp_path, 1).iterdir()}
-    assert files == {"model.safetensors", "checkpoint.json"}
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "json"])

@@ -23,7 +23,6 @@ from tread_zoo.runs.checkpoint import (
     check_same_items,
     find_checkpoint,
 )
-from tread_zoo.training import loop
 from tread_zoo.training.log import Log, read_scores
 from tread_zoo.training.loop import draw_step, train
 from tread_zoo.training.signals import Stopped
@@ -41,27 +40,6 @@ def assert_same_end(one, other):
         for key in left:
             assert torch.equal(left[key], right[key]), f"{part}: {key}"
     assert first.meta["optimizer"] == second.meta["optimizer"]
-
-
-@pytest.fixture
-def stopped_run(run, monkeypatch):
-    """Train a run that gets a signal while a step is computed; it must end with a status."""
-
-    def train(name, step, number, status, *overrides):
-        original = loop.draw_step
-
-        def draw(setup, batch, micro_step, *place):
-            if micro_step == step * setup.training.gradient_accumulation_steps:
-                os.kill(os.getpid(), number)
-            return original(setup, batch, micro_step, *place)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(loop, "draw_step", draw)
-            with pytest.raises(Stopped) as stopped:
-                run(name, *overrides)
-        assert stopped.value.code == status
-
-    return train
 
 
 @register("optimizer", "stateless_for_tests")

@@ -1,7 +1,6 @@
 """Scores on the way: of the weights of their step, by one protocol, and nothing else changes."""
 
 import json
-import os
 import signal
 
 import pytest
@@ -10,9 +9,7 @@ import torch
 from tests.small_run import parts_of, settings, train_small
 from tread_zoo.evaluation.evaluate import evaluate
 from tread_zoo.runs.checkpoint import find_checkpoint, load_backbone
-from tread_zoo.training import loop
 from tread_zoo.training.log import read_scores
-from tread_zoo.training.signals import Stopped
 from tread_zoo.training.trackers import read_metrics
 
 SCORED = (
@@ -67,19 +64,9 @@ def test_a_run_with_scores_equals_one_without_to_the_bit(scored, run):
     assert values(plain) == {6: values(scored)[6]}
 
 
-def test_a_run_that_is_stopped_is_scored_once_at_each_step(scored, run, monkeypatch, tmp_path):
+def test_a_run_that_is_stopped_is_scored_once_at_each_step(scored, run, stopped_run, tmp_path):
     """A score that is due when the signal comes is made up for after the resume."""
-    original = loop.draw_step
-
-    def draw(setup, batch, step, *place):
-        if step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(setup, batch, step, *place)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "draw_step", draw)
-        with pytest.raises(Stopped):
-            run("run", *SCORED)
+    stopped_run("run", 3, signal.SIGTERM, 128 + signal.SIGTERM, *SCORED)
     assert list(read_scores(tmp_path / "run")) == [2]
     folder = run("run", *SCORED, "resume=latest")
     assert values(folder) == values(scored)

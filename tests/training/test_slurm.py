@@ -100,20 +100,3 @@ def test_tasks_of_a_step_train_together(tmp_path, free_port):
     assert [task.returncode for task in tasks] == [0, 0], said
     assert "2 process(es)" in said[0] + said[1]
     assert find_checkpoint(tmp_path / "run").step == 2
-
-
-@pytest.mark.slow
-def test_the_launcher_runs_a_job(tmp_path):
-    """Through submitit's local executor: what is submitted is unpickled and trains."""
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    small = [*SMALL, "training.num_steps=2", f"run_dir={tmp_path / 'run'}", "resume=auto"]
-    finished = subprocess.run(
-        [
-            sys.executable, "scripts/train.py", "-m", "hydra/launcher=submitit_local",
-            f"hydra.sweep.dir={tmp_path / 'sweep'}", *small,
-        ],
-        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    assert find_checkpoint(tmp_path / "run").step == 2

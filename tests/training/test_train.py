@@ -19,8 +19,7 @@ from tread_zoo.diffusion import FlowMatching
 from tread_zoo.registry import register
 from tread_zoo.runs.checkpoint import find_checkpoint, load_backbone
 from tread_zoo.training import loop
-from tread_zoo.training.ema import WeightAverage, exponential_decay
-from tread_zoo.training.loop import draw_step, step_loss, train
+from tread_zoo.training.loop import step_loss, train
 from tread_zoo.training.meters import Window
 from tread_zoo.training.optimizer_state import optimizer_state
 from tread_zoo.training.setup import make_accelerator, place
@@ -78,20 +77,15 @@ def test_the_checkpoint_holds_what_was_trained(finished):
     assert all(p.dtype == torch.float32 for p in averaged.parameters())
 
 
-def test_unlabelled_data_trains_unconditionally(run, tmp_path):
-    file = tmp_path / "grey.npz"
-    np.savez(file, images=np.random.default_rng(0).integers(0, 255, (40, 8, 8), np.uint8))
-    folder = run("run", "data=npz", f"data.path={file}")
-    assert load_backbone(find_checkpoint(folder)).num_classes == 0
-
-
-def test_sizes_channels_and_classes_reach_the_backbone(run, tmp_path):
-    file = tmp_path / "colour.npz"
-    images = np.random.default_rng(0).integers(0, 255, (40, 12, 8, 3), np.uint8)
-    np.savez(file, images=images, labels=np.arange(40) % 3)
-    folder = run("run", "data=npz", f"data.path={file}")
-    backbone = load_backbone(find_checkpoint(folder))
-    assert (backbone.input_size, backbone.in_channels, backbone.num_classes) == ((12, 8), 3, 3)
+@pytest.mark.parametrize(
+    ("size", "labels"), [((12, 8, 3), {"labels": np.arange(40) % 3}), ((8, 8), {})]
+)
+def test_sizes_channels_and_classes_reach_the_backbone(run, tmp_path, size, labels):
+    images = np.random.default_rng(0).integers(0, 255, (40, *size), np.uint8)
+    np.savez(tmp_path / "x.npz", images=images, **labels)
+    network = load_backbone(find_checkpoint(run("run", "data=npz", f"data.path={tmp_path}/x.npz")))
+    assert (network.input_size, network.in_channels) == (size[:2], 3 if labels else 1)
+    assert network.num_classes == (3 if labels else 0)
 
 
 def test_what_is_computed_again_costs_no_more_in_reports(finished, run):
@@ -122,36 +116,11 @@ def test_a_step_is_the_mean_gradient_of_its_micro_steps_clipped(run, limit):
         torch.testing.assert_close(after[name], expected, atol=1e-6, rtol=1e-4)
 
 
-def test_labels_of_classes_are_dropped_at_their_rate():
-    setup = parts_of(settings("training.label_dropout=0.4"))
-    images, labels = next(setup.batches())
-    y = torch.stack([
-        draw_step(setup, (images, labels), step, 0, torch.device("cpu"))[1] for step in range(40)
-    ])  # fmt: skip
-    dropped = y == 10  # the null label
-    assert torch.equal(y[~dropped], labels.expand_as(y)[~dropped])
-    assert float(dropped.float().mean()) == pytest.approx(0.4, abs=0.1)
-
-
 @register("optimizer", "sgd_for_tests")
 @dataclass(frozen=True)
 class SGD:
     def build(self, backbone):
         return torch.optim.SGD(backbone.parameters(), lr=1.0)
-
-
-def test_the_average_follows_its_formula():
-    network = parts_of(settings()).backbone
-    average = WeightAverage(network, exponential_decay(0.5))
-    weight, averaged = network.patch_embed.weight, average.network.patch_embed.weight
-    expected = weight.detach().clone()
-    for step in range(1, 6):
-        torch.nn.init.normal_(weight)
-        average.update(network, step)
-        decay = min(0.5, (1 + step) / (10 + step))
-        expected = decay * expected + (1 - decay) * weight.detach()
-        torch.testing.assert_close(averaged, expected)
-    assert not averaged.requires_grad
 
 
 @register("objective", "flow_with_a_number")
