@@ -144,7 +144,7 @@ def _figures(
         (row.name, line.setting.label): own
         for row in rows
         for line in row.lines
-        if line.less and not by_sample
+        if line.less and not line.is_at_chance and not by_sample
         if len(own := differences_on_the_way(line.setting, line.less[0][0], curves, main)) > 1
     }
     limits = draw.Axis.over([one for own in pairs.values() for one in own.interval], 0)
