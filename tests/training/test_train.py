@@ -59,6 +59,7 @@ def test_a_run_leaves_what_it_should(tmp_path, caplog):
     for words in ("CPU", "see 8 of 16 tokens", "learning_rate 0.012", "1438 images", "step 2/6"):
         assert words in caplog.text
     log = (folder / "train.log").read_text()
+    assert "seconds for 3 steps" in log, "what the run will cost"
     assert "step 6/6" in log
     assert log.splitlines()[0].startswith("20")  # the year
 

@@ -43,6 +43,7 @@ GRID_IMAGES, GRID_SEED = 100, 0
 SHOWN_CLASSES = 10
 HELD_OUT_SEED = 0
 HELD_OUT_DRAWS = 8  # for each image, of a score
+DAY = 86_400.0  # seconds
 QUIET = ("loss_level_", "held_out_loss_level_", "peak_memory")  # not printed
 
 
@@ -184,6 +185,22 @@ class Log:
             *rest,
             ("run", f"{self.folder} {origin}, {setup.num_steps} steps in all"),
         ]  # fmt: skip
+
+    def cost(self, step: int) -> None:
+        """Log what the run will cost, on a CPU: once, by two steps after the first, which prepares.
+        On a GPU steps are queued, and the first line of numbers says it."""
+        if not self.is_main or self.accelerator.device.type != "cpu":
+            return
+        done = step - self.first_step
+        if done == 1:
+            self.prepared = time.monotonic()
+        if done == 3:
+            total = self.setup.num_steps
+            seconds = (time.monotonic() - self.prepared) / 2 * (total - step)
+            memory = peak_memory(self.accelerator.device) / 1e9
+            remedy = "" if seconds < DAY else ": a GPU is faster, or a smaller backbone or image"
+            left = total - step
+            _say("cost", f"about {_duration(seconds)} for {left} steps, {memory:.1f} GB{remedy}")
 
     def numbers(self, state: TrainState, window: Window) -> None:
         """Write the numbers of a window; every rank must call this."""
@@ -350,6 +367,13 @@ def read_scores(folder: Path) -> dict[int, dict[str, Any]]:
 def is_due(step: int, every: int) -> bool:
     """Return whether what is done every so many steps, 0 for never, is due after a step."""
     return bool(every) and step % every == 0
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration in the largest unit of which it has two or more, as in 31 days."""
+    units = {"days": DAY, "hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
+    unit = next((u for u, size in units.items() if seconds >= 2 * size), "seconds")
+    return f"{seconds / units[unit]:.0f} {unit}"
 
 
 def _say(topic: str, text: str) -> None:

@@ -118,6 +118,7 @@ def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
             if last or alone or any(is_due(step, every) for every in looks):
                 signal = look(state, window, signals.received)
 
+        log.cost(step)
         if last or step % training.log_every == 0:
             log.numbers(state, window)
         if is_due(step, training.ema_snapshots_every):
