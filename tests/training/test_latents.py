@@ -31,7 +31,8 @@ def write_moments(folder, factor=1.0):
 
 def test_noise_of_moments_is_drawn_apart_and_flips_choose_the_copy(tmp_path):
     """Levels, noise, labels and kept ids are those of data that draw nothing themselves."""
-    setup = parts_of(settings(*write_moments(tmp_path), "training.horizontal_flip=true"))
+    more = ["training.horizontal_flip=true", "training.label_dropout=0.4"]
+    setup = parts_of(settings(*write_moments(tmp_path), *more))
     stored, labels = next(setup.batches())
     x, y, draw, routes, _ = draw_step(setup, (stored, labels), 3, 0, CPU)
 
@@ -39,7 +40,7 @@ def test_noise_of_moments_is_drawn_apart_and_flips_choose_the_copy(tmp_path):
         return make_image_generator(purpose, 0, 3, images=range(8))
 
     flipped = generator("flip").rand() < 0.5
-    dropped = generator("label").rand() < 0.1
+    dropped = generator("label").rand() < 0.4
     expected = setup.objective.draw((8, 2, 8, 8), generator("noise"))
     ids = setup.routing.at(3, 6, 0).draw(8, setup.backbone.grid, generator("route"))[0].ids
     noise = generator("latents").randn(2, 8, 8)
@@ -47,7 +48,7 @@ def test_noise_of_moments_is_drawn_apart_and_flips_choose_the_copy(tmp_path):
     assert torch.equal(draw.level, expected.level)
     assert torch.equal(routes[0].ids, ids)
     assert torch.equal(y == 4, dropped)
-    assert 0 < flipped.sum() < 8
+    assert 0 < flipped.sum() < 8 > dropped.sum() > 0
     chosen = stored[torch.arange(8), flipped.long()]
     z = chosen[:, :2] + (chosen[:, 2:] / 2).exp() * noise
     torch.testing.assert_close(setup.data.codec.to_latents(x), z)
