@@ -1,6 +1,7 @@
 """Small folders, tables and shards of pictures, some with contexts; no autoencoder is needed."""
 
 import io
+import os
 import tarfile
 from typing import ClassVar
 
@@ -27,6 +28,16 @@ def filled(array, length=SHAPE[0]):
     """Return what an item must have: float32 [T, S], zeros below."""
     rest = torch.zeros(length - len(array), array.shape[1])
     return torch.cat([torch.from_numpy(array), rest])
+
+
+class Trap:
+    """Unpickled, it would make a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
 
 
 def npy(array):

@@ -10,6 +10,7 @@ from PIL import Image
 
 from tests.data.tables import (
     SHAPE,
+    Trap,
     filled,
     flat,
     made_contexts,
@@ -95,18 +96,6 @@ def test_columns_of_tables_are_contexts(tmp_path, kind):
         assert torch.equal(context, filled(arrays[i], length))
     with pytest.raises(ValueError, match="num_classes=2 and contexts exclude"):
         create("data", "hf", num_classes=2, **given)
-
-
-class Trap:
-    """Unpickled, it would make a folder."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __reduce__(self):
-        import os
-
-        return os.mkdir, (self.folder,)
 
 
 def test_contexts_that_do_not_fit_are_named_and_nothing_is_unpickled(tmp_path):

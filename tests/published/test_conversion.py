@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 import pickle
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
+from tests.data.tables import Trap
 from tests.published.tensors import SHAPES, dit_shapes, theirs
 from tread_zoo import list_backbones
 from tread_zoo.diffusion import (
@@ -94,7 +94,7 @@ def test_a_size_without_a_preset(tmp_path):
         "depth": 3, "num_heads": 3, "mlp_ratio": 4.0, "learn_sigma": False, "time_scale": 1000.0,
         "reversed_time": False,
     }  # fmt: skip
-    assert done.config == expected
+    assert done.config.items() >= expected.items()
     assert done.backbone == "dit_tiny"
     with pytest.raises(ValueError, match="not divisible by num_heads=5"):
         imported(tmp_path / "other", "dit", content, num_heads=5)
@@ -103,9 +103,21 @@ def test_a_size_without_a_preset(tmp_path):
 # The mathematics, written out anew ----------------------------------------------------------------
 
 
-def dit_by_formula(w, x, t, y, *, heads, patch, channels_out):
-    """DiT from its own tensors: t is what its sinusoids are fed."""
-    width = len(w["x_embedder.proj.bias"])
+def embedded(w, x, t, y):
+    """Return tokens of 2 x 2 pixels and the condition of DiT and those after it, from their own
+    tensors: t is what its sinusoids are fed."""
+    tokens = F.conv2d(x, w["x_embedder.proj.weight"], w["x_embedder.proj.bias"], stride=2)
+    angle = t[:, None] * torch.tensor([10000 ** (-i / 128) for i in range(128)])
+    time = torch.cat([angle.cos(), angle.sin()], 1)
+    for i in (0, 2):
+        time = F.linear(time, w[f"t_embedder.mlp.{i}.weight"], w[f"t_embedder.mlp.{i}.bias"])
+        time = time if i else F.silu(time)
+    condition = time + w["y_embedder.embedding_table.weight"][y]
+    return tokens.flatten(2).mT + w["pos_embed"], condition
+
+
+def dit_by_formula(w, x, t, y):
+    width, heads, channels_out = len(w["x_embedder.proj.bias"]), 2, 8
 
     def linear(name, v):
         return F.linear(v, w[f"{name}.weight"], w[f"{name}.bias"])
@@ -113,13 +125,8 @@ def dit_by_formula(w, x, t, y, *, heads, patch, channels_out):
     def modulated(v, shift, scale):
         return F.layer_norm(v, (width,), eps=1e-6) * (1 + scale[:, None]) + shift[:, None]
 
-    tokens = F.conv2d(x, w["x_embedder.proj.weight"], w["x_embedder.proj.bias"], stride=patch)
-    grid = tokens.shape[2:]
-    tokens = tokens.flatten(2).mT + w["pos_embed"]
-    angle = t[:, None] * torch.tensor([10000 ** (-i / 128) for i in range(128)])
-    time = linear("t_embedder.mlp.0", torch.cat([angle.cos(), angle.sin()], 1))
-    c = linear("t_embedder.mlp.2", F.silu(time))
-    c = F.silu(c + w["y_embedder.embedding_table.weight"][y])
+    tokens, c = embedded(w, x, t, y)
+    c = F.silu(c)
     for i in range(1 + max(int(k.split(".")[1]) for k in w if k.startswith("blocks."))):
         name = f"blocks.{i}"
         s1, g1, a1, s2, g2, a2 = linear(f"{name}.adaLN_modulation.1", c).split(width, 1)
@@ -133,11 +140,11 @@ def dit_by_formula(w, x, t, y, *, heads, patch, channels_out):
     shift, scale = linear("final_layer.adaLN_modulation.1", c).split(width, 1)
     values = linear("final_layer.linear", modulated(tokens, shift, scale))
     out = x.new_zeros(len(x), channels_out, *x.shape[2:])
-    for row in range(patch):
-        for column in range(patch):
+    for row in range(2):
+        for column in range(2):
             for channel in range(channels_out):
-                place = (row * patch + column) * channels_out + channel
-                out[:, channel, row::patch, column::patch] = values[..., place].unflatten(1, grid)
+                place = (row * 2 + column) * channels_out + channel
+                out[:, channel, row::2, column::2] = values[..., place].unflatten(1, (4, 4))
     return out
 
 
@@ -157,16 +164,15 @@ def inputs(batch=3):
 def test_dit_sit_and_tread_equal_their_formula(tmp_path, name, t, fed, sign):
     content = theirs(name, width=128)
     backbone, (x, y) = network(tmp_path, name, content), inputs()
-    expected = dit_by_formula(content, x, torch.tensor(fed), y, heads=2, patch=2, channels_out=8)
+    expected = dit_by_formula(content, x, torch.tensor(fed), y)
     assert expected.std() > 0.1
     torch.testing.assert_close(backbone(x, torch.tensor(t), y), sign * expected, atol=1e-4, rtol=0)
-    other = dit_by_formula(content, x, torch.rand(3), y, heads=2, patch=2, channels_out=8)
+    other = dit_by_formula(content, x, torch.rand(3), y)
     assert (other - expected).abs().max() > 0.01, "the test would not see time"
 
 
 def zigma_by_formula(w, x, t, y):
-    """ZigMa from its own tensors, with patches of 2 on a grid of 4 x 4: t is what its sinusoids are
-    fed. The tokens are numbered row by row; the paths are those of its zigzagN8."""
+    """On a grid of 4 x 4, numbered row by row; the paths are those of its zigzagN8."""
     width, grid = len(w["norm_f.weight"]), torch.arange(16).view(4, 4)
     paths = [
         torch.cat([row.flip(0) if i % 2 else row for i, row in enumerate(places)])
@@ -180,11 +186,7 @@ def zigma_by_formula(w, x, t, y):
     def rms(name, v):
         return F.rms_norm(v, (width,), w[f"{name}.weight"], eps=1e-5)
 
-    tokens = F.conv2d(x, w["x_embedder.proj.weight"], w["x_embedder.proj.bias"], stride=2)
-    h, residual = tokens.flatten(2).mT + w["pos_embed"], 0
-    angle = t[:, None] * torch.tensor([10000 ** (-i / 128) for i in range(128)])
-    time = linear("t_embedder.mlp.0", torch.cat([angle.cos(), angle.sin()], 1))
-    c = linear("t_embedder.mlp.2", F.silu(time)) + w["y_embedder.embedding_table.weight"][y]
+    (h, c), residual = embedded(w, x, t, y), 0
     for i in range(1 + max(int(k.split(".")[1]) for k in w if k.startswith("blocks."))):
         residual = residual + h
         h = rms(f"blocks.{i}.norm", residual)
@@ -461,18 +463,10 @@ def test_options_of_other_packages_beside_the_weights(tmp_path):
     imported(tmp_path, "tread", content)
 
 
-class Harmful:
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (self.marker,)
-
-
 @pytest.mark.parametrize("legacy", [False, True])
 def test_code_in_a_file_is_not_run(tmp_path, legacy):
     marker = tmp_path / "ran"
-    content = {**theirs("sit"), "args": Harmful(str(marker))}
+    content = {**theirs("sit"), "args": Trap(str(marker))}
     torch.save(content, tmp_path / "x.pt", _use_new_zipfile_serialization=not legacy)
     with pytest.raises(CheckpointError, match=r"holds a \w+\.mkdir, .*could run code"):
         import_checkpoint(tmp_path / "x.pt", tmp_path / "out", format="sit")

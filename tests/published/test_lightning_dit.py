@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.published.tensors import theirs
-from tests.published.test_conversion import imported, network
+from tests.published.test_conversion import embedded, imported, network
 from tread_zoo.published import export_checkpoint
 from tread_zoo.runs.checkpoint import CheckpointError
 
@@ -30,12 +30,8 @@ def by_formula(w, x, t, y):
         swapped = torch.stack([-v[..., 1::2], v[..., 0::2]], -1).flatten(-2)
         return v * w["feat_rope.freqs_cos"] + swapped * w["feat_rope.freqs_sin"]
 
-    tokens = F.conv2d(x, w["x_embedder.proj.weight"], w["x_embedder.proj.bias"], stride=2)
-    tokens = tokens.flatten(2).mT + w["pos_embed"]
-    angle = t[:, None] * torch.tensor([10000 ** (-i / 128) for i in range(128)])
-    time = linear("t_embedder.mlp.0", torch.cat([angle.cos(), angle.sin()], 1))
-    c = linear("t_embedder.mlp.2", F.silu(time))
-    c = F.silu(c + w["y_embedder.embedding_table.weight"][y])
+    tokens, c = embedded(w, x, t, y)
+    c = F.silu(c)
     for name in ("blocks.0", "blocks.1"):
         s1, g1, a1, s2, g2, a2 = linear(f"{name}.adaLN_modulation.1", c).split(width, 1)
         qkv = linear(f"{name}.attn.qkv", modulated(f"{name}.norm1", tokens, s1, g1))

@@ -7,11 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from tests.small_run import SMALL
+from tests.small_run import SMALL, save_photos
 from tread_zoo.runs.checkpoint import find_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -45,14 +43,9 @@ LONG = [*SMALL, "training.num_steps=100000", "training.log_every=1", "lr_schedul
 
 def test_signals_to_every_process_even_the_loaders_workers(tmp_path):
     """SIGHUP and SIGTERM, which would end a worker and with it the run, and what requeues."""
-    (tmp_path / "photos").mkdir()
-    rng = np.random.default_rng(0)
-    for index in range(40):
-        pixels = rng.integers(0, 255, (16, 16, 3), np.uint8)
-        Image.fromarray(pixels).save(tmp_path / f"photos/{index}.png")
     process = start(
-        str(ROOT / "scripts/train.py"), *LONG, "data=image_folder", "data.path=photos",
-        "data.image_size=16", "training.num_workers=1", "run_dir=run", cwd=tmp_path,
+        str(ROOT / "scripts/train.py"), *LONG, *save_photos(tmp_path / "photos"),
+        "training.num_workers=1", "run_dir=run", cwd=tmp_path,
     )  # fmt: skip
     output = signal_all_once_it_trains(
         process, tmp_path / "run/metrics.jsonl", signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1
