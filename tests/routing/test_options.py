@@ -85,20 +85,6 @@ def test_draws_of_sampling_are_those_of_image_and_evaluation():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"rate_range": [0.5, 0.5]},
-        {"rate_range": [0.1, 0.5], "schedule": "linear", "final_rate": 0.1},
-        {"carry_from": 3, "start": 2},
-        {"routes": [{"start": 2, "end": 5}, {"start": 6, "end": 8, "carry_from": 3}]},
-    ],
-)
-def test_what_no_depth_or_schedule_allows_is_refused(options):
-    with pytest.raises(ValueError, match=r"rate_range|carry_from"):
-        build(**options)
-
-
-@pytest.mark.parametrize(
     "routing",
     [
         {"rate_range": [0.5, 1.0]},

@@ -159,10 +159,14 @@ def test_many_steps_cost_no_time():
         {"schedule": "steps", "rate_steps": [[0.1, 0.5]], "warm_start": 0.1},
         {"routes": [{"start": 1, "end": 3, "probability": 0.5}]},
         {"routes": [{"start": 1, "end": 3, "schedule": "linear"}]},
+        {"rate_range": [0.5, 0.5]},
+        {"rate_range": [0.1, 0.5], "schedule": "linear", "final_rate": 0.1},
+        {"carry_from": 3, "start": 2},
+        {"routes": [{"start": 2, "end": 5}, {"start": 6, "end": 8, "carry_from": 3}]},
     ],
 )
 def test_fields_that_do_not_go_together_are_refused(options):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"rate_|carry_from|schedule|probability"):
         build(**options)
 
 
