@@ -24,44 +24,6 @@ def seeded(seed=3):
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("dit_tiny", {}),
-        ("sit_tiny", {}),
-        ("dit_tiny", {"learn_sigma": True, "patch_size": 4, "in_channels": 3}),
-    ],
-)
-def test_dit_is_a_transformer_of_diffusers(tmp_path, diffusers, name, options):
-    from tread_zoo.published.diffusers import DiTTransformer, to_diffusers
-
-    sizes = {"input_size": 16, "in_channels": 4, "num_classes": 7, "depth": 3, **options}
-    ours = create_backbone(name, **sizes).eval()
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=seeded())
-    theirs = to_diffusers(ours)
-    assert isinstance(theirs, diffusers.DiTTransformer2DModel)
-    x, t = torch.randn(4, ours.in_channels, 16, 16), torch.rand(4)
-    y = torch.tensor([0, 3, 6, 7])  # 7 is no label
-    time = ours.config["time_scale"] * (1 - t if ours.reversed_time else t)
-    theirs.save_pretrained(tmp_path)
-    with torch.no_grad():
-        expected = ours(x, t, y)
-        for network in (theirs, DiTTransformer.from_pretrained(tmp_path)):
-            out = network(x, timestep=time, class_labels=y).sample
-            torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("options", [{"num_classes": 0}, {"input_size": (8, 16)}, {"mlp_ratio": 2}])
-def test_what_diffusers_has_no_dit_for_is_refused(options):
-    from tread_zoo.published.diffusers import to_diffusers
-
-    sizes = {"input_size": 8, "in_channels": 1, "num_classes": 3, "depth": 1, **options}
-    with pytest.raises(ValueError, match="diffusers' DiT needs"):
-        to_diffusers(create_backbone("dit_tiny", **sizes))
-
-
 def test_a_pipeline_knows_its_classes_by_name(tmp_path):
     from tread_zoo.pipeline import TreadZooPipeline
 
