@@ -1,22 +1,14 @@
-"""The checkpoints that other projects publish, as checkpoints of ours.
+"""Import of checkpoints that other projects publish, and export to their files.
 
-    file -> reader: tensors, without running code -> format: names, layouts, sizes -> checkpoint
+    file -> reader: tensors, without running code -> format: names, rules, sizes -> checkpoint
 
-Nothing is guessed silently: a tensor too many or too few, a shape that differs, fixed positions
-that are not ours, each stops the import and is named. Times differ; ours is of order 1 with noise
-at 1, and `time_scale` is the factor between.
+A missing tensor, an unknown one, another shape or another position table stops the import and is
+named. Our time is of order 1, with noise at 1; `time_scale` converts it to the project's.
 
-conversion.py      from a file to a checkpoint folder
-export.py         from a checkpoint folder to a file
-reader.py          what a file holds
-format.py          what a format is
-dit.py             DiT, SiT, TREAD
-uvit.py            U-ViT
-dis.py             DiS
-drwkv.py           Diffusion-RWKV
-lightning_dit.py   LightningDiT
-zigma.py           ZigMa
-diffusers.py       our dit as a class of diffusers
+conversion.py   from a file to a checkpoint folder
+export.py       from a checkpoint folder to a file
+reader.py       reads a file
+format.py       describes a format; the other modules each describe one project's
 """
 
 from tread_zoo.published.conversion import FORMATS, Imported, import_checkpoint

@@ -1,4 +1,4 @@
-"""From another project's checkpoint file to one of ours."""
+"""Import: another project's checkpoint file becomes a checkpoint folder."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from tread_zoo.factory import create_backbone
 from tread_zoo.published.dis import DIS
 from tread_zoo.published.dit import DIT, SIT, TREAD
 from tread_zoo.published.drwkv import DRWKV
-from tread_zoo.published.format import Format, Tensors
+from tread_zoo.published.format import CheckpointFormat, Tensors
 from tread_zoo.published.lightning_dit import LIGHTNING_DIT
 from tread_zoo.published.reader import list_names, read_parts
 from tread_zoo.published.uvit import UVIT
@@ -22,7 +22,7 @@ from tread_zoo.published.zigma import ZIGMA
 from tread_zoo.registry import get_entry, list_backbones
 from tread_zoo.runs.checkpoint import CheckpointError, has_checkpoints, save_checkpoint
 
-FORMATS: dict[str, Format] = {
+FORMATS: dict[str, CheckpointFormat] = {
     "dit": DIT,
     "sit": SIT,
     "tread": TREAD,
@@ -40,7 +40,7 @@ LABEL_TABLE = "label_embed.table.weight"
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import wrote, and what there is to know about it."""
+    """The checkpoint that an import wrote, and notes for the user."""
 
     path: Path
     backbone: str
@@ -59,20 +59,20 @@ def import_checkpoint(
     num_classes: int | None = None,
     drop_unknown: bool = False,
 ) -> Imported:
-    """Write `file` as a checkpoint of ours in the folder `out`.
+    """Return the checkpoint that `file` becomes, written to the folder `out`.
 
     Args:
-        file: what another project saved, by `torch.save` or as safetensors.
-        out: a folder as of a run; it must not hold a checkpoint yet.
+        file: another project's checkpoint, from `torch.save` or in safetensors.
+        out: a run folder without checkpoints.
         format: a name in `FORMATS`.
-        objective: what it was trained for, where the project has several; None for its usual one.
-        num_heads: of its attention, which no tensor shows; None for the published sizes' own.
-        num_classes: None takes the last row of its label table for the null label.
-        drop_unknown: leave out tensors that ours has no place for, instead of refusing them.
+        objective: the training objective, where the project has several; None is its usual one.
+        num_heads: attention heads, which no tensor shows; None is that of the published sizes.
+        num_classes: None takes the last row of the label table for the null label.
+        drop_unknown: leave out tensors that our network has no place for; else they are refused.
 
     Raises:
         ValueError: an unknown format or objective, or sizes that do not fit.
-        CheckpointError: the file cannot be read, or does not fit; the text names what.
+        CheckpointError: the file cannot be read, or its tensors do not fit; the message names them.
     """
     if format not in FORMATS:
         raise unknown_name("format", format, FORMATS)
@@ -82,7 +82,7 @@ def import_checkpoint(
         choices = " or ".join(form.objectives)
         raise ValueError(f"objective={objective!r} is none of format={format}: it has {choices}.")
     if has_checkpoints(out):
-        raise CheckpointError(f"out={str(out)!r} holds a checkpoint already; give another folder.")
+        raise CheckpointError(f"out={str(out)!r} holds a checkpoint already; name another folder.")
     parts, step = read_parts(file)
     if "ema" not in parts:  # samples are drawn from `ema`
         parts = {"ema": parts["model"]}
@@ -119,7 +119,7 @@ def import_checkpoint(
 def _convert(
     theirs: Tensors, format: str, num_heads: int | None, num_classes: int | None, drop_unknown: bool
 ) -> tuple[Backbone, Tensors, list[str]]:
-    """Return our backbone on the meta device, its tensors made of theirs, and what to know."""
+    """Return our backbone on the meta device, its tensors, and notes."""
     form = FORMATS[format]
     _check_format(theirs, format)
     backbone = build(form, form.keywords(theirs, num_heads, num_classes))
@@ -136,15 +136,15 @@ def _convert(
     for name, exact in fixed.items():
         gap = _gap(name, theirs[name], exact)
         if gap > 1e-5:
-            notes.append(f"Its {name} is up to {gap:.1g} off the fixed table; ours is exact.")
-    for key, (names, layout) in rules.items():
-        ours[key] = layout(*(theirs[name].float() for name in names))
+            notes.append(f"{name} is up to {gap:.1g} off the fixed table; ours is exact.")
+    for key, (names, rule) in rules.items():
+        ours[key] = rule(*(theirs[name].float() for name in names))
     table = ours.get(LABEL_TABLE)
     if table is not None and len(table) == backbone.num_classes:
         ours[LABEL_TABLE] = torch.cat([table, table.mean(dim=0, keepdim=True)])
         notes.append(
-            f"Its label table has no row beside its {backbone.num_classes} classes; the row for no "
-            "label is their mean, which it was not trained for: do not guide with it."
+            f"The label table has {backbone.num_classes} rows, none for the null label, which "
+            "becomes their mean. It was not trained: do not guide with it."
         )
     if unknown:
         notes.append(f"Left out: {list_names(unknown)}.")
@@ -158,9 +158,9 @@ def _convert(
     return backbone, ours, notes
 
 
-def build(form: Format, keywords: dict[str, Any]) -> Backbone:
-    """Build the network, on the meta device, under the preset that has these sizes, or else under
-    the smallest one."""
+def build(form: CheckpointFormat, keywords: dict[str, Any]) -> Backbone:
+    """Return the network on the meta device, named after the preset of these sizes, or else after
+    the smallest preset."""
     name = f"{form.backbone}_tiny"
     names = list_backbones(f"{form.backbone}_*")
     for candidate in sorted(names, key=lambda each: "matched" in each):  # published names first
@@ -174,7 +174,7 @@ def build(form: Format, keywords: dict[str, Any]) -> Backbone:
 
 
 def recognize(theirs: Tensors) -> list[str]:
-    """Return the formats whose marks are all there; DiT, SiT and TREAD share theirs."""
+    """Return the formats that the tensors may be of; DiT, SiT and TREAD look alike."""
     return [name for name, form in FORMATS.items() if not form.missing_marks(theirs)]
 
 
@@ -190,7 +190,7 @@ def _check_format(theirs: Tensors, name: str) -> None:
 
 
 def _check_names(theirs: Tensors, wanted: set[str], format: str, drop_unknown: bool) -> list[str]:
-    """Return the tensors that ours has no place for."""
+    """Return the names that no tensor of ours takes; raise CheckpointError for a wrong set."""
     missing, unknown = sorted(wanted - theirs.keys()), sorted(theirs.keys() - wanted)
     if missing or (unknown and not drop_unknown):
         raise CheckpointError(
@@ -209,42 +209,42 @@ def _check_shapes(state: Tensors, ours: Tensors, sources: dict[str, tuple[str, .
         if ours[key].shape != state[key].shape
     ]
     if wrong:
-        raise CheckpointError(f"{len(wrong)} tensors have another shape: {list_names(wrong)}.")
+        raise CheckpointError(f"{len(wrong)} tensors have the wrong shape: {list_names(wrong)}.")
 
 
 def _gap(name: str, theirs: Tensor, ours: Tensor) -> float:
-    """Return the largest difference of the two tables, where theirs is a copy of ours."""
+    """Return the largest difference of two tables; raise CheckpointError if it is no rounding."""
     same_shape = theirs.shape == ours.shape
     gap = float((theirs.float() - ours).abs().max()) if same_shape else float("inf")
     if gap > _TABLE_TOLERANCE:
         raise CheckpointError(
-            f"{name} {list(theirs.shape)} is not the fixed table that this backbone computes "
-            f"{list(ours.shape)}: they differ by {gap:.2g}. This network was trained otherwise."
+            f"{name} {list(theirs.shape)} is not the fixed table {list(ours.shape)} that this "
+            f"backbone computes: they differ by {gap:.2g}. This network was trained otherwise."
         )
     return gap
 
 
 def _notes(backbone: Backbone, format: str, num_heads: int | None) -> Iterator[str]:
-    """Yield what a user should know that the tensors could not say."""
+    """Yield notes on what the tensors do not show."""
     published = list_backbones(f"{FORMATS[format].backbone}_*_[0-9]")
     if backbone.name not in published:
         sizes = f"depth={backbone.num_blocks}, hidden_size={backbone.config['hidden_size']}"
         yield (
-            f"{sizes}, patch_size={backbone.config['patch_size']} is no published size; unless it "
-            "is your own, tensors were lost."
+            f"{sizes}, patch_size={backbone.config['patch_size']} is not a published size: check "
+            "that the file is complete."
         )
     if not backbone.num_classes:
-        yield "It has no label table, so it is taken for an unconditional network."
+        yield "There is no label table, so the network is unconditional."
     twins = [name for name, form in FORMATS.items() if form.names == FORMATS[format].names]
     if len(twins) > 1:
-        yield f"No tensor tells {', '.join(twins)} apart: format={format} is taken at its word."
+        yield f"Files of {', '.join(twins)} look alike; format={format} was not checked."
     if FORMATS[format].has_heads and num_heads is None:
         yield (
-            f"num_heads={backbone.config['num_heads']} is what the published sizes have; no tensor "
-            "shows it. Give num_heads=… if it is another."
+            f"num_heads={backbone.config['num_heads']} is that of the published sizes; no tensor "
+            "shows it. Set num_heads=… if yours differs."
         )
     if backbone.in_channels not in (1, 3):
         yield (
-            f"It works on latents of {backbone.in_channels} channels: what it samples are latents, "
-            "for the autoencoder that it was trained with."
+            f"The samples are latents of {backbone.in_channels} channels: decode them with the "
+            "autoencoder of the training."
         )

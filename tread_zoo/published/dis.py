@@ -1,8 +1,8 @@
-"""feizc/DiS: label and time are the first two tokens; each direction has parameters of its own."""
+"""feizc/DiS: label and time are the first two tokens; the two directions share no parameters."""
 
 from typing import Any
 
-from tread_zoo.published.format import Format, Tensors, flatten_taps, stack
+from tread_zoo.published.format import CheckpointFormat, Tensors, flatten_taps, stack
 
 
 def _sizes(theirs: Tensors) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def _sizes(theirs: Tensors) -> dict[str, Any]:
     }
 
 
-DIS = Format(
+DIS = CheckpointFormat(
     project="feizc/DiS",
     license="cc-by-nc-4.0",
     backbone="mamba",
@@ -43,7 +43,7 @@ DIS = Format(
     },
     marks=("in_blocks.0.mixer.conv1d_b.weight", "in_blocks.0.mixer.A_b_log"),
     sizes=_sizes,
-    layouts={
+    rules={
         "*.mixer.conv_weight": flatten_taps,
         "*.mixer.select": stack,
         "*.mixer.step_weight": stack,

@@ -1,17 +1,17 @@
 """facebookresearch/DiT, and willisma/SiT and CompVis/tread, which have the same tensors.
 
-DiT counts time 0 … 999, TREAD gives ln(sigma) / 4 to its sinusoids as it is, SiT a time in [0, 1].
-SiT's runs the other way (data at 1) and its velocity points to the data, so with t ours, v theirs
-our network is -v(x, 1 - t): it embeds 1 - t, and its last linear layer has the opposite sign.
+DiT embeds times 0 … 999, TREAD ln(sigma) / 4, SiT a time in [0, 1] with data at 1. SiT's velocity v
+points to the data, so with our time t our network is -v(x, 1 - t): it embeds 1 - t, and its last
+linear layer has the opposite sign.
 """
 
 from dataclasses import replace
 
 import torch
 
-from tread_zoo.published.format import Format
+from tread_zoo.published.format import CheckpointFormat
 
-DIT = Format(
+DIT = CheckpointFormat(
     project="facebookresearch/DiT",
     license="cc-by-nc-4.0",
     backbone="dit",
@@ -44,9 +44,9 @@ SIT = replace(
     time_scale=1.0,
     objectives=("flow",),
     reversed_time=True,
-    note="It is taken for SiT's default, a linear path and a velocity. Its time (data at 1) "
-    "and the sign of its velocity are turned into ours (noise at 1).",
-    layouts={"final.linear.weight": torch.neg, "final.linear.bias": torch.neg},
+    note="SiT's default is assumed, a linear path and a velocity. The time (data at 1) "
+    "and the sign of the velocity are converted to ours (noise at 1).",
+    rules={"final.linear.weight": torch.neg, "final.linear.bias": torch.neg},
 )
 
 TREAD = replace(
@@ -55,6 +55,6 @@ TREAD = replace(
     license="cc-by-nc-sa-4.0",
     time_scale=1.0,
     objectives=("edm", "flow"),
-    note="Time enters its sinusoids as the objective gives it, ln(sigma) / 4 for EDM; the "
-    "routes that it was trained with are no part of the file.",
+    note="The time embedding takes what the objective gives, ln(sigma) / 4 for EDM. The file "
+    "does not contain the routes of the training.",
 )

@@ -1,20 +1,20 @@
 """feizc/Diffusion-RWKV: adaLN-Zero on affine norms, one more norm at each end of the stack.
 
-The decay is taken as it is, of any sign, over the number of tokens T; so is the bonus, where ours
-is not divided, so T goes into it here. The published kernel departs from the formula of the WKV
-between its chunks of T / 32 tokens, where it counts distances as one more.
+Their decay and bonus are divided by the number of tokens T in the forward pass. Our decay is, too;
+our bonus is not, so it is divided here. Between chunks of T / 32 tokens the published kernel counts
+each distance as one more than the WKV's formula does.
 """
 
 from torch import Tensor
 
-from tread_zoo.published.format import DDPM_NOTE, Format, stack_flat
+from tread_zoo.published.format import DDPM_NOTE, CheckpointFormat, stack_flat
 
 
 def _over_tokens(bonus: Tensor, positions: Tensor) -> Tensor:
     return bonus / positions.shape[1]
 
 
-DRWKV = Format(
+DRWKV = CheckpointFormat(
     project="feizc/Diffusion-RWKV",
     license="cc-by-nc-4.0",
     backbone="rwkv",
@@ -49,9 +49,9 @@ DRWKV = Format(
         "mlp_ratio": len(theirs["in_blocks.0.ffn.key.weight"]) / theirs["pos_embed"].shape[2]
     },
     note=DDPM_NOTE
-    + " The kernel that it was trained with departs from the WKV's formula between its chunks of "
-    "tokens; ours does not, and outputs differ by about 0.3 % of their standard deviation.",
-    layouts={
+    + " The published kernel differs from the WKV's formula between its chunks of tokens, ours "
+    "does not: outputs differ by about 0.3 % of their standard deviation.",
+    rules={
         "*.spatial.own": stack_flat,
         "*.spatial.bonus": _over_tokens,
         "*.channel.own": stack_flat,

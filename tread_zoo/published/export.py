@@ -1,4 +1,4 @@
-"""From a checkpoint of ours to another project's file: the import, the other way."""
+"""Export: a checkpoint becomes another project's file. It is the import's inverse."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.errors import unknown_name
 from tread_zoo.published.conversion import FORMATS, LABEL_TABLE
-from tread_zoo.published.format import Format, Tensors
+from tread_zoo.published.format import CheckpointFormat, Tensors
 from tread_zoo.registry import complete, get_entry
 from tread_zoo.runs.checkpoint import (
     Checkpoint,
@@ -21,25 +21,25 @@ from tread_zoo.runs.checkpoint import (
 def export_checkpoint(
     folder: str | Path, out: str | Path, *, format: str, weights: str = "ema"
 ) -> Path:
-    """Write the weights of a checkpoint of ours as `format` names them; return `out`.
+    """Return `out`, to which a checkpoint's weights are written under the names of `format`.
 
-    An imported file comes out as it went in: the same names, shapes and bits, in float32.
+    An imported file is exported with the same names, shapes and bits, in float32.
 
     Args:
-        folder: of a run, or of one checkpoint.
-        out: a new file; safetensors if it ends so, else as `torch.save` writes.
+        folder: a run or one checkpoint.
+        out: a new file; `.safetensors`, or any other suffix for `torch.save`.
         format: a name in `FORMATS`.
         weights: as of `load_backbone`.
 
     Raises:
         ValueError: an unknown format.
-        CheckpointError: `out` exists, or the network is not one that the project has.
+        CheckpointError: `out` exists, or the project has no such network.
     """
     if format not in FORMATS:
         raise unknown_name("format", format, FORMATS)
     form, out = FORMATS[format], Path(out)
     if out.exists():
-        raise CheckpointError(f"out={str(out)!r} exists; give another file.")
+        raise CheckpointError(f"out={str(out)!r} exists; name another file.")
     checkpoint = find_checkpoint(folder)
     theirs = _convert_back(checkpoint, load_backbone(checkpoint, weights), form, format)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -50,14 +50,16 @@ def export_checkpoint(
     return out
 
 
-def _convert_back(checkpoint: Checkpoint, backbone: Backbone, form: Format, format: str) -> Tensors:
+def _convert_back(
+    checkpoint: Checkpoint, backbone: Backbone, form: CheckpointFormat, format: str
+) -> Tensors:
     config, trained = backbone.config, complete("objective", checkpoint.meta["config"]["objective"])
     needed = form.objective(
         backbone, trained["name"] if trained["name"] in form.objectives else form.objectives[0]
     )
     if type(backbone) is not get_entry("backbone", f"{form.backbone}_tiny").target:
         raise CheckpointError(
-            f"backbone={backbone.name} is not what {form.project} has: format={format} needs "
+            f"backbone={backbone.name} is not in {form.project}: format={format} needs "
             f"backbone={form.backbone}."
         )
     expected = {
@@ -73,7 +75,7 @@ def _convert_back(checkpoint: Checkpoint, backbone: Backbone, form: Format, form
     for key, (value, wanted) in expected.items():
         if value != wanted:
             raise CheckpointError(
-                f"{key}={value} is unlike {form.project}: format={format} needs {key}={wanted}."
+                f"{key}={value} differs from {form.project}: format={format} needs {key}={wanted}."
             )
     blocks = form.block_names(backbone.num_blocks)
     theirs: Tensors = {}

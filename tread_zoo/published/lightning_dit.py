@@ -1,7 +1,7 @@
 """hustvl/LightningDiT, in its published options: RMSNorm, SwiGLU, RoPE, modulation with shifts.
 
-Time and velocity are turned as SiT's, see `dit`. Its tables of cosines and sines are what ours
-computes; their width is that of a head.
+Time and velocity are converted as SiT's, see `dit`. The file has the tables of cosines and sines,
+[N, head size], which our network computes.
 """
 
 from dataclasses import replace
@@ -59,6 +59,6 @@ LIGHTNING_DIT = replace(
     marks=("blocks.0.attn.qkv.weight", "blocks.0.mlp.w12.weight", _COS, _SIN),
     tables=_tables,
     sizes=_sizes,
-    note=SIT.note.replace("SiT's default", "its published setting"),
+    note=SIT.note.replace("SiT's default", "LightningDiT's published setting"),
     has_heads=False,
 )

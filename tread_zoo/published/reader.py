@@ -1,4 +1,4 @@
-"""The networks in a file that `torch.save` or safetensors wrote, read without running its code."""
+"""Reading networks from files of `torch.save` or safetensors, without running code in them."""
 
 import re
 import zipfile
@@ -23,13 +23,11 @@ _NAMES_SHOWN = 20
 
 
 def read_parts(file: str | Path) -> tuple[dict[str, Tensors], int]:
-    """Return the networks in `file` as `ema` and `model`, whichever are there, and the step.
+    """Return the networks `ema` and `model` of `file`, as far as they exist, and the step.
 
     A bare network counts as `ema`, which is what projects publish. Prefixes that wrappers put
-    before every key (`module.`, `_orig_mod.`, `model.`) are taken off.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, unsafe, or holds no network.
+    before every key (`module.`, `_orig_mod.`, `model.`) are removed. Raises CheckpointError if the
+    file is missing, damaged, unsafe, or holds no network.
     """
     content = _load(Path(file))
     parts = {}
@@ -49,14 +47,14 @@ def read_parts(file: str | Path) -> tuple[dict[str, Tensors], int]:
 
 
 def list_names(names: Iterable[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first names as a text, and the number of the others."""
     names = list(names)
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
 class _Ignored:
-    """What an object of a class that is not loaded becomes: it takes its state and drops it."""
+    """Stands for an object whose class is not loaded; its state is dropped."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -65,13 +63,13 @@ class _Ignored:
 
 
 def _load(file: Path) -> Mapping[str, Any]:
-    """Return what the file holds, on the CPU; no code in it runs.
+    """Return the content of a file, on the CPU; no code in it runs.
 
-    Scripts keep options and optimizers beside the weights. Their classes are replaced by
-    `_Ignored`, so that neither the classes nor the packages they come from are needed.
+    Scripts save options and optimizers beside the weights. Their classes are replaced by
+    `_Ignored`, so that the packages that define them are not needed.
     """
     if not file.is_file():
-        raise CheckpointError(f"in={str(file)!r} is no file; give the checkpoint that you have.")
+        raise CheckpointError(f"in={str(file)!r} is not a file; name the checkpoint.")
     with open(file, "rb") as opened:
         start = opened.read(16)
     if start.startswith(b"version https"):
@@ -89,13 +87,12 @@ def _load(file: Path) -> Mapping[str, Any]:
         unsafe = re.search(r"GLOBAL ([\w.]+)", str(error))
         if unsafe:
             raise CheckpointError(
-                f"in={str(file)!r} holds a {unsafe[1]}, and to load that could run code, so it is "
-                "refused. Save the network's state_dict() alone, where you trust the file."
+                f"in={str(file)!r} holds a {unsafe[1]}, which could run code when loaded. If you "
+                "trust the file, load it yourself and save the network's state_dict() alone."
             ) from error
         kind = "a web page" if start.lstrip().startswith(b"<") else "cut short or no checkpoint"
         raise CheckpointError(
-            f"in={str(file)!r} cannot be read: it is {kind}. Compare its size with the published "
-            "one and download it again."
+            f"in={str(file)!r} cannot be read: it is {kind}. Check its size, and download it again."
         ) from error
     if not isinstance(content, Mapping):
         raise CheckpointError(f"in={str(file)!r} holds a {type(content).__name__}, not a network.")
@@ -111,7 +108,7 @@ def _is_network(value: Any) -> bool:
 
 
 def _without_prefixes(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Take off each prefix that all keys share, however many wrappers put one there."""
+    """Return the tensors without the prefixes that all keys share."""
     tensors = dict(tensors)
     while prefix := next((p for p in _PREFIXES if all(k.startswith(p) for k in tensors)), None):
         tensors = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}

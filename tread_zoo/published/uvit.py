@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tread_zoo.published.format import DDPM_NOTE, Format, Tensors
+from tread_zoo.published.format import DDPM_NOTE, CheckpointFormat, Tensors
 
 
 def _sizes(theirs: Tensors) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def _sizes(theirs: Tensors) -> dict[str, Any]:
     }
 
 
-UVIT = Format(
+UVIT = CheckpointFormat(
     project="baofff/U-ViT",
     license="mit",
     backbone="uvit",
@@ -42,8 +42,8 @@ UVIT = Format(
         "schedule": "linear" if backbone.in_channels == 3 else "scaled_linear",
         "first_step": 1,
     },
-    note=DDPM_NOTE + " Its models of pixels were trained in continuous time, from which the linear "
-    "schedule is at most 3 steps of 1000 off.",
+    note=DDPM_NOTE + " The pixel models were trained in continuous time; the linear schedule "
+    "deviates from it by at most 3 steps of 1000.",
     head="linear",
     has_heads=True,
     time_token=True,

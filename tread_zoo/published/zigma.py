@@ -1,13 +1,13 @@
-"""CompVis/zigma: one direction a layer, eight serpentines in turn, which no tensor shows.
+"""CompVis/zigma: each layer scans one of eight serpentines in turn, which no tensor shows.
 
-Its time runs the other way (data at 1) and its velocity points to the data, as SiT's: see `dit`.
+Its time has data at 1 and its velocity points to the data, as in SiT: see `dit`.
 """
 
 from typing import Any
 
 import torch
 
-from tread_zoo.published.format import Format, Tensors, flatten_taps
+from tread_zoo.published.format import CheckpointFormat, Tensors, flatten_taps
 
 
 def _sizes(theirs: Tensors) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def _sizes(theirs: Tensors) -> dict[str, Any]:
     }
 
 
-ZIGMA = Format(
+ZIGMA = CheckpointFormat(
     project="CompVis/zigma",
     license="apache-2.0",
     backbone="zigma",
@@ -48,9 +48,9 @@ ZIGMA = Format(
     reversed_time=True,
     has_null_label=False,
     objectives=("flow",),
-    note="It is taken for scan_type=zigzagN8, a linear path and a velocity. Its time (data at 1) "
-    "and the sign of its velocity are turned into ours (noise at 1).",
-    layouts={
+    note="scan_type=zigzagN8, a linear path and a velocity are assumed. The time (data at 1) "
+    "and the sign of the velocity are converted to ours (noise at 1).",
+    rules={
         "*.mixer.conv_weight": flatten_taps,
         "final.linear.weight": torch.neg,
         "final.linear.bias": torch.neg,
