@@ -67,10 +67,7 @@ def test_a_path_that_is_not_there_is_answered_with_what_lies_near(tmp_path, sour
         create("data", source, path="./fotos")
 
 
-def test_the_kernel_s_own_folders_and_links_in_circles_are_not_walked(tmp_path):
-    for path in ("/proc", "/sys"):
-        with pytest.raises(ValueError, match=f"data.path='{path}'"):
-            create("data", "image_folder", path=path)
+def test_links_in_circles_are_not_walked(tmp_path):
     (tmp_path / "cat").mkdir()
     Image.fromarray(flat(1)).save(tmp_path / "cat" / "a.png")
     Image.fromarray(flat(2)).save(tmp_path / "cat" / "b.png")

@@ -1,4 +1,4 @@
-"""Images to train on: sources by name, which images a step sees, and their range of values."""
+"""Training data: registered sources, the batches of each step, and codecs to and from pixels."""
 
 import tread_zoo.data.latents
 import tread_zoo.data.table  # noqa: F401  (both register)

@@ -1,4 +1,4 @@
-"""Images that lie in memory: digits, one .npz file, Fashion-MNIST, CIFAR-10.
+"""Data sets in memory: digits, an .npz file, Fashion-MNIST, CIFAR-10.
 
 N images, C channels, H height, W width.
 """
@@ -31,11 +31,11 @@ _CIFAR10_NAMES = "airplane automobile bird cat deer dog frog horse ship truck"
 def digits(held_out: Fraction = 0.2) -> ImageData:
     """Return scikit-learn's 1797 digits, 8x8 grey, 10 classes.
 
-    The stored values 0 … 16 become 0 … 255 by rounding v * 255 / 16. They are the test part of
-    E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits (UCI, 1998, CC BY 4.0).
+    The values 0 … 16 are stored as round(v * 255 / 16). Source: the test part of E. Alpaydin and
+    C. Kaynak, Optical Recognition of Handwritten Digits (UCI, 1998, CC BY 4.0).
 
     Args:
-        held_out: the fraction split off, the same images in every run.
+        held_out: fraction held out, the same images in every run.
     """
     with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as file:
         values, labels = torch.from_numpy(file["images"]), torch.from_numpy(file["labels"]).long()
@@ -55,25 +55,25 @@ def npz(
     """Return the uint8 images of an .npz file, [N,H,W], [N,H,W,C] or [N,C,H,W].
 
     Its arrays are `x_train`, `y_train`, `x_test`, `y_test` (the test part is held out), or
-    `images`, `labels`, or `arr_0`, `arr_1`. The labels may be absent.
+    `images`, `labels`, or `arr_0`, `arr_1`. Labels are optional.
 
     Args:
-        path: of the file.
-        images_key, labels_key: other names; `images_key` alone means unlabelled.
+        path: the file.
+        images_key, labels_key: names of other arrays; `images_key` alone means no labels.
         pad_to: a side or (H, W); zeros are added around the centred image.
-        held_out: the fraction split off where the file has no test part of its own.
-        num_classes: the largest label + 1 unless given; 0 drops the labels.
+        held_out: fraction held out, where the file has no test part.
+        num_classes: None is the largest label + 1; 0 drops the labels.
     """
     file = Path(path).expanduser()
     with np.load(file, allow_pickle=False) as archive:
         arrays = dict(archive)
     if images_key is None:
-        images_key, usual = next((k for k in _KEYS if k[0] in arrays), (None, ""))
-        labels_key = labels_key or (usual if usual in arrays else None)
+        images_key, name = next((k for k in _KEYS if k[0] in arrays), (None, ""))
+        labels_key = labels_key or (name if name in arrays else None)
     if images_key is None:
         raise ValueError(
-            f"data.path={path!r} has the arrays {', '.join(arrays)}, none of "
-            f"{', '.join(name for name, _ in _KEYS)}: set data.images_key, data.labels_key."
+            f"data.path={path!r} has the arrays {', '.join(arrays)}, but none of "
+            f"{', '.join(name for name, _ in _KEYS)}: set data.images_key and data.labels_key."
         )
     if labels_key is None and num_classes:
         raise ValueError(f"data.num_classes={num_classes}, but data.path={path!r} has no labels.")
@@ -83,7 +83,6 @@ def npz(
     labels = [None if y is None else torch.from_numpy(arrays[y].astype(np.int64)) for _, y in keys]
     images = [_as_images(arrays[x], f"data.path={path!r}: {x!r}") for x, _ in keys]
     parts = list(zip(images, labels, strict=True))
-    # a file's name, with its suffix, is never mistaken for a built-in source
     split = None if len(parts) > 1 else held_out
     return _in_memory(file.name, parts, split, num_classes, pad_to=pad_to)
 
@@ -95,14 +94,14 @@ def fashion_mnist(
     held_out: Fraction | None = None,
     num_classes: NonNegativeInt | None = None,
 ) -> ImageData:
-    """Return Fashion-MNIST, 28x28 grey, 10 kinds of clothes, as torchvision reads it.
+    """Return Fashion-MNIST, 28x28 grey, 10 classes, read by torchvision.
 
     Args:
-        path: the folder that has torchvision's FashionMNIST/raw; None is a cache folder, into which
-            30 MB are downloaded once.
+        path: the folder that has torchvision's FashionMNIST/raw; None downloads 30 MB once, to a
+            cache folder.
         pad_to: a side or (H, W); zeros are added around the centred image (32 suits patches of 4).
-        held_out: None holds out the set's own test part; a fraction splits that much off the
-            training part instead, and leaves the test part alone.
+        held_out: None holds out the test part; a fraction is held out of the training part, and the
+            test part is not used.
         num_classes: 0 drops the labels.
     """
     from torchvision.datasets import FashionMNIST
@@ -127,18 +126,17 @@ def cifar10(
 ) -> ImageData:
     """Return CIFAR-10, 32x32 colour, 10 classes.
 
-    Its binary version is read: records of 1 label byte and 3072 pixel bytes (red, green, blue
-    plane, each in raster order). torchvision's own reader unpickles the Python version instead.
+    The binary version is read: records of 1 label byte and 3072 pixel bytes (red, green, blue
+    plane, each in raster order). torchvision reads the Python version, which is pickled.
 
     Args:
-        path: cifar-10-binary.tar.gz, or its folder; None is a cache folder, into which 170 MB are
-            downloaded once and compared with their MD5.
+        path: cifar-10-binary.tar.gz or its folder; None downloads 170 MB once, to a cache folder.
         held_out, num_classes: as of `fashion_mnist`.
     """
     from torchvision.datasets.utils import download_url
 
     with _local_folder(path, "cifar10") as folder:
-        if path is None:  # one that is there and whole is left as it is
+        if path is None:  # an existing file with this MD5 is kept
             download_url(_CIFAR10_URL, str(folder), md5=_CIFAR10_MD5)
     file = folder if folder.is_file() else folder / _CIFAR10_URL.rpartition("/")[2]
     records: list[bytes] = []
@@ -156,8 +154,8 @@ def cifar10(
 
 @contextmanager
 def _local_folder(path: str | None, name: str) -> Iterator[Path]:
-    """Give `path` or, locked (of several processes one downloads), the cache's folder of a set:
-    `$TREAD_ZOO_CACHE/<name>`, else ~/.cache/tread_zoo/<name>."""
+    """Yield `path`, or else the cache folder of a data set, locked so that one process downloads:
+    `$TREAD_ZOO_CACHE/<name>` or ~/.cache/tread_zoo/<name>."""
     from filelock import FileLock
 
     if path is not None:
@@ -179,8 +177,8 @@ def _in_memory(
     pad_to: Any = None,
     class_names: tuple[str, ...] = (),
 ) -> ImageData:
-    """Return the data of images uint8 [N,C,H,W] and labels int64 [N]: a training part, and a test
-    part if there are two."""
+    """Return the data of `parts`, the training part and perhaps a test part, each of images uint8
+    [N,C,H,W] and labels int64 [N]."""
     images = torch.cat([_pad(part, pad_to) for part, _ in parts])
     if num_classes == 0 or parts[0][1] is None:
         labels, class_names = None, ()
@@ -199,7 +197,7 @@ def _in_memory(
 
 
 def _pad(images: Tensor, pad_to: int | tuple[int, int] | None) -> Tensor:
-    """Return `images` [N,C,H,W] with zeros around them, centred, up to a side or (H, W)."""
+    """Return `images` [N,C,H,W] centred in zeros of a side or (H, W)."""
     if pad_to is None:
         return images
     from torchvision.transforms.functional import center_crop
@@ -207,7 +205,7 @@ def _pad(images: Tensor, pad_to: int | tuple[int, int] | None) -> Tensor:
     sides = (pad_to, pad_to) if isinstance(pad_to, int) else pad_to
     if any(side < least for side, least in zip(sides, images.shape[2:], strict=True)):
         raise ValueError(f"data.pad_to={pad_to!r} is less than the images' {images.shape[2:]}.")
-    padded: Tensor = center_crop(images, list(sides))  # which pads what is smaller
+    padded: Tensor = center_crop(images, list(sides))  # pads smaller images
     return padded
 
 

@@ -1,11 +1,11 @@
-"""What a data source returns, and the way between what it stores, what a model sees, and pixels.
+"""Data sets, and the codec between stored items, the model's inputs, and pixels.
 
     item           image uint8 [C,H,W] or latent as stored, label int or context float [T,S], and
                    if requested features float16 [K,S,h,w]
     stored batch   --to_model-->  x float32 [B,C,H,W]  --to_pixels-->  images uint8 [B,C,H,W]
 
-Images are stored as bytes and seen in [-1, 1]; latents (`tread_zoo.data.latents`) have a codec of
-their own. What is random is drawn from the caller's generator, never in a loader.
+Images are stored as bytes, and the model sees them in [-1, 1]. Latents have another codec, see
+`tread_zoo.data.latents`. Noise is drawn from the caller's generator, never in a loader.
 
 Dimensions: N images, B batch, C channels, H height, W width, T embeddings of width S.
 """
@@ -30,18 +30,18 @@ def to_model_range(images: Tensor) -> Tensor:
     if images.dtype != torch.uint8:
         raise ValueError(
             f"images has dtype {images.dtype}; to_model_range takes uint8 0 … 255 "
-            "(anything else may have been scaled already)."
+            "(other types may be scaled already)."
         )
     return images.to(torch.float32) / 127.5 - 1.0
 
 
 def to_uint8(x: Tensor) -> Tensor:
     """Return `x` of [-1, 1] as uint8, clamped and rounded: the exact inverse of `to_model_range`.
-    Raises ValueError for NaN, which has no nearest byte."""
+    Raises ValueError for NaN."""
     if torch.isnan(x).any():
         raise ValueError(
-            f"x of shape {tuple(x.shape)} has NaN; no image can be made of it. "
-            "Look at the loss of the run, or at the sampler's settings, that it came from."
+            f"x of shape {tuple(x.shape)} has NaN and cannot become an image. Check the loss of "
+            "the run and the sampler's settings."
         )
     return ((x.to(torch.float32).clamp(-1.0, 1.0) + 1.0) * 127.5).round().to(torch.uint8)
 
@@ -52,18 +52,18 @@ def as_bytes(values: Tensor) -> bytes:
 
 
 class Codec:
-    """How stored items become what a model sees, and what it makes becomes pixels: for images."""
+    """Converts stored items to model inputs, and model outputs to pixels. This one is of images."""
 
-    decoder: str = "none"  # where the autoencoder is, a folder or a hub's name
+    decoder: str = "none"  # the autoencoder, a folder or a name on the hub
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What a checkpoint remembers, as plain values; empty for pixels."""
+        """Plain values that a checkpoint stores; empty for pixels."""
         return {}
 
     @property
     def has_pixels(self) -> bool:
-        """Whether `to_pixels` gives images: not for latents without their autoencoder."""
+        """Whether `to_pixels` gives images; false for latents without an autoencoder."""
         return True
 
     @property
@@ -72,18 +72,18 @@ class Codec:
         return None
 
     def check(self, *, flip: bool = False) -> None:
-        """Raise ValueError, with the remedy, if items cannot be mirrored and `flip` is set."""
+        """Raise ValueError if `flip` is set and items cannot be mirrored."""
 
     def prepare(self, device: torch.device) -> None:
-        """Load onto `device` what `to_pixels` needs. Raises ValueError if it is another one."""
+        """Load the autoencoder onto `device`. Raises ValueError if it is not the encoding one."""
 
     def model_shape(self, stored: Sequence[int]) -> tuple[int, ...]:
         """Return the shape that `to_model` gives a batch of shape `stored`."""
         return tuple(stored)
 
     def draw(self, stored: Sequence[int], generator: ImageGenerator) -> Tensor | None:
-        """Return what is random in a batch of shape `stored`, [B,C,H,W] on the generator's device,
-        or None."""
+        """Return the noise [B,C,H,W] of a batch of shape `stored`, on the generator's device; None
+        without any."""
         return None
 
     def to_model(
@@ -94,10 +94,10 @@ class Codec:
         noise: Tensor | None = None,
         flip: Tensor | None = None,
     ) -> Tensor:
-        """Return a batch as the loader gave it as the model sees it: float32 [B,C,H,W] on `device`.
+        """Return the model's input, float32 [B,C,H,W] on `device`, of a batch from the loader.
 
-        `noise` is what `draw` gave for these items (None: the mean), `flip` bool [B] on `device`
-        says which of them are mirrored.
+        `noise` is from `draw`; None takes the mean. `flip`, bool [B] on `device`, marks the items
+        that are mirrored.
         """
         stored = stored.to(device, non_blocking=True)
         if flip is not None:
@@ -105,7 +105,7 @@ class Codec:
         return to_model_range(stored)
 
     def to_pixels(self, x: Tensor, *, device: torch.device) -> Tensor:
-        """Return x float [B,C,H,W] of the model's range as images uint8 on the CPU."""
+        """Return x, float [B,C,H,W] in the model's range, as images uint8 on the CPU."""
         return to_uint8(x).cpu()
 
 
@@ -114,24 +114,24 @@ PIXELS = Codec()
 
 @dataclass(frozen=True)
 class ImageData:
-    """What a data source returns: a training and a held-out part, and what a model has to know."""
+    """A training part, a held-out part, and their sizes, classes and codec."""
 
     name: str  # for logs and records
     train: Dataset[Any]  # items (image as stored, label or context)
-    held_out: Dataset[Any] | None  # the same; None where nothing was held out
-    image_size: tuple[int, int]  # H, W of what the model sees
+    held_out: Dataset[Any] | None  # the same; None where nothing is held out
+    image_size: tuple[int, int]  # H, W of the model's input
     channels: int
     num_classes: int  # 0 where there are no labels; each label is then 0
     class_names: tuple[str, ...]
-    codec: Codec = PIXELS  # between stored items, what the model sees, and pixels
-    context: tuple[int, int] | None = None  # T, S where an item's condition is a context
-    # K, S, h, w of an encoder's features, which `train.with_features()` adds to each item: as it
-    # is, and mirrored if K is 2.
+    codec: Codec = PIXELS
+    context: tuple[int, int] | None = None  # T, S where items have contexts
+    # K, S, h, w of an encoder's features, which `train.with_features()` adds to each item. If K is
+    # 2, the second are of the mirrored image.
     features: tuple[int, int, int, int] | None = None
 
     @property
     def context_keywords(self) -> dict[str, int]:
-        """The keywords of `create_backbone` for the contexts; none where there are none."""
+        """Keywords of `create_backbone`; empty without contexts."""
         if self.context is None:
             return {}
         return {"context_length": self.context[0], "context_size": self.context[1]}
@@ -144,7 +144,9 @@ class ArrayDataset(Dataset[Any]):
         if labels is None:
             labels = torch.zeros(len(images), dtype=torch.int64)
         if len(labels) != len(images):
-            raise ValueError(f"{len(images)} images and {len(labels)} labels: one each is needed.")
+            raise ValueError(
+                f"{len(images)} images and {len(labels)} labels: their numbers must agree."
+            )
         self.images, self.labels = images, labels
 
     def __len__(self) -> int:
@@ -158,13 +160,13 @@ class ArrayDataset(Dataset[Any]):
         return ArrayDataset(self.images[rows], self.labels[rows])
 
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (images [B,C,H,W], labels [B]) of `indices` int64 [B] in one indexing."""
+        """Return (images [B,C,H,W], labels [B]) of `indices` int64 [B]."""
         return self.images[indices], self.labels[indices]
 
 
 @dataclass(eq=False)
 class TableDataset(Dataset[Any]):
-    """Some rows of a table of the `datasets` library, with labels int64 [N], all 0 without."""
+    """Rows of a table of the `datasets` library, with labels int64 [N]; 0 for unlabelled ones."""
 
     table: "datasets.Dataset"
     labels: Tensor
@@ -173,7 +175,7 @@ class TableDataset(Dataset[Any]):
         self.rows = torch.arange(len(self.table))
 
     def subset(self, rows: Tensor) -> Self:
-        """Return the items `rows` int64 [K], on the same table."""
+        """Return the items `rows` int64 [K] of the same table."""
         part = copy.copy(self)
         part.rows, part.labels = self.rows[rows], self.labels[rows]
         return part
@@ -182,5 +184,5 @@ class TableDataset(Dataset[Any]):
         return len(self.rows)
 
     def item_name(self, index: int) -> str:
-        """Return what logs call item `index`."""
+        """Return the name of item `index` for logs."""
         return f"row {int(self.rows[index])}"

@@ -1,10 +1,8 @@
-"""Encoding images into a table of latents or images, with features or without, part by part.
+"""Encoding images into a table of latents or images, perhaps with features; `latents.py` reads it.
 
-`latents.py` reads it.
-
-Part n of the table is written by process n mod the number of processes, whole or not at all; those
-that are there are left as they are. Whoever finds all parts there writes the rest of table.json, so
-no process waits for another, and a stopped encoding goes on with the same command.
+Process n mod the number of processes writes part n of the table, atomically. Existing parts are
+kept, so that the same command continues a stopped encoding. The process that finds all parts writes
+the statistics to table.json; none waits for another.
 
 Dimensions: B batch, K copies (2: as it is, mirrored), C channels of a latent (2 C stored where
 there are moments), h height, w width, S channels of features.
@@ -47,22 +45,22 @@ Extract = Callable[[Tensor], Tensor]  # images uint8 [B,C,H,W] -> features float
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class EncodingConfig:
-    """What tread-zoo encode writes.
+    """Settings of tread-zoo encode.
 
     Args:
         plugins: as of `RunConfig`.
         data: a source of images.
-        vae: a folder of diffusers, or a hub's name; none keeps the images as they are.
-        features: an extractor, as evaluation.extractor, whose features are stored beside, for
-            `alignment`; null: none.
+        vae: a diffusers autoencoder, a folder or a name on the hub; none keeps the images.
+        features: an extractor, as evaluation.extractor, whose features are stored for `alignment`;
+            null: none.
         inception_weights, dinov2_weights: as of `EvaluationConfig`.
-        out: folder of the table; the same command again encodes what is missing.
-        content: moments keeps mean and logvar, and training draws; samples draws once; mode takes
-            the mean; auto is moments where the autoencoder has them, else mode.
-        flips: encode mirrored images beside, for training.horizontal_flip.
-        dtype: of latents on the disk.
-        batch_size: images at a time.
-        part_size: images in a file.
+        out: folder of the table; the same command continues a stopped encoding.
+        content: moments stores mean and logvar, of which training draws; samples draws once; mode
+            stores the mean; auto is moments where the autoencoder has them, else mode.
+        flips: encode mirrored images, too, for training.horizontal_flip.
+        dtype: type of stored latents.
+        batch_size: images per batch.
+        part_size: images per file.
         num_workers: processes that read images.
         max_corrupt_share: fraction of the images that may be unreadable; they are left out.
         device: as of `RunConfig`.
@@ -98,12 +96,12 @@ def encode(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> bool:
-    """Encode this process's parts of the data; return whether the table is finished.
+    """Return whether the table is finished, after this process has encoded its parts.
 
     Args:
-        data, vae: images, and an autoencoder on its device; None keeps the images as they are.
-        out, config: the table's folder, and how to encode.
-        features: the extractor's label, and what it does.
+        data, vae: images, and an autoencoder on its device; None keeps the images.
+        out, config: the table's folder, and the settings.
+        features: the extractor's label and function.
         precision: of the autoencoder, resolved.
         rank, num_ranks: of this process.
 
@@ -150,33 +148,34 @@ def _choose_content(content: str, vae: Vae) -> str:
         content = "moments" if vae.has_posterior else "mode"
     if content != "mode" and not vae.has_posterior:
         raise ValueError(
-            f"content={content}, but {vae.kind} has no distribution: set content=mode."
+            f"content={content}, but {vae.kind} gives no distribution: set content=mode."
         )
     return content
 
 
 def _begin(out: Path, metadata: dict[str, Any]) -> None:
-    """Write table.json without statistics, or check that it is of the same encoding."""
+    """Write table.json without statistics. Raises ValueError if it exists with other settings."""
     file = out / "table.json"
     out.mkdir(parents=True, exist_ok=True)
     if not file.exists():
         write_text(file, json.dumps(metadata, indent=1), alone=False)
-    there = json.loads(file.read_text())
-    other = [k for k, value in json.loads(json.dumps(metadata)).items() if there.get(k) != value]
-    if other:
+    existing = json.loads(file.read_text())
+    changed = [k for k, v in json.loads(json.dumps(metadata)).items() if existing.get(k) != v]
+    if changed:
         raise ValueError(
-            f"out={str(out)!r} has a table that differs in {', '.join(other)}: name another folder."
+            f"out={str(out)!r} has a table that differs in {', '.join(changed)}: name another "
+            "folder."
         )
 
 
 def _read_each(dataset: Dataset[Any], indices: Sequence[int]) -> list[tuple[int, Any]]:
-    """Return items, or what is wrong with them, with their indices."""
+    """Return (index, item), or (index, `CorruptItem`), of each index."""
     return [(index, read_item(dataset, index)) for index in indices]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Encoder:
-    """What makes of images what is stored of them."""
+    """Makes the rows of a table from images."""
 
     data: ImageData
     vae: Vae | None
@@ -187,8 +186,8 @@ class _Encoder:
     corrupt: CorruptLog
 
     def items(self, part: str, span: range, bar: Any) -> Iterator[Item]:
-        """Yield what is stored of each image of a span that can be read; `bar` is advanced. Raises
-        ValueError for what is not finite in its dtype."""
+        """Yield the row of each readable image of a span, and advance `bar`. Raises ValueError for
+        values that are not finite in their dtype."""
         loader: Any = DataLoader(
             span,  # type: ignore[arg-type]
             batch_size=self.config.batch_size,
@@ -228,13 +227,13 @@ class _Encoder:
             if not torch.isfinite(values).all():
                 raise ValueError(
                     f"{name} of the {part} images {indices[0]} … {indices[-1]} are not finite as "
-                    f"{values.dtype} in precision={self.precision}; for latents set dtype=float32 "
-                    "and precision=fp32, or look at these images."
+                    f"{values.dtype} in precision={self.precision}: check these images, or for "
+                    "latents set dtype=float32 and precision=fp32."
                 )
         return columns
 
     def _encode(self, vae: Vae, images: Tensor, generators: Iterable[torch.Generator]) -> Tensor:
-        """Return what is stored of the latents of uint8 images, [B,C',h,w]."""
+        """Return the stored values, [B,C',h,w], of uint8 images."""
         device = next(vae.network.parameters()).device
         with autocast(device, self.precision):
             mean, logvar = vae.encode(to_model_range(images.to(device)))
@@ -252,14 +251,14 @@ def _condition_columns(condition: Any) -> Item:
     if not condition.half().isfinite().all():
         raise ValueError(
             f"a context reaches {float(condition.abs().max()):g}, beyond what float16 holds "
-            "(65504): divide all embeddings by a number first."
+            "(65504): divide all embeddings by a constant first."
         )
     return {"label": 0, "context": condition.half()}
 
 
 def _psnr(data: ImageData, vae: Vae) -> float:
-    """Return the mean PSNR, 10 log10(255² / mean squared difference) in dB, of some images that are
-    encoded and decoded: a wrong autoencoder shows here."""
+    """Return the mean PSNR in dB, 10 log10(255² / mean squared error), of images after encoding and
+    decoding: a wrong autoencoder shows here."""
     count = min(PSNR_IMAGES, len(data.train))  # type: ignore[arg-type]
     images = read_items(data.train, range(count))[0]
     mean, _ = vae.encode(to_model_range(images.to(next(vae.network.parameters()).device)))
@@ -278,14 +277,14 @@ def write_table(
     vae: dict[str, Any] | None = None,
     part_size: int = 4000,
 ) -> int:
-    """Write latents from anywhere as a table without a held-out part; return how many they are.
+    """Return the number of latents that are written as a table without a held-out part.
 
     Args:
         out: the table's folder.
-        items: latents [K,C',h,w], all alike, and labels, -1 where there are none.
+        items: latents [K,C',h,w] of one shape, and labels; -1 for unlabelled ones.
         content: samples, mean_logvar or mean_std.
-        vae: `metadata` of the autoencoder that made them, if it is known.
-        part_size: latents in a file.
+        vae: `metadata` of the autoencoder that made them; None if unknown.
+        part_size: latents per file.
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.json").unlink(missing_ok=True)
@@ -310,8 +309,8 @@ def write_table(
 
 
 def write_part(file: Path, items: Iterable[Item], content: str) -> None:
-    """Write one Arrow file, whole or not at all, with sums for the statistics; `items` by column,
-    all alike, tensors in the dtype that they are stored in."""
+    """Write one Arrow file atomically, with sums for the statistics in its header. `items` have the
+    same columns, shapes and types; tensors are stored in their dtype."""
     import pyarrow as pa
 
     count, total, square, shape = 0, np.zeros(1), np.zeros(1), None  # by channel, in float64
@@ -340,8 +339,8 @@ def write_part(file: Path, items: Iterable[Item], content: str) -> None:
 
 
 def finish(out: Path, metadata: dict[str, Any]) -> bool:
-    """Write table.json with shape, mean and standard deviation by channel, if all parts are there;
-    of moments, over what they draw: E[z] = E[mean], E[z^2] = E[mean^2] + E[std^2]."""
+    """Return whether all parts exist; if so, table.json gets the shape, and mean and standard
+    deviation by channel. Of moments: E[z] = E[mean], E[z^2] = E[mean^2] + E[std^2]."""
     import pyarrow
 
     names = [name for part in SPLITS for name in metadata["parts"][part]]

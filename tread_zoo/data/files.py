@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, their checksums, and their names as others see them."""
+"""Atomic writing, checksums, and paths fit for publication."""
 
 import hashlib
 import os
@@ -16,13 +16,13 @@ def checksum(file: Path) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` with what does not print escaped, as in `a\\nb`: names of files may be any."""
+    """Return `text`, such as a file's name, with unprintable characters escaped: `a\\nb`."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def without_paths(value: Any) -> Any:
-    """Return a text, or plain values with texts in them, with absolute paths cut to their last
-    part: they are of this machine."""
+    """Return a text, or plain values that contain texts, with absolute paths cut to their last
+    part."""
     if isinstance(value, Mapping):
         return {without_paths(key): without_paths(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -37,9 +37,9 @@ def without_paths(value: Any) -> Any:
 
 @contextmanager
 def written_whole(path: Path, *, alone: bool = True) -> Iterator[BinaryIO]:
-    """Open a file beside `path` to write to; bring it to the disk and rename it at the end.
+    """Yield a temporary file that becomes `path` at the end: written whole, or not at all.
 
-    alone: no other process writes it at the same time, so that what a stop left is overwritten.
+    alone: no other process writes `path` at the same time; a leftover of a stop is overwritten.
     """
     name = f".{path.name}.partial" if alone else f".{path.name}.{os.getpid()}.partial"
     partial = path.with_name(name)
@@ -47,13 +47,13 @@ def written_whole(path: Path, *, alone: bool = True) -> Iterator[BinaryIO]:
         with partial.open("wb") as stream:
             yield stream
             stream.flush()
-            os.fsync(stream.fileno())  # or a power cut keeps the name without the bytes
+            os.fsync(stream.fileno())  # else a power cut may keep the name without the bytes
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str, *, alone: bool = True) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     with written_whole(path, alone=alone) as stream:
         stream.write(text.encode())

@@ -1,19 +1,19 @@
-"""Tables of latents or of images, what a model sees of latents, and how they become images.
+"""Tables of latents or images, and the codec of latents.
 
-    x = (z - shift) scale,    z = mean + std noise   (moments)  or as stored
+    x = (z - shift) scale,    z as stored, or of moments  z = mean + std noise
 
-`normalization=standardize` takes shift and scale from the data's own mean and standard deviation,
-channel by channel, so that x has mean 0 and deviation 1 with every autoencoder. `scale` takes the
-autoencoder's own numbers, which published networks were trained with.
+`normalization=standardize` takes shift and scale from the data's mean and standard deviation by
+channel, so that x has mean 0 and standard deviation 1 with every autoencoder. `scale` takes the
+autoencoder's numbers, which published networks were trained with.
 
 The table (`encode.py` writes it) is a folder:
 
-    table.json              what is in it, and what made it
+    table.json              shape, statistics, settings and autoencoder
     train-00000.arrow …     columns latent or image (bytes), label, and perhaps context, features
     held_out-00000.arrow …  (float16 bytes)
 
-Dimensions: B batch, K copies (2: as it is, mirrored), C channels of a latent (2 C stored where
-there are moments), h height, w width, S channels of features.
+Dimensions: B batch, K copies (2: the second is mirrored), C channels of a latent (2 C stored of
+moments), h height, w width, S channels of features.
 """
 
 import copy
@@ -41,8 +41,8 @@ _LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers has it
 
 
 def split_moments(stored: Tensor, content: str) -> tuple[Tensor, Tensor | None]:
-    """Return mean and standard deviation (None for samples), float32 [..., C, h, w], of latents as
-    stored; `content` is samples, pixels, mean_logvar or mean_std."""
+    """Return mean and standard deviation (None for samples), float32 [..., C, h, w], of stored
+    latents; `content` is samples, pixels, mean_logvar or mean_std."""
     stored = stored.float()
     if content in ("samples", "pixels"):
         return stored, None
@@ -52,19 +52,19 @@ def split_moments(stored: Tensor, content: str) -> tuple[Tensor, Tensor | None]:
 
 @dataclass(frozen=True)
 class LatentCodec(Codec):
-    """Latents [B,K,C,h,w] or, with moments, [B,K,2C,h,w]. See `Codec` for the methods."""
+    """The codec of latents [B,K,C,h,w] or, with moments, [B,K,2C,h,w]. See `Codec`."""
 
     content: str  # samples, mean_logvar or mean_std
-    flips: bool  # K is 2, and the second copy is that of the mirrored image
-    normalization: str  # its name, for records
+    flips: bool  # K is 2, and the second copy is of the mirrored image
+    normalization: str  # for records
     shift: tuple[float, ...]  # C numbers
     scale: tuple[float, ...]
-    vae: dict[str, Any] | None  # class and sha256 of the one that they were made with, if known
-    decoder: str  # where it is, a folder or a hub's name; none: nowhere, there are no pictures
+    vae: dict[str, Any] | None  # class and sha256 of the encoding autoencoder, if known
+    decoder: str  # the autoencoder, a folder or a name on the hub; none: latents are not decoded
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """All that a model depends on; not where the autoencoder is."""
+        """Everything that a model depends on; the autoencoder's path is no part of it."""
         return {
             "kind": "latents",
             "content": self.content,
@@ -86,20 +86,20 @@ class LatentCodec(Codec):
 
     @functools.cached_property
     def autoencoder(self) -> Vae:
-        """The one that decodes. Raises ValueError if it is not the one that encoded."""
+        """The decoding autoencoder. Raises ValueError if another one encoded."""
         vae = load_vae(self.decoder)
         if self.vae is not None and vae.sha256 != self.vae["sha256"]:
             raise ValueError(
                 f"vae={self.decoder!r} is another autoencoder ({vae.kind}, sha256 "
-                f"{vae.sha256[:12]}…) than the latents were made with ({self.vae['sha256'][:12]}…)."
+                f"{vae.sha256[:12]}…) than the encoding one ({self.vae['sha256'][:12]}…)."
             )
         return vae
 
     def check(self, *, flip: bool = False) -> None:
         if flip and not self.flips:
             raise ValueError(
-                "training.horizontal_flip=true, but these latents have no mirrored copies: encode "
-                "with flips=true, or set training.horizontal_flip=false."
+                "training.horizontal_flip=true, but the table has no latents of mirrored images: "
+                "encode with flips=true, or set training.horizontal_flip=false."
             )
 
     def prepare(self, device: torch.device) -> None:
@@ -112,7 +112,7 @@ class LatentCodec(Codec):
         return batch, channels // (1 if self.content == "samples" else 2), height, width
 
     def draw(self, stored: Sequence[int], generator: ImageGenerator) -> Tensor | None:
-        """Return the noise of moments; samples have none."""
+        """Return the noise of moments; None for samples."""
         if self.content == "samples":
             return None
         return generator.randn(*self.model_shape(stored)[1:])
@@ -125,7 +125,7 @@ class LatentCodec(Codec):
         noise: Tensor | None = None,
         flip: Tensor | None = None,
     ) -> Tensor:
-        """Return normalised latents, those of moments at their `noise`."""
+        """Return normalised latents; moments are drawn with `noise`."""
         stored = stored.to(device, non_blocking=True)
         chosen = stored[:, 0]
         if flip is not None:
@@ -142,26 +142,26 @@ class LatentCodec(Codec):
         return torch.cat([to_uint8(vae.decode(z.to(device))).cpu() for z in parts])
 
     def to_latents(self, x: Tensor) -> Tensor:
-        """Return the autoencoder's own latents, float32, of x: z = x / scale + shift."""
+        """Return the autoencoder's latents, float32: z = x / scale + shift."""
         return x.float() / _column(self.scale, x.device) + _column(self.shift, x.device)
 
 
 @functools.lru_cache(maxsize=16)
 def _column(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return a number a channel, float32 [C,1,1], copied to `device` once."""
+    """Return C numbers as float32 [C,1,1] on `device`; each is copied once."""
     return torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1)
 
 
 def imported_codec(vae: str, num_channels: int) -> LatentCodec:
-    """Return the codec of a network from elsewhere on latents of C channels, scaled as `vae` says;
-    for `vae=none` they are left as they are. Raises ValueError for a vae of other channels."""
+    """Return the codec of an imported network on latents, with the scale of `vae`; `vae=none` does
+    not scale. Raises ValueError if the autoencoder has another number of channels."""
     shift, scale, metadata = 0.0, 1.0, None
     if vae != "none":
         decoder = load_vae(vae)
         if decoder.latent_channels != num_channels:
             raise ValueError(
-                f"vae={vae!r} has latents of {decoder.latent_channels} channels, the network has "
-                f"{num_channels}: name the autoencoder that it was trained with."
+                f"vae={vae!r} has latents of {decoder.latent_channels} channels, the network takes "
+                f"{num_channels}: name the autoencoder of its training."
             )
         shift, scale = decoder.metadata["shift_factor"], decoder.metadata["scaling_factor"]
         metadata = {"class": decoder.kind, "sha256": decoder.sha256}
@@ -170,7 +170,7 @@ def imported_codec(vae: str, num_channels: int) -> LatentCodec:
 
 
 def restore_codec(metadata: dict[str, Any], vae: str) -> LatentCodec:
-    """Return the codec that a checkpoint describes; its autoencoder is at `vae` (none: nowhere)."""
+    """Return the codec of a checkpoint's metadata, which decodes with `vae` (none: not at all)."""
     values = {name: value for name, value in metadata.items() if name != "kind"}
     values |= {"shift": tuple(metadata["shift"]), "scale": tuple(metadata["scale"])}
     return LatentCodec(**values, flips=False, decoder=vae)
@@ -185,18 +185,18 @@ def latents(
     num_classes: NonNegativeInt | None = None,
     context: bool = True,
 ) -> ImageData:
-    """Return the latents that tread-zoo encode or tread-zoo convert-latents wrote.
+    """Return the latents of a table from tread-zoo encode or tread-zoo convert-latents.
 
     Args:
         path: the folder.
         normalization: standardize (mean 0, standard deviation 1 by channel) or scale (the
             autoencoder's).
-        vae: a diffusers autoencoder for pictures and scores, a folder or a hub's name; None is the
-            one that made them; none goes without pictures.
-        held_out: a fraction split off the training part; None is the held-out part of the table or,
-            where it has none, 0.1.
-        num_classes: the table's unless given; 0 drops the labels.
-        context: contexts, where there are any, are the condition; false drops them.
+        vae: a diffusers autoencoder for pictures and scores, a folder or a name on the hub; None is
+            the encoding one; none makes no pictures.
+        held_out: fraction held out of the training part; None is the table's held-out part or,
+            without one, 0.1.
+        num_classes: None is the table's; 0 drops the labels.
+        context: whether contexts, if the table has them, are the condition.
     """
     root = Path(path).expanduser()
     metadata = _read_metadata(root, pixels=False)
@@ -213,7 +213,6 @@ def latents(
         vae={key: encoder[key] for key in ("class", "sha256")} if encoder else None,
         decoder=vae or (encoder["name"] if encoder else "none"),
     )
-    # the name is never mistaken for a built-in source's
     name, shape = f"{root.name} (latents)", codec.model_shape((1, *metadata["shape"]))[1:]
     return _table_data(name, root, metadata, shape, held_out, num_classes, context, codec)
 
@@ -225,7 +224,7 @@ def table(
     num_classes: NonNegativeInt | None = None,
     context: bool = True,
 ) -> ImageData:
-    """Return the images that tread-zoo encode wrote with vae=none, perhaps with features.
+    """Return the images of a table from tread-zoo encode with vae=none, perhaps with features.
 
     Args:
         path: the folder.
@@ -234,10 +233,8 @@ def table(
     root = Path(path).expanduser()
     metadata = _read_metadata(root, pixels=True)
     metadata["shape"] = metadata["shape"][1:]  # one copy
-    name = f"{root.name} (table)"  # never mistaken for a built-in source
-    return _table_data(
-        name, root, metadata, metadata["shape"], held_out, num_classes, context, PIXELS
-    )
+    name, shape = f"{root.name} (table)", metadata["shape"]
+    return _table_data(name, root, metadata, shape, held_out, num_classes, context, PIXELS)
 
 
 def _table_data(
@@ -250,7 +247,7 @@ def _table_data(
     context: bool,
     codec: Codec,
 ) -> ImageData:
-    """Return the data of a table, of which a model sees [C,H,W] of `shape`."""
+    """Return the data of a table; `shape` is [C,H,W] of the model's input."""
     import datasets
 
     train, test = (
@@ -267,10 +264,10 @@ def _table_data(
         names = check_labels(labels, count, metadata["class_names"], str(root))
     features = metadata["features"] and tuple(metadata["features_shape"])
     column = "image" if metadata["content"] == "pixels" else "latent"
-    own_shape, dtype = metadata["shape"], metadata["dtype"]
+    stored, dtype = metadata["shape"], metadata["dtype"]
     return split_data(
         name,
-        EncodedTable(table, labels, column, own_shape, dtype, contexts, features),
+        EncodedTable(table, labels, column, stored, dtype, contexts, features),
         sum(map(len, train)),
         held_out,
         names,
@@ -285,21 +282,21 @@ def _table_data(
 def _normalize(
     normalization: str, metadata: dict[str, Any], vae: dict[str, Any] | None
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return shift and scale, C numbers each, of a table's own mean and std or of the vae's."""
+    """Return shift and scale, C numbers each, from the table's statistics or the autoencoder."""
     mean = metadata["mean"]
     if normalization == "standardize":
         return tuple(mean), tuple(1.0 / value for value in metadata["std"])
     if vae is None:
         raise ValueError(
-            "data.normalization=scale takes the factor of the autoencoder, and none is named: "
+            "data.normalization=scale needs the autoencoder's factors, but the table names none: "
             "set data.vae=…, or data.normalization=standardize."
         )
     return (vae["shift_factor"],) * len(mean), (vae["scaling_factor"],) * len(mean)
 
 
 def _read_metadata(root: Path, *, pixels: bool) -> dict[str, Any]:
-    """Return the table.json of a folder. Raises ValueError if the table is not finished, or has
-    latents for `pixels`, or the reverse."""
+    """Return the table.json of a folder. Raises ValueError if the table is not finished, or if its
+    content does not agree with `pixels`."""
     metadata: dict[str, Any] = json.loads((root / "table.json").read_text())
     if "mean" not in metadata:
         raise ValueError(f"data.path={str(root)!r} is not finished: encode with the same command.")
@@ -311,24 +308,24 @@ def _read_metadata(root: Path, *, pixels: bool) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class EncodedTable(TableDataset):
-    """Some rows of a table of latents [K,C',h,w] or images [C,H,W] as stored, with their labels or
-    contexts, all bytes, read straight from the memory-mapped Arrow chunks."""
+    """Rows of a table of stored latents [K,C',h,w] or images [C,H,W], with labels or contexts, read
+    from the memory-mapped Arrow chunks."""
 
     column: str  # latent or image
     shape: Sequence[int]  # of one
     dtype: str
-    context: tuple[int, int] | None  # T and S, where contexts are the condition
-    features: tuple[int, ...] | None  # [K,S,h,w], where there are any
+    context: tuple[int, int] | None  # T and S, if contexts are the condition
+    features: tuple[int, ...] | None  # [K,S,h,w]
     reads_features: bool = False
 
     def with_features(self) -> Self:
-        """Return the same items with their features behind the label or context."""
+        """Return the data set whose items have their features as a third part."""
         part = copy.copy(self)
         part.reads_features = True
         return part
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        """Return (latent or image, label or context), and features if requested."""
+        """Return (latent or image, label or context), with features as a third part if set."""
         row, condition = int(self.rows[index]), int(self.labels[index])
         item: list[Any] = [self._read(self.column, row, self.shape, self.dtype), condition]
         if self.context is not None:

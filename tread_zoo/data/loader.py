@@ -1,15 +1,14 @@
-"""Which images a step sees, and batches of them, past items that cannot be read.
+"""The images of each step, in batches; corrupt items are replaced.
 
-The order is a function of (seed, epoch) alone. A data set says that an item is corrupt by raising
-`ValueError` or `OSError` when it is read; its place is then taken by another, which (seed, index)
-alone decides:
+The order depends on (seed, epoch) alone. An item is corrupt if reading it raises `ValueError` or
+`OSError`. Its replacement depends on (seed, index) alone:
 
     index -> first readable of  draw(seed, index, 0), draw(seed, index, 1), …
 
-so a batch is the same in a resumed run, in another worker, and at another time.
+So a batch is the same in a resumed run and in any worker.
 
-B batch, C channels, H height, W width; where items have contexts, float [T, S], these are read in
-place of labels; where they have features [K, S, h, w], these come third.
+B batch, C channels, H height, W width. Contexts, float [T, S], take the place of labels; features
+[K, S, h, w] are a third part of an item.
 """
 
 import functools
@@ -31,17 +30,17 @@ from tread_zoo.seeding import make_generator
 
 logger = logging.getLogger(__name__)
 
-MAX_TRIES = 16  # of one item's replacements, before the data as a whole are given up
+MAX_TRIES = 16  # per item; if all fail, the disk is assumed to be missing
 
 
 class StepBatches:
-    """Index lists for the steps start_step … num_steps - 1 of a run; a torch batch sampler.
+    """A torch batch sampler: the indices of the steps start_step … num_steps - 1 of a run.
 
     Epoch e is a permutation drawn from (seed, e) alone, cut into global batches of
-    batch_size * num_ranks; rank r takes the r-th slice of each. The tail of an epoch that does
-    not fill a global batch is dropped (another tail in each epoch). A run resumed with
-    `start_step=k` sees what the unbroken one would have seen, and so do other numbers of ranks
-    with the same global batch. Raises ValueError if there are fewer items than a global batch.
+    batch_size * num_ranks; rank r takes the r-th slice of each. Items that do not fill a global
+    batch are dropped, others in each epoch. A resumed run has the batches of an unbroken one, and
+    so have other numbers of ranks with the same global batch. Raises ValueError if there are fewer
+    items than a global batch.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class StepBatches:
         global_batch = batch_size * num_ranks
         if num_items < global_batch:
             raise ValueError(
-                f"batch_size={batch_size} on {num_ranks} rank(s) needs {global_batch} images a "
+                f"batch_size={batch_size} on {num_ranks} rank(s) needs {global_batch} images per "
                 f"step, but the training part has {num_items}."
             )
         self.num_items, self.batch_size, self.seed = num_items, batch_size, seed
@@ -85,7 +84,7 @@ class StepBatches:
 
 @dataclass(frozen=True)
 class CorruptItem:
-    """An item that could not be read: its index, its name in the data set, and the reason."""
+    """An item that cannot be read."""
 
     index: int
     name: str
@@ -93,7 +92,7 @@ class CorruptItem:
 
     @property
     def line(self) -> str:
-        """Return its line of corrupt.txt."""
+        """The line of corrupt.txt: index, name and reason."""
         reason = " ".join(self.reason.split())
         return "\t".join((str(self.index), printable(self.name), printable(reason))) + "\n"
 
@@ -102,7 +101,7 @@ OnCorrupt = Callable[[CorruptItem], None]
 
 
 def read_item(dataset: Dataset[Any], index: int) -> tuple[Any, ...] | CorruptItem:
-    """Return an item, or what is wrong with it."""
+    """Return an item, or a `CorruptItem` if it cannot be read."""
     try:
         item: tuple[Any, ...] = dataset[index]
     except (ValueError, OSError) as error:
@@ -112,34 +111,33 @@ def read_item(dataset: Dataset[Any], index: int) -> tuple[Any, ...] | CorruptIte
 
 
 def warn_of(item: CorruptItem) -> None:
-    """Log which item could not be read."""
-    logger.warning("corrupt   %s is passed over: %s", printable(item.name), printable(item.reason))
+    """Log a warning that an item cannot be read."""
+    logger.warning("corrupt   %s cannot be read: %s", printable(item.name), printable(item.reason))
 
 
 class CorruptLog:
-    """Lists the items of `parts` that cannot be read, whoever reads them from now on, and ends a
-    run when they are too many.
+    """The list of items of `parts` that cannot be read; too many of them end the run.
 
-    Every process appends what it meets to the same file, `corrupt.txt`, one line for each item
-    (index, name and reason, with tabs between), and counts the distinct items in it: so no process
-    waits for another. `max_share` is the fraction of all items that may be corrupt, rounded up.
+    Each process appends its corrupt items to the same file, a tab-separated line per item, and
+    counts the distinct items in it, so that none waits for another. `max_share` is the fraction of
+    all items that may be corrupt, rounded up.
     """
 
     def __init__(self, file: Path, parts: Iterable[Any], max_share: float):
         self.file, self.num_items, self.max_share = file, 0, max_share
         for part in parts:
-            with suppress(AttributeError):  # of a list, whose items are read already
+            with suppress(AttributeError):  # a list cannot be corrupt
                 part.on_corrupt = self
             self.num_items += len(part)
 
     @property
     def items(self) -> set[str]:
-        """The corrupt items, by index and name, that all processes have met so far."""
+        """Index and name of the corrupt items of all processes so far."""
         text = self.file.read_text(errors="replace") if self.file.exists() else ""
         return {line.rpartition("\t")[0] for line in text.split("\n") if line.count("\t") == 2}
 
     def __call__(self, item: CorruptItem) -> None:
-        """Add an item, if it is new. Raises ValueError if they are too many."""
+        """Add an item, if it is new. Raises ValueError if there are too many."""
         items, name = self.items, item.line.rpartition("\t")[0]
         if name not in items:
             warn_of(item)
@@ -149,8 +147,8 @@ class CorruptLog:
         if len(items) > math.ceil(self.max_share * self.num_items):
             raise ValueError(
                 f"{len(items)} of {self.num_items} images cannot be read, more than "
-                f"max_corrupt_share={self.max_share:g} allows: {self.file} lists them. Put whole "
-                "files in their places, or raise max_corrupt_share, and continue."
+                f"max_corrupt_share={self.max_share:g} allows: {self.file} lists them. Replace the "
+                "files or raise max_corrupt_share, and continue."
             )
 
 
@@ -165,17 +163,17 @@ def make_loader(
     seed: int = 0,
 ) -> Iterator[tuple[Tensor, ...]]:
     """Return an iterator of (images [B,C,H,W], labels int64 [B]), and features if items have them,
-    of the lists of indices `batches`.
+    for the lists of indices `batches`.
 
-    Images in memory (a data set with `gather`) are indexed directly. All others are read by
-    `num_workers` processes (0: this one), which live as long as the iterator, each two batches
-    ahead. Nothing is read or started before the first batch is requested, or drawn from the global
-    generators. `seed` decides, with its index, what replaces a corrupt item; `dataset.on_corrupt`,
-    or else a warning, is called in this process, once for each; `dataset.item_name(index)`, if it
-    has that, names it.
+    Images in memory (a data set with `gather`) are indexed directly. Others are read by
+    `num_workers` processes (0: this one), each two batches ahead. They start with the first batch,
+    live as long as the iterator, and draw nothing from the global generators.
+
+    `seed` and the index of a corrupt item determine its replacement. `dataset.on_corrupt`, or else
+    a warning, is called once per corrupt item, in this process.
 
     Raises:
-        ValueError: later, items of which no replacement can be read.
+        ValueError: while iterating: an item and all its replacements are corrupt.
     """
     gather = getattr(dataset, "gather", None)
     if gather is not None:
@@ -186,24 +184,24 @@ def make_loader(
 def copy_ahead(
     batches: Iterator[tuple[Tensor, ...]], device: torch.device
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Return the batches, for a GPU copied to it while it computes what was queued before."""
+    """Yield the batches; for a GPU, copied to it while it computes."""
     if device.type != "cuda":
         yield from batches
         return
     copies = torch.cuda.Stream(device)
     for batch in batches:
         with torch.cuda.stream(copies):
-            there = tuple(t.pin_memory().to(device, non_blocking=True) for t in batch)
+            copied = tuple(t.pin_memory().to(device, non_blocking=True) for t in batch)
         current = torch.cuda.current_stream(device)
         current.wait_stream(copies)
-        for tensor in there:
+        for tensor in copied:
             tensor.record_stream(current)
-        yield there
+        yield copied
 
 
 def read_items(dataset: Dataset[Any], indices: Sequence[int]) -> tuple[Tensor, ...]:
-    """Return (images [B,…], labels int64 [B]) of some items, read in this process. Another item
-    takes the place of a corrupt one, as in `make_loader`."""
+    """Return (images [B,…], labels int64 [B]) of items, read in this process. Corrupt items are
+    replaced as in `make_loader`."""
     return next(_read_batches(dataset, [list(indices)], 0, 0))
 
 
@@ -229,8 +227,8 @@ def _read_batches(
                 on_corrupt(item)
         if tensors is None:
             raise ValueError(
-                f"{MAX_TRIES} items in a row cannot be read, among them {corrupt[-1].name} "
-                f"({corrupt[-1].reason}). Look whether the disk or the folder is there."
+                f"{MAX_TRIES} items in a row cannot be read, such as {corrupt[-1].name} "
+                f"({corrupt[-1].reason}). Check that the disk is mounted and the folder exists."
             )
         yield tensors
 
@@ -238,8 +236,8 @@ def _read_batches(
 def _read_batch(
     dataset: Dataset[Any], seed: int, indices: Sequence[int]
 ) -> tuple[tuple[Tensor, ...] | None, list[CorruptItem]]:
-    """Return (images [B,…], labels int64 [B], …), or None where neither an item nor any of its
-    replacements can be read, and the corrupt items."""
+    """Return (images [B,…], labels int64 [B], …) and the corrupt items; None in place of the batch
+    if an item and all its replacements are corrupt."""
     corrupt: list[CorruptItem] = []
     items = [_read_or_replace(dataset, seed, index, corrupt) for index in indices]
     if any(item is None for item in items):
@@ -250,7 +248,7 @@ def _read_batch(
 def _read_or_replace(
     dataset: Dataset[Any], seed: int, index: int, corrupt: list[CorruptItem]
 ) -> tuple[Any, ...] | None:
-    """Return item `index`, or what replaces it; note what is corrupt."""
+    """Return item `index` or its replacement; corrupt items are appended to `corrupt`."""
     wanted = index
     for number in range(MAX_TRIES):
         item = read_item(dataset, wanted)
@@ -264,8 +262,7 @@ def _read_or_replace(
 
 def _leave_signals_to_the_run(worker: int) -> None:
     """Ignore signals in a worker: terminals and clusters signal every process, and a worker that
-    dies of it takes the run along, before it could save. Torch ends one that hangs with a second
-    SIGTERM."""
+    dies ends the run before it can save. Torch ends a hanging worker with a second SIGTERM."""
     for name in ("SIGHUP", "SIGINT", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Labels, the held-out part, evenly spaced items: the same in every run, whatever its seed."""
+"""Labels, the held-out part, and evenly spaced items; they do not depend on a run's seed."""
 
 import hashlib
 import logging
@@ -15,7 +15,7 @@ from tread_zoo.seeding import make_generator
 
 logger = logging.getLogger(__name__)
 
-_COMPARED = 32  # items, by which other data of the same shape are noticed
+_COMPARED = 32  # items, which tell data of the same shape apart
 
 
 def split_data(
@@ -26,11 +26,10 @@ def split_data(
     class_names: tuple[str, ...],
     **metadata: Any,
 ) -> ImageData:
-    """Return the data in items of which the first `num_train` are a training part and the others,
-    if any, a test part.
+    """Return the data of items: the first `num_train` are a training part, the rest a test part.
 
-    `held_out` is a fraction to split off the training part, which leaves the test part alone; None
-    holds out the test part or, where there is none, a tenth. `metadata` are fields of `ImageData`.
+    `held_out` is the fraction held out of the training part; the test part is then not used. None
+    holds out the test part or, without one, a tenth. `metadata` are fields of `ImageData`.
     """
     if held_out is None and num_train < len(items):
         train, unseen = torch.arange(num_train), torch.arange(num_train, len(items))
@@ -51,9 +50,9 @@ def split_data(
 def split_held_out(labels: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
     """Return sorted (train, held-out) indices, int64, of images with `labels` int64 [N].
 
-    round(fraction * N) images are held out, each class in proportion, by systematic sampling:
-    image i of the n in a class (in a fixed random order) gets the key (i + u) / n, u uniform per
-    class, and the smallest keys are held out. Every class keeps at least one training image.
+    round(fraction * N) images are held out, in proportion to the classes, by systematic sampling:
+    image i of n in a class (in a fixed random order) gets the key (i + u) / n, u uniform per class,
+    and the smallest keys are held out. Every class keeps at least one training image.
     """
     keys = torch.full((len(labels),), float("inf"), dtype=torch.float64)
     for label in sorted(set(labels.tolist())):
@@ -62,7 +61,7 @@ def split_held_out(labels: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
         members = members[torch.randperm(len(members), generator=generator)]
         places = torch.arange(len(members), dtype=torch.float64)
         offset = torch.rand((), dtype=torch.float64, generator=generator)
-        # The last of each class keeps the key inf: it is never a candidate.
+        # the last of each class keeps the key inf and is never held out
         keys[members[:-1]] = ((places + offset) / len(members))[:-1]
     num_held_out = min(round(fraction * len(labels)), int(keys.isfinite().sum()))
     is_held_out = torch.zeros(len(labels), dtype=torch.bool)
@@ -73,19 +72,17 @@ def split_held_out(labels: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
 def check_labels(
     labels: Tensor, num_classes: int | None, names: Sequence[str], where: str
 ) -> tuple[str, ...]:
-    """Return the names of the classes of labels int64 [N]: those given, if they are as many as the
-    classes, else numbers. Without `num_classes` and names there are the largest + 1.
+    """Return the names of the classes of labels int64 [N]: `names`, if their number agrees, else
+    numbers. Without `num_classes` and `names` there are as many classes as the largest label + 1.
 
-    Classes without an image are logged: labels may have been counted from 1.
-
-    Raises:
-        ValueError: a label is outside 0 … num_classes - 1.
+    Classes without images are logged: labels may start at 1. Raises ValueError if a label is
+    outside 0 … num_classes - 1.
     """
     low, high = int(labels.min()), int(labels.max())
     count = num_classes or len(names) or high + 1
     if low < 0 or high >= count:
         raise ValueError(
-            f"{where}: the labels run from {low} to {high}; they must lie in 0 … "
+            f"{where}: the labels are from {low} to {high}, but must be in 0 … "
             f"{max(count - 1, 0)}. data.num_classes=0 trains without labels."
         )
     empty = (torch.bincount(labels, minlength=count) == 0).nonzero().flatten().tolist()
@@ -98,14 +95,14 @@ def check_labels(
 
 
 def evenly_spaced(size: int, count: int | None) -> list[int]:
-    """Return `count` indices, evenly spaced over 0 … size - 1; None or more than there are: all."""
+    """Return `count` evenly spaced indices of 0 … size - 1; all for None or a larger count."""
     count = size if count is None else min(count, size)
     return [index * size // count for index in range(count)]
 
 
 def ordered_as_samples(part: Any, count: int, num_classes: int) -> list[int]:
-    """Return indices of `count` items of which item i has the label i mod num_classes, as sample i
-    has; evenly spaced ones where there are no labels. Those of a small class come again."""
+    """Return indices of `count` items, the i-th with the label i mod num_classes as sample i has;
+    evenly spaced without labels. Items of small classes repeat."""
     labels = getattr(part, "labels", None)
     if not num_classes or labels is None:
         return evenly_spaced(len(part), count)
@@ -120,8 +117,8 @@ def ordered_as_samples(part: Any, count: int, num_classes: int) -> list[int]:
 
 
 def digest_items(dataset: Dataset[Any]) -> str:
-    """Return four hex digits for each of up to 32 evenly spaced items, of the image as stored and
-    its label; `----` for one that cannot be read."""
+    """Return a digest of up to 32 evenly spaced items: four hex digits of each stored image and its
+    label, `----` for a corrupt one."""
     digests, stored = [], getattr(dataset, "stored", None)
     for index in evenly_spaced(len(dataset), _COMPARED):  # type: ignore[arg-type]
         item = read_item(dataset, index)

@@ -1,7 +1,7 @@
-"""Pictures as a column of one table of the `datasets` library: folders, parquet, hub, tar shards.
+"""Pictures in a table of the `datasets` library: from folders, parquet, the hub, tar shards.
 
-The library finds, downloads and memory-maps; pictures stay compressed on the disk and are decoded
-here when they are read. Labels and contexts are columns beside them.
+The library finds, downloads and memory-maps files. Pictures stay compressed on the disk and are
+decoded here, when they are read. Labels and contexts are other columns.
 
 C channels, H height, W width, N rows.
 """
@@ -37,21 +37,20 @@ logger = logging.getLogger(__name__)
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 TEST_SPLITS = ("test", "validation")  # taken in this order where none is named
 _SURVEYED = 64
-_NOT_FILES = ("/proc/", "/sys/")  # the kernel's, without end
 
 
 @dataclass(eq=False)
 class PictureTable(TableDataset):
-    """Some rows of a table with the columns image, `Image(decode=False)`, and perhaps context."""
+    """Rows of a table with the columns image, `Image(decode=False)`, and perhaps context."""
 
-    context: tuple[int, int] | None  # T and S, where contexts take the place of labels
+    context: tuple[int, int] | None  # T and S, if contexts take the place of labels
     image_size: int | None  # resize and crop to this square; None leaves the size
     channels: int  # 1 (grey) or 3 (RGB)
-    shape: tuple[int, int]  # (H, W) that all must have then
+    shape: tuple[int, int]  # (H, W) of all pictures after that
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         """Return (image uint8 [C,H,W], label or context). Raises ValueError if the picture cannot
-        be read, or is of another size."""
+        be read, or has another size."""
         row = self.table[int(self.rows[index])]
         image = read_picture(_source(row["image"]), self.image_size, self.channels)
         if image.shape[1:] != self.shape:
@@ -64,12 +63,12 @@ class PictureTable(TableDataset):
         return image, as_context(row["context"], f"of {self.item_name(index)}", self.context)
 
     def stored(self, index: int) -> bytes:
-        """Return the file of picture `index` as it is, whatever it is decoded by."""
+        """Return the bytes of the file of picture `index`."""
         source = _source(self.table[int(self.rows[index])]["image"])
         return source if isinstance(source, bytes) else Path(source).read_bytes()
 
     def item_name(self, index: int) -> str:
-        """Return the file of item `index`, or its row."""
+        """Return the file of item `index`, or else its row."""
         cell = self.table[int(self.rows[index])]["image"] or {}
         return cell.get("path") or super().item_name(index)
 
@@ -90,18 +89,18 @@ def image_folder(
     """Return the pictures under a folder.
 
     Args:
-        path: with sub-folders, each is a class (in the order of their names) and all pictures under
-            it, however deep, are in it; without, its pictures are unlabelled. Names that begin with
-            a dot are left out.
-        image_size: the shorter side is resized to it and the centre cropped, to a square. Without
-            it, all pictures must have one size.
+        path: a folder. Its sub-folders, sorted by name, are the classes, with all pictures in them
+            at any depth; without sub-folders, the pictures are unlabelled. Hidden files and folders
+            are ignored.
+        image_size: side of the square that pictures are resized and cropped to; null: all pictures
+            must have one size.
         channels: 1 (grey) or 3 (RGB).
-        held_out: the fraction split off, the same files in every run.
-        num_classes: None for the number of sub-folders; 0 drops the labels.
-        context: what follows a picture's name in that of its embeddings: `context.npy` finds
-            cat.context.npy beside cat.png. They take the place of the labels.
-        context_length: embeddings of an image, others filled up with zeros; None is the most there
-            are.
+        held_out: fraction held out, the same files in every run.
+        num_classes: None is the number of sub-folders; 0 drops the labels.
+        context: suffix of the files of embeddings, which take the place of the labels:
+            `context.npy` finds cat.context.npy beside cat.png.
+        context_length: number of embeddings per image, filled up with zeros; None is the largest
+            number.
     """
     import datasets
 
@@ -113,23 +112,19 @@ def image_folder(
     table = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
     if names:
         table = table.add_column("label", labels, feature=datasets.ClassLabel(names=names))
-    name = f"{root.name}/"  # never mistaken for a built-in source
+    name = f"{root.name}/"  # no built-in source is called so
     return _picture_data(
         name, [table], image_size, channels, held_out, num_classes, column, context_length
     )
 
 
 def _find_pictures(root: Path, context: str | None) -> tuple[list[str], list[int], list[str]]:
-    """Return files, their labels and the class names (none: unlabelled), in a fixed order; files of
-    other types are counted in the log."""
+    """Return files, labels and class names (none: unlabelled), sorted. Files of other types are
+    counted in the log."""
     names = sorted(e.name for e in os.scandir(root) if e.is_dir() and not e.name.startswith("."))
     files, others = list[tuple[str, str]](), Counter[str]()  # class, path
     for parent, folders, entries in os.walk(root, followlinks=True):
         real = os.path.realpath(parent)
-        if f"{real}/".startswith(_NOT_FILES):
-            raise ValueError(
-                f"data.path={str(root)!r} leads to {real}, which has no pictures: name a folder."
-            )
         folders[:] = [
             name
             for name in folders
@@ -143,7 +138,7 @@ def _find_pictures(root: Path, context: str | None) -> tuple[list[str], list[int
                 others[os.path.splitext(entry)[1].lower() or "no suffix"] += 1
     if others:
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common())
-        logger.warning("left out  %s: files that are no pictures: %s", root, kinds)
+        logger.warning("ignored   %s: files that are no pictures: %s", root, kinds)
     files.sort()
     loose = [os.path.basename(path) for name, path in files if name == "."]
     if not files:
@@ -151,14 +146,14 @@ def _find_pictures(root: Path, context: str | None) -> tuple[list[str], list[int
     if names and loose:
         raise ValueError(
             f"data.path={str(root)!r} has pictures beside sub-folders ({loose[0]!r} beside "
-            f"{names[0]!r}): are they labelled by sub-folders, or one flat folder?"
+            f"{names[0]!r}): move all into sub-folders, which are the classes, or none."
         )
     labels = {name: label for label, name in enumerate(names)}
     return [path for _, path in files], [labels.get(name, 0) for name, _ in files], names
 
 
 def _leads_back(folder: str, parent: str) -> bool:
-    """Return whether a folder is a link to one that it lies in."""
+    """Return whether a folder is a link to one that contains it."""
     return os.path.islink(folder) and f"{parent}/".startswith(f"{os.path.realpath(folder)}/")
 
 
@@ -180,20 +175,20 @@ def hf(
     """Return a data set that the `datasets` library reads, downloaded and memory-mapped.
 
     Args:
-        path: a folder that `save_to_disk` wrote, a folder of parquet files or pictures, or a name
-            on the hub (owner/name).
-        config: the configuration of a set that has several.
-        split: what is trained on; None is `train`. A name on the hub and a folder of files also
-            take a part, as in train[:10%].
-        test_split: what is held out; None is `test` or `validation`, where there is one.
-        held_out: a fraction split off the training part instead; where there is no test split,
-            None is 0.1.
-        image_column: None finds the one column of pictures.
-        label_column: None finds the one column of class labels, or whole numbers named label or
+        path: a folder from `save_to_disk`, a folder of parquet files or pictures, or a name on the
+            hub (owner/name).
+        config: configuration, where the data set has several.
+        split: the training split; None is `train`. A part, as in train[:10%], is for names on the
+            hub and folders of files.
+        test_split: the held-out split; None is `test` or `validation`, whichever exists.
+        held_out: fraction held out of the training split instead; without a test split, None is
+            0.1.
+        image_column: None finds the only column of pictures.
+        label_column: None finds the only column of class labels, or integers named label or
             labels; without any the pictures are unlabelled.
-        num_classes: None is what the label column says; 0 drops the labels.
+        num_classes: None is that of the label column; 0 drops the labels.
         image_size, channels: as of `image_folder`.
-        context_column: embeddings, one or a list of them a row; they take the place of the labels.
+        context_column: an embedding or a list of them per row, which take the place of the labels.
         context_length: as of `image_folder`.
     """
     folder = Path(path).expanduser()
@@ -217,7 +212,7 @@ def hf(
 def _load_splits(
     path: str, config: str | None, split: str | None, test_split: str | None, held_out: float | None
 ) -> list["datasets.Dataset"]:
-    """Return what is trained on and, if it is a split of its own, what is held out."""
+    """Return the training split and, if there is one, the test split."""
     import datasets
 
     saved = any(Path(path, name).exists() for name in ("dataset_dict.json", "state.json"))
@@ -254,14 +249,13 @@ def webdataset(
     """Return the pictures in tar shards, which `datasets` copies once into its cache.
 
     Args:
-        path: a folder of .tar files, one file, or a pattern: `train-{000..127}.tar`,
-            `train-*.tar`; also of `https://…` and what else fsspec knows. A sample is a picture
-            and, with labels, a `.cls`.
+        path: a folder of .tar files, one file, or a pattern, `train-{000..127}.tar` or
+            `train-*.tar`; also a URL that fsspec opens. A sample is a picture and perhaps a label,
+            `.cls`.
         image_size, channels: as of `image_folder`.
-        held_out: the fraction split off, the same samples in every run.
-        num_classes: the largest label + 1 unless given; 0 drops the labels.
-        context: the suffix of a sample's embeddings, `context.npy`; they take the place of the
-            labels.
+        held_out: fraction held out, the same samples in every run.
+        num_classes: None is the largest label + 1; 0 drops the labels.
+        context: suffix of the embeddings, as in `context.npy`, which take the place of the labels.
         context_length: as of `image_folder`.
     """
     import datasets
@@ -270,7 +264,7 @@ def webdataset(
     files = [f"{where}/*.tar"] if os.path.isdir(where) else _expand_braces(where)
     table = datasets.load_dataset("webdataset", data_files=files, split="train")
     return _picture_data(
-        f"{Path(path).name}:tar",  # never mistaken for a built-in source
+        f"{Path(path).name}:tar",
         [table],
         image_size,
         channels,
@@ -283,7 +277,7 @@ def webdataset(
 
 
 def _expand_braces(pattern: str) -> list[str]:
-    """Return what the ranges {000..127} of a pattern stand for."""
+    """Return the names that a pattern with ranges {000..127} stands for."""
     before, *rest = re.split(r"\{(\d+)\.\.(\d+)\}", pattern, maxsplit=1)
     if not rest:
         return [pattern]
@@ -307,7 +301,7 @@ def _picture_data(
     image_column: str | None = None,
     label_column: str | None = None,
 ) -> ImageData:
-    """Return the data in a table of the training part, and perhaps one of a test part."""
+    """Return the data of a training table and perhaps a test table."""
     import datasets
 
     columns = [column for column in tables[0].features if all(column in t.features for t in tables)]
@@ -319,7 +313,7 @@ def _picture_data(
         num_classes, used[context_column] = 0, "context"
     labels, names = _read_labels(table, label_column, num_classes, name)
     table = table.select_columns(list(used)).rename_columns(used)
-    # As stored: a picture that cannot be decoded is met, and named, where it is decoded.
+    # not decoded here: a corrupt picture is reported when it is read
     table = table.cast_column("image", datasets.Image(decode=False))
     if context_column is not None:
         table = table.with_format("numpy", columns=["context"], output_all_columns=True)
@@ -344,8 +338,8 @@ def _image_column(table: "datasets.Dataset") -> str:
     images = [name for name, kind in table.features.items() if isinstance(kind, datasets.Image)]
     if len(images) != 1:
         raise ValueError(
-            f"{len(images)} of the columns {', '.join(table.features)} hold pictures (the feature "
-            "Image): name one as data.image_column."
+            f"{len(images)} of the columns {', '.join(table.features)} have pictures (the feature "
+            "Image): set data.image_column."
         )
     return str(images[0])
 
@@ -353,28 +347,28 @@ def _image_column(table: "datasets.Dataset") -> str:
 def _read_labels(
     table: "datasets.Dataset", column: str | None, num_classes: int | None, name: str
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """Return labels int64 [N] and the names of the classes; all 0 and none without labels."""
+    """Return labels int64 [N] and class names; zeros and no names without labels."""
     import datasets
 
     features = table.features
     if column is None and num_classes != 0:
-        usual = [n for n in ("label", "labels") if "int" in getattr(features.get(n), "dtype", "")]
+        named = [n for n in ("label", "labels") if "int" in getattr(features.get(n), "dtype", "")]
         classes = [n for n, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
-        if len(classes) > 1 and not usual:
+        if len(classes) > 1 and not named:
             raise ValueError(
-                f"several columns hold classes: {', '.join(classes)}. Name one as "
-                "data.label_column, or set data.num_classes=0 to train without."
+                f"several columns have classes: {', '.join(classes)}. Set data.label_column, or "
+                "data.num_classes=0 to train without labels."
             )
-        column = next(iter([*usual, *classes]), None)
+        column = next(iter([*named, *classes]), None)
     if column is None and num_classes:
         raise ValueError(f"data.num_classes={num_classes}, but {name} has no labels.")
     if column is None or num_classes == 0:
         return torch.zeros(len(table), dtype=torch.int64), ()
     values = np.asarray(table.select_columns([column]).with_format("numpy")[:][column])
-    if values.dtype.kind not in "iu":  # null among them makes floats of them
+    if values.dtype.kind not in "iu":  # nulls turn integers into floats
         raise ValueError(
-            f"{name}: the labels in {column!r} are {features[column]}, some of them null or no "
-            "whole numbers. Convert them once (class_encode_column, save_to_disk)."
+            f"{name}: the labels in {column!r} are {features[column]}, and some are null or not "
+            "integers. Convert them once (class_encode_column, save_to_disk)."
         )
     labels, kind = torch.from_numpy(values.astype(np.int64)), features[column]
     names = kind.names if isinstance(kind, datasets.ClassLabel) else ()
@@ -400,17 +394,17 @@ def open_picture(source: str | bytes | Path, image_size: int | None = None) -> "
 
 
 def read_picture(source: str | bytes | Path, image_size: int | None, channels: int) -> Tensor:
-    """Return the picture of a path, or of a file's content, as uint8 [C,H,W], resized and cropped
-    to the square `image_size` unless that is None. Raises ValueError if it cannot be read."""
+    """Return the picture of a path or of a file's content as uint8 [C,H,W], resized and cropped to
+    a square of `image_size`, if set. Raises ValueError if it cannot be read."""
     try:
         picture = open_picture(source, image_size)
-        if picture.mode.startswith(("I", "F")):  # convert() would clip it, not scale it
-            raise ValueError(f"{picture.mode!r} pixels, more than 8 bits a channel")
+        if picture.mode.startswith(("I", "F")):  # convert() would clip instead of scaling
+            raise ValueError(f"{picture.mode!r} pixels, more than 8 bits per channel")
         picture = picture.convert("L" if channels == 1 else "RGB")
         if image_size is not None:
             picture = resize_and_crop(picture, image_size)
         pixels = torch.from_numpy(np.array(picture, dtype=np.uint8))
-    except Exception as error:  # of OSError, SyntaxError, struct.error, zlib.error and more
+    except Exception as error:  # OSError, SyntaxError, struct.error, zlib.error and more
         place = "" if isinstance(source, bytes) else f" {source}"
         raise ValueError(f"the picture{place} cannot be read: {error}") from error
     return pixels.reshape(*pixels.shape[:2], channels).permute(2, 0, 1).contiguous()
@@ -419,8 +413,8 @@ def read_picture(source: str | bytes | Path, image_size: int | None, channels: i
 def resize_and_crop(picture: "Image.Image", size: int) -> "Image.Image":
     """Return `picture` with its shorter side resized to `size`, centre-cropped to a square.
 
-    Box averages by the largest power of two that leaves the shorter side at `size` or more, then
-    bicubic: no aliasing, and little blur. A smaller picture is enlarged.
+    Box averages, by the largest power of two that leaves the shorter side at `size` or more, are
+    followed by bicubic resizing: no aliasing, little blur. A smaller picture is enlarged.
     """
     from PIL import Image
 
@@ -436,13 +430,13 @@ def resize_and_crop(picture: "Image.Image", size: int) -> "Image.Image":
 
 
 def _source(cell: dict[str, Any] | None) -> Any:
-    """Return the content of a picture, else its path; None where there is neither."""
+    """Return the content of a picture, or else its path, or else None."""
     return cell and (cell["bytes"] or cell["path"])
 
 
 def _survey(table: "datasets.Dataset", name: str, shape: tuple[int, int] | None) -> tuple[int, int]:
-    """Return (H, W) of up to 64 evenly spaced pictures, or `shape`, if they are brought to that;
-    transparency is logged. Those that cannot be opened are met, and counted, in training.
+    """Return `shape`, if set, or else (H, W) of up to 64 evenly spaced pictures. Transparency is
+    logged; pictures that cannot be opened are reported in training.
 
     Raises:
         ValueError: none can be opened, or they differ in size.
@@ -458,7 +452,7 @@ def _survey(table: "datasets.Dataset", name: str, shape: tuple[int, int] | None)
         sizes.setdefault((picture.height, picture.width), row)
         transparent += picture.has_transparency_data
     if not sizes:
-        raise ValueError(f"{name}: none of the pictures that were tried can be opened: {reason}")
+        raise ValueError(f"{name}: none of the sampled pictures can be opened: {reason}")
     if transparent:
         logger.warning("alpha     %s: transparency is dropped (%d pictures)", name, transparent)
     if shape is None and len(sizes) > 1:

@@ -1,9 +1,9 @@
-"""Autoencoders of diffusers behind one small interface, identified by the hash of their weights.
+"""One interface to the autoencoders of diffusers, identified by the hash of their weights.
 
     images [B,3,H,W] in [-1, 1]  --encode-->  mean, logvar [B,C,h,w]  --decode-->  images
 
-AutoencoderKL gives a normal distribution for each image; the others give one latent, and no logvar.
-Latents are the autoencoder's own, before any scaling. Only safetensors are read: no pickle.
+AutoencoderKL gives a normal distribution per image; the others give a latent and no logvar. Latents
+are not scaled here. Only safetensors are read, no pickle.
 
 Dimensions: B batch, C channels of a latent, H, W of an image, h, w of a latent.
 """
@@ -22,7 +22,7 @@ CLASSES = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC", "AutoencoderRAE"
 
 
 class Vae:
-    """An autoencoder in eval mode; `network` is of one of diffusers' classes in `CLASSES`."""
+    """An autoencoder in eval mode; `network` is an instance of a diffusers class in `CLASSES`."""
 
     def __init__(self, network: nn.Module, name: str):
         self.network: Any = network.eval().requires_grad_(False)
@@ -30,16 +30,16 @@ class Vae:
         config: Any = self.network.config
         self.is_rae = self.kind == "AutoencoderRAE"
         self.has_posterior = self.kind == "AutoencoderKL"
-        # RAE: a latent is the encoder's features at a patch
+        # an RAE's latents are the encoder's features
         channels = config.encoder_hidden_size if self.is_rae else config.latent_channels
         self.latent_channels, self.scaling_factor = int(channels), float(config.scaling_factor)
         self.shift_factor = float(getattr(config, "shift_factor", None) or 0.0)
-        network.to(memory_format=torch.channels_last)  # convolutions are faster so
+        network.to(memory_format=torch.channels_last)  # faster convolutions
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Of all weights as float32, with names and shapes in order: the same for each file format
-        and precision of storage that loses nothing."""
+        """Hash of all weights as float32, with names and shapes in order: independent of the file's
+        format and of a lossless precision of storage."""
         digest = hashlib.sha256()
         for key, value in sorted(self.network.state_dict().items()):
             array = value.detach().cpu().float().contiguous()
@@ -49,7 +49,7 @@ class Vae:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What tells this autoencoder from others, and where it was."""
+        """Class, hash, sizes and factors, and the name it was loaded from."""
         return {
             "class": self.kind,
             "name": self.name,
@@ -60,14 +60,14 @@ class Vae:
         }
 
     def to(self, device: torch.device) -> "Vae":
-        """Move the network; return this."""
+        """Return this, with the network moved to `device`."""
         self.network.to(device)
         return self
 
     @torch.no_grad()
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return mean and logvar (None without a posterior), float32 [B,C,h,w], of images in
-        [-1, 1]; grey ones are repeated to three channels."""
+        [-1, 1]. Grey images are repeated to three channels."""
         images = images.expand(-1, 3, -1, -1)
         if self.is_rae:  # takes [0, 1], and scales latents itself
             return self.network.encode((images + 1) / 2).latent.float() / self.scaling_factor, None
@@ -78,15 +78,15 @@ class Vae:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Return images float32 [B,3,H,W], about in [-1, 1], of latents [B,C,h,w]."""
+        """Return images float32 [B,3,H,W], approximately in [-1, 1], of latents [B,C,h,w]."""
         scale = self.scaling_factor if self.is_rae else 1.0
         images: Tensor = self.network.decode(latents * scale).sample.float()
         return images * 2 - 1 if self.is_rae else images
 
 
 def load_vae(name: str) -> Vae:
-    """Return the autoencoder of a local diffusers folder or a hub's name, on the CPU in float32; of
-    a whole pipeline its `vae` part. Raises ValueError if it is of another class."""
+    """Return the autoencoder of a diffusers folder or a name on the hub, on the CPU in float32; of
+    a pipeline, its `vae`. Raises ValueError if its class is not in `CLASSES`."""
     import diffusers
 
     path = Path(name).expanduser()
