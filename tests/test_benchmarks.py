@@ -58,16 +58,8 @@ def test_a_plan_of_many_gpus_is_a_sum(tmp_path):
 
 
 def test_every_form_is_measured_and_right_or_says_why_not(tmp_path):
-    small = (
-        "--lengths",
-        "12",
-        "--width=64",
-        "--batch=2",
-        "--rounds=1",
-        "--device=cpu",
-        "--out=out",
-    )
-    printed = run("operations.py", *small, cwd=tmp_path)
+    small = ("--lengths", "12", "--width=64", "--batch=2", "--rounds=1", "--device=cpu")
+    printed = run("operations.py", *small, "--out=out", cwd=tmp_path)
     assert printed.strip() in (tmp_path / "out" / "report.md").read_text()
     with (tmp_path / "out" / "results.csv").open() as file:
         rows = list(csv.DictReader(file))

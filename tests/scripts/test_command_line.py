@@ -46,11 +46,7 @@ def test_training_leaves_one_folder_and_no_clutter(trained):
 
 def test_a_run_is_resumed_by_name_with_its_own_settings_but_for_those_given(trained, tmp_path):
     shutil.copytree(trained[0] / RUN, tmp_path / "own run")
-    more = (
-        "training.num_steps=7",
-        "routing.selection_rate=0.5",
-        "evaluation.metrics=[label_accuracy]",
-    )
+    more = ("training.num_steps=7", "routing.selection_rate=0.5")
     call("resume.py", "own run", *more, cwd=tmp_path)
     before, now = (
         json.loads((folder / "config.json").read_text())
