@@ -1,7 +1,5 @@
 """Fusions and dropped paths beside what the conformance kit holds every backbone to."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -25,23 +23,12 @@ def widths_of(backbone, probe):
     return [stream.shape[-1] for stream in backbone.embed(*probe.inputs())[0]]
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_fusions_start_as_identities_and_draw_nothing(name):
-    probe = probe_of(name)
-    backbone = probe.build()
-    before = backbone.state_dict()
-    state = torch.get_rng_state()
+@pytest.mark.parametrize("name", SHALLOW)
+def test_fusions_draw_nothing(name):
+    backbone, state = probe_of(name).build(), torch.get_rng_state()
     backbone.add_fusions([(1, 2), (2, 3)])
     assert torch.equal(torch.get_rng_state(), state)
     assert backbone.fused_ranges == ((1, 2), (2, 3))
-    after = backbone.state_dict()
-    new = {key: value for key, value in after.items() if key not in before}
-    widths = widths_of(backbone, probe)
-    assert len(new) == 2 * 2 * len(widths)
-    for span, (stream, width) in itertools.product(("1_2", "2_3"), enumerate(widths)):
-        weight = torch.cat([torch.eye(width), torch.eye(width)], dim=1)
-        assert torch.equal(new[f"fusions.{span}.weights.{stream}"], weight)
-        assert torch.equal(new[f"fusions.{span}.biases.{stream}"], torch.zeros(width))
 
 
 @pytest.mark.parametrize("ranges", [[(0, 5)], [(2, 2)], [(-1, 2)], [(1, 3), (2, 4)]])
