@@ -1,10 +1,10 @@
-"""What the blocks of a trained network are worth: how much the output changes without them.
+"""The contribution of blocks: how much a trained network's output changes without them.
 
     c_l = |F - F_without| / |F|        over all images at noise level l; the mean over three levels
 
 F is the raw output, whose scaling the objective sets. The levels are the quantiles .2, .5 and .8 of
-those that the objective trains at: t = .2, .5, .8 where t is uniform. The streams pass a block that
-is left out unchanged. A network whose routed blocks are worth nothing is as deep as the others.
+the objective's training levels: t = .2, .5, .8 if t is uniform. The streams pass a block that is
+left out unchanged. A network whose routed blocks contribute nothing is only as deep as the others.
 
 B batch, C channels, H height, W width.
 """
@@ -26,7 +26,7 @@ from tread_zoo.seeding import make_generator, make_image_generator
 
 NUM_IMAGES = 64
 QUANTILES = (0.2, 0.5, 0.8)
-IDLE = 0.1  # blocks that change the output by less together are warned of
+IDLE = 0.1  # a range that changes the output by less is reported as idle
 Ranges = Sequence[tuple[int, int]]
 
 
@@ -40,7 +40,7 @@ def data_contributions(
     batch_size: int = 250,
     num_images: int = NUM_IMAGES,
 ) -> dict[str, Any]:
-    """Return `contributions` on held-out images; on training images if none are held out."""
+    """Return `contributions` on held-out images, or on training images if none are held out."""
     part = data.train if data.held_out is None else data.held_out
     images, labels = stack_part(part, num_images)
     device = next(backbone.parameters()).device
@@ -64,17 +64,17 @@ def contributions(
     precision: str,
     batch_size: int = 250,
 ) -> dict[str, Any]:
-    """Return what each block and each range is worth, as fractions of the output.
+    """Return the contribution of each block and each range, as a fraction of the output.
 
     `blocks` has c of each block, `ranges` [start, end, c] of each range; `levels` and `num_images`
-    are what was measured at. Noise and levels are the same in every call.
+    say where it was measured. Noise and levels are the same in every call.
 
     Args:
-        backbone, objective: a trained network and what it was trained by.
-        x, y: clean images [B,C,H,W] as the model sees them, labels [B] or contexts, or None.
+        backbone, objective: a trained network and its objective.
+        x, y: clean images [B,C,H,W] in the model's range; labels [B], contexts, or None.
         ranges: of blocks, [start, end).
         precision: resolved, see `tread_zoo.runtime`.
-        batch_size: rows at a time; an image has one at each level.
+        batch_size: rows per batch; an image has a row for each level.
     """
     generator = make_generator("worth")
     levels = objective.draw((100_000, 1, 1, 1), generator).level.quantile(torch.tensor(QUANTILES))
@@ -87,13 +87,13 @@ def contributions(
         image = some // len(levels)
 
         def predict(x_t: Tensor, t: Tensor, some: Tensor = some, image: Tensor = image) -> Tensor:
-            given = None if y is None else y[image]
+            labels = None if y is None else y[image]
             with autocast(x.device, precision):
-                output: Tensor = backbone(x_t, t, given)
-                others = [output - backbone(x_t, t, given, without=each) for each in left_out]
-            for index, values in enumerate((output, *others)):
-                of_data = values[:, : x.shape[1]].double()  # a learned variance is no part of it
-                squares[index, some] += of_data.square().sum(dim=(1, 2, 3)).cpu()
+                output: Tensor = backbone(x_t, t, labels)
+                changes = [output - backbone(x_t, t, labels, without=each) for each in left_out]
+            for index, values in enumerate((output, *changes)):
+                data = values[:, : x.shape[1]].double()  # without a learned variance
+                squares[index, some] += data.square().sum(dim=(1, 2, 3)).cpu()
             return output
 
         level = levels[some % len(levels)].to(x.device)
@@ -101,33 +101,33 @@ def contributions(
 
     whole, *changes = squares.view(len(squares), len(x), len(levels)).sum(dim=1)
     tiny = torch.finfo(torch.float64).tiny
-    worth = [float((each / whole.clamp_min(tiny)).sqrt().mean()) for each in changes]
-    of_ranges = zip(ranges, worth[backbone.num_blocks :], strict=True)
+    fractions = [float((each / whole.clamp_min(tiny)).sqrt().mean()) for each in changes]
+    by_range = zip(ranges, fractions[backbone.num_blocks :], strict=True)
     return {
         "num_images": len(x),
         "levels": levels.tolist(),
-        "blocks": worth[: backbone.num_blocks],
-        "ranges": [[start, end, value] for (start, end), value in of_ranges],
+        "blocks": fractions[: backbone.num_blocks],
+        "ranges": [[start, end, value] for (start, end), value in by_range],
     }
 
 
 def ranges_of(backbone: Backbone, routing: Routing) -> Ranges:
-    """Return the ranges of the routes; of a dense network its default one, if it is deep enough."""
+    """Return the ranges of the routes, or of a dense network its default range, if deep enough."""
     default = range(backbone.num_blocks)[slice(*backbone.default_range)]
     return routing.ranges or ([(default.start, default.stop)] if default else [])
 
 
 def contribution_names(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of `contributions` by name, as `contribution_3` of a block and
-    `contribution_2_8` of the range [2, 8); empty for an empty record."""
+    """Return the values of `contributions` by name: `contribution_3` of a block,
+    `contribution_2_8` of the range [2, 8). An empty record gives none."""
     blocks = {f"contribution_{i}": value for i, value in enumerate(record.get("blocks", ()))}
     return blocks | {f"contribution_{a}_{b}": value for a, b, value in record.get("ranges", ())}
 
 
 def describe_contributions(record: Mapping[str, Any]) -> list[str]:
-    """Return the numbers of `contributions` as lines of text, and a warning of idle ranges."""
-    worth = "  ".join(f"{i} {value:.3f}" for i, value in enumerate(record["blocks"]))
-    lines = [f"output changes without block: {worth}"]
+    """Return the values of `contributions` as lines of text; idle ranges are reported."""
+    values = "  ".join(f"{i} {value:.3f}" for i, value in enumerate(record["blocks"]))
+    lines = [f"output changes without block: {values}"]
     for start, end, value in record["ranges"]:
         text = f"blocks {start} … {end - 1} change the output by {100 * value:.2g} %"
         rest = len(record["blocks"]) - (end - start)

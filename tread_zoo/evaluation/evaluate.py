@@ -1,6 +1,6 @@
-"""Score a backbone's samples: while it trains, at its end, or from a checkpoint.
+"""Scoring of a backbone's samples, during training or from a checkpoint.
 
-    samples by number -> `tread_zoo.evaluation.score` -> values, and the protocol beside them
+    samples by number -> `tread_zoo.evaluation.score` -> values and their protocol
 
 Samples are drawn batch by batch and not kept. Dimensions: B batch, C channels, H height, W width.
 """
@@ -39,19 +39,18 @@ _NO_DECODER = "latents are not images: name their autoencoder with data.vae=…"
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class EvaluateConfig(CheckpointConfig):
-    """What tread-zoo evaluate scores: a checkpoint's samples, or existing images.
+    """Settings of tread-zoo evaluate: a checkpoint's samples, or existing images, are scored.
 
     Args:
-        samples: instead of a checkpoint, a folder of pictures, or an .npz with arr_0 uint8
-            [N,H,W,C] and perhaps labels arr_1; all are scored.
+        samples: in place of a checkpoint, a folder of pictures, or an .npz with arr_0 uint8
+            [N,H,W,C] and perhaps labels arr_1. All images are scored.
         data: of a checkpoint, options that differ from the run's, as in data={path: …}; of
-            samples, the data whose part the reference is, as in data=cifar10.
-        sampler, guidance: what differs from the run's own, by field; with `name`, another one.
-        evaluation: of a checkpoint, fields that differ from the run's own; of samples, from the
-            defaults.
-        out: file of the record; null: <run>/score_<step>_<digest of the protocol>.json, or beside
-            the samples.
-        vae: of latents: null is the run's; a folder where it has moved.
+            samples, the data of the reference, as in data=cifar10.
+        sampler, guidance: fields that differ from the run's; with `name`, another one.
+        evaluation: fields that differ from the run's or, of samples, from the defaults.
+        out: file of the record; null is <run>/score_<step>_<digest of the protocol>.json, or a
+            file beside the samples.
+        vae: the autoencoder of latents; null is the run's.
     """
 
     checkpoint: str | None = None  # type: ignore[assignment]
@@ -83,18 +82,18 @@ def evaluate(
     """Return `{"values": …, "real": …, "protocol": …, "contributions": …}` of a network and its
     samples; every process must call this.
 
-    `contributions` says what the blocks are worth (`tread_zoo.evaluation.contribution`). `real` has
-    what held-out images score where the reference is the training part: the best that samples can
-    hope for. Latents are decoded. Where metrics cannot be taken (Inception's weights are
-    absent, latents without their autoencoder, too few images), `not_scored` says why.
+    `contributions` is of the blocks, see `tread_zoo.evaluation.contribution`. `real` has the values
+    of held-out images where the reference is the training part: the best that samples can reach.
+    Latents are decoded. Where metrics cannot be computed (no weights of Inception, no autoencoder,
+    too few images), `not_scored` says why.
 
     Args:
-        backbone, objective, data, sampling, options: what to score, and by what.
+        backbone, objective, data, sampling, options: the network, and the settings of its scores.
         precision: resolved, see `tread_zoo.runtime`.
         weak: the network of the guidance's `weak_checkpoint`.
-        routing: that it was trained by.
-        cache: an empty dictionary that keeps, for later calls that differ in the weights alone,
-            what does not depend on them.
+        routing: of the training.
+        cache: an empty dictionary for later calls with other weights; it keeps what does not depend
+            on them.
         metadata: further fields of `Protocol`, such as `weights` and `step`.
     """
     cache = {} if cache is None else cache
@@ -105,13 +104,13 @@ def evaluate(
     protocol = {**cache["sampling"], "weights": "ema", "precision": precision, **metadata}
     conditions = conditions_of(backbone, data)
     protocol |= {"data": data.name, "seed": options.seed, "labels": conditions.rule}
-    worth = data_contributions(
+    of_blocks = data_contributions(
         backbone, objective, data, ranges=options.block_ranges or ranges_of(backbone, routing),
         precision=precision, batch_size=options.batch_size,
     )  # fmt: skip
     if not codec.has_pixels or not (evaluation.metrics or options.keep_images):
         why = {"not_scored": evaluation.not_scored} if evaluation.not_scored else {}
-        return {"values": {}, "real": {}, "protocol": protocol, **why, "contributions": worth}
+        return {"values": {}, "real": {}, "protocol": protocol, **why, "contributions": of_blocks}
 
     def draw(numbers: range) -> tuple[Tensor, Tensor | None]:
         x = generate(
@@ -136,11 +135,11 @@ def evaluate(
         cache=cache,
         **protocol,
     )
-    return {**record, "contributions": worth}
+    return {**record, "contributions": of_blocks}
 
 
 def _keep(images: Tensor, numbers: range, folder: Path) -> None:
-    """Write samples as pictures, named by their numbers."""
+    """Write samples as PNG files, named by their numbers."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, image in zip(numbers, images, strict=True):
         save_png(image, folder / f"{number:06d}.png")
@@ -149,8 +148,8 @@ def _keep(images: Tensor, numbers: range, folder: Path) -> None:
 def evaluate_images(
     place: str | Path, data: ImageData | None, options: EvaluationConfig, device: torch.device
 ) -> dict[str, Any]:
-    """Return the record, as of `evaluate`, of all images in a folder or an .npz file, compared with
-    a part of `data` or with what `options` name. Raises ValueError if they cannot be."""
+    """Return the record, as of `evaluate`, of all images in a folder or an .npz file. The reference
+    is a part of `data`, or what `options` name. Raises ValueError if they cannot be scored."""
     images = open_images(place)
     evaluation = make_evaluation(options, data, num_classes=images.num_classes, device=device)
     evaluation = evaluation.fit(len(images), images.shape, images.num_classes)
@@ -167,7 +166,7 @@ def evaluate_images(
 
 
 def _held_out(data: ImageData, options: EvaluationConfig, device: torch.device) -> Images | None:
-    """Return the held-out images, where samples are compared with those of the training part."""
+    """Return the held-out images, if the reference is the training part."""
     if data.held_out is None or options.reference != "train" or not data.codec.has_pixels:
         return None
     return part_images(data, data.held_out, "held_out", count=options.num_reference, device=device)
@@ -180,10 +179,10 @@ def check_evaluation(
     num_classes: int | None = None,
     device: torch.device | None = None,
 ) -> Evaluation:
-    """Return what samples like `data` are scored by; no image is drawn or read.
+    """Return the evaluation of samples like `data`, checked; no image is drawn or read.
 
-    `num_classes` are those of the labels that samples are drawn for, None: the data's own;
-    `device` is where latents are decoded. Raises ValueError if they cannot be scored so.
+    `num_classes` is of the samples' labels; None is the data's. `device` decodes latents. Raises
+    ValueError if samples cannot be scored so.
     """
     num_classes = data.num_classes if num_classes is None else num_classes
     evaluation = make_evaluation(options, data, num_classes=num_classes, device=device)
@@ -222,7 +221,7 @@ def make_evaluation(
         if options.extractor != "auto":
             raise
         metrics, not_scored = (), str(error) if metrics else ""
-    # the digits extractor's classes are those of digits alone
+    # the digits extractor knows the classes of digits alone
     reads_labels = extractor is not None and 0 < num_classes <= extractor.num_classes
     if (
         reads_labels
@@ -238,7 +237,7 @@ def make_evaluation(
 def _open_reference(
     options: EvaluationConfig, data: ImageData | None, device: torch.device | None
 ) -> Reference:
-    """Return the real images of a part of the data, or of a path."""
+    """Return the reference: a part of the data, or a path."""
     name = options.reference
     if name not in ("train", "held_out"):
         return open_reference(name)
@@ -257,20 +256,20 @@ def sampling_record(
     *,
     weak: Backbone | None = None,
 ) -> dict[str, Any]:
-    """Return the fields of `Protocol` that say how samples are drawn: `sampling`, every setting of
-    sampler and guidance; `nfe`, evaluations of a network for each image; `flops_per_image`."""
+    """Return the fields of `Protocol` on how samples are drawn: `sampling`, all settings of sampler
+    and guidance; `nfe`, network evaluations per image; `flops_per_image`."""
     cost = count_sampling(backbone, objective, sampling, weak=weak)
     settings = sampling.as_dict()
     return {"sampling": settings, "nfe": cost.evaluations, "flops_per_image": cost.flops}
 
 
 def score_names(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values of a record by their names for trackers: `score/fid`."""
+    """Return the values of a record under their names for trackers, such as `score/fid`."""
     return {f"score/{name}": value for name, value in record["values"].items()}
 
 
 def describe_record(record: Mapping[str, Any]) -> list[str]:
-    """Return a record as lines of text: each value, and the real images' own beside it."""
+    """Return a record as lines of text: each value beside that of real images."""
     lines = [f"{'':14s} {'samples':>10s} {'real':>10s}"] if record["values"] else []
     for name, value in record["values"].items():
         real = f"{record['real'][name]:10.4f}" if name in record["real"] else ""
@@ -293,7 +292,7 @@ def describe_record(record: Mapping[str, Any]) -> list[str]:
 
 
 def describe_sampling(protocol: Mapping[str, Any]) -> str:
-    """Return the settings and the cost of sampling in a few words."""
+    """Return the settings and the cost of sampling as a short text."""
     sampling = protocol["sampling"]
     words = [f"{sampling['sampler']} {sampling['num_steps']} steps"]
     usual = {"grid": "auto", "shift": 1.0, "rho": "auto", "selection_rate": 0.0}

@@ -1,15 +1,15 @@
-"""Feature extractors: images in, named features out, and what identifies the network.
+"""Feature extractors: networks that turn images into named features.
 
-    pooled    the vector that distances are taken in
-    spatial   Inception's 7 first channels of the 1x1 branch of mixed_6, 17x17, for sfid
+    pooled    the vector of which distances are computed
+    spatial   the first 7 channels of the 1x1 branch of Inception's mixed_6, 17x17, for sfid
     logits    of classes, for isc and label_accuracy
-    feature_map   [B, S, h, w], a vector for each place of the image, for `tread_zoo.training.
-              alignment`: DINOv2's patch tokens, Inception's mixed_7, a small classifier's last
-              convolution; each extractor has it, and `sizes` leaves it out
+    feature_map   [B, S, h, w], a vector per place of the image, for `tread_zoo.training.alignment`:
+              DINOv2's patch tokens, Inception's mixed_7, a small classifier's last convolution.
+              Each extractor has it; `sizes` does not list it
 
 docs/evaluation.md lists the extractors. Nothing is downloaded. torch-fidelity's Inception is the
-network of 2015 that the papers' FID uses. `mixed_6` of that graph is its `Mixed_6d`, and ADM's
-evaluator takes what comes out of the branch's ReLU in the order [H, W, 7], as here, so `mu_s` and
+network of 2015 that the papers' FID uses; its `Mixed_6d` is `mixed_6` of that graph. ADM's
+evaluator takes the output of the branch's ReLU in the order [H, W, 7], as here, so `mu_s` and
 `sigma_s` of its reference files are of the same features.
 
 Dimensions: B batch, C channels, H height, W width, D features.
@@ -60,26 +60,26 @@ class Extractor:
     """An extractor, before it is loaded."""
 
     name: str  # in settings
-    file: Path  # its weights
-    sizes: Mapping[str, int]  # D by name of the features that it has
-    resize: str = "none"  # what it does to an image first
-    shape: tuple[int, ...] | None = None  # the only [C, H, W] that it takes; None: any
-    num_classes: int = 0  # of its logits, where these are the classes of the data
+    file: Path  # of the weights
+    sizes: Mapping[str, int]  # D by name of feature
+    resize: str = "none"  # how images are resized
+    shape: tuple[int, ...] | None = None  # the required [C, H, W]; None: any
+    num_classes: int = 0  # of the logits, if they are of the data's classes
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Of the weights' file, 64 hex digits."""
+        """Hash of the weights' file, 64 hex digits."""
         return checksum(self.file)
 
     @property
     def label(self) -> str:
-        """Name for records: name@first 8 digits of the hash."""
+        """Name for records, with 8 digits of the hash: name@01234567."""
         name = self.name if self.name in EXTRACTORS else self.file.stem
         return f"{name}@{self.sha256[:8]}"
 
     def load(self, names: Collection[str], device: torch.device) -> Network:
-        """Return the network on `device`: uint8 [B,C,H,W] -> {name: float32 [B,D], of feature_map
-        [B,S,h,w]} of `names`. The global random numbers are left as they were."""
+        """Return the network on `device`: uint8 [B,C,H,W] -> the features in `names`, float32
+        [B,D], feature_map [B,S,h,w]. The global generator is not changed."""
         with torch.random.fork_rng(devices=[]):
             if self.name == INCEPTION:
                 network = _load_inception(self.file, names, device)
@@ -102,9 +102,9 @@ class Extractor:
 def find_extractor(
     name: str, inception_weights: str | None = None, dinov2_weights: str | None = None
 ) -> Extractor:
-    """Return an extractor by name, by the file of `tread-zoo make-features`, or by one that
-    `torch.export.save` wrote of any network; without files of weights they are looked for in
-    torch's hub folder. Raises ValueError for an unknown name, or a file that is not there."""
+    """Return an extractor by name, or from a file of `tread-zoo make-features` or of
+    `torch.export.save`. Weights are searched in torch's hub folder unless their files are given.
+    Raises ValueError for an unknown name or a missing file."""
     if name == INCEPTION:
         file = _hub_file(inception_weights, INCEPTION_URL, "inception_weights")
         sizes = {"pooled": 2048, "spatial": 17 * 17 * _SPATIAL_CHANNELS, "logits": 1008}
@@ -134,9 +134,9 @@ class ClassifierFeatures(nn.Module):
     GELU, since half of the features of a ReLU network this small die in training.
 
     Args:
-        image_size, channels, num_classes: (H, W), 8 or more each; C; of the logits.
-        num_features: D, where `layers` is left out.
-        layers: of each convolution its channels, its padding, and whether a 2x2 pooling follows.
+        image_size, channels, num_classes: (H, W), at least 8 each; C; of the logits.
+        num_features: D, unless `layers` is given.
+        layers: channels and padding of each convolution, and whether a 2x2 pooling follows.
     """
 
     def __init__(
@@ -174,13 +174,13 @@ class ClassifierFeatures(nn.Module):
         return {"pooled": pooled, "logits": self.classify(pooled), "feature_map": x}
 
 
-# Sizes of the file that ships here, which has none. tread-zoo make-features makes it: see there.
+# Sizes of the shipped file, which stores none. tread-zoo make-features makes it.
 _DIGITS_LAYERS = ((32, 1, False), (64, 1, True), (64, 0, False))
 _DIGITS = {"image_size": (8, 8), "channels": 1, "num_classes": 10, "layers": _DIGITS_LAYERS}
 
 
 def save_features(network: ClassifierFeatures, path: Path, about: str) -> None:
-    """Write a classifier's weights and sizes to one safetensors file, which appears whole."""
+    """Write a classifier's weights and sizes to a safetensors file, atomically."""
     from safetensors.torch import save
 
     channels, *image_size = network.shape
@@ -192,7 +192,7 @@ def save_features(network: ClassifierFeatures, path: Path, about: str) -> None:
 
 
 def load_features(path: Path = DIGITS_WEIGHTS) -> ClassifierFeatures:
-    """Return the classifier that `save_features` wrote, frozen; that of digits ships here."""
+    """Return a classifier from `save_features`, frozen; by default the shipped one of digits."""
     from safetensors import safe_open
 
     metadata: dict[str, Any] = dict(_DIGITS)
@@ -201,15 +201,14 @@ def load_features(path: Path = DIGITS_WEIGHTS) -> ClassifierFeatures:
             metadata = json.loads(file.metadata()["features"])
         state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     metadata.pop("about", None)
-    with torch.device("meta"):  # no weights are drawn: the caller's random numbers stay as they are
+    with torch.device("meta"):  # draws no weights: the global generator is not changed
         network = ClassifierFeatures(**metadata)
     network.load_state_dict(state, assign=True)
     return network.eval().requires_grad_(False)
 
 
 def _load_exported(file: Path, device: torch.device) -> tuple[Network, tuple[int, ...]]:
-    """Return a network that was exported with a batch of any size, uint8 [B,C,H,W] -> features
-    [B, D], and its [C, H, W]."""
+    """Return an exported network, uint8 [B,C,H,W] -> features [B, D], and its [C, H, W]."""
     from torch.export import load
     from torch.export.passes import move_to_device_pass
 
@@ -220,7 +219,7 @@ def _load_exported(file: Path, device: torch.device) -> tuple[Network, tuple[int
 
 
 def _load_inception(file: Path, names: Collection[str], device: torch.device) -> Network:
-    """Return Inception; it runs no further than `names` need."""
+    """Return Inception, computed as far as `names` require."""
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
     # "768" is read off after mixed_7: the way to it passes mixed_6
@@ -246,7 +245,7 @@ def _load_inception(file: Path, names: Collection[str], device: torch.device) ->
 
 
 def _load_dinov2(extractor: Extractor, device: torch.device) -> Network:
-    """Return torch-fidelity's extractor around the authors' network: it would download both."""
+    """Return torch-fidelity's extractor with the authors' network, without its downloads."""
     from torch_fidelity.feature_extractor_base import FeatureExtractorBase
     from torch_fidelity.feature_extractor_dinov2 import FeatureExtractorDinoV2
 
@@ -260,7 +259,7 @@ def _load_dinov2(extractor: Extractor, device: torch.device) -> Network:
     network.load_state_dict(torch.load(extractor.file, map_location="cpu", weights_only=True))
 
     class Local(FeatureExtractorDinoV2):  # type: ignore[misc,unused-ignore]
-        """Its forward pass, around a network that is there already."""
+        """The extractor around a loaded network."""
 
         def __init__(self) -> None:
             FeatureExtractorBase.__init__(self, extractor.name, ["dinov2"])
@@ -275,19 +274,19 @@ def _load_dinov2(extractor: Extractor, device: torch.device) -> Network:
         side = math.isqrt(patches.shape[1])
         kept["feature_map"] = patches.mT.unflatten(2, (side, side)).float()
 
-    norm: Any = network.norm  # the last one, of all tokens: that of the class, registers, patches
+    norm: Any = network.norm  # of all tokens: class, registers, patches
     norm.register_forward_hook(keep)
     return lambda images: {"pooled": local(images)[0]} | kept
 
 
-def _hub_file(given: str | None, url: str, field: str) -> Path:
-    """Return a file of weights: the given one, or the one in torch's hub folder."""
+def _hub_file(path: str | None, url: str, field: str) -> Path:
+    """Return the file of weights at `path` or, for None, in torch's hub folder."""
     name = url.rpartition("/")[2]
-    file = Path(given).expanduser() if given else Path(torch.hub.get_dir(), "checkpoints", name)
+    file = Path(path).expanduser() if path else Path(torch.hub.get_dir(), "checkpoints", name)
     file = file / name if file.is_dir() else file
     if not file.is_file():
         raise ValueError(
-            f"{str(file)!r} does not exist: get {url} and put it there, or set evaluation.{field} "
-            "to where it is."
+            f"{str(file)!r} does not exist: download {url} to it, or set evaluation.{field} to its "
+            "path."
         )
     return file

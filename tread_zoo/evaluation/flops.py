@@ -1,18 +1,16 @@
-"""FLOPs of the code that runs, counted by torch's flop counter on the meta device.
+"""FLOPs of the executed code, counted by torch's flop counter on the meta device.
 
-Matrix products are counted by torch, scans and the convolutions ahead of them by the formulas that
-`tread_zoo.kernels` registers (docs/flops.md lists them); elementwise work is not counted, as is
-usual. A multiply-add is 2. Every operation is counted in its torch form, whichever form runs, so
-that machines agree.
+torch counts matrix products; formulas that `tread_zoo.kernels` registers (see docs/flops.md) count
+scans and the convolutions before them. A multiply-add is 2; elementwise work is not counted, as is
+usual. Every operation is counted in its torch form, so that machines agree. The recomputation of
+activation checkpointing is counted.
 
-What a block computes again because of activation checkpointing counts, too.
-
-Over a run of S steps, of which step s is routed as r(s) with probability p_s and dense otherwise,
-an image costs on average
+In a run of S steps, step s is routed as r(s) with probability p_s, and dense otherwise. An image
+costs on average
 
     1/S sum_s (p_s F(r(s)) + (1 - p_s) F(dense)),   p_s = p between the dense ends, else 0
 
-F(r(s)) is the mean over the rates where a step draws its rate from a range.
+where F(r(s)) is the mean over the rates, if a step draws its rate from a range.
 """
 
 import json
@@ -39,14 +37,14 @@ def count_flops(
     routes: Sequence[Route | PendingRoute | PathDrop] = (),
     backward: bool = False,
 ) -> int:
-    """Return the FLOPs of one forward pass, or of forward and backward, of `batch` images. A
-    pending route costs what computing the importance costs, too."""
+    """Return the FLOPs of a forward pass, or of forward and backward, of `batch` images. A pending
+    route includes the cost of the importance."""
     return _trace(_without_data(backbone), batch, routes, backward)
 
 
 def training_flops(backbone: Backbone, routing: Routing, num_steps: int) -> float:
-    """Return the FLOPs of an image, forward and backward, averaged over a run of `num_steps` steps;
-    where a step is routed, or drops its paths, with a probability, the expected value."""
+    """Return the FLOPs per image, forward and backward, averaged over a run of `num_steps` steps.
+    Random routes and path drops count by their probability."""
     stages = stage_flops(backbone, routing, num_steps)
     return sum(len(steps) * flops for steps, flops in stages) / num_steps
 
@@ -54,8 +52,8 @@ def training_flops(backbone: Backbone, routing: Routing, num_steps: int) -> floa
 def stage_flops(
     backbone: Backbone, routing: Routing, num_steps: int, dense: int | None = None
 ) -> list[tuple[range, float]]:
-    """Return the steps of each stage of a run, and the FLOPs of an image, as `training_flops`;
-    `dense` are those of a dense step where they were counted already."""
+    """Return the steps of each stage of a run with the FLOPs per image, as in `training_flops`.
+    `dense` is the FLOPs of a dense step, if already counted."""
     meta = _without_data(backbone)
     dense = _trace(meta, 1, (), backward=True) if dense is None else dense
     stages = []
@@ -75,7 +73,7 @@ def stage_flops(
 
 @dataclass(frozen=True)
 class SamplingCost:
-    """What one image costs from noise to data: calls of a network, strong or weak, and FLOPs."""
+    """The cost of sampling an image: evaluations of the strong and the weak network, and FLOPs."""
 
     evaluations: int
     flops: int
@@ -88,10 +86,10 @@ def count_sampling(
     *,
     weak: Backbone | None = None,
 ) -> SamplingCost:
-    """Return what sampling one image with `options` costs. Raises ValueError if they do not fit.
+    """Return the cost of sampling an image with `options`. Raises ValueError if they do not fit.
 
-    `generate` itself runs, with networks whose forward computes nothing and notes what it was
-    called with: so a branch that a level or a scale leaves out is not counted.
+    `generate` runs with networks that compute nothing and count their calls, so that a branch that
+    a level or a scale leaves out is not counted.
     """
     calls: list[int] = []
     network = _stand_in(backbone, calls)
@@ -122,7 +120,7 @@ def _stand_in(network: Backbone, calls: list[int]) -> Backbone:
 
 @torch.inference_mode(False)
 def _without_data(backbone: Backbone) -> Backbone:
-    """Return a copy on the meta device; no weight is copied on the way."""
+    """Return a copy on the meta device, without copying weights."""
     empty: dict[int, object] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in backbone.parameters()
     } | {id(b): torch.empty_like(b, device="meta") for b in backbone.buffers()}
@@ -133,9 +131,9 @@ def _without_data(backbone: Backbone) -> Backbone:
 def _trace(
     meta: Backbone, batch: int, routes: Sequence[Route | PendingRoute | PathDrop], backward: bool
 ) -> int:
-    """Return the FLOPs of a call of a copy from `_without_data`; each kind of call runs once."""
+    """Return the FLOPs of a call of a copy from `_without_data`; equal calls are traced once."""
     key = (_structure(meta), batch, tuple(map(_kind, routes)), backward)
-    if key in _TRACED and meta.name is not None:  # only of a registered one all options are known
+    if key in _TRACED and meta.name is not None:  # the options of others are unknown
         return _TRACED[key]
     meta.requires_grad_(backward).zero_grad()
     x = torch.empty(batch, meta.in_channels, *meta.input_size, device="meta")
@@ -161,6 +159,6 @@ def _kind(route: Route | PendingRoute | PathDrop) -> tuple[Any, ...]:
 
 
 def _structure(network: Backbone) -> tuple[Any, ...]:
-    """Return what its FLOPs depend on: its class and options, and what was added to it."""
+    """Return what FLOPs depend on: the class, the options, and shapes, which show added layers."""
     shapes = tuple((name, tuple(p.shape)) for name, p in network.named_parameters())
     return type(network), json.dumps(network.config), network.checkpoint_blocks, shapes

@@ -1,4 +1,4 @@
-"""The loss of a network on images held out, at fixed draws: what compares runs pair by pair."""
+"""The loss on held-out images at fixed draws, which compares runs image by image."""
 
 import hashlib
 import json
@@ -35,12 +35,11 @@ def held_out_loss(
     num_draws: int = 1,
     batch_size: int = HELD_OUT_IMAGES,
 ) -> tuple[float, list[float]] | None:
-    """Return the mean dense loss on held-out images at fixed draws of level and noise, and the
-    means of the fourths of the draws from the lowest levels to the highest; None if nothing was
-    held out.
+    """Return the mean dense loss on held-out images at fixed draws of level and noise, and its mean
+    in each quarter of the draws, by rising level; None without held-out images.
 
-    The draws, `num_draws` for each image, depend on the seed alone, so the numbers of different
-    steps and networks compare, pair by pair. `precision` is resolved, see `tread_zoo.runtime`.
+    The draws, `num_draws` per image, depend on the seed alone, so that steps and networks compare.
+    `precision` is resolved, see `tread_zoo.runtime`.
     """
     if data.held_out is None:
         return None
@@ -69,10 +68,10 @@ def held_out_loss(
 def held_out_record(
     objective: Objective, data: ImageData, *, seed: int, num_draws: int
 ) -> dict[str, Any]:
-    """Return what the held-out loss depends on beside the network; {} if nothing was held out.
+    """Return what the held-out loss depends on beside the network; {} without held-out images.
 
-    `held_out_sha256` is of what the network is given: the images as stored, in their order, their
-    labels or contexts, and how latents are normalized.
+    `held_out_sha256` is the hash of the stored images in order, their labels or contexts, and the
+    normalization of latents.
     """
     if data.held_out is None:
         return {}
@@ -93,6 +92,6 @@ def held_out_record(
 
 
 def stack_part(dataset: Dataset[Any], count: int) -> tuple[Tensor, ...]:
-    """Return `count` items of a data set as stored [n, …], and their labels [n] or contexts
-    [n, T, S]; evenly spaced, for the first ones of a sorted set are of few classes."""
+    """Return `count` evenly spaced items of a data set as stored [n, …], with labels [n] or
+    contexts [n, T, S]. The first items of a sorted set would be of few classes."""
     return read_items(dataset, evenly_spaced(len(dataset), count))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Images to be compared, read batch by batch: an array, a part of a data set, a folder, an .npz.
+"""Images to score, read batch by batch: an array, a part of a data set, a folder, an .npz file.
 
 Dimensions: N images, B of a batch, C channels, H height, W width.
 """
@@ -26,21 +26,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Images:
-    """Images of one size, read by number: `read` returns those of a range of step 1, uint8
-    [B,C,H,W] on the CPU, and their labels [B] or None."""
+    """Images of one size, read by number: `read` takes a range of step 1 and returns uint8
+    [B,C,H,W] on the CPU, and labels [B] or None."""
 
     name: str  # for records
     shape: tuple[int, ...]  # C, H, W
     count: int
     read: Callable[[range], tuple[Tensor, Tensor | None]]
-    num_classes: int = 0  # of the labels; 0: they have none
+    num_classes: int = 0  # of the labels; 0 without labels
 
     def __len__(self) -> int:
         return self.count
 
 
 def tensor_images(images: Tensor) -> Images:
-    """Return images that lie in memory, uint8 [N,C,H,W]."""
+    """Return a tensor, uint8 [N,C,H,W], as `Images`."""
     if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
         raise ValueError(
             f"images are {images.dtype} {list(images.shape)}, not uint8 [N,1 or 3,H,W]: "
@@ -59,11 +59,8 @@ def part_images(
     count: int | None = None,
     device: torch.device | None = None,
 ) -> Images:
-    """Return `count` images (None: all) of a part of a data set, evenly spaced in it; latents are
-    decoded on `device`, the CPU by default.
-
-    Another one takes the place of an item that cannot be read, as in training, with a warning.
-    """
+    """Return `count` evenly spaced images (None: all) of a part of a data set. Latents are decoded
+    on `device`, by default the CPU; corrupt items are replaced as in training, with a warning."""
     place, codec = device or torch.device("cpu"), data.codec
     numbers = evenly_spaced(len(part), count)  # type: ignore[arg-type]
 
@@ -78,14 +75,14 @@ def part_images(
 
 
 def open_images(path: str | Path) -> Images:
-    """Return the images of a folder or an .npz file; little more than headers is read. Raises
+    """Return the images of a folder or an .npz file, of which only headers are read. Raises
     ValueError if they are not of one size."""
     place = Path(path).expanduser()
     return _open_folder(place) if place.is_dir() else _open_npz(place)
 
 
 def _open_folder(folder: Path) -> Images:
-    """Return the pictures of a folder and of those in it, by name; grey if all of them are."""
+    """Return the pictures of a folder and its sub-folders, sorted by name; grey if all are."""
     from PIL import ExifTags, Image
 
     paths = [path for path in folder.rglob("*") if path.is_file()]
@@ -98,16 +95,14 @@ def _open_folder(folder: Path) -> Images:
     channels, has_alpha = 1, False
     for path in files:
         with Image.open(path) as picture:
-            exif = picture.getexif() if "exif" in picture.info else {}  # else a PNG is decoded
-            turned = exif.get(ExifTags.Base.Orientation, 1) >= 5  # it is read upright
+            exif = picture.getexif() if "exif" in picture.info else {}  # else decodes a PNG
+            turned = exif.get(ExifTags.Base.Orientation, 1) >= 5  # read upright
             sizes.setdefault(picture.size if turned else picture.size[::-1], path)
             channels = 1 if channels == 1 and picture.mode in ("1", "L", "LA") else 3
             has_alpha |= picture.has_transparency_data
     if len(sizes) > 1:
         two = [f"{path} is {high}x{wide}" for (high, wide), path in list(sizes.items())[:2]]
-        raise ValueError(
-            f"{' and '.join(two)} (height x width): pictures of one size are compared."
-        )
+        raise ValueError(f"{' and '.join(two)} (height x width): all pictures must have one size.")
     if has_alpha:
         logger.warning("%s: alpha channels are dropped", folder)
 
@@ -120,8 +115,8 @@ def _open_folder(folder: Path) -> Images:
 
 
 def _open_npz(file: Path) -> Images:
-    """Return the images of an .npz file as ADM's, read in order without unpacking all: `arr_0`
-    uint8 [N,H,W,C], and `arr_1`, labels [N], if it is there."""
+    """Return the images of an .npz file as ADM's, `arr_0` uint8 [N,H,W,C] and perhaps labels
+    `arr_1` [N]; they are read in order, never unpacked as a whole."""
     with np.load(file, allow_pickle=False) as archive:
         values = archive["arr_1"] if "arr_1" in archive.files else np.zeros(0)
     stream: Any = zipfile.ZipFile(file).open("arr_0.npy")  # noqa: SIM115
@@ -139,11 +134,10 @@ def _open_npz(file: Path) -> Images:
 
     def read(rows: range) -> tuple[Tensor, Tensor | None]:
         size = math.prod(shape[1:])
-        stream.seek(begin + rows.start * size)  # going back begins the file again
+        stream.seek(begin + rows.start * size)  # seeking back reads from the start
         content = bytearray(stream.read(len(rows) * size))
         images = torch.frombuffer(content, dtype=torch.uint8).view(-1, height, width, channels)
-        # With the strides of [B,C,H,W]: with others a convolution would take another kernel, with
-        # other last bits.
+        # contiguous: for other strides a convolution takes another kernel, with other last bits
         images = images.permute(0, 3, 1, 2).flatten().view(-1, channels, height, width)
         return images, None if labels is None else labels[rows.start : rows.stop]
 
@@ -152,7 +146,7 @@ def _open_npz(file: Path) -> Images:
 
 
 def pixel_shape(data: ImageData, device: torch.device) -> tuple[int, ...]:
-    """Return [C,H,W] of the images of a data set; for latents, one is decoded to see."""
+    """Return [C,H,W] of the images of a data set; of latents, by decoding one."""
     stored = (data.channels, *data.image_size)
     if not data.codec.decoded_by:
         return stored

@@ -4,16 +4,16 @@
     def mean_gap(generated, real): ...                 # features [N, D], [M, D] -> float
 
 A metric returns a float, or several by name. Its options are its keyword-only parameters. A metric
-that takes no real images has one parameter, `generated`. What it warns of (`RuntimeWarning`) stands
-in the record of the score. Facts of a registration:
+without real images has one parameter, `generated`. Its warnings (`RuntimeWarning`) are recorded
+with the score. Metadata of a registration:
 
     better        "lower" or "higher"
-    features      pooled (the default), spatial or logits: which of the extractor's features
-    statistics    True: it takes their mean and covariance, `Statistics`, which are summed batch by
-                  batch, in place of all features; and more images than features
-    extractor     a shell pattern: the extractors that it is defined for
-    min_images    fewest images that it is defined for, 2 without
-    labels        True: in place of real images it takes the labels [N] of the generated ones
+    features      pooled (the default), spatial or logits: features of the extractor
+    statistics    True: takes their mean and covariance, `Statistics`, instead of all features, and
+                  needs more images than features
+    extractor     a shell pattern of the extractors that it is defined for
+    min_images    the least number of images, by default 2
+    labels        True: takes the labels [N] of the generated images instead of real images
 
 Dimensions: N generated images, M real images, D features.
 """
@@ -37,22 +37,22 @@ _DISTANCES_AT_ONCE = 100_000_000
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """Features of a set of images, by name; empty on other processes than the main one."""
+    """Features of a set of images, by name; filled on the main process only."""
 
-    count: int | None = None  # N, if a file of statistics says it
-    sha256: str | None = None  # of shape and sha256 of each image; or of a file of statistics
+    count: int | None = None  # N; None if a file of statistics does not say it
+    sha256: str | None = None  # of shape and hash of each image, or of a file of statistics
     statistics: dict[str, Statistics] = field(default_factory=dict)
     rows: Mapping[str, Tensor] = field(default_factory=dict)  # float32 [N, D]
-    labels: Tensor | None = None  # int64 [N], where the images have some
+    labels: Tensor | None = None  # int64 [N]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A registered metric with its options; the metadata are those at the top of this file."""
+    """A registered metric with its options; for the metadata see the module's docstring."""
 
-    options: Mapping[str, Any]  # name, too
+    options: Mapping[str, Any]  # including the name
     function: Callable[..., Any]  # with the options bound
-    uses_real: bool  # it takes the features of real images, too
+    uses_real: bool  # takes the features of real images
     features: str = "pooled"
     statistics: bool = False
     extractor: str = "*"
@@ -61,7 +61,7 @@ class Metric:
 
     @property
     def name(self) -> str:
-        """The registered one."""
+        """The registered name."""
         return str(self.options["name"])
 
     def compute(self, generated: FeatureSet, real: FeatureSet) -> dict[str, float]:
@@ -74,8 +74,8 @@ class Metric:
 
 
 def build_metrics(parts: Iterable[str | Mapping[str, Any]]) -> tuple[Metric, ...]:
-    """Return registered metrics, each given by its name or by a mapping with `name` and options;
-    "auto" is those of `AUTO`. Raises ValueError for an unknown name or option, or one twice."""
+    """Return metrics by their names, or by mappings with `name` and options; "auto" is `AUTO`.
+    Raises ValueError for an unknown name or option, or a name that occurs twice."""
     metrics = []
     for part in AUTO if parts == "auto" else parts:
         options = complete("metric", part, "evaluation.metrics")
@@ -88,7 +88,7 @@ def build_metrics(parts: Iterable[str | Mapping[str, Any]]) -> tuple[Metric, ...
         metrics.append(Metric(options, entry.build(keywords), uses_real, **metadata))
     for name, count in Counter(metric.name for metric in metrics).items():
         if count > 1:
-            raise ValueError(f"evaluation.metrics has {name!r} twice; score it in two calls.")
+            raise ValueError(f"evaluation.metrics has {name!r} twice; score in two calls.")
     return tuple(metrics)
 
 
@@ -110,9 +110,9 @@ def kid(
     subset_size: Annotated[int, Field(ge=2)] = 1000,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Return the squared kernel distance, cubic kernel, and its standard deviation over subsets
-    (Bińkowski et al. 2018). It is unbiased, so it may fall below 0. A subset has `subset_size`
-    images of each set, or all of the smaller set where it has fewer."""
+    """Return the squared kernel distance, with a cubic kernel, and its standard deviation over
+    subsets (Bińkowski et al. 2018). It is unbiased and may be negative. Subsets have `subset_size`
+    images of each set, or as many as the smaller set."""
     from torch_fidelity.metric_kid import kid_features_to_metric
 
     values = kid_features_to_metric(
@@ -131,22 +131,22 @@ def kid(
 
 @register("metric", "precision", better="higher", min_images=4)
 def precision(generated: Tensor, real: Tensor, *, num_neighbors: PositiveInt = 3) -> float:
-    """Return the fraction of generated images that lie in the ball of a real one, which reaches to
-    its `num_neighbors`-th nearest real neighbour (Kynkäänniemi et al. 2019)."""
+    """Return the fraction of generated images within the ball of a real image, whose radius is the
+    distance to its `num_neighbors`-th nearest real neighbour (Kynkäänniemi et al. 2019)."""
     return _coverage(generated, real, num_neighbors)
 
 
 @register("metric", "recall", better="higher", min_images=4)
 def recall(generated: Tensor, real: Tensor, *, num_neighbors: PositiveInt = 3) -> float:
-    """Return the fraction of real images that lie in the ball of a generated one: `precision` with
-    the two sets exchanged."""
+    """Return the fraction of real images within the ball of a generated image: `precision` with the
+    sets exchanged."""
     return _coverage(real, generated, num_neighbors)
 
 
 @register("metric", "isc", better="higher", features="logits", min_images=10)
 def isc(generated: Tensor, *, num_parts: PositiveInt = 10, seed: int = 0) -> dict[str, float]:
-    """Return the inception score of logits [N, classes], exp of the mean KL of an image's classes
-    from those of all, and its standard deviation over `num_parts` (Salimans et al. 2016)."""
+    """Return the inception score of logits [N, classes], and its standard deviation over
+    `num_parts`: exp of the mean KL of p(class | image) from p(class) (Salimans et al. 2016)."""
     from torch_fidelity.metric_isc import isc_features_to_metric
 
     values = isc_features_to_metric(generated, splits=num_parts, rng_seed=seed)
@@ -156,12 +156,15 @@ def isc(generated: Tensor, *, num_parts: PositiveInt = 10, seed: int = 0) -> dic
 @register("metric", "label_accuracy", better="higher", features="logits", min_images=1, labels=True)
 def label_accuracy(generated: Tensor, labels: Tensor) -> float:
     """Return the fraction of logits [N, classes] that are highest at the label, int64 [N]. It
-    saturates, and says nothing of variety: one good image of each class, repeated, gets 1."""
+    ignores variety: one good image per class, repeated, scores 1."""
     return float((generated.argmax(dim=1) == labels).double().mean())
 
 
 def _coverage(points: Tensor, centers: Tensor, num_neighbors: int) -> float:
-    rows, k = max(1, _DISTANCES_AT_ONCE // len(centers)), num_neighbors + 1  # itself is the first
+    rows, k = (
+        max(1, _DISTANCES_AT_ONCE // len(centers)),
+        num_neighbors + 1,
+    )  # the first is the point itself
     radii = torch.cat([torch.cdist(x, centers).kthvalue(k).values for x in centers.split(rows)])
     inside = [(torch.cdist(x, centers) <= radii).any(dim=1) for x in points.split(rows)]
     return float(torch.cat(inside).double().mean())

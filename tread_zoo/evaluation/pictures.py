@@ -22,7 +22,7 @@ def save_png(image: Tensor, path: Path) -> None:
 
 
 def save_grid(images: Tensor, path: Path, columns: int = 10) -> None:
-    """Write images uint8 [N, C, H, W] as one PNG, row by row, each enlarged to be seen."""
+    """Write images uint8 [N, C, H, W] as a PNG grid, row by row; tiny images are enlarged."""
     from torchvision.utils import make_grid
 
     enlarge = max(1, _SMALLEST_SIDE // max(images.shape[2:]))
@@ -32,8 +32,7 @@ def save_grid(images: Tensor, path: Path, columns: int = 10) -> None:
 
 
 def save_animation(pictures: Sequence[Path], path: Path) -> None:
-    """Write pictures of one size as a small GIF, at most 20 of them, evenly spaced; the last stays
-    for a while."""
+    """Write at most 20 evenly spaced pictures of one size as a GIF; the last is shown longer."""
     from PIL import Image
 
     chosen = [pictures[-1 - i] for i in evenly_spaced(len(pictures), _FRAMES)][::-1]
@@ -90,14 +89,14 @@ def plot_similarity(
     path: Path,
     title: str,
 ) -> None:
-    """Draw the likeness of token states as a heat map and the change of each block as bars.
+    """Plot the similarity of token states as a heat map, and the change by each block as bars.
 
     Args:
         matrix: [S, S], of the states before block 0 … S - 2 and after the last.
         changes: [S - 1], by block, at least 3.
         route: [start, end), marked in both.
-        path: of the PNG.
-        title: above the heat map.
+        path: a PNG file.
+        title: of the heat map.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle

@@ -1,4 +1,4 @@
-"""What a score depends on: one frozen dataclass beside every number."""
+"""The protocol of a score: everything that its value depends on."""
 
 import hashlib
 import json
@@ -8,32 +8,32 @@ from typing import Any
 
 
 def _noted(default: Any = None) -> Any:
-    """Return a field that is recorded, and not compared."""
+    """Return a field that is recorded but not compared."""
     return field(default=default, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """What a score depends on. Scores compare where their protocols are equal. What is noted is not
-    compared: scores on a curve differ in the step, others in how they round."""
+    """Everything that a score depends on. Scores with equal protocols compare. Noted fields, such
+    as the step and the precision, are not part of the comparison."""
 
     metrics: Sequence[Mapping[str, Any]] = ()  # with all options
-    extractor: str | None = None  # of the features; None where none were needed
+    extractor: str | None = None  # None if no features were needed
     extractor_sha256: str | None = None
     resize: str | None = None
     num_generated: int | None = None
     image_size: Sequence[int] | None = None  # [H, W]
     channels: int | None = None
-    uint8: str | None = None  # the rule by which samples became bytes
-    data: str | None = None  # that the samples are to be like
+    uint8: str | None = None  # how samples became bytes
+    data: str | None = None  # of the training
     reference: str | None = None  # the real images
     num_reference: int | None = None
     reference_sha256: str | None = None  # of their pixels, or of a file of statistics
-    labels: str | None = None  # the rule by which samples got their labels
+    labels: str | None = None  # how the samples' labels were chosen
     seed: int | None = None  # of the samples' noise
     sampling: Mapping[str, Any] | None = None  # sampler and guidance
     weights: str | None = None  # `ema`, `model` or `ema:0.05`; None: unknown
-    decoder: Mapping[str, Any] | None = None  # the autoencoder of latents, their normalization
+    decoder: Mapping[str, Any] | None = None  # of latents, with their normalization
     samples_sha256: str | None = _noted()
     step: int | None = _noted()
     nfe: int | None = _noted()
@@ -42,22 +42,22 @@ class Protocol:
     device: str | None = _noted()
     torch: str | None = _noted()
     torch_fidelity: str | None = _noted()
-    notes: Sequence[str] = _noted(())  # what makes a number doubtful
+    notes: Sequence[str] = _noted(())  # on doubtful values
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Protocol":
-        """Return the protocol of a record, as it was or as JSON gave it back."""
+        """Return the protocol of a record, before or after a round trip through JSON."""
         names = {f.name for f in fields(cls)}
         plain = json.loads(json.dumps(record["protocol"]))
         return cls(**{name: value for name, value in plain.items() if name in names})
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as plain values, for records."""
+        """Return the fields as plain values."""
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return plain
 
     @property
     def digest(self) -> str:
-        """Six hex digits that are equal for equal protocols, for the names of files."""
+        """Six hex digits for file names, equal for equal protocols."""
         compared = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
         return hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:6]

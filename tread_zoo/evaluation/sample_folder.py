@@ -1,13 +1,13 @@
-"""A folder of samples: one PNG for each, all of them as arrays, and a record of what made them.
+"""A folder of samples: PNG files, the same images as arrays, and a record of the settings.
 
-    <folder>/000000.png …      pictures alone, for tools that read a folder
+    <folder>/000000.png …      for tools that read a folder of pictures
              samples.npz       arr_0 uint8 [N,H,W,C], arr_1 labels, numbers int64 [N]
-             latents.npz       instead of both, where latents stay latents: arr_0 float [N,C,h,w]
-             sampling.json     the settings, which checkpoint, what an image costs
-    <folder>_grid.png          100 images of the last call, beside the folder: no tool counts it
+             latents.npz       in place of both if latents are not decoded: arr_0 float [N,C,h,w]
+             sampling.json     settings, checkpoint, cost of an image
+    <folder>_grid.png          100 images of the last call, outside the folder
 
-All images of a folder were made with the same settings, but for their numbers: a set can be
-continued, and is never mixed with another.
+All images of a folder have the same settings, except their numbers: a set can be continued, and is
+never mixed with another.
 
 Dimensions: B images of a call, N of a folder, C channels, H height, W width.
 """
@@ -25,21 +25,21 @@ from tread_zoo.data.files import write_text, written_whole
 from tread_zoo.evaluation.pictures import save_grid, save_png
 
 RECORD = "sampling.json"
-GRID_IMAGES = 100  # of the picture for people
+GRID_IMAGES = 100
 
 
 def folder_name(settings: Mapping[str, Any]) -> str:
-    """Return a folder's name for settings: the step, and a digest of all of them."""
+    """Return the name of the folder for some settings: the step, and a digest of all settings."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return f"step{settings['step']}_{digest[:6]}"
 
 
 class SampleFolder:
-    """A folder of the images of one set of settings, plain values, of which any difference makes
-    other images. `metadata` is recorded beside; `overwrite` replaces a set of other settings.
+    """A folder of samples with the same settings, which are plain values. `metadata` is recorded;
+    `overwrite` replaces samples of other settings.
 
     Raises:
-        ValueError: it holds samples of other or of unknown settings.
+        ValueError: the folder has samples of other or unknown settings.
     """
 
     def __init__(
@@ -54,7 +54,9 @@ class SampleFolder:
         self.settings, self.metadata = json.loads(json.dumps(dict(settings))), dict(metadata)
         record, files = self.path / RECORD, self._files()
         if files and not record.exists():
-            raise ValueError(f"out={str(path)!r} holds {files[0].name}, and no {RECORD}.")
+            raise ValueError(
+                f"out={str(path)!r} holds {files[0].name}, and no {RECORD}: name another folder."
+            )
         earlier = json.loads(record.read_text())["settings"] if files else self.settings
         changed = [
             f"{key}={earlier.get(key)!r}, not {self.settings.get(key)!r}"
@@ -71,9 +73,9 @@ class SampleFolder:
 
     @property
     def grid_path(self) -> Path:
-        """Of the picture for people."""
-        place = self.path.resolve()
-        return place.with_name(f"{place.name}_grid.png")
+        """The file of the grid."""
+        folder = self.path.resolve()
+        return folder.with_name(f"{folder.name}_grid.png")
 
     def save(self, numbers: range, images: Tensor, labels: Tensor | None) -> None:
         """Write images uint8 [B,C,H,W], named by their numbers, with labels [B] or None."""
@@ -89,7 +91,7 @@ class SampleFolder:
         self._save_arrays("latents.npz", numbers, latents, labels)
 
     def _files(self) -> list[Path]:
-        """Return the samples that are there."""
+        """Return the files of existing samples."""
         files = [path for path in sorted(self.path.glob("*.png")) if path.stem.isdigit()]
         return [*files, *self.path.glob("samples.npz"), *self.path.glob("latents.npz")]
 
@@ -101,7 +103,7 @@ class SampleFolder:
         write_text(self.path / RECORD, json.dumps(record, indent=2))
 
     def _save_arrays(self, name: str, numbers: range, rows: Tensor, labels: Tensor | None) -> None:
-        """Write the arrays of these images and of those that the file has already, by number."""
+        """Merge the arrays of these images into the file, sorted by number."""
         arrays = {"arr_0": rows.numpy(), "numbers": np.asarray(numbers, np.int64)}
         if labels is not None:
             arrays["arr_1"] = labels.numpy()

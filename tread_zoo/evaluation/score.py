@@ -1,11 +1,11 @@
-"""One score of images against a reference, with the protocol that its numbers depend on.
+"""Scores of images against a reference, with the protocol that they depend on.
 
     score(images, reference, ["fid", "kid"])         arrays, folders, .npz files, samplers
 
-Images become features batch by batch: statistics are summed, and all features are kept for the
-metrics that compare image with image, and for no others. Several processes (where torch.distributed
-is initialized, each must call this) take whole batches in turn, so that features have the bits of a
-single process, and the main one has the result.
+Features are computed batch by batch. Statistics are summed; all features are kept only for metrics
+that compare images one by one. If torch.distributed is initialized, every process must call this:
+processes take whole batches in turn, so that features are those of a single process to the bit, and
+the main process has the result.
 
 Dimensions: N images, B of a batch, C channels, H height, W width, D features.
 """
@@ -44,28 +44,28 @@ _STATISTICS = {"pooled": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
 
 @dataclass(frozen=True)
 class Reference:
-    """The real side of a score: images, statistics of a file, or both."""
+    """The real images of a score, statistics of their features from a file, or both."""
 
     name: str  # for records
     images: Images | None
-    statistics: Mapping[str, Statistics] = field(default_factory=dict)  # by their features' name
-    file: Path = Path()  # that has them
-    extractor: str = INCEPTION  # whose features these are
+    statistics: Mapping[str, Statistics] = field(default_factory=dict)  # by name of the features
+    file: Path = Path()  # of the statistics
+    extractor: str = INCEPTION  # of the statistics
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Of the file of statistics."""
+        """Hash of the file of statistics."""
         return checksum(self.file)
 
     def statistics_of(self, extractor: Extractor) -> Mapping[str, Statistics]:
-        """Return those of an extractor's features."""
+        """Return the statistics of an extractor's features; empty if they are of another one."""
         return self.statistics if self.extractor in (extractor.name, extractor.label) else {}
 
 
 def open_reference(reference: "Reference | Images | Tensor | str | Path") -> Reference:
-    """Return what is compared with: images, a folder of them, or an .npz with images, statistics of
-    their features as ADM's (`mu`, `sigma` and, of spatial features, `mu_s`, `sigma_s`), or both:
-    distances then take the statistics, which may be of more images. Raises ValueError for others.
+    """Return a reference: images, a folder of them, or an .npz with images, statistics of
+    their features as ADM's (`mu`, `sigma`; of spatial features `mu_s`, `sigma_s`), or both. Distances then
+    use the statistics, which may be of more images. Raises ValueError for other files.
     """
     if isinstance(reference, Reference):
         return reference
@@ -84,15 +84,15 @@ def open_reference(reference: "Reference | Images | Tensor | str | Path") -> Ref
                 statistics[name] = Statistics(mean, covariance, count)
     if not statistics and "arr_0" not in names:
         raise ValueError(
-            f"{reference} has {', '.join(sorted(names))}: images as arr_0, uint8 [N,H,W,C], or "
-            "statistics as mu and sigma are expected; tread-zoo make-reference makes these."
+            f"{reference} has {', '.join(sorted(names))}, but needs images as arr_0, uint8 "
+            "[N,H,W,C], or statistics as mu and sigma: tread-zoo make-reference writes them."
         )
     both = open_images(path) if "arr_0" in names else None
     return Reference(path.name, both, statistics, path, extractor)
 
 
 def write_statistics(path: Path, features: FeatureSet, extractor: Extractor) -> None:
-    """Write an .npz of statistics that `open_reference` opens, whole or not at all."""
+    """Write an .npz of statistics for `open_reference`, atomically."""
     arrays: dict[str, Any] = {"extractor": extractor.label, "num_images": features.count}
     arrays["images_sha256"] = features.sha256
     for name, statistics in features.statistics.items():
@@ -107,17 +107,17 @@ def write_statistics(path: Path, features: FeatureSet, extractor: Extractor) -> 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What images are scored by."""
+    """The metrics, extractor and reference of a score."""
 
     metrics: tuple[Metric, ...]
-    extractor: Extractor | None  # None where no features are needed
+    extractor: Extractor | None  # None if no features are needed
     reference: Reference
-    not_scored: str = ""  # which metrics there are not, and why
-    auto: bool = False  # metrics that cannot be taken are left out
+    not_scored: str = ""  # metrics that are left out, and why
+    auto: bool = False  # leave out metrics that do not fit; else they raise
 
     def fit(self, count: int, shape: tuple[int, ...], num_classes: int) -> "Evaluation":
-        """Return what `count` images [C,H,W] of `shape` with labels of `num_classes` are scored by;
-        nothing is read. Raises ValueError if they cannot be scored so."""
+        """Return the evaluation of `count` images [C,H,W] of `shape` with labels of `num_classes`.
+        Nothing is read. Raises ValueError if they cannot be scored so."""
         extractor, real = self.extractor, self.reference.images
         if extractor is None:
             return self
@@ -127,8 +127,8 @@ class Evaluation:
         for name, other in shapes.items():
             if other is not None and tuple(shape) != other:
                 raise ValueError(
-                    f"the images [C,H,W] are {tuple(shape)}, and those of {name} {other}: bring "
-                    f"them to one size, or set evaluation.extractor={INCEPTION}."
+                    f"the images [C,H,W] are {tuple(shape)}, but those of {name} are {other}: "
+                    f"resize one of them, or set evaluation.extractor={INCEPTION}."
                 )
         compared, left_out = self._compared(extractor), dict[str, str]()
         for metric in self.metrics:
@@ -148,7 +148,7 @@ class Evaluation:
         )  # fmt: skip
 
     def _compared(self, extractor: Extractor) -> list[Metric]:
-        """Return the metrics that read the images of the reference."""
+        """Return the metrics that need the reference's images."""
         stored = self.reference.statistics_of(extractor)
         return [
             metric
@@ -166,8 +166,8 @@ class Evaluation:
         cache: dict[str, Any] | None = None,
         **metadata: Any,
     ) -> dict[str, Any]:
-        """Return `{"values": …, "real": …, "protocol": …}` of the images, as `score`; `cache` keeps
-        what does not depend on them: features of the reference, and "real"."""
+        """Return `{"values": …, "real": …, "protocol": …}` of the images, as `score` does. `cache`
+        keeps what does not depend on them: the reference's features and "real"."""
         cache = {} if cache is None else cache
         extractor, metrics, network = self.extractor, self.metrics, None
         if extractor is not None:
@@ -208,7 +208,7 @@ class Evaluation:
         return record | ({"not_scored": self.not_scored} if self.not_scored else {})
 
     def _read_reference(self, features: Callable[..., FeatureSet]) -> FeatureSet:
-        """Return the reference's features; of those that a file has, its statistics."""
+        """Return the reference's features, with statistics from its file as far as it has them."""
         compared = self._compared(self.extractor) if self.extractor else []
         computed, real = FeatureSet(), self.reference.images
         if compared and real is not None:
@@ -236,19 +236,19 @@ def score(
     """Return `{"values": {name: float}, "real": …, "protocol": …}` of images against a reference.
 
     Args:
-        images: uint8 [N,C,H,W], a folder of pictures, an .npz with `arr_0`, or your own `Images`.
+        images: uint8 [N,C,H,W], a folder of pictures, an .npz with `arr_0`, or an `Images`.
         reference: the same, or an .npz of statistics. Grey images are repeated to 3 channels for
             extractors of colour.
-        metrics: names, or mappings with `name` and options; auto is fid, kid, precision and recall
+        metrics: names, or mappings with `name` and options; auto is fid, kid, precision and recall,
             as far as extractor, reference and number of images allow.
         extractor, inception_weights, dinov2_weights: as of `find_extractor`.
-        batch_size: images at a time.
+        batch_size: images per batch.
         device: of the extractor.
-        metadata: fields of `Protocol` that do not follow from the images.
+        metadata: further fields of `Protocol`.
 
     Raises:
         ValueError: images, reference, metrics and extractor do not fit each other, or weights are
-            not there.
+            missing.
     """
     source = _as_images(images)
     network = find_extractor(extractor, inception_weights, dinov2_weights)
@@ -267,8 +267,8 @@ def extract(
     rows: Collection[str] = (),
     batch_size: int,
 ) -> FeatureSet:
-    """Return the features that `statistics` and `rows` name of all images, as `network` gives them;
-    one batch of images is in memory at a time."""
+    """Return the features of all images by `network`: statistics of those in `statistics`, and all
+    rows of those in `rows`. One batch of images is in memory at a time."""
     rank, world = _rank()
     running = {name: RunningStatistics() for name in statistics}
     batches: dict[int, dict[str, Any]] = {}  # by first image
@@ -294,7 +294,7 @@ def extract(
     whole = {name: torch.cat([batch[name] for batch in ordered]) for name in rows}
     for name, values in whole.items():
         if not values.isfinite().all():
-            raise ValueError(f"the extractor gave {name} features that are not finite.")
+            raise ValueError(f"the extractor's {name} features are not finite.")
     digest = hashlib.sha256("x".join(map(str, images.shape)).encode())
     digest.update(b"".join(batch["sha256"] for batch in ordered))
     shown = [batch["labels"] for batch in ordered if batch["labels"] is not None]
@@ -310,7 +310,7 @@ def extract(
 def _values(
     generated: FeatureSet, reference: FeatureSet, metrics: Iterable[Metric]
 ) -> tuple[dict[str, float], list[str]]:
-    """Return the values, and what metrics warned of; nothing but on the main process."""
+    """Return the values and the metrics' warnings; empty except on the main process."""
     values: dict[str, float] = {}
     notes: list[str] = []
     for metric in metrics if _rank()[0] == 0 else ():
@@ -323,12 +323,12 @@ def _values(
 
 
 def _misfit(metric: Metric, extractor: Extractor, reference: Reference, num_classes: int) -> str:
-    """Return why a metric cannot be taken of an extractor's features, of labels of `num_classes` or
-    of a reference, or ""."""
+    """Return why a metric does not fit an extractor, labels of `num_classes` or a reference; "" if
+    it does."""
     if not fnmatch.fnmatchcase(extractor.name, metric.extractor):
         return f"is for {metric.extractor}: set evaluation.extractor to one, not {extractor.name}"
     if metric.features not in extractor.sizes:
-        return f"takes {metric.features} features, which {extractor.name} lacks: take {INCEPTION}"
+        return f"takes {metric.features} features, which {extractor.name} lacks: use {INCEPTION}"
     if metric.labels and not 0 < num_classes <= extractor.num_classes:
         return (
             f"reads {extractor.num_classes} classes with {extractor.name}, and the labels are of "
@@ -348,7 +348,7 @@ def _misfit(metric: Metric, extractor: Extractor, reference: Reference, num_clas
 
 
 def _too_few(metric: Metric, extractor: Extractor, count: int, name: str) -> str:
-    """Return why a metric is not defined for `count` images, or ""."""
+    """Return why a metric is not defined for `count` images; "" if it is."""
     parts, neighbors = (metric.options.get(field, 0) for field in ("num_parts", "num_neighbors"))
     least = max(metric.min_images, parts, neighbors + 1)
     if count < least:
@@ -357,8 +357,8 @@ def _too_few(metric: Metric, extractor: Extractor, count: int, name: str) -> str
     if not metric.statistics or count > size:
         return ""
     return (
-        f"compares covariances of {size} features, which are singular unless there are more "
-        f"images, and {name} has {count}: give {size + 1}, take kid"
+        f"compares covariances of {size} features, which are singular without more images, and "
+        f"{name} has {count}: give {size + 1}, take kid"
     )
 
 
@@ -373,8 +373,8 @@ def _as_images(images: Any) -> Images:
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[bool]:
-    """Connect the processes that a launcher started, if it started several; give whether this is
-    the main one."""
+    """Connect the processes of a launcher, if there are several; yield whether this is the main
+    one."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield True
         return
@@ -386,13 +386,13 @@ def process_group(device: torch.device) -> Iterator[bool]:
 
 
 def _rank() -> tuple[int, int]:
-    """Return this process's number and how many there are."""
+    """Return the rank of this process and the number of processes."""
     alone = not (dist.is_available() and dist.is_initialized())
     return (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
 
 
 def _gather(part: Any) -> list[Any]:
-    """Return what each process has, by rank, on the main one; [] on the others."""
+    """Return the parts of all processes, by rank, on the main one; [] on the others."""
     rank, world = _rank()
     if world == 1:
         return [part]
@@ -403,7 +403,7 @@ def _gather(part: Any) -> list[Any]:
 
 @contextmanager
 def _leaving_together() -> Iterator[None]:
-    """Pass on a `SystemExit`, by which a signal ends the work, to every process: each of them waits
+    """Raise a `SystemExit` of one process, by which a signal ends it, in all of them; each waits
     here for the others."""
     ended: SystemExit | None = None
     try:
