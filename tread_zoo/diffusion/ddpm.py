@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
-from tread_zoo.diffusion.objective import Draw, Predict, Straight, per_image, prediction
+from tread_zoo.diffusion.objective import AdditiveNoise, Draw, Predict, per_image, prediction
 from tread_zoo.registry import register
 from tread_zoo.seeding import Generator, per_image_generator
 
@@ -40,7 +40,7 @@ NUM_STEPS = 1000
 
 @register("objective", "ddpm")
 @dataclass(frozen=True, kw_only=True)
-class DDPM(Straight):
+class DDPM(AdditiveNoise):
     """The objective of DDPM. The network is given t = step / 1000.
 
     Args:

@@ -25,7 +25,7 @@ from pydantic import PositiveFloat
 from torch import Tensor
 
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
-from tread_zoo.diffusion.objective import Draw, Predict, Straight, per_image, prediction
+from tread_zoo.diffusion.objective import AdditiveNoise, Draw, Predict, per_image, prediction
 from tread_zoo.registry import register
 from tread_zoo.seeding import Generator, per_image_generator
 
@@ -41,7 +41,7 @@ class Preconditioning(NamedTuple):
 
 @register("objective", "edm")
 @dataclass(frozen=True, kw_only=True)
-class EDM(Straight):
+class EDM(AdditiveNoise):
     """The EDM objective.
 
     Args:

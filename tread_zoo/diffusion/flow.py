@@ -36,7 +36,7 @@ from torch import Tensor
 
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid, shift_time
-from tread_zoo.diffusion.objective import Draw, Predict, Straight, per_image, prediction
+from tread_zoo.diffusion.objective import AdditiveNoise, Draw, Predict, per_image, prediction
 from tread_zoo.registry import register
 from tread_zoo.routing import Routing
 from tread_zoo.seeding import Generator, per_image_generator
@@ -46,7 +46,7 @@ Space = Literal["velocity", "x", "noise"]
 
 @register("objective", "flow")
 @dataclass(frozen=True, kw_only=True)
-class FlowMatching(Straight):
+class FlowMatching(AdditiveNoise):
     """The flow-matching objective.
 
     Args:

@@ -39,7 +39,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.diffusion.flow import FlowMatching
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
-from tread_zoo.diffusion.objective import Draw, Predict, Straight, per_image, prediction
+from tread_zoo.diffusion.objective import AdditiveNoise, Draw, Predict, per_image, prediction
 from tread_zoo.registry import register
 from tread_zoo.routing import Routing
 from tread_zoo.seeding import Generator, per_image_generator
@@ -50,7 +50,7 @@ _C = 1e-3
 
 @register("objective", "mean_flow")
 @dataclass(frozen=True, kw_only=True)
-class MeanFlow(Straight):
+class MeanFlow(AdditiveNoise):
     """The objective of MeanFlow. `sampler=mean` takes its steps; with the others it is a flow.
 
     Args:

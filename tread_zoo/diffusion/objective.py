@@ -84,7 +84,7 @@ class Objective(Protocol):
         """
 
 
-class Straight:
+class AdditiveNoise:
     """What objectives share whose level t is the factor of the noise, and whose x_t is straight in
     it: signal(t) x + t noise, signal being 1 or 1 - t."""
 
