@@ -36,9 +36,9 @@ from torch import Tensor, nn
 
 from backbones.mixers.scan import (
     ScanMixer,
+    at_least_float32,
     both_ways,
     decay_over_gaps,
-    full,
     init_step_bias,
     make_convolution,
     sum_ways,
@@ -106,13 +106,15 @@ class BidirectionalDelta(ScanMixer):
         else:
             mixed = self.conv(projected[..., : self.conv.weight.shape[0] // 2], scan, self.gaps)
             q, k, v = mixed.unflatten(-1, (3, self.num_heads, -1)).unbind(2)
-        q, k = (F.normalize(full(part), dim=-1).to(v.dtype) for part in (q, k))
-        beta = self._turn(full(self.beta_proj(x)).sigmoid(), scan)
+        q, k = (F.normalize(at_least_float32(part), dim=-1).to(v.dtype) for part in (q, k))
+        beta = self._turn(at_least_float32(self.beta_proj(x)).sigmoid(), scan)
         log_decay = self._turn(self._log_decay(x), scan)
         if self.gaps == "decay":
             log_decay = decay_over_gaps(log_decay, scan)
         out = sum_ways(gated_delta_rule(q, k, v, beta, log_decay), scan)
-        out = F.rms_norm(out, self.norm.normalized_shape, full(self.norm.weight), self.norm.eps)
+        out = F.rms_norm(
+            out, self.norm.normalized_shape, at_least_float32(self.norm.weight), self.norm.eps
+        )
         gated = (out * self._gate(x, parts[-1])).flatten(2)
         # Weights may be stored in half precision; under autocast both are float32 here.
         return scan.restore(self.out_proj(gated.to(self.out_proj.weight.dtype)))
@@ -123,8 +125,10 @@ class BidirectionalDelta(ScanMixer):
     def _log_decay(self, x: Tensor) -> Tensor:
         """Return [B, L, 2 H], or [B, L, 2 H, K] for one a channel."""
         down = x if self.step_down is None else self.step_down(x)
-        steps = F.softplus(full(self.step_proj(down)) + full(self.step_bias))
-        rates = -torch.exp(full(self.A_log))
+        steps = F.softplus(
+            at_least_float32(self.step_proj(down)) + at_least_float32(self.step_bias)
+        )
+        rates = -torch.exp(at_least_float32(self.A_log))
         if self.per_channel:
             steps, rates = steps.unflatten(-1, (2 * self.num_heads, -1)), rates.unsqueeze(-1)
         return rates * steps
@@ -174,5 +178,5 @@ class KimiDelta(BidirectionalDelta):
         self.gate_up = nn.Linear(hidden_size // num_heads, hidden_size)
 
     def _gate(self, x: Tensor, z: Tensor) -> Tensor:
-        gate: Tensor = torch.sigmoid(full(self.gate_up(self.gate_down(x))))
+        gate: Tensor = torch.sigmoid(at_least_float32(self.gate_up(self.gate_down(x))))
         return gate.view(*gate.shape[:-1], self.num_heads, -1)

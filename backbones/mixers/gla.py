@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from backbones.mixers.scan import (
     ScanMixer,
+    at_least_float32,
     both_ways,
     decay_over_gaps,
-    full,
     make_convolution,
     sum_ways,
 )
@@ -86,14 +86,16 @@ class BidirectionalGLA(ScanMixer):
         x = scan.permute(x)
         mixed, z = self.in_proj(x).split([sum(self.parts[:3]), self.parts[3]], dim=-1)
         both = both_ways(mixed, scan) if self.conv is None else self.conv(mixed, scan, self.gaps)
-        gates = full(self.forget_out(self.forget_in(x))).chunk(2, dim=-1)
+        gates = at_least_float32(self.forget_out(self.forget_in(x))).chunk(2, dim=-1)
         forward, backward = (F.logsigmoid(gate) / DECAY_ROOT for gate in gates)
         log_decay = torch.cat([forward, scan.flip(backward)])
         if self.gaps == "decay":
             log_decay = decay_over_gaps(log_decay, scan)
         ways = (*both.split(self.parts[:3], dim=-1), log_decay)  # one batch
         out = sum_ways(gated_linear_attention(*map(self._heads, ways)), scan)
-        out = F.rms_norm(out, self.norm.normalized_shape, full(self.norm.weight), self.norm.eps)
+        out = F.rms_norm(
+            out, self.norm.normalized_shape, at_least_float32(self.norm.weight), self.norm.eps
+        )
         gated = out.flatten(2) * F.silu(z)
         # Weights may be stored in half precision; under autocast both are float32 here.
         return scan.restore(self.out_proj(gated.to(self.out_proj.weight.dtype)))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from backbones.mixers.base import Mixer
 from backbones.mixers.rotary import Rotation, make_rotation
-from backbones.mixers.scan import full
+from backbones.mixers.scan import at_least_float32
 from tread_zoo.contract.backbone import Layout
 from tread_zoo.contract.layers import rotate
 
@@ -71,7 +71,9 @@ class LinearAttention(Mixer):
         q, k, v = split.permute(2, 0, 3, 1, 4)
         q, k = F.relu(q), F.relu(k)
         # Means over the keys in place of sums: half precision holds them, however many there are.
-        total = (full(q) * full(k).mean(-2, keepdim=True)).sum(-1, keepdim=True) + EPSILON
+        total = (at_least_float32(q) * at_least_float32(k).mean(-2, keepdim=True)).sum(
+            -1, keepdim=True
+        ) + EPSILON
         if rotation is not None:
             q, k = (rotate(z, rotation.cos, rotation.sin).to(v.dtype) for z in (q, k))
         state = k.transpose(-2, -1) @ (v / v.shape[-2])

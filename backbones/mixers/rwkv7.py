@@ -34,7 +34,7 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from backbones.mixers.q_shift import GridWalk, ShiftingMixer, shift_and_blend
-from backbones.mixers.scan import both_ways, decay_over_gaps, full, sum_ways
+from backbones.mixers.scan import at_least_float32, both_ways, decay_over_gaps, sum_ways
 from tread_zoo.kernels import dplr_delta_rule
 from tread_zoo.routing.scans import Scan
 
@@ -107,24 +107,34 @@ class TimeMix(ShiftingMixer):
         v = own_value
         if not self.is_first:
             assert first_value is not None, "the shell has a stream for it"
-            mix = torch.sigmoid(full(self.mix(of_v)) + full(self.mix_bias))
+            mix = torch.sigmoid(at_least_float32(self.mix(of_v)) + at_least_float32(self.mix_bias))
             v = v + mix.to(v.dtype) * (first_value.to(v.dtype) - v)
-        rate = torch.sigmoid(full(self.rate(of_rate)) + full(self.rate_bias))
-        removed = F.normalize(self._heads(full(k) * full(self.removed)), dim=-1).flatten(2)
-        k = full(k) * (1 + full(self.replaced) * (rate - 1))
+        rate = torch.sigmoid(
+            at_least_float32(self.rate(of_rate)) + at_least_float32(self.rate_bias)
+        )
+        removed = F.normalize(
+            self._heads(at_least_float32(k) * at_least_float32(self.removed)), dim=-1
+        ).flatten(2)
+        k = at_least_float32(k) * (1 + at_least_float32(self.replaced) * (rate - 1))
         r2, k2, v2, a2, b2 = (
             self._heads(both_ways(scan.permute(each), scan))
             for each in (r, k, v, -removed, rate * removed)
         )
-        falls = self._falls(full(self.decay(of_decay)), scan)
+        falls = self._falls(at_least_float32(self.decay(of_decay)), scan)
         mixed = dplr_delta_rule(r2, k2, v2, a2, b2, self._heads(falls))
         y = scan.restore(sum_ways(mixed.flatten(2), scan))
         norm = self.norm
         y = F.group_norm(
-            y.flatten(0, 1), self.num_heads, full(norm.weight), full(norm.bias), norm.eps
+            y.flatten(0, 1),
+            self.num_heads,
+            at_least_float32(norm.weight),
+            at_least_float32(norm.bias),
+            norm.eps,
         )
-        weights = self._heads(full(r) * full(self.bonus) * k).sum(-1, keepdim=True)
-        y = y.view_as(x) + (weights * self._heads(full(v))).flatten(2)
+        weights = self._heads(at_least_float32(r) * at_least_float32(self.bonus) * k).sum(
+            -1, keepdim=True
+        )
+        y = y.view_as(x) + (weights * self._heads(at_least_float32(v))).flatten(2)
         gated = y * self.gate(of_gate)
         # Weights may be stored in half precision; under autocast both are float32 here.
         out: Tensor = self.output(gated.to(self.output.weight.dtype))
@@ -132,7 +142,7 @@ class TimeMix(ShiftingMixer):
 
     def _falls(self, decay: Tensor, scan: Scan) -> Tensor:
         """Return the log-decays [2 B, K, D] of both directions."""
-        first, second = full(self.decay_bias).unbind()
+        first, second = at_least_float32(self.decay_bias).unbind()
         decay = scan.permute(decay)
         both = torch.cat([decay + first, scan.flip(decay + second)])
         falls = -STEEPEST * torch.sigmoid(both)

@@ -82,7 +82,7 @@ def both_ways(x: Tensor, scan: Scan, dim: int = 0) -> Tensor:
 
 def sum_ways(x: Tensor, scan: Scan) -> Tensor:
     """Return what two walks [2 B, L, ..] found, added up token by token, in float32 at least."""
-    forward, backward = full(x).chunk(2)
+    forward, backward = at_least_float32(x).chunk(2)
     return forward + scan.flip(backward)
 
 
@@ -95,7 +95,7 @@ def decay_over_gaps(log_decay: Tensor, scan: Scan) -> Tensor:
     return log_decay * lengths.view(*lengths.shape, *[1] * (log_decay.ndim - 2))
 
 
-def full(x: Tensor) -> Tensor:
+def at_least_float32(x: Tensor) -> Tensor:
     """Return x in float32, or float64 where it is: steps and rates do not bear half precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from backbones.mixers.scan import (
     ScanMixer,
+    at_least_float32,
     both_ways,
     convolve_ways,
-    full,
     init_convolution,
     init_selective_scan,
     init_uniform,
@@ -99,11 +99,13 @@ class SelectiveScan(ScanMixer):
             outputs.append(c)
         scanned = (
             u,
-            F.softplus(full(torch.cat(steps, dim=-1)) + full(self.step_bias)),
-            -torch.exp(full(self.A_log)),
+            F.softplus(
+                at_least_float32(torch.cat(steps, dim=-1)) + at_least_float32(self.step_bias)
+            ),
+            -torch.exp(at_least_float32(self.A_log)),
             torch.stack(inputs, dim=2),
             torch.stack(outputs, dim=2),
-            full(self.D),
+            at_least_float32(self.D),
         )
         y = scan_ways(selective_scan, scanned, gaps if self.gaps == "decay" else None)
         if self.ways == 2:

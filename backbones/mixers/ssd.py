@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from backbones.mixers.scan import (
     ScanMixer,
+    at_least_float32,
     both_ways,
     convolve_ways,
-    full,
     init_convolution,
     init_step_bias,
     init_uniform,
@@ -95,17 +95,19 @@ class BidirectionalSSD(ScanMixer):
         steps = both_ways(step, scan, dim=-1)
         scanned = (
             inputs.reshape(*inputs.shape[:2], -1, self.head_size),
-            F.softplus(full(steps) + full(self.step_bias)),
-            -torch.exp(full(self.A_log)),
+            F.softplus(at_least_float32(steps) + at_least_float32(self.step_bias)),
+            -torch.exp(at_least_float32(self.A_log)),
             b,
             c,
-            full(self.D),
+            at_least_float32(self.D),
         )
         y = scan_ways(ssd, scanned, scan.gaps_both_ways() if self.gaps == "decay" else None)
         forward, backward = y.flatten(2).chunk(2, dim=-1)
         y = (forward + scan.flip(backward)) * F.silu(z)
         norm = self.norm
-        y = F.rms_norm(full(y), norm.normalized_shape, full(norm.weight), norm.eps)
+        y = F.rms_norm(
+            at_least_float32(y), norm.normalized_shape, at_least_float32(norm.weight), norm.eps
+        )
         # Weights may be stored in half precision; under autocast both are float32 here.
         return scan.restore(self.out_proj(y.to(self.out_proj.weight.dtype)))
 
