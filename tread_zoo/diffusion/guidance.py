@@ -214,7 +214,7 @@ def _selector(part: Any) -> Any:
 Selector = Annotated[str | dict[str, Any], BeforeValidator(_selector)]
 
 
-class _Parts:
+class _Options:
     """What the kinds share: each has some of these as fields, and may fix others."""
 
     scale: Any = 2.0
@@ -368,7 +368,7 @@ def _dropped_paths(backbone: Backbone) -> tuple[PathDrop, ...]:
 
 @register("guidance", "parts")
 @dataclass(frozen=True, kw_only=True)
-class PartsGuidance(_Parts):
+class PartsGuidance(_Options):
     """The weak prediction lacks what is set here; the strong one is the network with its label.
 
     A rate or the scale may change with the fraction p of sampling that is done, a function of the
@@ -417,7 +417,7 @@ class PartsGuidance(_Parts):
 
 @register("guidance", "cfg")
 @dataclass(frozen=True, kw_only=True)
-class ClassifierFree(_Parts):
+class ClassifierFree(_Options):
     """The weak prediction has no label."""
 
     drop_label = True
@@ -436,7 +436,7 @@ class IntervalGuidance(ClassifierFree):
 
 @register("guidance", "sparse")
 @dataclass(frozen=True, kw_only=True)
-class SparseGuidance(_Parts):
+class SparseGuidance(_Options):
     """Two predictions of the same network with the same label, at two selection rates."""
 
     scale: Scale = 2.0
@@ -449,7 +449,7 @@ class SparseGuidance(_Parts):
 
 @register("guidance", "auto")
 @dataclass(frozen=True, kw_only=True)
-class AutoGuidance(_Parts):
+class AutoGuidance(_Options):
     """The weak prediction is another network's: a smaller one, or one of an earlier step."""
 
     weak_checkpoint: str = field()
@@ -458,7 +458,7 @@ class AutoGuidance(_Parts):
 
 @register("guidance", "path_drop")
 @dataclass(frozen=True, kw_only=True)
-class PathDropGuidance(_Parts):
+class PathDropGuidance(_Options):
     """The weak prediction skips the blocks whose result the network was trained to do without, and
     has no label, as in SPRINT's released sampler; `parts` can drop the path alone."""
 
