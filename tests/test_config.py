@@ -118,8 +118,8 @@ def test_a_run_is_named_after_what_is_not_as_by_default():
 
     readme = "digits_mamba_tiny_tread_flow_seed0"
     assert name("backbone=mamba", "routing=tread") == readme
-    aside = ["training.log_every=7", "device=cpu", "training.num_steps=800", "optimizer=adamw"]
-    assert name("backbone=mamba", *aside) == readme
+    ignored = ["training.log_every=7", "device=cpu", "training.num_steps=800", "optimizer=adamw"]
+    assert name("backbone=mamba", *ignored) == readme
     assert name("experiment=digits", "backbone=mamba") == readme
     assert name("routing.selection_rate=0.25") == (
         "digits_dit_tiny_tread_flow_routing.selection_rate-0.25_seed0"

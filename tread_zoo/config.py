@@ -6,7 +6,8 @@ Types, ranges and unknown names are checked when it is made. Parts (`backbone`, 
 given as a name or as a mapping with `name` and options, and kept as mappings with every option, so
 two configurations compare with `==`, and `as_dict` is what a checkpoint stores.
 
-Fields marked `ASIDE` do not change what a run computes: where it writes, how often it reports.
+Fields marked `BOOKKEEPING` do not change what a run computes, such as where it writes and how
+often it reports.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ from tread_zoo.fields import OPTIONS, Auto, Fraction, check, default_fields
 from tread_zoo.registry import complete, get_entry, plugins_of, split
 from tread_zoo.routing.options import RoutingConfig
 
-ASIDE = "aside"
+BOOKKEEPING = "bookkeeping"
 LONGEST_NAME = 150  # bytes of a file name; file systems take 255
 
 
@@ -106,20 +107,20 @@ class TrainingConfig:
     gradient_accumulation_steps: PositiveInt = 1
     max_grad_norm: Annotated[float, Field(ge=1e-6)] | Annotated[float, Field(ge=0, le=0)] = 1.0
     ema_decay: Fraction = 0.995
-    ema_snapshots_every: Annotated[NonNegativeInt, ASIDE] = 0
+    ema_snapshots_every: Annotated[NonNegativeInt, BOOKKEEPING] = 0
     label_dropout: Annotated[float, Field(ge=0, le=0.9)] = 0.1
     horizontal_flip: bool = False
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    activation_checkpointing: Annotated[bool | NonNegativeInt, ASIDE] = False
-    compile: Annotated[bool, ASIDE] = False
-    num_workers: Annotated[NonNegativeInt, ASIDE] = 0
-    max_corrupt_share: Annotated[Fraction, ASIDE] = 0.001
-    log_every: Annotated[PositiveInt, ASIDE] = 20
-    sample_every: Annotated[NonNegativeInt, ASIDE] = 250
-    score_every: Annotated[NonNegativeInt, ASIDE] = 0
-    checkpoint_every: Annotated[NonNegativeInt, ASIDE] = 250
-    keep_checkpoints: Annotated[PositiveInt, ASIDE] = 2
-    timeout_s: Annotated[PositiveInt, Field(le=31_536_000), ASIDE] = 1800  # a year
+    activation_checkpointing: Annotated[bool | NonNegativeInt, BOOKKEEPING] = False
+    compile: Annotated[bool, BOOKKEEPING] = False
+    num_workers: Annotated[NonNegativeInt, BOOKKEEPING] = 0
+    max_corrupt_share: Annotated[Fraction, BOOKKEEPING] = 0.001
+    log_every: Annotated[PositiveInt, BOOKKEEPING] = 20
+    sample_every: Annotated[NonNegativeInt, BOOKKEEPING] = 250
+    score_every: Annotated[NonNegativeInt, BOOKKEEPING] = 0
+    checkpoint_every: Annotated[NonNegativeInt, BOOKKEEPING] = 250
+    keep_checkpoints: Annotated[PositiveInt, BOOKKEEPING] = 2
+    timeout_s: Annotated[PositiveInt, Field(le=31_536_000), BOOKKEEPING] = 1800  # a year
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
@@ -150,11 +151,11 @@ class EvaluationConfig:
     reference: str = "train"
     num_reference: PositiveInt | None = None
     seed: int = 1
-    block_ranges: Annotated[tuple[tuple[int, int], ...], ASIDE] = ()
-    batch_size: Annotated[PositiveInt, ASIDE] = 250
-    inception_weights: Annotated[str | None, ASIDE] = None
-    dinov2_weights: Annotated[str | None, ASIDE] = None
-    keep_images: Annotated[str | None, ASIDE] = None
+    block_ranges: Annotated[tuple[tuple[int, int], ...], BOOKKEEPING] = ()
+    batch_size: Annotated[PositiveInt, BOOKKEEPING] = 250
+    inception_weights: Annotated[str | None, BOOKKEEPING] = None
+    dinov2_weights: Annotated[str | None, BOOKKEEPING] = None
+    keep_images: Annotated[str | None, BOOKKEEPING] = None
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
@@ -247,7 +248,7 @@ class RunConfig:
         kernels: form by operation, auto for those that are not named.
     """
 
-    plugins: Annotated[tuple[str, ...], ASIDE] = ()
+    plugins: Annotated[tuple[str, ...], BOOKKEEPING] = ()
     backbone: part_type("dit_tiny") = "dit_tiny"  # type: ignore[valid-type]
     routing: RoutingConfig = dataclasses.field(default_factory=RoutingConfig)
     objective: part_type("flow") = "flow"  # type: ignore[valid-type]
@@ -259,15 +260,15 @@ class RunConfig:
     guidance: part_type("none") = "none"  # type: ignore[valid-type]
     alignment: part_type("none") = "none"  # type: ignore[valid-type]
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
-    tracker: Annotated[part_type("local"), ASIDE] = "local"  # type: ignore[valid-type]
+    tracker: Annotated[part_type("local"), BOOKKEEPING] = "local"  # type: ignore[valid-type]
     seed: int = 0
-    device: Annotated[str, ASIDE] = "auto"
-    run_dir: Annotated[str, ASIDE] = "auto"
+    device: Annotated[str, BOOKKEEPING] = "auto"
+    run_dir: Annotated[str, BOOKKEEPING] = "auto"
     init_from: str | None = None
-    resume: Annotated[str | None, ASIDE] = None
-    resume_changed: Annotated[bool, ASIDE] = False
-    overwrite: Annotated[bool, ASIDE] = False
-    kernels: Annotated[dict[str, str], ASIDE] = dataclasses.field(default_factory=dict)
+    resume: Annotated[str | None, BOOKKEEPING] = None
+    resume_changed: Annotated[bool, BOOKKEEPING] = False
+    overwrite: Annotated[bool, BOOKKEEPING] = False
+    kernels: Annotated[dict[str, str], BOOKKEEPING] = dataclasses.field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return every field as plain values: what a checkpoint stores."""
@@ -276,8 +277,8 @@ class RunConfig:
 
     def differences(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
         """Return what two runs compute differently: {field: (of this one, of the other)}."""
-        pairs, aside = _differences(self.as_dict(), other.as_dict()), aside_fields()
-        return {f: pair for f, pair in pairs.items() if not {f, f.partition(".")[0]} & aside}
+        pairs, bookkeeping = _differences(self.as_dict(), other.as_dict()), bookkeeping_fields()
+        return {f: pair for f, pair in pairs.items() if not {f, f.partition(".")[0]} & bookkeeping}
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
@@ -375,7 +376,7 @@ def auto_warmup_steps(num_steps: int) -> int:
 
 
 def _auto_run_dir(config: RunConfig) -> str:
-    """Return `runs/<parts>_<what else is not as by default>_seed<n>`, without what is `ASIDE`."""
+    """Return `runs/<parts>_<what is not default>_seed<n>`, without `BOOKKEEPING`."""
     names = [config.data["name"], config.backbone["name"], config.routing.name]
     names += [config.objective["name"], config.alignment["name"]]
     names = names[:-1] if names[-1] == "none" else names
@@ -430,15 +431,15 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
     return pairs
 
 
-def aside_fields(cls: Any = RunConfig, prefix: str = "") -> set[str]:
-    """Return the dotted names of the fields that are marked `ASIDE`."""
+def bookkeeping_fields(cls: Any = RunConfig, prefix: str = "") -> set[str]:
+    """Return the dotted names of the fields that are marked `BOOKKEEPING`."""
     hints, names = get_type_hints(cls, include_extras=True), set[str]()
     for field in dataclasses.fields(cls):
         hint, name = hints[field.name], prefix + field.name
-        if ASIDE in getattr(hint, "__metadata__", ()):
+        if BOOKKEEPING in getattr(hint, "__metadata__", ()):
             names.add(name)
         elif dataclasses.is_dataclass(hint):
-            names |= aside_fields(hint, f"{name}.")
+            names |= bookkeeping_fields(hint, f"{name}.")
     return names
 
 

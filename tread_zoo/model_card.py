@@ -14,7 +14,7 @@ import torch
 
 from tread_zoo.comparison.report import as_markdown
 from tread_zoo.comparison.results import flops_until
-from tread_zoo.config import aside_fields
+from tread_zoo.config import bookkeeping_fields
 from tread_zoo.data.files import checksum, without_paths
 from tread_zoo.evaluation.evaluate import describe_record
 from tread_zoo.factory import build_backbone
@@ -56,7 +56,7 @@ def write_model_folder(
     run, folder = checkpoint.run_dir, Path(out or checkpoint.run_dir / "hub")
     license = _keep_license(checkpoint.meta.get("imported", {}), license)
     facts = without_paths({k: checkpoint.meta[k] for k in _KEPT if k in checkpoint.meta})
-    facts["config"] = {k: v for k, v in facts["config"].items() if k not in aside_fields()}
+    facts["config"] = {k: v for k, v in facts["config"].items() if k not in bookkeeping_fields()}
     write_folder(folder, checkpoint.tensors(weights), {})
     facts |= {
         "format": FORMAT,

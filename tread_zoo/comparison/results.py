@@ -21,7 +21,7 @@ from typing import Any
 
 import pandas as pd
 
-from tread_zoo.config import aside_fields, flatten
+from tread_zoo.config import bookkeeping_fields, flatten
 from tread_zoo.evaluation.contribution import contribution_names
 from tread_zoo.training.trackers import read_lines
 
@@ -82,8 +82,8 @@ def read_runs(folders: Folders, records: Sequence[Path] | None = None) -> pd.Dat
     table = pd.DataFrame(rows)
     scores = list(table.columns[table.columns.get_loc("samples") + 1 :])
     table.attrs["settings"] = fields
-    aside = ("real_", "contribution_")
-    table.attrs["metrics"] = [name for name in scores if not name.startswith(aside)]
+    special = ("real_", "contribution_")
+    table.attrs["metrics"] = [name for name in scores if not name.startswith(special)]
     return table
 
 
@@ -131,12 +131,12 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
             part = own.get(field.rpartition(".")[0])
             values.setdefault(field, {}).setdefault(part, set()).add(repr(value))
     outside = {*NAMED, "seed"}
-    aside = aside_fields()
+    bookkeeping = bookkeeping_fields()
     return [
         field
         for field, by_part in values.items()
         if any(len(of_part) > 1 for of_part in by_part.values())
-        and not {field, field.partition(".")[0]} & aside
+        and not {field, field.partition(".")[0]} & bookkeeping
         and field not in outside
     ]
 
