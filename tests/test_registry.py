@@ -63,7 +63,7 @@ def test_a_preset_changes_defaults_and_a_function_has_its_keywords_as_options():
         return scale * float((generated.mean() - real.mean()).abs())
 
     assert create("metric", "scaled_gap", scale=3.0)(torch.ones(2, 1), torch.zeros(2, 1)) == 3.0
-    assert get_entry("metric", "scaled_gap").facts["better"] == "lower"
+    assert get_entry("metric", "scaled_gap").metadata["better"] == "lower"
 
 
 @pytest.mark.parametrize(

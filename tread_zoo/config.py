@@ -332,7 +332,7 @@ def make_config(**fields: Any) -> RunConfig:
     config = dataclasses.replace(config, **parts, sampler=sampler)
     training, optimizer, routing = config.training, dict(config.optimizer), config.routing
     if training.num_steps == "auto":
-        steps = get_entry("data", config.data["name"]).facts.get("num_steps")
+        steps = get_entry("data", config.data["name"]).metadata.get("num_steps")
         if steps is None:
             raise ValueError(
                 f"training.num_steps=auto, but data={config.data['name']} has no recipe that says "
@@ -341,7 +341,7 @@ def make_config(**fields: Any) -> RunConfig:
         training = dataclasses.replace(training, num_steps=steps)
     if optimizer.get("learning_rate") == "auto":
         name = config.backbone["name"]
-        optimizer["learning_rate"] = get_entry("backbone", name).facts.get("learning_rate", 1e-4)
+        optimizer["learning_rate"] = get_entry("backbone", name).metadata.get("learning_rate", 1e-4)
     lr_schedule = dict(config.lr_schedule)
     if lr_schedule.get("warmup_steps") == "auto":
         lr_schedule["warmup_steps"] = auto_warmup_steps(int(training.num_steps))
@@ -394,7 +394,7 @@ def _auto_run_dir(config: RunConfig) -> str:
             choices[kind] = part["name"]
         choices |= {f"{kind}.{k}": required[k] for k in sorted(required)}
     steps = config.training.num_steps
-    if steps != get_entry("data", config.data["name"]).facts.get("num_steps"):
+    if steps != get_entry("data", config.data["name"]).metadata.get("num_steps"):
         choices["training.num_steps"] = steps
     usual = make_config(
         **parts, routing={"name": config.routing.name}, training={"num_steps": steps},

@@ -74,14 +74,14 @@ class Entry:
         kind, name: of the part.
         target: the class or function.
         preset: values of options in place of the target's own defaults.
-        facts: what else is said of parts of the kind, such as a metric's `better`.
+        metadata: what else is said of parts of the kind, such as a metric's `better`.
     """
 
     kind: str
     name: str
     target: Callable[..., Any]
     preset: Mapping[str, Any] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def parameters(self) -> dict[str, inspect.Parameter]:
         """Return the parameters of the target that are options, by name; a backbone's that come
@@ -170,7 +170,7 @@ class Entry:
 _entries: dict[tuple[str, str], Entry] = {}
 _loaded: set[str] = set()  # kinds, and plug-ins' entry points
 _broken: dict[str, str] = {}  # plug-ins that could not be imported, and why
-_FACTS = {
+_METADATA = {
     "backbone": {"learning_rate"},
     "metric": {"better", "features", "statistics", "extractor", "min_images", "labels"},
     "data": {"num_steps"},
@@ -178,7 +178,7 @@ _FACTS = {
 
 
 def register(
-    kind: str, name: str, *, preset: Mapping[str, Any] | None = None, **facts: Any
+    kind: str, name: str, *, preset: Mapping[str, Any] | None = None, **metadata: Any
 ) -> Callable[[Target], Target]:
     """Return a decorator that registers a class or function under `name`.
 
@@ -186,24 +186,24 @@ def register(
         kind: one of `KINDS`.
         name: an identifier.
         preset: options of this variant, in place of the target's defaults.
-        facts: of a backbone `learning_rate`, at which AdamW trains it; of a metric `better`,
+        metadata: of a backbone `learning_rate`, at which AdamW trains it; of a metric `better`,
             "lower" or "higher", and those that `tread_zoo.evaluation.metrics` lists; of a data
             source `num_steps`, the length of its recipe.
 
     Raises:
-        ValueError: an unknown kind or fact, a name that is taken or is no identifier, a preset that
-            is no option, or a target that swallows any keyword.
+        ValueError: an unknown kind or key of `metadata`; a name that is taken or is not an
+            identifier; a preset that is not an option; or a target that takes **keywords.
     """
     if kind not in KINDS:
         raise unknown_name("kind", kind, KINDS)
     if not name.isidentifier():
         raise ValueError(f"{kind} name {name!r} must be an identifier such as my_{kind}.")
-    for fact in facts:
-        if fact not in _FACTS.get(kind, ()):
-            raise unknown_name(f"register({kind!r}) keyword", fact, _FACTS.get(kind, ()))
+    for key in metadata:
+        if key not in _METADATA.get(kind, ()):
+            raise unknown_name(f"register({kind!r}) keyword", key, _METADATA.get(kind, ()))
 
     def decorate(target: Target) -> Target:
-        stated = {k: v for k, v in facts.items() if v is not None}
+        stated = {k: v for k, v in metadata.items() if v is not None}
         entry = Entry(kind, name, target, dict(preset or {}), stated)
         taken = _entries.get((kind, name))
         if taken is not None and _place(taken) != _place(entry):

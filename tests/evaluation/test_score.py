@@ -111,7 +111,7 @@ def test_a_metric_of_ones_own_is_one_function():
 
 def test_every_registered_metric_says_its_direction():
     for name in available("metric"):
-        assert get_entry("metric", name).facts["better"] in ("lower", "higher"), name
+        assert get_entry("metric", name).metadata["better"] in ("lower", "higher"), name
 
 
 # Protocols ----------------------------------------------------------------------------------------

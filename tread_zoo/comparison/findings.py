@@ -103,7 +103,7 @@ class Row:
 def direction(metric: str) -> str | None:
     """Return whether a metric is better `lower` or `higher`, None if nothing says."""
     if metric in available("metric"):
-        return get_entry("metric", metric).facts.get("better")
+        return get_entry("metric", metric).metadata.get("better")
     return {"loss": "lower", "accuracy": "higher"}.get(metric.rpartition("_")[2])
 
 

@@ -82,7 +82,7 @@ def build_metrics(parts: Iterable[str | Mapping[str, Any]]) -> tuple[Metric, ...
         entry = get_entry("metric", options["name"])
         parameters = inspect.signature(entry.target).parameters.values()
         positional = [p for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
-        metadata = {name: value for name, value in entry.facts.items() if name != "better"}
+        metadata = {name: value for name, value in entry.metadata.items() if name != "better"}
         keywords = {name: value for name, value in options.items() if name != "name"}
         uses_real = len(positional) > 1 and not metadata.get("labels")
         metrics.append(Metric(options, entry.build(keywords), uses_real, **metadata))
