@@ -43,7 +43,7 @@ from tread_zoo.runs.metadata import (
     META_NAME,
     STEP_FOLDERS,
     WEIGHTS_NAME,
-    read_facts,
+    read_metadata,
     read_newest,
     sealed,
 )
@@ -94,13 +94,13 @@ class Checkpoint:
             ValueError: a width that the snapshots of the run do not give.
         """
         file = self.path / f"{part}.safetensors"
-        if (own := self.meta.get("weights")) is not None:  # one that was pushed has one network
-            if part != own:
-                raise CheckpointError(f"{self.path} has one set of weights: set weights={own}.")
+        if (only := self.meta.get("weights")) is not None:  # one that was pushed has one network
+            if part != only:
+                raise CheckpointError(f"{self.path} has one set of weights: set weights={only}.")
             return load_file(self.path / WEIGHTS_NAME)
         name, _, width = part.partition(":")
         if (width or name in TRACKED) and not all(
-            (self.path / f"{own}.safetensors").exists() for own in TRACKED
+            (self.path / f"{name}.safetensors").exists() for name in TRACKED
         ):
             raise CheckpointError(
                 f"{self.path} has no averages to make other widths of: the run needs "
@@ -124,7 +124,7 @@ class Checkpoint:
         ):
             if max(map(abs, row)) < 1e-10:
                 continue  # not worth reading
-            source = self if step == self.step else Checkpoint(path, read_facts(path))
+            source = self if step == self.step else Checkpoint(path, read_metadata(path))
             for part, coefficient in zip(TRACKED, row, strict=True):
                 for name, tensor in source.tensors(part).items():
                     average[name] = average.get(name, 0) + coefficient * tensor.double()
@@ -197,9 +197,9 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
                 f"{path} holds a network alone, and not what it was trained for: it is used from "
                 "Python, load_pretrained, or pushed as a run by tread-zoo push."
             )
-        return Checkpoint(path, read_facts(path, CONFIG_NAME))
+        return Checkpoint(path, read_metadata(path, CONFIG_NAME))
     if (path / META_NAME).exists() or path.name.startswith("step_"):
-        return Checkpoint(path, read_facts(path))
+        return Checkpoint(path, read_metadata(path))
     folders = _folders(path / "checkpoints") or _folders(path)
     if not folders:
         raise CheckpointError(
@@ -246,9 +246,9 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig) -> None:
         logger.warning("resumed with another setting: it was %s", text)
 
 
-def data_facts(data: ImageData) -> dict[str, Any]:
+def data_metadata(data: ImageData) -> dict[str, Any]:
     """Return what a checkpoint and `facts.json` say of the data."""
-    facts: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "name": data.name,
         "image_size": list(data.image_size),
         "channels": data.channels,
@@ -257,28 +257,28 @@ def data_facts(data: ImageData) -> dict[str, Any]:
         "items": digest_items(data.train),
     }
     if data.codec.metadata:
-        facts |= {"codec": data.codec.metadata, "decoder": data.codec.decoder}
+        metadata |= {"codec": data.codec.metadata, "decoder": data.codec.decoder}
     if data.context:
-        facts["context"] = list(data.context)
+        metadata["context"] = list(data.context)
     if data.class_names != tuple(map(str, range(data.num_classes))):  # they have names
-        facts["class_names"] = list(data.class_names)
-    return facts
+        metadata["class_names"] = list(data.class_names)
+    return metadata
 
 
-def check_same_data(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
+def check_same_data(checkpoint: Checkpoint, given: dict[str, Any]) -> None:
     """Check that the data are of the kind that the checkpoint was trained on: under the same path,
     another normalisation or other classes would go unnoticed.
 
     Raises:
         CheckpointError: size, channels, classes, contexts or what makes images of latents differ.
     """
-    own = checkpoint.meta["data"]
+    saved = checkpoint.meta["data"]
     wrong = [
-        f"{name}={own.get(name)!r}, not {facts.get(name)!r}"
-        for name in sorted({*own, *facts} - _APART)
-        if own.get(name) != facts.get(name)
+        f"{name}={saved.get(name)!r}, not {given.get(name)!r}"
+        for name in sorted({*saved, *given} - _APART)
+        if saved.get(name) != given.get(name)
     ]
-    names = zip(own.get("class_names", ()), facts.get("class_names", ()), strict=False)
+    names = zip(saved.get("class_names", ()), given.get("class_names", ()), strict=False)
     renamed = ((i, *pair) for i, pair in enumerate(names) if pair[0] != pair[1])
     wrong += [f"class {i} {one!r}, not {other!r}" for i, one, other in itertools.islice(renamed, 1)]
     if wrong:
@@ -286,24 +286,24 @@ def check_same_data(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
             f"{checkpoint.path} was trained on data with {'; '.join(wrong)}. Set data.path and its "
             "options to data of the same kind, or start a new run in another run_dir."
         )
-    if own["num_images"] != facts["num_images"]:
+    if saved["num_images"] != given["num_images"]:
         logger.warning(
             "%s was trained on %d images, and now there are %d: the held-out ones are drawn anew, "
-            "and it has seen some of them", checkpoint.path, own["num_images"], facts["num_images"],
+            "and it has seen some of them", checkpoint.path, saved["num_images"], given["num_images"],
         )  # fmt: skip
 
 
-def check_same_items(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
+def check_same_items(checkpoint: Checkpoint, given: dict[str, Any]) -> None:
     """Check that as many images are those that the checkpoint was trained on, by some of them that
     could be read then and now.
 
     Raises:
         CheckpointError: some images or labels differ.
     """
-    own = checkpoint.meta["data"]
-    if own["num_images"] != facts["num_images"] or "items" not in own:  # of an earlier version
+    saved = checkpoint.meta["data"]
+    if saved["num_images"] != given["num_images"] or "items" not in saved:  # of an earlier version
         return
-    pairs = zip(own["items"].split(), facts["items"].split(), strict=True)
+    pairs = zip(saved["items"].split(), given["items"].split(), strict=True)
     differ = [old != new for old, new in pairs if "----" not in (old, new)]
     if any(differ):
         raise CheckpointError(

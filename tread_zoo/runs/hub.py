@@ -26,7 +26,7 @@ from tread_zoo.runs.metadata import (
     META_NAME,
     STEP_FOLDERS,
     WEIGHTS_NAME,
-    read_facts,
+    read_metadata,
     read_newest,
 )
 
@@ -43,8 +43,8 @@ def save_pretrained(backbone: Backbone, folder: str | Path) -> Path:
             "it again: use create_backbone."
         )
     plugins = plugins_of([("backbone", backbone.name)])
-    facts = {"backbone": describe_backbone(backbone), "plugins": plugins}
-    return write_folder(Path(folder), backbone.state_dict(), facts)
+    metadata = {"backbone": describe_backbone(backbone), "plugins": plugins}
+    return write_folder(Path(folder), backbone.state_dict(), metadata)
 
 
 def load_pretrained(path: str | Path, *, revision: str | None = None) -> Backbone:
@@ -65,14 +65,14 @@ def load_pretrained(path: str | Path, *, revision: str | None = None) -> Backbon
         folder = download(folder, revision=revision)
     folders = sorted(folder.glob(f"checkpoints/{STEP_FOLDERS}"))
     if folders or (folder / META_NAME).exists():
-        folder, facts = read_newest(folders or [folder], AVERAGE_NAME)
+        folder, metadata = read_newest(folders or [folder], AVERAGE_NAME)
         weights = folder / AVERAGE_NAME
     else:
-        facts, weights = json.loads((folder / CONFIG_NAME).read_text()), folder / WEIGHTS_NAME
-        if "format" in facts:  # it was a run
-            facts = read_facts(folder, CONFIG_NAME)
-    check_plugins(facts["plugins"], str(path))
-    backbone = build_backbone(facts["backbone"])
+        metadata, weights = json.loads((folder / CONFIG_NAME).read_text()), folder / WEIGHTS_NAME
+        if "format" in metadata:  # it was a run
+            metadata = read_metadata(folder, CONFIG_NAME)
+    check_plugins(metadata["plugins"], str(path))
+    backbone = build_backbone(metadata["backbone"])
     backbone.load_state_dict(load_file(weights))
     return backbone.eval()
 
@@ -87,7 +87,7 @@ def push_to_hub(backbone: Backbone, repo: str, *, private: bool = False) -> str:
         return upload(save_pretrained(backbone, folder), repo, private=private)
 
 
-def write_folder(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
+def write_folder(folder: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Path:
     """Write the two files of a network, and return the folder.
 
     Raises:
@@ -98,7 +98,7 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str
     folder.mkdir(parents=True, exist_ok=True)
     whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
     save_file(whole, folder / WEIGHTS_NAME)
-    (folder / CONFIG_NAME).write_text(json.dumps(facts, indent=2))
+    (folder / CONFIG_NAME).write_text(json.dumps(metadata, indent=2))
     return folder
 
 

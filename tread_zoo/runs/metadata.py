@@ -24,16 +24,16 @@ class CheckpointError(ValueError):
     """A checkpoint that is missing, or cannot be written or used; the text says what to do."""
 
 
-def sealed(facts: Mapping[str, Any]) -> str:
-    """Return what a checkpoint says as JSON, with a checksum of its own at the end."""
-    return json.dumps({**facts, OWN_CHECKSUM: _checksum_of(facts)}, indent=2)
+def sealed(metadata: Mapping[str, Any]) -> str:
+    """Return what a checkpoint says as JSON, with its checksum at the end."""
+    return json.dumps({**metadata, OWN_CHECKSUM: _checksum_of(metadata)}, indent=2)
 
 
-def _checksum_of(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+def _checksum_of(metadata: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(metadata).encode()).hexdigest()
 
 
-def read_facts(folder: Path, name: str = META_NAME, *only: str) -> dict[str, Any]:
+def read_metadata(folder: Path, name: str = META_NAME, *only: str) -> dict[str, Any]:
     """Return what a checkpoint's file `name` says, once it and its files (or `only` these) are
     found to be what they were when they were saved.
 
@@ -41,30 +41,33 @@ def read_facts(folder: Path, name: str = META_NAME, *only: str) -> dict[str, Any
         CheckpointError: they are not, or of another format.
     """
     try:
-        facts: dict[str, Any] = json.loads((folder / name).read_text())
-        if facts["format"] != FORMAT:
-            raise ValueError(f"it has format {facts['format']!r}, this version reads {FORMAT}")
-        own = facts.pop(OWN_CHECKSUM, None)  # earlier checkpoints have none
-        if own is not None and own != _checksum_of(facts):
+        metadata: dict[str, Any] = json.loads((folder / name).read_text())
+        if metadata["format"] != FORMAT:
+            raise ValueError(f"it has format {metadata['format']!r}, this version reads {FORMAT}")
+        checksum = metadata.pop(OWN_CHECKSUM, None)  # earlier checkpoints have none
+        if checksum is not None and checksum != _checksum_of(metadata):
             raise ValueError(f"{name} differs from what was saved (sha256)")
-        for file in only or facts["sha256"]:
+        for file in only or metadata["sha256"]:
             with (folder / file).open("rb") as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            if digest != facts["sha256"][file]:
+            if digest != metadata["sha256"][file]:
                 raise ValueError(f"{file} differs from what was saved (sha256)")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{folder} is damaged: {error}. Use another checkpoint of the run, or train again."
         ) from error
-    return facts
+    return metadata
 
 
 def read_newest(folders: Sequence[Path], *only: str) -> tuple[Path, dict[str, Any]]:
-    """Return the last of a run's checkpoints that is whole, and what `read_facts` does of it. Where
-    none is, the first one's `CheckpointError` is raised."""
+    """Return the newest intact checkpoint of a run and its metadata.
+
+    Raises:
+        CheckpointError: none is intact; the error is the first checkpoint's.
+    """
     for folder in reversed(folders[1:]):
         try:
-            return folder, read_facts(folder, META_NAME, *only)
+            return folder, read_metadata(folder, META_NAME, *only)
         except CheckpointError as error:
             logger.warning("%s Falling back to the one before.", error)
-    return folders[0], read_facts(folders[0], META_NAME, *only)
+    return folders[0], read_metadata(folders[0], META_NAME, *only)

@@ -16,7 +16,7 @@ from tread_zoo.runs.checkpoint import (
     Checkpoint,
     CheckpointError,
     check_same_data,
-    data_facts,
+    data_metadata,
     find_checkpoint,
     load_backbone,
 )
@@ -108,7 +108,7 @@ class Restored:
                 "be sampled: tread-zoo sample."
             )
         data: ImageData = create("data", {**self.config["data"], **changes})
-        check_same_data(self.checkpoint, data_facts(data))
+        check_same_data(self.checkpoint, data_metadata(data))
         return data
 
     def codec(self, vae: str | None) -> Codec:

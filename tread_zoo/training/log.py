@@ -83,7 +83,7 @@ class Log:
         dense = count_flops(network, backward=True)
         self.stages = stage_flops(network, setup.routing, setup.num_steps, dense)
         self.facts: dict[str, Any] = {
-            "data": setup.data_facts,
+            "data": setup.data_metadata,
             "num_parameters": sum(p.numel() for p in state.whole.parameters()),
             "flops_dense": dense,
             "flops_routed": sum(len(steps) * each for steps, each in self.stages) / setup.num_steps,

@@ -75,8 +75,8 @@ def train(**fields: Any) -> Path:
     with StopSignals() as signals, _errors_explained(config.training):
         setup = build_setup(config, source if checkpoint is None else None)
         if checkpoint is not None:
-            check_same_data(checkpoint, setup.data_facts)
-            check_same_items(checkpoint, setup.data_facts)
+            check_same_data(checkpoint, setup.data_metadata)
+            check_same_items(checkpoint, setup.data_metadata)
         accelerator = make_accelerator(setup, device, precision)
         setup.batches(num_ranks=accelerator.num_processes)  # it raises for data that are too few
         _check_ranks_agree(accelerator, checkpoint, setup)
@@ -418,7 +418,7 @@ def _check_ranks_agree(
     from accelerate.utils import gather_object
 
     own: dict[str, Any] = {k: v for k, v in setup.config.as_dict().items() if k != "device"}
-    own["data"] = setup.data_facts  # paths may differ between machines
+    own["data"] = setup.data_metadata  # paths may differ between machines
     own["checkpoint"] = checkpoint and {"step": checkpoint.step, **checkpoint.meta["sha256"]}
     first, *others = (flatten(each) for each in gather_object([own]))
     for rank, other in enumerate(others, 1):

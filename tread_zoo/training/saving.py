@@ -36,7 +36,7 @@ def save_state(state: TrainState, folder: Path) -> None:
                 "config": setup.config.as_dict(),
                 "plugins": list(setup.config.plugins),
                 "backbone": describe_backbone(setup.backbone),
-                "data": setup.data_facts,
+                "data": setup.data_metadata,
                 "images_per_step": state.images_per_step,
                 "seconds": state.seconds,
                 "optimizer": plain,

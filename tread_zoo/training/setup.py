@@ -28,7 +28,7 @@ from tread_zoo.registry import create, split
 from tread_zoo.routing import Routing
 from tread_zoo.runs.checkpoint import (
     Checkpoint,
-    data_facts,
+    data_metadata,
     load_weights,
 )
 from tread_zoo.runs.initial import load_initial
@@ -84,9 +84,9 @@ class Setup:
         return self.config.training
 
     @functools.cached_property
-    def data_facts(self) -> dict[str, Any]:
+    def data_metadata(self) -> dict[str, Any]:
         """What a checkpoint and `facts.json` say of the data."""
-        return data_facts(self.data)
+        return data_metadata(self.data)
 
     @property
     def num_steps(self) -> int:
