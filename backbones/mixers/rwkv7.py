@@ -102,15 +102,17 @@ class TimeMix(ShiftingMixer):
         self, x: Tensor, walk: GridWalk, first_value: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         scan, blends = walk.scan, shift_and_blend(x, walk, self.own)
-        of_r, of_k, of_v, of_decay, of_rate, of_gate = blends
-        r, k, own_value = self.receptance(of_r), self.key(of_k), self.value(of_v)
+        r_blend, k_blend, v_blend, decay_blend, rate_blend, gate_blend = blends
+        r, k, own_value = self.receptance(r_blend), self.key(k_blend), self.value(v_blend)
         v = own_value
         if not self.is_first:
             assert first_value is not None, "the shell has a stream for it"
-            mix = torch.sigmoid(at_least_float32(self.mix(of_v)) + at_least_float32(self.mix_bias))
+            mix = torch.sigmoid(
+                at_least_float32(self.mix(v_blend)) + at_least_float32(self.mix_bias)
+            )
             v = v + mix.to(v.dtype) * (first_value.to(v.dtype) - v)
         rate = torch.sigmoid(
-            at_least_float32(self.rate(of_rate)) + at_least_float32(self.rate_bias)
+            at_least_float32(self.rate(rate_blend)) + at_least_float32(self.rate_bias)
         )
         removed = F.normalize(
             self._heads(at_least_float32(k) * at_least_float32(self.removed)), dim=-1
@@ -120,7 +122,7 @@ class TimeMix(ShiftingMixer):
             self._heads(both_ways(scan.permute(each), scan))
             for each in (r, k, v, -removed, rate * removed)
         )
-        falls = self._falls(at_least_float32(self.decay(of_decay)), scan)
+        falls = self._falls(at_least_float32(self.decay(decay_blend)), scan)
         mixed = dplr_delta_rule(r2, k2, v2, a2, b2, self._heads(falls))
         y = scan.restore(sum_ways(mixed.flatten(2), scan))
         norm = self.norm
@@ -135,7 +137,7 @@ class TimeMix(ShiftingMixer):
             -1, keepdim=True
         )
         y = y.view_as(x) + (weights * self._heads(at_least_float32(v))).flatten(2)
-        gated = y * self.gate(of_gate)
+        gated = y * self.gate(gate_blend)
         # Weights may be stored in half precision; under autocast both are float32 here.
         out: Tensor = self.output(gated.to(self.output.weight.dtype))
         return out, own_value if self.is_first else None

@@ -28,12 +28,14 @@ def low(layers, x, activation):
 
 def mix_by_loop(mixer, x, shifted, walks, first_value):
     """The time mix written out: one direction, one token, one head at a time."""
-    of_r, of_k, of_v, of_w, of_a, of_g = (x * own + shifted * (1 - own) for own in mixer.own)
-    r, k = of_r @ mixer.receptance.weight.T, of_k @ mixer.key.weight.T
-    v = of_v @ mixer.value.weight.T
-    v = v + torch.sigmoid(low(mixer.mix, of_v, lambda y: y) + mixer.mix_bias) * (first_value - v)
-    rates = torch.sigmoid(low(mixer.rate, of_a, lambda y: y) + mixer.rate_bias)
-    decays = low(mixer.decay, of_w, torch.tanh)
+    r_blend, k_blend, v_blend, w_blend, a_blend, g_blend = (
+        x * share + shifted * (1 - share) for share in mixer.own
+    )
+    r, k = r_blend @ mixer.receptance.weight.T, k_blend @ mixer.key.weight.T
+    v = v_blend @ mixer.value.weight.T
+    v = v + torch.sigmoid(low(mixer.mix, v_blend, lambda y: y) + mixer.mix_bias) * (first_value - v)
+    rates = torch.sigmoid(low(mixer.rate, a_blend, lambda y: y) + mixer.rate_bias)
+    decays = low(mixer.decay, w_blend, torch.tanh)
     written = k * (1 + mixer.replaced * (rates - 1))
     read = torch.zeros_like(v)
     for way, bias in enumerate(mixer.decay_bias):
@@ -56,7 +58,7 @@ def mix_by_loop(mixer, x, shifted, walks, first_value):
     y = normed.flatten(2) * mixer.norm.weight + mixer.norm.bias
     bonus = (r * mixer.bonus * written).unflatten(-1, (-1, HEAD)).sum(-1, keepdim=True)
     y = y + (bonus * v.unflatten(-1, (-1, HEAD))).flatten(2)
-    return (y * low(mixer.gate, of_g, torch.sigmoid)) @ mixer.output.weight.T
+    return (y * low(mixer.gate, g_blend, torch.sigmoid)) @ mixer.output.weight.T
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,8 @@ def time_sinusoids(t: Tensor, size: int, time_scale: float) -> Tensor:
             wavelengths 2 pi … 10000 * 2 pi.
     """
     if t.is_complex():
-        of_t, of_span = (time_sinusoids(part, size, time_scale) for part in (t.real, t.imag))
-        return of_t + (of_span - time_sinusoids(torch.zeros_like(t.imag), size, time_scale))
+        level, span = (time_sinusoids(part, size, time_scale) for part in (t.real, t.imag))
+        return level + (span - time_sinusoids(torch.zeros_like(t.imag), size, time_scale))
     half = size // 2
     # Multiplied before it is divided, as published networks do: the other order rounds otherwise,
     # which at 1000 wavelengths shows in the fifth digit.

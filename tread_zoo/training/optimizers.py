@@ -93,11 +93,11 @@ class Muon:
                 f"optimizer=muon has nothing to train in {type(backbone).__name__}: its "
                 "`hidden_matrices` is empty. Use optimizer=adamw."
             )
-        of_muon = ("weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
+        muon_options = ("weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
         return MuonWithAdamW(
             dict(backbone.named_parameters()),
             matrices,
-            muon={"lr": self.learning_rate, **{name: getattr(self, name) for name in of_muon}},
+            muon={"lr": self.learning_rate, **{k: getattr(self, k) for k in muon_options}},
             adamw={
                 "lr": self.learning_rate if auto else self.adamw_learning_rate,
                 "weight_decay": self.weight_decay,
