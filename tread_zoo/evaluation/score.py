@@ -63,9 +63,11 @@ class Reference:
 
 
 def open_reference(reference: "Reference | Images | Tensor | str | Path") -> Reference:
-    """Return a reference: images, a folder of them, or an .npz with images, statistics of
-    their features as ADM's (`mu`, `sigma`; of spatial features `mu_s`, `sigma_s`), or both. Distances then
-    use the statistics, which may be of more images. Raises ValueError for other files.
+    """Return a reference: images, a folder of them, or an .npz with images, or with statistics of
+    their features as ADM's (`mu`, `sigma`; of spatial features `mu_s`, `sigma_s`), or both.
+
+    Where there are both, distances use the statistics, which may be of more images. Raises
+    ValueError for other files.
     """
     if isinstance(reference, Reference):
         return reference

@@ -1,0 +1,98 @@
+"""Fill in the table of dense, routed and shallower networks, from evidence.csv.
+
+python docs/comparison/digits/evidence.py                                  # from that file alone
+python docs/comparison/digits/evidence.py comparisons/evidence_digits/runs # read off the runs first
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+from tread_zoo.comparison.intervals import interval
+from tread_zoo.evaluation.contribution import data_contributions, ranges_of
+from tread_zoo.runs.restore import restore
+
+HERE = Path(__file__).parent
+STUDY = "evidence_digits"
+METRICS = ["fid", "kid", "precision", "recall", "label_accuracy", "held_out_loss"]
+
+
+def collect(runs: Path) -> None:
+    """Write the runs of the study to evidence.csv; of the other studies its rows stay."""
+    rows = []
+    for run in sorted(runs.iterdir()):
+        if (run / "score.json").exists():
+            config = json.loads((run / "config.json").read_text())
+            values = json.loads((run / "score.json").read_text())["values"]
+            row = {
+                "study": STUDY,
+                "run": re.sub(r"_seed-\d+$", "", run.name),
+                "seed": config["seed"],
+            }
+            rows.append({**row, **{m: values[m] for m in METRICS}, "routed_blocks": worth(run)})
+    file = HERE / "evidence.csv"
+    others = pd.read_csv(file)
+    table = pd.concat([pd.DataFrame(rows), others[others.study != STUDY]])
+    table.to_csv(file, index=False, float_format="%.6g")
+
+
+def worth(run: Path) -> float | None:
+    """Return the relative change of the output without the blocks of the default route; None for a
+    network that has no others."""
+    if "backbone.depth" in run.name:
+        return None
+    network = restore(str(run), weights="ema", device="cpu", precision="fp32")
+    ranges = ranges_of(network.backbone, network.routing)
+    record = data_contributions(
+        network.backbone, network.objective, network.data({}), ranges=ranges, precision="fp32"
+    )
+    return float(record["ranges"][0][2])
+
+
+def table() -> str:
+    """Return the table: mean and number of seeds of each kind of network, and 95 % intervals of the
+    differences of equal seeds."""
+    own = pd.read_csv(HERE / "evidence.csv").query("study == @STUDY")
+    names = own.run.str.extract(r"backbone-(\w+?)_tiny_(backbone\.depth-\d+_)?routing-(\w+)")
+    kind = names[2].where(names[1].isna(), "shallow").map(lambda k: {"none": "dense"}.get(k, k))
+    own = own.assign(row=names[0], kind=kind)
+    lines = [
+        "| | seeds | dense | routed | shallower | routed - dense | routed - shallower "
+        "| change without these blocks, dense | routed |",
+        "|---" * 9 + "|",
+    ]
+    by = own.pivot_table(index=["row", "seed"], columns="kind", values=["fid", "routed_blocks"])
+    for row, of in by.groupby(level="row"):
+        fid, blocks = of["fid"], of["routed_blocks"]
+        differences = [(fid["tread"] - fid[other]).dropna() for other in ("dense", "shallow")]
+        cells = [f"{fid[k].mean():.2f}" for k in ("dense", "tread", "shallow")]
+        cells += [judged(each) for each in differences]
+        cells += [f"{100 * blocks[k].mean():.0f} %" for k in ("dense", "tread")]
+        lines.append(f"| `{row}` | {min(map(len, differences))} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def judged(differences: pd.Series) -> str:
+    """Return a mean and half of its interval, bold where it is settled; of one pair the value."""
+    of = interval(differences)
+    if of.n < 2:
+        return f"{of.mean:+.2f}"
+    text = f"{of.mean:+.2f} ± {of.half:.2f}"
+    verdict = of.verdict("lower")
+    return text if verdict == "not settled" else f"**{text}** {verdict}"
+
+
+def filled(text: str) -> str:
+    """Return the page with its table."""
+    pattern = r"(<!-- evidence -->\n).*?(<!-- end -->)"
+    return re.sub(pattern, lambda m: f"{m[1]}{table()}\n{m[2]}", text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        collect(Path(sys.argv[1]))
+    page = HERE / "README.md"
+    page.write_text(filled(page.read_text()))
