@@ -121,5 +121,7 @@ class Hybrid(LightningBackbone):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **keywords: Any) -> Any:
         """Load weights, also those of older checkpoints, where Mamba-2's mixer lay deeper."""
-        own = {key.replace(".mixer.ssd.", ".mixer."): value for key, value in state_dict.items()}
-        return super().load_state_dict(own, *args, **keywords)
+        renamed = {
+            key.replace(".mixer.ssd.", ".mixer."): value for key, value in state_dict.items()
+        }
+        return super().load_state_dict(renamed, *args, **keywords)

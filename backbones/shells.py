@@ -111,8 +111,8 @@ class Shell(Backbone, metaclass=Row):
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         cls.__signature__ = derive_signature(cls, Shell, cls.mixer, cls.mlp)  # type: ignore[attr-defined]
-        own = vars(cls)
-        if "mixer" in own and cls.mixer is not None and "default_selector" not in own:
+        declared = vars(cls)
+        if "mixer" in declared and cls.mixer is not None and "default_selector" not in declared:
             cls.default_selector = cls.mixer.default_selector
 
     def __init__(

@@ -90,9 +90,9 @@ def read_keywords(part: type, last: type | None = None) -> dict[str, Parameter]:
 def derive_signature(shell: type, last: type, *parts: type | None) -> inspect.Signature:
     """Return the signature of a shell's constructor: its own keywords, and in place of the
     **options that it takes those of its parts."""
-    own = read_keywords(shell, last)
-    keywords = {name: p for name, p in own.items() if p.kind is Parameter.KEYWORD_ONLY}
-    for part in parts if len(keywords) < len(own) else ():
+    parameters = read_keywords(shell, last)
+    keywords = {name: p for name, p in parameters.items() if p.kind is Parameter.KEYWORD_ONLY}
+    for part in parts if len(keywords) < len(parameters) else ():
         for name, parameter in read_keywords(part).items() if part else ():
             if name not in GIVEN:
                 keywords.setdefault(name, parameter)

@@ -157,8 +157,8 @@ def q_shift(x: Tensor, neighbours: Neighbours, num_extra: int = 0) -> Tensor:
     return torch.cat([extra, out], dim=1) if num_extra else out
 
 
-def shift_and_blend(x: Tensor, walk: GridWalk, own: Tensor) -> list[Tensor]:
-    """Return x * own + shifted * (1 - own) for every row of `own` [.., D]."""
+def shift_and_blend(x: Tensor, walk: GridWalk, share: Tensor) -> list[Tensor]:
+    """Return x * share + shifted * (1 - share) for every row of `share` [.., D]."""
     shifted = q_shift(x, walk.neighbours, walk.scan.num_extra)
     away = x - shifted
-    return [torch.addcmul(shifted, away, row) for row in own.to(x.dtype).unbind()]
+    return [torch.addcmul(shifted, away, row) for row in share.to(x.dtype).unbind()]

@@ -103,8 +103,8 @@ class TimeMix(ShiftingMixer):
     ) -> tuple[Tensor, Tensor | None]:
         scan, blends = walk.scan, shift_and_blend(x, walk, self.own)
         r_blend, k_blend, v_blend, decay_blend, rate_blend, gate_blend = blends
-        r, k, own_value = self.receptance(r_blend), self.key(k_blend), self.value(v_blend)
-        v = own_value
+        r, k, value = self.receptance(r_blend), self.key(k_blend), self.value(v_blend)
+        v = value
         if not self.is_first:
             assert first_value is not None, "the shell has a stream for it"
             mix = torch.sigmoid(
@@ -140,7 +140,7 @@ class TimeMix(ShiftingMixer):
         gated = y * self.gate(gate_blend)
         # Weights may be stored in half precision; under autocast both are float32 here.
         out: Tensor = self.output(gated.to(self.output.weight.dtype))
-        return out, own_value if self.is_first else None
+        return out, value if self.is_first else None
 
     def _falls(self, decay: Tensor, scan: Scan) -> Tensor:
         """Return the log-decays [2 B, K, D] of both directions."""
@@ -205,8 +205,8 @@ class TimeMix(ShiftingMixer):
         ramp = channel / (width - 1) - 0.5
         place = torch.linspace(-1, 1, width // self.num_heads, device=self.own.device)
         zigzag = (place * place.abs()).repeat(self.num_heads)
-        for own, power in zip(self.own, (0.2, 0.7, 0.7, 0.9, 0.9, 0.2), strict=True):
-            own.copy_((channel / width) ** (power * (1 - layer / num_blocks)))
+        for blend, power in zip(self.own, (0.2, 0.7, 0.7, 0.9, 0.9, 0.2), strict=True):
+            blend.copy_((channel / width) ** (power * (1 - layer / num_blocks)))
         depth = layer / max(num_blocks - 1, 1)
         self.decay_bias.copy_(-5.5 + 6 * (ramp + 0.5) ** (1 + depth**0.3) + 2.5 * zigzag)
         self.rate_bias.copy_(-0.19 + 0.3 * zigzag + 0.4 * ramp)

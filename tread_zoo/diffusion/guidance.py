@@ -273,11 +273,11 @@ class _Options:
                     f"guidance.selector={plan.selector_name} chooses tokens by their importance, "
                     "which is computed in training alone: use another, such as random."
                 )
-            own, given = (*backbone.fused_ranges, *backbone.masked_ranges), (plan.start, plan.end)
-            if own and given not in own:
+            ranges = (*backbone.fused_ranges, *backbone.masked_ranges)
+            if ranges and (plan.start, plan.end) not in ranges:
                 raise ValueError(
                     f"guidance.start={plan.start} and guidance.end={plan.end}, and this network's "
-                    f"streams rejoin by learned weights: set them to one of its ranges {own}."
+                    f"streams rejoin by learned weights: set them to one of its ranges {ranges}."
                 )
         highest = float(objective.levels(1)[0])
         if self.high is not None and self.high > highest:

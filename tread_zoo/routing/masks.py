@@ -31,6 +31,6 @@ class MaskTokens(nn.Module):
     def forward(self, streams: Streams) -> Streams:
         """Return the tokens in the shapes and types of streams [B, E + N, D], extra ones zero."""
         return tuple(
-            F.pad(own.to(stream.dtype), (0, 0, stream.shape[1] - len(own), 0)).expand_as(stream)
-            for own, stream in zip(self.tokens, streams, strict=True)
+            F.pad(mask.to(stream.dtype), (0, 0, stream.shape[1] - len(mask), 0)).expand_as(stream)
+            for mask, stream in zip(self.tokens, streams, strict=True)
         )

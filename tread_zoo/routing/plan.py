@@ -379,24 +379,26 @@ def build_routing(
     plans: list[RoutePlan] = []
     for index, route in enumerate(config.routes or [{}]):
         label = f"routing.routes[{index}]" if config.routes else "routing"
-        own = _with_inherited(common, route)
-        first, last = _resolve_range(label, own["start"], own["end"], num_blocks, default_range)
-        chosen = default_selector if own["selector"] == "auto" else own["selector"]
-        curve = build_schedule(
-            label, own, warm_start=config.warm_start, dense_tail=config.dense_tail
+        options = _with_inherited(common, route)
+        first, last = _resolve_range(
+            label, options["start"], options["end"], num_blocks, default_range
         )
-        carry = own["carry_from"]
+        chosen = default_selector if options["selector"] == "auto" else options["selector"]
+        curve = build_schedule(
+            label, options, warm_start=config.warm_start, dense_tail=config.dense_tail
+        )
+        carry = options["carry_from"]
         plan = RoutePlan(
-            first, last, float(own["selection_rate"]), create("selector", chosen),
-            describe_part(chosen), per_batch=own["per_batch"],
+            first, last, float(options["selection_rate"]), create("selector", chosen),
+            describe_part(chosen), per_batch=options["per_batch"],
             schedule=None if curve.name == "constant" else curve,
-            rate_range=tuple(own["rate_range"]) if own["rate_range"] else None,
+            rate_range=tuple(options["rate_range"]) if options["rate_range"] else None,
             bypass=Bypass(
                 carry + num_blocks if carry is not None and carry < 0 else carry,
-                own["detach"], own["sparsify"],
+                options["detach"], options["sparsify"],
             ),
         )  # fmt: skip
-        spans = [(i, i + 1) for i in range(first, last)] if own["redraw"] else [(first, last)]
+        spans = [(i, i + 1) for i in range(first, last)] if options["redraw"] else [(first, last)]
         plans += [replace(plan, start=start, end=end) for start, end in spans]
     for before, after in itertools.pairwise(plans):
         if after.start < before.end:

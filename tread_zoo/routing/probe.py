@@ -50,7 +50,7 @@ def recording(backbone: Any, places: Tensor) -> Iterator[list[Tensor]]:
     calls: list[Tensor] = []
     states: list[Tensor] = []
     rows = places + backbone.num_extra_tokens
-    original, own = backbone.run_block, vars(backbone).get("run_block")
+    original, override = backbone.run_block, vars(backbone).get("run_block")
 
     def state_of(streams: Sequence[Tensor]) -> Tensor:
         picked = [stream[:, rows.to(stream.device)].float() for stream in streams]
@@ -69,8 +69,8 @@ def recording(backbone: Any, places: Tensor) -> Iterator[list[Tensor]]:
         yield calls
     finally:
         del backbone.run_block
-        if own is not None:
-            backbone.run_block = own
+        if override is not None:
+            backbone.run_block = override
 
 
 def similarity(states: Tensor, measure: Literal["cosine", "cka"]) -> Tensor:

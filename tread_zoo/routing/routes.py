@@ -237,13 +237,13 @@ def _check_range(
     fused_ranges: Sequence[tuple[int, int]],
     masked_ranges: Sequence[tuple[int, int]],
 ) -> None:
-    own = fused_ranges if isinstance(route, PathDrop) else (*fused_ranges, *masked_ranges)
-    if (route.start, route.end) in own:
+    trained = fused_ranges if isinstance(route, PathDrop) else (*fused_ranges, *masked_ranges)
+    if (route.start, route.end) in trained:
         return
-    if own:
+    if trained:
         raise ValueError(
             f"{where} is none of the ranges at whose end this network fuses or masks tokens: "
-            f"{_listed(own)}. What it learnt for that is part of it; route there, or train with "
+            f"{_listed(trained)}. It has learned weights for these: route there, or train with "
             "routing.rejoin=replace."
         )
     if isinstance(route, PathDrop):

@@ -289,7 +289,8 @@ def check_same_data(checkpoint: Checkpoint, given: dict[str, Any]) -> None:
     if saved["num_images"] != given["num_images"]:
         logger.warning(
             "%s was trained on %d images, and now there are %d: the held-out ones are drawn anew, "
-            "and it has seen some of them", checkpoint.path, saved["num_images"], given["num_images"],
+            "and it has seen some of them",
+            checkpoint.path, saved["num_images"], given["num_images"],
         )  # fmt: skip
 
 

@@ -74,8 +74,8 @@ def resolve_run(fields: Mapping[str, Any]) -> tuple[RunConfig, Checkpoint | None
         given = fields.get("run_dir", "auto")
         folder = checkpoint.run_dir if given == "auto" else Path(given)
     check_plugins(checkpoint.meta["plugins"], str(checkpoint.path))
-    own = {**checkpoint.meta["config"], "overwrite": False, "resume_changed": False}
-    config = make_config(**{**_with_changes(own, fields), "run_dir": str(folder)})
+    saved = {**checkpoint.meta["config"], "overwrite": False, "resume_changed": False}
+    config = make_config(**{**_with_changes(saved, fields), "run_dir": str(folder)})
     if checkpoint.step > int(config.training.num_steps):
         raise ValueError(
             f"training.num_steps={config.training.num_steps}, and {checkpoint.path} has done "
@@ -88,12 +88,14 @@ def resolve_run(fields: Mapping[str, Any]) -> tuple[RunConfig, Checkpoint | None
     return config, checkpoint
 
 
-def _with_changes(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's own settings with those that are given in their places; another part has none
-    of the options of the one before, and `auto` steps and learning rate are the run's own."""
-    merged = dict(own)
+def _with_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the saved settings of a run, with the given ones in their place.
+
+    A part of another name keeps no options. `auto` steps and learning rate keep the saved values.
+    """
+    merged = dict(saved)
     for field, value in given.items():
-        before = own.get(field)
+        before = saved.get(field)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = dataclasses.asdict(value)
         if field in PART_FIELDS and isinstance(before, Mapping):
@@ -145,13 +147,13 @@ def open_folder(config: RunConfig, accelerator: "Accelerator") -> Iterator[Calla
         if accelerator.is_main_process:
             locked = _lock(folder, locks)
             if config.overwrite and _entries(folder):
-                aside = folder.with_name(f"{folder.name}.{datetime.now():%Y%m%d-%H%M%S-%f}")
-                folder.rename(aside)
+                backup = folder.with_name(f"{folder.name}.{datetime.now():%Y%m%d-%H%M%S-%f}")
+                folder.rename(backup)
                 locked = _lock(folder, locks)
-                logger.info("overwrite the earlier run was moved to %s", aside)
+                logger.info("overwrite the earlier run was moved to %s", backup)
         accelerator.wait_for_everyone()  # all have read what is there; now it may change
 
-        def own_folder() -> Path:
+        def locked_folder() -> Path:
             if accelerator.is_main_process and not _is_there(folder / LOCK, locked):
                 raise ValueError(
                     f"run_dir={config.run_dir!r} was removed or replaced while this run trained in "
@@ -159,7 +161,7 @@ def open_folder(config: RunConfig, accelerator: "Accelerator") -> Iterator[Calla
                 )
             return folder
 
-        yield own_folder
+        yield locked_folder
 
 
 def _lock(folder: Path, locks: ExitStack) -> os.stat_result:

@@ -58,9 +58,9 @@ def find_initial(config: RunConfig) -> Checkpoint:
     if config.resume is not None:
         place = config.run_dir if config.resume in ("latest", "auto") else config.resume
         if has_checkpoints(Path(place)) or (Path(place) / META_NAME).exists():
-            own = find_checkpoint(place)
-            if own.meta["config"].get("init_from") == config.init_from:
-                return own
+            resumed = find_checkpoint(place)
+            if resumed.meta["config"].get("init_from") == config.init_from:
+                return resumed
     try:
         source = find_checkpoint(str(config.init_from))
     except CheckpointError as error:
@@ -77,17 +77,17 @@ def initial_backbone(config: RunConfig, source: Checkpoint) -> dict[str, Any]:
     """
     chosen, given = config.backbone["name"], config.as_dict()["backbone"]
     name, described = source.meta["backbone"]["name"], source.meta["backbone"]["config"]
-    entry, own = get_entry("backbone", chosen), get_entry("backbone", name)
+    entry, initial = get_entry("backbone", chosen), get_entry("backbone", name)
     defaults = json.loads(json.dumps(entry.defaults()))
     changes = {k: v for k, v in given.items() if k != "name" and v != defaults.get(k)}
     if chosen != default_fields(RunConfig)["backbone"]:
-        if entry.target is not own.target:
+        if entry.target is not initial.target:
             raise CheckpointError(
                 f"backbone={chosen}, but init_from={config.init_from} has a {name}: leave out "
                 "backbone=…, or start from a checkpoint of that architecture."
             )
         name, changes = chosen, {**entry.preset, **changes}
-    options = {k: v for k, v in described.items() if k in own.parameters()}
+    options = {k: v for k, v in described.items() if k in initial.parameters()}
     return {"name": name, **options, **changes}
 
 
@@ -97,14 +97,14 @@ def load_initial(source: Checkpoint, config: RunConfig, backbone: Backbone) -> s
     Raises:
         CheckpointError: the body does not fit; the fields are named.
     """
-    theirs, own = source.tensors(source.meta.get("weights", "ema")), backbone.state_dict()
+    saved, fresh = source.tensors(source.meta.get("weights", "ema")), backbone.state_dict()
     _check_body(source, backbone)
-    carried = {k: v for k, v in theirs.items() if k in own and v.shape == own[k].shape}
-    backbone.load_state_dict({**own, **carried})
-    total, count = (sum(t.numel() for t in tensors.values()) for tensors in (own, carried))
+    carried = {k: v for k, v in saved.items() if k in fresh and v.shape == fresh[k].shape}
+    backbone.load_state_dict({**fresh, **carried})
+    total, count = (sum(t.numel() for t in tensors.values()) for tensors in (fresh, carried))
     words = [f"{count / 1e6:.2f} M of {total / 1e6:.2f} M weights from {source.path}"]
-    fresh, left_out = own.keys() - carried.keys(), theirs.keys() - own.keys()
-    words += [f"{_layers(fresh)} start fresh"] if fresh else []
+    new, left_out = fresh.keys() - carried.keys(), saved.keys() - fresh.keys()
+    words += [f"{_layers(new)} start fresh"] if new else []
     words += [f"{_layers(left_out)} left out"] if left_out else []
     before, now = source.meta["config"]["objective"], config.as_dict()["objective"]
     if before != now:

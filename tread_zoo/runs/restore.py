@@ -53,15 +53,15 @@ class Restored:
             ValueError: an unknown name or field, or options that do not fit the network or how it
                 was trained.
         """
-        own = self.config["guidance"]
-        if "none" in (own["name"], guidance.get("name")):
-            own = {"name": own["name"]}  # its scale of 1 is no other kind's
+        default = self.config["guidance"]
+        if "none" in (default["name"], guidance.get("name")):
+            default = {"name": default["name"]}  # its scale of 1 is no other kind's
         scale_alone = guidance.get("name") is None and guidance.get("scale") is not None
-        if own["name"] == "none" and scale_alone:
+        if default["name"] == "none" and scale_alone:
             guidance = {**guidance, "name": "cfg"}
         options = build_sampling(
             overlay("sampler", self.config["sampler"], sampler),
-            overlay("guidance", own, guidance),
+            overlay("guidance", default, guidance),
         )
         training, routing = (self.config.get(name, {}) for name in ("training", "routing"))
         if options.selection_rate:
@@ -171,14 +171,16 @@ def load_weak(
     return weak.backbone
 
 
-def overlay(kind: str, own: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part `own` with the changes that are not None; another name keeps the options that
-    it has, too."""
+def overlay(kind: str, part: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `part` with the changes that are not None.
+
+    Under another name, the options that both parts have are kept.
+    """
     given = {field: value for field, value in changes.items() if value is not None}
-    name = given.get("name", own["name"])
-    if name == own["name"]:
-        return {**own, **given}
+    name = given.get("name", part["name"])
+    if name == part["name"]:
+        return {**part, **given}
     options = {"name", *get_entry(kind, name).parameters()}
     if kind == "sampler":
         options |= set(GRID_FIELDS)
-    return {**{k: v for k, v in own.items() if k in options}, **given}
+    return {**{k: v for k, v in part.items() if k in options}, **given}

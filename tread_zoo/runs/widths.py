@@ -42,7 +42,7 @@ def fit_profile(steps: Sequence[int], width: float) -> Any:
             or there is no such width.
     """
     times = np.repeat(np.array(steps) / steps[-1], len(TRACKED))
-    powers = np.tile([power_of(own) for own in TRACKED.values()], len(steps))
+    powers = np.tile([power_of(tracked) for tracked in TRACKED.values()], len(steps))
     target = 1.0, power_of(width)
     gram = _inner(times[:, None], powers[:, None], times, powers)
     overlap, size = _inner(times, powers, *target), _inner(*target, *target)
@@ -53,11 +53,11 @@ def fit_profile(steps: Sequence[int], width: float) -> Any:
     explained = coefficients @ (2 * overlap - gram @ coefficients) / size
     misfit = max(0.0, 1 - explained) ** 0.5
     if misfit > LARGEST_MISFIT:
+        widths = " or ".join(f"{tracked:g}" for tracked in TRACKED.values())
         raise ValueError(
             f"weights=ema:{width:g} needs more snapshots than the {len(steps)} up to step "
             f"{steps[-1]}: what they add up to misses its profile by {misfit:.0%}. Choose a width "
-            f"nearer to {' or '.join(f'{own:g}' for own in TRACKED.values())}, or train with a "
-            "smaller training.ema_snapshots_every."
+            f"nearer to {widths}, or train with a smaller training.ema_snapshots_every."
         )
     return coefficients.reshape(len(steps), len(TRACKED))
 

@@ -51,9 +51,11 @@ class Log:
     """The log of a run in its folder, as a context; of other processes than the main one it is
     silent. The state is that at its start, as the checkpoint left it if it continues from one."""
 
-    def __init__(self, state: TrainState, own_folder: Callable[[], Path], precision: str) -> None:
+    def __init__(
+        self, state: TrainState, locked_folder: Callable[[], Path], precision: str
+    ) -> None:
         self.setup, self.accelerator = setup, accelerator = state.setup, state.accelerator
-        self.own_folder, self.precision = own_folder, precision
+        self.locked_folder, self.precision = locked_folder, precision
         self.is_main, self.first_step = accelerator.is_main_process, state.step
         self.held_out_loss = partial(
             held_out_loss, objective=setup.objective, data=setup.data, seed=HELD_OUT_SEED,
@@ -95,7 +97,7 @@ class Log:
     @property
     def folder(self) -> Path:
         """The run's folder; see `open_folder` for what it raises."""
-        return self.own_folder()
+        return self.locked_folder()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self.is_main and isinstance(error, Exception):
@@ -220,7 +222,7 @@ class Log:
 
     def _write_numbers(self, step: int, numbers: dict[str, float]) -> None:
         numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
-        self.own_folder()  # else they might go to another run
+        self.locked_folder()  # else they might go to another run
         self.trackers.log(step, numbers)
         text = "  ".join(f"{k} {v:.4g}" for k, v in numbers.items() if not k.startswith(QUIET))
         done, total = step - self.first_step, self.setup.num_steps
@@ -251,8 +253,8 @@ class Log:
         samples = last or is_due(step, training.sample_every)
         score = not last and is_due(step, training.score_every)
         if resumed and (samples or score):
-            own = [not self._has_samples(step), step not in self.scores] if self.is_main else [0, 0]
-            missing = torch.tensor(own, dtype=torch.float32, device=self.accelerator.device)
+            due = [not self._has_samples(step), step not in self.scores] if self.is_main else [0, 0]
+            missing = torch.tensor(due, dtype=torch.float32, device=self.accelerator.device)
             missing = self.accelerator.reduce(missing, reduction="sum")
             samples, score = samples and bool(missing[0]), score and bool(missing[1])
         return samples, score

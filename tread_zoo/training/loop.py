@@ -82,8 +82,8 @@ def train(**fields: Any) -> Path:
         _check_ranks_agree(accelerator, checkpoint, setup)
         state = place(setup, accelerator, checkpoint)
         with (
-            open_folder(config, accelerator) as own_folder,
-            Log(state, own_folder, precision) as log,
+            open_folder(config, accelerator) as locked_folder,
+            Log(state, locked_folder, precision) as log,
         ):
             with signals.deferred():
                 run_steps(state, log, signals)
@@ -417,10 +417,10 @@ def _check_ranks_agree(
         return
     from accelerate.utils import gather_object
 
-    own: dict[str, Any] = {k: v for k, v in setup.config.as_dict().items() if k != "device"}
-    own["data"] = setup.data_metadata  # paths may differ between machines
-    own["checkpoint"] = checkpoint and {"step": checkpoint.step, **checkpoint.meta["sha256"]}
-    first, *others = (flatten(each) for each in gather_object([own]))
+    settings: dict[str, Any] = {k: v for k, v in setup.config.as_dict().items() if k != "device"}
+    settings["data"] = setup.data_metadata  # paths may differ between machines
+    settings["checkpoint"] = checkpoint and {"step": checkpoint.step, **checkpoint.meta["sha256"]}
+    first, *others = (flatten(each) for each in gather_object([settings]))
     for rank, other in enumerate(others, 1):
         wrong = [
             f"{field}={first.get(field)!r} and {other.get(field)!r}"

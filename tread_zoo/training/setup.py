@@ -263,8 +263,8 @@ class TrainState:
     def parameters(self) -> dict[str, Tensor]:
         """All that is trained, by name."""
         projector = self.setup.projector
-        own = {} if projector is None else dict(projector.named_parameters(prefix="alignment"))
-        return {**dict(self.setup.backbone.named_parameters()), **own}
+        extra = {} if projector is None else dict(projector.named_parameters(prefix="alignment"))
+        return {**dict(self.setup.backbone.named_parameters()), **extra}
 
     @property
     def groups(self) -> list[dict[str, Any]]:
