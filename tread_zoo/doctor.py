@@ -1,7 +1,4 @@
-"""What this machine has for the project, whether it computes rightly, and what is registered.
-
-Every function returns lines of text; `tread-zoo doctor` prints them.
-"""
+"""Reports of tread-zoo doctor: this machine, its kernels, the registered backbones."""
 
 import importlib.metadata
 import platform
@@ -32,10 +29,8 @@ from tread_zoo.seeding import make_generator
 # (distribution, module, what it is for, how it is installed)
 CUDA = 'pip install "tread-zoo[cuda]"'
 BUILD = 'pip install --no-build-isolation "tread-zoo[cuda-build]"'
-# What mamba-ssm brings along where it is built: much more than its kernels.
-DEMANDS = (
-    "mamba-ssm built by [cuda-build] demands tilelang, quack-kernels (cutlass) and transformers"
-)
+# dependencies of mamba-ssm beside its kernels
+DEMANDS = "mamba-ssm built by [cuda-build] needs tilelang, quack-kernels (cutlass) and transformers"
 # compute capability, or AMD's name of the architecture
 GPUS = {
     "a100": "8.0", "h100": "9.0", "h200": "9.0", "b200": "10.0", "rtx4090": "8.9",
@@ -51,7 +46,7 @@ PACKAGES = (
 
 
 def describe_machine(device: torch.device) -> list[str]:
-    """Return versions and hardware."""
+    """Return lines on versions and hardware."""
     lines = [
         f"tread_zoo  {describe_code()}, Python {platform.python_version()}, {platform.platform()}",
         f"torch      {torch.__version__}",
@@ -63,7 +58,7 @@ def describe_machine(device: torch.device) -> list[str]:
         lines.append(f"memory     {memory / 2**30:.0f} GiB")
         lines.append("capability {}.{}".format(*torch.cuda.get_device_capability(device)))
         lines.append(
-            "TF32       for what is float32 in bf16 and fp16 runs, not with precision=fp32"
+            "TF32       for float32 products in bf16 and fp16 runs, not with precision=fp32"
         )
         driver = Path("/sys/module/nvidia/version")
         lines.append(f"driver     {driver.read_text().strip() if driver.exists() else 'unknown'}")
@@ -71,8 +66,8 @@ def describe_machine(device: torch.device) -> list[str]:
 
 
 def describe_packages(device: torch.device) -> list[str]:
-    """Return a line for each optional package: its version, why it cannot be imported, and on a
-    GPU the command that installs it."""
+    """Return a line per optional package: its version, why it cannot be imported, and on a GPU the
+    command that installs it."""
     lines = []
     for name, module, purpose, install in PACKAGES:
         problem = import_problem(module)
@@ -87,16 +82,16 @@ def describe_packages(device: torch.device) -> list[str]:
 
 
 def describe_gpu(gpu: str, pattern: str) -> list[str]:
-    """Return for each backbone that matches which form each of its operations would run on a GPU
-    that need not be here, routed, in bf16, at 32 x 32 latents, and why no form before it.
+    """Return the forms that each matching backbone would run on a GPU, routed, in bf16, at 32 x 32
+    latents, and why no preferred form is used. The GPU need not be present.
 
-    The network is called on tensors of that device which have no values. Packages count as they are
-    installed here; whether their kernels are right is found out on the GPU.
+    The network is called on fake tensors of that device. The packages of this machine count; their
+    kernels are verified on the GPU only.
     """
     lines = [
         f"{gpu}: compute capability {GPUS[gpu]}, precision=auto is bf16, TF32 "
-        f"{'not known to AMD' if GPUS[gpu].startswith('gfx') else 'can be had'}",
-        f"with the packages of this machine; {CUDA} brings the fused forms",
+        f"{'does not exist on AMD' if GPUS[gpu].startswith('gfx') else 'is available'}",
+        f"with the packages of this machine; {CUDA} adds the fused forms",
         DEMANDS,
         "",
     ]
@@ -117,7 +112,7 @@ def describe_gpu(gpu: str, pattern: str) -> list[str]:
 
 @contextmanager
 def _bf16_on_cuda() -> Iterator[None]:
-    """Autocast as on a GPU; `torch.autocast` refuses where there is none."""
+    """Autocast to bf16 as on a GPU; `torch.autocast` refuses without one."""
     torch.set_autocast_dtype("cuda", torch.bfloat16)
     torch.set_autocast_enabled("cuda", True)
     try:
@@ -127,8 +122,8 @@ def _bf16_on_cuda() -> Iterator[None]:
 
 
 def check_kernels(device: torch.device) -> list[tuple[str, bool]]:
-    """Return each form that can be used on `device`, with its relative errors in precision=auto
-    against the naive one in float64, and whether they are small."""
+    """Return a line per form that is usable on `device`, with its relative errors in precision=auto
+    against the naive form in float64, and whether they are small."""
     checks, dtype = [], DTYPES[resolve_precision("auto", device)]
     for op in get_forms():
         for name in list_forms(op):
@@ -144,7 +139,7 @@ def check_kernels(device: torch.device) -> list[tuple[str, bool]]:
 
 
 def check_backbones(device: torch.device, pattern: str = "*_tiny") -> list[tuple[str, bool]]:
-    """Return each small backbone, and whether one routed step on `device` gives finite
+    """Return a line per small backbone, and whether a routed step on `device` gives finite
     gradients."""
     checks = []
     for name in list_backbones(pattern):
@@ -163,8 +158,8 @@ def check_backbones(device: torch.device, pattern: str = "*_tiny") -> list[tuple
 
 
 def list_sizes(pattern: str, input_size: int, in_channels: int, num_classes: int) -> list[str]:
-    """Return a table of the backbones that match: parameters, FLOPs of a forward pass dense and
-    routed at rate 0.5, tokens, blocks, default route and selector. Nothing is computed."""
+    """Return a table of the matching backbones: parameters, FLOPs of a forward pass, dense and
+    routed at rate 0.5, tokens, blocks, default route and selector. No network is run."""
     columns = ("M params", "GFLOPs", "routed", "tokens", "blocks", "route")
     lines = [f"{'backbone':18s}" + "".join(f"{c:>9s}" for c in columns) + "  selector"]
     for name in list_backbones(pattern):

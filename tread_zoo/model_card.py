@@ -1,9 +1,9 @@
-"""What tread-zoo push makes of a run: a folder for Hugging Face's hub, and its model card.
+"""The folder that tread-zoo push uploads to Hugging Face's hub, with its model card.
 
-config.json          what a checkpoint says of the run, without this machine's paths
-model.safetensors    its weights, the averaged ones if not asked otherwise
+config.json          the checkpoint's metadata, without this machine's paths
+model.safetensors    the weights, by default averaged ones
 README.md            the model card: recipe, FLOPs, scores with their protocol, licence
-samples.png          samples of the same step, where the run has left some
+samples.png          samples of the same step, if the run has some
 """
 
 import json
@@ -35,43 +35,44 @@ def write_model_folder(
     license: str | None = None,
     repo: str | None = None,
 ) -> Path:
-    """Write the folder of a run's newest checkpoint, or of one checkpoint, and return it.
+    """Return the folder that is written of a run's newest checkpoint, or of a given one.
 
     Args:
         path: as of `find_checkpoint`.
         out: the folder; None is <run>/hub.
         weights: as of `load_backbone`.
         license: of the weights, as the hub names it, such as apache-2.0; None is that of the
-            project that they were imported from, or not stated.
-        repo: user/name, for the card; None: the folder.
+            project that they were imported from, if any.
+        repo: user/name for the card; None is the folder.
 
     Raises:
         CheckpointError: there is no checkpoint.
-        ValueError: `out` is the folder of a run, or weights that were imported under a
-            non-commercial licence are given another one.
+        ValueError: `out` is the folder of a run, or `license` is not that of weights that were
+            imported under a non-commercial licence.
     """
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     checkpoint = find_checkpoint(path)
     run, folder = checkpoint.run_dir, Path(out or checkpoint.run_dir / "hub")
     license = _keep_license(checkpoint.meta.get("imported", {}), license)
-    facts = without_paths({k: checkpoint.meta[k] for k in _KEPT if k in checkpoint.meta})
-    facts["config"] = {k: v for k, v in facts["config"].items() if k not in bookkeeping_fields()}
+    metadata = without_paths({k: checkpoint.meta[k] for k in _KEPT if k in checkpoint.meta})
+    settings = metadata["config"].items()
+    metadata["config"] = {k: v for k, v in settings if k not in bookkeeping_fields()}
     write_folder(folder, checkpoint.tensors(weights), {})
-    facts |= {
+    metadata |= {
         "format": FORMAT,
         "weights": weights,
         "sha256": {WEIGHTS_NAME: checksum(folder / WEIGHTS_NAME)},
     }
-    (folder / CONFIG_NAME).write_text(json.dumps(facts, indent=2))
+    (folder / CONFIG_NAME).write_text(json.dumps(metadata, indent=2))
     picture = run / "samples" / f"step_{checkpoint.step:08d}.png"
     if picture.exists():
         shutil.copyfile(picture, folder / "samples.png")
     records = [json.loads(file.read_text()) for file in sorted(run.glob("score*.json"))]
-    of_these = {"step": checkpoint.step, "weights": weights}
-    records = [each for each in records if of_these.items() <= each["protocol"].items()]
+    scored = {"step": checkpoint.step, "weights": weights}
+    records = [each for each in records if scored.items() <= each["protocol"].items()]
     name = repo or without_paths(str(out or run))
-    data = facts.get("data", {}).get("name", "unknown")
+    data = metadata.get("data", {}).get("name", "unknown")
     source = checkpoint.meta["config"].get("data", {})
     on_hub = source.get("name") == "hf" and not Path(source["path"]).expanduser().exists()
     header = ModelCardData(
@@ -94,20 +95,20 @@ def write_model_folder(
 
 
 def _keep_license(imported: dict[str, str], license: str | None) -> str | None:
-    """Return the licence of the weights; `imported` says where they come from, if they do."""
-    own = imported.get("license")
-    if own and "-nc" in own and license not in (None, own):
+    """Return the licence of the weights; `imported` is the checkpoint's record of an import."""
+    origin = imported.get("license")
+    if origin and "-nc" in origin and license not in (None, origin):
         raise ValueError(
-            f"license={license}, but {imported['project']} published these weights under {own}, "
+            f"license={license}, but {imported['project']} published these weights under {origin}, "
             "which forbids commercial use: leave license out."
         )
-    return license or own
+    return license or origin
 
 
 def _recipe(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return what the network is and how it was trained, by topic, in words."""
+    """Return the network and its training as texts, by topic."""
     meta, config = checkpoint.meta, without_paths(checkpoint.meta["config"])
-    facts = checkpoint.run_dir / "facts.json"
+    file = checkpoint.run_dir / "facts.json"
     with torch.device("meta"):
         backbone = build_backbone(meta["backbone"])
     count = sum(parameter.numel() for parameter in backbone.parameters())
@@ -126,18 +127,18 @@ def _recipe(checkpoint: Checkpoint) -> dict[str, str]:
     if "routing" in config:
         routing = backbone.build_routing(**config["routing"])
         rows["routing"] = routing.describe(backbone.grid)
-        given = [f"{key} {value}" for key, value in config["data"].items() if value is not None]
+        source = [f"{key} {value}" for key, value in config["data"].items() if value is not None]
         rows["data"] = "{name}, {num_images} images, {num_classes} classes".format(**meta["data"])
-        rows["source of the data"] = ", ".join(given).removeprefix("name ")
+        rows["source of the data"] = ", ".join(source).removeprefix("name ")
         if names := meta["data"].get("class_names"):
             words = [f"{number} {name}" for number, name in enumerate(names[:SHOWN_CLASSES])]
             rows["classes"] = ", ".join([*words, "…"] if len(names) > SHOWN_CLASSES else words)
         rows["training"] = f"{checkpoint.step} steps of {meta['images_per_step']} images"
-    if facts.exists():
-        flops = json.loads(facts.read_text())
+    if file.exists():
+        flops = json.loads(file.read_text())
         rows["FLOPs"] = (
             f"{flops['flops_routed'] / 1e6:.1f} M per image, forward and backward, of "
-            f"{flops['flops_dense'] / 1e6:.1f} M without routing; in all "
+            f"{flops['flops_dense'] / 1e6:.1f} M without routing; in total "
             f"{flops_until(checkpoint.step, flops):.3g}"
         )
     return rows

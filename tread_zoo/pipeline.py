@@ -1,4 +1,4 @@
-"""Any backbone, with our samplers and guidance, as a pipeline of diffusers.
+"""A pipeline of diffusers for any backbone, with the samplers and guidance of this project.
 
     pipe = TreadZooPipeline.from_checkpoint("runs/mine")        # or user/name of the hub
     images = pipe(class_labels=[207], num_inference_steps=25).images
@@ -33,11 +33,11 @@ _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 
 
 class BackboneModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    """A backbone as a part of a pipeline; its config is what describes it.
+    """A backbone as a part of a pipeline; its config describes it.
 
     Args:
-        described: as of `describe_backbone`.
-        network: the backbone itself; None builds it.
+        described: from `describe_backbone`.
+        network: the backbone; None builds it.
     """
 
     ignore_for_config = ["network"]  # noqa: RUF012
@@ -49,23 +49,22 @@ class BackboneModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(cls, *args: Any, **options: Any) -> Any:
-        """Return what `save_pretrained` wrote; not built on the meta device, where fusions, which
-        run the network once, cannot be."""
+        """Return a model from `save_pretrained`. It is not built on the meta device, since adding
+        fusions runs the network once."""
         return super().from_pretrained(*args, **{**options, "low_cpu_mem_usage": False})
 
 
 class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
-    """From labels to images.
+    """A pipeline from labels to images.
 
     Args:
         backbone: a trained network.
-        vae: the autoencoder of its latents, of a class in `tread_zoo.data.vae.CLASSES`; None for a
-            network on pixels.
-        objective, sampler, guidance: parts, each a name or a mapping with `name` and options.
+        vae: the autoencoder of latents, see `tread_zoo.data.vae.CLASSES`; None for pixels.
+        objective, sampler, guidance: names, or mappings with `name` and options.
         routing: as in training, for samplers with a `selection_rate`; None takes the defaults.
-        latent_shift, latent_scale: the network sees (z - shift) scale of latents z: C numbers each;
-            None takes the autoencoder's own.
-        class_names: of the labels 0, 1, …; None: they have no names.
+        latent_shift, latent_scale: C numbers each; the network's input is (z - shift) scale of
+            latents z. None takes the autoencoder's.
+        class_names: names of the labels 0, 1, …
     """
 
     _optional_components = ["vae"]  # noqa: RUF012
@@ -100,12 +99,12 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
     def from_checkpoint(
         cls, path: str, *, weights: str = "ema", vae: str | None = None
     ) -> "TreadZooPipeline":
-        """Return the pipeline of a run of ours, with its sampler and guidance, on the CPU.
+        """Return the pipeline of a run, with its sampler and guidance, on the CPU.
 
         Args:
-            path: a run's folder, a checkpoint, or `user/name` of the hub.
+            path: a run's folder, a checkpoint, or `user/name` on the hub.
             weights: as of `load_backbone`.
-            vae: where the autoencoder is, if not where the run had it; `none` leaves latents.
+            vae: the autoencoder; None is the run's, `none` does not decode latents.
         """
         run = restore(path, weights=weights, device="cpu", precision="fp32")
         codec = run.codec(vae)
@@ -129,29 +128,28 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         output_type: str = "pil",
         return_dict: bool = True,
     ) -> Any:
-        """Return an `ImagePipelineOutput` with an image for each label.
+        """Return an `ImagePipelineOutput` with an image per label.
 
         Args:
-            class_labels: of the images: numbers, 0 … num_classes, or names.
-            contexts: of the images, float [B, T, S], where the network takes these.
-            num_images: where neither is given.
-            num_inference_steps, guidance_scale: other than the pipeline's; a scale alone is that of
-                classifier-free guidance.
-            generator: on the CPU; it gives the seed. None: torch's global one.
-            output_type: pil; np, [B, H, W, C] in 0 … 1; pt, [B, C, H, W]; latent, as the
-                autoencoder has it.
-            return_dict: False: (images,).
+            class_labels: numbers, 0 … num_classes, or class names.
+            contexts: float [B, T, S], for networks that take contexts.
+            num_images: number of images without labels and contexts.
+            num_inference_steps, guidance_scale: in place of the pipeline's. A scale for a pipeline
+                without guidance is that of classifier-free guidance.
+            generator: on the CPU, for the seed; None is torch's global one.
+            output_type: pil; np, [B, H, W, C] in 0 … 1; pt, [B, C, H, W]; latent, not decoded.
+            return_dict: False returns (images,).
 
         Raises:
-            ValueError: labels that the network refuses, an unknown name, or pictures of latents
-                without a vae.
+            ValueError: labels that the network refuses, an unknown class name, or images of latents
+                without an autoencoder.
         """
         labels = contexts
         if class_labels is not None:
-            given = [class_labels] if isinstance(class_labels, int | str) else class_labels
-            given = given.view(-1) if isinstance(given, Tensor) else given
+            many = [class_labels] if isinstance(class_labels, int | str) else class_labels
+            many = many.view(-1) if isinstance(many, Tensor) else many
             names = self.config.class_names or ()
-            labels = torch.tensor([class_number(label, names) for label in given])
+            labels = torch.tensor([class_number(label, names) for label in many])
         count = num_images if labels is None else len(labels)
         sampler, guidance = dict(self.config.sampler), dict(self.config.guidance)
         sampler["num_steps"] = num_inference_steps or sampler["num_steps"]
@@ -172,7 +170,7 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
     def _decode(self, x: Tensor, output_type: str) -> Any:
-        """Return what the network makes, [B, C, H, W], in the form of `output_type`."""
+        """Return the network's samples, [B, C, H, W], as `output_type`."""
         vae = None if self.vae is None else Vae(self.vae, "vae")
         shift, scale = self.config.latent_shift, self.config.latent_scale
         if vae is not None and scale is None:
@@ -186,7 +184,7 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
             x = torch.cat([vae.decode(z.to(place)).cpu() for z in x.split(8)])
         if x.shape[1] not in (1, 3):
             raise ValueError(
-                f"the network makes {x.shape[1]} channels, which are no images: give the pipeline "
-                "its vae, or output_type='latent'."
+                f"the network has {x.shape[1]} output channels, which are no images: give the "
+                "pipeline a vae, or set output_type='latent'."
             )
         return VaeImageProcessor().postprocess(x, output_type=output_type)
