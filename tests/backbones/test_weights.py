@@ -15,6 +15,7 @@ import torch
 
 from tread_zoo import create_backbone, list_backbones
 from tread_zoo.testing import Probe
+from tread_zoo.training.optimizers import hidden_matrices
 
 FILE = Path(__file__).with_name("weights.json")
 DIGITS = {"input_size": 8, "in_channels": 1, "num_classes": 10}
@@ -49,7 +50,7 @@ def shapes(name):
     with torch.device("meta"):
         network = build(name)
     texts = [f"{key} {tuple(tensor.shape)}" for key, tensor in named_tensors(network)]
-    matrices = [f"{key} {sizes}" for key, sizes in sorted(network.hidden_matrices().items())]
+    matrices = [f"{key} {sizes}" for key, sizes in sorted(hidden_matrices(network).items())]
     return sum(p.numel() for p in network.parameters()), digest("\n".join(texts + matrices))
 
 

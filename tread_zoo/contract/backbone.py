@@ -2,11 +2,11 @@
 
     embed -> blocks 0 … depth-1 -> head
 
-A backbone says how its input becomes token streams, what one block does, and how the streams become
-the output. The loop below does the rest: it takes tokens out where a route starts, puts them back
-where it ends, fuses the streams there if the network has a fusion, and hands each block the skip
-that it consumes, with the right tokens in it. Forward has no randomness of its own: noise, times,
-dropped labels and kept ids come from outside.
+A backbone defines how its input becomes token streams, what one block does, and how the streams
+become the output. The loop below does the rest. It removes tokens where a route starts and restores
+them where it ends. It fuses the streams there if the network has a fusion. It gives each block the
+skip that it consumes, with the right tokens. Forward draws nothing: noise, times, dropped labels
+and kept ids are arguments.
 
 B batch, N = h * w tokens in raster order, E extra tokens (time, label, context), K kept tokens,
 D width; a context has T embeddings of width S.
@@ -20,6 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tread_zoo.contract.checks import (
+    check_condition,
+    check_embedded,
+    check_images,
+    check_new_context,
+    check_skips,
+    check_streams,
+    check_times,
+)
 from tread_zoo.contract.frame import Features as Features
 from tread_zoo.contract.frame import Frame, rows_of
 from tread_zoo.contract.frame import Layout as Layout
@@ -41,35 +50,33 @@ class Backbone(nn.Module, ABC):
     Args:
         input_size: height and width of the input, one integer or two.
         in_channels: C.
-        num_classes: labels are 0 … num_classes-1, and num_classes is the null label of guidance;
-            0 makes an unconditional network.
+        num_classes: labels are 0 … num_classes-1, and num_classes is the null label. 0: the network
+            is unconditional.
         patch_size: side of a patch in pixels.
-        depends_on: what changes the result of some block if it alone changes: the `order` of the
-            tokens in the sequence, the `ids` of the layout, the full `grid`; `tread_zoo.testing`
-            measures it. Attention on tokens that carry their positions with them depends on
-            nothing, `()`; a scan that runs over gaps on the `order`; rotary positions on `order`
-            and `ids`; a decay over distances divided by the full length on all three.
-        learn_sigma: give 2 C output channels, as some published checkpoints have; objectives use
+        depends_on: what the blocks depend on: the `order` of the tokens in the sequence, the `ids`
+            of the layout, the full `grid`. Attention on tokens with added positions depends on
+            nothing, `()`. A scan that ignores gaps depends on `order`; rotary positions depend on
+            `order` and `ids`. `tread_zoo.testing` measures it.
+        learn_sigma: return 2 C output channels, as some published checkpoints do; objectives use
             the first C.
 
     Class attributes:
-        default_selector: the selector that suits it; `routing.selector=auto` takes it.
+        default_selector: the selector of `routing.selector=auto`.
         default_range: start and end of its default route, as in Python slices.
-        takes_contexts: whether `embed` calls `prepend_context`, and blocks and head deal with the
-            extra tokens that this gives.
+        takes_contexts: whether `embed` calls `prepend_context`, and blocks and head accept the
+            extra tokens that it adds.
         per_token_time: whether t may also be [B, N], a time for each token.
 
     Attributes:
         fused_ranges: block ranges [start, end) at whose end the streams are fused, in ascending
-            order; `add_fusions` sets them after construction, whatever the subclass, and
-            `bypassed`, what stands there for tokens that did not run.
-        masked_ranges: block ranges [start, end) at whose end learned tokens stand for those that
-            bypassed; `add_mask_tokens` sets them likewise.
+            order. `add_fusions` sets them and `bypassed`, the value of tokens that did not run.
+        masked_ranges: block ranges [start, end) at whose end learned tokens replace those that
+            bypassed; `add_mask_tokens` sets them.
         context_length, context_size: T and S of contexts, which `add_contexts` sets; 0 without.
-        num_context_tokens: the extra tokens of contexts and registers, ahead of all others.
+        num_context_tokens: number of context tokens and registers, which come first.
 
     Raises:
-        ValueError: sizes that do not go together, or an unknown dependence.
+        ValueError: the sizes do not fit together, or `depends_on` has an unknown name.
 
     Subclasses fill `self.blocks`, an `nn.ModuleList`, and may set
 
@@ -142,29 +149,29 @@ class Backbone(nn.Module, ABC):
     def run_block(
         self, index: int, streams: Streams, condition: Any, layout: Layout, skip: Tensor | None
     ) -> Streams:
-        """Return the streams [B, E + K, D] after `self.blocks[index]`, which must be called as a
-        module: compilation and sharding hook that call. `skip` has the same tokens as they have."""
+        """Return the streams [B, E + K, D] after `self.blocks[index]`. Call the block as a module:
+        compilation and sharding hook that call. `skip` has the same tokens as the streams."""
 
     @abstractmethod
     def head(self, streams: Streams, condition: Any) -> Tensor:
         """Return the output [B, C_out, H, W] from streams [B, E + N, D]."""
 
     def hidden_state(self, streams: Streams) -> Tensor:
-        """Return what features show of the streams, [B, L, D]: the first one, if not overridden."""
+        """Return the tokens [B, L, D] that `features` collects; by default the first stream."""
         return streams[0]
 
     # What all share -------------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks that a route can count."""
+        """Number of blocks, to which the ranges of routes refer."""
         if "blocks" not in self._modules:
             raise TypeError(f"{type(self).__name__} has no self.blocks: fill an nn.ModuleList.")
         return len(self.blocks)
 
     @property
     def num_tokens(self) -> int:
-        """N, without extra tokens."""
+        """Number of tokens N of the grid, without extra tokens."""
         return self.grid[0] * self.grid[1]
 
     @property
@@ -178,60 +185,26 @@ class Backbone(nn.Module, ABC):
         return bool(self.num_classes or self.context_size)
 
     def null_like(self, y: Tensor) -> Tensor:
-        """Return the condition that stands for none, in the shape of `y`: null labels [B], or zeros
-        [B, T, S]."""
+        """Return the null condition in the shape of `y`: null labels [B], or zeros [B, T, S]."""
         return torch.full_like(y, 0 if self.context_size else self.null_label)
 
-    def hidden_matrices(self) -> dict[str, tuple[int, ...]]:
-        """Return by parameter name the matrices between hidden layers, which Muon trains.
-
-        The value has the sizes of a matrix's parts along its rows, (rows,) if it is one alone: each
-        part is a matrix in its own right, as q, k and v are in `qkv`. A parameter [.., rows,
-        columns] counts as its matrices below each other.
-
-        They are the linear layers of the blocks, and what a module in them lists in `fused_rows`,
-        {name of its parameter: sizes}. Embeddings, positions, heads and what else is no such
-        matrix are left out.
-        """
-        matrices: dict[str, tuple[int, ...]] = {}
-        for path, module in self.blocks.named_modules(prefix="blocks"):
-            if isinstance(module, nn.Linear):
-                matrices[f"{path}.weight"] = (module.out_features,)
-        for path, module in self.blocks.named_modules(prefix="blocks"):
-            for name, sizes in getattr(module, "fused_rows", {}).items():
-                matrices[f"{path}.{name}"] = sizes
-        return matrices
-
     def add_contexts(self, context_length: int, context_size: int) -> None:
-        """Take contexts, float [B, T, S], in place of labels from now on.
+        """Make contexts, float [B, T, S], the condition in place of labels.
 
-        Each of the T embeddings is an extra token ahead of all others, its linear map plus a
-        learned position among the T. Weights are drawn from torch's global generator. From then on
-        t must be [B]: these tokens have no time of their own.
+        Each of the T embeddings becomes an extra token before all others: a linear map plus a
+        learned position. Weights are drawn from torch's global generator. Times must then be [B],
+        because a context token has no time.
 
         Args:
-            context_length, context_size: T and S; 0 and 0 leave all as it is.
+            context_length, context_size: T and S; 0 and 0 change nothing.
 
         Raises:
-            ValueError: one of both is 0, there are labels, or the backbone takes no contexts.
+            ValueError: only one of them is 0, there are labels, or the backbone takes no contexts.
         """
-        if bool(context_length) != bool(context_size):
-            raise ValueError(
-                f"context_length={context_length} and context_size={context_size} go together: the "
-                "number of embeddings of an image, and the width of one."
-            )
+        context = (context_length, context_size)
+        check_new_context(type(self).__name__, self.takes_contexts, self.num_classes, context)
         if not context_size:
             return
-        if not self.takes_contexts:
-            raise ValueError(
-                f"{type(self).__name__} takes no contexts (context_size). Choose another backbone, "
-                "or leave the contexts out: data.context=false for latents, null for images."
-            )
-        if self.num_classes:
-            raise ValueError(
-                f"num_classes={self.num_classes} and context_size={context_size} exclude each "
-                "other: the condition is a label or a context. Set num_classes=0."
-            )
         width, like = self._stream_widths()[0], next(self.parameters())
         place: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
         self.context_embed = nn.Linear(context_size, width, **place)
@@ -241,14 +214,14 @@ class Backbone(nn.Module, ABC):
         self._add_tokens(context_length)
 
     def add_registers(self, num_registers: int) -> None:
-        """Put learned tokens [R, D] ahead of all, behind a context's, in every call from now on.
+        """Add learned tokens [R, D] after those of a context and before all others.
 
-        They hold what belongs to no place of the image (arXiv 2309.16588; on diffusion 2605.05206).
-        No route takes them, a scan reads them first in both directions, and the head drops them.
-        From then on t must be [B].
+        They hold global information (arXiv 2309.16588; in diffusion 2605.05206). Routes never drop
+        them, scans read them first in both directions, and the head discards them. Times must then
+        be [B].
 
         Args:
-            num_registers: R; 0 leaves all as it is.
+            num_registers: R; 0 changes nothing.
         """
         if num_registers:
             width, like = self._stream_widths()[0], next(self.parameters())
@@ -262,19 +235,19 @@ class Backbone(nn.Module, ABC):
         self.per_token_time = False
 
     def prepend_context(self, tokens: Tensor, y: Tensor | None) -> Tensor:
-        """Return tokens [B, L, D] behind those of the contexts y [B, T, S] and R registers, [B, T +
-        R + L, D]; None means zeros. A network without either gets its tokens back."""
+        """Return [B, T + R + L, D]: tokens of the contexts y [B, T, S], R registers, then `tokens`
+        [B, L, D]. None means zeros. Without contexts and registers, `tokens` is returned."""
         return self.prepend(tokens, self.embed_context(y, len(tokens)))
 
     def prepend(self, tokens: Tensor, context: Tensor | None) -> Tensor:
-        """Return tokens [B, L, D] behind those of a context, if it is one, and behind registers."""
+        """Return `tokens` [B, L, D] after the context tokens, if any, and the registers, if any."""
         if self.registers is not None:
             tokens = torch.cat([self.registers.expand(len(tokens), -1, -1), tokens], dim=1)
         return tokens if context is None else torch.cat([context, tokens], dim=1)
 
     def embed_context(self, y: Tensor | None, batch: int) -> Tensor | None:
-        """Return the tokens [B, T, D] of contexts y [B, T, S]; None means zeros. A network without
-        contexts has none."""
+        """Return the tokens [B, T, D] of contexts y [B, T, S], or None if the network takes none. y
+        of None means zeros."""
         if self.context_embed is None:
             return None
         weight = self.context_embed.weight
@@ -284,11 +257,11 @@ class Backbone(nn.Module, ABC):
         return tokens
 
     def build_routing(self, name: str = "tread", **fields: Any) -> Routing:
-        """Return a routing of this network, whose `draw` gives the routes of a batch.
+        """Return a routing for this network; its `draw` gives the routes of a batch.
 
         Args:
             name: `none` or `tread`.
-            fields: of `tread_zoo.routing.RoutingConfig`; `auto` is what suits this architecture.
+            fields: of `tread_zoo.routing.RoutingConfig`; `auto` is this architecture's default.
 
         Raises:
             ValueError: as of `tread_zoo.routing.build_routing`.
@@ -303,17 +276,17 @@ class Backbone(nn.Module, ABC):
         return routing
 
     def add_fusions(self, ranges: Sequence[Sequence[int]], bypassed: Bypassed = "dense") -> None:
-        """Fuse the streams at the end of each block range [start, end), from now on in every call.
+        """Add a fusion of the streams at the end of each block range [start, end).
 
-        The fusions are part of the network, also where no route runs. As they start, they change
-        the output by rounding alone, unless `bypassed` is zero. Nothing is drawn.
+        A fusion runs in every call, with or without a route. It is initialised to change the output
+        by rounding alone, unless `bypassed` is zero. Nothing is drawn.
 
         Args:
-            ranges: disjoint, ascending; the network then takes routes there and nowhere else.
+            ranges: disjoint and ascending; routes are then possible there only.
             bypassed: see `tread_zoo.routing.fusion`.
 
         Raises:
-            ValueError: ranges that do not fit the depth, or fusions that are there already.
+            ValueError: the ranges do not fit the depth, or the network already has fusions.
         """
         if not ranges:
             return
@@ -329,16 +302,16 @@ class Backbone(nn.Module, ABC):
             )
 
     def add_mask_tokens(self, ranges: Sequence[Sequence[int]]) -> None:
-        """Put learned tokens in the places of those that bypass the block ranges [start, end).
+        """Add learned tokens that replace those that bypass the block ranges [start, end).
 
-        A call without a route there has no use for them. They start as sines of their places, which
-        all differ, and are of a norm that layer norms bear; nothing is drawn.
+        A call without a route there does not use them. They start as sines of their positions;
+        nothing is drawn.
 
         Args:
-            ranges: disjoint, ascending; the network then takes routes there and nowhere else.
+            ranges: disjoint and ascending; routes are then possible there only.
 
         Raises:
-            ValueError: ranges that do not fit the depth.
+            ValueError: the ranges do not fit the depth.
         """
         self.masked_ranges = check_ranges(ranges, num_blocks=self.num_blocks)
         like = next(self.parameters())
@@ -367,43 +340,38 @@ class Backbone(nn.Module, ABC):
         features: Sequence[int] | None = None,
         without: Collection[int] = (),
     ) -> Tensor | tuple[Tensor, dict[int, Features]]:
-        """Return the raw output [B, C_out, H, W]; of an empty batch an empty one, with no gradient.
+        """Return the raw output [B, C_out, H, W]; for an empty batch it is empty, without gradient.
 
         Args:
             x: noisy images [B, C, H, W].
-            t: noise labels [B] of order 1, as the objective gives them; or [B, N], one for each
-                token, where `per_token_time` says so.
+            t: noise labels [B] of order 1, from the objective; or [B, N], one per token, if
+                `per_token_time`.
             y: labels [B], int64, in 0 … num_classes, or contexts [B, T, S], floats of any
-                precision, shorter ones filled up with zeros; None means no label, or all zeros.
-            r: of the shape of t: the output is that of the span from r to t, such as a mean
-                velocity; None, as r = t, is that at t. `embed` gets the complex t + i (t - r),
-                which `TimestepEmbedder` and `time_sinusoids` know.
-            routes: disjoint concrete routes in ascending order, and dropped paths among them. In a
-                network with fusions each must be one of `fused_ranges`, the others of which run
-                dense; without fusions no path can be dropped. In one with mask tokens each must be
-                one of `masked_ranges`. A route that keeps all tokens is none.
+                precision, padded with zeros. None means the null label, or all zeros.
+            r: in the shape of t: the output is then for the span from r to t, such as a mean
+                velocity. None is the same as r = t. `embed` gets the complex t + i (t - r), which
+                `TimestepEmbedder` and `time_sinusoids` accept.
+            routes: disjoint concrete routes and dropped paths in ascending order. With fusions,
+                each range must be one of `fused_ranges`, and the others run dense. A path can be
+                dropped only there. With mask tokens, each must be one of `masked_ranges`. A route
+                that keeps all tokens is ignored.
             features: blocks whose tokens are returned too, as (output, {block: `Features`}), with
-                their gradients: those that were there right after the block, within a route the
-                kept ones.
-            without: blocks that do not run: the streams pass them unchanged, and a skip made there
-                is the first stream as it came.
+                gradients. They are the tokens right after the block; within a route, the kept ones.
+            without: blocks to leave out: the streams pass them unchanged, and a skip from there is
+                the first stream as it came.
 
         Raises:
-            ValueError: an input of another shape, a condition given to an unconditional network, or
-                a route, feature or block that does not fit.
-            TypeError: a method of the subclass that returns something else than the contract says.
+            ValueError: an input has the wrong shape, a condition is given to an unconditional
+                network, or a route, feature or block is out of range.
+            TypeError: a method of the subclass returned something that the contract excludes.
         """
         self._check_inputs(x, t, y)
         if r is not None:
             t = torch.complex(t, t - r)
         routes = check_routes(
-            routes,
-            num_blocks=self.num_blocks,
-            num_tokens=self.num_tokens,
-            batch=len(x),
-            fused_ranges=self.fused_ranges,
-            masked_ranges=self.masked_ranges,
-        )
+            routes, num_blocks=self.num_blocks, num_tokens=self.num_tokens, batch=len(x),
+            fused_ranges=self.fused_ranges, masked_ranges=self.masked_ranges,
+        )  # fmt: skip
         wanted = tuple(features or ())
         for name, indices in (("features", wanted), ("without", without)):
             if not all(0 <= index < self.num_blocks for index in indices):
@@ -423,15 +391,15 @@ class Backbone(nn.Module, ABC):
     def importance(self, x: Tensor, t: Tensor, y: Tensor | None, start: int) -> Tensor:
         """Return the importance [B, N] of the tokens before block `start`, float32, not negative.
 
-        It is the norm of each token of the first stream after blocks 0 … start-1 have run on all
-        tokens, without gradient: what `routing.selector=norm` draws kept tokens by.
+        It is the norm of each token of the first stream after blocks 0 … start-1, all tokens kept,
+        without gradient. `routing.selector=norm` draws the kept tokens by it.
 
         Args:
             x, t, y: as of `forward`.
             start: 0 … the number of blocks.
 
         Raises:
-            ValueError: an input of another shape, or a start outside the depth.
+            ValueError: an input has the wrong shape, or `start` is outside the depth.
         """
         self._check_inputs(x, t, y)
         if not 0 <= start <= self.num_blocks:
@@ -452,17 +420,13 @@ class Backbone(nn.Module, ABC):
         without: Collection[int] = (),
         stop: int | None = None,
     ) -> tuple[Streams, dict[int, Features]]:
-        """Return the streams after blocks 0 … stop-1, each on the tokens that are in play but for
-        those `without` which it goes, and the features of the wanted ones; no route may lie across
-        `stop`."""
+        """Return the streams after blocks 0 … stop-1, and the features of the wanted blocks. Blocks
+        in `without` do not run, and no route may cross `stop`."""
         batch, device = len(streams[0]), streams[0].device
         dense = Layout(
-            self.grid,
-            self.num_extra_tokens,
-            batch=batch,
-            device=device,
+            self.grid, self.num_extra_tokens, batch=batch, device=device,
             num_context=self.num_context_tokens,
-        )
+        )  # fmt: skip
         dense_condition = rows_of(condition, None)
         frames = self._frames(routes, dense)
         last_use = {producer: consumer for consumer, producer in sorted(self.skips.items())}
@@ -493,8 +457,7 @@ class Backbone(nn.Module, ABC):
         return streams, collected
 
     def _frames(self, routes: Sequence[Route | PathDrop], dense: Layout) -> dict[int, Frame]:
-        """Return by start the ranges with work at their ends: routes, dropped paths, and fused
-        ranges that neither takes."""
+        """Return the frames of routes, dropped paths and fused ranges without either, by start."""
         fusions: dict[Any, Any] = dict(zip(self.fused_ranges, self.fusions.values(), strict=True))
         masks = dict(zip(self.masked_ranges, self.mask_tokens.values(), strict=True))
         ways: dict[tuple[int, int], Route | PathDrop | None] = dict.fromkeys(fusions)
@@ -516,63 +479,20 @@ class Backbone(nn.Module, ABC):
             )
         else:
             after = self.run_block(index, streams, condition, layout, skip)
-        _check_streams("run_block", after)
+        check_streams("run_block", after)
         return after
 
     def _embed(self, x: Tensor, t: Tensor, y: Tensor | None) -> tuple[Streams, Any]:
-        returned = self.embed(x, t, y)
-        if not isinstance(returned, tuple) or len(returned) != 2:
-            raise TypeError(
-                f"embed returned a {type(returned).__name__}; expected streams and condition, as "
-                "in ((tokens,), condition)."
-            )
-        streams, condition = returned
-        _check_streams("embed", streams)
-        length = self.num_extra_tokens + self.num_tokens
-        for stream in streams:
-            if stream.shape[:2] != (len(x), length):
-                raise TypeError(
-                    f"embed returned a stream {list(stream.shape)}; expected [{len(x)}, {length}, "
-                    f"D]: {self.num_tokens} tokens behind num_extra_tokens={self.num_extra_tokens}."
-                )
-        return streams, condition
+        embedded = self.embed(x, t, y)
+        check_embedded(embedded, len(x), self.num_tokens, self.num_extra_tokens)
+        return embedded
 
     def _check_inputs(self, x: Tensor, t: Tensor, y: Tensor | None) -> None:
-        """Raise `ValueError` for shapes that would pass and mean something else, and for skips from
-        a later block."""
-        expected = (self.in_channels, *self.input_size)
-        if x.shape[1:] != expected:
-            raise ValueError(f"x has shape {list(x.shape)}; expected [batch, *{list(expected)}].")
-        batch = len(x)
-        each = self.per_token_time and t.shape == (batch, self.num_tokens)
-        if t.shape != (batch,) and not each:
-            raise ValueError(f"t has shape {list(t.shape)}; expected [{batch}], one per image.")
+        check_images(x, (self.in_channels, *self.input_size))
+        check_times(t, len(x), self.num_tokens if self.per_token_time else None)
         if y is not None:
-            self._check_condition(y, batch)
-        for consumer, producer in self.skips.items():
-            if not 0 <= producer < consumer < self.num_blocks:
-                raise ValueError(
-                    f"self.skips has {{{consumer}: {producer}}}; expected {{consumer: producer}}, "
-                    f"the producer first, among {self.num_blocks} blocks."
-                )
+            self._check_condition(y, len(x))
+        check_skips(self.skips, self.num_blocks)
 
     def _check_condition(self, y: Tensor, batch: int) -> None:
-        if not self.is_conditional:
-            raise ValueError("y was given, but num_classes=0 makes an unconditional network.")
-        if self.context_size:
-            expected = (batch, self.context_length, self.context_size)
-            if y.shape != expected or not y.is_floating_point():
-                raise ValueError(
-                    f"y has shape {list(y.shape)} and dtype {y.dtype}; expected contexts, floats "
-                    f"{list(expected)}: {self.context_length} embeddings per image."
-                )
-        elif y.shape != (batch,):
-            raise ValueError(f"y has shape {list(y.shape)}; expected labels [{batch}].")
-
-
-def _check_streams(method: str, streams: Any) -> None:
-    if not isinstance(streams, tuple) or not all(isinstance(s, Tensor) for s in streams):
-        raise TypeError(
-            f"{method} returned a {type(streams).__name__} for its streams; expected a tuple of "
-            "tensors, as in (tokens,)."
-        )
+        check_condition(y, batch, self.num_classes, (self.context_length, self.context_size))

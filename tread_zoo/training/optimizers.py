@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
-from torch import Tensor
+from torch import Tensor, nn
 
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.registry import register
@@ -57,7 +57,7 @@ class AdamW:
 @dataclass(frozen=True)
 class Muon:
     """Muon (Jordan 2024) of the backbone's hidden matrices, AdamW of all else; see
-    `Backbone.hidden_matrices` and docs/optimizers.md.
+    `hidden_matrices` and docs/optimizers.md.
 
     Args:
         learning_rate: the peak of Muon's; auto is what the backbone's preset is trained with.
@@ -87,11 +87,11 @@ class Muon:
             ValueError: the backbone has no hidden matrices.
         """
         assert self.learning_rate != "auto", "make_config resolves it"
-        matrices, auto = backbone.hidden_matrices(), self.adamw_learning_rate == "auto"
+        matrices, auto = hidden_matrices(backbone), self.adamw_learning_rate == "auto"
         if not matrices:
             raise ValueError(
                 f"optimizer=muon has nothing to train in {type(backbone).__name__}: its "
-                "`hidden_matrices` is empty. Use optimizer=adamw."
+                "blocks have no hidden matrices. Use optimizer=adamw."
             )
         muon_options = ("weight_decay", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
         return MuonWithAdamW(
@@ -107,6 +107,25 @@ class Muon:
         )
 
 
+def hidden_matrices(backbone: Backbone) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of the parts of each matrix that Muon trains, by parameter name.
+
+    A parameter [.., rows, columns] is split along its rows: `qkv` has three parts, a single matrix
+    has one, (rows,). Leading dimensions are stacked along the rows.
+
+    These are the linear layers of the blocks, and what a module in them lists in `fused_rows`,
+    {parameter name: sizes}. Embeddings, positions and heads are left to AdamW.
+    """
+    matrices: dict[str, tuple[int, ...]] = {}
+    for path, module in backbone.blocks.named_modules(prefix="blocks"):
+        if isinstance(module, nn.Linear):
+            matrices[f"{path}.weight"] = (module.out_features,)
+    for path, module in backbone.blocks.named_modules(prefix="blocks"):
+        for name, sizes in getattr(module, "fused_rows", {}).items():
+            matrices[f"{path}.{name}"] = sizes
+    return matrices
+
+
 class MuonWithAdamW(torch.optim.Optimizer):
     """`torch.optim.Muon` of matrices, each part of a fused one by itself; AdamW of the rest.
 
@@ -117,7 +136,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Args:
         parameters: all, by name.
-        matrices: sizes of the parts along the rows, by name; see `Backbone.hidden_matrices`.
+        matrices: sizes of the parts along the rows, by name; see `hidden_matrices`.
         muon, adamw: options of torch's optimizers. The parameter groups are those of `muon`, one
             for each way to split, which is its `row_sizes`; then that of `adamw`.
     """
