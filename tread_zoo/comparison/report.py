@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from tread_zoo.comparison import figures as draw
+import tread_zoo.comparison.figures as draw
 from tread_zoo.comparison.findings import (
     BUDGETS,
     HELD_OUT,
