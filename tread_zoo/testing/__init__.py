@@ -1,8 +1,8 @@
-"""The contract of `tread_zoo.contract.backbone` as checks that run on any backbone.
+"""Checks of the contract in `tread_zoo.contract.backbone`, for any backbone.
 
 pytest --pyargs tread_zoo.testing --backbone my_package:my_name
 
-Invariants fail. Rules of thumb, bounds that a sound network may miss, warn (`Advice`).
+A broken invariant fails. A broken rule of thumb, which a sound network may miss, warns (`Advice`).
 """
 
 from importlib import import_module
@@ -16,7 +16,7 @@ __all__ = ["CHECKS", "Probe"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load the checks, and torch with them, at first use: pytest imports this package always."""
+    """Import the checks, and with them torch, at first use: pytest always imports this package."""
     if name in __all__:
         return getattr(import_module("tread_zoo.testing.conformance"), name)
     raise AttributeError(f"module 'tread_zoo.testing' has no attribute {name!r}")

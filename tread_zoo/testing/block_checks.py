@@ -1,4 +1,4 @@
-"""Checks that call single blocks: which tokens they are given, and what they make of them.
+"""Checks of single blocks: the tokens that they get, and what they compute.
 
 B batch, L = E + K tokens present, K kept tokens, E extra tokens, D width.
 """
@@ -19,8 +19,8 @@ NUM_TARGETS = 6
 
 @torch.no_grad()
 def check_skips_carry_their_tokens(probe: Probe) -> None:
-    """A skip holds, for each token of its consumer, what that token was after the producer ran; a
-    token that bypassed the producer was then what it was when the route started."""
+    """A skip has, for each token of its consumer, that token's state after the producer. A token
+    that bypassed the producer has its state from the start of the route."""
     backbone = probe.build()
     depth, inputs = backbone.num_blocks, probe.inputs()
     if not backbone.skips:
@@ -37,50 +37,48 @@ def check_skips_carry_their_tokens(probe: Probe) -> None:
         ]
         with watching(backbone) as seen:
             backbone(*inputs, routes=routes)
-        now = backbone.embed(*inputs)[0][0]
-        made: dict[int, Tensor] = {}
+        state = backbone.embed(*inputs)[0][0]
+        states: dict[int, Tensor] = {}  # after each block
         for call in seen:
             inside = [r for r in routes if r.start <= call.block < r.end]
-            rows = _rows(backbone, inside[0] if inside else None, len(now))
+            rows = _rows(backbone, inside[0] if inside else None, len(state))
             if call.block in backbone.skips:
                 producer = backbone.skips[call.block]
                 where = f"the skip {producer} -> {call.block} under routes {plan}"
                 assert call.skip is not None, f"{where} is missing"
-                expected = made[producer].gather(1, _wide(rows, made[producer]))
+                expected = states[producer].gather(1, _wide(rows, states[producer]))
                 assert torch.equal(call.skip, expected), f"{where} has other tokens"
-            now = made[call.block] = now.scatter(1, _wide(rows, now), call.after[0])
+            state = states[call.block] = state.scatter(1, _wide(rows, state), call.after[0])
 
 
 @torch.no_grad()
 def check_blocks_depend_on_what_they_declare(probe: Probe) -> None:
-    """`depends_on` tells the truth: other order, other ids, a taller grid change what some block
-    gives, or change nothing.
+    """`depends_on` agrees with what changes the blocks' outputs: order, ids, or a taller grid.
 
-    So positions taken by index in the routed sequence, tokens scanned as if no gap lay between
-    them, or a decay divided by the number of kept tokens contradict what the backbone says.
+    This notices positions by index in the routed sequence, scans that ignore gaps, and decays
+    divided by the number of kept tokens.
     """
     backbone = probe.build()
     measured = what_blocks_depend_on(probe, backbone)
     assert measured == set(backbone.depends_on), (
-        f"depends_on={backbone.depends_on}, but what changes the blocks' results is: "
+        f"depends_on={backbone.depends_on}, but what changes the blocks' outputs is: "
         f"{', '.join(sorted(measured)) or 'nothing'}"
     )
 
 
 @torch.no_grad()
 def check_blocks_depend_on_their_arguments_alone(probe: Probe) -> None:
-    """A block called again, out of turn, with a new layout and condition, gives what it gave and
-    writes into none of its arguments: others may still hold them, and a skip of one's own, kept in
-    the network, the layout's cache or the condition, is not found by a route's end. Forward writes
-    into none of its inputs either."""
+    """A block that is called again, out of order, with a new layout and condition, has the same
+    output. So it keeps no skip in the network, the layout's cache or the condition, where the end
+    of a route would miss it. Blocks and forward write into none of their inputs."""
     backbone, inputs = probe.build(), probe.inputs()
     route = probe.route(backbone)
-    given = [v for v in (*inputs, route.ids) if v is not None]
-    versions = [v._version for v in given]
+    tensors = [v for v in (*inputs, route.ids) if v is not None]
+    versions = [v._version for v in tensors]
     with watching(backbone) as seen:
         backbone(*inputs, routes=[route])
-    assert [v._version for v in given] == versions, "forward writes into its inputs"
-    backbone(*probe.inputs(seed=1))  # what a block has kept is now of another call
+    assert [v._version for v in tensors] == versions, "forward writes into its inputs"
+    backbone(*probe.inputs(seed=1))  # anything that a block keeps is now of this call
     for call in reversed(seen):
         copies: list[Tensor] = []
 
@@ -95,27 +93,27 @@ def check_blocks_depend_on_their_arguments_alone(probe: Probe) -> None:
         assert not any(v._version for v in copies), f"block {call.block} writes into its input"
         for one, other in zip(after, call.after, strict=True):
             assert torch.equal(one, other), (
-                f"block {call.block} depends on what other blocks left behind; is a skip missing "
-                "in self.skips?"
+                f"block {call.block} depends on hidden state of other blocks; is a skip missing in "
+                "self.skips?"
             )
 
 
 @torch.no_grad()
 def check_blocks_are_called_as_modules(probe: Probe) -> None:
-    """`run_block` calls `self.blocks[i]` once, as a module: compilation and sharding hook that."""
+    """`run_block` calls `self.blocks[i]` once, as a module, as compilation and sharding require."""
     backbone, calls = probe.build(), []
     for index, block in enumerate(backbone.blocks):
         block.register_forward_hook(lambda *_, index=index: calls.append(index))
     backbone(*probe.inputs(), routes=[probe.route(backbone)])
     assert calls == list(range(backbone.num_blocks)), (
-        f"of blocks 0 … {backbone.num_blocks - 1} these are called as modules: {calls}; write "
+        f"of blocks 0 … {backbone.num_blocks - 1}, only {calls} are called as modules; write "
         "self.blocks[index](…)"
     )
 
 
 def check_scan_order_is_the_dense_one(probe: Probe) -> None:
-    """If a dense block lets token a reach b and not b reach a, a routed block does not let b reach
-    a: the order of a subset is the full order with the missing tokens deleted."""
+    """If token a reaches b in a dense block, but b does not reach a, then b does not reach a in a
+    routed block: the order of a subset is the full order without the missing tokens."""
     backbone = probe.build()
     inputs = probe.inputs(batch=1)
     route = probe.route(backbone, rate=0.5, batch=1)
@@ -130,13 +128,13 @@ def check_scan_order_is_the_dense_one(probe: Probe) -> None:
         kept = _reach(backbone, routed[index], places)
         wrong = (full == 0) & (full.T > 0) & (kept > 1e-4)
         assert not wrong.any(), (
-            f"block {index}: tokens reach, when routed, others that come before them when dense; "
-            "is the order of the kept tokens rank[ids].argsort(), undone afterwards?"
+            f"block {index}: routed tokens reach others that precede them in the dense order; is "
+            "the order of the kept tokens rank[ids].argsort(), undone afterwards?"
         )
 
 
 def _rows(backbone: Backbone, route: Route | None, batch: int) -> Tensor:
-    """Return int64 [B, L]: which rows of a full stream a block sees."""
+    """Return int64 [B, L]: the rows of a full stream that a block gets."""
     extra = backbone.num_extra_tokens
     ids = torch.arange(backbone.num_tokens).expand(batch, -1) if route is None else route.ids
     return torch.cat([torch.arange(extra).expand(batch, -1), ids + extra], dim=1)
@@ -147,8 +145,8 @@ def _wide(rows: Tensor, stream: Tensor) -> Tensor:
 
 
 def _reach(backbone: Backbone, call: BlockCall, places: Sequence[int]) -> Tensor:
-    """Return [P, P]: how much of tokens p' comes to tokens p in one block, over the most that
-    comes to p from any token."""
+    """Return [P, P]: the gradient of token p with respect to token p' in a block, relative to the
+    largest of any token."""
     streams = tuple(s.detach().requires_grad_() for s in call.before)
     after = backbone.run_block(call.block, streams, call.condition, call.layout, call.skip)
     rows = [place + backbone.num_extra_tokens for place in places]

@@ -1,7 +1,7 @@
 """Checks of the backbone contract; each takes a `Probe` and raises `AssertionError`, saying why.
 
-A network starts at zero output in many architectures, which would let most faults pass unseen: the
-probe therefore gives it random weights first. B batch, N tokens, K kept tokens, E extra tokens.
+Many architectures start at zero output, where most faults have no effect; the probe therefore makes
+all weights random. B batch, N tokens, K kept tokens, E extra tokens.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from tread_zoo.training.alignment import REPA
 
 
 def check_shapes(probe: Probe) -> None:
-    """Output [B, C_out, H, W]; wrong inputs raise."""
+    """The output is [B, C_out, H, W]; wrong inputs raise."""
     backbone = probe.build()
     x, t, y = probe.inputs()
     out = backbone(x, t, y)
@@ -51,8 +51,8 @@ def check_shapes(probe: Probe) -> None:
 
 
 def check_pure(probe: Probe) -> None:
-    """No randomness and no memory inside: repeated calls agree to the bit, in train and eval mode,
-    a routed call leaves no trace in a dense one, and the global generator is left alone."""
+    """Forward has no randomness and no state: repeated calls agree to the bit, in train and eval
+    mode and after a routed call, and the global generator is not used."""
     backbone = probe.build()
     inputs, routes = probe.inputs(), [probe.route(backbone)]
     state = torch.get_rng_state()
@@ -77,8 +77,8 @@ def check_samples_do_not_mix(probe: Probe) -> None:
 
 @torch.no_grad()
 def check_conditions_matter(probe: Probe) -> None:
-    """Times that differ by 1e-5 give other outputs, and so do any two labels, the null label among
-    them; y=None is the null label."""
+    """Times that differ by 1e-5 have different outputs, and so have any two labels, including the
+    null label; y=None is the null label."""
     backbone = probe.build()
     x, t, y = probe.inputs(batch=1)
 
@@ -87,8 +87,8 @@ def check_conditions_matter(probe: Probe) -> None:
         return out
 
     times = torch.linspace(0.1, 0.9, 5)
-    given = None if y is None else y.expand(5, *y.shape[1:])
-    moved = call(times + 1e-5, given) - call(times, given)
+    condition = None if y is None else y.expand(5, *y.shape[1:])
+    moved = call(times + 1e-5, condition) - call(times, condition)
     assert moved.flatten(1).any(1).all(), "t is ignored, or rounded"
     if y is None:
         return
@@ -106,8 +106,8 @@ def check_conditions_matter(probe: Probe) -> None:
 
 
 def check_keeping_all_equals_no_route(probe: Probe) -> None:
-    """A route that keeps every token changes nothing, to the bit, in output and gradient; and what
-    blocks make of the ids of all tokens is what they make of none."""
+    """A route that keeps every token changes neither output, to the bit, nor gradients; blocks
+    compute the same with the ids of all tokens as with none."""
     backbone = probe.build()
     inputs = probe.inputs()
     dense, grads = output_and_gradients(backbone, inputs, ())
@@ -127,7 +127,7 @@ def check_keeping_all_equals_no_route(probe: Probe) -> None:
 
 
 def check_ids_matter(probe: Probe) -> None:
-    """Another choice of tokens gives another output: ids are not ignored."""
+    """Another choice of tokens has another output: ids are not ignored."""
     backbone = probe.build()
     inputs = probe.inputs()
     one, other = (backbone(*inputs, routes=[probe.route(backbone, seed=s)]) for s in (1, 2))
@@ -136,7 +136,7 @@ def check_ids_matter(probe: Probe) -> None:
 
 
 def check_blocks_see_kept_tokens(probe: Probe) -> None:
-    """Routed blocks get E + K tokens in every stream, the kept ones, and the others all of them."""
+    """Routed blocks get E + K tokens in every stream, the kept ones; other blocks get all."""
     backbone = probe.build()
     extra, num_tokens = backbone.num_extra_tokens, backbone.num_tokens
     end = max(3, backbone.num_blocks - 1)
@@ -154,15 +154,15 @@ def check_blocks_see_kept_tokens(probe: Probe) -> None:
             same = layout.ids is expected
         else:
             same = torch.equal(layout.ids, expected)
-        assert same, f"block {index} is given other ids"
-        assert layout.num_extra == extra, f"block {index} is given other extra tokens"
+        assert same, f"block {index} gets other ids"
+        assert layout.num_extra == extra, f"block {index} gets other extra tokens"
         context = backbone.num_context_tokens
-        assert layout.num_context == context, f"block {index} is given no context"
+        assert layout.num_context == context, f"block {index} gets no context"
 
 
 def check_tokens_leave_and_rejoin(probe: Probe) -> None:
-    """What enters a route are the rows of the kept ids and all extra tokens; a bypassed token
-    rejoins as it left, to the bit, in every stream, and a kept one as processed."""
+    """The rows of the kept ids and all extra tokens enter a route. In every stream, a bypassed
+    token rejoins unchanged, to the bit, and a kept one as processed."""
     backbone = probe.build()
     route = probe.route(backbone)
     with watching(backbone) as seen:
@@ -173,16 +173,16 @@ def check_tokens_leave_and_rejoin(probe: Probe) -> None:
     for full, kept, done, after in zip(left, entered, inside, rejoined, strict=True):
         assert kept.shape[1] == extra + route.num_kept, "another number of tokens entered"
         assert torch.equal(kept[:, :extra], full[:, :extra]), "extra tokens were routed"
-        own = full[:, extra:][~out].view_as(kept[:, extra:])
-        assert torch.equal(kept[:, extra:], own), "other tokens entered"
+        chosen = full[:, extra:][~out].view_as(kept[:, extra:])
+        assert torch.equal(kept[:, extra:], chosen), "other tokens entered"
         assert torch.equal(full[:, extra:][out], after[:, extra:][out]), "bypassed ones changed"
-        own = after[:, extra:][~out].view_as(done[:, extra:])
-        assert torch.equal(own, done[:, extra:]), "kept tokens did not rejoin in place"
+        chosen = after[:, extra:][~out].view_as(done[:, extra:])
+        assert torch.equal(chosen, done[:, extra:]), "kept tokens did not rejoin in place"
         assert torch.equal(after[:, :extra], done[:, :extra]), "extra tokens did not rejoin"
 
 
 def check_bypassed_tokens_are_unseen(probe: Probe) -> None:
-    """With every block routed, what is bypassed cannot reach the output of what is kept."""
+    """With every block routed, bypassed tokens cannot change the output of kept ones."""
     backbone = probe.build()
     route = probe.route(backbone, 0, backbone.num_blocks)
     x, t, y = probe.inputs()
@@ -197,7 +197,7 @@ def check_bypassed_tokens_are_unseen(probe: Probe) -> None:
 
 
 def check_gradients_flow(probe: Probe) -> None:
-    """Every parameter and every pixel, bypassed ones too, gets a finite gradient that is not 0."""
+    """Every parameter and every pixel, bypassed or not, gets a finite gradient that is not 0."""
     backbone = probe.build()
     x, t, y = probe.inputs()
     x.requires_grad_()
@@ -213,23 +213,22 @@ def check_gradients_flow(probe: Probe) -> None:
 
 
 def check_gradients_equal_differences(probe: Probe) -> None:
-    """Under a route, gradients predict in float64 how the output moves with inputs and parameters:
-    none is cut on the way, and hand-written backward passes are right."""
+    """Under a route, float64 gradients agree with differences: no gradient is cut, and hand-written
+    backward passes are right."""
     backbone = probe.build()
     gradients_equal_differences(backbone, probe.inputs(), (probe.route(backbone, rate=0.5),))
 
 
 def check_recomputation(probe: Probe) -> None:
-    """Activation checkpointing changes neither output nor gradient, with fusions and dropped paths
-    too."""
+    """Activation checkpointing changes neither output nor gradients, also with a dropped path."""
     plain = probe.build()
     span = (1, plain.num_blocks - 1)
     fused = probe.build_fused(span)
     for backbone, route in ((plain, probe.route(plain)), (fused, PathDrop(*span))):
-        found = []
+        results = []
         for backbone.checkpoint_blocks in (0, 1):
-            found.append(output_and_gradients(backbone, probe.inputs(), (route,)))
-        (out, grads), (again, again_grads) = found
+            results.append(output_and_gradients(backbone, probe.inputs(), (route,)))
+        (out, grads), (again, again_grads) = results
         assert torch.equal(out, again), "the output differs"
         assert grads.keys() == again_grads.keys()
         for name, grad in grads.items():
@@ -237,19 +236,19 @@ def check_recomputation(probe: Probe) -> None:
 
 
 def check_half_precision(probe: Probe) -> None:
-    """bfloat16, by autocast and as stored weights and images, gives nearly the output of float32,
+    """bfloat16, by autocast or as the type of weights and images, has nearly the output of float32,
     in a type no wider, and finite gradients."""
     backbone = probe.build()
     (x, t, y), routes = probe.inputs(), (probe.route(backbone),)
     full, _ = output_and_gradients(backbone, (x, t, y), routes)
     for stored in (False, True):
         backbone.zero_grad()
-        given = x
+        images = x
         if stored:
-            backbone, given = backbone.to(torch.bfloat16), x.bfloat16()
+            backbone, images = backbone.to(torch.bfloat16), x.bfloat16()
         try:
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not stored):
-                half = backbone(given, t, y, routes=routes)
+                half = backbone(images, t, y, routes=routes)
         except RuntimeError as error:
             raise AssertionError(f"bfloat16 (stored: {stored}) does not run: {error}") from error
         types = (torch.bfloat16,) if stored else (torch.float32, torch.bfloat16)
@@ -263,8 +262,8 @@ def check_half_precision(probe: Probe) -> None:
 
 
 def check_compiles(probe: Probe) -> None:
-    """Compiled blocks (graph capture; no code generation) give the same output and gradients: one
-    that is routed, and the last one, which may take a skip."""
+    """Compiled blocks (graph capture, no code generation) have the same output and gradients. A
+    routed block and the last one, which may take a skip, are compiled."""
     backbone = probe.build()
     inputs, routes = probe.inputs(), (probe.route(backbone),)
     out, grads = output_and_gradients(backbone, inputs, routes)
@@ -278,8 +277,8 @@ def check_compiles(probe: Probe) -> None:
 
 
 def check_meta(probe: Probe) -> None:
-    """Forward and backward run on the meta device, where tensors have shapes and no values: so
-    FLOPs are counted. Nothing may depend on a value (`.item()`, `if x.any()`) or name a device."""
+    """Forward and backward run on the meta device, where FLOPs are counted. Nothing may depend on a
+    value (`.item()`, `if x.any()`) or name a device."""
     backbone = probe.build().to("meta")
     x, t, y = (None if v is None else v.to("meta") for v in probe.inputs())
     routes = [probe.route(backbone).to("meta")]
@@ -299,8 +298,8 @@ def check_default_selector_exists(probe: Probe) -> None:
 
 
 def check_features(probe: Probe) -> None:
-    """Features are what each block left, in play at that place, with gradients; asking for them
-    changes nothing, and recomputation changes nothing in them."""
+    """Features are the state after each block, with gradients. Requesting them does not change the
+    output, and recomputation does not change them."""
     backbone = probe.build()
     inputs, route = probe.inputs(), probe.route(backbone, rate=0.5)
     plain, wanted = backbone(*inputs, routes=[route]), range(backbone.num_blocks)
@@ -323,8 +322,8 @@ def check_features(probe: Probe) -> None:
 
 
 def check_alignment(probe: Probe) -> None:
-    """An alignment of a block before, inside or behind a route trains its projection and the
-    blocks up to that one."""
+    """The alignment of a block before, inside or after a route trains its projection and the blocks
+    up to that one."""
     backbone = probe.build()
     inputs, route = probe.inputs(), probe.route(backbone, rate=0.5)
     target = torch.randn(len(inputs[0]), 7, 3, 2, generator=make_generator("probe features"))
@@ -342,8 +341,8 @@ def check_alignment(probe: Probe) -> None:
 
 
 def check_times_of_tokens(probe: Probe) -> None:
-    """Where each token may have its time, equal ones give what one time gives; under routes a token
-    that is kept takes its own along, and the others' are not seen."""
+    """If tokens can have times, equal ones have the output of a single time. Under a route, kept
+    tokens keep their times, and those of bypassed tokens are not used."""
     backbone = probe.build()
     x, t, y = probe.inputs()
     if not backbone.per_token_time:
@@ -357,13 +356,13 @@ def check_times_of_tokens(probe: Probe) -> None:
     with watching(backbone) as seen:
         for times in (each, torch.where(out, each + 0.1, each), torch.where(out, each, each + 0.1)):
             backbone(x, times, y, routes=[route])
-    first, others, own = (seen[n * depth - 1].after[0] for n in (1, 2, 3))
+    first, others, kept = (seen[n * depth - 1].after[0] for n in (1, 2, 3))
     assert torch.equal(first, others), "a routed block takes the times of bypassed tokens"
-    assert not torch.isclose(first, own).all(-1).any(), "a kept token's time is not its own"
+    assert not torch.isclose(first, kept).all(-1).any(), "a kept token's time is ignored"
 
 
 def check_save_and_load(probe: Probe) -> None:
-    """A state dict carries all: another network with it gives the same output."""
+    """The state dict is complete: another network that loads it has the same output."""
     backbone, other = probe.build(seed=0), probe.build(seed=1)
     inputs = probe.inputs()
     assert not torch.equal(backbone(*inputs), other(*inputs)), "weights do not matter"
@@ -372,13 +371,13 @@ def check_save_and_load(probe: Probe) -> None:
 
 
 def check_wrong_keyword(probe: Probe) -> None:
-    """A misspelt keyword of forward raises; one of the constructor cannot be registered."""
+    """A misspelt keyword of forward raises; the registry checks those of the constructor."""
     backbone = probe.build()
     assert raises(TypeError, lambda: backbone(*probe.inputs(), route=())), "route= passes"
 
 
 def check_unconditional(probe: Probe) -> None:
-    """num_classes=0 makes a network without labels, whose parameters all get a gradient."""
+    """num_classes=0 gives a network without labels, whose parameters all get a gradient."""
     free = probe.without_condition()
     check_gradients_flow(free)
     x, t, _ = free.inputs()
@@ -388,8 +387,8 @@ def check_unconditional(probe: Probe) -> None:
 
 
 def check_contexts_condition_or_are_refused(probe: Probe) -> None:
-    """Each embedding changes the output; y=None equals zeros, to the bit; half precision is taken;
-    what does not fit raises. A class without `takes_contexts` refuses them."""
+    """Each embedding changes the output; y=None equals zeros, to the bit; float16 is accepted;
+    wrong shapes and types raise. A class without `takes_contexts` refuses contexts."""
     contextual = probe.with_contexts()
     if not probe.build().takes_contexts:
         assert raises(ValueError, contextual.build), "contexts are ignored silently"
@@ -416,8 +415,8 @@ def check_contexts_condition_or_are_refused(probe: Probe) -> None:
 
 
 def check_contexts_stay_with_their_images(probe: Probe) -> None:
-    """An image's output depends on its own context alone, and no embedding is routed: each reaches
-    the output with every block routed. A route that keeps all tokens still changes nothing."""
+    """An image's output depends on no other image's context, and embeddings are not routed: each
+    reaches the output with every block routed. A route that keeps all tokens changes nothing."""
     if not probe.build().takes_contexts:
         return
     contextual = probe.with_contexts()

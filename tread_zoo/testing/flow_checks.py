@@ -1,4 +1,4 @@
-"""Checks of where information goes: from pixels to pixels, and between tokens in their order.
+"""Checks of the flow of information between pixels, and between tokens in their order.
 
 B batch, L = E + K tokens present, K kept tokens, E extra tokens, D width.
 """
@@ -26,13 +26,13 @@ from tread_zoo.testing.probe import (
 )
 
 NUM_PLACES = 6
-EDGE = 5  # tokens at either end of a sequence, which a convolution treats otherwise
+EDGE = 5  # tokens at each end of a sequence, where convolutions differ
 
 
 @torch.no_grad()
 def check_patches_stay_in_place(probe: Probe) -> None:
-    """With every block routed, what a bypassed token shows changes its own patch of the output, and
-    no other as much: the head reads all tokens, and joins patches where they were cut."""
+    """With every block routed, a change of a bypassed token's pixels changes its patch of the
+    output more than any other: the head reads all tokens and puts patches back in place."""
     backbone = probe.build()
     route = probe.route(backbone, 0, backbone.num_blocks, batch=1)
     places = bypassed(route, backbone.num_tokens)[0].nonzero().flatten().tolist()
@@ -46,13 +46,13 @@ def check_patches_stay_in_place(probe: Probe) -> None:
     out = backbone(x, t, y, routes=routes)
     moved = avg_pool2d((out[1:] - out[:1]).abs().sum(1, keepdim=True), p).flatten(1)
     for place, moves in zip(places, moved, strict=True):
-        assert moves[place] > 0, f"what token {place} shows while bypassed does not reach its patch"
-        assert moves.argmax() == place, f"token {place} is joined at the place of another"
+        assert moves[place] > 0, f"the pixels of bypassed token {place} do not reach its patch"
+        assert moves.argmax() == place, f"token {place} appears at the place of another"
 
 
 def check_pixels_reach_each_other(probe: Probe) -> None:
-    """Where one token's pixels reach another's output, those reach back: blocks that all scan the
-    same way would hide from each token what comes after it."""
+    """If a token's pixels reach another's output, the other's reach its output, too. They do not if
+    all blocks scan in the same direction."""
     backbone = probe.build().double()
     x, t, y = probe.inputs(1)
     x, t = x.double().requires_grad_(), t.double()
@@ -63,22 +63,21 @@ def check_pixels_reach_each_other(probe: Probe) -> None:
     reach = []
     for place in places.tolist():
         row, col = place // width * p, place % width * p
-        own = (..., slice(row, row + p), slice(col, col + p))
-        (grad,) = torch.autograd.grad((out[own] * weight[own]).sum(), x, retain_graph=True)
+        patch = (..., slice(row, row + p), slice(col, col + p))
+        (grad,) = torch.autograd.grad((out[patch] * weight[patch]).sum(), x, retain_graph=True)
         reach.append(avg_pool2d(grad.abs().sum(1, keepdim=True), p).flatten()[places] > 0)
     reached = torch.stack(reach)
     one_way = (reached & ~reached.T).nonzero()
     assert not len(one_way), (
-        f"token {places[one_way[0][1]]} reaches token {places[one_way[0][0]]} and is not reached "
-        "by it: is one direction of the scan missing?"
+        f"token {places[one_way[0][1]]} reaches token {places[one_way[0][0]]}, which does not "
+        "reach it: is one direction of the scan missing?"
     )
 
 
 @torch.no_grad()
 def check_a_missing_token_leaves_the_others(probe: Probe) -> None:
-    """Where one token is left out, blocks give nearly the same to the others, in their places: the
-    order of a subset is the full order with the missing ones deleted, undone afterwards. A rule of
-    thumb, which advises."""
+    """Without one token, blocks give the others nearly the same output, in place: the order of a
+    subset is the full order without the missing tokens, undone afterwards. A rule of thumb."""
     backbone, inputs = probe.build(), probe.inputs()
     batch, num_tokens, extra = len(inputs[0]), backbone.num_tokens, backbone.num_extra_tokens
     missing = torch.linspace(num_tokens // 3, 2 * num_tokens // 3, batch).long()
@@ -103,15 +102,14 @@ def check_a_missing_token_leaves_the_others(probe: Probe) -> None:
             advise(
                 change <= 0.5 * size,
                 f"block {call.block}: one token less changes the others {change / size:.2f} times "
-                "as much as shuffling all does; is the order of the kept tokens "
+                "as much as shuffling all tokens; is the order of the kept tokens "
                 "rank[ids].argsort(), undone afterwards?",
             )
 
 
 def check_order_alone_is_a_scans(probe: Probe) -> None:
-    """Blocks that depend on the order and not on the ids scan over gaps: of tokens that are all
-    alike, those further on in the sequence matter less. Positions by index, rotary ones or sines,
-    make that swing up and down. A rule of thumb, which advises."""
+    """Blocks that depend on the order and not on the ids are scans: of equal tokens, later ones
+    matter less. With positions by index, rotary or sines, that oscillates. A rule of thumb."""
     backbone = probe.build()
     num_kept = backbone.num_tokens - 1
     if num_kept < 3 * EDGE or what_blocks_depend_on(probe, backbone) != {"order"}:
@@ -126,14 +124,14 @@ def check_order_alone_is_a_scans(probe: Probe) -> None:
     typical = sorted(swings)[len(swings) // 2]
     advise(
         typical < 1.4,
-        "blocks seem to take positions by index in the routed sequence: what tokens matter swings "
-        f"{typical:.1f} times up and down along it; index by layout.positions()",
+        "blocks seem to take positions by index in the routed sequence: the weight of tokens "
+        f"oscillates {typical:.1f} times along it; index by layout.positions()",
     )
 
 
 def _swing(backbone: Backbone, call: BlockCall, layout: Layout, condition: object) -> float:
-    """Return how far the weight of alike tokens for the first one goes up and down along the
-    sequence, over its range: 1 if it only falls."""
+    """Return the total variation, over its range, of the weights of equal tokens for the first one
+    along the sequence: 1 if they only fall."""
     extra, length = layout.num_extra, layout.positions().shape[1]
 
     def alike(stream: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Checks of networks that fuse where routes rejoin, and of dropped paths.
+"""Checks of fusions, where routes rejoin, and of dropped paths.
 
-Each takes a network that knows nothing of fusions, adds them, and compares what a block is given
-with the formula of `tread_zoo.routing.fusion`, written out here in two products.
+Each check adds fusions to a network and compares the inputs of blocks with the formula of
+`tread_zoo.routing.fusion`, written here as two products.
 
 B batch, E extra tokens, N tokens of the grid, D width of a stream.
 """
@@ -23,7 +23,7 @@ from tread_zoo.testing.probe import (
 
 
 def check_fusion_starts_as_replacement(probe: Probe) -> None:
-    """Fusions as they start change outputs and gradients by rounding alone, dense and routed."""
+    """New fusions change outputs and gradients by rounding only, dense and routed."""
     backbone, inputs = probe.build(), probe.inputs()
     calls = ((), (probe.route(backbone, rate=0.5),))
     plain = [output_and_gradients(backbone, inputs, routes) for routes in calls]
@@ -37,8 +37,8 @@ def check_fusion_starts_as_replacement(probe: Probe) -> None:
 
 @torch.no_grad()
 def check_fusion_is_part_of_every_call(probe: Probe) -> None:
-    """What follows a fused range is given W cat(dense, update) + b, whether the range ran dense or
-    on some tokens; the update of a bypassed token is 0."""
+    """The block after a fused range gets W cat(dense, update) + b, whether the range ran dense or
+    routed; the update of a bypassed token is 0."""
     depth, inputs = probe.build().num_blocks, probe.inputs()
     ranges = ((1, 2), (2, max(3, depth - 1)))
     backbone = probe.build_fused(*ranges)
@@ -46,19 +46,20 @@ def check_fusion_is_part_of_every_call(probe: Probe) -> None:
     for used in ([], routes[:1], routes[1:], routes):
         with watching(backbone) as seen:
             backbone(*inputs, routes=used)
-        now = seen[0].after
-        length = now[0].shape[1]
+        streams = seen[0].after
+        length = streams[0].shape[1]
         for start, end in ranges:
             if end == depth:
                 continue
             route = next((r for r in used if r.start == start), None)
-            now = _fused(backbone, (start, end), now, _update(backbone, now, seen[end - 1], route))
-            for stream, given in zip(now, seen[end].before, strict=True):
-                if given.shape[1] < length:  # the next range is routed
+            update = _update(backbone, streams, seen[end - 1], route)
+            streams = _fused(backbone, (start, end), streams, update)
+            for stream, entered in zip(streams, seen[end].before, strict=True):
+                if entered.shape[1] < length:  # the next range is routed
                     continue
                 torch.testing.assert_close(
-                    given, stream, atol=1e-5, rtol=1e-4,
-                    msg=f"block {end} is not given the fusion of [{start}, {end}), with "
+                    entered, stream, atol=1e-5, rtol=1e-4,
+                    msg=f"block {end} does not get the fusion of [{start}, {end}), with "
                     f"{[(r.start, r.end) for r in used]} routed",
                 )  # fmt: skip
 
@@ -74,8 +75,8 @@ def check_fused_routes_that_keep_all_equal_none(probe: Probe) -> None:
 
 
 def check_fused_gradients_flow(probe: Probe) -> None:
-    """Under a fused route every parameter and every pixel gets a gradient; under a dropped path all
-    do but those of the blocks that do not run."""
+    """Under a fused route every parameter and every pixel gets a gradient; under a dropped path,
+    all except the blocks that do not run."""
     depth = probe.build().num_blocks
     span = (1, depth - 1)
     backbone = probe.build_fused(span)
@@ -100,8 +101,7 @@ def check_fused_gradients_flow(probe: Probe) -> None:
 
 
 def check_fused_gradients_equal_differences(probe: Probe) -> None:
-    """Under a fused route and under a dropped path, gradients predict in float64 how the output
-    moves with inputs and parameters."""
+    """Under a fused route and under a dropped path, float64 gradients agree with differences."""
     span = (1, probe.build().num_blocks - 1)
     for route in (probe.route(probe.build(), *span, rate=0.5), PathDrop(*span)):
         gradients_equal_differences(probe.build_fused(span), probe.inputs(), (route,))
@@ -109,8 +109,8 @@ def check_fused_gradients_equal_differences(probe: Probe) -> None:
 
 @torch.no_grad()
 def check_dropped_paths_leave_streams(probe: Probe) -> None:
-    """Under a dropped path its blocks do not run, and what follows is given the streams, extra
-    tokens too, and the open skips as they were at its start, the streams fused with no update."""
+    """The blocks of a dropped path do not run. The next block gets the streams of the path's start,
+    extra tokens included, fused with an update of 0, and skips of that state."""
     backbone, inputs = probe.build(), probe.inputs()
     depth = backbone.num_blocks
     span = (1, max(2, depth // 2))
@@ -129,14 +129,14 @@ def check_dropped_paths_leave_streams(probe: Probe) -> None:
         assert ran == [i for i in range(depth) if not span[0] <= i < span[1]], f"{ran} ran"
         left, after = seen[0].after, seen[1]
         zero = tuple(torch.zeros_like(stream) for stream in left)
-        for stream, given in zip(_fused(fused, span, left, zero), after.before, strict=True):
-            torch.testing.assert_close(given, stream, atol=1e-5, rtol=1e-4)
-    for kept, given in zip(left, after.before, strict=True):  # weights [I, I], biases 0
-        torch.testing.assert_close(given, kept, atol=1e-6, rtol=1e-6)
+        for stream, entered in zip(_fused(fused, span, left, zero), after.before, strict=True):
+            torch.testing.assert_close(entered, stream, atol=1e-5, rtol=1e-4)
+    for kept, entered in zip(left, after.before, strict=True):  # weights [I, I], biases 0
+        torch.testing.assert_close(entered, kept, atol=1e-6, rtol=1e-6)
     for call in seen[1:]:
         if backbone.skips.get(call.block) in range(*span):
             assert call.skip is not None
-            assert torch.equal(call.skip, left[0]), f"block {call.block} is given another skip"
+            assert torch.equal(call.skip, left[0]), f"block {call.block} gets another skip"
 
 
 def _fused(backbone: Backbone, span: tuple[int, int], dense: Streams, update: Streams) -> Streams:
@@ -153,7 +153,7 @@ def _fused(backbone: Backbone, span: tuple[int, int], dense: Streams, update: St
 
 
 def _update(backbone: Backbone, dense: Streams, last: BlockCall, route: Route | None) -> Streams:
-    """Return what a range added to each token, [B, E + N, D]; 0 for a bypassed one."""
+    """Return what a range added to each token, [B, E + N, D]; 0 for bypassed tokens."""
     if route is None:
         return tuple(after - before for before, after in zip(dense, last.after, strict=True))
     extra = backbone.num_extra_tokens

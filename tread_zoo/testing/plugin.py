@@ -45,11 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Return (key, value) of `key=value`; the value is a Python literal, or else a string.
-
-    Raises:
-        argparse.ArgumentTypeError: no key.
-    """
+    """Return (key, value) of `key=value`; the value is a Python literal, or else a string."""
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
         raise argparse.ArgumentTypeError(f"{text!r} must be KEY=VALUE, such as depth=4")
@@ -60,11 +56,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Return (height, width) of `8x12`, or of `8` for a square.
-
-    Raises:
-        argparse.ArgumentTypeError: not one or two positive integers.
-    """
+    """Return (height, width) of `8x12`, or of `8` for a square."""
     sides = text.split("x")
     if len(sides) > 2 or not all(side.isdecimal() and int(side) for side in sides):
         raise argparse.ArgumentTypeError(f"{text!r} must be a size such as 8x12 or 8")

@@ -1,4 +1,4 @@
-"""What the checks look through: a small backbone with random weights, and a watch on its blocks.
+"""Tools of the checks: a small backbone with random weights, and a record of its block calls.
 
 B batch, N tokens, K kept tokens, E extra tokens.
 """
@@ -25,13 +25,13 @@ CONTEXT_KEYWORDS = ("context_length", "context_size")
 
 @dataclass
 class Probe:
-    """A backbone by name, at a small size, and inputs for it.
+    """A small backbone by its registered name, and inputs for it.
 
     Args:
         name: registered name.
         input_size: height and width of the inputs; not square, to catch swapped axes.
-        overrides: keywords for `create_backbone`; with context_length and context_size there are
-            contexts in place of the classes.
+        overrides: keywords for `create_backbone`; context_length and context_size replace the
+            classes by contexts.
     """
 
     name: str
@@ -46,9 +46,9 @@ class Probe:
 
     @property
     def context(self) -> tuple[int, int] | None:
-        """T and S of the contexts; None without."""
-        found = tuple(self.overrides.get(key, 0) for key in CONTEXT_KEYWORDS)
-        return (found[0], found[1]) if any(found) else None
+        """T and S of the contexts; None without contexts."""
+        length, size = (self.overrides.get(key, 0) for key in CONTEXT_KEYWORDS)
+        return (length, size) if length or size else None
 
     def with_contexts(self) -> "Probe":
         """Return a probe of the same backbone with contexts of 3 embeddings of width 4."""
@@ -61,7 +61,7 @@ class Probe:
         return Probe(self.name, self.input_size, self.in_channels, 0, overrides)
 
     def build(self, seed: int = 0) -> Backbone:
-        """Return the backbone with random weights everywhere, in float32."""
+        """Return the backbone with all weights random, in float32."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             backbone = create_backbone(
@@ -83,8 +83,8 @@ class Probe:
         fresh: bool = False,
         bypassed: Bypassed = "dense",
     ) -> Backbone:
-        """Return the same backbone with fusions at block ranges [start, end), random weights there
-        too, or `fresh` ones."""
+        """Return the same backbone with fusions at block ranges [start, end), of random weights or,
+        if `fresh`, of initial ones."""
         backbone = self.build(seed)
         backbone.add_fusions(ranges, bypassed)
         generator = make_generator("probe fusions", seed)
@@ -121,7 +121,7 @@ class Probe:
 
 
 class BlockCall(NamedTuple):
-    """One call of `run_block`: what it was given and what it returned."""
+    """The arguments and the result of a call of `run_block`."""
 
     before: Streams
     layout: Layout
@@ -133,7 +133,7 @@ class BlockCall(NamedTuple):
 
 @contextmanager
 def watching(backbone: Backbone) -> Iterator[list[BlockCall]]:
-    """Record every block that runs."""
+    """Yield a list to which every call of `run_block` is appended."""
     seen: list[BlockCall] = []
     original = backbone.run_block
 
@@ -154,7 +154,7 @@ def watching(backbone: Backbone) -> Iterator[list[BlockCall]]:
 def fresh_condition(
     backbone: Backbone, inputs: tuple[Tensor, Tensor, Tensor | None], layout: Layout
 ) -> Any:
-    """Return the condition of the inputs as a block with this layout takes it."""
+    """Return the condition of the inputs for a block with this layout."""
     rows = None
     if layout.ids is not None:
         rows = row_index(layout.ids, backbone.num_tokens, layout.num_extra)
@@ -168,8 +168,8 @@ def run_again(
     change: Callable[[Tensor], Tensor],
     layout: Layout,
 ) -> Streams:
-    """Return what a block gives on changed streams and skip, with the condition of the inputs and a
-    copy of the layout."""
+    """Return a block's output on changed streams and skip, with a new condition and a copy of the
+    layout."""
     streams = tuple(change(stream) for stream in call.before)
     skip = None if call.skip is None else change(call.skip)
     condition = fresh_condition(backbone, inputs, layout)
@@ -177,14 +177,14 @@ def run_again(
 
 
 def shuffled_tokens(num_tokens: int, num_extra: int) -> Tensor:
-    """Return int64 [E + K], the tokens of a stream in another order, the extra ones ahead."""
+    """Return int64 [E + K]: the extra tokens, then the others in random order."""
     shuffle = torch.randperm(num_tokens, generator=make_generator("probe shuffle"))
     return torch.cat([torch.arange(num_extra), shuffle + num_extra])
 
 
 @torch.no_grad()
 def what_blocks_depend_on(probe: Probe, backbone: Backbone) -> set[str]:
-    """Return which of order, ids and grid, changed alone, changes what some routed block gives."""
+    """Return which of order, ids and grid changes the output of a routed block."""
     inputs, measured = probe.inputs(), set()
     route, other = (probe.route(backbone, rate=0.5, seed=seed) for seed in (0, 1))
     with watching(backbone) as seen:
@@ -207,17 +207,15 @@ def what_blocks_depend_on(probe: Probe, backbone: Backbone) -> set[str]:
 
 
 def _taller(probe: Probe, backbone: Backbone) -> Backbone | None:
-    """Return the backbone with the same weights on a grid of twice the rows; None if it has none.
-
-    Raster position i is the same row and column in both.
-    """
+    """Return the backbone with the same weights and twice the rows; None if it cannot be built.
+    Raster position i is the same row and column in both."""
     height, width = probe.input_size
     try:
         taller = replace(probe, input_size=(2 * height, width)).build()
     except ValueError:
         return None
-    own = taller.state_dict()
-    same = {k: v for k, v in backbone.state_dict().items() if own[k].shape == v.shape}
+    state = taller.state_dict()
+    same = {k: v for k, v in backbone.state_dict().items() if state[k].shape == v.shape}
     taller.load_state_dict(same, strict=False)
     return taller
 
@@ -229,7 +227,7 @@ def _differ(some: Streams, others: Streams) -> bool:
 
 
 def bypassed(route: Route, num_tokens: int) -> Tensor:
-    """Return bool [B, N]: the tokens that a route leaves out."""
+    """Return bool [B, N]: the tokens that bypass a route."""
     out = torch.ones(len(route.ids), num_tokens, dtype=torch.bool)
     return out.scatter(1, route.ids, False)
 
@@ -237,7 +235,7 @@ def bypassed(route: Route, num_tokens: int) -> Tensor:
 def output_and_gradients(
     backbone: Backbone, inputs: tuple[Tensor, Tensor, Tensor | None], routes: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the output and the gradient of its mean square for every parameter; clears `.grad`."""
+    """Return the output and the parameters' gradients of its mean square; clears `.grad`."""
     backbone.zero_grad()
     out = backbone(*inputs, routes=routes)
     out.square().mean().backward()
@@ -249,8 +247,8 @@ def output_and_gradients(
 def gradients_equal_differences(
     backbone: Backbone, inputs: tuple[Tensor, Tensor, Tensor | None], routes: Sequence[Any]
 ) -> None:
-    """Assert that, in float64, gradients predict how the output moves with inputs and parameters,
-    in three random directions; moves the backbone to float64."""
+    """Assert that gradients agree with differences in three random directions of inputs and
+    parameters. The backbone is converted to float64."""
     backbone = backbone.double()
     x, t, y = inputs
     x, t = x.double().requires_grad_(), t.double()
@@ -268,18 +266,18 @@ def gradients_equal_differences(
         ]
         values = []
         with torch.no_grad():
-            for distance in (1e-4, -2e-4, 1e-4):  # there, to the other side, and back
+            for distance in (1e-4, -2e-4, 1e-4):  # forward, backward, and to the start
                 for p, step in zip(moved, steps, strict=True):
                     p.add_(step, alpha=distance)
                 values.append((backbone(x, t, y, routes=routes) * weight).sum())
         slope = (values[0] - values[1]) / 2e-4
         predicted = sum((g * s).sum() for g, s in zip(grads, steps, strict=True))
         error = abs(float((slope - predicted) / typical))
-        assert error < 0.01, f"gradients miss {error:.1%} of how the output truly moves"
+        assert error < 0.01, f"gradients and differences disagree by {error:.1%}"
 
 
 class Advice(UserWarning):
-    """What a rule of thumb finds suspicious: to look at, not to mend at any rate."""
+    """A broken rule of thumb: suspicious, but not necessarily wrong."""
 
 
 def advise(holds: bool, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Every check on every backbone that is asked for, also on those of other packages.
+"""Every check on every requested backbone, also of other packages.
 
 pytest --pyargs tread_zoo.testing --backbone my_package:my_name
 """
@@ -13,30 +13,26 @@ from tread_zoo.testing.probe import Probe
 
 USAGE = (
     "name the backbone to check: pytest --pyargs tread_zoo.testing --backbone my_package:my_name "
-    "(or --backbone NAME for one that the registry finds by itself). Where tread_zoo is on the "
-    "path but not installed, add -p tread_zoo.testing.plugin."
+    "(or --backbone NAME for one of tread_zoo or a plug-in). If tread_zoo is on the path but not "
+    "installed, add -p tread_zoo.testing.plugin."
 )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     config = metafunc.config
-    asked = config.getoption("--backbone", default=None)
-    if not asked:
+    backbones = config.getoption("--backbone", default=None)
+    if not backbones:
         raise pytest.Collector.CollectError(USAGE)
     size = config.getoption("--backbone-input-size")
     overrides = dict(config.getoption("--backbone-override"))
-    probes = {name: make_probe(name, size, overrides) for name in asked}
+    probes = {name: make_probe(name, size, overrides) for name in backbones}
     metafunc.parametrize("probe", probes.values(), ids=probes.keys())
     metafunc.parametrize("check", CHECKS.values(), ids=CHECKS.keys())
 
 
-def make_probe(asked: str, size: tuple[int, int] | None, overrides: dict[str, object]) -> Probe:
-    """Return a probe of a backbone that can be built.
-
-    Raises:
-        pytest.Collector.CollectError: it cannot, and why.
-    """
-    package, _, name = asked.rpartition(":")
+def make_probe(backbone: str, size: tuple[int, int] | None, overrides: dict[str, object]) -> Probe:
+    """Return a probe of a backbone. Raises CollectError if it cannot be built."""
+    package, _, name = backbone.rpartition(":")
     try:
         if package:
             importlib.import_module(package)
@@ -46,15 +42,15 @@ def make_probe(asked: str, size: tuple[int, int] | None, overrides: dict[str, ob
         num_blocks = probe.build().num_blocks
     except ModuleNotFoundError as error:
         raise pytest.Collector.CollectError(
-            f"--backbone {asked}: {error}. Is it installed, or on PYTHONPATH? `python -m pytest` "
-            "adds the current folder."
+            f"--backbone {backbone}: {error}. Is it installed, or on PYTHONPATH? `python -m "
+            "pytest` adds the current folder."
         ) from error
     except Exception as error:
-        raise pytest.Collector.CollectError(f"--backbone {asked}: {error}") from error
+        raise pytest.Collector.CollectError(f"--backbone {backbone}: {error}") from error
     if num_blocks < 3:
         raise pytest.Collector.CollectError(
-            f"--backbone {asked} has {num_blocks} blocks; the checks route some in the middle and "
-            "need 3: set its depth by --backbone-override."
+            f"--backbone {backbone} has {num_blocks} blocks; the checks route the middle ones and "
+            "need 3: set the depth with --backbone-override."
         )
     return probe
 
