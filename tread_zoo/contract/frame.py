@@ -1,4 +1,4 @@
-"""Which tokens a block sees, and how they leave the streams of a network and rejoin them.
+"""The tokens that a block sees: how they leave the streams where a route starts, and rejoin them.
 
 B batch, N = h * w tokens in raster order, E extra tokens, K kept tokens, D width.
 """
@@ -16,17 +16,17 @@ from tread_zoo.routing.routes import UNCHANGED, PathDrop, Route
 
 @dataclass(frozen=True)
 class Layout:
-    """Which tokens a block sees: E extra tokens, then K of the grid's in raster order.
+    """The tokens that a block sees: E extra tokens, then K tokens of the grid in raster order.
 
     Args:
         grid: (h, w) of the full image.
         num_extra: E.
         ids: int64 [B, K] raster positions of the tokens present, ascending; None means all N.
-        batch, device: B and the place of the tokens, where `ids` does not say.
-        num_context: how many of the extra tokens are a context's or registers: the first ones,
-            which come ahead of a scan in both its directions.
-        cache: what blocks computed from the layout and use again: tables of neighbours, scan
-            orders; lives as long as the layout, which is one forward pass.
+        batch, device: B and the device of the tokens, for `ids` of None.
+        num_context: number of extra tokens that are context tokens or registers. They come first,
+            and scans read them first in both directions.
+        cache: results that blocks compute from the layout and share, such as scan orders. It lasts
+            for one forward pass.
     """
 
     grid: tuple[int, int]
@@ -38,21 +38,21 @@ class Layout:
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def positions(self) -> Tensor:
-        """Return int64 [B, K], the raster positions of the tokens present, all or some."""
+        """Return the raster positions of the tokens present, int64 [B, K]."""
         if self.ids is not None:
             return self.ids
         num_tokens = self.grid[0] * self.grid[1]
         return torch.arange(num_tokens, device=self.device).expand(self.batch, -1)
 
     def rows_cols(self) -> tuple[Tensor, Tensor]:
-        """Return the row and the column of each token present, both int64 [B, K]."""
+        """Return the rows and the columns of the tokens present, both int64 [B, K]."""
         positions = self.positions()
         return positions // self.grid[1], positions % self.grid[1]
 
 
 class Features(NamedTuple):
-    """What a block left behind: tokens [B, K, D] without extra ones, and their raster positions
-    int64 [B, K]; ids is None where all N tokens were there."""
+    """Tokens [B, K, D] after a block, without extra ones, and their raster positions, int64 [B, K].
+    `ids` is None where all N tokens are present."""
 
     tokens: Tensor
     ids: Tensor | None
@@ -60,35 +60,34 @@ class Features(NamedTuple):
 
 @dataclass(frozen=True)
 class PerToken:
-    """A condition that differs between tokens, [B, E + N, D]: a block gets the rows of its own.
+    """A condition with one row per token, [B, E + N, D]; a block gets the rows of its tokens.
 
-    `embed` returns one in place of a condition, or in a tuple of conditions; `run_block` and `head`
-    are given plain tensors, [B, E + K, D] and [B, E + N, D].
+    `embed` returns it as the condition, or in a tuple of conditions. `run_block` and `head` receive
+    plain tensors, [B, E + K, D] and [B, E + N, D].
     """
 
     values: Tensor
 
 
 class Frame:
-    """A range of blocks with work at its ends: a route, a dropped path, a fused range.
+    """A range of blocks with work at its ends: a route, a dropped path or a fused range.
 
-    From `enter` to `exit` it holds what waits at full length: the streams, and the skips that are
-    consumed after it.
+    From `enter` to `exit` it holds, at full length, the streams and the skips consumed later.
 
     Args:
         span: start and end of the range.
         route: its route or dropped path; None: the blocks see all tokens.
-        fusion: of the streams at the end; None: the tokens rejoin as they are.
-        mask: what stands for the bypassed tokens at the end; None: they themselves.
+        fusion: fuses the streams at the end; None: the tokens rejoin as they are.
+        mask: gives the tokens that replace bypassed ones; None: they rejoin themselves.
         dense: the layout of all tokens.
         skips: consumer -> producer, of the network.
 
     Attributes:
-        runs: whether the blocks run; those of a dropped path do not.
-        layout: what they see.
-        rows: of the flattened streams that they see, from `row_index`; None: all.
-        kept: the rows that rejoin as processed; None: all.
-        carry_from: the block whose streams bypassed tokens rejoin with, if it is not the start.
+        runs: whether the blocks run; False for a dropped path.
+        layout: the tokens that the blocks see.
+        rows: rows of the flattened streams that the blocks see, from `row_index`; None: all.
+        kept: rows that rejoin as processed; None: all.
+        carry_from: block before which bypassed tokens are taken; None: `start`.
     """
 
     def __init__(
@@ -132,11 +131,11 @@ class Frame:
         }
 
     def exit(self, streams: Streams, skips: dict[int, Tensor]) -> tuple[Streams, dict[int, Tensor]]:
-        """Return streams and open skips at full length, the streams fused if the range is.
+        """Return streams and open skips at full length; the streams are fused if the range is.
 
-        A bypassed token is as it was when the route started, or as `Bypass` says, in the streams
-        and in a skip that was made on the way; a skip that was made before the route is whole
-        again. Where there is a mask, it stands for bypassed tokens in all of them.
+        In the streams and in skips made within the route, bypassed tokens have their value at the
+        start, or what `Bypass` says. Skips from before the route are whole again. A mask replaces
+        bypassed tokens in all of them.
         """
         made, dense = {k: skip for k, skip in skips.items() if k >= self.start}, self.streams
         if self.kept is not None:
@@ -154,7 +153,7 @@ class Frame:
         return streams, {**self.waiting, **made}
 
     def _bypassed(self) -> Streams:
-        """Return streams at full length with bypassed tokens as they rejoin."""
+        """Return the streams that give the bypassed tokens, at full length."""
         if self.mask is not None:
             masks: Streams = self.mask(self.streams)
             return masks
@@ -162,15 +161,15 @@ class Frame:
         return tuple(stream.detach() for stream in streams) if self.bypass.detach else streams
 
     def _rejoin(self, bypassed: Tensor, stream: Tensor) -> Tensor:
-        """Return `bypassed` with the kept tokens of `stream`, which has them alone or all."""
+        """Return `bypassed` with the kept tokens of `stream`, which has only those or all."""
         assert self.kept is not None
         alone = stream.shape[1] * stream.shape[0] == len(self.kept)
         return scatter(bypassed, self.kept, stream if alone else gather(stream, self.kept))
 
 
 def row_index(ids: Tensor, num_tokens: int, num_extra: int) -> Tensor:
-    """Return int64 [B * (E + K)]: the rows of a flattened [B * (E + N), D] stream that stay, the
-    extra tokens' and those of ids [B, K]."""
+    """Return the rows int64 [B * (E + K)] of extra tokens and of ids [B, K] in a flattened stream
+    [B * (E + N), D]."""
     batch, device = ids.shape[0], ids.device
     extra = torch.arange(num_extra, device=device).expand(batch, num_extra)
     within = torch.cat([extra, ids + num_extra], dim=1)
@@ -191,7 +190,7 @@ def scatter(stream: Tensor, rows: Tensor, kept: Tensor) -> Tensor:
 
 
 def rows_of(condition: Any, rows: Tensor | None) -> Any:
-    """Return a condition as blocks take it: of what differs between tokens the rows, or all."""
+    """Return a condition with plain tensors: of each `PerToken`, the given rows or all."""
     if type(condition) is tuple:
         return tuple(rows_of(part, rows) for part in condition)
     if not isinstance(condition, PerToken):

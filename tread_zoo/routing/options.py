@@ -1,5 +1,5 @@
-"""The options of routing, as dataclasses: what `build_routing` takes, and a run's configuration has
-under `routing`."""
+"""Dataclasses of the routing options: arguments of `build_routing`, and the field `routing` of a
+run's configuration."""
 
 from contextlib import suppress
 from typing import Annotated, Any, Literal
@@ -26,26 +26,25 @@ def _rate_range(given: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class RouteConfig:
-    """One route: which blocks see which tokens. docs/routing.md says which to choose.
+    """One route: which blocks see which tokens. See docs/routing.md for how to choose.
 
     Args:
-        start, end: blocks start … end-1 run on the kept tokens; as in Python slices, negative from
-            the end; auto is the backbone's own range.
-        selection_rate: the fraction of tokens that bypasses.
-        selector: which tokens stay; auto is the backbone's own.
-        per_batch: the whole batch keeps the same tokens.
+        start, end: blocks start … end-1 run on the kept tokens. Negative values count from the end,
+            as in Python slices; auto is the backbone's default.
+        selection_rate: fraction of tokens that bypass.
+        selector: how the kept tokens are chosen; auto is the backbone's default.
+        per_batch: keep the same tokens for the whole batch.
         schedule: how the rate changes over training: constant; linear or cosine, from
-            `selection_rate` to `final_rate`; steps, as in `rate_steps`.
-        final_rate: for linear and cosine.
-        rate_steps: for steps: [[0.3, 0.5], [0.6, 0.25]] is 0.5 from 30 % of training, 0.25 from
-            60 %; until the first, `selection_rate`.
-        rate_range: [lowest, highest]: each step draws its rate, in place of `selection_rate`, and
+            `selection_rate` to `final_rate`; or steps, given in `rate_steps`.
+        final_rate: last rate of linear and cosine.
+        rate_steps: of steps: [[0.3, 0.5], [0.6, 0.25]] is a rate of 0.5 from 30 % of training and
+            0.25 from 60 %, with `selection_rate` before.
+        rate_range: [lowest, highest]: each step draws a rate in place of `selection_rate`, and
             sampler.selection_rate may be any of them.
-        carry_from: the tokens that bypass rejoin as they were before this block; null: `start`.
-        detach: they rejoin without gradient.
-        sparsify: false: they run through the blocks and the result is thrown away: routing without
-            its saving.
-        redraw: each block of the route draws its own tokens.
+        carry_from: bypassed tokens rejoin as they were before this block; null: `start`.
+        detach: bypassed tokens rejoin without gradient.
+        sparsify: false: bypassed tokens run too, and the result is discarded. Nothing is saved.
+        redraw: draw new tokens for each block of the route.
     """
 
     start: Auto | int = "auto"
@@ -70,18 +69,18 @@ class RoutingConfig(RouteConfig):
 
     Args:
         name: tread, or none: every block sees every token.
-        routes: several in sequence, each with any field of `RouteConfig`; those that it leaves out
-            are taken from here. [{start: 2, end: 5}, {start: 6, end: -2, selection_rate: 0.25}]
-        warm_start, dense_tail: fractions of training at its start and end that are dense.
-        probability: chance that a step is routed, the same on every rank.
-        rejoin: replace: as processed (TREAD); project: fused by a learned map (docs/rejoining.md);
-            mask: learned tokens in the places of those that bypassed.
-        bypassed: for rejoin=project: what stands for a bypassed token in the map, its dense value
-            or zero, SPRINT's mask token.
-        path_drop_probability: chance that a step leaves the routed blocks out; needs
+        routes: several routes in sequence, with fields of `RouteConfig`; missing fields are taken
+            from here. [{start: 2, end: 5}, {start: 6, end: -2, selection_rate: 0.25}]
+        warm_start, dense_tail: fractions of training at its start and end without routes.
+        probability: probability that a step is routed, the same draw on every rank.
+        rejoin: replace: kept tokens replace the old ones (TREAD); project: a learned map fuses both
+            (docs/rejoining.md); mask: learned tokens replace those that bypassed.
+        bypassed: for rejoin=project: input of the map for a bypassed token, its dense value or zero
+            (SPRINT's mask token).
+        path_drop_probability: probability that a step skips the routed blocks; needs
             rejoin=project.
-        reconstruction_weight: null: one loss for all tokens; else the loss of the kept ones, plus
-            this weight times the error in reconstructing the noisy patches of the others.
+        reconstruction_weight: null: one loss for all tokens. Otherwise the loss of the kept tokens,
+            plus this weight times the error of reconstructing the noisy patches of the others.
     """
 
     name: Literal["none", "tread"] = "tread"
@@ -104,20 +103,19 @@ class RoutingConfig(RouteConfig):
             )
         if self.bypassed != "dense" and self.rejoin != "project":
             raise ValueError(
-                f"routing.bypassed={self.bypassed} is of the map of routing.rejoin=project: set "
-                "that, or leave it out."
+                f"routing.bypassed={self.bypassed} needs routing.rejoin=project: set that, or "
+                "leave it out."
             )
         if self.path_drop_probability and self.rejoin != "project":
             raise ValueError(
                 f"routing.path_drop_probability={self.path_drop_probability} needs "
-                "routing.rejoin=project: without a fusion nothing tells the later blocks that the "
-                "path was dropped."
+                "routing.rejoin=project: without a fusion, later blocks cannot know that the path "
+                "was dropped."
             )
         for field, usual in (("carry_from", None), ("detach", False), ("redraw", False)):
             values = [getattr(self, field), *(route.get(field, usual) for route in self.routes)]
             if self.rejoin == "mask" and any(value != usual for value in values):
                 raise ValueError(
-                    f"routing.{field} and routing.rejoin=mask do not go together: nothing of a "
-                    "token that bypassed is left behind a route. Leave it out, or set "
-                    "routing.rejoin=replace."
+                    f"routing.{field} and routing.rejoin=mask exclude each other: a mask replaces "
+                    "the bypassed tokens. Leave it out, or set routing.rejoin=replace."
                 )

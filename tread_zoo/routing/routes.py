@@ -36,14 +36,14 @@ def num_kept_tokens(num_tokens: int, selection_rate: float) -> int:
 
 @dataclass(frozen=True)
 class Bypass:
-    """What becomes of the tokens that a route does not keep.
+    """What happens to the tokens that a route does not keep.
 
     Args:
         carry_from: they rejoin as they were before this block, 0 … start; None: before `start`.
-        detach: they rejoin without gradient, in every stream that travels and in long skips made on
-            the way. Skips from before the route keep theirs.
-        sparsify: False: they run through the blocks with the others, and what the blocks made of
-            them is thrown away at `end`. It costs what the dense network costs.
+        detach: they rejoin without gradient, in every stream and in long skips made within the
+            route. Skips from before the route keep their gradient.
+        sparsify: False: they run through the blocks with the others, and the result is discarded at
+            `end`. This costs as much as the dense network.
     """
 
     carry_from: int | None = None
@@ -62,12 +62,12 @@ class Route:
         start: first routed block, 0 … depth-1.
         end: first block that sees all tokens again, start+1 … depth.
         ids: int64 [B, K], raster positions of the kept tokens, strictly ascending in each row.
-        bypass: what becomes of the others.
+        bypass: what happens to the others.
 
     Raises:
-        ValueError: an empty range, a wrong type or shape, or ids that are not strictly ascending.
-            Ids on a GPU are checked there, which waits for the device: make routes on the CPU and
-            move them with `to`.
+        ValueError: the range is empty, the type or shape is wrong, or the ids are not strictly
+            ascending. Checking ids on a GPU waits for the device: make routes on the CPU and move
+            them with `to`.
     """
 
     start: int
@@ -99,7 +99,7 @@ class Route:
 
     @classmethod
     def of_sorted(cls, start: int, end: int, ids: Tensor, bypass: Bypass = UNCHANGED) -> "Route":
-        """Return a route whose ids are known to be right; on a GPU this does not wait for it."""
+        """Return a route without checking its ids, so that a GPU need not be waited for."""
         route = object.__new__(cls)
         for name, value in (("start", start), ("end", end), ("ids", ids), ("bypass", bypass)):
             object.__setattr__(route, name, value)
@@ -116,11 +116,11 @@ class Route:
 
 @dataclass(frozen=True)
 class PathDrop:
-    """No token takes blocks `start … end-1`, extra tokens included: the blocks do not run.
+    """Blocks `start … end-1` do not run: every token bypasses them, extra tokens included.
 
-    Every stream, and every skip that would have been made on the way, is what it was at the start;
-    the fusion at the end of the range still applies, with an update of zero. For the weak branch of
-    a guidance and, now and then, in training, so that the branch is one the network knows.
+    Every stream, and every skip from within the range, has its value at the start. The fusion at
+    the end still runs, with an update of zero. It serves as the weak branch of a guidance, which
+    the network learns in some training steps.
 
     Args:
         start, end: a range that the network fuses (`Backbone.fused_ranges`).
@@ -148,14 +148,14 @@ def check_routes(
     Args:
         routes: concrete routes and dropped paths.
         num_blocks, num_tokens, batch: the network's depth and grid, and the input's size.
-        fused_ranges, masked_ranges: where the network fuses, or has mask tokens; it then takes no
-            route elsewhere.
+        fused_ranges, masked_ranges: ranges with a fusion or with mask tokens. If there are any,
+            routes are possible there only.
 
     Raises:
-        ValueError: a route outside the depth, overlapping or disordered routes, another batch size,
-            ids beyond the grid (checked where the ids lie on the CPU), a route beside the fused or
-            masked ranges of a network that has some, a dropped path beside the fused ones of any
-            network, or a `carry_from` where not all tokens are there.
+        ValueError: a route is outside the depth, overlaps another, is out of order, has another
+            batch size or ids beyond the grid (checked on the CPU only), or misses the fused and
+            masked ranges; a dropped path misses the fused ranges; or `carry_from` is a block where
+            tokens are missing.
     """
     routes = tuple(routes)
     previous_end = 0
@@ -166,7 +166,7 @@ def check_routes(
             raise ValueError(f"{where} reaches outside the depth: there are {num_blocks} blocks.")
         if route.start < previous_end:
             raise ValueError(
-                f"{where} starts before the one ahead of it ends ({previous_end}): "
+                f"{where} starts before the previous one ends ({previous_end}): "
                 "routes must be disjoint and in ascending order."
             )
         _check_range(where, route, fused_ranges, masked_ranges)
@@ -201,7 +201,7 @@ def bypassed_tokens(
     num_tokens: int,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Return bool [B, N] on the device of the routes: the tokens that some route does not keep."""
+    """Return bool [B, N] on the device of the routes: True where some route drops the token."""
     away = torch.zeros(batch, num_tokens, dtype=torch.bool, device=device)
     for route in routes:
         if isinstance(route, Route):
@@ -210,16 +210,19 @@ def bypassed_tokens(
 
 
 def check_carries(routes: Sequence[Any]) -> None:
-    """Raise `ValueError` unless each route, or plan of one, carries a state of all tokens from its
-    start or earlier."""
+    """Check that each route, or plan of one, carries from a block that sees all tokens.
+
+    Raises:
+        ValueError: one carries from within a route, or from after its start.
+    """
     for route in routes:
         carry = route.bypass.carry_from
         inside = carry is not None and any(r.start < carry < r.end for r in routes)
         if carry is not None and (inside or not 0 <= carry <= route.start):
             raise ValueError(
                 f"carry_from={carry} of the route [{route.start}, {route.end}) must be a block in "
-                f"0 … {route.start} that is not within a route, where tokens are missing: the "
-                "start or the end of an earlier route, or a block outside of all."
+                f"0 … {route.start} outside every route, where all tokens are present; the start "
+                "and the end of an earlier route count as outside."
             )
 
 
@@ -248,8 +251,8 @@ def _check_range(
         )
     if isinstance(route, PathDrop):
         raise ValueError(
-            f"{where}: this network fuses no range, and without a fusion it has not learnt to go "
-            "on with no update at all. Train with routing.rejoin=project, or call "
+            f"{where}: this network has no fusion, so it has not learned to skip the path. "
+            "Train with routing.rejoin=project, or call "
             "backbone.add_fusions first."
         )
 
