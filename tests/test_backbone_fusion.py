@@ -42,7 +42,7 @@ def test_ranges_that_do_not_fit_are_refused(ranges):
 def test_routes_and_drops_that_do_not_fit_are_told():
     probe = probe_of("dit_tiny")
     plain, fused = probe.build(), probe.build_fused((1, 3))
-    with pytest.raises(ValueError, match=r"path drop \[1, 3\): this network fuses no range.*rej"):
+    with pytest.raises(ValueError, match=r"path drop \[1, 3\): this network has no fusion.*rej"):
         plain(*probe.inputs(), routes=[PathDrop(1, 3)])
     for route in (probe.route(fused, 1, 2), PathDrop(1, 2)):
         with pytest.raises(ValueError, match=r"\[1, 2\) is none of the ranges.*\[1, 3\)"):

@@ -1,17 +1,17 @@
-"""Checkpoints: written beside and renamed, verified when read, free of pickle.
+"""Checkpoints: saved under a temporary name and renamed, verified when read, without pickle.
 
     <run>/checkpoints/step_00001000/
         model.safetensors       weights
         ema.safetensors         averaged weights, which are sampled and scored
         ema_0.05.safetensors    with training.ema_snapshots_every: averages of two other widths,
-        ema_0.1.safetensors     which lie in <run>/ema_snapshots/step_… too, as checkpoints do
-        alignment.safetensors   what an alignment trains beside, if there is one
-        optimizer.safetensors   its state, `<parameter>|<name>`
-        checkpoint.json         step, configuration, plug-ins, backbone, data, sha256 of the files,
-                                and of what stands above it
+        ema_0.1.safetensors     which are also saved in <run>/ema_snapshots/step_…
+        alignment.safetensors   weights that an alignment trains, if there is one
+        optimizer.safetensors   state of the optimizer, `<parameter>|<name>`
+        checkpoint.json         step, configuration, plug-ins, backbone, data, sha256 of the files
+                                and of the metadata itself
 
-A checkpoint exists once its folder has its final name: a crash or a full disk on the way leaves the
-one before untouched. Folders that begin with a dot are what it left; the next save clears them.
+A checkpoint exists once its folder has its final name, so a crash or a full disk leaves the earlier
+one intact. Folders that begin with a dot are leftovers, which the next save deletes.
 """
 
 import errno
@@ -53,7 +53,7 @@ from tread_zoo.runs.widths import TRACKED, fit_profile
 logger = logging.getLogger(__name__)
 
 SNAPSHOTS = "ema_snapshots"
-# What may differ of the data: said elsewhere, or compared by itself.
+# Metadata of the data that may differ, or is compared separately.
 _APART = {"name", "num_images", "items", "decoder", "class_names"}
 # What a resumed run must share.
 _SAME = ("backbone", "routing", "objective", "data", "alignment", "seed")
@@ -61,19 +61,19 @@ _SAME = ("backbone", "routing", "objective", "data", "alignment", "seed")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint folder and what its `checkpoint.json` says."""
+    """A verified checkpoint folder and its metadata, from `checkpoint.json`."""
 
     path: Path
     meta: dict[str, Any]
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Number of optimizer steps done."""
         return int(self.meta["step"])
 
     @property
     def run_dir(self) -> Path:
-        """The folder of the run that saved it; one that was pushed is its own."""
+        """The folder of the run that saved it; for a pushed network, its folder."""
         return self.path.parent.parent if (self.path / META_NAME).exists() else self.path
 
     def config(self) -> RunConfig:
@@ -83,18 +83,18 @@ class Checkpoint:
             ValueError: the run had a plug-in that is not loaded, or this version lacks a field.
         """
         check_plugins(self.meta["plugins"], str(self.path))
-        # its tracker may be one that is not installed here
+        # The package of its tracker may be missing here.
         return make_config(**{**self.meta["config"], "tracker": "local"})
 
     def tensors(self, part: str) -> dict[str, Tensor]:
         """Load `model`, `ema`, `ema:<width>` or `optimizer` onto the CPU.
 
         Raises:
-            CheckpointError: it has no such part; an imported one may hold `ema` alone.
-            ValueError: a width that the snapshots of the run do not give.
+            CheckpointError: it has no such part; an imported one may have `ema` alone.
+            ValueError: the snapshots of the run cannot give this width.
         """
         file = self.path / f"{part}.safetensors"
-        if (only := self.meta.get("weights")) is not None:  # one that was pushed has one network
+        if (only := self.meta.get("weights")) is not None:  # a pushed folder has one network
             if part != only:
                 raise CheckpointError(f"{self.path} has one set of weights: set weights={only}.")
             return load_file(self.path / WEIGHTS_NAME)
@@ -103,8 +103,8 @@ class Checkpoint:
             (self.path / f"{name}.safetensors").exists() for name in TRACKED
         ):
             raise CheckpointError(
-                f"{self.path} has no averages to make other widths of: the run needs "
-                "training.ema_snapshots_every=… from its first step on."
+                f"{self.path} has no averages from which to compute other widths: train with "
+                "training.ema_snapshots_every=… from the first step on."
             )
         if width:
             return self._average_of(float(width))
@@ -114,7 +114,7 @@ class Checkpoint:
         return load_file(file)
 
     def _average_of(self, width: float) -> dict[str, Tensor]:
-        """Return the average of a relative width, from its own averages and earlier snapshots."""
+        """Return the average of a relative width, from this checkpoint and earlier snapshots."""
         folders = {_step(path): path for path in _folders(self.run_dir / SNAPSHOTS)}
         folders = {step: path for step, path in folders.items() if step < self.step}
         folders[self.step] = self.path
@@ -138,11 +138,14 @@ def save_checkpoint(
     keep: int,
     kind: str = "checkpoints",
 ) -> Path:
-    """Write the checkpoint of `meta["step"]`, delete all but the newest `keep` (0: none), return
-    its folder; `kind` is `SNAPSHOTS` for one of averages alone.
+    """Write the checkpoint of `meta["step"]` and return its folder.
+
+    Args:
+        keep: number of newest checkpoints to keep; 0 keeps all.
+        kind: `checkpoints`, or `SNAPSHOTS` for averages alone.
 
     Raises:
-        CheckpointError: it could not be written; nothing half-written is left, older ones stay.
+        CheckpointError: it could not be written. Partial files are deleted, older ones are kept.
     """
     folder = run_dir / kind
     final = folder / f"step_{meta['step']:08d}"
@@ -157,7 +160,7 @@ def save_checkpoint(
         text = sealed({"format": FORMAT, **meta, "sha256": checksums})
         (partial / META_NAME).write_text(text)
         for file in (*partial.iterdir(), partial):
-            _sync(file)  # a rename must not outrun what it renames
+            _sync(file)  # the contents must reach the disk before the rename
         if final.exists():  # the same step, saved again after a resume
             _put_aside(final)
         os.rename(partial, final)
@@ -167,8 +170,8 @@ def save_checkpoint(
         older = [each for each in _folders(folder) if each != final]
         kept = f"{older[-1]} is intact" if older else "there is no earlier checkpoint"
         raise CheckpointError(
-            f"could not save {final}: {error}. Nothing half-written is left; {kept}. Make room, or "
-            "the folder writable, and continue with resume=latest."
+            f"could not save {final}: {error}. Partial files were deleted; {kept}. Free space, "
+            "or make the folder writable, and continue with resume=latest."
         ) from error
     for old in _folders(folder)[:-keep]:
         _put_aside(old)
@@ -177,13 +180,13 @@ def save_checkpoint(
 
 
 def find_checkpoint(path: str | Path) -> Checkpoint:
-    """Return the checkpoint at `path`: its own folder, or a run's, whose newest whole one is taken.
+    """Return the checkpoint at `path`: its folder, or that of a run, for the newest intact one.
 
-    What tread-zoo push wrote is one, too. Where `path` does not exist, `user/name` is downloaded
-    from the hub to runs/user/name: two files, no code.
+    A folder from tread-zoo push is accepted too. If `path` does not exist, `user/name` is
+    downloaded from the hub to runs/user/name: two files, no code.
 
     Raises:
-        CheckpointError: there is none, or it is damaged or of another format.
+        CheckpointError: there is none, or it is damaged or has another format.
     """
     path = Path(path)
     if not path.exists():
@@ -194,8 +197,8 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
     if (path / WEIGHTS_NAME).exists() and (path / CONFIG_NAME).exists():
         if "format" not in json.loads((path / CONFIG_NAME).read_text()):
             raise CheckpointError(
-                f"{path} holds a network alone, and not what it was trained for: it is used from "
-                "Python, load_pretrained, or pushed as a run by tread-zoo push."
+                f"{path} holds a network alone, without its training settings: load it in Python "
+                "with load_pretrained, or push the run with tread-zoo push."
             )
         return Checkpoint(path, read_metadata(path, CONFIG_NAME))
     if (path / META_NAME).exists() or path.name.startswith("step_"):
@@ -210,8 +213,8 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def drop_later(run_dir: Path, step: int) -> None:
-    """Delete checkpoints and snapshots of averages after `step`: a run that goes on from there
-    writes its own, and resume=latest must not find those of another course."""
+    """Delete checkpoints and snapshots after `step`, before a run continues from there:
+    resume=latest must not find those of the abandoned course."""
     for path in (*_folders(run_dir / "checkpoints"), *_folders(run_dir / SNAPSHOTS)):
         if _step(path) > step:
             shutil.rmtree(path)
@@ -219,18 +222,17 @@ def drop_later(run_dir: Path, step: int) -> None:
 
 
 def has_checkpoints(run_dir: Path) -> bool:
-    """Return whether a run has left any checkpoint."""
+    """Return whether the run has any checkpoint."""
     return bool(_folders(run_dir / "checkpoints"))
 
 
 def check_same_run(checkpoint: Checkpoint, config: RunConfig) -> None:
-    """Check that a resumed run continues what the checkpoint began; see `RunConfig.differences`.
+    """Check that a resumed run has the settings of the checkpoint; see `RunConfig.differences`.
 
-    Other differences are allowed, and are warned about; all of them with `resume_changed`.
+    Other differences are allowed with a warning; with `resume_changed`, all are.
 
     Raises:
-        CheckpointError: another backbone, routing, objective, data, alignment or seed; the
-            differences are named.
+        CheckpointError: backbone, routing, objective, data, alignment or seed differ.
     """
     differences = checkpoint.config().differences(config)
     fields = {f: f"{f}={old!r}, not {new!r}" for f, (old, new) in differences.items()}
@@ -247,7 +249,7 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig) -> None:
 
 
 def data_metadata(data: ImageData) -> dict[str, Any]:
-    """Return what a checkpoint and `facts.json` say of the data."""
+    """Return the metadata of the data, for checkpoints and `facts.json`."""
     metadata: dict[str, Any] = {
         "name": data.name,
         "image_size": list(data.image_size),
@@ -266,11 +268,11 @@ def data_metadata(data: ImageData) -> dict[str, Any]:
 
 
 def check_same_data(checkpoint: Checkpoint, given: dict[str, Any]) -> None:
-    """Check that the data are of the kind that the checkpoint was trained on: under the same path,
-    another normalisation or other classes would go unnoticed.
+    """Check that the given data match those of the checkpoint, because another normalisation or
+    other classes under the same path would go unnoticed.
 
     Raises:
-        CheckpointError: size, channels, classes, contexts or what makes images of latents differ.
+        CheckpointError: size, channels, classes, contexts or the decoder of latents differ.
     """
     saved = checkpoint.meta["data"]
     wrong = [
@@ -288,21 +290,20 @@ def check_same_data(checkpoint: Checkpoint, given: dict[str, Any]) -> None:
         )
     if saved["num_images"] != given["num_images"]:
         logger.warning(
-            "%s was trained on %d images, and now there are %d: the held-out ones are drawn anew, "
-            "and it has seen some of them",
+            "%s was trained on %d images, and now there are %d: the held-out images are drawn "
+            "again, and training has seen some of them",
             checkpoint.path, saved["num_images"], given["num_images"],
         )  # fmt: skip
 
 
 def check_same_items(checkpoint: Checkpoint, given: dict[str, Any]) -> None:
-    """Check that as many images are those that the checkpoint was trained on, by some of them that
-    could be read then and now.
+    """Check that data of the same size have the same items, by a sample of readable ones.
 
     Raises:
         CheckpointError: some images or labels differ.
     """
     saved = checkpoint.meta["data"]
-    if saved["num_images"] != given["num_images"] or "items" not in saved:  # of an earlier version
+    if saved["num_images"] != given["num_images"] or "items" not in saved:  # an earlier version
         return
     pairs = zip(saved["items"].split(), given["items"].split(), strict=True)
     differ = [old != new for old, new in pairs if "----" not in (old, new)]
@@ -323,8 +324,8 @@ def load_backbone(checkpoint: Checkpoint, weights: str = "ema") -> Backbone:
 
     Raises:
         CheckpointError: the weights do not fit the backbone that this version builds.
-        ValueError: the backbone is of a plug-in that is not loaded, or the run's snapshots do not
-            give such a width.
+        ValueError: the backbone's plug-in is not loaded, or the run's snapshots cannot give the
+            width.
     """
     check_plugins(checkpoint.meta["plugins"], str(checkpoint.path))
     backbone = build_backbone(checkpoint.meta["backbone"])

@@ -40,21 +40,21 @@ LOCK = ".lock"
 def resolve_run(fields: Mapping[str, Any]) -> tuple[RunConfig, Checkpoint | None]:
     """Return the configuration of a run, and the checkpoint that it continues from or None.
 
-    One that continues has its own settings, but for `fields`. Nothing is changed yet.
+    A run that continues keeps its settings, except for `fields`. Nothing is written.
 
     Args:
-        fields: of `RunConfig`, those that are given.
+        fields: the given fields of `RunConfig`.
 
     Raises:
-        ValueError: the folder holds what may not be replaced, or the checkpoint has done more steps
-            than the run is long.
-        CheckpointError: no checkpoint is there, none that is whole, or one of another run.
+        ValueError: the folder holds something that may not be replaced, or the checkpoint is past
+            the last step of the run.
+        CheckpointError: there is no checkpoint, none is intact, or it is from another run.
     """
     resume = fields.get("resume")
     if resume is not None and fields.get("overwrite"):
         raise ValueError(
-            f"resume={resume} continues a run, and overwrite=true replaces it: leave one of them "
-            "out."
+            f"resume={resume} continues a run, and overwrite=true replaces it: set only one of "
+            "them."
         )
     if resume in (None, "latest", "auto"):
         config = make_config(**fields)
@@ -121,8 +121,8 @@ def _check_free(config: RunConfig) -> None:
     entries = _entries(folder)
     if entries and not {CONFIG, "checkpoints"} & set(entries):
         raise ValueError(
-            f"run_dir={config.run_dir!r} holds {', '.join(entries[:3])}, and no run made them. "
-            "Choose another run_dir."
+            f"run_dir={config.run_dir!r} contains files that are not from a run: "
+            f"{', '.join(entries[:3])}. Choose another run_dir."
         )
     if not config.overwrite and (has_checkpoints(folder) or SCORE in entries):
         raise ValueError(
@@ -136,8 +136,8 @@ def open_folder(config: RunConfig, accelerator: "Accelerator") -> Iterator[Calla
     """Lock the run's folder for the main process; a run to be overwritten is moved aside.
 
     Yields:
-        What returns the folder, and raises a `ValueError` once it is no longer the one that was
-        locked: another run may have begun where it was.
+        A function that returns the folder, and raises `ValueError` if the locked folder was removed
+        or replaced.
 
     Raises:
         ValueError: another process is training there.
@@ -165,7 +165,7 @@ def open_folder(config: RunConfig, accelerator: "Accelerator") -> Iterator[Calla
 
 
 def _lock(folder: Path, locks: ExitStack) -> os.stat_result:
-    """Lock a folder until `locks` ends, and return what tells its lock from a later one."""
+    """Lock a folder until `locks` ends, and return the status of its lock file."""
     from filelock import FileLock, Timeout
 
     folder.mkdir(parents=True, exist_ok=True)

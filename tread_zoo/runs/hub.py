@@ -1,10 +1,10 @@
-"""Networks as folders, here or on Hugging Face's hub: two files, no pickle, no code.
+"""Networks as folders, local or on the Hugging Face hub: two files, no pickle, no code.
 
     config.json          {"backbone": {"name": …, "config": {…}}, "plugins": […]}
     model.safetensors    weights
 
-What tread-zoo push makes of a run is such a folder, too: its config.json says, beside these, what
-a checkpoint does, so that scripts take the folder as one.
+tread-zoo push writes such a folder, too. Its config.json also has the metadata of a checkpoint, so
+that scripts accept the folder as one.
 """
 
 import json
@@ -35,12 +35,12 @@ def save_pretrained(backbone: Backbone, folder: str | Path) -> Path:
     """Write config.json and model.safetensors of a backbone into `folder`, and return it.
 
     Raises:
-        ValueError: the backbone was not made by `create_backbone`, or the folder is a run's.
+        ValueError: the backbone was not built by `create_backbone`, or the folder is a run's.
     """
     if backbone.name is None:
         raise ValueError(
-            f"{type(backbone).__name__} was built by its class, so that nothing says how to build "
-            "it again: use create_backbone."
+            f"{type(backbone).__name__} was built by calling its class, so its options are not "
+            "recorded: use create_backbone."
         )
     plugins = plugins_of([("backbone", backbone.name)])
     metadata = {"backbone": describe_backbone(backbone), "plugins": plugins}
@@ -48,17 +48,17 @@ def save_pretrained(backbone: Backbone, folder: str | Path) -> Path:
 
 
 def load_pretrained(path: str | Path, *, revision: str | None = None) -> Backbone:
-    """Return a backbone with its weights, on the CPU, in eval mode; of a run the averaged ones.
+    """Return a backbone with its weights (of a run: the averaged ones), on the CPU, in eval mode.
 
     Args:
-        path: what `save_pretrained` or tread-zoo push wrote, a run's folder (its newest checkpoint)
-            or one checkpoint; where there is none, `user/name` on the hub.
+        path: a folder from `save_pretrained` or tread-zoo push, a run's folder (its newest
+            checkpoint) or one checkpoint. If it does not exist, `user/name` on the hub.
         revision: of the hub's repository.
 
     Raises:
         OSError: there is no such network.
-        CheckpointError: it is damaged; of a run each of its checkpoints is.
-        ValueError: it is of a plug-in that is not loaded.
+        CheckpointError: it is damaged; for a run, every checkpoint is.
+        ValueError: its plug-in is not loaded.
     """
     folder = Path(path)
     if not folder.exists():
@@ -106,8 +106,8 @@ def download(path: Path, *, revision: str | None = None, into: Path | None = Non
     """Return a folder with the two files of `user/name`: `into`, or one in the hub's cache.
 
     Raises:
-        OSError: there is no such repository, or no way to it; or the path is no `user/name`, as
-            `runs/…` and what would lie in a folder that is here are none.
+        OSError: the repository does not exist or cannot be reached, or the path is not
+            `user/name`: it begins with `runs/`, or its parent is a local folder.
     """
     import huggingface_hub
 
@@ -122,7 +122,7 @@ def download(path: Path, *, revision: str | None = None, into: Path | None = Non
         )
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())[:300]
-        text = f"{repo!r} is no folder here, and cannot be had from the hub: {why}"
+        text = f"{repo!r} is not a local folder, and cannot be downloaded from the hub: {why}"
         raise OSError(text) from error
     return Path(folder)
 
@@ -131,7 +131,7 @@ def upload(folder: Path, repo: str, *, private: bool) -> str:
     """Upload all files of a folder as `user/name`, and return its address.
 
     Raises:
-        OSError: there is no way to the hub, or it refuses.
+        OSError: the hub cannot be reached, or refuses.
     """
     import huggingface_hub
 
@@ -139,7 +139,7 @@ def upload(folder: Path, repo: str, *, private: bool) -> str:
     try:
         address = hub.create_repo(repo, private=private, exist_ok=True)
         hub.upload_folder(repo_id=repo, folder_path=folder)
-    except Exception as error:  # of its network library, too
+    except Exception as error:  # also of its network library
         why = " ".join(str(error).split())[:300]
         raise OSError(f"{folder} cannot be uploaded as {repo!r}: {why}") from error
     return str(address)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: the names of its files, and a text that is checked when read.
+"""Metadata of checkpoints: the names of the files, and JSON that is verified when read.
 
 checkpoint.json      of a checkpoint
 config.json          of a network that was saved alone, or of a run that was pushed
@@ -14,18 +14,18 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
-STEP_FOLDERS = "step_" + 8 * "[0-9]"  # checkpoints of a run; what has more to its name is a copy
+STEP_FOLDERS = "step_" + 8 * "[0-9]"  # checkpoints of a run; a longer name is a copy
 META_NAME, AVERAGE_NAME = "checkpoint.json", "ema.safetensors"  # of a checkpoint
 FORMAT = 2
 OWN_CHECKSUM = "sha256_of_the_above"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is missing, or cannot be written or used; the text says what to do."""
+    """A checkpoint that is missing, or cannot be written or used."""
 
 
 def sealed(metadata: Mapping[str, Any]) -> str:
-    """Return what a checkpoint says as JSON, with its checksum at the end."""
+    """Return the metadata of a checkpoint as JSON, with a checksum at the end."""
     return json.dumps({**metadata, OWN_CHECKSUM: _checksum_of(metadata)}, indent=2)
 
 
@@ -34,11 +34,11 @@ def _checksum_of(metadata: Mapping[str, Any]) -> str:
 
 
 def read_metadata(folder: Path, name: str = META_NAME, *only: str) -> dict[str, Any]:
-    """Return what a checkpoint's file `name` says, once it and its files (or `only` these) are
-    found to be what they were when they were saved.
+    """Return the metadata in a checkpoint's file `name`, after verifying all its files, or `only`
+    these.
 
     Raises:
-        CheckpointError: they are not, or of another format.
+        CheckpointError: a file differs from what was saved, or the format is another.
     """
     try:
         metadata: dict[str, Any] = json.loads((folder / name).read_text())

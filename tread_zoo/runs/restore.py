@@ -1,4 +1,4 @@
-"""From a checkpoint back to what samples and scores need."""
+"""Restore from a checkpoint what sampling and scoring need."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from tread_zoo.runtime import resolve_device, resolve_precision, set_float32_pro
 
 @dataclass(frozen=True)
 class Restored:
-    """A trained backbone on its device, with the objective that gives its output a meaning."""
+    """A trained backbone on its device, with its objective and its run's settings."""
 
     checkpoint: Checkpoint
     backbone: Backbone
@@ -39,23 +39,23 @@ class Restored:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration of the run, as plain values; of an imported network a few fields."""
+        """The configuration of the run as plain values; for an imported network, a few fields."""
         config: dict[str, Any] = self.checkpoint.meta["config"]
         return config
 
     def sampling(self, sampler: Mapping[str, Any], guidance: Mapping[str, Any]) -> SamplingOptions:
-        """Return the run's own sampling options, with the values that are not None in place.
+        """Return the run's sampling options, changed by the given values that are not None.
 
-        Another `name` keeps what both the run's and the new one have. A run without guidance takes
-        a scale alone as that of classifier-free guidance.
+        Under another `name`, options that both parts have are kept. For a run without guidance, a
+        scale alone means classifier-free guidance.
 
         Raises:
-            ValueError: an unknown name or field, or options that do not fit the network or how it
-                was trained.
+            ValueError: a name or field is unknown, or the options do not fit the network or its
+                training.
         """
         default = self.config["guidance"]
         if "none" in (default["name"], guidance.get("name")):
-            default = {"name": default["name"]}  # its scale of 1 is no other kind's
+            default = {"name": default["name"]}  # its scale of 1 does not carry over
         scale_alone = guidance.get("name") is None and guidance.get("scale") is not None
         if default["name"] == "none" and scale_alone:
             guidance = {**guidance, "name": "cfg"}
@@ -67,7 +67,7 @@ class Restored:
         if options.selection_rate:
             options = replace(options, routing=self.routing)
         options.check(self.backbone, self.objective)
-        options.check_training(  # an imported network does not say: the usual
+        options.check_training(  # the usual values for an imported network
             conditional=self.backbone.is_conditional,
             label_dropout=training.get("label_dropout", 0.1),
             has_routes=routing.get("name") != "none"
@@ -77,49 +77,48 @@ class Restored:
 
     @property
     def routing(self) -> Routing:
-        """The routing that it was trained by; the default one of an imported network."""
+        """The routing of training; for an imported network, the default one."""
         return self.backbone.build_routing(**self.config.get("routing", {}))
 
     def weak(self, options: SamplingOptions) -> Backbone | None:
-        """Return the weak network of the guidance in `options`, on the same device, or None."""
+        """Return the weak network of the guidance on the same device, or None without one."""
         weak = load_weak(options, self.backbone, self.objective)
         return None if weak is None else weak.to(next(self.backbone.parameters()).device)
 
     @property
     def has_data(self) -> bool:
-        """Whether it names the data that it was trained on: an imported checkpoint does not."""
+        """Whether it names its training data; an imported checkpoint does not."""
         return "data" in self.checkpoint.meta
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The names of the classes; none where they have none but their numbers."""
+        """The names of the classes; empty if they have numbers only."""
         return tuple(self.checkpoint.meta.get("data", {}).get("class_names", ()))
 
     def data(self, changes: Mapping[str, Any]) -> ImageData:
-        """Return the data that it was trained on, with some options changed.
+        """Return the training data, with some options changed.
 
         Raises:
-            CheckpointError: the data are of another kind, or the checkpoint was imported, and
-                names none.
+            CheckpointError: the data do not match, or the checkpoint was imported and names none.
         """
         if not self.has_data:
             raise CheckpointError(
-                f"{self.checkpoint.path} was imported, and names no data to compare with. It can "
-                "be sampled: tread-zoo sample."
+                f"{self.checkpoint.path} was imported and names no data to compare with. Sample "
+                "it with tread-zoo sample."
             )
         data: ImageData = create("data", {**self.config["data"], **changes})
         check_same_data(self.checkpoint, data_metadata(data))
         return data
 
     def codec(self, vae: str | None) -> Codec:
-        """Return what makes images of what the network makes.
+        """Return the codec that decodes the network's samples into images.
 
         Args:
-            vae: where the autoencoder is, if not where the run had it; `none` leaves latents. An
-                imported network on latents has none but the one that is named here.
+            vae: path of the autoencoder; None: the run's. `none` leaves latents. An imported
+                network on latents needs it.
 
         Raises:
-            ValueError: an autoencoder is named for a network on pixels.
+            ValueError: an autoencoder is given for a network on pixels.
         """
         data = self.checkpoint.meta.get("data", {})
         if "codec" in data:
@@ -135,15 +134,15 @@ class Restored:
 
 
 def restore(path: str | Path, *, weights: str, device: str, precision: str) -> Restored:
-    """Return the checkpoint at `path`, a run's folder or a checkpoint's own, ready to sample.
+    """Return the checkpoint at `path`, a run's or a checkpoint's folder, ready to sample.
 
     Args:
         weights: `ema`, `model` or `ema:<width>`.
         device, precision: see `tread_zoo.runtime`.
 
     Raises:
-        CheckpointError: there is none, it is damaged or does not fit.
-        ValueError: an unknown weights, device or precision, or a plug-in that is not loaded.
+        CheckpointError: there is none, or it is damaged or does not fit.
+        ValueError: weights, device or precision are unknown, or a plug-in is not loaded.
     """
     place = resolve_device(device)
     checkpoint = find_checkpoint(path)
@@ -157,11 +156,11 @@ def restore(path: str | Path, *, weights: str, device: str, precision: str) -> R
 def load_weak(
     options: SamplingOptions, backbone: Backbone, objective: Objective
 ) -> Backbone | None:
-    """Return the network of the guidance's `weak_checkpoint`, on the CPU; None without.
+    """Return the network of the guidance's `weak_checkpoint` on the CPU, or None without one.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
-        ValueError: it is of other data or another objective than `backbone`.
+        ValueError: its data or objective differ from those of `backbone`.
     """
     path = getattr(options.guidance, "weak_checkpoint", None)
     if path is None:
