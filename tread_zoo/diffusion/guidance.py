@@ -1,8 +1,8 @@
-"""Guidance combines two slopes: away from a weak prediction, towards and past a strong one.
+"""Guidance combines two values of dx/dt: it extrapolates from a weak prediction past a strong one.
 
     d = d_weak + w (d_strong - d_weak)           w = 0: weak, w = 1: strong, w > 1: extrapolation
 
-`parts` is all kinds in one; they differ in what the weak prediction lacks:
+The kinds differ in what the weak prediction lacks, and `parts` covers all of them:
 
     cfg           the condition                                            arXiv 2207.12598
     interval      the condition, where low < level <= high                 arXiv 2404.07724
@@ -12,15 +12,14 @@
     sparse_auto   training; tokens, which later the strong one lacks       arXiv 2601.01608, B.1
     sparse_cfg    the condition and tokens
 
-The condition is a label or a context; the null label or zeros stand for none.
-w counts as in the formula above for all of them; the first paper's w is ours less 1. At one (x,
-level) dx/dt is an affine function of the estimate (EDM's denoiser D, flow matching's velocity),
-with the same coefficients in both branches; so guiding dx/dt is guiding estimates, of all C
-channels.
+The condition is a label or a context; without it, the null label or zeros are given. The scale w is
+that of the formula; the first paper's w is ours minus 1. At one (x, level), dx/dt is an affine
+function of the estimate (EDM's denoiser D, flow matching's velocity) with the same coefficients in
+both branches, so guiding dx/dt equals guiding estimates.
 
-The branches are two calls of B images rather than one of 2B: a sparse or a smaller branch cannot
-share a call, the memory stays that of unguided sampling, and on a CPU one call of 2B was measured
-slower. Two that are the same are one call.
+The branches are two calls of B images, not one of 2B: a sparse or smaller branch cannot share a
+call, memory stays that of unguided sampling, and on a CPU one call of 2B was measured slower.
+Identical branches are one call.
 
 Dimensions: B batch, C channels, H height, W width, K kept tokens.
 """
@@ -44,14 +43,14 @@ from tread_zoo.registry import available, complete, register
 from tread_zoo.routing import PathDrop, Route, Routing
 
 Auto = Literal["auto"]
-# Options of an objective that say what a network's output means.
+# Options of an objective that define the meaning of a network's output.
 _OF_THE_OUTPUT = ("sigma_data", "prediction", "schedule", "first_step")
 
 
 def combine(weak: DxDt, strong: DxDt, scale: float, channels: int | None = None) -> DxDt:
-    """Return weak + scale (strong - weak); at a scale of 1 or 0 that branch itself, alone.
+    """Return weak + scale (strong - weak); at a scale of 1 or 0, only that branch is evaluated.
 
-    With `channels` only the first ones are guided; the others are the strong prediction's.
+    With `channels`, the first ones are guided and the others are the strong prediction's.
     """
     if scale == 1:
         return strong
@@ -72,18 +71,18 @@ def _dense(evaluation: int) -> tuple[Route, ...]:
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """The images that are sampled together, and the networks that predict them.
+    """Images that are sampled together, and the networks that predict them.
 
     Args:
-        backbone: the network that is sampled.
-        objective: the one it was trained with.
+        backbone: the sampled network.
+        objective: its objective in training.
         labels: [B], or contexts [B, T, S], on the network's device; None for no condition.
-        indices: B places in the seed's sequence of images.
-        seed: of that sequence.
-        levels: of the sampler's steps, falling: [num_steps + 1].
+        indices: B positions in the seed's sequence of images.
+        seed: seed of that sequence.
+        levels: levels of the sampler's steps, descending: [num_steps + 1].
         weak: the network of a guidance's `weak_checkpoint`.
-        draw_routes: routes of evaluation 0, 1, …, where a guidance has none of its own.
-        means: dx/dt at a level is the mean over the sampler's step from there.
+        draw_routes: routes of evaluation 0, 1, …, unless the guidance has its own.
+        means: dx/dt is the mean over the sampler's step from the level.
     """
 
     backbone: Backbone
@@ -97,12 +96,12 @@ class ImageBatch:
     means: bool = False
 
     def dx_dt(self, routes: Callable[[], Sequence[Route | PathDrop]] | None = None) -> DxDt:
-        """Return dx/dt as the backbone predicts it with the labels.
+        """Return dx/dt of the backbone with the labels.
 
-        A weak prediction is that of another batch: `replace(batch, labels=…).dx_dt()`.
+        For a weak prediction, change the batch: `replace(batch, labels=…).dx_dt()`.
 
         Args:
-            routes: called at each evaluation; None: `draw_routes` is.
+            routes: called at each evaluation; None: `draw_routes`.
         """
         evaluations = itertools.count()
         routes = routes or (lambda: self.draw_routes(next(evaluations)))
@@ -123,9 +122,9 @@ class ImageBatch:
         return torch.full_like(level, float(levels[nearest + 1]))
 
     def fraction_done(self, level: Tensor) -> float:
-        """Return how much of sampling is done: 0 at the first step, 1 at the last one, i / (n - 1)
-        at step i of n, and linear between their levels."""
-        steps = self.levels[:-1].float().tolist()  # as samplers pass them on
+        """Return the fraction of sampling that is done, i / (n - 1) at step i of n; it is linear in
+        the level between steps."""
+        steps = self.levels[:-1].float().tolist()  # in the precision of samplers
         places = np.arange(len(steps)) / max(len(steps) - 1, 1)
         return float(np.interp(float(level[0]), steps[::-1], places[::-1]))
 
@@ -136,10 +135,10 @@ class Guidance(Protocol):
     Three more members are optional:
 
         weak_checkpoint: str | None           a run or a checkpoint: its network is `batch.weak`
-        check(backbone, objective)            raise ValueError if this network cannot be guided so
+        check(backbone, objective)            raise ValueError if it does not fit the network
         check_training(*, conditional, label_dropout, has_routes)
-                                              raise ValueError if training never showed the network
-                                              what the weak prediction needs
+                                              raise ValueError if the weak prediction needs what
+                                              training did not include
     """
 
     def dx_dt(self, batch: ImageBatch) -> DxDt:
@@ -149,13 +148,13 @@ class Guidance(Protocol):
 @register("guidance", "none")
 @dataclass(frozen=True, kw_only=True)
 class NoGuidance:
-    """The network as it is, with its label if it has labels.
+    """No guidance: the network with its label, if it has labels.
 
     Args:
-        scale: 1, which is what no guidance means.
+        scale: 1.
 
     Raises:
-        ValueError: another scale.
+        ValueError: the scale is not 1.
     """
 
     scale: float = 1.0
@@ -185,14 +184,14 @@ Scale = (
     | tuple[_Interval, NonNegativeFloat, _Portion, _Portion]
 )
 
-# What may change over sampling, with what it is outside an interval.
+# Options that may change over sampling, with their values outside an interval.
 _OFF = {
     "scale": 1.0, "drop_label": False, "weak_rate": 0.0, "drop_path": False, "strong_rate": 0.0,
 }  # fmt: skip
 
 
 def _value(option: Any, done: float, off: float) -> Any:
-    """Return an option's value where a fraction of sampling is done."""
+    """Return an option's value after the fraction `done` of sampling."""
     if not isinstance(option, list | tuple):
         return option
     shape, *numbers = option
@@ -215,7 +214,7 @@ Selector = Annotated[str | dict[str, Any], BeforeValidator(_selector)]
 
 
 class _Options:
-    """What the kinds share: each has some of these as fields, and may fix others."""
+    """Defaults of all kinds: each kind has some of these as fields, and may fix others."""
 
     scale: Any = 2.0
     channels: int | None = None
@@ -233,7 +232,7 @@ class _Options:
     def __post_init__(self) -> None:
         if self.high is not None and self.low >= self.high:
             raise ValueError(
-                f"guidance.low={self.low}, guidance.high={self.high} is no interval of levels: "
+                f"guidance.low={self.low}, guidance.high={self.high} is not an interval of levels: "
                 "0 <= low < high must hold; noise grows with the level, and 0 is clean data."
             )
         gaps = [
@@ -249,7 +248,7 @@ class _Options:
             )
 
     def _at(self, done: float) -> tuple[Any, ...]:
-        """Return the options of `_OFF` where a fraction of sampling is done."""
+        """Return the options of `_OFF` after the fraction `done` of sampling."""
         return tuple(_value(getattr(self, name), done, off) for name, off in _OFF.items())
 
     def check(self, backbone: Backbone, objective: Objective) -> None:
@@ -371,28 +370,28 @@ def _dropped_paths(backbone: Backbone) -> tuple[PathDrop, ...]:
 class PartsGuidance(_Options):
     """The weak prediction lacks what is set here; the strong one is the network with its label.
 
-    A rate or the scale may change with the fraction p of sampling that is done, a function of the
-    level (`ImageBatch.fraction_done`): [linear, 0.6, 0] goes from 0.6 to 0, [cosine, 0.6, 0] as
-    (1 - cos(pi p)) / 2; [interval, 0.6, 0.2, 0.8] is 0.6 where 0.2 <= p <= 0.8, elsewhere a rate is
-    0 and w is 1. A label or a path is dropped at [interval, 0.2, 0.8].
+    A rate or the scale may change with the fraction p of sampling that is done
+    (`ImageBatch.fraction_done`). [linear, 0.6, 0] goes from 0.6 to 0, and [cosine, 0.6, 0] as
+    (1 - cos(pi p)) / 2. [interval, 0.6, 0.2, 0.8] is 0.6 for 0.2 <= p <= 0.8; elsewhere a rate is 0
+    and w is 1. Labels and paths are dropped at [interval, 0.2, 0.8].
 
-    The tokens that stay depend on (seed, image, evaluation) alone, so an image repeats whatever the
-    batch size; at every rate they are drawn from the same numbers.
+    The kept tokens depend on (seed, image, evaluation) alone, whatever the batch size; they are
+    drawn from the same numbers at every rate.
 
     Args:
         scale: w; 1 is the strong prediction alone, 0 the weak one.
-        channels: how many are guided, the first ones; null for all. The published samplers of DiT
-            and SiT guide 3 of their 4 latent channels.
+        channels: number of guided channels, from the first; null for all. The published samplers of
+            DiT and SiT guide 3 of their 4 latent channels.
         drop_label: the weak prediction has no label, or no context.
         weak_rate, strong_rate: fractions of tokens that bypass; 0 is the dense network.
-        drop_path: the weak prediction skips the blocks whose result the network was trained to do
-            without; where it does, weak_rate means nothing.
-        weak_checkpoint: of a smaller network, or an earlier one, for the weak prediction: a run's
-            folder or a checkpoint's own.
+        drop_path: the weak prediction skips the blocks that training with path drops lets it skip;
+            weak_rate is then ignored.
+        weak_checkpoint: folder of a run or a checkpoint, whose smaller or earlier network makes the
+            weak prediction.
         start, end, selector: of the route, as in `tread_zoo.routing.RouteConfig`; `auto` is the
-            backbone's own.
-        low, high: guided where low < level <= high, in the objective's level: t in [0, 1] for flow
-            matching, sigma for EDM and DDPM. Elsewhere the strong prediction stands alone.
+            backbone's default.
+        low, high: guidance is on at low < level <= high: t in [0, 1] for flow matching, sigma for
+            EDM and DDPM. Elsewhere the strong prediction is used alone.
 
     Raises:
         ValueError: low is not below high, or the weak prediction lacks no more than the strong one.
@@ -412,7 +411,7 @@ class PartsGuidance(_Options):
     high: NonNegativeFloat | None = None
 
 
-# Points of it; their fields are as of `PartsGuidance` ---------------------------------------------
+# Special cases; see `PartsGuidance` for their fields ---------------------------------------------
 
 
 @register("guidance", "cfg")
@@ -450,7 +449,7 @@ class SparseGuidance(_Options):
 @register("guidance", "auto")
 @dataclass(frozen=True, kw_only=True)
 class AutoGuidance(_Options):
-    """The weak prediction is another network's: a smaller one, or one of an earlier step."""
+    """The weak prediction is from a smaller network, or from an earlier step."""
 
     weak_checkpoint: str = field()
     scale: Scale = 2.0
@@ -459,8 +458,8 @@ class AutoGuidance(_Options):
 @register("guidance", "path_drop")
 @dataclass(frozen=True, kw_only=True)
 class PathDropGuidance(_Options):
-    """The weak prediction skips the blocks whose result the network was trained to do without, and
-    has no label, as in SPRINT's released sampler; `parts` can drop the path alone."""
+    """The weak prediction skips the blocks of the fused ranges and has no label, as in SPRINT's
+    released sampler; `parts` can drop the path alone."""
 
     drop_label = True
     drop_path = True

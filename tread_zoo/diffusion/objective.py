@@ -1,4 +1,4 @@
-"""What an objective is: the one place that knows noise levels, scalings, targets and weights.
+"""The interface of an objective: noise levels, scalings, targets and loss weights.
 
     x -> `draw` picks the noise and its level -> network -> `loss`                   (training)
     noise -> a sampler integrates `dx_dt` over `levels`, from high to 0 -> x         (sampling)
@@ -21,17 +21,17 @@ from torch import Tensor
 from tread_zoo.diffusion.grids import TimeGrid
 from tread_zoo.seeding import Generator
 
-# (x [B,C,H,W], noise label [B], of order one) -> [B,C_out,H,W]; labels or contexts, and concrete
-# routes, are bound already. Of keywords it takes `r` [B], as a backbone does, and y=None for the
-# prediction without a condition.
+# (x [B,C,H,W], noise label [B] of order 1) -> [B,C_out,H,W]; condition and routes are bound.
+# Keywords are `r` [B], as of a backbone, and y=None for the prediction without a condition.
 Predict = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class Draw:
-    """All that is random in one loss: `noise` [B,C,H,W], standard normal, `level` [B], for the
-    mean over a span of levels its other `end` [B], and where each token has a level of its own
-    `token_levels` [B, N]."""
+    """The random numbers of one loss: `noise` [B,C,H,W], standard normal, and `level` [B].
+
+    A mean over a span of levels has its other `end` [B], and levels per token `token_levels` [B,N].
+    """
 
     noise: Tensor
     level: Tensor
@@ -45,11 +45,10 @@ class Draw:
 
 
 class Objective(Protocol):
-    """What training and sampling use of an objective.
+    """The interface that training and sampling use.
 
-    `estimate`, `signal` and `noise` are for samplers that use them; euler and heun do not. One may
-    also have `check_training(backbone, label_dropout, routing)`, which raises ValueError if it
-    cannot be trained so.
+    Only some samplers use `estimate`, `signal` and `noise`; euler and heun do not. The optional
+    `check_training(backbone, label_dropout, routing)` raises ValueError if the settings do not fit.
     """
 
     @property
@@ -61,8 +60,8 @@ class Objective(Protocol):
         generator's device."""
 
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of each sample [B], whose mean is minimised, and what else to log: by
-        name a tensor, whose mean is logged."""
+        """Return the loss per sample [B], whose mean is minimised, and tensors by name, whose means
+        are logged."""
 
     def dx_dt(self, predict: Predict, x_t: Tensor, level: Tensor) -> Tensor:
         """Return dx/dt [B,C,H,W] of the probability-flow ODE at `level` [B] > 0."""
@@ -85,8 +84,10 @@ class Objective(Protocol):
 
 
 class AdditiveNoise:
-    """What objectives share whose level t is the factor of the noise, and whose x_t is straight in
-    it: signal(t) x + t noise, signal being 1 or 1 - t."""
+    """Base of objectives whose level t is the factor of the noise: x_t = signal(t) x + t noise.
+
+    signal(t) is 1 or 1 - t.
+    """
 
     def noised(self, x: Tensor, draw: Draw) -> Tensor:
         """Return signal(t) x + t noise, [B,C,H,W]."""

@@ -26,16 +26,16 @@ NO_GUIDANCE = NoGuidance()
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How images are drawn.
+    """How images are sampled.
 
     Args:
-        sampler: the rule, with its options.
-        num_steps: steps of the sampler from noise to data.
-        grid: where the steps lie.
-        guidance: what guides dx/dt.
-        selection_rate: fraction of tokens that bypasses the routes of `routing` in every call of
-            the network, but for those that a guidance routes itself; 0 is dense.
-        routing: that of training: which blocks, which selector.
+        sampler: the sampler with its options.
+        num_steps: number of steps from noise to data.
+        grid: the levels of the steps.
+        guidance: the guidance of dx/dt.
+        selection_rate: fraction of tokens that bypass the routes of `routing` in each call of the
+            network, except in calls that a guidance routes itself; 0 is dense.
+        routing: the routing of training, for its blocks and selectors.
     """
 
     sampler: Sampler
@@ -64,7 +64,7 @@ class SamplingOptions:
         return objective.levels(self.num_steps, self.grid)
 
     def check(self, backbone: Backbone, objective: Objective) -> None:
-        """Raise `ValueError` if this network cannot be sampled so; computes nothing."""
+        """Raise `ValueError` if the options do not fit the network, without a forward pass."""
         self.levels(objective)
         if self.selection_rate:
             self._check_routing()
@@ -72,16 +72,16 @@ class SamplingOptions:
             self.guidance.check(backbone, objective)
 
     def _check_routing(self) -> None:
-        """Raise `ValueError` unless the network knows from training what it sees under routes."""
+        """Raise `ValueError` unless training included such routes."""
         reason = ""
         if not self.routing.plans:
-            reason = "routing=none never showed the network that: train with routing=tread"
+            reason = "the network was trained with routing=none: train with routing=tread"
         elif self.routing.reconstruction_weight is not None:
-            reason = "routing.reconstruction_weight never taught to denoise those"
+            reason = "with routing.reconstruction_weight it was not trained to denoise those"
         elif any(plan.needs_importance for plan in self.routing.plans):
-            reason = "routing.selector=norm chooses by what training alone computes"
+            reason = "routing.selector=norm needs an importance that only training computes"
         elif any(getattr(self.guidance, f"{side}_rate", 0) != 0 for side in ("weak", "strong")):
-            reason = "the guidance has rates of its own: set guidance.strong_rate instead"
+            reason = "the guidance sets its rates itself: set guidance.strong_rate instead"
         if reason:
             raise ValueError(
                 f"sampler.selection_rate={self.selection_rate} lets tokens bypass blocks, but "
@@ -89,15 +89,15 @@ class SamplingOptions:
             )
 
     def check_training(self, *, conditional: bool, label_dropout: float, has_routes: bool) -> None:
-        """Check that training shows the network what the guidance's weak prediction needs.
+        """Check that training includes the weak prediction of the guidance.
 
         Args:
-            conditional: whether it takes labels or contexts.
-            label_dropout: fraction of them that training leaves out.
-            has_routes: whether training routes at all.
+            conditional: whether the network takes labels or contexts.
+            label_dropout: fraction of conditions that training drops.
+            has_routes: whether training uses routes.
 
         Raises:
-            ValueError: the weak prediction would be one that was never trained.
+            ValueError: the weak prediction is not trained.
         """
         if hasattr(self.guidance, "check_training"):
             self.guidance.check_training(
@@ -107,11 +107,10 @@ class SamplingOptions:
     def try_guidance(
         self, backbone: Backbone, objective: Objective, weak: Backbone | None = None
     ) -> None:
-        """Evaluate the guidance once, with networks that compute nothing: one of a plug-in fails
-        here and not at the first samples.
+        """Evaluate the guidance once, with networks that return zeros, before training starts.
 
         Raises:
-            ValueError: it fails, or gives no dx/dt of the images' shape.
+            ValueError: it fails, or its dx/dt does not have the shape of the images.
         """
         labels = default_labels([0], backbone.num_classes)
         if backbone.context_size:
@@ -134,7 +133,7 @@ class SamplingOptions:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return every setting as plain values, for records; guidance's with its prefix."""
+        """Return every setting as plain values; those of the guidance have a prefix."""
         sampler = describe_part("sampler", self.sampler)
         guidance = describe_part("guidance", self.guidance)
         return {
@@ -149,7 +148,7 @@ class SamplingOptions:
 
 
 def _blank(network: Backbone) -> Backbone:
-    """Return a copy of a network that gives zeros, on the CPU, whatever it is called with."""
+    """Return a copy of a network that returns zeros on the device of its input."""
     blank = copy(network)
     shape = (network.out_channels, *network.input_size)
     blank.forward = lambda x, *_, **__: x.new_zeros(len(x), *shape)  # type: ignore[method-assign]
@@ -159,7 +158,7 @@ def _blank(network: Backbone) -> Backbone:
 def build_sampling(
     sampler: str | Mapping[str, Any], guidance: str | Mapping[str, Any] = "none"
 ) -> SamplingOptions:
-    """Return the sampling options of two groups of a configuration.
+    """Return the sampling options of the groups `sampler` and `guidance` of a configuration.
 
     Args:
         sampler: a name, or a mapping with `name`, any field of `tread_zoo.config.SamplingGrid` and
@@ -167,7 +166,7 @@ def build_sampling(
         guidance: a name, or a mapping with `name` and options.
 
     Raises:
-        ValueError: an unknown name or field (the nearest is suggested), or a wrong value.
+        ValueError: a name or field is unknown (the nearest is suggested), or a value is wrong.
     """
     options = complete_sampler(sampler)
     num_steps, rate = options.pop("num_steps"), options.pop("selection_rate")
@@ -201,19 +200,19 @@ def generate(
     Image i is a function of (seed, i) and its label; the batch size changes it by rounding alone.
 
     Args:
-        backbone: on the device to sample on.
-        objective: the one it was trained with.
-        indices: which images of the seed's sequence.
-        labels: int64, one per index, in 0 … num_classes, or contexts [n, T, S], one per index; None
-            for an unconditional network.
-        seed: of the sequence.
-        batch_size: images at a time.
+        backbone: the network, on the device to sample on.
+        objective: its objective in training.
+        indices: positions in the seed's sequence of images.
+        labels: one per index, int64 in 0 … num_classes, or contexts [n, T, S]; None for an
+            unconditional network.
+        seed: seed of the sequence.
+        batch_size: images per batch.
         precision: resolved, see `tread_zoo.runtime`.
         weak: the network of the guidance's `weak_checkpoint`, on the same device.
 
     Raises:
-        ValueError: options that do not fit the network or the objective, or labels that the network
-            refuses.
+        ValueError: the options do not fit the network or the objective, or the labels do not fit
+            the network.
     """
     options.check(backbone, objective)
     device = next(backbone.parameters()).device
@@ -240,8 +239,10 @@ def generate(
 
 
 def describe_part(kind: str, part: Any) -> dict[str, Any]:
-    """Return `{"name": …, option: value, …}` of a part that `create` made, or of one like it: an
-    instance, or a function. The name of one that is not registered is its own or its class's."""
+    """Return `{"name": …, option: value, …}` of a part, which is an instance or a function.
+
+    A part that is not registered has the name of its function or class.
+    """
     bound = isinstance(part, partial)
     made_by = part.func if bound else part if isroutine(part) else type(part)
     for name in available(kind):

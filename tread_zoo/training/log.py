@@ -1,4 +1,4 @@
-"""What a run prints and leaves in its folder while it trains; run_folder.py lists the files."""
+"""The log of a run: printed lines, and files in its folder (see `tread_zoo.runs.folder`)."""
 
 import json
 import logging
@@ -48,8 +48,8 @@ QUIET = ("loss_level_", "held_out_loss_level_", "peak_memory")  # not printed
 
 
 class Log:
-    """The log of a run in its folder, as a context; of other processes than the main one it is
-    silent. The state is that at its start, as the checkpoint left it if it continues from one."""
+    """Context manager that logs a run to its folder. Only rank 0 writes. `state` is the state at
+    start or after a resume."""
 
     def __init__(
         self, state: TrainState, locked_folder: Callable[[], Path], precision: str
@@ -61,7 +61,7 @@ class Log:
             held_out_loss, objective=setup.objective, data=setup.data, seed=HELD_OUT_SEED,
             precision=precision, batch_size=setup.config.evaluation.batch_size,
         )  # fmt: skip
-        self.cache: dict[str, Any] = {}  # of the evaluation: what depends on the data alone
+        self.cache: dict[str, Any] = {}  # results of the evaluation that depend on the data alone
         self.peak_flops: float | None = None
         parts = [part for part in (setup.data.train, setup.data.held_out) if part is not None]
         share, device = setup.training.max_corrupt_share, accelerator.device
@@ -79,9 +79,9 @@ class Log:
             "num_processes": accelerator.num_processes,
             "torch": torch.__version__,
         }
-        used_ops.clear()  # counting notes those of this backbone
+        used_ops.clear()  # counting FLOPs records those of this backbone
         network = copy(state.whole)
-        network.checkpoint_blocks = 0  # what is computed again is no progress
+        network.checkpoint_blocks = 0  # recomputation is not counted
         dense = count_flops(network, backward=True)
         self.stages = stage_flops(network, setup.routing, setup.num_steps, dense)
         self.facts: dict[str, Any] = {
@@ -118,7 +118,7 @@ class Log:
         return self
 
     def _begin(self) -> None:
-        """Open the files, and say what is to be trained."""
+        """Open the files, and log the settings."""
         self._open_log_file()
         write_text(self.folder / CONFIG, json.dumps(self.settings, indent=2))
         write_text(self.folder / FACTS, json.dumps(self.facts, indent=2))
@@ -134,11 +134,11 @@ class Log:
             _say(topic, text)
 
     def _open_log_file(self) -> None:
-        """Copy what is logged, and warnings, to train.log."""
+        """Copy log records and warnings to train.log."""
         package, root = logging.getLogger("tread_zoo"), logging.getLogger()
         if not package.isEnabledFor(logging.INFO):
             package.setLevel(logging.INFO)
-        logging.basicConfig(format="%(message)s", stream=sys.stdout)  # where nobody set it up
+        logging.basicConfig(format="%(message)s", stream=sys.stdout)  # if the caller has not
         file = self._file = logging.FileHandler(self.folder / "train.log", encoding="utf-8")
         file.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
         root.addHandler(file)
@@ -189,8 +189,10 @@ class Log:
         ]  # fmt: skip
 
     def cost(self, step: int) -> None:
-        """Log what the run will cost, on a CPU: once, by two steps after the first, which prepares.
-        On a GPU steps are queued, and the first line of numbers says it."""
+        """Log an estimate of the run's duration on a CPU, once, from its second and third step.
+
+        On a GPU steps are queued, and the first line of metrics shows it.
+        """
         if not self.is_main or self.accelerator.device.type != "cpu":
             return
         done = step - self.first_step
@@ -234,7 +236,7 @@ class Log:
             self._note(line)
 
     def _note(self, text: str) -> None:
-        """Write a line to train.log alone."""
+        """Write a line to train.log only."""
         self._file.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, text, (), None))
 
     def stopped(self, signal: int, step: int) -> None:

@@ -59,9 +59,12 @@ CAST = (nn.Linear, nn.Conv1d, nn.Conv2d)  # autocast computes them in half preci
 
 @dataclass(frozen=True)
 class Setup:
-    """The parts of a run. `weak` is the network of a guidance that has a checkpoint; `projector` is
-    what an alignment trains beside the backbone. `not_scored` says which metrics are left out, and
-    why; `initial` which weights a new run starts from."""
+    """The parts of a run.
+
+    `weak` is the network of a guidance's checkpoint. `projector` is the network that an alignment
+    trains beside the backbone. `not_scored` names the metrics left out, and why. `initial` names
+    the weights that a new run starts from.
+    """
 
     config: RunConfig
     data: ImageData
@@ -80,32 +83,32 @@ class Setup:
 
     @property
     def training(self) -> TrainingConfig:
-        """How to train."""
+        """The training settings."""
         return self.config.training
 
     @functools.cached_property
     def data_metadata(self) -> dict[str, Any]:
-        """What a checkpoint and `facts.json` say of the data."""
+        """Metadata of the data, for checkpoints and `facts.json`."""
         return data_metadata(self.data)
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """Number of optimizer steps of the whole run."""
         return int(self.training.num_steps)  # make_config resolves auto
 
     @property
     def is_self_taught(self) -> bool:
-        """Whether the features of the alignment are the averaged network's own."""
+        """Whether the alignment's features come from the averaged network."""
         return getattr(self.alignment, "self_taught", False)
 
     def batches(
         self, rank: int = 0, num_ranks: int = 1, step: int = 0
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Return (images as stored, labels [B] or contexts [B,T,S]) of every micro-step of a rank
-        from optimizer step `step` on, and features [B,K,S,h,w] until the alignment stops.
+        """Yield (images as stored, labels [B] or contexts [B,T,S]) for each micro-step of a rank,
+        from optimizer step `step` on. Features [B,K,S,h,w] are added until the alignment stops.
 
         Raises:
-            ValueError: the data cannot fill a batch on each rank.
+            ValueError: there are too few images for one batch on each rank.
         """
         micro_steps, seed = self.training.gradient_accumulation_steps, self.config.seed
         train: Any = self.data.train
@@ -130,11 +133,11 @@ class Setup:
 
 
 def build_setup(config: RunConfig, source: Checkpoint | None = None) -> Setup:
-    """Return the parts of a run; the weights come from the seed, or from the checkpoint `source`.
+    """Return the parts of a run, with weights drawn from the seed or taken from `source`.
 
     Raises:
         CheckpointError: the weights of `source` do not fit.
-        ValueError: parts that do not go together, in one line.
+        ValueError: the parts do not fit together.
     """
     objective = create("objective", config.objective)
     sampling = build_sampling(config.sampler, config.guidance)
@@ -254,14 +257,14 @@ class TrainState:
 
     @property
     def images_per_step(self) -> int:
-        """Images that all ranks together see in an optimizer step."""
+        """Number of images per optimizer step, over all ranks."""
         training = self.setup.training
         num_ranks = int(self.accelerator.num_processes)
         return num_ranks * training.batch_size * training.gradient_accumulation_steps
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """All that is trained, by name."""
+        """All trained parameters, by name."""
         projector = self.setup.projector
         extra = {} if projector is None else dict(projector.named_parameters(prefix="alignment"))
         return {**dict(self.setup.backbone.named_parameters()), **extra}

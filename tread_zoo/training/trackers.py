@@ -1,7 +1,7 @@
-"""Trackers: where the numbers and pictures of a run go beside its `metrics.jsonl`.
+"""Trackers: services that receive the metrics and pictures of a run, beside its `metrics.jsonl`.
 
-A tracker is a dataclass of options with the four methods of `Tracker`, called by the main process
-alone. One that fails is dropped with a warning, once; the run goes on.
+A tracker is a dataclass of options with the four methods of `Tracker`, which only the main process
+calls. After a failure it is dropped with one warning, and the run continues.
 """
 
 import importlib.util
@@ -26,16 +26,16 @@ METRICS = "metrics.jsonl"
 @register("tracker", "local")
 @dataclass
 class Tracker:
-    """What a tracker is called with; this one leaves it at `metrics.jsonl`."""
+    """The interface of a tracker; this one adds nothing to `metrics.jsonl`."""
 
     def start(self, run_dir: Path, step: int, settings: dict[str, Any]) -> None:
-        """Begin, at step 0 or where the run resumes; called before anything else."""
+        """Start at step 0, or at the step of a resume; called first."""
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Take numbers by name."""
+        """Log metrics by name."""
 
     def image(self, step: int, name: str, path: Path) -> None:
-        """Take a picture that was written to `path`."""
+        """Log the picture at `path`."""
 
     def close(self) -> None:
         """Finish writing."""
@@ -48,16 +48,15 @@ class Tracker:
 @register("tracker", "mlflow", preset={"service": "mlflow"})
 @dataclass
 class AccelerateTracker(Tracker):
-    """A tracker of accelerate's; what it has no option for here, the service's own environment
-    variables set.
+    """A tracker of accelerate. Other settings come from the service's environment variables.
 
     Args:
-        service: accelerate's name of it, which is also that of its package.
-        project: that the run is filed under; of tensorboard the folder in the run's.
+        service: accelerate's name of the service, which is also the name of its package.
+        project: project of the run; for tensorboard, the folder within the run's.
 
     Raises:
-        ValueError: the service's package is not installed, or the project is a path that leads out
-            of the run's folder.
+        ValueError: the service's package is not installed, or the project is a path outside the
+            run's folder.
     """
 
     service: str
@@ -86,7 +85,7 @@ class AccelerateTracker(Tracker):
             options = {"run_name": run_dir.name}
         self.tracker = LOGGER_TYPE_TO_CLASS[self.service](self.project, **options)
         self.tracker.start()
-        if self.service != "tensorboard":  # there it would be a run of its own
+        if self.service != "tensorboard":  # which would show it as a separate run
             self.tracker.store_init_configuration(settings)
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -106,8 +105,8 @@ class AccelerateTracker(Tracker):
 
 
 def _wandb_options(run_dir: Path) -> dict[str, Any]:
-    """Return keywords of wandb: a resumed run is the same one, and without a key, and without
-    WANDB_MODE, it works offline instead of asking for a login."""
+    """Return keywords of wandb. A resumed run keeps its id. Without a key and WANDB_MODE it works
+    offline, instead of asking for a login."""
     from requests.utils import get_netrc_auth
 
     file = run_dir / "wandb_id"
@@ -120,16 +119,16 @@ def _wandb_options(run_dir: Path) -> dict[str, Any]:
     if not {"WANDB_MODE", "WANDB_API_KEY"} & os.environ.keys() and get_netrc_auth(site) is None:
         options["mode"] = "offline"
         logger.warning(
-            "wandb: no API key, so the run is logged offline in %s/wandb; `wandb login` or "
-            "WANDB_API_KEY changes that, `wandb sync` uploads it later.", run_dir,
+            "wandb: no API key, so the run is logged offline in %s/wandb. Upload it with "
+            "`wandb sync`; to log online, use `wandb login` or WANDB_API_KEY.", run_dir,
         )  # fmt: skip
     return options
 
 
 class Trackers:
-    """`metrics.jsonl`, and the run's tracker until it fails.
+    """Write `metrics.jsonl`, and call the run's tracker until it fails.
 
-    Lines of the file after `step` are dropped: what comes after it will be done again.
+    Lines of the file after `step` are dropped, because those steps will be repeated.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class Trackers:
         self._call("start", run_dir, step, settings)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Write the numbers of a step; what cannot be written is lost with a warning."""
+        """Write the metrics of a step. If they cannot be written, a warning is logged."""
         try:
             with self.path.open("a") as stream:
                 stream.write(json.dumps({"step": step, **values}) + "\n")
@@ -151,7 +150,7 @@ class Trackers:
         self._call("log", step, values)
 
     def image(self, step: int, name: str, path: Path) -> None:
-        """Hand on a picture that was written to `path`."""
+        """Pass on the picture at `path`."""
         self._call("image", step, name, path)
 
     def close(self) -> None:
@@ -162,29 +161,28 @@ class Trackers:
         try:
             if self.tracker:
                 getattr(self.tracker, method)(*given)
-        except Exception as error:  # whatever a service and its client may raise
+        except Exception as error:  # services raise anything
             self.tracker = None
             logger.warning(
-                "tracker=%s failed and gets no more of this run, which goes on; metrics.jsonl has "
-                "all of it (%s: %s)", self.name, type(error).__name__, error,
+                "tracker=%s failed and is dropped; the run continues, and metrics.jsonl stays "
+                "complete (%s: %s)", self.name, type(error).__name__, error,
             )  # fmt: skip
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's `metrics.jsonl`; none if it has no such file."""
+    """Return the rows of a run's `metrics.jsonl`, empty without the file."""
     return read_lines(run_dir / METRICS)
 
 
 def write_lines(file: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Write records as JSON lines, all of them or none."""
+    """Write records as JSON lines, atomically."""
     write_text(file, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the records of a file of JSON lines, none if there is no file.
+    """Return the records of a file of JSON lines, empty without the file.
 
-    Lines that a crash, a full disk or a hand damaged, or that have no step, are left out, which is
-    logged.
+    Damaged lines and those without a step are left out with a warning.
     """
     lines = file.read_bytes().splitlines() if file.exists() else []
     records = []
