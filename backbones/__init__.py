@@ -2,7 +2,7 @@
 
 from backbones.hybrid import Hybrid
 from backbones.lightning_dit import LightningDiT
-from backbones.rows import GLA, RWKV7, DiT, GatedDeltaNet, LinearDiT, Mamba, Mamba2
+from backbones.rows import GLA, KDA, RWKV7, DiT, GatedDeltaNet, LinearDiT, Mamba, Mamba2
 from backbones.rwkv import RWKV
 from backbones.uvit import UViT
 from backbones.zigma import ZigMa
@@ -11,6 +11,7 @@ __distribution__ = "tread-zoo"  # tells the registry that this `backbones` is ou
 
 __all__ = [
     "GLA",
+    "KDA",
     "RWKV",
     "RWKV7",
     "DiT",

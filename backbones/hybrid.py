@@ -98,9 +98,7 @@ class Hybrid(LightningBackbone):
     def __init__(
         self,
         *,
-        pattern: Annotated[
-            Pattern, AfterValidator(_check_pattern)
-        ] = "gated_deltanet:3,attention:1",
+        pattern: CheckedPattern = "gated_deltanet:3,attention:1",
         num_heads: PositiveInt = 6,
         hidden_size: PositiveInt = 384,
         **options: Any,

@@ -293,6 +293,11 @@ class AdaLNBackbone(Shell):
     ) -> None:
         super().__init__(**options)
         width = self.hidden_size
+        if context_as != "tokens" and self.num_classes:
+            raise ValueError(
+                f"context_as={context_as} is for contexts, and this network has labels: leave it "
+                "out, or train on data with contexts."
+            )
         self.reversed_time, self.context_as = reversed_time, context_as
         self.positions: Tensor | nn.Parameter
         if self.learned_positions:
@@ -354,7 +359,9 @@ class AdaLNBackbone(Shell):
         streams: Streams = (tokens,)
         if self.value_size:
             values = tokens.new_zeros(*tokens.shape[:2], self.value_size)
-            streams = tokens, values.requires_grad_(tokens.requires_grad)
+            if tokens.requires_grad:  # torch.func refuses the call, also with False
+                values.requires_grad_()
+            streams = tokens, values
         if attends and context is not None:
             return streams, (condition, context)
         return streams, condition if t.ndim == 1 else PerToken(condition)
@@ -485,7 +492,9 @@ class ScanBackbone(Shell):
         tokens = self.patch_embed(patchify(x, self.patch_size))
         delta = torch.cat([*extra, tokens], dim=1) + self.positions
         delta = self.prepend_context(delta, y)
-        residual = torch.zeros_like(delta).requires_grad_(delta.requires_grad)
+        residual = torch.zeros_like(delta)
+        if delta.requires_grad:  # torch.func refuses the call, also with False
+            residual.requires_grad_()
         return (delta, residual), F.silu(condition)
 
     def run_block(

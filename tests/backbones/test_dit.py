@@ -65,3 +65,6 @@ def test_shells_without_cross_attention_say_so():
     for name in ("rwkv_tiny", "zigma_tiny"):
         with pytest.raises(ValueError, match="context_as"):
             create_backbone(name, **sizes, context_as="cross_attention")
+    labels = {**sizes, "num_classes": 10, "context_length": 0, "context_size": 0}
+    with pytest.raises(ValueError, match="context_as"):
+        create_backbone("dit_tiny", **labels, context_as="cross_attention")

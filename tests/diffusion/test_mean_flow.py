@@ -19,6 +19,7 @@ from tread_zoo.diffusion import (
     initial_noise,
 )
 from tread_zoo.diffusion.mean_flow import mean_slope
+from tread_zoo.evaluation.held_out import held_out_loss, held_out_record
 from tread_zoo.seeding import make_generator
 from tread_zoo.training.loop import step_loss
 
@@ -105,6 +106,17 @@ def test_the_loss_of_the_true_mean_is_zero(gaussian, derivative):
     assert loss.max() < 1e-12
 
 
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_has_an_exact_derivative_or_says_so(name):
+    x, draw = _draw([0.5, 0.7, 0.9, 1.0], [0.2, 0.0, 0.8, 0.0])
+    objective = MeanFlow(derivative="exact")
+    if name in ("rwkv_tiny", "rwkv7_tiny", "zigma_tiny"):
+        with pytest.raises(ValueError, match="derivative"):
+            objective.loss(_network(name), x, draw)
+    else:
+        assert objective.loss(_network(name), x, draw)[0].isfinite().all()
+
+
 @pytest.mark.parametrize("name", ["dit_tiny", "linear_dit_tiny"])
 def test_the_difference_tends_to_the_derivative(name):
     """In float64, in proportion to its step."""
@@ -134,6 +146,21 @@ def test_guidance_inside_the_target():
     target = 1.5 * (draw.noise - x) + 0.4 * 3 * x_t + (1 - 1.5 - 0.4) * 2 * x_t
     loss, _ = objective.loss(predict, x, draw)
     torch.testing.assert_close(loss, (3 * x_t - target).square().mean(dim=(1, 2, 3)))
+
+
+def test_held_out_losses_of_other_targets_compare():
+    """They are those of flow matching, whatever the target and its weight."""
+    one, other = (parts_of(settings("objective=mean_flow", *more)) for more in ([], [
+        "objective.derivative=exact", "objective.loss_power=0", "objective.equal_fraction=0.5",
+        "objective.guidance_scale=2", "objective.guidance_mix=0.5",
+    ]))  # fmt: skip
+    losses, records = zip(*(
+        (held_out_loss(one.backbone, setup.objective, one.data, seed=0, precision="fp32"),
+         held_out_record(setup.objective, setup.data, seed=0, num_draws=1))
+        for setup in (one, other)
+    ), strict=True)  # fmt: skip
+    assert losses[0] == losses[1]
+    assert records[0] == records[1]
 
 
 # Sampling -----------------------------------------------------------------------------------------

@@ -310,7 +310,7 @@ def make_rows(
 
 def short_names(settings: Sequence[Setting]) -> dict[str, str]:
     """Return names of settings by label, without what all of them have in common."""
-    if len({s.backbone for s in settings}) > 1:
+    if len(settings) == 1 or len({s.backbone for s in settings}) > 1:
         return {s.label: s.label for s in settings}
     rests = {s.label: s.label.removeprefix(s.backbone).strip() for s in settings}
     kinds = {rest.partition(", ")[0] for rest in rests.values()}

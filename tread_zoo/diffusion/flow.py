@@ -88,7 +88,7 @@ class FlowMatching(AdditiveNoise):
             raise ValueError(
                 f"objective.second_level={self.second_level} gives each token a time, and this "
                 "backbone has one for an image: take dit, sit, lightning_dit or another without "
-                "a token for the time, and labels in place of contexts."
+                "a token for the time, no registers, and labels in place of contexts."
             )
         if self.second_level and routing.reconstruction_weight is not None:
             raise ValueError(

@@ -21,7 +21,10 @@ from tread_zoo.seeding import make_image_generator
 
 HELD_OUT_IMAGES = 512
 # Of an objective's fields, those of sampling or of training alone.
-_OF_SAMPLING = ("sigma_min", "sigma_max", "rho", "second_level")
+_OF_SAMPLING = (
+    "sigma_min", "sigma_max", "rho", "second_level", "equal_fraction", "loss_power", "derivative",
+    "step", "guidance_scale", "guidance_mix",
+)  # fmt: skip
 
 
 @torch.no_grad()
