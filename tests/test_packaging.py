@@ -19,7 +19,7 @@ RUN = "runs/digits_dit_tiny_tread_flow_seed0"
 
 USE = """
 import pathlib, sys, torch, backbones, tread_zoo
-from tread_zoo import create_backbone, list_backbones
+from tread_zoo import create_backbone, list_backbones, load_pretrained
 site = pathlib.Path(sys.argv[1])
 for package in (backbones, tread_zoo):
     assert site in pathlib.Path(package.__file__).parents, package.__file__
@@ -31,6 +31,7 @@ for name in architectures:
     b(torch.randn(2, 1, 8, 8), torch.rand(2), torch.tensor([1, 2]), routes=routes).sum().backward()
 from tread_zoo.evaluation.features import load_features
 load_features()
+load_pretrained("dit")
 print("ran", *architectures)
 """
 COMPLETE = """

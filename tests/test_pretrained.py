@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from tests.test_contract import SMALL
-from tread_zoo import create_backbone, load_pretrained, push_to_hub, save_pretrained
+from tread_zoo import (
+    create_backbone,
+    list_backbones,
+    load_pretrained,
+    push_to_hub,
+    save_pretrained,
+)
 from tread_zoo.data import digits
 from tread_zoo.diffusion import FlowMatching
 from tread_zoo.evaluation.held_out import held_out_loss
@@ -97,9 +103,13 @@ def test_a_run_s_newest_whole_checkpoint_is_taken(tmp_path, caplog):
         load_pretrained(paths[1])
 
 
-def test_each_architecture_has_a_committed_network():
-    names = {name.removesuffix("_tiny") for name in SMALL}
-    assert {folder.name for folder in COMMITTED} == names - {"sit"}
+def test_each_architecture_has_a_committed_network(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {name.removesuffix("_tiny") for name in SMALL} - {"sit"}
+    assert list_backbones(pretrained=True) == sorted(names)
+    assert list_backbones("mamba*", pretrained=True) == ["mamba", "mamba2"]
+    assert load_pretrained("dit").name == "dit_tiny"
+    assert torch.equal(output(load_pretrained("dit")), output(load_pretrained(COMMITTED[0])))
 
 
 def test_to_the_hub_and_back(tmp_path, monkeypatch):

@@ -36,6 +36,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from tread_zoo.errors import describe_invalid, missing_path, unknown_name
 from tread_zoo.fields import as_plain
 
+_PACKAGE = Path(__file__).resolve().parent
+PRETRAINED = _PACKAGE / "pretrained"
+if not PRETRAINED.exists():  # a clone
+    PRETRAINED = _PACKAGE.parent / "examples" / "checkpoints"
+
 Target = TypeVar("Target", bound=Callable[..., Any])
 
 # Where ours are registered, imported at the first question about the kind.
@@ -352,8 +357,11 @@ def register_backbone(
     return register("backbone", name, preset=preset, learning_rate=learning_rate)
 
 
-def list_backbones(pattern: str = "*") -> list[str]:
-    """Return the names of backbones that match a shell pattern such as `mamba*`, sorted."""
+def list_backbones(pattern: str = "*", *, pretrained: bool = False) -> list[str]:
+    """Return the names of backbones that match a shell pattern such as `mamba*`, sorted; with
+    `pretrained`, of the trained networks that come with the package, for `load_pretrained`."""
+    if pretrained:
+        return sorted(folder.name for folder in PRETRAINED.glob(pattern))
     return available("backbone", pattern)
 
 

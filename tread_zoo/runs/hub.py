@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.factory import build_backbone, describe_backbone
-from tread_zoo.registry import check_plugins, plugins_of
+from tread_zoo.registry import PRETRAINED, check_plugins, list_backbones, plugins_of
 from tread_zoo.runs.metadata import (
     AVERAGE_NAME,
     CONFIG_NAME,
@@ -52,7 +52,8 @@ def load_pretrained(path: str | Path, *, revision: str | None = None) -> Backbon
 
     Args:
         path: a folder from `save_pretrained` or tread-zoo push, a run's folder (its newest
-            checkpoint) or one checkpoint. If it does not exist, `user/name` on the hub.
+            checkpoint) or one checkpoint. If it does not exist, a name of
+            `list_backbones(pretrained=True)`, or `user/name` on the hub.
         revision: of the hub's repository.
 
     Raises:
@@ -62,7 +63,8 @@ def load_pretrained(path: str | Path, *, revision: str | None = None) -> Backbon
     """
     folder = Path(path)
     if not folder.exists():
-        folder = download(folder, revision=revision)
+        is_ours = str(path) in list_backbones(pretrained=True)
+        folder = PRETRAINED / path if is_ours else download(folder, revision=revision)
     folders = sorted(folder.glob(f"checkpoints/{STEP_FOLDERS}"))
     if folders or (folder / META_NAME).exists():
         folder, metadata = read_newest(folders or [folder], AVERAGE_NAME)
