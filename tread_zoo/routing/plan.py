@@ -44,7 +44,7 @@ from tread_zoo.seeding import (
 logger = logging.getLogger(__name__)
 
 ROUTE_FIELDS = tuple(field.name for field in fields(RouteConfig))
-NUM_RATES = 17  # that a rate range is drawn from, as few as a schedule has at most
+NUM_RATES = 17  # rates drawn from a rate range, as many as a schedule has at most
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class RoutePlan:
 
     Args:
         start, end: blocks start … end-1 run on the kept tokens, counted from 0.
-        selection_rate: fraction of tokens that bypasses, in [0, 1); the first one of a schedule.
-        selector: draws which tokens stay.
-        selector_name: the selector in words, for logs.
-        per_batch: the whole batch keeps the same tokens.
-        schedule: how the rate changes over training; None: it stays.
-        rate_range: lowest and highest rate, of which a step draws its own; None: it does not.
-        bypass: what becomes of the tokens that bypass.
+        selection_rate: fraction of tokens that bypass, in [0, 1); the first rate of a schedule.
+        selector: draws the kept tokens.
+        selector_name: description of the selector for logs.
+        per_batch: keep the same tokens for the whole batch.
+        schedule: how the rate changes over training; None: it is constant.
+        rate_range: lowest and highest rate that a step may draw; None: no rate is drawn.
+        bypass: what happens to the tokens that bypass.
     """
 
     start: int
@@ -79,7 +79,7 @@ class RoutePlan:
 
     @property
     def needs_importance(self) -> bool:
-        """Whether the network itself must say which tokens stay."""
+        """Whether the selector needs the network's importance of the tokens."""
         return bool(getattr(self.selector, "needs_importance", False))
 
     def draw(
@@ -89,16 +89,16 @@ class RoutePlan:
         generator: Generator,
         force_keep: Tensor | None = None,
     ) -> Route | PendingRoute:
-        """Draw ids [B, K] for a batch of grids, at `selection_rate`; for `norm` the noise alone.
+        """Return a route with ids [B, K] at `selection_rate`; for `norm`, only its noise is drawn.
 
         Args:
-            batch, grid: B, the sides of the grid.
-            generator: of the images, or torch's; the ids are made on its device.
-            force_keep: bool [B, N], tokens that stay whatever is drawn, in place of others of the
-                K; with `per_batch` in all images those of any.
+            batch, grid: B, and the sides of the grid.
+            generator: per image, or torch's; the ids are created on its device.
+            force_keep: bool [B, N], tokens that are always among the K kept ones. With `per_batch`,
+                a token forced in one image is kept in all.
 
         Raises:
-            ValueError: more tokens must stay than the rate keeps.
+            ValueError: `force_keep` has more tokens than the rate keeps.
         """
         num_tokens = grid[0] * grid[1]
         num_kept = num_kept_tokens(num_tokens, self.selection_rate)
@@ -129,7 +129,7 @@ class RoutePlan:
         return make(self.start, self.end, ids.expand(batch, -1), self.bypass)
 
     def describe(self, num_tokens: int) -> str:
-        """Return the route in words."""
+        """Return a description of the route for logs."""
         rates = [self.selection_rate]
         words = [self.selector_name]
         if self.schedule is not None:
@@ -151,20 +151,20 @@ class RoutePlan:
 
 @dataclass(frozen=True)
 class Routing:
-    """The routes of a network, in ascending order and disjoint, and when they are used.
+    """The routes of a network, disjoint and in ascending order, and when they are used.
 
     Args:
-        plans: none means dense.
+        plans: the routes; empty means dense.
         warm_start: fraction of training at the start without routes.
         dense_tail: fraction of training at the end without routes.
-        probability: chance that a step between the two is routed.
-        rejoin: `replace` puts the kept tokens back (TREAD), `project` fuses them with what came
-            (`tread_zoo.routing.fusion`), `mask` puts learned tokens in the places of the others
-            (`tread_zoo.routing.masks`).
+        probability: probability that a step between the two is routed.
+        rejoin: `replace` puts the kept tokens back (TREAD), `project` fuses them with the streams
+            from before the route (`tread_zoo.routing.fusion`), `mask` replaces the others by
+            learned tokens (`tread_zoo.routing.masks`).
         bypassed: see `tread_zoo.routing.fusion`.
-        path_drop_probability: chance that a routed step drops the paths of all routes.
-        reconstruction_weight: of what bypassed, in `tread_zoo.diffusion.reconstruction`; None: one
-            loss for all tokens.
+        path_drop_probability: probability that a routed step drops the paths of all routes.
+        reconstruction_weight: weight of the bypassed tokens' loss, see
+            `tread_zoo.diffusion.reconstruction`; None: one loss for all tokens.
     """
 
     plans: tuple[RoutePlan, ...] = ()
@@ -178,12 +178,12 @@ class Routing:
 
     @property
     def fused_ranges(self) -> tuple[tuple[int, int], ...]:
-        """The ranges at whose end the network must fuse: what `Backbone.add_fusions` takes."""
+        """The ranges that need a fusion, for `Backbone.add_fusions`."""
         return self.ranges if self.rejoin == "project" else ()
 
     @property
     def masked_ranges(self) -> tuple[tuple[int, int], ...]:
-        """The ranges at whose end tokens are masked: what `Backbone.add_mask_tokens` takes."""
+        """The ranges that need mask tokens, for `Backbone.add_mask_tokens`."""
         return self.ranges if self.rejoin == "mask" else ()
 
     @property
@@ -193,7 +193,7 @@ class Routing:
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether steps differ in more than the tokens drawn."""
+        """Whether steps differ in more than the drawn tokens."""
         plain = (self.warm_start, self.dense_tail, self.probability) == (0.0, 0.0, 1.0)
         return not plain or any(plan.schedule or plan.rate_range for plan in self.plans)
 
@@ -204,18 +204,18 @@ class Routing:
         generator: Generator,
         force_keep: Tensor | None = None,
     ) -> tuple[Route | PendingRoute, ...]:
-        """Draw one route per plan at its `selection_rate`, see `RoutePlan.draw`; of a schedule or a
-        rate range take `at` a step first."""
+        """Return one route per plan at its `selection_rate`, see `RoutePlan.draw`. With a schedule
+        or a rate range, call `at` first."""
         images = per_image_generator(generator, batch)
         return tuple(plan.draw(batch, grid, images, force_keep) for plan in self.plans)
 
     def draw_by_evaluation(
         self, grid: tuple[int, int], seed: int, indices: Sequence[int]
     ) -> Callable[[float, int], tuple[Route, ...]]:
-        """Return a function of a rate, and of an evaluation (0, 1, …) of images being sampled, that
-        gives their routes with ids [B, K] on the CPU; at rate 0 none.
+        """Return a function of a rate and an evaluation (0, 1, …) that returns the routes of images
+        being sampled, with ids [B, K] on the CPU; there are none at rate 0.
 
-        They depend on (seed, evaluation, image) alone. No selector may need importance.
+        The ids depend on (seed, evaluation, image) alone. Selectors must not need importance.
         """
 
         def routes(rate: float, evaluation: int) -> tuple[Route, ...]:
@@ -244,8 +244,10 @@ class Routing:
         return rates[int(torch.randint(len(rates), (), generator=generator))]
 
     def rates(self) -> tuple["Routing", ...]:
-        """Return this routing at each rate that a step may draw, all as likely; all its rate ranges
-        have the same place in them. Without any it is the only one."""
+        """Return this routing at each of the equally likely rates; without a rate range, itself.
+
+        All rate ranges are at the same fraction of their width.
+        """
         if not any(plan.rate_range for plan in self.plans):
             return (self,)
         routings = []
@@ -259,20 +261,20 @@ class Routing:
         return tuple(routings)
 
     def at_rate(self, rate: float) -> "Routing":
-        """Return this routing with one rate for all routes, always: what sampling draws from."""
+        """Return this routing with one constant rate for all routes, as sampling uses it."""
         plans = [replace(plan, schedule=None, rate_range=None) for plan in self.plans]
         return self._plain([replace(plan, selection_rate=rate) for plan in plans])
 
     def routed_steps(self, num_steps: int) -> range:
-        """Return the steps between the dense start and the dense end; empty in a run too short."""
+        """Return the steps between the dense start and the dense end; a short run may have none."""
         return range(
             round(self.warm_start * num_steps), num_steps - round(self.dense_tail * num_steps)
         )
 
     def stages(self, num_steps: int) -> list[tuple[range, "Routing"]]:
-        """Return the run as ranges of steps, each with its routing where a step is routed at all.
+        """Return ranges of steps, each with the routing of its routed steps.
 
-        `probability` is left to the caller. A dense stage has no plans.
+        `probability` is not applied. A dense stage has no plans.
         """
         routed = self.routed_steps(num_steps)
         if not self.plans or not routed:
@@ -282,20 +284,20 @@ class Routing:
             if plan.schedule is not None:
                 edges |= {step for step, _ in plan.schedule.stairs(routed, num_steps)}
         bounds = [0, *sorted(edge for edge in edges if edge in routed), routed.stop, num_steps]
-        found = []
+        stages = []
         for begin, end in itertools.pairwise(bounds):
             if begin < end:
                 inside = begin in routed
                 used = self._if_routed(begin, routed, num_steps) if inside else self._plain(())
-                found.append((range(begin, end), used))
-        return found
+                stages.append((range(begin, end), used))
+        return stages
 
     def drop_paths(
         self, routes: Sequence[Route | PendingRoute], generator: torch.Generator
     ) -> tuple[Route | PendingRoute | PathDrop, ...]:
-        """Return the routes of a step or, with `path_drop_probability`, dropped paths instead.
+        """Return `routes` or, with `path_drop_probability`, dropped paths in their place.
 
-        One number is drawn whatever the probability, so that it changes nothing else.
+        One number is always drawn, so that the probability does not change other draws.
         """
         if float(torch.rand((), generator=generator)) < self.path_drop_probability:
             return tuple(PathDrop(route.start, route.end) for route in routes)
@@ -413,7 +415,7 @@ def build_routing(
 
 
 def describe_part(part: str | Mapping[str, Any]) -> str:
-    """Return a part in words: its name, and its options where they are given."""
+    """Return a part's name, with its options if there are any."""
     if isinstance(part, str):
         return part
     options = ", ".join(f"{k} {v}" for k, v in part.items() if k != "name")
@@ -421,9 +423,9 @@ def describe_part(part: str | Mapping[str, Any]) -> str:
 
 
 def _with_inherited(common: Mapping[str, Any], route: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all fields of a route: its own, and the common ones that it leaves out.
+    """Return all fields of a route: those given, and the common ones for the rest.
 
-    A route with a schedule or a rate range of its own takes over only what that reads.
+    A route that sets its schedule or rate range inherits only the fields which that uses.
     """
     inherited = dict(common)
     if "schedule" in route:

@@ -55,14 +55,13 @@ def train(**fields: Any) -> Path:
     """Train, and return the run's folder, with checkpoints, pictures, metrics and a score.
 
     Args:
-        fields: of `tread_zoo.config.RunConfig`; with `resume`, the others are the run's own.
+        fields: fields of `tread_zoo.config.RunConfig`; with `resume`, the others are the run's.
 
     Raises:
-        ValueError: a setting that cannot work, before anything is written; or the memory does not
-            suffice.
+        ValueError: a setting is invalid, before anything is written; or memory runs out.
         CheckpointError: a checkpoint cannot be read or written.
-        FloatingPointError: a loss or a gradient was not finite; that step was not applied.
-        Stopped: a signal came; the run was saved.
+        FloatingPointError: a loss or a gradient is not finite; the step was not applied.
+        Stopped: a signal was received; the run was saved.
     """
     load_plugins(fields.get("plugins") or ())
     fields, source = resolve_initial(fields)
@@ -93,10 +92,10 @@ def train(**fields: Any) -> Path:
 
 
 def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
-    """Train from `state.step` to the last step, leaving numbers, samples and checkpoints.
+    """Train from `state.step` to the last step, with metrics, samples and checkpoints.
 
-    The host queues steps without waiting for them. It looks at what became of them, and at the
-    signals, where it has to wait anyway; several processes do so every few steps, too.
+    The host queues steps without waiting for them. It checks losses and signals where it has to
+    wait anyway; several processes also check every few steps.
     """
     setup, training, accelerator = state.setup, state.setup.training, state.accelerator
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
@@ -139,10 +138,10 @@ def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
 
 
 def draw(state: TrainState, log: Log, signals: StopSignals, *, resumed: bool = False) -> int:
-    """Leave the samples and the score that are due after `state.step`, and return the signal that
-    came to any rank meanwhile and ended that, or 0; every rank must call this.
+    """Write the samples and the score that are due after `state.step`. Return the signal that any
+    rank received meanwhile, which interrupts it, or 0. Every rank must call this.
 
-    resumed: those alone that are not there, for a signal or a crash kept the run from them.
+    resumed: write only what is missing, because a signal or a crash prevented it.
     """
     samples, score = log.due(state.step, resumed=resumed)
     if not (samples or score):
@@ -158,16 +157,16 @@ def draw(state: TrainState, log: Log, signals: StopSignals, *, resumed: bool = F
 
 
 def look(state: TrainState, window: Window, received: Mapping[int, float]) -> int:
-    """Wait for the steps that are queued, and return the signal that any rank received, or 0; every
-    rank must call this, and gets the same.
+    """Wait for the queued steps, and return the signal that any rank received, or 0. Every rank
+    must call this, and gets the same value.
 
     Args:
-        received: the signals that came to this process.
+        received: the signals that this process received.
 
     Raises:
-        FloatingPointError: in a step of the window the loss of a rank or the gradient was not
-            finite. In fp16 gradients overflow as a matter of course, and the scaler skips them:
-            there the loss alone counts.
+        FloatingPointError: the loss of a rank or the gradient was not finite in a step of the
+            window. In fp16 only the loss counts: gradients overflow now and then, and the scaler
+            skips those steps.
     """
     accelerator, norms = state.accelerator, torch.stack(window.norms)
     flags = torch.tensor([float(n in received) for n in SIGNALS], device=norms.device)
@@ -194,8 +193,8 @@ def optimize(state: TrainState, batches: Iterator[tuple[Tensor, ...]], window: W
     """Do optimizer step `state.step`, counted from 0, on this rank's batches.
 
     Returns:
-        1.0 on the device if the loss of any rank or the gradient was not finite, and the step
-        therefore not applied; else 0.0. The same on every rank.
+        1.0 on the device if the step was skipped, because the loss of a rank or the gradient was
+        not finite; else 0.0. It is the same on every rank.
     """
     setup, accelerator = state.setup, state.accelerator
     factor = setup.lr_schedule(state.step, setup.num_steps)
@@ -232,8 +231,8 @@ def optimize(state: TrainState, batches: Iterator[tuple[Tensor, ...]], window: W
 def _step_unless(state: TrainState, skipped: Tensor) -> None:
     """Step the optimizer, unless `skipped` is 1.0.
 
-    `found_inf` is how torch's fused optimizers are told on the device to leave all as it is, and
-    the scaler of fp16 tells them itself. For an optimizer that does not know it the host waits.
+    Torch's fused optimizers skip a step on the device if `found_inf` is 1.0; the scaler of fp16
+    sets it. For other optimizers the host waits.
     """
     if state.accelerator.scaler is None:
         if getattr(state.optimizer, "_step_supports_amp_scaling", False):
@@ -252,7 +251,7 @@ def _teacher(state: TrainState) -> Backbone | None:
 
 
 class StepLoss(NamedTuple):
-    """The loss of each image [B], what else the objective names, and the noise levels [B]."""
+    """The loss per image [B], other values of the objective by name, and the noise levels [B]."""
 
     losses: Tensor
     values: dict[str, Tensor]
@@ -273,14 +272,14 @@ def step_loss(
     """Return the loss of a batch.
 
     Args:
-        setup: of the run.
+        setup: the parts of the run.
         batch: images as stored (uint8 [B,C,H,W]; see `setup.data.codec`), labels int64 [B] or
             contexts [B,T,S], and features [B,K,S,h,w] where the alignment is on.
         step: the micro-step, from 0 over the whole run.
-        model, projector: as wrapped for several processes; None: those of `setup`.
-        teacher: the averaged network, of an alignment that takes its features from there.
-        rank: of this process, whose images are those `rank` of the step's batch.
-        device: of the weights.
+        model, projector: wrapped for several processes; None: those of `setup`.
+        teacher: the averaged network, if the alignment takes its features from it.
+        rank: rank of this process, which has part `rank` of the step's batch.
+        device: device of the weights.
     """
     device = torch.device(device)
     x, y, draw, routes, features = draw_step(setup, batch, step, rank, device)
@@ -444,13 +443,13 @@ def _errors_explained(training: TrainingConfig) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error):
             raise ValueError(
-                "another process of this run ended or does not answer; its own output says why "
+                "another process of this run ended or does not answer; see its output for why "
                 f"({str(error).splitlines()[0][:120]}). Continue from the last checkpoint with "
                 "resume=latest."
             ) from error
         if "out of memory" in str(error) or "can't allocate memory" in str(error):
             raise ValueError(
-                f"the memory does not suffice ({str(error).splitlines()[0][:200]}): lower "
+                f"out of memory ({str(error).splitlines()[0][:200]}): lower "
                 f"training.batch_size={training.batch_size} and raise training."
                 f"gradient_accumulation_steps={training.gradient_accumulation_steps} as much, or "
                 "set training.activation_checkpointing=true. What was saved is kept."
