@@ -27,7 +27,7 @@ from tread_zoo.diffusion import (
     SparseGuidance,
 )
 from tread_zoo.evaluation.flops import count_flops, count_sampling, stage_flops, training_flops
-from tread_zoo.kernels import get_forms, set_forms
+from tread_zoo.kernels import get_forms, set_forms, used_ops
 from tread_zoo.routing import Route, build_routing
 
 # Digits: 8x8 pixels of 1 channel in patches of 2x2, so 16 tokens of 4 values.
@@ -226,6 +226,14 @@ def test_counting_leaves_the_network_as_it_was():
     assert "forward" not in vars(network)
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     assert network(torch.zeros(1, 1, 8, 8), torch.ones(1)).device.type == "cpu"
+
+
+def test_the_operations_of_a_network_are_noted_each_time():
+    """The second of two runs in a process, as in a sweep, names its kernels, too."""
+    for _ in range(2):
+        used_ops.clear()
+        count_flops(create_backbone("mamba_tiny", input_size=4, in_channels=1, num_classes=0))
+        assert used_ops == {"causal_conv1d", "selective_scan"}
 
 
 def test_a_rate_range_costs_the_mean_of_its_rates():

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, generate
-from tread_zoo.kernels import plain_forms
+from tread_zoo.kernels import plain_forms, used_ops
 from tread_zoo.routing import PathDrop, PendingRoute, Route, Routing, resolve_routes
 from tread_zoo.seeding import make_generator
 
@@ -134,7 +134,11 @@ def _trace(
     """Return the FLOPs of a call of a copy from `_without_data`; equal calls are traced once."""
     key = (_structure(meta), batch, tuple(map(_kind, routes)), backward)
     if key in _TRACED and meta.name is not None:  # the options of others are unknown
-        return _TRACED[key]
+        flops, ops = _TRACED[key]
+        used_ops.update(ops)
+        return flops
+    before = used_ops.copy()
+    used_ops.clear()
     meta.requires_grad_(backward).zero_grad()
     x = torch.empty(batch, meta.in_channels, *meta.input_size, device="meta")
     t = torch.empty(batch, device="meta")
@@ -146,11 +150,12 @@ def _trace(
         out = meta(x, t, y, routes=concrete)
         if backward:
             out.sum().backward()
-    _TRACED[key] = int(counter.get_total_flops())
-    return _TRACED[key]
+    _TRACED[key] = flops, ops = int(counter.get_total_flops()), frozenset(used_ops)
+    used_ops.update(before)
+    return flops
 
 
-_TRACED: dict[tuple[Any, ...], int] = {}
+_TRACED: dict[tuple[Any, ...], tuple[int, frozenset[str]]] = {}  # FLOPs, and the operations
 
 
 def _kind(route: Route | PendingRoute | PathDrop) -> tuple[Any, ...]:
