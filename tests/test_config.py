@@ -15,7 +15,7 @@ from tests.processes import run_python
 from tests.small_run import fields_of
 from tread_zoo import available, create
 from tread_zoo.cli import command, compose_settings
-from tread_zoo.config import PART_FIELDS, RunConfig, make_config
+from tread_zoo.config import PART_FIELDS, RunConfig, RunFields, TrainingConfig, make_config
 from tread_zoo.evaluation.evaluate import EvaluateConfig
 from tread_zoo.fields import check, default_fields
 from tread_zoo.help import describe, settings
@@ -53,6 +53,12 @@ def test_every_registered_part_is_an_option_of_its_group(group):
         config = make_config(**fields_of(f"{group}={name}", *needs))
         assert getattr(config, group)["name"] == name
     assert not compose(f"{group}={name}", *needs).differences(config)
+
+
+def test_an_editor_completes_the_fields_that_there_are():
+    assert RunFields.__annotations__.keys() == default_fields(RunConfig).keys()
+    config = make_config(backbone="dit", training=TrainingConfig(num_steps=7))
+    assert config == make_config(backbone={"name": "dit"}, training={"num_steps": 7})
 
 
 def test_null_is_given_and_what_is_not_given_is_the_run_s_own():

@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, Unpack, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -304,6 +304,35 @@ class CheckpointConfig:
     kernels: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
+Part = str | Mapping[str, Any]
+
+
+class RunFields(TypedDict, total=False):
+    """The fields of `RunConfig` as they may be given, for editors and type checkers."""
+
+    plugins: list[str] | tuple[str, ...]
+    backbone: Part
+    routing: Mapping[str, Any] | RoutingConfig
+    objective: Part
+    data: Part
+    training: Mapping[str, Any] | TrainingConfig
+    optimizer: Part
+    lr_schedule: Part
+    sampler: Part
+    guidance: Part
+    alignment: Part
+    evaluation: Mapping[str, Any] | EvaluationConfig
+    tracker: Part
+    seed: int
+    device: str
+    run_dir: str
+    init_from: str | None
+    resume: str | None
+    resume_changed: bool
+    overwrite: bool
+    kernels: Mapping[str, str]
+
+
 def check_fields(fields: Mapping[str, Any]) -> RunConfig:
     """Return the configuration of a run, its parts as they are given: nothing is imported.
 
@@ -315,7 +344,7 @@ def check_fields(fields: Mapping[str, Any]) -> RunConfig:
     return config
 
 
-def make_config(**fields: Any) -> RunConfig:
+def make_config(**fields: Unpack[RunFields]) -> RunConfig:
     """Return the configuration of a run, with defaults for what is not given.
 
     `auto` is resolved here: the learning rate, the steps and those of the warm-up are then numbers.

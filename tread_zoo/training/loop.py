@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from tread_zoo.config import TrainingConfig, flatten
+from tread_zoo.config import RunFields, TrainingConfig, flatten
 from tread_zoo.contract.backbone import Backbone, Features
 from tread_zoo.data import copy_ahead
 from tread_zoo.diffusion import Draw, loss_by_token, split_loss
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 LOOK_EVERY = 8  # micro-steps between two looks at the signals of all processes
 
 
-def train(**fields: Any) -> Path:
+def train(**fields: Unpack[RunFields]) -> Path:
     """Train, and return the run's folder, with checkpoints, pictures, metrics and a score.
 
     Args:
@@ -64,8 +64,8 @@ def train(**fields: Any) -> Path:
         Stopped: a signal was received; the run was saved.
     """
     load_plugins(fields.get("plugins") or ())
-    fields, source = resolve_initial(fields)
-    config, checkpoint = resolve_run(fields)
+    settings, source = resolve_initial(fields)
+    config, checkpoint = resolve_run(settings)
     set_forms(config.kernels)
     device = resolve_device(config.device)
     precision = resolve_precision(config.training.precision, device)
