@@ -18,8 +18,8 @@ function of the estimate (EDM's denoiser D, flow matching's velocity) with the s
 both branches, so guiding dx/dt equals guiding estimates.
 
 The branches are two calls of B images, not one of 2B: a sparse or smaller branch cannot share a
-call, memory stays that of unguided sampling, and on a CPU one call of 2B was measured slower.
-Identical branches are one call.
+call, memory stays that of unguided sampling, and on a CPU one call of 2B was measured slower
+(but for a few small images). Identical branches are one call.
 
 Dimensions: B batch, C channels, H height, W width, K kept tokens.
 """
