@@ -170,6 +170,8 @@ def test_a_run_taught_by_its_average_resumes_to_the_bit(run):
     run("parts", *given, "training.checkpoint_every=3")
     checkpoint = find_checkpoint(unbroken.parent / "parts" / "checkpoints" / "step_00000003")
     assert_same_end(unbroken, run("parts", *given, f"resume={checkpoint.path}"))
+    changed = ["alignment=none", "training.num_steps=7", "resume=latest", "resume_changed=true"]
+    assert find_checkpoint(run("parts", *given[2:5], *changed)).step == 7
 
 
 def test_features_are_those_of_the_images_mirrored_or_not(table):

@@ -79,7 +79,8 @@ def load_optimizer_state(
                 state[numbers[parameter]][name] = value
         content["state"] = dict(state)
         if with_groups:
-            for group, options in zip(content["param_groups"], saved["groups"], strict=True):
+            # The last group, an alignment's, is there only while there is one.
+            for group, options in zip(content["param_groups"], saved["groups"], strict=False):
                 group |= options
         inner.load_state_dict(content)
 
