@@ -32,7 +32,9 @@ class WeightAverage:
     """
 
     def __init__(self, network: Backbone, decay: Callable[[int], float]) -> None:
-        self.network: Backbone = deepcopy(network).eval().requires_grad_(False)
+        # The weights require a gradient, although none is computed: autocast keeps the casts of
+        # those alone from one step of a sampler to the next.
+        self.network: Backbone = deepcopy(network).eval()
         self.decay = decay
         self._slices: dict[str, Tensor] = {}  # by name, where the weights are sharded
 
@@ -58,6 +60,7 @@ class WeightAverage:
             found_inf=skipped,
         )  # fmt: skip
 
+    @torch.no_grad()
     def whole(self, device: torch.device) -> Backbone:
         """Return the averaged network on `device`; if it is sharded, every rank must call this, and
         `release` frees the memory again."""
