@@ -1,8 +1,8 @@
 """Let pages link to the repository's files: a hook of mkdocs.
 
 A link such as `../configs/study` works on GitHub and has no page in the site. There it becomes the
-address of the file if `repo_url` is set, and otherwise its text alone. A file that does not exist
-is a warning, which ends a strict build.
+address of the file if `repo_url` is set, and otherwise its text alone; a notebook has one in Colab
+beside it. A file that does not exist is a warning, which ends a strict build.
 """
 
 import logging
@@ -30,6 +30,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         if not config["repo_url"]:
             return text
         kind = "tree" if path.is_dir() else "blob"
-        return f"[{text}]({config['repo_url']}/{kind}/main/{path.relative_to(docs.parent)}{anchor})"
+        address = f"{config['repo_url']}/{kind}/main/{path.relative_to(docs.parent)}"
+        if path.suffix != ".ipynb":
+            return f"[{text}]({address}{anchor})"
+        colab = address.replace("github.com", "colab.research.google.com/github")
+        return f"[{text}]({address}) ([open in Colab]({colab}))"
 
     return LINK.sub(replace, markdown)
