@@ -48,10 +48,10 @@ def make_step(overrides: list[str]) -> tuple[Callable[[], None], float]:
     batches, window = setup.batches(), Window(state)
 
     def step() -> None:
-        optimize(state, batches, window, {})
+        skipped = optimize(state, batches, window)
         state.step += 1
         for average in state.averages.values():
-            average.update(setup.backbone, state.step)
+            average.update(setup.backbone, state.step, skipped)
 
     return step, training_flops(setup.backbone, setup.routing, setup.num_steps)
 

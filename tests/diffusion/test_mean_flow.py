@@ -117,7 +117,7 @@ def test_every_row_has_an_exact_derivative_or_says_so(name):
         assert objective.loss(_network(name), x, draw)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["dit_tiny", "linear_dit_tiny"])
+@pytest.mark.parametrize("name", ["dit_tiny", "lightning_dit_tiny"])
 def test_the_difference_tends_to_the_derivative(name):
     """In float64, in proportion to its step."""
     backbone = _network(name, time_scale=1.0).double()
