@@ -59,14 +59,13 @@ from torch import Tensor, nn
 from backbones.mixers.attention import CrossAttention
 from backbones.mixers.base import Mixer, derive_signature, read_keywords
 from backbones.mixers.scan import init_uniform
+from backbones.mlps import GeluMLP, SwiGLU
 from tread_zoo.contract.backbone import DEPENDS_ON, Backbone, Layout, PerToken, Streams
 from tread_zoo.contract.layers import (
     AdaLNHead,
     LabelEmbedder,
-    Mlp,
     TimestepEmbedder,
     add_gated,
-    gelu_tanh,
     modulate,
     patchify,
     per_token,
@@ -170,42 +169,6 @@ class Shell(Backbone, metaclass=Row):
 
 
 # DiT and LightningDiT -----------------------------------------------------------------------------
-
-
-class GeluMLP(Mlp):
-    """Linear(GELU(Linear(x))), [B, K, D] -> [B, K, D].
-
-    Args:
-        hidden_size: D.
-        mlp_ratio: inner width over D.
-    """
-
-    def __init__(self, hidden_size: int, mlp_ratio: PositiveFloat = 4.0) -> None:
-        super().__init__(hidden_size, int(hidden_size * mlp_ratio), gelu_tanh)
-
-    def forward(self, x: Tensor, layout: Any = None) -> Tensor:
-        return super().forward(x)
-
-
-class SwiGLU(nn.Module):
-    """Linear(SiLU(Linear(x)) * Linear(x)), [B, K, D] -> [B, K, D] (arXiv 2002.05202).
-
-    Args:
-        hidden_size: D.
-        mlp_ratio: of an MLP with as many parameters: the inner width is 2/3 of its, rounded down.
-    """
-
-    def __init__(self, hidden_size: int, mlp_ratio: PositiveFloat = 4.0) -> None:
-        super().__init__()
-        inner = int(2 / 3 * int(hidden_size * mlp_ratio))
-        self.fc1 = nn.Linear(hidden_size, 2 * inner)
-        self.fc2 = nn.Linear(inner, hidden_size)
-        self.fused_rows = {"fc1.weight": (inner, inner)}
-
-    def forward(self, x: Tensor, layout: Any) -> Tensor:
-        gate, value = self.fc1(x).chunk(2, dim=-1)
-        out: Tensor = self.fc2(F.silu(gate) * value)
-        return out
 
 
 class AdaLNBlock(nn.Module):

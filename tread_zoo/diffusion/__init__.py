@@ -28,7 +28,6 @@ from tread_zoo.diffusion.guidance import (
     SparseAutoGuidance,
     SparseClassifierFree,
     SparseGuidance,
-    check_weak,
     combine,
 )
 from tread_zoo.diffusion.mean_flow import MeanFlow
@@ -50,6 +49,7 @@ from tread_zoo.diffusion.samplers import (
 from tread_zoo.diffusion.sampling import (
     SamplingOptions,
     build_sampling,
+    check_weak,
     default_labels,
     describe_part,
     generate,

@@ -43,8 +43,6 @@ from tread_zoo.registry import available, complete, register
 from tread_zoo.routing import PathDrop, Route, Routing
 
 Auto = Literal["auto"]
-# Options of an objective that define the meaning of a network's output.
-_OF_THE_OUTPUT = ("sigma_data", "prediction", "schedule", "first_step")
 
 
 def combine(weak: DxDt, strong: DxDt, scale: float, channels: int | None = None) -> DxDt:
@@ -484,27 +482,3 @@ class SparseClassifierFree(SparseGuidance):
     drop_label = True
     weak_rate: Rate = 0.5
     channels: PositiveInt | None = None
-
-
-def check_weak(
-    backbone: Backbone, objective: Objective, weak: Backbone, objective_of_weak: Objective
-) -> None:
-    """Raise `ValueError` unless a weak network predicts the same of the same images as `backbone`:
-    else the guided samples are wrong and nothing says so."""
-    weak_metadata, metadata = (
-        {
-            "size": network.input_size,
-            "channels": network.in_channels,
-            "classes": network.num_classes,
-            "contexts": (network.context_length, network.context_size),
-            "objective": type(trained).__name__,
-            **{option: getattr(trained, option, None) for option in _OF_THE_OUTPUT},
-        }
-        for network, trained in ((weak, objective_of_weak), (backbone, objective))
-    )
-    for name, value in weak_metadata.items():
-        if value != metadata[name]:
-            raise ValueError(
-                f"the network of guidance.weak_checkpoint has {name} {value}, and the one to guide "
-                f"has {metadata[name]}: both must be of the same data and objective."
-            )

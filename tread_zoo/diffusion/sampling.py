@@ -22,6 +22,8 @@ from tread_zoo.routing import NO_ROUTING, Routing
 from tread_zoo.runtime import autocast
 
 NO_GUIDANCE = NoGuidance()
+# Options of an objective that define the meaning of a network's output.
+_OF_THE_OUTPUT = ("sigma_data", "prediction", "schedule", "first_step")
 
 
 @dataclass(frozen=True)
@@ -251,3 +253,27 @@ def describe_part(kind: str, part: Any) -> dict[str, Any]:
             given = {k: getattr(part, k) for k in entry.parameters() if hasattr(part, k)}
             return {"name": name, **(part.keywords if bound else given)}
     return {"name": made_by.__name__}
+
+
+def check_weak(
+    backbone: Backbone, objective: Objective, weak: Backbone, objective_of_weak: Objective
+) -> None:
+    """Raise `ValueError` unless a weak network predicts the same of the same images as `backbone`:
+    else the guided samples are wrong and nothing says so."""
+    weak_metadata, metadata = (
+        {
+            "size": network.input_size,
+            "channels": network.in_channels,
+            "classes": network.num_classes,
+            "contexts": (network.context_length, network.context_size),
+            "objective": type(trained).__name__,
+            **{option: getattr(trained, option, None) for option in _OF_THE_OUTPUT},
+        }
+        for network, trained in ((weak, objective_of_weak), (backbone, objective))
+    )
+    for name, value in weak_metadata.items():
+        if value != metadata[name]:
+            raise ValueError(
+                f"the network of guidance.weak_checkpoint has {name} {value}, and the one to guide "
+                f"has {metadata[name]}: both must be of the same data and objective."
+            )
