@@ -41,6 +41,7 @@ from backbones.mixers.scan import (
     decay_over_gaps,
     init_step_bias,
     make_convolution,
+    softplus,
     sum_ways,
 )
 from tread_zoo.kernels import gated_delta_rule
@@ -125,9 +126,7 @@ class BidirectionalDelta(ScanMixer):
     def _log_decay(self, x: Tensor) -> Tensor:
         """Return [B, L, 2 H], or [B, L, 2 H, K] for one a channel."""
         down = x if self.step_down is None else self.step_down(x)
-        steps = F.softplus(
-            at_least_float32(self.step_proj(down)) + at_least_float32(self.step_bias)
-        )
+        steps = softplus(at_least_float32(self.step_proj(down)) + at_least_float32(self.step_bias))
         rates = -torch.exp(at_least_float32(self.A_log))
         if self.per_channel:
             steps, rates = steps.unflatten(-1, (2 * self.num_heads, -1)), rates.unsqueeze(-1)

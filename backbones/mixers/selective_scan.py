@@ -29,6 +29,7 @@ from backbones.mixers.scan import (
     init_selective_scan,
     init_uniform,
     scan_ways,
+    softplus,
 )
 from tread_zoo.kernels import selective_scan
 from tread_zoo.routing.scans import Gaps, Scan
@@ -99,9 +100,7 @@ class SelectiveScan(ScanMixer):
             outputs.append(c)
         scanned = (
             u,
-            F.softplus(
-                at_least_float32(torch.cat(steps, dim=-1)) + at_least_float32(self.step_bias)
-            ),
+            softplus(at_least_float32(torch.cat(steps, dim=-1)) + at_least_float32(self.step_bias)),
             -torch.exp(at_least_float32(self.A_log)),
             torch.stack(inputs, dim=2),
             torch.stack(outputs, dim=2),

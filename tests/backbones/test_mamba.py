@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from backbones.mixers.scan import softplus
 from backbones.mixers.selective_scan import SelectiveScan
 from tread_zoo.contract.backbone import Layout
 from tread_zoo.routing import GAPS, ORDERS, inverse, scan_order
@@ -81,3 +82,13 @@ def mix_by_loop(mixer, x, walks):
 @pytest.mark.parametrize("name", ORDERS)
 def test_mixer_equals_the_written_out_loop(name, gaps):
     check_against(mix_by_loop, make_mixer(gaps, name, index=3), name)
+
+
+def test_softplus_and_its_gradient_are_those_of_float64():
+    x = torch.linspace(-80, 800, 8801, requires_grad=True)
+    y = softplus(x)
+    y.sum().backward()
+    with torch.no_grad():
+        exact = torch.logaddexp(x.double(), torch.zeros((), dtype=torch.float64))
+        torch.testing.assert_close(y.double(), exact, rtol=6e-8, atol=1e-37)
+        torch.testing.assert_close(x.grad.double(), x.double().sigmoid(), rtol=3e-7, atol=1e-37)
