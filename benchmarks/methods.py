@@ -5,7 +5,7 @@ python benchmarks/methods.py --base 'backbone=rwkv routing=none' routing=tread r
 
 Each argument is a set of overrides of scripts/train.py, on top of those of --base. A step is all
 that a run does between its pictures: drawing, forward, backward, clipping, the optimizer and the
-averaged weights. FLOPs are the network's; the mean over a schedule where there is one.
+averaged weights. FLOPs are those of its loss; the mean over a schedule where there is one.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from turns import report, take_turns
 
 from tread_zoo.cli import compose_settings
 from tread_zoo.config import make_config
-from tread_zoo.evaluation.flops import training_flops
+from tread_zoo.evaluation.flops import mean_flops
 from tread_zoo.runtime import describe_device, resolve_device, resolve_precision
-from tread_zoo.training.loop import optimize
+from tread_zoo.training.loop import optimize, step_flops
 from tread_zoo.training.meters import Window
 from tread_zoo.training.setup import build_setup, make_accelerator, place
 
@@ -53,7 +53,7 @@ def make_step(overrides: list[str]) -> tuple[Callable[[], None], float]:
         for average in state.averages.values():
             average.update(setup.backbone, state.step, skipped)
 
-    return step, training_flops(setup.backbone, setup.routing, setup.num_steps)
+    return step, mean_flops(step_flops(setup, setup.backbone))
 
 
 if __name__ == "__main__":

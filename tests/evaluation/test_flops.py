@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.evaluation import hand_flops
+from tests.small_run import parts_of, settings
 from tread_zoo import create_backbone
 from tread_zoo.diffusion import (
     EDM,
@@ -29,6 +30,7 @@ from tread_zoo.diffusion import (
 from tread_zoo.evaluation.flops import count_flops, count_sampling, stage_flops, training_flops
 from tread_zoo.kernels import get_forms, set_forms, used_ops
 from tread_zoo.routing import Route, build_routing
+from tread_zoo.training.loop import step_flops, step_loss
 
 # Digits: 8x8 pixels of 1 channel in patches of 2x2, so 16 tokens of 4 values.
 TINY = {
@@ -147,6 +149,54 @@ def test_a_scheduled_run():
         (range(2, 5), (few + dense) / 2),
         (range(5, 9), (many + dense) / 2),
         (range(9, 10), dense),
+    ]
+
+
+# Training -----------------------------------------------------------------------------------------
+
+
+SELF_TAUGHT = "alignment=self_flow alignment.hidden_size=16"
+
+
+def routed(overrides):
+    return parts_of(settings("routing.start=1", "routing.end=3", *overrides.split()))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "objective=mean_flow objective.guidance_scale=2 objective.guidance_mix=0.5",
+        "objective=mean_flow objective.derivative=exact",
+        f"objective.second_level=0.25 {SELF_TAUGHT}",
+        "objective=edm routing.reconstruction_weight=0.1",
+        "objective=ddpm routing.selector=norm",
+    ],
+)
+def test_a_step_costs_what_its_loss_computes(overrides, forms):
+    """On a CPU, with data."""
+    forms({"attention": "torch"})
+    setup = routed(overrides)
+    teacher = setup.backbone if setup.is_self_taught else None
+    batch = next(setup.batches())
+    with FlopCounterMode(display=False) as counter:
+        step_loss(setup, batch, 0, teacher=teacher).losses.sum().backward()
+    ((_, each),) = step_flops(setup, setup.backbone)
+    assert counter.get_total_flops() == len(batch[0]) * each
+
+
+def test_further_passes_and_teachers_count():
+    """The averaged network runs three of its four blocks, and the projection is of 8 tokens."""
+    network, routes = routed("").backbone, concrete([(1, 3, 8)])
+    both = count_flops(network, routes=routes, backward=True)
+    assert step_flops(routed(""), network) == [(range(6), both)]
+    twice = both + count_flops(network, routes=routes)
+    assert step_flops(routed("objective=mean_flow"), network) == [(range(6), twice)]
+    head = 2 * 16 * 16 * 4 + 2 * 16 * 32  # of 16 tokens, and its modulation
+    teacher = count_flops(digits(depth=3, hidden_size=16)) - head
+    projection = 3 * 2 * 8 * 3 * 16 * 16
+    assert step_flops(routed(f"{SELF_TAUGHT} alignment.stop=0.5"), network) == [
+        (range(3), both + teacher + projection),
+        (range(3, 6), both),
     ]
 
 

@@ -409,6 +409,19 @@ class Backbone(nn.Module, ABC):
         out: Tensor = streams[0][:, self.num_extra_tokens :].float().norm(dim=-1)
         return out
 
+    def tokens_after(self, x: Tensor, t: Tensor, y: Tensor | None, block: int) -> Tensor:
+        """Return the tokens [B, N, D] right after a block, all of them kept; later blocks do not
+        run.
+
+        Args:
+            x, t, y: as of `forward`.
+            block: 0 … the number of blocks less one.
+        """
+        self._check_inputs(x, t, y)
+        streams, condition = self._embed(x, t, y)
+        _, collected = self._run_blocks(streams, condition, wanted=[block], stop=block + 1)
+        return collected[block].tokens
+
     # The loop -------------------------------------------------------------------------------------
 
     def _run_blocks(

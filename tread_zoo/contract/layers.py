@@ -144,7 +144,7 @@ class LabelEmbedder(nn.Module):
 
     def forward(self, y: Tensor | None, batch: int) -> Tensor:
         if y is None:
-            return self.table.weight[-1].expand(batch, -1)
+            return self.table.weight[-1].repeat(batch, 1)
         out: Tensor = self.table(y)
         return out
 

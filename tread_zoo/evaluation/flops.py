@@ -10,14 +10,15 @@ costs on average
 
     1/S sum_s (p_s F(r(s)) + (1 - p_s) F(dense)),   p_s = p between the dense ends, else 0
 
-where F(r(s)) is the mean over the rates, if a step draws its rate from a range.
+where F(r(s)) is the mean over the rates, if a step draws its rate from a range. F is of one pass
+forward and back, or of all that the loss of a step computes, if it is given.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,42 +30,52 @@ from tread_zoo.kernels import plain_forms, used_ops
 from tread_zoo.routing import PathDrop, PendingRoute, Route, Routing, resolve_routes
 from tread_zoo.seeding import make_generator
 
+Module = TypeVar("Module", bound=nn.Module)
+Routes = Sequence[Route | PendingRoute | PathDrop]
+# (network, images [B,C,H,W], labels [B] or None, routes) -> what a step sums and differentiates. If
+# it has a `key`, calls of equal keys are traced once.
+Loss = Callable[[Backbone, Tensor, Tensor | None, Routes], Tensor]
+
 
 def count_flops(
     backbone: Backbone,
     *,
     batch: int = 1,
-    routes: Sequence[Route | PendingRoute | PathDrop] = (),
+    routes: Routes = (),
     backward: bool = False,
 ) -> int:
     """Return the FLOPs of a forward pass, or of forward and backward, of `batch` images. A pending
     route includes the cost of the importance."""
-    return _trace(_without_data(backbone), batch, routes, backward)
+    return _trace(without_data(backbone), batch, routes, backward)
 
 
 def training_flops(backbone: Backbone, routing: Routing, num_steps: int) -> float:
     """Return the FLOPs per image, forward and backward, averaged over a run of `num_steps` steps.
     Random routes and path drops count by their probability."""
-    stages = stage_flops(backbone, routing, num_steps)
-    return sum(len(steps) * flops for steps, flops in stages) / num_steps
+    return mean_flops(stage_flops(backbone, routing, num_steps))
+
+
+def mean_flops(stages: Sequence[tuple[range, float]]) -> float:
+    """Return the mean over the steps of all stages."""
+    return sum(len(steps) * flops for steps, flops in stages) / sum(len(s) for s, _ in stages)
 
 
 def stage_flops(
-    backbone: Backbone, routing: Routing, num_steps: int, dense: int | None = None
+    backbone: Backbone, routing: Routing, num_steps: int, loss: Loss | None = None
 ) -> list[tuple[range, float]]:
-    """Return the steps of each stage of a run with the FLOPs per image, as in `training_flops`.
-    `dense` is the FLOPs of a dense step, if already counted."""
-    meta = _without_data(backbone)
-    dense = _trace(meta, 1, (), backward=True) if dense is None else dense
+    """Return the steps of each stage of a run with the FLOPs per image, as in `training_flops`; of
+    `loss`, or else of one pass."""
+    meta = without_data(backbone)
+    dense = _trace(meta, 1, (), True, loss)
     stages = []
     for steps, used in routing.stages(num_steps):
         rates, routed = used.rates(), 0.0
         for each in rates:
             routes = each.draw(1, backbone.grid, make_generator("flops", 0))
-            chance, flops = each.path_drop_probability, float(_trace(meta, 1, routes, True))
+            chance, flops = each.path_drop_probability, float(_trace(meta, 1, routes, True, loss))
             if routes and chance:
                 dropped = [PathDrop(plan.start, plan.end) for plan in each.plans]
-                flops = (1 - chance) * flops + chance * _trace(meta, 1, dropped, backward=True)
+                flops = (1 - chance) * flops + chance * _trace(meta, 1, dropped, True, loss)
             routed += flops / len(rates)
         flops = routing.probability * routed + (1 - routing.probability) * dense
         stages.append((steps, flops))
@@ -105,7 +116,7 @@ def count_sampling(
 
 def _stand_in(network: Backbone, calls: list[int]) -> Backbone:
     """Return `network` with a forward that appends its FLOPs to `calls` and computes nothing."""
-    meta = _without_data(network)
+    meta = without_data(network)
 
     def forward(
         x: Tensor, t: Tensor, y: Tensor | None = None, *, r: Any = None, routes: Any = ()
@@ -119,20 +130,27 @@ def _stand_in(network: Backbone, calls: list[int]) -> Backbone:
 
 
 @torch.inference_mode(False)
-def _without_data(backbone: Backbone) -> Backbone:
+def without_data(module: Module) -> Module:
     """Return a copy on the meta device, without copying weights."""
     empty: dict[int, object] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in backbone.parameters()
-    } | {id(b): torch.empty_like(b, device="meta") for b in backbone.buffers()}
-    return deepcopy(backbone, empty)
+        id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in module.parameters()
+    } | {id(b): torch.empty_like(b, device="meta") for b in module.buffers()}
+    return deepcopy(module, empty)
+
+
+def _one_pass(network: Backbone, x: Tensor, y: Tensor | None, routes: Routes) -> Tensor:
+    t = torch.empty(len(x), device=x.device)
+    concrete = resolve_routes(routes, lambda start: network.importance(x, t, y, start))
+    return network(x, t, y, routes=concrete)  # type: ignore[return-value]
 
 
 @torch.inference_mode(False)
 def _trace(
-    meta: Backbone, batch: int, routes: Sequence[Route | PendingRoute | PathDrop], backward: bool
+    meta: Backbone, batch: int, routes: Routes, backward: bool, loss: Loss | None = None
 ) -> int:
-    """Return the FLOPs of a call of a copy from `_without_data`; equal calls are traced once."""
-    key = (_structure(meta), batch, tuple(map(_kind, routes)), backward)
+    """Return the FLOPs of a call of a copy from `without_data`; equal calls are traced once."""
+    of = getattr(loss, "key", loss)
+    key = (_structure(meta), batch, tuple(map(_kind, routes)), backward, of)
     if key in _TRACED and meta.name is not None:  # the options of others are unknown
         flops, ops = _TRACED[key]
         used_ops.update(ops)
@@ -141,13 +159,11 @@ def _trace(
     used_ops.clear()
     meta.requires_grad_(backward).zero_grad()
     x = torch.empty(batch, meta.in_channels, *meta.input_size, device="meta")
-    t = torch.empty(batch, device="meta")
     y = torch.empty(batch, dtype=torch.int64, device="meta") if meta.num_classes else None
     moved = [route.to("meta") for route in routes]
     mode = FlopCounterMode(display=False)
     with plain_forms(), torch.set_grad_enabled(backward), mode as counter:
-        concrete = resolve_routes(moved, lambda start: meta.importance(x, t, y, start))
-        out = meta(x, t, y, routes=concrete)
+        out = (loss or _one_pass)(meta, x, y, moved)
         if backward:
             out.sum().backward()
     _TRACED[key] = flops, ops = int(counter.get_total_flops()), frozenset(used_ops)

@@ -24,12 +24,13 @@ from tread_zoo.data.split import ordered_as_samples
 from tread_zoo.diffusion import generate
 from tread_zoo.diffusion.conditions import conditions_of
 from tread_zoo.evaluation.evaluate import describe_record, evaluate, score_names
-from tread_zoo.evaluation.flops import count_flops, stage_flops
+from tread_zoo.evaluation.flops import mean_flops
 from tread_zoo.evaluation.held_out import held_out_loss, held_out_record
 from tread_zoo.evaluation.pictures import plot_losses, save_animation, save_grid
 from tread_zoo.kernels import describe, used_ops
 from tread_zoo.progress import progress
 from tread_zoo.provenance import describe_start
+from tread_zoo.routing import NO_ROUTING
 from tread_zoo.runs.checkpoint import drop_later
 from tread_zoo.runs.folder import CONFIG, FACTS, SCORE, SCORES
 from tread_zoo.runtime import DTYPES, describe_device
@@ -49,10 +50,14 @@ QUIET = ("loss_level_", "held_out_loss_level_", "peak_memory")  # not printed
 
 class Log:
     """Context manager that logs a run to its folder. Only rank 0 writes. `state` is the state at
-    start or after a resume."""
+    start or after a resume, `step_flops` counts the steps of a network and of a routing."""
 
     def __init__(
-        self, state: TrainState, locked_folder: Callable[[], Path], precision: str
+        self,
+        state: TrainState,
+        locked_folder: Callable[[], Path],
+        precision: str,
+        step_flops: Callable[..., list[tuple[range, float]]],
     ) -> None:
         self.setup, self.accelerator = setup, accelerator = state.setup, state.accelerator
         self.locked_folder, self.precision = locked_folder, precision
@@ -82,13 +87,12 @@ class Log:
         used_ops.clear()  # counting FLOPs records those of this backbone
         network = copy(state.whole)
         network.checkpoint_blocks = 0  # recomputation is not counted
-        dense = count_flops(network, backward=True)
-        self.stages = stage_flops(network, setup.routing, setup.num_steps, dense)
+        self.stages = step_flops(network)
         self.facts: dict[str, Any] = {
             "data": setup.data_metadata,
             "num_parameters": sum(p.numel() for p in state.whole.parameters()),
-            "flops_dense": dense,
-            "flops_routed": sum(len(steps) * each for steps, each in self.stages) / setup.num_steps,
+            "flops_dense": mean_flops(step_flops(network, NO_ROUTING)),
+            "flops_routed": mean_flops(self.stages),
             "flops_by_stage": [[steps.stop, each] for steps, each in self.stages],
             "num_steps": setup.num_steps,
             "images_per_step": state.images_per_step,

@@ -10,9 +10,10 @@ B batch, C channels, H height, W width.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
@@ -24,10 +25,18 @@ from tread_zoo.config import RunFields, TrainingConfig, flatten
 from tread_zoo.contract.backbone import Backbone, Features
 from tread_zoo.data import copy_ahead
 from tread_zoo.diffusion import Draw, loss_by_token, split_loss
+from tread_zoo.evaluation.flops import stage_flops, without_data
 from tread_zoo.kernels import set_forms
 from tread_zoo.process_group import close_process_group_at_exit, prepare_process_group
 from tread_zoo.registry import load_plugins
-from tread_zoo.routing import PathDrop, PendingRoute, Route, bypassed_tokens, resolve_routes
+from tread_zoo.routing import (
+    PathDrop,
+    PendingRoute,
+    Route,
+    Routing,
+    bypassed_tokens,
+    resolve_routes,
+)
 from tread_zoo.runs.checkpoint import Checkpoint, check_same_data, check_same_items
 from tread_zoo.runs.folder import open_folder, resolve_run
 from tread_zoo.runs.initial import resolve_initial
@@ -37,7 +46,7 @@ from tread_zoo.runtime import (
     resolve_precision,
     set_float32_products,
 )
-from tread_zoo.seeding import ImageGenerator, make_generator, make_image_generator
+from tread_zoo.seeding import Generator, ImageGenerator, make_generator, make_image_generator
 from tread_zoo.training.ema import is_sharded
 from tread_zoo.training.log import Log, is_due
 from tread_zoo.training.meters import Window, timed
@@ -82,7 +91,7 @@ def train(**fields: Unpack[RunFields]) -> Path:
         state = place(setup, accelerator, checkpoint)
         with (
             open_folder(config, accelerator) as locked_folder,
-            Log(state, locked_folder, precision) as log,
+            Log(state, locked_folder, precision, partial(step_flops, setup)) as log,
         ):
             with signals.deferred():
                 run_steps(state, log, signals)
@@ -245,9 +254,8 @@ def _step_unless(state: TrainState, skipped: Tensor) -> None:
 def _teacher(state: TrainState) -> Backbone | None:
     """Return the averaged network while an alignment takes its features from there."""
     setup = state.setup
-    if setup.is_self_taught and state.step < math.ceil(setup.alignment.stop * setup.num_steps):
-        return state.average.network
-    return None
+    taught = setup.is_self_taught and state.step < setup.aligned_steps
+    return state.average.network if taught else None
 
 
 class StepLoss(NamedTuple):
@@ -282,8 +290,26 @@ def step_loss(
         device: device of the weights.
     """
     device = torch.device(device)
-    x, y, draw, routes, features = draw_step(setup, batch, step, rank, device)
     precision = resolve_precision(setup.training.precision, device)
+    drawn = draw_step(setup, batch, step, rank, device)
+    return _loss(setup, *drawn, precision, model=model, projector=projector, teacher=teacher)
+
+
+def _loss(
+    setup: Setup,
+    x: Tensor,
+    y: Tensor | None,
+    draw: Draw,
+    routes: Sequence[Route | PendingRoute | PathDrop],
+    features: Tensor | None,
+    precision: str,
+    *,
+    model: torch.nn.Module | None = None,
+    projector: torch.nn.Module | None = None,
+    teacher: Backbone | None = None,
+) -> StepLoss:
+    """Return the loss of what `draw_step` gives."""
+    device = x.device
     if teacher is not None:
         with torch.no_grad(), autocast(device, precision):
             features = _features_of(teacher, setup, x, y, draw)
@@ -334,18 +360,17 @@ def _features_of(
     """Return the teacher's tokens [B,D,h,w] of the images at the cleanest level of their tokens."""
     each, block = draw.token_levels, setup.projector.teacher_block  # type: ignore[union-attr]
     level = draw.level if each is None else each.amin(dim=1)
-    objective, features = setup.objective, torch.empty(0)
+    objective, tokens = setup.objective, torch.empty(0)
     shape = (-1, 1, 1, 1)
     x_t = objective.signal(level).view(shape) * x + objective.noise(level).view(shape) * draw.noise
 
     def predict(x_t: Tensor, t: Tensor) -> Tensor:
-        nonlocal features
-        output, collected = teacher(x_t, t, y, features=[block])
-        features = collected[block].tokens.mT.unflatten(2, teacher.grid)
-        return output  # type: ignore[no-any-return]
+        nonlocal tokens
+        tokens = teacher.tokens_after(x_t, t, y, block)
+        return x_t  # the objective scales what the network sees; its slope is not needed
 
     objective.dx_dt(predict, x_t, level)
-    return features
+    return tokens.mT.unflatten(2, teacher.grid)
 
 
 def draw_step(
@@ -383,12 +408,7 @@ def draw_step(
         y = labels.to(device, non_blocking=True)
         dropped = generator("label").rand() < training.label_dropout
         y = torch.where(dropped.view(-1, *[1] * (y.ndim - 1)), setup.backbone.null_like(y), y)
-    draw = setup.objective.draw(codec.model_shape(images.shape), generator("noise"))
-    if getattr(setup.objective, "second_level", 0):
-        levels = setup.objective.draw_token_levels(  # type: ignore[attr-defined]
-            draw.level, setup.backbone.num_tokens, generator("second level")
-        )
-        draw = replace(draw, token_levels=levels)
+    draw = _draw_noise(setup, codec.model_shape(images.shape), generator)
     optimizer_step = step // training.gradient_accumulation_steps
     routing = setup.routing.at(optimizer_step, setup.num_steps, seed)
     routes = routing.drop_paths(
@@ -401,6 +421,69 @@ def draw_step(
         mirrored = 0 if flip is None else flip.long()
         target = copies[torch.arange(len(images), device=device), mirrored]
     return x, y, draw, routes, target
+
+
+def _draw_noise(setup: Setup, shape: Sequence[int], generator: Callable[[str], Generator]) -> Draw:
+    """Return the objective's draw for images of `shape`, by generators of two purposes."""
+    draw = setup.objective.draw(shape, generator("noise"))
+    if getattr(setup.objective, "second_level", 0):
+        levels = setup.objective.draw_token_levels(  # type: ignore[attr-defined]
+            draw.level, setup.backbone.num_tokens, generator("second level")
+        )
+        draw = replace(draw, token_levels=levels)
+    return draw
+
+
+def step_flops(
+    setup: Setup, network: Backbone, routing: Routing | None = None
+) -> list[tuple[range, float]]:
+    """Return the steps of each stage of a run with the FLOPs per image of all that the loss of a
+    step computes: further passes, a teacher's and the alignment's projection included.
+
+    Args:
+        setup: of the run.
+        network: whose passes count.
+        routing: in place of the run's.
+    """
+    stages, stop = [], setup.aligned_steps
+    for aligned, part in ((True, range(stop)), (False, range(stop, setup.num_steps))):
+        for steps, flops in stage_flops(
+            network, routing or setup.routing, setup.num_steps, _CountedLoss(setup, aligned)
+        ) if part else ():  # fmt: skip
+            both = range(max(steps.start, part.start), min(steps.stop, part.stop))
+            stages += [(both, flops)] if both else []
+    return stages
+
+
+@dataclass(frozen=True)
+class _CountedLoss:
+    """The loss of a step on the meta device, as `stage_flops` takes it."""
+
+    setup: Setup
+    aligned: bool
+
+    @property
+    def key(self) -> str:
+        """What its FLOPs depend on, beside the network and the routes."""
+        setup = self.setup
+        alignment = (setup.alignment, setup.data.features) if self.aligned else None
+        return repr((setup.objective, alignment, setup.routing.reconstruction_weight))
+
+    def __call__(
+        self,
+        network: Backbone,
+        x: Tensor,
+        y: Tensor | None,
+        routes: Sequence[Route | PendingRoute | PathDrop],
+    ) -> Tensor:
+        projector = without_data(self.setup.projector) if self.aligned else None  # type: ignore[type-var]
+        setup = replace(self.setup, backbone=network, projector=projector)
+        draw = _draw_noise(setup, x.shape, lambda purpose: make_generator("flops", 0)).to("meta")
+        taught = self.aligned and setup.is_self_taught
+        stored = self.aligned and not taught
+        features = x.new_empty(len(x), *setup.data.features[1:]) if stored else None  # type: ignore[index]
+        teacher = network if taught else None
+        return _loss(setup, x, y, draw, routes, features, "fp32", teacher=teacher).losses
 
 
 def _check_ranks_agree(

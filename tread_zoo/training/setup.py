@@ -101,6 +101,11 @@ class Setup:
         """Whether the alignment's features come from the averaged network."""
         return getattr(self.alignment, "self_taught", False)
 
+    @property
+    def aligned_steps(self) -> int:
+        """Number of the first optimizer steps that have the alignment's term."""
+        return 0 if self.projector is None else math.ceil(self.alignment.stop * self.num_steps)
+
     def batches(
         self, rank: int = 0, num_ranks: int = 1, step: int = 0
     ) -> Iterator[tuple[Tensor, ...]]:
@@ -127,7 +132,7 @@ class Setup:
 
         if self.projector is None or self.is_self_taught:
             return load(train, step, self.num_steps)
-        stop = math.ceil(self.alignment.stop * self.num_steps)
+        stop = self.aligned_steps
         aligned = load(train.with_features(), step, stop)
         return itertools.chain(aligned, load(train, max(step, stop), self.num_steps))
 
