@@ -20,7 +20,12 @@ from tread_zoo.runs.checkpoint import (
     find_checkpoint,
     load_backbone,
 )
-from tread_zoo.runtime import resolve_device, resolve_precision, set_float32_products
+from tread_zoo.runtime import (
+    keep_freed_memory,
+    resolve_device,
+    resolve_precision,
+    set_float32_products,
+)
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,7 @@ def restore(path: str | Path, *, weights: str, device: str, precision: str) -> R
     objective = create("objective", checkpoint.meta["config"]["objective"])
     resolved = resolve_precision(precision, place)
     set_float32_products(place, resolved)
+    keep_freed_memory(place)
     return Restored(checkpoint, backbone, objective, resolved)
 
 

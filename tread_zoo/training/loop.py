@@ -42,6 +42,7 @@ from tread_zoo.runs.folder import open_folder, resolve_run
 from tread_zoo.runs.initial import resolve_initial
 from tread_zoo.runtime import (
     autocast,
+    keep_freed_memory,
     resolve_device,
     resolve_precision,
     set_float32_products,
@@ -79,6 +80,7 @@ def train(**fields: Unpack[RunFields]) -> Path:
     device = resolve_device(config.device)
     precision = resolve_precision(config.training.precision, device)
     set_float32_products(device, precision)
+    keep_freed_memory(device)
     prepare_process_group(device)
     with StopSignals() as signals, _errors_explained(config.training):
         setup = build_setup(config, source if checkpoint is None else None)
