@@ -17,7 +17,8 @@ as a head. Kimi Delta Attention (KDA, arXiv 2510.26692) has such decays, and ano
 through a bottleneck as wide as a head, too. Both papers put a short convolution ahead of the walk;
 here it is the option `short_conv`: q, k and v are then SiLU(conv(Linear(x))), each direction with
 taps of its own. In one direction, and with it, these are the layers of flash-linear-attention for
-values as wide as keys.
+values as wide as keys; its norm has an epsilon of 1e-5 by default, as KDA's here, and that of Gated
+DeltaNet here 1e-6.
 
 What a route does to the memory: the state walks over the kept tokens alone, in the order of the
 full walk with the missing ones deleted. A token that bypassed the block has written nothing,
@@ -65,6 +66,7 @@ class BidirectionalDelta(ScanMixer):
     """
 
     num_projected: ClassVar[int] = 4  # q, k, v, z
+    norm_eps: ClassVar[float] = 1e-6
 
     def __init__(
         self,
@@ -90,7 +92,7 @@ class BidirectionalDelta(ScanMixer):
         self.step_proj = nn.Linear(head_size if per_channel else hidden_size, num_steps, bias=False)
         self.step_bias = nn.Parameter(torch.empty(num_steps))
         self.A_log = nn.Parameter(torch.empty(2 * num_heads))
-        self.norm = nn.RMSNorm(head_size, eps=1e-6)
+        self.norm = nn.RMSNorm(head_size, eps=self.norm_eps)
         self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.fused_rows = {
             "in_proj.weight": self.num_projected * (hidden_size,),
@@ -107,7 +109,7 @@ class BidirectionalDelta(ScanMixer):
         else:
             mixed = self.conv(projected[..., : self.conv.weight.shape[0] // 2], scan, self.gaps)
             q, k, v = mixed.unflatten(-1, (3, self.num_heads, -1)).unbind(2)
-        q, k = (F.normalize(at_least_float32(part), dim=-1).to(v.dtype) for part in (q, k))
+        q, k = (_unit(at_least_float32(part)).to(v.dtype) for part in (q, k))
         beta = self._turn(at_least_float32(self.beta_proj(x)).sigmoid(), scan)
         log_decay = self._turn(self._log_decay(x), scan)
         if self.gaps == "decay":
@@ -145,6 +147,11 @@ class BidirectionalDelta(ScanMixer):
             self.A_log.uniform_(1, 16).log_()
 
 
+def _unit(x: Tensor) -> Tensor:
+    """Return vectors of norm 1, less where they are nearly 0."""
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
 class KimiDelta(BidirectionalDelta):
     """Kimi Delta Attention over [B, L, D] in both directions, summed.
 
@@ -158,6 +165,7 @@ class KimiDelta(BidirectionalDelta):
     """
 
     num_projected: ClassVar[int] = 3  # q, k, v
+    norm_eps: ClassVar[float] = 1e-5
 
     def __init__(
         self,

@@ -65,13 +65,14 @@ def mix_by_loop(mixer, x, walks):
                         taken = steps[b, now, 8 * way :][own].unsqueeze(1)
                     decay = torch.exp(-rate * taken * (gap if mixer.gaps == "decay" else 1))
                     q, k, v = convolve(mixer, u, b, way, path, step).chunk(3)
-                    key, query = F.normalize(k[own], dim=0), F.normalize(q[own], dim=0)
+                    key, query = (z[own] / (z[own] @ z[own] + 1e-6).sqrt() for z in (k, q))
                     state = decay * state
                     error = v[own] - key @ state
                     state = state + beta[b, now, turned] * torch.outer(key, error)
                     total[b, now, own] += query @ state / 2
     by_head = total.unflatten(-1, (HEADS, 4))
-    normed = by_head / (by_head.square().mean(-1, keepdim=True) + 1e-6).sqrt() * mixer.norm.weight
+    eps = 1e-5 if isinstance(mixer, KimiDelta) else 1e-6
+    normed = by_head / (by_head.square().mean(-1, keepdim=True) + eps).sqrt() * mixer.norm.weight
     return F.linear(normed.flatten(2) * gate(mixer, x), mixer.out_proj.weight)
 
 
