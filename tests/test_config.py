@@ -305,6 +305,13 @@ def test_a_recipe_goes_with_every_backbone_and_routing(number, recipe):
     assert config.routing.name == routing.partition("_")[0]
 
 
+def test_a_part_that_a_preset_chose_leaves_with_its_options():
+    recipe = compose("experiment=digits_one_step")
+    assert (recipe.objective["name"], recipe.objective["guidance_scale"]) == ("mean_flow", 2)
+    other = compose("experiment=digits_one_step", "objective=flow", "sampler=euler")
+    assert other.objective == make_config().objective
+
+
 COMMANDS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
 
 

@@ -277,7 +277,7 @@ class RunConfig:
 
     def differences(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
         """Return what two runs compute differently: {field: (of this one, of the other)}."""
-        pairs, bookkeeping = _differences(self.as_dict(), other.as_dict()), bookkeeping_fields()
+        pairs, bookkeeping = differences(self.as_dict(), other.as_dict()), bookkeeping_fields()
         return {f: pair for f, pair in pairs.items() if not {f, f.partition(".")[0]} & bookkeeping}
 
 
@@ -449,12 +449,13 @@ def with_options(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return what differs in nested mappings: {dotted key: (value of one, value of the other)}."""
     pairs: dict[str, tuple[Any, Any]] = {}
     for key in {**one, **other}:
         a, b = one.get(key), other.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            pairs |= {f"{key}.{inner}": pair for inner, pair in _differences(a, b).items()}
+            pairs |= {f"{key}.{inner}": pair for inner, pair in differences(a, b).items()}
         elif a != b:
             pairs[key] = (a, b)
     return pairs

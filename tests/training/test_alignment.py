@@ -172,6 +172,10 @@ def test_a_run_taught_by_its_average_resumes_to_the_bit(run):
     assert_same_end(unbroken, run("parts", *given, f"resume={checkpoint.path}"))
     changed = ["alignment=none", "training.num_steps=7", "resume=latest", "resume_changed=true"]
     assert find_checkpoint(run("parts", *given[2:5], *changed)).step == 7
+    changed = ["training.num_steps=8", "resume=latest", "resume_changed=true"]
+    again = run("parts", *SELF, *changed)
+    assert find_checkpoint(again).step == 8
+    assert "alignment" in find_checkpoint(again).path.joinpath("checkpoint.json").read_text()
 
 
 def test_features_are_those_of_the_images_mirrored_or_not(table):

@@ -12,7 +12,11 @@ from tread_zoo import load_pretrained
 from tread_zoo.diffusion import FlowMatching, default_labels, generate
 from tread_zoo.diffusion.sampling import build_sampling
 from tread_zoo.runs.checkpoint import CheckpointError, find_checkpoint, load_backbone
-from tread_zoo.runs.widths import TRACKED, fit_profile, power_of
+from tread_zoo.runs.posthoc_ema import (
+    TRACKED_WIDTHS,
+    posthoc_coefficients,
+    width_to_exponent,
+)
 from tread_zoo.training.ema import WeightAverage, power_decay
 
 OPTIONS = (
@@ -24,43 +28,40 @@ OPTIONS = (
 @pytest.mark.parametrize("width", [0.01, 0.05, 0.1, 0.2, 0.28])
 def test_the_profile_is_as_wide_as_it_says(width):
     """Its standard deviation relative to the training so far, by numerical integration."""
-    power, count = power_of(width), 1_000_000
+    power, count = width_to_exponent(width), 1_000_000
     time = (np.arange(count) + 0.5) / count
     density = power * time ** (power - 1) / count
     mean = (density * time).sum()
     assert (density * (time - mean) ** 2).sum() ** 0.5 == pytest.approx(width, rel=1e-5)
 
 
-@pytest.mark.parametrize("width", [0, -0.1, 0.3])
-def test_a_width_that_no_profile_has(width):
-    with pytest.raises(ValueError, match=r"0\.288"):
-        power_of(width)
+@pytest.mark.parametrize(
+    ("width", "words"), [(0, "0.288"), (0.3, "0.288"), (0.02, "snapshots_every")]
+)
+def test_a_width_that_cannot_be_had(width, words):
+    """There is no such profile, or the snapshots are too far apart."""
+    with pytest.raises(ValueError, match=words):
+        posthoc_coefficients([500, 1000], width)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_width_made_of_snapshots_equals_the_one_tracked(dtype):
+def test_a_width_made_of_snapshots_equals_the_one_tracked():
     """Of weights that walk at random for 1000 steps, with a snapshot at each fifth."""
-    widths = [*TRACKED.values(), 0.03, 0.07, 0.15, 0.2]
+    widths = [*TRACKED_WIDTHS.values(), 0.03, 0.07, 0.15, 0.2]
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(100, generator=generator, dtype=torch.float64)
-    averages = {width: torch.empty(100, dtype=dtype).fill_(9) for width in widths}
+    averages = {width: torch.full((100,), 9.0) for width in widths}
     decays, snapshots = {width: power_decay(width) for width in widths}, []
     for step in range(1, 1001):
         weights += 1e-3 * torch.randn(100, generator=generator, dtype=torch.float64)
         for width, average in averages.items():
-            average.lerp_(weights.to(dtype), 1 - decays[width](step))
+            average.lerp_(weights.float(), 1 - decays[width](step))
         if step % 5 == 0:
-            snapshots.append(torch.stack([averages[width] for width in TRACKED.values()]))
+            snapshots.append(torch.stack([averages[width] for width in TRACKED_WIDTHS.values()]))
     stored = torch.stack(snapshots).double()
     for width, tracked in averages.items():
-        coefficients = torch.from_numpy(fit_profile(range(5, 1001, 5), width))
+        coefficients = torch.from_numpy(posthoc_coefficients(range(5, 1001, 5), width))
         made = torch.einsum("nw,nwd->d", coefficients, stored)
         assert float((made - tracked).norm() / tracked.norm()) < 1e-6, width
-
-
-def test_snapshots_too_far_apart():
-    with pytest.raises(ValueError, match=r"training\.ema_snapshots_every"):
-        fit_profile([500, 1000], 0.02)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def test_a_run_s_averages_equal_the_sums_of_its_weights(tracked):
     steps = [find_checkpoint(path) for path in sorted((tracked / "checkpoints").glob("step_*"))]
     weights = [load_backbone(step, "model").patch_embed.weight.double() for step in steps]
     for width, tolerance in ((0.05, 1e-5), (0.1, 1e-5), (0.07, 5e-3)):
-        power = power_of(width)
+        power = width_to_exponent(width)
         shares = torch.arange(7, dtype=torch.float64).pow(power).diff() / 6**power
         expected = sum(share * weight for share, weight in zip(shares, weights, strict=True))
         made = load_backbone(steps[-1], f"ema:{width}").patch_embed.weight.double()

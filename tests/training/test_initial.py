@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.published.tensors import theirs
-from tests.small_run import SMALL, full_settings
+from tests.small_run import SMALL, full_settings, settings
 from tread_zoo.model_card import write_model_folder
 from tread_zoo.published import import_checkpoint
 from tread_zoo.runs.checkpoint import CheckpointError, find_checkpoint, load_backbone
@@ -92,6 +92,18 @@ def test_a_body_that_does_not_fit_is_an_error_of_its_field(source, tmp_path, ove
     with pytest.raises(CheckpointError, match=words):
         start(tmp_path / "run", source, *overrides)
     assert not (tmp_path / "run").exists()
+
+
+def test_options_alone_are_those_of_the_checkpoint_s_architecture(run, tmp_path):
+    source = run("source", "backbone=mamba", "training.num_steps=1")
+    given = {"init_from": str(source), "run_dir": str(tmp_path / "next")}
+    given |= {"backbone": {"state_size": 4, "depth": 4}}
+    folder = train(**{**settings(*STILL), **given})
+    assert_carried(source, folder)
+    config = find_checkpoint(folder).meta["config"]["backbone"]
+    assert (config["name"], config["hidden_size"]) == ("mamba_tiny", 16)
+    longer = {**settings(*STILL), **given, "training": {"num_steps": 2}, "resume": "latest"}
+    assert find_checkpoint(train(**longer)).step == 2
 
 
 def test_data_of_other_channels_are_an_error(tmp_path):

@@ -48,15 +48,15 @@ from tread_zoo.runs.metadata import (
     sealed,
 )
 from tread_zoo.runs.metadata import CheckpointError as CheckpointError
-from tread_zoo.runs.widths import TRACKED, fit_profile
+from tread_zoo.runs.posthoc_ema import TRACKED_WIDTHS, posthoc_coefficients
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOTS = "ema_snapshots"
-# Metadata of the data that may differ, or is compared separately.
-_APART = {"name", "num_images", "items", "decoder", "class_names"}
-# What a resumed run must share.
-_SAME = ("backbone", "routing", "objective", "data", "alignment", "seed")
+# A resumed run keeps these settings, and all metadata of the data but these, some of which are
+# compared separately.
+_KEPT = ("backbone", "routing", "objective", "data", "alignment", "seed")
+_MAY_DIFFER = {"name", "num_images", "items", "decoder", "class_names"}
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,7 @@ class Checkpoint:
         return self.path.parent.parent if (self.path / META_NAME).exists() else self.path
 
     def config(self) -> RunConfig:
-        """Return the configuration of the run.
-
-        Raises:
-            ValueError: the run had a plug-in that is not loaded, or this version lacks a field.
-        """
+        """Return the configuration of the run; its plug-ins must be loaded."""
         check_plugins(self.meta["plugins"], str(self.path))
         # The package of its tracker may be missing here.
         return make_config(**{**self.meta["config"], "tracker": "local"})
@@ -99,9 +95,8 @@ class Checkpoint:
                 raise CheckpointError(f"{self.path} has one set of weights: set weights={only}.")
             return load_file(self.path / WEIGHTS_NAME)
         name, _, width = part.partition(":")
-        if (width or name in TRACKED) and not all(
-            (self.path / f"{name}.safetensors").exists() for name in TRACKED
-        ):
+        files = [self.path / f"{tracked}.safetensors" for tracked in TRACKED_WIDTHS]
+        if (width or name in TRACKED_WIDTHS) and not all(file.exists() for file in files):
             raise CheckpointError(
                 f"{self.path} has no averages from which to compute other widths: train with "
                 "training.ema_snapshots_every=… from the first step on."
@@ -118,14 +113,12 @@ class Checkpoint:
         folders = {_step(path): path for path in _folders(self.run_dir / SNAPSHOTS)}
         folders = {step: path for step, path in folders.items() if step < self.step}
         folders[self.step] = self.path
-        average = dict[str, Tensor]()
-        for (step, path), row in zip(
-            folders.items(), fit_profile(list(folders), width).tolist(), strict=True
-        ):
+        average, rows = dict[str, Tensor](), posthoc_coefficients(list(folders), width).tolist()
+        for (step, path), row in zip(folders.items(), rows, strict=True):
             if max(map(abs, row)) < 1e-10:
                 continue  # not worth reading
             source = self if step == self.step else Checkpoint(path, read_metadata(path))
-            for part, coefficient in zip(TRACKED, row, strict=True):
+            for part, coefficient in zip(TRACKED_WIDTHS, row, strict=True):
                 for name, tensor in source.tensors(part).items():
                     average[name] = average.get(name, 0) + coefficient * tensor.double()
         return {name: tensor.float() for name, tensor in average.items()}
@@ -213,8 +206,7 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def drop_later(run_dir: Path, step: int) -> None:
-    """Delete checkpoints and snapshots after `step`, before a run continues from there:
-    resume=latest must not find those of the abandoned course."""
+    """Delete checkpoints and snapshots after `step`, before a run continues from there."""
     for path in (*_folders(run_dir / "checkpoints"), *_folders(run_dir / SNAPSHOTS)):
         if _step(path) > step:
             shutil.rmtree(path)
@@ -229,14 +221,13 @@ def has_checkpoints(run_dir: Path) -> bool:
 def check_same_run(checkpoint: Checkpoint, config: RunConfig) -> None:
     """Check that a resumed run has the settings of the checkpoint; see `RunConfig.differences`.
 
-    Other differences are allowed with a warning; with `resume_changed`, all are.
-
     Raises:
-        CheckpointError: backbone, routing, objective, data, alignment or seed differ.
+        CheckpointError: backbone, routing, objective, data, alignment or seed differ, without
+            `resume_changed`. Other differences are warnings.
     """
     differences = checkpoint.config().differences(config)
     fields = {f: f"{f}={old!r}, not {new!r}" for f, (old, new) in differences.items()}
-    fixed = {f for f in fields if f.partition(".")[0] in _SAME} - {"data.vae"}  # which may move
+    fixed = {f for f in fields if f.partition(".")[0] in _KEPT} - {"data.vae"}  # which may move
     wrong = [text for field, text in fields.items() if field in fixed]
     if wrong and not config.resume_changed:
         raise CheckpointError(
@@ -267,17 +258,21 @@ def data_metadata(data: ImageData) -> dict[str, Any]:
     return metadata
 
 
-def check_same_data(checkpoint: Checkpoint, given: dict[str, Any]) -> None:
+def check_same_data(checkpoint: Checkpoint, given: dict[str, Any], *, images: bool = False) -> None:
     """Check that the given data match those of the checkpoint, because another normalisation or
     other classes under the same path would go unnoticed.
 
+    Args:
+        given: from `data_metadata`.
+        images: compare a sample of the images, too, as far as both have it.
+
     Raises:
-        CheckpointError: size, channels, classes, contexts or the decoder of latents differ.
+        CheckpointError: size, channels, classes, contexts, the decoder of latents or images differ.
     """
     saved = checkpoint.meta["data"]
     wrong = [
         f"{name}={saved.get(name)!r}, not {given.get(name)!r}"
-        for name in sorted({*saved, *given} - _APART)
+        for name in sorted({*saved, *given} - _MAY_DIFFER)
         if saved.get(name) != given.get(name)
     ]
     names = zip(saved.get("class_names", ()), given.get("class_names", ()), strict=False)
@@ -294,20 +289,10 @@ def check_same_data(checkpoint: Checkpoint, given: dict[str, Any]) -> None:
             "again, and training has seen some of them",
             checkpoint.path, saved["num_images"], given["num_images"],
         )  # fmt: skip
-
-
-def check_same_items(checkpoint: Checkpoint, given: dict[str, Any]) -> None:
-    """Check that data of the same size have the same items, by a sample of readable ones.
-
-    Raises:
-        CheckpointError: some images or labels differ.
-    """
-    saved = checkpoint.meta["data"]
-    if saved["num_images"] != given["num_images"] or "items" not in saved:  # an earlier version
         return
-    pairs = zip(saved["items"].split(), given["items"].split(), strict=True)
-    differ = [old != new for old, new in pairs if "----" not in (old, new)]
-    if any(differ):
+    pairs = zip(saved.get("items", "").split(), given["items"].split(), strict=False)
+    differ = [old != new for old, new in pairs if "----" not in (old, new)]  # both are readable
+    if images and any(differ):
         raise CheckpointError(
             f"{checkpoint.path} was trained on other data than these: of {len(differ)} images that "
             f"were compared, {sum(differ)} or their labels differ. Set data.path to the same data, "

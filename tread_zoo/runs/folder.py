@@ -42,36 +42,32 @@ def resolve_run(fields: Mapping[str, Any]) -> tuple[RunConfig, Checkpoint | None
 
     A run that continues keeps its settings, except for `fields`. Nothing is written.
 
-    Args:
-        fields: the given fields of `RunConfig`.
-
     Raises:
         ValueError: the folder holds something that may not be replaced, or the checkpoint is past
             the last step of the run.
         CheckpointError: there is no checkpoint, none is intact, or it is from another run.
     """
-    resume = fields.get("resume")
+    resume, given = fields.get("resume"), fields.get("run_dir", "auto")
     if resume is not None and fields.get("overwrite"):
         raise ValueError(
             f"resume={resume} continues a run, and overwrite=true replaces it: set only one of "
             "them."
         )
     if resume in (None, "latest", "auto"):
-        config = make_config(**fields)
-        folder = Path(config.run_dir)
+        folder = Path(make_config(**fields).run_dir if given == "auto" else given)
         if resume is None or (resume == "auto" and not has_checkpoints(folder)):
+            config = make_config(**fields)
             _check_free(config)
             return config, None
         if not has_checkpoints(folder):
             raise CheckpointError(
-                f"resume=latest, but run_dir={config.run_dir!r} holds no checkpoint. Give the "
+                f"resume=latest, but run_dir={str(folder)!r} holds no checkpoint. Give the "
                 "command that began the run, or its folder, resume=RUN; resume=auto begins where "
                 "none is."
             )
         checkpoint = find_checkpoint(folder)
     else:
         checkpoint = find_checkpoint(str(resume))
-        given = fields.get("run_dir", "auto")
         folder = checkpoint.run_dir if given == "auto" else Path(given)
     check_plugins(checkpoint.meta["plugins"], str(checkpoint.path))
     saved = {**checkpoint.meta["config"], "overwrite": False, "resume_changed": False}
@@ -89,10 +85,8 @@ def resolve_run(fields: Mapping[str, Any]) -> tuple[RunConfig, Checkpoint | None
 
 
 def _with_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the saved settings of a run, with the given ones in their place.
-
-    A part of another name keeps no options. `auto` steps and learning rate keep the saved values.
-    """
+    """Return the saved settings of a run, changed by the given ones. A part of another name keeps
+    no options; `auto` steps and learning rate keep the saved values."""
     merged = dict(saved)
     for field, value in given.items():
         before = saved.get(field)
@@ -112,11 +106,7 @@ def _with_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
 
 
 def _check_free(config: RunConfig) -> None:
-    """Check that a run may begin in its folder.
-
-    Raises:
-        ValueError: it holds another run, or something else.
-    """
+    """Raise a `ValueError` if the folder of a new run holds another run, or something else."""
     folder = Path(config.run_dir)
     entries = _entries(folder)
     if entries and not {CONFIG, "checkpoints"} & set(entries):
@@ -165,7 +155,7 @@ def open_folder(config: RunConfig, accelerator: "Accelerator") -> Iterator[Calla
 
 
 def _lock(folder: Path, locks: ExitStack) -> os.stat_result:
-    """Lock a folder until `locks` ends, and return the status of its lock file."""
+    """Lock a folder until `locks` closes, and return the status of its lock file."""
     from filelock import FileLock, Timeout
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -32,10 +32,11 @@ from tread_zoo.runs.metadata import (
 
 
 def save_pretrained(backbone: Backbone, folder: str | Path) -> Path:
-    """Write config.json and model.safetensors of a backbone into `folder`, and return it.
+    """Write config.json and model.safetensors of a backbone that `create_backbone` made into
+    `folder`, and return it.
 
     Raises:
-        ValueError: the backbone was not built by `create_backbone`, or the folder is a run's.
+        ValueError: the backbone was made otherwise, or the folder is a run's.
     """
     if backbone.name is None:
         raise ValueError(
@@ -80,21 +81,13 @@ def load_pretrained(path: str | Path, *, revision: str | None = None) -> Backbon
 
 
 def push_to_hub(backbone: Backbone, repo: str, *, private: bool = False) -> str:
-    """Upload what `save_pretrained` writes as `user/name`, and return its address.
-
-    Raises:
-        OSError, ValueError: as of `upload` and `save_pretrained`.
-    """
+    """Upload what `save_pretrained` writes as `user/name`, and return its address."""
     with TemporaryDirectory() as folder:
         return upload(save_pretrained(backbone, folder), repo, private=private)
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Path:
-    """Write the two files of a network, and return the folder.
-
-    Raises:
-        ValueError: the folder is a run's, whose config.json is another.
-    """
+    """Write the two files of a network, and return the folder, which must not be a run's."""
     if (folder / "checkpoints").exists():
         raise ValueError(f"{folder} is the folder of a run: give another one.")
     folder.mkdir(parents=True, exist_ok=True)
@@ -108,8 +101,8 @@ def download(path: Path, *, revision: str | None = None, into: Path | None = Non
     """Return a folder with the two files of `user/name`: `into`, or one in the hub's cache.
 
     Raises:
-        OSError: the repository does not exist or cannot be reached, or the path is not
-            `user/name`: it begins with `runs/`, or its parent is a local folder.
+        OSError: it cannot be had, or is no such name: it begins with `runs/`, or `user` is a local
+            folder.
     """
     import huggingface_hub
 
@@ -130,11 +123,7 @@ def download(path: Path, *, revision: str | None = None, into: Path | None = Non
 
 
 def upload(folder: Path, repo: str, *, private: bool) -> str:
-    """Upload all files of a folder as `user/name`, and return its address.
-
-    Raises:
-        OSError: the hub cannot be reached, or refuses.
-    """
+    """Upload all files of a folder as `user/name`, and return its address."""
     import huggingface_hub
 
     hub = huggingface_hub.HfApi()

@@ -17,7 +17,7 @@ CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
 STEP_FOLDERS = "step_" + 8 * "[0-9]"  # checkpoints of a run; a longer name is a copy
 META_NAME, AVERAGE_NAME = "checkpoint.json", "ema.safetensors"  # of a checkpoint
 FORMAT = 2
-OWN_CHECKSUM = "sha256_of_the_above"
+META_CHECKSUM = "sha256_of_the_above"
 
 
 class CheckpointError(ValueError):
@@ -26,10 +26,10 @@ class CheckpointError(ValueError):
 
 def sealed(metadata: Mapping[str, Any]) -> str:
     """Return the metadata of a checkpoint as JSON, with a checksum at the end."""
-    return json.dumps({**metadata, OWN_CHECKSUM: _checksum_of(metadata)}, indent=2)
+    return json.dumps({**metadata, META_CHECKSUM: _digest(metadata)}, indent=2)
 
 
-def _checksum_of(metadata: Mapping[str, Any]) -> str:
+def _digest(metadata: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(metadata).encode()).hexdigest()
 
 
@@ -44,8 +44,8 @@ def read_metadata(folder: Path, name: str = META_NAME, *only: str) -> dict[str, 
         metadata: dict[str, Any] = json.loads((folder / name).read_text())
         if metadata["format"] != FORMAT:
             raise ValueError(f"it has format {metadata['format']!r}, this version reads {FORMAT}")
-        checksum = metadata.pop(OWN_CHECKSUM, None)  # earlier checkpoints have none
-        if checksum is not None and checksum != _checksum_of(metadata):
+        checksum = metadata.pop(META_CHECKSUM, None)  # earlier checkpoints have none
+        if checksum is not None and checksum != _digest(metadata):
             raise ValueError(f"{name} differs from what was saved (sha256)")
         for file in only or metadata["sha256"]:
             with (folder / file).open("rb") as stream:

@@ -45,8 +45,7 @@ class Restored:
     @property
     def config(self) -> dict[str, Any]:
         """The configuration of the run as plain values; for an imported network, a few fields."""
-        config: dict[str, Any] = self.checkpoint.meta["config"]
-        return config
+        return dict(self.checkpoint.meta["config"])
 
     def sampling(self, sampler: Mapping[str, Any], guidance: Mapping[str, Any]) -> SamplingOptions:
         """Return the run's sampling options, changed by the given values that are not None.
@@ -139,15 +138,16 @@ class Restored:
 
 
 def restore(path: str | Path, *, weights: str, device: str, precision: str) -> Restored:
-    """Return the checkpoint at `path`, a run's or a checkpoint's folder, ready to sample.
+    """Return the checkpoint at `path`, ready to sample.
 
     Args:
+        path: as of `find_checkpoint`.
         weights: `ema`, `model` or `ema:<width>`.
-        device, precision: see `tread_zoo.runtime`.
+        device, precision: as of `RunConfig`.
 
     Raises:
         CheckpointError: there is none, or it is damaged or does not fit.
-        ValueError: weights, device or precision are unknown, or a plug-in is not loaded.
+        ValueError: a plug-in is not loaded, or the device is not here.
     """
     place = resolve_device(device)
     checkpoint = find_checkpoint(path)
@@ -162,12 +162,8 @@ def restore(path: str | Path, *, weights: str, device: str, precision: str) -> R
 def load_weak(
     options: SamplingOptions, backbone: Backbone, objective: Objective
 ) -> Backbone | None:
-    """Return the network of the guidance's `weak_checkpoint` on the CPU, or None without one.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
-        ValueError: its data or objective differ from those of `backbone`.
-    """
+    """Return the network of the guidance's `weak_checkpoint` on the CPU, or None without one. Its
+    data and objective must be those of `backbone`."""
     path = getattr(options.guidance, "weak_checkpoint", None)
     if path is None:
         return None

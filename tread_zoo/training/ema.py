@@ -6,7 +6,7 @@
 
 After t steps a power-function average weighs step k by (k^p - (k-1)^p) / t^p: its profile over time
 is p τ^(p-1) / t^p on [0, t], whose standard deviation is the fraction `width` of t (`sigma_rel` in
-the paper, and its gamma is p - 1). `tread_zoo.runs.widths` says how other widths are made of two.
+the paper, and its gamma is p - 1). `tread_zoo.runs.posthoc_ema` makes other widths of two.
 
 `torch.optim.swa_utils.AveragedModel` is not used: its first update copies the weights instead of
 averaging, and it deep-copies the network, which one that is sharded by FSDP2 refuses.
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from tread_zoo.contract.backbone import Backbone
-from tread_zoo.runs.widths import power_of
+from tread_zoo.runs.posthoc_ema import width_to_exponent
+from tread_zoo.training.sharding import is_sharded, slice_like, whole
 
 
 class WeightAverage:
@@ -65,7 +66,7 @@ class WeightAverage:
         """Return the averaged network on `device`; if it is sharded, every rank must call this, and
         `release` frees the memory again."""
         for name, part in self._slices.items():
-            self.network.get_parameter(name).copy_(part.full_tensor())  # type: ignore[attr-defined]
+            self.network.get_parameter(name).copy_(whole(part))
         return self.network.to(device)
 
     def release(self) -> None:
@@ -81,24 +82,8 @@ def exponential_decay(decay: float) -> Callable[[int], float]:
 
 def power_decay(width: float) -> Callable[[int], float]:
     """Return d_k of the power-function average of a relative width."""
-    power = power_of(width)
+    power = width_to_exponent(width)
     return lambda step: (1 - 1 / step) ** power
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether this rank has only a slice of the tensor: it is torch's `DTensor`."""
-    return hasattr(tensor, "full_tensor")
-
-
-def slice_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's slice of a whole tensor, cut as `like` is; itself if that is whole."""
-    if not is_sharded(like) or tensor.shape != like.shape:
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
-    # src_data_rank=None: every rank read the same file, so that nothing has to be sent.
-    return distribute_tensor(tensor.detach().to(like.device), mesh, placements, src_data_rank=None)
 
 
 def _local(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from tread_zoo.config import RunFields, TrainingConfig, flatten
+from tread_zoo.config import RunFields, TrainingConfig, differences
 from tread_zoo.contract.backbone import Backbone, Features
 from tread_zoo.data import copy_ahead
 from tread_zoo.diffusion import Draw, loss_by_token, split_loss
@@ -37,9 +37,9 @@ from tread_zoo.routing import (
     bypassed_tokens,
     resolve_routes,
 )
-from tread_zoo.runs.checkpoint import Checkpoint, check_same_data, check_same_items
+from tread_zoo.runs.checkpoint import Checkpoint, check_same_data
 from tread_zoo.runs.folder import open_folder, resolve_run
-from tread_zoo.runs.initial import resolve_initial
+from tread_zoo.runs.init_from import resolve_init_from
 from tread_zoo.runtime import (
     autocast,
     keep_freed_memory,
@@ -48,11 +48,11 @@ from tread_zoo.runtime import (
     set_float32_products,
 )
 from tread_zoo.seeding import Generator, ImageGenerator, make_generator, make_image_generator
-from tread_zoo.training.ema import is_sharded
 from tread_zoo.training.log import Log, is_due
 from tread_zoo.training.meters import Window, timed
 from tread_zoo.training.saving import save_snapshot, save_state
 from tread_zoo.training.setup import Setup, TrainState, build_setup, make_accelerator, place
+from tread_zoo.training.sharding import whole
 from tread_zoo.training.signals import SIGNALS, StopSignals, strongest
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def train(**fields: Unpack[RunFields]) -> Path:
         Stopped: a signal was received; the run was saved.
     """
     load_plugins(fields.get("plugins") or ())
-    settings, source = resolve_initial(fields)
+    settings, source = resolve_init_from(fields)
     config, checkpoint = resolve_run(settings)
     set_forms(config.kernels)
     device = resolve_device(config.device)
@@ -85,8 +85,7 @@ def train(**fields: Unpack[RunFields]) -> Path:
     with StopSignals() as signals, _errors_explained(config.training):
         setup = build_setup(config, source if checkpoint is None else None)
         if checkpoint is not None:
-            check_same_data(checkpoint, setup.data_metadata)
-            check_same_items(checkpoint, setup.data_metadata)
+            check_same_data(checkpoint, setup.data_metadata, images=True)
         accelerator = make_accelerator(setup, device, precision)
         setup.batches(num_ranks=accelerator.num_processes)  # it raises for data that are too few
         _check_ranks_agree(accelerator, checkpoint, setup)
@@ -230,8 +229,7 @@ def optimize(state: TrainState, batches: Iterator[tuple[Tensor, ...]], window: W
             if accelerator.sync_gradients:
                 limit = setup.training.max_grad_norm or math.inf
                 accelerator.unscale_gradients()  # its own clipping does it twice under FSDP
-                norm = clip_grad_norm_(list(state.parameters.values()), limit)
-                norm = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
+                norm = whole(clip_grad_norm_(list(state.parameters.values()), limit))
                 window.norms.append(norm)
                 skipped = norm.isfinite().logical_not().float()
                 _step_unless(state, skipped)
@@ -504,14 +502,10 @@ def _check_ranks_agree(
     settings: dict[str, Any] = {k: v for k, v in setup.config.as_dict().items() if k != "device"}
     settings["data"] = setup.data_metadata  # paths may differ between machines
     settings["checkpoint"] = checkpoint and {"step": checkpoint.step, **checkpoint.meta["sha256"]}
-    first, *others = (flatten(each) for each in gather_object([settings]))
+    first, *others = gather_object([settings])
     for rank, other in enumerate(others, 1):
-        wrong = [
-            f"{field}={first.get(field)!r} and {other.get(field)!r}"
-            for field in {**first, **other}
-            if first.get(field) != other.get(field)
-        ]
-        if wrong:
+        pairs = differences(first, other).items()
+        if wrong := [f"{field}={one!r} and {another!r}" for field, (one, another) in pairs]:
             close_process_group_at_exit()
             raise ValueError(
                 f"ranks 0 and {rank} of this run differ: {'; '.join(wrong)}. Nothing was trained. "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tread_zoo.training.ema import is_sharded, slice_like
+from tread_zoo.training.sharding import slice_like, whole
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -43,8 +43,7 @@ def optimizer_state(
         for number, parameter in enumerate(_names(inner, parameters)):
             for name, value in content["state"].get(number, {}).items():
                 if isinstance(value, Tensor):
-                    whole = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
-                    tensors[f"{parameter}|{name}"] = whole.detach().cpu()
+                    tensors[f"{parameter}|{name}"] = whole(value).detach().cpu()
                 else:
                     values[f"{parameter}|{name}"] = value
         groups = [

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.registry import register
-from tread_zoo.training.ema import is_sharded, slice_like
+from tread_zoo.training.sharding import slice_like, whole
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 
@@ -187,15 +187,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
         average.lerp_(gradient, 1 - momentum)
         update = gradient.lerp(average, momentum) if group["nesterov"] else average
         weights = parameter.detach()
-        whole, change = _whole(weights).clone(), _whole(update)
-        _orthogonal_step(whole, change, group)
-        moved = slice_like(whole, weights)
+        matrix = whole(weights).clone()
+        _orthogonal_step(matrix, whole(update), group)
+        moved = slice_like(matrix, weights)
         weights.copy_(moved if skipped is None else torch.where(skipped > 0, weights, moved))
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """Return a tensor with the slices of all ranks; every rank must call this."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _orthogonal_step(matrix: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:

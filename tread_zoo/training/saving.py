@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tread_zoo.factory import describe_backbone
 from tread_zoo.runs.checkpoint import SNAPSHOTS, save_checkpoint
-from tread_zoo.runs.widths import TRACKED
+from tread_zoo.runs.posthoc_ema import TRACKED_WIDTHS
 from tread_zoo.training.ema import WeightAverage
 from tread_zoo.training.meters import timed
 from tread_zoo.training.optimizer_state import optimizer_state
@@ -50,7 +50,7 @@ def save_state(state: TrainState, folder: Path) -> None:
 def save_snapshot(state: TrainState, folder: Path) -> None:
     """Save the averages that other widths are made of."""
     with timed(state, "saving"):
-        parts = _gather(state, {k: v for k, v in state.averages.items() if k in TRACKED})
+        parts = _gather(state, {k: v for k, v in state.averages.items() if k in TRACKED_WIDTHS})
         if state.accelerator.is_main_process:
             save_checkpoint(folder, parts, {"step": state.step}, 0, SNAPSHOTS)
 

@@ -8,8 +8,7 @@ import functools
 import itertools
 import logging
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -26,26 +25,18 @@ from tread_zoo.factory import create_backbone
 from tread_zoo.kernels import describe
 from tread_zoo.registry import create, split
 from tread_zoo.routing import Routing
-from tread_zoo.runs.checkpoint import (
-    Checkpoint,
-    data_metadata,
-    load_weights,
-)
-from tread_zoo.runs.initial import load_initial
+from tread_zoo.runs.checkpoint import Checkpoint, data_metadata, load_weights
+from tread_zoo.runs.init_from import load_source
+from tread_zoo.runs.posthoc_ema import TRACKED_WIDTHS
 from tread_zoo.runs.restore import load_weak
-from tread_zoo.runs.widths import TRACKED
 from tread_zoo.runtime import DTYPES, resolve_precision
 from tread_zoo.seeding import make_generator
 from tread_zoo.training.alignment import Alignment, NoAlignment, add_parameters, token_width
-from tread_zoo.training.ema import (
-    WeightAverage,
-    exponential_decay,
-    is_sharded,
-    power_decay,
-)
+from tread_zoo.training.ema import WeightAverage, exponential_decay, power_decay
 from tread_zoo.training.lr_schedules import LRSchedule
 from tread_zoo.training.optimizer_state import inner_optimizers, load_optimizer_state
 from tread_zoo.training.optimizers import OptimizerPart
+from tread_zoo.training.sharding import is_sharded, shard, sharding_requested
 from tread_zoo.training.trackers import Tracker
 
 if TYPE_CHECKING:
@@ -54,16 +45,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COMPILE_BACKEND = "inductor"
-CAST = (nn.Linear, nn.Conv1d, nn.Conv2d)  # autocast computes them in half precision
 
 
 @dataclass(frozen=True)
 class Setup:
     """The parts of a run.
 
-    `weak` is the network of a guidance's checkpoint. `projector` is the network that an alignment
-    trains beside the backbone. `not_scored` names the metrics left out, and why. `initial` names
-    the weights that a new run starts from.
+    `projector` is the network that an alignment trains beside the backbone, `weak` that of a
+    guidance's checkpoint. `not_scored` names the metrics left out, and why; `initial` the weights
+    that a new run starts from.
     """
 
     config: RunConfig
@@ -120,14 +110,9 @@ class Setup:
 
         def load(items: Any, start: int, end: int) -> Iterator[tuple[Tensor, ...]]:
             plan = StepBatches(
-                len(items),
-                self.training.batch_size,
-                seed=seed,
-                rank=rank,
-                num_ranks=num_ranks,
-                start_step=start * micro_steps,
-                num_steps=max(start, end) * micro_steps,
-            )
+                len(items), self.training.batch_size, seed=seed, rank=rank, num_ranks=num_ranks,
+                start_step=start * micro_steps, num_steps=max(start, end) * micro_steps,
+            )  # fmt: skip
             return make_loader(items, plan, self.training.num_workers, seed=seed)
 
         if self.projector is None or self.is_self_taught:
@@ -154,7 +139,7 @@ def build_setup(config: RunConfig, source: Checkpoint | None = None) -> Setup:
     routing = _build_routing(config, backbone)
     backbone.add_fusions(routing.fused_ranges, routing.bypassed)
     backbone.add_mask_tokens(routing.masked_ranges)
-    initial = "" if source is None else load_initial(source, config, backbone)
+    initial = "" if source is None else load_source(source, config, backbone)
     sampling = replace(sampling, routing=routing)
     sampling.check(backbone, objective)
     sampling.check_training(
@@ -310,23 +295,21 @@ def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | Non
     network, decays = setup.backbone, {"ema": exponential_decay(setup.training.ema_decay)}
     projector = setup.projector
     if setup.training.ema_snapshots_every:
-        decays |= {part: power_decay(width) for part, width in TRACKED.items()}
+        decays |= {part: power_decay(width) for part, width in TRACKED_WIDTHS.items()}
     averages = {part: WeightAverage(network, decay) for part, decay in decays.items()}
     if checkpoint is not None:
         load_weights(network, checkpoint, "model")
         for part, average in averages.items():
             load_weights(average.network, checkpoint, part)
-        if projector is not None:
-            load_weights(projector, checkpoint, "alignment")
+        if projector is not None and "alignment.safetensors" in checkpoint.meta["sha256"]:
+            load_weights(projector, checkpoint, "alignment")  # else it was added by this resume
+    dtype = DTYPES[resolve_precision(setup.training.precision, accelerator.device)]
     if setup.training.compile:
-        precision = resolve_precision(setup.training.precision, accelerator.device)
-        # It compares the kernels, which compiled code cannot.
-        describe(accelerator.device, dtype=DTYPES[precision])
+        describe(accelerator.device, dtype=dtype)  # compiled code cannot compare the kernels
         compile_blocks(network)
     modules = [network] if projector is None else [network, projector]
     if sharding_requested() and torch.distributed.is_initialized():
-        precision = resolve_precision(setup.training.precision, accelerator.device)
-        _shard(modules, accelerator.device, DTYPES[precision])
+        shard(modules, accelerator.device, dtype)
     else:
         for module in modules:
             module.to(accelerator.device)
@@ -368,12 +351,9 @@ def _continue(state: TrainState, checkpoint: Checkpoint) -> None:
     meta, config, accelerator = checkpoint.meta, state.setup.config, state.accelerator
     before, now = meta["config"]["optimizer"], config.as_dict()["optimizer"]
     if before["name"] == now["name"]:  # another one starts anew
+        tensors = checkpoint.tensors("optimizer")
         load_optimizer_state(
-            state.optimizer,
-            state.parameters,
-            checkpoint.tensors("optimizer"),
-            meta["optimizer"],
-            with_groups=before == now,
+            state.optimizer, state.parameters, tensors, meta["optimizer"], with_groups=before == now
         )
     if accelerator.scaler is not None and meta["scaler"]:
         accelerator.scaler.load_state_dict(meta["scaler"])
@@ -384,56 +364,6 @@ def _continue(state: TrainState, checkpoint: Checkpoint) -> None:
             "from here it is another run",
             state.images_per_step, checkpoint.path, meta["images_per_step"],
         )  # fmt: skip
-
-
-def sharding_requested() -> bool:
-    """Return whether `accelerate launch` is to use FSDP, by its file or `--use_fsdp`.
-
-    Raises:
-        ValueError: a setting of its `fsdp_config` that would be passed over.
-    """
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
-        return False
-    for name, works, remedy in (
-        ("VERSION", "2", "set fsdp_version: 2"),
-        ("OFFLOAD_PARAMS", "false", "leave it out: slices stay on their device"),
-        ("ACTIVATION_CHECKPOINTING", "false", "use training.activation_checkpointing=true"),
-    ):
-        given = os.environ.get(f"FSDP_{name}", works).lower()
-        if given != works:
-            raise ValueError(f"fsdp_{name.lower()}={given} of accelerate is not used: {remedy}.")
-    return True
-
-
-def _shard(modules: Sequence[nn.Module], device: torch.device, dtype: torch.dtype) -> None:
-    """Slice the weights of the network, the first one, and of others over all ranks (FSDP2), in
-    place: each block by itself, and the rest.
-
-    A block of which autocast casts every weight is gathered in `dtype`, which computes the same;
-    rates and steps of a scan, and norms, do not bear it. Gradients are reduced in float32.
-    accelerate's own plugin finds blocks by the names of classes, and does not know the CPU.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import (
-        MixedPrecisionPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
-
-    reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    network: Any = modules[0]
-    for block in network.blocks:
-        cast = {p for m in block.modules() if isinstance(m, CAST) for p in m.parameters()}
-        policy = MixedPrecisionPolicy(
-            param_dtype=dtype if cast == set(block.parameters()) else None,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,
-        )
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    for module in modules:
-        fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    register_fsdp_forward_method(network, "importance")
 
 
 def compile_blocks(network: Backbone) -> None:

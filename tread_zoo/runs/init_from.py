@@ -27,71 +27,75 @@ from tread_zoo.runs.checkpoint import (
 from tread_zoo.runs.metadata import META_NAME
 
 _ADDED = ("fusions.", "mask_tokens.")  # to a network, after it was built
-_SHOWN = 6
+_MOST_LISTED = 6
 
 
-def resolve_initial(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Checkpoint | None]:
+def resolve_init_from(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Checkpoint | None]:
     """Return the fields of a run with the backbone of its `init_from`, and that checkpoint; without
     one the fields as they are, and None.
 
     Raises:
-        CheckpointError, ValueError: as of `find_initial` and `initial_backbone`.
+        CheckpointError: there is no checkpoint, it is damaged, or another architecture is chosen.
+        ValueError: it needs a plug-in that is not loaded.
     """
     if fields.get("init_from") is None:
         return dict(fields), None
-    config = make_config(**fields)
-    source = find_initial(config)
-    resolved = {**fields, "backbone": initial_backbone(config, source)}
+    part = fields.get("backbone", "")
+    only_options = isinstance(part, Mapping) and "name" not in part
+    if only_options:  # they are options of the checkpoint's architecture
+        name = _find_source(fields, fields.get("run_dir", "auto")).meta["backbone"]["name"]
+        fields = {**fields, "backbone": {"name": name, **part}}
+    config = make_config(**fields)  # type: ignore[arg-type]
+    source = _find_source(fields, config.run_dir)
+    backbone = _backbone_of(source) | dict(part) if only_options else _merge(config, source)
+    resolved = {**fields, "backbone": backbone}
     if config.resume in (None, "latest", "auto"):
-        resolved["run_dir"] = config.run_dir  # whose name is of what was given
+        resolved["run_dir"] = config.run_dir  # auto names it after what was given
     return resolved, source
 
 
-def find_initial(config: RunConfig) -> Checkpoint:
-    """Return the checkpoint of `init_from`; of a run that is resumed its own one, which makes the
-    other dispensable.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-        ValueError: it is of a plug-in that is not loaded.
-    """
-    if config.resume is not None:
-        place = config.run_dir if config.resume in ("latest", "auto") else config.resume
-        if has_checkpoints(Path(place)) or (Path(place) / META_NAME).exists():
-            resumed = find_checkpoint(place)
-            if resumed.meta["config"].get("init_from") == config.init_from:
+def _find_source(fields: Mapping[str, Any], run_dir: str) -> Checkpoint:
+    """Return the checkpoint of `init_from`. A run that is resumed has its own, which replaces the
+    other."""
+    place, resume = fields["init_from"], fields.get("resume")
+    if resume is not None:
+        folder = Path(run_dir if resume in ("latest", "auto") else resume)
+        if has_checkpoints(folder) or (folder / META_NAME).exists():
+            resumed = find_checkpoint(folder)
+            if resumed.meta["config"].get("init_from") == place:
                 return resumed
     try:
-        source = find_checkpoint(str(config.init_from))
+        source = find_checkpoint(str(place))
     except CheckpointError as error:
-        raise CheckpointError(f"init_from={config.init_from!r}: {error}") from error
+        raise CheckpointError(f"init_from={place!r}: {error}") from error
     check_plugins(source.meta["plugins"], str(source.path))
     return source
 
 
-def initial_backbone(config: RunConfig, source: Checkpoint) -> dict[str, Any]:
-    """Return the field `backbone` of a run that starts from `source`.
+def _backbone_of(source: Checkpoint) -> dict[str, Any]:
+    """Return the field `backbone` of the run that saved a checkpoint."""
+    name, config = source.meta["backbone"]["name"], source.meta["backbone"]["config"]
+    options = get_entry("backbone", name).parameters()
+    return {"name": name, **{k: v for k, v in config.items() if k in options}}
 
-    Raises:
-        CheckpointError: another architecture is chosen.
-    """
-    chosen, given = config.backbone["name"], config.as_dict()["backbone"]
-    name, described = source.meta["backbone"]["name"], source.meta["backbone"]["config"]
-    entry, initial = get_entry("backbone", chosen), get_entry("backbone", name)
+
+def _merge(config: RunConfig, source: Checkpoint) -> dict[str, Any]:
+    """Return the source's backbone with the options that `config` sets."""
+    name, given = config.backbone["name"], config.as_dict()["backbone"]
+    entry, before = get_entry("backbone", name), _backbone_of(source)
     defaults = json.loads(json.dumps(entry.defaults()))
     changes = {k: v for k, v in given.items() if k != "name" and v != defaults.get(k)}
-    if chosen != default_fields(RunConfig)["backbone"]:
-        if entry.target is not initial.target:
-            raise CheckpointError(
-                f"backbone={chosen}, but init_from={config.init_from} has a {name}: leave out "
-                "backbone=…, or start from a checkpoint of that architecture."
-            )
-        name, changes = chosen, {**entry.preset, **changes}
-    options = {k: v for k, v in described.items() if k in initial.parameters()}
-    return {"name": name, **options, **changes}
+    if name == default_fields(RunConfig)["backbone"]:
+        return {**before, **changes}
+    if entry.target is not get_entry("backbone", before["name"]).target:
+        raise CheckpointError(
+            f"backbone={name}, but init_from={config.init_from} has a {before['name']}: leave out "
+            "backbone=…, or start from a checkpoint of that architecture."
+        )
+    return {**before, **entry.preset, **changes, "name": name}
 
 
-def load_initial(source: Checkpoint, config: RunConfig, backbone: Backbone) -> str:
+def load_source(source: Checkpoint, config: RunConfig, backbone: Backbone) -> str:
     """Load the weights of `source`, the averaged ones, and return in one line what was carried.
 
     Raises:
@@ -108,13 +112,13 @@ def load_initial(source: Checkpoint, config: RunConfig, backbone: Backbone) -> s
     words += [f"{_layers(left_out)} left out"] if left_out else []
     before, now = source.meta["config"]["objective"], config.as_dict()["objective"]
     if before != now:
-        words.append(f"it was trained for {_named(before)}, and this run is for {_named(now)}")
+        words.append(f"it was trained for {_described(before)}, this run for {_described(now)}")
     return "; ".join(words)
 
 
 def _check_body(source: Checkpoint, backbone: Backbone) -> None:
-    """Check that the backbone has the shapes of the checkpoint's with the same head and condition
-    as it has itself."""
+    """Check that a network like the checkpoint's, with the head and condition of this one, has the
+    same shapes."""
     described, config = source.meta["backbone"], backbone.config
     ends = {
         "num_classes": backbone.num_classes,
@@ -138,19 +142,16 @@ def _check_body(source: Checkpoint, backbone: Backbone) -> None:
     )
 
 
-def _shapes(backbone: Backbone) -> dict[str, tuple[int, ...]]:
-    return {
-        name: tuple(tensor.shape)
-        for name, tensor in backbone.state_dict().items()
-        if not name.startswith(_ADDED)
-    }
+def _shapes(backbone: Backbone) -> dict[str, torch.Size]:
+    tensors = backbone.state_dict().items()
+    return {name: tensor.shape for name, tensor in tensors if not name.startswith(_ADDED)}
 
 
 def _layers(names: Iterable[str]) -> str:
-    """Return the layers of tensors, the first few."""
+    """Return the layers of some tensors, the first few."""
     layers = sorted({name.rpartition(".")[0] or name for name in names})
-    return ", ".join([*layers[:_SHOWN], *(["…"] if len(layers) > _SHOWN else [])])
+    return ", ".join([*layers[:_MOST_LISTED], *(["…"] if len(layers) > _MOST_LISTED else [])])
 
 
-def _named(part: dict[str, Any]) -> str:
+def _described(part: dict[str, Any]) -> str:
     return " ".join([part["name"], *(f"{k}={v}" for k, v in part.items() if k != "name")])

@@ -1,9 +1,8 @@
-"""Averages of the weights of any width, from the snapshots that a run has left.
+"""Post-hoc EMA: averages of the weights of any width, from the snapshots of a run.
 
-Two widths are tracked and stored as snapshots; any other is a linear combination of them, by least
-squares on their profiles over time (EDM2, arXiv 2312.02696, appendix C), here with coefficients
-that sum to 1: without that, the error of constant weights is most of the error.
-`tread_zoo.training.ema` has the profiles.
+Two widths are tracked and stored; any other is a linear combination of their snapshots, by least
+squares on the profiles over time (EDM2, arXiv 2312.02696, appendix C). Here the coefficients sum to
+1: otherwise constant weights are most of the error. `tread_zoo.training.ema` has the profiles.
 """
 
 from collections.abc import Sequence
@@ -11,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-TRACKED = {"ema_0.05": 0.05, "ema_0.1": 0.1}  # widths of power-function averages, by their files
+TRACKED_WIDTHS = {"ema_0.05": 0.05, "ema_0.1": 0.1}  # of power-function averages, by file
 LARGEST_MISFIT = 0.1
 
 
-def power_of(width: float) -> float:
+def width_to_exponent(width: float) -> float:
     """Return p of the profile with this relative width, from width^2 = p / ((p + 1)^2 (p + 2)).
 
     Raises:
@@ -29,21 +28,19 @@ def power_of(width: float) -> float:
     return float(np.roots([1, 4, 5 - width**-2, 2]).real.max())
 
 
-def fit_profile(steps: Sequence[int], width: float) -> Any:
-    """Return the coefficients [n, tracked widths], float64, by which the averages of n snapshots
-    add up to the average of `width` at the last of them.
-
-    Args:
-        steps: of the snapshots, ascending.
-        width: between 0 and 0.288.
+def posthoc_coefficients(steps: Sequence[int], width: float) -> Any:
+    """Return the coefficients [n, tracked widths], float64, by which the averages of snapshots at n
+    ascending steps add up to the average of `width` at the last of them.
 
     Raises:
         ValueError: the profile misses that of `width` by more than `LARGEST_MISFIT` (relative L2),
             or there is no such width.
     """
-    times = np.repeat(np.array(steps) / steps[-1], len(TRACKED))
-    powers = np.tile([power_of(tracked) for tracked in TRACKED.values()], len(steps))
-    target = 1.0, power_of(width)
+    times = np.repeat(np.array(steps) / steps[-1], len(TRACKED_WIDTHS))
+    powers = np.tile(
+        [width_to_exponent(tracked) for tracked in TRACKED_WIDTHS.values()], len(steps)
+    )
+    target = 1.0, width_to_exponent(width)
     gram = _inner(times[:, None], powers[:, None], times, powers)
     overlap, size = _inner(times, powers, *target), _inner(*target, *target)
     # The minimum where the coefficients sum to 1, by a Lagrange multiplier.
@@ -53,13 +50,13 @@ def fit_profile(steps: Sequence[int], width: float) -> Any:
     explained = coefficients @ (2 * overlap - gram @ coefficients) / size
     misfit = max(0.0, 1 - explained) ** 0.5
     if misfit > LARGEST_MISFIT:
-        widths = " or ".join(f"{tracked:g}" for tracked in TRACKED.values())
+        widths = " or ".join(f"{tracked:g}" for tracked in TRACKED_WIDTHS.values())
         raise ValueError(
             f"weights=ema:{width:g} needs more snapshots than the {len(steps)} up to step "
             f"{steps[-1]}: what they add up to misses its profile by {misfit:.0%}. Choose a width "
             f"nearer to {widths}, or train with a smaller training.ema_snapshots_every."
         )
-    return coefficients.reshape(len(steps), len(TRACKED))
+    return coefficients.reshape(len(steps), len(TRACKED_WIDTHS))
 
 
 def _inner(t_a: Any, p_a: Any, t_b: Any, p_b: Any) -> Any:
