@@ -119,49 +119,29 @@ def test_seconds_of_two_machines_are_not_compared(tmp_path):
     assert rows["dit_tiny", "routed"][SECONDS].endswith(" ahead")
 
 
-def test_settings_are_counted_and_told_apart(tmp_path):
-    for rate in (0.25, 0.5):
-        routing = {"name": "tread", "selection_rate": rate}
-        write_run(tmp_path / "runs" / f"{rate}", routing=routing)
-    write_run(tmp_path / "runs" / "dense", seed=0)
-    runs = read_runs(str(tmp_path / "runs" / "*"))
-    labels = {setting.label for setting in group_settings(runs)}
-    assert labels == {
-        "dit_tiny dense", "dit_tiny tread, selection_rate 0.25",
-        "dit_tiny tread, selection_rate 0.5",
-    }  # fmt: skip
-    assert "3 settings of 1 backbone, 3 runs, on digits" in report(tmp_path)
+TREAD = {"name": "tread"}
 
 
-def test_what_most_settings_share_goes_without_saying(tmp_path):
-    for name, options in {
-        "plain": {}, "detach": {"detach": True}, "range": {"rate_range": [0.0, 0.75]},
-    }.items():  # fmt: skip
-        write_run(tmp_path / "runs" / name, routing={"name": "tread", **options})
-    write_run(tmp_path / "runs" / "dense")
-    labels = {setting.label for setting in group_settings(read_runs(str(tmp_path / "runs" / "*")))}
-    assert labels == {
-        "dit_tiny dense", "dit_tiny tread", "dit_tiny tread, detach True",
-        "dit_tiny tread, rate_range [0.0, 0.75]",
-    }  # fmt: skip
-
-
-def test_a_number_that_most_settings_share_goes_without_saying(tmp_path):
-    for i, (rate, warm) in enumerate([(0.5, 0.0), (0.5, 0.25), (0.25, 0.0), (0.5, 0.0)]):
-        routing = {"name": "tread", "selection_rate": rate, "warm_start": warm}
-        write_run(tmp_path / "runs" / str(i), routing=routing, seed=i)
-    labels = {setting.label for setting in group_settings(read_runs(str(tmp_path / "runs" / "*")))}
-    assert labels == {
-        "dit_tiny tread", "dit_tiny tread, warm_start 0.25", "dit_tiny tread, selection_rate 0.25",
-    }  # fmt: skip
-
-
-def test_every_setting_has_a_label_of_its_own(tmp_path):
-    for start, carry_from in ((4, None), (4, 2), (5, 2), (6, 2)):
-        routing = {"name": "tread", "start": start, "end": 8, "carry_from": carry_from}
-        write_run(tmp_path / "runs" / f"{start}{carry_from}", routing=routing)
-    labels = {setting.label for setting in group_settings(read_runs(str(tmp_path / "runs" / "*")))}
-    assert len(labels) == 4
+@pytest.mark.parametrize(
+    ("routings", "labels"),
+    [
+        (["none", *({**TREAD, "selection_rate": r} for r in (0.25, 0.5))],
+         ["dense", "tread, selection_rate 0.25", "tread, selection_rate 0.5"]),
+        (["none", TREAD, {**TREAD, "detach": True}, {**TREAD, "rate_range": [0.0, 0.75]}],
+         ["dense", "tread", "tread, detach True", "tread, rate_range [0.0, 0.75]"]),
+        ([{**TREAD, "warm_start": 0.25}, {**TREAD, "selection_rate": 0.25}, TREAD],
+         ["tread, warm_start 0.25", "tread, selection_rate 0.25", "tread"]),
+        ([{**TREAD, "start": start, "end": 8, "carry_from": 2} for start in (4, 5, 6)]
+         + [{**TREAD, "start": 4, "end": 8}], None),
+    ],
+)  # fmt: skip
+def test_labels_are_unique_and_leave_out_what_most_settings_share(tmp_path, routings, labels):
+    for number, routing in enumerate(routings):
+        write_run(tmp_path / "runs" / str(number), routing=routing)
+    settings = group_settings(read_runs(str(tmp_path / "runs" / "*")))
+    found = [setting.label for setting in settings]
+    assert len(set(found)) == len(routings)
+    assert labels is None or found == [f"dit_tiny {label}" for label in labels]
 
 
 def test_scores_of_two_protocols_are_not_ranked(tmp_path):

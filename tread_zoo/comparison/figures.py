@@ -1,8 +1,8 @@
-"""Figures of a comparison, as SVG that takes the colours of the page around it, and as PNG.
+"""Figures of a comparison: SVG in the text colour of the page around it, and PNG.
 
-One colour for each backbone, or for each setting of a single one. Dense settings are solid, routed
-ones broken or hollow, dense ones of fewer blocks dotted or diamonds. What has colour i is in groups
-of the class `s<i>`, with its numbers as their title.
+Each backbone has a colour, or each setting if there is one backbone. Dense settings are solid,
+routed ones dashed or hollow, dense ones of fewer blocks dotted or diamonds. SVG groups of colour i
+have the class `s<i>`; their titles are the numbers shown on hover.
 """
 
 import io
@@ -29,37 +29,36 @@ COLOURS = (
     "#76818e", "#9a5b2f", "#7fb53a", "#5a5fd0",
 )  # fmt: skip
 DASHES = ("--", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))  # of routed settings
-PLACES = [  # of a name from its point, the nearest first
+PLACES = [  # of a name relative to its point, in points, nearest first
     (across * far, up * far - 3)
     for far, across, up in product((9, 18, 30, 44), (1, -1), (0.6, -1.2, 0, 2, -2))
 ]
-THEME = (  # of a file that stands alone
+THEME = (  # of an SVG file
     "<style>svg{color:#1d2126}text{paint-order:stroke;stroke:#fff;stroke-width:2px}@media"
     "(prefers-color-scheme:dark){svg{color:#e4e7eb}text{stroke:#15181c}}</style>"
 )
 
 
 class Axis(NamedTuple):
-    """A scale that cells of a table have in common, its places in per cent of their width."""
+    """A scale that cells of a table share. Positions are in per cent of the cell's width."""
 
     low: float
     high: float
 
     @classmethod
     def over(cls, values: Sequence[Interval], mark: float) -> "Axis":
-        """Return an axis for the means, `mark`, and the intervals that are narrow beside these; of
-        wide ones the ends are cut off."""
+        """Return an axis that spans the means, `mark` and narrow intervals; wide ones are cut."""
         inside = [v for v in (mark, *(one.mean for one in values)) if math.isfinite(v)] or [0.0]
         reach = (max(inside) - min(inside)) or abs(inside[0]) or 1.0
         ends = [end for one in values if one.half <= reach / 3 for end in (one.low, one.high)]
         return cls(min(inside + ends) - reach / 16, max(inside + ends) + reach / 16)
 
     def place(self, value: float) -> float:
-        """Return where a value is, its end where it is beyond."""
+        """Return the position of a value, clipped to the axis."""
         return round(min(100.0, max(0.0, 100 * (value - self.low) / (self.high - self.low))), 2)
 
     def ticks(self, count: int) -> list[tuple[float, str]]:
-        """Return places and texts of about `count` round values."""
+        """Return positions and labels of about `count` round values."""
         from matplotlib.ticker import MaxNLocator
 
         values = MaxNLocator(count, steps=[1, 2, 5, 10]).tick_values(self.low, self.high)
@@ -67,24 +66,23 @@ class Axis(NamedTuple):
 
 
 class Look(NamedTuple):
-    """How a setting is drawn: number and name of its colour, the colour, dashes of lines, marker of
-    points, and what fills it."""
+    """How a setting is drawn."""
 
-    number: int
-    name: str
+    number: int  # of the colour
+    name: str  # of the colour: the backbone, or the setting
     colour: str
     dash: Any = "-"
     marker: str = "o"
-    fill: str = "none"
+    fill: str = "none"  # of the marker
 
     def options(self, title: str = "", **options: Any) -> dict[str, Any]:
-        """Return options of matplotlib's `plot`, the id what `as_svg` makes class and title of."""
-        own = {"color": self.colour, "marker": self.marker, "mfc": self.fill, "ls": self.dash}
-        return {**own, "gid": f"|s{self.number}|{title}", **options}
+        """Return options of matplotlib's `plot`. `as_svg` turns the gid into class and title."""
+        style = {"color": self.colour, "marker": self.marker, "mfc": self.fill, "ls": self.dash}
+        return {**style, "gid": f"|s{self.number}|{title}", **options}
 
 
 def looks(settings: Sequence[Setting]) -> dict[str, Look]:
-    """Return the looks of settings by label."""
+    """Return the look of each setting by label."""
     names = short_names(settings)
     if len({setting.backbone for setting in settings}) > 1:
         names = {s.label: s.backbone for s in settings}
@@ -110,9 +108,8 @@ def looks(settings: Sequence[Setting]) -> dict[str, Look]:
 
 
 def draw_plane(settings: Sequence[Setting], y: str, x: str, *, arrows: bool) -> "Figure":
-    """Return the picture of a score against a cost or another score, both columns of the runs: a
-    large point for the mean, small ones for runs; with `arrows` from each dense setting to its
-    routed ones."""
+    """Return a plot of column `y` of the runs, a score, against `x`, a cost or score: small points
+    are runs, large ones means; `arrows` lead from each dense setting to its routed ones."""
     figure, axes = _new_figure((5.8, 4.2))
     points: dict[str, tuple[float, float]] = {}
     style = looks(settings)
@@ -121,9 +118,9 @@ def draw_plane(settings: Sequence[Setting], y: str, x: str, *, arrows: bool) -> 
             look, (cost, value) = style[label], (runs[x].mean(), runs[y].mean())
             points[label] = cost, value
             axes.plot(runs[x], runs[y], **look.options(ls="", marker=".", alpha=0.45, mew=0))
-            said = f"{label}: {words(y)} {interval(runs[y].tolist()).text()}, "
-            said += f"{COSTS.get(x, words(x))} {si(cost)}"
-            axes.plot(cost, value, **look.options(said, ms=7, mew=1.6))
+            title = f"{label}: {words(y)} {interval(runs[y].tolist()).text()}, "
+            title += f"{COSTS.get(x, words(x))} {si(cost)}"
+            axes.plot(cost, value, **look.options(title, ms=7, mew=1.6))
     for setting in settings if arrows else ():
         dense, look = setting.dense_of(settings), style[setting.label]
         if dense and {dense.label, setting.label} <= points.keys():
@@ -146,8 +143,8 @@ def draw_lines(
     label: str,
     limits: tuple[float, float] | None = None,
 ) -> "Figure":
-    """Return lines over the steps by name, each a table of step, y, and the ends of its band, low
-    and high; `limits` are of the y axis, which has a line at 0 then."""
+    """Return a plot of tables by name, with the columns step, y, and low and high of a band. With
+    `limits` of the y axis it is small and has a line at 0."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     figure, axes = _new_figure((3.4, 2.4) if limits else (5.8, 3.6))
@@ -156,8 +153,8 @@ def draw_lines(
         axes.fill_between(rows.step, rows.low, rows.high, color=look.colour, alpha=0.14, lw=0,
                           gid=look.options()["gid"])  # fmt: skip
         for at in rows.itertuples() if len(rows) <= 20 else ():
-            said = f"{name} at step {at.step}: {at.y:.4g} [{at.low:.4g}, {at.high:.4g}]"
-            axes.plot(at.step, at.y, **look.options(said, ms=4))
+            title = f"{name} at step {at.step}: {at.y:.4g} [{at.low:.4g}, {at.high:.4g}]"
+            axes.plot(at.step, at.y, **look.options(title, ms=4))
     if limits:
         axes.axhline(0, color=INK, lw=0.8)
         axes.set_ylim(limits)
@@ -172,7 +169,7 @@ def draw_lines(
 
 
 def add_legend(figure: "Figure", settings: Sequence[Setting]) -> None:
-    """Put the looks of the settings below a figure, for a file that stands alone."""
+    """Add a legend of the settings below a figure."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], label=k, **look.options()) for k, look in looks(settings).items()]
@@ -184,8 +181,8 @@ def add_legend(figure: "Figure", settings: Sequence[Setting]) -> None:
 
 
 def as_svg(figure: "Figure", name: str, *, alone: bool = False) -> str:
-    """Return a figure as an SVG element that scales with its place, or as one that stands alone;
-    `name` keeps its ids apart."""
+    """Return a figure as an SVG element for a page, or with `alone` as the text of a file. `name`
+    makes its ids unique."""
     import matplotlib
 
     stream = io.StringIO()
@@ -217,11 +214,11 @@ def _new_figure(size: tuple[float, float]) -> "tuple[Figure, Axes]":
 
 
 def _name_points(axes: "Axes", points: Mapping[Look, tuple[float, float]]) -> None:
-    """Write the name of each colour beside its last point, in the nearest place where no other name
-    is and the fewest points are, with a line to it."""
+    """Write the name of each colour beside its last point: at the nearest place that covers no name
+    and the fewest points, with a line to the point."""
     from matplotlib.transforms import Bbox
 
-    axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # places are known then
+    axes.figure.draw_without_rendering()  # type: ignore[union-attr]  # now positions are known
     taken = [
         Bbox.from_extents(*(place - line.get_markersize()), *(place + line.get_markersize()))
         for line in axes.lines
@@ -229,28 +226,29 @@ def _name_points(axes: "Axes", points: Mapping[Look, tuple[float, float]]) -> No
     ]
     names: list[Bbox] = []
     for look, point in {look.name: (look, point) for look, point in points.items()}.values():
+        gid = look.options()["gid"]
         name = axes.annotate(look.name, point, PLACES[0], textcoords="offset points", fontsize=9,
-                             color=look.colour, gid=look.options()["gid"])  # fmt: skip
+                             color=look.colour, gid=gid)  # fmt: skip
         name.set_in_layout(False)
 
-        def cost(place: tuple[float, float], name: Any = name) -> int:
+        def move(place: tuple[float, float], name: Any = name) -> Bbox:
             name.set(ha="left" if place[0] > 0 else "right")
             name.xyann = place
-            box = name.get_window_extent()
+            return name.get_window_extent()
+
+        def cost(place: tuple[float, float], move: Any = move) -> int:
+            box = move(place)
             outside = not (axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max))
-            near = sum(map(box.overlaps, taken)) + 9 * sum(map(box.overlaps, names))
-            return int(near + 9 * outside)
+            return sum(map(box.overlaps, taken)) + 9 * (sum(map(box.overlaps, names)) + outside)
 
         place = min(PLACES, key=cost)
-        cost(place)
-        names.append(name.get_window_extent())
-        line = {"arrowstyle": "-", "lw": 0.5, "color": GREY, "gid": look.options()["gid"]}
+        names.append(move(place))
+        line = {"arrowstyle": "-", "lw": 0.5, "color": GREY, "gid": gid}
         axes.annotate("", point, place, textcoords="offset points", arrowprops=line)
 
 
 def _scale(axes: "Axes", which: str, values: Sequence[float]) -> None:
-    """Make an axis logarithmic where its values span more than a factor of three, and label ticks
-    by plain numbers."""
+    """Make an axis logarithmic if its values span a factor of three; label it by plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     finite = [value for value in values if math.isfinite(value)] or [1.0]

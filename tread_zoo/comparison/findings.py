@@ -1,8 +1,8 @@
-"""What the numbers of runs say: settings, their scores, and what routing changes at equal budgets.
+"""Results of runs as tables: settings, their scores, and what routing changes at equal budgets.
 
-A setting is the runs that differ in seed alone. A difference is of runs of equal seeds, and is read
-where both have spent the same: the smallest that any of them spent, read off the curves of the
-others, straight between the measured points.
+A setting is a group of runs that differ only in seed. Differences are taken between runs of equal
+seeds at equal budgets: the smallest that any of them spent, at which the curves of the others are
+interpolated linearly.
 """
 
 import dataclasses
@@ -42,19 +42,17 @@ Table = tuple[list[str], list[list[str]]]  # header, rows
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs that differ in their seed alone: what tells them from the others, in words; the name of
-    their backbone; whether they are trained without routes; the settings in which the runs of the
-    table differ; their rows."""
+    """Runs that differ only in their seed."""
 
-    label: str
+    label: str  # unique in the table
     backbone: str
-    is_dense: bool
-    choices: Mapping[str, Any]
-    runs: pd.DataFrame
+    is_dense: bool  # trained without routes
+    choices: Mapping[str, Any]  # values of the fields, routing apart, in which runs differ
+    runs: pd.DataFrame  # rows of `read_runs`
 
     def dense_of(self, settings: "Sequence[Setting]") -> "Setting | None":
-        """Return the dense setting that this routed one compares with: of the same backbone, and
-        alike in all in which the dense ones of it differ."""
+        """Return the dense setting to compare this routed one with: of the same backbone, and equal
+        in every field in which dense settings differ."""
         if self.is_dense:
             return None
         dense = [s for s in settings if s.is_dense and s.backbone == self.backbone]
@@ -63,45 +61,43 @@ class Setting:
         return alike[0] if len(alike) == 1 else None
 
     def shallower(self, settings: "Sequence[Setting]") -> "list[Setting]":
-        """Return the dense settings that are this routed one with fewer blocks, nothing else."""
-        dense, own = self.dense_of(settings), self.choices.get(DEPTH)
-        if dense is None or own is None:
+        """Return the dense settings that differ from the dense one in having fewer blocks."""
+        dense, depth = self.dense_of(settings), self.choices.get(DEPTH)
+        if dense is None or depth is None:
             return []
         others = [s for s in settings if s.is_dense and s.backbone == self.backbone]
         return [s for s in others if s.choices == {**dense.choices, DEPTH: s.choices[DEPTH]}
-                and s.choices[DEPTH] < own]  # fmt: skip
+                and s.choices[DEPTH] < depth]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Line:
-    """One setting of a row: dense, routed or how deep it is; its score over seeds; whether its
-    samples are at chance; and of a routed one, how far it lies from its dense one and from those of
-    fewer blocks, by budget."""
+    """One setting of a row."""
 
-    kind: str
+    kind: str  # dense, routed, or the number of blocks
     setting: Setting
-    score: Interval
+    score: Interval  # over seeds
     is_at_chance: bool
+    # of a routed setting: dense ones, first that of equal depth, and the difference by budget
     less: Sequence[tuple[Setting, Mapping[str, Interval | None]]] = ()
 
 
 @dataclass(frozen=True)
 class Row:
-    """Settings that are looked at together: a dense one, the one that is routed, and dense ones of
-    fewer blocks; or one setting alone."""
+    """A dense setting, its routed one, and dense ones of fewer blocks; or one setting alone."""
 
     name: str
     lines: Sequence[Line]
 
     def best(self, metric: str) -> Line | None:
-        """Return the line of the best score, None where all samples are at chance."""
+        """Return the line of the best score, or None if all samples are at chance."""
         sign = -1 if direction(metric) == "higher" else 1
         ranked = [line for line in self.lines if not line.is_at_chance]
         return min(ranked, key=lambda line: sign * line.score.mean, default=None)
 
 
 def direction(metric: str) -> str | None:
-    """Return whether a metric is better `lower` or `higher`, None if nothing says."""
+    """Return whether `lower` or `higher` values of a metric are better, or None if unknown."""
     if metric in available("metric"):
         return get_entry("metric", metric).metadata.get("better")
     return {"loss": "lower", "accuracy": "higher"}.get(metric.rpartition("_")[2])
@@ -109,11 +105,10 @@ def direction(metric: str) -> str | None:
 
 def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
     """Return the scores that all runs have by one protocol, distances first and the held-out loss
-    last, and notes on those that they do not.
+    last, and notes on the others.
 
-    Scores compare where their protocols are equal; but what was sampled by (sampler, guidance,
-    weights) may differ: it is a setting, and shown. The held-out loss depends on the data and
-    `held_out` alone.
+    Sampler, guidance and weights may differ: they are shown as settings. The held-out loss depends
+    only on the data and `held_out`.
 
     Raises:
         ValueError: no score is left.
@@ -122,33 +117,34 @@ def comparable_metrics(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
     protocols = [flatten(protocol or {}) for protocol in runs.protocol]
     different = [
         key
-        for key in dict.fromkeys(key for own in protocols for key in own)
-        if len({repr(own.get(key)) for own in protocols}) > 1
+        for key in dict.fromkeys(key for protocol in protocols for key in protocol)
+        if len({repr(protocol.get(key)) for protocol in protocols}) > 1
         and key.partition(".")[0] not in {*noted, "sampling", "weights"}
     ]
     of_loss = [key for key in different if key.startswith(("held_out", "data"))]
     of_samples = [key for key in different if not key.startswith("held_out")]
     notes = [
-        f"{what} not compared: the runs differ in {_some(keys)}."
+        f"{what} not compared: the runs differ in {', '.join(keys)}."
         for what, keys in (("Held-out losses are", of_loss), ("Scores of samples are", of_samples))
         if keys
     ]
-    notes += dict.fromkeys(note for own in protocols for note in own.get("notes") or ())
-    metrics = []
-    for name in runs.attrs["metrics"]:
-        barred = of_loss if name == HELD_OUT else of_samples
-        if direction(name) and not barred and runs[name].notna().all():
-            metrics.append(name)
+    notes += dict.fromkeys(note for protocol in protocols for note in protocol.get("notes") or ())
+    metrics = [
+        name
+        for name in runs.attrs["metrics"]
+        if direction(name) and runs[name].notna().all()
+        if not (of_loss if name == HELD_OUT else of_samples)
+    ]
     if not metrics:
         raise ValueError(" ".join(["The runs have no score in common.", *notes]))
     return sorted(metrics, key=lambda name: (name == HELD_OUT, not is_distance(name))), notes
 
 
 def group_settings(runs: pd.DataFrame) -> list[Setting]:
-    """Return the settings, in the order in which they first come. What most of them share goes
-    without saying in their labels."""
+    """Return the settings in order of appearance. Labels leave out the values that most of them
+    share."""
     fields = runs.attrs["settings"]
-    values = runs[fields].map(repr)  # which compares whatever a setting is
+    values = runs[fields].map(repr)  # comparable, whatever the type of a setting
     others = [f for f in fields if f not in ("backbone", "routing")]
     counts = values.groupby(["backbone", "routing"])[others].nunique()
     extra = [field for field in others if (counts[field] > 1).any()]
@@ -157,11 +153,11 @@ def group_settings(runs: pd.DataFrame) -> list[Setting]:
     usual = {f: _most_have((routed if f.startswith("routing.") else distinct)[f]) for f in extra}
     settings = list[Setting]()
     for _, rows in runs.groupby([values[f] for f in fields], sort=False):
-        first, own = rows.iloc[0], values.loc[rows.index[0]]
+        first, texts = rows.iloc[0], values.loc[rows.index[0]]
         is_dense = first.routing == "none"
         name = f"{first.backbone} {'dense' if is_dense else first.routing}"
         parts = {f: f"{f.rpartition('.')[2]} {_plain(first[f])}" for f in extra}
-        said = [f for f in extra if pd.notna(first[f]) and own[f] != usual[f]]
+        said = [f for f in extra if pd.notna(first[f]) and texts[f] != usual[f]]
         label = ", ".join([name, *(parts[f] for f in said)])
         if label in [setting.label for setting in settings]:
             label = ", ".join([name, *parts.values()])
@@ -173,14 +169,14 @@ def group_settings(runs: pd.DataFrame) -> list[Setting]:
 
 
 def _plain(value: Any) -> str:
-    """Return a value of a setting as text: `{name:cfg,scale:1.5}` as `cfg scale 1.5`."""
+    """Return a setting's value as text: `{name:cfg,scale:1.5}` as `cfg scale 1.5`."""
     if isinstance(value, str) and value.startswith("{"):
         return value.strip("{}").replace("name:", "").replace(",", " ").replace(":", " ")
     return f"{value:g}" if isinstance(value, float) else without_paths(str(value))
 
 
 def _most_have(values: Iterable[str]) -> str | None:
-    """Return the value that more than half are, if there is one."""
+    """Return the value that makes up more than half, or None."""
     counts = Counter(values)
     return next((value for value in counts if 2 * counts[value] > counts.total()), None)
 
@@ -188,14 +184,9 @@ def _most_have(values: Iterable[str]) -> str | None:
 def values_at_equal(
     runs: pd.DataFrame, curves: pd.DataFrame, metric: str, axis: str
 ) -> pd.Series | None:
-    """Return each run's value when it had spent the smallest budget that any run spent, by its row;
-    None where it was not measured, or seconds are of several machines.
-
-    Args:
-        runs, curves: of `read_runs` and `read_curves`.
-        metric: a score.
-        axis: steps, flops or seconds.
-    """
+    """Return each run's score at the smallest budget that any of them spent, indexed as `runs`;
+    None if it was not measured, or if seconds are of several machines. `axis` is steps, flops or
+    seconds; `runs` and `curves` are as of `read_runs` and `read_curves`."""
     spent = runs[axis]
     if spent.isna().any() or (axis == "seconds" and runs.machine.nunique() > 1):
         return None
@@ -206,10 +197,10 @@ def values_at_equal(
     for _, of_source in sorted(of_metric.groupby("source"), reverse=True):  # the log's come last
         values = {}
         for run in runs.itertuples():
-            own = of_source[of_source.folder == run.folder].sort_values("step")
-            x = own[BUDGETS[axis]].to_numpy()
+            points = of_source[of_source.folder == run.folder].sort_values("step")
+            x = points[BUDGETS[axis]].to_numpy()
             if len(x) and x[0] <= budget <= x[-1] * (1 + SAME):
-                values[run.Index] = float(np.interp(budget, x, own.value))
+                values[run.Index] = float(np.interp(budget, x, points.value))
         if len(values) == len(runs):
             return pd.Series(values)
     return None
@@ -218,8 +209,7 @@ def values_at_equal(
 def difference(
     routed: Setting, dense: Setting, curves: pd.DataFrame, metric: str, axis: str
 ) -> Interval | None:
-    """Return routed less dense over the seeds that both have, at an equal budget; None where it was
-    not measured."""
+    """Return routed less dense over the seeds of both at an equal budget; None if not measured."""
     values = values_at_equal(pd.concat([dense.runs, routed.runs]), curves, metric, axis)
     if values is None or not np.isfinite(values.astype(float)).all():
         return None
@@ -231,40 +221,39 @@ def difference(
 
 
 def curve(setting: Setting, curves: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Return step, mean y and smallest and largest seed, low and high, at each step that all runs
-    of a setting measured; what was scored on the way replaces what the log has."""
-    own = curves[(curves.metric == metric) & curves.folder.isin(setting.runs.folder)]
-    own = own[own.source == own.source.max()].groupby("step").value
-    rows = own.agg(y="mean", low="min", high="max", n="count").reset_index()
+    """Return the columns step, y (mean), low and high (smallest and largest seed) at each step that
+    all runs of a setting measured. Scores take precedence over the log."""
+    points = curves[(curves.metric == metric) & curves.folder.isin(setting.runs.folder)]
+    by_step = points[points.source == points.source.max()].groupby("step").value
+    rows = by_step.agg(y="mean", low="min", high="max", n="count").reset_index()
     return rows[rows.n == len(setting.runs)]
 
 
 def differences_on_the_way(
     routed: Setting, dense: Setting, curves: pd.DataFrame, metric: str
 ) -> pd.DataFrame:
-    """Return routed less dense over the seeds that both have at each step that these were scored:
-    step, mean y, the ends of its interval, low and high, and the interval."""
+    """Return routed less dense over the seeds of both at each step that was scored: the columns
+    step, y (mean), low, high and interval."""
     scored = curves[(curves.source == "score") & (curves.metric == metric)]
     table = scored.pivot_table(index="step", columns="folder", values="value")
     first, second = (
         table.reindex(columns=s.runs.folder).set_axis(s.runs.seed, axis=1) for s in (routed, dense)
     )
     apart = (first - second).dropna(axis=1, how="all").dropna()
-    own = [interval(values) for values in apart.to_numpy().tolist()] if apart.size else []
-    rows = [(one.mean, *((one.low, one.high) if one.n > 1 else 2 * (one.mean,))) for one in own]
+    means = [interval(values) for values in apart.to_numpy().tolist()] if apart.size else []
+    rows = [(one.mean, *((one.low, one.high) if one.n > 1 else 2 * (one.mean,))) for one in means]
     frame = pd.DataFrame(rows, columns=["y", "low", "high"])
-    return frame.assign(step=apart.index[: len(own)], interval=own)
+    return frame.assign(step=apart.index[: len(means)], interval=means)
 
 
 def is_distance(metric: str) -> bool:
-    """Return whether a score is a registered one of which less is better."""
+    """Return whether a score is a registered metric of which lower is better."""
     return metric in available("metric") and direction(metric) == "lower"
 
 
 def at_chance(runs: pd.DataFrame, metric: str) -> bool:
-    """Return whether samples of one of the runs show nothing: their labels are read right no more
-    often than guessed (within three standard deviations), or `metric` is a distance of more than
-    ten times that of real images."""
+    """Return whether one of the runs has meaningless samples: their label accuracy is within three
+    standard deviations of chance, or `metric` is a distance of over ten times real images'."""
     chance = 1 / runs.num_classes.clip(lower=1)
     drawn = runs.protocol.map(lambda protocol: (protocol or {}).get("num_generated", math.inf))
     read = runs.get("label_accuracy", pd.Series(math.nan, runs.index))
@@ -277,11 +266,11 @@ def at_chance(runs: pd.DataFrame, metric: str) -> bool:
 def make_rows(
     settings: Sequence[Setting], curves: pd.DataFrame, metric: str, budgets: Iterable[str]
 ) -> list[Row]:
-    """Return rows of settings, those with the best score of `metric` first, those at chance last: a
-    dense setting, the only one that is routed like it and those of fewer blocks share a row."""
+    """Return the settings as rows, best `metric` first and samples at chance last. A dense setting,
+    its only routed one and dense ones of fewer blocks share a row."""
     dense_of = {s.label: s.dense_of(settings) for s in settings}
     shallower = {s.label: s.shallower(settings) for s in settings}
-    shallow = {less.label for own in shallower.values() for less in own}
+    shallow = {less.label for others in shallower.values() for less in others}
     count = Counter(dense.label for dense in dense_of.values() if dense is not None)
     names = short_names(settings)
 
@@ -296,11 +285,11 @@ def make_rows(
     for setting in settings:
         dense = dense_of[setting.label]
         if dense is not None and count[dense.label] == 1:
-            own = (dense, setting, *shallower[setting.label])
-            together |= {s.label for s in own}
-            alone = sum(s.backbone == setting.backbone for s in settings) == len(own)
+            group = (dense, setting, *shallower[setting.label])
+            together |= {s.label for s in group}
+            alone = sum(s.backbone == setting.backbone for s in settings) == len(group)
             name = setting.backbone if alone else names[setting.label]
-            rows.append(Row(name, [line(s) for s in own]))
+            rows.append(Row(name, [line(s) for s in group]))
     rows += [Row(names[s.label], [line(s)]) for s in settings if s.label not in together]
     sign = -1 if direction(metric) == "higher" else 1
     best = [row.best(metric) for row in rows]
@@ -309,7 +298,7 @@ def make_rows(
 
 
 def short_names(settings: Sequence[Setting]) -> dict[str, str]:
-    """Return names of settings by label, without what all of them have in common."""
+    """Return names of settings by label, without the parts that all of them share."""
     if len(settings) == 1 or len({s.backbone for s in settings}) > 1:
         return {s.label: s.label for s in settings}
     rests = {s.label: s.label.removeprefix(s.backbone).strip() for s in settings}
@@ -319,7 +308,7 @@ def short_names(settings: Sequence[Setting]) -> dict[str, str]:
 
 
 def overview_table(rows: Sequence[Row], metric: str, budgets: Sequence[str]) -> Table:
-    """Return the lines of the rows: mean and 95 % interval over seeds of the score, and of routed
+    """Return a line for each setting: mean and 95 % interval of the score over seeds, and of routed
     less dense at each budget, with the verdict."""
     better = direction(metric) or "lower"
     table = []
@@ -330,8 +319,10 @@ def overview_table(rows: Sequence[Row], metric: str, budgets: Sequence[str]) -> 
         for i, (other, less) in enumerate(line.less):
             kind = f"{line.kind} − {other.choices.get(DEPTH)} blocks"
             cells += [[name, kind, "", "", ""]] if i else []
-            own = [less.get(axis) for axis in budgets]
-            cells[-1] += [f"{d.text(signed=True)} {d.verdict(better)}" if d else "" for d in own]
+            by_budget = [less.get(axis) for axis in budgets]
+            cells[-1] += [
+                f"{d.text(signed=True)} {d.verdict(better)}" if d else "" for d in by_budget
+            ]
         table += [row + [""] * (5 + len(budgets) - len(row)) for row in cells]
     header = ["", "", "seeds", "parameters", f"{words(metric)} [95 %]"]
     return [*header, *(f"routed − dense, equal {NAMES[axis]}" for axis in budgets)], table
@@ -340,28 +331,25 @@ def overview_table(rows: Sequence[Row], metric: str, budgets: Sequence[str]) -> 
 def goal_table(
     settings: Sequence[Setting], curves: pd.DataFrame, metric: str, goal: float
 ) -> Table:
-    """Return what each setting spent in training until its runs first met `goal`, as `meets` says
-    of the scores of one step: steps, FLOPs, seconds; the fewest FLOPs come first."""
+    """Return the steps, FLOPs and seconds of training until the runs of each setting first met
+    `goal` (`spent_until`), the fewest FLOPs first."""
     scored = curves[(curves.source == "score") & (curves.metric == metric)]
     rows = []
     for setting in settings:
-        own = scored[scored.folder.isin(setting.runs.folder)]
-        at = spent_until(own, goal, direction(metric) or "lower")
-        spent = [""] * 4
+        scores = scored[scored.folder.isin(setting.runs.folder)]
+        at = spent_until(scores, goal, direction(metric) or "lower")
+        flops, spent = math.inf, [""] * 4
         if at is not None:
+            flops = at.flops.mean()
             spent = [_mean(at.value), *(si(at[column].mean()) for column in BUDGETS.values())]
-        rows.append((
-            math.inf if at is None else at.flops.mean(),
-            [setting.label, str(own.folder.nunique()), *spent],
-        ))  # fmt: skip
-    order = sorted(rows, key=lambda pair: pair[0])
-    header = ["setting", "runs", words(metric), *NAMES.values()]
-    return header, [row for _, row in order]
+        rows.append((flops, [setting.label, str(scores.folder.nunique()), *spent]))
+    rows.sort(key=lambda pair: pair[0])
+    return ["setting", "runs", words(metric), *NAMES.values()], [row for _, row in rows]
 
 
 def spent_until(scores: pd.DataFrame, goal: float, better: str) -> pd.DataFrame | None:
-    """Return the scores, as of `read_curves`, at the first step where runs of one setting meet a
-    goal (`meets`); None if they never do. A step that one of them lacks counts for none."""
+    """Return the rows of `scores`, see `read_curves`, at the first step where the runs of a setting
+    meet a goal (`meets`); None if they never do. Only steps that all of them scored count."""
     for _, at in scores.groupby("step"):
         if len(at) == scores.folder.nunique() and meets(at.value, goal, better):
             return at
@@ -369,8 +357,8 @@ def spent_until(scores: pd.DataFrame, goal: float, better: str) -> pd.DataFrame 
 
 
 def scores_table(settings: Sequence[Setting], metrics: Sequence[str]) -> Table:
-    """Return a row for each setting, mean ± standard deviation over its seeds, and one for real
-    images where they were scored."""
+    """Return mean ± standard deviation over seeds for each setting, and a row of real images if
+    these were scored."""
     runs = pd.concat([setting.runs for setting in settings])
     costs = [name for name in COSTS if runs[name].notna().any()]
     costs = [c for c in costs if c != "flops_per_sample" or runs[c].nunique() > 1]
@@ -390,8 +378,8 @@ def scores_table(settings: Sequence[Setting], metrics: Sequence[str]) -> Table:
 def contribution_table(
     settings: Sequence[Setting],
 ) -> list[tuple[str, list[tuple[float, bool]], list[str]]]:
-    """Return of each setting its label, what each block is worth and whether it was routed, and
-    what whole ranges are worth in words; means over seeds. Empty where nothing was measured."""
+    """Return for each measured setting: its label, (contribution, is routed) of each block, and the
+    contributions of ranges as text. Means over seeds."""
     rows = []
     for setting in settings:
         columns = setting.runs.filter(regex=r"^contribution_").dropna(axis=1, how="all")
@@ -409,14 +397,8 @@ def contribution_table(
     return rows
 
 
-def _some(texts: Sequence[str]) -> str:
-    """Return the first three texts, and how many more there are."""
-    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
-    return ", ".join(texts[:3]) + more
-
-
 def _mean(values: Iterable[float]) -> str:
-    """Return mean ± standard deviation as text; "" of no values."""
+    """Return mean ± standard deviation as text, or "" for no values."""
     listed = [float(value) for value in values]
     std = statistics.stdev(listed) if len(listed) > 1 else 0.0
     mean = si(statistics.fmean(listed)) if listed else ""
@@ -429,7 +411,7 @@ def words(metric: str) -> str:
 
 
 def si(value: float, place: object = None) -> str:
-    """Return a number with a letter for its thousands, as in 1.5T; below ten thousand as it is."""
+    """Return a number with an SI prefix from ten thousand on, as in 1.5T."""
     for letter, size in zip("EPTGMk", (1e18, 1e15, 1e12, 1e9, 1e6, 1e3), strict=True):
         if abs(value) >= max(size, 1e4):
             return f"{value / size:.4g}{letter}"

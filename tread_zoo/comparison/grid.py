@@ -1,15 +1,13 @@
 """Grids of processes: every combination of swept overrides, each one a command of its own.
 
-A cell whose result is there is left alone, and one that was cut off continues, so the same command
-again takes a grid up where it stopped. No cell runs on without the process that began it, however
-that ended (killed outright: on Linux).
+A cell whose result exists is skipped, and one that was interrupted continues, so the same command
+resumes a grid. Cells end with the process that started them; on Linux also if that is killed.
 """
 
 import contextlib
 import fcntl
 import itertools
 import json
-import math
 import os
 import re
 import signal
@@ -18,7 +16,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -35,15 +33,13 @@ SET_HERE = ("run_dir", "resume", "overwrite", "checkpoint", "out")
 
 @dataclass(frozen=True)
 class Cell:
-    """One process of a grid: a file name that tells it from the others; the swept values by field,
-    as in {"backbone": "dit_tiny", "seed": "0"}; what is run; the file that it leaves when it has
-    ended well; a file for its output."""
+    """One process of a grid."""
 
-    name: str
-    choices: Mapping[str, str]
+    name: str  # a file name, unique in the grid
+    choices: Mapping[str, str]  # the swept values by field: {"backbone": "dit_tiny", "seed": "0"}
     command: tuple[str, ...]
-    result: Path
-    log: Path
+    result: Path  # the file that it writes if it ends well
+    log: Path  # its output
 
 
 def expand(
@@ -52,14 +48,14 @@ def expand(
     """Return (choices, overrides) of every combination of the swept values, each once.
 
     The first seed of all settings comes before the second of any, so that a comparison that is
-    stopped early has something to show for each.
+    stopped early has results for each.
 
     Args:
         grids: values by field, each grid swept on its own.
         fixed: overrides that all have.
 
     Raises:
-        ValueError: a field that the comparison sets itself, or no cell at all.
+        ValueError: a field that the comparison sets, or no cell at all.
     """
     fields = [field for grid in grids for field in grid]
     for field in (*fields, *(text.partition("=")[0].lstrip("+~") for text in fixed)):
@@ -79,10 +75,10 @@ def expand(
 
 
 def check_same_commands(cells: Sequence[Cell], out: Path) -> None:
-    """Check cells against those that `out` was made with, which `cells.json` has, and note them.
+    """Check the cells against `out`/cells.json, the commands that made this folder; add them to it.
 
     Raises:
-        ValueError: a cell of the same name had other overrides, so its run is of other settings.
+        ValueError: a cell of the same name was run with other overrides.
     """
     file = out / "cells.json"
     earlier = json.loads(file.read_text()) if file.exists() else {}
@@ -109,130 +105,71 @@ def run_cells(
     devices: Sequence[str] = (),
     stream: TextIO | None = None,
 ) -> dict[str, str]:
-    """Run the cells that have no result yet, and return why each that failed did, by name.
+    """Run the cells that have no result yet, and return the reason of each failure by name.
 
-    Ctrl-C ends the processes, which save what they have, and is raised again. A cell that another
-    process trains, perhaps one that is saving because its comparison was killed, is waited for.
+    Ctrl-C ends the processes, which save their state, and is raised again. A cell that another
+    process trains is waited for: it may be saving because its comparison was killed.
 
     Args:
         cells: the grid.
-        jobs: how many run at a time.
+        jobs: processes at a time.
         devices: for CUDA_VISIBLE_DEVICES; with several, cells that run together take turns.
-        stream: where a table of the scores grows as cells end, on a terminal above a bar that shows
-            the last line of a cell; None is the standard output.
+        stream: where a line with the scores of each cell goes, on a terminal above a progress bar
+            that shows the last line of a cell's log; None is the standard output.
     """
     stream = stream or sys.stdout
     done = [cell for cell in cells if cell.result.exists()]
-    todo = [cell for cell in cells if cell not in done]
-    count = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
-    logs = f"; output in {todo[0].log.parent}" if todo else ""
-    print(f"{count}, {len(done)} of them done{logs}", file=stream, flush=True)
-    queue = _Queue(cells, deque(todo), jobs, devices, stream)
+    waiting = deque(cell for cell in cells if cell not in done)
+    running: dict[int, tuple[Cell, subprocess.Popen[bytes]]] = {}  # by place, 0 … jobs - 1
+    failed, awaited = dict[str, str](), set[str]()
+    bar = tqdm(total=len(cells), initial=len(done), unit="cell", file=stream, dynamic_ncols=True,
+               disable=not stream.isatty())  # fmt: skip
+
+    def say(cell: Cell, text: str = "") -> None:
+        bar.write(f"{cell.name}  {text or _scores(cell)}", file=stream)
+        stream.flush()
+
+    logs = f"; output in {waiting[0].log.parent}" if waiting else ""
+    print(
+        f"{len(cells)} cell{'s' * (len(cells) != 1)}, {len(done)} of them done{logs}", file=stream
+    )
     try:
         for cell in done:
-            queue.say(queue.table.row(cell))
-        while queue.waiting or queue.running:
-            queue.start()
+            say(cell)
+        while waiting or running:
+            for place in sorted(set(range(jobs)) - running.keys())[: len(waiting)]:
+                cell = waiting.popleft()
+                if is_locked(cell.result.parent):
+                    waiting.append(cell)
+                    if cell.name not in awaited:
+                        say(cell, "another process trains it: waiting until that ends")
+                    awaited.add(cell.name)
+                elif cell.result.exists():  # of that process
+                    bar.update()
+                    say(cell)
+                else:
+                    running[place] = cell, _start(cell, place, jobs, devices)
             time.sleep(POLL_S)
-            queue.collect()
-    finally:  # nothing runs on, whatever ends this
-        _end([process for _, process in queue.running.values()])
-        queue.bar.close()
-    return queue.failed
+            for place, (cell, process) in list(running.items()):
+                status, last = process.poll(), _last_line(cell.log)
+                bar.set_postfix_str(last[:60])
+                if status is None:
+                    continue
+                del running[place]
+                bar.update()
+                if not cell.result.exists():
+                    output = f"{last or 'no output'} ({cell.log})"
+                    failed[cell.name] = f"exit status {status}: {output}"
+                say(cell, f"failed, {failed[cell.name]}" if cell.name in failed else "")
+    finally:  # no process outlives this one
+        _end([process for _, process in running.values()])
+        bar.close()
+    return failed
 
 
-class _Queue:
-    """Cells that wait, those that run by place (0 … jobs - 1), why those that failed did, and what
-    is shown of all."""
-
-    def __init__(
-        self,
-        cells: Sequence[Cell],
-        waiting: deque[Cell],
-        jobs: int,
-        devices: Sequence[str],
-        stream: TextIO,
-    ) -> None:
-        self.waiting, self.jobs, self.devices, self.stream = waiting, jobs, devices, stream
-        self.running: dict[int, tuple[Cell, subprocess.Popen[bytes]]] = {}
-        self.failed: dict[str, str] = {}
-        self.awaited: set[str] = set()
-        self.table = ScoreTable(cells)
-        self.bar = tqdm(
-            total=len(cells), initial=len(cells) - len(waiting), unit="cell", file=stream,
-            dynamic_ncols=True, disable=not stream.isatty(),
-        )  # fmt: skip
-
-    def say(self, text: str) -> None:
-        self.bar.write(text, file=self.stream)
-        self.stream.flush()
-
-    def start(self) -> None:
-        """Start cells where there is room, but for those that another process trains."""
-        free = sorted(set(range(self.jobs)) - set(self.running))
-        for place in free[: len(self.waiting)]:
-            cell = self.waiting.popleft()
-            if is_locked(cell.result.parent):
-                self.waiting.append(cell)
-                if cell.name not in self.awaited:
-                    self.awaited.add(cell.name)
-                    self.say(f"{cell.name}  another process trains it: waiting until that ends")
-            elif cell.result.exists():  # of that process
-                self.bar.update()
-                self.say(self.table.row(cell))
-            else:
-                with _signals_held_back():  # else a process that was just begun might run on
-                    self.running[place] = cell, _start(cell, place, self.jobs, self.devices)
-
-    def collect(self) -> None:
-        """Report the cells that have ended."""
-        for place, (cell, process) in list(self.running.items()):
-            status, last = process.poll(), _last_line(cell.log)
-            self.bar.set_postfix_str(last[:60])
-            if status is None:
-                continue
-            del self.running[place]
-            self.bar.update()
-            if not cell.result.exists():
-                output = f"{last or 'no output'} ({cell.log})"
-                self.failed[cell.name] = f"exit status {status}: {output}"
-            self.say(self.table.row(cell, self.failed.get(cell.name)))
-
-
-class ScoreTable:
-    """Lines of text for the scores of cells, the first under its head."""
-
-    def __init__(self, cells: Sequence[Cell]) -> None:
-        self.width = max((len(cell.name) for cell in cells), default=0)
-        self.names: list[str] = []  # of scores, as the first record has them
-
-    def row(self, cell: Cell, failure: str | None = None) -> str:
-        """Return the line of a cell that ended."""
-        if failure is not None:
-            return f"{cell.name:{self.width}}  failed, {failure}"
-        values, head = json.loads(cell.result.read_text())["values"], ""
-        if not self.names:
-            self.names = list(values)
-            head = f"{'':{self.width}}  {'  '.join(f'{name:>9}' for name in self.names)}\n"
-        texts = (f"{values.get(name, math.nan):>{max(9, len(name))}.4g}" for name in self.names)
-        return f"{head}{cell.name:{self.width}}  {'  '.join(texts)}"
-
-
-@contextlib.contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """Have SIGINT, SIGTERM and SIGHUP wait until the block is left."""
-    held: list[int] = []
-    handlers = {
-        number: signal.signal(number, lambda number, frame: held.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    for signal_held in held[:1]:
-        signal.raise_signal(signal_held)
+def _scores(cell: Cell) -> str:
+    values = json.loads(cell.result.read_text())["values"]
+    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
 def _start(cell: Cell, place: int, jobs: int, devices: Sequence[str]) -> "subprocess.Popen[bytes]":
@@ -259,7 +196,7 @@ def _start(cell: Cell, place: int, jobs: int, devices: Sequence[str]) -> "subpro
 
 
 def _last_line(log: Path) -> str:
-    """Return the last line of a log, or what a progress bar shows at its end."""
+    """Return the last line of a log, or the text of a progress bar at its end."""
     if not log.exists():
         return ""
     with log.open("rb") as stream:
@@ -269,7 +206,7 @@ def _last_line(log: Path) -> str:
 
 
 def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """End processes and their children: gently, and by force after a while or a second Ctrl-C."""
+    """Terminate processes with their children; kill them after a while or a second Ctrl-C."""
     _signal(processes, signal.SIGTERM)
     deadline = time.monotonic() + PATIENCE_S
     try:

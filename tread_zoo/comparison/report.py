@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import tread_zoo.comparison.figures as draw
 from tread_zoo.comparison.findings import (
@@ -52,18 +53,17 @@ def write_report(
     goal: float | None = None,
     failed: Mapping[str, str] | None = None,
 ) -> str:
-    """Write `index.html`, `report.md`, `results.csv`, `curves.csv`, `quality.png` and the figures
-    as `figures/*.svg` to the folder `out`, and return the markdown.
+    """Write `index.html`, `report.md`, `results.csv`, `curves.csv`, `quality.png` and
+    `figures/*.svg` to the folder `out`, and return the markdown.
 
     Args:
-        runs, curves: of `read_runs` and `read_curves`. Where a run has several rows, they are its
-            scores by several guidances or samplers, and what they cost is that of a sample.
-        out: folder.
-        title: first line.
-        command: what made the runs, or "".
-        metric: the score that decides; None takes the first distance that all runs have.
-        goal: a value of `metric`; what each setting spent until it met it gets a table.
-        failed: why runs have no row, by name.
+        runs, curves: of `read_runs` and `read_curves`. Several rows of a run are its scores by
+            several guidances or samplers; their cost is that of a sample.
+        out, title: folder; first line.
+        command: the command that made the runs, or "".
+        metric: the score that decides; None is the first distance that all runs have.
+        goal: a value of `metric`; a table shows what each setting spent until it met the goal.
+        failed: reasons of failures by name, for the notes.
 
     Raises:
         ValueError: no run was scored, or the runs have no score that compares.
@@ -95,7 +95,12 @@ def write_report(
     })  # fmt: skip
     page = _page(rows, settings, ended, main, budgets)
     page |= {"figures": {n: draw.as_svg(f, n) for n, f in figures.items()}, "by_sample": by_sample}
-    (out / "index.html").write_text(_render(**about, **page, goal=goal))
+    environment = Environment(
+        loader=PackageLoader("tread_zoo.comparison", ""), autoescape=True,
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    html = environment.get_template("page.html.jinja").render(**about, **page, goal=goal)
+    (out / "index.html").write_text(html)
     _save_figures(figures, settings, out)
     text = _markdown(**about)
     (out / "report.md").write_text(text)
@@ -105,8 +110,7 @@ def write_report(
 def _comparable(
     runs: pd.DataFrame, failed: Mapping[str, str]
 ) -> tuple[pd.DataFrame, list[str], list[str]]:
-    """Return the runs that have ended, each once, the scores that they have in common, and notes on
-    what is left out."""
+    """Return the runs that have ended, each once, their common scores, and notes on the others."""
     ended = runs[runs.ended]
     if not len(ended):
         raise ValueError("No run has been scored: there is nothing to compare.")
@@ -135,28 +139,28 @@ def _figures(
     *,
     by_sample: bool,
 ) -> "dict[str, Figure]":
-    """Return the figures by name: routed less dense on the way for each pair, `plane` of precision
-    and recall where they were scored, `quality` by cost, and the metrics that all runs measured
-    more than once on the way; the first of `metrics` decides."""
+    """Return the figures by name: routed less dense over training for each pair, the `plane` of
+    precision and recall, `quality` by cost, and the curves of metrics that all runs scored during
+    training. The first of `metrics` decides."""
     figures: dict[str, Figure] = {}
     style, main = draw.looks(settings), metrics[0]
     pairs = {
-        (row.name, line.setting.label): own
+        (row.name, line.setting.label): table
         for row in rows
         for line in row.lines
         if line.less and not line.is_at_chance and not by_sample
-        if len(own := differences_on_the_way(line.setting, line.less[0][0], curves, main)) > 1
+        if len(table := differences_on_the_way(line.setting, line.less[0][0], curves, main)) > 1
     }
-    limits = draw.Axis.over([one for own in pairs.values() for one in own.interval], 0)
-    for (name, label), own in pairs.items():
-        figures[f"difference {name}"] = draw.draw_lines({name: (style[label], own)}, name, limits)
+    limits = draw.Axis.over([one for table in pairs.values() for one in table.interval], 0)
+    for (name, label), table in pairs.items():
+        figures[f"difference {name}"] = draw.draw_lines({name: (style[label], table)}, name, limits)
     if {"precision", "recall"} <= set(metrics):
         figures["plane"] = draw.draw_plane(settings, "precision", "recall", arrows=not by_sample)
     cost = "flops_per_sample" if by_sample else "flops"
     figures["quality"] = draw.draw_plane(settings, main, cost, arrows=not by_sample)
     for metric in () if by_sample else metrics:
         lines = {s.label: (style[s.label], curve(s, curves, metric)) for s in settings}
-        if all(len(own) > 1 for _, own in lines.values()):
+        if all(len(table) > 1 for _, table in lines.values()):
             figures[f"curve {metric}"] = draw.draw_lines(lines, words(metric))
     return figures
 
@@ -178,7 +182,7 @@ def _page(
     metric: str,
     budgets: Sequence[str],
 ) -> dict[str, Any]:
-    """Return what the page has beside the markdown: rows with their scales, pictures, settings."""
+    """Return the variables of the page beside those of the markdown."""
     real = runs.get(f"real_{metric}", pd.Series([float("nan")])).iloc[0]
     lines = [line for row in rows for line in row.lines if not line.is_at_chance]
     apart = [one for line in lines for _, less in line.less for one in less.values() if one]
@@ -207,8 +211,8 @@ def _page(
 
 
 def _pictures(settings: Sequence[Setting]) -> dict[str, tuple[str, str]]:
-    """Return the samples of each setting's run of the first seed that all have, and of real images
-    if a run has them, by label: the whole picture and its first classes."""
+    """Return by label the picture of samples of each setting, of the first seed that all have, and
+    of real images if a run has it: whole, and its first classes."""
     common = sorted(set.intersection(*(set(setting.runs.seed) for setting in settings)))[:1]
     pictures: dict[str, tuple[str, str]] = {}
     for setting in settings:
@@ -234,23 +238,14 @@ def _embed(path: Path) -> tuple[str, str]:
 
 
 def _configs(runs: pd.DataFrame) -> dict[str, Any]:
-    """Return the names of the runs, and of every setting in which two of them differ the values."""
+    """Return the names of the runs, and the values of every setting in which two of them differ."""
     folders = list(dict.fromkeys(runs.folder))
     files = [Path(folder) / "config.json" for folder in folders]
     flat = [flatten(json.loads(file.read_text())) if file.exists() else {} for file in files]
     names = dict.fromkeys(name for one in flat for name in one if name != "run_dir")
-    values = {name: [json.dumps(one.get(name)) for one in flat] for name in names}
-    differ = {name: own for name, own in values.items() if len(set(own)) > 1}
+    texts = {name: [json.dumps(one.get(name)) for one in flat] for name in names}
+    differ = {name: values for name, values in texts.items() if len(set(values)) > 1}
     return {"runs": [Path(folder).name for folder in folders], "values": differ}
-
-
-def _render(**context: Any) -> str:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    loader = PackageLoader("tread_zoo.comparison", "")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined,
-                              trim_blocks=True, lstrip_blocks=True)  # fmt: skip
-    return environment.get_template("page.html.jinja").render(**context)
 
 
 def _markdown(
@@ -283,6 +278,6 @@ def _markdown(
 
 
 def as_markdown(text: str) -> str:
-    """Return `text` in one line as markdown that shows it as it is."""
+    """Return `text` as one line of markdown that shows it literally."""
     escaped = printable(text).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"[\\`*|]|(?<![^\W_])_|_(?![^\W_])|\](?=\()", r"\\\g<0>", escaped)

@@ -5,9 +5,8 @@
     curves = read_curves(runs.folder)
     curves.query("metric == 'held_out_loss'").pivot(index="step", columns="folder", values="value")
 
-A run's folder has `config.json` (its `RunConfig`), `facts.json` (data, size, FLOPs),
-`metrics.jsonl` (what was logged), and once it was scored `scores.jsonl` and `score.json`. Nothing
-is computed from networks here, and no code that a run names is imported.
+Read from the files of a run's folder: `config.json`, `facts.json` (data, size, FLOPs),
+`metrics.jsonl` and, once it was scored, `scores.jsonl` and `score.json`.
 """
 
 import glob
@@ -30,12 +29,8 @@ NAMED = ("backbone", "routing", "data")  # columns of every table, whether they 
 
 
 def find_runs(folders: Folders) -> list[Path]:
-    """Return the folders of runs, each once; a pattern as in "runs/*" stands for its matches that
-    hold a run, by name.
-
-    Raises:
-        ValueError: a folder that holds no run, or a pattern without any.
-    """
+    """Return the folders of runs, each once. A pattern such as "runs/*" is replaced by its matches
+    that hold a run. Raises ValueError if there is none."""
     runs: dict[Path, None] = {}
     for folder in [folders] if isinstance(folders, str | os.PathLike) else folders:
         path = Path(folder)
@@ -48,25 +43,17 @@ def find_runs(folders: Folders) -> list[Path]:
 
 
 def read_runs(folders: Folders, records: Sequence[Path] | None = None) -> pd.DataFrame:
-    """Return a table with a row for each run.
+    """Return a table with a row for each run, finished or not; docs/comparing.md lists its columns.
 
-    Columns: `folder`; `backbone`, `routing`, `data`; every other setting in which the runs differ,
-    by its name on the command line (`routing.selection_rate`); `seed`; `ended`, whether it was
-    scored after its last step; `steps` and `images` so far; `num_classes`; `parameters`;
-    `flops_per_step` (forward and backward, as routed, all images of an optimizer step), `flops` (of
-    all steps so far), `flops_of_dense` (per image, routed over dense), `flops_per_sample`;
-    `seconds` of training steps; `images_per_s`; `peak_memory_bytes`; `machine`; `loss`, the last
-    that was logged;
-    `protocol`, what made the scores; `contribution_3`, `contribution_2_8`, what a block or a range
-    of blocks is worth (`tread_zoo.evaluation.contribution`); `samples`, the last picture; the
-    scores by name, `held_out_loss` among them; `real_…`, what real images score. What was not
-    measured is NaN or None. `attrs["settings"]` and `attrs["metrics"]` list the columns that are
-    settings and scores.
+    A setting in which runs differ has the name of its command-line field, as in
+    `routing.selection_rate`; `real_fid` is of real images, `contribution_3` of a block and
+    `contribution_2_8` of a range (`tread_zoo.evaluation.contribution`). Missing values are NaN or
+    None. `attrs["settings"]` and `attrs["metrics"]` list the settings and scores.
 
     Args:
-        folders: of runs: one, several, or patterns as in "runs/*".
-        records: files of scores, one for each of `folders`, which are then paths of runs, in place
-            of the runs' own `score.json`.
+        folders: of runs: one, several, or patterns such as "runs/*".
+        records: for each of `folders`, the file of its scores in place of `score.json`; patterns
+            are not allowed then.
 
     Raises:
         ValueError: a folder that holds no run.
@@ -76,8 +63,8 @@ def read_runs(folders: Folders, records: Sequence[Path] | None = None) -> pd.Dat
     settings = [_settings(path) for path in paths]
     fields = [*NAMED, *differing(settings)]
     rows = [
-        {"folder": str(path), **_choices(own, fields), **_row(path, own, file)}
-        for path, own, file in zip(paths, settings, files, strict=True)
+        {"folder": str(path), **_choices(values, fields), **_row(path, values, file)}
+        for path, values, file in zip(paths, settings, files, strict=True)
     ]
     table = pd.DataFrame(rows)
     scores = list(table.columns[table.columns.get_loc("samples") + 1 :])
@@ -88,19 +75,12 @@ def read_runs(folders: Folders, records: Sequence[Path] | None = None) -> pd.Dat
 
 
 def read_curves(folders: Folders) -> pd.DataFrame:
-    """Return a long table of all that was measured on the way.
+    """Return a long table of all that was measured during training; `folders` as in `read_runs`.
 
     Columns: `folder`, `source` ("log" for metrics.jsonl, "score" for scores.jsonl), `metric`,
-    `step`, `flops` and `seconds` (at the run's mean rate) of training until then, `value`. The
-    held-out loss of the log is of a single draw of times and noises, that of the scores of several:
-    they are two curves. `held_out_loss_1` to `_4` are of the fourths of the draws, from the lowest
-    levels to the highest; `contribution_3` is of a block, `contribution_2_8` of a range.
-
-    Args:
-        folders: as of `read_runs`.
-
-    Raises:
-        ValueError: a folder that holds no run.
+    `step`, `flops` and `seconds` of training until then, at the run's mean rate, and `value`. The
+    held-out loss of the log is of one draw of noise per image, that of the scores of several.
+    `held_out_loss_1` to `_4` are its means over quarters of the draws, by rising noise level.
     """
     points = []
     for path in find_runs(folders):
@@ -123,26 +103,25 @@ def read_curves(folders: Folders) -> pd.DataFrame:
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the fields, beside seed and those of `NAMED`, in which two runs differ that chose the
-    same part; what one backbone has and another has not is said by their names."""
+    """Return the fields in which two runs with the same part, such as the same backbone, differ;
+    seed, `NAMED` and bookkeeping apart."""
     values: dict[str, dict[Any, set[str]]] = {}
-    for own in settings:
-        for field, value in own.items():
-            part = own.get(field.rpartition(".")[0])
+    for run in settings:
+        for field, value in run.items():
+            part = run.get(field.rpartition(".")[0])
             values.setdefault(field, {}).setdefault(part, set()).add(repr(value))
-    outside = {*NAMED, "seed"}
-    bookkeeping = bookkeeping_fields()
+    apart = {*NAMED, "seed", *bookkeeping_fields()}
     return [
         field
         for field, by_part in values.items()
-        if any(len(of_part) > 1 for of_part in by_part.values())
-        and not {field, field.partition(".")[0]} & bookkeeping
-        and field not in outside
+        if any(len(texts) > 1 for texts in by_part.values())
+        and not {field, field.partition(".")[0]} & (apart - set(NAMED))
+        and field not in apart
     ]
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of a run by their names on the command line."""
+    """Return the settings of a run by their command-line names."""
     flat = flatten(json.loads((folder / "config.json").read_text()))
     return {
         field.removesuffix(".name"): str(value) if isinstance(value, list) else value
@@ -151,7 +130,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _choices(settings: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
-    """Return a run's values of `fields`; those of routes are None where there are none."""
+    """Return a run's values of `fields`; of a dense run those of routing are None."""
     dense = settings["routing"] == "none"
     return {f: None if dense and f.startswith("routing.") else settings.get(f) for f in fields}
 
@@ -199,7 +178,7 @@ def _row(folder: Path, settings: Mapping[str, Any], file: Path) -> dict[str, Any
 
 
 def flops_until(step: int, facts: Mapping[str, Any]) -> float:
-    """Return the FLOPs of a run's first steps, by its facts.json; NaN if they were not counted."""
+    """Return the FLOPs of the first `step` steps, by facts.json; NaN if they were not counted."""
     each, before = 0.0 if "flops_by_stage" in facts else math.nan, 0
     for end, flops in facts.get("flops_by_stage", ()):
         each += max(0, min(step, end) - before) * flops
