@@ -3,10 +3,9 @@
 tread-zoo probe checkpoint=runs/digits_dit_tiny_none_flow_seed0
 tread-zoo probe checkpoint=… measure=cka selection_rate=0.75
 
-Prints how similar the states between blocks are, plots it as placement.png, and proposes a route
-with the FLOPs that it saves; placement.json has every number. The rule is at the top of
-tread_zoo/routing/probe.py. Use a dense run: a routed one has adapted to its own route. It also says
-how much the output changes without a block, and without the routed ones.
+Prints how similar the states between blocks are, how much the output changes without each block,
+and a proposed route with the FLOPs that it saves; placement.json has every number. The rule is at
+the top of tread_zoo/routing/probe.py. Use a dense run: a routed one has adapted to its own route.
 """
 
 import json
@@ -30,7 +29,6 @@ from tread_zoo.evaluation.contribution import (
 )
 from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.evaluation.held_out import stack_part
-from tread_zoo.evaluation.pictures import plot_similarity
 from tread_zoo.factory import create_backbone
 from tread_zoo.fields import OPTIONS, Fraction, check
 from tread_zoo.kernels import set_forms
@@ -47,13 +45,14 @@ class ProbeConfig(CheckpointConfig):
     """What tread-zoo probe measures.
 
     Args:
-        out: folder of placement.png and placement.json; null: <run>/placement.
+        out: folder of placement.json; null is <run>/placement.
         data: options that differ from the run's, as in data={path: …}.
         measure: cosine counts a rotated state as changed, cka does not.
-        num_images: held-out ones; of an imported checkpoint, samples on their way from noise.
+        num_images: held-out images; without data, as of an imported checkpoint, samples on their
+            way from noise.
         num_levels: noise levels, over the objective's range.
-        max_tokens: measured at most, all images together; the same places in each.
-        batch_size: images at a time.
+        max_tokens: most tokens, all images together; their places are the same in each image.
+        batch_size: images per batch.
         selection_rate: of the route whose saving is counted.
         seed: of the noise and of the places.
     """
@@ -81,14 +80,7 @@ def main(settings: dict[str, Any]) -> None:
     for line in describe(record):
         logger.info("%s", line)
     (out / "placement.json").write_text(json.dumps(record, indent=2))
-    plot_similarity(
-        record["mean_similarity"],
-        record["changes"],
-        (record["route"]["start"], record["route"]["end"]),
-        out / "placement.png",
-        title=f"{record['backbone']}, step {record['step']}: {record['measure']} of token states",
-    )
-    logger.info("written to %s: placement.png, placement.json", out)
+    logger.info("written to %s", out / "placement.json")
 
 
 def probe(run: Restored, config: ProbeConfig) -> dict[str, Any]:
@@ -142,10 +134,8 @@ def probe(run: Restored, config: ProbeConfig) -> dict[str, Any]:
 
 
 def token_states(run: Restored, config: ProbeConfig) -> tuple[list[float], list[Tensor], str]:
-    """Return the noise levels, for each the states [S, n, D], and what the tokens are of.
-
-    Without data, as of an imported checkpoint, they are of samples on their way from noise.
-    """
+    """Return the noise levels, the states [S, n, D] at each, and the source of the tokens: held-out
+    images or, without data, samples on their way from noise."""
     backbone, objective, num_images = run.backbone, run.objective, config.num_images
     device, shape = next(backbone.parameters()).device, (backbone.in_channels, *backbone.input_size)
     generator = make_generator("placement", config.seed)

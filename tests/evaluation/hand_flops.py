@@ -71,21 +71,6 @@ def dit(N, p, q, *, D, depth, labels=True, routes=()):
     return cost
 
 
-def uvit(N, p, q, *, D, depth, labels=True, routes=(), side=None, conv_channels=0):
-    """`side` and `conv_channels` are of the 3x3 convolution over the image; 0: there is none."""
-    cost, extra = Cost(), 1 + labels
-    cost.linear(N, p, D, first=True)
-    for index, n in enumerate(tokens_by_block(depth + 1, N, routes)):
-        L = extra + n
-        if index > depth // 2:
-            cost.linear(L, 2 * D, D)  # the skip joined
-        cost.transformer(L, D)
-    cost.linear(N, D, q)
-    if conv_channels:
-        cost.linear(side * side, 9 * conv_channels, conv_channels)
-    return cost
-
-
 def dis_shell(mixer, N, p, q, *, D, depth, labels=True, routes=()):
     """DiS: stem and head around depth + 1 blocks; `mixer` adds what one does on L tokens."""
     cost, extra = Cost(), 1 + labels
@@ -167,22 +152,5 @@ def rwkv(N, p, q, *, D, depth, labels=True, routes=()):
         cost.linear(n, D, 4 * D)
         cost.linear(n, 4 * D, D)
     cost.linear(1, D, 2 * D)  # shift and scale of the head
-    cost.linear(N, D, q)
-    return cost
-
-
-def zigma(N, p, q, *, D, depth, S, rank, taps=4, labels=True, routes=()):
-    """One direction of Mamba in a shell like RWKV's, with a head that is not modulated."""
-    cost, inner = Cost(), 2 * D
-    cost.stem(N, p, D)
-    for n in tokens_by_block(depth, N, routes):
-        cost.linear(1, D, 3 * D)  # shift, scale and gate
-        cost.linear(n, D, 2 * inner)  # u and z
-        cost.linear(n * inner, taps, 1)  # one filter a channel
-        cost.linear(n, inner, rank + S + S)  # step, B, C
-        cost.linear(n, rank, inner)
-        cost.scans += 7 * n * inner * S
-        cost.scans_backward += 20 * n * inner * S
-        cost.linear(n, inner, D)
     cost.linear(N, D, q)
     return cost

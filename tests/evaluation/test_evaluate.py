@@ -73,17 +73,6 @@ def test_the_record_is_json_and_has_the_protocol(record):
     assert "2 evaluations" in text
 
 
-def test_few_images_held_out_are_scored_by_what_they_are_enough_for(tiny):
-    for count, possible in (
-        (1, set()), (5, {"precision", "recall"}),
-        (12, {"kid", "kid_std", "precision", "recall", "isc", "isc_std"}),
-    ):  # fmt: skip
-        part = ArrayDataset(*tiny.data.held_out.gather(torch.arange(count)))
-        record = tiny.score(data=dataclasses.replace(tiny.data, held_out=part))
-        assert record["real"].keys() == {"label_accuracy", *possible}
-        assert record["values"].keys() > set(METRICS)
-
-
 def test_samples_are_kept_where_asked_and_never_mixed(tiny, samples, tmp_path):
     folder = tmp_path / "kept"
     record = tiny.score(metrics=[], keep_images=str(folder))
@@ -110,13 +99,6 @@ def test_what_cannot_be_scored_is_refused_before_any_work(tiny, changes, words):
         check_evaluation(tiny.options(**changes), tiny.data)
 
 
-def test_without_inceptions_weights_auto_says_why_nothing_is_scored(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    record = tiny.score(extractor="auto")
-    assert record["values"] == {}
-    assert "https://" in record["not_scored"]
-
-
 def photos(folder):
     """Return what data=image_folder data.path=photos data.image_size=64 gives of 12 pictures."""
     for number in range(12):
@@ -139,21 +121,22 @@ def test_own_images_are_scored_by_default_as_far_as_they_can(tmp_path, monkeypat
     assert ("2049" if has_weights else "https://") in evaluation.not_scored
 
 
-def test_metrics_that_were_not_asked_for_are_left_out_where_they_cannot_be_taken(tiny):
-    record = tiny.score(metrics="auto", num_images=12)
-    assert record["values"].keys() == {"label_accuracy", "kid", "kid_std", "precision", "recall"}
-    assert "fid" in record["not_scored"]
-    assert any("give 13" in line for line in describe_record(record))
-    enough = tiny.score(metrics="auto", num_images=13)
-    assert enough["values"].keys() == {*record["values"], "fid"}
-    assert "not_scored" not in enough
-    assert score(tiny.real, tiny.real[:2])["values"] == {}
-    assert score(tiny.real, tiny.real[:10])["values"].keys() == {
-        "kid",
-        "kid_std",
-        "precision",
-        "recall",
-    }
+@pytest.mark.parametrize(
+    ("count", "names"),
+    [
+        (1, set()), (5, {"precision", "recall"}),
+        (12, {"kid", "kid_std", "precision", "recall"}),
+        (13, {"kid", "kid_std", "precision", "recall", "fid"}),
+    ],
+)  # fmt: skip
+def test_few_images_are_scored_by_the_metrics_that_they_allow(tiny, count, names):
+    """Samples, and held-out images beside them."""
+    part = ArrayDataset(*tiny.data.held_out.gather(torch.arange(count)))
+    data = dataclasses.replace(tiny.data, held_out=part)
+    record = tiny.score(metrics="auto", num_images=count, data=data)
+    assert record["values"].keys() == record["real"].keys() == {"label_accuracy", *names}
+    assert ("not_scored" in record) == ("fid" not in names)
+    assert any("give 13" in line for line in describe_record(record)) == ("fid" not in names)
 
 
 def test_no_metrics_means_that_nothing_is_drawn_and_nothing_is_said(tiny):

@@ -35,11 +35,9 @@ from tread_zoo.training.loop import step_flops, step_loss
 # Digits: 8x8 pixels of 1 channel in patches of 2x2, so 16 tokens of 4 values.
 TINY = {
     "dit_tiny": partial(hand_flops.dit, 16, 4, 4, D=64, depth=12),
-    "uvit_tiny": partial(hand_flops.uvit, 16, 4, 4, D=74, depth=12, side=8, conv_channels=1),
     "mamba_tiny": partial(hand_flops.mamba, 16, 4, 4, D=88, depth=12, S=4, rank=6),
     "mamba2_tiny": partial(hand_flops.mamba2, 16, 4, 4, D=120, depth=12, expand=1, S=16, P=40),
     "rwkv_tiny": partial(hand_flops.rwkv, 16, 4, 4, D=60, depth=13),
-    "zigma_tiny": partial(hand_flops.zigma, 16, 4, 4, D=88, depth=12, S=4, rank=6),
 }
 EULER, FLOW = Euler(), FlowMatching()
 
@@ -77,26 +75,20 @@ def test_several_chunks_of_a_published_width():
     check_both_passes(network, hand_flops.mamba2(256, 16, 16, routes=routes, **sizes), routes)
 
 
-@pytest.fixture
-def forms():
-    yield set_forms
-    set_forms({})
-
-
 def shallow(name):
     """Return a network of three blocks, and its costs by hand."""
     depth = 3 if name.startswith("rwkv") else 2
     return digits(name, depth=depth), partial(TINY[name], depth=depth)
 
 
-def test_a_form_set_by_hand_changes_nothing(forms):
-    forms({"attention": "naive"})
-    network, hand = shallow("uvit_tiny")
-    assert count_flops(network, backward=True) == hand().both
-    assert get_forms()["attention"] == "naive", "counting leaves the choice as it was"
+@pytest.fixture
+def forms():
+    yield set_forms
+    set_forms({})
 
 
-def test_compiled_blocks_and_the_mode_of_gradients_change_nothing():
+def test_forms_compiled_blocks_and_the_mode_of_gradients_change_nothing(forms):
+    forms({"selective_scan": "naive"})
     network, hand = shallow("mamba_tiny")
     for block in network.blocks:
         block.compile(backend="eager")
@@ -105,6 +97,7 @@ def test_compiled_blocks_and_the_mode_of_gradients_change_nothing():
         check_both_passes(network, hand())
     with torch.inference_mode():
         assert count_flops(network, backward=True) == hand().both
+    assert get_forms()["selective_scan"] == "naive", "counting leaves the choice as it was"
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -209,27 +202,23 @@ DENSE = DIT().forward
 
 def cost(guidance, sampler=EULER, *, network=None, objective=FLOW, num_steps=5, **weak):
     options = SamplingOptions(sampler, num_steps, guidance=guidance)
-    found = count_sampling(network or digits(depth=4), objective, options, **weak)
-    return found.evaluations, found.flops
+    counted = count_sampling(network or digits(depth=4), objective, options, **weak)
+    return counted.evaluations, counted.flops
 
 
 @pytest.mark.parametrize(
-    ("guidance", "evaluations"),
+    ("guidance", "evaluations", "given"),
     [
-        (NoGuidance(), 5),
-        (ClassifierFree(scale=2.0), 10),
-        (ClassifierFree(scale=1.0), 5),
-        (ClassifierFree(scale=0.0), 5),
-        (IntervalGuidance(scale=2.0, low=0.1, high=0.5), 7),  # at 0.4 and 0.2 of 1, .8, …
-        (SparseGuidance(scale=1.0), 5),
+        (NoGuidance(), 5, {}),
+        (NoGuidance(), 9, {"sampler": Heun(), "objective": EDM()}),  # once in the last step
+        (ClassifierFree(scale=2.0), 10, {}),
+        (ClassifierFree(scale=1.0), 5, {}),
+        (IntervalGuidance(scale=2.0, low=0.1, high=0.5), 7, {}),  # at 0.4 and 0.2 of 1, .8, …
+        (SparseGuidance(scale=1.0), 5, {}),
     ],
 )
-def test_sampling_costs_the_calls_that_happen(guidance, evaluations):
-    assert cost(guidance) == (evaluations, evaluations * DENSE)
-
-
-def test_heun_evaluates_twice_but_for_the_last_step():
-    assert cost(NoGuidance(), Heun(), objective=EDM()) == (9, 9 * DENSE)
+def test_sampling_costs_the_calls_that_happen(guidance, evaluations, given):
+    assert cost(guidance, **given) == (evaluations, evaluations * DENSE)
 
 
 def test_sparse_guidance_costs_what_its_routes_keep():
@@ -239,14 +228,15 @@ def test_sparse_guidance_costs_what_its_routes_keep():
     assert cost(sparse) == (10, 5 * (DENSE + few))
 
 
-def test_path_drop_costs_what_is_left():
+def test_path_drop_costs_what_is_left_and_counting_leaves_the_network_as_it_was():
     """Blocks 1 and 2 are skipped in the weak call; both calls pay for the fusion behind them."""
     network = digits(depth=4)
     network.add_fusions([(1, 3)])
     fusion = 2 * 16 * (2 * 64) * 64  # 16 tokens, from two streams of 64 to one
     short = DIT(depth=2).forward
-    found = cost(PathDropGuidance(scale=2.0), network=network)
-    assert found == (10, 5 * (DENSE + fusion + short + fusion))
+    counted = cost(PathDropGuidance(scale=2.0), network=network)
+    assert counted == (10, 5 * (DENSE + fusion + short + fusion))
+    assert network(torch.zeros(1, 1, 8, 8), torch.ones(1)).device.type == "cpu"
 
 
 def test_what_changes_over_sampling_costs_the_calls_that_happen():
@@ -267,15 +257,6 @@ def test_two_networks_whose_rates_cross():
         DIT(depth=depth, routes=[(1, 3, kept)]).forward for kept in (7, 12, 16) for depth in (3, 4)
     )
     assert cost(guidance, num_steps=3, weak=digits(depth=3)) == (6, expected)
-
-
-def test_counting_leaves_the_network_as_it_was():
-    network = digits(depth=4)
-    before = {name: value.clone() for name, value in network.state_dict().items()}
-    cost(ClassifierFree(), network=network)
-    assert "forward" not in vars(network)
-    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
-    assert network(torch.zeros(1, 1, 8, 8), torch.ones(1)).device.type == "cpu"
 
 
 def test_the_operations_of_a_network_are_noted_each_time():

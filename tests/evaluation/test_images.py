@@ -9,10 +9,9 @@ from PIL import Image
 from tests.data.tables import Stub, image_data, write_latents
 from tests.evaluation.tiny import METRICS, random_images, write_features, write_npz
 from tread_zoo.data.latents import latents
-from tread_zoo.data.split import evenly_spaced
 from tread_zoo.evaluation import score
 from tread_zoo.evaluation.features import find_extractor
-from tread_zoo.evaluation.images import open_images, part_images, tensor_images
+from tread_zoo.evaluation.images import open_images, part_images
 from tread_zoo.evaluation.pictures import save_png
 from tread_zoo.evaluation.score import extract, open_reference, write_statistics
 
@@ -35,7 +34,7 @@ def write_reference(path, images, extractor):
     """Write statistics as the script does, and return the path."""
     found = find_extractor(extractor)
     network = found.load(["pooled"], torch.device("cpu"))
-    features = extract(tensor_images(images), network, statistics=["pooled"], batch_size=11)
+    features = extract(open_images(images), network, statistics=["pooled"], batch_size=11)
     write_statistics(path, features, found)
     return str(path)
 
@@ -96,11 +95,15 @@ def test_statistics_beside_images_are_taken_for_the_distances(own, tmp_path):
     assert found["values"] == expected["values"], "other extractors see the images alone"
 
 
-def test_folders_within_folders_and_labels_of_arr_1(tmp_path):
+def test_folders_within_folders_grey_and_colour_and_labels_of_arr_1(tmp_path):
     images = random_images(6)
     for name, some in (("a", images[:2]), ("b", images[2:])):
         write_folder(tmp_path / name, some)
     assert torch.equal(open_images(tmp_path).read(range(1, 4))[0], images[1:4])
+    save_png(random_images(1, channels=3)[0], tmp_path / "b" / "colour.png")
+    mixed = open_images(tmp_path)
+    assert mixed.shape == (3, 8, 8)
+    assert torch.equal(mixed.read(range(1))[0], images[:1].expand(-1, 3, -1, -1))
     packed = open_images(write_npz(tmp_path / "x.npz", images, [0, 1, 2, 0, 1, 2]))
     assert packed.read(range(2, 4))[1].tolist() == [2, 0]
     assert torch.equal(packed.read(range(2))[0], images[:2]), "going back"
@@ -112,16 +115,6 @@ def test_pictures_that_lie_on_their_side_have_their_upright_size(tmp_path):
     Image.new("L", (12, 8)).save(tmp_path / "a.jpg", exif=exif)
     Image.new("L", (8, 12)).save(tmp_path / "b.jpg")
     assert open_images(tmp_path).shape == (1, 12, 8)
-
-
-def test_grey_and_colour(tmp_path):
-    write_folder(tmp_path / "mixed", random_images(3))
-    assert open_images(tmp_path / "mixed").shape == (1, 8, 8)
-    save_png(random_images(1, channels=3)[0], tmp_path / "mixed" / "colour.png")
-    mixed = open_images(tmp_path / "mixed")
-    assert mixed.shape == (3, 8, 8)
-    grey = mixed.read(range(1))[0]
-    assert torch.equal(grey, random_images(3)[:1].expand(-1, 3, -1, -1))
 
 
 def test_what_are_no_images_is_refused(tmp_path):
@@ -146,11 +139,6 @@ def test_a_picture_that_cannot_be_read_is_named(own, tmp_path):
     (folder / "005.png").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"005\.png"):
         score(folder, REAL, ["kid"], extractor=own)
-
-
-def test_evenly_spaced():
-    assert evenly_spaced(10, 4) == [0, 2, 5, 7]
-    assert evenly_spaced(3, None) == evenly_spaced(3, 9) == [0, 1, 2]
 
 
 def test_latents_are_decoded_before_they_are_compared(tmp_path, monkeypatch):

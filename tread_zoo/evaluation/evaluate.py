@@ -19,11 +19,7 @@ from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import ImageData
 from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, generate
 from tread_zoo.diffusion.conditions import conditions_of
-from tread_zoo.evaluation.contribution import (
-    data_contributions,
-    describe_contributions,
-    ranges_of,
-)
+from tread_zoo.evaluation.contribution import data_contributions, describe_contributions, ranges_of
 from tread_zoo.evaluation.features import DIGITS, INCEPTION, find_extractor
 from tread_zoo.evaluation.flops import count_sampling
 from tread_zoo.evaluation.images import Images, open_images, part_images, pixel_shape
@@ -39,17 +35,17 @@ _NO_DECODER = "latents are not images: name their autoencoder with data.vae=…"
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class EvaluateConfig(CheckpointConfig):
-    """Settings of tread-zoo evaluate: a checkpoint's samples, or existing images, are scored.
+    """Settings of tread-zoo evaluate, which scores a checkpoint's samples or existing images.
 
     Args:
         samples: in place of a checkpoint, a folder of pictures, or an .npz with arr_0 uint8
             [N,H,W,C] and perhaps labels arr_1. All images are scored.
-        data: of a checkpoint, options that differ from the run's, as in data={path: …}; of
+        data: for a checkpoint, options that differ from the run's, as in data={path: …}; for
             samples, the data of the reference, as in data=cifar10.
-        sampler, guidance: fields that differ from the run's; with `name`, another one.
-        evaluation: fields that differ from the run's or, of samples, from the defaults.
-        out: file of the record; null is <run>/score_<step>_<digest of the protocol>.json, or a
-            file beside the samples.
+        sampler, guidance: fields that differ from the run's; `name` chooses another one.
+        evaluation: fields that differ from the run's or, for samples, from the defaults.
+        out: file of the record; null is <run>/score_<step>_<digest of the protocol>.json, or
+            <samples>_score.json.
         vae: the autoencoder of latents; null is the run's.
     """
 
@@ -79,21 +75,19 @@ def evaluate(
     cache: dict[str, Any] | None = None,
     **metadata: Any,
 ) -> dict[str, Any]:
-    """Return `{"values": …, "real": …, "protocol": …, "contributions": …}` of a network and its
-    samples; every process must call this.
+    """Return the record of a network's score; every rank must call this.
 
-    `contributions` is of the blocks, see `tread_zoo.evaluation.contribution`. `real` has the values
-    of held-out images where the reference is the training part: the best that samples can reach.
-    Latents are decoded. Where metrics cannot be computed (no weights of Inception, no autoencoder,
-    too few images), `not_scored` says why.
+    `values` are the scores of samples, `real` those of held-out images if the reference is the
+    training part, `protocol` all that they depend on, and `contributions` what each block is worth
+    (`tread_zoo.evaluation.contribution`). `not_scored` says why metrics are missing: no weights of
+    Inception, no autoencoder of latents, too few images.
 
     Args:
         backbone, objective, data, sampling, options: the network, and the settings of its scores.
         precision: resolved, see `tread_zoo.runtime`.
         weak: the network of the guidance's `weak_checkpoint`.
         routing: of the training.
-        cache: an empty dictionary for later calls with other weights; it keeps what does not depend
-            on them.
+        cache: a dictionary, empty at first, that keeps what other weights share.
         metadata: further fields of `Protocol`, such as `weights` and `step`.
     """
     cache = {} if cache is None else cache
@@ -104,13 +98,13 @@ def evaluate(
     protocol = {**cache["sampling"], "weights": "ema", "precision": precision, **metadata}
     conditions = conditions_of(backbone, data)
     protocol |= {"data": data.name, "seed": options.seed, "labels": conditions.rule}
-    of_blocks = data_contributions(
+    blocks = data_contributions(
         backbone, objective, data, ranges=options.block_ranges or ranges_of(backbone, routing),
         precision=precision, batch_size=options.batch_size,
     )  # fmt: skip
     if not codec.has_pixels or not (evaluation.metrics or options.keep_images):
         why = {"not_scored": evaluation.not_scored} if evaluation.not_scored else {}
-        return {"values": {}, "real": {}, "protocol": protocol, **why, "contributions": of_blocks}
+        return {"values": {}, "real": {}, "protocol": protocol, **why, "contributions": blocks}
 
     def draw(numbers: range) -> tuple[Tensor, Tensor | None]:
         x = generate(
@@ -119,7 +113,10 @@ def evaluate(
         )  # fmt: skip
         images = codec.to_pixels(x, device=device)
         if options.keep_images is not None:
-            _keep(images, numbers, Path(options.keep_images).expanduser())
+            folder = Path(options.keep_images).expanduser()
+            folder.mkdir(parents=True, exist_ok=True)
+            for number, image in zip(numbers, images, strict=True):
+                save_png(image, folder / f"{number:06d}.png")
         return images, default_labels(numbers, backbone.num_classes)
 
     decoder = codec.decoded_by
@@ -135,21 +132,14 @@ def evaluate(
         cache=cache,
         **protocol,
     )
-    return {**record, "contributions": of_blocks}
-
-
-def _keep(images: Tensor, numbers: range, folder: Path) -> None:
-    """Write samples as PNG files, named by their numbers."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, image in zip(numbers, images, strict=True):
-        save_png(image, folder / f"{number:06d}.png")
+    return {**record, "contributions": blocks}
 
 
 def evaluate_images(
     place: str | Path, data: ImageData | None, options: EvaluationConfig, device: torch.device
 ) -> dict[str, Any]:
-    """Return the record, as of `evaluate`, of all images in a folder or an .npz file. The reference
-    is a part of `data`, or what `options` name. Raises ValueError if they cannot be scored."""
+    """Return the record of all images in a folder or an .npz file, see `evaluate`. The reference is
+    a part of `data` or the one in `options`. Raises ValueError if no metric can be computed."""
     images = open_images(place)
     evaluation = make_evaluation(options, data, num_classes=images.num_classes, device=device)
     evaluation = evaluation.fit(len(images), images.shape, images.num_classes)
@@ -179,11 +169,8 @@ def check_evaluation(
     num_classes: int | None = None,
     device: torch.device | None = None,
 ) -> Evaluation:
-    """Return the evaluation of samples like `data`, checked; no image is drawn or read.
-
-    `num_classes` is of the samples' labels; None is the data's. `device` decodes latents. Raises
-    ValueError if samples cannot be scored so.
-    """
+    """Return the evaluation of samples like `data`, checked before any is drawn. `num_classes` is
+    that of the samples' labels; None is the data's. Raises ValueError if they cannot be scored."""
     num_classes = data.num_classes if num_classes is None else num_classes
     evaluation = make_evaluation(options, data, num_classes=num_classes, device=device)
     if evaluation.extractor is not None:
@@ -205,8 +192,8 @@ def make_evaluation(
     num_classes: int = 0,
     device: torch.device | None = None,
 ) -> Evaluation:
-    """Return what images with labels of `num_classes` (0: none) are scored by. Raises ValueError
-    for unknown names, or files that are not there."""
+    """Return the evaluation of images with labels of `num_classes` (0: none), to be checked by its
+    `fit`. Raises ValueError for unknown names or missing files."""
     if data is not None and not data.codec.has_pixels:
         return Evaluation((), None, Reference(options.reference, None), not_scored=_NO_DECODER)
     reference = _open_reference(options, data, device)
@@ -222,13 +209,9 @@ def make_evaluation(
             raise
         metrics, not_scored = (), str(error) if metrics else ""
     # the digits extractor knows the classes of digits alone
-    reads_labels = extractor is not None and 0 < num_classes <= extractor.num_classes
-    if (
-        reads_labels
-        and metrics
-        and (name != DIGITS or is_digits)
-        and "label_accuracy" not in [metric.name for metric in metrics]
-    ):
+    known = extractor.num_classes if extractor and (name != DIGITS or is_digits) else 0
+    names = [metric.name for metric in metrics]
+    if names and 0 < num_classes <= known and "label_accuracy" not in names:
         metrics = (*build_metrics(["label_accuracy"]), *metrics)
     auto = options.metrics == "auto"
     return Evaluation(metrics, extractor if metrics else None, reference, not_scored, auto)
@@ -256,8 +239,8 @@ def sampling_record(
     *,
     weak: Backbone | None = None,
 ) -> dict[str, Any]:
-    """Return the fields of `Protocol` on how samples are drawn: `sampling`, all settings of sampler
-    and guidance; `nfe`, network evaluations per image; `flops_per_image`."""
+    """Return fields of `Protocol`: `sampling`, the settings of sampler and guidance; `nfe`, network
+    evaluations per image; `flops_per_image`."""
     cost = count_sampling(backbone, objective, sampling, weak=weak)
     settings = sampling.as_dict()
     return {"sampling": settings, "nfe": cost.evaluations, "flops_per_image": cost.flops}
@@ -295,8 +278,8 @@ def describe_sampling(protocol: Mapping[str, Any]) -> str:
     """Return the settings and the cost of sampling as a short text."""
     sampling = protocol["sampling"]
     words = [f"{sampling['sampler']} {sampling['num_steps']} steps"]
-    usual = {"grid": "auto", "shift": 1.0, "rho": "auto", "selection_rate": 0.0}
-    words += [f"{k} {sampling[k]}" for k, v in usual.items() if sampling.get(k, v) != v]
+    defaults = {"grid": "auto", "shift": 1.0, "rho": "auto", "selection_rate": 0.0}
+    words += [f"{k} {sampling[k]}" for k, v in defaults.items() if sampling.get(k, v) != v]
     kind = sampling["guidance"]
     scale = sampling.get("guidance_scale", "")
     words.append("no guidance" if kind == "none" else f"{kind} guidance {scale}")

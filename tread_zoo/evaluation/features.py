@@ -1,16 +1,14 @@
 """Feature extractors: networks that turn images into named features.
 
-    pooled    the vector of which distances are computed
-    spatial   the first 7 channels of the 1x1 branch of Inception's mixed_6, 17x17, for sfid
-    logits    of classes, for isc and label_accuracy
-    feature_map   [B, S, h, w], a vector per place of the image, for `tread_zoo.training.alignment`:
-              DINOv2's patch tokens, Inception's mixed_7, a small classifier's last convolution.
-              Each extractor has it; `sizes` does not list it
+    pooled        the vector that distances compare
+    spatial       the first 7 channels of the 1x1 branch of Inception's mixed_6, 17x17, for sfid
+    logits        of classes, for isc and label_accuracy
+    feature_map   [B, S, h, w], for `tread_zoo.training.alignment`: DINOv2's patch tokens,
+                  Inception's mixed_7, or a small classifier's last convolution
 
-docs/evaluation.md lists the extractors. Nothing is downloaded. torch-fidelity's Inception is the
-network of 2015 that the papers' FID uses; its `Mixed_6d` is `mixed_6` of that graph. ADM's
-evaluator takes the output of the branch's ReLU in the order [H, W, 7], as here, so `mu_s` and
-`sigma_s` of its reference files are of the same features.
+Nothing is downloaded. torch-fidelity's Inception is the network of 2015 that FID is defined by; its
+`Mixed_6d` is `mixed_6` of that graph. Spatial features are in the order [H, W, 7], as in the
+reference files of ADM's evaluator (`mu_s`, `sigma_s`).
 
 Dimensions: B batch, C channels, H height, W width, D features.
 """
@@ -39,9 +37,7 @@ INCEPTION_URL = (
     "weights-inception-2015-12-05-6726825d.pth"
 )
 DINOV2_CODE = "https://github.com/facebookresearch/dinov2"
-# torch-fidelity's name -> that of the authors' code, and the width of the vector. The large one is
-# that of "Exposing flaws of generative model evaluation metrics" (arXiv 2306.04675).
-DINOV2 = {
+DINOV2 = {  # name -> the name in the authors' code, D; arXiv 2306.04675 uses the large one
     "dinov2-vit-s-14": ("dinov2_vits14", 384),
     "dinov2-vit-b-14": ("dinov2_vitb14", 768),
     "dinov2-vit-l-14": ("dinov2_vitl14", 1024),
@@ -50,6 +46,7 @@ DINOV2 = {
 EXTRACTORS = (DIGITS, INCEPTION, *DINOV2)
 EXPORTED = ".pt2"
 _SPATIAL_CHANNELS = 7
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and std of its pixels
 _RESIZE = "bilinear as in TensorFlow 1 (corners not aligned, no antialiasing) to {0}x{0}"
 
 Network = Callable[[Tensor], dict[str, Tensor]]
@@ -61,7 +58,7 @@ class Extractor:
 
     name: str  # in settings
     file: Path  # of the weights
-    sizes: Mapping[str, int]  # D by name of feature
+    sizes: Mapping[str, int]  # D by name of feature, but for the feature map
     resize: str = "none"  # how images are resized
     shape: tuple[int, ...] | None = None  # the required [C, H, W]; None: any
     num_classes: int = 0  # of the logits, if they are of the data's classes
@@ -102,9 +99,9 @@ class Extractor:
 def find_extractor(
     name: str, inception_weights: str | None = None, dinov2_weights: str | None = None
 ) -> Extractor:
-    """Return an extractor by name, or from a file of `tread-zoo make-features` or of
-    `torch.export.save`. Weights are searched in torch's hub folder unless their files are given.
-    Raises ValueError for an unknown name or a missing file."""
+    """Return an extractor by name, or from a file of `tread-zoo make-features` or
+    `torch.export.save`. Weights lie in torch's hub folder unless their files are given. Raises
+    ValueError for an unknown name or a missing file."""
     if name == INCEPTION:
         file = _hub_file(inception_weights, INCEPTION_URL, "inception_weights")
         sizes = {"pooled": 2048, "spatial": 17 * 17 * _SPATIAL_CHANNELS, "logits": 1008}
@@ -245,38 +242,31 @@ def _load_inception(file: Path, names: Collection[str], device: torch.device) ->
 
 
 def _load_dinov2(extractor: Extractor, device: torch.device) -> Network:
-    """Return torch-fidelity's extractor with the authors' network, without its downloads."""
-    from torch_fidelity.feature_extractor_base import FeatureExtractorBase
-    from torch_fidelity.feature_extractor_dinov2 import FeatureExtractorDinoV2
+    """Return the authors' network, its images resized and normalized as by torch-fidelity."""
+    from torch_fidelity.interpolate_compat_tensorflow import (
+        interpolate_bilinear_2d_like_tensorflow1x as resize,
+    )
+    from torchvision.transforms.functional import normalize
 
     code = Path(torch.hub.get_dir()) / "facebookresearch_dinov2_main"
     if not (code / "hubconf.py").is_file():
         raise ValueError(f"{extractor.name} runs its authors' code: git clone {DINOV2_CODE} {code}")
-    os.environ.setdefault("XFORMERS_DISABLED", "1")  # as torch-fidelity has it: plain attention
-    name = DINOV2[extractor.name][0]
+    os.environ.setdefault("XFORMERS_DISABLED", "1")  # plain attention
     load: Any = torch.hub.load
-    network: nn.Module = load(str(code), name, source="local", pretrained=False)
+    network = load(str(code), DINOV2[extractor.name][0], source="local", pretrained=False)
     network.load_state_dict(torch.load(extractor.file, map_location="cpu", weights_only=True))
+    network.eval().requires_grad_(False).to(device)
 
-    class Local(FeatureExtractorDinoV2):  # type: ignore[misc,unused-ignore]
-        """The extractor around a loaded network."""
+    def named(images: Tensor) -> dict[str, Tensor]:
+        x = resize(images.float(), size=(224, 224), align_corners=False)
+        mean, std = ([255 * value for value in values] for values in _IMAGENET)
+        features = network.forward_features(normalize(x, mean, std))
+        patches = features["x_norm_patchtokens"].float().mT  # [B, D, N]
+        side = math.isqrt(patches.shape[2])
+        feature_map = patches.unflatten(2, (side, side))
+        return {"pooled": features["x_norm_clstoken"].float(), "feature_map": feature_map}
 
-        def __init__(self) -> None:
-            FeatureExtractorBase.__init__(self, extractor.name, ["dinov2"])
-            self.feature_extractor_internal_dtype = torch.float32
-            self.model = network
-
-    local = Local().eval().requires_grad_(False).to(device)
-    kept: dict[str, Tensor] = {}
-
-    def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        patches = output[:, 1 + getattr(network, "num_register_tokens", 0) :]  # [B, N, D]
-        side = math.isqrt(patches.shape[1])
-        kept["feature_map"] = patches.mT.unflatten(2, (side, side)).float()
-
-    norm: Any = network.norm  # of all tokens: class, registers, patches
-    norm.register_forward_hook(keep)
-    return lambda images: {"pooled": local(images)[0]} | kept
+    return named
 
 
 def _hub_file(path: str | None, url: str, field: str) -> Path:

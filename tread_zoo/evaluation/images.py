@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Images:
-    """Images of one size, read by number: `read` takes a range of step 1 and returns uint8
-    [B,C,H,W] on the CPU, and labels [B] or None."""
+    """Images of one size. `read` takes a range of step 1 and returns uint8 [B,C,H,W] on the CPU
+    and labels [B] or None."""
 
     name: str  # for records
     shape: tuple[int, ...]  # C, H, W
@@ -39,15 +39,24 @@ class Images:
         return self.count
 
 
-def tensor_images(images: Tensor) -> Images:
-    """Return a tensor, uint8 [N,C,H,W], as `Images`."""
+def open_images(images: "Images | Tensor | str | Path") -> Images:
+    """Return a tensor, a folder of pictures or an .npz file as `Images`. Of files only headers are
+    read. Raises ValueError for images of several sizes or of another type."""
+    if isinstance(images, Images):
+        return images
+    if isinstance(images, Tensor):
+        return _from_tensor(images)
+    path = Path(images).expanduser()
+    return _open_folder(path) if path.is_dir() else _open_npz(path)
+
+
+def _from_tensor(images: Tensor) -> Images:
     if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
         raise ValueError(
             f"images are {images.dtype} {list(images.shape)}, not uint8 [N,1 or 3,H,W]: "
             "tread_zoo.data.to_uint8 converts."
         )
-    stored = images.cpu()
-    shape = tuple(images.shape[1:])
+    stored, shape = images.cpu(), tuple(images.shape[1:])
     return Images("tensor", shape, len(images), lambda rows: (stored[rows.start : rows.stop], None))
 
 
@@ -60,7 +69,7 @@ def part_images(
     device: torch.device | None = None,
 ) -> Images:
     """Return `count` evenly spaced images (None: all) of a part of a data set. Latents are decoded
-    on `device`, by default the CPU; corrupt items are replaced as in training, with a warning."""
+    on `device`, by default the CPU. Corrupt items are replaced, as in training."""
     place, codec = device or torch.device("cpu"), data.codec
     numbers = evenly_spaced(len(part), count)  # type: ignore[arg-type]
 
@@ -72,13 +81,6 @@ def part_images(
         return images, labels if data.num_classes else None
 
     return Images(name, pixel_shape(data, place), len(numbers), read, data.num_classes)
-
-
-def open_images(path: str | Path) -> Images:
-    """Return the images of a folder or an .npz file, of which only headers are read. Raises
-    ValueError if they are not of one size."""
-    place = Path(path).expanduser()
-    return _open_folder(place) if place.is_dir() else _open_npz(place)
 
 
 def _open_folder(folder: Path) -> Images:
@@ -115,8 +117,8 @@ def _open_folder(folder: Path) -> Images:
 
 
 def _open_npz(file: Path) -> Images:
-    """Return the images of an .npz file as ADM's, `arr_0` uint8 [N,H,W,C] and perhaps labels
-    `arr_1` [N]; they are read in order, never unpacked as a whole."""
+    """Return the images of an .npz file in ADM's format: `arr_0` uint8 [N,H,W,C] and perhaps labels
+    `arr_1` [N]. The file is never unpacked as a whole."""
     with np.load(file, allow_pickle=False) as archive:
         values = archive["arr_1"] if "arr_1" in archive.files else np.zeros(0)
     stream: Any = zipfile.ZipFile(file).open("arr_0.npy")  # noqa: SIM115

@@ -161,10 +161,8 @@ def label_accuracy(generated: Tensor, labels: Tensor) -> float:
 
 
 def _coverage(points: Tensor, centers: Tensor, num_neighbors: int) -> float:
-    rows, k = (
-        max(1, _DISTANCES_AT_ONCE // len(centers)),
-        num_neighbors + 1,
-    )  # the first is the point itself
+    rows = max(1, _DISTANCES_AT_ONCE // len(centers))
+    k = num_neighbors + 1  # the nearest is the point itself
     radii = torch.cat([torch.cdist(x, centers).kthvalue(k).values for x in centers.split(rows)])
     inside = [(torch.cdist(x, centers) <= radii).any(dim=1) for x in points.split(rows)]
     return float(torch.cat(inside).double().mean())

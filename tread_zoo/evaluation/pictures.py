@@ -1,9 +1,7 @@
-"""Pictures for people: grids of samples, their animation, the curve of a loss, the likeness of
-token states."""
+"""Pictures for people: grids of samples, their animation, the curves of a loss."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -50,9 +48,10 @@ def save_animation(pictures: Sequence[Path], path: Path) -> None:
 def plot_losses(
     rows: Sequence[dict[str, float]], path: Path, names: Sequence[str] = ("loss", "held_out_loss")
 ) -> None:
-    """Plot each named value of metric rows against `step`, beside each other where there are
-    several, with the folder of `path` as the title; the format follows the suffix."""
+    """Plot each named value of metric rows against `step`, side by side. The title is the folder of
+    `path`; the format follows its suffix."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     drawn = [name for name in names if any(name in row for row in rows)] or names[:1]
     figure = Figure(figsize=(7 if len(drawn) == 1 else 10, 4), layout="constrained")
@@ -65,53 +64,12 @@ def plot_losses(
         title += " (dense, averaged weights)" if "held" in name else ""
         axes.set_title(f"{title}: {points[-1][1]:.4g}" if points else title, fontsize=10)
         axes.set(xlabel="optimizer step", ylabel="loss")
-        _readable_ticks(axes, [value for _, value in points])
-    figure.savefig(path, dpi=120)
-
-
-def _readable_ticks(axes: Any, values: Sequence[float]) -> None:
-    """Label ticks by plain numbers, on a logarithmic axis where values span a factor of five."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    if values and min(values) > 0 and max(values) > 5 * min(values):
-        axes.set_yscale("log")  # with an alignment a loss may not be positive
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-        axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.grid(alpha=0.3)
-
-
-def plot_similarity(
-    matrix: Sequence[Sequence[float]],
-    changes: Sequence[float],
-    route: tuple[int, int],
-    path: Path,
-    title: str,
-) -> None:
-    """Plot the similarity of token states as a heat map, and the change by each block as bars.
-
-    Args:
-        matrix: [S, S], of the states before block 0 … S - 2 and after the last.
-        changes: [S - 1], by block, at least 3.
-        route: [start, end), marked in both.
-        path: a PNG file.
-        title: of the heat map.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
-
-    (start, end), middle = route, changes[1:-1]
-    figure = Figure(figsize=(11, 5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    heat, corner, side = left.imshow(matrix, cmap="viridis", vmax=1.0), start - 0.5, end - start + 1
-    left.add_patch(Rectangle((corner, corner), side, side, fill=False, color="tab:red", lw=2))
-    left.set(xlabel="state before block", ylabel="state before block", title=title)
-    figure.colorbar(heat, ax=left, shrink=0.8)
-    colours = ["tab:red" if start <= block < end else "tab:gray" for block in range(len(changes))]
-    right.bar(range(len(changes)), changes, color=colours)
-    mean = sum(middle) / len(middle)
-    right.axhline(mean, color="black", lw=1, label="mean, first and last apart")
-    right.set(xlabel="block", ylabel="change", title=f"proposed route [{start}, {end}) in red")
-    right.legend()
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        values = [value for _, value in points]
+        if values and min(values) > 0 and max(values) > 5 * min(values):
+            axes.set_yscale("log")  # with an alignment a loss may be negative
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+            axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

@@ -3,15 +3,14 @@
     score(images, reference, ["fid", "kid"])         arrays, folders, .npz files, samplers
 
 Features are computed batch by batch. Statistics are summed; all features are kept only for metrics
-that compare images one by one. If torch.distributed is initialized, every process must call this:
-processes take whole batches in turn, so that features are those of a single process to the bit, and
-the main process has the result.
+that compare images one by one. If torch.distributed is initialized, every rank must call this.
+Ranks take whole batches in turn, so features equal those of a single process to the bit. Rank 0 has
+the result.
 
 Dimensions: N images, B of a batch, C channels, H height, W width, D features.
 """
 
 import fnmatch
-import functools
 import hashlib
 import os
 import warnings
@@ -30,7 +29,7 @@ from torch import Tensor
 from tread_zoo.data.files import checksum, written_whole
 from tread_zoo.evaluation.features import DIGITS, INCEPTION, Extractor, Network, find_extractor
 from tread_zoo.evaluation.frechet import RunningStatistics, Statistics
-from tread_zoo.evaluation.images import Images, open_images, tensor_images
+from tread_zoo.evaluation.images import Images, open_images
 from tread_zoo.evaluation.metrics import FeatureSet, Metric, build_metrics
 from tread_zoo.evaluation.protocol import Protocol
 from tread_zoo.progress import progress
@@ -52,29 +51,21 @@ class Reference:
     file: Path = Path()  # of the statistics
     extractor: str = INCEPTION  # of the statistics
 
-    @functools.cached_property
-    def sha256(self) -> str:
-        """Hash of the file of statistics."""
-        return checksum(self.file)
-
     def statistics_of(self, extractor: Extractor) -> Mapping[str, Statistics]:
         """Return the statistics of an extractor's features; empty if they are of another one."""
         return self.statistics if self.extractor in (extractor.name, extractor.label) else {}
 
 
 def open_reference(reference: "Reference | Images | Tensor | str | Path") -> Reference:
-    """Return a reference: images, a folder of them, or an .npz with images, or with statistics of
-    their features as ADM's (`mu`, `sigma`; of spatial features `mu_s`, `sigma_s`), or both.
-
-    Where there are both, distances use the statistics, which may be of more images. Raises
-    ValueError for other files.
-    """
+    """Return a reference: images as of `open_images`, or an .npz with statistics of their features,
+    named as in ADM's files: `mu`, `sigma`, of spatial features `mu_s`, `sigma_s`. If a file has
+    both, distances use the statistics. Raises ValueError if it has none of them."""
     if isinstance(reference, Reference):
         return reference
-    path = Path(reference).expanduser() if isinstance(reference, str | Path) else None
-    if path is None or path.suffix != ".npz" or not path.is_file():
-        images = _as_images(reference)
-        return Reference(images.name, images)
+    path = Path(reference).expanduser() if isinstance(reference, str | Path) else Path()
+    if path.suffix != ".npz" or not path.is_file():
+        real = open_images(reference)
+        return Reference(real.name, real)
     with np.load(path, allow_pickle=False) as archive:
         names = set(archive.files)
         extractor = str(archive["extractor"]) if "extractor" in names else INCEPTION
@@ -89,8 +80,8 @@ def open_reference(reference: "Reference | Images | Tensor | str | Path") -> Ref
             f"{reference} has {', '.join(sorted(names))}, but needs images as arr_0, uint8 "
             "[N,H,W,C], or statistics as mu and sigma: tread-zoo make-reference writes them."
         )
-    both = open_images(path) if "arr_0" in names else None
-    return Reference(path.name, both, statistics, path, extractor)
+    images = open_images(path) if "arr_0" in names else None
+    return Reference(path.name, images, statistics, path, extractor)
 
 
 def write_statistics(path: Path, features: FeatureSet, extractor: Extractor) -> None:
@@ -118,8 +109,8 @@ class Evaluation:
     auto: bool = False  # leave out metrics that do not fit; else they raise
 
     def fit(self, count: int, shape: tuple[int, ...], num_classes: int) -> "Evaluation":
-        """Return the evaluation of `count` images [C,H,W] of `shape` with labels of `num_classes`.
-        Nothing is read. Raises ValueError if they cannot be scored so."""
+        """Return the evaluation of `count` images of `shape` [C,H,W] with labels of `num_classes`.
+        Nothing is read. Raises ValueError if these metrics cannot be computed."""
         extractor, real = self.extractor, self.reference.images
         if extractor is None:
             return self
@@ -220,7 +211,8 @@ class Evaluation:
         if not stored:
             return computed
         count = computed.count or next(iter(stored.values())).count
-        return FeatureSet(count, self.reference.sha256, computed.statistics | stored, computed.rows)
+        sha256 = checksum(self.reference.file)
+        return FeatureSet(count, sha256, computed.statistics | stored, computed.rows)
 
 
 def score(
@@ -252,7 +244,7 @@ def score(
         ValueError: images, reference, metrics and extractor do not fit each other, or weights are
             missing.
     """
-    source = _as_images(images)
+    source = open_images(images)
     network = find_extractor(extractor, inception_weights, dinov2_weights)
     evaluation = Evaluation(
         build_metrics(metrics), network, open_reference(reference), auto=metrics == "auto"
@@ -269,8 +261,8 @@ def extract(
     rows: Collection[str] = (),
     batch_size: int,
 ) -> FeatureSet:
-    """Return the features of all images by `network`: statistics of those in `statistics`, and all
-    rows of those in `rows`. One batch of images is in memory at a time."""
+    """Return the features of all images: the statistics of those named in `statistics`, and every
+    row of those named in `rows`. One batch of images is in memory at a time."""
     rank, world = _rank()
     running = {name: RunningStatistics() for name in statistics}
     batches: dict[int, dict[str, Any]] = {}  # by first image
@@ -325,8 +317,7 @@ def _values(
 
 
 def _misfit(metric: Metric, extractor: Extractor, reference: Reference, num_classes: int) -> str:
-    """Return why a metric does not fit an extractor, labels of `num_classes` or a reference; "" if
-    it does."""
+    """Return why a metric does not fit the extractor, the labels or the reference, or ""."""
     if not fnmatch.fnmatchcase(extractor.name, metric.extractor):
         return f"is for {metric.extractor}: set evaluation.extractor to one, not {extractor.name}"
     if metric.features not in extractor.sizes:
@@ -350,7 +341,7 @@ def _misfit(metric: Metric, extractor: Extractor, reference: Reference, num_clas
 
 
 def _too_few(metric: Metric, extractor: Extractor, count: int, name: str) -> str:
-    """Return why a metric is not defined for `count` images; "" if it is."""
+    """Return why a metric is not defined for `count` images, or ""."""
     parts, neighbors = (metric.options.get(field, 0) for field in ("num_parts", "num_neighbors"))
     least = max(metric.min_images, parts, neighbors + 1)
     if count < least:
@@ -364,19 +355,12 @@ def _too_few(metric: Metric, extractor: Extractor, count: int, name: str) -> str
     )
 
 
-def _as_images(images: Any) -> Images:
-    if isinstance(images, Tensor):
-        return tensor_images(images)
-    return open_images(images) if isinstance(images, str | Path) else images
-
-
 # Several processes --------------------------------------------------------------------------------
 
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[bool]:
-    """Connect the processes of a launcher, if there are several; yield whether this is the main
-    one."""
+    """Connect the processes of a launcher, if there are several; yield whether this is rank 0."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield True
         return
@@ -394,7 +378,7 @@ def _rank() -> tuple[int, int]:
 
 
 def _gather(part: Any) -> list[Any]:
-    """Return the parts of all processes, by rank, on the main one; [] on the others."""
+    """Return the parts of all ranks on rank 0, and [] on the others."""
     rank, world = _rank()
     if world == 1:
         return [part]
@@ -405,8 +389,8 @@ def _gather(part: Any) -> list[Any]:
 
 @contextmanager
 def _leaving_together() -> Iterator[None]:
-    """Raise a `SystemExit` of one process, by which a signal ends it, in all of them; each waits
-    here for the others."""
+    """Raise the `SystemExit` of one rank, which a signal causes, on all of them: no rank waits
+    forever for another."""
     ended: SystemExit | None = None
     try:
         yield
