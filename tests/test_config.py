@@ -204,9 +204,6 @@ def test_a_wrong_override_is_one_line_with_the_nearest_name(override, words):
         ("training.max_grad_norm=1e-300", ["training.max_grad_norm=1e-300"]),
         ("training.label_dropout=0.999999999", ["training.label_dropout=0.999999999"]),
         ("lr_schedule.warmup_steps=800", ["warmup_steps=800", "num_steps=800"]),
-        ("routing.rate_range=[0.1]", ["routing.rate_range=[0.1]", "[0.25, 0.75]"]),
-        ("routing.rate_range=[0.9,0.1]", ["routing.rate_range=[0.9, 0.1]", "[0.25, 0.75]"]),
-        ("routing.rate_range=[0.9,x]", ["routing.rate_range=[0.9, 'x']", "[0.25, 0.75]"]),
         ("routing.rate_steps=[[0.3]]", ["routing.rate_steps[0]=[0.3]", "too few"]),
     ],
 )

@@ -205,7 +205,7 @@ RARELY_SET = {
     "kernels", "resume_changed", "inception_weights", "dinov2_weights", "part_size",
     "max_corrupt_share",
     *("routing." + name for name in (
-        "per_batch", "schedule", "final_rate", "rate_steps", "rate_range", "carry_from", "detach",
+        "per_batch", "schedule", "final_rate", "rate_steps", "carry_from", "detach",
         "sparsify", "redraw", "probability", "path_drop_probability", "reconstruction_weight",
     )),
     *("training." + name for name in (

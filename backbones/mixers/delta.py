@@ -1,29 +1,26 @@
 """Gated DeltaNet in both directions: a linear attention that forgets, and replaces what it writes.
 
-After arXiv 2412.06464. Tokens are walked over both ways, in raster order or along another curve,
-and what the directions find is added up. They share queries, keys and values, and each has decays
-and writing strengths of its own:
+After arXiv 2412.06464. It scans in both directions along a curve and adds the results. The
+directions share queries, keys and values, and each has its own decays and writing strengths:
 
     q, k, v, z = Linear(x),  q, k, v through SiLU,  q and k of norm 1 by head
     b    = sigmoid(Linear(x)),  a = exp(-exp(A_log) softplus(Linear(x) + bias))
     S_t  = (I - b_t k_t k_tᵀ) a_t S_{t-1} + b_t k_t v_tᵀ,  o_t = S_tᵀ q_t / sqrt(K)   each direction
     out  = Linear(RMSNorm(o_forward + o_backward) * SiLU(z))                the norm is by head
 
-With `per_channel` every channel of the keys has a decay a of its own, through a bottleneck as wide
-as a head. Kimi Delta Attention (KDA, arXiv 2510.26692) has such decays, and another gate:
+With `per_channel`, every channel of the keys has its own decay a, through a bottleneck as wide as a
+head. Kimi Delta Attention (KDA, arXiv 2510.26692) has such decays, and another gate:
 
     out  = Linear(RMSNorm(o_forward + o_backward) * sigmoid(Linear(Linear(x)) + bias))
 
-through a bottleneck as wide as a head, too. Both papers put a short convolution ahead of the walk;
-here it is the option `short_conv`: q, k and v are then SiLU(conv(Linear(x))), each direction with
-taps of its own. In one direction, and with it, these are the layers of flash-linear-attention for
-values as wide as keys; its norm has an epsilon of 1e-5 by default, as KDA's here, and that of Gated
+through a bottleneck as wide as a head, too. Both papers put a short convolution before the scan;
+here it is the option `short_conv`: q, k and v are then SiLU(conv(Linear(x))), with taps for each
+direction. In one direction, and with it, these are the layers of flash-linear-attention for values
+as wide as keys; its norm has an epsilon of 1e-5 by default, as KDA's here, and that of Gated
 DeltaNet here 1e-6.
 
-What a route does to the memory: the state walks over the kept tokens alone, in the order of the
-full walk with the missing ones deleted. A token that bypassed the block has written nothing,
-replaced nothing and decayed nothing. `gaps` says what the steps that are missing are to the state
-and to the convolution.
+Under a route, the state sees only the kept tokens, in the order of the full walk; a token that
+bypassed the block neither writes, replaces nor decays. `gaps` says what happens at missing steps.
 
 B batch, L tokens present, D width, H heads, K = D / H width of keys and values.
 """
@@ -37,32 +34,36 @@ from torch import Tensor, nn
 
 from backbones.mixers.scan import (
     ScanMixer,
+    add_bias,
     at_least_float32,
     both_ways,
     decay_over_gaps,
     init_step_bias,
     make_convolution,
+    project,
+    rms_norm,
     softplus,
     sum_ways,
 )
 from tread_zoo.kernels import gated_delta_rule
+from tread_zoo.routing.orders import ScanOrder
 from tread_zoo.routing.scans import Gaps, Scan
 
 
 class BidirectionalDelta(ScanMixer):
     """The gated delta rule over [B, L, D] in both directions, summed.
 
-    The directions' own parameters are stacked along their first axis, forward first.
+    Parameters of both directions are stacked along the first axis, forward first.
 
     Args:
         hidden_size: D, divisible by H.
         num_heads: H.
-        per_channel: a decay for each channel of the keys, as in KDA, instead of one a head.
+        per_channel: one decay per channel of the keys, as in KDA, instead of one per head.
         short_conv: a causal convolution of 4 taps on queries, keys and values.
-        scan_order, gaps, index: see `ScanMixer`; `reset` is for a convolution.
+        scan_order, gaps, index: see `ScanMixer`; `reset` needs `short_conv`.
 
     Raises:
-        ValueError: sizes that do not fit each other, or as of `ScanMixer`.
+        ValueError: sizes that do not fit each other, or `reset` without a convolution.
     """
 
     num_projected: ClassVar[int] = 4  # q, k, v, z
@@ -75,7 +76,7 @@ class BidirectionalDelta(ScanMixer):
         per_channel: bool = False,
         short_conv: bool = False,
         *,
-        scan_order: str = "raster",
+        scan_order: ScanOrder = "raster",
         gaps: Gaps = "ignore",
         index: int = 0,
     ) -> None:
@@ -114,13 +115,9 @@ class BidirectionalDelta(ScanMixer):
         log_decay = self._turn(self._log_decay(x), scan)
         if self.gaps == "decay":
             log_decay = decay_over_gaps(log_decay, scan)
-        out = sum_ways(gated_delta_rule(q, k, v, beta, log_decay), scan)
-        out = F.rms_norm(
-            out, self.norm.normalized_shape, at_least_float32(self.norm.weight), self.norm.eps
-        )
+        out = rms_norm(self.norm, sum_ways(gated_delta_rule(q, k, v, beta, log_decay), scan))
         gated = (out * self._gate(x, parts[-1])).flatten(2)
-        # Weights may be stored in half precision; under autocast both are float32 here.
-        return scan.restore(self.out_proj(gated.to(self.out_proj.weight.dtype)))
+        return scan.restore(project(self.out_proj, gated))
 
     def _gate(self, x: Tensor, z: Tensor) -> Tensor:
         return F.silu(z)
@@ -128,14 +125,14 @@ class BidirectionalDelta(ScanMixer):
     def _log_decay(self, x: Tensor) -> Tensor:
         """Return [B, L, 2 H], or [B, L, 2 H, K] for one a channel."""
         down = x if self.step_down is None else self.step_down(x)
-        steps = softplus(at_least_float32(self.step_proj(down)) + at_least_float32(self.step_bias))
+        steps = softplus(add_bias(self.step_proj(down), self.step_bias))
         rates = -torch.exp(at_least_float32(self.A_log))
         if self.per_channel:
             steps, rates = steps.unflatten(-1, (2 * self.num_heads, -1)), rates.unsqueeze(-1)
         return rates * steps
 
     def _turn(self, values: Tensor, scan: Scan) -> Tensor:
-        """[B, L, 2 H, ..] -> [2 B, L, H, ..], the directions after one another, each in its way."""
+        """Return [2 B, L, H, ..] of [B, L, 2 H, ..]: both walks, each in its own order."""
         forward, backward = values.chunk(2, dim=2)
         return torch.cat([forward, scan.flip(backward)])
 
@@ -155,13 +152,7 @@ def _unit(x: Tensor) -> Tensor:
 class KimiDelta(BidirectionalDelta):
     """Kimi Delta Attention over [B, L, D] in both directions, summed.
 
-    Args:
-        hidden_size: D, divisible by H.
-        num_heads: H.
-        short_conv, scan_order, gaps, index: see `BidirectionalDelta`.
-
-    Raises:
-        ValueError: as of `BidirectionalDelta`.
+    Args and errors are those of `BidirectionalDelta`.
     """
 
     num_projected: ClassVar[int] = 3  # q, k, v
@@ -173,7 +164,7 @@ class KimiDelta(BidirectionalDelta):
         num_heads: PositiveInt = 6,
         short_conv: bool = False,
         *,
-        scan_order: str = "raster",
+        scan_order: ScanOrder = "raster",
         gaps: Gaps = "ignore",
         index: int = 0,
     ) -> None:

@@ -1,21 +1,20 @@
 """Gated linear attention in both directions (arXiv 2312.06635; on diffusion, DiG: 2405.18428).
 
-A linear attention whose state forgets, each row of it at a rate of its own that the token sets.
-Tokens are walked over both ways, in raster order or along another curve, and what the directions
-find is added up. They share queries, keys and values, and each has decays of its own:
+A linear attention whose state decays, each row at a rate that the token sets. It scans in both
+directions along a curve and adds the results. The directions share queries, keys and values, and
+each has its own decays:
 
     q, k, v, z = Linear(x)                                   keys are half as wide as values
     a    = sigmoid(Linear(Linear(x)))^(1/16)                 through 16 channels
     S_t  = diag(a_t) S_{t-1} + k_t v_tᵀ,  o_t = S_tᵀ q_t / sqrt(K)       in each direction
     out  = Linear(RMSNorm(o_forward + o_backward) * SiLU(z))             the norm is by head
 
-DiG has one direction a layer, which turns from layer to layer, and a depthwise convolution to see
-neighbours in the other ones; here every layer has two directions. With `short_conv` q, k and v are
-SiLU(conv(Linear(x))), causal, each direction with taps of its own, as flash-linear-attention's.
+DiG has one direction per layer, which changes from layer to layer, and a depthwise convolution;
+here every layer has two directions. With `short_conv`, q, k and v are SiLU(conv(Linear(x))),
+causal, with taps for each direction, as in flash-linear-attention.
 
-What a route does to the memory: the state walks over the kept tokens alone, in the order of the
-full walk with the missing ones deleted; a token that bypassed the block has put nothing into it and
-decayed nothing. `gaps` says what the steps that are missing are to it.
+Under a route, the state sees only the kept tokens, in the order of the full walk; a token that
+bypassed the block neither writes nor decays. `gaps` says what happens at the missing steps.
 
 B batch, L tokens present, D width, H heads, K = D / 2H width of a key.
 """
@@ -33,6 +32,8 @@ from backbones.mixers.scan import (
     both_ways,
     decay_over_gaps,
     make_convolution,
+    project,
+    rms_norm,
     sum_ways,
 )
 from tread_zoo.kernels import gated_linear_attention
@@ -49,11 +50,10 @@ class BidirectionalGLA(ScanMixer):
         hidden_size: D, divisible by 2 H.
         num_heads: H.
         short_conv: a causal convolution of 4 taps on queries, keys and values.
-        gaps: see `ScanMixer`; `reset` is for a convolution.
-        scan: `scan_order` and `index`, see `ScanMixer`.
+        gaps, scan: see `ScanMixer`; `reset` needs `short_conv`.
 
     Raises:
-        ValueError: sizes that do not fit each other, or as of `ScanMixer`.
+        ValueError: sizes that do not fit each other, or `reset` without a convolution.
     """
 
     def __init__(
@@ -93,12 +93,8 @@ class BidirectionalGLA(ScanMixer):
             log_decay = decay_over_gaps(log_decay, scan)
         ways = (*both.split(self.parts[:3], dim=-1), log_decay)  # one batch
         out = sum_ways(gated_linear_attention(*map(self._heads, ways)), scan)
-        out = F.rms_norm(
-            out, self.norm.normalized_shape, at_least_float32(self.norm.weight), self.norm.eps
-        )
-        gated = out.flatten(2) * F.silu(z)
-        # Weights may be stored in half precision; under autocast both are float32 here.
-        return scan.restore(self.out_proj(gated.to(self.out_proj.weight.dtype)))
+        gated = rms_norm(self.norm, out).flatten(2) * F.silu(z)
+        return scan.restore(project(self.out_proj, gated))
 
     def _heads(self, x: Tensor) -> Tensor:
         heads: Tensor = x.unflatten(-1, (self.num_heads, -1))

@@ -1,4 +1,4 @@
-"""What mixers that scan have in common: their walk, their steps and rates, both directions.
+"""What mixers that scan share: their walk, both directions, steps and rates, convolutions.
 
 B batch, L = E + K tokens present, D width, W taps, S state size.
 """
@@ -14,30 +14,27 @@ from torch import Tensor, nn
 from backbones.mixers.base import Mixer
 from tread_zoo.contract.backbone import Layout
 from tread_zoo.kernels import causal_conv1d
-from tread_zoo.routing.scans import Gaps, Scan, check_scan, make_scan
+from tread_zoo.routing.orders import ScanOrder
+from tread_zoo.routing.scans import Gaps, Scan, make_scan
 
 
 class ScanMixer(Mixer):
-    """Walks over the tokens in one order and back: `forward(x, scan)`.
+    """Walks over the tokens along a curve: `forward(x, scan)`.
 
     Args:
         scan_order: a name in `tread_zoo.routing.ORDERS`.
-        gaps: what a route's gaps are to it. `ignore`: it runs over a gap as if its sides were
-            neighbours. `reset`: convolutions and shifts see zeros beyond it. `decay`: so they do,
-            and the state decays by the length of the gap, at the rates of the token that ends it.
+        gaps: what happens where a route left tokens out. `ignore`: the scan runs over the gap.
+            `reset`: convolutions and shifts see zeros beyond it. `decay`: as `reset`, and the state
+            decays with the length of the gap, at the rates of the token that ends it.
         index: of the block, for orders that differ between blocks.
-
-    Raises:
-        ValueError: an unknown order, or gaps that it has not.
     """
 
     default_selector: ClassVar[str] = "rows"
 
     def __init__(
-        self, *, scan_order: str = "raster", gaps: Gaps = "ignore", index: int = 0
+        self, *, scan_order: ScanOrder = "raster", gaps: Gaps = "ignore", index: int = 0
     ) -> None:
         super().__init__()
-        check_scan(scan_order, gaps)
         self.scan_order, self.gaps, self.index = scan_order, gaps, index
         self.depends_on = ("order",) if gaps == "ignore" else ("order", "ids")
         if scan_order != "raster":
@@ -47,16 +44,12 @@ class ScanMixer(Mixer):
         return make_scan(layout, self.scan_order, self.index)
 
 
+# Initial values -----------------------------------------------------------------------------------
+
+
 def init_uniform(weight: Tensor, fan_in: int) -> None:
-    """Fill a weight uniformly within 1 / sqrt(fan_in)."""
-    bound = 1 / math.sqrt(fan_in)
-    nn.init.uniform_(weight, -bound, bound)
-
-
-def init_convolution(weight: Tensor, bias: Tensor) -> None:
-    """Set the taps [D, W] uniformly within 1 / sqrt(W), and the bias to 0."""
-    init_uniform(weight, weight.shape[1])
-    nn.init.zeros_(bias)
+    """Draw a weight uniformly within 1 / sqrt(fan_in)."""
+    nn.init.uniform_(weight, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
 
 
 @torch.no_grad()
@@ -66,12 +59,32 @@ def init_step_bias(bias: Tensor) -> None:
     bias.copy_(step + torch.log(-torch.expm1(-step)))  # inverse of softplus
 
 
-def init_selective_scan(step_bias: Tensor, A_log: Tensor, D: Tensor) -> None:
-    """Draw steps as `init_step_bias`, and set the rates of each channel to 1 … S and D to 1."""
-    init_step_bias(step_bias)
-    with torch.no_grad():
-        A_log.copy_(torch.arange(1, A_log.shape[1] + 1).float().log())
-    nn.init.ones_(D)
+# Types --------------------------------------------------------------------------------------------
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return x in float32, or in float64 if it is; steps and rates need that precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def add_bias(x: Tensor, bias: Tensor) -> Tensor:
+    """Return x + bias in float32 at least."""
+    return at_least_float32(x) + at_least_float32(bias)
+
+
+def rms_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """Return `norm(x)` in float32 at least."""
+    weight = at_least_float32(norm.weight)
+    return F.rms_norm(at_least_float32(x), norm.normalized_shape, weight, norm.eps)
+
+
+def project(linear: nn.Linear, x: Tensor) -> Tensor:
+    """Return `linear(x)`, with x in the precision that the weights are stored in."""
+    out: Tensor = linear(x.to(linear.weight.dtype))
+    return out
+
+
+# Both directions ----------------------------------------------------------------------------------
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -103,35 +116,29 @@ class _Softplus(torch.autograd.Function):
 
 
 def both_ways(x: Tensor, scan: Scan, dim: int = 0) -> Tensor:
-    """Return a walk [B, L, ..], and below it the same walk backwards: [2 B, L, ..]; or beside it,
-    along another `dim`."""
+    """Return a walk [B, L, ..] and the backward walk, concatenated along `dim`."""
     return torch.cat([x, scan.flip(x)], dim)
 
 
 def sum_ways(x: Tensor, scan: Scan) -> Tensor:
-    """Return what two walks [2 B, L, ..] found, added up token by token, in float32 at least."""
+    """Return the sum [B, L, ..] of two walks [2 B, L, ..], token by token, in float32 at least."""
     forward, backward = at_least_float32(x).chunk(2)
     return forward + scan.flip(backward)
 
 
 def decay_over_gaps(log_decay: Tensor, scan: Scan) -> Tensor:
     """Return the log-decays [2 B, L, ..] of two walks times the lengths of the gaps they cross."""
-    gaps = scan.gaps_both_ways()
+    gaps = scan.gaps()
     if gaps is None:
         return log_decay
     lengths = torch.cat(gaps)
     return log_decay * lengths.view(*lengths.shape, *[1] * (log_decay.ndim - 2))
 
 
-def at_least_float32(x: Tensor) -> Tensor:
-    """Return x in float32, or float64 where it is: steps and rates do not bear half precision."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def convolve_ways(
     x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Sequence[Tensor] | None
 ) -> Tensor:
-    """Return causal convolutions of walks side by side, [B, L, ways * D] of the same.
+    """Return causal convolutions of walks side by side, [B, L, ways * D] -> the same.
 
     Args:
         x: tokens in the order of each walk.
@@ -147,13 +154,31 @@ def convolve_ways(
     return torch.cat(walks, dim=-1)
 
 
-class ShortConvolution(nn.Module):
-    """SiLU of depthwise causal convolutions, one of a walk and one of the walk backwards.
-
-    It is the one that flash-linear-attention's layers have ahead of their states, without bias.
+def scan_ways(
+    scan: Callable[..., Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    gaps: Sequence[Tensor] | None,
+) -> Tensor:
+    """Return a state-space scan of walks side by side in channels, heads and groups.
 
     Args:
-        channels: D; taps [2 D, W], the forward direction's first.
+        scan: `selective_scan` or `ssd`.
+        inputs: u, delta, A, B, C, D as it takes them.
+        gaps: of each walk, [B, L]; None: all walks are one call.
+    """
+    if gaps is None:
+        return scan(*inputs)
+    parts = [x.chunk(len(gaps), dim) for x, dim in zip(inputs, (2, 2, 0, 2, 2, 0), strict=True)]
+    walks = zip(zip(*parts, strict=True), gaps, strict=True)
+    return torch.cat([scan(*way, gaps=apart) for way, apart in walks], dim=2)
+
+
+class ShortConvolution(nn.Module):
+    """SiLU of depthwise causal convolutions of a walk and of the backward walk, without bias, as in
+    flash-linear-attention.
+
+    Args:
+        channels: D; the taps are [2 D, W], the forward direction's first.
         width: W.
     """
 
@@ -162,43 +187,21 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(2 * channels, width))
 
     def forward(self, x: Tensor, scan: Scan, gaps: Gaps) -> Tensor:
-        """Return both directions of a walk [B, L, D] below each other: [2 B, L, D]."""
-        segment_ids = None if gaps == "ignore" else scan.segment_ids_both_ways()
+        """Return both walks [2 B, L, D] of a walk [B, L, D]."""
+        segment_ids = None if gaps == "ignore" else scan.segment_ids()
         both = convolve_ways(both_ways(x, scan, dim=-1), self.weight, None, segment_ids)
         return torch.cat(F.silu(both).chunk(2, dim=-1))
 
     def initialize(self, num_blocks: int) -> None:
-        """Set the taps uniformly within 1 / sqrt(W)."""
         init_uniform(self.weight, self.weight.shape[1])
 
 
 def make_convolution(channels: int, short_conv: bool, gaps: Gaps) -> ShortConvolution | None:
-    """Return the convolution of a mixer whose option it is, or None.
+    """Return the optional convolution of a mixer, or None.
 
     Raises:
-        ValueError: without one `reset` means nothing.
+        ValueError: `gaps` is `reset`, and there is no convolution to reset.
     """
     if gaps == "reset" and not short_conv:
-        raise ValueError("gaps=reset is of convolutions: set short_conv=true, or another gaps.")
+        raise ValueError("gaps=reset is for convolutions: set short_conv=true, or other gaps.")
     return ShortConvolution(channels) if short_conv else None
-
-
-def scan_ways(
-    scan: Callable[..., Tensor],
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-    gaps: Sequence[Tensor] | None,
-) -> Tensor:
-    """Return a state-space scan of walks side by side in channels, heads and groups.
-
-    Without gaps it is one call; each walk has gaps of its own.
-
-    Args:
-        scan: `selective_scan` or `ssd`.
-        inputs: u, delta, A, B, C, D as it takes them.
-        gaps: of each walk, [B, L].
-    """
-    if gaps is None:
-        return scan(*inputs)
-    parts = [x.chunk(len(gaps), dim) for x, dim in zip(inputs, (2, 2, 0, 2, 2, 0), strict=True)]
-    walks = zip(zip(*parts, strict=True), gaps, strict=True)
-    return torch.cat([scan(*way, gaps=apart) for way, apart in walks], dim=2)

@@ -1,7 +1,7 @@
 """Selective state spaces, Mamba's (arXiv 2312.00752), in one direction or in both.
 
-Tokens are scanned in raster order or along another curve. The directions share their projections in
-and out and own everything between:
+It scans along a curve. The directions share the first and the last projection, and each has its own
+parameters between them:
 
     u, z  = Linear(x)
     u_dir = SiLU(conv1d(u, taken in that direction))
@@ -22,30 +22,31 @@ from torch import Tensor, nn
 
 from backbones.mixers.scan import (
     ScanMixer,
+    add_bias,
     at_least_float32,
     both_ways,
     convolve_ways,
-    init_convolution,
-    init_selective_scan,
+    init_step_bias,
     init_uniform,
     scan_ways,
     softplus,
 )
 from tread_zoo.kernels import selective_scan
+from tread_zoo.routing.orders import ScanOrder
 from tread_zoo.routing.scans import Gaps, Scan
 
 
 class SelectiveScan(ScanMixer):
     """Selective scans over [B, L, D] in both directions, summed.
 
-    The directions' own parameters are stacked along their first axis, forward first, so that one
-    call of each kernel serves both.
+    Parameters of both directions are stacked along the first axis, forward first. One call of each
+    kernel serves both.
 
     Args:
         hidden_size: D.
         expand: I over D.
         state_size: S.
-        conv_width: taps of the causal convolution ahead of the scan.
+        conv_width: taps of the causal convolution before the scan.
         scan: `scan_order`, `gaps` and `index`, see `ScanMixer`.
     """
 
@@ -75,7 +76,7 @@ class SelectiveScan(ScanMixer):
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
 
     def _add_selection(self) -> None:
-        """Add what step, B and C are linear in; published networks name it in two ways."""
+        """Add the weights of step, B and C, which published networks name in two ways."""
         self.select = nn.Parameter(torch.empty(2, sum(self.parts), self.inner))
         self.step_weight = nn.Parameter(torch.empty(2, self.inner, self.step_rank))
         self.fused_rows["select"] = 2 * self.parts
@@ -86,8 +87,8 @@ class SelectiveScan(ScanMixer):
 
     def forward(self, x: Tensor, scan: Scan) -> Tensor:
         u, z = self.in_proj(scan.permute(x)).chunk(2, dim=-1)
-        both = None if self.gaps == "ignore" else scan.gaps_both_ways()
-        gaps = both and both[: self.ways]
+        gaps = None if self.gaps == "ignore" else scan.gaps()
+        gaps = gaps and gaps[: self.ways]
         segments = gaps and [(lengths > 1).cumsum(1) for lengths in gaps]
         u = both_ways(u, scan, dim=-1) if self.ways == 2 else u
         u = F.silu(convolve_ways(u, self.conv_weight, self.conv_bias, segments))
@@ -100,7 +101,7 @@ class SelectiveScan(ScanMixer):
             outputs.append(c)
         scanned = (
             u,
-            softplus(at_least_float32(torch.cat(steps, dim=-1)) + at_least_float32(self.step_bias)),
+            softplus(add_bias(torch.cat(steps, dim=-1), self.step_bias)),
             -torch.exp(at_least_float32(self.A_log)),
             torch.stack(inputs, dim=2),
             torch.stack(outputs, dim=2),
@@ -125,10 +126,17 @@ class SelectiveScan(ScanMixer):
         | `D` | 1 |
         """
         init_uniform(self.out_proj.weight, self.inner * num_blocks)
-        init_convolution(self.conv_weight, self.conv_bias)
+        init_uniform(self.conv_weight, self.conv_weight.shape[1])
         init_uniform(self.select, self.inner)
         init_uniform(self.step_weight, self.step_rank)
-        init_selective_scan(self.step_bias, self.A_log, self.D)
+        self._initialize_rates()
+
+    def _initialize_rates(self) -> None:
+        nn.init.zeros_(self.conv_bias)
+        init_step_bias(self.step_bias)
+        with torch.no_grad():
+            self.A_log.copy_(torch.arange(1, self.state_size + 1).float().log())
+        nn.init.ones_(self.D)
 
 
 class OneWayScan(SelectiveScan):
@@ -138,9 +146,14 @@ class OneWayScan(SelectiveScan):
     ways: ClassVar[int] = 1
 
     def __init__(
-        self, *args: Any, scan_order: str = "serpentine8", gaps: Gaps = "reset", **options: Any
+        self,
+        hidden_size: int,
+        *,
+        scan_order: ScanOrder = "serpentine8",
+        gaps: Gaps = "reset",
+        **options: Any,
     ) -> None:
-        super().__init__(*args, scan_order=scan_order, gaps=gaps, **options)
+        super().__init__(hidden_size, scan_order=scan_order, gaps=gaps, **options)
 
     def _add_selection(self) -> None:
         self.select = nn.Linear(self.inner, sum(self.parts), bias=False)  # type: ignore[assignment]
@@ -151,10 +164,10 @@ class OneWayScan(SelectiveScan):
         return self.get_parameter("select.weight"), self.step_weight
 
     def initialize(self, num_blocks: int) -> None:
-        """Set every weight, to the values of the table above, whatever the shell has set."""
+        """Set every weight to the values of the table above, whatever the shell has set."""
         init_uniform(self.in_proj.weight, self.in_proj.in_features)
         init_uniform(self.get_parameter("select.weight"), self.inner)
         init_uniform(self.step_weight, self.step_rank)
         init_uniform(self.out_proj.weight, self.inner * num_blocks)
-        init_convolution(self.conv_weight, self.conv_bias)
-        init_selective_scan(self.step_bias, self.A_log, self.D)
+        init_uniform(self.conv_weight, self.conv_weight.shape[1])
+        self._initialize_rates()

@@ -1,7 +1,7 @@
 """State-space duals in both directions, the mixer of Mamba-2 (arXiv 2405.21060).
 
-Tokens are scanned in raster order or along another curve. The directions share their projections in
-and out and own everything between:
+It scans along a curve. The directions share the first and the last projection, and each has its own
+parameters between them:
 
     z, u, step  = Linear(x)                                  u holds the inputs, B and C
     inputs, B, C = SiLU(conv1d(u, taken in that direction))
@@ -9,10 +9,9 @@ and out and own everything between:
     y    = sum over directions of ssd(inputs, step, -exp(A_log), B, C, D)
     out  = Linear(RMSNorm(y * SiLU(z)))
 
-What sets it apart from `selective_scan` is that step, rate and D are one number for a head of P
-channels, so that the scan is made of matrix products and the states can be many; that all it
-selects by comes out of the first projection, not out of the convolved inputs; and the norm ahead of
-the last one.
+Unlike in `selective_scan`, step, rate and D are one number per head of P channels, so the scan is
+made of matrix products and can have many states; steps, B and C come from the first projection, not
+from the convolved inputs; and there is a norm before the last projection.
 
 B batch, L = E + K tokens present, D width, I = expand * D inner width, P head size, S state size.
 """
@@ -26,12 +25,14 @@ from torch import Tensor, nn
 
 from backbones.mixers.scan import (
     ScanMixer,
+    add_bias,
     at_least_float32,
     both_ways,
     convolve_ways,
-    init_convolution,
     init_step_bias,
     init_uniform,
+    project,
+    rms_norm,
     scan_ways,
 )
 from tread_zoo.kernels import ssd
@@ -41,8 +42,8 @@ from tread_zoo.routing.scans import Scan
 class BidirectionalSSD(ScanMixer):
     """State-space duals over [B, L, D] in both directions, summed.
 
-    The directions' own parameters are stacked along their first axis, forward first, so that one
-    call of each kernel serves both: they are groups of it, each with its B and C.
+    Parameters of both directions are stacked along the first axis, forward first. One call of each
+    kernel serves both, as groups with their own B and C.
 
     Args:
         hidden_size: D.
@@ -53,7 +54,7 @@ class BidirectionalSSD(ScanMixer):
         scan: `scan_order`, `gaps` and `index`, see `ScanMixer`.
 
     Raises:
-        ValueError: sizes that do not fit each other, or as of `ScanMixer`.
+        ValueError: sizes that do not fit each other.
     """
 
     def __init__(
@@ -88,28 +89,23 @@ class BidirectionalSSD(ScanMixer):
 
     def forward(self, x: Tensor, scan: Scan) -> Tensor:
         z, u, step = self.in_proj(scan.permute(x)).split(self.parts, dim=-1)
-        segments = None if self.gaps == "ignore" else scan.segment_ids_both_ways()
+        segments = None if self.gaps == "ignore" else scan.segment_ids()
         u = both_ways(u, scan, dim=-1)
         u = F.silu(convolve_ways(u, self.conv_weight, self.conv_bias, segments))
         inputs, b, c = u.unflatten(-1, (2, -1)).split(self.mixed_parts, dim=-1)  # [B, L, 2, ...]
         steps = both_ways(step, scan, dim=-1)
         scanned = (
             inputs.reshape(*inputs.shape[:2], -1, self.head_size),
-            F.softplus(at_least_float32(steps) + at_least_float32(self.step_bias)),
+            F.softplus(add_bias(steps, self.step_bias)),
             -torch.exp(at_least_float32(self.A_log)),
             b,
             c,
             at_least_float32(self.D),
         )
-        y = scan_ways(ssd, scanned, scan.gaps_both_ways() if self.gaps == "decay" else None)
+        y = scan_ways(ssd, scanned, scan.gaps() if self.gaps == "decay" else None)
         forward, backward = y.flatten(2).chunk(2, dim=-1)
         y = (forward + scan.flip(backward)) * F.silu(z)
-        norm = self.norm
-        y = F.rms_norm(
-            at_least_float32(y), norm.normalized_shape, at_least_float32(norm.weight), norm.eps
-        )
-        # Weights may be stored in half precision; under autocast both are float32 here.
-        return scan.restore(self.out_proj(y.to(self.out_proj.weight.dtype)))
+        return scan.restore(project(self.out_proj, rms_norm(self.norm, y)))
 
     def initialize(self, num_blocks: int) -> None:
         """Set what differs from the shell of DiS:
@@ -124,7 +120,8 @@ class BidirectionalSSD(ScanMixer):
         | `D`, `norm` | 1 |
         """
         init_uniform(self.out_proj.weight, self.out_proj.in_features * num_blocks)
-        init_convolution(self.conv_weight, self.conv_bias)
+        init_uniform(self.conv_weight, self.conv_weight.shape[1])
+        nn.init.zeros_(self.conv_bias)
         init_step_bias(self.step_bias)
         with torch.no_grad():
             self.A_log.uniform_(1, 16).log_()

@@ -161,7 +161,7 @@ def draw_gaps(side: int, rate: float, path: Path) -> None:
             scan = make_scan(Layout((side, side), 0, ids), order, 0)
             walk = scan.permute(ids[..., None])[0, :, 0]
             rows, columns = (walk // side).tolist(), (walk % side).tolist()
-            steps = scan.gaps()[0].tolist()
+            steps = scan.gaps()[0][0].tolist()
             for i in range(1, len(walk)):
                 colour, width = (DARK, 2.2) if steps[i] == 1 else (RED, 1.1)
                 place.plot(columns[i - 1 : i + 1], rows[i - 1 : i + 1], color=colour, lw=width)

@@ -26,7 +26,7 @@ def test_a_context_is_tokens_ahead_and_its_mean_is_in_the_condition():
 CONTEXTS = {"context_length": 3, "context_size": 4}
 CROSS = {
     "dit_tiny": {},
-    "lightning_dit_tiny": {"shared_modulation": True, "num_registers": 1},
+    "lightning_dit_tiny": {"num_registers": 1},
     "hybrid_tiny": {},
 }
 

@@ -8,7 +8,7 @@ from tread_zoo.contract.layers import rotate
 from tread_zoo.testing import CHECKS, Probe
 
 GRID = (5, 7)
-OPTIONS = {"value_residual": True, "shared_modulation": True, "num_class_tokens": 3, "window": 2}
+OPTIONS = {"value_residual": True, "num_class_tokens": 3, "window": 2}
 
 
 def mixer(**options):

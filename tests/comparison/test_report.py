@@ -127,8 +127,8 @@ TREAD = {"name": "tread"}
     [
         (["none", *({**TREAD, "selection_rate": r} for r in (0.25, 0.5))],
          ["dense", "tread, selection_rate 0.25", "tread, selection_rate 0.5"]),
-        (["none", TREAD, {**TREAD, "detach": True}, {**TREAD, "rate_range": [0.0, 0.75]}],
-         ["dense", "tread", "tread, detach True", "tread, rate_range [0.0, 0.75]"]),
+        (["none", TREAD, {**TREAD, "detach": True}, {**TREAD, "carry_from": 1}],
+         ["dense", "tread", "tread, detach True", "tread, carry_from 1"]),
         ([{**TREAD, "warm_start": 0.25}, {**TREAD, "selection_rate": 0.25}, TREAD],
          ["tread, warm_start 0.25", "tread, selection_rate 0.25", "tread"]),
         ([{**TREAD, "start": start, "end": 8, "carry_from": 2} for start in (4, 5, 6)]

@@ -38,7 +38,7 @@ def test_both_branches_see_the_routes_of_their_evaluation(network):
     hook = network.register_forward_pre_hook(
         lambda module, args, kwargs: calls.append(kwargs["routes"]), with_kwargs=True
     )
-    options = options_of(0.5, guidance, rate_range=[0, 0.75])
+    options = options_of(0.5, guidance, schedule="linear", final_rate=0.75)
     images = draw(network, options)
     hook.remove()
     drawn = options.routing.draw_by_evaluation(network.grid, 2, [5, 6, 9])

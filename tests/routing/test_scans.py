@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tread_zoo.contract.backbone import Layout
-from tread_zoo.routing import ORDERS, inverse, make_scan, reverse_gaps, scan_order
+from tread_zoo.routing import ORDERS, inverse, make_scan, scan_order
 
 GRID = (4, 6)
 
@@ -31,44 +31,33 @@ def test_the_walk_is_the_full_one_with_the_others_deleted(name, extra):
     assert torch.equal(scan.restore(scan.permute(tokens)), tokens)
 
 
-def test_gaps_count_the_steps_of_the_full_walk():
+@pytest.mark.parametrize(
+    ("extra", "context", "forward", "backward"),
+    [
+        (0, 0, [[1, 1, 3], [1, 1, 4]], [[1, 3, 1], [1, 4, 1]]),
+        (2, 0, [[1, 1, 1, 1, 3], [1, 1, 3, 1, 4]], [[1, 3, 1, 1, 1], [1, 4, 1, 3, 1]]),
+        (2, 2, [[1, 1, 1, 1, 3], [1, 1, 1, 1, 4]], [[1, 1, 1, 3, 1], [1, 1, 1, 4, 1]]),
+        (3, 2, [[1, 1, 1, 1, 1, 3], [1, 1, 1, 3, 1, 4]],
+         [[1, 1, 1, 3, 1, 1], [1, 1, 1, 4, 1, 3]]),
+    ],
+)  # fmt: skip
+def test_gaps_count_the_steps_of_the_full_walk(extra, context, forward, backward):
+    """A context is ahead of both directions, and a neighbour of any token."""
     ids = torch.tensor([[0, 1, 4], [2, 3, 7]])
-    scan = make_scan(Layout((2, 4), 2, ids), "raster", 0)
-    assert scan.gaps().tolist() == [[1, 1, 1, 1, 3], [1, 1, 3, 1, 4]]
-    assert scan.segment_ids().tolist() == [[0, 0, 0, 0, 1], [0, 0, 1, 1, 2]]
-    assert reverse_gaps(scan.gaps()).tolist() == [[1, 3, 1, 1, 1], [1, 4, 1, 3, 1]]
-    alone = make_scan(Layout((2, 4), 0, ids), "raster", 0)
-    assert alone.gaps().tolist() == [[1, 1, 3], [1, 1, 4]]
+    scan = make_scan(Layout((2, 4), extra, ids, num_context=context), "raster", 0)
+    assert [gaps.tolist() for gaps in scan.gaps()] == [forward, backward]
+    for gaps, segments in zip(scan.gaps(), scan.segment_ids(), strict=True):
+        assert torch.equal(segments, (gaps > 1).cumsum(1))
+    places = torch.arange(extra + 3)
+    expected = torch.cat([places[:context], places[context:].flip(0)])
+    assert torch.equal(scan.flip(places[None])[0], expected)
+
+
+def test_gaps_along_another_curve_and_of_no_route():
     turned = make_scan(Layout((2, 4), 0, torch.tensor([[3, 4, 7]])), "serpentine", 0)
-    assert turned.gaps().tolist() == [[1, 1, 3]]  # 0 1 2 3 7 6 5 4
-
-
-def test_a_context_is_ahead_of_both_directions():
-    ids = torch.tensor([[0, 1, 4], [2, 3, 7]])
-    scan = make_scan(Layout((2, 4), 3, ids, num_context=2), "raster", 0)
-    assert scan.flip(torch.arange(6)[None]).tolist() == [[0, 1, 5, 4, 3, 2]]
-    forward, backward = scan.gaps_both_ways()
-    assert forward.tolist() == [[1, 1, 1, 1, 1, 3], [1, 1, 1, 3, 1, 4]]
-    assert backward.tolist() == [[1, 1, 1, 3, 1, 1], [1, 1, 1, 4, 1, 3]]
-    assert scan.segment_ids_both_ways()[1].tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 2]]
-    alone = make_scan(Layout((2, 4), 2, ids, num_context=2), "raster", 0)
-    assert alone.gaps().tolist() == [[1, 1, 1, 1, 3], [1, 1, 1, 1, 4]]
-
-
-def test_the_port_without_care_walks_in_no_order_that_depends_on_the_ids_alone():
-    ids = some_ids(200, 12)
-    walk = make_scan(Layout(GRID, 1, ids), "unsorted", 0)
-    tokens = torch.cat([torch.full((200, 1), -1), ids], dim=1).double().unsqueeze(-1)
-    walked = walk.permute(tokens).squeeze(-1).long()
-    assert torch.equal(walk.restore(walk.permute(tokens)), tokens)
-    assert (walked[:, 0] == -1).all()
-    assert torch.equal(walked[:, 1:].sort(dim=1).values, ids)
-    steps = torch.diff(walked[:, 1:], dim=1)
-    assert 0.45 < (steps > 0).double().mean() < 0.55, "as often down as up"
-    assert walk.gaps() is None
-    other = make_scan(Layout(GRID, 1, ids), "unsorted", 3)
-    assert torch.equal(other.take, walk.take), "all layers share it"
-    assert make_scan(Layout(GRID, 1), "unsorted", 0).take is None, "dense: raster"
+    assert turned.gaps()[0].tolist() == [[1, 1, 3]]  # 0 1 2 3 7 6 5 4
+    dense = make_scan(Layout((2, 4), 0), "serpentine", 0)
+    assert dense.gaps() is dense.segment_ids() is None
 
 
 class CountsCopies(TorchDispatchMode):

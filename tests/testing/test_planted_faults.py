@@ -245,7 +245,6 @@ FAULTS = [
     (own_loops.DecaysByIndex, {}, "blocks_depend_on_what_they_declare"),
     (own_loops.ScansUnsorted, {}, "scan_order_is_the_dense_one"),
     (own_loops.LeavesTokensPermuted, {}, "a_missing_token_leaves_the_others"),
-    (Mamba, {**MAMBA, "scan_order": "unsorted"}, "a_missing_token_leaves_the_others"),
     (WritesInPlace, DIT, "blocks_depend_on_their_arguments_alone"),
     *ALONE,
 ]

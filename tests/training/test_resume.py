@@ -54,7 +54,7 @@ class Stateless:
          "routing.final_rate=0.75"],
         ["training.gradient_accumulation_steps=2", "training.precision=bf16"],
         ["optimizer=muon"],
-        ["routing.rate_range=[0,0.75]", "routing.rejoin=mask", "routing.reconstruction_weight=0.1"],
+        ["routing.probability=0.5", "routing.rejoin=mask", "routing.reconstruction_weight=0.1"],
         ["optimizer=stateless_for_tests", "lr_schedule=wsd"],
     ],
     ids=["edm", "norm", "accumulation", "muon", "masks", "stateless"],

@@ -118,7 +118,7 @@ def test_a_step_neither_reads_from_the_device_nor_copies_to_it(monkeypatch, back
     "overrides",
     [
         ["routing.selector=norm", "routing.path_drop_probability=0.5", "routing.rejoin=project"],
-        ["routing.rejoin=mask", "routing.rate_range=[0.25,0.75]", "objective=edm"],
+        ["routing.rejoin=mask", "objective=edm"],
         ["routing.selector=blocks", "routing.per_batch=true", "objective=ddpm"],
         ["backbone=zigma", "routing.selector=segments", "backbone.gaps=decay"],
         ["routing.reconstruction_weight=0.1", "routing.rejoin=mask"],

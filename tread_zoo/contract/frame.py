@@ -1,4 +1,4 @@
-"""The tokens that a block sees: how they leave the streams where a route starts, and rejoin them.
+"""The tokens that a block sees: how they leave the streams at a route's start, and rejoin.
 
 B batch, N = h * w tokens in raster order, E extra tokens, K kept tokens, D width.
 """
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tread_zoo.routing.fusion import Fusion, Streams
 from tread_zoo.routing.routes import UNCHANGED, PathDrop, Route
+from tread_zoo.routing.routes import row_index as row_index
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,7 @@ class Layout:
         batch, device: B and the device of the tokens, for `ids` of None.
         num_context: number of extra tokens that are context tokens or registers. They come first,
             and scans read them first in both directions.
-        cache: results that blocks compute from the layout and share, such as scan orders. It lasts
-            for one forward pass.
+        cache: what blocks compute from the layout and share for one forward pass, as scan orders.
     """
 
     grid: tuple[int, int]
@@ -131,11 +131,11 @@ class Frame:
         }
 
     def exit(self, streams: Streams, skips: dict[int, Tensor]) -> tuple[Streams, dict[int, Tensor]]:
-        """Return streams and open skips at full length; the streams are fused if the range is.
+        """Return streams, fused if the range is, and open skips, all at full length.
 
         In the streams and in skips made within the route, bypassed tokens have their value at the
-        start, or what `Bypass` says. Skips from before the route are whole again. A mask replaces
-        bypassed tokens in all of them.
+        start, or what `Bypass` says; skips from before the route are whole again. A mask replaces
+        bypassed tokens in all of these.
         """
         made, dense = {k: skip for k, skip in skips.items() if k >= self.start}, self.streams
         if self.kept is not None:
@@ -165,16 +165,6 @@ class Frame:
         assert self.kept is not None
         alone = stream.shape[1] * stream.shape[0] == len(self.kept)
         return scatter(bypassed, self.kept, stream if alone else gather(stream, self.kept))
-
-
-def row_index(ids: Tensor, num_tokens: int, num_extra: int) -> Tensor:
-    """Return the rows int64 [B * (E + K)] of extra tokens and of ids [B, K] in a flattened stream
-    [B * (E + N), D]."""
-    batch, device = ids.shape[0], ids.device
-    extra = torch.arange(num_extra, device=device).expand(batch, num_extra)
-    within = torch.cat([extra, ids + num_extra], dim=1)
-    first = torch.arange(batch, device=device)[:, None] * (num_extra + num_tokens)
-    return (within + first).flatten()
 
 
 def gather(stream: Tensor, rows: Tensor) -> Tensor:

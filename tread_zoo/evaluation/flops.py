@@ -10,8 +10,7 @@ costs on average
 
     1/S sum_s (p_s F(r(s)) + (1 - p_s) F(dense)),   p_s = p between the dense ends, else 0
 
-where F(r(s)) is the mean over the rates, if a step draws its rate from a range. F is of one pass
-forward and back, or of all that the loss of a step computes, if it is given.
+F is of one pass forward and back, or of all that the loss of a step computes, if it is given.
 """
 
 import json
@@ -69,14 +68,11 @@ def stage_flops(
     dense = _trace(meta, 1, (), True, loss)
     stages = []
     for steps, used in routing.stages(num_steps):
-        rates, routed = used.rates(), 0.0
-        for each in rates:
-            routes = each.draw(1, backbone.grid, make_generator("flops", 0))
-            chance, flops = each.path_drop_probability, float(_trace(meta, 1, routes, True, loss))
-            if routes and chance:
-                dropped = [PathDrop(plan.start, plan.end) for plan in each.plans]
-                flops = (1 - chance) * flops + chance * _trace(meta, 1, dropped, True, loss)
-            routed += flops / len(rates)
+        routes = used.draw(1, backbone.grid, make_generator("flops", 0))
+        chance, routed = used.path_drop_probability, float(_trace(meta, 1, routes, True, loss))
+        if routes and chance:
+            dropped = [PathDrop(plan.start, plan.end) for plan in used.plans]
+            routed = (1 - chance) * routed + chance * _trace(meta, 1, dropped, True, loss)
         flops = routing.probability * routed + (1 - routing.probability) * dense
         stages.append((steps, flops))
     return stages

@@ -1,7 +1,4 @@
-"""Which tokens leave which blocks, when, and how they rejoin.
-
-Selectors, routes, placement, schedules, scan orders, fusion.
-"""
+"""Which tokens leave which blocks, when, and how they rejoin."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -21,40 +18,18 @@ if TYPE_CHECKING:
         check_routes,
         num_kept_tokens,
     )
-    from tread_zoo.routing.scans import GAPS, Scan, check_scan, make_scan, reverse_gaps
+    from tread_zoo.routing.scans import GAPS, Scan, make_scan
     from tread_zoo.routing.schedules import RateSchedule
     from tread_zoo.routing.selectors import Selector
 
 __all__ = [
-    "GAPS",
-    "NO_ROUTING",
-    "ORDERS",
-    "Bypass",
-    "Fusion",
-    "MaskTokens",
-    "PathDrop",
-    "PendingRoute",
-    "RateSchedule",
-    "Route",
-    "RouteConfig",
-    "RoutePlan",
-    "Routing",
-    "RoutingConfig",
-    "Scan",
-    "Selector",
-    "build_routing",
-    "bypassed_tokens",
-    "check_routes",
-    "check_scan",
-    "inverse",
-    "make_scan",
-    "num_kept_tokens",
-    "resolve_routes",
-    "reverse_gaps",
-    "scan_order",
-]
+    "GAPS", "NO_ROUTING", "ORDERS", "Bypass", "Fusion", "MaskTokens", "PathDrop", "PendingRoute",
+    "RateSchedule", "Route", "RouteConfig", "RoutePlan", "Routing", "RoutingConfig", "Scan",
+    "Selector", "build_routing", "bypassed_tokens", "check_routes", "inverse", "make_scan",
+    "num_kept_tokens", "resolve_routes", "scan_order",
+]  # fmt: skip
 
-_HOMES = (
+_MODULES = (
     "routes", "plan", "pending", "options", "scans", "orders", "fusion", "masks", "schedules",
     "selectors",
 )  # fmt: skip
@@ -63,6 +38,6 @@ _HOMES = (
 def __getattr__(name: str) -> Any:
     """Load names, and torch with them, at first use: a command line reads the options alone."""
     if name in __all__:
-        modules = (import_module(f"{__name__}.{home}") for home in _HOMES)
+        modules = (import_module(f"{__name__}.{module}") for module in _MODULES)
         return next(getattr(module, name) for module in modules if hasattr(module, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,5 @@
-"""Dataclasses of the routing options: arguments of `build_routing`, and the field `routing` of a
-run's configuration."""
+"""Options of routing: the arguments of `build_routing`, and the field `routing` of a run."""
 
-from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat
@@ -13,15 +11,6 @@ from tread_zoo.registry import complete
 
 def _selector(part: Any) -> Any:
     return part if part == "auto" else complete("selector", part, "routing.selector")
-
-
-def _rate_range(given: Any) -> Any:
-    with suppress(TypeError, IndexError):  # what is no pair of numbers
-        if given is None or given[0] < given[1]:
-            return given and tuple(given)
-    raise ValueError(
-        f"routing.rate_range={given!r} must be two rates, the lower one first, as in [0.25, 0.75]."
-    )
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
@@ -39,8 +28,6 @@ class RouteConfig:
         final_rate: last rate of linear and cosine.
         rate_steps: of steps: [[0.3, 0.5], [0.6, 0.25]] is a rate of 0.5 from 30 % of training and
             0.25 from 60 %, with `selection_rate` before.
-        rate_range: [lowest, highest]: each step draws a rate in place of `selection_rate`, and
-            sampler.selection_rate may be any of them.
         carry_from: bypassed tokens rejoin as they were before this block; null: `start`.
         detach: bypassed tokens rejoin without gradient.
         sparsify: false: bypassed tokens run too, and the result is discarded. Nothing is saved.
@@ -55,7 +42,6 @@ class RouteConfig:
     schedule: Literal["constant", "linear", "cosine", "steps"] = "constant"
     final_rate: Fraction | None = None
     rate_steps: tuple[tuple[Fraction, Fraction], ...] = ()
-    rate_range: Annotated[tuple[Fraction, Fraction] | None, BeforeValidator(_rate_range)] = None
     carry_from: int | None = None
     detach: bool = False
     sparsify: bool = True
@@ -99,23 +85,20 @@ class RoutingConfig(RouteConfig):
         if self.warm_start + self.dense_tail >= 1:
             raise ValueError(
                 f"routing.warm_start={self.warm_start} and routing.dense_tail={self.dense_tail} "
-                "leave nothing to route: their sum must be below 1."
+                "leave no steps to route: their sum must be below 1."
             )
-        if self.bypassed != "dense" and self.rejoin != "project":
-            raise ValueError(
-                f"routing.bypassed={self.bypassed} needs routing.rejoin=project: set that, or "
-                "leave it out."
-            )
-        if self.path_drop_probability and self.rejoin != "project":
-            raise ValueError(
-                f"routing.path_drop_probability={self.path_drop_probability} needs "
-                "routing.rejoin=project: without a fusion, later blocks cannot know that the path "
-                "was dropped."
-            )
+        for field, usual in (("bypassed", "dense"), ("path_drop_probability", 0.0)):
+            value = getattr(self, field)
+            if value != usual and self.rejoin != "project":
+                raise ValueError(
+                    f"routing.{field}={value} needs a network that learns to fuse streams: set "
+                    f"routing.rejoin=project, or leave routing.{field} out."
+                )
         for field, usual in (("carry_from", None), ("detach", False), ("redraw", False)):
             values = [getattr(self, field), *(route.get(field, usual) for route in self.routes)]
             if self.rejoin == "mask" and any(value != usual for value in values):
                 raise ValueError(
                     f"routing.{field} and routing.rejoin=mask exclude each other: a mask replaces "
-                    "the bypassed tokens. Leave it out, or set routing.rejoin=replace."
+                    f"the bypassed tokens. Leave routing.{field} out, or set "
+                    "routing.rejoin=replace."
                 )

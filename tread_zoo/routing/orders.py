@@ -1,11 +1,8 @@
 """Scan orders: curves that visit every token of a grid once.
 
-An order is a permutation, order[place along the curve] = raster position; its inverse is the rank,
-rank[raster position] = place along the curve. On the kept tokens alone
-
-    rank[ids].argsort(1)
-
-is the full curve with the missing tokens deleted.
+An order is a permutation, order[place along the curve] = raster position. Its inverse is the rank,
+rank[raster position] = place along the curve. For kept tokens, rank[ids].argsort(1) is the full
+curve with the missing tokens deleted.
 
 The Hilbert curve is generalised to any grid. path(w, h) goes from the corner (0, 0) to the corner
 (w - 1, 0) of w columns and h rows, by one of
@@ -14,17 +11,18 @@ The Hilbert curve is generalised to any grid. path(w, h) goes from the corner (0
     else: up  path(h1, w1)^T,  across  path(w, h - h1),  down  path(h1, w - w1)^T
                                                              h1 even, near h / 2; w1 near w / 2
 
-On a chessboard the two corners of a path that visits every square once differ in colour if w h is
-even and are alike if it is odd, so such a path needs an even w or an odd h. An even w1 and an even
-h1 keep that true of every part, and of a grid itself one side at least meets it. So every step of
-the curve goes to one of the 4 neighbours, for every grid, odd sides too; on 2^k x 2^k the curve is
-Hilbert's own (1891), and an aligned square of side 2^j is left only when all of it was visited.
+On a chessboard, the two end corners of a path over all squares have different colours if w h is
+even, and the same colour if it is odd. Such a path therefore needs an even w or an odd h. Even w1
+and h1 keep this true for every part, and at least one side of any grid meets it. So every step goes
+to one of the 4 neighbours on every grid, with odd sides too. On 2^k x 2^k the curve is Hilbert's
+(1891): it leaves an aligned square of side 2^j only after it has visited all of it.
 
 B batch, N = h * w tokens in raster order, K kept tokens.
 """
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,23 +30,22 @@ from torch import Tensor
 from tread_zoo.errors import unknown_name
 
 Path = tuple[tuple[int, int], ...]  # (column, row)
-
-
 Device = torch.device | None
+ScanOrder = Literal["raster", "serpentine", "hilbert", "serpentine8"]
 
 
-def raster(grid: tuple[int, int], device: Device = None) -> Tensor:
-    """Row after row, each from the left: int64 [N]."""
+def raster(grid: tuple[int, int], index: int = 0, device: Device = None) -> Tensor:
+    """Return the order row after row, each from the left: int64 [N]."""
     return torch.arange(grid[0] * grid[1], device=device)
 
 
-def serpentine(grid: tuple[int, int], device: Device = None) -> Tensor:
-    """Row after row, every second one from the right: int64 [N]; every step is one token long."""
-    return _serpentine(raster(grid, device).view(grid))
+def serpentine(grid: tuple[int, int], index: int = 0, device: Device = None) -> Tensor:
+    """Return the order row after row, every second one from the right: int64 [N]."""
+    return _serpentine(raster(grid, device=device).view(grid))
 
 
-def hilbert(grid: tuple[int, int], device: Device = None) -> Tensor:
-    """The generalised Hilbert curve above: int64 [N]; every step is one token long.
+def hilbert(grid: tuple[int, int], index: int = 0, device: Device = None) -> Tensor:
+    """Return the generalised Hilbert order above: int64 [N].
 
     It goes along the longer side; where just one side is even, along that.
     """
@@ -59,13 +56,13 @@ def hilbert(grid: tuple[int, int], device: Device = None) -> Tensor:
     return torch.tensor(places, device=device)
 
 
-def serpentine8(grid: tuple[int, int], index: int, device: Device = None) -> Tensor:
-    """The serpentine order of layer `index`, int64 [N]: one of eight (ZigMa, arXiv 2403.13802).
+def serpentine8(grid: tuple[int, int], index: int = 0, device: Device = None) -> Tensor:
+    """Return the serpentine order of layer `index`, one of eight: int64 [N] (arXiv 2403.13802).
 
-    An even index runs along rows, an odd one along columns; index // 2 mod 4 gives the corner that
-    it starts from: upper left, upper right, lower left, lower right.
+    Even indices run along rows, odd ones along columns. index // 2 mod 4 is the corner that it
+    starts from: upper left, upper right, lower left, lower right.
     """
-    places = raster(grid, device).view(grid)
+    places = raster(grid, device=device).view(grid)
     if index // 2 % 2:
         places = places.flip(1)
     if index // 4 % 2:
@@ -74,10 +71,7 @@ def serpentine8(grid: tuple[int, int], index: int, device: Device = None) -> Ten
 
 
 ORDERS: dict[str, Callable[[tuple[int, int], int, Device], Tensor]] = {
-    "raster": lambda grid, index, device: raster(grid, device),
-    "serpentine": lambda grid, index, device: serpentine(grid, device),
-    "hilbert": lambda grid, index, device: hilbert(grid, device),
-    "serpentine8": serpentine8,
+    order.__name__: order for order in (raster, serpentine, hilbert, serpentine8)
 }
 
 
@@ -88,15 +82,13 @@ def scan_order(name: str, grid: tuple[int, int], index: int = 0, device: Device 
         name: raster, serpentine, hilbert: the same for every layer; serpentine8: one of eight.
         grid: (h, w).
         index: of the layer, from 0.
-        device: where it is made; all but a Hilbert curve without a copy from the CPU.
+        device: where it is created; only a Hilbert curve is copied there from the CPU.
 
     Raises:
-        ValueError: an unknown name, a negative index, or an empty grid.
+        ValueError: an unknown name.
     """
     if name not in ORDERS:
-        raise unknown_name("scan order", name, ORDERS)
-    if index < 0 or min(grid) < 1:
-        raise ValueError(f"a scan order needs index={index} >= 0 and sides of grid={grid} >= 1.")
+        raise unknown_name("scan_order", name, ORDERS)
     return ORDERS[name](grid, index, device)
 
 
@@ -108,7 +100,7 @@ def inverse(order: Tensor) -> Tensor:
 
 
 def _serpentine(places: Tensor) -> Tensor:
-    """Read a matrix of raster positions row by row, every second row backwards."""
+    """Return a matrix of raster positions row by row, every second row backwards."""
     turned = places.clone()
     turned[1::2] = places[1::2].flip(1)
     return turned.flatten()

@@ -44,7 +44,6 @@ from tread_zoo.seeding import (
 logger = logging.getLogger(__name__)
 
 ROUTE_FIELDS = tuple(field.name for field in fields(RouteConfig))
-NUM_RATES = 17  # rates drawn from a rate range, as many as a schedule has at most
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,6 @@ class RoutePlan:
         selector_name: description of the selector for logs.
         per_batch: keep the same tokens for the whole batch.
         schedule: how the rate changes over training; None: it is constant.
-        rate_range: lowest and highest rate that a step may draw; None: no rate is drawn.
         bypass: what happens to the tokens that bypass.
     """
 
@@ -69,7 +67,6 @@ class RoutePlan:
     selector_name: str
     per_batch: bool = False
     schedule: RateSchedule | None = None
-    rate_range: tuple[float, float] | None = None
     bypass: Bypass = UNCHANGED
 
     def __post_init__(self) -> None:
@@ -135,9 +132,6 @@ class RoutePlan:
         if self.schedule is not None:
             rates = [rate for _, rate in self.schedule.stairs(range(1000), 1000)]
             words.append(self.schedule.describe())
-        if self.rate_range is not None:
-            rates = list(self.rate_range)
-            words.append("rate {:g} to {:g}, drawn each step".format(*rates))
         changed = {k: v for k, v in asdict(self.bypass).items() if v != getattr(UNCHANGED, k)}
         words += [f"{option} {value}" for option, value in changed.items()]
         if self.per_batch:
@@ -195,7 +189,7 @@ class Routing:
     def is_scheduled(self) -> bool:
         """Whether steps differ in more than the drawn tokens."""
         plain = (self.warm_start, self.dense_tail, self.probability) == (0.0, 0.0, 1.0)
-        return not plain or any(plan.schedule or plan.rate_range for plan in self.plans)
+        return not plain or any(plan.schedule for plan in self.plans)
 
     def draw(
         self,
@@ -204,8 +198,8 @@ class Routing:
         generator: Generator,
         force_keep: Tensor | None = None,
     ) -> tuple[Route | PendingRoute, ...]:
-        """Return one route per plan at its `selection_rate`, see `RoutePlan.draw`. With a schedule
-        or a rate range, call `at` first."""
+        """Return one route per plan at its `selection_rate`, see `RoutePlan.draw`. With a schedule,
+        call `at` first."""
         images = per_image_generator(generator, batch)
         return tuple(plan.draw(batch, grid, images, force_keep) for plan in self.plans)
 
@@ -239,31 +233,11 @@ class Routing:
         routed = self.routed_steps(num_steps)
         if step not in routed or not self._is_drawn(step, seed):
             return self._plain(())
-        rates = self._if_routed(step, routed, num_steps).rates()
-        generator = make_generator("rate", seed, step)
-        return rates[int(torch.randint(len(rates), (), generator=generator))]
-
-    def rates(self) -> tuple["Routing", ...]:
-        """Return this routing at each of the equally likely rates; without a rate range, itself.
-
-        All rate ranges are at the same fraction of their width.
-        """
-        if not any(plan.rate_range for plan in self.plans):
-            return (self,)
-        routings = []
-        for fraction in torch.linspace(0, 1, NUM_RATES, dtype=torch.float64).tolist():
-            plans = [
-                replace(plan, selection_rate=low + fraction * (high - low), rate_range=None)
-                for plan in self.plans
-                for low, high in [plan.rate_range or 2 * (plan.selection_rate,)]
-            ]
-            routings.append(self._plain([plan for plan in plans if plan.selection_rate > 0]))
-        return tuple(routings)
+        return self._if_routed(step, routed, num_steps)
 
     def at_rate(self, rate: float) -> "Routing":
         """Return this routing with one constant rate for all routes, as sampling uses it."""
-        plans = [replace(plan, schedule=None, rate_range=None) for plan in self.plans]
-        return self._plain([replace(plan, selection_rate=rate) for plan in plans])
+        return self._plain([replace(p, selection_rate=rate, schedule=None) for p in self.plans])
 
     def routed_steps(self, num_steps: int) -> range:
         """Return the steps between the dense start and the dense end; a short run may have none."""
@@ -386,15 +360,14 @@ def build_routing(
             label, options["start"], options["end"], num_blocks, default_range
         )
         chosen = default_selector if options["selector"] == "auto" else options["selector"]
-        curve = build_schedule(
+        schedule = build_schedule(
             label, options, warm_start=config.warm_start, dense_tail=config.dense_tail
         )
         carry = options["carry_from"]
         plan = RoutePlan(
             first, last, float(options["selection_rate"]), create("selector", chosen),
             describe_part(chosen), per_batch=options["per_batch"],
-            schedule=None if curve.name == "constant" else curve,
-            rate_range=tuple(options["rate_range"]) if options["rate_range"] else None,
+            schedule=schedule,
             bypass=Bypass(
                 carry + num_blocks if carry is not None and carry < 0 else carry,
                 options["detach"], options["sparsify"],
@@ -425,7 +398,7 @@ def describe_part(part: str | Mapping[str, Any]) -> str:
 def _with_inherited(common: Mapping[str, Any], route: Mapping[str, Any]) -> dict[str, Any]:
     """Return all fields of a route: those given, and the common ones for the rest.
 
-    A route that sets its schedule or rate range inherits only the fields which that uses.
+    A route that sets its schedule inherits only the fields which that uses.
     """
     inherited = dict(common)
     if "schedule" in route:
@@ -433,9 +406,6 @@ def _with_inherited(common: Mapping[str, Any], route: Mapping[str, Any]) -> dict
             inherited["final_rate"] = None
         if route["schedule"] != "steps":
             inherited["rate_steps"] = ()
-        inherited["rate_range"] = None
-    if route.get("rate_range"):
-        inherited |= {"schedule": "constant", "final_rate": None, "rate_steps": ()}
     return {**inherited, **route}
 
 

@@ -29,8 +29,8 @@ def num_kept_tokens(num_tokens: int, selection_rate: float) -> int:
             f"selection_rate={selection_rate} is outside [0, 1): it is the fraction of tokens that "
             "bypass the routed blocks; 0.5 is TREAD's default, routing=none switches routing off."
         )
-    # 100 * 0.29 is 28.999… in floating point: round away the last digits before the floor. The
-    # released TREAD code does not, and keeps one token more at such rates.
+    # 100 * 0.29 is 28.999… in floating point, so the last digits are rounded away first. TREAD's
+    # released code does not, and keeps one token more at such rates.
     return num_tokens - math.floor(round(num_tokens * selection_rate, 9))
 
 
@@ -77,10 +77,7 @@ class Route:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.end:
-            raise ValueError(
-                f"route start={self.start}, end={self.end} is empty or negative: "
-                "a route runs blocks start … end-1, counted from 0."
-            )
+            raise ValueError(f"route start={self.start}, end={self.end} is empty or negative.")
         if self.ids.dtype != torch.int64 or self.ids.ndim != 2 or self.ids.shape[1] == 0:
             raise ValueError(
                 f"route ids are {self.ids.dtype} {list(self.ids.shape)}; "
@@ -99,19 +96,16 @@ class Route:
 
     @classmethod
     def of_sorted(cls, start: int, end: int, ids: Tensor, bypass: Bypass = UNCHANGED) -> "Route":
-        """Return a route without checking its ids, so that a GPU need not be waited for."""
+        """Return a route without checking its ids, which would wait for a GPU."""
         route = object.__new__(cls)
         for name, value in (("start", start), ("end", end), ("ids", ids), ("bypass", bypass)):
             object.__setattr__(route, name, value)
         return route
 
-    def with_ids(self, ids: Tensor) -> "Route":
-        """Return the same route with other ids, which are not checked."""
-        return Route.of_sorted(self.start, self.end, ids, self.bypass)
-
     def to(self, device: torch.device | str) -> "Route":
         """Return the same route with its ids on `device`; the values are not checked again."""
-        return self.with_ids(self.ids.to(device, non_blocking=True))
+        ids = self.ids.to(device, non_blocking=True)
+        return Route.of_sorted(self.start, self.end, ids, self.bypass)
 
 
 @dataclass(frozen=True)
@@ -132,6 +126,16 @@ class PathDrop:
     def to(self, device: torch.device | str) -> "PathDrop":
         """Return itself: it holds no tensor; a `Route` in the same list may."""
         return self
+
+
+def row_index(ids: Tensor, num_tokens: int, num_extra: int) -> Tensor:
+    """Return the rows int64 [B * (E + K)] of extra tokens and of ids [B, K] in a flattened stream
+    [B * (E + N), D]."""
+    batch, device = ids.shape[0], ids.device
+    extra = torch.arange(num_extra, device=device).expand(batch, num_extra)
+    within = torch.cat([extra, ids + num_extra], dim=1)
+    first = torch.arange(batch, device=device)[:, None] * (num_extra + num_tokens)
+    return (within + first).flatten()
 
 
 def check_routes(
@@ -159,9 +163,10 @@ def check_routes(
     """
     routes = tuple(routes)
     previous_end = 0
-    check_carries([route for route in routes if not isinstance(route, PathDrop)])
+    check_carries([route for route in routes if isinstance(route, Route)])
     for route in routes:
-        where = f"{_name(route)} [{route.start}, {route.end})"
+        kind = "route" if isinstance(route, Route) else "path drop"
+        where = f"{kind} [{route.start}, {route.end})"
         if route.end > num_blocks:
             raise ValueError(f"{where} reaches outside the depth: there are {num_blocks} blocks.")
         if route.start < previous_end:
@@ -210,11 +215,8 @@ def bypassed_tokens(
 
 
 def check_carries(routes: Sequence[Any]) -> None:
-    """Check that each route, or plan of one, carries from a block that sees all tokens.
-
-    Raises:
-        ValueError: one carries from within a route, or from after its start.
-    """
+    """Raise `ValueError` if a route, or a plan, carries from within a route or from after its
+    start, where tokens are missing."""
     for route in routes:
         carry = route.bypass.carry_from
         inside = carry is not None and any(r.start < carry < r.end for r in routes)
@@ -224,10 +226,6 @@ def check_carries(routes: Sequence[Any]) -> None:
                 f"0 … {route.start} outside every route, where all tokens are present; the start "
                 "and the end of an earlier route count as outside."
             )
-
-
-def _name(route: Route | PathDrop) -> str:
-    return "path drop" if isinstance(route, PathDrop) else "route"
 
 
 def _listed(ranges: Sequence[tuple[int, int]]) -> str:
@@ -246,14 +244,12 @@ def _check_range(
     if trained:
         raise ValueError(
             f"{where} is none of the ranges at whose end this network fuses or masks tokens: "
-            f"{_listed(trained)}. It has learned weights for these: route there, or train with "
-            "routing.rejoin=replace."
+            f"{_listed(trained)}. Route there, or train with routing.rejoin=replace."
         )
     if isinstance(route, PathDrop):
         raise ValueError(
             f"{where}: this network has no fusion, so it has not learned to skip the path. "
-            "Train with routing.rejoin=project, or call "
-            "backbone.add_fusions first."
+            "Train with routing.rejoin=project, or call backbone.add_fusions first."
         )
 
 

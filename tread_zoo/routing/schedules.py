@@ -1,18 +1,15 @@
 """Schedules: how the rate of a route changes over a training run.
 
-Steps are counted from 0. Of S steps the first round(warm_start S) and the last round(dense_tail S)
-are dense; on the others, first … last-1, the rate goes from r0 (`selection_rate`) to r1
-(`final_rate`):
+Steps count from 0. Of S steps the first round(warm_start S) and the last round(dense_tail S) are
+dense. On the others, first … last-1, the rate goes from r0 (`selection_rate`) to r1 (`final_rate`):
 
     p = (step - first) / (last - 1 - first)
     linear: r = r0 + (r1 - r0) p
     cosine: r = r0 + (r1 - r0) (1 - cos(pi p)) / 2
-
-A rate sets the number of tokens, and compiled delta rules are made anew for each number of chunks,
-so these rates move by stairs: n = ceil(16 |r1 - r0|) equal steps of 1/16 at most, r the nearest of
-the n + 1 levels. The run starts at r0 and ends at r1 exactly.
-
     steps:  r0, then each [fraction of training, rate] of a list from step round(fraction S) on
+
+The rate sets the number of tokens, and code is compiled for each number. So linear and cosine move
+in n = ceil(16 |r1 - r0|) equal stairs, to the nearest of n + 1 levels; first and last are exact.
 """
 
 import math
@@ -29,9 +26,9 @@ class RateSchedule:
     """The rate of one route over training.
 
     Args:
-        name: constant, linear, cosine or steps.
+        name: linear, cosine or steps.
         selection_rate: the first rate.
-        final_rate: the last one, for linear and cosine.
+        final_rate: the last rate, for linear and cosine.
         rate_steps: (fraction of training, rate) in ascending order, for steps.
     """
 
@@ -47,24 +44,21 @@ class RateSchedule:
             routed: the steps that are routed, first … last-1.
             num_steps: steps of the whole run.
         """
-        found = {routed.start: self.selection_rate}
-        if self.name == "steps":
-            for fraction, rate in self.rate_steps:
-                found[max(routed.start, round(fraction * num_steps))] = rate
-        elif self.name != "constant":
+        levels = {routed.start: self.selection_rate}
+        for fraction, rate in self.rate_steps:
+            levels[max(routed.start, round(fraction * num_steps))] = rate
+        if self.name != "steps":
             change = self.final_rate - self.selection_rate
             count = math.ceil(round(STAIRS * abs(change), 9))
             for level in range(1, count + 1):
-                share = (level - 0.5) / count  # where this level becomes the nearest
-                progress = share if self.name == "linear" else math.acos(1 - 2 * share) / math.pi
+                part = (level - 0.5) / count  # of the change, where this level becomes the nearest
+                progress = part if self.name == "linear" else math.acos(1 - 2 * part) / math.pi
                 step = routed.start + math.ceil(round(progress * (len(routed) - 1), 9))
-                found[step] = self.selection_rate + change * level / count
-        return tuple(sorted(found.items()))
+                levels[step] = self.selection_rate + change * level / count
+        return tuple(sorted(levels.items()))
 
     def describe(self) -> str:
-        """Return the rates in words; "" for a constant one."""
-        if self.name == "constant":
-            return ""
+        """Return the rates for a log line."""
         if self.name == "steps":
             later = [f"from {fraction:.0%} {rate:g}" for fraction, rate in self.rate_steps]
             return ", ".join([f"rate {self.selection_rate:g}", *later])
@@ -73,34 +67,29 @@ class RateSchedule:
 
 def build_schedule(
     label: str, fields: Mapping[str, Any], *, warm_start: float, dense_tail: float
-) -> RateSchedule:
-    """Return the schedule of one route.
+) -> RateSchedule | None:
+    """Return the schedule of one route; None for a constant rate.
 
     Args:
-        label: the route's name in error texts.
-        fields: `schedule`, `selection_rate`, `final_rate`, `rate_steps`, `rate_range`.
+        label: the route's name in errors.
+        fields: `schedule`, `selection_rate`, `final_rate`, `rate_steps`.
         warm_start, dense_tail: fractions of training.
 
     Raises:
-        ValueError: a field that the schedule lacks or would not read, steps that are out of order
-            or outside the routed part of training, or a rate range that is empty.
+        ValueError: a field is missing or unused, or steps are out of order or outside the routed
+            part of training.
     """
     name, final = fields["schedule"], fields["final_rate"]
     steps = tuple((float(fraction), float(rate)) for fraction, rate in fields["rate_steps"])
     if (final is not None) != (name in ("linear", "cosine")):
         raise ValueError(
-            f"{label}.final_rate={final} and {label}.schedule={name} do not go together: "
-            "schedule=linear and cosine need a final_rate, the others have none."
+            f"{label}.final_rate={final} and {label}.schedule={name} do not go together: linear "
+            "and cosine need a final_rate, other schedules have none."
         )
     if bool(steps) != (name == "steps"):
         raise ValueError(
             f"{label}.rate_steps={list(steps)} and {label}.schedule={name} do not go together: "
-            "schedule=steps needs some, as [[0.3, 0.5], [0.6, 0.25]], the others have none."
-        )
-    if fields["rate_range"] and name != "constant":
-        raise ValueError(
-            f"{label}.rate_range={list(fields['rate_range'])} needs {label}.schedule=constant, not "
-            f"{name}: each step draws its own rate."
+            "schedule=steps needs some, as [[0.3, 0.5], [0.6, 0.25]], other schedules have none."
         )
     fractions = [warm_start, *(fraction for fraction, _ in steps), 1.0 - dense_tail]
     if any(before >= after for before, after in pairwise(fractions)):
@@ -108,4 +97,6 @@ def build_schedule(
             f"{label}.rate_steps={list(steps)} must ascend between {warm_start:g} and "
             f"{1 - dense_tail:g} of training, its routed part."
         )
+    if name == "constant":
+        return None
     return RateSchedule(name, float(fields["selection_rate"]), float(final or 0.0), steps)

@@ -26,6 +26,7 @@ from tread_zoo.runs.metadata import (
     META_NAME,
     STEP_FOLDERS,
     WEIGHTS_NAME,
+    drop_removed,
     read_metadata,
     read_newest,
 )
@@ -75,7 +76,7 @@ def load_pretrained(path: str | Path, *, revision: str | None = None) -> Backbon
         if "format" in metadata:  # it was a run
             metadata = read_metadata(folder, CONFIG_NAME)
     check_plugins(metadata["plugins"], str(path))
-    backbone = build_backbone(metadata["backbone"])
+    backbone = build_backbone(drop_removed(metadata)["backbone"])
     backbone.load_state_dict(load_file(weights))
     return backbone.eval()
 

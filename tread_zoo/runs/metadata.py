@@ -18,6 +18,8 @@ STEP_FOLDERS = "step_" + 8 * "[0-9]"  # checkpoints of a run; a longer name is a
 META_NAME, AVERAGE_NAME = "checkpoint.json", "ema.safetensors"  # of a checkpoint
 FORMAT = 2
 META_CHECKSUM = "sha256_of_the_above"
+# Options that no longer exist, with their defaults, which earlier checkpoints have.
+REMOVED = {"routing": {"rate_range": None}, "backbone": {"shared_modulation": False}}
 
 
 class CheckpointError(ValueError):
@@ -31,6 +33,17 @@ def sealed(metadata: Mapping[str, Any]) -> str:
 
 def _digest(metadata: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(metadata).encode()).hexdigest()
+
+
+def drop_removed(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata without options that no longer exist, where they are at their default."""
+    for group, options in REMOVED.items():
+        given = metadata.get(group, {}).get("config", {}), metadata.get("config", {}).get(group, {})
+        for place in given:
+            for option, default in options.items():
+                if option in place and place[option] == default:
+                    del place[option]
+    return metadata
 
 
 def read_metadata(folder: Path, name: str = META_NAME, *only: str) -> dict[str, Any]:
@@ -56,7 +69,7 @@ def read_metadata(folder: Path, name: str = META_NAME, *only: str) -> dict[str, 
         raise CheckpointError(
             f"{folder} is damaged: {error}. Use another checkpoint of the run, or train again."
         ) from error
-    return metadata
+    return drop_removed(metadata)
 
 
 def read_newest(folders: Sequence[Path], *only: str) -> tuple[Path, dict[str, Any]]:
