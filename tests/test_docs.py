@@ -1,5 +1,6 @@
 """The Python of the pages and the notebooks runs, and a study's tables are of its records."""
 
+import itertools
 import re
 import runpy
 from pathlib import Path
@@ -7,6 +8,8 @@ from types import SimpleNamespace
 
 import nbclient
 import nbformat
+import numpy as np
+import pandas as pd
 import pytest
 
 from tread_zoo import __version__
@@ -20,10 +23,70 @@ def test_the_block_loop_of_the_concepts_page_gives_what_the_backbone_gives():
     assert names["out"].std() > 0
 
 
-def test_the_tables_of_where_routing_pays_are_those_of_its_records():
-    folder = ROOT / "docs/comparison/where_routing_pays"
-    text = (folder / "README.md").read_text()
-    assert runpy.run_path(str(folder / "page.py"))["filled"](text) == text
+PAYS = ROOT / "docs/comparison/where_routing_pays"
+
+
+@pytest.fixture
+def page(monkeypatch):
+    monkeypatch.syspath_prepend(PAYS)
+    return runpy.run_path(str(PAYS / "page.py"))
+
+
+def test_the_tables_of_where_routing_pays_are_those_of_its_records(page):
+    text = (PAYS / "README.md").read_text()
+    assert page["filled"](text) == text
+
+
+def planted_study():
+    """Scores of three seeds and two draws: routing is ahead by 0.3 in one kind of features, in the
+    other by chance, and guidance by 2 gains the dense network 0.2 more."""
+    generator, rows = np.random.default_rng(0), []
+    for seed, draw, arm, scale in itertools.product(range(3), (1, 2), ("dense", "routed"), (1, 2)):
+        routed, guided = arm == "routed", scale > 1
+        fid = 2 - 0.3 * routed - (0.1 if routed else 0.3) * guided
+        common = {
+            "seed": seed, "draw": draw, "arm": arm, "images": 1_024_000, "num_images": 1000,
+            "scale": scale, "guidance": "cfg" if guided else "none", "kid": 0.5,
+            "precision": 0.8 + 0.05 * guided, "recall": 0.8 - 0.05 * guided, "label_accuracy": 0.9,
+        }  # fmt: skip
+        rows.append({**common, "features": "features", "fid": fid + generator.normal(0, 0.01)})
+        if not guided:
+            noise = generator.normal(0, 0.3)
+            rows.append({**common, "features": "cifar10_resnet56", "fid": 1 + noise})
+    return pd.DataFrame(rows)
+
+
+def test_a_planted_front_is_found(page, tmp_path):
+    table = planted_study()
+    line = page["fronts"](table).splitlines()[-1]
+    seeds, dense, routed, apart, more = (cell.strip() for cell in line.split("|")[3:8])
+    assert (seeds, apart.split()[-1]) == (
+        "3",
+        "behind" if float(routed) > float(dense) else "ahead",
+    )
+    assert float(more.split()[0]) == pytest.approx(0.2, abs=0.03)
+    page["draw_fronts"](page["fronts_of"](table), tmp_path / "fronts.png")
+    assert (tmp_path / "fronts.png").stat().st_size > 10_000
+
+
+def test_two_kinds_of_features_may_judge_otherwise(page):
+    scores = {"fid": [0.02, 0.05], "precision": 0.9, "recall": 0.9, "label_accuracy": [0.92, None]}
+    real = pd.DataFrame({"features": ["features", "cifar10_resnet56"], **scores})
+    text = page["spaces"](planted_study(), real)
+    cells = [cell.strip() for cell in text.splitlines()[2].split("|")]
+    assert cells[2:4] == ["dense", "3"]
+    assert (cells[5], cells[7]) == ("ahead", "not settled")
+    assert "0.920" in text
+
+
+def test_an_answer_is_by_trainings_not_by_draws(page):
+    """One pair settles nothing, however alike its draws are."""
+    index = pd.MultiIndex.from_product([[0], [1, 2, 3, 4]])
+    one = pd.Series([1.0, 1.01, 1.0, 1.01], index)
+    assert "not settled" in page["answer"](one - 1, one)
+    several = pd.MultiIndex.from_product([[0, 1, 2], [1, 2]])
+    apart = pd.Series([-1, -1.01, -1.02, -1, -1.01, -1.0], several)
+    assert "ahead** (n = 3)" in page["answer"](apart, 0 * apart)
 
 
 @pytest.mark.parametrize("name", ["route_train_look", "compare_and_read"])

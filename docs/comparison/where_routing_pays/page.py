@@ -9,7 +9,7 @@ A table stands between `<!-- name -->` and `<!-- end -->` in README.md.
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,28 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import pandas as pd
+from seeds import (
+    BATCH_SIZE,
+    EVALUATED,
+    NAMES,
+    OWN,
+    SHOWN,
+    collect_seeds,
+    fronts,
+    fronts_of,
+    judged,
+    over_seeds,
+    scored,
+    spaces,
+    unguided,
+    worded,
+)
 
 from tread_zoo import comparison
-from tread_zoo.comparison.findings import direction
-from tread_zoo.comparison.intervals import Interval, differences, interval
-from tread_zoo.evaluation.contribution import contribution_names
+from tread_zoo.comparison.intervals import differences, interval
 from tread_zoo.training.log import read_scores
 
 HERE = Path(__file__).parent
-SEVERAL = {  # of the study `evidence`, by what tells the folders: seeds, each with draws of noise
-    "depth-5": "dense, 5 blocks",
-    "depth-8": "dense, 8 blocks",
-    "start-2": "routed",
-    "routing-none": "dense",
-}
 ARMS = {  # what tells the folders of an arm, the first that fits: (name, colour)
     "routing-none": ("dense", "#2a7fd4"),
     "dense_tail-0.1": ("routed, dense tail", "#8a5fc7"),
@@ -44,7 +52,7 @@ ARMS = {  # what tells the folders of an arm, the first that fits: (name, colour
 COLOURS = dict(ARMS.values())
 INK = "#808080"  # reads on white and on black
 STUDIES = {"curves": "where_routing_pays", "scan": "where_routing_pays_scan"}
-BATCH_SIZE = 64
+SHALLOW = "backbone.depth-6_routing-none"
 EQUAL_FLOPS = (  # an arm at these images, and dense at those
     ("routed", 768_000, 512_000),
     ("routed at 0.75", 768_000, 512_000),
@@ -53,10 +61,6 @@ EQUAL_FLOPS = (  # an arm at these images, and dense at those
     ("routed", 2_048_000, 1_536_000),
     ("routed, dense tail", 2_048_000, 1_536_000),
 )
-DIGITS = {"fid": 2, "kid": 2, "precision": 3, "recall": 3, "label_accuracy": 3}
-EVALUATED = list(DIGITS)
-SHOWN = ["fid", "precision", "recall", "label_accuracy"]
-NAMES = "Fréchet distance | precision | recall | label accuracy"
 
 
 def collect(comparisons: Path) -> None:
@@ -75,51 +79,20 @@ def collect(comparisons: Path) -> None:
     table.to_csv(HERE / "evaluations.csv", index=False, float_format="%.6g")
 
 
-def collect_seeds(study: Path) -> None:
-    """Write evidence.csv: each score by training seed and draw, and what blocks are worth."""
-    rows = []
-    for run in sorted((study / "runs").iterdir()):
-        records = [json.loads(file.read_text()) for file in run.glob("score_*.json")]
-        for record in [*read_scores(run).values(), *records]:
-            protocol, sampling = record["protocol"], record["protocol"]["sampling"]
-            if sampling["guidance"] == "none" and sampling["selection_rate"] == 0:
-                rows.append({
-                    "arm": next(arm for key, arm in SEVERAL.items() if key in run.name),
-                    "seed": json.loads((run / "config.json").read_text())["seed"],
-                    "images": BATCH_SIZE * protocol["step"],
-                    "draw": protocol["seed"],
-                    **{metric: record["values"][metric] for metric in EVALUATED},
-                    **contribution_names(record.get("contributions", {})),
-                })  # fmt: skip
-    # what was scored again comes last, and has the contributions
-    table = pd.DataFrame(rows).drop_duplicates(["arm", "seed", "images", "draw"], keep="last")
-    table.to_csv(HERE / "evidence.csv", index=False, float_format="%.6g")
-
-
-def over_seeds(table: pd.DataFrame) -> str:
-    """Return a table: each arm's mean ± standard deviation over training seeds, and 95 % intervals
-    of the differences of equal seeds, the routed network's from each other one."""
-    lines = [f"| images | | seeds | {NAMES} | without [2, 9) |", "|---" * 8 + "|"]
-    for images, at in table.groupby("images"):
-        groups = at.groupby("arm", sort=False)
-        arms = {arm: scores.set_index(["seed", "draw"]) for arm, scores in groups}
-        for arm, scores in arms.items():
-            means = scores[EVALUATED].groupby(level=0).mean()
-            worth = scores.get("contribution_2_9", pd.Series(dtype=float)).mean()
-            lines.append(
-                f"| {images // 1000}K | {arm} | {len(means)} | "
-                f"{_with_spread(means.mean(), means.std())} | "
-                f"{'' if pd.isna(worth) else f'{worth:.3f}'} |"
-            )
-        for arm in [arm for arm in arms if "routed" in arms and arm != "routed"]:
-            by = pd.DataFrame({
-                metric: differences(arms["routed"][metric], arms[arm][metric])
-                for metric in SHOWN
-            })  # fmt: skip
-            if len(by):
-                name = f"routed - ({arm})"
-                lines.append(f"| {images // 1000}K | {name} | {len(by)} | {_judged(by)} | |")
-    return "\n".join(lines)
+def read_seeds(study: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Return evidence.csv, or a table like it, and the earlier pair of trainings where it has no
+    seed 0 of its own: the same settings, features of the same command."""
+    file = HERE / "evidence.csv"
+    if study is None:
+        study = pd.read_csv(file) if file.exists() else pd.DataFrame()
+    if len(study) and (study.seed == 0).any():
+        return study
+    first = read_evaluations().query("arm in ('dense', 'routed')")
+    first = first.rename(columns={"seed": "draw"}).assign(
+        seed=0, features=OWN, num_images=1000,
+        guidance=first.scale.map(lambda scale: "none" if scale == 1 else "cfg"),
+    )  # fmt: skip
+    return pd.concat([study, first], ignore_index=True)
 
 
 def draws_of(run: Path) -> list[dict[str, Any]]:
@@ -186,7 +159,7 @@ def differences_of(name: str) -> str:
     lines = [f"| | images | dense at | FLOPs | {NAMES} |", "|---" * 8 + "|"]
     for arm, images, of_dense, flops, by in compared(name):
         place = f"{arm} | {images // 1000}K | {of_dense // 1000}K | {flops:.2f}"
-        lines.append(f"| {place} | {_judged(by)} |")
+        lines.append(f"| {place} | {judged(by, words=False)} |")
     return "\n".join(lines)
 
 
@@ -214,68 +187,118 @@ def guided() -> str:
         pairs = [("dense, guided by 1.1", "dense"), ("routed", "dense, guided by 1.1")]
         pairs += [("routed, guided by 1.1", "routed"), ("routed, guided by 1.1", pairs[0][0])]
         for one, other in pairs if pairs[0][0] in groups else ():
-            cells = _judged((groups[one] - groups[other]).dropna())
+            cells = judged((groups[one] - groups[other]).dropna(), words=False)
             lines.append(f"| {images // 1000}K | {one} | {other} | {cells} |")
     return "\n".join(lines)
 
 
 def answers() -> str:
-    """Return a table: what the differences say of each question in Fréchet distance."""
-    curves = {(a, i, d): by.fid for a, i, d, _, by in compared("curves")}
-    scan = {(a, i, d): by.fid for a, i, d, _, by in compared("scan")}
-    table = read_evaluations()
-    at = table[(table.images == 1_024_000) & table.arm.isin(["dense", "routed"])]
-    fid = {key: of.set_index("seed").fid for key, of in at.groupby(["arm", "scale"])}
-    rows = [
-        ("Is routing ahead at equal steps?", "1.0M images", curves["routed", 1_024_000, 1_024_000]),
-        ("", "2.0M images", curves["routed", 2_048_000, 2_048_000]),
-        ("At equal FLOPs?", "1.5M, dense at 1.0M", curves["routed", 1_536_000, 1_024_000]),
-        ("", "2.0M, dense at 1.5M", curves["routed", 2_048_000, 1_536_000]),
-        ("Of a dense network guided by 1.1?", "1.0M images", fid["routed", 1] - fid["dense", 1.1]),
-        ("For a scan (`rwkv`)?", "768K images", scan["routed", 768_000, 768_000]),
-    ]
-    lines = ["| question | at | routed - dense | |", "|---" * 4 + "|"]
-    for question, place, by in rows:
-        of = interval(by.dropna())
-        lines.append(f"| {question} | {place} | {_number(of, 2)} | {of.verdict('lower')} |")
+    """Return a table: five questions, and what the differences over seeds say of each."""
+    table, million = read_seeds(), 1_024_000
+    plain = unguided(table)
+    own = table[(table.features == OWN) & table.guidance.isin(["none", "cfg"])]
+    own = own[own.num_images == 1000]
+    scan = read_evaluations("scan").rename(columns={"seed": "draw"}).assign(seed=0)
+
+    def dit(arm: str, images: int, other: str, of_other: int) -> str:
+        return answer(scored(plain, arm, images), scored(plain, other, of_other))
+
+    guided = [scored(own, arm, million, 1.1) for arm in ("dense", "routed")]
+    gains = [scored(own, a, million) - g for a, g in zip(("dense", "routed"), guided, strict=True)]
+    shallow = dit("routed", million, "dense, 5 blocks", million)
+    where = "1.0M" if shallow else "digits"
+    rows = {
+        "Is routing ahead at equal steps?": [
+            ("1.0M images", dit("routed", million, "dense", million)),
+            ("2.0M", dit("routed", 2_048_000, "dense", 2_048_000)),
+        ],
+        "At about equal FLOPs?": [
+            ("1.0M, dense at 768K", dit("routed", million, "dense", 768_000)),
+            ("2.0M, dense at 1.5M", dit("routed", 2_048_000, "dense", 1_536_000)),
+        ],
+        "Of a dense network without the routed blocks?": [(where, shallow or _on_digits())],
+        "Of a dense network guided by 1.1?": [
+            ("1.0M", answer(scored(own, "routed", million), guided[0])),
+            ("what guidance gains", answer(gains[1], gains[0], "higher")),
+        ],
+        "For a scan (`rwkv`)?": [
+            ("768K", answer(scored(scan, "routed", 768_000), scored(scan, "dense", 768_000))),
+        ],
+    }  # fmt: skip
+    lines = ["| question | difference in Fréchet distance, 95 % interval |", "|---|---|"]
+    for question, cells in rows.items():
+        lines.append(f"| {question} | {'; '.join(f'{at}: {text}' for at, text in cells)} |")
     return "\n".join(lines)
 
 
-def _with_spread(mean: pd.Series, spread: pd.Series) -> str:
-    """Return mean ± standard deviation of each score; of one value the value."""
-    return " | ".join(
-        f"{mean[m]:.{DIGITS[m]}f}" + ("" if pd.isna(spread[m]) else f" ± {spread[m]:.{DIGITS[m]}f}")
-        for m in SHOWN
-    )
+def answer(one: pd.Series, other: pd.Series, better: str = "lower") -> str:
+    """Return the 95 % interval over seeds and its verdict; of one pair its mean difference, with
+    the interval over its draws. Nothing where there is no pair."""
+    by = differences(one, other)
+    if not len(by):
+        return ""
+    if len(by) > 1:
+        return f"**{worded(by, better)}** (n = {len(by)})"
+    draws = interval((one - other).dropna())
+    return f"**not settled**, {draws.mean:+.2f} of one pair (± {draws.half:.2f} over its draws)"
 
 
-def _judged(by: pd.DataFrame) -> str:
-    """Return the 95 % interval of each score's differences, bold where it is settled."""
-    cells = []
-    for metric in SHOWN:
-        of = interval(by[metric].dropna())
-        verdict, text = of.verdict(direction(metric) or "lower"), _number(of, DIGITS[metric])
-        cells.append(text if verdict == "not settled" else f"**{text}** {verdict}")
-    return " | ".join(cells)
-
-
-def _number(of: Interval, digits: int) -> str:
-    return f"{of.mean:+.{digits}f} ± {of.half:.{digits}f}"
+def _on_digits() -> str:
+    """Return what the study on digits says of a routed `dit` and one of its other blocks."""
+    table = pd.read_csv(HERE.parent / "digits" / "evidence.csv").set_index("seed")
+    name = "backbone-dit_tiny_"
+    arms = [table[table.run == name + arm].fid for arm in ("routing-tread", SHALLOW)]
+    by = (arms[0] - arms[1]).dropna()
+    return f"**{worded(by)}** (n = {len(by)})"
 
 
 def draw() -> None:
     """Draw the differences by images, the distances by FLOPs, and precision against recall."""
+    draw_panels(HERE / "figure.png", [draw_differences, draw_distances, draw_plane])
+
+
+def draw_fronts(front: pd.DataFrame, file: Path = HERE / "fronts.png") -> None:
+    """Draw what guidance does: precision against recall, and distance by its scale, each arm's mean
+    over seeds with their standard deviations. An empty front draws nothing."""
+    if not len(front):
+        return
+    lines = {"cfg": "-", "sparse": "--"}
+
+    def draw_lines(axis: plt.Axes, x: str, y: str) -> None:
+        for (guidance, arm), of in front.groupby(["guidance", "arm"]):
+            by = of.groupby("scale")[SHOWN]
+            at = {"mean": by.mean().reset_index(), "std": by.std().reset_index()}
+            bars = [None if n == "scale" else at["std"][n].fillna(0) for n in (y, x)]
+            axis.errorbar(
+                at["mean"][x], at["mean"][y], *bars, fmt="." + lines[guidance], capsize=2,
+                color=COLOURS[arm], label=f"{arm}, {guidance}",
+            )  # fmt: skip
+
+    def plane(axis: plt.Axes) -> None:
+        draw_lines(axis, "precision", "recall")
+        axis.set(xlabel="precision", ylabel="recall", title="from no guidance to the strongest")
+
+    def distance(axis: plt.Axes) -> None:
+        draw_lines(axis, "scale", "fid")
+        axis.set(xlabel="scale of guidance", ylabel="Fréchet distance")
+        axis.legend(frameon=False, labelcolor=INK, fontsize=9)
+
+    draw_panels(file, [plane, distance])
+
+
+def draw_panels(file: Path, panels: list[Callable[[plt.Axes], None]]) -> None:
+    """Draw panels beside each other that read on white and on black."""
     style = {"text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK}
     with plt.rc_context({**style, "xtick.color": INK, "ytick.color": INK, "font.size": 11}):
-        figure, axes = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
-        draw_differences(axes[0])
-        draw_distances(axes[1])
-        draw_plane(axes[2])
-        for axis in axes:
+        size = (5 * len(panels), 4.6)
+        figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained")
+        for axis, draw_panel in zip(axes, panels, strict=True):
+            draw_panel(axis)
             axis.grid(alpha=0.25)
             axis.patch.set_alpha(0)
             axis.spines[["top", "right"]].set_visible(False)
-        figure.savefig(HERE / "figure.png", transparent=True, dpi=100)
+        figure.savefig(file, transparent=True, dpi=100)
+        plt.close(figure)
 
 
 def draw_differences(axis: plt.Axes) -> None:
@@ -291,9 +314,15 @@ def draw_differences(axis: plt.Axes) -> None:
             images / 1e6 * shift, of.mean, of.half, fmt="o", ms=5, capsize=2, color=colour,
             label=label if first else None,
         )  # fmt: skip
+    plain = unguided(read_seeds())
+    for images in sorted(set(plain.images)):  # other seeds: a ring for each pair
+        by = differences(scored(plain, "routed", images), scored(plain, "dense", images)).drop(
+            0, errors="ignore"
+        )
+        axis.plot([images / 1e6 * 1.03] * len(by), by, "o", mfc="none", color=COLOURS["routed"])
     axis.axhline(0, color=INK, lw=1)
     axis.set(xlabel="million images", ylabel="Fréchet distance, less dense", ylim=(-0.6, 1.15))
-    axis.set_title("at equal steps; below 0 routing is ahead")
+    axis.set_title("at equal steps: four draws of one pair")
     axis.legend(frameon=False, labelcolor=INK, fontsize=9)
 
 
@@ -335,12 +364,15 @@ def draw_plane(axis: plt.Axes) -> None:
 
 def tables() -> dict[str, str]:
     """Return every table of the page by its name."""
-    seeds = HERE / "evidence.csv"
+    seeds, real = HERE / "evidence.csv", HERE / "spaces.csv"
+    study = pd.read_csv(seeds) if seeds.exists() else None
     return {
         "answers": answers(),
-        "seeds": over_seeds(pd.read_csv(seeds)) if seeds.exists() else "",
+        "seeds": "" if study is None else over_seeds(read_seeds(study)),
+        "spaces": spaces(study, pd.read_csv(real)) if real.exists() else "",
         "dit": differences_of("curves"),
         "guided": guided(),
+        "fronts": "" if study is None else fronts(study),
         "scan": differences_of("scan"),
     }
 
@@ -359,6 +391,8 @@ if __name__ == "__main__":
             collect(Path(sys.argv[1]))
         if (Path(sys.argv[1]) / "evidence").exists():
             collect_seeds(Path(sys.argv[1]) / "evidence")
+    if (HERE / "evidence.csv").exists():
+        draw_fronts(fronts_of(pd.read_csv(HERE / "evidence.csv")))
     means().to_csv(HERE / "means.csv", index=False, float_format="%.4g")
     draw()
     page = HERE / "README.md"
