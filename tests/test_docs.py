@@ -89,6 +89,12 @@ def test_an_answer_is_by_trainings_not_by_draws(page):
     assert "ahead** (n = 3)" in page["answer"](apart, 0 * apart)
 
 
+def test_the_table_of_parts_is_that_of_its_records():
+    folder = ROOT / "docs/comparison/parts"
+    text = (folder / "README.md").read_text()
+    assert runpy.run_path(str(folder / "page.py"))["filled"](text) == text
+
+
 @pytest.mark.parametrize("name", ["route_train_look", "compare_and_read"])
 def test_a_notebook_opens_in_colab_with_this_version(name):
     hook = runpy.run_path(str(ROOT / "docs/source_links.py"))["on_page_markdown"]

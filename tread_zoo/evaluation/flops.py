@@ -137,7 +137,8 @@ def without_data(module: Module) -> Module:
 def _one_pass(network: Backbone, x: Tensor, y: Tensor | None, routes: Routes) -> Tensor:
     t = torch.empty(len(x), device=x.device)
     concrete = resolve_routes(routes, lambda start: network.importance(x, t, y, start))
-    return network(x, t, y, routes=concrete)  # type: ignore[return-value]
+    out: Tensor = network(x, t, y, routes=concrete)
+    return out
 
 
 @torch.inference_mode(False)

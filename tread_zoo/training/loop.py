@@ -358,7 +358,7 @@ def _features_of(
     teacher: Backbone, setup: Setup, x: Tensor, y: Tensor | None, draw: Draw
 ) -> Tensor:
     """Return the teacher's tokens [B,D,h,w] of the images at the cleanest level of their tokens."""
-    each, block = draw.token_levels, setup.projector.teacher_block  # type: ignore[union-attr]
+    each, projector = draw.token_levels, setup.projector
     level = draw.level if each is None else each.amin(dim=1)
     objective, tokens = setup.objective, torch.empty(0)
     shape = (-1, 1, 1, 1)
@@ -366,11 +366,12 @@ def _features_of(
 
     def predict(x_t: Tensor, t: Tensor) -> Tensor:
         nonlocal tokens
-        tokens = teacher.tokens_after(x_t, t, y, block)
+        tokens = teacher.tokens_after(x_t, t, y, projector.teacher_block)  # type: ignore
         return x_t  # the objective scales what the network sees; its slope is not needed
 
     objective.dx_dt(predict, x_t, level)
-    return tokens.mT.unflatten(2, teacher.grid)
+    out: Tensor = tokens.mT.unflatten(2, teacher.grid)
+    return out
 
 
 def draw_step(

@@ -1,0 +1,216 @@
+"""Fill in the table of methods, from runs.csv and costs.csv beside this file.
+
+python docs/comparison/parts/page.py                               # from these files alone
+python docs/comparison/parts/page.py comparisons/*/runs            # add the runs of these folders
+python docs/comparison/parts/page.py --costs                       # measure FLOPs and time again
+
+A run belongs to a method if its settings are those that the method's overrides give.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from tread_zoo.cli import compose_settings
+from tread_zoo.comparison.intervals import interval
+from tread_zoo.config import flatten, make_config
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+METRICS = ["fid", "label_accuracy", "recall", "held_out_loss"]
+COMPARED = (
+    "backbone", "routing", "objective", "alignment", "sampler", "guidance", "optimizer", "data",
+)  # fmt: skip
+SAME_FLOPS = 0.02
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the table: overrides of a run with it, and of one without, on top of `base`."""
+
+    name: str
+    base: str
+    method: str
+    default: str = ""
+
+    @property
+    def arms(self) -> tuple[str, str]:
+        """Overrides of both."""
+        return f"{self.base} {self.method}", f"{self.base} {self.default}".strip()
+
+
+FLOW = "sampler=euler sampler.num_steps=25 guidance=cfg guidance.scale=2"
+MEAN = "objective=mean_flow objective.equal_fraction=0.5 objective.guidance_scale=2 sampler=mean"
+WINDOWS = "backbone.pattern=[{name:attention,window:2,repeat:3},{name:attention}]"
+SHORT = "backbone.short_conv=true"
+METHODS = [
+    *(
+        Method(f"MeanFlow, steps: {n}", f"backbone={row} backbone.time_scale=10",
+               f"{MEAN} sampler.num_steps={n}", FLOW)
+        for row in ("dit_tiny", "mamba_tiny") for n in (1, 4)
+    ),
+    *(
+        Method(name, f"backbone={row}", overrides)
+        for row in ("dit_tiny", "gla_tiny")
+        for name, overrides in (
+            ("two noise levels", "objective.second_level=0.25"),
+            ("self_flow", "alignment=self_flow"),
+            ("both", "objective.second_level=0.25 alignment=self_flow"),
+        )
+    ),
+    *(
+        Method(f"linear_dit, less {other}", f"routing={routing}", "backbone=linear_dit_tiny",
+               f"backbone={other}_tiny")
+        for other in ("lightning_dit", "gla") for routing in ("none", "tread")
+    ),
+    Method("windows, less lightning_dit", "routing=none", f"backbone=hybrid_tiny {WINDOWS}",
+           "backbone=lightning_dit_tiny"),
+    Method("windows, less no windows", "backbone=hybrid_tiny", WINDOWS,
+           "backbone.pattern=attention:1"),
+    *(
+        Method("registers", f"backbone={row}", "backbone.num_registers=4")
+        for row in ("dit_tiny", "gated_deltanet_tiny", "mamba_tiny")
+    ),
+    *(
+        Method("short convolutions", f"backbone={row}", SHORT)
+        for row in ("gla_tiny", "gated_deltanet_tiny", "kda_tiny")
+    ),
+    *(
+        Method(f"the same, gaps={gaps}", f"backbone={row}", f"{SHORT} backbone.gaps={gaps}", SHORT)
+        for row in ("gla_tiny", "kda_tiny") for gaps in ("reset", "decay")
+    ),
+    Method("a decay per channel", "backbone=gated_deltanet_tiny", "backbone.per_channel=true"),
+    Method("KDA, less gated_deltanet", "", "backbone=kda_tiny", "backbone=gated_deltanet_tiny"),
+    Method("published start", "backbone=rwkv7_tiny", "backbone.published_init=true"),
+    Method("bypassed=zero, less dense", "backbone=dit_tiny routing.rejoin=project",
+           "routing.bypassed=zero"),
+]  # fmt: skip
+
+
+def settings_of(overrides: str) -> dict[str, str]:
+    """Return what tells the methods of runs with these overrides apart."""
+    return compared(make_config(**compose_settings("train", overrides.split())).as_dict())
+
+
+def compared(config: dict) -> dict[str, str]:
+    """Return the settings that tell methods apart."""
+    return {k: repr(v) for k, v in flatten(config).items() if k.startswith(COMPARED)}
+
+
+def collect(folders: Iterable[Path]) -> None:
+    """Add the scored runs of the folders to runs.csv; a run that is there already is replaced."""
+    wanted = {arm: settings_of(arm) for arm in sorted({a for m in METHODS for a in m.arms})}
+    defaults, rows = {}, []
+    for run in sorted(run for folder in folders for run in folder.iterdir()):
+        if not (run / "score.json").exists():
+            continue
+        config = json.loads((run / "config.json").read_text())
+        values = json.loads((run / "score.json").read_text())["values"]
+        row = config["backbone"]["name"]
+        if row not in defaults:  # older runs lack options that are newer
+            defaults[row] = settings_of(f"backbone={row}")
+        own = {**defaults[row], **compared(config)}
+        for arm, given in wanted.items():
+            if all(own.get(key) == value for key, value in given.items()):
+                of = (arm, config["training"]["num_steps"], config["seed"], run.parts[-3])
+                rows.append((*of, *(values[metric] for metric in METRICS)))
+    keys = ["arm", "steps", "seed", "study"]
+    _merge(HERE / "runs.csv", pd.DataFrame(rows, columns=[*keys, *METRICS]), keys)
+
+
+def measure(rounds: int = 10) -> None:
+    """Write FLOPs and time of a step, over those of the method's default, to costs.csv."""
+    file = HERE / "costs.csv"
+    for base in dict.fromkeys(method.base for method in METHODS):
+        methods = [method for method in METHODS if method.base == base]
+        options = dict.fromkeys(o for m in methods for o in (m.default, m.method) if o)
+        command = [sys.executable, "benchmarks/methods.py", "--rounds", str(rounds)]
+        command += ["--base", f"training.precision=fp32 {base}", *options]
+        done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+        costs = {"": (1.0, 1.0)}
+        for line in done.stdout.splitlines():
+            if (name := re.split(r"  +", line)[0]) in options:
+                costs[name] = tuple(map(float, line.split()[-3:-1]))
+        rows = []
+        for method in methods:
+            pairs = zip(costs[method.method], costs[method.default], strict=True)
+            rows.append((*method.arms, *(one / other for one, other in pairs)))
+        names = ["arm", "default", "flops", "time"]
+        _merge(file, pd.DataFrame(rows, columns=names), names[:2])
+
+
+def _merge(file: Path, rows: pd.DataFrame, keys: list[str]) -> None:
+    """Write rows to a table; those of the same keys are replaced."""
+    before = [pd.read_csv(file)] if file.exists() else []
+    table = pd.concat([*before, rows]).drop_duplicates(keys, keep="last")
+    table.sort_values(keys).to_csv(file, index=False, float_format="%.6g")
+
+
+def table() -> str:
+    """Return a row for each method that has runs."""
+    runs = pd.read_csv(HERE / "runs.csv")
+    costs = pd.read_csv(HERE / "costs.csv").set_index(["arm", "default"])
+    lines = [
+        "| | network | n | Fréchet distance | label accuracy | less the default, equal steps "
+        "| equal FLOPs | FLOPs of a step | time of a step |",
+        "|---" * 9 + "|",
+    ]
+    for method in METHODS:
+        arm, default = method.arms
+        own, other = runs[runs.arm == arm], runs[runs.arm == default]
+        if own.empty:
+            continue
+        if set(own.study) & set(other.study):
+            other = other[other.study.isin(own.study)]
+        steps, by_seed = own.steps.iloc[0], own.groupby("seed").mean(numeric_only=True)
+        known = method.arms in costs.index
+        cost = costs.loc[[method.arms]].iloc[0] if known else None
+        differences = ["", ""]
+        for i, ratio in enumerate((1, cost.flops) if known else (1,)):
+            near = runs[runs.arm == default] if i else other
+            near = near[(near.steps / (steps * ratio) - 1).abs() < SAME_FLOPS]
+            differences[i] = judged((by_seed.fid - near.groupby("seed").fid.mean()).dropna())
+        network = re.search(r"backbone=(\w+?)_tiny", arm)[1]
+        routed = "" if "routing=none" in arm else ", routed"
+        scores = [ranged(by_seed.fid, 2), ranged(by_seed.label_accuracy, 3)]
+        cells = [method.name, f"`{network}`{routed}", str(len(by_seed)), *scores, *differences]
+        cells += [f"{cost.flops:.2f}", f"{cost.time:.2f}"] if known else ["", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def ranged(values: pd.Series, digits: int) -> str:
+    """Return a mean and half of its 95 % interval; of one value the value."""
+    of = interval(values)
+    return f"{of.mean:.{digits}f}" + (f" ± {of.half:.{digits}f}" if of.n > 1 else "")
+
+
+def judged(differences: pd.Series) -> str:
+    """Return a mean difference and half of its interval, bold where it leaves 0 out."""
+    if not len(differences):
+        return ""
+    of = interval(differences)
+    text = f"{of.mean:+.2f}" + (f" ± {of.half:.2f}" if of.n > 1 else "")
+    settled = of.verdict("lower") != "not settled"
+    return f"**{text}** {of.verdict('lower')}" if settled and of.n > 1 else text
+
+
+def filled(text: str) -> str:
+    """Return the page with its table."""
+    pattern = r"(<!-- methods -->\n).*?(<!-- end -->)"
+    return re.sub(pattern, lambda m: f"{m[1]}{table()}\n{m[2]}", text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    if "--costs" in sys.argv:
+        measure()
+    elif len(sys.argv) > 1:
+        collect(map(Path, sys.argv[1:]))
+    page = HERE / "README.md"
+    page.write_text(filled(page.read_text()))
