@@ -1,13 +1,15 @@
-"""Fill in the table of methods, from runs.csv and costs.csv beside this file.
+"""Fill in the table of methods, from runs.csv and times.csv beside this file.
 
 python docs/comparison/parts/page.py                               # from these files alone
 python docs/comparison/parts/page.py comparisons/*/runs            # add the runs of these folders
-python docs/comparison/parts/page.py --costs                       # measure FLOPs and time again
+python docs/comparison/parts/page.py --times                       # measure times of steps again
 
 A run belongs to a method if its settings are those that the method's overrides give.
 """
 
+import functools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -20,6 +22,9 @@ import pandas as pd
 from tread_zoo.cli import compose_settings
 from tread_zoo.comparison.intervals import interval
 from tread_zoo.config import flatten, make_config
+from tread_zoo.evaluation.flops import mean_flops
+from tread_zoo.training.loop import step_flops
+from tread_zoo.training.setup import build_setup
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -119,30 +124,33 @@ def collect(folders: Iterable[Path]) -> None:
         for arm, given in wanted.items():
             if all(own.get(key) == value for key, value in given.items()):
                 of = (arm, config["training"]["num_steps"], config["seed"], run.parts[-3])
-                rows.append((*of, *(values[metric] for metric in METRICS)))
+                rows.append((*of, flops_of(arm), *(values[metric] for metric in METRICS)))
     keys = ["arm", "steps", "seed", "study"]
-    _merge(HERE / "runs.csv", pd.DataFrame(rows, columns=[*keys, *METRICS]), keys)
+    _merge(HERE / "runs.csv", pd.DataFrame(rows, columns=[*keys, "flops", *METRICS]), keys)
+
+
+@functools.cache
+def flops_of(overrides: str) -> float:
+    """Return the FLOPs of a training step for an image."""
+    setup = build_setup(make_config(**compose_settings("train", overrides.split())))
+    return mean_flops(step_flops(setup, setup.backbone))
 
 
 def measure(rounds: int = 10) -> None:
-    """Write FLOPs and time of a step, over those of the method's default, to costs.csv."""
-    file = HERE / "costs.csv"
+    """Write the time of a step, over that of the method's default, to times.csv."""
     for base in dict.fromkeys(method.base for method in METHODS):
         methods = [method for method in METHODS if method.base == base]
         options = dict.fromkeys(o for m in methods for o in (m.default, m.method) if o)
         command = [sys.executable, "benchmarks/methods.py", "--rounds", str(rounds)]
         command += ["--base", f"training.precision=fp32 {base}", *options]
         done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-        costs = {"": (1.0, 1.0)}
+        times = {"": 1.0}
         for line in done.stdout.splitlines():
             if (name := re.split(r"  +", line)[0]) in options:
-                costs[name] = tuple(map(float, line.split()[-3:-1]))
-        rows = []
-        for method in methods:
-            pairs = zip(costs[method.method], costs[method.default], strict=True)
-            rows.append((*method.arms, *(one / other for one, other in pairs)))
-        names = ["arm", "default", "flops", "time"]
-        _merge(file, pd.DataFrame(rows, columns=names), names[:2])
+                times[name] = float(line.split()[-2])
+        rows = [(*m.arms, times[m.method] / times[m.default]) for m in methods]
+        names = ["arm", "default", "time"]
+        _merge(HERE / "times.csv", pd.DataFrame(rows, columns=names), names[:2])
 
 
 def _merge(file: Path, rows: pd.DataFrame, keys: list[str]) -> None:
@@ -155,7 +163,8 @@ def _merge(file: Path, rows: pd.DataFrame, keys: list[str]) -> None:
 def table() -> str:
     """Return a row for each method that has runs."""
     runs = pd.read_csv(HERE / "runs.csv")
-    costs = pd.read_csv(HERE / "costs.csv").set_index(["arm", "default"])
+    times = pd.read_csv(HERE / "times.csv").set_index(["arm", "default"]).time.to_dict()
+    flops = runs.groupby("arm").flops.last()
     lines = [
         "| | network | n | Fréchet distance | label accuracy | less the default, equal steps "
         "| equal FLOPs | FLOPs of a step | time of a step |",
@@ -169,10 +178,9 @@ def table() -> str:
         if set(own.study) & set(other.study):
             other = other[other.study.isin(own.study)]
         steps, by_seed = own.steps.iloc[0], own.groupby("seed").mean(numeric_only=True)
-        known = method.arms in costs.index
-        cost = costs.loc[[method.arms]].iloc[0] if known else None
+        cost = flops[arm] / flops.get(default, math.nan)
         differences = ["", ""]
-        for i, ratio in enumerate((1, cost.flops) if known else (1,)):
+        for i, ratio in enumerate((1, cost)):
             near = runs[runs.arm == default] if i else other
             near = near[(near.steps / (steps * ratio) - 1).abs() < SAME_FLOPS]
             differences[i] = judged((by_seed.fid - near.groupby("seed").fid.mean()).dropna())
@@ -180,7 +188,8 @@ def table() -> str:
         routed = "" if "routing=none" in arm else ", routed"
         scores = [ranged(by_seed.fid, 2), ranged(by_seed.label_accuracy, 3)]
         cells = [method.name, f"`{network}`{routed}", str(len(by_seed)), *scores, *differences]
-        cells += [f"{cost.flops:.2f}", f"{cost.time:.2f}"] if known else ["", ""]
+        cells += ["" if math.isnan(cost) else f"{cost:.2f}"]
+        cells += [f"{times[method.arms]:.2f}" if method.arms in times else ""]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -208,7 +217,7 @@ def filled(text: str) -> str:
 
 
 if __name__ == "__main__":
-    if "--costs" in sys.argv:
+    if "--times" in sys.argv:
         measure()
     elif len(sys.argv) > 1:
         collect(map(Path, sys.argv[1:]))
