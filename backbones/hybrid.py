@@ -4,14 +4,13 @@ attention between (Kimi Linear, arXiv 2510.26692; Qwen3-Next; Dimba, 2406.01159)
     pattern="gated_deltanet:3,attention:1"    three blocks of delta rules, one of attention, again
     pattern=[{"name": "gated_deltanet", "repeat": 3, "per_channel": True}, {"name": "attention"}]
 
-A name is that of a backbone with a mixer, of this package or of a plug-in; `attention` is that of
-`lightning_dit`. The shell is that of LightningDiT, and every block has SwiGLU. A mixer has H heads,
-the options that a list gives it, and else its own defaults. With attention alone it is
+A name is that of a backbone with a mixer, of this package or of a plug-in; `attention` is the mixer
+of `lightning_dit`. The shell is LightningDiT's, and every block has SwiGLU. A mixer has H heads,
+the options that a list gives it, and otherwise its defaults. With attention alone it is
 `lightning_dit`.
 
-What a route's gaps are to it is for each block what they are to its mixer. The first value of
-RWKV-7 is that of its first block here; where that lies within a route, the tokens that bypassed it
-have zeros for it.
+The first value of RWKV-7 is that of its first block here; if that is within a route, bypassed
+tokens have zeros.
 
 D width, H heads.
 """
@@ -35,25 +34,21 @@ def find_mixer(name: str) -> type[Mixer]:
     Raises:
         ValueError: there is no such backbone, or it has no mixer.
     """
-    name = "lightning_dit" if name == "attention" else name
-    if not {name, f"{name}_tiny"}.isdisjoint(available("backbone")):
-        mixer = getattr(get_entry("backbone", name).target, "mixer", None)
-        if mixer is not None:
-            found: type[Mixer] = mixer
-            return found
-    names = [each for each in available("backbone", "*_tiny") if _has_mixer(each)]
-    raise unknown_name("pattern", name, ["attention", *(n.removesuffix("_tiny") for n in names)])
-
-
-def _has_mixer(name: str) -> bool:
-    return getattr(get_entry("backbone", name).target, "mixer", None) is not None
+    targets = {each: get_entry("backbone", each).target for each in available("backbone")}
+    mixers = {each: target.mixer for each, target in targets.items() if hasattr(target, "mixer")}
+    mixers["attention"] = mixers["lightning_dit_tiny"]
+    mixer: type[Mixer] | None = mixers.get(name) or mixers.get(f"{name}_tiny")
+    if mixer is None:
+        names = [n.removesuffix("_tiny") for n, m in mixers.items() if m and "_tiny" in n]
+        raise unknown_name("pattern", name, ["attention", *names])
+    return mixer
 
 
 def read_pattern(pattern: Pattern) -> list[tuple[type[Mixer], dict[str, Any]]]:
     """Return mixers and their options, block by block, of one period.
 
     Raises:
-        ValueError: an unknown name or option, a value that does not fit, or a count that is none.
+        ValueError: an unknown name or option, or a wrong value or number of blocks.
     """
     blocks: list[tuple[type[Mixer], dict[str, Any]]] = []
     for part in pattern.split(",") if isinstance(pattern, str) else pattern:
@@ -86,11 +81,8 @@ class Hybrid(LightningBackbone):
     """A stack of `LightningBlock`s whose mixers follow a pattern.
 
     Args:
-        pattern: mixers, their options and numbers of blocks, repeated to the depth; see the module.
-        num_heads: H, of every mixer; hidden_size D is divisible by 4 H.
-
-    Raises:
-        ValueError: sizes that do not fit each other, or a pattern that cannot be read.
+        pattern: mixers, their options and numbers of blocks, repeated to the depth; see above.
+        num_heads: H of every mixer; hidden_size D is divisible by 4 H.
     """
 
     default_selector: ClassVar[str] = "rows"
@@ -110,16 +102,17 @@ class Hybrid(LightningBackbone):
         self._period, self._num_heads = read_pattern(pattern), num_heads
         super().__init__(hidden_size=hidden_size, **options)
 
+    @classmethod
+    def used_parts(cls, options: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Return the kinds and names of other registered parts that the options name."""
+        pattern = options.get("pattern", "")
+        parts = pattern.split(",") if isinstance(pattern, str) else [p["name"] for p in pattern]
+        names = [part.partition(":")[0].strip() for part in parts]
+        return [("backbone", name) for name in names if name not in ("", "attention")]
+
     def make_mixer(self, index: int) -> Mixer:
         mixer, options = self._period[index % len(self._period)]
         kinds = [self._period[i % len(self._period)][0] for i in range(index)]
         heads = mixer.options_for_heads(self.hidden_size, self._num_heads)
         made: Mixer = self.make_part(mixer, kinds.count(mixer), **{**heads, **options})
         return made
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **keywords: Any) -> Any:
-        """Load weights, also those of older checkpoints, where Mamba-2's mixer lay deeper."""
-        renamed = {
-            key.replace(".mixer.ssd.", ".mixer."): value for key, value in state_dict.items()
-        }
-        return super().load_state_dict(renamed, *args, **keywords)

@@ -23,9 +23,6 @@ class LightningDiT(LightningBackbone):
     Args:
         num_class_tokens: E tokens, the label's embedding plus learned positions, join the sequence
             after a third of the blocks (JiT, arXiv 2511.13720). They have no place on the grid.
-
-    Raises:
-        ValueError: sizes that do not fit each other.
     """
 
     mixer = RotaryAttention

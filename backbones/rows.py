@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from pydantic import PositiveInt
 from torch import Tensor
 
 from backbones.hybrid import Hybrid
@@ -56,9 +55,6 @@ class Mamba2(ScanBackbone):
 
     mixer = BidirectionalSSD
 
-    def __init__(self, *, depth: PositiveInt = 28, **options: Any) -> None:
-        super().__init__(depth=depth, **options)
-
 
 class LinearDiT(LightningBackbone):
     """Linear attention without order (SANA's, arXiv 2410.10629) in the shell of LightningDiT."""
@@ -90,8 +86,7 @@ class RWKV7(LightningBackbone):
     mixer, mlp = TimeMix, ChannelMix
 
 
-# SiT (arXiv 2401.08740) is DiT under its names, with time as it counts it: data at 1, not scaled.
-# What sets it apart is its objective, `flow`.
+# SiT (arXiv 2401.08740) is DiT with its own time, data at 1 and not scaled, and objective=flow.
 SIT: dict[str, Any] = {"time_scale": 1.0, "reversed_time": True}
 DIT: dict[str, dict[str, Any]] = {
     "s": {"depth": 12, "hidden_size": 384, "num_heads": 6},
@@ -158,7 +153,7 @@ MATCHED: list[tuple[str, type[Any], dict[str, Any], dict[str, Any]]] = [
         {"depth": 16, "hidden_size": 768, "num_heads": 12},
     ),
     ("mamba", Mamba, {"hidden_size": 392}, {"hidden_size": 800}),
-    ("mamba2", Mamba2, {}, {"hidden_size": 768}),
+    ("mamba2", Mamba2, {"depth": 28}, {"depth": 28, "hidden_size": 768}),
     ("zigma", ZigMa, {}, {"hidden_size": 768}),
     ("rwkv", RWKV, {"hidden_size": 352}, {"depth": 25, "hidden_size": 512}),
     ("rwkv7", RWKV7, {}, {"hidden_size": 768, "low_rank": 64}),

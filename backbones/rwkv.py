@@ -6,14 +6,11 @@
     x = x + gate_1 * SpatialMix(LN(x) * (1 + scale_1) + shift_1)
     x = x + gate_2 * ChannelMix(LN(x) * (1 + scale_2) + shift_2)
 
-`mixers.wkv` has both mixes.
-
 B batch, K tokens present, D width.
 """
 
 from typing import Any
 
-import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
@@ -21,11 +18,11 @@ from backbones.mixers.q_shift import GridWalk
 from backbones.mixers.wkv import ChannelMix, SpatialMix
 from backbones.shells import AdaLNBackbone
 from tread_zoo.contract.backbone import Layout, Streams
-from tread_zoo.contract.layers import add_gated, modulate
+from tread_zoo.contract.layers import add_gated, join_skip, modulate
 
 
 class RWKVBlock(nn.Module):
-    """[skip joined] then both mixes, modulated and gated by the condition."""
+    """[x joined with a skip], then both mixes, modulated and gated by the condition."""
 
     def __init__(
         self, hidden_size: int, spatial: SpatialMix, channel: ChannelMix, *, has_skip: bool
@@ -44,10 +41,7 @@ class RWKVBlock(nn.Module):
 
     def forward(self, x: Tensor, condition: Tensor, walk: GridWalk, skip: Tensor | None) -> Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).chunk(6, dim=-1)
-        if self.skip_proj is not None:
-            assert skip is not None, "the block loop hands a skip to each block in `skips`"
-            # Under autocast the projection is half precision; the residual stream stays as it was.
-            x = self.skip_proj(torch.cat([x, skip], dim=-1)).to(x.dtype)
+        x = join_skip(x, skip, self.skip_proj)
         mixed = self.spatial(modulate(self.norm1(x), shift1, scale1), walk)
         x = add_gated(x, gate1, mixed)
         mixed = self.channel(modulate(self.norm2(x), shift2, scale2), walk)
@@ -55,16 +49,12 @@ class RWKVBlock(nn.Module):
 
 
 class RWKV(AdaLNBackbone):
-    """A stack of `RWKVBlock`s; block i of the first half hands a skip to block depth-1-i.
+    """A stack of `RWKVBlock`s; block i of the first half gives a skip to block depth-1-i.
 
-    A route [s, depth-s) cuts no skip: its ends lie both inside or both outside. The options are
-    those of `SpatialMix` and `ChannelMix`, too.
+    A route [s, depth-s) cuts no skip. Options are also those of `mixers.wkv`.
 
     Args:
         depth: number of blocks, odd: the middle one has no skip.
-
-    Raises:
-        ValueError: sizes that do not fit each other, or an unknown scan_order.
     """
 
     mixer, mlp = SpatialMix, ChannelMix

@@ -6,9 +6,9 @@ A row is a shell and its mixer:
     class GLA(LightningBackbone):
         mixer = BidirectionalGLA
 
-Its options are the keywords of the shell, of the mixer and of the MLP, with their annotations and
-defaults: `inspect.signature(GLA)` has them all, and a call with another keyword is an error. What
-blocks depend on, the default selector and the mixer's first weights are those of the mixer.
+Its options are the keywords of the shell, of the mixer and of the MLP: `inspect.signature(GLA)`
+lists them, and any other keyword is an error. The mixer declares what blocks depend on, the default
+selector, and its own initial weights.
 
 The shell of DiT (arXiv 2212.09748), adaLN-Zero:
 
@@ -17,11 +17,11 @@ The shell of DiT (arXiv 2212.09748), adaLN-Zero:
     x = x + gate_1 * Mixer(LN(x) * (1 + scale_1) + shift_1)
     x = x + gate_2 * MLP(LN(x) * (1 + scale_2) + shift_2)
 
-That of LightningDiT (arXiv 2501.01423) has RMSNorm for LayerNorm and SwiGLU for the MLP. In both t
-may be [B, N], a time for each token; the condition is then one for each token, too. Patches get
-fixed 2-D sines or learned positions once, which routed tokens carry with them.
+The shell of LightningDiT (arXiv 2501.01423) has RMSNorm in place of LayerNorm and SwiGLU in place
+of the MLP. In both, t may be [B, N], a time per token, which gives a condition per token. Fixed 2-D
+sines or learned positions are added to the patches once, and routed tokens carry them.
 
-That of DiS (arXiv 2402.05608):
+The shell of DiS (arXiv 2402.05608):
 
     delta = cat(label, time, patches) + positions;  residual = 0
     [delta_i = Linear(cat(delta_i, delta_{depth-i}))]        in the second half: long skips
@@ -29,20 +29,18 @@ That of DiS (arXiv 2402.05608):
     delta    = Mixer(RMSNorm(residual))
     out      = AdaLNHead(RMSNorm(residual + delta), SiLU(time + label))
 
-A context [B, T, S] is T tokens ahead of all others, which a mixer sees as `layout.num_extra`. In
-adaLN their mean is added to c, as SD3 (arXiv 2403.03206) modulates by a pooled text beside its
-tokens: what the text says as a whole then reaches each token at once, also where a scan forgets.
-With `context_as=cross_attention` it is no part of the sequence: each block of DiT's and
-LightningDiT's shells attends to it behind its mixer, as in PixArt-α (arXiv 2310.00426),
+A context [B, T, S] becomes T tokens before all others. In adaLN their mean is also added to c, as
+SD3 (arXiv 2403.03206) modulates by a pooled text, so that the whole text reaches each token at
+once. With `context_as=cross_attention`, the context is not part of the sequence: each block of the
+shells of DiT and LightningDiT attends to it after its mixer, as in PixArt-α (arXiv 2310.00426),
 
     x = x + Linear(softmax(q kᵀ / sqrt(Dh)) v),  q = Linear(LN(x)),  k, v = Linear(context)
 
-and its mean is added to c all the same. The last Linear starts at 0. In DiS a scan's state has read
-the text when it meets the image, in both directions.
+where the last Linear starts at 0. The mean is added to c as well.
 
-All that travels per token is routed together: both streams of DiS, and the first values that mixers
-share, a stream [B, K, V] that is zero until some mixer sets it. Where the mixer that sets it lies
-within a route, the tokens that bypassed it keep zeros.
+Everything that travels per token is routed together: both streams of DiS, and the first values that
+mixers share, a stream [B, K, V] that is zero until a mixer sets it. If that mixer is within a
+route, bypassed tokens keep zeros.
 
 B batch, E extra tokens, K tokens present, N tokens of the full grid, L = E + K, D width.
 """
@@ -60,23 +58,24 @@ from backbones.mixers.attention import CrossAttention
 from backbones.mixers.base import Mixer, derive_signature, read_keywords
 from backbones.mixers.scan import init_uniform
 from backbones.mlps import GeluMLP, SwiGLU
-from tread_zoo.contract.backbone import DEPENDS_ON, Backbone, Layout, PerToken, Streams
+from tread_zoo.contract.backbone import Backbone, Layout, PerToken, Streams
+from tread_zoo.contract.checks import check_dependence
 from tread_zoo.contract.layers import (
     AdaLNHead,
     LabelEmbedder,
     TimestepEmbedder,
     add_gated,
+    join_skip,
     modulate,
     patchify,
     per_token,
     sincos_2d,
     unpatchify,
 )
-from tread_zoo.errors import unknown_name
 
 
 class Row(ABCMeta):
-    """Holds a call to the signature of the class, and calls `initialize` after all constructors."""
+    """Checks calls against the class's signature; calls `initialize` after all constructors."""
 
     def __call__(cls, *args: Any, **keywords: Any) -> Any:
         inspect.signature(cls).bind(*args, **keywords)
@@ -89,13 +88,13 @@ class Row(ABCMeta):
 class Shell(Backbone, metaclass=Row):
     """What all shells share: a mixer, maybe an MLP, and their options.
 
-    A constructor takes its own keywords, and hands on **options.
+    A constructor has its own keywords and passes **options on.
 
     Args:
         input_size, in_channels, num_classes, patch_size, learn_sigma: see `Backbone`.
         hidden_size: D.
         time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
-        num_registers: learned tokens ahead of the image's, see `Backbone.add_registers`.
+        num_registers: learned tokens before the image's, see `Backbone.add_registers`.
         options: of the mixer and of the MLP.
 
     Class attributes:
@@ -106,6 +105,10 @@ class Shell(Backbone, metaclass=Row):
     mixer: ClassVar[type[Mixer] | None] = None
     mlp: ClassVar[type[nn.Module] | None] = None
     takes_contexts: ClassVar[bool] = True
+
+    positions: Tensor | nn.Parameter
+    label_embed: LabelEmbedder | None
+    final: AdaLNHead
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -140,17 +143,13 @@ class Shell(Backbone, metaclass=Row):
         self.patch_embed = nn.Linear(in_channels * patch_size**2, hidden_size)
 
     def make_part(self, part: type[Any], index: int, **options: Any) -> Any:
-        """Return a mixer or an MLP of block `index`, with those of the options that it names."""
+        """Return a mixer or MLP of block `index`, with the options that its constructor names."""
         names = read_keywords(part)
         given = {**self.options, **options, "hidden_size": self.hidden_size}
         given = {"index": index, **given, "grid": self.grid}
         made = part(**{name: value for name, value in given.items() if name in names})
         if isinstance(made, Mixer):
-            for name in made.depends_on:
-                if name not in DEPENDS_ON:
-                    raise unknown_name("depends_on", name, DEPENDS_ON)
-            all_names = {*self.depends_on, *made.depends_on}
-            self.depends_on = tuple(name for name in DEPENDS_ON if name in all_names)
+            self.depends_on = check_dependence((*self.depends_on, *made.depends_on))
             self.value_size = max(self.value_size, made.value_size)
         return made
 
@@ -161,11 +160,34 @@ class Shell(Backbone, metaclass=Row):
         mixer: Mixer = self.make_part(self.mixer, index)
         return mixer
 
-    def _initialize_parts(self) -> None:
+    def initialize(self) -> None:
+        """Set every weight; called once, after all constructors.
+
+        | parameter | value |
+        |---|---|
+        | linear layers | as `draw_linears` says; biases 0 |
+        | label table, learned positions | normal, std 0.02 |
+        | mixers, and MLPs that have an `initialize` | what that says |
+        | the head's modulation and last layer | 0 |
+        """
+        self.draw_linears()
+        if isinstance(self.positions, nn.Parameter):
+            nn.init.normal_(self.positions, std=0.02)
+        if self.label_embed is not None:
+            nn.init.normal_(self.label_embed.table.weight, std=0.02)
         for module in self.blocks.modules():
             initialize = getattr(module, "initialize", None)
             if initialize is not None:
                 initialize(self.num_blocks)
+        self.final.zero()
+
+    def draw_linears(self) -> None:
+        """Draw the linear layers uniformly within 1 / sqrt(fan in); biases are 0."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                init_uniform(module.weight, module.in_features)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
 
 
 # DiT and LightningDiT -----------------------------------------------------------------------------
@@ -188,15 +210,15 @@ class AdaLNBlock(nn.Module):
         return nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
 
     def hold(self, mixer: Mixer) -> None:
-        """Keep the mixer; `prepare` and `mix` call it."""
+        """Store the mixer, which `prepare` and `mix` call."""
         self.mixer = mixer
 
     def prepare(self, layout: Layout) -> Any:
-        """Return what the mixer makes of the layout, outside of compiled code."""
+        """Return what the mixer computes from the layout, outside of compiled code."""
         return self.mixer.prepare(layout)
 
     def mix(self, x: Tensor, prepared: Any, values: Streams) -> tuple[Tensor, Tensor | None]:
-        """Return the mixed tokens, and the first value if the mixer sets it."""
+        """Return the mixed tokens, and the first value if this mixer sets it."""
         if not self.mixer.value_size:
             return self.mixer(x, prepared), None
         mixed: tuple[Tensor, Tensor | None] = self.mixer(x, prepared, *values)
@@ -216,29 +238,26 @@ class AdaLNBlock(nn.Module):
 
 
 class LightningBlock(AdaLNBlock):
-    """The same with RMSNorm."""
+    """An `AdaLNBlock` with RMSNorm."""
 
     def make_norm(self, hidden_size: int) -> nn.Module:
         return nn.RMSNorm(hidden_size, eps=1e-6)
 
 
 class AdaLNBackbone(Shell):
-    """A stack of blocks, each with a layer `modulation` of its own.
+    """A stack of blocks with adaLN-Zero.
 
     Args:
         depth: number of blocks.
-        reversed_time: embed 1 - t, the time of networks that have data at 1.
-        context_as: what a context is to the blocks, tokens of the sequence or what they attend to;
-            without contexts it changes nothing.
+        reversed_time: embed 1 - t, for networks whose time is 1 at the data.
+        context_as: add a context to the sequence as tokens, or let blocks attend to it. Only for
+            networks with contexts.
         options: of the mixer, of the MLP, and of `Shell`; hidden_size D is divisible by 4 for fixed
             positions.
 
     Class attributes:
-        block: the class of a block, made of (D, mixer, MLP).
-        learned_positions: instead of fixed 2-D sines.
-
-    Raises:
-        ValueError: sizes that do not fit each other.
+        block: the class of a block, called with (D, mixer, MLP).
+        learned_positions: whether positions are learned, not fixed 2-D sines.
     """
 
     mlp: ClassVar[type[nn.Module] | None] = GeluMLP
@@ -258,11 +277,10 @@ class AdaLNBackbone(Shell):
         width = self.hidden_size
         if context_as != "tokens" and self.num_classes:
             raise ValueError(
-                f"context_as={context_as} is for contexts, and this network has labels: leave it "
+                f"context_as={context_as} needs contexts, and this network has labels: leave it "
                 "out, or train on data with contexts."
             )
         self.reversed_time, self.context_as = reversed_time, context_as
-        self.positions: Tensor | nn.Parameter
         if self.learned_positions:
             self.positions = nn.Parameter(torch.empty(self.num_tokens, width))
         else:
@@ -279,17 +297,9 @@ class AdaLNBackbone(Shell):
         mlp = nn.Identity() if self.mlp is None else self.make_part(self.mlp, index)
         return self.block(self.hidden_size, self.make_mixer(index), mlp)
 
-    def initialize(self) -> None:
-        """Set every weight; called once, after the constructor.
-
-        | layer | weight | bias |
-        |---|---|---|
-        | linear layers | Xavier uniform | 0 |
-        | time MLP, label table, learned positions | normal, std 0.02 | 0 |
-        | modulation of each block and of the head | 0 | 0 |
-        | last linear layer | 0 | 0 |
-        | mixers, and MLPs that have an `initialize` | what that says | |
-        """
+    def draw_linears(self) -> None:
+        """Draw the linear layers Xavier-uniformly and those of the time MLP with std 0.02; biases
+        and the modulation of each block are 0."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -298,14 +308,8 @@ class AdaLNBackbone(Shell):
         for module in self.time_embed.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
-        if isinstance(self.positions, nn.Parameter):
-            nn.init.normal_(self.positions, std=0.02)
-        if self.label_embed is not None:
-            nn.init.normal_(self.label_embed.table.weight, std=0.02)
         for block in self.blocks:
             nn.init.zeros_(block.get_parameter("modulation.weight"))
-        self._initialize_parts()
-        self.final.zero()
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor | None) -> tuple[Streams, Any]:
         tokens = self.patch_embed(patchify(x, self.patch_size)) + self.positions
@@ -335,7 +339,7 @@ class AdaLNBackbone(Shell):
             return
         if not all(isinstance(block, AdaLNBlock) for block in self.blocks):
             raise ValueError(
-                f"{type(self).__name__} has blocks of its own, which have no cross-attention: "
+                f"{type(self).__name__} has blocks without cross-attention: set "
                 "backbone.context_as=tokens."
             )
         self.num_extra_tokens -= context_length
@@ -385,10 +389,7 @@ class ScanBlock(nn.Module):
 
     def forward(self, streams: Streams, prepared: Any, skip: Tensor | None) -> Streams:
         delta, residual = streams
-        if self.skip_proj is not None:
-            assert skip is not None, "the block loop hands a skip to each block in `skips`"
-            delta = self.skip_proj(torch.cat([delta, skip], dim=-1))
-        residual = residual + delta
+        residual = residual + join_skip(delta, skip, self.skip_proj)
         return self.mixer(self.norm(residual), prepared), residual
 
 
@@ -398,9 +399,6 @@ class ScanBackbone(Shell):
     Args:
         depth: even; the stack has depth + 1 blocks.
         options: of the mixer, and of `Shell`; hidden_size D is even.
-
-    Raises:
-        ValueError: sizes that do not fit each other.
     """
 
     def __init__(self, *, depth: PositiveInt = 24, **options: Any) -> None:
@@ -423,28 +421,6 @@ class ScanBackbone(Shell):
         )
         self.norm = nn.RMSNorm(width, eps=1e-5)
         self.final = AdaLNHead(width, self.patch_size, self.out_channels)
-
-    def initialize(self) -> None:
-        """Set every weight; called once, after the constructor.
-
-        | parameter | value |
-        |---|---|
-        | linear layers | uniform within 1 / sqrt(fan in); biases 0 |
-        | positions, label table | normal, std 0.02 |
-        | mixers | what their `initialize` says |
-        | norms | 1 |
-        | the head's modulation and last layer | 0 |
-        """
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                init_uniform(module.weight, module.in_features)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-        nn.init.normal_(self.positions, std=0.02)
-        if self.label_embed is not None:
-            nn.init.normal_(self.label_embed.table.weight, std=0.02)
-        self._initialize_parts()
-        self.final.zero()
 
     def embed(self, x: Tensor, t: Tensor, y: Tensor | None) -> tuple[Streams, Tensor]:
         time = self.time_embed(t)

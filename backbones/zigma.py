@@ -6,11 +6,8 @@
     out = Linear(LayerNorm(RMSNorm(x)))                  after the last block
 
 No MLP, no skip, learned positions; n itself stays in the sum, as in the authors' networks. The
-mixer, `mixers.selective_scan`, scans in one direction, along the layer's own of eight serpentines
-(`serpentine8`).
-
-Under a route each layer walks along its curve with the missing tokens deleted. Half of the curves
-go along columns; so `blocks`, which keep neighbours both ways, are the default, and not segments.
+mixer scans in one direction, along one of eight serpentines per layer (`serpentine8`). Half of them
+run along columns, so the default selector is `blocks`, which keep neighbours in both directions.
 
 B batch, K tokens present, D width.
 """
@@ -70,14 +67,14 @@ class ZigMaHead(nn.Module):
 
 
 class ZigMa(AdaLNBackbone):
-    """A stack of `ZigMaBlock`s; the options are those of `OneWayScan`, too."""
+    """A stack of `ZigMaBlock`s. Options are also those of `OneWayScan`."""
 
     mixer, mlp = OneWayScan, None
     learned_positions = True
 
     def __init__(self, *, depth: PositiveInt = 24, **options: Any) -> None:
         super().__init__(depth=depth, **options)
-        self.final = ZigMaHead(self.hidden_size, self.patch_size, self.out_channels)  # type: ignore[assignment]
+        self.final = ZigMaHead(self.hidden_size, self.patch_size, self.out_channels)
 
     def make_block(self, index: int, depth: int) -> ZigMaBlock:
         return ZigMaBlock(self.hidden_size, self.make_part(OneWayScan, index))

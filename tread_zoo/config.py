@@ -387,11 +387,11 @@ def make_config(**fields: Unpack[RunFields]) -> RunConfig:
                 config, training=training, optimizer=optimizer, lr_schedule=lr_schedule
             )
         )
-    used = [(kind, getattr(config, kind)["name"]) for kind in PART_FIELDS]
+    used = [(kind, getattr(config, kind)) for kind in PART_FIELDS]
     metrics = config.evaluation.metrics
-    used += [] if isinstance(metrics, str) else [("metric", metric["name"]) for metric in metrics]
+    used += [] if isinstance(metrics, str) else [("metric", metric) for metric in metrics]
     selectors = [routing.selector, *(route.get("selector", "auto") for route in routing.routes)]
-    used += [("selector", split("selector", s)[0]) for s in selectors if s != "auto"]
+    used += [("selector", {"name": split("selector", s)[0]}) for s in selectors if s != "auto"]
     plugins = tuple(dict.fromkeys((*config.plugins, *plugins_of(used))))
     return dataclasses.replace(
         config, training=training, optimizer=optimizer, lr_schedule=lr_schedule, run_dir=run_dir,

@@ -317,9 +317,15 @@ def load_plugins(modules: Sequence[str]) -> None:
             ) from error
 
 
-def plugins_of(parts: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the modules, beside ours, that registered some parts, given as (kind, name)."""
-    modules = {get_entry(kind, name).target.__module__ for kind, name in parts}
+def plugins_of(parts: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """Return the modules, beside ours, that registered some parts, given as (kind, part with its
+    name and options); a class's `used_parts(options)` gives further parts, as (kind, name)."""
+    modules = set()
+    for kind, part in parts:
+        target = get_entry(kind, part["name"]).target
+        others = target.used_parts(part) if hasattr(target, "used_parts") else []
+        modules.add(target.__module__)
+        modules |= {get_entry(*other).target.__module__ for other in others}
     return sorted(m for m in modules if m.partition(".")[0] not in ("tread_zoo", "backbones"))
 
 

@@ -1,8 +1,7 @@
 """Attention of tokens to each other, by their contents alone: DiT's (arXiv 2212.09748).
 
-Positions are added once, ahead of the blocks, so a routed token carries its position with it, and
-blocks do not depend on which tokens they see. `CrossAttention`, to the tokens of a context, is what
-a shell adds to any mixer.
+Positions are added once, before the blocks, so a routed token carries its own, and blocks do not
+depend on which tokens they see. Shells can add `CrossAttention`, to a context, to any mixer.
 
 B batch, K tokens present, T tokens of a context, D width, H heads.
 """
@@ -22,9 +21,6 @@ class Attention(Mixer):
     Args:
         hidden_size: D, divisible by H.
         num_heads: H.
-
-    Raises:
-        ValueError: sizes that do not fit each other.
     """
 
     def __init__(self, hidden_size: int, num_heads: PositiveInt = 6) -> None:
@@ -43,7 +39,7 @@ class Attention(Mixer):
 
 
 class CrossAttention(nn.Module):
-    """What tokens [B, K, D] find in a context [B, T, D], to be added to them: at first 0.
+    """Attention of tokens [B, K, D] to a context [B, T, D]; its output starts at 0.
 
     Args:
         hidden_size: D.
@@ -67,5 +63,5 @@ class CrossAttention(nn.Module):
             part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for part in (self.q(self.norm(x)), *self.kv(context).chunk(2, dim=-1))
         )
-        found: Tensor = self.out(attention(q, k, v).transpose(1, 2).flatten(2))
-        return found
+        out: Tensor = self.out(attention(q, k, v).transpose(1, 2).flatten(2))
+        return out

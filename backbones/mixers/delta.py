@@ -61,9 +61,6 @@ class BidirectionalDelta(ScanMixer):
         per_channel: one decay per channel of the keys, as in KDA, instead of one per head.
         short_conv: a causal convolution of 4 taps on queries, keys and values.
         scan_order, gaps, index: see `ScanMixer`; `reset` needs `short_conv`.
-
-    Raises:
-        ValueError: sizes that do not fit each other, or `reset` without a convolution.
     """
 
     num_projected: ClassVar[int] = 4  # q, k, v, z
@@ -152,7 +149,7 @@ def _unit(x: Tensor) -> Tensor:
 class KimiDelta(BidirectionalDelta):
     """Kimi Delta Attention over [B, L, D] in both directions, summed.
 
-    Args and errors are those of `BidirectionalDelta`.
+    Args are those of `BidirectionalDelta`, but for `per_channel`.
     """
 
     num_projected: ClassVar[int] = 3  # q, k, v

@@ -51,9 +51,6 @@ class BidirectionalGLA(ScanMixer):
         num_heads: H.
         short_conv: a causal convolution of 4 taps on queries, keys and values.
         gaps, scan: see `ScanMixer`; `reset` needs `short_conv`.
-
-    Raises:
-        ValueError: sizes that do not fit each other, or `reset` without a convolution.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Linear attention without order or decay: SANA's (arXiv 2410.10629).
 
-The softmax of attention is a product of features, so that all keys and values fit into one state
-per head, whose size does not depend on the number of tokens (arXiv 2006.16236):
+A product of features replaces the softmax, so that one state per head holds all keys and values,
+whatever the number of tokens (arXiv 2006.16236):
 
     q, k, v = Linear(x),  φ = ReLU
     o_i = Σ_j (φ(q_i)·φ(k_j)) v_j / Σ_j φ(q_i)·φ(k_j) = φ(q_i)ᵀ S / (φ(q_i)ᵀ Σ_j φ(k_j))
@@ -9,8 +9,8 @@ per head, whose size does not depend on the number of tokens (arXiv 2006.16236):
     out = Linear(o), or Linear(RMSNorm(o) * SiLU(Linear(x))) with the output gate of gated linear
           attention (arXiv 2312.06635), whose norm is by head
 
-The state is a sum: nothing is scanned, and a route's gaps are nothing to it. Rotary positions turn
-φ(q) and φ(k) in the numerator alone, as in RoFormer (arXiv 2104.09864).
+The state is a sum, so there is no scan and no gap. Rotary positions rotate φ(q) and φ(k) in the
+numerator only, as in RoFormer (arXiv 2104.09864).
 
 B batch, K tokens present, E extra tokens, L = E + K, D width, H heads.
 """
@@ -36,9 +36,6 @@ class LinearAttention(Mixer):
         num_heads: H.
         gated: whether the output is normalised by head and gated.
         rotary: whether it depends on the tokens' relative positions on the grid.
-
-    Raises:
-        ValueError: sizes that do not fit each other.
     """
 
     def __init__(
@@ -64,13 +61,16 @@ class LinearAttention(Mixer):
         self.proj = nn.Linear(hidden_size, hidden_size)
 
     def prepare(self, layout: Layout) -> Rotation | None:
-        return make_rotation(layout, self.head_size) if self.rotary else None
+        if not self.rotary:
+            return None
+        key = ("rotation", self.head_size, None)
+        return layout.cached(key, lambda: make_rotation(layout, self.head_size))
 
     def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         split = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_size))
         q, k, v = split.permute(2, 0, 3, 1, 4)
         q, k = F.relu(q), F.relu(k)
-        # Means over the keys in place of sums: half precision holds them, however many there are.
+        # Means over the keys, not sums: half precision holds them for any number of keys.
         total = (at_least_float32(q) * at_least_float32(k).mean(-2, keepdim=True)).sum(
             -1, keepdim=True
         ) + EPSILON

@@ -1,9 +1,8 @@
 """The q-shift of Vision-RWKV (arXiv 2403.02308): a quarter of the channels from each neighbour.
 
-The quarters come from the left neighbour on the grid, the right, the upper and the lower one, zero
-outside. A route's tokens keep their places on the grid; a neighbour that the route left out is
-zero, or the nearest token present in that direction stands for it. Extra tokens have no neighbours
-and stay as they are.
+The quarters come from the left, right, upper and lower neighbour on the grid, zero outside. Under a
+route, a missing neighbour is zero, or replaced by the nearest token present in that direction.
+Extra tokens have no neighbours and stay as they are.
 
 B batch, K tokens present, N = h * w tokens of the full grid, D width.
 """
@@ -23,30 +22,16 @@ OPPOSITE = (1, 0, 3, 2)  # of left, right, up, down
 
 
 class Neighbours(NamedTuple):
-    """Where the q-shift finds each token's quarters, and where the gradient of each one goes.
-
-    Rows of the tokens' quarters, [B * K * 4, D / 4] with a row of zeros after the last one; both
-    are int64 [B * K * 4].
-    """
+    """Where each token's quarters come from, and where their gradients go: int64 [B * K * 4], rows
+    of the tokens' quarters [B * K * 4, D / 4] and of a last row of zeros."""
 
     sources: Tensor
     targets: Tensor
 
 
 def find_neighbours(layout: Layout, over_gaps: bool = False) -> Neighbours:
-    """Return the neighbours of the tokens present; made once for a layout.
-
-    A neighbour that a route left out is zero, or else, `over_gaps`, the nearest token present in
-    that direction stands for it.
-    """
-    key = ("rwkv neighbours", over_gaps)
-    if key not in layout.cache:
-        layout.cache[key] = _find_neighbours(layout, over_gaps)
-    out: Neighbours = layout.cache[key]
-    return out
-
-
-def _find_neighbours(layout: Layout, over_gaps: bool) -> Neighbours:
+    """Return the neighbours of the tokens present. A neighbour that a route left out is zero or,
+    with `over_gaps`, the nearest token present in that direction."""
     height, width = layout.grid
     num_tokens, ids = height * width, layout.positions()
     (batch, num_kept), device = ids.shape, ids.device
@@ -70,7 +55,7 @@ def _find_neighbours(layout: Layout, over_gaps: bool) -> Neighbours:
 
 def _nearest_present(raster: Tensor, ids: Tensor) -> Tensor:
     """Return raster positions [B, K, 4] of the nearest token present to the left, to the right,
-    above and below, N where there is none. Whose left neighbour a token is has it to its right."""
+    above and below; N if there is none."""
     (height, width), num_tokens = raster.shape, raster.numel()
     present = torch.zeros(len(ids), num_tokens, dtype=torch.bool, device=ids.device)
     present = present.scatter(1, ids, True).view(-1, height, width)
@@ -86,10 +71,8 @@ def _nearest_present(raster: Tensor, ids: Tensor) -> Tensor:
 
 
 class QShift(torch.autograd.Function):
-    """Bring each quarter of the channels from a neighbour: [B, K, D] -> [B, K, D].
-
-    The gradient is the shift the other way: a gather too, where autograd would add row by row.
-    """
+    """Take each quarter of the channels from a neighbour: [B, K, D] -> [B, K, D]. The gradient is
+    the opposite shift, a gather too."""
 
     @staticmethod
     def forward(x: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
@@ -113,7 +96,7 @@ def _take_quarters(x: Tensor, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GridWalk:
-    """What a mixer takes that scans and shifts: its walk, the neighbours on the grid, and N."""
+    """The walk, the neighbours on the grid, and N, for mixers that scan and shift."""
 
     scan: Scan
     neighbours: Neighbours
@@ -121,15 +104,12 @@ class GridWalk:
 
 
 class ShiftingMixer(ScanMixer):
-    """Shifts on the grid and walks along an order: `forward(x, walk)`.
+    """Shifts on the grid and scans along a curve: `forward(x, walk)`.
 
     Args:
-        gaps: see `ScanMixer`; the shift brings in zeros for what is not there, but with `ignore`
-            the nearest token present in its direction.
+        gaps: see `ScanMixer`; a missing neighbour is zero or, with `ignore`, the nearest token
+            present in its direction.
         scan: `scan_order` and `index`, see `ScanMixer`.
-
-    Raises:
-        ValueError: a width that has no quarters, or as of `ScanMixer`.
     """
 
     default_selector: ClassVar[str] = "blocks"
@@ -137,8 +117,7 @@ class ShiftingMixer(ScanMixer):
     def __init__(self, hidden_size: int, *, gaps: Gaps = "decay", **scan: Any) -> None:
         if hidden_size % 4:
             raise ValueError(
-                f"hidden_size={hidden_size} must be divisible by 4: a quarter of the channels "
-                "comes from each neighbour."
+                f"hidden_size={hidden_size} must be divisible by 4, the number of neighbours."
             )
         super().__init__(gaps=gaps, **scan)
         if self.depends_on == ("order",):
@@ -146,7 +125,9 @@ class ShiftingMixer(ScanMixer):
 
     def prepare(self, layout: Layout) -> GridWalk:
         scan = make_scan(layout, self.scan_order, self.index)
-        neighbours = find_neighbours(layout, over_gaps=self.gaps == "ignore")
+        over_gaps = self.gaps == "ignore"
+        key = ("neighbours", over_gaps)
+        neighbours = layout.cached(key, lambda: find_neighbours(layout, over_gaps))
         return GridWalk(scan, neighbours, layout.grid[0] * layout.grid[1])
 
 

@@ -1,15 +1,12 @@
 """Attention by contents and relative positions: LightningDiT's (arXiv 2501.01423).
 
-Queries and keys are normalised by head, then turned by angles of the row and the column of their
-token (RoPE), so that attention sees where tokens lie relative to each other. The angles come from
-the places of the tokens on the full grid, whichever of them a route kept, never from their index in
-the sequence. A route's gaps are nothing to it: a kept token attends to the kept ones from its own
-place.
+Queries and keys are normalised by head, then rotated by angles of their token's row and column
+(RoPE), so that attention depends on relative positions. The angles come from places on the full
+grid, whichever tokens a route keeps, so gaps have no effect.
 
-With a window W the grid is cut into windows of W x W places, and a token attends to the tokens
-present in its own one (as in Swin, arXiv 2103.14030, without its shift); extra tokens see all and
-are seen by all. Where a route keeps few of a window's tokens, it attends to few. Windows are a mask
-over all pairs, which saves no FLOPs.
+With a window W, a token attends to the tokens present in its window of W x W places (as in Swin,
+arXiv 2103.14030, without its shift); extra tokens see all and are seen by all. Windows are a mask
+over all pairs and save no FLOPs.
 
 B batch, K tokens present, E extra tokens, L = E + K, D width, H heads.
 """
@@ -30,8 +27,8 @@ from tread_zoo.kernels import attention
 
 @dataclass(frozen=True)
 class Rotation:
-    """What turns the tokens present: cosines and signed sines, see `rotary_2d`; and the mask
-    [B or 1, 1, L, L] of the pairs that see each other, None: all."""
+    """Cosines and signed sines of the tokens present, see `rotary_2d`, and the mask [B or 1, 1, L,
+    L] of the pairs that see each other; None: all."""
 
     cos: Tensor
     sin: Tensor
@@ -40,21 +37,16 @@ class Rotation:
 
 def make_rotation(layout: Layout, head_size: int, window: int | None = None) -> Rotation:
     """Return the rotation of the tokens present, float32 [B or 1, 1, L, Dh], and the mask of the
-    windows, once for a layout."""
-    key = ("rotary_2d", head_size, window)
-    if key not in layout.cache:
-        rows, cols = layout.rows_cols()
-        if layout.ids is None:  # all images alike
-            rows, cols = rows[:1], cols[:1]
-        mask = None
-        if window is not None and window < max(layout.grid):
-            windows = rows // window * layout.grid[1] + cols // window
-            mask = windows[:, :, None] == windows[:, None]
-            mask = F.pad(mask, (layout.num_extra, 0, layout.num_extra, 0), value=True).unsqueeze(1)
-        turns = rotary_2d(rows, cols, head_size, layout.num_extra)
-        layout.cache[key] = Rotation(*turns, mask)
-    rotation: Rotation = layout.cache[key]
-    return rotation
+    windows."""
+    rows, cols = layout.rows_cols()
+    if layout.ids is None:  # all images alike
+        rows, cols = rows[:1], cols[:1]
+    mask = None
+    if window is not None and window < max(layout.grid):
+        windows = rows // window * layout.grid[1] + cols // window
+        mask = windows[:, :, None] == windows[:, None]
+        mask = F.pad(mask, (layout.num_extra, 0, layout.num_extra, 0), value=True).unsqueeze(1)
+    return Rotation(*rotary_2d(rows, cols, head_size, layout.num_extra), mask)
 
 
 class RotaryAttention(Mixer):
@@ -65,13 +57,9 @@ class RotaryAttention(Mixer):
         num_heads: H; D / H is divisible by 4.
         qk_norm: RMSNorm of queries and keys, by head.
         value_residual: from the second block on, values are v + m (v_1 - v), with the values v_1 of
-            the first block and a learned m (value residual learning, arXiv 2410.17897; on diffusion
-            transformers 2512.12386).
+            the first block and a learned m (arXiv 2410.17897; on diffusion 2512.12386).
         window: W, the side of a window in tokens; None: all tokens attend to all.
         index: of the block; the first one sets v_1.
-
-    Raises:
-        ValueError: sizes that do not fit each other.
     """
 
     depends_on = ("order", "ids")
@@ -89,7 +77,7 @@ class RotaryAttention(Mixer):
         if hidden_size % (4 * num_heads):
             raise ValueError(
                 f"hidden_size={hidden_size} must be divisible by 4 * num_heads = {4 * num_heads}: "
-                "rotary positions turn pairs of channels by row and by column."
+                "rotary positions rotate pairs of channels by row and by column."
             )
         self.num_heads, self.head_size = num_heads, hidden_size // num_heads
         self.window = window
@@ -104,7 +92,8 @@ class RotaryAttention(Mixer):
         self.value_mix = nn.Parameter(torch.empty(1)) if mixes else None
 
     def prepare(self, layout: Layout) -> Rotation:
-        return make_rotation(layout, self.head_size, self.window)
+        key = ("rotation", self.head_size, self.window)
+        return layout.cached(key, lambda: make_rotation(layout, self.head_size, self.window))
 
     def forward(self, x: Tensor, rotation: Rotation, first_value: Tensor | None = None) -> Any:
         q, k, value = self.qkv(x).chunk(3, dim=-1)
@@ -126,5 +115,5 @@ class RotaryAttention(Mixer):
     def _heads(self, x: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
         """Return [B, H, L, Dh] of [B, L, D], normalised by head."""
         x = x.view(*x.shape[:2], self.num_heads, self.head_size).transpose(1, 2)
-        # Under autocast x is in half precision and the weight is not: the fused form wants one.
+        # Under autocast x is in half precision and the weight is not; the fused kernel needs one.
         return x if norm is None else norm(x.to(norm.weight.dtype))

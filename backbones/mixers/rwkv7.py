@@ -1,9 +1,8 @@
 """RWKV-7: a generalised delta rule, both ways, in place of attention (arXiv 2503.14456).
 
-Both mixes begin with the q-shift of `q_shift`: each quarter of the
-channels comes from one neighbour on the grid, and every projection takes its own blend of the token
-and of what was shifted in. The time mix, by head, with sigma the logistic function and LoRA two
-thin matrices with an activation between them:
+Both mixes begin with a q-shift (`mixers.q_shift`), and every projection takes its own blend of the
+token and of what was shifted in. The time mix, by head, with sigma the logistic function and LoRA
+two thin matrices with an activation between them:
 
     r, k, v = Linear(blend_r), Linear(blend_k), Linear(blend_v)
     v    = v + sigma(LoRA(blend_v)) (v_1 - v)            from the second block on
@@ -15,12 +14,9 @@ thin matrices with an activation between them:
     y    = GroupNorm(sum over directions of S_t^T r_t) + (r . rho k) v
     out  = Linear(y * LoRA_sigma(blend_g))
 
-and the channel mix is Linear(relu(Linear(blend))^2). Tokens are scanned in raster order or along
-another curve; the directions have all in common but the bias of their decays.
-
-v_1, the values of the first block, are a stream of their own, so that a route takes a token's first
-value along with the token. A token that bypasses a route is in no state and no shift within it:
-`gaps` says whether states decay by its steps of the curve all the same, and what is shifted in.
+and the channel mix is Linear(relu(Linear(blend))^2). Both directions scan along a curve and differ
+only in the bias of their decays. v_1, the values of the first block, are a stream of their own, so
+that a route takes a token's first value along with the token.
 
 B batch, K tokens present, D width, H heads of P channels.
 """
@@ -34,7 +30,14 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from backbones.mixers.q_shift import GridWalk, ShiftingMixer, shift_and_blend
-from backbones.mixers.scan import at_least_float32, both_ways, decay_over_gaps, sum_ways
+from backbones.mixers.scan import (
+    add_bias,
+    at_least_float32,
+    both_ways,
+    decay_over_gaps,
+    project,
+    sum_ways,
+)
 from tread_zoo.kernels import dplr_delta_rule
 from tread_zoo.routing.scans import Scan
 
@@ -45,19 +48,16 @@ SLOWEST, FASTEST = -6.0, -1.0  # initial decay bias of the first and last channe
 class TimeMix(ShiftingMixer):
     """The delta rule over tokens [B, K, D] in both directions, summed.
 
-    `own` holds how much of the token itself is in the blends of r, k, v, w, a and g, [6, D];
-    `decay_bias` has a row for each direction, forward first.
+    `own` [6, D] is the token's fraction in the blends of r, k, v, w, a and g; `decay_bias` has a
+    row per direction, forward first.
 
     Args:
         hidden_size: D, divisible by 4 and by P.
         head_size: P.
-        low_rank: of the LoRAs of decay and rate; that of v_1 has half of it, the gate's twice.
+        low_rank: rank of the LoRAs of decay and rate; v_1 has half of it, the gate twice.
         published_init: start as RWKV-7's released code does, see `initialize`.
         index: of the block; the first one sets v_1.
-        shift: `scan_order` and `gaps`, see `ShiftingMixer`; the shift is on the grid.
-
-    Raises:
-        ValueError: sizes that do not fit each other, or as of `ShiftingMixer`.
+        shift: `scan_order` and `gaps`, see `ShiftingMixer`.
     """
 
     def __init__(
@@ -107,16 +107,11 @@ class TimeMix(ShiftingMixer):
         v = value
         if not self.is_first:
             assert first_value is not None, "the shell has a stream for it"
-            mix = torch.sigmoid(
-                at_least_float32(self.mix(v_blend)) + at_least_float32(self.mix_bias)
-            )
+            mix = torch.sigmoid(add_bias(self.mix(v_blend), self.mix_bias))
             v = v + mix.to(v.dtype) * (first_value.to(v.dtype) - v)
-        rate = torch.sigmoid(
-            at_least_float32(self.rate(rate_blend)) + at_least_float32(self.rate_bias)
-        )
-        removed = F.normalize(
-            self._heads(at_least_float32(k) * at_least_float32(self.removed)), dim=-1
-        ).flatten(2)
+        rate = torch.sigmoid(add_bias(self.rate(rate_blend), self.rate_bias))
+        removed = at_least_float32(k) * at_least_float32(self.removed)
+        removed = F.normalize(self._heads(removed), dim=-1).flatten(2)
         k = at_least_float32(k) * (1 + at_least_float32(self.replaced) * (rate - 1))
         r2, k2, v2, a2, b2 = (
             self._heads(both_ways(scan.permute(each), scan))
@@ -125,22 +120,12 @@ class TimeMix(ShiftingMixer):
         falls = self._falls(at_least_float32(self.decay(decay_blend)), scan)
         mixed = dplr_delta_rule(r2, k2, v2, a2, b2, self._heads(falls))
         y = scan.restore(sum_ways(mixed.flatten(2), scan))
-        norm = self.norm
-        y = F.group_norm(
-            y.flatten(0, 1),
-            self.num_heads,
-            at_least_float32(norm.weight),
-            at_least_float32(norm.bias),
-            norm.eps,
-        )
-        weights = self._heads(at_least_float32(r) * at_least_float32(self.bonus) * k).sum(
-            -1, keepdim=True
-        )
-        y = y.view_as(x) + (weights * self._heads(at_least_float32(v))).flatten(2)
-        gated = y * self.gate(gate_blend)
-        # Weights may be stored in half precision; under autocast both are float32 here.
-        out: Tensor = self.output(gated.to(self.output.weight.dtype))
-        return out, value if self.is_first else None
+        weight, bias = at_least_float32(self.norm.weight), at_least_float32(self.norm.bias)
+        y = F.group_norm(y.flatten(0, 1), self.num_heads, weight, bias, self.norm.eps)
+        bonus = self._heads(at_least_float32(r) * at_least_float32(self.bonus) * k)
+        bonus = bonus.sum(-1, keepdim=True) * self._heads(at_least_float32(v))
+        gated = (y.view_as(x) + bonus.flatten(2)) * self.gate(gate_blend)
+        return project(self.output, gated), value if self.is_first else None
 
     def _falls(self, decay: Tensor, scan: Scan) -> Tensor:
         """Return the log-decays [2 B, K, D] of both directions."""
@@ -179,8 +164,8 @@ class TimeMix(ShiftingMixer):
         | `receptance`, `key`, `value` | uniform within 0.5, 0.05, 0.5 over sqrt(D) |
         | weight of `norm` | ((l + 1) / n)^0.7 |
 
-        The released code sets `output` to 0; the gate of this shell starts there, and two zeros in
-        a row would never leave it, so `output` stays as the shell draws it.
+        The released code sets `output` to 0. Here the shell's gate starts at 0, and two zeros in a
+        row would never learn, so `output` stays as drawn.
         """
         if self.published_init:
             self._initialize_as_published(num_blocks)
@@ -231,7 +216,7 @@ class TimeMix(ShiftingMixer):
 
 
 class ChannelMix(nn.Module):
-    """Mix channels, [B, K, D] -> [B, K, D]; `own` is the share of the token itself, [1, D].
+    """Mix channels, [B, K, D] -> [B, K, D]; `own` [1, D] is the token's fraction in the blend.
 
     Args:
         hidden_size: D, divisible by 4.

@@ -52,9 +52,6 @@ class BidirectionalSSD(ScanMixer):
         head_size: P, a divisor of I.
         conv_width: taps of the causal convolution ahead of the scan.
         scan: `scan_order`, `gaps` and `index`, see `ScanMixer`.
-
-    Raises:
-        ValueError: sizes that do not fit each other.
     """
 
     def __init__(

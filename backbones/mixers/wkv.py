@@ -1,16 +1,14 @@
 """The mixes of Diffusion-RWKV (arXiv 2404.04478): a decaying mean both ways, and one of channels.
 
-Both begin with the q-shift of Vision-RWKV (arXiv 2403.02308), see `q_shift`. Each projection then
-takes its own blend of the token and of what was shifted in, by channel,
-blend = x * own + shifted * (1 - own):
+Both begin with a q-shift (`mixers.q_shift`). Each projection then takes its own blend of the token
+and of what was shifted in, by channel, blend = x * own + shifted * (1 - own):
 
     SpatialMix: r, k, v = Linear(blend_r), Linear(blend_k), Linear(blend_v)
                 Linear(sigmoid(r) * WKV(k, v, w, u))
     ChannelMix: sigmoid(Linear(blend_r)) * Linear(relu(Linear(blend_k))^2)
 
-The grid matters twice, so a route's tokens keep their places in it: the shift brings in zeros for a
-neighbour that the route left out, and the WKV decays by distances along the full scan order, over
-the full length, whichever tokens are present (`gaps="decay"`; the other ways are for comparison).
+Under a route, tokens keep their places on the grid: a missing neighbour is zero, and the WKV decays
+by distances along the full curve, over the full length (`gaps="decay"`).
 
 B batch, K tokens present, N = h * w tokens of the full grid, D width.
 """
@@ -34,9 +32,8 @@ class SpatialMix(ShiftingMixer):
 
     Args:
         hidden_size: D, divisible by 4.
-        shift: `scan_order` of the WKV, `gaps` and `index`, see `ShiftingMixer`. `decay`: the WKV
-            decays by the distances of the full order. `reset` and `ignore`: it counts distances
-            among the tokens present.
+        shift: `scan_order`, `gaps` and `index`, see `ShiftingMixer`. With `decay` the WKV decays by
+            distances along the full curve, else by distances among the tokens present.
     """
 
     def __init__(self, hidden_size: int, **shift: Any) -> None:
@@ -59,8 +56,8 @@ class SpatialMix(ShiftingMixer):
         return out
 
     def _mean(self, k: Tensor, v: Tensor, walk: GridWalk) -> Tensor:
-        """Return the WKV of a walk [B, L, D]. A context is at both ends of it, mirrored, so that it
-        is as near to the last token as to the first."""
+        """Return the WKV of a walk [B, L, D]. A context is at both ends, mirrored, so that it is as
+        near to the last token as to the first."""
         places = walk.scan.places if self.gaps == "decay" else None
         length, num_context = walk.num_tokens, walk.scan.num_context
         if num_context:

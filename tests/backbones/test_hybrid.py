@@ -85,6 +85,10 @@ def test_a_mixer_of_another_package_can_stand_in_it(monkeypatch):
     probe = Probe("hybrid_tiny", overrides={"hidden_size": 32, "depth": 4, "pattern": pattern})
     for check in ("blocks_depend_on_what_they_declare", "gradients_flow", "blocks_see_kept_tokens"):
         CHECKS[check](probe)
+    # A checkpoint names the plug-in; here its module is the one that runs the file.
+    for given in (pattern, "mixer:2, attention"):
+        used = registry.plugins_of([("backbone", {"name": "hybrid_tiny", "pattern": given})])
+        assert used == ["<run_path>"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 
 from backbones.mixers.q_shift import find_neighbours, q_shift
 from backbones.mixers.wkv import ChannelMix, SpatialMix
+from tests.backbones.test_scan_mixers import randomized
 from tread_zoo.contract.backbone import Layout
 from tread_zoo.routing import GAPS, ORDERS, Route, inverse, num_kept_tokens, scan_order
 from tread_zoo.testing.conformance import Probe
@@ -20,13 +21,6 @@ def make_ids(batch=2, kept=QUARTER, seed=0, num_tokens=NUM_TOKENS):
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(batch, num_tokens, generator=generator)
     return scores.argsort(dim=1)[:, :kept].sort(dim=1).values
-
-
-def randomized(module):
-    torch.manual_seed(0)
-    for parameter in module.double().parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    return module
 
 
 def walk_of(layout):

@@ -5,16 +5,15 @@ import torch
 import torch.nn.functional as F
 
 from backbones.mixers.rwkv7 import ChannelMix, TimeMix
-from tests.backbones.test_mamba import walks_of
 from tests.backbones.test_rwkv import (
     GRID,
     NUM_TOKENS,
     make_ids,
-    randomized,
     shift_on_the_grid,
     shift_over_gaps,
     walk_of,
 )
+from tests.backbones.test_scan_mixers import randomized, walks_of
 from tread_zoo import create_backbone
 from tread_zoo.contract.backbone import Layout
 from tread_zoo.routing import Route

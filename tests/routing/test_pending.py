@@ -7,16 +7,14 @@ import torch
 
 from tread_zoo import create_backbone
 from tread_zoo.routing import PendingRoute, build_routing, num_kept_tokens, resolve_routes
-from tread_zoo.routing.pending import draw_pending
+from tread_zoo.routing.pending import draw_gumbel
 from tread_zoo.seeding import make_generator, make_image_generator
 from tread_zoo.testing import Probe
 
 
 def pending(batch, num_tokens, num_kept, seed=0):
-    return draw_pending(
-        1, 3, num_tokens=num_tokens, num_kept=num_kept,
-        generator=make_image_generator("test pending", seed, images=range(batch)),
-    )  # fmt: skip
+    generator = make_image_generator("test pending", seed, images=range(batch))
+    return PendingRoute(1, 3, num_kept, draw_gumbel(num_tokens, generator))
 
 
 def chances(weights, num_kept):

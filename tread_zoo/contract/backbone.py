@@ -3,10 +3,9 @@
     embed -> blocks 0 … depth-1 -> head
 
 A backbone defines how its input becomes token streams, what one block does, and how the streams
-become the output. The loop below does the rest. It removes tokens where a route starts and restores
-them where it ends. It fuses the streams there if the network has a fusion. It gives each block the
-skip that it consumes, with the right tokens. Forward draws nothing: noise, times, dropped labels
-and kept ids are arguments.
+become the output. The loop removes tokens where a route starts and restores them where it ends,
+fuses the streams there if the network has a fusion, and gives each block the skip that it consumes,
+with the right tokens. Forward draws nothing: noise, times, dropped labels and kept ids are inputs.
 
 B batch, N = h * w tokens in raster order, E extra tokens (time, label, context), K kept tokens,
 D width; a context has T embeddings of width S.
@@ -21,27 +20,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tread_zoo.contract.checks import (
-    check_condition,
+    check_dependence,
     check_embedded,
-    check_images,
+    check_inputs,
     check_new_context,
-    check_skips,
     check_streams,
-    check_times,
 )
 from tread_zoo.contract.frame import Features as Features
 from tread_zoo.contract.frame import Frame, rows_of
 from tread_zoo.contract.frame import Layout as Layout
 from tread_zoo.contract.frame import PerToken as PerToken
 from tread_zoo.contract.layers import sincos_2d
-from tread_zoo.errors import unknown_name
 from tread_zoo.routing.fusion import Bypassed, Fusion
 from tread_zoo.routing.fusion import Streams as Streams
 from tread_zoo.routing.masks import MaskTokens
 from tread_zoo.routing.plan import Routing, build_routing
 from tread_zoo.routing.routes import PathDrop, Route, check_ranges, check_routes
-
-DEPENDS_ON = ("order", "ids", "grid")
 
 
 class Backbone(nn.Module, ABC):
@@ -53,10 +47,10 @@ class Backbone(nn.Module, ABC):
         num_classes: labels are 0 … num_classes-1, and num_classes is the null label. 0: the network
             is unconditional.
         patch_size: side of a patch in pixels.
-        depends_on: what the blocks depend on: the `order` of the tokens in the sequence, the `ids`
-            of the layout, the full `grid`. Attention on tokens with added positions depends on
-            nothing, `()`. A scan that ignores gaps depends on `order`; rotary positions depend on
-            `order` and `ids`. `tread_zoo.testing` measures it.
+        depends_on: what the result of a block depends on: the `order` of the tokens, the `ids` of
+            the layout, the full `grid`. Attention on tokens with added positions depends on
+            nothing, `()`, and rotary positions on `order` and `ids`. `tread_zoo.testing` measures
+            it.
         learn_sigma: return 2 C output channels, as some published checkpoints do; objectives use
             the first C.
 
@@ -116,16 +110,13 @@ class Backbone(nn.Module, ABC):
                 f"input_size={self.input_size} is not divisible by patch_size={patch_size}; "
                 "choose another patch_size, or pad or resize the images."
             )
-        for name in depends_on:
-            if name not in DEPENDS_ON:
-                raise unknown_name("depends_on", name, DEPENDS_ON)
         self.in_channels, self.num_classes = in_channels, num_classes
         self.context_length, self.context_size = 0, 0
         self.num_context_tokens = 0
         self.context_embed: nn.Linear | None = None
         self.registers: nn.Parameter | None = None
         self.patch_size = patch_size
-        self.depends_on = tuple(depends_on)
+        self.depends_on = check_dependence(depends_on)
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
         self.grid = (height // patch_size, width // patch_size)
         self.num_extra_tokens = 0
@@ -149,7 +140,7 @@ class Backbone(nn.Module, ABC):
     def run_block(
         self, index: int, streams: Streams, condition: Any, layout: Layout, skip: Tensor | None
     ) -> Streams:
-        """Return the streams [B, E + K, D] after `self.blocks[index]`. Call the block as a module:
+        """Return the streams [B, E + K, D] after `self.blocks[index]`, called as a module, because
         compilation and sharding hook that call. `skip` has the same tokens as the streams."""
 
     @abstractmethod
@@ -201,8 +192,7 @@ class Backbone(nn.Module, ABC):
         Raises:
             ValueError: only one of them is 0, there are labels, or the backbone takes no contexts.
         """
-        context = (context_length, context_size)
-        check_new_context(type(self).__name__, self.takes_contexts, self.num_classes, context)
+        check_new_context(self, context_length, context_size)
         if not context_size:
             return
         width, like = self._stream_widths()[0], next(self.parameters())
@@ -235,8 +225,8 @@ class Backbone(nn.Module, ABC):
         self.per_token_time = False
 
     def prepend_context(self, tokens: Tensor, y: Tensor | None) -> Tensor:
-        """Return [B, T + R + L, D]: tokens of the contexts y [B, T, S], R registers, then `tokens`
-        [B, L, D]. None means zeros. Without contexts and registers, `tokens` is returned."""
+        """Return [B, T + R + L, D]: tokens of the contexts y [B, T, S], if any (None means zeros),
+        R registers, if any, then `tokens` [B, L, D]."""
         return self.prepend(tokens, self.embed_context(y, len(tokens)))
 
     def prepend(self, tokens: Tensor, context: Tensor | None) -> Tensor:
@@ -365,7 +355,7 @@ class Backbone(nn.Module, ABC):
                 network, or a route, feature or block is out of range.
             TypeError: a method of the subclass returned something that the contract excludes.
         """
-        self._check_inputs(x, t, y)
+        check_inputs(self, x, t, y)
         if r is not None:
             t = torch.complex(t, t - r)
         routes = check_routes(
@@ -401,7 +391,7 @@ class Backbone(nn.Module, ABC):
         Raises:
             ValueError: an input has the wrong shape, or `start` is outside the depth.
         """
-        self._check_inputs(x, t, y)
+        check_inputs(self, x, t, y)
         if not 0 <= start <= self.num_blocks:
             raise ValueError(f"start={start} is not in 0 … {self.num_blocks}, the depth.")
         streams, condition = self._embed(x, t, y)
@@ -499,13 +489,3 @@ class Backbone(nn.Module, ABC):
         embedded = self.embed(x, t, y)
         check_embedded(embedded, len(x), self.num_tokens, self.num_extra_tokens)
         return embedded
-
-    def _check_inputs(self, x: Tensor, t: Tensor, y: Tensor | None) -> None:
-        check_images(x, (self.in_channels, *self.input_size))
-        check_times(t, len(x), self.num_tokens if self.per_token_time else None)
-        if y is not None:
-            self._check_condition(y, len(x))
-        check_skips(self.skips, self.num_blocks)
-
-    def _check_condition(self, y: Tensor, batch: int) -> None:
-        check_condition(y, batch, self.num_classes, (self.context_length, self.context_size))

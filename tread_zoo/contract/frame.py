@@ -3,9 +3,9 @@
 B batch, N = h * w tokens in raster order, E extra tokens, K kept tokens, D width.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from tread_zoo.routing.fusion import Fusion, Streams
 from tread_zoo.routing.routes import UNCHANGED, PathDrop, Route
 from tread_zoo.routing.routes import row_index as row_index
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,13 @@ class Layout:
     device: torch.device | None = None
     num_context: int = 0
     cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def cached(self, key: Any, make: Callable[[], T]) -> T:
+        """Return what `make` returns, computed once for this layout."""
+        if key not in self.cache:
+            self.cache[key] = make()
+        out: T = self.cache[key]
+        return out
 
     def positions(self) -> Tensor:
         """Return the raster positions of the tokens present, int64 [B, K]."""

@@ -1,5 +1,4 @@
-"""Layers that several backbones share: patches, positions, time and labels, modulation, attention,
-the head.
+"""Layers that backbones share: patches, positions, time and labels, modulation, skips, attention.
 
 B batch, N tokens, K of them kept, D width, C channels, p patch size, h x w grid of patches.
 """
@@ -16,27 +15,22 @@ from tread_zoo.kernels import attention
 
 def patchify(x: Tensor, patch_size: int) -> Tensor:
     """Cut images [B, C, H, W] into patches [B, N, C * p * p], in raster order."""
-    batch, channels, height, width = x.shape
     p = patch_size
-    x = x.reshape(batch, channels, height // p, p, width // p, p)
-    num_patches = (height // p) * (width // p)  # -1 would be ambiguous in an empty batch
-    return x.permute(0, 2, 4, 1, 3, 5).reshape(batch, num_patches, channels * p * p)
+    x = x.unflatten(3, (-1, p)).unflatten(2, (-1, p))
+    return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
 def unpatchify(tokens: Tensor, patch_size: int, grid: tuple[int, int]) -> Tensor:
     """Join patches [B, N, p * p * C] of a grid (h, w) into images [B, C, h * p, w * p]."""
-    batch, _, width = tokens.shape
-    p, channels = patch_size, width // patch_size**2
-    x = tokens.reshape(batch, *grid, p, p, channels).permute(0, 5, 1, 3, 2, 4)
-    return x.reshape(batch, channels, grid[0] * p, grid[1] * p)
+    x = tokens.unflatten(2, (patch_size, patch_size, -1)).unflatten(1, grid)
+    return x.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
 
 
 def sincos_2d(width: int, grid: tuple[int, int]) -> Tensor:
     """Return fixed sine-cosine positions, float32 [h * w, D].
 
     The first half of the channels encodes the column, the second the row, each as sines then
-    cosines of `position / 10000^(2i / (D/2))` (Vaswani et al. 2017, extended to two dimensions as
-    in DiT, arXiv 2212.09748).
+    cosines of `position / 10000^(2i / (D/2))` (as in DiT, arXiv 2212.09748).
 
     Raises:
         ValueError: `width` is not divisible by 4.
@@ -55,17 +49,17 @@ def rotary_2d(
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and signed sines of rotary positions, float32 [B, 1, E + K, Dh], for `rotate`.
 
-    Channels 2i and 2i + 1 are a pair. The first half of the pairs turns with the row, the second
+    Channels 2i and 2i + 1 are a pair. The first half of the pairs rotates with the row, the second
     with the column, by `position * 10000^(-i / (Dh/4))`, i = 0 … Dh/4 - 1 (RoFormer, arXiv
-    2104.09864, over two axes).
+    2104.09864, in two dimensions).
 
     Args:
-        rows, cols: of the tokens, int64 [B, K]: their places on the grid of the full image.
+        rows, cols: places of the tokens on the full grid, int64 [B, K].
         head_size: Dh, divisible by 4.
-        num_extra: E tokens ahead that are not turned.
+        num_extra: E tokens that come first and are not rotated.
     """
     pairs = torch.arange(head_size // 4, device=rows.device, dtype=torch.float32)
-    frequency = 1 / 10000.0 ** (pairs / (head_size // 4))  # so rounded, it is LightningDiT's
+    frequency = 1 / 10000.0 ** (pairs / (head_size // 4))  # rounds as LightningDiT's
     angles = torch.cat([axis[..., None] * frequency for axis in (rows, cols)], dim=-1)
     angles = F.pad(angles, (0, 0, num_extra, 0)).unsqueeze(1)
     sin = torch.stack([-angles.sin(), angles.sin()], dim=-1)
@@ -73,31 +67,27 @@ def rotary_2d(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x [B, H, N, Dh] with its pairs of channels turned, see `rotary_2d`.
-
-    The product of two vectors so turned depends on the difference of their positions alone.
-    """
+    """Return x [B, H, N, Dh] with its pairs of channels rotated, see `rotary_2d`."""
     swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return torch.addcmul(x * cos, swapped, sin)
 
 
 def time_sinusoids(t: Tensor, size: int, time_scale: float) -> Tensor:
-    """Return cosines, then sines, of `time_scale * t * 10000^(-2i / size)`, [.., size]: float32,
+    """Return cosines, then sines, of `time_scale * t * 10000^(-2i / size)`, [.., size], float32, or
     float64 if t is.
 
     Args:
-        t: noise labels [..] of order 1; or complex, t + i (t - r), for the mean from r to t, which
-            gets the sinusoids of t plus those of t - r less those of 0: at r = t, those of t.
+        t: noise labels [..] of order 1; or complex, t + i (t - r), for the mean from r to t, with
+            the sinusoids of t plus those of t - r minus those of 0: at r = t, those of t.
         size: even.
-        time_scale: t is multiplied by this first, so that labels of order 1 spread over the
-            wavelengths 2 pi … 10000 * 2 pi.
+        time_scale: factor on t; 1000 spreads labels of order 1 over the wavelengths.
     """
     if t.is_complex():
         level, span = (time_sinusoids(part, size, time_scale) for part in (t.real, t.imag))
         return level + (span - time_sinusoids(torch.zeros_like(t.imag), size, time_scale))
     half = size // 2
-    # Multiplied before it is divided, as published networks do: the other order rounds otherwise,
-    # which at 1000 wavelengths shows in the fifth digit.
+    # Multiplied before it is divided, as in published networks: the other order rounds differently,
+    # which shows in the fifth digit at 1000 wavelengths.
     exponent = -math.log(10000.0) * torch.arange(half, device=t.device, dtype=torch.float32) / half
     t = t if t.dtype == torch.float64 else t.float()
     angle = (time_scale * t)[..., None] * torch.exp(exponent)
@@ -111,7 +101,7 @@ class TimestepEmbedder(nn.Module):
         hidden_size: D.
         frequency_size: number of sinusoids, cosines first.
         mlp_size: width between the two layers.
-        time_scale: factor on t ahead of its sinusoids, see `time_sinusoids`.
+        time_scale: factor on t, see `time_sinusoids`.
     """
 
     def __init__(
@@ -126,16 +116,14 @@ class TimestepEmbedder(nn.Module):
 
     def forward(self, t: Tensor) -> Tensor:
         sinusoids = time_sinusoids(t, self.frequency_size, self.time_scale)
-        # Angles need float32, but a network stored in another type is fed that type.
+        # Angles need float32; the weights may be stored in another type.
         out: Tensor = self.mlp(sinusoids.to(next(self.mlp.parameters()).dtype))
         return out
 
 
 class LabelEmbedder(nn.Module):
-    """Embed labels y [B] into [B, D]; row `num_classes` is the null label of guidance.
-
-    `y=None` means the null label for the whole batch.
-    """
+    """Embed labels y [B] into [B, D]; row `num_classes` is the null label, and `y=None` means the
+    null label for the whole batch."""
 
     def __init__(self, num_classes: int, hidden_size: int) -> None:
         super().__init__()
@@ -162,6 +150,16 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 def add_gated(x: Tensor, gate: Tensor, update: Tensor) -> Tensor:
     """Return x + gate * update for tokens [B, N, D] and a gate [B, D] or [B, N, D]."""
     return torch.addcmul(x, per_token(gate), update)
+
+
+def join_skip(x: Tensor, skip: Tensor | None, linear: nn.Module | None) -> Tensor:
+    """Return linear(cat(x, skip)) [B, N, D], in the precision of x also under autocast; x itself
+    without a linear map."""
+    if linear is None:
+        return x
+    assert skip is not None, "the block loop gives a skip to each block in `skips`"
+    out: Tensor = linear(torch.cat([x, skip], dim=-1)).to(x.dtype)
+    return out
 
 
 def self_attention(x: Tensor, qkv: nn.Module, proj: nn.Module, num_heads: int) -> Tensor:
@@ -195,10 +193,8 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 class AdaLNHead(nn.Module):
-    """The last layer: a norm modulated by the condition, then a linear map to patches.
-
-    tokens [B, N, D], condition [B, D] or [B, N, D], already through SiLU -> [B, N, p * p * C_out].
-    """
+    """A norm modulated by the condition, then a linear map to patches: tokens [B, N, D], condition
+    [B, D] or [B, N, D] after SiLU -> [B, N, p * p * C_out]."""
 
     def __init__(self, hidden_size: int, patch_size: int, out_channels: int) -> None:
         super().__init__()

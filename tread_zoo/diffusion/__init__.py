@@ -1,13 +1,13 @@
-"""Objectives, samplers and guidance: three parts that do not know each other's insides.
+"""Objectives, samplers and guidance: three parts that do not know each other's internals.
 
 objective.py    what an objective is: `Objective`, `Draw`, `Predict`
 edm.py          EDM: noise level sigma, preconditioned denoiser
 flow.py         flow matching: time t; velocity, x or noise
 mean_flow.py    MeanFlow: the mean velocity between two times, for few steps
 ddpm.py         DDPM: 1000 steps of sigma, noise
-reconstruction.py  losses token by token; of kept and bypassed tokens apart
-grids.py        where the levels of sampling lie
-samplers.py     rules that integrate dx/dt, ODEs and SDEs; the noise of an image
+reconstruction.py  losses per token, and of kept and bypassed tokens
+grids.py        the levels of sampling
+samplers.py     rules that integrate dx/dt; the noise of an image
 guidance.py     weak + w (strong - weak): the kinds of guidance
 sampling.py     from seeds and labels to images
 """
@@ -56,43 +56,10 @@ from tread_zoo.diffusion.sampling import (
 )
 
 __all__ = [
-    "DDPM",
-    "EDM",
-    "AutoGuidance",
-    "ClassifierFree",
-    "DPMSolver2M",
-    "Draw",
-    "DxDt",
-    "EDMStochastic",
-    "Euler",
-    "FlowMatching",
-    "FlowSDE",
-    "Guidance",
-    "Heun",
-    "ImageBatch",
-    "IntervalGuidance",
-    "Mean",
-    "MeanFlow",
-    "NoGuidance",
-    "Objective",
-    "PartsGuidance",
-    "PathDropGuidance",
-    "Predict",
-    "Problem",
-    "Sampler",
-    "SamplingOptions",
-    "SparseAutoGuidance",
-    "SparseClassifierFree",
-    "SparseGuidance",
-    "TimeGrid",
-    "build_sampling",
-    "check_weak",
-    "combine",
-    "default_labels",
-    "describe_part",
-    "generate",
-    "initial_noise",
-    "loss_by_token",
-    "split_loss",
-    "step_noise",
-]
+    "DDPM", "EDM", "AutoGuidance", "ClassifierFree", "DPMSolver2M", "Draw", "DxDt", "EDMStochastic",
+    "Euler", "FlowMatching", "FlowSDE", "Guidance", "Heun", "ImageBatch", "IntervalGuidance",
+    "Mean", "MeanFlow", "NoGuidance", "Objective", "PartsGuidance", "PathDropGuidance", "Predict",
+    "Problem", "Sampler", "SamplingOptions", "SparseAutoGuidance", "SparseClassifierFree",
+    "SparseGuidance", "TimeGrid", "build_sampling", "check_weak", "combine", "default_labels",
+    "describe_part", "generate", "initial_noise", "loss_by_token", "split_loss", "step_noise",
+]  # fmt: skip

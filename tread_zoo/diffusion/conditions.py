@@ -1,10 +1,10 @@
-"""What samples are conditioned on, by their numbers: a label, a context, or nothing.
+"""The condition of each sample: a label, a context, or none.
 
     sample i    label      i mod num_classes
-                context    that of a held-out image: order[i mod n] of n, where any first numbers of
-                           `order` lie evenly spaced over the part
+                context    that of held-out image order[i mod n] of n; `order` is bit-reversed, so
+                           that every prefix is spread evenly
 
-So sample i has the same condition whatever the number of samples, in every run on the same data.
+Sample i has the same condition in every run on the same data, however many samples are drawn.
 Dimensions: n contexts, T embeddings, S width of one.
 """
 
@@ -24,8 +24,8 @@ from tread_zoo.errors import unknown_name
 
 @dataclass(frozen=True)
 class Conditions:
-    """The rule in words, and the conditions of samples by number: labels [B], contexts [B, T, S],
-    or None for an unconditional network."""
+    """A description of the rule, and a function from sample numbers to labels [B], contexts
+    [B, T, S], or None for an unconditional network."""
 
     rule: str
     of: Callable[[Sequence[int]], Tensor | None]
@@ -55,13 +55,16 @@ def label_conditions(backbone: Backbone) -> Conditions:
 
 
 def class_number(label: int | str, names: Sequence[str]) -> int:
-    """Return the number of a class that is given by its number, or by its name among `names`.
-    Raises ValueError for an unknown name; the nearest is suggested."""
+    """Return the number of a class given by number, or by its name among `names`.
+
+    Raises:
+        ValueError: an unknown name; the nearest is suggested.
+    """
     if not isinstance(label, str):
         return label
     if not names:
         raise ValueError(
-            f"label={label!r}: the classes of this network have no names: give 0, 1, …"
+            f"label={label!r}: the classes of this network have no names; use numbers, 0, 1, …"
         )
     if label not in names:
         raise unknown_name("label", label, names)
@@ -69,10 +72,13 @@ def class_number(label: int | str, names: Sequence[str]) -> int:
 
 
 def contexts_in(file: str, backbone: Backbone) -> Conditions:
-    """Return the contexts of an .npy file [n, t, S], t <= T, or of one alone [t, S]: sample i gets
-    that of row i mod n. Raises ValueError if the network takes none, or they do not fit it."""
+    """Return the contexts of an .npy file [n, t, S] or [t, S], t <= T; sample i gets row i mod n.
+
+    Raises:
+        ValueError: the network takes no contexts, or these do not fit it.
+    """
     if not backbone.context_size:
-        raise ValueError(f"contexts={file!r}, but {backbone.name} was trained without contexts.")
+        raise ValueError(f"contexts={file!r} is set, but {backbone.name} takes no contexts.")
     array = load_npy(Path(file).expanduser())
     shape = (backbone.context_length, backbone.context_size)
     rows = array if array.ndim == 3 else array[None]

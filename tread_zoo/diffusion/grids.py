@@ -1,4 +1,4 @@
-"""Time grids: where the levels of sampling lie between the first one and 0.
+"""Time grids: the levels of sampling, from the first one to 0.
 
     flow   u = 1 - i / n,  t = g(u),  t' = s t / (1 + (s - 1) t)       shift s (SD3, eq. 23)
            uniform       g(u) = u
@@ -8,9 +8,8 @@
            log           ln sigma falls evenly: what rho grows towards
     DDPM   uniform       the steps fall evenly from 999 to 0, rounded
 
-A grid belongs to no sampler: every sampler runs on every grid of its objective, which knows the
-grids that its level has (`Objective.levels`); `auto` is the first of them above.
-"""
+Every sampler runs on every grid of its objective (`Objective.levels`); `auto` is the first of
+these."""
 
 from dataclasses import dataclass
 
@@ -26,8 +25,8 @@ class TimeGrid:
     rho: float | str = "auto"
 
     def choose(self, names: tuple[str, ...], objective: str, unused: str) -> str:
-        """Return the name of the grid, for an objective that has the grids `names` and does not
-        use the field `unused`, shift or rho.
+        """Return the name of the grid for an objective that has the grids `names` and does not use
+        the field `unused`, shift or rho.
 
         Raises:
             ValueError: it has no such grid, or the unused field is set.
@@ -35,12 +34,12 @@ class TimeGrid:
         value, default = getattr(self, unused), getattr(TimeGrid, unused)
         if value != default:
             raise ValueError(
-                f"sampler.{unused}={value} means nothing to objective={objective}, "
+                f"sampler.{unused}={value} has no effect with objective={objective} and "
                 f"sampler.grid={self.grid}: leave it at {default}."
             )
         if self.grid not in ("auto", *names):
             raise ValueError(
-                f"sampler.grid={self.grid!r} is no grid of objective={objective}; use one of "
+                f"sampler.grid={self.grid!r} is not for objective={objective}; use one of "
                 f"{', '.join(('auto', *names))}."
             )
         return names[0] if self.grid == "auto" else self.grid

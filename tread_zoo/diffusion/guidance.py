@@ -1,25 +1,24 @@
-"""Guidance combines two values of dx/dt: it extrapolates from a weak prediction past a strong one.
+"""Guidance extrapolates dx/dt from a weak prediction past a strong one.
 
     d = d_weak + w (d_strong - d_weak)           w = 0: weak, w = 1: strong, w > 1: extrapolation
 
-The kinds differ in what the weak prediction lacks, and `parts` covers all of them:
+The kinds differ in what the weak prediction lacks; `parts` has all options:
 
     cfg           the condition                                            arXiv 2207.12598
     interval      the condition, where low < level <= high                 arXiv 2404.07724
     sparse        tokens: more of them bypass                              arXiv 2601.01608
     auto          size or training: a smaller or an earlier network        arXiv 2406.02507
     path_drop     the condition and the middle of the network              arXiv 2510.21986
-    sparse_auto   training; tokens, which later the strong one lacks       arXiv 2601.01608, B.1
+    sparse_auto   training; tokens, which the strong one lacks later       arXiv 2601.01608, B.1
     sparse_cfg    the condition and tokens
 
-The condition is a label or a context; without it, the null label or zeros are given. The scale w is
-that of the formula; the first paper's w is ours minus 1. At one (x, level), dx/dt is an affine
-function of the estimate (EDM's denoiser D, flow matching's velocity) with the same coefficients in
-both branches, so guiding dx/dt equals guiding estimates.
+The condition is a label or a context; without it, the network gets the null label or zeros. The
+scale w is that of the formula; the first paper's w is ours minus 1. At one (x, level), dx/dt is an
+affine function of the estimate with the same coefficients in both branches, so guiding dx/dt equals
+guiding estimates.
 
 The branches are two calls of B images, not one of 2B: a sparse or smaller branch cannot share a
-call, memory stays that of unguided sampling, and on a CPU one call of 2B was measured slower
-(but for a few small images). Identical branches are one call.
+call, and memory stays that of unguided sampling. Identical branches are one call.
 
 Dimensions: B batch, C channels, H height, W width, K kept tokens.
 """
@@ -46,10 +45,8 @@ Auto = Literal["auto"]
 
 
 def combine(weak: DxDt, strong: DxDt, scale: float, channels: int | None = None) -> DxDt:
-    """Return weak + scale (strong - weak); at a scale of 1 or 0, only that branch is evaluated.
-
-    With `channels`, the first ones are guided and the others are the strong prediction's.
-    """
+    """Return weak + scale (strong - weak); at a scale of 1 or 0, one branch is evaluated. With
+    `channels`, only the first ones are guided."""
     if scale == 1:
         return strong
     if scale == 0 and channels is None:
@@ -63,13 +60,9 @@ def combine(weak: DxDt, strong: DxDt, scale: float, channels: int | None = None)
     return guided
 
 
-def _dense(evaluation: int) -> tuple[Route, ...]:
-    return ()
-
-
 @dataclass(frozen=True)
 class ImageBatch:
-    """Images that are sampled together, and the networks that predict them.
+    """A batch of images that are sampled together, and the networks that predict them.
 
     Args:
         backbone: the sampled network.
@@ -90,7 +83,7 @@ class ImageBatch:
     seed: int
     levels: Tensor
     weak: Backbone | None = None
-    draw_routes: Callable[[int], tuple[Route, ...]] = _dense
+    draw_routes: Callable[[int], tuple[Route, ...]] = lambda evaluation: ()
     means: bool = False
 
     def dx_dt(self, routes: Callable[[], Sequence[Route | PathDrop]] | None = None) -> DxDt:
@@ -120,8 +113,8 @@ class ImageBatch:
         return torch.full_like(level, float(levels[nearest + 1]))
 
     def fraction_done(self, level: Tensor) -> float:
-        """Return the fraction of sampling that is done, i / (n - 1) at step i of n; it is linear in
-        the level between steps."""
+        """Return the fraction of sampling that is done: i / (n - 1) at step i of n, linear in the
+        level between steps."""
         steps = self.levels[:-1].float().tolist()  # in the precision of samplers
         places = np.arange(len(steps)) / max(len(steps) - 1, 1)
         return float(np.interp(float(level[0]), steps[::-1], places[::-1]))
@@ -230,8 +223,8 @@ class _Options:
     def __post_init__(self) -> None:
         if self.high is not None and self.low >= self.high:
             raise ValueError(
-                f"guidance.low={self.low}, guidance.high={self.high} is not an interval of levels: "
-                "0 <= low < high must hold; noise grows with the level, and 0 is clean data."
+                f"guidance.low={self.low} must be below guidance.high={self.high}; noise grows "
+                "with the level, and 0 is clean data."
             )
         gaps = [
             weak_rate - strong_rate
@@ -242,7 +235,7 @@ class _Options:
             raise ValueError(
                 f"guidance.strong_rate={self.strong_rate} must be below "
                 f"guidance.weak_rate={self.weak_rate}, the fractions of tokens that bypass, unless "
-                "the weak prediction lacks something else (guidance=parts: drop_label, drop_path)."
+                "the weak prediction lacks something else, as drop_label or drop_path."
             )
 
     def _at(self, done: float) -> tuple[Any, ...]:
@@ -252,8 +245,8 @@ class _Options:
     def check(self, backbone: Backbone, objective: Objective) -> None:
         if self.channels is not None and self.channels > backbone.in_channels:
             raise ValueError(
-                f"guidance.channels={self.channels}, and the images have {backbone.in_channels}: "
-                "leave it out to guide all of them."
+                f"guidance.channels={self.channels} is more than the images' "
+                f"{backbone.in_channels}: leave it out to guide all channels."
             )
         lacks_label = self.drop_label is not False and self.drop_path is False
         if lacks_label and self.scale != 1 and not backbone.is_conditional:
@@ -267,20 +260,19 @@ class _Options:
             (plan,) = self._routing(backbone).plans
             if plan.needs_importance:
                 raise ValueError(
-                    f"guidance.selector={plan.selector_name} chooses tokens by their importance, "
-                    "which is computed in training alone: use another, such as random."
+                    f"guidance.selector={plan.selector_name} needs the importance of tokens, which "
+                    "is computed in training only: use another, such as random."
                 )
             ranges = (*backbone.fused_ranges, *backbone.masked_ranges)
             if ranges and (plan.start, plan.end) not in ranges:
                 raise ValueError(
-                    f"guidance.start={plan.start} and guidance.end={plan.end}, and this network's "
-                    f"streams rejoin by learned weights: set them to one of its ranges {ranges}."
+                    f"guidance.start={plan.start} and guidance.end={plan.end} must be one of the "
+                    f"ranges at which this network learned to rejoin: {ranges}."
                 )
         highest = float(objective.levels(1)[0])
         if self.high is not None and self.high > highest:
             raise ValueError(
-                f"guidance.high={self.high} is beyond the objective's levels, which reach from 0 "
-                f"to {highest:g}."
+                f"guidance.high={self.high} is above the objective's highest level, {highest:g}."
             )
 
     def check_training(self, *, conditional: bool, label_dropout: float, has_routes: bool) -> None:
@@ -293,9 +285,9 @@ class _Options:
             )
         if not has_routes and (self.strong_rate != 0 or (guided and self.weak_rate != 0)):
             raise ValueError(
-                "this guidance lets tokens bypass blocks, which routing=none never shows the "
-                "network, and routing.reconstruction_weight never teaches it to denoise: train "
-                "with routing=tread, or use guidance=cfg, interval or auto."
+                "this guidance lets tokens bypass blocks, which routing=none and "
+                "routing.reconstruction_weight do not train: train with routing=tread, or use "
+                "guidance=cfg, interval or auto."
             )
 
     def dx_dt(self, batch: ImageBatch) -> DxDt:
@@ -356,9 +348,8 @@ class _Options:
 def _dropped_paths(backbone: Backbone) -> tuple[PathDrop, ...]:
     if not backbone.fused_ranges:
         raise ValueError(
-            "guidance=path_drop, or guidance.drop_path, needs a network that was trained to go on "
-            "without its middle blocks (routing.rejoin=project), and this one was not; use "
-            "guidance=sparse or guidance=cfg."
+            "guidance=path_drop, or guidance.drop_path, needs a network that was trained with "
+            "routing.rejoin=project, and this one was not; use guidance=sparse or guidance=cfg."
         )
     return tuple(PathDrop(start, end) for start, end in backbone.fused_ranges)
 
@@ -369,12 +360,12 @@ class PartsGuidance(_Options):
     """The weak prediction lacks what is set here; the strong one is the network with its label.
 
     A rate or the scale may change with the fraction p of sampling that is done
-    (`ImageBatch.fraction_done`). [linear, 0.6, 0] goes from 0.6 to 0, and [cosine, 0.6, 0] as
-    (1 - cos(pi p)) / 2. [interval, 0.6, 0.2, 0.8] is 0.6 for 0.2 <= p <= 0.8; elsewhere a rate is 0
-    and w is 1. Labels and paths are dropped at [interval, 0.2, 0.8].
+    (`ImageBatch.fraction_done`): [linear, 0.6, 0] and [cosine, 0.6, 0] go from 0.6 to 0, and
+    [interval, 0.6, 0.2, 0.8] is 0.6 for 0.2 <= p <= 0.8; elsewhere a rate is 0 and w is 1. Labels
+    and paths can be dropped at [interval, 0.2, 0.8].
 
-    The kept tokens depend on (seed, image, evaluation) alone, whatever the batch size; they are
-    drawn from the same numbers at every rate.
+    The kept tokens depend on (seed, image, evaluation) alone, and come from the same random numbers
+    at every rate.
 
     Args:
         scale: w; 1 is the strong prediction alone, 0 the weak one.

@@ -15,11 +15,9 @@ belongs to dx/dt. Heun is Algorithm 1 of arXiv 2206.00364, edm_stochastic its Al
 is Algorithm 2 of arXiv 2211.01095, flow_sde the reverse SDE of SiT (arXiv 2401.08740, eq. 5 and 10)
 by Euler and Maruyama.
 
-A step that ends at level 0 is an Euler step: EDM's (x - D) / sigma has no value there. Flow
-matching's velocity has one, but the same rule holds, for a sampler does not know its objective, and
-training draws no t of 0 (logit-normal) or next to none (uniform). One Euler step, of a size that
-shrinks with the grid, costs no order: its own error is O(h^2). For the SDE it is the ODE's, which
-ends at the estimate D itself and adds no noise to the image.
+A step that ends at level 0 is an Euler step, because EDM's (x - D) / sigma has no value there and
+training hardly draws t = 0. One such step costs no order: its own error is O(h^2). The SDE's last
+step is the ODE's: it ends at the estimate D and adds no noise to the image.
 
 Dimensions: B batch, C channels, H height, W width, n images.
 """
@@ -48,9 +46,9 @@ class Problem:
     """What a sampler integrates.
 
     Args:
-        dx_dt: at any point; guided, where it is guided.
-        objective: it says what the levels mean.
-        fresh_noise: step, counted from 0 -> standard normal noise [B,C,H,W], on the device of x.
+        dx_dt: the slope, with its guidance.
+        objective: defines the levels.
+        fresh_noise: step, from 0 -> standard normal noise [B,C,H,W] on the device of x.
     """
 
     dx_dt: DxDt
@@ -76,12 +74,12 @@ class Problem:
 
 
 class Sampler(Protocol):
-    """A rule, with its options as fields.
+    """An integration rule, with its options as fields.
 
-    Called with (problem, x [B,C,H,W] at levels[0], levels [num_steps + 1]) it returns a new float32
-    tensor [B,C,H,W] at levels[-1], and leaves `x` as it was. Three class variables are optional:
-    `default_num_steps`; `objectives`, the names of those that it fits; without it, all; and
-    `takes_means`: its slopes at a level are the means over the step from there.
+    Called with (problem, x [B,C,H,W] at levels[0], levels [num_steps + 1]), it returns a new
+    float32 tensor [B,C,H,W] at levels[-1]. Three class variables are optional: `default_num_steps`;
+    `objectives`, the names of those that it fits, by default all; and `takes_means`, whether slopes
+    are means over the step that starts at the level.
     """
 
     def __call__(self, problem: Problem, x: Tensor, levels: Tensor) -> Tensor: ...
@@ -106,7 +104,7 @@ class Euler:
 @dataclass(frozen=True, kw_only=True)
 class Mean(Euler):
     """Euler's rule with the mean slope of each step, which `objective=mean_flow` learns: num_steps
-    evaluations, one step for an image."""
+    evaluations, by default one."""
 
     default_num_steps: ClassVar[int] = 1
     objectives: ClassVar[tuple[str, ...]] = ("mean_flow",)
@@ -134,8 +132,8 @@ class DPMSolver2M:
     """DPM-Solver++(2M): num_steps evaluations, second order through the estimate of the last step.
 
     The first step, the step after a level without signal (flow matching's t = 1, where ln(a / b)
-    is infinite) and the step to level 0 are of first order, which is an Euler step. There the error
-    on flow matching's whole grid is O(h^2 ln 1/h) instead of O(h^2).
+    is infinite) and the step to level 0 are Euler steps. On flow matching's whole grid the error is
+    O(h^2 ln 1/h).
     """
 
     default_num_steps: ClassVar[int] = 20
@@ -162,13 +160,13 @@ class DPMSolver2M:
 @register("sampler", "edm_stochastic")
 @dataclass(frozen=True, kw_only=True)
 class EDMStochastic:
-    """EDM's stochastic sampler: 2 num_steps - 1 evaluations, some noise anew before each step.
+    """EDM's stochastic sampler: 2 num_steps - 1 evaluations, with fresh noise before each step.
 
     Args:
-        s_churn: how much noise anew, over all steps; gamma = min(s_churn / num_steps, sqrt(2) - 1).
-        s_min, s_max: only where sigma is in [s_min, s_max].
-        s_noise: standard deviation of the new noise; a little above 1 makes up for the detail that
-            a denoiser loses.
+        s_churn: amount of noise over all steps; gamma = min(s_churn / num_steps, sqrt(2) - 1).
+        s_min, s_max: noise is added only where sigma is in [s_min, s_max].
+        s_noise: standard deviation of the noise; slightly above 1 restores detail that a denoiser
+            loses.
 
     Raises:
         ValueError: s_min is above s_max.
@@ -207,18 +205,18 @@ class EDMStochastic:
 class FlowSDE:
     """The reverse SDE of flow matching by Euler and Maruyama: num_steps evaluations.
 
-    It has the same distributions at every t as the ODE, whatever the diffusion; noise undoes some
-    of the error that earlier steps left.
+    At every t it has the distribution of the ODE, for any diffusion; noise corrects some of the
+    error of earlier steps.
 
     The released samplers of SiT, REPA and SPRINT have the drift v - D s and the noise sqrt(2 D)
-    with D = sigma = t. In the equation above that is w = 2 t, `diffusion=2`; the paper's w = sigma
-    is `diffusion=1`. They take 249 such steps of equal size from t = 1 to 0.04, and a last one to 0
-    by the same drift without noise: `num_steps=250`, `last_step=0.04`.
+    with D = sigma = t, which is `diffusion=2`; the paper's w = sigma is `diffusion=1`. They take
+    249 equal steps from t = 1 to 0.04, and a last one to 0 by the same drift without noise:
+    `num_steps=250`, `last_step=0.04`.
 
     Args:
         diffusion: w(t) / t; 0 is Euler's rule.
-        last_step: size of the last step, by the drift of the SDE without noise, ahead of which the
-            grid shrinks to what is left; 0: the grid's own last step, by the ODE, without s.
+        last_step: size of a last step by the SDE's drift without noise; the steps before it are
+            scaled to fit. 0: the last step of the grid, by the ODE.
     """
 
     default_num_steps: ClassVar[int] = 100
@@ -252,17 +250,15 @@ class FlowSDE:
 def initial_noise(shape: Sequence[int], seed: int, indices: Sequence[int]) -> Tensor:
     """Return standard normal noise [n,C,H,W] for the images `indices`, each of `shape` [C,H,W].
 
-    Image i's noise depends on (seed, i) alone, so image i is the same whatever the batch size,
-    the order and the number of processes. Multiply it by the objective's `initial_std`.
+    Image i's noise depends on (seed, i) alone, not on the batch size, the order or the number of
+    processes. Multiply it by the objective's `initial_std`.
     """
     return _noise_of("sample", shape, indices, seed)
 
 
 def step_noise(shape: Sequence[int], seed: int, indices: Sequence[int], step: int) -> Tensor:
-    """Return the noise [n,C,H,W] of a stochastic sampler's `step`, as `initial_noise` does.
-
-    Image i's depends on (seed, i, step) alone.
-    """
+    """Return the noise [n,C,H,W] of a stochastic sampler's `step`; image i's depends on
+    (seed, i, step) alone."""
     return _noise_of("sample step", shape, indices, seed, step)
 
 
@@ -294,8 +290,8 @@ def _steps(levels: Tensor) -> Collection[tuple[float, float]]:
     """Return the pairs (level, next level) of a falling grid; iterating shows the progress."""
     if levels.ndim != 1 or len(levels) < 2 or not bool((levels.diff() < 0).all()):
         raise ValueError(
-            f"levels of shape {tuple(levels.shape)} must be one row of two or more falling "
-            "numbers. Use objective.levels(num_steps)."
+            f"levels of shape {tuple(levels.shape)} must be two or more falling numbers. Use "
+            "objective.levels(num_steps)."
         )
     pairs: Collection[tuple[float, float]] = progress(
         "sampling", list(pairwise(levels.tolist())), " steps"

@@ -56,12 +56,10 @@ class SamplingOptions:
         fits = getattr(self.sampler, "objectives", None)
         name = describe_part("objective", objective)["name"]
         if fits is not None and name not in fits:
-            samplers = {other: get_entry("sampler", other).target for other in available("sampler")}
-            others = [k for k, v in samplers.items() if getattr(v, "objectives", None) is None]
             raise ValueError(
                 f"sampler={describe_part('sampler', self.sampler)['name']} is for objective="
-                f"{' or '.join(fits)}, and the network is trained with objective={name}; "
-                f"{', '.join(others)} fit every objective."
+                f"{' or '.join(fits)}, and the network is trained with objective={name}; euler "
+                "and heun fit every objective."
             )
         return objective.levels(self.num_steps, self.grid)
 
@@ -79,11 +77,11 @@ class SamplingOptions:
         if not self.routing.plans:
             reason = "the network was trained with routing=none: train with routing=tread"
         elif self.routing.reconstruction_weight is not None:
-            reason = "with routing.reconstruction_weight it was not trained to denoise those"
+            reason = "routing.reconstruction_weight did not train it to denoise those"
         elif any(plan.needs_importance for plan in self.routing.plans):
             reason = "routing.selector=norm needs an importance that only training computes"
         elif any(getattr(self.guidance, f"{side}_rate", 0) != 0 for side in ("weak", "strong")):
-            reason = "the guidance sets its rates itself: set guidance.strong_rate instead"
+            reason = "this guidance has its own rates: set guidance.strong_rate instead"
         if reason:
             raise ValueError(
                 f"sampler.selection_rate={self.selection_rate} lets tokens bypass blocks, but "
@@ -199,7 +197,7 @@ def generate(
 ) -> Tensor:
     """Return samples float32 [len(indices), C, H, W] on the CPU, in the model's range.
 
-    Image i is a function of (seed, i) and its label; the batch size changes it by rounding alone.
+    Image i depends on (seed, i) and its label alone, up to rounding.
 
     Args:
         backbone: the network, on the device to sample on.
@@ -258,8 +256,8 @@ def describe_part(kind: str, part: Any) -> dict[str, Any]:
 def check_weak(
     backbone: Backbone, objective: Objective, weak: Backbone, objective_of_weak: Objective
 ) -> None:
-    """Raise `ValueError` unless a weak network predicts the same of the same images as `backbone`:
-    else the guided samples are wrong and nothing says so."""
+    """Raise `ValueError` unless a weak network makes the same kind of prediction of the same kind
+    of images as `backbone`; guided samples would be silently wrong."""
     weak_metadata, metadata = (
         {
             "size": network.input_size,
@@ -274,6 +272,6 @@ def check_weak(
     for name, value in weak_metadata.items():
         if value != metadata[name]:
             raise ValueError(
-                f"the network of guidance.weak_checkpoint has {name} {value}, and the one to guide "
-                f"has {metadata[name]}: both must be of the same data and objective."
+                f"the network of guidance.weak_checkpoint has {name} {value}, and the guided one "
+                f"has {metadata[name]}: both need the same data and objective."
             )

@@ -1,20 +1,19 @@
-"""Fusion at rejoining, after SPRINT (arXiv 2510.21986): what came and what the route added, mapped.
+"""Fusion: a learned map of a stream before a route and of what the route added.
 
-    dense  = the stream when the route started, all tokens
-    update = the stream when the route ends - dense     for a kept token; 0 for a bypassed one
-    fused  = W cat(dense, update) + b                   W [D, 2D], at first [I, I]; b at first 0
+    dense  = the stream at the start of the route, all tokens
+    update = the stream at its end - dense      of a kept token; 0 of a bypassed one
+    fused  = W cat(dense, update) + b           W [D, 2D], at first [I, I]; b at first 0
 
-With the first weights fused = dense + update: the kept tokens as processed, the bypassed ones as
-they left, which is TREAD's rejoining (arXiv 2501.04765). SPRINT projects cat(dense, sparse), where
-`sparse` is the route's output with a mask token at the places that bypassed it. With the token's
-own dense value for a mask token, sparse = dense + update, and W' cat(dense, sparse) is the map
-above in other coordinates: W = [W'_dense + W'_sparse, W'_sparse]. In ours, zero means that nothing
-was added: alike for a bypassed token, a dropped path, and blocks that leave the stream as it is.
+Initially fused = dense + update, which is TREAD's rejoining (arXiv 2501.04765). SPRINT (2510.21986)
+maps cat(dense, sparse), where `sparse` is the route's output with a mask token for bypassed tokens.
+With the dense value as mask token, sparse = dense + update, and W' cat(dense, sparse) is the same
+map: W = [W'_dense + W'_sparse, W'_sparse]. Here zero means that nothing was added, for a bypassed
+token as for a dropped path.
 
-SPRINT's mask token is zero. With `bypassed="zero"` so is ours, and the map is W' itself:
+SPRINT's mask token is zero, and so it is with `bypassed="zero"`, where the map is W' itself:
 
-    fused = W' cat(dense, sparse) + b      sparse: the route's output; 0 for a bypassed token, and
-                                           for all tokens of a dropped path; W' at first [I, I] / 2
+    fused = W' cat(dense, sparse) + b           sparse is 0 for bypassed tokens and for a dropped
+                                                path; W' at first [I, I] / 2
 
 B batch, E extra tokens, N tokens of the grid, D width of a stream.
 """
@@ -31,15 +30,14 @@ Bypassed = Literal["dense", "zero"]
 
 
 class Fusion(nn.Module):
-    """One linear map 2D -> D for each stream that travels, at the end of one range of blocks.
+    """One linear map 2D -> D per stream, at the end of one range of blocks.
 
-    The extra tokens (time, label) are fused like those of the image, of which they differ only in
-    that they are always kept. The later blocks mix them all, and the map may turn the basis of the
-    streams: left alone, extra tokens would go on in another basis than the image's.
+    Extra tokens are fused as well: the map may change the basis of the streams, and later blocks
+    mix all tokens.
 
     Args:
         widths: D of each stream.
-        bypassed: what stands for a token that did not run: its dense value, or zero.
+        bypassed: input for a token that did not run: its dense value, or zero.
         device, dtype: of the parameters.
     """
 
@@ -63,23 +61,22 @@ class Fusion(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Set every weight, drawing nothing: weights [I, I], with zeros for what bypassed half of
-        it, biases 0."""
+        """Set weights to [I, I], or half of that with `bypassed="zero"`, and biases to 0."""
         for weight, bias in zip(self.weights, self.biases, strict=True):
             weight.copy_(torch.eye(len(weight), device=weight.device).repeat(1, 2))
             weight.div_(2 if self.bypassed == "zero" else 1)
             bias.zero_()
 
     def absent(self, streams: Streams) -> Streams:
-        """Return what stands for tokens that did not run."""
+        """Return the input for tokens that did not run."""
         return tuple(map(torch.zeros_like, streams)) if self.bypassed == "zero" else streams
 
     def forward(self, dense: Streams, output: Streams) -> Streams:
-        """Return the fused streams, each [B, E + N, D] and of the type of its dense one.
+        """Return the fused streams [B, E + N, D], in the precision of `dense`.
 
         Args:
-            dense: the streams when the route started.
-            output: the streams at its end, at full length, bypassed tokens as of `absent`.
+            dense: the streams at the start of the route.
+            output: the streams at its end, with bypassed tokens as of `absent`.
         """
         whole = self.bypassed == "zero"
         return tuple(

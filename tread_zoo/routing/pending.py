@@ -1,11 +1,10 @@
-"""Routes whose tokens the network itself chooses: kept by importance, drawn without replacement.
+"""Routes that wait for the network's importance of the tokens.
 
     key_i = log importance_i + g_i,  g_i ~ Gumbel(0, 1);  the K tokens with the largest keys stay
 
-which draws token after token with chances in proportion to their importance among those that are
-left (Gumbel top-k; Kool et al. 2019, arXiv 1903.06059, section 3). The noise g is drawn in advance
-with all else of a step; the importance is computed from the noisy images without gradient. What is
-left to forward is a concrete route, so forward draws nothing here either.
+This draws tokens without replacement, with probabilities proportional to their importance (Gumbel
+top-k; Kool et al. 2019, arXiv 1903.06059, section 3). The noise g is drawn in advance, and the
+importance is computed from the noisy images without gradient, so forward draws nothing.
 
 B batch, N tokens, K kept tokens.
 """
@@ -29,8 +28,7 @@ class PendingRoute:
         start, end, bypass: as of `Route`.
         num_kept: K.
         noise: Gumbel noise [B, N], or [1, N] with `per_batch`.
-        per_batch: the whole batch, that of all ranks, keeps the same tokens, by the mean of its
-            importance.
+        per_batch: the batch of all ranks keeps the same tokens, by its mean importance.
     """
 
     start: int
@@ -42,14 +40,10 @@ class PendingRoute:
 
     @property
     def ids(self) -> Tensor:
-        """There are none yet.
-
-        Raises:
-            ValueError: always; so a network that is given a pending route says what to do.
-        """
+        """Raise `ValueError`, so that a network given a pending route says what to do."""
         raise ValueError(
-            f"route [{self.start}, {self.end}) keeps tokens by their importance, and has no ids "
-            "yet: pass the routes through resolve_routes before the network gets them."
+            f"route [{self.start}, {self.end}) keeps tokens by their importance and has no ids "
+            "yet: call resolve_routes before the network."
         )
 
     def to(self, device: torch.device | str) -> "PendingRoute":
@@ -57,11 +51,7 @@ class PendingRoute:
         return replace(self, noise=self.noise.to(device, non_blocking=True))
 
     def resolve(self, importance: Tensor) -> Route:
-        """Return the concrete route for importances [B, N], none negative.
-
-        Raises:
-            ValueError: another number of samples or tokens.
-        """
+        """Return the concrete route for importances [B, N], none negative."""
         batch, num_tokens = len(self.noise), self.noise.shape[1]
         if (
             importance.ndim != 2
@@ -69,13 +59,12 @@ class PendingRoute:
             or not (self.per_batch or len(importance) == batch)
         ):
             raise ValueError(
-                f"importance has shape {list(importance.shape)}; expected [{batch}, {num_tokens}], "
-                "one for each token."
+                f"importance has shape {list(importance.shape)}; expected [{batch}, {num_tokens}]."
             )
         weight = importance.detach().float()
         if self.per_batch:
             weight = weight.mean(dim=0, keepdim=True)
-            if dist.is_initialized() and not weight.is_meta:  # which only counts FLOPs
+            if dist.is_initialized() and not weight.is_meta:  # on meta, FLOPs are counted
                 dist.all_reduce(weight)
         key = weight.clamp_min(torch.finfo(weight.dtype).tiny).log() + self.noise
         ids = key.topk(self.num_kept, dim=1).indices.sort(dim=1).values
@@ -83,14 +72,10 @@ class PendingRoute:
         return Route.of_sorted(self.start, self.end, ids, self.bypass)
 
 
-def draw_pending(
-    start: int, end: int, *, num_tokens: int, num_kept: int, generator: ImageGenerator
-) -> PendingRoute:
-    """Draw the noise [B, num_tokens] of a pending route."""
+def draw_gumbel(num_tokens: int, generator: ImageGenerator) -> Tensor:
+    """Return Gumbel noise [B, num_tokens]."""
     uniform = generator.rand(num_tokens)
-    tiny = torch.finfo(uniform.dtype).tiny
-    noise = -(-uniform.clamp_min(tiny).log()).log()
-    return PendingRoute(start, end, num_kept, noise)
+    return -(-uniform.clamp_min(torch.finfo(uniform.dtype).tiny).log()).log()
 
 
 def resolve_routes(
@@ -100,8 +85,7 @@ def resolve_routes(
 
     Args:
         routes: of one step.
-        importance: start of a route -> importance [B, N] of the tokens there; not called for a
-            route that is concrete already.
+        importance: start of a route -> importance [B, N] of the tokens there, for pending routes.
     """
     return tuple(
         route.resolve(importance(route.start)) if isinstance(route, PendingRoute) else route

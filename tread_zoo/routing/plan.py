@@ -1,12 +1,12 @@
-"""Route plans: where in the depth the routes lie and how many tokens each lets through.
+"""Route plans: which blocks a route covers, and how many tokens it keeps.
 
 A plan belongs to a configuration; each training step draws concrete routes from it:
 
     routing.at(step, num_steps, seed).draw(batch, grid, generator)
 
-`at` is the routing of one step, without a schedule, and a function of (seed, step) alone: the same
-on every rank and for every micro-step of the step. In sampling the routes of an image depend on
-(seed, image, evaluation) alone. B batch, N tokens, K kept tokens.
+`at` returns the routing of one step, which depends on (seed, step) alone: it is the same on every
+rank and for every micro-step. In sampling, the routes of an image depend on (seed, image,
+evaluation) alone. B batch, N tokens, K kept tokens.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from tread_zoo.fields import check
 from tread_zoo.registry import create
 from tread_zoo.routing.fusion import Bypassed
 from tread_zoo.routing.options import RouteConfig, RoutingConfig
-from tread_zoo.routing.pending import PendingRoute, draw_pending
+from tread_zoo.routing.pending import PendingRoute, draw_gumbel
 from tread_zoo.routing.routes import (
     UNCHANGED,
     Bypass,
@@ -91,8 +91,8 @@ class RoutePlan:
         Args:
             batch, grid: B, and the sides of the grid.
             generator: per image, or torch's; the ids are created on its device.
-            force_keep: bool [B, N], tokens that are always among the K kept ones. With `per_batch`,
-                a token forced in one image is kept in all.
+            force_keep: bool [B, N], tokens that must be among the K kept ones. With `per_batch`, a
+                token forced in one image is kept in all.
 
         Raises:
             ValueError: `force_keep` has more tokens than the rate keeps.
@@ -106,19 +106,16 @@ class RoutePlan:
             most = int(force_keep.sum(dim=1).max())
             if most > num_kept:
                 raise ValueError(
-                    f"force_keep holds {most} tokens of an image, and selection_rate="
+                    f"force_keep has {most} tokens of an image, and selection_rate="
                     f"{self.selection_rate} keeps {num_kept}: lower the rate, or force fewer."
                 )
         if self.needs_importance:
-            route = draw_pending(
-                self.start, self.end, num_tokens=num_tokens, num_kept=num_kept, generator=images
-            )
-            noise = route.noise
+            noise = draw_gumbel(num_tokens, images)
             if force_keep is not None:
                 noise = noise.masked_fill(force_keep, math.inf)
-            return replace(route, noise=noise, bypass=self.bypass, per_batch=self.per_batch)
+            return PendingRoute(self.start, self.end, num_kept, noise, self.bypass, self.per_batch)
         ids = self.selector(len(images.keys), grid, num_kept, images)
-        if force_keep is not None:  # those first, then what was drawn
+        if force_keep is not None:  # forced tokens first, then the drawn ones
             order = images.rand(num_tokens) + 2 * force_keep
             order = order.scatter_add(1, ids, torch.ones(ids.shape, device=ids.device))
             ids = order.topk(num_kept, dim=1).indices.sort(dim=1).values
@@ -127,8 +124,7 @@ class RoutePlan:
 
     def describe(self, num_tokens: int) -> str:
         """Return a description of the route for logs."""
-        rates = [self.selection_rate]
-        words = [self.selector_name]
+        rates, words = [self.selection_rate], [self.selector_name]
         if self.schedule is not None:
             rates = [rate for _, rate in self.schedule.stairs(range(1000), 1000)]
             words.append(self.schedule.describe())
@@ -198,19 +194,15 @@ class Routing:
         generator: Generator,
         force_keep: Tensor | None = None,
     ) -> tuple[Route | PendingRoute, ...]:
-        """Return one route per plan at its `selection_rate`, see `RoutePlan.draw`. With a schedule,
-        call `at` first."""
+        """Return one route per plan, see `RoutePlan.draw`; with a schedule, call `at` first."""
         images = per_image_generator(generator, batch)
         return tuple(plan.draw(batch, grid, images, force_keep) for plan in self.plans)
 
     def draw_by_evaluation(
         self, grid: tuple[int, int], seed: int, indices: Sequence[int]
     ) -> Callable[[float, int], tuple[Route, ...]]:
-        """Return a function of a rate and an evaluation (0, 1, …) that returns the routes of images
-        being sampled, with ids [B, K] on the CPU; there are none at rate 0.
-
-        The ids depend on (seed, evaluation, image) alone. Selectors must not need importance.
-        """
+        """Return a function from a rate and an evaluation (0, 1, …) to the routes of sampled
+        images, with ids [B, K] on the CPU; none at rate 0. Selectors must not need importance."""
 
         def routes(rate: float, evaluation: int) -> tuple[Route, ...]:
             if rate == 0:
@@ -231,7 +223,8 @@ class Routing:
         if not 0 <= step < num_steps:
             raise ValueError(f"step={step} is not one of the run's {num_steps}, from 0.")
         routed = self.routed_steps(num_steps)
-        if step not in routed or not self._is_drawn(step, seed):
+        draw = torch.rand((), generator=make_generator("routed", seed, step))
+        if step not in routed or float(draw) >= self.probability:
             return self._plain(())
         return self._if_routed(step, routed, num_steps)
 
@@ -269,10 +262,8 @@ class Routing:
     def drop_paths(
         self, routes: Sequence[Route | PendingRoute], generator: torch.Generator
     ) -> tuple[Route | PendingRoute | PathDrop, ...]:
-        """Return `routes` or, with `path_drop_probability`, dropped paths in their place.
-
-        One number is always drawn, so that the probability does not change other draws.
-        """
+        """Return `routes` or, with `path_drop_probability`, dropped paths in their place. One
+        number is always drawn, so that the probability does not change other draws."""
         if float(torch.rand((), generator=generator)) < self.path_drop_probability:
             return tuple(PathDrop(route.start, route.end) for route in routes)
         return tuple(routes)
@@ -284,27 +275,16 @@ class Routing:
         words = [plan.describe(grid[0] * grid[1]) for plan in self.plans]
         if self.probability < 1:
             words.append(f"a step is routed with probability {self.probability:g}")
-        dense = [
-            f"the {where} {share:.3g}%"
-            for where, share in (("first", 100 * self.warm_start), ("last", 100 * self.dense_tail))
-            if share
-        ]
-        if dense:
-            words.append(f"{' and '.join(dense)} of training dense")
+        for where, part in (("first", self.warm_start), ("last", self.dense_tail)):
+            if part:
+                words.append(f"the {where} {100 * part:.3g}% of training dense")
         if self.rejoin == "project":
-            zero = ", zero for the bypassed" if self.bypassed == "zero" else ""
-            words.append(f"fused where they rejoin{zero}")
+            words.append(f"fused where they rejoin, {self.bypassed} for the bypassed")
         if self.rejoin == "mask":
-            words.append("learned tokens in the places of the others")
+            words.append("learned tokens in place of the bypassed")
         if self.path_drop_probability:
             words.append(f"dropped in {self.path_drop_probability:.0%} of the routed steps")
         return "; ".join(words)
-
-    def _is_drawn(self, step: int, seed: int) -> bool:
-        if self.probability == 1.0:
-            return True
-        generator = make_generator("routed", seed, step)
-        return float(torch.rand((), generator=generator)) < self.probability
 
     def _if_routed(self, step: int, routed: range, num_steps: int) -> "Routing":
         """Return the plain routing of a routed step."""
@@ -339,14 +319,13 @@ def build_routing(
 
     Args:
         name: `none` or `tread`.
-        default_selector, default_range: what `auto` means for this backbone; the range is made
-            shorter, with a message, where the depth is too small.
-        fields: of `RoutingConfig`, which explains and checks them.
+        default_selector, default_range: what `auto` means for this backbone; at a small depth, a
+            shorter range is used, with a warning.
+        fields: of `RoutingConfig`.
 
     Raises:
         ValueError: an unknown field or a wrong value, a route outside the depth, routes that
-            overlap, a state to carry that lacks tokens, or a schedule that would not read one of
-            the fields given.
+            overlap, or fields that the schedule does not use.
     """
     config = check(RoutingConfig, {"name": name, **fields}, "routing")
     if config.name == "none":
@@ -396,10 +375,8 @@ def describe_part(part: str | Mapping[str, Any]) -> str:
 
 
 def _with_inherited(common: Mapping[str, Any], route: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all fields of a route: those given, and the common ones for the rest.
-
-    A route that sets its schedule inherits only the fields which that uses.
-    """
+    """Return all fields of a route: its own and, for the rest, the common ones. A route that sets
+    its schedule inherits only the fields which that uses."""
     inherited = dict(common)
     if "schedule" in route:
         if route["schedule"] not in ("linear", "cosine"):
@@ -425,18 +402,15 @@ def _resolve_range(
     if 0 <= first < last <= num_blocks:
         return first, last
     if start == "auto" and end == "auto" and num_blocks >= 3:
-        # Never the first block, never the last: what the papers' ablations agree on.
+        # Never the first block, never the last: the papers' ablations agree on that.
         fitted = (1, num_blocks - max(1, num_blocks // 3))
         logger.warning(
             "routing: the default route %d … %d does not fit %d blocks; using [%d, %d) instead. "
-            "Set routing.start and routing.end to choose.",
-            *default_range,
-            num_blocks,
-            *fitted,
-        )
+            "Set routing.start and routing.end to choose.", *default_range, num_blocks, *fitted,
+        )  # fmt: skip
         return fitted
     raise ValueError(
-        f"{label}.start={start}, {label}.end={end} is no range of blocks within the depth: there "
-        f"are {num_blocks} blocks, and 0 <= start < end <= {num_blocks} must hold (negative values "
-        "count from the end, as in Python slices). Change them, or set routing=none."
+        f"{label}.start={start}, {label}.end={end} is not a range of the {num_blocks} blocks: "
+        f"0 <= start < end <= {num_blocks} must hold (negative values count from the end, as in "
+        "Python slices). Change them, or set routing=none."
     )

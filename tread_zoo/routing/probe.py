@@ -1,21 +1,18 @@
-"""Where in the depth to route: how alike the token states between the blocks of a trained network.
+"""Where in the depth to route: how similar token states are between blocks of a trained network.
 
-    state s_i    what block i is given, s_depth what the last one gives: all streams side by side
+    state s_i    input of block i, or output of the last one: all streams, concatenated
     cosine       S_ij = mean over tokens of  s_i . s_j / (|s_i| |s_j|)
     linear CKA   S_ij = |X_i^T X_j|^2 / (|X_i^T X_i| |X_j^T X_j|), Frobenius norms, the columns of
                  X_i [n, D] centred over tokens                     (arXiv 1905.00414, section 3)
     change       c_i = 1 - S_{i,i+1}, of block i, averaged over noise levels
 
-A bypassed token carries s_start past the blocks of a route to where s_end is expected, so blocks
-that change their tokens little lose little. Cosine counts a turned state as changed, which it is
-for plain rejoining; CKA does not, as a fusion at rejoining can turn it back.
+A bypassed token has s_start where s_end is expected, so blocks that change tokens little lose
+little. Cosine counts a rotated state as changed; CKA does not, because a fusion can rotate it back.
 
-The rule of the proposal: of all ranges [start, end) without the first and the last block, which
-no long skip enters or leaves, take the one with the greatest gain, the sum over its blocks of
-(m - c_i), where m is the mean of c without the first and the last block; of equals the longest. So
-it takes in blocks that change their tokens less than the average one, and one that changes them
-more only where its neighbours on both sides make up for it. Whether a network trains better so is
-for a run to tell.
+The proposed range [start, end) excludes the first and the last block and is not entered or left by
+a long skip. Among these it maximises the gain, the sum over its blocks of (m - c_i), where m is the
+mean of c without the first and the last block; of equal ranges the longest. Whether a network
+trains better with it needs a run.
 
 B batch, n tokens measured, D channels of all streams, S = depth + 1 states.
 """
@@ -32,7 +29,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Proposal:
-    """A range of blocks, and how much less they change their tokens than as many average ones."""
+    """A range of blocks, and how much less than average they change their tokens."""
 
     start: int
     end: int
@@ -90,7 +87,7 @@ def similarity(states: Tensor, measure: Literal["cosine", "cka"]) -> Tensor:
 
 
 def propose_route(changes: Sequence[float], skips: Mapping[int, int]) -> Proposal:
-    """Return the range [start, end) by the rule at the top of this file.
+    """Return the range [start, end) by the rule above.
 
     Args:
         changes: c_i of each block.
@@ -109,7 +106,7 @@ def propose_route(changes: Sequence[float], skips: Mapping[int, int]) -> Proposa
     ]
     if not proposals:
         raise ValueError(
-            f"no range of the {depth} blocks leaves out the first and the last one and keeps every "
-            "long skip whole: a route needs 3 blocks or more."
+            f"no range of the {depth} blocks excludes the first and the last one and cuts no long "
+            "skip: a route needs 3 blocks or more."
         )
     return max(proposals, key=lambda one: (round(one.gain, 9), one.end - one.start))

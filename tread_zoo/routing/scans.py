@@ -89,14 +89,12 @@ def make_scan(layout: Any, name: str, index: int) -> Scan:
     """Return the walk of layer `index` over the tokens of a `Layout`, which caches it.
 
     Args:
-        layout: with `grid`, `num_extra`, `num_context`, `ids`, `positions()` and `cache`.
+        layout: a `tread_zoo.contract.frame.Layout`.
         name: in `ORDERS`.
         index: of the layer, for orders that differ between layers.
     """
-    key = ("scan", name, index % PERIODS.get(name, 1))
-    if key not in layout.cache:
-        layout.cache[key] = _make_scan(layout, name, key[2])
-    out: Scan = layout.cache[key]
+    index %= PERIODS.get(name, 1)
+    out: Scan = layout.cached(("scan", name, index), lambda: _make_scan(layout, name, index))
     return out
 
 

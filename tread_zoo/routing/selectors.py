@@ -1,11 +1,11 @@
-"""Selectors: which tokens stay.
+"""Selectors: which tokens a route keeps.
 
 A selector is called with (batch, grid, num_kept, generator) and returns ids, int64 [B, K] on the
-generator's device, every row strictly ascending raster positions. Each image of the batch draws its
-own tokens, by `generator.rand(n)`, [B, n] numbers, and every token is as likely to stay as any
-other, K / N. Attention does not mind which neighbours are missing; scans, shifts and convolutions
-do, so `rows`, `blocks` and `segments` keep neighbours together. `structured` spreads what stays
-evenly. What `norm` keeps depends on the network: see `tread_zoo.routing.pending`.
+generator's device; each row has strictly ascending raster positions. Each image draws its own
+tokens from `generator.rand(n)`, [B, n], and keeps every token with probability K / N. Attention
+does not depend on which neighbours are missing; scans, shifts and convolutions do, so `rows`,
+`blocks` and `segments` keep neighbours together. `norm` depends on the network: see
+`tread_zoo.routing.pending`.
 
 B batch, N = h * w tokens, K kept tokens, G groups.
 """
@@ -26,8 +26,8 @@ Grid = tuple[int, int]
 
 
 class Selector(Protocol):
-    """Draw the tokens that stay. `check(grid)` is optional: raise ValueError for a grid that the
-    options do not suit."""
+    """Draws the kept tokens. The optional `check(grid)` raises ValueError if the options do not
+    suit the grid."""
 
     def __call__(
         self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator
@@ -37,7 +37,7 @@ class Selector(Protocol):
 @register("selector", "random")
 @dataclass(frozen=True)
 class Random:
-    """Every set of K tokens is equally likely (TREAD's own choice, for attention)."""
+    """Keep any K tokens, each set equally likely: TREAD's choice, for attention."""
 
     def __call__(self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator) -> Tensor:
         scores = generator.rand(grid[0] * grid[1])
@@ -47,7 +47,7 @@ class Random:
 @register("selector", "rows")
 @dataclass(frozen=True)
 class Rows:
-    """Keep whole rows of the grid: left and right neighbours stay together, for raster scans."""
+    """Keep whole rows of the grid, for raster scans."""
 
     def __call__(self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator) -> Tensor:
         return keep_groups(tiles(grid, (1, grid[1]), generator.device), num_kept, generator)
@@ -56,7 +56,7 @@ class Rows:
 @register("selector", "blocks")
 @dataclass(frozen=True)
 class Blocks:
-    """Keep square blocks of the grid, for shifts and for scans of several directions.
+    """Keep square blocks of the grid, for shifts and for scans in several directions.
 
     Args:
         size: side of a block, in tokens.
@@ -79,11 +79,11 @@ class Blocks:
 @register("selector", "segments")
 @dataclass(frozen=True)
 class Segments:
-    """Keep contiguous segments of a scan order: the longer, the fewer gaps a scan in it meets.
+    """Keep contiguous segments of a scan order; longer ones have fewer gaps.
 
     Args:
         length: of a segment, in tokens.
-        order: the curve that is cut.
+        order: the scan order.
     """
 
     length: PositiveInt = 4
@@ -99,12 +99,11 @@ class Segments:
 @register("selector", "structured")
 @dataclass(frozen=True)
 class Structured:
-    """Keep the same fraction of every 2x2 square of the grid: no hole is larger than it must be.
+    """Keep the same fraction of every 2x2 square of the grid, so that holes are small.
 
-    Of a square with s tokens (fewer than 4 at an odd edge) the fraction is K s / N; it keeps the
-    floor or the ceiling of that. Which squares get the ceiling is drawn by systematic sampling over
-    a random order, in integers, so that the total is exactly K and the chance of the ceiling
-    exactly the fraction's remainder; which tokens of a square stay is drawn uniformly.
+    A square with s tokens (fewer than 4 at an odd edge) keeps the floor or the ceiling of K s / N.
+    Systematic sampling over a random order, in integers, chooses the ceilings: the total is K, and
+    the probability of a ceiling is the remainder. Tokens within a square are drawn uniformly.
     """
 
     def __call__(self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator) -> Tensor:
@@ -130,10 +129,10 @@ class Structured:
 @register("selector", "norm")
 @dataclass(frozen=True)
 class Norm:
-    """Keep tokens with chances in proportion to their norm before the route.
+    """Keep tokens with probabilities proportional to their norm before the route.
 
-    The network gives the norms, so a route waits for them (`tread_zoo.routing.pending`); any
-    selector with `needs_importance` does.
+    The network computes the norms, so a route waits for them (`tread_zoo.routing.pending`), as with
+    every selector with `needs_importance`.
     """
 
     needs_importance: ClassVar[bool] = True
@@ -153,8 +152,8 @@ class Groups(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def tiles(grid: Grid, sides: Grid, device: torch.device) -> Groups:
-    """Return the tiles of a grid, `sides` tokens high and wide, fewer at its last edges; they are
-    copied to `device` once."""
+    """Return the tiles of a grid, `sides` tokens high and wide, or fewer at the last edges; cached
+    on `device`."""
     position = torch.arange(grid[0] * grid[1])
     row, column = position // grid[1] // sides[0], position % grid[1] // sides[1]
     group = row * -(-grid[1] // sides[1]) + column
@@ -166,10 +165,10 @@ def tiles(grid: Grid, sides: Grid, device: torch.device) -> Groups:
 
 
 def keep_groups(groups: Groups, num_kept: int, generator: ImageGenerator) -> Tensor:
-    """Return ids [B, K]: whole groups in a random order until K tokens are reached.
+    """Return ids [B, K]: whole groups in a random order until there are K tokens.
 
-    Only the last group can be cut. It is cut at a random place of its cyclic order, so that no
-    position inside a group is favoured.
+    The last group may be cut, at a random place of its cyclic order, so that no position within a
+    group is favoured.
     """
     group, place, size = groups
     order = generator.rand(len(size)).argsort(dim=1).argsort(dim=1)

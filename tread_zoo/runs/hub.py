@@ -44,7 +44,7 @@ def save_pretrained(backbone: Backbone, folder: str | Path) -> Path:
             f"{type(backbone).__name__} was built by calling its class, so its options are not "
             "recorded: use create_backbone."
         )
-    plugins = plugins_of([("backbone", backbone.name)])
+    plugins = plugins_of([("backbone", {"name": backbone.name, **backbone.config})])
     metadata = {"backbone": describe_backbone(backbone), "plugins": plugins}
     return write_folder(Path(folder), backbone.state_dict(), metadata)
 
