@@ -28,7 +28,6 @@ from tread_zoo.seeding import make_generator
 
 # (distribution, module, what it is for, how it is installed)
 CUDA = 'pip install "tread-zoo[cuda]"'
-BUILD = 'pip install --no-build-isolation "tread-zoo[cuda-build]"'
 # dependencies of mamba-ssm beside its kernels
 DEMANDS = "mamba-ssm built by [cuda-build] needs tilelang, quack-kernels (cutlass) and transformers"
 # compute capability, or AMD's name of the architecture
@@ -41,7 +40,6 @@ PACKAGES = (
     ("fla-core", "fla", "ssd, linear attention, delta rules", CUDA),
     ("mamba-ssm", "mamba_ssm", "selective_scan, ssd", CUDA),
     ("causal-conv1d", "causal_conv1d", "causal_conv1d", CUDA),
-    ("flash-attn", "flash_attn", "attention, by hand", BUILD),
 )
 
 
@@ -128,7 +126,7 @@ def check_kernels(device: torch.device) -> list[tuple[str, bool]]:
     for op in get_forms():
         for name in list_forms(op):
             form, args = get_implementation(op, name), get_example(op, device, dtype)
-            if name == NAIVE or unusable(op, form, device, dtype) or form.unsuited(*args):
+            if name == NAIVE or unusable(op, form, device, dtype) or form.refuses(*args):
                 continue
             exact = cast(args, torch.float64)
             truth = outputs_and_gradients(get_implementation(op, NAIVE).run, exact)

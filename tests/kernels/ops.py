@@ -106,6 +106,14 @@ def make_segments(batch: int, length: int) -> Tensor:
     return (torch.rand(batch, length, generator=seeded(1)) < 0.2).long().cumsum(dim=1) % 3
 
 
+def same_segment(ids: Tensor | None) -> Tensor | None:
+    """Return bool [B, L, L]: which tokens no change of the id lies between."""
+    if ids is None:
+        return None
+    runs = F.pad(ids.diff(dim=1) != 0, (1, 0)).cumsum(1)
+    return runs[:, :, None] == runs[:, None]
+
+
 def make_gaps(batch: int, length: int) -> Tensor:
     return torch.randint(1, 6, (batch, length), generator=seeded(2))
 
@@ -235,21 +243,21 @@ OPS = {
         Op(
             "gated_linear_attention", gated_linear_attention,
             [(2, 9, 2, 3, 4), (2, 1, 1, 2, 3), (1, 32, 3, 4, 1), (2, 77, 2, 5, 4)],
-            ("segment_ids",), (0, 1, 2), 2e-6, bar=((4, 256, 6, 64, 64), 10.0),
+            ("segment_ids", "scale"), (0, 1, 2), 2e-6, bar=((4, 256, 6, 64, 64), 10.0),
         ),
         Op(
             "gated_delta_rule", gated_delta_rule,
             [(2, 9, 3, 4, 5), (1, 1, 2, 3, 3), (1, 32, 1, 4, 2), (2, 75, 2, 8, 4)],
-            ("segment_ids",), (0, 1, 2), 3e-6, bar=((1, 256, 6, 64, 64), 8.0),
+            ("segment_ids", "scale"), (0, 1, 2), 3e-6, bar=((1, 256, 6, 64, 64), 8.0),
         ),
         Op(
             "kda", kda, [(2, 9, 3, 4, 5), (1, 1, 2, 3, 3), (1, 32, 1, 4, 2), (2, 75, 2, 8, 4)],
-            ("segment_ids",), (0, 1, 2), 3e-6, bar=((1, 256, 6, 64, 64), 13.0),
+            ("segment_ids", "scale"), (0, 1, 2), 3e-6, bar=((1, 256, 6, 64, 64), 13.0),
             function="gated_delta_rule",
         ),
         Op(
             "bidirectional_wkv", bidirectional_wkv,
-            [(2, 9, 4), (1, 2, 4), (2, 33, 8), (16, 18, 24)],
+            [(2, 9, 4), (1, 1, 4), (1, 2, 4), (2, 33, 8), (16, 18, 24)],
             ("positions", "length"), (0, 1), 5e-6, bar=((1, 256, 48), 0.19),
         ),
         Op(

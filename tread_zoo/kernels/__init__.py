@@ -1,9 +1,9 @@
-"""Operations with several forms of one signature: the truth, plain torch, fused.
+"""Operations, each in several forms of one signature.
 
-Each folder holds one operation: `naive.py` (the formula, float64-capable), `torch_form.py` (fast
-plain torch), `triton_form.py` (our own for a GPU), `fused.py` (adapters of optional packages); what
-needs a package is imported when it is first asked for. `dispatch.py` decides which runs, and says
-why. `verify.py` compares two forms; `benchmarks/operations.py` times them.
+A folder holds one operation: `naive.py` (the formula, also in float64), `torch_form.py` (fast plain
+torch), `triton_form.py` (our Triton kernels), `fused.py` (adapters of optional packages, which are
+imported at first use). `dispatch.py` chooses the form of a call and reports why. `verify.py`
+compares two forms, and `benchmarks/operations.py` times them.
 """
 
 from tread_zoo.kernels.attention import attention

@@ -1,15 +1,54 @@
-"""What the torch forms share.
+"""What the forms share: types, segments, chunks.
 
-Dimensions: Q steps of a chunk.
+Dimensions: B batch, L length, H heads, F features, T chunks of Q steps.
 """
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+
+
+def at_least_float32(*tensors: Tensor) -> torch.dtype:
+    """Return the dtype of sums over tensors: float32, or float64 where one of them has it."""
+    return reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
+
+
+def segment_starts(segment_ids: Tensor) -> Tensor:
+    """Return bool [B, L]: where a segment begins, but for the first of a row."""
+    return F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
+
+
+def reset(log_decay: Tensor, segment_ids: Tensor | None, value: float = -torch.inf) -> Tensor:
+    """Return log-decays [B, L, ...] with `value` where a segment begins."""
+    if segment_ids is None:
+        return log_decay
+    starts = segment_starts(segment_ids)
+    return log_decay.masked_fill(starts.view(*starts.shape, *[1] * (log_decay.ndim - 2)), value)
+
+
+def cut(x: Tensor, steps: int) -> Tensor:
+    """[B, L, H, F] -> [T, B, H, Q, F] of Q = `steps`, with zeros after the end; else a view."""
+    x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % steps)) if x.shape[1] % steps else x
+    return x.unflatten(1, (-1, steps)).permute(1, 0, 3, 2, 4)
+
+
+def join(chunks: Tensor, length: int) -> Tensor:
+    """[T, B, H, Q, F] -> [B, L, H, F]."""
+    return chunks.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
+
+
+def power_of_two(length: int, most: int) -> int:
+    """Return the steps of a chunk: the least power of 2 from `length` on, but `most` at most."""
+    steps = 1
+    while steps < min(most, length):  # bit_length would compile anew for each length
+        steps *= 2
+    return steps
 
 
 def unit_lower_inverse(a: Tensor) -> Tensor:
@@ -21,8 +60,7 @@ def unit_lower_inverse(a: Tensor) -> Tensor:
     are alike the powers of a grow like binomials and cancel, which leaves float32 errors above 1.
     """
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
-    inverse: Tensor = torch.linalg.solve_triangular(-a, eye, upper=False, unitriangular=True)
-    return inverse
+    return torch.linalg.solve_triangular(-a, eye, upper=False, unitriangular=True)
 
 
 def row_blocks(x: Tensor, num_values: int) -> list[slice]:

@@ -1,16 +1,14 @@
-"""Which implementation of an operation runs: one place that decides, can be overridden, says why.
+"""The choice of an operation's implementation: made here, set by hand here, explained here.
 
 An operation registers its implementations in the order in which "auto" tries them. One may need a
-package and a CUDA device (`unavailable`), and may not take every call (`unsuited`). "auto" runs the
-first that has neither reason against it, and never the naive one. One that was set by hand runs or
-raises: it is not replaced silently.
+package and a CUDA device (`unavailable`), and may refuse a call (`refuses`). "auto" runs the first
+without a reason against it, and never the naive one. One that is set by hand runs or raises.
 
 At its first use on a device in a precision, an implementation of a package is compared with the
 torch one on the operation's small example in that precision, output and gradients; one that differs
 or fails is refused from then on.
 """
 
-import difflib
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tread_zoo.errors import unknown_name
 from tread_zoo.kernels.packages import LibraryFunction
 from tread_zoo.kernels.verify import TOLERANCE, compare
 
@@ -27,15 +26,7 @@ logger = logging.getLogger(__name__)
 
 AUTO, NAIVE, TORCH = "auto", "naive", "torch"
 
-Example = Callable[[torch.device], tuple[Any, ...]]
-
-
-def _anything_suits(*args: object) -> str | None:
-    return None
-
-
-def _no_limits(device: torch.device) -> str | None:
-    return None
+Example = Callable[[Callable[..., Tensor], int, int, int, int], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -45,9 +36,10 @@ class Implementation:
     Args:
         name: what `set_form` takes.
         run: the function.
-        needs: what `run` calls of an optional package; it then needs a CUDA device, too.
+        needs: what `run` calls of an optional package; it then needs a CUDA device, too, and takes
+            no float64.
         unsuited: (the call's arguments) -> why `run` cannot or should not take them, or None.
-        limits: (device) -> in words, what `unsuited` lets through there, or None for everything.
+        limits: in words, what `unsuited` lets through; "" for everything.
         fits_all: `unsuited` is about speed only: set by hand, it takes every call.
         tf32: float32 is multiplied in TF32, whatever torch's own setting is.
     """
@@ -55,8 +47,8 @@ class Implementation:
     name: str
     run: Callable[..., Tensor]
     needs: LibraryFunction | None = None
-    unsuited: Callable[..., str | None] = _anything_suits
-    limits: Callable[[torch.device], str | None] = _no_limits
+    unsuited: Callable[..., str | None] = lambda *args: None
+    limits: str = ""
     fits_all: bool = False
     tf32: bool = False
 
@@ -68,6 +60,14 @@ class Implementation:
             return "no CUDA device"
         return self.needs.problem()
 
+    def refuses(self, *args: Any) -> str | None:
+        """Return why it does not take a call, or None."""
+        if self.needs is not None and any(
+            isinstance(x, Tensor) and x.dtype == torch.float64 for x in args
+        ):
+            return "float64"
+        return self.unsuited(*args)
+
     def tolerance(self, dtype: torch.dtype) -> float:
         """Return how far from the truth it may be in a precision, over the largest value."""
         return TOLERANCE[torch.bfloat16 if self.tf32 else dtype]
@@ -78,19 +78,18 @@ Place = tuple[str, torch.dtype]  # kind of device (cuda and cuda:0 are one), pre
 
 @dataclass
 class Operation:
-    """An operation's implementations, and what was found out about them.
+    """An operation's implementations, and the results of their comparisons.
 
     Args:
         implementations: in the order in which "auto" tries them; one is called "torch", one
             "naive".
-        example: (device) -> the arguments of a small call in float32, as every `run` takes them;
-            the same ones each time.
+        example: (normal, batch, length, heads, width of a head) -> the arguments of a call in
+            float32, as every `run` takes them; `normal(*sizes)` draws a tensor.
         half: places of the arguments that are in half precision in a run that is; the first of
             all arguments is one.
         choice: "auto", or the name of the one set by hand.
         refused: by place and name: why the comparison failed, or None where it did not.
-        candidates: by place: what "auto" may run there.
-        logged: what was said once.
+        logged: messages that are not logged again.
     """
 
     implementations: tuple[Implementation, ...]
@@ -98,13 +97,12 @@ class Operation:
     half: tuple[int, ...]
     choice: str = AUTO
     refused: dict[tuple[Place, str], str | None] = field(default_factory=dict)
-    candidates: dict[Place, tuple[Implementation, ...]] = field(default_factory=dict)
     logged: set[str] = field(default_factory=set)
 
 
 OPERATIONS: dict[str, Operation] = {}
 _REPORTS: list[set[str]] = []
-used_ops: set[str] = set()  # that ran since somebody cleared it, outside of compiled code
+used_ops: set[str] = set()  # called since the last `clear()`, outside of compiled code
 
 
 def register(
@@ -118,15 +116,14 @@ def set_form(op: str, form: str) -> None:
     """Make every later call of `op` use `form`; "auto" gives the choice back.
 
     Raises:
-        ValueError: for an unknown operation or form.
-        ImportError: for a form whose package is missing or broken.
+        ValueError: for an unknown operation or form, or a form whose package is missing or broken.
     """
     names = list_forms(op)
     if form not in (AUTO, *names):
-        raise _unknown(f"form of {op}", form, (AUTO, *names))
+        raise unknown_name(f"form of {op}", form, (AUTO, *names))
     needs = None if form == AUTO else get_implementation(op, form).needs
     if needs is not None and (problem := needs.problem()) is not None:
-        raise ImportError(
+        raise ValueError(
             f"{op}: form {form!r} is not usable: {problem}. Install it with "
             f"`{needs.install}` (it needs a CUDA device), or choose another form."
         )
@@ -139,11 +136,8 @@ def set_forms(forms: Mapping[str, str]) -> None:
     Raises:
         ValueError: for an unknown operation or form, or a form whose package is missing or broken.
     """
-    try:
-        for op in OPERATIONS.keys() | forms.keys():
-            set_form(op, forms.get(op, AUTO))
-    except ImportError as error:
-        raise ValueError(str(error)) from error
+    for op in OPERATIONS.keys() | forms.keys():
+        set_form(op, forms.get(op, AUTO))
 
 
 @contextmanager
@@ -167,7 +161,7 @@ def get_forms() -> dict[str, str]:
 def list_forms(op: str) -> tuple[str, ...]:
     """Return the names of the forms of `op`."""
     if op not in OPERATIONS:
-        raise _unknown("op", op, OPERATIONS)
+        raise unknown_name("op", op, OPERATIONS)
     return tuple(each.name for each in OPERATIONS[op].implementations)
 
 
@@ -176,10 +170,22 @@ def get_implementation(op: str, name: str) -> Implementation:
     return next(each for each in OPERATIONS[op].implementations if each.name == name)
 
 
-def get_example(op: str, device: torch.device, dtype: torch.dtype = torch.float32) -> list[Any]:
-    """Return the arguments of the operation's example, as a run in a precision has them."""
+def get_example(
+    op: str,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    sizes: tuple[int, int, int, int] = (2, 70, 2, 32),
+) -> list[Any]:
+    """Return the arguments of the operation's example, as a run in a precision has them; `sizes`
+    are batch, length, heads and width of a head."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator)
+
     with torch.device("cpu"):  # whose generator draws them, whatever the default device is
-        args = list(OPERATIONS[op].example(device))
+        drawn = OPERATIONS[op].example(normal, *sizes)
+    args = [x.contiguous().to(device) if isinstance(x, Tensor) else x for x in drawn]
     for place in OPERATIONS[op].half:
         args[place] = args[place].to(dtype)
     return args
@@ -188,8 +194,8 @@ def get_example(op: str, device: torch.device, dtype: torch.dtype = torch.float3
 def unusable(
     op: str, which: Implementation, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> str | None:
-    """Return why an implementation cannot be used on a device in a precision, or None: its package
-    is missing, or it was refused."""
+    """Return why an implementation cannot be used on a device in a precision (its package is
+    missing, or it was refused), or None."""
     reason = which.unavailable(device)
     if reason is not None or which.needs is None:
         return reason
@@ -204,9 +210,9 @@ def unusable(
 def _difference_to_torch(
     op: str, which: Implementation, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """Return in words that it fails on the example, or differs from the torch form."""
+    """Return how it fails on the example or differs from the torch form, or None."""
     args = get_example(op, device, dtype)
-    if which.unsuited(*args) is not None:
+    if which.refuses(*args) is not None:
         return None  # it will not be chosen for such a call
     try:
         difference = max(compare(which.run, get_implementation(op, TORCH).run, args))
@@ -233,13 +239,42 @@ def choose(op: str, device: torch.device, *args: Any) -> Implementation:
             report.add(_report(op, *args))
     if OPERATIONS[op].choice != AUTO:
         return _chosen_by_hand(op, device, *args)
-    for each in _candidates(op, device, args[0].dtype):
-        reason = each.unsuited(*args)
+    for each in OPERATIONS[op].implementations:
+        if each.name == NAIVE or unusable(op, each, device, args[0].dtype) is not None:
+            continue
+        reason = each.refuses(*args)
         if reason is None:
             return each
         if each.needs is not None and not compiling:
             _log_once(op, f"{each.name} not used: {reason}")
     raise AssertionError(f"{op} has no form that takes every call")
+
+
+def run(op: str, *args: Any) -> Tensor:
+    """Return what the implementation gives that takes this call."""
+    return choose(op, args[0].device, *args).run(*args)
+
+
+def check_shapes(**given: tuple[Tensor | None, str]) -> dict[str, int]:
+    """Return the size of each dimension of tensors, given as in `x=(x, "B L D"), A=(A, "D N")`.
+
+    Raises:
+        ValueError: for a tensor of other dimensions, of another size than one before it, or empty.
+    """
+    sizes: dict[str, int] = {}
+    for name, (value, dims) in given.items():
+        if value is None:
+            continue
+        names = dims.split()
+        if value.ndim != len(names) or not all(
+            size > 0 and sizes.setdefault(dim, size) == size
+            for dim, size in zip(names, value.shape, strict=True)
+        ):
+            wanted = ", ".join(str(sizes.get(dim, dim)) for dim in names)
+            raise ValueError(
+                f"{name} has shape {list(value.shape)}; it must be [{wanted}], none of them 0."
+            )
+    return sizes
 
 
 @contextmanager
@@ -259,36 +294,15 @@ def reporting() -> Iterator[set[str]]:
 
 def _report(op: str, *args: Any) -> str:
     """Return what "auto" would run on a GPU for a call, and why nothing before it."""
-    reasons: list[str] = []
-    for each in OPERATIONS[op].implementations:
-        missing = each.needs.problem() if each.needs is not None else None
-        reason = missing or each.unsuited(*args)
-        if reason is None:
-            return f"{op}: {each.name}" + (f" ({'; '.join(reasons)})" if reasons else "")
-        reasons.append(f"{each.name} not used: {reason}")
-    raise AssertionError(f"{op} has no form that takes every call")
-
-
-def _candidates(op: str, device: torch.device, dtype: torch.dtype) -> tuple[Implementation, ...]:
-    """Return what "auto" may run on a device in a precision; found once for each."""
-    operation, place = OPERATIONS[op], (device.type, dtype)
-    if place in operation.candidates:
-        return operation.candidates[place]
-    usable = tuple(
-        each
-        for each in operation.implementations
-        if each.name != NAIVE and unusable(op, each, device, dtype) is None
-    )
-    if not torch.compiler.is_compiling():
-        operation.candidates[place] = usable
-    return usable
+    chosen = _first(op, lambda each: (each.needs and each.needs.problem()) or each.refuses(*args))
+    return f"{op}: {chosen}"
 
 
 def _chosen_by_hand(op: str, device: torch.device, *args: Any) -> Implementation:
     chosen = get_implementation(op, OPERATIONS[op].choice)
     reason = unusable(op, chosen, device, args[0].dtype)
     if reason is None and not chosen.fits_all:
-        reason = chosen.unsuited(*args)
+        reason = chosen.refuses(*args)
     if reason is not None:
         raise ValueError(
             f"kernels.{op}: form {chosen.name!r} was set but cannot run: {reason}. "
@@ -312,12 +326,18 @@ def describe(
 def _describe(op: str, device: torch.device, dtype: torch.dtype) -> str:
     if OPERATIONS[op].choice != AUTO:
         return f"{OPERATIONS[op].choice} (set by hand)"
+    return _first(op, lambda each: unusable(op, each, device, dtype), limits=True)
+
+
+def _first(op: str, reason: Callable[[Implementation], str | None], limits: bool = False) -> str:
+    """Return the first implementation without a reason against it, and those of the others; one
+    with `limits` is named, and the search goes on."""
     limited, reasons = "", []
     for each in OPERATIONS[op].implementations:
-        if (reason := unusable(op, each, device, dtype)) is not None:
-            reasons.append(f"{each.name} not used: {reason}")
-        elif (limits := each.limits(device)) is not None:
-            limited += f"{each.name} {limits}, else "
+        if (why := reason(each)) is not None:
+            reasons.append(f"{each.name} not used: {why}")
+        elif limits and each.limits:
+            limited += f"{each.name} {each.limits}, else "
         else:
             return limited + each.name + (f" ({'; '.join(reasons)})" if reasons else "")
     raise AssertionError(f"{op} has no form that takes every call")
@@ -328,10 +348,3 @@ def _log_once(op: str, message: str) -> None:
     if message not in logged:
         logged.add(message)
         logger.info("%s: %s", op, message)
-
-
-def _unknown(field: str, value: object, known: Iterable[str]) -> ValueError:
-    names = list(known)
-    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return ValueError(f"{field}={value!r} is unknown.{hint} Known: {', '.join(names)}.")

@@ -1,4 +1,4 @@
-"""Kernels in Triton: how they are launched, and the line in the log when they are first built."""
+"""Launching of Triton kernels."""
 
 import importlib
 import logging
@@ -25,19 +25,14 @@ def launch(
 ) -> None:
     """Run a kernel of a module of device code, which needs triton, once for each point of `grid`.
 
-    Its first launch in a process is logged: to build it takes seconds, where Triton has not kept
-    the result of an earlier one.
+    The first launch of a module is logged, as compilation takes seconds unless Triton has cached
+    it.
     """
     if module not in _BUILT:
         _BUILT.add(module)
-        logger.info(
-            "%s: Triton builds its kernels, or takes them from its cache", _operation(module)
-        )
+        operation = module.split(".")[-2]
+        logger.info("%s: Triton compiles its kernels or loads them from its cache", operation)
     code = importlib.import_module(module)
     # Triton launches on the current device; on a CPU it interprets.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         getattr(code, kernel)[grid](*args, **options)
-
-
-def _operation(module: str) -> str:
-    return module.split(".")[-2]

@@ -4,6 +4,7 @@
 *kept, *args)` returns the gradients of the first arguments, an empty tensor for one that is None.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -20,24 +21,32 @@ def make_operator(
     backward: Callable[..., Any],
     *,
     empty: Callable[..., Any],
-    flops: tuple[Callable[..., int], Callable[..., int]],
+    flops: Callable[..., tuple[int, int]],
     num_gradients: int,
     num_kept: int = 0,
-) -> Any:
-    """Return the operator `tread_zoo::name`; its backward pass is `tread_zoo::name_backward`.
+) -> Callable[..., Tensor]:
+    """Return a function that calls the operator `tread_zoo::name`, with None for what it is not
+    given, and returns its first output. The backward pass is `tread_zoo::name_backward`.
+
+    `torch.library.custom_op` would import the compiler at the first call, which takes 1.6 s.
 
     Args:
         name: of the operator.
-        forward, backward: see above; their annotations are the schemas. Arguments that are no
-            tensors come last. Neither changes its arguments.
+        forward, backward: see above; forward's annotations are the schema, without defaults.
+            Arguments that are no tensors come last. Neither changes its arguments.
         empty: (*args) -> memory for what `forward` returns.
-        flops: of forward and backward, from the shapes of their arguments.
+        flops: (*shapes of the arguments) -> FLOPs of forward and of backward.
         num_gradients: how many arguments, the first ones, have a gradient.
         num_kept: how many of what `forward` returns, the last ones, `backward` takes.
     """
-    run: Callable[..., Any]
-    run_backward: Callable[..., Any]
-    run, run_backward = _define(name, forward), _define(f"{name}_backward", backward)
+    schema = torch.library.infer_schema(forward, mutates_args=())
+    arguments = schema[1 : schema.index(") ->")]
+    kept = "".join(f"Tensor kept{i}, " for i in range(num_kept))
+    grads = ", ".join(["Tensor"] * num_gradients)
+    run = _define(name, schema, forward)
+    run_backward = _define(
+        f"{name}_backward", f"(Tensor grad, {kept}{arguments}) -> ({grads})", backward
+    )
 
     def fake_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         inputs = args[num_kept : num_kept + num_gradients]
@@ -63,17 +72,20 @@ def make_operator(
     torch.library.register_fake(qualified, empty, lib=LIBRARY)
     torch.library.register_fake(f"{qualified}_backward", fake_backward, lib=LIBRARY)
     torch.library.register_autograd(qualified, differentiate, setup_context=save, lib=LIBRARY)
-    for operator, formula in zip((run, run_backward), flops, strict=True):
-        register_flop_formula(operator)(formula)
-    return run
+    register_flop_formula(run)(lambda *shapes, **_: flops(*shapes)[0])
+    register_flop_formula(run_backward)(lambda *shapes, **_: flops(*shapes[1 + num_kept :])[1])
+
+    count = len(inspect.signature(forward).parameters)
+
+    def call(*args: Any) -> Tensor:
+        out = run(*args, *[None] * (count - len(args)))  # defaults would be left out of `inputs`
+        return out[0] if isinstance(out, tuple) else out
+
+    return call
 
 
-def _define(name: str, function: Callable[..., Any]) -> Any:
-    """Return an operator of all devices.
-
-    `torch.library.custom_op` would import the compiler at the first call, which takes 1.6 s.
-    """
-    schema = torch.library.infer_schema(function, mutates_args=())
+def _define(name: str, schema: str, function: Callable[..., Any]) -> Any:
+    """Return an operator of all devices."""
     LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     return getattr(getattr(torch.ops, LIBRARY.ns), name)

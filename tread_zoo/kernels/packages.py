@@ -8,8 +8,8 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-# Packages that must be compiled by nvcc, and who has them built: Hugging Face's package `kernels`
-# fetches the build for the machine at hand.
+# Packages that nvcc must compile -> repository of builds: Hugging Face's package `kernels`
+# downloads the one for this machine.
 PREBUILT = {
     "causal_conv1d": ("kernels-community/causal-conv1d", 1),
     "mamba_ssm": ("kernels-community/mamba-ssm", 1),
@@ -17,11 +17,11 @@ PREBUILT = {
 
 
 class LibraryFunction:
-    """A function of an optional module. It is called as that function is.
+    """A function of an optional module, called as that function is.
 
     Args:
-        module, name: where it is.
-        install: the command that brings the module.
+        module, name: of the function.
+        install: the command that installs the module.
     """
 
     def __init__(self, module: str, name: str, install: str) -> None:
@@ -41,7 +41,7 @@ class LibraryFunction:
         return self.function(*args, **kwargs)
 
     def problem(self) -> str | None:
-        """Return why the function cannot be had, or None; imports or fetches its module once."""
+        """Return why the function is not available, or None; its module is imported once."""
         if self.function is None and self._problem is None:
             self._problem = import_problem(self.module)
             if self._problem is None:
@@ -62,8 +62,8 @@ def import_problem(module: str) -> str | None:
 
 @lru_cache
 def load_module(module: str) -> ModuleType:
-    """Return an optional module: as it is installed, or else built by Hugging Face's `kernels`,
-    which has its functions at the top."""
+    """Return an optional module, as installed, or else the build of Hugging Face's `kernels`, which
+    has the functions at its top level."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -12,7 +12,7 @@ Results = tuple[Tensor, list[Tensor]]  # an output, and gradients
 
 
 class Difference(NamedTuple):
-    """Largest difference of the output, and of any gradient, over the largest value there."""
+    """Largest differences of the output and of any gradient, relative to the largest value."""
 
     output: float
     gradient: float
@@ -23,8 +23,8 @@ def compare(
 ) -> Difference:
     """Return how far `run` is from `truth` on `args`, relative to the largest value.
 
-    Floating tensors among the arguments are what is differentiated. Neither autocast, no_grad nor
-    hooks on saved tensors around the call have an effect, and nothing is left in any graph.
+    The floating tensors among the arguments are differentiated. Autocast, no_grad and hooks on
+    saved tensors around the call have no effect.
     """
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
     with (
@@ -44,14 +44,14 @@ def difference(ours: Results, truth: Results) -> Difference:
 
 def outputs_and_gradients(run: Callable[..., Tensor], args: Sequence[Any]) -> Results:
     """Return the output of a call and the gradient of each floating tensor among its arguments."""
-    own = [
+    copies = [
         arg.detach().clone().requires_grad_(arg.is_floating_point())
         if isinstance(arg, Tensor)
         else arg
         for arg in args
     ]
-    leaves = [arg for arg in own if isinstance(arg, Tensor) and arg.requires_grad]
-    out = run(*own)
+    leaves = [arg for arg in copies if isinstance(arg, Tensor) and arg.requires_grad]
+    out = run(*copies)
     ramp = torch.arange(out.numel(), device=out.device, dtype=torch.float32).cos()
     grads = torch.autograd.grad(out, leaves, ramp.view(out.shape).to(out.dtype))
     return out.detach(), list(grads)

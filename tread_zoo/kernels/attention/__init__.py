@@ -3,39 +3,29 @@
 Dimensions: B batch, H heads, N tokens, Dh width of a head.
 """
 
-import torch
 from torch import Tensor
 
-from tread_zoo.kernels.attention.fused import (
-    FLASH,
-    attention_flash,
-    attention_sdpa,
-    flash_unsuited,
-    sdpa_limits,
-    sdpa_unsuited,
-)
+from tread_zoo.kernels.attention.fused import CPU_HALF_TOKENS, attention_sdpa, unsuited
 from tread_zoo.kernels.attention.naive import attention_naive
 from tread_zoo.kernels.attention.torch_form import attention_torch
-from tread_zoo.kernels.dispatch import Implementation, choose, register
-
-
-def _example(device: torch.device) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(2, 2, 70, 32, generator=generator).to(device) for _ in range(3))
-
+from tread_zoo.kernels.dispatch import Implementation, check_shapes, register, run
 
 register(
     "attention",
     [
         Implementation(
-            "sdpa", attention_sdpa, unsuited=sdpa_unsuited, limits=sdpa_limits, fits_all=True
+            "sdpa",
+            attention_sdpa,
+            unsuited=unsuited,
+            limits=f"(in half precision on a CPU above {CPU_HALF_TOKENS} tokens)",
+            fits_all=True,
         ),
         Implementation("torch", attention_torch),
         Implementation("naive", attention_naive),
-        # After all others: torch's own has the same kernel, so "auto" needs no package.
-        Implementation("flash-attn", attention_flash, FLASH, flash_unsuited),
     ],
-    _example,
+    lambda normal, batch, length, heads, width: tuple(
+        normal(batch, heads, length, width) for _ in range(3)
+    ),
     half=(0, 1, 2),
 )
 
@@ -50,13 +40,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
             sees one or more.
 
     Raises:
-        ValueError: for shapes that do not fit each other or are not of four dimensions.
+        ValueError: for an empty input or shapes that do not fit together.
     """
-    if q.ndim != 4 or k.shape != v.shape or k[:, :, :0].shape != q[:, :, :0].shape:
-        raise ValueError(
-            f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; "
-            "they must be [B, H, N, Dh], k and v of one shape."
-        )
-    if mask is not None and mask.shape[-2:] != (q.shape[-2], k.shape[-2]):
-        raise ValueError(f"mask has shape {tuple(mask.shape)}; expected [.., queries, keys].")
-    return choose("attention", q.device, q, k, v, mask).run(q, k, v, mask)
+    seen = None if mask is None else mask[0, 0]
+    check_shapes(
+        q=(q, "B H N Dh"), k=(k, "B H M Dh"), v=(v, "B H M Dh"), mask=(seen, "N M")
+    )  # fmt: skip
+    return run("attention", q, k, v, mask)

@@ -8,12 +8,14 @@ Dimensions: B batch, L length, C channels.
 import torch
 from torch import Tensor
 
+from tread_zoo.kernels.chunks import at_least_float32
+
 
 def bidirectional_wkv_naive(
     k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
 ) -> Tensor:
     """Return the WKV by its formula; see `tread_zoo.kernels.bidirectional_wkv`."""
-    dtype = torch.promote_types(torch.promote_types(k.dtype, v.dtype), torch.float32)
+    dtype = at_least_float32(k, v)
     keys, values, slope = k.to(dtype), v.to(dtype), w.to(dtype) / length
     places = torch.arange(k.shape[1], device=k.device)[None] if positions is None else positions
     outs = []

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tread_zoo.kernels.chunks import row_blocks
+from tread_zoo.kernels.chunks import at_least_float32, row_blocks
 from tread_zoo.kernels.operators import empty_like, make_operator
 
 BLOCK_VALUES = 2**18  # B·L·C values done at a time on a CPU: the tensors of a block fit in cache
@@ -41,23 +41,15 @@ LOWEST = -1e30  # the log-weight of nothing; not -inf, whose differences are NaN
 LOG2_E = math.log2(math.e)
 
 
-def bidirectional_wkv_torch(
-    k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
-) -> Tensor:
-    """Return the WKV; see `tread_zoo.kernels.bidirectional_wkv`."""
-    out: Tensor = _operator(k, v, w, u, positions, length)
-    return out
-
-
 def _forward(
     k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
 ) -> Tensor:
     """Return out [B, L, C]."""
     out = empty_like(v)
-    memory = _Memory(k, _state_dtype(k, v))
+    memory = _Memory(k, at_least_float32(k, v))
     with torch.autocast(k.device.type, enabled=False):
         for rows in row_blocks(k, BLOCK_VALUES):
-            inputs = _prepare(k, v, w, u, positions, length, rows)
+            inputs = _prepare(rows, k, v, w, u, positions, length)
             scan = _lend(memory, inputs, count=6)
             _run(inputs, scan)
             out[rows].transpose(0, 1).copy_(_weigh(inputs, scan).out)
@@ -65,42 +57,28 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    u: Tensor,
-    positions: Tensor | None,
-    length: int,
+    grad: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, *places: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of k, v, w and u."""
     gk, gv = empty_like(k), empty_like(v)
-    dtype = _state_dtype(k, v)
+    dtype = at_least_float32(k, v)
     gs, gu = (torch.zeros(w.shape, dtype=dtype, device=w.device) for _ in range(2))
     memory = _Memory(k, dtype)
     with torch.autocast(k.device.type, enabled=False):
         for rows in row_blocks(k, BLOCK_VALUES):
-            inputs = _prepare(k, v, w, u, positions, length, rows)
+            inputs = _prepare(rows, k, v, w, u, *places)
             parts = [x[rows].transpose(0, 1) for x in (grad, gk, gv)]
             parts[0] = parts[0].to(dtype)
             slope, bonus = _gradients(inputs, memory, *parts)
             gs += slope
             gu += bonus
-    return gk, gv, (gs / length).to(w.dtype), gu.to(u.dtype)
+    return gk, gv, (gs / places[1]).to(w.dtype), gu.to(u.dtype)
 
 
-def _empty(k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    return empty_like(v)
-
-
-def forward_flops(k: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
-    """54 B L C: 21 a direction (m 2, a 4, b 3, h 5, c 3, c h 4), 12 for r, f, N, D and N / D."""
-    return 54 * math.prod(k)
-
-
-def backward_flops(grad: tuple[int, ...], k: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
-    """94 B L C: the 54 again, 15 a direction (c g 2, G 4, q and ∂s 5, in 4), 10 for g, ∂k, ∂u."""
-    return 94 * math.prod(k)
+def flops(k: tuple[int, ...], *args: Any) -> tuple[int, int]:
+    """54 B L C: 21 a direction (m 2, a 4, b 3, h 5, c 3, c h 4), 12 for r, f, N, D and N / D. And
+    94: the 54 again, 15 a direction (c g 2, G 4, q and ∂s 5, in 4), 10 for g, ∂k, ∂u."""
+    return 54 * math.prod(k), 94 * math.prod(k)
 
 
 class _Inputs(NamedTuple):
@@ -118,34 +96,23 @@ class _Inputs(NamedTuple):
 
 
 def _prepare(
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    u: Tensor,
-    positions: Tensor | None,
-    length: int,
-    rows: slice,
+    rows: slice, k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
 ) -> _Inputs:
     """Return the `rows` of the arguments that `bidirectional_wkv` takes."""
-    dtype = _state_dtype(k, v)
+    dtype = at_least_float32(k, v)
     keys, values = (x[rows].to(dtype).transpose(0, 1) for x in (k, v))
     places = None if positions is None else positions[rows].t().to(dtype).unsqueeze(-1)
     return _Inputs(keys, values, w.to(dtype) / length, u.to(dtype), places)
 
 
-def _state_dtype(k: Tensor, v: Tensor) -> torch.dtype:
-    """Return the dtype of the sums: float32, or float64 where an input has it."""
-    return torch.promote_types(torch.promote_types(k.dtype, v.dtype), torch.float32)
-
-
 class _Memory:
-    """The tensors of a block of rows, lent again to the next: one allocation a call."""
+    """Memory of a block of rows, reused by the next: one allocation a call."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         self._flat = torch.empty(0, dtype=dtype, device=like.device)
 
     def lend(self, *shape: int) -> Tensor:
-        """Return an unset tensor of `shape`; what was lent before is given up."""
+        """Return an uninitialised tensor of `shape`, in the memory of those lent before."""
         size = math.prod(shape)
         if self._flat.numel() < size:
             self._flat = self._flat.new_empty(size)
@@ -282,11 +249,11 @@ def _both_ways(x: Tensor) -> Tensor:
     return torch.stack([x, x.flip(0)], dim=1)
 
 
-_operator = make_operator(
+bidirectional_wkv_torch = make_operator(
     "bidirectional_wkv",
     _forward,
     _backward,
-    empty=_empty,
-    flops=(forward_flops, backward_flops),
+    empty=lambda k, v, *rest: empty_like(v),
+    flops=flops,
     num_gradients=4,
 )

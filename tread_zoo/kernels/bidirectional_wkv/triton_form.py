@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tread_zoo.kernels.bidirectional_wkv.torch_form import backward_flops, forward_flops
+from tread_zoo.kernels.bidirectional_wkv.torch_form import flops
 from tread_zoo.kernels.launch import launch
 from tread_zoo.kernels.operators import empty_like, make_operator
 
@@ -44,23 +44,6 @@ if torch.version.hip is None:
     # 16 programs fit on a multiprocessor, and only NVIDIA's can be told. Of itself the last kernel
     # takes 200; so it puts some values aside, at most 5 % of what it executes.
     OPTIONS["maxnreg"] = 128
-
-
-def bidirectional_wkv_triton(
-    k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
-) -> Tensor:
-    """Return the WKV; see `tread_zoo.kernels.bidirectional_wkv`. The state is float32."""
-    out: Tensor = _operator(k, v, w, u, positions, length)[0]
-    return out
-
-
-def unsuited(
-    k: Tensor, v: Tensor, w: Tensor, u: Tensor, positions: Tensor | None, length: int
-) -> str | None:
-    """Return why the kernels do not take this call, or None."""
-    if torch.float64 in (k.dtype, v.dtype, w.dtype, u.dtype):
-        return "float64"
-    return None
 
 
 def _forward(
@@ -77,18 +60,11 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    u: Tensor,
-    positions: Tensor | None,
-    length: int,
+    grad: Tensor, out: Tensor, lse: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of k, v, w and u."""
-    grad, k, v, w, u = (x.contiguous() for x in (grad, k, v, w, u))
+    *tensors, positions, length = args
+    grad, k, v, w, u = (x.contiguous() for x in (grad, *tensors))
     places = None if positions is None else positions.contiguous()
     gk, gv, edges = torch.empty_like(k), torch.empty_like(v), _edges(k, size=5)
     gs, gu = lse.new_empty(2, len(k), edges.shape[1], k.shape[2])
@@ -120,12 +96,12 @@ def _empty(k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 # FLOPs are those of the operation: they do not depend on the form that runs.
-_operator = make_operator(
+bidirectional_wkv_triton = make_operator(
     "bidirectional_wkv_triton",
     _forward,
     _backward,
     empty=_empty,
-    flops=(forward_flops, backward_flops),
+    flops=flops,
     num_gradients=4,
     num_kept=2,
 )

@@ -24,19 +24,9 @@ LENGTHS = ["length", "num_chunks"]  # another number of tokens must not compile 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def summarise(
-    k_ptr,
-    v_ptr,
-    w_ptr,
-    places_ptr,
-    edges_ptr,
-    length,
-    total,
-    channels,
-    num_chunks,
-    CHUNK: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    k_ptr, v_ptr, w_ptr, places_ptr, edges_ptr, length, total, channels, num_chunks,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write the states at the edges of each chunk, of what is in it."""
     row, start, c, c_in = _here(num_chunks, channels, CHUNK, BLOCK)
     rate = tl.div_rn(_load(w_ptr + c, c_in, 0.0), total)
@@ -128,20 +118,9 @@ def average(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def summarise_grads(
-    grad_ptr,
-    out_ptr,
-    lse_ptr,
-    w_ptr,
-    places_ptr,
-    edges_ptr,
-    length,
-    total,
-    channels,
-    num_chunks,
-    CHUNK: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    grad_ptr, out_ptr, lse_ptr, w_ptr, places_ptr, edges_ptr, length, total, channels, num_chunks,
+    CHUNK: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write the backward states at the edges of each chunk, of what is in it."""
     row, start, c, c_in = _here(num_chunks, channels, CHUNK, BLOCK)
     rate = tl.div_rn(_load(w_ptr + c, c_in, 0.0), total)
@@ -204,11 +183,8 @@ def differentiate(
         means = _rows(out_ptr + at, left, channels, GROUP, 0.0)
         keys = _rows(k_ptr + at, left, channels, GROUP, NOTHING)
         values = _rows(v_ptr + at, left, channels, GROUP, 0.0)
-        m_after, a_after, z_after = (
-            _take(later_m, group),
-            _take(later_a, group),
-            _take(later_z, group),
-        )
+        m_after, a_after = _take(later_m, group), _take(later_a, group)
+        z_after = _take(later_z, group)
         far_a_after, far_z_after = _take(later_far_a, group), _take(later_far_z, group)
         parts = ()
         for i in tl.static_range(GROUP - 1, -1, -1):
@@ -257,9 +233,8 @@ def _grads_after_groups(
     later_a, later_z, later_far_a, later_far_z = later_m, later_m, later_m, later_m
     for done in range(GROUPS):
         group = GROUPS - 1 - done
-        later_m, later_a, later_z = (
-            _put(later_m, group, m), _put(later_a, group, a), _put(later_z, group, z)
-        )  # fmt: skip
+        later_m, later_a = _put(later_m, group, m), _put(later_a, group, a)
+        later_z = _put(later_z, group, z)
         later_far_a, later_far_z = _put(later_far_a, group, far_a), _put(later_far_z, group, far_z)
         first = start + group * GROUP
         at = row_at + first * channels

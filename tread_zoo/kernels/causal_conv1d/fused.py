@@ -12,29 +12,18 @@ def causal_conv1d_fused(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, segment_ids: Tensor | None = None
 ) -> Tensor:
     """Return `causal_conv1d_fn`, which takes [B, D, L] with the channels contiguous."""
-    y = CONVOLUTION(
+    return CONVOLUTION(
         x.contiguous().transpose(1, 2),
         weight,
         None if bias is None else bias.to(weight.dtype),
         seq_idx=None if segment_ids is None else segment_ids.to(torch.int32).contiguous(),
-    )
-    out: Tensor = y.transpose(1, 2)
-    return out
+    ).transpose(1, 2)
 
 
-def unsuited(
-    x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None
-) -> str | None:
+def unsuited(x: Tensor, weight: Tensor, *rest: object) -> str | None:
     """Return why the kernel does not take this call, or None."""
     if not 2 <= weight.shape[1] <= 4:
         return f"{weight.shape[1]} taps, it takes 2 to 4"
     if x.shape[-1] % 8:
         return f"{x.shape[-1]} channels, not a multiple of 8"
-    if x.dtype == torch.float64 or weight.dtype == torch.float64:
-        return "float64"
     return None
-
-
-def limits(device: torch.device) -> str | None:
-    """Return the rule of `unsuited` in words."""
-    return "for 2 to 4 taps and channels in multiples of 8"

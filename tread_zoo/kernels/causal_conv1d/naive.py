@@ -11,10 +11,7 @@ def causal_conv1d_naive(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, segment_ids: Tensor | None = None
 ) -> Tensor:
     """Return the convolution by its formula; see `tread_zoo.kernels.causal_conv1d`."""
-    steps, taps = (
-        x.unbind(1),
-        weight.unbind(1),
-    )  # an index in the loop would make backward quadratic
+    steps, taps = x.unbind(1), weight.unbind(1)  # indices would make backward quadratic
     outputs = []
     for t in range(len(steps)):
         y = torch.zeros_like(steps[0]) if bias is None else bias.expand_as(steps[0])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tread_zoo.kernels.chunks import at_least_float32
 from tread_zoo.kernels.operators import empty_like, make_operator
 
 
@@ -22,13 +23,12 @@ def causal_conv1d_torch(
     """Return the convolution; see `tread_zoo.kernels.causal_conv1d`."""
     # While compiling: an operator of its own could not be fused.
     run = _Fusible.apply if torch.compiler.is_compiling() else _operator
-    out: Tensor = run(x, weight, bias, segment_ids)
-    return out
+    return run(x, weight, bias, segment_ids)
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None) -> Tensor:
     """Return y [B, L, D]; all taps are added into one buffer."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = at_least_float32(x)
     inputs, taps = x.to(dtype), weight.to(dtype).t().contiguous().flip(0)
     y = inputs * taps[0] if bias is None else torch.addcmul(bias.to(dtype), inputs, taps[0])
     for back in range(1, min(weight.shape[1], x.shape[1])):
@@ -41,7 +41,7 @@ def _gradients(
     grad_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias (empty where there is none)."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = at_least_float32(x)
     grad, inputs = grad_y.to(dtype), x.to(dtype)
     taps = weight.to(dtype).t().contiguous().flip(0)
     grad_x, grad_taps = grad * taps[0], torch.zeros_like(taps)
@@ -71,16 +71,10 @@ class _Fusible(torch.autograd.Function):
         return grad_x, grad_weight, None if saved[2] is None else grad_bias, None
 
 
-def _forward_flops(x: tuple[int, ...], weight: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
-    """2 B L D W: a convolution, as torch counts its own, with the zeros before the start."""
-    return 2 * math.prod(x) * weight[1]
-
-
-def _backward_flops(
-    grad_y: tuple[int, ...], x: tuple[int, ...], weight: tuple[int, ...], *args: Any, **kwargs: Any
-) -> int:
-    """4 B L D W: ∂x and ∂w."""
-    return 4 * math.prod(x) * weight[1]
+def _flops(x: tuple[int, ...], weight: tuple[int, ...], *args: Any) -> tuple[int, int]:
+    """2 B L D W: a convolution, as torch counts its own, with the zeros before the start; and twice
+    that for ∂x and ∂w."""
+    return 2 * math.prod(x) * weight[1], 4 * math.prod(x) * weight[1]
 
 
 def _inside(values: Tensor, segment_ids: Tensor | None, back: int) -> Tensor:
@@ -91,15 +85,11 @@ def _inside(values: Tensor, segment_ids: Tensor | None, back: int) -> Tensor:
     return values * same.unsqueeze(-1).to(values.dtype)
 
 
-def _empty(x: Tensor, *rest: Tensor | None) -> Tensor:
-    return empty_like(x)
-
-
 _operator = make_operator(
     "causal_conv1d",
     _convolve,
     _gradients,
-    empty=_empty,
-    flops=(_forward_flops, _backward_flops),
+    empty=lambda x, *rest: empty_like(x),
+    flops=_flops,
     num_gradients=3,
 )

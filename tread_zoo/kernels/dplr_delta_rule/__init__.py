@@ -3,35 +3,34 @@
 Dimensions: B batch, L length, H heads, K keys, V values.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread_zoo.kernels.dispatch import Implementation, choose, register
-from tread_zoo.kernels.dplr_delta_rule.fused import (
-    CHUNK_DPLR,
-    dplr_delta_rule_fla,
-    limits,
-    unsuited,
-)
+from tread_zoo.kernels.dispatch import Implementation, check_shapes, register, run
+from tread_zoo.kernels.dplr_delta_rule.fused import CHUNK_DPLR, dplr_delta_rule_fla, unsuited
 from tread_zoo.kernels.dplr_delta_rule.naive import dplr_delta_rule_naive
 from tread_zoo.kernels.dplr_delta_rule.torch_form import dplr_delta_rule_torch
 
 
-def _example(device: torch.device) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(0)
-    shape = (2, 70, 2, 32)
-    q, k, v, a, rate, decay = (torch.randn(shape, generator=generator) for _ in range(6))
+def _example(
+    normal: Callable[..., Tensor], batch: int, length: int, heads: int, width: int
+) -> tuple[Tensor, ...]:
+    q, k, v, a, rate, decay = (normal(batch, length, heads, width) for _ in range(6))
     a, rate = F.normalize(a, dim=-1), rate.sigmoid()
     decay = -torch.exp(4 * decay - 4)  # down to some -1000 a step
-    segments = (torch.arange(shape[1]) // 9 % 3).expand(shape[0], -1).contiguous()
-    return tuple(x.to(device) for x in (q, k, v, -a, rate * a, decay, segments))
+    segments = (torch.arange(length) // 9 % 3).expand(batch, -1)
+    return q, k, v, -a, rate * a, decay, segments
 
 
 register(
     "dplr_delta_rule",
     [
-        Implementation("fla", dplr_delta_rule_fla, CHUNK_DPLR, unsuited, limits, tf32=True),
+        Implementation(
+            "fla", dplr_delta_rule_fla, CHUNK_DPLR, unsuited, "up to 256 keys", tf32=True
+        ),
         Implementation("torch", dplr_delta_rule_torch),
         Implementation("naive", dplr_delta_rule_naive),
     ],
@@ -60,25 +59,16 @@ def dplr_delta_rule(
     Args:
         q, k, a, b: queries, keys and the low-rank transition [B, L, H, K].
         v: values [B, L, H, V]; the result has their shape and dtype.
-        log_decay: g <= 0 [B, L, H, K], as low as one likes: what it leaves of a state below the
-            precision of the type, exp(-16) in float32, counts as that.
+        log_decay: g <= 0 [B, L, H, K], of any size: a factor exp(g) below the precision of the
+            dtype, exp(-16) in float32, counts as that precision.
         segment_ids: integers [B, L]; the state restarts from zero where the id changes.
         scale: factor on the result.
 
     Raises:
         ValueError: for an empty input or shapes that do not fit together.
     """
-    if v.ndim != 4 or v.numel() == 0:
-        raise ValueError(f"v has shape {tuple(v.shape)}; it must be [B, L, H, V], none of them 0.")
-    if q.ndim != 4 or q.shape[:3] != v.shape[:3] or q.numel() == 0:
-        raise ValueError(f"q has shape {tuple(q.shape)}; it must be {[*v.shape[:3], 'K']}.")
-    wanted = {"k": k, "a": a, "b": b, "log_decay": log_decay}
-    for name, value in wanted.items():
-        if value.shape != q.shape:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; q has {tuple(q.shape)}.")
-    if segment_ids is not None and segment_ids.shape != v.shape[:2]:
-        raise ValueError(f"segment_ids has shape {tuple(segment_ids.shape)}; it must be [B, L].")
-    if segment_ids is not None and (segment_ids.is_floating_point() or segment_ids.is_complex()):
-        raise ValueError(f"segment_ids has dtype {segment_ids.dtype}; it must be of integers.")
-    args = (q, k, v, a, b, log_decay, segment_ids, scale)
-    return choose("dplr_delta_rule", v.device, *args).run(*args)
+    check_shapes(
+        q=(q, "B L H K"), k=(k, "B L H K"), v=(v, "B L H V"), a=(a, "B L H K"), b=(b, "B L H K"),
+        log_decay=(log_decay, "B L H K"), segment_ids=(segment_ids, "B L"),
+    )  # fmt: skip
+    return run("dplr_delta_rule", q, k, v, a, b, log_decay, segment_ids, scale)

@@ -5,9 +5,9 @@ state, and a = 0 does not look at it. A lower one would leave less, but what is 
 of 16 steps in float32 loses the digits of the decays after it.
 """
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from tread_zoo.kernels.chunks import reset
 from tread_zoo.kernels.packages import LibraryFunction
 
 CHUNK_DPLR = LibraryFunction(
@@ -27,22 +27,11 @@ def dplr_delta_rule_fla(
     scale: float = 1.0,
 ) -> Tensor:
     """Return `chunk_dplr_delta_rule`, which RWKV-7's own function calls, too."""
-    falls = log_decay.float().clamp_min(RESET)
-    if segment_ids is not None:
-        starts = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))[..., None, None]
-        falls, a = falls.masked_fill(starts, RESET), a.masked_fill(starts, 0.0)
-    given = [x.to(v.dtype).contiguous() for x in (q, k, v, a, b)]
-    out: Tensor = CHUNK_DPLR(*given, falls.contiguous(), scale=scale)[0]
-    return out.to(v.dtype)
+    falls = reset(log_decay.float().clamp_min(RESET), segment_ids, RESET)
+    given = [x.to(v.dtype).contiguous() for x in (q, k, v, reset(a, segment_ids, 0.0), b)]
+    return CHUNK_DPLR(*given, falls.contiguous(), scale=scale)[0].to(v.dtype)
 
 
 def unsuited(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> str | None:
     """Return why the kernel does not take this call, or None."""
-    if v.dtype.itemsize > 4:
-        return "float64"
     return "keys or values wider than 256" if max(k.shape[-1], v.shape[-1]) > 256 else None
-
-
-def limits(device: object) -> str | None:
-    """Return the rule of `unsuited` in words."""
-    return "up to float32 and 256 keys"

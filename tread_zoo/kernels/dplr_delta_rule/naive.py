@@ -6,6 +6,8 @@ g is the log-decay. Dimensions: B batch, L length, H heads, K keys, V values; a 
 import torch
 from torch import Tensor
 
+from tread_zoo.kernels.chunks import at_least_float32, segment_starts
+
 
 def dplr_delta_rule_naive(
     q: Tensor,
@@ -18,11 +20,11 @@ def dplr_delta_rule_naive(
     scale: float = 1.0,
 ) -> Tensor:
     """Return the recurrence by its formula; see `tread_zoo.kernels.dplr_delta_rule`."""
-    dtype = torch.promote_types(torch.promote_types(v.dtype, log_decay.dtype), torch.float32)
+    dtype = at_least_float32(v, log_decay)
     columns = [x.to(dtype).unsqueeze(-1) for x in (q, k, a, b, log_decay)]
     stays = torch.ones_like(columns[0][:, :, :1, :1])
     if segment_ids is not None:
-        stays = (segment_ids == segment_ids.roll(1, dims=1)).to(dtype).view_as(stays)
+        stays = (~segment_starts(segment_ids)).to(dtype).view_as(stays)
     steps = (x.unbind(1) for x in (*columns, v.to(dtype).unsqueeze(-2), stays))
     state = torch.zeros_like(k[:, 0, :, :, None] * v[:, 0, :, None], dtype=dtype)
     outs = []

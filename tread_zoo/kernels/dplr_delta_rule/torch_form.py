@@ -30,7 +30,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread_zoo.kernels.chunks import unit_lower_inverse, without_autocast
+from tread_zoo.kernels.chunks import (
+    at_least_float32,
+    cut,
+    join,
+    segment_starts,
+    unit_lower_inverse,
+    without_autocast,
+)
 
 CHUNK = 32  # steps of a chunk at most; exp(CHUNK / 2 * 36) must be finite in float64
 
@@ -61,21 +68,14 @@ def _in_chunks(
     scale: float,
 ) -> Tensor:
     batch, length, heads, _ = v.shape
-    num_chunks = math.ceil(length / CHUNK)
-    steps = math.ceil(length / num_chunks)
-    missing = num_chunks * steps - length
-    dtype = torch.promote_types(torch.promote_types(v.dtype, g.dtype), torch.float32)
-
-    def cut(x: Tensor) -> Tensor:
-        """[B, L, H, D] -> [T, B, H, Q, D], a view unless steps are missing."""
-        x = F.pad(x.to(dtype), (0, 0, 0, 0, 0, missing)) if missing else x.to(dtype)
-        return x.reshape(batch, num_chunks, steps, heads, -1).permute(1, 0, 3, 2, 4)
-
-    falls = cut(g).clamp_min(math.log(torch.finfo(dtype).eps))
+    steps = math.ceil(length / math.ceil(length / CHUNK))
+    dtype = at_least_float32(v, g)
+    q, k, values, a, b, falls = (cut(x.to(dtype), steps) for x in (q, k, v, a, b, g))
+    falls = falls.clamp_min(math.log(torch.finfo(dtype).eps))
     # a_i decays up to the step before it, q_i up to its own: so both have the factor exp(s_i).
-    rows = torch.stack([cut(a) * torch.exp(-falls), cut(q) * scale], dim=3).flatten(1, 2)
-    cols = torch.stack([cut(b), cut(k)], dim=3).flatten(1, 2)
-    values = cut(v).flatten(1, 2)
+    rows = torch.stack([a * torch.exp(-falls), q * scale], dim=3).flatten(1, 2)
+    cols = torch.stack([b, k], dim=3).flatten(1, 2)
+    values = values.flatten(1, 2)
     sums = falls.flatten(1, 2).to(torch.float64).cumsum(2)
     since = sums.to(dtype).exp()
     until = (sums[:, :, -1:] - sums).to(dtype).exp()
@@ -83,7 +83,7 @@ def _in_chunks(
     own = (places >= steps).long()  # a sees what is before its step, q its own step too
     joined = places[:, None] % steps + own[:, None] > places % steps
     if segment_ids is not None:
-        runs = _number_runs(F.pad(segment_ids, (0, missing)), steps, heads)
+        runs = _number_runs(F.pad(segment_ids, (0, -length % steps)), steps, heads)
         before = torch.cat([runs[:1, :, :1], runs[:-1, :, -1:]])  # of the step ahead of each chunk
         joined = joined & (runs.unsqueeze(-1) == runs.unsqueeze(-2)).repeat(1, 1, 2, 2)
         since = since * (runs == before).unsqueeze(-1)
@@ -102,8 +102,7 @@ def _in_chunks(
     out = out + of_b[..., steps:, :] @ driven
     if states:
         out = torch.cat([out[:1], out[1:] + by_q @ torch.stack(states)])
-    out = out.view(num_chunks, batch, heads, steps, -1).permute(1, 0, 3, 2, 4).flatten(1, 2)
-    return out[:, :length].to(v.dtype)
+    return join(out.unflatten(1, (batch, heads)), length).to(v.dtype)
 
 
 def _walk(
@@ -123,8 +122,7 @@ def _walk(
 
 def _number_runs(segment_ids: Tensor, steps: int, heads: int) -> Tensor:
     """Return ids [T, N, Q] that never come back, of [B, T Q] ids that may."""
-    starts = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
-    runs = starts.cumsum(1).view(len(starts), -1, steps).transpose(0, 1)
+    runs = segment_starts(segment_ids).cumsum(1).unflatten(1, (-1, steps)).transpose(0, 1)
     return runs.repeat_interleave(heads, dim=1)
 
 

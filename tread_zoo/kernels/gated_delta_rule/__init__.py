@@ -12,41 +12,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread_zoo.kernels.dispatch import Implementation, choose, register
+from tread_zoo.kernels.dispatch import Implementation, check_shapes, register, run
 from tread_zoo.kernels.gated_delta_rule.fused import (
     CHUNK_GATED_DELTA_RULE,
     CHUNK_KDA,
+    LIMITS,
     gated_delta_rule_fla,
-    limits,
     unsuited,
 )
 from tread_zoo.kernels.gated_delta_rule.naive import gated_delta_rule_naive
 from tread_zoo.kernels.gated_delta_rule.torch_form import gated_delta_rule_torch
 
 
-def _make_example(by_channel: bool) -> Callable[[torch.device], tuple[Tensor | None, ...]]:
-    def example(device: torch.device) -> tuple[Tensor | None, ...]:
-        generator = torch.Generator().manual_seed(0)
-        tokens, width = (2, 70, 2), 32
-        q, k, v = (torch.randn(*tokens, width, generator=generator) for _ in range(3))
-        beta = torch.randn(*tokens, generator=generator).sigmoid()
-        gates = torch.randn(*tokens, *[width][:by_channel], generator=generator)
-        segments = (torch.arange(70) // 9 % 3).expand(2, -1).contiguous()
-        values = (q, F.normalize(k, dim=-1), v, beta, -F.softplus(2 * gates))
-        return *(x.to(device) for x in values), None if by_channel else segments.to(device)
-
-    return example
+def _example(
+    normal: Callable[..., Tensor], batch: int, length: int, heads: int, width: int
+) -> tuple[Tensor, ...]:
+    tokens = (batch, length, heads)
+    q, k, v, gates = (normal(*tokens, width) for _ in range(4))
+    falls, segments = -F.softplus(2 * gates[..., 0]), torch.arange(length) // 9 % 3
+    beta = normal(*tokens).sigmoid()
+    return q, F.normalize(k, dim=-1), v, beta, falls, segments.expand(batch, -1)
 
 
-for name, fla in (("gated_delta_rule", CHUNK_GATED_DELTA_RULE), ("kda", CHUNK_KDA)):
+def _example_by_channel(normal: Callable[..., Tensor], *sizes: int) -> tuple[Tensor | None, ...]:
+    q, k, v, beta, *_ = _example(normal, *sizes)
+    return q, k, v, beta, -F.softplus(2 * normal(*q.shape)), None
+
+
+for name, fla, example in (
+    ("gated_delta_rule", CHUNK_GATED_DELTA_RULE, _example),
+    ("kda", CHUNK_KDA, _example_by_channel),
+):
     register(
         name,
         [
-            Implementation("fla", gated_delta_rule_fla, fla, unsuited, limits),
+            Implementation("fla", gated_delta_rule_fla, fla, unsuited, LIMITS),
             Implementation("torch", gated_delta_rule_torch),
             Implementation("naive", gated_delta_rule_naive),
         ],
-        _make_example(by_channel=name == "kda"),
+        example,
         half=(0, 1, 2),
     )
 
@@ -81,18 +85,11 @@ def gated_delta_rule(
     Raises:
         ValueError: for an empty input or shapes that do not fit together.
     """
-    if q.ndim != 4 or q.numel() == 0 or v.ndim != 4 or v.numel() == 0:
-        raise ValueError(f"q {tuple(q.shape)} and v {tuple(v.shape)} must be [B, L, H, K or V].")
-    tokens, by_channel = tuple(q.shape[:3]), log_decay.ndim == 4
-    wanted = {
-        "k": (k, tuple(q.shape)),
-        "v": (v, (*tokens, v.shape[-1])),
-        "beta": (beta, tokens),
-        "log_decay": (log_decay, tuple(q.shape) if by_channel else tokens),
-        "segment_ids": (segment_ids, tokens[:2]),
-    }
-    for argument, (value, shape) in wanted.items():
-        if value is not None and tuple(value.shape) != shape:
-            raise ValueError(f"{argument} has shape {tuple(value.shape)}; it must be {shape}.")
-    args = (q, k, v, beta, log_decay, segment_ids, scale)
-    return choose("kda" if by_channel else "gated_delta_rule", q.device, *args).run(*args)
+    by_channel = log_decay.ndim == 4
+    check_shapes(
+        q=(q, "B L H K"), k=(k, "B L H K"), v=(v, "B L H V"), beta=(beta, "B L H"),
+        log_decay=(log_decay, "B L H K" if by_channel else "B L H"),
+        segment_ids=(segment_ids, "B L"),
+    )  # fmt: skip
+    op = "kda" if by_channel else "gated_delta_rule"
+    return run(op, q, k, v, beta, log_decay, segment_ids, scale)

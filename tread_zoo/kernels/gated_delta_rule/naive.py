@@ -6,6 +6,8 @@ Dimensions: B batch, L length, H heads, K width of a key, V width of a value.
 import torch
 from torch import Tensor
 
+from tread_zoo.kernels.chunks import at_least_float32, reset
+
 
 def gated_delta_rule_naive(
     q: Tensor,
@@ -21,14 +23,10 @@ def gated_delta_rule_naive(
     The loop runs over unbound views: an index into [B, L, ...] under autograd would make the
     backward pass quadratic in L.
     """
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = at_least_float32(q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    decays = log_decay.to(dtype).exp()
-    if decays.ndim == 3:
-        decays = decays.unsqueeze(-1)
-    if segment_ids is not None:
-        same = segment_ids == segment_ids.roll(1, dims=1)
-        decays = decays * same[:, :, None, None].to(dtype)
+    decays = reset(log_decay.to(dtype), segment_ids).exp()
+    decays = decays.unsqueeze(-1) if decays.ndim == 3 else decays
     writes = beta.to(dtype).unsqueeze(-1)
     state = torch.zeros_like(k[:, 0, :, :, None] * v[:, 0, :, None], dtype=dtype)
     outs = []

@@ -19,7 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread_zoo.kernels.chunks import unit_lower_inverse, without_autocast
+from tread_zoo.kernels.chunks import (
+    at_least_float32,
+    cut,
+    join,
+    power_of_two,
+    reset,
+    unit_lower_inverse,
+    without_autocast,
+)
 
 CHUNK = 32
 
@@ -35,16 +43,13 @@ def gated_delta_rule_torch(
 ) -> Tensor:
     """Return the rule; see `tread_zoo.kernels.gated_delta_rule`."""
     falls = log_decay.unsqueeze(-1) if log_decay.ndim == 3 else log_decay
-    if segment_ids is not None:
-        starts = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0))
-        falls = falls.masked_fill(starts[:, :, None, None], -torch.inf)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype, steps = at_least_float32(q), max(2, power_of_two(q.shape[1], CHUNK))
+    inputs = (q, k, v, beta.unsqueeze(-1), reset(falls, segment_ids))
     with without_autocast(q.device):
-        given = (_cut(x, dtype) for x in (q, k, v, beta.unsqueeze(-1), falls))
-        out = _rule(*given).mul(scale).unflatten(1, (len(q), -1))  # [T, B, H, Q, V]
-    joined: Tensor = out.permute(1, 0, 3, 2, 4).flatten(1, 2)  # [B, T Q, H, V]
-    return joined[:, : q.shape[1]].to(v.dtype)
+        given = (cut(x.to(dtype), steps).contiguous().flatten(1, 2) for x in inputs)
+        out = _rule(*given).mul(scale).unflatten(1, (len(q), -1))
+    return join(out, q.shape[1]).to(v.dtype)
 
 
 def _rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, falls: Tensor) -> Tensor:
@@ -76,8 +81,8 @@ def _scan(values: Tensor, reads: Tensor, writes: Tensor, totals: Tensor) -> Tens
             out, state = (write @ value).split([steps, write.shape[-2] - steps], dim=-2)
         else:
             known, recalled = (read @ state).chunk(2, dim=-2)
-            own, added = (write @ (value - known)).split([steps, write.shape[-2] - steps], dim=-2)
-            out, state = own + recalled, added + total * state
+            here, added = (write @ (value - known)).split([steps, write.shape[-2] - steps], dim=-2)
+            out, state = here + recalled, added + total * state
         outs.append(out)
     return torch.stack(outs)
 
@@ -120,13 +125,3 @@ def _decayed_products_by_channel(
         after = torch.cat([until + later[..., -1:, :], last], dim=-2)
         size *= 2
     return products.squeeze(2), before.squeeze(2), after.squeeze(2)
-
-
-def _cut(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, L, H, F] -> [T, N, Q, F], contiguous, with zeros after the end."""
-    length, span = values.shape[1], 2
-    while span < min(CHUNK, length):  # bit_length would compile anew for each length
-        span *= 2
-    padded = F.pad(values.to(dtype), (0, 0, 0, 0, 0, -length % span))
-    chunks: Tensor = padded.unflatten(1, (-1, span)).permute(1, 0, 3, 2, 4)
-    return chunks.contiguous().flatten(1, 2)

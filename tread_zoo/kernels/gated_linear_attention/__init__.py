@@ -3,33 +3,30 @@
 Dimensions: B batch, L length, H heads, K width of a key, V width of a value.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread_zoo.kernels.dispatch import Implementation, choose, register
-from tread_zoo.kernels.gated_linear_attention.fused import (
-    CHUNK_GLA,
-    gated_linear_attention_fla,
-    limits,
-    unsuited,
-)
+from tread_zoo.kernels.dispatch import Implementation, check_shapes, register, run
+from tread_zoo.kernels.gated_linear_attention.fused import CHUNK_GLA, gated_linear_attention_fla
 from tread_zoo.kernels.gated_linear_attention.naive import gated_linear_attention_naive
 from tread_zoo.kernels.gated_linear_attention.torch_form import gated_linear_attention_torch
 
 
-def _example(device: torch.device) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(0)
-    shape = (2, 70, 2, 32)
-    q, k, v, gate = (torch.randn(shape, generator=generator) for _ in range(4))
-    segments = (torch.arange(70) // 9 % 3).expand(2, -1).contiguous()
-    return tuple(x.to(device) for x in (q, k, v, F.logsigmoid(gate), segments))
+def _example(
+    normal: Callable[..., Tensor], batch: int, length: int, heads: int, width: int
+) -> tuple[Tensor, ...]:
+    q, k, v, gate = (normal(batch, length, heads, width) for _ in range(4))
+    segments = (torch.arange(length) // 9 % 3).expand(batch, -1)
+    return q, k, v, F.logsigmoid(gate), segments
 
 
 register(
     "gated_linear_attention",
     [
-        Implementation("fla", gated_linear_attention_fla, CHUNK_GLA, unsuited, limits, tf32=True),
+        Implementation("fla", gated_linear_attention_fla, CHUNK_GLA, tf32=True),
         Implementation("torch", gated_linear_attention_torch),
         Implementation("naive", gated_linear_attention_naive),
     ],
@@ -63,21 +60,8 @@ def gated_linear_attention(
     Raises:
         ValueError: for an empty input or shapes that do not fit together.
     """
-    if q.ndim != 4 or v.ndim != 4 or q.numel() == 0 or v.numel() == 0:
-        raise ValueError(
-            f"q and v have shapes {tuple(q.shape)} and {tuple(v.shape)}; they must be "
-            "[B, L, H, K] and [B, L, H, V], none of them 0."
-        )
-    wanted = {
-        "k": (k, q.shape),
-        "v": (v, (*q.shape[:3], v.shape[3])),
-        "log_decay": (log_decay, q.shape),
-        "segment_ids": (segment_ids, q.shape[:2]),
-    }
-    for name, (value, shape) in wanted.items():
-        if value is not None and value.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be {tuple(shape)}.")
-    if segment_ids is not None and (segment_ids.is_floating_point() or segment_ids.is_complex()):
-        raise ValueError(f"segment_ids has dtype {segment_ids.dtype}; it must be of integers.")
-    args = (q, k, v, log_decay, segment_ids, scale)
-    return choose("gated_linear_attention", q.device, *args).run(*args)
+    check_shapes(
+        q=(q, "B L H K"), k=(k, "B L H K"), v=(v, "B L H V"), log_decay=(log_decay, "B L H K"),
+        segment_ids=(segment_ids, "B L"),
+    )  # fmt: skip
+    return run("gated_linear_attention", q, k, v, log_decay, segment_ids, scale)

@@ -3,10 +3,10 @@
 Dimensions: B batch, L length, H heads, K width of a key, V width of a value.
 """
 
-from functools import reduce
-
 import torch
 from torch import Tensor
+
+from tread_zoo.kernels.chunks import at_least_float32, reset
 
 
 def gated_linear_attention_naive(
@@ -22,12 +22,8 @@ def gated_linear_attention_naive(
     The loop runs over unbound views: an index into [B, L, H, K] under autograd would make the
     backward pass quadratic in L.
     """
-    inputs = (q, k, v, log_decay)
-    dtype = reduce(torch.promote_types, (x.dtype for x in inputs), torch.float32)
-    decay = log_decay.to(dtype).exp()
-    if segment_ids is not None:
-        same = segment_ids == segment_ids.roll(1, dims=1)
-        decay = decay * same[..., None, None]
+    dtype = at_least_float32(q, k, v, log_decay)
+    decay = reset(log_decay.to(dtype), segment_ids).exp()
     columns = (x.to(dtype).unsqueeze(-1).unbind(1) for x in (q, k, decay))
     state, outputs = torch.zeros((), dtype=dtype, device=q.device), []
     for q_t, k_t, a_t, v_t in zip(*columns, v.to(dtype).unsqueeze(-2).unbind(1), strict=True):

@@ -25,31 +25,16 @@ Dimensions: B batch, L length, H heads, T chunks of Q steps, K and V widths of k
 half of a block; r is a number of heads, of some rows of the batch, which are done at a time.
 """
 
-from functools import reduce
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from tread_zoo.kernels.chunks import at_least_float32, cut, join, power_of_two, reset
 from tread_zoo.kernels.operators import empty_like, make_operator
 
 CHUNK = 32  # steps of a chunk at most, a power of 2
 BLOCK_VALUES = 2**18  # B·L·H·K values done at a time on a CPU: what a block makes fits in cache
-
-
-def gated_linear_attention_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    segment_ids: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Return the attention; see `tread_zoo.kernels.gated_linear_attention`."""
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = _operator(q, k, v, log_decay, segment_ids, factor)[0]
-    return out
 
 
 def _forward(
@@ -57,40 +42,34 @@ def _forward(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor,
-    segment_ids: Tensor | None = None,
-    scale: float = 1.0,
+    segment_ids: Tensor | None,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return o [B, L, H, V], W [T, B, H, Q, Q], the states between chunks [T - 1, B, H, K, V]."""
     out, weights, states = _empty(q, k, v, log_decay)
     with torch.autocast(q.device.type, enabled=False):
         for rows, heads in _blocks(q):
-            found = _attend(*_cut(q, k, v, log_decay, segment_ids, scale, rows, heads))
-            _join(found[0], out[rows, :, heads])
-            for values, whole in zip(found[1:], (weights, states), strict=True):
+            own, *kept = _attend(*_cut(rows, heads, q, k, v, log_decay, segment_ids, scale))
+            _join(own, out[rows, :, heads])
+            for values, whole in zip(kept, (weights, states), strict=True):
                 whole[:, rows, heads] = values.view(whole[:, rows, heads].shape)
     return out, weights, states
 
 
 def _backward(
-    grad: Tensor,
-    weights: Tensor,
-    states: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    segment_ids: Tensor | None = None,
-    scale: float = 1.0,
+    grad: Tensor, weights: Tensor, states: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and log_decay."""
-    gq, gk, gv, gl = map(empty_like, (q, k, v, log_decay))
+    q, *_, scale = args
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    gq, gk, gv, gl = map(empty_like, args[:4])
     with torch.autocast(q.device.type, enabled=False):
         for rows, heads in _blocks(q):
-            cut = _cut(q, k, v, log_decay, segment_ids, scale, rows, heads)
-            own_weights, own_states = (x[:, rows, heads].flatten(1, 2) for x in (weights, states))
+            inputs = _cut(rows, heads, *args)
+            kept = (x[:, rows, heads].flatten(1, 2) for x in (weights, states))
             arriving = _chunked(grad[rows, :, heads].to(weights.dtype))
-            own_q, *others = _gradients(*cut, own_weights, own_states, arriving)
-            for values, whole in zip((own_q * scale, *others), (gq, gk, gv, gl), strict=True):
+            to_q, *others = _gradients(*inputs, *kept, arriving)
+            for values, whole in zip((to_q * factor, *others), (gq, gk, gv, gl), strict=True):
                 _join(values, whole[rows, :, heads])
     return gq, gk, gv, gl
 
@@ -178,8 +157,7 @@ def _halves(x: Tensor, h: int) -> tuple[Tensor, Tensor]:
 def _corners(weights: Tensor, h: int) -> Tensor:
     """Return a view [T, r, Q / 2h, h, h] of W: from first halves of blocks to second halves."""
     blocks = weights.unflatten(3, (-1, 2 * h)).unflatten(2, (-1, 2 * h))
-    corners: Tensor = blocks.diagonal(dim1=2, dim2=4).movedim(-1, 2)[..., h:, :h]
-    return corners
+    return blocks.diagonal(dim1=2, dim2=4).movedim(-1, 2)[..., h:, :h]
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -188,51 +166,31 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _cut(
+    rows: slice,
+    heads: slice,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_decay: Tensor,
     segment_ids: Tensor | None,
-    scale: float,
-    rows: slice,
-    heads: slice,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return scaled q, k, v and log-decays of some rows and heads, [T, r, Q, F]."""
-    dtype = _state_dtype(q, k, v, log_decay)
-    queries, keys, values, decays = (
-        _chunked(x[rows, :, heads].to(dtype)) for x in (q, k, v, log_decay)
-    )
-    if segment_ids is not None:
-        starts = F.pad(segment_ids[rows, 1:] != segment_ids[rows, :-1], (1, 0))
-        starts = starts[..., None, None].expand(-1, -1, decays.shape[1] // len(starts), -1)
-        decays = decays.masked_fill(_chunked(starts), -torch.inf)
-    return queries * scale, keys, values, decays
+    dtype = at_least_float32(q, k, v, log_decay)
+    queries, keys, values, falls = (x[rows, :, heads].to(dtype) for x in (q, k, v, log_decay))
+    falls = reset(falls, None if segment_ids is None else segment_ids[rows])
+    queries = queries * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return _chunked(queries), _chunked(keys), _chunked(values), _chunked(falls)
 
 
 def _chunked(x: Tensor) -> Tensor:
     """[B, L, H, F] -> [T, B H, Q, F], contiguous, with zeros after the end."""
-    num_chunks, span = _spans(x.shape[1])
-    x = F.pad(x, (0, 0, 0, 0, 0, num_chunks * span - x.shape[1])).unflatten(1, (-1, span))
-    chunked: Tensor = x.permute(1, 0, 3, 2, 4).flatten(1, 2).contiguous()
-    return chunked
+    return cut(x, power_of_two(x.shape[1], CHUNK)).flatten(1, 2).contiguous()
 
 
 def _join(x: Tensor, out: Tensor) -> None:
     """Write x [T, B H, Q, F] to out [B, L, H, F]."""
-    joined = x.unflatten(1, (out.shape[0], out.shape[2])).permute(1, 0, 3, 2, 4).flatten(1, 2)
-    out.copy_(joined[:, : out.shape[1]])
-
-
-def _spans(length: int) -> tuple[int, int]:
-    """Return T and Q, a power of 2."""
-    span = 1
-    while span < min(CHUNK, length):  # bit_length would compile anew for each length
-        span *= 2
-    return -(-length // span), span
-
-
-def _state_dtype(*inputs: Tensor) -> torch.dtype:
-    return reduce(torch.promote_types, (x.dtype for x in inputs), torch.float32)
+    out.copy_(join(x.unflatten(1, (out.shape[0], out.shape[2])), out.shape[1]))
 
 
 def _blocks(q: Tensor) -> list[tuple[slice, slice]]:
@@ -248,58 +206,36 @@ def _blocks(q: Tensor) -> list[tuple[slice, slice]]:
 
 
 def _empty(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    segment_ids: Tensor | None = None,
-    scale: float = 1.0,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return memory for what `_forward` returns."""
-    dtype, (num_chunks, span) = _state_dtype(q, k, v, log_decay), _spans(q.shape[1])
-    batch, _, heads, width = q.shape
-    weights = q.new_empty(num_chunks, batch, heads, span, span, dtype=dtype)
+    dtype, steps = at_least_float32(q, k, v, log_decay), power_of_two(q.shape[1], CHUNK)
+    batch, length, heads, width = q.shape
+    num_chunks = -(-length // steps)
+    weights = q.new_empty(num_chunks, batch, heads, steps, steps, dtype=dtype)
     states = q.new_empty(num_chunks - 1, batch, heads, width, v.shape[3], dtype=dtype)
     return empty_like(v), weights, states
 
 
-def _products(q: tuple[int, ...], v: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return the FLOPs of all blocks of W, of W v, and of a product with the states."""
+def _flops(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *args: Any
+) -> tuple[int, int]:
+    """The matrix products: the blocks of W, W v, into the states and out of them. Backward two
+    products for the gradients of each."""
     (batch, length, heads, width), size = q, v[3]
-    num_chunks, span = _spans(length)
-    num = batch * heads * num_chunks
-    between = 2 * (num - batch * heads) * span * width * size
-    return num * span * (span - 1) * width, 2 * num * span * span * size, between
+    steps = power_of_two(length, CHUNK)
+    rows, num_chunks = batch * heads, -(-length // steps)
+    weights = num_chunks * steps * (steps - 1) * width + 2 * num_chunks * steps * steps * size
+    forward = rows * (weights + 4 * (num_chunks - 1) * steps * width * size)
+    return forward, 2 * forward
 
 
-def _forward_flops(
-    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *args: Any, **kwargs: Any
-) -> int:
-    """The matrix products: the blocks of W, W v, into the states and out of them."""
-    blocks, weighted, between = _products(q, v)
-    return blocks + weighted + 2 * between
-
-
-def _backward_flops(
-    grad: tuple[int, ...],
-    weights: tuple[int, ...],
-    states: tuple[int, ...],
-    q: tuple[int, ...],
-    k: tuple[int, ...],
-    v: tuple[int, ...],
-    *args: Any,
-    **kwargs: Any,
-) -> int:
-    """Two products for the gradients of each of those."""
-    return 2 * _forward_flops(q, k, v)
-
-
-_operator = make_operator(
+gated_linear_attention_torch = make_operator(
     "gated_linear_attention",
     _forward,
     _backward,
     empty=_empty,
-    flops=(_forward_flops, _backward_flops),
+    flops=_flops,
     num_gradients=4,
     num_kept=2,
 )

@@ -3,38 +3,55 @@
 Dimensions: B batch, L length, D channels, N states, G groups.
 """
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tread_zoo.kernels.dispatch import Implementation, choose, register
+from tread_zoo.kernels.chunks import at_least_float32
+from tread_zoo.kernels.dispatch import Implementation, check_shapes, register, run
 from tread_zoo.kernels.launch import TRITON
-from tread_zoo.kernels.selective_scan import fused, triton_form
-from tread_zoo.kernels.selective_scan.fused import selective_scan_fused
-from tread_zoo.kernels.selective_scan.gaps import scan_with_gaps
+from tread_zoo.kernels.selective_scan.fused import SCAN, selective_scan_fused
 from tread_zoo.kernels.selective_scan.naive import selective_scan_naive
 from tread_zoo.kernels.selective_scan.torch_form import selective_scan_torch
-from tread_zoo.kernels.selective_scan.triton_form import selective_scan_triton
+from tread_zoo.kernels.selective_scan.triton_form import MAX_STATES, selective_scan_triton
 
 
-def _example(device: torch.device) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(0)
-    batch, length, width, groups, size = 2, 70, 24, 2, 8
-    u, delta = (torch.randn(batch, length, width, generator=generator) for _ in range(2))
-    B, C = (torch.randn(batch, length, groups, size, generator=generator) for _ in range(2))
-    A, D = -torch.arange(1.0, size + 1).expand(width, -1), torch.ones(width)
-    tensors = (u, torch.nn.functional.softplus(delta), A.contiguous(), B, C, D)
-    segments = (torch.arange(length) // 9).expand(batch, -1).contiguous()
-    return tuple(x.to(device) for x in (*tensors, segments))
+def _example(
+    normal: Callable[..., Tensor], batch: int, length: int, heads: int, width: int
+) -> tuple[Tensor, ...]:
+    width, size = heads * width, 16
+    u, delta = normal(batch, length, width), F.softplus(normal(batch, length, width))
+    B, C = (normal(batch, length, heads, size) for _ in range(2))
+    A = -torch.arange(1.0, size + 1).expand(width, -1)
+    segments = (torch.arange(length) // 9).expand(batch, -1)
+    return u, delta, A, B, C, torch.ones(width), segments
+
+
+def _states_above(most: int) -> Callable[..., str | None]:
+    """Return what refuses a call with more states."""
+
+    def unsuited(u: Tensor, delta: Tensor, A: Tensor, *rest: object) -> str | None:
+        return f"{A.shape[1]} states, more than {most}" if A.shape[1] > most else None
+
+    return unsuited
 
 
 register(
     "selective_scan",
     [
         Implementation(
-            "triton", selective_scan_triton, TRITON, triton_form.unsuited, triton_form.limits
+            "triton",
+            selective_scan_triton,
+            TRITON,
+            _states_above(MAX_STATES),
+            f"up to {MAX_STATES} states",
         ),
         # After ours: it is given float32 copies of u and delta, transposed.
-        Implementation("mamba-ssm", selective_scan_fused, fused.SCAN, fused.unsuited, fused.limits),
+        Implementation(
+            "mamba-ssm", selective_scan_fused, SCAN, _states_above(256), "up to 256 states"
+        ),
         Implementation("torch", selective_scan_torch),
         Implementation("naive", selective_scan_naive),
     ],
@@ -73,49 +90,15 @@ def selective_scan(
     Raises:
         ValueError: for an empty input, or shapes that do not fit together.
     """
-    _check(u, delta, A, B, C, D, segment_ids, gaps)
-    if gaps is not None:
-        return scan_with_gaps(
-            lambda *args: selective_scan(*args, segment_ids=segment_ids),
-            *(u, delta, A, B, C, D, gaps),
-        )
-    args = (u, delta, A, B, C, D, segment_ids)
-    return choose("selective_scan", u.device, *args).run(*args)
-
-
-def _check(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    segment_ids: Tensor | None,
-    gaps: Tensor | None,
-) -> None:
-    if u.ndim != 3 or u.numel() == 0:
-        raise ValueError(f"u has shape {tuple(u.shape)}; it must be [B, L, D], none of them 0.")
-    batch, length, width = u.shape
-    if A.ndim != 2 or A.shape[0] != width or A.shape[1] == 0:
-        raise ValueError(f"A has shape {tuple(A.shape)}; it must be [{width}, N], N at least 1.")
-    groups = B.shape[2] if B.ndim == 4 else 0
-    if groups == 0 or width % groups:
-        raise ValueError(
-            f"B has shape {tuple(B.shape)}; it must be [B, L, G, N], G a divisor of {width}."
-        )
-    vectors = (batch, length, groups, A.shape[1])
-    wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
-        "delta": (delta, (batch, length, width)),
-        "B": (B, vectors),
-        "C": (C, vectors),
-        "D": (D, (width,)),
-        "segment_ids": (segment_ids, (batch, length)),
-        "gaps": (gaps, (batch, length)),
-    }
-    for name, (value, shape) in wanted.items():
-        if value is not None and tuple(value.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be {shape}.")
-    if segment_ids is not None and (segment_ids.is_floating_point() or segment_ids.is_complex()):
-        raise ValueError(f"segment_ids has dtype {segment_ids.dtype}; it must be of integers.")
-    if gaps is not None and (gaps.is_complex() or gaps.dtype == torch.bool):
-        raise ValueError(f"gaps has dtype {gaps.dtype}; it must be of integers or floating-point.")
+    sizes = check_shapes(
+        u=(u, "B L D"), delta=(delta, "B L D"), A=(A, "D N"), B=(B, "B L G N"), C=(C, "B L G N"),
+        D=(D, "D"), segment_ids=(segment_ids, "B L"), gaps=(gaps, "B L"),
+    )  # fmt: skip
+    if sizes["D"] % sizes["G"]:
+        raise ValueError(f"u has {sizes['D']} channels, which {sizes['G']} groups do not divide.")
+    if gaps is None:
+        return run("selective_scan", u, delta, A, B, C, D, segment_ids)
+    dtype = at_least_float32(u, delta)
+    x, steps = u.to(dtype), F.pad(gaps[:, 1:].to(dtype), (1, 0), value=1.0).unsqueeze(-1)
+    y = run("selective_scan", x / steps, delta.to(dtype) * steps, A, B, C, None, segment_ids)
+    return (y if D is None else y + D.to(dtype) * x).to(u.dtype)

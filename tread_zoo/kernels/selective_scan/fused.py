@@ -1,15 +1,16 @@
 """Adapter of mamba-ssm's CUDA selective scan, which keeps the state in registers.
 
-The kernel knows no segments. A segment's first token is given a step so long that nothing passes,
-exp(R A) = 4e-18 at most, and the input Δ u / R, with which it adds R B (Δ u / R) = Δ B u as before.
-R is no longer than that needs, and a constant to autograd, because the kernel's backward pass finds
-exp(Δ A) h_{t-1} as h_t - Δ B u and multiplies what rounding leaves of it by the step: R = 1e20
+The kernel has no segments. The first token of a segment gets a step R so long that nothing of the
+state is left, exp(R A) <= 4e-18, and the input Δ u / R, so that it adds R B (Δ u / R) = Δ B u as
+before. R is no longer than necessary, and a constant to autograd: the kernel's backward pass
+computes exp(Δ A) h_{t-1} as h_t - Δ B u and multiplies its rounding error by the step. R = 1e20
 would make ∂A and ∂Δ 1e11 times too large.
 """
 
 import torch
 from torch import Tensor
 
+from tread_zoo.kernels.chunks import segment_starts
 from tread_zoo.kernels.packages import LibraryFunction
 
 SCAN = LibraryFunction(
@@ -45,7 +46,7 @@ def restart(u: Tensor, delta: Tensor, A: Tensor, segment_ids: Tensor) -> tuple[T
         segment_ids: [B, L].
     """
     long = FORGOTTEN / A.detach().float().abs().amin(dim=1)
-    begins = (segment_ids != segment_ids.roll(1, dims=1)).unsqueeze(-1)
+    begins = segment_starts(segment_ids).unsqueeze(-1)
     return torch.where(begins, delta * u / long, u), torch.where(begins, long, delta)
 
 
@@ -53,35 +54,15 @@ def _scan(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None
 ) -> Tensor:
     """Return `selective_scan_fn`, which takes u, Δ [B, D, L] and B, C [B, G, N, L], all float32."""
-    y = SCAN(
-        u.float().transpose(1, 2).contiguous(),
-        delta.float().transpose(1, 2).contiguous(),
-        A.float().contiguous(),
-        B.float().permute(0, 2, 3, 1).contiguous(),
-        C.float().permute(0, 2, 3, 1).contiguous(),
-        None if D is None else D.float().contiguous(),
+    return (
+        SCAN(
+            u.float().transpose(1, 2).contiguous(),
+            delta.float().transpose(1, 2).contiguous(),
+            A.float().contiguous(),
+            B.float().permute(0, 2, 3, 1).contiguous(),
+            C.float().permute(0, 2, 3, 1).contiguous(),
+            None if D is None else D.float().contiguous(),
+        )
+        .transpose(1, 2)
+        .to(u.dtype)
     )
-    out: Tensor = y.transpose(1, 2).to(u.dtype)
-    return out
-
-
-def unsuited(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    segment_ids: Tensor | None,
-) -> str | None:
-    """Return why the kernel does not take this call, or None."""
-    if A.shape[1] > 256:
-        return f"{A.shape[1]} states, more than 256"
-    if torch.float64 in (u.dtype, delta.dtype):
-        return "float64"
-    return None
-
-
-def limits(device: torch.device) -> str | None:
-    """Return the rule of `unsuited` in words."""
-    return "up to 256 states"

@@ -6,6 +6,8 @@ Dimensions: B batch, L length, D channels, N states, G groups; channel d is of g
 import torch
 from torch import Tensor
 
+from tread_zoo.kernels.chunks import at_least_float32, reset
+
 
 def selective_scan_naive(
     u: Tensor,
@@ -21,14 +23,11 @@ def selective_scan_naive(
     The loop runs over unbound views: an index into [B, L, D, N] under autograd would make the
     backward pass quadratic in L.
     """
-    dtype = torch.promote_types(torch.promote_types(u.dtype, delta.dtype), torch.float32)
+    dtype = at_least_float32(u, delta)
     x, delta, A = u.to(dtype), delta.to(dtype), A.to(dtype)
     channels = u.shape[2] // B.shape[2]
     inputs = (delta * x).unsqueeze(-1) * B.to(dtype).repeat_interleave(channels, dim=2)
-    decays = torch.exp(delta.unsqueeze(-1) * A)
-    if segment_ids is not None:
-        same = segment_ids == segment_ids.roll(1, dims=1)
-        decays = decays * same[..., None, None].to(dtype)
+    decays = reset(delta.unsqueeze(-1) * A, segment_ids).exp()
     outputs = C.to(dtype).repeat_interleave(channels, dim=2)
     h = torch.zeros_like(inputs[:, 0])
     ys = []

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tread_zoo.kernels.chunks import at_least_float32, segment_starts
 from tread_zoo.kernels.operators import empty_like, make_operator
 
 CHUNK = 32  # steps of a tile: B·D·N values are kept for backward every so many
@@ -65,20 +66,6 @@ class _Tile(NamedTuple):
         return self.steps.stop - self.steps.start, self.rows.stop - self.rows.start
 
 
-def selective_scan_torch(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    segment_ids: Tensor | None = None,
-) -> Tensor:
-    """Return the scan; see `tread_zoo.kernels.selective_scan`."""
-    out: Tensor = _operator(u, delta, A, B, C, D, segment_ids)[0]
-    return out
-
-
 def _forward(
     u: Tensor,
     delta: Tensor,
@@ -109,20 +96,11 @@ def _forward(
     return y, states
 
 
-def _backward(
-    grad_y: Tensor,
-    states: Tensor,
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    segment_ids: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward(grad_y: Tensor, states: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """Return the gradients of u, delta, A, B, C and D (empty where D is None)."""
+    u, delta, A, B, C, D, _ = args
     with torch.autocast(u.device.type, enabled=False):
-        inputs = _prepare(u, delta, A, B, C, D, segment_ids)
+        inputs = _prepare(*args)
         gy = _time_major(grad_y.to(inputs.u.dtype), inputs.u.shape)
         gu, gd, gB, gC = map(empty_like, (u, delta, B, C))
         sums = torch.zeros_like(inputs.A), torch.zeros_like(inputs.A[:, :1])
@@ -233,14 +211,13 @@ def _prepare(
     D: Tensor | None,
     segment_ids: Tensor | None,
 ) -> _Inputs:
-    dtype = _state_dtype(u, delta)
+    dtype = at_least_float32(u, delta)
     batch, length, width = u.shape
     groups, size = B.shape[2:]
     shape = torch.Size((length, batch, groups, 1, width // groups))
     keep = None
     if segment_ids is not None:
-        keep = torch.ones(length, batch, 1, 1, 1, dtype=dtype, device=u.device)
-        keep[1:, :, 0, 0, 0] = (segment_ids[:, 1:] == segment_ids[:, :-1]).t().to(dtype)
+        keep = (~segment_starts(segment_ids)).t()[:, :, None, None, None].to(dtype)
     rates = A.to(dtype).view(groups, -1, size).transpose(1, 2).contiguous()
     return _Inputs(
         u=_time_major(u.to(dtype), shape),
@@ -252,10 +229,6 @@ def _prepare(
         D=None if D is None else D.to(dtype).view(groups, 1, -1),
         keep=keep,
     )
-
-
-def _state_dtype(u: Tensor, delta: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(u.dtype, delta.dtype), torch.float32)
 
 
 def _time_major(values: Tensor, shape: torch.Size) -> Tensor:
@@ -305,35 +278,24 @@ def _buffers(inputs: _Inputs, tile: _Tile, scratch: Tensor) -> list[Tensor]:
 def _empty(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, *rest: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    return empty_like(u), u.new_empty(_states_shape(u, A, B), dtype=_state_dtype(u, delta))
+    dtype = at_least_float32(u, delta)
+    return empty_like(u), u.new_empty(_states_shape(u, A, B), dtype=dtype)
 
 
-def forward_flops(
-    u: tuple[int, ...], delta: tuple[int, ...], A: tuple[int, ...], *args: Any, **kwargs: Any
-) -> int:
-    """7 B L D N: Δ A 1, exp 1, x B 1, a h + x B 2, C · h 2; what has no N is not counted."""
-    return 7 * math.prod(u) * A[1]
+def flops(
+    u: tuple[int, ...], delta: tuple[int, ...], A: tuple[int, ...], *args: Any
+) -> tuple[int, int]:
+    """7 B L D N: Δ A 1, exp 1, x B 1, a h + x B 2, C · h 2; what has no N is not counted. And 20:
+    h again 5, C ∂y 1, a g + C ∂y 2, ∂x, ∂B, ∂C 2 each, q 2, ∂A 2, ∂Δ 2."""
+    return 7 * math.prod(u) * A[1], 20 * math.prod(u) * A[1]
 
 
-def backward_flops(
-    grad_y: tuple[int, ...],
-    states: tuple[int, ...],
-    u: tuple[int, ...],
-    delta: tuple[int, ...],
-    A: tuple[int, ...],
-    *args: Any,
-    **kwargs: Any,
-) -> int:
-    """20 B L D N: h again 5, C ∂y 1, a g + C ∂y 2, ∂x, ∂B, ∂C 2 each, q 2, ∂A 2, ∂Δ 2."""
-    return 20 * math.prod(u) * A[1]
-
-
-_operator = make_operator(
+selective_scan_torch = make_operator(
     "selective_scan",
     _forward,
     _backward,
     empty=_empty,
-    flops=(forward_flops, backward_flops),
+    flops=flops,
     num_gradients=6,
     num_kept=1,
 )

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tread_zoo.kernels.chunks import segment_starts
 from tread_zoo.kernels.launch import launch
 from tread_zoo.kernels.operators import empty_like, make_operator
-from tread_zoo.kernels.selective_scan.torch_form import backward_flops, forward_flops
+from tread_zoo.kernels.selective_scan.torch_form import flops
 
 KERNELS = "tread_zoo.kernels.selective_scan.triton_kernels"
 MAX_STATES = 64
@@ -46,42 +47,6 @@ class _Blocks(NamedTuple):
     programs: int
 
 
-def selective_scan_triton(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    segment_ids: Tensor | None = None,
-) -> Tensor:
-    """Return the scan; see `tread_zoo.kernels.selective_scan`. The state is float32."""
-    out: Tensor = _operator(u, delta, A, B, C, D, segment_ids)
-    return out
-
-
-def unsuited(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    segment_ids: Tensor | None,
-) -> str | None:
-    """Return why the kernel does not take this call, or None."""
-    if A.shape[1] > MAX_STATES:
-        return f"{A.shape[1]} states, more than {MAX_STATES}"
-    if torch.float64 in (u.dtype, delta.dtype):
-        return "float64"
-    return None
-
-
-def limits(device: torch.device) -> str | None:
-    """Return the rule of `unsuited` in words."""
-    return f"up to {MAX_STATES} states"
-
-
 def _forward(
     u: Tensor,
     delta: Tensor,
@@ -98,19 +63,11 @@ def _forward(
     return y
 
 
-def _backward(
-    grad_y: Tensor,
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    segment_ids: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward(grad_y: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """Return the gradients of u, delta, A, B, C and D (empty where D is None)."""
+    u, delta, A, B, C, D, _ = args
     (batch, length, width), size = u.shape, A.shape[1]
-    inputs, blocks = _prepare(u, delta, A, B, C, D, segment_ids), _blocks(u, A, B)
+    inputs, blocks = _prepare(*args), _blocks(u, A, B)
     num_chunks = -(-length // BACKWARD_STEPS)
     states = u.new_empty(batch, num_chunks, width, size, dtype=torch.float32)
     _scan(inputs, blocks, states=states)
@@ -158,8 +115,7 @@ def _prepare(
 ) -> _Inputs:
     keep = None
     if segment_ids is not None:
-        keep = torch.ones(segment_ids.shape, dtype=torch.float32, device=u.device)
-        keep[:, 1:] = (segment_ids[:, 1:] == segment_ids[:, :-1]).to(keep)
+        keep = (~segment_starts(segment_ids)).float()
     D = None if D is None else D.float().contiguous()
     A = A.float().contiguous()
     return _Inputs(u.contiguous(), delta.contiguous(), A, B.contiguous(), C.contiguous(), D, keep)
@@ -207,20 +163,12 @@ def _sizes(inputs: _Inputs, blocks: _Blocks, steps: int) -> dict[str, Any]:
     }
 
 
-def _empty(u: Tensor, *rest: Tensor | None) -> Tensor:
-    return empty_like(u)
-
-
-def _backward_flops(grad_y: tuple[int, ...], *args: Any, **kwargs: Any) -> int:
-    """Those of the torch form, though the states are computed twice again here: once counts."""
-    return backward_flops(grad_y, (), *args, **kwargs)
-
-
-_operator = make_operator(
+# FLOPs are those of the torch form, though the states are computed twice again here: once counts.
+selective_scan_triton = make_operator(
     "selective_scan_triton",
     _forward,
     _backward,
-    empty=_empty,
-    flops=(forward_flops, _backward_flops),
+    empty=lambda u, *rest: empty_like(u),
+    flops=flops,
     num_gradients=6,
 )

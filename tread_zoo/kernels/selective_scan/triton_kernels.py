@@ -27,23 +27,10 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit(do_not_specialize=["length"])
 def forward(
-    u_ptr,
-    delta_ptr,
-    A_ptr,
-    B_ptr,
-    C_ptr,
-    D_ptr,
-    keep_ptr,
-    y_ptr,
-    states_ptr,
-    length,
-    WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STEPS: tl.constexpr,
-):
+    u_ptr, delta_ptr, A_ptr, B_ptr, C_ptr, D_ptr, keep_ptr, y_ptr, states_ptr, length,
+    WIDTH: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
     """Write y [B, L, D], or the states before every STEPS steps [B, chunks, D, N], or both."""
     VECTOR: tl.constexpr = GROUPS * SIZE
     batch, _, d, d_in, vector, n_in, at, at_in = _place(WIDTH, GROUPS, SIZE, BLOCK_D, BLOCK_N)
@@ -148,12 +135,9 @@ def backward(
 
 @triton.jit
 def _place(
-    WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    WIDTH: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     """Return what this program works on.
 
     The row of the batch and the block's number in its group, int64; the channels [D] and which of

@@ -3,41 +3,34 @@
 Dimensions: B batch, L length, H heads, P width of a head, N states, G groups.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread_zoo.kernels.dispatch import Implementation, choose, register
-from tread_zoo.kernels.ssd.fused import (
-    CHUNK_SCAN,
-    CHUNK_SIMPLE_GLA,
-    limits,
-    ssd_fla,
-    ssd_mamba,
-    unsuited,
-)
+from tread_zoo.kernels.dispatch import Implementation, check_shapes, register, run
+from tread_zoo.kernels.ssd.fused import CHUNK_SCAN, CHUNK_SIMPLE_GLA, ssd_fla, ssd_mamba
 from tread_zoo.kernels.ssd.naive import ssd_naive
 from tread_zoo.kernels.ssd.torch_form import ssd_torch
 
 
-def _example(device: torch.device) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(0)
-    batch, length, heads, width, groups, size = 2, 70, 4, 32, 2, 16
-    x = torch.randn(batch, length, heads, width, generator=generator)
-    delta = F.softplus(torch.randn(batch, length, heads, generator=generator) - 2)
-    B, C = (torch.randn(batch, length, groups, size, generator=generator) for _ in range(2))
-    A, D = -torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.ones(heads)
-    segments = (torch.arange(length) // 9 % 3).expand(batch, -1).contiguous()
-    gaps = torch.randint(1, 4, (batch, length), generator=generator)
-    return tuple(v.to(device) for v in (x, delta, A, B, C, D, segments, gaps))
+def _example(
+    normal: Callable[..., Tensor], batch: int, length: int, heads: int, width: int
+) -> tuple[Tensor, ...]:
+    x, delta = normal(batch, length, heads, width), F.softplus(normal(batch, length, heads) - 2)
+    B, C = (normal(batch, length, 1, width) for _ in range(2))
+    A, D = -torch.linspace(1, 8, heads), torch.ones(heads)
+    places = torch.arange(length).expand(batch, -1)
+    return x, delta, A, B, C, D, places // 9 % 3, 1 + places % 3
 
 
 register(
     "ssd",
     [
-        Implementation("mamba-ssm", ssd_mamba, CHUNK_SCAN, unsuited, limits, tf32=True),
+        Implementation("mamba-ssm", ssd_mamba, CHUNK_SCAN, tf32=True),
         # It has B and C for each head instead of each group, as copies.
-        Implementation("fla", ssd_fla, CHUNK_SIMPLE_GLA, unsuited, limits, tf32=True),
+        Implementation("fla", ssd_fla, CHUNK_SIMPLE_GLA, tf32=True),
         Implementation("torch", ssd_torch),
         Implementation("naive", ssd_naive),
     ],
@@ -70,57 +63,23 @@ def ssd(
         B, C: input and output vectors [B, L, G, N], H divisible by G.
         D: [H] or None.
         segment_ids: integers [B, L]; the state restarts from zero where the id changes.
-        gaps: how many steps of the full sequence a token comes after the one before it, positive
-            [B, L]; the state decays for as many, by Δ of the token. None means 1 everywhere. They
-            get no gradient.
+        gaps: number of steps of the full sequence from the token before to this one, positive
+            [B, L]; the state decays over as many steps of the token's Δ. None means 1. They get no
+            gradient.
 
     Raises:
         ValueError: for an empty input, shapes that do not fit together, or gaps that are not
-            positive (looked at on the CPU only) or ask for a gradient.
+            positive (checked on the CPU only) or require a gradient.
     """
-    _check(x, delta, A, B, C, D, segment_ids, gaps)
-    args = (x, delta, A, B, C, D, segment_ids, gaps)
-    return choose("ssd", x.device, *args).run(*args)
-
-
-def _check(
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    segment_ids: Tensor | None,
-    gaps: Tensor | None,
-) -> None:
-    if x.ndim != 4 or x.numel() == 0:
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [B, L, H, P], none of them 0.")
-    batch, length, heads, _ = x.shape
-    groups, size = B.shape[2:] if B.ndim == 4 else (0, 0)
-    if groups == 0 or size == 0 or heads % groups:
-        raise ValueError(
-            f"B has shape {tuple(B.shape)}; it must be [B, L, G, N], G a divisor of {heads} and N "
-            "at least 1."
-        )
-    vectors = (batch, length, groups, size)
-    wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
-        "delta": (delta, (batch, length, heads)),
-        "A": (A, (heads,)),
-        "B": (B, vectors),
-        "C": (C, vectors),
-        "D": (D, (heads,)),
-        "segment_ids": (segment_ids, (batch, length)),
-        "gaps": (gaps, (batch, length)),
-    }
-    for name, (value, shape) in wanted.items():
-        if value is not None and tuple(value.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be {shape}.")
-    if segment_ids is not None and (segment_ids.is_floating_point() or segment_ids.is_complex()):
-        raise ValueError(f"segment_ids has dtype {segment_ids.dtype}; it must be of integers.")
-    if gaps is not None and (gaps.is_complex() or gaps.dtype == torch.bool):
-        raise ValueError(f"gaps has dtype {gaps.dtype}; it must be of integers or floating-point.")
+    sizes = check_shapes(
+        x=(x, "B L H P"), delta=(delta, "B L H"), A=(A, "H"), B=(B, "B L G N"), C=(C, "B L G N"),
+        D=(D, "H"), segment_ids=(segment_ids, "B L"), gaps=(gaps, "B L"),
+    )  # fmt: skip
+    if sizes["H"] % sizes["G"]:
+        raise ValueError(f"x has {sizes['H']} heads, which {sizes['G']} groups do not divide.")
     if gaps is not None:
         _check_gaps(gaps)
+    return run("ssd", x, delta, A, B, C, D, segment_ids, gaps)
 
 
 def _check_gaps(gaps: Tensor) -> None:

@@ -7,6 +7,8 @@ h // (H / G).
 import torch
 from torch import Tensor
 
+from tread_zoo.kernels.chunks import at_least_float32, reset
+
 
 def ssd_naive(
     x: Tensor,
@@ -23,14 +25,12 @@ def ssd_naive(
     The loop runs over unbound views: an index into [B, L, H, P, N] under autograd would make the
     backward pass quadratic in L.
     """
-    dtype = torch.promote_types(torch.promote_types(x.dtype, delta.dtype), torch.float32)
+    dtype = at_least_float32(x, delta)
     u, delta = x.to(dtype), delta.to(dtype)
     heads = x.shape[2] // B.shape[2]
-    rates = delta * A.to(dtype)
-    decays = torch.exp(rates if gaps is None else rates * gaps.to(dtype).unsqueeze(-1))
-    if segment_ids is not None:
-        same = segment_ids == segment_ids.roll(1, dims=1)
-        decays = decays * same.unsqueeze(-1).to(dtype)
+    falls = delta * A.to(dtype)
+    falls = falls if gaps is None else falls * gaps.to(dtype).unsqueeze(-1)
+    decays = reset(falls, segment_ids).exp()
     inputs = (delta.unsqueeze(-1) * u).unsqueeze(-1)
     ins, outs = (v.to(dtype).repeat_interleave(heads, dim=2).unsqueeze(3) for v in (B, C))
     h = torch.zeros_like(inputs[:, 0] * ins[:, 0])

@@ -32,10 +32,9 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tread_zoo.kernels.chunks import row_blocks
+from tread_zoo.kernels.chunks import at_least_float32, cut, row_blocks, segment_starts
 from tread_zoo.kernels.operators import empty_like, make_operator
 
 CHUNK = 64  # steps of a chunk at most
@@ -85,21 +84,6 @@ class _Grads(NamedTuple):
     D: Tensor
 
 
-def ssd_torch(
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    segment_ids: Tensor | None = None,
-    gaps: Tensor | None = None,
-) -> Tensor:
-    """Return the scan; see `tread_zoo.kernels.ssd`."""
-    out: Tensor = _operator(x, delta, A, B, C, D, segment_ids, gaps)[0]
-    return out
-
-
 def _forward(
     x: Tensor,
     delta: Tensor,
@@ -112,35 +96,25 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Return y [B, L, H, P] and the states between the chunks, [T - 1, B, G, N, R P]."""
     y = _empty_padded(x)
-    states = x.new_empty(_states_shape(x, B), dtype=_state_dtype(x, delta))
+    states = x.new_empty(_states_shape(x, B), dtype=at_least_float32(x, delta))
     with torch.autocast(x.device.type, enabled=False):
         for rows in row_blocks(x, BLOCK_VALUES):
-            chunks = _prepare(x, delta, A, B, C, D, segment_ids, gaps, rows)
+            chunks = _prepare(rows, x, delta, A, B, C, D, segment_ids, gaps)
             between = _scan(chunks)
             _join(_outputs(chunks, between), y[rows], B.shape[2])
             states[:, rows] = between.view(states[:, rows].shape)
     return y[:, : x.shape[1]].contiguous(), states
 
 
-def _backward(
-    grad_y: Tensor,
-    states: Tensor,
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    segment_ids: Tensor | None,
-    gaps: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward(grad_y: Tensor, states: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """Return the gradients of x, delta, A, B, C and D (empty where D is None)."""
+    x, delta, A, B, C, D, *_ = args
     length, groups = x.shape[1], B.shape[2]
     gx, gd, gB, gC = (_empty_padded(v) for v in (x, delta, B, C))
     gA, gD = (A.new_zeros(groups, len(A) // groups, dtype=states.dtype) for _ in range(2))
     with torch.autocast(x.device.type, enabled=False):
         for rows in row_blocks(x, BLOCK_VALUES):
-            chunks = _prepare(x, delta, A, B, C, D, segment_ids, gaps, rows)
+            chunks = _prepare(rows, *args)
             between = states[:, rows].contiguous().flatten(1, 2)
             grads = _gradients(chunks, between, _cut(grad_y[rows], groups, states.dtype))
             _join(grads.x, gx[rows], groups)
@@ -231,6 +205,7 @@ def _add_between(
 
 
 def _prepare(
+    rows: slice,
     x: Tensor,
     delta: Tensor,
     A: Tensor,
@@ -239,19 +214,15 @@ def _prepare(
     D: Tensor | None,
     segment_ids: Tensor | None,
     gaps: Tensor | None,
-    rows: slice,
 ) -> _Chunks:
     """Cut some rows of the batch into chunks."""
-    dtype, groups, batch = _state_dtype(x, delta), B.shape[2], len(x[rows])
+    dtype, groups, batch = at_least_float32(x, delta), B.shape[2], len(x[rows])
     u = _cut(x[rows], groups, dtype)
     steps = _cut(delta[rows].unsqueeze(-1), groups, dtype).squeeze(-1)
     rates = _per_head(A, batch, groups, dtype)
     spread = _cut_tokens(gaps, rows, groups, dtype)
     falls = steps * rates
-    starts = None
-    if segment_ids is not None:
-        changes = segment_ids[:, 1:] != segment_ids[:, :-1]
-        starts = _cut_tokens(F.pad(changes, (1, 0)), rows, groups, dtype)
+    starts = None if segment_ids is None else segment_starts(segment_ids)
     return _Chunks(
         u=u,
         x=u * steps.unsqueeze(-1),
@@ -261,7 +232,9 @@ def _prepare(
         C=_cut(C[rows], groups, dtype).squeeze(2),
         D=None if D is None else _per_head(D, batch, groups, dtype).unsqueeze(-1),
         gaps=spread,
-        decays=_decay(falls if spread is None else falls * spread, starts),
+        decays=_decay(
+            falls if spread is None else falls * spread, _cut_tokens(starts, rows, groups, dtype)
+        ),
     )
 
 
@@ -299,17 +272,12 @@ def _steps_first(values: Tensor, weights: Tensor) -> Tensor:
 
 def _heads_first(values: Tensor, heads: int) -> Tensor:
     """[T, K, Q, R P] -> [T, K, R, Q, P], without a copy."""
-    out: Tensor = values.unflatten(-1, (heads, -1)).transpose(2, 3)
-    return out
+    return values.unflatten(-1, (heads, -1)).transpose(2, 3)
 
 
 def _cut(values: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """[B, L, H, F] -> [T, K, R, Q, F], contiguous, with zeros after the end."""
-    num_chunks, span = _spans(values.shape[1])
-    values = values.to(dtype)
-    if values.shape[1] < num_chunks * span:
-        values = F.pad(values, (0, 0, 0, 0, 0, num_chunks * span - values.shape[1]))
-    return _chunked(values, groups).contiguous().flatten(1, 2)
+    return _chunked(values.to(dtype), groups).contiguous().flatten(1, 2)
 
 
 def _cut_tokens(
@@ -334,10 +302,8 @@ def _join(values: Tensor, out: Tensor, groups: int) -> None:
 
 
 def _chunked(values: Tensor, groups: int) -> Tensor:
-    """[B, T Q, H, F] -> [T, B, G, R, Q, F], without a copy."""
-    chunks = values.unflatten(1, _spans(values.shape[1])).unflatten(3, (groups, -1))
-    out: Tensor = chunks.permute(1, 0, 3, 4, 2, 5)
-    return out
+    """[B, L, H, F] -> [T, B, G, R, Q, F], without a copy unless steps are missing at the end."""
+    return cut(values, _spans(values.shape[1])[1]).unflatten(2, (groups, -1))
 
 
 def _spans(length: int) -> tuple[int, int]:
@@ -358,59 +324,33 @@ def _states_shape(x: Tensor, B: Tensor) -> tuple[int, ...]:
     return _spans(length)[0] - 1, batch, groups, size, heads // groups * width
 
 
-def _state_dtype(x: Tensor, delta: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(x.dtype, delta.dtype), torch.float32)
-
-
 def _empty(
     x: Tensor, delta: Tensor, A: Tensor, B: Tensor, *rest: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    return empty_like(x), x.new_empty(_states_shape(x, B), dtype=_state_dtype(x, delta))
+    dtype = at_least_float32(x, delta)
+    return empty_like(x), x.new_empty(_states_shape(x, B), dtype=dtype)
 
 
-def _products(x: tuple[int, ...], B: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """Return the FLOPs of C Bᵀ, of W x, of [Q, Q] on [Q, Q], and of a product with the states."""
+def _flops(
+    x: tuple[int, ...], delta: tuple[int, ...], A: tuple[int, ...], B: tuple[int, ...], *args: Any
+) -> tuple[int, int]:
+    """The matrix products: C Bᵀ, W x, into the states and out of them. Backward C Bᵀ again and its
+    two gradients; those of W and x; ∂l; five with states."""
     (batch, length, heads, width), (groups, size) = x, B[2:]
-    num_chunks, span = _spans(length)
-    pairs = 2 * batch * num_chunks * span * span
-    between = 2 * batch * (num_chunks - 1) * span * heads * width * size
-    return pairs * groups * size, pairs * heads * width, pairs * heads * span, between
+    num_chunks, steps = _spans(length)
+    pairs = 2 * batch * num_chunks * steps * steps
+    scores, weighted, summed = pairs * groups * size, pairs * heads * width, pairs * heads * steps
+    between = 2 * batch * (num_chunks - 1) * steps * heads * width * size
+    forward = scores + weighted + 2 * between
+    return forward, 3 * scores + 2 * weighted + summed + 5 * between
 
 
-def _forward_flops(
-    x: tuple[int, ...],
-    delta: tuple[int, ...],
-    A: tuple[int, ...],
-    B: tuple[int, ...],
-    *args: Any,
-    **kwargs: Any,
-) -> int:
-    """The matrix products: C Bᵀ, W x, into the states and out of them."""
-    scores, weighted, _, between = _products(x, B)
-    return scores + weighted + 2 * between
-
-
-def _backward_flops(
-    grad_y: tuple[int, ...],
-    states: tuple[int, ...],
-    x: tuple[int, ...],
-    delta: tuple[int, ...],
-    A: tuple[int, ...],
-    B: tuple[int, ...],
-    *args: Any,
-    **kwargs: Any,
-) -> int:
-    """C Bᵀ again and its two gradients; those of W and x; ∂l; five with states."""
-    scores, weighted, summed, between = _products(x, B)
-    return 3 * scores + 2 * weighted + summed + 5 * between
-
-
-_operator = make_operator(
+ssd_torch = make_operator(
     "ssd",
     _forward,
     _backward,
     empty=_empty,
-    flops=(_forward_flops, _backward_flops),
+    flops=_flops,
     num_gradients=6,
     num_kept=1,
 )
