@@ -23,10 +23,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -46,14 +45,12 @@ STATES = (1, 2, 4, 8, 16, 32, 64)
 BATCHES = (2, 256)  # of few programs, which are made smaller, and of many
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """One compiled kernel: the columns of the table."""
 
     target: str
     op: str
     kernel: str
-    case: str
     seconds: float
     registers: int
     spilled: int
@@ -68,52 +65,35 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--states", nargs="+", type=int, default=STATES)
-    parser.add_argument("--each", action="store_true", help="a line for each variant")
     args = parser.parse_args()
     variants = []
     for target in args.targets:
         for op in args.ops:
-            for case, call in list_calls(op, args.dtypes, args.states):
-                with compiling(target, op, case) as compiled:
-                    call()
-                variants += compiled
+            with compiling(target, op) as compiled:
+                for given in list_calls(op, args.dtypes, args.states):
+                    differentiate(get_implementation(op, "triton").run, given)
+            variants += compiled
             print(f"{target} {op}: {len(variants)} variants so far", file=sys.stderr)
     print(f"```bash\n{shlex.join(['python', 'benchmarks/offline.py', *sys.argv[1:]])}\n```\n")
     print(f"triton {triton.__version__}, torch {torch.__version__}, one CPU thread\n")
-    print(table(variants, args.each))
+    print(table(variants))
 
 
-def list_calls(op: str, dtypes: Any, states: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (what is compiled for, a function that runs forward and backward)."""
-    run = get_implementation(op, "triton").run
-    for name in dtypes:
-        dtype = getattr(torch, name)
+def list_calls(op: str, dtypes: Any, states: Any) -> Iterator[list[Any]]:
+    """Yield the arguments of calls, as the networks give them; their values do not matter."""
+    for dtype in (getattr(torch, name) for name in dtypes):
         if op == "bidirectional_wkv":
-            for route in (False, True):
-                case = f"{name}{', route' if route else ''}"
-                yield case, lambda dtype=dtype, route=route: differentiate(run, wkv(dtype, route))
+            for positions in (None, torch.arange(19).expand(2, -1).contiguous()):
+                k, v = (torch.zeros(2, 19, 64, dtype=dtype) for _ in range(2))
+                yield [k, v, torch.zeros(64), torch.zeros(64), positions, 38]
             continue
         for size, batch, route in itertools.product(states, BATCHES, (None, "reset", "decay")):
-            case = f"{name}, {size} states{', small' if batch < 9 else ''}"
-            case += f", {route}" if route else ""
-            yield case, lambda *a, args=(dtype, size, batch, route): differentiate(run, scan(*args))
-
-
-def wkv(dtype: torch.dtype, route: bool) -> list[Any]:
-    """Return arguments of `bidirectional_wkv`; their values do not matter."""
-    k, v = (torch.zeros(2, 19, 64, dtype=dtype) for _ in range(2))
-    positions = torch.arange(19).expand(2, -1).contiguous() if route else None
-    return [k, v, torch.zeros(64), torch.zeros(64), positions, 38]
-
-
-def scan(dtype: torch.dtype, size: int, batch: int, route: str | None) -> list[Any]:
-    """Return arguments of `selective_scan` as the networks give them, of which `decay` brings u in
-    float32 and D u is added outside."""
-    u = torch.zeros(batch, 5, 768, dtype=torch.float32 if route == "decay" else dtype)
-    B, C = (torch.zeros(batch, 5, 1, size, dtype=dtype) for _ in range(2))
-    D = None if route == "decay" else torch.zeros(768)
-    segments = torch.zeros(batch, 5, dtype=torch.int64) if route == "reset" else None
-    return [u, torch.zeros(batch, 5, 768), torch.zeros(768, size), B, C, D, segments]
+            # decay over gaps brings u in float32, and D u is added outside
+            u = torch.zeros(batch, 5, 768, dtype=torch.float32 if route == "decay" else dtype)
+            B, C = (torch.zeros(batch, 5, 1, size, dtype=dtype) for _ in range(2))
+            D = None if route == "decay" else torch.zeros(768)
+            segments = torch.zeros(batch, 5, dtype=torch.int64) if route == "reset" else None
+            yield [u, torch.zeros(batch, 5, 768), torch.zeros(768, size), B, C, D, segments]
 
 
 def differentiate(run: Any, args: list[Any]) -> None:
@@ -125,7 +105,7 @@ def differentiate(run: Any, args: list[Any]) -> None:
 
 
 @contextmanager
-def compiling(target: str, op: str = "", case: str = "") -> Iterator[list[Variant]]:
+def compiling(target: str, op: str = "") -> Iterator[list[Variant]]:
     """Compile for `target` what is launched in the context, in place of running it; each variant is
     added to the list that this returns."""
     gpu, variants, built = TARGETS[target], [], JITFunction.run
@@ -143,9 +123,8 @@ def compiling(target: str, op: str = "", case: str = "") -> Iterator[list[Varian
         binary = built(self, *args, grid=(1,), warmup=True, **options)
         seconds = time.perf_counter() - began
         if sum(len(entry[0]) for entry in self.device_caches.values()) > known:
-            registers, spilled = resources(binary)
-            name, shared = self.__name__, binary.metadata.shared
-            variants.append(Variant(target, op, name, case, seconds, registers, spilled, shared))
+            sizes = *resources(binary), binary.metadata.shared
+            variants.append(Variant(target, op, self.__name__, seconds, *sizes))
         return binary
 
     with (
@@ -173,22 +152,16 @@ def resources(binary: Any) -> tuple[int, int]:
     return int(registers), int(spilled)
 
 
-def table(variants: list[Variant], each: bool) -> str:
-    """Return Markdown: a line for each variant, or for each kernel of a target."""
+def table(variants: list[Variant]) -> str:
+    """Return Markdown: a line for each kernel of a target."""
     lines = ["| target | kernel | variants | s, median (most) | registers | spilled | shared |"]
     lines.append("|---|---|---|---|---|---|---|")
-
-    def key(v: Variant) -> tuple[str, ...]:
-        return (v.target, v.op, v.kernel, v.case) if each else (v.target, v.op, v.kernel)
-
-    for name, group in itertools.groupby(sorted(variants, key=key), key):
-        some = list(group)
-        seconds = [v.seconds for v in some]
-        most = [max(getattr(v, of) for v in some) for of in ("registers", "spilled", "shared")]
-        kernel = f"`{name[1]}`, `{name[2]}`{f', {name[3]}' if each else ''}"
+    for name, group in itertools.groupby(sorted(variants), lambda v: v[:3]):
+        *_, seconds, registers, spilled, shared = zip(*group, strict=True)
         times = f"{statistics.median(seconds):.1f} ({max(seconds):.1f})"
-        cells = (name[0], kernel, len(some), times, *most)
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+        most = " | ".join(str(max(sizes)) for sizes in (registers, spilled, shared))
+        kernel = f"`{name[1]}`, `{name[2]}`"
+        lines.append(f"| {name[0]} | {kernel} | {len(seconds)} | {times} | {most} |")
     return "\n".join(lines)
 
 
