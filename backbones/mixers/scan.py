@@ -99,12 +99,16 @@ def softplus(x: Tensor) -> Tensor:
 
 
 class _Softplus(torch.autograd.Function):
-    """By way of float64, rounded once."""
+    """max(x, 0) + log(1 + e^-|x|), and with s = sigmoid(-|x|) that is -log(1 - s).
+
+    1 - s is rounded to some u; s log(u) / (u - 1) is as exact as s is (Kahan's way to log1p).
+    """
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
-        y = x.double().exp_().log1p_().float()
-        return torch.where(x > 30, x, y)  # e^x overflows
+        s = x.abs().neg_().sigmoid_()
+        u = (1 - s).clamp_max_(1 - 2**-24)  # not 1, where it would be 0 / 0
+        return u.log().mul_(s).div_(u.sub_(1)).add_(x.clamp_min(0))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
