@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from backbones import UViT
 from tread_zoo.contract.backbone import Backbone, Features, Layout
+from tread_zoo.contract.checks import check_inputs
 from tread_zoo.contract.layers import LabelEmbedder, TimestepEmbedder, patchify, unpatchify
 from tread_zoo.routing import PathDrop, Route, check_routes
 
@@ -20,7 +21,7 @@ class OwnLoop(UViT):
     """U-ViT with a plain block loop for routes, dropped paths and fusions in its own words."""
 
     def forward(self, x, t, y=None, *, routes=(), features=None):
-        self._check_inputs(x, t, y)
+        check_inputs(self, x, t, y)
         routes = check_routes(
             routes, num_blocks=self.num_blocks, num_tokens=self.num_tokens, batch=len(x),
             fused_ranges=self.fused_ranges,

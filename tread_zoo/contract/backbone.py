@@ -407,7 +407,7 @@ class Backbone(nn.Module, ABC):
             x, t, y: as of `forward`.
             block: 0 … the number of blocks less one.
         """
-        self._check_inputs(x, t, y)
+        check_inputs(self, x, t, y)
         streams, condition = self._embed(x, t, y)
         _, collected = self._run_blocks(streams, condition, wanted=[block], stop=block + 1)
         return collected[block].tokens
