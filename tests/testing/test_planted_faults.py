@@ -108,15 +108,12 @@ class HasANullOfItsOwn(UViT):
 
 
 class TakesAnyShape(UViT):
-    def _check_condition(self, y, batch):
-        pass
-
-    def embed(self, x, t, y):
-        y = torch.zeros(len(x), self.context_length, self.context_size) if y is None else y
-        full = torch.zeros(len(x), self.context_length, self.context_size)
-        if y.ndim == 3:
+    def forward(self, x, t, y=None, **options):
+        if y is not None and y.ndim == 3:
+            full = torch.zeros(len(x), self.context_length, self.context_size)
             full[:, : y.shape[1], : y.shape[2]] = y
-        return super().embed(x, t, full)
+            y = full
+        return super().forward(x, t, y, **options)
 
 
 class RoundsTimes(DiT):
