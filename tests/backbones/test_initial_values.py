@@ -20,7 +20,8 @@ TABLE = [  # of a parameter the mean, the deviation and, but for a normal distri
      [("decay", 1.099, 1.352, -1.204, 3.401), ("bonus", 0, 0), ("own", 0.5, 0)]),
     *(("uvit_tiny", {"hidden_size": 128, "num_heads": 4, "init_std": std},
        [("blocks.0.proj.weight", 0, std), ("proj.bias", 0, 0), ("norm1.weight", *ONES),
-        ("positions", 0, std), ("label_embed.table.weight", 0, std)]) for std in (0.02, 0.05)),
+        ("positions", 0, std), ("label_embed.table.weight", 0, std),
+        ("conv.weight", 1 / 9, 8**0.5 / 9, 0, 1), ("conv.bias", 0, 0)]) for std in (0.02, 0.05)),
 ]  # fmt: skip
 
 

@@ -5,17 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tread_zoo import create_backbone
 from tread_zoo.contract.layers import time_sinusoids
 from tread_zoo.testing.conformance import Probe, watching
 
 SMALL = {"hidden_size": 8, "depth": 4, "num_heads": 2}
-SIZES = {"input_size": 8, "in_channels": 3, "num_classes": 10}
 EXTRA = 2
-
-
-def build(**overrides):
-    return create_backbone("uvit_tiny", **{**SIZES, **overrides})
 
 
 def make_probe(**overrides):
@@ -123,18 +117,6 @@ def test_label_and_time_stand_ahead_and_are_never_routed():
     assert torch.equal(seen[0].before[0][:, :EXTRA], tokens[:, :EXTRA])
 
 
-@pytest.mark.parametrize(("num_classes", "extra"), [(0, 1), (10, 2)])
-def test_every_token_has_a_learned_position(num_classes, extra):
-    backbone = build(num_classes=num_classes)
-    assert backbone.num_extra_tokens == extra
-    assert backbone.positions.requires_grad
-    assert backbone.positions.shape == (extra + 16, 74)
-    streams, _ = backbone.embed(torch.zeros(1, 3, 8, 8), torch.zeros(1), None)
-    torch.testing.assert_close(
-        streams[0][0, extra:], backbone.positions[extra:] + backbone.patch_embed.bias
-    )
-
-
 def test_convolution_comes_after_the_patches_are_joined():
     backbone = make_probe().build()
     torch.manual_seed(0)
@@ -152,23 +134,14 @@ def test_convolution_comes_after_the_patches_are_joined():
     torch.testing.assert_close(F.conv2d(without, conv.weight, conv.bias, padding=1), joined)
 
 
-@pytest.mark.parametrize("learn_sigma", [False, True])
-def test_the_convolution_starts_as_the_identity(learn_sigma):
-    """Drawn at random it is a filter that a network must learn to undo: on Fashion-MNIST, with its
-    one channel, one seed of two was still at it when training ended."""
-    backbone = build(learn_sigma=learn_sigma)
-    image = torch.randn(2, 3 * (1 + learn_sigma), 8, 8)
-    assert torch.equal(backbone.conv(image), image)
-
-
 def test_a_context_is_tokens_ahead_of_the_times():
-    backbone = build(**SMALL, num_classes=0, context_length=3, context_size=5)
-    x, t, y = torch.randn(2, 3, 8, 8), torch.rand(2), torch.randn(2, 3, 5)
+    probe = make_probe().with_contexts()
+    (x, t, y), backbone = probe.inputs(), probe.build()
     layer = backbone.context_embed
     with torch.no_grad():
         for given, full in ((y, y), (y.half(), y.half().float()), (None, torch.zeros_like(y))):
             tokens = backbone.embed(x, t, given)[0][0]
-            assert tokens.shape == (2, 1 + 3 + 16, 8)
+            assert tokens.shape == (len(x), 1 + 3 + 6, 8)
             expected = full @ layer.weight.T + layer.bias + backbone.context_positions
             torch.testing.assert_close(tokens[:, :3], expected)
             time = time_sinusoids(t, 8, 1000.0) + backbone.positions[0]

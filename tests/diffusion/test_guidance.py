@@ -1,14 +1,13 @@
 """Guidance: which networks are called, with which labels and tokens, and what it adds up to."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from itertools import product
 
 import pytest
 import torch
 
-from tests.test_contract import SMALL
-from tread_zoo import create, create_backbone, register, registry
+from tread_zoo import create, create_backbone
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.diffusion import (
     EDM,
@@ -40,13 +39,6 @@ NULL = 10
 LABELS = torch.tensor([2, 7])
 X = torch.randn(2, 5, 4, 4, generator=torch.Generator().manual_seed(0))
 LEVEL = torch.tensor([0.3, 0.3])
-GUIDED = [
-    ClassifierFree(scale=3.0),
-    IntervalGuidance(scale=3.0, low=0.1, high=0.5),
-    SparseGuidance(scale=3.0, strong_rate=0.25, weak_rate=0.75),
-    AutoGuidance(scale=3.0, weak_checkpoint="x"),
-    PathDropGuidance(scale=3.0),
-]
 
 
 class Spy:
@@ -73,18 +65,6 @@ class Spy:
     def gain(self, label, kept):
         of_tokens = 1 - sum(16 - k for k in kept) / 100
         return (self.factor * (1 + label.double()) * of_tokens).view(-1, 1, 1, 1)
-
-
-class Plain:
-    """An objective of others, with the least that sampling needs: dx/dt is the network's output."""
-
-    initial_std = 1.0
-
-    def dx_dt(self, predict, x_t, level):
-        return predict(x_t, level)
-
-    def levels(self, num_steps, grid=None):
-        return torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
 
 
 @pytest.fixture(params=[EDM(), FlowMatching()], ids=["edm", "flow"])
@@ -122,7 +102,7 @@ PARTS = {
 @pytest.mark.parametrize(("level", "done"), [(1.0, 0.0), (0.5, 0.5), (0.25, 1.0)])
 def test_all_parts_together_are_the_formula(level, done):
     """In float64, at the first, the middle and the last of 3 steps."""
-    batch = batch_of(Plain(), levels=torch.tensor([1, 0.5, 0.25, 0]))
+    batch = batch_of(FlowMatching(), levels=torch.tensor([1, 0.5, 0.25, 0]))
     x, level = X.double(), torch.tensor(level)
     for values in product(*PARTS.values()):
         label, weak_rate, path, checkpoint, strong_rate, scale = values
@@ -160,18 +140,6 @@ def test_the_kinds_are_points_of_parts(kind, parts):
     whole = PartsGuidance(**parts)
     for option in fields(whole):
         assert getattr(kind, option.name) == getattr(whole, option.name)
-
-
-def test_guiding_slopes_is_guiding_estimates(objective):
-    batch = batch_of(objective)
-    slope = ClassifierFree(scale=2.5).dx_dt(batch)(X, LEVEL)
-    strong, weak = (
-        objective.estimate(X, replace(batch, labels=labels).dx_dt()(X, LEVEL), LEVEL)
-        for labels in (LABELS, torch.tensor([NULL, NULL]))
-    )
-    estimate = weak + 2.5 * (strong - weak)
-    expected = (X - estimate) / LEVEL.view(-1, 1, 1, 1)
-    torch.testing.assert_close(slope, expected, rtol=1e-4, atol=1e-4)
 
 
 # Which networks are called ------------------------------------------------------------------------
@@ -360,41 +328,7 @@ def draw(network, options, indices, *, batch_size=8, objective=None, **more):
     return generate(network, objective or FlowMatching(), options, **more)
 
 
-def test_path_drop_drops_the_label_too_where_there_is_one():
-    """As SPRINT's released sampler; `parts` drops the path alone."""
-    guidance = PathDropGuidance(scale=3.0)
-    batch = batch_of(FlowMatching())
-    guidance.dx_dt(batch)(X, LEVEL)
-    assert [labels for labels, _ in batch.backbone.calls] == [[NULL, NULL], LABELS.tolist()]
-    network = tiny(num_classes=0)
-    network.add_fusions([(1, 3)])
-    images, alone = (
-        draw(network, SamplingOptions(Euler(), 3, guidance=each), [0, 1])
-        for each in (guidance, PartsGuidance(scale=3.0, drop_path=True))
-    )
-    assert torch.equal(images, alone)
-
-
 RAMP = PartsGuidance(weak_rate=("cosine", 0.7, 0.3), drop_label=("interval", 0.5, 1.0))
-
-
-@pytest.mark.parametrize(("number", "name"), enumerate(SMALL))
-def test_every_guidance_and_every_backbone_in_turns(number, name):
-    objective, guidance = (EDM(), FlowMatching())[number % 2], GUIDED[number % len(GUIDED)]
-    network, weak = tiny(name, **SMALL[name]), None
-    if isinstance(guidance, PathDropGuidance):
-        network.add_fusions([(1, 3)])
-    if isinstance(guidance, AutoGuidance):
-        weak = tiny("dit_tiny", depth=2, num_heads=1)
-    if isinstance(guidance, IntervalGuidance) and isinstance(objective, EDM):
-        guidance = IntervalGuidance(scale=3.0, low=0.1, high=50.0)
-    options, given = SamplingOptions(Euler(), 3, guidance=guidance), {"objective": objective}
-    images = draw(network, options, [0, 1, 2], weak=weak, **given)
-    assert images.isfinite().all()
-    assert torch.equal(images, draw(network, options, [0, 1, 2], weak=weak, **given))
-    assert not torch.allclose(
-        images, draw(network, SamplingOptions(Euler(), 3), [0, 1, 2], **given)
-    )
 
 
 @pytest.mark.parametrize(
@@ -432,40 +366,3 @@ def test_settings_become_options_and_back():
             "guidance_channels": None,
     }  # fmt: skip
     assert build_sampling("heun") == SamplingOptions(Heun(), 18)
-
-
-# Parts of others ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def plugin(monkeypatch):
-    """Register an objective, a sampler and a guidance with the least that each needs."""
-    monkeypatch.setattr(registry, "_entries", {**registry._entries})
-    create("guidance", "none")  # ours are loaded before
-
-    @register("sampler", "leap")
-    def leap(problem, x, levels, *, length: float = 1.0):
-        return x - length * problem.slope(x, float(levels[0]))
-
-    @register("guidance", "smaller")
-    @dataclass(frozen=True)
-    class Smaller:
-        weak_checkpoint: str
-        scale: float = 2.0
-
-        def dx_dt(self, batch):
-            return combine(replace(batch, backbone=batch.weak).dx_dt(), batch.dx_dt(), self.scale)
-
-    return register("objective", "plain")(Plain)()
-
-
-def test_parts_of_others_work_like_ours(plugin):
-    guidance = {"name": "smaller", "weak_checkpoint": "runs/small", "scale": 3.0}
-    options = build_sampling({"name": "leap", "num_steps": 2}, guidance)
-    options.check_training(conditional=True, label_dropout=0.0, has_routes=False)
-    network, weak = tiny(), tiny(depth=2)
-    images = draw(network, options, [0, 1], objective=plugin, weak=weak)
-    plain = draw(network, build_sampling("leap"), [0, 1], objective=plugin)
-    assert not torch.equal(images, plain)
-    record = options.as_dict()
-    assert (record["sampler"], record["length"], record["guidance"]) == ("leap", 1.0, "smaller")

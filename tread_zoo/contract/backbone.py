@@ -183,8 +183,7 @@ class Backbone(nn.Module, ABC):
         """Make contexts, float [B, T, S], the condition in place of labels.
 
         Each of the T embeddings becomes an extra token before all others: a linear map plus a
-        learned position. Weights are drawn from torch's global generator. Times must then be [B],
-        because a context token has no time.
+        learned position, drawn from torch's global generator. Times must then be [B].
 
         Args:
             context_length, context_size: T and S; 0 and 0 change nothing.
@@ -196,10 +195,9 @@ class Backbone(nn.Module, ABC):
         if not context_size:
             return
         width, like = self._stream_widths()[0], next(self.parameters())
-        place: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
-        self.context_embed = nn.Linear(context_size, width, **place)
-        self.context_positions = nn.Parameter(torch.empty(context_length, width, **place))
-        nn.init.normal_(self.context_positions, std=0.02)
+        self.context_embed = nn.Linear(context_size, width).to(like)
+        positions = nn.init.normal_(torch.empty(context_length, width), std=0.02)
+        self.context_positions = nn.Parameter(positions.to(like))
         self.context_length, self.context_size = context_length, context_size
         self._add_tokens(context_length)
 
@@ -208,15 +206,12 @@ class Backbone(nn.Module, ABC):
 
         They hold global information (arXiv 2309.16588; in diffusion 2605.05206). Routes never drop
         them, scans read them first in both directions, and the head discards them. Times must then
-        be [B].
-
-        Args:
-            num_registers: R; 0 changes nothing.
+        be [B]. R = 0 changes nothing.
         """
         if num_registers:
             width, like = self._stream_widths()[0], next(self.parameters())
-            registers = torch.empty(num_registers, width, device=like.device, dtype=like.dtype)
-            self.registers = nn.Parameter(nn.init.normal_(registers, std=0.02))
+            registers = nn.init.normal_(torch.empty(num_registers, width), std=0.02)
+            self.registers = nn.Parameter(registers.to(like))
             self._add_tokens(num_registers)
 
     def _add_tokens(self, count: int) -> None:
@@ -236,8 +231,8 @@ class Backbone(nn.Module, ABC):
         return tokens if context is None else torch.cat([context, tokens], dim=1)
 
     def embed_context(self, y: Tensor | None, batch: int) -> Tensor | None:
-        """Return the tokens [B, T, D] of contexts y [B, T, S], or None if the network takes none. y
-        of None means zeros."""
+        """Return the tokens [B, T, D] of contexts y [B, T, S], zeros for None; None without
+        contexts."""
         if self.context_embed is None:
             return None
         weight = self.context_embed.weight
@@ -247,15 +242,8 @@ class Backbone(nn.Module, ABC):
         return tokens
 
     def build_routing(self, name: str = "tread", **fields: Any) -> Routing:
-        """Return a routing for this network; its `draw` gives the routes of a batch.
-
-        Args:
-            name: `none` or `tread`.
-            fields: of `tread_zoo.routing.RoutingConfig`; `auto` is this architecture's default.
-
-        Raises:
-            ValueError: as of `tread_zoo.routing.build_routing`.
-        """
+        """Return a routing for this network, whose `draw` gives the routes of a batch; see
+        `tread_zoo.routing.build_routing`."""
         routing = build_routing(
             name, num_blocks=self.num_blocks, default_selector=self.default_selector,
             default_range=self.default_range, **fields,
@@ -268,8 +256,8 @@ class Backbone(nn.Module, ABC):
     def add_fusions(self, ranges: Sequence[Sequence[int]], bypassed: Bypassed = "dense") -> None:
         """Add a fusion of the streams at the end of each block range [start, end).
 
-        A fusion runs in every call, with or without a route. It is initialised to change the output
-        by rounding alone, unless `bypassed` is zero. Nothing is drawn.
+        A fusion runs in every call, with or without a route. Initially it changes the output only
+        by rounding, unless `bypassed` is zero. Nothing is drawn.
 
         Args:
             ranges: disjoint and ascending; routes are then possible there only.
@@ -284,24 +272,18 @@ class Backbone(nn.Module, ABC):
             raise ValueError(f"this network has fusions already, at {self.fused_ranges}.")
         self.fused_ranges = check_ranges(ranges, num_blocks=self.num_blocks)
         self.bypassed = bypassed
-        like = next(self.parameters())
+        widths, like = self._stream_widths(), next(self.parameters())
         for start, end in self.fused_ranges:
             name = f"{start}_{end}" + ("" if bypassed == "dense" else f"_{bypassed}")
-            self.fusions[name] = Fusion(
-                self._stream_widths(), bypassed, device=like.device, dtype=like.dtype
-            )
+            self.fusions[name] = Fusion(widths, bypassed).to(like)
 
     def add_mask_tokens(self, ranges: Sequence[Sequence[int]]) -> None:
         """Add learned tokens that replace those that bypass the block ranges [start, end).
 
-        A call without a route there does not use them. They start as sines of their positions;
-        nothing is drawn.
+        They are used only under a route, and start as sines of their positions; nothing is drawn.
 
         Args:
             ranges: disjoint and ascending; routes are then possible there only.
-
-        Raises:
-            ValueError: the ranges do not fit the depth.
         """
         self.masked_ranges = check_ranges(ranges, num_blocks=self.num_blocks)
         like = next(self.parameters())
@@ -338,17 +320,15 @@ class Backbone(nn.Module, ABC):
                 `per_token_time`.
             y: labels [B], int64, in 0 … num_classes, or contexts [B, T, S], floats of any
                 precision, padded with zeros. None means the null label, or all zeros.
-            r: in the shape of t: the output is then for the span from r to t, such as a mean
-                velocity. None is the same as r = t. `embed` gets the complex t + i (t - r), which
-                `TimestepEmbedder` and `time_sinusoids` accept.
-            routes: disjoint concrete routes and dropped paths in ascending order. With fusions,
-                each range must be one of `fused_ranges`, and the others run dense. A path can be
-                dropped only there. With mask tokens, each must be one of `masked_ranges`. A route
-                that keeps all tokens is ignored.
-            features: blocks whose tokens are returned too, as (output, {block: `Features`}), with
-                gradients. They are the tokens right after the block; within a route, the kept ones.
-            without: blocks to leave out: the streams pass them unchanged, and a skip from there is
-                the first stream as it came.
+            r: in the shape of t: the output is for the span from r to t, such as a mean velocity;
+                None means r = t. `embed` gets the complex t + i (t - r), which `TimestepEmbedder`
+                and `time_sinusoids` accept.
+            routes: disjoint concrete routes and dropped paths in ascending order. With fusions or
+                mask tokens, each must be one of `fused_ranges` or `masked_ranges`; paths can be
+                dropped only at `fused_ranges`. A route that keeps all tokens is ignored.
+            features: blocks whose tokens are returned too, with gradients, as (output, {block:
+                `Features`}); within a route, the kept tokens.
+            without: blocks to leave out: streams pass them unchanged.
 
         Raises:
             ValueError: an input has the wrong shape, a condition is given to an unconditional
@@ -379,17 +359,12 @@ class Backbone(nn.Module, ABC):
 
     @torch.no_grad()
     def importance(self, x: Tensor, t: Tensor, y: Tensor | None, start: int) -> Tensor:
-        """Return the importance [B, N] of the tokens before block `start`, float32, not negative.
-
-        It is the norm of each token of the first stream after blocks 0 … start-1, all tokens kept,
-        without gradient. `routing.selector=norm` draws the kept tokens by it.
+        """Return the importance [B, N] of the tokens before block `start`, float32: their norms in
+        the first stream, dense and without gradient, for `routing.selector=norm`.
 
         Args:
             x, t, y: as of `forward`.
             start: 0 … the number of blocks.
-
-        Raises:
-            ValueError: an input has the wrong shape, or `start` is outside the depth.
         """
         check_inputs(self, x, t, y)
         if not 0 <= start <= self.num_blocks:

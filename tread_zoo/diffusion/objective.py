@@ -60,8 +60,7 @@ class Objective(Protocol):
         generator's device."""
 
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss per sample [B], whose mean is minimised, and tensors by name, whose means
-        are logged."""
+        """Return the loss per image [B], and tensors by name, whose means are logged."""
 
     def dx_dt(self, predict: Predict, x_t: Tensor, level: Tensor) -> Tensor:
         """Return dx/dt [B,C,H,W] of the probability-flow ODE at `level` [B] > 0."""
@@ -108,20 +107,18 @@ class AdditiveNoise:
 
 
 def prediction(output: Tensor, num_channels: int) -> Tensor:
-    """Return the first `num_channels` channels of a network's output, in float32, or float64 if it
-    is that.
+    """Return the first `num_channels` channels of a network's output, in float32 or float64.
 
     A network with a learned sigma gives 2C channels: the prediction, then the parameters of a
-    variance that neither the ODE nor these losses use. The cast keeps losses and samples in
-    float32 when the network ran in half precision.
+    variance, which is not used here.
 
     Raises:
         ValueError: the output has neither C nor 2C channels.
     """
     if output.shape[1] not in (num_channels, 2 * num_channels):
         raise ValueError(
-            f"the network gives {output.shape[1]} channels for data of {num_channels}: it must "
-            f"give {num_channels}, or {2 * num_channels} with a learned sigma."
+            f"the network returns {output.shape[1]} channels for data with {num_channels}; it must "
+            f"return {num_channels}, or {2 * num_channels} with a learned sigma."
         )
     kept = output[:, :num_channels]
     return kept if kept.dtype == torch.float64 else kept.float()
@@ -133,9 +130,9 @@ def per_image(level: Tensor) -> Tensor:
 
 
 def check_draw(x: Tensor, draw: Draw) -> None:
-    """Raise `ValueError` for a draw that is not one of `x`, before broadcasting could hide it."""
+    """Raise `ValueError` if the shapes of a draw and of `x` differ: they might broadcast."""
     if draw.noise.shape != x.shape or draw.level.shape != x.shape[:1]:
         raise ValueError(
             f"draw.noise {tuple(draw.noise.shape)} and draw.level {tuple(draw.level.shape)} do not "
-            f"fit x {tuple(x.shape)}. Draw with objective.draw(x.shape, generator)."
+            f"fit x {tuple(x.shape)}: use objective.draw(x.shape, generator)."
         )

@@ -1,20 +1,15 @@
-"""Losses token by token: at a level for each token, and of kept and bypassed tokens apart.
+"""Losses per token: with a level for each token, or split into kept and bypassed tokens.
 
-The objective sees each patch as an image of its own; so it needs no loss of parts, and must not mix
-pixels.
-
-The second is after MaskDiT (arXiv 2306.09305, section 3.3).
-
-With the objective's loss l_i at patch i, its estimate D of the clean data behind x_t, the set S of
-tokens that were kept and M of those that bypassed a route,
+The objective gets each patch as an image, so it must not mix pixels. The split loss is that of
+MaskDiT (arXiv 2306.09305, section 3.3). With the objective's loss l_i at patch i, its estimate D of
+the clean data, and the sets S of kept and M of bypassed tokens,
 
     L = mean over S of l_i + weight mean over M of |D_i - x_t,i|^2
 
-The second term asks for what the network was not shown, noise included: D - x_t, not D - x.
-MaskDiT's weight is 0.1; its released code also standardises each patch of x_t, its formula does
-not. It grows with the noise of x_t, squared: at objective=ddpm, whose sigma reaches 157, it would
-outweigh all else. A weight of 0 leaves what bypassed out of the loss, as MicroDiT does (arXiv
-2407.15811).
+The second term reconstructs the noisy input, D - x_t. MaskDiT's weight is 0.1; its released code
+also standardises each patch of x_t, its formula does not. The term grows with the squared noise, so
+it outweighs all else with objective=ddpm, whose sigma reaches 157. A weight of 0 leaves bypassed
+tokens out of the loss, as in MicroDiT (arXiv 2407.15811).
 
 B batch, N tokens, C channels, p patch size.
 """
@@ -38,8 +33,8 @@ def split_loss(
     patch_size: int,
     weight: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of each image [B] as above, and what `objective.loss` names and
-    `reconstruction`, the mean over M; where M is empty 0, and the loss is the objective's own.
+    """Return the loss of each image [B] as above, the values of `objective.loss`, and
+    `reconstruction`, the mean over M, or 0 where M is empty.
 
     Args:
         objective, predict, x, draw: as of `Objective.loss`.
@@ -63,8 +58,8 @@ def split_loss(
 def loss_by_token(
     objective: Objective, predict: Predict, x: Tensor, draw: Draw, *, patch_size: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of each image [B] whose tokens are at `draw.token_levels` [B, N], and what
-    `objective.loss` names. `predict` gets these as its noise labels.
+    """Return the loss of each image [B] whose tokens have `draw.token_levels` [B, N], which
+    `predict` gets as noise labels, and the values of `objective.loss`.
 
     Args:
         objective, predict, x, draw: as of `Objective.loss`.
@@ -80,8 +75,7 @@ def loss_by_token(
 def _token_losses(
     objective: Objective, predict: Predict, x: Tensor, noise: Tensor, levels: Tensor, p: int
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Return the losses [B, N], what the objective names, and the output, at levels [B] or [B, N]
-    as `predict` gets them."""
+    """Return the losses [B, N], the objective's values, and the output, at levels [B] or [B, N]."""
     batch, grid = len(x), (x.shape[2] // p, x.shape[3] // p)
     num_tokens = grid[0] * grid[1]
     outputs: list[Tensor] = []
@@ -103,6 +97,6 @@ def _token_losses(
 
 
 def _mean(values: Tensor, chosen: Tensor) -> Tensor:
-    """Return the means [B] of the chosen values of [B, N], 0 where none is."""
+    """Return the means [B] of the chosen values of [B, N]; 0 if there are none."""
     total = torch.where(chosen, values, 0.0).sum(dim=1)
     return total / chosen.sum(dim=1).clamp_min(1)

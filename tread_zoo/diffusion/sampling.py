@@ -89,15 +89,12 @@ class SamplingOptions:
             )
 
     def check_training(self, *, conditional: bool, label_dropout: float, has_routes: bool) -> None:
-        """Check that training includes the weak prediction of the guidance.
+        """Raise `ValueError` if training does not include the weak prediction of the guidance.
 
         Args:
             conditional: whether the network takes labels or contexts.
             label_dropout: fraction of conditions that training drops.
             has_routes: whether training uses routes.
-
-        Raises:
-            ValueError: the weak prediction is not trained.
         """
         if hasattr(self.guidance, "check_training"):
             self.guidance.check_training(
@@ -107,11 +104,8 @@ class SamplingOptions:
     def try_guidance(
         self, backbone: Backbone, objective: Objective, weak: Backbone | None = None
     ) -> None:
-        """Evaluate the guidance once, with networks that return zeros, before training starts.
-
-        Raises:
-            ValueError: it fails, or its dx/dt does not have the shape of the images.
-        """
+        """Evaluate the guidance once, with networks that return zeros, before training starts;
+        raise `ValueError` if it fails."""
         labels = default_labels([0], backbone.num_classes)
         if backbone.context_size:
             labels = torch.zeros(1, backbone.context_length, backbone.context_size)
@@ -122,14 +116,12 @@ class SamplingOptions:
         )
         name = describe_part("guidance", self.guidance)["name"]
         try:
-            slope = self.guidance.dx_dt(batch)(x, levels[:1].float())
+            shape = self.guidance.dx_dt(batch)(x, levels[:1].float()).shape
         except Exception as error:
             raise ValueError(f"guidance={name} fails: {type(error).__name__}: {error}") from error
-        if not isinstance(slope, Tensor) or slope.shape != x.shape:
-            shape = list(slope.shape) if isinstance(slope, Tensor) else type(slope).__name__
+        if shape != x.shape:
             raise ValueError(
-                f"guidance={name} gives {shape} for images {list(x.shape)}: its dx_dt must return "
-                "a function of (x, level) that gives dx/dt, of the shape of x."
+                f"guidance={name} returns dx/dt of shape {list(shape)} for images {list(x.shape)}."
             )
 
     def as_dict(self) -> dict[str, Any]:
@@ -239,10 +231,8 @@ def generate(
 
 
 def describe_part(kind: str, part: Any) -> dict[str, Any]:
-    """Return `{"name": …, option: value, …}` of a part, which is an instance or a function.
-
-    A part that is not registered has the name of its function or class.
-    """
+    """Return `{"name": …, option: value, …}` of a part, an instance or a function; one that is not
+    registered has the name of its class or function."""
     bound = isinstance(part, partial)
     made_by = part.func if bound else part if isroutine(part) else type(part)
     for name in available(kind):

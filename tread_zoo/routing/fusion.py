@@ -38,34 +38,13 @@ class Fusion(nn.Module):
     Args:
         widths: D of each stream.
         bypassed: input for a token that did not run: its dense value, or zero.
-        device, dtype: of the parameters.
     """
 
-    def __init__(
-        self,
-        widths: Sequence[int],
-        bypassed: Bypassed = "dense",
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, widths: Sequence[int], bypassed: Bypassed = "dense") -> None:
         super().__init__()
-        self.bypassed = bypassed
-        self.weights = nn.ParameterList(
-            torch.empty(width, 2 * width, device=device, dtype=dtype) for width in widths
-        )
-        self.biases = nn.ParameterList(
-            torch.empty(width, device=device, dtype=dtype) for width in widths
-        )
-        self.initialize()
-
-    @torch.no_grad()
-    def initialize(self) -> None:
-        """Set weights to [I, I], or half of that with `bypassed="zero"`, and biases to 0."""
-        for weight, bias in zip(self.weights, self.biases, strict=True):
-            weight.copy_(torch.eye(len(weight), device=weight.device).repeat(1, 2))
-            weight.div_(2 if self.bypassed == "zero" else 1)
-            bias.zero_()
+        self.bypassed, scale = bypassed, 0.5 if bypassed == "zero" else 1.0
+        self.weights = nn.ParameterList(scale * torch.eye(width).repeat(1, 2) for width in widths)
+        self.biases = nn.ParameterList(torch.zeros(width) for width in widths)
 
     def absent(self, streams: Streams) -> Streams:
         """Return the input for tokens that did not run."""
