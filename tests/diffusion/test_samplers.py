@@ -173,14 +173,18 @@ def test_stochastic_samples_have_the_mean_and_variance_of_the_data(
 
 
 @pytest.mark.parametrize(
-    "sampler",
-    [EDMStochastic(s_churn=0.0), EDMStochastic(s_churn=9.0, s_min=200.0, s_max=300.0)],
+    ("objective", "sampler", "plain"),
+    [
+        ("edm", EDMStochastic(s_churn=0.0), Heun()),
+        ("edm", EDMStochastic(s_churn=9.0, s_min=200.0, s_max=300.0), Heun()),
+        ("flow", FlowSDE(diffusion=0.0), Euler()),
+    ],
     ids=repr,
 )
-def test_without_churn_it_is_heun_to_the_bit(gaussian, sampler):
-    problem = gaussian("edm")
+def test_without_noise_it_is_the_ode_s_rule_to_the_bit(gaussian, objective, sampler, plain):
+    problem = gaussian(objective)
     start, levels = _start(problem), problem.objective.levels(9)
-    assert torch.equal(sampler(_of(problem), start, levels), Heun()(_of(problem), start, levels))
+    assert torch.equal(sampler(_of(problem), start, levels), plain(_of(problem), start, levels))
 
 
 def test_churn_by_hand():
@@ -204,13 +208,6 @@ def test_churn_by_hand():
         expected += 1.1 * (raised**2 - level**2) ** 0.5 + 0.5 * (after - raised)
     assert drawn == [1, 2]
     assert result.item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_an_sde_without_diffusion_is_euler_to_the_bit(gaussian):
-    problem = gaussian("flow")
-    start, levels = _start(problem), problem.objective.levels(9)
-    result = FlowSDE(diffusion=0.0)(_of(problem), start, levels)
-    assert torch.equal(result, Euler()(_of(problem), start, levels))
 
 
 def test_a_step_of_the_sde_by_the_papers_formula():

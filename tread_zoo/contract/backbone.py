@@ -62,15 +62,12 @@ class Backbone(nn.Module, ABC):
         per_token_time: whether t may also be [B, N], a time for each token.
 
     Attributes:
-        fused_ranges: block ranges [start, end) at whose end the streams are fused, in ascending
-            order. `add_fusions` sets them and `bypassed`, the value of tokens that did not run.
+        fused_ranges: block ranges [start, end) at whose end the streams are fused, ascending; set
+            by `add_fusions`.
         masked_ranges: block ranges [start, end) at whose end learned tokens replace those that
-            bypassed; `add_mask_tokens` sets them.
-        context_length, context_size: T and S of contexts, which `add_contexts` sets; 0 without.
+            bypassed; set by `add_mask_tokens`.
+        context_length, context_size: T and S of contexts, set by `add_contexts`; 0 without.
         num_context_tokens: number of context tokens and registers, which come first.
-
-    Raises:
-        ValueError: the sizes do not fit together, or `depends_on` has an unknown name.
 
     Subclasses fill `self.blocks`, an `nn.ModuleList`, and may set
 

@@ -60,8 +60,8 @@ class Layout:
 
 
 class Features(NamedTuple):
-    """Tokens [B, K, D] after a block, without extra ones, and their raster positions, int64 [B, K].
-    `ids` is None where all N tokens are present."""
+    """Tokens [B, K, D] after a block, without extra ones, and their raster positions, int64 [B, K],
+    or None if all N tokens are present."""
 
     tokens: Tensor
     ids: Tensor | None
@@ -69,11 +69,8 @@ class Features(NamedTuple):
 
 @dataclass(frozen=True)
 class PerToken:
-    """A condition with one row per token, [B, E + N, D]; a block gets the rows of its tokens.
-
-    `embed` returns it as the condition, or in a tuple of conditions. `run_block` and `head` receive
-    plain tensors, [B, E + K, D] and [B, E + N, D].
-    """
+    """A condition with one row per token, [B, E + N, D], which `embed` returns as the condition or
+    in a tuple; `run_block` and `head` receive the rows of their tokens as plain tensors."""
 
     values: Tensor
 
@@ -86,8 +83,8 @@ class Frame:
     Args:
         span: start and end of the range.
         route: its route or dropped path; None: the blocks see all tokens.
-        fusion: fuses the streams at the end; None: the tokens rejoin as they are.
-        mask: gives the tokens that replace bypassed ones; None: they rejoin themselves.
+        fusion: fuses the streams at the end, if any.
+        mask: gives the tokens that replace bypassed ones, if any.
         dense: the layout of all tokens.
         skips: consumer -> producer, of the network.
 
@@ -96,7 +93,6 @@ class Frame:
         layout: the tokens that the blocks see.
         rows: rows of the flattened streams that the blocks see, from `row_index`; None: all.
         kept: rows that rejoin as processed; None: all.
-        carry_from: block before which bypassed tokens are taken; None: `start`.
     """
 
     def __init__(

@@ -48,17 +48,8 @@ ROUTE_FIELDS = tuple(field.name for field in fields(RouteConfig))
 
 @dataclass(frozen=True)
 class RoutePlan:
-    """One route before its tokens are drawn.
-
-    Args:
-        start, end: blocks start … end-1 run on the kept tokens, counted from 0.
-        selection_rate: fraction of tokens that bypass, in [0, 1); the first rate of a schedule.
-        selector: draws the kept tokens.
-        selector_name: description of the selector for logs.
-        per_batch: keep the same tokens for the whole batch.
-        schedule: how the rate changes over training; None: it is constant.
-        bypass: what happens to the tokens that bypass.
-    """
+    """One route before its tokens are drawn: the values of a `RouteConfig`, with `start` and `end`
+    counted from 0, the description `selector_name` for logs, and None for a constant schedule."""
 
     start: int
     end: int
@@ -68,11 +59,6 @@ class RoutePlan:
     per_batch: bool = False
     schedule: RateSchedule | None = None
     bypass: Bypass = UNCHANGED
-
-    def __post_init__(self) -> None:
-        num_kept_tokens(1, self.selection_rate)
-        if not 0 <= self.start < self.end:
-            raise ValueError(f"route start={self.start}, end={self.end} is empty or negative.")
 
     @property
     def needs_importance(self) -> bool:
@@ -141,21 +127,8 @@ class RoutePlan:
 
 @dataclass(frozen=True)
 class Routing:
-    """The routes of a network, disjoint and in ascending order, and when they are used.
-
-    Args:
-        plans: the routes; empty means dense.
-        warm_start: fraction of training at the start without routes.
-        dense_tail: fraction of training at the end without routes.
-        probability: probability that a step between the two is routed.
-        rejoin: `replace` puts the kept tokens back (TREAD), `project` fuses them with the streams
-            from before the route (`tread_zoo.routing.fusion`), `mask` replaces the others by
-            learned tokens (`tread_zoo.routing.masks`).
-        bypassed: see `tread_zoo.routing.fusion`.
-        path_drop_probability: probability that a routed step drops the paths of all routes.
-        reconstruction_weight: weight of the bypassed tokens' loss, see
-            `tread_zoo.diffusion.reconstruction`; None: one loss for all tokens.
-    """
+    """The routes of a network, disjoint and in ascending order, and when they are used: the values
+    of a `RoutingConfig`. Without plans it is dense."""
 
     plans: tuple[RoutePlan, ...] = ()
     warm_start: float = 0.0

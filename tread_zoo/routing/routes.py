@@ -62,12 +62,11 @@ class Route:
         start: first routed block, 0 … depth-1.
         end: first block that sees all tokens again, start+1 … depth.
         ids: int64 [B, K], raster positions of the kept tokens, strictly ascending in each row.
+            Checking them on a GPU waits for it: make routes on the CPU and move them with `to`.
         bypass: what happens to the others.
 
     Raises:
-        ValueError: the range is empty, the type or shape is wrong, or the ids are not strictly
-            ascending. Checking ids on a GPU waits for the device: make routes on the CPU and move
-            them with `to`.
+        ValueError: the range is empty, or the ids are not as above.
     """
 
     start: int
@@ -110,14 +109,11 @@ class Route:
 
 @dataclass(frozen=True)
 class PathDrop:
-    """Blocks `start … end-1` do not run: every token bypasses them, extra tokens included.
+    """Blocks `start … end-1`, one of `Backbone.fused_ranges`, do not run: every token bypasses
+    them, extra tokens included.
 
     Every stream, and every skip from within the range, has its value at the start. The fusion at
-    the end still runs, with an update of zero. It serves as the weak branch of a guidance, which
-    the network learns in some training steps.
-
-    Args:
-        start, end: a range that the network fuses (`Backbone.fused_ranges`).
+    the end still runs, with an update of zero. Guidance uses it as a weak branch.
     """
 
     start: int
@@ -156,10 +152,9 @@ def check_routes(
             routes are possible there only.
 
     Raises:
-        ValueError: a route is outside the depth, overlaps another, is out of order, has another
-            batch size or ids beyond the grid (checked on the CPU only), or misses the fused and
-            masked ranges; a dropped path misses the fused ranges; or `carry_from` is a block where
-            tokens are missing.
+        ValueError: a route is outside the depth, overlaps another or is out of order, has another
+            batch size or ids beyond the grid (checked on the CPU only), or is not one of the fused
+            or masked ranges; or `carry_from` is a block where tokens are missing.
     """
     routes = tuple(routes)
     previous_end = 0
