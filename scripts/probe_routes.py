@@ -5,7 +5,7 @@ tread-zoo probe checkpoint=… measure=cka selection_rate=0.75
 
 Prints how similar the states between blocks are, how much the output changes without each block,
 and a proposed route with the FLOPs that it saves; placement.json has every number. The rule is at
-the top of tread_zoo/routing/probe.py. Use a dense run: a routed one has adapted to its own route.
+the top of tread_zoo/routing/placement.py. Use a dense run: a routed one has adapted to its route.
 """
 
 import json
@@ -32,7 +32,7 @@ from tread_zoo.evaluation.held_out import stack_part
 from tread_zoo.factory import create_backbone
 from tread_zoo.fields import OPTIONS, Fraction, check
 from tread_zoo.kernels import set_forms
-from tread_zoo.routing.probe import propose_route, recording, similarity
+from tread_zoo.routing.placement import propose_route, recording, similarity
 from tread_zoo.runs.restore import Restored, restore
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator

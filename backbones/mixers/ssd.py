@@ -50,7 +50,7 @@ class BidirectionalSSD(ScanMixer):
         expand: I over D.
         state_size: S.
         head_size: P, a divisor of I.
-        conv_width: taps of the causal convolution ahead of the scan.
+        conv_width: taps of the causal convolution before the scan.
         scan: `scan_order`, `gaps` and `index`, see `ScanMixer`.
     """
 

@@ -13,7 +13,7 @@ from tread_zoo.data import digits
 from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.fields import check
 from tread_zoo.routing import NO_ROUTING, build_routing
-from tread_zoo.routing.probe import propose_route, similarity
+from tread_zoo.routing.placement import propose_route, similarity
 from tread_zoo.seeding import make_generator
 from tread_zoo.testing import Probe
 
