@@ -60,7 +60,8 @@ class Objective(Protocol):
         generator's device."""
 
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss per image [B], and tensors by name, whose means are logged."""
+        """Return the loss per image [B], and tensors by name, whose means are logged. It reads no
+        values: it also runs on the meta device, to count FLOPs."""
 
     def dx_dt(self, predict: Predict, x_t: Tensor, level: Tensor) -> Tensor:
         """Return dx/dt [B,C,H,W] of the probability-flow ODE at `level` [B] > 0."""
