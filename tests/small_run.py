@@ -8,6 +8,7 @@ import yaml
 from PIL import Image
 
 from tread_zoo.config import make_config
+from tread_zoo.registry import available, get_entry
 from tread_zoo.training import log
 from tread_zoo.training.loop import train
 from tread_zoo.training.setup import Setup, build_setup
@@ -62,6 +63,12 @@ def settings(*overrides):
 def full_settings(*overrides):
     """Return the keywords of `train` for the default run with overrides."""
     return make_config(**fields_of(*overrides)).as_dict()
+
+
+def ours(kind):
+    """Return the names of a kind that the project registers, without those of other tests."""
+    names = available(kind)
+    return [n for n in names if get_entry(kind, n).target.__module__.startswith("tread_zoo")]
 
 
 def parts_of(given) -> Setup:

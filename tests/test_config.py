@@ -23,17 +23,13 @@ from tread_zoo.routing import build_routing
 
 ROOT = Path(__file__).parents[1]
 NEEDS = {  # what an option needs beside itself
-    ("sampler", "edm_stochastic"): ["objective=edm"],
-    ("data", "hf"): ["data.path=x", "training.num_steps=3"],
-    ("data", "image_folder"): ["data.path=x", "training.num_steps=3"],
-    ("data", "latents"): ["data.path=x", "training.num_steps=3"],
-    ("data", "table"): ["data.path=x", "training.num_steps=3"],
-    ("data", "npz"): ["data.path=x", "training.num_steps=3"],
-    ("data", "webdataset"): ["data.path=x", "training.num_steps=3"],
-    ("guidance", "auto"): ["guidance.weak_checkpoint=x"],
-    ("guidance", "parts"): ["guidance.drop_label=true"],
-    ("guidance", "sparse_auto"): ["guidance.weak_checkpoint=x"],
+    "edm_stochastic": ["objective=edm"],
+    "auto": ["guidance.weak_checkpoint=x"],
+    "parts": ["guidance.drop_label=true"],
+    "sparse_auto": ["guidance.weak_checkpoint=x"],
 }
+FROM_A_PATH = ("hf", "image_folder", "latents", "table", "npz", "webdataset")
+NEEDS |= {name: ["data.path=x", "training.num_steps=3"] for name in FROM_A_PATH}
 
 
 def compose(*overrides):
@@ -49,7 +45,7 @@ def test_every_registered_part_is_an_option_of_its_group(group):
     """One of them is composed; the others are like it."""
     names = ["local"] if group == "tracker" else available(group)  # others need their packages
     for name in names:
-        needs = NEEDS.get((group, name), [])
+        needs = NEEDS.get(name, [])
         config = make_config(**fields_of(f"{group}={name}", *needs))
         assert getattr(config, group)["name"] == name
     assert not compose(f"{group}={name}", *needs).differences(config)
@@ -158,7 +154,7 @@ def check_error(make, words):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("backbone=ditt", ["backbone='ditt'", "'dit'"]),
+        ("backbone=dit_xl2", ["backbone='dit_xl2'", "'dit_xl_2'", "Nearest of"]),
         ("backbon=dit", ["backbon ", "backbone"]),
         ("+backbone.dept=3", ["backbone.dept ", "backbone.depth"]),
         ("training.num_step=3", ["training.num_step ", "training.num_steps"]),
@@ -169,9 +165,7 @@ def check_error(make, words):
         ("training.learning_rate=1e-3", ["training.learning_rate ", "optimizer.learning_rate?"]),
         ("training.epochs=3", ["training.num_steps?"]),
         ("lr=1e-3", ["optimizer.learning_rate?"]),
-        ("ema=0.9", ["training.ema_decay?"]),
         ("cfg=2", ["guidance.scale?"]),
-        ("batch=8", ["training.batch_size?"]),
         ("routing=none routing.selection_rate=0.25", ["routing=none", "routing=tread"]),
         ("alignment.weight=2", ["alignment=none", "alignment=repa"]),
     ],
@@ -194,28 +188,18 @@ def test_a_wrong_override_is_one_line_with_the_nearest_name(override, words):
         ("routing.selector={size: 4}", ["routing.selector", "name"]),
         ("routing.routes=[{start: 2, ennd: 4}]", ["routing.routes[0].ennd", "end"]),
         ("routing.path_drop_probability=0.1", ["rejoin=project"]),
-        ("routing.bypassed=zero", ["rejoin=project"]),
         ("evaluation.metrics=fid", ["evaluation.metrics='fid'", "[fid]"]),
         ("evaluation.metrics=[fidd]", ["'fidd'", "'fid'"]),
         ("data={name: npz, path: 7}", ["data.path=7", "quotes"]),
         ("seed=abc", ["seed='abc'", "integer"]),
         ("training.learning_rat=1e-3", ["optimizer.learning_rate?"]),
-        ("training.timeout_s=99999999999999", ["training.timeout_s=99999999999999"]),
         ("training.max_grad_norm=1e-300", ["training.max_grad_norm=1e-300"]),
-        ("training.label_dropout=0.999999999", ["training.label_dropout=0.999999999"]),
         ("lr_schedule.warmup_steps=800", ["warmup_steps=800", "num_steps=800"]),
         ("routing.rate_steps=[[0.3]]", ["routing.rate_steps[0]=[0.3]", "too few"]),
     ],
 )
 def test_a_wrong_value_is_one_line_with_field_value_and_remedy(override, words):
     check_error(lambda: make_config(**fields_of(override)), words)
-
-
-def test_of_many_names_the_nearest_few_are_listed():
-    with pytest.raises(ValueError) as error:
-        compose("backbone=dit_xl2")
-    assert "'dit_xl_2'" in str(error.value)
-    assert len(str(error.value)) < 250
 
 
 def test_numbers_of_numpy_and_torch_are_numbers():
@@ -245,11 +229,9 @@ def test_ordinary_paths_need_no_quotes_but_those_of_the_shell(path):
     ("words", "meant"),
     [
         (["--backbone", "dit_tiny"], "backbone=dit_tiny"),
-        (["--backbone=dit_tiny"], "backbone=dit_tiny"),
         (["backbone", "dit_tiny"], "backbone=dit_tiny"),
         (["seed=1", "runs/photos"], "field=value"),
         (["seed"], "seed="),
-        (["backbone=dit,mamba"], "-m"),
         (["backbone=dit,mamba"], "tread-zoo compare backbone=dit,mamba"),
         (["seed=range(3)"], "-m"),
         (["experment=digits"], "experiment?"),
@@ -271,15 +253,12 @@ def test_a_wrong_command_line_is_one_line_with_the_right_spelling(
     assert meant in error
 
 
-@pytest.mark.parametrize(("text", "weights"), [("model", "model"), ("ema:0.050", "ema:0.05")])
-def test_weights_have_one_form(text, weights):
-    assert check(SampleConfig, {"checkpoint": "x", "weights": text}).weights == weights
-
-
 @pytest.mark.parametrize("text", ["emma", "ema:", "ema:wide", "model:0.1"])
-def test_weights_that_there_are_not(text):
-    fields = {"checkpoint": "x", "weights": text}
-    check_error(lambda: check(SampleConfig, fields), [f"weights={text!r}", "ema:0.05"])
+def test_weights_have_one_form_or_are_refused(text):
+    fields = {"checkpoint": "x", "weights": "ema:0.050"}
+    assert check(SampleConfig, fields).weights == "ema:0.05"
+    wrong = {**fields, "weights": text}
+    check_error(lambda: check(SampleConfig, wrong), [f"weights={text!r}", "ema:0.05"])
 
 
 RECIPES = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.published.tensors import theirs
-from tests.small_run import save_photos, train_small
+from tests.small_run import train_small
 from tread_zoo import load_pretrained, save_pretrained
 from tread_zoo.model_card import write_model_folder
 from tread_zoo.published import import_checkpoint
@@ -67,12 +67,6 @@ def test_nothing_of_this_machine_is_published(run, tmp_path):
             assert str(tmp_path) not in text
 
 
-def test_the_card_names_the_source_of_the_data(tmp_path):
-    options = save_photos(tmp_path / "photos")
-    card = write_model_folder(train_small(tmp_path / "run", *options)) / "README.md"
-    assert "image_folder, path photos, image_size 8" in card.read_text()
-
-
 @pytest.mark.parametrize("name", ["dit", "sit"])
 def test_imported_weights_keep_their_licence(tmp_path, name):
     torch.save(theirs(name), tmp_path / "theirs.pt")
@@ -80,11 +74,9 @@ def test_imported_weights_keep_their_licence(tmp_path, name):
     card = huggingface_hub.ModelCard.load(
         write_model_folder(done.path, tmp_path / "one") / "README.md"
     )
-    own = {"dit": "cc-by-nc-4.0", "sit": "mit"}[name]
-    assert card.data.license == own
-    with pytest.raises(ValueError, match="cc-by-nc") if "nc" in own else nullcontext():
+    assert card.data.license == {"dit": "cc-by-nc-4.0", "sit": "mit"}[name]
+    with pytest.raises(ValueError, match="cc-by-nc") if name == "dit" else nullcontext():
         write_model_folder(done.path, tmp_path / "two", license="apache-2.0")
-    write_model_folder(done.path, tmp_path / "three", license=own)
 
 
 def test_a_pushed_run_is_a_checkpoint(run, pushed):

@@ -29,24 +29,15 @@ def test_uniform_numbers_are_the_top_bits_of_splitmix64():
 
 @pytest.mark.parametrize("along", ["images", "one image"])
 def test_distributions(along):
-    images, shape = (range(100_000), ()) if along == "images" else (range(1), (100_000,))
+    images, shape = (range(100_000), ()) if along == "images" else (range(3), (11, 3031))
     generator = make_image_generator("test", 3, images=images)
-    uniform, normal, whole = generator.rand(*shape), generator.randn(*shape), generator.randint(
-        1000, *shape
-    )  # fmt: skip
+    uniform, whole = generator.rand(*shape), generator.randint(1000, *shape)
+    normal = generator.randn(*shape)
     assert stats.kstest(uniform.flatten(), "uniform").pvalue > 0.001
     assert stats.kstest(normal.flatten(), "norm").pvalue > 0.001
     assert stats.chisquare(whole.flatten().bincount(minlength=1000)).pvalue > 0.001
     neighbours = torch.stack([normal.flatten()[:-1], normal.flatten()[1:]])
     assert abs(float(torch.corrcoef(neighbours)[0, 1])) < 0.012
-
-
-def test_an_odd_number_of_normal_numbers_and_both_halves_of_pairs():
-    numbers = make_image_generator("test", images=range(2000)).randn(3, 5)
-    assert numbers.shape == (2000, 3, 5)
-    together = torch.corrcoef(numbers.flatten(1).T) - torch.eye(15)
-    assert together.abs().max() < 0.1
-    assert stats.kstest(numbers.flatten(), "norm").pvalue > 0.001
 
 
 def test_an_image_draws_the_same_in_any_batch_and_goes_on():

@@ -3,10 +3,8 @@
     @command("train", RunConfig)
     def main(settings): train(**settings)
 
-`tread_zoo.config` completes and checks them. A field that chooses a part is a group of hydra's with
-every name as an option: which names there are, the registry says when the settings are checked, and
-nothing is imported before. An error of a user's ends in one line; HYDRA_FULL_ERROR=1 shows the
-traceback.
+`tread_zoo.config` completes and checks them. A field that chooses a part is a group of hydra's
+(`tread_zoo.groups`). A user's error is one line; HYDRA_FULL_ERROR=1 shows the traceback.
 """
 
 import argparse
@@ -40,8 +38,8 @@ from tread_zoo.registry import load_plugins
 
 logger = logging.getLogger(__name__)
 
-# A thread of torch's OpenMP (libgomp) that waits for another spins for a millisecond; where other
-# processes compute, for a whole turn of the scheduler. It is read when torch is imported.
+# A waiting thread of torch's OpenMP (libgomp) spins for a millisecond; beside other processes for a
+# whole turn of the scheduler. Torch reads this at its import.
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "1000"
 
@@ -98,11 +96,7 @@ def command(
 def compose_settings(
     name: str, overrides: Sequence[str], config: type = RunConfig
 ) -> dict[str, Any]:
-    """Return the settings of a script that some overrides give, from Python; see `command`.
-
-    Raises:
-        ValueError: an override that names no field or no option, in one line.
-    """
+    """Return the settings of a script that some overrides give, from Python; see `command`."""
     with worded(name, config):
         store_fields(name, config, PRESETS.get(name, {}))
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
@@ -118,8 +112,8 @@ def presets(name: str, config: type) -> dict[str, list[str]]:
 
 
 def _given(composed: DictConfig, config: type) -> dict[str, Any]:
-    """Return what is set in a composed configuration, as plain values; its `${…}` may name what is
-    not set."""
+    """Return what is set in a composed configuration, as plain values; a `${…}` may name a setting
+    that is not."""
     given: Any = OmegaConf.to_container(composed)
     given = {field: value for field, value in given.items() if value != {}}
     defaults = OmegaConf.create(default_fields(config))
@@ -137,11 +131,8 @@ def _picked(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, A
 
 
 def check_words(words: Sequence[str], config: type) -> argparse.Namespace:
-    """Return hydra's flags of a command line that is made of these and of overrides.
-
-    Raises:
-        ValueError: a word is neither; how it is spelt.
-    """
+    """Return hydra's flags of a command line; a word that is neither a flag nor an override is a
+    `ValueError` with the right spelling."""
     flags, unknown = get_args_parser().parse_known_args(list(words))
     unknown += [word for word in flags.overrides if word[0] != "~"]
     unknown = [word for word in unknown if word[0] == "-" or "=" not in word]
@@ -157,8 +148,8 @@ def check_words(words: Sequence[str], config: type) -> argparse.Namespace:
 
 
 def readable(word: str) -> str:
-    """Return an override, its value quoted if it is a text that hydra's grammar has no place for,
-    as a path with `ü` or `=`."""
+    """Return an override, its value quoted if hydra's grammar cannot read it, such as a path with
+    `ü` or `=`."""
     field, equals, value = word.partition("=")
     try:
         if equals and not word.startswith("-"):
@@ -169,7 +160,7 @@ def readable(word: str) -> str:
 
 
 def quoted(path: str | Path) -> str:
-    """Return a path or text as hydra reads it, whatever it has in it."""
+    """Return a path or text in hydra's quotes."""
     return "'{}'".format(str(path).replace("'", "\\'"))
 
 
@@ -177,15 +168,9 @@ def quoted(path: str | Path) -> str:
 def errors_in_one_line(
     traceback: bool = False, stopped: str = "stopped by Ctrl-C", status: int = 1
 ) -> Iterator[None]:
-    """Turn an error that names its remedy into one line and exit status 1, Ctrl-C into one and 130.
-
-    In a sweep an error ends its job alone: the others go on, and hydra ends with status 1.
-
-    Args:
-        traceback: raise errors as they are.
-        stopped: what is said after Ctrl-C.
-        status: of errors.
-    """
+    """Print an error in one line and exit with `status`; after Ctrl-C print `stopped` and exit with
+    130. In a sweep an error ends its job only, and hydra exits with 1. `traceback` raises errors as
+    they are."""
     if traceback:
         yield
         return
@@ -205,11 +190,8 @@ def errors_in_one_line(
 
 @contextmanager
 def worded(name: str, config: type) -> Iterator[None]:
-    """Turn hydra's errors into a `ValueError` of one line, with the nearest name.
-
-    Args:
-        name, config: of the script, and the class of its settings.
-    """
+    """Turn hydra's errors on a script's settings into a `ValueError` of one line, with the nearest
+    name."""
     try:
         yield
     except MissingConfigException as error:

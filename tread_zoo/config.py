@@ -19,18 +19,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal, TypedDict, Unpack, get_type_hints
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from tread_zoo.errors import unknown_field
 from tread_zoo.fields import OPTIONS, Auto, Fraction, check, default_fields
-from tread_zoo.registry import complete, get_entry, plugins_of, split
+from tread_zoo.registry import KINDS, complete, get_entry, plugins_of, split
 from tread_zoo.routing.options import RoutingConfig
 
 BOOKKEEPING = "bookkeeping"
@@ -92,8 +86,8 @@ class TrainingConfig:
             every block, n for every n-th.
         compile: compile each block with torch.compile.
         num_workers: loader processes, for data that is not in memory.
-        max_corrupt_share: fraction of the images that may be unreadable, rounded up, each replaced
-            by another and listed in corrupt.txt; above it the run ends.
+        max_corrupt_share: fraction of the images that may be unreadable, rounded up; each is
+            replaced by another and listed in corrupt.txt. Above it the run ends.
         log_every: optimizer steps between two rows of numbers.
         sample_every: optimizer steps between two grids of samples; 0: at the end only.
         score_every: optimizer steps between two scores; 0: at the end only.
@@ -138,8 +132,8 @@ class EvaluationConfig:
             statistics, which tread-zoo make-reference makes.
         num_reference: real images, evenly spaced; null takes all.
         seed: of the samples.
-        block_ranges: of blocks, as in [[2, 8]], whose contribution is measured as that of one; none
-            means those of the routes, or where those would be by default.
+        block_ranges: of blocks, as in [[2, 8]], whose contribution is measured together; none
+            means those of the routes, or of the default route.
         batch_size: images at a time.
         inception_weights, dinov2_weights: files; null looks in torch's hub folder.
         keep_images: a folder, new or empty, for the samples as PNG files.
@@ -180,10 +174,6 @@ class SamplingGrid:
 
 
 GRID_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingGrid))
-PART_FIELDS = (
-    "backbone", "objective", "data", "optimizer", "lr_schedule", "sampler", "guidance", "tracker",
-    "alignment",
-)  # fmt: skip
 
 
 def complete_sampler(part: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -240,10 +230,10 @@ class RunConfig:
         init_from: a checkpoint, a run's folder or a hub's name: a new run starts from its weights;
             of the backbone, options left at their defaults are the checkpoint's.
         resume: null starts afresh; latest continues from the newest checkpoint in `run_dir`; auto
-            does so if there is one, and else starts; anything else is the folder of a run or of one
-            checkpoint, and what is not given is then as that run had it.
-        resume_changed: continue although backbone, routing, objective, data, alignment or seed are
-            others.
+            does so if there is one, and else starts; otherwise the folder of a run or of one
+            checkpoint. Settings that are not given are those of the run.
+        resume_changed: continue although backbone, routing, objective, data, alignment or seed
+            differ.
         overwrite: move the run that is in `run_dir` aside.
         kernels: form by operation, auto for those that are not named.
     """
@@ -279,6 +269,9 @@ class RunConfig:
         """Return what two runs compute differently: {field: (of this one, of the other)}."""
         pairs, bookkeeping = differences(self.as_dict(), other.as_dict()), bookkeeping_fields()
         return {f: pair for f, pair in pairs.items() if not {f, f.partition(".")[0]} & bookkeeping}
+
+
+PART_FIELDS = tuple(field for field in default_fields(RunConfig) if field in KINDS)
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
@@ -334,11 +327,8 @@ class RunFields(TypedDict, total=False):
 
 
 def check_fields(fields: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration of a run, its parts as they are given: nothing is imported.
-
-    Raises:
-        ValueError: as of `make_config`, but for parts.
-    """
+    """Return the configuration of a run, its parts unchecked as they are given: nothing is
+    imported."""
     options = functools.partial(with_options, RunConfig, fields)
     config: RunConfig = check(RunConfig, fields, "", options)
     return config
@@ -380,23 +370,17 @@ def make_config(**fields: Unpack[RunFields]) -> RunConfig:
             f"{training.num_steps}: the learning rate would never be reached. Set lr_schedule."
             "warmup_steps=0, or to a few percent of the steps."
         )
-    run_dir = config.run_dir
-    if run_dir == "auto":
-        run_dir = _auto_run_dir(
-            dataclasses.replace(
-                config, training=training, optimizer=optimizer, lr_schedule=lr_schedule
-            )
-        )
+    config = dataclasses.replace(
+        config, training=training, optimizer=optimizer, lr_schedule=lr_schedule
+    )
+    run_dir = _auto_run_dir(config) if config.run_dir == "auto" else config.run_dir
     used = [(kind, getattr(config, kind)) for kind in PART_FIELDS]
     metrics = config.evaluation.metrics
     used += [] if isinstance(metrics, str) else [("metric", metric) for metric in metrics]
     selectors = [routing.selector, *(route.get("selector", "auto") for route in routing.routes)]
     used += [("selector", {"name": split("selector", s)[0]}) for s in selectors if s != "auto"]
     plugins = tuple(dict.fromkeys((*config.plugins, *plugins_of(used))))
-    return dataclasses.replace(
-        config, training=training, optimizer=optimizer, lr_schedule=lr_schedule, run_dir=run_dir,
-        plugins=plugins,
-    )  # fmt: skip
+    return dataclasses.replace(config, run_dir=run_dir, plugins=plugins)
 
 
 def auto_warmup_steps(num_steps: int) -> int:
@@ -438,7 +422,7 @@ def _auto_run_dir(config: RunConfig) -> str:
 
 
 def with_options(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a configuration class, and in place of a part's name its options."""
+    """Return the fields of a configuration class; a part's options replace its name."""
     tree = default_fields(cls)
     for kind in PART_FIELDS:
         if isinstance(tree.get(kind), str):
@@ -483,8 +467,8 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def file_name(choices: Mapping[str, str]) -> str:
-    """Return choices as a file name, as in `backbone-dit_tiny_seed-0`; where characters are lost,
-    or it is long, a digest keeps it apart from others."""
+    """Return choices as a file name, as in `backbone-dit_tiny_seed-0`, with a digest where it is
+    long or loses characters."""
     text = "_".join(f"{field}-{value}" for field, value in choices.items()) or "run"
     name = re.sub(r"[^\w.-]+", "_", text)
     if name == text and len(name.encode()) <= LONGEST_NAME:

@@ -12,19 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.factory import create_backbone
 from tread_zoo.kernels import dispatch, get_forms
-from tread_zoo.kernels.dispatch import (
-    NAIVE,
-    get_example,
-    get_implementation,
-    list_forms,
-    unusable,
-)
+from tread_zoo.kernels.dispatch import NAIVE, get_example, get_implementation, list_forms, unusable
 from tread_zoo.kernels.packages import import_problem
 from tread_zoo.kernels.verify import cast, difference, outputs_and_gradients
-from tread_zoo.provenance import describe_code
 from tread_zoo.registry import list_backbones
 from tread_zoo.runtime import DTYPES, autocast, describe_device, resolve_precision
 from tread_zoo.seeding import make_generator
+from tread_zoo.version import describe_code
 
 # (distribution, module, what it is for, how it is installed)
 CUDA = 'pip install "tread-zoo[cuda]"'
@@ -55,9 +49,7 @@ def describe_machine(device: torch.device) -> list[str]:
         memory = torch.cuda.get_device_properties(device).total_memory
         lines.append(f"memory     {memory / 2**30:.0f} GiB")
         lines.append("capability {}.{}".format(*torch.cuda.get_device_capability(device)))
-        lines.append(
-            "TF32       for float32 products in bf16 and fp16 runs, not with precision=fp32"
-        )
+        lines.append("TF32       for float32 products, unless precision=fp32")
         driver = Path("/sys/module/nvidia/version")
         lines.append(f"driver     {driver.read_text().strip() if driver.exists() else 'unknown'}")
     return lines
@@ -81,11 +73,8 @@ def describe_packages(device: torch.device) -> list[str]:
 
 def describe_gpu(gpu: str, pattern: str) -> list[str]:
     """Return the forms that each matching backbone would run on a GPU, routed, in bf16, at 32 x 32
-    latents, and why no preferred form is used. The GPU need not be present.
-
-    The network is called on fake tensors of that device. The packages of this machine count; their
-    kernels are verified on the GPU only.
-    """
+    latents, and why no preferred form is used. The network is called on fake tensors: no GPU is
+    needed, and the kernels of this machine's packages are not verified."""
     lines = [
         f"{gpu}: compute capability {GPUS[gpu]}, precision=auto is bf16, TF32 "
         f"{'does not exist on AMD' if GPUS[gpu].startswith('gfx') else 'is available'}",
@@ -160,11 +149,10 @@ def list_sizes(pattern: str, input_size: int, in_channels: int, num_classes: int
     routed at rate 0.5, tokens, blocks, default route and selector. No network is run."""
     columns = ("M params", "GFLOPs", "routed", "tokens", "blocks", "route")
     lines = [f"{'backbone':18s}" + "".join(f"{c:>9s}" for c in columns) + "  selector"]
+    sizes = {"input_size": input_size, "in_channels": in_channels, "num_classes": num_classes}
     for name in list_backbones(pattern):
         with torch.device("meta"):
-            network = create_backbone(
-                name, input_size=input_size, in_channels=in_channels, num_classes=num_classes
-            )
+            network = create_backbone(name, **sizes)
         routing = network.build_routing()
         routes = routing.draw(1, network.grid, make_generator("list", 0))
         dense, routed = count_flops(network), count_flops(network, routes=routes)

@@ -1,4 +1,4 @@
-"""Error texts that every module words alike: the field, its value, and what would work."""
+"""Errors in one line: the field, its value, and what would work."""
 
 import difflib
 import os
@@ -12,31 +12,31 @@ if TYPE_CHECKING:
 MOST_LISTED = 24  # names in one line
 # What fields are called elsewhere; the last part alone where the other groups have it, too.
 USUAL_NAMES = {
-    **dict.fromkeys(("lr", "learning_rate"), "optimizer.learning_rate"),
-    **dict.fromkeys(("wd", "weight_decay"), "optimizer.weight_decay"),
-    "warmup": "lr_schedule.warmup_steps",
-    "batch": "training.batch_size",
-    "bs": "training.batch_size",
-    "clip": "training.max_grad_norm",
-    "grad_clip": "training.max_grad_norm",
-    "ema": "training.ema_decay",
-    "workers": "training.num_workers",
-    "amp": "training.precision",
-    "cfg": "guidance.scale",
-    "cfg_scale": "guidance.scale",
-    "dataset": "data",
-    "data_dir": "data.path",
-    "data_path": "data.path",
-    "model": "backbone",
-    "ckpt": "checkpoint",
-    "output_dir": "run_dir",
-    **dict.fromkeys(("steps", "max_steps", "iterations", "epochs"), "training.num_steps"),
+    alias: field
+    for field, aliases in {
+        "optimizer.learning_rate": "lr learning_rate",
+        "optimizer.weight_decay": "wd weight_decay",
+        "lr_schedule.warmup_steps": "warmup",
+        "training.num_steps": "steps max_steps iterations epochs",
+        "training.batch_size": "batch bs",
+        "training.max_grad_norm": "clip grad_clip",
+        "training.ema_decay": "ema",
+        "training.num_workers": "workers",
+        "training.precision": "amp",
+        "guidance.scale": "cfg cfg_scale",
+        "data": "dataset",
+        "data.path": "data_dir data_path",
+        "backbone": "model",
+        "checkpoint": "ckpt",
+        "run_dir": "output_dir",
+    }.items()
+    for alias in aliases.split()
 }
 
 
 def unknown_name(field: str, value: object, known: Iterable[str]) -> ValueError:
-    """Return a `ValueError` for a name that is not among `known`, suggesting the nearest one; of
-    many names the nearest few are listed."""
+    """Return a `ValueError` for a name that is not among `known`. It suggests the nearest one, and
+    lists all names, or the nearest few."""
     names = sorted(known)
     near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.4)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -73,8 +73,8 @@ def unknown_field(
 
 
 def _nearest_field(field: str, prefix: str, paths: list[str]) -> list[str]:
-    """Return the dotted names that `field` may mean: one by its usual name; two where a name is the
-    same in several groups; the one that is written most alike, of its own group if there is one."""
+    """Return the dotted names that `field` may mean: by its usual name; up to two of the same name
+    in other groups; or the one that is spelt most alike, preferably in its own group."""
     usual = USUAL_NAMES.get(field, "")
     if usual.partition(".")[0] in paths:
         return [usual]
@@ -93,7 +93,7 @@ def _nearest_field(field: str, prefix: str, paths: list[str]) -> list[str]:
 
 
 def _paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of a tree's fields, groups among them."""
+    """Yield the dotted names of a tree's fields and groups."""
     for name, value in tree.items():
         yield f"{prefix}{name}"
         if isinstance(value, Mapping):
@@ -101,23 +101,16 @@ def _paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def missing_path(field: str, path: str, why: str = "") -> ValueError:
-    """Return a `ValueError` for a path that is not there, with what lies near it.
-
-    Args:
-        field: that it was given for.
-        path: of a file or a folder.
-        why: where it might have been a name elsewhere: why that could not be had.
-    """
+    """Return a `ValueError` for a path that does not exist, with the nearest name; `why` it is no
+    name elsewhere either, as on the hub."""
     place = Path(path).expanduser().absolute()
     while not place.parent.is_dir():
         place = place.parent
-    names = sorted(name for name in os.listdir(place.parent) if not name.startswith("."))
-    near = difflib.get_close_matches(place.name, names, n=1, cutoff=0.5)
-    listed = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
-    hint = f"Did you mean {near[0]!r}?" if near else f"It has {listed or 'nothing'}."
+    near = difflib.get_close_matches(place.name, os.listdir(place.parent), n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
     also = f" ({why})" if why else ""
     return ValueError(
-        f"{field}={path!r} is not there{also}: {place.parent} has no {place.name!r}. {hint}"
+        f"{field}={path!r} does not exist{also}: {place.parent} has no {place.name!r}.{hint}"
     )
 
 
@@ -128,15 +121,14 @@ def describe_invalid(
     defaults: Mapping[str, Any],
     options: Callable[[], Mapping[str, Any]] = dict,
 ) -> ValueError:
-    """Return what pydantic found, as one `ValueError` of one line.
+    """Return pydantic's first error as a `ValueError` of one line.
 
     Args:
         prefix: the group that `given` stands under; "" for none.
         error: pydantic's.
         given: what was validated.
-        defaults: the fields that there are, with their defaults as far as they have some; nested
-            groups are mappings.
-        options: see `unknown_field`.
+        defaults: all fields with their defaults; nested groups are mappings.
+        options: as of `unknown_field`.
     """
     details = error.errors(include_url=False)
     first = details[0]
@@ -172,7 +164,7 @@ def describe_invalid(
         text += f", as in {field}=[{value}]"
     if first["type"] == "string_type" and isinstance(value, int | float):
         text += (
-            f"""; a name that looks like a number takes two pairs of quotes, "{field}='{value}'\""""
+            f"; a name that looks like a number takes two pairs of quotes, \"{field}='{value}'\""
         )
     elif not isinstance(known, Mapping) and known is not None:
         text += f"; the default is {known!r}"

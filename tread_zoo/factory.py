@@ -35,12 +35,8 @@ def create_backbone(
             takes none or beside classes, or a value that it refuses.
     """
     entry = get_entry("backbone", name)
-    given: dict[str, Any] = {
-        "input_size": input_size,
-        "in_channels": in_channels,
-        "num_classes": num_classes,
-    }
-    config = {**given, **entry.complete(options)}
+    sizes = {"input_size": input_size, "in_channels": in_channels, "num_classes": num_classes}
+    config: dict[str, Any] = {**sizes, **entry.complete(options)}
     backbone: Backbone = entry.target(**config)
     if context_length or context_size:
         backbone.add_contexts(context_length, context_size)
@@ -50,15 +46,13 @@ def create_backbone(
 
 
 def describe_backbone(backbone: Backbone) -> dict[str, Any]:
-    """Return what `build_backbone` takes: `name`, `config`, and `fusions` and `masks` if there are
-    any."""
+    """Return what `build_backbone` takes: `name`, `config`, and what was added to it, if any."""
     described: dict[str, Any] = {"name": backbone.name, "config": backbone.config}
-    if backbone.fused_ranges:
-        described["fusions"] = [list(pair) for pair in backbone.fused_ranges]
+    for key, ranges in (("fusions", backbone.fused_ranges), ("masks", backbone.masked_ranges)):
+        if ranges:
+            described[key] = [list(pair) for pair in ranges]
     if backbone.bypassed != "dense":
         described["bypassed"] = backbone.bypassed
-    if backbone.masked_ranges:
-        described["masks"] = [list(pair) for pair in backbone.masked_ranges]
     return described
 
 

@@ -1,8 +1,5 @@
-"""What hydra knows of a script's fields: which there are, and that a part may have any name.
-
-A field that chooses a part is a group of hydra's, and every name is an option of it. Which names
-there are, the registry says when the settings are checked: to compose, no part is imported and no
-plug-in.
+"""Hydra's view of a script's fields: a field that chooses a part is a group, and any name is an
+option of it. The registry checks names later: to compose, no part or plug-in is imported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,12 +27,12 @@ def groups_of(config: type) -> list[str]:
 def store_fields(
     name: str, config: type, presets: Mapping[str, str | None], whole: bool = False
 ) -> None:
-    """Give hydra the fields of a script, none of them set; fields of a group may be any.
+    """Store the fields of a script for hydra, none of them set; a group may have any fields.
 
     Args:
         name, config: of the script, and the class of its settings.
-        presets: groups of files whose settings come last, and what is chosen of each.
-        whole: with their defaults, to be shown.
+        presets: groups of files whose settings come last, and the choice of each.
+        whole: store the defaults, too, to show them.
     """
     groups, node = groups_of(config), dict[str, Any]()
     for field, default in default_fields(config).items():

@@ -1,4 +1,4 @@
-"""What `--help` prints: every setting with its default and its sentence, from the docstrings.
+"""`--help`: every setting with its default and its sentence, from the docstrings.
 
 tread-zoo train --help                   # what is set often
 tread-zoo train --help all               # every setting
@@ -38,7 +38,7 @@ def describe(
     presets: Mapping[str, Sequence[str]],
     prefix: str = "",
 ) -> str:
-    """Return the help of a script.
+    """Return the help of a script, or of the parts that `words` of its command line name.
 
     Args:
         doc: of the script.
@@ -47,8 +47,8 @@ def describe(
         presets: options of the groups that are files.
         prefix: of the settings.
     """
-    own = [field for field in default_fields(config) if field in PART_FIELDS]
-    chosen = [word.partition("=")[::2] for word in words if word.partition("=")[0] in own]
+    parts = [field for field in default_fields(config) if field in PART_FIELDS]
+    chosen = [word.partition("=")[::2] for word in words if word.partition("=")[0] in parts]
     if chosen:
         return "\n".join(_part(*part) if part[1] else _group(part[0]) for part in chosen)
     every, group = "all" in words, ""
@@ -61,8 +61,9 @@ def describe(
             lines.append(_line(prefix + name, default, sentence))
             group = name.rpartition(".")[0]
     lines.append("")
-    if own:
-        lines.append(f"--help {own[0]}: what {own[0]} may be; --help {own[0]}=NAME: its settings")
+    if parts:
+        first = parts[0]
+        lines.append(f"--help {first}: what {first} may be; --help {first}=NAME: its settings")
     if not every:
         lines.append("--help all: also the settings that are rarely changed")
     return "\n".join(lines)
@@ -89,15 +90,13 @@ def settings(config: type, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
 
 
 def sentences(*targets: Callable[..., Any]) -> dict[str, str]:
-    """Return the sentence of each argument, from the docstrings of functions, and of classes and
-    those that they inherit from; of one name the last."""
+    """Return the sentence of each argument, from the docstrings of functions, classes and the
+    classes that they inherit from; the last one of a name counts."""
     explained: dict[str, str] = {}
     for target in targets:
-        for one in reversed(inspect.getmro(target)) if inspect.isclass(target) else [target]:
-            _, _, rest = inspect.cleandoc(vars(one).get("__doc__") or one.__doc__ or "").partition(
-                "\nArgs:\n"
-            )
-            for names, sentence in SENTENCE.findall(rest.partition("\n\n")[0]):
+        for each in reversed(inspect.getmro(target)) if inspect.isclass(target) else [target]:
+            arguments = inspect.cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2]
+            for names, sentence in SENTENCE.findall(arguments.partition("\n\n")[0]):
                 plain = " ".join(sentence.replace("`", "").split())
                 explained |= dict.fromkeys(names.split(", "), plain)
     return explained

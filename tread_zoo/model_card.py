@@ -42,13 +42,12 @@ def write_model_folder(
         out: the folder; None is <run>/hub.
         weights: as of `load_backbone`.
         license: of the weights, as the hub names it, such as apache-2.0; None is that of the
-            project that they were imported from, if any.
+            project that they were imported from, if any. A non-commercial one cannot be changed.
         repo: user/name for the card; None is the folder.
 
     Raises:
         CheckpointError: there is no checkpoint.
-        ValueError: `out` is the folder of a run, or `license` is not that of weights that were
-            imported under a non-commercial licence.
+        ValueError: `out` is the folder of a run, or the licence cannot be given.
     """
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -95,7 +94,7 @@ def write_model_folder(
 
 
 def _keep_license(imported: dict[str, str], license: str | None) -> str | None:
-    """Return the licence of the weights; `imported` is the checkpoint's record of an import."""
+    """Return the licence of the weights, from the checkpoint's record of an import or as given."""
     origin = imported.get("license")
     if origin and "-nc" in origin and license not in (None, origin):
         raise ValueError(

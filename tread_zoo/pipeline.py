@@ -33,12 +33,7 @@ _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 
 
 class BackboneModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    """A backbone as a part of a pipeline; its config describes it.
-
-    Args:
-        described: from `describe_backbone`.
-        network: the backbone; None builds it.
-    """
+    """A backbone as a component of a pipeline, built from `describe_backbone` or given."""
 
     ignore_for_config = ["network"]  # noqa: RUF012
 
@@ -49,8 +44,8 @@ class BackboneModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(cls, *args: Any, **options: Any) -> Any:
-        """Return a model from `save_pretrained`. It is not built on the meta device, since adding
-        fusions runs the network once."""
+        """Return a model from `save_pretrained`, not built on the meta device: adding fusions runs
+        the network once."""
         return super().from_pretrained(*args, **{**options, "low_cpu_mem_usage": False})
 
 
@@ -86,14 +81,10 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
             backbone = BackboneModel(describe_backbone(backbone), backbone)
         self.register_modules(backbone=backbone.eval(), vae=vae)
         self.register_to_config(
-            objective=complete("objective", objective),
-            sampler=complete_sampler(sampler),
-            guidance=complete("guidance", guidance),
-            routing=routing,
-            latent_shift=latent_shift,
-            latent_scale=latent_scale,
-            class_names=class_names,
-        )
+            objective=complete("objective", objective), sampler=complete_sampler(sampler),
+            guidance=complete("guidance", guidance), routing=routing, class_names=class_names,
+            latent_shift=latent_shift, latent_scale=latent_scale,
+        )  # fmt: skip
 
     @classmethod
     def from_checkpoint(
@@ -141,8 +132,7 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
             return_dict: False returns (images,).
 
         Raises:
-            ValueError: labels that the network refuses, an unknown class name, or images of latents
-                without an autoencoder.
+            ValueError: a wrong label, or no autoencoder for images of latents.
         """
         labels = contexts
         if class_labels is not None:

@@ -21,11 +21,8 @@ import torch.distributed as dist
 
 
 def prepare_process_group(device: torch.device) -> None:
-    """Make ready for accelerate, which connects the processes.
-
-    Args:
-        device: that networks run on; one with an index becomes the current one.
-    """
+    """Prepare for accelerate, which connects the processes: a `device` with an index becomes the
+    current one."""
     atexit.unregister(_close)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
@@ -33,23 +30,21 @@ def prepare_process_group(device: torch.device) -> None:
 
 
 def close_process_group_at_exit() -> None:
-    """Close the connections when this process exits.
+    """Close the connections when this process exits; call it where every process ends.
 
-    Call it where every process comes to its end. A group that stays open may abort the process
-    while the interpreter shuts down, and its exit status is lost. A process that fails alone must
-    not close it: that waits for the others, which wait for it.
+    An open group may abort the interpreter's shutdown, and the exit status is lost. A process that
+    fails alone must not close it: closing waits for the others, which wait for this one.
     """
     atexit.unregister(_close)
     atexit.register(_close)
 
 
 def join_slurm_step(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set torch's variables where this process is one of several tasks of a SLURM step.
-
-    A batch script's own shell is no step. Variables that are set stay.
+    """Set torch's variables, as far as they are not set, if this process is one of several tasks of
+    a SLURM step. A batch script's shell is no step.
 
     Raises:
-        ValueError: the first host cannot be found out.
+        ValueError: the first host cannot be determined.
     """
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     if tasks < 2 or "RANK" in environment:

@@ -18,7 +18,7 @@ LINE = "{desc} {n_fmt}/{total_fmt}{unit}  left {remaining}"
 
 
 class _LogFile:
-    """What tqdm writes to in place of a terminal: each bar is a line of the log."""
+    """Replaces a terminal for tqdm: each bar is a line of the log."""
 
     def write(self, text: str) -> None:
         if line := text.strip():
@@ -30,11 +30,12 @@ class _LogFile:
 def progress(
     what: str, items: Any = None, unit: str = "", *, shown: bool = True, **options: Any
 ) -> Any:
-    """Return a tqdm over `items`, or one of `total=…` that `update(n)` moves; of several processes
-    the main one alone shows it, and no bar what ends within a second.
+    """Return a tqdm over `items`, or one of `total=…` that `update(n)` moves. Only the main process
+    shows it, and a bar only after a second.
 
     Args:
-        what: is done or counted, `unit`, as in " images", what there is of it.
+        what: label of the bar.
+        unit: suffix of the count, as in " images".
         options: others of tqdm.
     """
     if not shown or (dist.is_available() and dist.is_initialized() and dist.get_rank()):

@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from tread_zoo.errors import describe_invalid, missing_path, unknown_name
-from tread_zoo.fields import as_plain
+from tread_zoo.fields import OPTIONS, as_plain
 
 _PACKAGE = Path(__file__).resolve().parent
 PRETRAINED = _PACKAGE / "pretrained"
@@ -59,28 +59,14 @@ _HOMES = {
 }
 KINDS = tuple(_HOMES)
 PLUGIN_GROUP = "tread_zoo.plugins"
-STRICT = ConfigDict(
-    extra="forbid",
-    strict=True,
-    allow_inf_nan=False,
-    arbitrary_types_allowed=True,
-    frozen=True,
-    validate_default=True,
-)
-# Of a backbone's keywords, those that come from the data.
-FROM_DATA = ("input_size", "in_channels", "num_classes")
+STRICT = ConfigDict(**OPTIONS, arbitrary_types_allowed=True, frozen=True)
+FROM_DATA = ("input_size", "in_channels", "num_classes")  # keywords of a backbone
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered name.
-
-    Args:
-        kind, name: of the part.
-        target: the class or function.
-        preset: values of options in place of the target's own defaults.
-        metadata: what else is said of parts of the kind, such as a metric's `better`.
-    """
+    """A registered name: a class or function, options in place of its own defaults, and what else
+    is said of it, such as a metric's `better`."""
 
     kind: str
     name: str
@@ -89,8 +75,8 @@ class Entry:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """Return the parameters of the target that are options, by name; a backbone's that come
-        from the data are none."""
+        """Return the parameters of the target that are options, by name: of a backbone, those that
+        do not come from the data."""
         every = inspect.isclass(self.target) or self.kind == "data"
         return {
             name: parameter
@@ -100,7 +86,7 @@ class Entry:
         }
 
     def defaults(self) -> dict[str, Any]:
-        """Return every option with its value in this variant; those without one are left out."""
+        """Return the options that have a value in this variant, with it."""
         given = {k: p.default for k, p in self.parameters().items() if p.default is not p.empty}
         return {**given, **self.preset}
 
@@ -122,11 +108,10 @@ class Entry:
 
         Args:
             options: some of them.
-            field: where they stand in a configuration, for errors; None: under the kind.
+            field: their place in a configuration, for errors; None is the kind.
 
         Raises:
-            ValueError: an unknown option, a value of another type or out of range, a required one
-                that is missing, or values that do not go together.
+            ValueError: an option is unknown or missing, or a value is wrong.
         """
         where = field or self.kind
         if options and not self.parameters():
@@ -150,19 +135,12 @@ class Entry:
         options bound.
 
         Raises:
-            ValueError: as of `complete`, or the target refuses a value, or the path of data is not
-                there.
+            ValueError: as of `complete`, or the path of data does not exist.
         """
         values = self.complete(options, field)
-        if self.kind == "data":
-            return self._open(values, field)
-        if inspect.isclass(self.target):
-            return self.target(**values)
-        return functools.partial(self.target, **values) if values else self.target
-
-    def _open(self, values: Mapping[str, Any], field: str | None) -> Any:
-        """Return the data of a source."""
-        path = values.get("path")
+        if self.kind != "data" and not inspect.isclass(self.target):
+            return functools.partial(self.target, **values) if values else self.target
+        path = values.get("path") if self.kind == "data" else None
         try:
             return self.target(**values)
         except OSError as error:
@@ -251,13 +229,8 @@ def available(kind: str, pattern: str = "*") -> list[str]:
 def get_entry(kind: str, name: str, field: str | None = None) -> Entry:
     """Return what is registered under `name`; a backbone's bare name is that of its size `tiny`.
 
-    Args:
-        kind: one of `KINDS`.
-        name: a registered one.
-        field: that it was given for, for the error; None: the kind.
-
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name; `field` is the one that it was given for, or else the kind.
     """
     _load(kind)
     for candidate in (name, f"{name}_tiny") if kind == "backbone" else (name,):
@@ -273,11 +246,7 @@ def get_entry(kind: str, name: str, field: str | None = None) -> Entry:
 
 
 def split(kind: str, part: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name and the options of a bare name or a mapping with `name`.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Return the name and the options of a bare name or a mapping with `name`."""
     if isinstance(part, str):
         return part, {}
     if not isinstance(part, Mapping) or not isinstance(part.get("name"), str):
@@ -288,22 +257,14 @@ def split(kind: str, part: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]
 
 
 def complete(kind: str, part: str | Mapping[str, Any], field: str | None = None) -> dict[str, Any]:
-    """Return `{"name": …, option: value, …}` with every option of the part, checked.
-
-    Raises:
-        ValueError: as `create`.
-    """
+    """Return `{"name": …, option: value, …}` with every option of the part, checked."""
     name, options = split(field or kind, part)
     entry = get_entry(kind, name, field)
     return {"name": entry.name, **entry.complete(options, field)}
 
 
 def load_plugins(modules: Sequence[str]) -> None:
-    """Import modules that register parts.
-
-    Raises:
-        ValueError: one cannot be imported, or they are no list of names.
-    """
+    """Import modules that register parts."""
     is_list = isinstance(modules, list | tuple)
     if not is_list or not all(isinstance(module, str) for module in modules):
         raise ValueError(f"plugins={modules!r} must be a list of modules, as in [my_module].")
@@ -330,11 +291,7 @@ def plugins_of(parts: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
 
 
 def check_plugins(modules: Iterable[str], where: str) -> None:
-    """Check that plug-ins which a file names are loaded; they are not imported here.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """Raise a `ValueError` if a plug-in that a file names is not loaded: a file imports nothing."""
     _load("backbone")
     missing = [module for module in modules if module not in sys.modules]
     if missing:
@@ -356,9 +313,6 @@ def register_backbone(
         name: architecture_size_patch, as in `dit_b_2`.
         learning_rate: at which AdamW trains it: what `optimizer.learning_rate=auto` takes.
         preset: constructor keywords that make this variant.
-
-    Raises:
-        ValueError: as `register`.
     """
     return register("backbone", name, preset=preset, learning_rate=learning_rate)
 
@@ -376,8 +330,8 @@ def _place(entry: Entry) -> str:
 
 
 def _load(kind: str) -> None:
-    """Import what registers our parts of a kind, and the installed plug-ins, once; a plug-in that
-    fails is passed over with a warning."""
+    """Import our parts of a kind and the installed plug-ins, once; a plug-in that fails is left out
+    with a warning."""
     if kind not in KINDS:
         raise unknown_name("kind", kind, KINDS)
     if kind not in _loaded:

@@ -17,27 +17,20 @@ def resolve_device(device: str) -> torch.device:
     Raises:
         ValueError: an unknown device, or one that this machine lacks.
     """
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    present, kind = {"cuda": cuda, "mps": mps, "cpu": True}, device.partition(":")[0]
     if device == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    kind = device.partition(":")[0]
-    if kind not in ("cpu", "cuda", "mps"):
-        raise unknown_name("device", device, ("auto", "cpu", "cuda", "mps"))
-    present = {
-        "cpu": True,
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-    }
+        return torch.device(next(kind for kind in present if present[kind]))
+    if kind not in present:
+        raise unknown_name("device", device, ("auto", *present))
     if not present[kind]:
         raise ValueError(f"device={device!r} is not available here; use device=auto or device=cpu.")
     return torch.device(device)
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """Return `fp32`, `bf16` or `fp16`; `auto` is bf16 where the hardware computes in it.
-
-    Weights are always float32; a precision is what autocast computes in.
+    """Return `fp32`, `bf16` or `fp16`, in which autocast computes; `auto` is bf16 if the hardware
+    has it. Weights are always float32.
 
     Raises:
         ValueError: fp16 without a GPU.
@@ -52,8 +45,8 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def set_float32_products(device: torch.device, precision: str) -> None:
-    """Let a GPU multiply float32 matrices in TF32 where the network computes in half precision, and
-    only there: `precision=fp32` is float32 throughout."""
+    """Let a GPU multiply float32 matrices in TF32 if the network computes in half precision;
+    `precision=fp32` is float32 throughout."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
 

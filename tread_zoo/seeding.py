@@ -32,13 +32,13 @@ def make_generator(purpose: str, *key: int) -> torch.Generator:
 
 
 class ImageGenerator:
-    """Random numbers of a batch, those of an image by its key alone, on the device of the keys.
+    """Random numbers of a batch, on the device of the keys; those of an image depend on its key.
 
-    As a `torch.Generator` it moves on: the next call gives other numbers. The bits are the same on
-    every device; logarithms and cosines, so normal numbers, may round otherwise.
+    Like a `torch.Generator`, each call gives other numbers. The bits are the same on every device;
+    normal numbers may round otherwise.
 
     Args:
-        keys: int64 [B], one an image.
+        keys: int64 [B], one per image.
         batch_key: for what the images of a batch share.
     """
 
@@ -52,7 +52,7 @@ class ImageGenerator:
 
     @functools.cached_property
     def of_batch(self) -> "ImageGenerator":
-        """One row, which does not depend on the images: the same on every rank."""
+        """A generator of one row that does not depend on the images: the same on every rank."""
         return ImageGenerator(self.keys.new_full((1,), self.batch_key))
 
     def rand(self, *shape: int) -> Tensor:
@@ -75,10 +75,8 @@ class ImageGenerator:
 
     def _bits(self, count: int) -> Tensor:
         """Return int64 [B, count], 64 random bits each."""
-        steps = torch.arange(
-            self.position + 1, self.position + 1 + count, device=self.keys.device
-        )  # fmt: skip
-        self.position += count
+        first, self.position = self.position + 1, self.position + count
+        steps = torch.arange(first, first + count, device=self.keys.device)
         return _mix(self.keys[:, None] + steps * _INCREMENT)
 
 

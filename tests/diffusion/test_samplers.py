@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from tread_zoo import available, create
+from tests.small_run import ours
+from tread_zoo import create
 from tread_zoo.diffusion import (
     EDM,
     DPMSolver2M,
@@ -25,8 +26,8 @@ from tread_zoo.diffusion import (
 SHAPE = (8, 1, 16, 16)
 FITTING = [
     (name, objective)
-    for name in available("sampler")
-    for objective in available("objective")
+    for name in ours("sampler")
+    for objective in ours("objective")
     if objective in getattr(create("sampler", name), "objectives", (objective,))
 ]
 
@@ -107,7 +108,7 @@ def test_evaluations_are_as_many_as_documented_and_none_is_at_level_zero(gaussia
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", available("sampler"))
+@pytest.mark.parametrize("name", ours("sampler"))
 def test_x_is_left_alone_and_the_result_is_float32(name, dtype):
     x = torch.ones(2, 1, 2, 2, dtype=dtype)
     levels = torch.linspace(1, 0, 4)
@@ -256,7 +257,7 @@ def test_the_released_sampler_of_sit_by_its_equations():
 
 
 @pytest.mark.parametrize("levels", [[0.0, 1.0], [1.0, 1.0, 0.0]])
-@pytest.mark.parametrize("name", available("sampler"))
+@pytest.mark.parametrize("name", ours("sampler"))
 def test_levels_that_do_not_fall_are_refused(name, levels):
     with pytest.raises(ValueError):
         create("sampler", name)(
@@ -280,8 +281,8 @@ def test_wrong_options_are_named(name, option, value):
         build_sampling({"name": name, option: value})
 
 
-@pytest.mark.parametrize("name", available("sampler"))
-@pytest.mark.parametrize("objective", available("objective"))
+@pytest.mark.parametrize("name", ours("sampler"))
+@pytest.mark.parametrize("objective", ours("objective"))
 def test_a_sampler_that_does_not_fit_the_objective_is_refused(name, objective):
     options = SamplingOptions(create("sampler", name), 4)
     if (name, objective) in FITTING:
@@ -319,7 +320,7 @@ def test_grids_by_formula():
           for grid in ("uniform", "quadratic", "logit_normal") for shift in (0.1, 0.3, 1.0, 6.0)),
         (EDM(), TimeGrid(grid="log")),
         (EDM(), TimeGrid(rho=1)),
-        *((create("objective", name), TimeGrid()) for name in available("objective")),
+        *((create("objective", name), TimeGrid()) for name in ours("objective")),
     ],
     ids=repr,
 )  # fmt: skip

@@ -1,6 +1,5 @@
 import errno
 import json
-import logging
 import os
 import shutil
 import stat
@@ -51,37 +50,38 @@ def test_the_newest_are_kept_and_copies_are_the_user_s(tmp_path):
     assert [find_checkpoint(copy).step for copy in copies] == [1, 1]
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "json"])
-def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(tmp_path, damage, caplog):
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("model.safetensors", lambda content: content[:-1] + b"x"),
+        ("model.safetensors", lambda content: content[:-3]),
+        ("checkpoint.json", lambda content: b'{"format": 1,'),
+        ("checkpoint.json", lambda content: content.replace(b'"format": 2', b'"format": 99')),
+    ],
+)
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_taken(
+    tmp_path, file, damage, caplog
+):
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
-    file = newest / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    if damage == "flip":
-        content[-1] ^= 1
-        file.write_bytes(content)
-    elif damage == "truncate":
-        file.write_bytes(content[:-3])
-    elif damage == "remove":
-        file.unlink()
-    else:
-        (newest / "checkpoint.json").write_text('{"format": 1,')
-    with pytest.raises(CheckpointError, match=r"step_00000002 is damaged.*Use another checkpoint"):
+    (newest / file).write_bytes(damage((newest / file).read_bytes()))
+    with pytest.raises(CheckpointError, match="step_00000002 is damaged"):
         find_checkpoint(newest)
-    with caplog.at_level(logging.WARNING):
-        assert find_checkpoint(tmp_path).step == 1
+    assert find_checkpoint(tmp_path).step == 1
     assert "step_00000002 is damaged" in caplog.text
-    assert "Falling back" in caplog.text
+    (newest / file).unlink()
+    assert find_checkpoint(tmp_path).step == 1
 
 
 def test_a_run_that_is_not_here_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **b: pytest.fail("asked"))
-    for path in ("runs/mine", "./mine", "../mine", "mine", "/mine/too"):
-        with pytest.raises(CheckpointError, match=f"there is no {Path(path)}"):
-            find_checkpoint(path)
-        with pytest.raises(OSError, match=f"there is no {Path(path)}"):
-            load_pretrained(path)
+    for path in ("runs/mine", "./mine", "../mine", "/mine/too"):
+        for load in (find_checkpoint, load_pretrained):
+            with pytest.raises((CheckpointError, OSError), match=f"there is no {Path(path)}"):
+                load(path)
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        find_checkpoint(tmp_path)
 
 
 def test_a_bit_that_flips_in_checkpoint_json_is_noticed_or_changes_nothing(tmp_path):
@@ -95,13 +95,6 @@ def test_a_bit_that_flips_in_checkpoint_json_is_noticed_or_changes_nothing(tmp_p
             file.write_bytes(flipped)
             other = find_checkpoint(tmp_path)
             assert other.step == 1 or meta.items() <= other.meta.items(), bytes(flipped)
-
-
-def test_a_checkpoint_without_a_checksum_of_its_own_is_read(tmp_path):
-    file = save(tmp_path, 1) / "checkpoint.json"
-    meta = json.loads(file.read_text())
-    file.write_text(json.dumps({k: meta[k] for k in ("format", "step", "sha256")}))
-    assert find_checkpoint(tmp_path).step == 1
 
 
 def test_files_are_on_the_disk_before_they_have_their_names(tmp_path, monkeypatch):
@@ -133,11 +126,10 @@ def test_files_are_on_the_disk_before_they_have_their_names(tmp_path, monkeypatc
     [
         (errno.EIO, "file", False),
         (errno.EIO, "folder", False),
-        (errno.EINVAL, "file", False),
         (errno.EINVAL, "folder", True),  # what a file system says that cannot do this
     ],
 )
-def test_an_error_of_the_disk_is_told(tmp_path, monkeypatch, code, kind, saves):
+def test_an_error_of_the_disk_is_reported(tmp_path, monkeypatch, code, kind, saves):
     save(tmp_path, 1)
     sync = os.fsync
 
@@ -153,16 +145,6 @@ def test_an_error_of_the_disk_is_told(tmp_path, monkeypatch, code, kind, saves):
         with pytest.raises(CheckpointError, match="step_00000001 is intact"):
             save(tmp_path, 2)
     assert find_checkpoint(tmp_path).step == 1 + saves
-
-
-def test_an_empty_folder_and_another_format(tmp_path):
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        find_checkpoint(tmp_path)
-    path = save(tmp_path, 1)
-    meta = json.loads((path / "checkpoint.json").read_text())
-    (path / "checkpoint.json").write_text(json.dumps({**meta, "format": 99}))
-    with pytest.raises(CheckpointError, match=r"format 99"):
-        find_checkpoint(path)
 
 
 FULL_DISK = """
@@ -184,11 +166,8 @@ def test_a_disk_that_is_full_while_saving_keeps_the_previous_checkpoint(tmp_path
     """The limit on file size makes the write itself fail, as a full disk does."""
     done = run_python("-c", FULL_DISK, tmp_path)
     assert done.returncode == 3, done.stderr
-    assert "could not save" in done.stdout
     assert "step_00000001 is intact" in done.stdout
-    assert "continue with resume=latest" in done.stdout
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
-    assert find_checkpoint(tmp_path).step == 1
 
 
 @pytest.fixture(scope="module")
@@ -237,30 +216,21 @@ def test_sampling_as_the_run_had_it_but_for_a_value(run):
     assert sampled_as(restored, {"diffusion": 0.5}) == {**own, "diffusion": 0.5}
     assert sampled_as(restored, guidance={"scale": 3.0}) == {**own, "guidance_scale": 3.0}
     other = sampled_as(restored, {"name": "dpmpp_2m"}, {"name": "cfg", "scale": None})
-    assert other == {
-        "sampler": "dpmpp_2m", "num_steps": 3, "grid": "auto", "shift": 2, "rho": "auto",
-        "selection_rate": 0.0,
-        "guidance": "cfg", "guidance_scale": 2.0, "guidance_channels": None,
-    }  # fmt: skip
+    assert other.items() >= {"num_steps": 3, "shift": 2, "guidance_scale": 2.0}.items()
+    assert "diffusion" not in other
     with pytest.raises(ValueError, match=r"guidance\.low"):
         sampled_as(restored, guidance={"low": 0.1})
-    with pytest.raises(ValueError, match=r"sampler=edm_stochastic is for objective=edm"):
-        sampled_as(restored, {"name": "edm_stochastic"})
     score = json.loads((folder / "score.json").read_text())["protocol"]
-    assert score["sampling"] == own
-    assert score["nfe"] == 6
+    assert (score["sampling"], score["nfe"]) == (own, 6)
 
 
 @pytest.mark.parametrize(
     ("words", "sampler", "guidance"),
     [
         ([], {}, {}),
-        (["sampler=heun"], {"name": "heun"}, {}),
         (["sampler.num_steps=5"], {"num_steps": 5}, {}),
         (["sampler={name: flow_sde, diffusion: 2}"], {"name": "flow_sde", "diffusion": 2}, {}),
-        (["guidance=interval"], {}, {"name": "interval"}),
-        (["guidance=cfg", "sampler=dpmpp_2m"], {"name": "dpmpp_2m"}, {"name": "cfg"}),
-        (["guidance=cfg", "guidance.channels=1"], {}, {"name": "cfg", "channels": 1}),
+        (["guidance=interval", "sampler=dpmpp_2m"], {"name": "dpmpp_2m"}, {"name": "interval"}),
         (["guidance=none"], {}, {"name": "none"}),
     ],
 )
@@ -288,7 +258,6 @@ def test_autoguidance_takes_an_earlier_or_smaller_network(run, tmp_path):
     assert options.guidance == AutoGuidance(weak_checkpoint=str(weak))
     network = restored.weak(options)
     expected = load_backbone(find_checkpoint(weak)).state_dict()
-    assert network.num_blocks == 3
     assert all(torch.equal(value, expected[k]) for k, value in network.state_dict().items())
     assert restored.weak(restored.sampling(NOTHING, {"name": "none"})) is None
 

@@ -54,21 +54,15 @@ def test_noise_of_moments_is_drawn_apart_and_flips_choose_the_copy(tmp_path):
     torch.testing.assert_close(setup.data.codec.to_latents(x), z)
 
 
-def test_a_run_on_moments_resumes_to_the_bit_in_the_middle_of_an_epoch(run, tmp_path):
+def test_a_run_on_moments_resumes_to_the_bit_unless_they_are_normalized_otherwise(run, tmp_path):
     given = [*write_moments(tmp_path / "set"), "training.horizontal_flip=true"]  # 4 steps an epoch
     given += ["training.num_workers=1", "lr_schedule=constant"]
-    unbroken = run("unbroken", *given)
     run("parts", *given, "training.num_steps=2")
-    parts = run("parts", *given, "resume=latest")
-    assert_same_end(unbroken, parts)
-
-
-def test_another_normalization_is_refused_at_resume_and_at_evaluation(run, tmp_path):
-    given = [*write_moments(tmp_path / "set"), "training.num_steps=2"]
-    folder = run("run", *given)
+    folder = run("parts", *given, "resume=latest")
+    assert_same_end(run("unbroken", *given), folder)
     write_moments(tmp_path / "set", factor=2)
     with pytest.raises(ValueError, match="scale"):
-        run("run", *given, "resume=latest")
+        run("parts", *given, "resume=latest")
     restored = restore(folder, weights="ema", device="cpu", precision="fp32")
     with pytest.raises(ValueError, match="scale"):
         restored.data({})

@@ -67,9 +67,14 @@ def test_fused_matrices_are_split_into_what_they_fuse(name, part, sizes):
     assert hidden_matrices(network)[f"blocks.1.{part}"] == sizes
 
 
-@pytest.mark.parametrize("name", ["dit_tiny", "mamba_tiny", "mamba2_tiny"])
-@pytest.mark.parametrize("adjust_lr_fn", ["match_rms_adamw", "original"])
-@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(
+    ("name", "adjust_lr_fn", "nesterov"),
+    [
+        ("dit_tiny", "match_rms_adamw", True),
+        ("mamba_tiny", "original", False),
+        ("mamba2_tiny", "match_rms_adamw", False),
+    ],
+)
 def test_a_part_moves_as_a_parameter_of_its_own(name, adjust_lr_fn, nesterov):
     network = make_network(name)
     matrices, parameters = hidden_matrices(network), dict(network.named_parameters())

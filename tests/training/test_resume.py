@@ -191,7 +191,7 @@ def test_twice_n_steps_equal_n_then_n_more_and_each_start_is_recorded(run, in_tw
 
 def test_a_crash_between_checkpoints_loses_only_what_came_after(run, monkeypatch, tmp_path):
     unbroken = run("unbroken", "training.checkpoint_every=2")
-    original = Log.numbers
+    original = Log.metrics
 
     def crash(self, state, window):
         original(self, state, window)
@@ -199,7 +199,7 @@ def test_a_crash_between_checkpoints_loses_only_what_came_after(run, monkeypatch
             raise RuntimeError("power cut")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Log, "numbers", crash)
+        patch.setattr(Log, "metrics", crash)
         with pytest.raises(RuntimeError, match="power cut"):
             run("broken", "training.checkpoint_every=2")
     assert find_checkpoint(tmp_path / "broken").step == 2

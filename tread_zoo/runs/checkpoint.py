@@ -138,7 +138,7 @@ def save_checkpoint(
         kind: `checkpoints`, or `SNAPSHOTS` for averages alone.
 
     Raises:
-        CheckpointError: it could not be written. Partial files are deleted, older ones are kept.
+        CheckpointError: it could not be written; older ones are intact.
     """
     folder = run_dir / kind
     final = folder / f"step_{meta['step']:08d}"
@@ -242,13 +242,10 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig) -> None:
 def data_metadata(data: ImageData) -> dict[str, Any]:
     """Return the metadata of the data, for checkpoints and `facts.json`."""
     metadata: dict[str, Any] = {
-        "name": data.name,
-        "image_size": list(data.image_size),
-        "channels": data.channels,
-        "num_classes": data.num_classes,
-        "num_images": len(data.train),  # type: ignore[arg-type]
+        "name": data.name, "image_size": list(data.image_size), "channels": data.channels,
+        "num_classes": data.num_classes, "num_images": len(data.train),  # type: ignore[arg-type]
         "items": digest_items(data.train),
-    }
+    }  # fmt: skip
     if data.codec.metadata:
         metadata |= {"codec": data.codec.metadata, "decoder": data.codec.decoder}
     if data.context:
@@ -309,8 +306,7 @@ def load_backbone(checkpoint: Checkpoint, weights: str = "ema") -> Backbone:
 
     Raises:
         CheckpointError: the weights do not fit the backbone that this version builds.
-        ValueError: the backbone's plug-in is not loaded, or the run's snapshots cannot give the
-            width.
+        ValueError: a plug-in is not loaded, or the run's snapshots cannot give the width.
     """
     check_plugins(checkpoint.meta["plugins"], str(checkpoint.path))
     backbone = build_backbone(checkpoint.meta["backbone"])
@@ -319,11 +315,7 @@ def load_backbone(checkpoint: Checkpoint, weights: str = "ema") -> Backbone:
 
 
 def load_weights(network: nn.Module, checkpoint: Checkpoint, part: str) -> None:
-    """Load the checkpoint's `part` into `network`.
-
-    Raises:
-        CheckpointError: keys or shapes differ; some of them are named.
-    """
+    """Load the checkpoint's `part` into `network`, whose keys and shapes must be the same."""
     try:
         network.load_state_dict(checkpoint.tensors(part))
     except RuntimeError as error:
@@ -345,7 +337,7 @@ def _step(path: Path) -> int:
 
 
 def _put_aside(path: Path) -> None:
-    """Give a checkpoint a name that none has, at once: deleting its files takes a while."""
+    """Rename a checkpoint before its files are deleted, which takes a while."""
     os.rename(path, path.with_name(f".removed_{path.name}"))
 
 

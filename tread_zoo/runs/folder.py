@@ -1,4 +1,4 @@
-"""The folder of a run: what may be there before it starts, one run at a time, and what it leaves.
+"""The folder of a run: checked before it starts, locked while it trains.
 
     config.json     every setting                    metrics.jsonl   a row each `log_every` steps
     facts.json      data, parameters, FLOPs          scores.jsonl    a record a score
@@ -6,7 +6,7 @@
     samples/, samples.gif, loss.png                  corrupt.txt     items that cannot be read
     commands.jsonl  how it was started, each time    checkpoints/, ema_snapshots/
 
-The main process writes; the others have a part in the scores and in corrupt.txt.
+The main process writes; scores and corrupt.txt count what the others found.
 """
 
 import dataclasses

@@ -45,7 +45,7 @@ def resolve_init_from(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Checkp
     if only_options:  # they are options of the checkpoint's architecture
         name = _find_source(fields, fields.get("run_dir", "auto")).meta["backbone"]["name"]
         fields = {**fields, "backbone": {"name": name, **part}}
-    config = make_config(**fields)  # type: ignore[arg-type]
+    config = make_config(**fields)
     source = _find_source(fields, config.run_dir)
     backbone = _backbone_of(source) | dict(part) if only_options else _merge(config, source)
     resolved = {**fields, "backbone": backbone}

@@ -47,11 +47,11 @@ def drop_removed(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_metadata(folder: Path, name: str = META_NAME, *only: str) -> dict[str, Any]:
-    """Return the metadata in a checkpoint's file `name`, after verifying all its files, or `only`
+    """Return the metadata in a checkpoint's file `name` after verifying all its files, or `only`
     these.
 
     Raises:
-        CheckpointError: a file differs from what was saved, or the format is another.
+        CheckpointError: a file differs from what was saved, or has another format.
     """
     try:
         metadata: dict[str, Any] = json.loads((folder / name).read_text())
@@ -73,11 +73,8 @@ def read_metadata(folder: Path, name: str = META_NAME, *only: str) -> dict[str, 
 
 
 def read_newest(folders: Sequence[Path], *only: str) -> tuple[Path, dict[str, Any]]:
-    """Return the newest intact checkpoint of a run and its metadata.
-
-    Raises:
-        CheckpointError: none is intact; the error is the first checkpoint's.
-    """
+    """Return the newest intact checkpoint of a run and its metadata; if none is intact, raise the
+    `CheckpointError` of the first."""
     for folder in reversed(folders[1:]):
         try:
             return folder, read_metadata(folder, META_NAME, *only)

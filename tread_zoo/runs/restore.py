@@ -48,14 +48,12 @@ class Restored:
         return dict(self.checkpoint.meta["config"])
 
     def sampling(self, sampler: Mapping[str, Any], guidance: Mapping[str, Any]) -> SamplingOptions:
-        """Return the run's sampling options, changed by the given values that are not None.
-
-        Under another `name`, options that both parts have are kept. For a run without guidance, a
-        scale alone means classifier-free guidance.
+        """Return the run's sampling options, changed by the given values that are not None. Under
+        another `name`, options that both parts have are kept. For a run without guidance, a scale
+        alone means classifier-free guidance.
 
         Raises:
-            ValueError: a name or field is unknown, or the options do not fit the network or its
-                training.
+            ValueError: a name or field is unknown, or the options do not fit the network.
         """
         default = self.config["guidance"]
         if "none" in (default["name"], guidance.get("name")):
@@ -100,11 +98,7 @@ class Restored:
         return tuple(self.checkpoint.meta.get("data", {}).get("class_names", ()))
 
     def data(self, changes: Mapping[str, Any]) -> ImageData:
-        """Return the training data, with some options changed.
-
-        Raises:
-            CheckpointError: the data do not match, or the checkpoint was imported and names none.
-        """
+        """Return the training data, with some options changed; they must match the checkpoint."""
         if not self.has_data:
             raise CheckpointError(
                 f"{self.checkpoint.path} was imported and names no data to compare with. Sample "
@@ -117,12 +111,8 @@ class Restored:
     def codec(self, vae: str | None) -> Codec:
         """Return the codec that decodes the network's samples into images.
 
-        Args:
-            vae: path of the autoencoder; None: the run's. `none` leaves latents. An imported
-                network on latents needs it.
-
-        Raises:
-            ValueError: an autoencoder is given for a network on pixels.
+        vae: path of the autoencoder, which an imported network on latents needs; None is the run's,
+        `none` leaves latents.
         """
         data = self.checkpoint.meta.get("data", {})
         if "codec" in data:
@@ -173,10 +163,7 @@ def load_weak(
 
 
 def overlay(kind: str, part: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `part` with the changes that are not None.
-
-    Under another name, the options that both parts have are kept.
-    """
+    """Return `part` with the changes that are not None, as of `Restored.sampling`."""
     given = {field: value for field, value in changes.items() if value is not None}
     name = given.get("name", part["name"])
     if name == part["name"]:

@@ -1,18 +1,17 @@
-"""Alignment: a block's tokens are pulled towards what a frozen encoder sees at the same places.
+"""Alignment: a second loss pulls a block's tokens towards features of a frozen encoder.
 
     loss = denoising loss + weight * L,    L = - mean over tokens of cos(project(h_i), f_i)
 
-h_i are the tokens that leave the block, those of them that a route kept; f_i are features of the
-clean image, which were computed ahead (`tread-zoo encode features=…`) and come with the batch. The
-projection is trained with the network and is no part of what is averaged, sampled or scored.
+h_i are the kept tokens after the block. f_i are features of the clean image at the same places,
+computed ahead (`tread-zoo encode features=…`) and stored with the images. The projection is trained
+with the network; it is not averaged, sampled or scored.
 
     REPA    an MLP projects each token                                      arXiv 2410.06940
     iREPA   projection=conv, normalize=spatial                              arXiv 2512.10794
     HASTE   stop: the term goes after a fraction of training                arXiv 2505.16792
 
-In place of an encoder, the network's own averaged weights may see the image (`self_flow`): then f_i
-are tokens of a later block of theirs, at the cleanest time of the image's tokens, and no features
-are stored.
+With `self_flow`, the averaged network is the encoder: f_i are its tokens after a later block, at
+the cleanest time of the image's tokens, and no features are stored.
 
 Dimensions: B batch, N = h * w tokens, K kept tokens, D width, S channels of features.
 """
@@ -37,15 +36,15 @@ class Alignment(Protocol):
 
     weight: float  # factor of the term in the loss
     stop: float  # fraction of training, in (0, 1], after which there is no term
-    # Optional, the class variable `self_taught`: features are tokens of the averaged network after
-    # the projection's `teacher_block`, dense; `feature_size` is their width.
+    # Optional, the class variable `self_taught`: the features are tokens of the averaged network
+    # after the projection's `teacher_block`, without routes; `feature_size` is their width.
 
     def build(self, backbone: Backbone, feature_size: int) -> nn.Module:
-        """Return what is trained beside `backbone`, with weights from torch's global generator.
+        """Return the projection, with weights from torch's global generator.
 
-        It has `block`, the index of the block whose tokens it takes, and its forward is (tokens
-        [B,K,D], ids int64 [B,K] or None for all N, features float [B,S,h,w]) -> L of each image,
-        [B]. `feature_size` is S. The grid of the features need not be the backbone's.
+        Its `block` is the index of the block whose tokens it takes. Its forward is (tokens [B,K,D],
+        ids int64 [B,K] or None for all N, features float [B,S,h,w] of any grid) -> L per image,
+        [B]. `feature_size` is S.
         """
 
 
@@ -101,8 +100,8 @@ class REPA:
 @dataclass(frozen=True, kw_only=True)
 class SelfFlow:
     """The cosine similarity of projected tokens to the averaged network's, after Self-Flow (arXiv
-    2603.06507). With `objective.second_level` the averaged network sees each image at the cleaner
-    of its two times; without, at the same one. It sees all tokens, and gets no gradient.
+    2603.06507). The averaged network sees all tokens, with `objective.second_level` at the cleaner
+    of the image's two times, and gets no gradient.
 
     The paper's blocks and weight are not known here: the defaults are ours.
 

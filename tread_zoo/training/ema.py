@@ -33,14 +33,14 @@ class WeightAverage:
     """
 
     def __init__(self, network: Backbone, decay: Callable[[int], float]) -> None:
-        # The weights require a gradient, although none is computed: autocast keeps the casts of
-        # those alone from one step of a sampler to the next.
+        # The weights require a gradient, though none is computed: autocast caches only such casts
+        # from one step of a sampler to the next.
         self.network: Backbone = deepcopy(network).eval()
         self.decay = decay
         self._slices: dict[str, Tensor] = {}  # by name, where the weights are sharded
 
     def to(self, device: torch.device, network: nn.Module) -> None:
-        """Move the averages to where the weights of `network` are; sharded as they are."""
+        """Move the averages to the weights of `network`, sharded as they are."""
         for name, weight in network.named_parameters():
             if is_sharded(weight):
                 self._slices[name] = slice_like(self.network.get_parameter(name), weight)
@@ -49,12 +49,12 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, network: nn.Module, step: int, skipped: Tensor | None = None) -> None:
-        """Add the weights after optimizer step `step`, counted from 1; nothing if `skipped`, a
-        number on their device, is 1.0."""
+        """Add the weights after optimizer step `step`, counted from 1, unless `skipped` (on their
+        device) is 1.0."""
         averages: Sequence[Tensor] = list(self._slices.values()) or list(self.network.parameters())
         weights = list(network.parameters())
-        # average -= (1 - decay) (average - weights): SGD of a "gradient", with a decay of 1, is a
-        # kernel that can be told on the device to leave all as it is.
+        # average -= (1 - decay) (average - weights): SGD with the weights as the gradient and a
+        # decay of 1, whose kernel reads on the device whether to change anything.
         torch._fused_sgd_(
             _local(averages), _local(weights), [], lr=1 - self.decay(step), weight_decay=1.0,
             maximize=True, momentum=0.0, dampening=0.0, nesterov=False, is_first_step=False,
@@ -63,14 +63,14 @@ class WeightAverage:
 
     @torch.no_grad()
     def whole(self, device: torch.device) -> Backbone:
-        """Return the averaged network on `device`; if it is sharded, every rank must call this, and
-        `release` frees the memory again."""
+        """Return the averaged network on `device`. If it is sharded, every rank must call this, and
+        `release` frees its memory."""
         for name, part in self._slices.items():
             self.network.get_parameter(name).copy_(whole(part))
         return self.network.to(device)
 
     def release(self) -> None:
-        """Move the whole network of sharded weights off its device."""
+        """Move the copy that `whole` made of sharded weights off its device."""
         if self._slices:
             self.network.cpu()
 

@@ -29,7 +29,6 @@ from tread_zoo.evaluation.held_out import held_out_loss, held_out_record
 from tread_zoo.evaluation.pictures import plot_losses, save_animation, save_grid
 from tread_zoo.kernels import describe, used_ops
 from tread_zoo.progress import progress
-from tread_zoo.provenance import describe_start
 from tread_zoo.routing import NO_ROUTING
 from tread_zoo.runs.checkpoint import drop_later
 from tread_zoo.runs.folder import CONFIG, FACTS, SCORE, SCORES
@@ -37,6 +36,7 @@ from tread_zoo.runtime import DTYPES, describe_device
 from tread_zoo.training.meters import Window, peak_flops, peak_memory, timed
 from tread_zoo.training.setup import TrainState
 from tread_zoo.training.trackers import Trackers, read_lines, read_metrics, write_lines
+from tread_zoo.version import describe_start
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,6 @@ GRID_IMAGES, GRID_SEED = 100, 0
 SHOWN_CLASSES = 10
 HELD_OUT_SEED = 0
 HELD_OUT_DRAWS = 8  # for each image, of a score
-DAY = 86_400.0  # seconds
 QUIET = ("loss_level_", "held_out_loss_level_", "peak_memory")  # not printed
 
 
@@ -79,11 +78,9 @@ class Log:
             return
         self.settings = setup.config.as_dict()
         self.machine = {
-            "device": describe_device(device),
-            "precision": precision,
-            "num_processes": accelerator.num_processes,
-            "torch": torch.__version__,
-        }
+            "device": describe_device(device), "precision": precision,
+            "num_processes": accelerator.num_processes, "torch": torch.__version__,
+        }  # fmt: skip
         used_ops.clear()  # counting FLOPs records those of this backbone
         network = copy(state.whole)
         network.checkpoint_blocks = 0  # recomputation is not counted
@@ -192,26 +189,20 @@ class Log:
             ("run", f"{self.folder} {origin}, {setup.num_steps} steps in all"),
         ]  # fmt: skip
 
-    def cost(self, step: int) -> None:
-        """Log an estimate of the run's duration on a CPU, once, from its second and third step.
-
-        On a GPU steps are queued, and the first line of metrics shows it.
-        """
+    def estimate_time(self, step: int) -> None:
+        """Log how long a run on a CPU will take, once, from its second and third step. On a GPU
+        steps are queued, and the first line of metrics shows it."""
         if not self.is_main or self.accelerator.device.type != "cpu":
             return
-        done = step - self.first_step
-        if done == 1:
+        if step == self.first_step + 1:
             self.prepared = time.monotonic()
-        if done == 3:
-            total = self.setup.num_steps
-            seconds = (time.monotonic() - self.prepared) / 2 * (total - step)
-            memory = peak_memory(self.accelerator.device) / 1e9
-            remedy = "" if seconds < DAY else ": a GPU is faster, or a smaller backbone or image"
-            left = total - step
-            _say("cost", f"about {_duration(seconds)} for {left} steps, {memory:.1f} GB{remedy}")
+        if step == self.first_step + 3:
+            left, memory = self.setup.num_steps - step, peak_memory(self.accelerator.device)
+            time_left = self.bar.format_interval((time.monotonic() - self.prepared) / 2 * left)
+            _say("cost", f"about {time_left} for {left} steps, {memory / 1e9:.1f} GB")
 
-    def numbers(self, state: TrainState, window: Window) -> None:
-        """Write the numbers of a window; every rank must call this."""
+    def metrics(self, state: TrainState, window: Window) -> None:
+        """Write the metrics of a window; every rank must call this."""
         numbers = window.close(state)
         if corrupt := self.corrupt.items:
             numbers["corrupt_items"] = float(len(corrupt))
@@ -224,9 +215,9 @@ class Log:
             numbers["mfu"] = flops_per_s / self.peak_flops
             shown += f", MFU {numbers['mfu']:.1%}"
         self.bar.set_postfix_str(shown)
-        self._write_numbers(state.step, numbers)
+        self._write_metrics(state.step, numbers)
 
-    def _write_numbers(self, step: int, numbers: dict[str, float]) -> None:
+    def _write_metrics(self, step: int, numbers: dict[str, float]) -> None:
         numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
         self.locked_folder()  # else they might go to another run
         self.trackers.log(step, numbers)
@@ -253,20 +244,22 @@ class Log:
     # Averaged weights --------------------------------------------------------------------------
 
     def due(self, step: int, *, resumed: bool) -> tuple[bool, bool]:
-        """Return whether samples, and a score on the way, are due after a step; in a run that was
-        `resumed` there, those that are missing. Every rank must call this."""
+        """Return whether samples, and a score before the end, are due after a step; in a run that
+        was `resumed` there, those that are missing. Every rank must call this."""
         training, last = self.setup.training, step == self.setup.num_steps
         samples = last or is_due(step, training.sample_every)
         score = not last and is_due(step, training.score_every)
-        if resumed and (samples or score):
-            due = [not self._has_samples(step), step not in self.scores] if self.is_main else [0, 0]
-            missing = torch.tensor(due, dtype=torch.float32, device=self.accelerator.device)
-            missing = self.accelerator.reduce(missing, reduction="sum")
-            samples, score = samples and bool(missing[0]), score and bool(missing[1])
+        if resumed and self.is_main:
+            samples = samples and not self._has_samples(step)
+            score = score and step not in self.scores
+        if resumed:
+            from accelerate.utils import broadcast_object_list
+
+            samples, score = broadcast_object_list([samples, score])
         return samples, score
 
     def _has_samples(self, step: int) -> bool:
-        """Return whether `samples` came to its end at a step."""
+        """Return whether `samples` was completed at a step."""
         if self.setup.data.held_out is None:
             return self._grid(step).exists()
         rows = read_metrics(self.folder)
@@ -276,7 +269,7 @@ class Log:
         return self.folder / "samples" / f"step_{step:08d}.png"
 
     def samples(self, state: TrainState) -> None:
-        """Leave a grid of samples and the held-out loss; every rank must call this."""
+        """Save a grid of samples and log the held-out loss; every rank must call this."""
         with timed(state, "samples"):
             network = state.average.whole(self.accelerator.device)
             if self.is_main:
@@ -284,7 +277,7 @@ class Log:
                     self._save_grids(network, state.step)
                 if (loss := self.held_out_loss(network)) is not None:
                     levels = {f"held_out_loss_level_{i}": x for i, x in enumerate(loss[1], 1)}
-                    self._write_numbers(state.step, {"held_out_loss": loss[0], **levels})
+                    self._write_metrics(state.step, {"held_out_loss": loss[0], **levels})
             state.average.release()
 
     def _save_grids(self, network: Backbone, step: int) -> None:
@@ -310,7 +303,7 @@ class Log:
                 save_grid(data.codec.to_pixels(x, device=device), real)
 
     def _end_pictures(self) -> None:
-        """Leave the curve of the loss, and samples of all steps one after the other."""
+        """Save the curve of the loss, and an animation of the samples."""
         with _optional(self.folder / "loss.png"):
             plot_losses(read_metrics(self.folder), self.folder / "loss.png")
         grids = sorted((self.folder / "samples").glob("step_*.png"))
@@ -360,7 +353,7 @@ class Log:
             _say("score", f"step {state.step}  {shown}")
 
     def _write_scores(self) -> None:
-        """Write all of them anew, so that no half of a line is ever there; they are few."""
+        """Rewrite the file: its few lines are then never half written."""
         if self.scores or (self.folder / SCORES).exists():
             with _optional(self.folder / SCORES):
                 write_lines(self.folder / SCORES, self.scores.values())
@@ -377,20 +370,13 @@ def is_due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def _duration(seconds: float) -> str:
-    """Return a duration in the largest unit of which it has two or more, as in 31 days."""
-    units = {"days": DAY, "hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
-    unit = next((u for u, size in units.items() if seconds >= 2 * size), "seconds")
-    return f"{seconds / units[unit]:.0f} {unit}"
-
-
 def _say(topic: str, text: str) -> None:
     logger.info("%-9s %s", topic, text)
 
 
 @contextmanager
 def _optional(path: Path) -> Iterator[None]:
-    """Turn a failure to write a file that the run can do without into a warning."""
+    """Turn a failure to write a dispensable file into a warning."""
     try:
         yield
     except OSError as error:

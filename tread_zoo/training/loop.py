@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from tread_zoo.config import RunFields, TrainingConfig, differences
+from tread_zoo.config import RunFields, TrainingConfig
 from tread_zoo.contract.backbone import Backbone, Features
 from tread_zoo.data import copy_ahead
 from tread_zoo.diffusion import Draw, loss_by_token, split_loss
@@ -37,7 +37,7 @@ from tread_zoo.routing import (
     bypassed_tokens,
     resolve_routes,
 )
-from tread_zoo.runs.checkpoint import Checkpoint, check_same_data
+from tread_zoo.runs.checkpoint import check_same_data
 from tread_zoo.runs.folder import open_folder, resolve_run
 from tread_zoo.runs.init_from import resolve_init_from
 from tread_zoo.runtime import (
@@ -51,14 +51,18 @@ from tread_zoo.seeding import Generator, ImageGenerator, make_generator, make_im
 from tread_zoo.training.log import Log, is_due
 from tread_zoo.training.meters import Window, timed
 from tread_zoo.training.saving import save_snapshot, save_state
-from tread_zoo.training.setup import Setup, TrainState, build_setup, make_accelerator, place
+from tread_zoo.training.setup import (
+    Setup,
+    TrainState,
+    build_setup,
+    check_ranks_agree,
+    make_accelerator,
+    place,
+)
 from tread_zoo.training.sharding import whole
 from tread_zoo.training.signals import SIGNALS, StopSignals, strongest
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-LOOK_EVERY = 8  # micro-steps between two looks at the signals of all processes
+CHECK_EVERY = 8  # micro-steps between two checks for the signals of all processes
 
 
 def train(**fields: Unpack[RunFields]) -> Path:
@@ -88,7 +92,7 @@ def train(**fields: Unpack[RunFields]) -> Path:
             check_same_data(checkpoint, setup.data_metadata, images=True)
         accelerator = make_accelerator(setup, device, precision)
         setup.batches(num_ranks=accelerator.num_processes)  # it raises for data that are too few
-        _check_ranks_agree(accelerator, checkpoint, setup)
+        check_ranks_agree(accelerator, checkpoint, setup)
         state = place(setup, accelerator, checkpoint)
         with (
             open_folder(config, accelerator) as locked_folder,
@@ -111,11 +115,11 @@ def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
     rank, num_ranks = accelerator.process_index, accelerator.num_processes
     batches = copy_ahead(setup.batches(rank, num_ranks, state.step), accelerator.device)
     window = Window(state)
-    looks = [training.log_every, training.checkpoint_every, training.ema_snapshots_every]
-    looks += [training.sample_every, training.score_every]
+    checks = [training.log_every, training.checkpoint_every, training.ema_snapshots_every]
+    checks += [training.sample_every, training.score_every]
     if num_ranks > 1:
-        looks.append(max(1, LOOK_EVERY // training.gradient_accumulation_steps))
-    signal = draw(state, log, signals, resumed=True) if state.step else 0
+        checks.append(max(1, CHECK_EVERY // training.gradient_accumulation_steps))
+    signal = sample_and_score(state, log, signals, resumed=True) if state.step else 0
     while state.step < setup.num_steps and not signal:
         with timed(state, "training"):
             skipped = optimize(state, batches, window)
@@ -124,19 +128,19 @@ def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
                 average.update(setup.backbone, state.step, skipped)
             last, step = state.step == setup.num_steps, state.step
             alone = num_ranks == 1 and signals.received
-            if last or alone or any(is_due(step, every) for every in looks):
-                signal = look(state, window, signals.received)
+            if last or alone or any(is_due(step, every) for every in checks):
+                signal = check_steps(state, window, signals.received)
 
-        log.cost(step)
+        log.estimate_time(step)
         if last or step % training.log_every == 0:
-            log.numbers(state, window)
+            log.metrics(state, window)
         if is_due(step, training.ema_snapshots_every):
             save_snapshot(state, log.folder)
         is_saved = last or signal or is_due(step, training.checkpoint_every)
         if is_saved:
             save_state(state, log.folder)
         if not signal:
-            signal = draw(state, log, signals)
+            signal = sample_and_score(state, log, signals)
             if signal and not is_saved:
                 save_state(state, log.folder)
         log.bar.update()
@@ -144,15 +148,15 @@ def run_steps(state: TrainState, log: Log, signals: StopSignals) -> None:
         log.stopped(signal, state.step)
         accelerator.wait_for_everyone()  # a task that ends may take its job along
         close_process_group_at_exit()
-        signals.leave(signal)
+        signals.exit(signal)
 
 
-def draw(state: TrainState, log: Log, signals: StopSignals, *, resumed: bool = False) -> int:
-    """Write the samples and the score that are due after `state.step`. Return the signal that any
-    rank received meanwhile, which interrupts it, or 0. Every rank must call this.
-
-    resumed: write only what is missing, because a signal or a crash prevented it.
-    """
+def sample_and_score(
+    state: TrainState, log: Log, signals: StopSignals, *, resumed: bool = False
+) -> int:
+    """Write the samples and the score that are due after `state.step`, if `resumed` those that a
+    signal or a crash prevented. Return the signal that any rank received meanwhile, which
+    interrupts it, or 0. Every rank must call this."""
     samples, score = log.due(state.step, resumed=resumed)
     if not (samples or score):
         return 0
@@ -161,17 +165,14 @@ def draw(state: TrainState, log: Log, signals: StopSignals, *, resumed: bool = F
             log.samples(state)
         if score:
             log.score(state)
-    flags = torch.tensor([float(n in signals.received) for n in SIGNALS])
-    shared = state.accelerator.reduce(flags.to(state.accelerator.device), reduction="sum")
-    return strongest(shared.tolist())
+    from accelerate.utils import gather_object
+
+    return strongest(gather_object(list(signals.received)))
 
 
-def look(state: TrainState, window: Window, received: Mapping[int, float]) -> int:
-    """Wait for the queued steps, and return the signal that any rank received, or 0. Every rank
-    must call this, and gets the same value.
-
-    Args:
-        received: the signals that this process received.
+def check_steps(state: TrainState, window: Window, received: Mapping[int, float]) -> int:
+    """Wait for the queued steps, and return the signal that any rank received, or 0; `received` are
+    those of this process. Every rank must call this, and gets the same value.
 
     Raises:
         FloatingPointError: the loss of a rank or the gradient was not finite in a step of the
@@ -196,16 +197,13 @@ def look(state: TrainState, window: Window, received: Mapping[int, float]) -> in
                 "resume=latest."
             )
     window.grad_norm = sizes[-1]
-    return strongest(signals)
+    return strongest([number for number, flag in zip(SIGNALS, signals, strict=True) if flag])
 
 
 def optimize(state: TrainState, batches: Iterator[tuple[Tensor, ...]], window: Window) -> Tensor:
-    """Do optimizer step `state.step`, counted from 0, on this rank's batches.
-
-    Returns:
-        1.0 on the device if the step was skipped, because the loss of a rank or the gradient was
-        not finite; else 0.0. It is the same on every rank.
-    """
+    """Do optimizer step `state.step`, counted from 0, on this rank's batches. Return 1.0 on the
+    device of every rank if the step was skipped, because a loss or the gradient was not finite;
+    else 0.0."""
     setup, accelerator = state.setup, state.accelerator
     factor = setup.lr_schedule(state.step, setup.num_steps)
     for group, rate in zip(state.groups, state.rates, strict=True):
@@ -375,11 +373,7 @@ def _features_of(
 
 
 def draw_step(
-    setup: Setup,
-    batch: tuple[Tensor, ...],
-    step: int,
-    rank: int,
-    device: torch.device,
+    setup: Setup, batch: tuple[Tensor, ...], step: int, rank: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None, Draw, Sequence[Route | PendingRoute | PathDrop], Tensor | None]:
     """Return all that micro-step `step` of a rank needs: images x [B,C,H,W] as the model sees them,
     labels or contexts (some dropped) or None, the objective's draw, the routes, and the features
@@ -398,12 +392,8 @@ def draw_step(
         return make_image_generator(purpose, seed, step, images=numbers, device=device)
 
     flip = generator("flip").rand() < 0.5 if training.horizontal_flip else None
-    x = codec.to_model(
-        images,
-        device=device,
-        noise=codec.draw(images.shape, generator("latents")),
-        flip=flip,
-    )
+    noise = codec.draw(images.shape, generator("latents"))
+    x = codec.to_model(images, device=device, noise=noise, flip=flip)
     y = None
     if setup.backbone.is_conditional:
         y = labels.to(device, non_blocking=True)
@@ -487,37 +477,9 @@ class _CountedLoss:
         return _loss(setup, x, y, draw, routes, features, "fp32", teacher=teacher).losses
 
 
-def _check_ranks_agree(
-    accelerator: "Accelerator", checkpoint: Checkpoint | None, setup: Setup
-) -> None:
-    """Check that all ranks start the same run: folders that are not shared, or a file system that
-    lags behind, would let them train from different weights, and nothing would show it.
-
-    Raises:
-        ValueError: they differ; on every rank.
-    """
-    if accelerator.num_processes == 1:
-        return
-    from accelerate.utils import gather_object
-
-    settings: dict[str, Any] = {k: v for k, v in setup.config.as_dict().items() if k != "device"}
-    settings["data"] = setup.data_metadata  # paths may differ between machines
-    settings["checkpoint"] = checkpoint and {"step": checkpoint.step, **checkpoint.meta["sha256"]}
-    first, *others = gather_object([settings])
-    for rank, other in enumerate(others, 1):
-        pairs = differences(first, other).items()
-        if wrong := [f"{field}={one!r} and {another!r}" for field, (one, another) in pairs]:
-            close_process_group_at_exit()
-            raise ValueError(
-                f"ranks 0 and {rank} of this run differ: {'; '.join(wrong)}. Nothing was trained. "
-                "Give all of them the same command, and a run_dir that all machines share."
-            )
-
-
 @contextmanager
 def _errors_explained(training: TrainingConfig) -> Iterator[None]:
-    """Turn what torch raises out of memory, or when another process is gone, into one line with
-    what helps."""
+    """Add the remedy to torch's errors when memory runs out or another process is gone."""
     try:
         yield
     except RuntimeError as error:

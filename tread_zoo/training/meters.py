@@ -1,4 +1,4 @@
-"""What is measured between two lines of the log: losses, speed, memory. B batch."""
+"""Measurements between two lines of the log: losses, speed, memory. B batch."""
 
 import math
 import re
@@ -27,7 +27,7 @@ _ASIDE = r"NVIDIA|AMD Instinct|GeForce|Generation|SXM\d|\d+GB|HBM\d\w?"  # of a 
 
 @contextmanager
 def timed(state: TrainState, name: str) -> Iterator[None]:
-    """Count the seconds inside for `name`; those of `data` lie within `training`, too."""
+    """Add the seconds of the block to those of `name`; `data` is a part of `training`."""
     began = time.perf_counter()
     try:
         yield
@@ -50,7 +50,7 @@ class Window:
         self._means: dict[str, list[Tensor]] = {}
 
     def add(self, losses: Tensor, values: dict[str, Tensor], levels: Tensor) -> None:
-        """Add a micro-step of this rank: losses and levels [B], what else the objective names."""
+        """Add a micro-step of this rank: losses and levels [B], other values of the objective."""
         self._losses.append(losses.detach().float())
         self._levels.append(levels)
         for name, value in {"loss": losses, **values}.items():
@@ -63,9 +63,9 @@ class Window:
     def close(self, state: TrainState) -> dict[str, float]:
         """Return the means of the window, and begin another; every rank must call this.
 
-        Returns:
-            `loss` and what the objective names, `images_per_s`, `loss_level_1` … `loss_level_4`
-            (of this rank), `learning_rate` and `grad_norm` of the last step, `peak_memory`.
+        They are `loss` and other values of the objective, `images_per_s`, `loss_level_1` …
+        `loss_level_4` (of this rank), `learning_rate` and `grad_norm` of the last step,
+        `peak_memory`.
         """
         numbers = {
             name: state.accelerator.reduce(torch.stack(means).mean(), reduction="mean").item()
@@ -83,8 +83,7 @@ class Window:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that were used: on a GPU by tensors, since the run began; else by the
-    process since its start."""
+    """Return the peak of bytes: of a GPU's tensors since the run began, or of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource  # not on Windows
@@ -94,8 +93,8 @@ def peak_memory(device: torch.device) -> int:
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """Return the FLOPs per second of a GPU's data sheet by torch's name of it, or None if it is not
-    known; a part of one (MIG), or one for laptops, is not."""
+    """Return the FLOPs per second of a GPU's data sheet by torch's name of it; None for others, a
+    part of one (MIG) and laptops' included."""
     words = re.sub(_ASIDE, " ", name).replace("-", " ").upper().split()
     fp32, half = PEAK_TFLOPS.get(" ".join(words), (None, None))
     peak = fp32 if precision == "fp32" else half

@@ -28,14 +28,9 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optim
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], list[Any]]:
-    """Return the state of an optimizer of any kind, of parameters by name; every rank must call
-    this.
-
-    Returns:
-        Its tensors, whole, by `<parameter>|<name>`; and, as plain values for each of
-        `inner_optimizers`, what else the state and the groups hold: {"state": {key: value},
-        "groups": [{option: value}]}.
-    """
+    """Return the tensors of an optimizer's state, whole, by `<parameter>|<name>`; and for each of
+    `inner_optimizers` the other values, {"state": {key: value}, "groups": [{option: value}]}.
+    Every rank must call this."""
     tensors: dict[str, Tensor] = {}
     plain: list[Any] = []
     for inner in inner_optimizers(optimizer):
@@ -62,11 +57,8 @@ def load_optimizer_state(
     *,
     with_groups: bool,
 ) -> None:
-    """Load what `optimizer_state` returned; of a sharded network each rank takes its slices.
-
-    Args:
-        with_groups: the groups' options, too; False keeps those that the optimizer was built with.
-    """
+    """Load what `optimizer_state` returned, on each rank its slices; `with_groups` also the
+    options of the groups, in place of those that the optimizer was built with."""
     for inner, saved in zip(inner_optimizers(optimizer), plain, strict=True):
         numbers = {name: number for number, name in enumerate(_names(inner, parameters))}
         content, state = inner.state_dict(), defaultdict[int, dict[str, Any]](dict)
@@ -85,6 +77,6 @@ def load_optimizer_state(
 
 
 def _names(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Return the parameters of an optimizer, by name, in the order that its state counts them."""
+    """Return the names of an optimizer's parameters in the order of its state."""
     names = {parameter: name for name, parameter in parameters.items()}
     return [names[p] for group in optimizer.param_groups for p in group["params"]]

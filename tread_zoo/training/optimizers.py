@@ -45,12 +45,9 @@ class AdamW:
         """Return torch's AdamW; the step is one kernel where torch has one."""
         assert self.learning_rate != "auto", "make_config resolves it"
         return torch.optim.AdamW(
-            backbone.parameters(),
-            lr=self.learning_rate,
-            betas=(self.beta1, self.beta2),
-            weight_decay=self.weight_decay,
-            fused=_has_fused_step(backbone),
-        )
+            backbone.parameters(), lr=self.learning_rate, betas=(self.beta1, self.beta2),
+            weight_decay=self.weight_decay, fused=_has_fused_step(backbone),
+        )  # fmt: skip
 
 
 @register("optimizer", "muon")
@@ -127,12 +124,12 @@ def hidden_matrices(backbone: Backbone) -> dict[str, tuple[int, ...]]:
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` of matrices, each part of a fused one by itself; AdamW of the rest.
+    """`torch.optim.Muon` of matrices, each part of a fused one as a parameter of its own; AdamW of
+    the rest.
 
-    A part moves as it would if it were a parameter of its own. The momentum of a parameter has its
-    shape and, in a sharded network (FSDP2), its sharding; matrices are then gathered one at a time,
-    and every rank computes with the whole. With `found_inf` of 1.0 set, as on torch's fused
-    optimizers, a step changes nothing.
+    Momentum is sharded as its parameter (FSDP2). Sharded matrices are gathered one at a time, and
+    every rank computes with the whole. With `found_inf` of 1.0 set, as on torch's fused optimizers,
+    a step changes nothing.
 
     Args:
         parameters: all, by name.
@@ -182,7 +179,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         momentum, average = group["momentum"], state["momentum_buffer"]
-        if skipped is not None:  # an average does not move towards itself
+        if skipped is not None:  # then the average stays
             gradient = torch.where(skipped > 0, average, gradient)
         average.lerp_(gradient, 1 - momentum)
         update = gradient.lerp(average, momentum) if group["nesterov"] else average

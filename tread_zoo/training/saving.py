@@ -1,4 +1,4 @@
-"""A run saved: what its checkpoints hold, gathered from all ranks, each of which must call."""
+"""Saving a run: its state, gathered from all ranks, each of which must call."""
 
 import logging
 from pathlib import Path
@@ -48,7 +48,7 @@ def save_state(state: TrainState, folder: Path) -> None:
 
 
 def save_snapshot(state: TrainState, folder: Path) -> None:
-    """Save the averages that other widths are made of."""
+    """Save the averages from which other widths are computed."""
     with timed(state, "saving"):
         parts = _gather(state, {k: v for k, v in state.averages.items() if k in TRACKED_WIDTHS})
         if state.accelerator.is_main_process:
@@ -56,7 +56,7 @@ def save_snapshot(state: TrainState, folder: Path) -> None:
 
 
 def _gather(state: TrainState, averages: dict[str, WeightAverage]) -> dict[str, dict[str, Tensor]]:
-    """Return averages, whole, on the CPU of the main process; one at a time, to save memory."""
+    """Return whole averages on the CPU of the main process, gathered one at a time."""
     parts, accelerator = {}, state.accelerator
     for part, average in averages.items():
         whole = average.whole(accelerator.device).state_dict()

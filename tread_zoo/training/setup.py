@@ -1,4 +1,4 @@
-"""What a run is made of, and the state of it on its devices.
+"""The parts of a run, and its state on the devices.
 
 build_setup(config)   every part, on the CPU, weights from the seed: checked, nothing written
 place(setup, …)       on this process's device, sharded if requested, as a checkpoint left it
@@ -9,20 +9,21 @@ import itertools
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from tread_zoo.config import RunConfig, TrainingConfig
+from tread_zoo.config import RunConfig, TrainingConfig, differences
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import ImageData, StepBatches, make_loader
 from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling
 from tread_zoo.evaluation.evaluate import check_evaluation
 from tread_zoo.factory import create_backbone
 from tread_zoo.kernels import describe
+from tread_zoo.process_group import close_process_group_at_exit
 from tread_zoo.registry import create, split
 from tread_zoo.routing import Routing
 from tread_zoo.runs.checkpoint import Checkpoint, data_metadata, load_weights
@@ -151,22 +152,13 @@ def build_setup(config: RunConfig, source: Checkpoint | None = None) -> Setup:
     alignment = create("alignment", config.alignment)
     weak = load_weak(sampling, backbone, objective)
     sampling.try_guidance(backbone, objective, weak)
+    kinds = ("optimizer", "lr_schedule", "tracker")
+    created = {kind: create(kind, getattr(config, kind)) for kind in kinds}
     return Setup(
-        config=config,
-        data=data,
-        backbone=backbone,
-        routing=routing,
-        objective=objective,
-        sampling=sampling,
-        optimizer=create("optimizer", config.optimizer),
-        lr_schedule=create("lr_schedule", config.lr_schedule),
-        tracker=create("tracker", config.tracker),
-        alignment=alignment,
-        projector=_build_projector(config, alignment, data, backbone),
-        weak=weak,
-        not_scored=not_scored,
-        initial=initial,
-    )
+        config=config, data=data, backbone=backbone, routing=routing, objective=objective,
+        sampling=sampling, alignment=alignment, weak=weak, not_scored=not_scored, initial=initial,
+        projector=_build_projector(config, alignment, data, backbone), **created,
+    )  # fmt: skip
 
 
 def _build_backbone(config: RunConfig, data: ImageData) -> Backbone:
@@ -174,13 +166,9 @@ def _build_backbone(config: RunConfig, data: ImageData) -> Backbone:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(make_generator("weights", config.seed).initial_seed())
         backbone = create_backbone(
-            name,
-            input_size=data.image_size,
-            in_channels=data.channels,
-            num_classes=data.num_classes,
-            **data.context_keywords,
-            **options,
-        )
+            name, input_size=data.image_size, in_channels=data.channels,
+            num_classes=data.num_classes, **data.context_keywords, **options,
+        )  # fmt: skip
     backbone.checkpoint_blocks = int(config.training.activation_checkpointing)
     return backbone
 
@@ -235,10 +223,10 @@ class TrainState:
     whole: Backbone  # the network with all of its weights, for counting and describing
     optimizer: torch.optim.Optimizer
     stepper: Any  # the optimizer as accelerate wraps it
-    rates: list[float]  # that each parameter group starts with
     averages: dict[str, WeightAverage]  # by their part of a checkpoint
-    step: int  # optimizer steps done
-    seconds: dict[str, float]  # that the run took so far, by what they went into
+    rates: list[float] = field(default_factory=list)  # initial ones of the parameter groups
+    step: int = 0  # optimizer steps done
+    seconds: dict[str, float] = field(default_factory=dict)  # spent so far, by purpose
 
     @property
     def average(self) -> WeightAverage:
@@ -267,27 +255,44 @@ class TrainState:
 
 
 def make_accelerator(setup: Setup, device: torch.device, precision: str) -> "Accelerator":
-    """Return the accelerator that connects the processes of a launcher.
-
-    Autocast is the loop's own, the same with and without sharding; accelerate scales the loss in
-    fp16 alone. Where blocks or mask tokens may idle for a step, ranks do not wait for their
-    gradients.
-    """
+    """Return the accelerator that connects the processes of a launcher. The loop applies autocast;
+    accelerate scales the loss in fp16. DDP does not wait for gradients of blocks or mask tokens
+    that a step may leave out."""
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
     idle = setup.routing.path_drop_probability > 0 or bool(setup.backbone.masked_ranges)
-    timeout = timedelta(seconds=setup.training.timeout_s)
-    return Accelerator(
-        cpu=device.type == "cpu",
-        mixed_precision="fp16" if precision == "fp16" else "no",
-        gradient_accumulation_steps=setup.training.gradient_accumulation_steps,
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(
-                broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=idle
-            ),
-            InitProcessGroupKwargs(timeout=timeout),
-        ],
+    ddp = DistributedDataParallelKwargs(
+        broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=idle
     )
+    group = InitProcessGroupKwargs(timeout=timedelta(seconds=setup.training.timeout_s))
+    return Accelerator(
+        cpu=device.type == "cpu", mixed_precision="fp16" if precision == "fp16" else "no",
+        gradient_accumulation_steps=setup.training.gradient_accumulation_steps,
+        kwargs_handlers=[ddp, group],
+    )  # fmt: skip
+
+
+def check_ranks_agree(
+    accelerator: "Accelerator", checkpoint: Checkpoint | None, setup: Setup
+) -> None:
+    """Raise a `ValueError` on every rank if they start different runs, as with folders that are not
+    shared or a file system that lags behind: nothing else would show it."""
+    if accelerator.num_processes == 1:
+        return
+    from accelerate.utils import gather_object
+
+    settings: dict[str, Any] = {k: v for k, v in setup.config.as_dict().items() if k != "device"}
+    settings["data"] = setup.data_metadata  # paths may differ between machines
+    settings["checkpoint"] = checkpoint and {"step": checkpoint.step, **checkpoint.meta["sha256"]}
+    first, *others = gather_object([settings])
+    for rank, other in enumerate(others, 1):
+        pairs = differences(first, other).items()
+        if wrong := [f"{field}={one!r} and {another!r}" for field, (one, another) in pairs]:
+            close_process_group_at_exit()
+            raise ValueError(
+                f"ranks 0 and {rank} of this run differ: {'; '.join(wrong)}. Nothing was trained. "
+                "Give all of them the same command, and a run_dir that all machines share."
+            )
 
 
 def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | None) -> TrainState:
@@ -325,18 +330,11 @@ def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | Non
     # Two modules, for the projector is not called once the alignment has stopped.
     wrapped = modules if sharded else [accelerator.prepare_model(module) for module in modules]
     state = TrainState(
-        setup=setup,
-        accelerator=accelerator,
-        model=wrapped[0],
-        projector=None if projector is None else wrapped[1],
-        whole=averages["ema"].network,
-        optimizer=optimizer,
+        setup=setup, accelerator=accelerator, model=wrapped[0],
+        projector=None if projector is None else wrapped[1], whole=averages["ema"].network,
+        optimizer=optimizer, averages=averages,
         stepper=accelerator.prepare_optimizer(optimizer, device_placement=False),
-        rates=[],
-        averages=averages,
-        step=0,
-        seconds={},
-    )
+    )  # fmt: skip
     state.rates = [group["lr"] for group in state.groups]
     if checkpoint is not None:
         _continue(state, checkpoint)
@@ -347,7 +345,7 @@ def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | Non
 
 
 def _continue(state: TrainState, checkpoint: Checkpoint) -> None:
-    """Load what a checkpoint says of the optimizer, the scaler and the run's course."""
+    """Load a checkpoint's optimizer, scaler, step and seconds."""
     meta, config, accelerator = checkpoint.meta, state.setup.config, state.accelerator
     before, now = meta["config"]["optimizer"], config.as_dict()["optimizer"]
     if before["name"] == now["name"]:  # another one starts anew
@@ -367,11 +365,9 @@ def _continue(state: TrainState, checkpoint: Checkpoint) -> None:
 
 
 def compile_blocks(network: Backbone) -> None:
-    """Compile each block in place, at its first call; blocks of one kind share their graphs.
-
-    The batch is a dynamic size from the start, the number of tokens from its second value on: so
-    neither another batch nor a rate that follows a schedule compiles anew.
-    """
+    """Compile each block in place, at its first call; blocks of one kind share their graphs. The
+    batch is a dynamic size from the start, the number of tokens from its second value on: neither
+    another batch size nor a rate that follows a schedule compiles again."""
     config = torch._dynamo.config
     # Blocks of every kind (with a skip or without, routed or dense) share one cache.
     config.recompile_limit = max(config.recompile_limit, 8 * network.num_blocks)
@@ -384,8 +380,8 @@ def compile_blocks(network: Backbone) -> None:
 
 
 def _mark_sizes(call: Any) -> Any:
-    """Return `call`, its arguments marked first: of tokens and conditions the batch is dynamic, of
-    indices, which come as [B, K] and [B * K], every size."""
+    """Return `call` with marked arguments: of tokens and conditions the batch is dynamic, of
+    indices, [B, K] or [B * K], every size."""
 
     def mark(value: Any) -> None:
         if isinstance(value, Tensor):

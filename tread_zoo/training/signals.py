@@ -1,5 +1,5 @@
-"""Signals that end a run: it saves at the end of the step, of several processes a few steps later,
-then exits.
+"""Signals that end a run: it saves after the step (of several processes a few steps later) and
+exits.
 
     signal              sent by                                   exit status
     SIGHUP              a terminal that is closed                 129 = 128 + 1
@@ -7,8 +7,8 @@ then exits.
     SIGTERM             kill, a launcher, a cluster that ends it  143 = 128 + 15
     SIGUSR1, SIGUSR2    SLURM (--signal=USR1@120), submitit       75: run the same command again
 
-75 is EX_TEMPFAIL of sysexits.h. docs/faults.md says how a job script requeues on it. nohup has
-SIGHUP ignored, and it stays so.
+75 is EX_TEMPFAIL of sysexits.h; docs/faults.md says how a job script requeues on it. A SIGHUP that
+nohup ignores stays ignored.
 """
 
 import logging
@@ -40,8 +40,8 @@ class Stopped(SystemExit):
 
 
 def requeue_from_the_start() -> None:
-    """Have the signals that requeue end this process with their status: as long as nothing else
-    handles them, they would kill it with another."""
+    """Handle the signals that requeue until `StopSignals` does: by default they kill the process
+    with another status."""
     for number in REQUEUE_SIGNALS:
         signal.signal(number, _requeue)
 
@@ -50,10 +50,9 @@ def _requeue(number: int, frame: FrameType | None) -> NoReturn:
     raise Stopped(REQUEUE_STATUS)
 
 
-def strongest(flags: Sequence[float]) -> int:
-    """Return the signal that decides of those that are flagged, in the order of `SIGNALS`; or 0."""
-    return max((n for n, flag in zip(SIGNALS, flags, strict=True) if flag), default=0,
-               key=SIGNALS.index)  # fmt: skip
+def strongest(numbers: Sequence[int]) -> int:
+    """Return the signal of these that decides, the last in the order of `SIGNALS`; or 0."""
+    return max(numbers, default=0, key=SIGNALS.index)
 
 
 class StopSignals:
@@ -69,7 +68,7 @@ class StopSignals:
         self._pid = os.getpid()
 
     def __enter__(self) -> "StopSignals":
-        self._handle(REQUEUE_SIGNALS, self._leave_now)
+        self._handle(REQUEUE_SIGNALS, self._exit_now)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -78,20 +77,20 @@ class StopSignals:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Note signals in `received`. The same SIGINT or SIGTERM once more, seconds later, acts."""
-        self._handle(SIGNALS, self._note)
+        """Record signals in `received`. A second SIGINT or SIGTERM, seconds later, acts."""
+        self._handle(SIGNALS, self._record)
         try:
             yield
         finally:
             for number in set(self._before) - set(REQUEUE_SIGNALS):
                 signal.signal(number, self._before[number])
-            self._handle(REQUEUE_SIGNALS, self._leave_now)
-        for late in self.received:  # they came after the last step
+            self._handle(REQUEUE_SIGNALS, self._exit_now)
+        for late in self.received:  # after the last step
             signal.raise_signal(late)
 
     @contextmanager
     def interrupting(self, network: "nn.Module") -> Iterator[None]:
-        """Leave the block at the first call of `network` after a signal was noted."""
+        """Leave the block at the first call of `network` after a signal was recorded."""
 
         def check(module: "nn.Module", given: object) -> None:
             if module is network and self.received:  # a copy of it only counts FLOPs
@@ -104,11 +103,9 @@ class StopSignals:
         finally:
             hook.remove()
 
-    def leave(self, number: int) -> NoReturn:
-        """End the process because of signal `number`.
-
-        Whoever handled it before, as submitit does to requeue its job, gets it first.
-        """
+    def exit(self, number: int) -> NoReturn:
+        """End the process because of signal `number`. An earlier handler, such as submitit's that
+        requeues its job, is called first."""
         before = self._before.get(number)
         if number in REQUEUE_SIGNALS and callable(before):
             before(number, None)
@@ -123,12 +120,12 @@ class StopSignals:
             before = signal.signal(number, handler)
             self._before.setdefault(number, before)
 
-    def _leave_now(self, number: int, frame: FrameType | None) -> None:
+    def _exit_now(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
             logger.warning("stopped   by %s; run the same command again", _name(number))
-            self.leave(number)
+            self.exit(number)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
             return  # a process that was forked from this one
         now = time.monotonic()

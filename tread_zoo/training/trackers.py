@@ -55,18 +55,13 @@ class AccelerateTracker(Tracker):
         project: project of the run; for tensorboard, the folder within the run's.
 
     Raises:
-        ValueError: the service's package is not installed, or the project is a path outside the
-            run's folder.
+        ValueError: the service's package is not installed.
     """
 
     service: str
     project: str = "tread_zoo"
 
     def __post_init__(self) -> None:
-        if os.path.isabs(self.project) or ".." in Path(self.project).parts:
-            raise ValueError(
-                f"tracker.project={self.project!r} leads out of the run's folder: give a name."
-            )
         if importlib.util.find_spec(self.service) is None:
             raise ValueError(
                 f"the tracker {self.service} needs a package that is not installed: run "
@@ -105,8 +100,8 @@ class AccelerateTracker(Tracker):
 
 
 def _wandb_options(run_dir: Path) -> dict[str, Any]:
-    """Return keywords of wandb. A resumed run keeps its id. Without a key and WANDB_MODE it works
-    offline, instead of asking for a login."""
+    """Return wandb's keywords. A resumed run keeps its id. Without a key or WANDB_MODE it works
+    offline and asks for no login."""
     from requests.utils import get_netrc_auth
 
     file = run_dir / "wandb_id"
@@ -126,17 +121,14 @@ def _wandb_options(run_dir: Path) -> dict[str, Any]:
 
 
 class Trackers:
-    """Write `metrics.jsonl`, and call the run's tracker until it fails.
-
-    Lines of the file after `step` are dropped, because those steps will be repeated.
-    """
+    """Write `metrics.jsonl`, and call the run's tracker until it fails. Rows after `step` are
+    deleted: those steps will be repeated."""
 
     def __init__(
         self, name: str, tracker: Tracker, run_dir: Path, step: int, settings: dict[str, Any]
     ) -> None:
         self.name, self.path = name, run_dir / METRICS
-        rows = [row for row in read_metrics(run_dir) if row["step"] <= step]
-        write_lines(self.path, rows)
+        write_lines(self.path, [row for row in read_metrics(run_dir) if row["step"] <= step])
         self.tracker: Tracker | None = tracker
         self._call("start", run_dir, step, settings)
 
@@ -180,10 +172,8 @@ def write_lines(file: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the records of a file of JSON lines, empty without the file.
-
-    Damaged lines and those without a step are left out with a warning.
-    """
+    """Return the records of a file of JSON lines, empty without the file. Damaged lines and those
+    without a step are left out with a warning."""
     lines = file.read_bytes().splitlines() if file.exists() else []
     records = []
     for line in lines:
@@ -193,5 +183,5 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
             records += [record] if isinstance(step, int) else []
     if len(records) < len(lines):
         damaged = len(lines) - len(records)
-        logger.warning("%s: %d of %d lines are damaged and left out", file, damaged, len(lines))
+        logger.warning("%s: %d of %d lines are damaged and ignored", file, damaged, len(lines))
     return records
