@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.evaluation import hand_flops
 from tread_zoo import create_backbone
 from tread_zoo.diffusion import (
     AutoGuidance,
@@ -82,13 +81,12 @@ def test_an_image_is_a_function_of_its_number_and_its_context():
     torch.testing.assert_close(together, apart, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kept", [16, 4])
-def test_flops_count_the_context_tokens(kept):
-    """As many labels: the tokens of a context stand ahead as a label's does."""
-    sizes = {"D": WIDTH, "depth": DEPTH, "labels": T, "side": 8, "conv_channels": 2}
-    expected = hand_flops.uvit(16, 8, 8, **sizes, routes=[(1, 4, kept)]).forward
-    route = Route(1, 4, torch.arange(kept)[None])
-    assert count_flops(network(), routes=[route]) == expected + 2 * T * S * WIDTH
+def test_flops_count_the_context_tokens():
+    """As many registers, and the linear map of the embeddings."""
+    registers = network(context_length=0, context_size=0, num_registers=T)
+    routes = [Route(1, 4, torch.arange(4)[None])]
+    cost, expected = (count_flops(net, routes=routes) for net in (network(), registers))
+    assert cost == expected + 2 * T * S * WIDTH
 
 
 def test_conditions_that_do_not_fit_are_refused():
