@@ -113,10 +113,13 @@ class _Softplus(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad * ctx.saved_tensors[0].sigmoid()
+
+    jvp = backward  # of one value, forward mode multiplies by the same
 
 
 def both_ways(x: Tensor, scan: Scan, dim: int = 0) -> Tensor:
