@@ -63,3 +63,9 @@ def test_gradients_of_any_size_are_exact(scale) -> None:
     ours = run(lambda *args: scale * bidirectional_wkv_torch(*args), inputs, None, 40)
     for mine, true in zip(ours, truth, strict=True):
         assert relative_error(mine / scale, true / scale) <= 1e-5
+
+
+def test_one_token_gives_its_value() -> None:
+    out, *grads = run(bidirectional_wkv_torch, make_inputs((2, 1, 3)), torch.tensor([[4], [0]]), 9)
+    torch.testing.assert_close(out, make_inputs((2, 1, 3))[1].detach())
+    assert all(grads[i].abs().max() <= 1e-12 for i in (0, 2, 3))

@@ -66,9 +66,9 @@ def _backward(
     with torch.autocast(q.device.type, enabled=False):
         for rows, heads in _blocks(q):
             inputs = _cut(rows, heads, *args)
-            kept = (x[:, rows, heads].flatten(1, 2) for x in (weights, states))
+            between, inside = (x[:, rows, heads].flatten(1, 2) for x in (states, weights))
             arriving = _chunked(grad[rows, :, heads].to(weights.dtype))
-            to_q, *others = _gradients(*inputs, *kept, arriving)
+            to_q, *others = _gradients(*inputs, inside, between, arriving)
             for values, whole in zip((to_q * factor, *others), (gq, gk, gv, gl), strict=True):
                 _join(values, whole[rows, :, heads])
     return gq, gk, gv, gl
