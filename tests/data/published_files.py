@@ -1,10 +1,11 @@
 """Small files in the formats in which Fashion-MNIST and CIFAR-10 are published."""
 
-import io
+import hashlib
+import pickle
 import struct
-import tarfile
 
 import numpy as np
+from torchvision.datasets import CIFAR10
 
 NAMES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 
@@ -25,16 +26,24 @@ def write_fashion_mnist(folder):
     return arrays
 
 
-def write_cifar10(folder):
-    """Write an archive of five files of 4 records and one of 2; return the records by name."""
-    rng = np.random.default_rng(0)
-    records = {}
-    with tarfile.open(folder / "cifar-10-binary.tar.gz", "w:gz") as archive:
-        for name in (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"):
-            labels = rng.integers(0, 10, (2 if "test" in name else 4, 1), np.uint8)
-            pixels = rng.integers(0, 256, (len(labels), 3072), np.uint8)
-            records[name] = np.concatenate([labels, pixels], axis=1)
-            entry = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
-            entry.size = records[name].nbytes
-            archive.addfile(entry, io.BytesIO(records[name].tobytes()))
-    return records
+def write_cifar10(folder, monkeypatch):
+    """Write five files of 4 images and one of 2, as torchvision unpacks them, and have it know
+    their MD5; return all images [22, 3, 32, 32] and labels."""
+    rng, files = np.random.default_rng(0), {}
+    images = rng.integers(0, 256, (22, 3072), np.uint8)
+    labels = rng.integers(0, 10, 22).tolist()
+    for n in range(6):
+        own = slice(4 * n, 4 * n + 4)
+        content = {"data": images[own], "labels": labels[own]}
+        files["test_batch" if n == 5 else f"data_batch_{n + 1}"] = content
+    files["batches.meta"] = {"label_names": list("abcdefghij")}
+    (folder / "cifar-10-batches-py").mkdir()
+    known = []
+    for name, content in files.items():
+        written = pickle.dumps(content)
+        (folder / "cifar-10-batches-py" / name).write_bytes(written)
+        known.append([name, hashlib.md5(written).hexdigest()])
+    monkeypatch.setattr(CIFAR10, "train_list", known[:5])
+    monkeypatch.setattr(CIFAR10, "test_list", known[5:6])
+    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": known[6][1]})
+    return images.reshape(22, 3, 32, 32), labels

@@ -112,13 +112,13 @@ def test_fashion_mnist_padded_unlabelled_and_split(tmp_path):
         create("data", "fashion_mnist", path=str(tmp_path), num_classes=7)
 
 
-@pytest.mark.parametrize("inside", ["", "cifar-10-binary.tar.gz"])
-def test_cifar10_is_what_was_written(tmp_path, inside):
-    records = write_cifar10(tmp_path)
-    train = np.concatenate([records[f"data_batch_{n}"] for n in range(1, 6)])
-    data = create("data", "cifar10", path=str(tmp_path / inside))
-    assert (data.image_size, data.channels, data.class_names[6]) == ((32, 32), 3, "frog")
-    assert data.train.labels.tolist() == train[:, 0].tolist()
-    # Red plane first, raster order: the pixel (row 2, column 5) of the green plane.
-    assert data.train.images[3, 1, 2, 5] == train[3, 1 + 1024 + 2 * 32 + 5]
-    assert data.held_out.labels.tolist() == records["test_batch"][:, 0].tolist()
+def test_cifar10_is_what_was_written_and_another_file_is_refused(tmp_path, monkeypatch):
+    images, labels = write_cifar10(tmp_path, monkeypatch)
+    data = create("data", "cifar10", path=str(tmp_path))
+    assert (data.image_size, data.channels, data.class_names[6]) == ((32, 32), 3, "g")
+    for part, own in ((data.train, slice(20)), (data.held_out, slice(20, 22))):
+        assert torch.equal(part.images, torch.from_numpy(images[own]))
+        assert part.labels.tolist() == labels[own]
+    (tmp_path / "cifar-10-batches-py" / "test_batch").write_bytes(b"a pickle of somebody")
+    with pytest.raises(RuntimeError, match="corrupted"):
+        create("data", "cifar10", path=str(tmp_path))

@@ -67,16 +67,6 @@ def test_a_path_that_is_not_there_is_answered_with_what_lies_near(tmp_path, sour
         create("data", source, path="./fotos")
 
 
-def test_links_in_circles_are_not_walked(tmp_path):
-    (tmp_path / "cat").mkdir()
-    Image.fromarray(flat(1)).save(tmp_path / "cat" / "a.png")
-    Image.fromarray(flat(2)).save(tmp_path / "cat" / "b.png")
-    (tmp_path / "cat" / "again").symlink_to(tmp_path / "cat")
-    (tmp_path / "dog").symlink_to(tmp_path / "cat")  # a class of the same pictures
-    data = create("data", "image_folder", path=str(tmp_path), held_out=0.0)
-    assert values_of(data.train) == [1, 2, 1, 2]
-
-
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "LA", "P", "1", "CMYK"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_pictures_of_all_8_bit_kinds_and_dropped_alpha(tmp_path, caplog, mode, channels):

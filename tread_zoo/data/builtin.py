@@ -4,7 +4,6 @@ N images, C channels, H height, W width.
 """
 
 import os
-import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,9 +21,6 @@ from tread_zoo.registry import register
 
 Side = PositiveInt | tuple[PositiveInt, PositiveInt] | None
 _KEYS = (("x_train", "y_train"), ("images", "labels"), ("arr_0", "arr_1"))  # the last as ADM's
-_CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-_CIFAR10_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
-_CIFAR10_NAMES = "airplane automobile bird cat deer dog frog horse ship truck"
 
 
 @register("data", "digits", num_steps=800)
@@ -106,16 +102,7 @@ def fashion_mnist(
     """
     from torchvision.datasets import FashionMNIST
 
-    with _local_folder(path, "fashion_mnist") as root:
-        sets = [FashionMNIST(root, train=t, download=path is None) for t in (True, False)]
-    return _in_memory(
-        "fashion_mnist",
-        [(part.data.unsqueeze(1), part.targets) for part in sets],
-        held_out,
-        num_classes,
-        pad_to=pad_to,
-        class_names=tuple(sets[0].classes),
-    )
+    return _from_torchvision(FashionMNIST, "fashion_mnist", path, held_out, num_classes, pad_to)
 
 
 @register("data", "cifar10", num_steps=400)
@@ -124,32 +111,33 @@ def cifar10(
     held_out: Fraction | None = None,
     num_classes: NonNegativeInt | None = None,
 ) -> ImageData:
-    """Return CIFAR-10, 32x32 colour, 10 classes.
-
-    The binary version is read: records of 1 label byte and 3072 pixel bytes (red, green, blue
-    plane, each in raster order). torchvision reads the Python version, which is pickled.
+    """Return CIFAR-10, 32x32 colour, 10 classes, read by torchvision, which unpickles the published
+    files alone, known by their MD5.
 
     Args:
-        path: cifar-10-binary.tar.gz or its folder; None downloads 170 MB once, to a cache folder.
+        path: the folder that has cifar-10-batches-py; None downloads 170 MB once, to a cache
+            folder.
         held_out, num_classes: as of `fashion_mnist`.
     """
-    from torchvision.datasets.utils import download_url
+    from torchvision.datasets import CIFAR10
 
-    with _local_folder(path, "cifar10") as folder:
-        if path is None:  # an existing file with this MD5 is kept
-            download_url(_CIFAR10_URL, str(folder), md5=_CIFAR10_MD5)
-    file = folder if folder.is_file() else folder / _CIFAR10_URL.rpartition("/")[2]
-    records: list[bytes] = []
-    with tarfile.open(file) as archive:
-        for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
-            content: Any = archive.extractfile(f"cifar-10-batches-bin/{name}.bin")
-            records.append(content.read())
-    parts = []
-    for part in (b"".join(records[:5]), records[5]):
-        rows = torch.frombuffer(bytearray(part), dtype=torch.uint8).view(-1, 3073)
-        parts.append((rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].to(torch.int64)))
-    names = tuple(_CIFAR10_NAMES.split())
-    return _in_memory("cifar10", parts, held_out, num_classes, class_names=names)
+    return _from_torchvision(CIFAR10, "cifar10", path, held_out, num_classes)
+
+
+def _from_torchvision(
+    kind: Any,
+    name: str,
+    path: str | None,
+    held_out: float | None,
+    num_classes: int | None,
+    pad_to: Any = None,
+) -> ImageData:
+    """Return a data set whose class in torchvision has `data`, `targets` and `classes`."""
+    with _local_folder(path, name) as root:
+        sets = [kind(root, train=train, download=path is None) for train in (True, False)]
+    parts = [(_channels_first(torch.as_tensor(s.data)), torch.as_tensor(s.targets)) for s in sets]
+    names = tuple(sets[0].classes)
+    return _in_memory(name, parts, held_out, num_classes, pad_to=pad_to, class_names=names)
 
 
 @contextmanager
@@ -205,8 +193,7 @@ def _pad(images: Tensor, pad_to: int | tuple[int, int] | None) -> Tensor:
     sides = (pad_to, pad_to) if isinstance(pad_to, int) else pad_to
     if any(side < least for side, least in zip(sides, images.shape[2:], strict=True)):
         raise ValueError(f"data.pad_to={pad_to!r} is less than the images' {images.shape[2:]}.")
-    padded: Tensor = center_crop(images, list(sides))  # pads smaller images
-    return padded
+    return center_crop(images, list(sides))  # pads smaller images
 
 
 def _as_images(array: np.ndarray, where: str) -> Tensor:
@@ -220,6 +207,9 @@ def _as_images(array: np.ndarray, where: str) -> Tensor:
             "(x * 255).round().astype(numpy.uint8)."
         )
     images = torch.from_numpy(array)
-    if len(shape) == 3:
-        return images.unsqueeze(1)
-    return images.permute(0, 3, 1, 2).contiguous() if last else images
+    return images if first else _channels_first(images)
+
+
+def _channels_first(images: Tensor) -> Tensor:
+    """[N,H,W] or [N,H,W,C] -> [N,C,H,W]."""
+    return images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()

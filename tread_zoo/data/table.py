@@ -124,12 +124,7 @@ def _find_pictures(root: Path, context: str | None) -> tuple[list[str], list[int
     names = sorted(e.name for e in os.scandir(root) if e.is_dir() and not e.name.startswith("."))
     files, others = list[tuple[str, str]](), Counter[str]()  # class, path
     for parent, folders, entries in os.walk(root, followlinks=True):
-        real = os.path.realpath(parent)
-        folders[:] = [
-            name
-            for name in folders
-            if not name.startswith(".") and not _leads_back(os.path.join(parent, name), real)
-        ]
+        folders[:] = [name for name in folders if not name.startswith(".")]
         name = os.path.relpath(parent, root).split(os.sep)[0]
         for entry in (entry for entry in entries if not entry.startswith(".")):
             if entry.lower().endswith(SUFFIXES):
@@ -150,11 +145,6 @@ def _find_pictures(root: Path, context: str | None) -> tuple[list[str], list[int
         )
     labels = {name: label for label, name in enumerate(names)}
     return [path for _, path in files], [labels.get(name, 0) for name, _ in files], names
-
-
-def _leads_back(folder: str, parent: str) -> bool:
-    """Return whether a folder is a link to one that contains it."""
-    return os.path.islink(folder) and f"{parent}/".startswith(f"{os.path.realpath(folder)}/")
 
 
 @register("data", "hf")
@@ -195,18 +185,12 @@ def hf(
     if not folder.exists() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
         raise FileNotFoundError(errno.ENOENT, "No such folder", path)  # nor a name on the hub
     name = folder.resolve().name if folder.exists() else path
+    place = str(folder) if folder.exists() else path
+    tables = _load_splits(place, config, split, test_split, held_out)
     return _picture_data(
-        f"hf:{name}",
-        _load_splits(str(folder) if folder.exists() else path, config, split, test_split, held_out),
-        image_size,
-        channels,
-        held_out,
-        num_classes,
-        context_column,
-        context_length,
-        image_column,
-        label_column,
-    )
+        f"hf:{name}", tables, image_size, channels, held_out, num_classes, context_column,
+        context_length, image_column, label_column,
+    )  # fmt: skip
 
 
 def _load_splits(
@@ -263,17 +247,11 @@ def webdataset(
     where = os.path.expanduser(path)
     files = [f"{where}/*.tar"] if os.path.isdir(where) else _expand_braces(where)
     table = datasets.load_dataset("webdataset", data_files=files, split="train")
+    labels = "cls" if "cls" in table.features else None
     return _picture_data(
-        f"{Path(path).name}:tar",
-        [table],
-        image_size,
-        channels,
-        held_out,
-        num_classes,
-        context,
-        context_length,
-        label_column="cls" if "cls" in table.features else None,
-    )
+        f"{Path(path).name}:tar", [table], image_size, channels, held_out, num_classes, context,
+        context_length, label_column=labels,
+    )  # fmt: skip
 
 
 def _expand_braces(pattern: str) -> list[str]:

@@ -38,8 +38,8 @@ class Vae:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Hash of all weights as float32, with names and shapes in order: independent of the file's
-        format and of a lossless precision of storage."""
+        """Hash of names, shapes and weights as float32, in order of names; it does not depend on
+        the file's format or on a storage precision that loses nothing."""
         digest = hashlib.sha256()
         for key, value in sorted(self.network.state_dict().items()):
             array = value.detach().cpu().float().contiguous()
