@@ -19,9 +19,6 @@ from tread_zoo.diffusion import (
     EDM,
     FlowMatching,
     NoGuidance,
-    build_sampling,
-    generate,
-    initial_noise,
 )
 from tread_zoo.published import FORMATS, export_checkpoint, import_checkpoint
 from tread_zoo.published.conversion import build, recognize
@@ -288,15 +285,6 @@ def test_dis_directions_and_halves_keep_their_places(tmp_path):
     assert torch.equal(own["blocks.4.skip_proj.weight"], content["out_blocks.1.skip_linear.weight"])
 
 
-def test_patches_are_cut_as_by_the_convolution(tmp_path):
-    content = theirs("dis", patch=4, side=2)
-    backbone, (x, _) = network(tmp_path, "dis", content), inputs()
-    weight, bias = (content[f"patch_embed.proj.{part}"] for part in ("weight", "bias"))
-    expected = F.conv2d(x, weight, bias, stride=4).flatten(2).mT + content["pos_embed"][:, 2:]
-    tokens = backbone.embed(x, torch.rand(3), None)[0][0][:, 2:]
-    torch.testing.assert_close(tokens, expected)
-
-
 # What does not fit is named -----------------------------------------------------------------------
 
 
@@ -408,10 +396,12 @@ def test_prefixes_of_wrappers(tmp_path, prefix):
     ],
 )
 def test_files_of_training_scripts(tmp_path, names, parts):
-    """The options beside the weights are an argparse.Namespace."""
+    """Beside the weights lie options, of classes of other packages."""
     content = {name: theirs("sit") for name in names}
     content[names[0]] = {k: v + 1 if k.endswith("bias") else v for k, v in theirs("sit").items()}
-    content |= {"opt": {"state": {0: torch.zeros(2)}}, "args": argparse.Namespace(lr=1e-4)}
+    options = OmegaConf.create({"betas": [0.9, 0.99]})
+    content |= {"opt": {"state": {0: torch.zeros(2)}, "param_groups": [options]}}
+    content |= {"args": argparse.Namespace(lr=1e-4), "loss": np.float64(1)}
     done = imported(tmp_path, "sit", {**content, "step": 400})
     checkpoint = find_checkpoint(done.path)
     assert checkpoint.step == 400
@@ -457,12 +447,6 @@ def test_a_text_in_place_of_the_file(tmp_path, text, words):
     assert "weights_only" not in str(error.value)
 
 
-def test_options_of_other_packages_beside_the_weights(tmp_path):
-    options = OmegaConf.create({"betas": [0.9, 0.99]})
-    content = {"ema": theirs("tread"), "opt": {"param_groups": [options]}, "loss": np.float64(1)}
-    imported(tmp_path, "tread", content)
-
-
 @pytest.mark.parametrize("legacy", [False, True])
 def test_code_in_a_file_is_not_run(tmp_path, legacy):
     marker = tmp_path / "ran"
@@ -489,10 +473,12 @@ def test_code_in_a_file_is_not_run(tmp_path, legacy):
         ("dis", None, DDPM()),
         ("drwkv", None, DDPM()),
         ("uvit", None, DDPM(first_step=1)),
+        ("uvit_latents", None, DDPM(first_step=1, schedule="scaled_linear")),
     ],
 )
 def test_the_objective_is_restored(tmp_path, name, objective, expected):
-    imported(tmp_path, name, theirs(name, channels=3), objective=objective)
+    name, _, latents = name.partition("_")
+    imported(tmp_path, name, theirs(name, channels=4 if latents else 3), objective=objective)
     run = restore(tmp_path / "out", weights="ema", device="cpu", precision="fp32")
     assert run.objective == expected
     unset = {"name": None, "num_steps": None}
@@ -500,32 +486,3 @@ def test_the_objective_is_restored(tmp_path, name, objective, expected):
     assert not run.has_data
     with pytest.raises(CheckpointError, match="was imported"):
         run.data({})
-
-
-@pytest.mark.parametrize(
-    ("name", "ends", "power", "first"),
-    [("dit", (1e-4, 0.02), 1, 0), ("uvit", (0.00085**0.5, 0.012**0.5), 2, 1)],
-)
-def test_ddim_of_an_imported_network(tmp_path, name, ends, power, first):
-    """arXiv 2010.02502, eq. 12 without noise, in float64, with classifier-free guidance."""
-    imported(tmp_path, name, theirs(name))
-    run = restore(tmp_path / "out", weights="ema", device="cpu", precision="fp32")
-    abar = np.cumprod([1 - b**power for b in np.linspace(*ends, 1000)])
-    labels, null = torch.tensor([0, 5, 3]), torch.full((3,), run.backbone.num_classes)
-    cfg = {"name": "cfg", "scale": 1.5}
-    ours = generate(
-        run.backbone, run.objective, build_sampling({"name": "euler", "num_steps": 20}, cfg),
-        indices=range(3), labels=labels, seed=2, batch_size=2,
-    )  # fmt: skip
-    network = run.backbone.double()
-    x = initial_noise((4, 8, 8), 2, range(3)).double()
-    steps = [round(i * 999 / 19) for i in reversed(range(20))]
-    with torch.no_grad():
-        for k, later in zip(steps, [*steps[1:], None], strict=True):
-            t = torch.full((3,), (k + first) / 1000)
-            weak, strong = (network(x, t, y)[:, :4] for y in (null, labels))
-            noise = weak + 1.5 * (strong - weak)
-            now, then = abar[k], 1.0 if later is None else abar[later]
-            clean = (x - math.sqrt(1 - now) * noise) / math.sqrt(now)
-            x = math.sqrt(then) * clean + math.sqrt(1 - then) * noise
-    assert (ours - x).abs().max() < 1e-5 * x.std()

@@ -2,8 +2,8 @@
 
     file -> reader: tensors, without running code -> format: names, rules, sizes -> checkpoint
 
-A missing tensor, an unknown one, another shape or another position table stops the import and is
-named. Our time is of order 1, with noise at 1; `time_scale` converts it to the project's.
+Missing or unknown tensors, other shapes and other position tables are errors that name them. Our
+time is of order 1, with noise at 1; `time_scale` converts it to the project's.
 
 conversion.py   from a file to a checkpoint folder
 export.py       from a checkpoint folder to a file

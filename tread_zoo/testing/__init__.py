@@ -2,7 +2,8 @@
 
 pytest --pyargs tread_zoo.testing --backbone my_package:my_name
 
-A broken invariant fails. A broken rule of thumb, which a sound network may miss, warns (`Advice`).
+A broken invariant fails. A broken rule of thumb, which a correct network may break, warns
+(`Advice`).
 """
 
 from importlib import import_module

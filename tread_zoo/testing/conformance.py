@@ -4,7 +4,7 @@ Many architectures start at zero output, where most faults have no effect; the p
 all weights random. B batch, N tokens, K kept tokens, E extra tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from torch import Tensor
 import tread_zoo.testing.block_checks as block_checks
 import tread_zoo.testing.flow_checks as flow_checks
 import tread_zoo.testing.fusion_checks as fusion_checks
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.kernels.dispatch import plain_forms
 from tread_zoo.registry import available
 from tread_zoo.routing import PathDrop, Route
@@ -25,6 +26,7 @@ from tread_zoo.testing.probe import (
     Probe,
     bypassed,
     gradients_equal_differences,
+    gradients_flow,
     output_and_gradients,
     raises,
     watching,
@@ -199,17 +201,7 @@ def check_bypassed_tokens_are_unseen(probe: Probe) -> None:
 def check_gradients_flow(probe: Probe) -> None:
     """Every parameter and every pixel, bypassed or not, gets a finite gradient that is not 0."""
     backbone = probe.build()
-    x, t, y = probe.inputs()
-    x.requires_grad_()
-    routes = [probe.route(backbone)]
-    weight = torch.randn(backbone(x, t, y).shape, generator=make_generator("probe weight"))
-    (backbone(x, t, y, routes=routes) * weight).sum().backward()
-    for name, parameter in backbone.named_parameters():
-        assert parameter.grad is not None, f"{name} gets no gradient"
-        assert torch.isfinite(parameter.grad).all(), f"the gradient of {name} is not finite"
-        assert parameter.grad.abs().sum() > 0, f"the gradient of {name} is 0"
-    assert x.grad is not None
-    assert (x.grad.abs().sum(dim=1) > 0).all(), "some pixels get no gradient"
+    gradients_flow(probe, backbone, probe.route(backbone))
 
 
 def check_gradients_equal_differences(probe: Probe) -> None:
@@ -396,13 +388,9 @@ def check_contexts_condition_or_are_refused(probe: Probe) -> None:
     backbone = contextual.build()
     x, t, y = contextual.inputs()
     assert y is not None
-    out = backbone(x, t, y)
     null = backbone(x, t, torch.zeros_like(y))
     assert torch.equal(backbone(x, t), null), "y=None is not the context of zeros"
-    for place in range(y.shape[1]):
-        changed = y.clone()
-        changed[:, place] += 1
-        assert not torch.equal(backbone(x, t, changed), out), f"embedding {place} is ignored"
+    _each_embedding_matters(backbone, (x, t, y), ())
     half = y.half()
     assert torch.equal(backbone(x, t, half), backbone(x, t, half.float())), "half differs"
     labels = torch.zeros(BATCH, dtype=torch.int64)
@@ -425,15 +413,21 @@ def check_contexts_stay_with_their_images(probe: Probe) -> None:
     check_tokens_leave_and_rejoin(contextual)
     check_keeping_all_equals_no_route(contextual)
     backbone = contextual.build()
-    x, t, y = contextual.inputs()
-    assert y is not None
     everywhere = contextual.route(backbone, 0, backbone.num_blocks, rate=0.5)
-    out = backbone(x, t, y, routes=[everywhere])
+    _each_embedding_matters(backbone, contextual.inputs(), [everywhere])
+
+
+def _each_embedding_matters(
+    backbone: Backbone, inputs: tuple[Tensor, Tensor, Tensor | None], routes: Sequence[Route]
+) -> None:
+    x, t, y = inputs
+    assert y is not None
+    out = backbone(x, t, y, routes=routes)
     for place in range(y.shape[1]):
         changed = y.clone()
         changed[:, place] += 1
-        again = backbone(x, t, changed, routes=[everywhere])
-        assert not torch.equal(again, out), f"embedding {place} does not reach routed tokens"
+        again = backbone(x, t, changed, routes=routes)
+        assert not torch.equal(again, out), f"embedding {place} does not reach the output"
 
 
 OTHERS = (block_checks, flow_checks, fusion_checks)

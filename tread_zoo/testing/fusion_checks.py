@@ -10,12 +10,12 @@ import torch
 
 from tread_zoo.contract.backbone import Backbone, Streams
 from tread_zoo.routing import Fusion, PathDrop, Route
-from tread_zoo.seeding import make_generator
 from tread_zoo.testing.probe import (
     BlockCall,
     Probe,
     bypassed,
     gradients_equal_differences,
+    gradients_flow,
     output_and_gradients,
     raises,
     watching,
@@ -80,24 +80,8 @@ def check_fused_gradients_flow(probe: Probe) -> None:
     depth = probe.build().num_blocks
     span = (1, depth - 1)
     backbone = probe.build_fused(span)
-    for route in (probe.route(backbone, *span), PathDrop(*span)):
-        backbone.zero_grad()
-        x, t, y = probe.inputs()
-        x.requires_grad_()
-        out = backbone(x, t, y, routes=[route])
-        generator = make_generator("probe weight")
-        (out * torch.randn(out.shape, generator=generator)).sum().backward()
-        idle = tuple(f"blocks.{i}." for i in range(*span)) if isinstance(route, PathDrop) else ()
-        for name, parameter in backbone.named_parameters():
-            grad = parameter.grad
-            if idle and name.startswith(idle):
-                assert grad is None or not grad.any(), f"{name} was dropped but gets a gradient"
-                continue
-            assert grad is not None, f"{name} gets no gradient under {type(route).__name__}"
-            assert torch.isfinite(grad).all(), f"the gradient of {name} is not finite"
-            assert grad.any(), f"the gradient of {name} is 0 under {type(route).__name__}"
-        assert x.grad is not None
-        assert (x.grad.abs().sum(dim=1) > 0).all(), "some pixels get no gradient"
+    gradients_flow(probe, backbone, probe.route(backbone, *span))
+    gradients_flow(probe, backbone, PathDrop(*span), idle=range(*span))
 
 
 def check_fused_gradients_equal_differences(probe: Probe) -> None:
