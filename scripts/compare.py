@@ -35,6 +35,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
+from tread_zoo import comparison
 from tread_zoo.cli import (
     SCRIPTS,
     check_words,
@@ -43,16 +44,6 @@ from tread_zoo.cli import (
     presets,
     quoted,
     readable,
-)
-from tread_zoo.comparison import (
-    Cell,
-    check_same_commands,
-    expand,
-    find_runs,
-    read_curves,
-    read_runs,
-    run_cells,
-    write_report,
 )
 from tread_zoo.config import RunConfig, file_name, make_config
 from tread_zoo.evaluation.evaluate import EvaluateConfig
@@ -116,15 +107,15 @@ def compare(words: Sequence[str]) -> int:
     overrides = [readable(word) for word in words if not word.startswith(PREFIX)]
     out, failed = Path(settings["out"]), dict[str, str]()
     if settings["runs"] and not overrides:
-        runs = read_runs(settings["runs"])
+        runs = comparison.read_runs(settings["runs"])
     else:
         cells = make_cells(settings, overrides)
-        check_same_commands(cells, out)
-        failed = run_cells(cells, jobs=settings["jobs"], devices=visible_devices())
+        comparison.check_same_commands(cells, out)
+        failed = comparison.run_cells(cells, jobs=settings["jobs"], devices=visible_devices())
         for name, reason in failed.items():
             print(f"failed: {name}: {reason}", file=sys.stderr)
         runs = read_cells([cell for cell in cells if cell.result.exists()])
-    curves = read_curves(dict.fromkeys(runs.folder))
+    curves = comparison.read_curves(dict.fromkeys(runs.folder))
     if settings["runs"] and overrides:  # scores during training follow the runs' own protocol
         curves = curves[curves.source == "log"]
     about = {
@@ -133,7 +124,7 @@ def compare(words: Sequence[str]) -> int:
         "metric": settings["metric"],
         "goal": settings["goal"],
     }
-    print(write_report(runs, curves, out, **about, failed=failed))
+    print(comparison.write_report(runs, curves, out, **about, failed=failed))
     print(f"written to {out}: index.html, report.md, figures/, results.csv, curves.csv")
     return int(bool(failed))
 
@@ -148,14 +139,14 @@ def read_settings(words: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> list[Cell]:
+def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> list[comparison.Cell]:
     """Return the cells, checked: training of every combination, or scoring of each of `runs`."""
     out, scored = Path(settings["out"]), bool(settings["runs"])
-    runs = find_runs(settings["runs"]) if scored else [None]
+    runs = comparison.find_runs(settings["runs"]) if scored else [None]
     grids, shared = ([{}], []) if scored else (settings["grids"], settings["fixed"])
-    cells, checked = list[Cell](), set[tuple[str, str]]()
+    cells, checked = list[comparison.Cell](), set[tuple[str, str]]()
     for run, (choices, texts) in itertools.product(
-        runs, expand(*split_sweeps(grids, overrides, shared))
+        runs, comparison.expand(*split_sweeps(grids, overrides, shared))
     ):
         choices = choices if run is None else {"run": str(run), **choices}
         name = file_name(choices)
@@ -172,17 +163,19 @@ def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> list[Cell]
             else:
                 make_config(**compose_settings("train", texts))
         command = (sys.executable, str(script), *texts)
-        cells.append(Cell(name, choices, command, result, out / "logs" / f"{name}.log"))
+        cells.append(comparison.Cell(name, choices, command, result, out / "logs" / f"{name}.log"))
     return cells
 
 
-def read_cells(cells: Sequence[Cell]) -> pd.DataFrame:
+def read_cells(cells: Sequence[comparison.Cell]) -> pd.DataFrame:
     """Return the table of cells that have ended. Raises ValueError if there is none."""
     if not cells:
         raise ValueError("No cell ended well: there is nothing to compare.")
     if "run" not in cells[0].choices:
-        return read_runs([cell.result.parent for cell in cells])
-    runs = read_runs([cell.choices["run"] for cell in cells], [cell.result for cell in cells])
+        return comparison.read_runs([cell.result.parent for cell in cells])
+    runs = comparison.read_runs(
+        [cell.choices["run"] for cell in cells], [cell.result for cell in cells]
+    )
     for field in dict.fromkeys(field for cell in cells for field in cell.choices):
         if field != "run":
             runs[field] = [cell.choices.get(field) for cell in cells]

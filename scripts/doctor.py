@@ -1,4 +1,4 @@
-"""Report what this machine has, which form of each operation runs and why, and what is registered.
+"""Show what this machine has, which form of each operation runs and why, and what is registered.
 
 tread-zoo doctor
 tread-zoo doctor device=cpu kernels.selective_scan=naive
@@ -29,10 +29,9 @@ class DoctorConfig:
 
     Args:
         device, kernels: as of `RunConfig`.
-        gpu: print what each row would run on this GPU, which need not be here, instead: a100, h100,
-            h200, b200, rtx4090, rtx5090, mi300x.
-        backbones: a pattern such as "mamba*": print a table of their sizes instead.
-        input_size, in_channels, num_classes: of the images of that table.
+        gpu: show instead what each backbone would run on this GPU, which need not be present.
+        backbones: a pattern such as "mamba*": show instead a table of their sizes.
+        input_size, in_channels, num_classes: of the images in that table.
     """
 
     device: str = "auto"

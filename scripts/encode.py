@@ -55,12 +55,9 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _load_extractor(config: EncodingConfig, device: torch.device) -> tuple[str, Extract]:
-    """Return the extractor's label, and what gives its feature maps."""
-    extractor = find_extractor(
-        str(config.features),
-        inception_weights=config.inception_weights,
-        dinov2_weights=config.dinov2_weights,
-    )
+    """Return the extractor's label, and a function from images to its feature maps."""
+    weights = (config.inception_weights, config.dinov2_weights)
+    extractor = find_extractor(str(config.features), *weights)
     network = extractor.load(["feature_map"], device)
     return extractor.label, lambda images: network(images)["feature_map"]
 

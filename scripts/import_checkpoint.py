@@ -1,4 +1,4 @@
-"""Turn a checkpoint that another project published into one of ours, or one of ours into theirs.
+"""Convert a checkpoint that another project published into one of ours, or back.
 
 tread-zoo import format=sit in=SiT-XL-2-256x256.pt out=runs/sit_xl_2
 tread-zoo sample checkpoint=runs/sit_xl_2 label=207 num_images=4
@@ -27,15 +27,15 @@ class ImportConfig:
 
     Args:
         in: the file as published, or as its training script saved it (.pt, .pth, .safetensors).
-        format: the project: see docs/importing.md.
-        out: a new folder, which tread-zoo sample takes as its checkpoint.
-        export: the other way: `in` is a run's folder, `out` a file as the project has it; of the
-            fields below `weights` alone applies.
-        weights: of an export, as of `CheckpointConfig`.
-        objective: null: the project's usual one; for format=tread, edm or flow.
-        num_heads: null: that of the published sizes, because no tensor shows it.
-        num_classes: null: the label table less its last row, the null label.
-        drop_unknown: leave out tensors that our backbone has no place for.
+        format: the project, see docs/importing.md.
+        out: a new folder, for checkpoint=… of the other commands.
+        export: convert back: `in` is a run's folder, `out` a file in the project's format; of the
+            fields below only `weights` applies.
+        weights: of an export, as in `CheckpointConfig`.
+        objective: null is the project's usual one; for format=tread, edm or flow.
+        num_heads: null is that of the published size, since no tensor shows it.
+        num_classes: null is one less than the rows of the label table.
+        drop_unknown: skip tensors that our backbone does not have.
     """
 
     in_: str
@@ -64,7 +64,7 @@ def main(settings: dict) -> None:
     logger.info("%s, %.1fM parameters: %s", done.backbone, done.num_parameters / 1e6, sizes)
     for note in done.notes:
         logger.info("- %s", note)
-    logger.info("every tensor has found its place; written to %s", done.path)
+    logger.info("all tensors converted; written to %s", done.path)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,11 @@
 tread-zoo make-features data=npz data.path=fashion.npz data.pad_to=32 out=f.safetensors
 tread-zoo train experiment=fashion_mnist evaluation.extractor=f.safetensors
 
-For data that Inception says little about, or if its weights are not available. Only scores taken
-with the same file can be compared: each record names the file and the hash of its weights.
+For images unlike those that Inception was trained on, or if its weights are not available. Scores
+compare only if they use the same file: each record names it with the hash of its weights.
 
-The classifier of digits in tread_zoo.evaluation was trained in this way, on the training part of
-the digits: out=digits.safetensors data=digits num_steps=1200 batch_size=64
-'layers=[[32,1,false],[64,1,true],[64,0,false]]'
+The shipped classifier of digits was trained by: out=digits.safetensors data=digits num_steps=1200
+batch_size=64 'layers=[[32,1,false],[64,1,true],[64,0,false]]'
 """
 
 import logging
@@ -32,9 +31,9 @@ class FeaturesConfig:
     Args:
         plugins, data, device: as of `RunConfig`.
         out: a .safetensors file, for evaluation.extractor.
-        num_features: of the vector that distances are taken in.
-        layers: of each convolution its channels, its padding, and whether a pooling follows; null:
-            four, for images of 16 pixels and more.
+        num_features: size of the vector that distances compare.
+        layers: channels, padding, and whether a pooling follows, of each convolution; null is four
+            convolutions, for images of 16 pixels and more.
         num_steps, batch_size, learning_rate, seed: of the training.
     """
 
@@ -90,13 +89,13 @@ def main(settings: dict) -> None:
             logger.info("step %d/%d  loss %.3f", step + 1, num_steps, loss.item())
     about = f"trained on {data.name}, {num_steps} steps of {config.batch_size}"
     save_features(network.cpu(), out, about)
-    extractor = find_extractor(str(out))
     if data.held_out is not None:
         held_out = part_images(data, data.held_out, "held_out")
         values = score(held_out, held_out, ["label_accuracy"], extractor=str(out))["values"]
         logger.info("held-out accuracy %.4f", values["label_accuracy"])
     count = sum(p.numel() for p in network.parameters())
-    logger.info("%s: %d parameters, written to %s", extractor.label, count, out)
+    label = find_extractor(str(out)).label
+    logger.info("%s: %d parameters, written to %s", label, count, out)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,8 @@ tread-zoo make-reference data=npz data.path=fashion.npz \
 tread-zoo make-reference data=image_folder data.path=photos data.held_out=0 out=photos.npz
 tread-zoo evaluate checkpoint=… evaluation.reference=photos.npz evaluation.metrics=[fid]
 
-For fid, sfid and fd_dinov2, which need no more than statistics. The file names its extractor and
-the hash of its weights, and cannot be used with another. Several processes (accelerate launch)
-share the images.
+For fid, sfid and fd_dinov2, which need only statistics. The file names its extractor with the hash
+of its weights, and works with no other. Several processes (accelerate launch) share the images.
 """
 
 import logging
@@ -35,8 +34,8 @@ class ReferenceConfig:
     Args:
         plugins, data, device: as of `RunConfig`.
         out: an .npz file, for evaluation.reference.
-        evaluation: only these apply: reference (the part of the data), num_reference, batch_size,
-            the extractor and its weights.
+        evaluation: reference (the part of the data), num_reference, batch_size, extractor and the
+            files of its weights; other fields are ignored.
     """
 
     plugins: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ the top of tread_zoo/routing/placement.py. Use a dense run: a routed one has ada
 import json
 import logging
 from dataclasses import field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,8 +87,8 @@ def main(settings: dict[str, Any]) -> None:
 def probe(run: Restored, config: ProbeConfig) -> dict[str, Any]:
     """Return the similarities, the proposed and the default route, and what they save."""
     levels, states, source = token_states(run, config)
-    each = torch.stack([similarity(some, config.measure) for some in states])
-    mean, backbone, worth = each.mean(dim=0), run.backbone, {}
+    by_level = torch.stack([similarity(some, config.measure) for some in states])
+    mean, backbone, worth = by_level.mean(dim=0), run.backbone, {}
     if run.has_data:
         worth["contributions"] = data_contributions(
             backbone, run.objective, run.data(config.data), ranges=ranges_of(backbone, run.routing),
@@ -95,7 +96,7 @@ def probe(run: Restored, config: ProbeConfig) -> dict[str, Any]:
         )  # fmt: skip
     changes = (1 - mean.diagonal(offset=1)).tolist()
     proposal = propose_route(changes, backbone.skips)
-    if backbone.fused_ranges or backbone.masked_ranges:  # it can be routed there alone
+    if backbone.fused_ranges or backbone.masked_ranges:  # it accepts no other routes
         with torch.device("meta"):
             backbone = create_backbone(backbone.name, **backbone.config)  # type: ignore[arg-type]
     dense = count_flops(backbone, backward=True)
@@ -122,7 +123,7 @@ def probe(run: Restored, config: ProbeConfig) -> dict[str, Any]:
         "weights": config.weights,
         "step": run.checkpoint.step,
         "levels": levels,
-        "similarity": each.tolist(),
+        "similarity": by_level.tolist(),
         "mean_similarity": mean.tolist(),
         "changes": changes,
         **worth,
@@ -158,15 +159,12 @@ def token_states(run: Restored, config: ProbeConfig) -> tuple[list[float], list[
     batches = []
     for rows in torch.arange(len(images)).split(config.batch_size):
         y = labels[rows].to(device) if backbone.is_conditional else None
-
-        def predict(x_t: Tensor, t: Tensor, y: Tensor | None = y) -> Tensor:
-            return backbone(x_t, t, y)
-
         noise = initial_noise(shape, config.seed, rows.tolist()).to(device)
         x = data.codec.to_model(images[rows], device=device)
         with torch.no_grad(), autocast(device, run.precision), recording(backbone, places) as calls:
             for level in levels:
-                objective.loss(predict, x, Draw(noise, noise.new_full((len(x),), level)))
+                draw = Draw(noise, noise.new_full((len(x),), level))
+                objective.loss(partial(backbone, y=y), x, draw)
         batches.append(calls)
     states = [torch.cat(some, dim=1) for some in zip(*batches, strict=True)]
     return levels, states, f"{len(images)} {kind} images of {data.name}"

@@ -3,8 +3,8 @@
 tread-zoo push checkpoint=runs/digits_dit_tiny_tread_flow_seed0 out=published  # look first
 tread-zoo push checkpoint=runs/digits_dit_tiny_tread_flow_seed0 repo=user/name
 
-The files are written to out, by default <run>/hub, and uploaded if a repo is given, as who
-`hf auth login` says. Whoever has this package samples from it by checkpoint=user/name.
+The files are written to out, by default <run>/hub. If a repo is given, they are uploaded with the
+account of `hf auth login`; anyone with this package samples from it by checkpoint=user/name.
 """
 
 import logging
@@ -29,8 +29,8 @@ class PushConfig:
         plugins, checkpoint, weights: as of `CheckpointConfig`.
         out: folder of the files; null is <run>/hub.
         repo: user/name on the hub, to upload them; null only writes them.
-        private: a new repository is seen by its owner alone.
-        license: of the weights, as the hub names it, such as apache-2.0; null states none.
+        private: create the repository as private.
+        license: of the weights, by its name on the hub, such as apache-2.0; null states none.
     """
 
     plugins: tuple[str, ...] = ()

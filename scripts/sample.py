@@ -1,6 +1,6 @@
 """Sample images from a checkpoint: numbered PNG files, a grid, and an .npz with images and labels.
 
-They go to <run>/generated, in one folder for each combination of settings, or to out=folder.
+They go to out=folder, or to a folder in <run>/generated for each combination of settings.
 first_index=… continues a set; images of other settings are never mixed in.
 
 tread-zoo sample checkpoint=runs/digits_dit_tiny_tread_flow_seed0 num_images=64
@@ -11,9 +11,8 @@ tread-zoo sample checkpoint=… first_index=64 out=samples    # images 64 … 12
 tread-zoo sample checkpoint=… label=hopper                  # a class by the name of its folder
 tread-zoo sample checkpoint=… contexts=prompts.npy
 
-A network on latents is decoded with the autoencoder of its data; vae=path if that has moved, or
-for an imported network; without one, and with vae=none, it gives latents.npz. A network that takes
-contexts is given those of held-out images, or those of a file.
+Latents are decoded with the autoencoder of the data, or vae=path; without one, or with vae=none,
+they are written as latents.npz. Contexts are those of held-out images, or those of a file.
 """
 
 import hashlib
@@ -52,16 +51,16 @@ class SampleConfig(CheckpointConfig):
     """What tread-zoo sample draws.
 
     Args:
-        sampler, guidance: what differs from the run's own, by field; with `name`, another one.
-        out: folder of the images; null is <run>/generated/ and a name made of the settings.
-        overwrite: replace the images that `out` holds, if they were made with other settings.
-        num_images, first_index: image i of a seed is the same whatever the batch size: a set is
-            continued by `first_index`.
-        label: one class for all, by number or by name (a folder's, as in label=hopper); null: image
-            i gets label i mod num_classes.
-        contexts: .npy [n, T, S]: image i gets row i mod n; null: those of held-out images.
+        sampler, guidance: fields that differ from the run's; `name` chooses another one.
+        out: folder of the images; null is <run>/generated/<step and digest of the settings>.
+        overwrite: replace images in `out` that were made with other settings.
+        num_images, first_index: image i of a seed does not depend on the batch size, so
+            `first_index` continues a set.
+        label: one class for all, by number or by the name of its folder; null is i mod num_classes
+            for image i.
+        contexts: .npy [n, T, S]; image i gets row i mod n. Null is those of held-out images.
         seed, batch_size: of the images.
-        vae: of latents: null is the run's; a folder where it has moved; none leaves latents.
+        vae: folder of the autoencoder; null is the run's; none writes latents.
     """
 
     sampler: dict[str, Any] = field(default_factory=dict)

@@ -15,8 +15,6 @@ def test_an_interval_is_that_of_scipy(n):
     got = interval(values)
     low, high = stats.t.interval(0.95, n - 1, values.mean(), stats.sem(values))
     assert (got.low, got.high, got.n) == (pytest.approx(low), pytest.approx(high), n)
-    own = stats.ttest_1samp(values, 0).confidence_interval()
-    assert (got.low, got.high) == (pytest.approx(own.low), pytest.approx(own.high))
 
 
 @pytest.mark.parametrize(
@@ -53,16 +51,12 @@ def planted(effect, seeds=3, draws=4, trials=2000):
     return pd.Series(verdicts).value_counts(normalize=True)
 
 
-def test_a_planted_null_is_settled_in_one_of_twenty():
+def test_a_planted_null_is_settled_in_one_of_twenty_and_a_planted_effect_is_found():
     """Draws of noise within a training are no further seeds: the error stays at 5 %."""
     assert planted(0)["not settled"] == pytest.approx(0.95, abs=0.015)
-
-
-def test_a_planted_effect_is_found():
-    found = planted(-1.0)
-    assert found["ahead"] > 0.9
-    assert "behind" not in found
-    assert planted(-0.2, trials=500)["not settled"] > 0.5  # two deviations are little for 3 seeds
+    verdicts = planted(-1.0)
+    assert verdicts["ahead"] > 0.9
+    assert "behind" not in verdicts
 
 
 def test_differences_are_of_equal_draws_and_seeds():

@@ -55,22 +55,6 @@ def test_a_block_that_is_not_there_cannot_be_left_out():
         probe.build()(*probe.inputs(), without=[4])
 
 
-@pytest.mark.parametrize("name", ["dit_tiny", "uvit_tiny", "rwkv7_tiny"])
-def test_a_block_that_is_the_identity_is_worth_nothing_to_the_bit(name):
-    probe = Probe(name, overrides=SMALL[name])
-    backbone, (x, _, y) = probe.build(), probe.inputs()
-    run_block = backbone.run_block
-
-    def with_identity(index, streams, *others):
-        return streams if index == 1 else run_block(index, streams, *others)
-
-    backbone.run_block = with_identity
-    worth = contributions(backbone, x=x, y=y, ranges=[(1, 2)], **SIZES)
-    assert worth["blocks"][1] == 0
-    assert worth["ranges"] == [[1, 2, 0]]
-    assert min(worth["blocks"][:1] + worth["blocks"][2:]) > 0
-
-
 class Planted(nn.Module):
     """Blocks whose parts of the output are known."""
 

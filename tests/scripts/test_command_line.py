@@ -12,6 +12,7 @@ from PIL import Image
 from tests.processes import run_python
 from tests.small_run import SMALL, train_small
 from tread_zoo.__main__ import COMMANDS
+from tread_zoo.evaluation import Protocol
 from tread_zoo.model_card import write_model_folder
 
 ROOT = Path(__file__).parents[2]
@@ -97,40 +98,22 @@ def test_another_guidance_and_sampler_have_a_folder_of_their_own(trained):
     assert len(list(made.parent.glob("*.png"))) == 2
 
 
-def test_evaluating_prints_the_numbers_with_their_protocol(trained):
+def test_evaluating_prints_the_numbers_and_writes_them_under_their_protocol(trained):
     folder, _ = trained
-    said = call(
-        "evaluate.py", "checkpoint=runs/digits_dit_tiny_tread_flow_seed0", "out=score.json",
-        "device=cpu", "guidance.scale=1.5", cwd=folder,
-    )  # fmt: skip
+    said = call("evaluate.py", f"checkpoint={RUN}", "device=cpu", "guidance.scale=1.5", cwd=folder)
     for words in ("label_accuracy", "digits-cnn-64@", "guidance 1.5"):
         assert words in said
-    record = json.loads((folder / "score.json").read_text())
+    (file,) = (folder / RUN).glob("score_*.json")
+    record = json.loads(file.read_text())
+    assert file.stem == f"score_00000006_{Protocol.of(record).digest}"
     protocol, sampling = record["protocol"], record["protocol"]["sampling"]
     assert (sampling["guidance"], sampling["guidance_scale"]) == ("cfg", 1.5)
     assert (sampling["sampler"], sampling["num_steps"], protocol["nfe"]) == ("euler", 2, 4)
     run = json.loads((folder / RUN / "score.json").read_text())["protocol"]
     assert protocol["flops_per_image"] == 2 * run["flops_per_image"] > 0
-    for own in ("num_generated", "metrics"):
-        assert protocol[own] == run[own], "what is not said is as the run was scored"
+    for field in ("num_generated", "metrics"):
+        assert protocol[field] == run[field], "what is not given is as the run was scored"
     assert protocol["weights"] == "ema"
-
-
-@pytest.mark.slow
-def test_a_score_of_other_settings_has_a_file_of_its_own(trained):
-    """Without guidance, then with it: the second does not take the first one's place."""
-    folder, _ = trained
-    run = folder / RUN
-    given = (f"checkpoint={run}", "evaluation.num_images=70", "device=cpu")
-    call("evaluate.py", *given, cwd=folder)
-    first = {path.name: path.read_bytes() for path in run.glob("score_*.json")}
-    call("evaluate.py", *given, "evaluation.batch_size=30", cwd=folder)
-    assert {path.name for path in run.glob("score_*.json")} == first.keys()
-    call("evaluate.py", *given, "guidance.scale=3", cwd=folder)
-    names = sorted(path.name for path in run.glob("score_*.json"))
-    assert len(first) == 1
-    assert len(names) == 2
-    assert all((run / name).read_bytes() == content for name, content in first.items())
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """The comparison as a user meets it: one command, a page, the same command again."""
 
-import os
 import re
 import signal
 import subprocess
@@ -21,9 +20,6 @@ ROOT = Path(__file__).parents[2]
 FAKE = """
 import json, os, pathlib, shutil, signal, sys, time
 given = {key: value.strip("'") for key, value in (text.split("=", 1) for text in sys.argv[1:])}
-while pathlib.Path("wait").exists():
-    pathlib.Path("waiting").touch()
-    time.sleep(0.05)
 if pathlib.Path("closed").exists():  # the terminal
     def end(number, frame):
         os.kill(os.getppid(), signal.SIGHUP)
@@ -38,7 +34,6 @@ if "checkpoint" in given:
     record = json.loads(pathlib.Path(given["checkpoint"], "score.json").read_text())
     record["values"]["held_out_loss"] /= len(given["guidance"])
     record["protocol"]["flops_per_image"] = 1000 * len(given["guidance"])
-    record["protocol"]["weights"] = given.get("weights", "ema")
     pathlib.Path(given["out"]).parent.mkdir(exist_ok=True)
     pathlib.Path(given["out"]).write_text(json.dumps(record))
 else:
@@ -106,15 +101,6 @@ def test_overrides_of_runs_that_are_there_score_them_again(place, call):
     assert "equal FLOPs" not in text, "on the way they were scored without guidance"
 
 
-def test_a_sweep_of_averaged_weights(place, call):
-    call("compare.runs=made/*0", "guidance=none", "weights=ema:0.03,ema:0.1", "compare.out=widths")
-    table = pd.read_csv("widths/results.csv").set_index(["routing", "weights"])
-    assert sorted(table.index) == [
-        (routing, weights) for routing in ("none", "tread") for weights in ("ema:0.03", "ema:0.1")
-    ]
-    assert "ema:0.03" in Path("widths/report.md").read_text()
-
-
 def test_a_cell_that_fails_is_reported_and_the_others_are_compared(place, call):
     said = call("backbone=dit_tiny", "routing=none", "seed=0,9", "compare.out=out", status=1)
     assert "failed: backbone-dit_tiny_routing-none_seed-9" in said
@@ -134,27 +120,6 @@ def test_a_terminal_that_is_closed_ends_the_cells_gently_however_often_it_says_s
     (place / "closed").touch()
     assert "the same command continues" in call(*GRID, status=130)
     assert (place / "saved").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_ends_the_cells_and_says_how_to_go_on(place, number):
-    (place / "wait").touch()
-    code = "import pathlib; from scripts import compare; compare.TRAIN = pathlib.Path('fake.py')"
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"{code}; compare.main()", *GRID, "compare.jobs=2"],
-        text=True, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    deadline = time.monotonic() + 120
-    while not (place / "waiting").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(number)
-    _, error = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert error == "stopped; the same command continues\n"
-    (place / "waiting").unlink()
-    time.sleep(0.5)
-    assert not (place / "waiting").exists(), "a cell still runs"
 
 
 @pytest.mark.slow
@@ -188,8 +153,9 @@ def test_values_of_the_command_line_take_the_place_of_the_study_s():
         {"backbone": ["dit_tiny"], **spanned},
         {"routing.selector": ["rows"], **spanned},
     ]
-    assert split_sweeps([{}], ["guidance=none,{name: cfg, scale: 2}"])[0] == [
-        {"guidance": ["none", "{name:cfg,scale:2}"]}
+    given = ["guidance=none,{name: cfg, scale: 2}", "weights=ema:0.03,ema:0.1"]
+    assert split_sweeps([{}], given)[0] == [
+        {"guidance": ["none", "{name:cfg,scale:2}"], "weights": ["ema:0.03", "ema:0.1"]}
     ]
 
 

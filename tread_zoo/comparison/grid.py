@@ -207,17 +207,11 @@ def _last_line(log: Path) -> str:
 
 def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
     """Terminate processes with their children; kill them after a while or a second Ctrl-C."""
-    _signal(processes, signal.SIGTERM)
     deadline = time.monotonic() + PATIENCE_S
-    try:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             for process in processes:
                 process.wait(max(0.0, deadline - time.monotonic()))
-    finally:
-        _signal(processes, signal.SIGKILL)
-
-
-def _signal(processes: Sequence["subprocess.Popen[bytes]"], number: signal.Signals) -> None:
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)

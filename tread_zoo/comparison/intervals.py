@@ -1,9 +1,9 @@
-"""How a difference is judged: Student's t over training seeds, and one word for the interval.
+"""Verdicts on differences: Student's t over training seeds, and one word for the interval.
 
     mean ± t s / sqrt(n)        t of n-1 degrees of freedom, two-sided 95 %; n = 3 has t = 4.3
 
-A training seed is what is drawn: several draws of a score's noise within one are averaged first. So
-one pair of trainings settles nothing, however often it is scored.
+The sample is the training seeds: draws of a score's noise within a seed are averaged first. So one
+pair of trainings settles nothing, however often it is scored.
 """
 
 import math
@@ -42,29 +42,29 @@ class Interval:
         return f"{self.mean:{form}}{ends}"
 
     def verdict(self, better: str) -> str:
-        """Return ahead, behind or not settled, of a difference in a metric that is better `lower`
-        or `higher`: an interval that holds 0 settles nothing."""
+        """Return the verdict on a difference in a metric that is better `lower` or `higher`: not
+        settled if the interval holds 0, else ahead or behind."""
         if self.low <= 0 <= self.high:
             return "not settled"
         return "ahead" if (self.mean > 0) == (better == "higher") else "behind"
 
 
 def interval(values: Sequence[float], level: float = LEVEL) -> Interval:
-    """Return the t-interval of the mean of values, which must be one at least."""
+    """Return the t-interval of the mean of one or more values."""
     n, series = len(values), pd.Series(values, dtype=float)
     t = stats.t.ppf((1 + level) / 2, n - 1) if n > 1 else math.nan
     return Interval(float(series.mean()), float(t * series.sem()) if n > 1 else math.inf, n)
 
 
 def differences(first: pd.Series, second: pd.Series) -> pd.Series:
-    """Return first less second for each training seed that both have: the mean over the draws that
-    both have of it. Both are indexed by (seed, draw)."""
+    """Return first less second for each common training seed, the mean over its common draws. Both
+    are indexed by (seed, draw)."""
     return (first - second).dropna().groupby(level=0).mean()
 
 
 def meets(values: Sequence[float], goal: float, better: str) -> bool:
-    """Return whether runs meet a goal: three or more, and a one-sided t-test at 5 % says that the
-    mean of such runs is at the goal or beyond it."""
+    """Return whether three runs or more meet a goal: their mean is at the goal or beyond it by a
+    one-sided t-test at 5 %."""
     if len(values) < ENTRY_RUNS:
         return False
     one_sided = interval(values, level=1 - 2 * (1 - LEVEL))

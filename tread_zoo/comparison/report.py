@@ -12,26 +12,8 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import tread_zoo.comparison.figures as draw
-from tread_zoo.comparison.findings import (
-    BUDGETS,
-    HELD_OUT,
-    NAMES,
-    Row,
-    Setting,
-    Table,
-    comparable_metrics,
-    contribution_table,
-    curve,
-    differences_on_the_way,
-    direction,
-    goal_table,
-    group_settings,
-    make_rows,
-    overview_table,
-    scores_table,
-    si,
-    words,
-)
+from tread_zoo.comparison import findings
+from tread_zoo.comparison.findings import Row, Setting, Table
 from tread_zoo.config import flatten
 from tread_zoo.data.files import printable, without_paths
 
@@ -71,13 +53,15 @@ def write_report(
     ended, metrics, notes = _comparable(runs, failed or {})
     if metric is not None and metric not in metrics:
         raise ValueError(f"compare.metric={metric} must be one of {', '.join(metrics)}.")
-    main, settings = metric or metrics[0], group_settings(ended)
+    main, settings = metric or metrics[0], findings.group_settings(ended)
     by_sample = bool(ended.folder.duplicated().any())
-    rows = make_rows(settings, curves, main, ["steps"] if by_sample else list(BUDGETS))
+    rows = findings.make_rows(
+        settings, curves, main, ["steps"] if by_sample else list(findings.BUDGETS)
+    )
     lines = [line for row in rows for line in row.lines]
     settings = list({line.setting.label: line.setting for line in lines}.values())  # best first
     apart = [less for line in lines for _, less in line.less]
-    budgets = [axis for axis in BUDGETS if any(less.get(axis) for less in apart)]
+    budgets = [axis for axis in findings.BUDGETS if any(less.get(axis) for less in apart)]
     out.mkdir(parents=True, exist_ok=True)
     runs.drop(columns=["protocol", "samples"]).to_csv(out / "results.csv", index=False)
     curves.to_csv(out / "curves.csv", index=False)
@@ -87,10 +71,10 @@ def write_report(
         "title": title,
         "subtitle": _count(settings, ended),
         "command": command,
-        "overview": overview_table(rows, main, budgets),
-        "scores": scores_table(settings, metrics),
-        "contributions": [] if by_sample else contribution_table(settings),
-        "goals": ([], []) if goal is None else goal_table(settings, curves, main, goal),
+        "overview": findings.overview_table(rows, main, budgets),
+        "scores": findings.scores_table(settings, metrics),
+        "contributions": [] if by_sample else findings.contribution_table(settings),
+        "goals": ([], []) if goal is None else findings.goal_table(settings, curves, main, goal),
         "notes": notes,
     })  # fmt: skip
     page = _page(rows, settings, ended, main, budgets)
@@ -116,7 +100,7 @@ def _comparable(
         raise ValueError("No run has been scored: there is nothing to compare.")
     again = ended.astype(str).duplicated([*ended.attrs["settings"], "seed"])
     repeated, ended = ended[again], ended[~again]
-    metrics, notes = comparable_metrics(ended)
+    metrics, notes = findings.comparable_metrics(ended)
     notes += [f"{name} failed: {reason}" for name, reason in failed.items()]
     notes += [f"{name} has the settings and seed of another run." for name in repeated.folder]
     going = runs[~runs.ended].itertuples()
@@ -144,13 +128,13 @@ def _figures(
     training. The first of `metrics` decides."""
     figures: dict[str, Figure] = {}
     style, main = draw.looks(settings), metrics[0]
-    pairs = {
-        (row.name, line.setting.label): table
-        for row in rows
-        for line in row.lines
-        if line.less and not line.is_at_chance and not by_sample
-        if len(table := differences_on_the_way(line.setting, line.less[0][0], curves, main)) > 1
-    }
+    pairs = {}
+    for name, line in ((row.name, line) for row in rows for line in row.lines):
+        if line.less and not line.is_at_chance and not by_sample:
+            dense = line.less[0][0]
+            table = findings.differences_on_the_way(line.setting, dense, curves, main)
+            if len(table) > 1:
+                pairs[name, line.setting.label] = table
     limits = draw.Axis.over([one for table in pairs.values() for one in table.interval], 0)
     for (name, label), table in pairs.items():
         figures[f"difference {name}"] = draw.draw_lines({name: (style[label], table)}, name, limits)
@@ -159,9 +143,9 @@ def _figures(
     cost = "flops_per_sample" if by_sample else "flops"
     figures["quality"] = draw.draw_plane(settings, main, cost, arrows=not by_sample)
     for metric in () if by_sample else metrics:
-        lines = {s.label: (style[s.label], curve(s, curves, metric)) for s in settings}
+        lines = {s.label: (style[s.label], findings.curve(s, curves, metric)) for s in settings}
         if all(len(table) > 1 for _, table in lines.values()):
-            figures[f"curve {metric}"] = draw.draw_lines(lines, words(metric))
+            figures[f"curve {metric}"] = draw.draw_lines(lines, findings.words(metric))
     return figures
 
 
@@ -190,12 +174,12 @@ def _page(
     return {
         "rows": rows,
         "metric": metric,
-        "better": direction(metric) or "lower",
-        "is_ranked": metric != HELD_OUT,
+        "better": findings.direction(metric) or "lower",
+        "is_ranked": metric != findings.HELD_OUT,
         "real": real,
         "axis": draw.Axis.over([line.score for line in lines], real),
         "apart": draw.Axis.over(apart, 0.0),
-        "budgets": {axis: NAMES[axis] for axis in budgets},
+        "budgets": {axis: findings.NAMES[axis] for axis in budgets},
         "missing": any(None in less.values() for line in lines for _, less in line.less),
         "has_shallower": any(len(line.less) > 1 for line in lines),
         "cost": cost,
@@ -205,8 +189,8 @@ def _page(
         "machines": list(dict.fromkeys(runs.machine.dropna())),
         "protocol": without_paths(flatten(runs.protocol.iloc[0] or {})),
         "configs": without_paths(_configs(runs)),
-        "si": si,
-        "words": words,
+        "si": findings.si,
+        "words": findings.words,
     }
 
 

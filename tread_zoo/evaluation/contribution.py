@@ -1,10 +1,10 @@
-"""The contribution of blocks: how much a trained network's output changes without them.
+"""Contributions of blocks: how much a trained network's output changes without them.
 
     c_l = |F - F_without| / |F|        over all images at noise level l; the mean over three levels
 
 F is the raw output, whose scaling the objective sets. The levels are the quantiles .2, .5 and .8 of
-the objective's training levels: t = .2, .5, .8 if t is uniform. The streams pass a block that is
-left out unchanged. A network whose routed blocks contribute nothing is only as deep as the others.
+the objective's training levels: t = .2, .5, .8 if t is uniform. Streams pass a skipped block
+unchanged. If routed blocks contribute nothing, the network is only as deep as the others.
 
 B batch, C channels, H height, W width.
 """
@@ -66,8 +66,8 @@ def contributions(
 ) -> dict[str, Any]:
     """Return the contribution of each block and each range, as a fraction of the output.
 
-    `blocks` has c of each block, `ranges` [start, end, c] of each range; `levels` and `num_images`
-    say where it was measured. Noise and levels are the same in every call.
+    `blocks` has c of each block, `ranges` has [start, end, c] of each range. Noise and levels are
+    the same in every call.
 
     Args:
         backbone, objective: a trained network and its objective.
@@ -112,20 +112,20 @@ def contributions(
 
 
 def ranges_of(backbone: Backbone, routing: Routing) -> Ranges:
-    """Return the ranges of the routes, or of a dense network its default range, if deep enough."""
+    """Return the ranges of the routes; for a dense network its default range, if deep enough."""
     default = range(backbone.num_blocks)[slice(*backbone.default_range)]
     return routing.ranges or ([(default.start, default.stop)] if default else [])
 
 
 def contribution_names(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values of `contributions` by name: `contribution_3` of a block,
-    `contribution_2_8` of the range [2, 8). An empty record gives none."""
+    """Return the values of `contributions` by name: `contribution_3` of a block, `contribution_2_8`
+    of the range [2, 8)."""
     blocks = {f"contribution_{i}": value for i, value in enumerate(record.get("blocks", ()))}
     return blocks | {f"contribution_{a}_{b}": value for a, b, value in record.get("ranges", ())}
 
 
 def describe_contributions(record: Mapping[str, Any]) -> list[str]:
-    """Return the values of `contributions` as lines of text; idle ranges are reported."""
+    """Return the values of `contributions` as lines of text, with a warning of idle ranges."""
     values = "  ".join(f"{i} {value:.3f}" for i, value in enumerate(record["blocks"]))
     lines = [f"output changes without block: {values}"]
     for start, end, value in record["ranges"]:

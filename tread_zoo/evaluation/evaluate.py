@@ -24,7 +24,7 @@ from tread_zoo.evaluation.features import DIGITS, INCEPTION, find_extractor
 from tread_zoo.evaluation.flops import count_sampling
 from tread_zoo.evaluation.images import Images, open_images, part_images, pixel_shape
 from tread_zoo.evaluation.metrics import build_metrics
-from tread_zoo.evaluation.pictures import save_png
+from tread_zoo.evaluation.pictures import save_numbered
 from tread_zoo.evaluation.score import Evaluation, Reference, open_reference
 from tread_zoo.fields import OPTIONS
 from tread_zoo.routing import NO_ROUTING, Routing
@@ -113,10 +113,7 @@ def evaluate(
         )  # fmt: skip
         images = codec.to_pixels(x, device=device)
         if options.keep_images is not None:
-            folder = Path(options.keep_images).expanduser()
-            folder.mkdir(parents=True, exist_ok=True)
-            for number, image in zip(numbers, images, strict=True):
-                save_png(image, folder / f"{number:06d}.png")
+            save_numbered(images, numbers, Path(options.keep_images).expanduser())
         return images, default_labels(numbers, backbone.num_classes)
 
     decoder = codec.decoded_by

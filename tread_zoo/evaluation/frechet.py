@@ -3,12 +3,12 @@
     d^2 = |m1 - m2|^2 + tr S1 + tr S2 - 2 tr (S1^(1/2) S2 S1^(1/2))^(1/2)   (Dowson, Landau 1982)
 
 S1^(1/2) S2 S1^(1/2) is symmetric and has the eigenvalues of S1 S2, so symmetric eigenproblems are
-enough. The general matrix square root, which fails if S1 S2 is singular, is not needed. Some BLAS
-builds return wrong numbers silently, so the root R is checked against R R = S1, and the eigenvalues
-l of M = R S2 R against sum l = tr M and sum l^2 = |M|^2.
+enough; the general matrix square root fails if S1 S2 is singular. Some BLAS builds return wrong
+numbers silently, so the root R is checked against R R = S1, and the eigenvalues l of M = R S2 R
+against sum l = tr M and sum l^2 = |M|^2.
 
-Means and covariances are summed batch by batch. Of two parts with n and k rows, means p and q and
-sums of squares P and Q about them (Chan, Golub, LeVeque 1979),
+Two parts with n and k rows, means p and q, and sums of squares P and Q about these are merged by
+(Chan, Golub, LeVeque 1979)
 
     mean p + k / (n + k) (q - p),    squares P + Q + n k / (n + k) (q - p)(q - p)^T
 
@@ -34,7 +34,7 @@ class Statistics:
 
 
 class RunningStatistics:
-    """Mean and covariance of rows that are added in batches, on the device of the first batch."""
+    """Mean and covariance of rows that are added batch by batch, on their device."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -68,7 +68,7 @@ class RunningStatistics:
 
 
 def frechet_distance(generated: Statistics, real: Statistics) -> float:
-    """Return d^2 above. A `RuntimeWarning` says what makes it doubtful."""
+    """Return d^2, see above. A `RuntimeWarning` tells if the value is doubtful."""
     for name, of in (("generated", generated), ("real", real)):
         if of.count is not None and of.count <= len(of.mean):
             _warn(

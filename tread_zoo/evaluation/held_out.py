@@ -20,7 +20,7 @@ from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_image_generator
 
 HELD_OUT_IMAGES = 512
-# Of an objective's fields, those of sampling or of training alone.
+# Fields of objectives that only matter in sampling, or only in training.
 _OF_SAMPLING = (
     "sigma_min", "sigma_max", "rho", "second_level", "equal_fraction", "loss_power", "derivative",
     "step", "guidance_scale", "guidance_mix",
@@ -38,11 +38,11 @@ def held_out_loss(
     num_draws: int = 1,
     batch_size: int = HELD_OUT_IMAGES,
 ) -> tuple[float, list[float]] | None:
-    """Return the mean dense loss on held-out images at fixed draws of level and noise, and its mean
-    in each quarter of the draws, by rising level; None without held-out images.
+    """Return the mean dense loss on held-out images, and its mean in each quarter of the draws by
+    rising noise level; None without held-out images.
 
-    The draws, `num_draws` per image, depend on the seed alone, so that steps and networks compare.
-    `precision` is resolved, see `tread_zoo.runtime`.
+    The draws of level and noise, `num_draws` per image, depend only on the seed, so steps and
+    networks compare. `precision` is resolved, see `tread_zoo.runtime`.
     """
     if data.held_out is None:
         return None
@@ -71,7 +71,7 @@ def held_out_loss(
 def held_out_record(
     objective: Objective, data: ImageData, *, seed: int, num_draws: int
 ) -> dict[str, Any]:
-    """Return what the held-out loss depends on beside the network; {} without held-out images.
+    """Return what the held-out loss depends on apart from the network; {} without such images.
 
     `held_out_sha256` is the hash of the stored images in order, their labels or contexts, and the
     normalization of latents.
@@ -95,6 +95,6 @@ def held_out_record(
 
 
 def stack_part(dataset: Dataset[Any], count: int) -> tuple[Tensor, ...]:
-    """Return `count` evenly spaced items of a data set as stored [n, …], with labels [n] or
-    contexts [n, T, S]. The first items of a sorted set would be of few classes."""
+    """Return `count` items of a data set as stored [n, …], with labels [n] or contexts [n, T, S].
+    They are evenly spaced: the first items of a sorted set are of few classes."""
     return read_items(dataset, evenly_spaced(len(dataset), count))  # type: ignore[arg-type]

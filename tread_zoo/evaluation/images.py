@@ -87,10 +87,7 @@ def _open_folder(folder: Path) -> Images:
     """Return the pictures of a folder and its sub-folders, sorted by name; grey if all are."""
     from PIL import ExifTags, Image
 
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    files = sorted(path for path in paths if path.suffix.lower() in SUFFIXES)
-    if others := sorted(set(paths) - set(files)):
-        logger.info("%s: %d other files, such as %s", folder, len(others), others[0].name)
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not files:
         raise ValueError(f"{str(folder)!r} has no pictures ({', '.join(SUFFIXES)}).")
     sizes: dict[tuple[int, int], Path] = {}

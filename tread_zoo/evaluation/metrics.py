@@ -3,17 +3,16 @@
     @register("metric", "mean_gap", better="lower")
     def mean_gap(generated, real): ...                 # features [N, D], [M, D] -> float
 
-A metric returns a float, or several by name. Its options are its keyword-only parameters. A metric
-without real images has one parameter, `generated`. Its warnings (`RuntimeWarning`) are recorded
-with the score. Metadata of a registration:
+A metric returns a float, or several by name. Its options are its keyword-only parameters. Without
+`real` it compares with nothing. Its `RuntimeWarning`s are recorded with the score. Metadata:
 
     better        "lower" or "higher"
-    features      pooled (the default), spatial or logits: features of the extractor
-    statistics    True: takes their mean and covariance, `Statistics`, instead of all features, and
-                  needs more images than features
+    features      of the extractor: pooled (the default), spatial or logits
+    statistics    True: takes mean and covariance, `Statistics`, instead of features; needs more
+                  images than features
     extractor     a shell pattern of the extractors that it is defined for
-    min_images    the least number of images, by default 2
-    labels        True: takes the labels [N] of the generated images instead of real images
+    min_images    by default 2
+    labels        True: takes the labels [N] of generated images instead of real images
 
 Dimensions: N generated images, M real images, D features.
 """
@@ -112,33 +111,27 @@ def kid(
 ) -> dict[str, float]:
     """Return the squared kernel distance, with a cubic kernel, and its standard deviation over
     subsets (Bińkowski et al. 2018). It is unbiased and may be negative. Subsets have `subset_size`
-    images of each set, or as many as the smaller set."""
+    images, at most those of the smaller set."""
     from torch_fidelity.metric_kid import kid_features_to_metric
 
+    size = min(subset_size, len(generated), len(real))
     values = kid_features_to_metric(
-        generated,
-        real,
-        kid_subsets=num_subsets,
-        kid_subset_size=min(subset_size, len(generated), len(real)),
-        rng_seed=seed,
-        verbose=False,
+        generated, real, kid_subsets=num_subsets, kid_subset_size=size, rng_seed=seed, verbose=False
     )
-    return {
-        "kid": values["kernel_inception_distance_mean"],
-        "kid_std": values["kernel_inception_distance_std"],
-    }
+    names = {"kid": "kernel_inception_distance_mean", "kid_std": "kernel_inception_distance_std"}
+    return {name: values[theirs] for name, theirs in names.items()}
 
 
 @register("metric", "precision", better="higher", min_images=4)
 def precision(generated: Tensor, real: Tensor, *, num_neighbors: PositiveInt = 3) -> float:
-    """Return the fraction of generated images within the ball of a real image, whose radius is the
+    """Return the fraction of generated images that lie in a real image's ball. Its radius is the
     distance to its `num_neighbors`-th nearest real neighbour (Kynkäänniemi et al. 2019)."""
     return _coverage(generated, real, num_neighbors)
 
 
 @register("metric", "recall", better="higher", min_images=4)
 def recall(generated: Tensor, real: Tensor, *, num_neighbors: PositiveInt = 3) -> float:
-    """Return the fraction of real images within the ball of a generated image: `precision` with the
+    """Return the fraction of real images that lie in a generated image's ball: `precision` with the
     sets exchanged."""
     return _coverage(real, generated, num_neighbors)
 
@@ -155,8 +148,8 @@ def isc(generated: Tensor, *, num_parts: PositiveInt = 10, seed: int = 0) -> dic
 
 @register("metric", "label_accuracy", better="higher", features="logits", min_images=1, labels=True)
 def label_accuracy(generated: Tensor, labels: Tensor) -> float:
-    """Return the fraction of logits [N, classes] that are highest at the label, int64 [N]. It
-    ignores variety: one good image per class, repeated, scores 1."""
+    """Return the fraction of logits [N, classes] that are highest at the label, int64 [N]. Variety
+    does not count: one good image per class scores 1."""
     return float((generated.argmax(dim=1) == labels).double().mean())
 
 

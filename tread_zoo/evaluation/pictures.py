@@ -1,6 +1,6 @@
 """Pictures for people: grids of samples, their animation, the curves of a loss."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -17,6 +17,13 @@ def save_png(image: Tensor, path: Path) -> None:
     from torchvision.transforms.functional import to_pil_image
 
     to_pil_image(image).save(path)
+
+
+def save_numbered(images: Tensor, numbers: Iterable[int], folder: Path) -> None:
+    """Write images uint8 [B, C, H, W] as 000000.png and so on, by their numbers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, image in zip(numbers, images, strict=True):
+        save_png(image, folder / f"{number:06d}.png")
 
 
 def save_grid(images: Tensor, path: Path, columns: int = 10) -> None:

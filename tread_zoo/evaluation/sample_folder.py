@@ -6,8 +6,7 @@
              sampling.json     settings, checkpoint, cost of an image
     <folder>_grid.png          100 images of the last call, outside the folder
 
-All images of a folder have the same settings, except their numbers: a set can be continued, and is
-never mixed with another.
+All images of a folder have the same settings: a set can be continued, but not mixed with another.
 
 Dimensions: B images of a call, N of a folder, C channels, H height, W width.
 """
@@ -22,25 +21,22 @@ import numpy as np
 from torch import Tensor
 
 from tread_zoo.data.files import write_text, written_whole
-from tread_zoo.evaluation.pictures import save_grid, save_png
+from tread_zoo.evaluation.pictures import save_grid, save_numbered
 
 RECORD = "sampling.json"
 GRID_IMAGES = 100
 
 
 def folder_name(settings: Mapping[str, Any]) -> str:
-    """Return the name of the folder for some settings: the step, and a digest of all settings."""
+    """Return a name made of the step and a digest of the settings."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     return f"step{settings['step']}_{digest[:6]}"
 
 
 class SampleFolder:
-    """A folder of samples with the same settings, which are plain values. `metadata` is recorded;
-    `overwrite` replaces samples of other settings.
-
-    Raises:
-        ValueError: the folder has samples of other or unknown settings.
-    """
+    """A folder of samples with the same settings, plain values; `metadata` is recorded beside them.
+    Raises ValueError if the folder has samples of unknown settings or, unless `overwrite` replaces
+    them, of other settings."""
 
     def __init__(
         self,
@@ -79,15 +75,12 @@ class SampleFolder:
 
     def save(self, numbers: range, images: Tensor, labels: Tensor | None) -> None:
         """Write images uint8 [B,C,H,W], named by their numbers, with labels [B] or None."""
-        self._begin()
-        for number, image in zip(numbers, images, strict=True):
-            save_png(image, self.path / f"{number:06d}.png")
-        save_grid(images[:GRID_IMAGES], self.grid_path)
         self._save_arrays("samples.npz", numbers, images.permute(0, 2, 3, 1), labels)
+        save_numbered(images, numbers, self.path)
+        save_grid(images[:GRID_IMAGES], self.grid_path)
 
     def save_latents(self, numbers: range, latents: Tensor, labels: Tensor | None) -> None:
         """Write latents, float [B,C,h,w], with labels [B] or None."""
-        self._begin()
         self._save_arrays("latents.npz", numbers, latents, labels)
 
     def _files(self) -> list[Path]:
@@ -95,15 +88,13 @@ class SampleFolder:
         files = [path for path in sorted(self.path.glob("*.png")) if path.stem.isdigit()]
         return [*files, *self.path.glob("samples.npz"), *self.path.glob("latents.npz")]
 
-    def _begin(self) -> None:
-        for file in self._files() if self._replaces else ():
-            file.unlink()
+    def _save_arrays(self, name: str, numbers: range, rows: Tensor, labels: Tensor | None) -> None:
+        """Write the record, and merge the arrays of these images into a file, sorted by number."""
+        for outdated in self._files() if self._replaces else ():
+            outdated.unlink()
         self._replaces = False
         record = {"settings": self.settings, **self.metadata}
         write_text(self.path / RECORD, json.dumps(record, indent=2))
-
-    def _save_arrays(self, name: str, numbers: range, rows: Tensor, labels: Tensor | None) -> None:
-        """Merge the arrays of these images into the file, sorted by number."""
         arrays = {"arr_0": rows.numpy(), "numbers": np.asarray(numbers, np.int64)}
         if labels is not None:
             arrays["arr_1"] = labels.numpy()
