@@ -1,11 +1,16 @@
 """Runs as tables."""
 
 import json
+import re
+from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from tests.comparison.recorded import FLOPS, write_run
 from tread_zoo.comparison import find_runs, read_curves, read_runs
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_row_has_what_the_run_chose_spent_and_scored(tmp_path):
@@ -105,3 +110,17 @@ def test_runs_are_named_by_folder_or_pattern(tmp_path):
     for missing in (tmp_path / "no_run", "nowhere/*"):
         with pytest.raises(ValueError, match="holds no run"):
             read_runs(str(missing))
+
+
+def test_a_run_is_laid_over_the_curve_of_its_recipe_as_the_page_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("configs").symlink_to(ROOT / "configs")
+    for seed, name in enumerate(("mine", "mine_seed0", "mine_seed1")):
+        write_run(Path("runs", name), routing="tread", seed=seed, final=0.4 + 0.01 * seed)
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    exec("".join(re.findall(r"```python\n(.*?)```", page, re.S)), names := {})
+    loss = names["both"].query("metric == 'loss' and step == 100").iloc[0]
+    assert loss.off == pytest.approx(0.8 / loss["mean"] - 1)
+    curve = pd.read_csv("mine.csv").set_index(["source", "metric", "step"])
+    assert curve["mean"]["score", "held_out_loss", 100] == pytest.approx(0.415)
+    assert set(curve.n) == {2}
