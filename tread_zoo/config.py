@@ -110,7 +110,7 @@ class TrainingConfig:
     num_workers: Annotated[NonNegativeInt, BOOKKEEPING] = 0
     max_corrupt_share: Annotated[Fraction, BOOKKEEPING] = 0.001
     log_every: Annotated[PositiveInt, BOOKKEEPING] = 20
-    sample_every: Annotated[NonNegativeInt, BOOKKEEPING] = 250
+    sample_every: Annotated[NonNegativeInt, BOOKKEEPING] = 200
     score_every: Annotated[NonNegativeInt, BOOKKEEPING] = 0
     checkpoint_every: Annotated[NonNegativeInt, BOOKKEEPING] = 250
     keep_checkpoints: Annotated[PositiveInt, BOOKKEEPING] = 2
