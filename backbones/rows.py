@@ -24,7 +24,7 @@ from tread_zoo.registry import register_backbone
 
 
 class DiTBlock(AdaLNBlock):
-    """A block that has the attention's layers itself, as checkpoints of DiT name them."""
+    """A block with the attention's layers in itself, as checkpoints of DiT name them."""
 
     def hold(self, mixer: Mixer) -> None:
         self.qkv, self.proj = mixer.get_submodule("qkv"), mixer.get_submodule("proj")

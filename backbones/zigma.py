@@ -1,4 +1,4 @@
-"""ZigMa: Mamba along one serpentine a layer, conditioned by adaLN-Zero (arXiv 2403.13802).
+"""ZigMa: Mamba along one serpentine per layer, conditioned by adaLN-Zero (arXiv 2403.13802).
 
     n = RMSNorm(x)
     shift, scale, gate = Linear(SiLU(embed(t) + embed(y)))

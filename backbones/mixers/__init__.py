@@ -1,1 +1,1 @@
-"""What mixes tokens: one file a mixer, with its options and its first weights."""
+"""Mixers of tokens: one file per mixer, with its options and initial weights."""

@@ -1,4 +1,4 @@
-"""Gated DeltaNet in both directions: a linear attention that forgets, and replaces what it writes.
+"""Gated DeltaNet in both directions: a linear attention that decays and overwrites.
 
 After arXiv 2412.06464. It scans in both directions along a curve and adds the results. The
 directions share queries, keys and values, and each has its own decays and writing strengths:
@@ -120,7 +120,7 @@ class BidirectionalDelta(ScanMixer):
         return F.silu(z)
 
     def _log_decay(self, x: Tensor) -> Tensor:
-        """Return [B, L, 2 H], or [B, L, 2 H, K] for one a channel."""
+        """Return [B, L, 2 H], or [B, L, 2 H, K] for one per channel."""
         down = x if self.step_down is None else self.step_down(x)
         steps = softplus(add_bias(self.step_proj(down), self.step_bias))
         rates = -torch.exp(at_least_float32(self.A_log))

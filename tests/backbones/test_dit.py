@@ -2,9 +2,7 @@ import pytest
 import torch
 
 from backbones.mixers.attention import CrossAttention
-from tests.test_contract import SMALL
 from tread_zoo import create_backbone
-from tread_zoo.testing import CHECKS, Probe
 
 
 @torch.no_grad()
@@ -24,24 +22,6 @@ def test_a_context_is_tokens_ahead_and_its_mean_is_in_the_condition():
 
 
 CONTEXTS = {"context_length": 3, "context_size": 4}
-CROSS = {
-    "dit_tiny": {},
-    "lightning_dit_tiny": {"num_registers": 1},
-    "hybrid_tiny": {},
-}
-
-
-@pytest.mark.parametrize("name", CROSS)
-def test_cross_attention_to_contexts_keeps_the_contract(name):
-    given = {**SMALL[name], **CROSS[name], "context_as": "cross_attention"}
-    probe = Probe(name, overrides={**given, **CONTEXTS})
-    network = probe.build()
-    assert network.num_extra_tokens == given.get("num_registers", 0)
-    for check in (
-        "contexts_condition_or_are_refused", "contexts_stay_with_their_images", "gradients_flow",
-        "save_and_load", "recomputation", "half_precision", "bypassed_tokens_are_unseen",
-    ):  # fmt: skip
-        CHECKS[check](probe)
 
 
 def test_cross_attention_by_its_formula():

@@ -115,6 +115,38 @@ def test_registers_are_learned_tokens_that_no_route_takes(name):
         CHECKS[check](probe)
 
 
+CROSS = {"context_as": "cross_attention", "context_length": 3, "context_size": 4}
+WINDOWS = [{"name": "attention", "window": 2}, {"name": "attention", "window": 3},
+           {"name": "linear_dit", "gated": True}, {"name": "attention"}]  # fmt: skip
+OPTIONS = [  # of a row, and what its blocks then depend on
+    ("dit_tiny", CROSS, ()),
+    ("lightning_dit_tiny", {**CROSS, "num_registers": 1}, ("order", "ids")),
+    ("hybrid_tiny", CROSS, ("order", "ids")),
+    ("lightning_dit_tiny", {"value_residual": True, "num_class_tokens": 3, "window": 2},
+     ("order", "ids")),
+    ("linear_dit_tiny", {}, ()),
+    ("linear_dit_tiny", {"rotary": True, "gated": True}, ("order", "ids")),
+    ("hybrid_tiny", {"pattern": WINDOWS}, ("order", "ids")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options", "depends_on"), OPTIONS)
+def test_options_keep_the_contract(name, options, depends_on):
+    probe = Probe(name, overrides={**SMALL[name], **options})
+    assert set(depends_on) <= set(probe.build().depends_on)
+    if name != "hybrid_tiny":
+        assert probe.build().depends_on == depends_on
+    if options.get("context_as"):  # no part of the sequence
+        assert probe.build().num_extra_tokens == options.get("num_registers", 0)
+    for check in (
+        "tokens_leave_and_rejoin", "blocks_see_kept_tokens", "bypassed_tokens_are_unseen",
+        "blocks_depend_on_what_they_declare", "blocks_depend_on_their_arguments_alone",
+        "gradients_flow", "conditions_matter", "half_precision", "recomputation", "save_and_load",
+        "contexts_condition_or_are_refused", "contexts_stay_with_their_images",
+    ):  # fmt: skip
+        CHECKS[check](probe)
+
+
 @pytest.mark.parametrize("name", ["dit_tiny", "lightning_dit_tiny", "mamba_tiny", "hybrid_tiny"])
 def test_a_misspelt_keyword_of_a_class_is_an_error(name):
     network = get_entry("backbone", name).target

@@ -53,22 +53,6 @@ def test_a_list_gives_mixers_their_options():
     again = create_backbone(network.name, **network.config)
     assert again.state_dict().keys() == network.state_dict().keys()
     assert network.depends_on == ("order", "ids")
-    CHECKS["tokens_leave_and_rejoin"](Probe("hybrid_tiny", overrides={"pattern": given}))
-
-
-def test_layers_of_one_mixer_may_have_windows_of_their_own():
-    given = [{"name": "attention", "window": 2}, {"name": "attention", "window": 3}]
-    given += [{"name": "linear_dit", "gated": True}, {"name": "attention"}]
-    probe = Probe("hybrid_tiny", overrides={"hidden_size": 32, "depth": 4, "pattern": given})
-    assert [getattr(b.mixer, "window", None) for b in probe.build().blocks] == [2, 3, None, None]
-    CHECKS["tokens_leave_and_rejoin"](probe.with_contexts())
-
-
-@pytest.mark.parametrize("check", [name for name in CHECKS if name != "compiles"])
-def test_windows_keep_the_contract(check):
-    given = [{"name": "attention", "window": 2}, {"name": "attention", "window": 3}]
-    given += [{"name": "linear_dit", "gated": True}, {"name": "attention"}]
-    CHECKS[check](Probe("hybrid_tiny", overrides={"hidden_size": 32, "depth": 4, "pattern": given}))
 
 
 def test_a_list_from_the_command_line():

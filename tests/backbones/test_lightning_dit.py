@@ -2,13 +2,11 @@ import pytest
 import torch
 
 from backbones.mixers.rotary import RotaryAttention
-from tests.test_contract import SMALL
 from tread_zoo.contract.backbone import Layout
 from tread_zoo.contract.layers import rotate
-from tread_zoo.testing import CHECKS, Probe
+from tread_zoo.testing import Probe
 
 GRID = (5, 7)
-OPTIONS = {"value_residual": True, "num_class_tokens": 3, "window": 2}
 
 
 def mixer(**options):
@@ -99,23 +97,6 @@ def test_values_are_mixed_with_the_first_ones():
             mixed.qkv.weight[64:] *= 1 - mix
             mixed.qkv.bias[64:] = mix * first + (1 - mix) * plain.qkv.bias[64:]
             torch.testing.assert_close(out, mixed_by(mixed, x, layout))
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        "tokens_leave_and_rejoin",
-        "blocks_see_kept_tokens",
-        "blocks_depend_on_what_they_declare",
-        "blocks_depend_on_their_arguments_alone",
-        "gradients_flow",
-        "conditions_matter",
-        "half_precision",
-        "recomputation",
-    ],
-)
-def test_its_options_keep_the_contract(check):
-    CHECKS[check](Probe("lightning_dit_tiny", overrides={**SMALL["lightning_dit_tiny"], **OPTIONS}))
 
 
 def test_class_tokens_are_seen_after_a_third_of_the_blocks():

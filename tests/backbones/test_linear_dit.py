@@ -5,9 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from backbones.mixers.linear_attention import LinearAttention
-from tests.test_contract import SMALL
 from tread_zoo.contract.backbone import Layout
-from tread_zoo.testing import CHECKS, Probe
 
 GRID = (5, 7)
 IDS = torch.tensor([[2, 3, 9, 17, 30], [0, 1, 14, 21, 34]])
@@ -63,22 +61,6 @@ def test_the_mixer_equals_the_sum_written_out(options):
         x = torch.randn(2, length, 16, dtype=torch.float64, generator=torch.manual_seed(1))
         expected = mix_by_loop(mixer, x, layout)
         torch.testing.assert_close(mixer(x, mixer.prepare(layout)), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_it_depends_on_places_with_rotary_positions_alone():
-    sizes = SMALL["linear_dit_tiny"]
-    assert Probe("linear_dit_tiny", overrides=sizes).build().depends_on == ()
-    probe = Probe("linear_dit_tiny", overrides={**sizes, "rotary": True, "gated": True})
-    assert probe.build().depends_on == ("order", "ids")
-    for check in (
-        "tokens_leave_and_rejoin",
-        "blocks_see_kept_tokens",
-        "blocks_depend_on_what_they_declare",
-        "gradients_flow",
-        "half_precision",
-        "recomputation",
-    ):
-        CHECKS[check](probe)
 
 
 @torch.no_grad()
