@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from tread_zoo import create, create_backbone
+from tread_zoo import create_backbone
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.diffusion import (
     EDM,
@@ -210,27 +210,6 @@ def test_kept_tokens_depend_on_seed_image_and_evaluation_alone():
 
 
 # Bad input ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "option", "value"),
-    [
-        ("spars", "sparse", 1),
-        ("cfg", "weak_rate", 0.5),
-        ("cfg", "scale", -0.1),
-        ("interval", "low", 0.7),
-        ("sparse", "strong_rate", 0.7),
-        ("sparse", "weak_rate", 1.0),
-        ("sparse", "selector", {"name": "blocks", "size": 0}),
-        ("auto", "weak_checkpoint", None),
-        ("parts", "weak_rate", ["cosine", 0.6, 1.0]),
-        ("parts", "weak_rate", ["linear", 0.6]),
-        ("parts", "drop_label", ["interval", 0.2, 20]),
-    ],
-)
-def test_wrong_options_are_named(name, option, value):
-    with pytest.raises(ValueError, match=option):
-        create("guidance", name, **{option: value})
 
 
 def test_a_route_that_the_network_cannot_rejoin_is_refused_before_sampling():

@@ -1,12 +1,14 @@
-"""What every objective promises."""
+"""What every objective promises, and how wrong options of objective, sampler and guidance are
+told."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
 from tread_zoo import create
-from tread_zoo.diffusion import EDM, Draw, FlowMatching
+from tread_zoo.diffusion import Draw, build_sampling
 from tread_zoo.seeding import make_generator
 
 SHAPE = (5, 3, 4, 4)
@@ -113,20 +115,39 @@ def test_what_broadcasting_would_hide_is_refused(problem):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("kind", "name", "options"),
     [
-        ("edm", {"sigma_dta": 1.0}),
-        ("edm", {"sigma_min": 2.0, "sigma_max": 1.0}),
-        ("flow", {"time_distribution": "logit-normal"}),
-        ("flow", {"time_distribution": "logit_normal", "logit_std": 0}),
-        ("flow", {"logit_mean": 0.5}),
-        ("flow", {"time_distribution": "cosmap", "logit_std": 0.5}),
-        ("flow", {"loss_space": "eps"}),
-        ("ddpm", {"schedule": "sqrt"}),
+        ("objective", "edm", {"sigma_dta": 1.0}),
+        ("objective", "edm", {"sigma_min": 2.0, "sigma_max": 1.0}),
+        ("objective", "flow", {"time_distribution": "logit-normal"}),
+        ("objective", "flow", {"time_distribution": "logit_normal", "logit_std": 0}),
+        ("objective", "flow", {"logit_mean": 0.5}),
+        ("objective", "flow", {"time_distribution": "cosmap", "logit_std": 0.5}),
+        ("objective", "flow", {"loss_space": "eps"}),
+        ("objective", "ddpm", {"schedule": "sqrt"}),
+        ("sampler", "huen", {"heun": None}),
+        ("sampler", "edm_stochastic", {"s_churn": -1.0}),
+        ("sampler", "edm_stochastic", {"s_min": math.nan}),
+        ("sampler", "flow_sde", {"diffusion": "1"}),
+        ("guidance", "spars", {"sparse": 1}),
+        ("guidance", "cfg", {"weak_rate": 0.5}),
+        ("guidance", "cfg", {"scale": -0.1}),
+        ("guidance", "interval", {"low": 0.7}),
+        ("guidance", "sparse", {"strong_rate": 0.7}),
+        ("guidance", "sparse", {"weak_rate": 1.0}),
+        ("guidance", "sparse", {"selector": {"name": "blocks", "size": 0}}),
+        ("guidance", "auto", {"weak_checkpoint": None}),
+        ("guidance", "parts", {"weak_rate": ["cosine", 0.6, 1.0]}),
+        ("guidance", "parts", {"weak_rate": ["linear", 0.6]}),
+        ("guidance", "parts", {"drop_label": ["interval", 0.2, 20]}),
     ],
 )
-def test_wrong_options_are_named(name, options):
+def test_wrong_options_are_named(kind, name, options):
     with pytest.raises(ValueError, match=list(options)[-1]):
-        create("objective", name, **options)
-    assert create("objective", "edm", sigma_data=1.0) == EDM(sigma_data=1.0)
-    assert create("objective", "flow") == FlowMatching()
+        create(kind, name, **options)
+
+
+@pytest.mark.parametrize(("option", "value"), [("num_steps", 0), ("grid", "unifrom")])
+def test_wrong_steps_are_named(option, value):
+    with pytest.raises(ValueError, match=option):
+        build_sampling({"name": "euler", option: value})

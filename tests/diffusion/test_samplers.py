@@ -18,7 +18,6 @@ from tread_zoo.diffusion import (
     Problem,
     SamplingOptions,
     TimeGrid,
-    build_sampling,
     initial_noise,
     step_noise,
 )
@@ -263,22 +262,6 @@ def test_levels_that_do_not_fall_are_refused(name, levels):
         create("sampler", name)(
             _plain(lambda x, _: x), torch.ones(1, 1, 1, 1), torch.tensor(levels)
         )
-
-
-@pytest.mark.parametrize(
-    ("name", "option", "value"),
-    [
-        ("huen", "heun", None),
-        ("edm_stochastic", "s_churn", -1.0),
-        ("edm_stochastic", "s_min", math.nan),
-        ("flow_sde", "diffusion", "1"),
-        ("euler", "num_steps", 0),
-        ("euler", "grid", "unifrom"),
-    ],
-)
-def test_wrong_options_are_named(name, option, value):
-    with pytest.raises(ValueError, match=option):
-        build_sampling({"name": name, option: value})
 
 
 @pytest.mark.parametrize("name", ours("sampler"))

@@ -19,7 +19,10 @@ META_NAME, AVERAGE_NAME = "checkpoint.json", "ema.safetensors"  # of a checkpoin
 FORMAT = 2
 META_CHECKSUM = "sha256_of_the_above"
 # Options that no longer exist, with their defaults, which earlier checkpoints have.
-REMOVED = {"routing": {"rate_range": None}, "backbone": {"shared_modulation": False}}
+REMOVED: dict[str, dict[str, Any]] = {
+    "routing": {"rate_range": None},
+    "backbone": {"shared_modulation": False},
+}
 
 
 class CheckpointError(ValueError):
