@@ -100,7 +100,7 @@ def test_folders_within_folders_grey_and_colour_and_labels_of_arr_1(tmp_path):
     for name, some in (("a", images[:2]), ("b", images[2:])):
         write_folder(tmp_path / name, some)
     assert torch.equal(open_images(tmp_path).read(range(1, 4))[0], images[1:4])
-    save_png(random_images(1, channels=3)[0], tmp_path / "b" / "colour.png")
+    save_png(random_images(1, channels=3)[0], tmp_path / "a" / "colour.png")
     mixed = open_images(tmp_path)
     assert mixed.shape == (3, 8, 8)
     assert torch.equal(mixed.read(range(1))[0], images[:1].expand(-1, 3, -1, -1))
