@@ -108,7 +108,7 @@ class Shell(Backbone, metaclass=Row):
 
     positions: Tensor | nn.Parameter
     label_embed: LabelEmbedder | None
-    final: AdaLNHead
+    final: Any  # a module with `zero()`, (tokens, condition) -> patches
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

@@ -95,7 +95,8 @@ class UViT(Shell):
         self.init_std, self.num_extra_tokens = init_std, 2 if self.num_classes else 1
         self.skips = {depth - i: i for i in range(depth // 2)}
         self.positions = nn.Parameter(torch.empty(self.num_extra_tokens + self.num_tokens, width))
-        embedder = {"frequency_size": width, "mlp_size": 4 * width, "time_scale": self.time_scale}
+        embedder: dict[str, Any] = {"frequency_size": width, "mlp_size": 4 * width}
+        embedder["time_scale"] = self.time_scale
         self.time_embed = TimestepEmbedder(width, **embedder) if time_mlp else None
         self.label_embed = LabelEmbedder(self.num_classes, width) if self.num_classes else None
         self.blocks = nn.ModuleList(

@@ -57,9 +57,10 @@ def keep_freed_memory(device: torch.device) -> None:
     glibc hands large blocks back to the system, and each step asks for them again page by page:
     7,000 page faults a step of `mamba_tiny`. Without glibc nothing changes.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if device.type == "cpu" else None
-    for threshold in (TRIM_THRESHOLD, MMAP_THRESHOLD) if mallopt else ():
-        mallopt(threshold, GIB)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if device.type == "cpu" and mallopt is not None:
+        mallopt(TRIM_THRESHOLD, GIB)
+        mallopt(MMAP_THRESHOLD, GIB)
 
 
 def _cpu_computes_bf16() -> bool:

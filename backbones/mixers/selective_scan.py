@@ -13,6 +13,7 @@ B batch, L = E + K tokens present, D width, I = expand * D inner width, S state 
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -87,7 +88,7 @@ class SelectiveScan(ScanMixer):
 
     def forward(self, x: Tensor, scan: Scan) -> Tensor:
         u, z = self.in_proj(scan.permute(x)).chunk(2, dim=-1)
-        gaps = None if self.gaps == "ignore" else scan.gaps()
+        gaps: Sequence[Tensor] | None = None if self.gaps == "ignore" else scan.gaps()
         gaps = gaps and gaps[: self.ways]
         segments = gaps and [(lengths > 1).cumsum(1) for lengths in gaps]
         u = both_ways(u, scan, dim=-1) if self.ways == 2 else u

@@ -94,9 +94,9 @@ class RoutingConfig(RouteConfig):
                     f"routing.{field}={value} needs a network that learns to fuse streams: set "
                     f"routing.rejoin=project, or leave routing.{field} out."
                 )
-        for field, usual in (("carry_from", None), ("detach", False), ("redraw", False)):
-            values = [getattr(self, field), *(route.get(field, usual) for route in self.routes)]
-            if self.rejoin == "mask" and any(value != usual for value in values):
+        for field, default in (("carry_from", None), ("detach", False), ("redraw", False)):
+            values = [getattr(self, field), *(route.get(field, default) for route in self.routes)]
+            if self.rejoin == "mask" and any(value != default for value in values):
                 raise ValueError(
                     f"routing.{field} and routing.rejoin=mask exclude each other: a mask replaces "
                     f"the bypassed tokens. Leave routing.{field} out, or set "
