@@ -174,7 +174,7 @@ def get_example(
     op: str,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    sizes: tuple[int, int, int, int] = (2, 70, 2, 32),
+    sizes: tuple[int, int, int, int] = (2, 71, 2, 32),
 ) -> list[Any]:
     """Return the arguments of the operation's example, as a run in a precision has them; `sizes`
     are batch, length, heads and width of a head."""
