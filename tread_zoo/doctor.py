@@ -22,6 +22,7 @@ from tread_zoo.version import describe_code
 
 # (distribution, module, what it is for, how it is installed)
 CUDA = 'pip install "tread-zoo[cuda]"'
+BUILD = 'pip install --no-build-isolation "tread-zoo[cuda-build]"'
 # dependencies of mamba-ssm beside its kernels
 DEMANDS = "mamba-ssm built by [cuda-build] needs tilelang, quack-kernels (cutlass) and transformers"
 # compute capability, or AMD's name of the architecture
@@ -34,6 +35,7 @@ PACKAGES = (
     ("fla-core", "fla", "ssd, linear attention, delta rules", CUDA),
     ("mamba-ssm", "mamba_ssm", "selective_scan, ssd", CUDA),
     ("causal-conv1d", "causal_conv1d", "causal_conv1d", CUDA),
+    ("flash-attn", "flash_attn", "attention, by hand", BUILD),
 )
 
 

@@ -9,6 +9,8 @@ import torch._dynamo.testing
 from torch import Tensor
 
 from tests.kernels.ops import OPS, assert_close, by_pairs, run
+from tread_zoo.kernels.attention.fused import FLASH
+from tread_zoo.kernels.attention.naive import attention_naive
 from tread_zoo.kernels.causal_conv1d.fused import CONVOLUTION
 from tread_zoo.kernels.causal_conv1d.naive import causal_conv1d_naive
 from tread_zoo.kernels.dispatch import get_example, get_implementation
@@ -37,6 +39,13 @@ def contiguous(function):
 
 def in_float32(*tensors):
     assert all(x is None or x.dtype == torch.float32 for x in tensors)
+
+
+def flash_attn_func(q, k, v):
+    """In its layout, [B, N, H, Dh]; sums in float32."""
+    return (
+        attention_naive(*(x.float().transpose(1, 2) for x in (q, k, v))).transpose(1, 2).to(q.dtype)
+    )
 
 
 def causal_conv1d_fn(x, weight, bias=None, seq_idx=None):
@@ -88,6 +97,7 @@ def chunk_dplr(q, k, v, a, b, gk, scale=None):
 
 
 STAND_INS = {
+    ("attention", "flash-attn"): (FLASH, flash_attn_func),
     ("causal_conv1d", "causal-conv1d"): (CONVOLUTION, causal_conv1d_fn),
     ("selective_scan", "mamba-ssm"): (SCAN, selective_scan_fn),
     ("ssd", "mamba-ssm"): (CHUNK_SCAN, mamba_chunk_scan),
@@ -110,8 +120,8 @@ def adapter(request, monkeypatch):
 def call_of(op, dtype, subset):
     shape = (2, 20, 4, *op.shapes[0][3:])
     inputs, rest = op.inputs(shape, dtype), op.rest(shape, subset)
-    if op.name == "kda" and subset:
-        pytest.skip("its package takes no segments")
+    if op.name in ("attention", "kda") and subset:
+        pytest.skip("its package takes no mask, or no segments")
     return inputs, rest
 
 
@@ -139,7 +149,7 @@ def test_a_right_kernel_passes_the_comparison_before_its_first_use(adapter) -> N
         if refused[-1] is None:
             assert max(compare(form.run, op.form("torch"), args)) <= form.tolerance(dtype) / 3
     assert refused[1] is None
-    assert (refused[0] is None) == (op.name not in ("gated_delta_rule", "kda"))
+    assert (refused[0] is None) == (op.name not in ("attention", "gated_delta_rule", "kda"))
     assert form.refuses(*op.inputs(), *op.rest()) == "float64"
 
 

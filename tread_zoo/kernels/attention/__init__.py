@@ -5,7 +5,14 @@ Dimensions: B batch, H heads, N tokens, Dh width of a head.
 
 from torch import Tensor
 
-from tread_zoo.kernels.attention.fused import CPU_HALF_TOKENS, attention_sdpa, unsuited
+from tread_zoo.kernels.attention.fused import (
+    CPU_HALF_TOKENS,
+    FLASH,
+    attention_flash,
+    attention_sdpa,
+    flash_unsuited,
+    unsuited,
+)
 from tread_zoo.kernels.attention.naive import attention_naive
 from tread_zoo.kernels.attention.torch_form import attention_torch
 from tread_zoo.kernels.dispatch import Implementation, check_shapes, register, run
@@ -22,6 +29,8 @@ register(
         ),
         Implementation("torch", attention_torch),
         Implementation("naive", attention_naive),
+        # After all others: torch's own has the same kernel, so "auto" needs no package.
+        Implementation("flash-attn", attention_flash, FLASH, flash_unsuited),
     ],
     lambda normal, batch, length, heads, width: tuple(
         normal(batch, heads, length, width) for _ in range(3)

@@ -1,6 +1,6 @@
-"""torch's own fused attention, which never stores the N x N weights.
+"""Fused attention, which never stores the N x N weights: torch's own, and the package flash-attn.
 
-On a CPU it is the quicker one in float32. In half precision its backward pass is slow there:
+On a CPU torch's is the quicker one in float32. In half precision its backward pass is slow there:
 forward and backward take 3.6 times as long as two matrix products at 64 tokens, 2 at 256, and as
 long at about 2048.
 """
@@ -9,7 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tread_zoo.kernels.packages import LibraryFunction
+
 CPU_HALF_TOKENS = 1024
+FLASH = LibraryFunction(
+    "flash_attn", "flash_attn_func", "pip install flash-attn --no-build-isolation"
+)
 
 
 def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -24,4 +29,20 @@ def unsuited(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else q.dtype
     if dtype in (torch.bfloat16, torch.float16):
         return f"half precision on a CPU, at most {CPU_HALF_TOKENS} tokens"
+    return None
+
+
+def attention_flash(q: Tensor, k: Tensor, v: Tensor, mask: None = None) -> Tensor:
+    """Return `flash_attn_func`, which takes and gives [B, N, H, Dh]."""
+    return FLASH(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+def flash_unsuited(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> str | None:
+    """Return why the kernel does not take this call, or None."""
+    if mask is not None:
+        return "a mask, it takes none"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"{str(q.dtype).removeprefix('torch.')}, it takes bfloat16 and float16"
+    if q.shape[-1] % 8 or q.shape[-1] > 256:
+        return f"heads of width {q.shape[-1]}, it takes multiples of 8 up to 256"
     return None
