@@ -53,3 +53,30 @@ def test_every_entry_says_what_made_it():
     for number in {row["number"] for _, _, row in ROWS}:
         (entry,) = re.findall(rf"^\| {number} \| `[0-9a-f]{{7,}}` \| .+ \| `.+` \|$", text, re.M)
         assert entry
+
+
+def records(*runs):
+    """Results and curves of dense runs of `dit_tiny`, whose scores come every 100 steps."""
+    folders = [f"run{i}" for i in range(len(runs))]
+    results = pd.DataFrame({"folder": folders, "backbone": "dit_tiny", "routing": "none"})
+    curves = pd.DataFrame([
+        {"folder": folder, "metric": "label_accuracy", "step": 100 * k, "flops": 1e12 * k,
+         "seconds": k, "value": value}
+        for folder, run in zip(folders, runs, strict=True)
+        for k, value in enumerate(run, 1)
+    ])  # fmt: skip
+    return results, curves
+
+
+def entry(runs, value):
+    fields = {"backbone": "dit_tiny", "kind": "dense", "runs": runs, "value": value}
+    return {**fields, "step": 200, "flops": 2, "seconds": 2}
+
+
+def test_three_runs_beyond_doubt_are_an_entry_and_a_lucky_one_is_none():
+    good = ([0.9, 0.981], [0.9, 0.979], [0.9, 0.98])
+    check_row("label_accuracy", 0.97, entry(3, 0.98), *records(*good))
+    lucky, plain = [0.9, 0.999], [0.9, 0.969]
+    for few in ([lucky], [lucky, lucky], [lucky, plain, plain]):
+        with pytest.raises(AssertionError, match="not met"):
+            check_row("label_accuracy", 0.97, entry(len(few), 0.98), *records(*few))
