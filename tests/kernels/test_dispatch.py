@@ -81,8 +81,8 @@ def test_a_form_set_by_hand_is_not_replaced(monkeypatch) -> None:
 
 
 def test_describe_gives_reasons(monkeypatch) -> None:
-    (line,) = describe(CPU, ["selective_scan"])
-    assert line.startswith("selective_scan: torch (triton not used: no CUDA device")
+    (line,) = describe(CPU, ["ssd"])
+    assert line.startswith("ssd: torch (mamba-ssm not used: no CUDA device")
     monkeypatch.setattr(SCAN, "function", len)
     monkeypatch.setattr(TRITON, "function", len)
     (line,) = describe(CUDA, ["selective_scan"])

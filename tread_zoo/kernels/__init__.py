@@ -1,8 +1,8 @@
 """Operations, each in several forms of one signature.
 
 A folder holds one operation: `naive.py` (the formula, also in float64), `torch_form.py` (fast plain
-torch), `triton_form.py` (our Triton kernels), `fused.py` (adapters of optional packages, which are
-imported at first use). `dispatch.py` chooses the form of a call and reports why. `verify.py`
+torch), `triton_form.py` (our Triton kernels), `compiled_form.py` (C for a CPU, built at first use),
+`fused.py` (adapters of optional packages, which are imported at first use). `dispatch.py` chooses the form of a call and reports why. `verify.py`
 compares two forms, and `benchmarks/operations.py` times them.
 """
 

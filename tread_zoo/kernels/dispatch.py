@@ -1,11 +1,10 @@
 """The choice of an operation's implementation: made here, set by hand here, explained here.
 
 An operation registers its implementations in the order in which "auto" tries them. One may need a
-package and a CUDA device (`unavailable`), and may refuse a call (`refuses`). "auto" runs the first
+package and a CUDA device, or a C compiler and a CPU (`unavailable`), and may refuse a call (`refuses`). "auto" runs the first
 without a reason against it, and never the naive one. One that is set by hand runs or raises.
 
-At its first use on a device in a precision, an implementation of a package is compared with the
-torch one on the operation's small example in that precision, output and gradients; one that differs
+At its first use on a device in a precision, one with such needs is compared with the torch one on the operation's small example in that precision, output and gradients; one that differs
 or fails is refused from then on.
 """
 
@@ -17,8 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tread_zoo.errors import unknown_name
+from tread_zoo.kernels.compiled import CompiledSource
 from tread_zoo.kernels.packages import LibraryFunction
 from tread_zoo.kernels.verify import TOLERANCE, compare
 
@@ -36,8 +37,8 @@ class Implementation:
     Args:
         name: what `set_form` takes.
         run: the function.
-        needs: what `run` calls of an optional package; it then needs a CUDA device, too, and takes
-            no float64.
+        needs: what `run` calls of an optional package or a C file; it then needs a CUDA device or a
+            CPU, too, and takes no float64.
         unsuited: (the call's arguments) -> why `run` cannot or should not take them, or None.
         limits: in words, what `unsuited` lets through; "" for everything.
         fits_all: `unsuited` is about speed only: set by hand, it takes every call.
@@ -46,7 +47,7 @@ class Implementation:
 
     name: str
     run: Callable[..., Tensor]
-    needs: LibraryFunction | None = None
+    needs: LibraryFunction | CompiledSource | None = None
     unsuited: Callable[..., str | None] = lambda *args: None
     limits: str = ""
     fits_all: bool = False
@@ -56,8 +57,8 @@ class Implementation:
         """Return why it cannot run on `device`, or None."""
         if self.needs is None:
             return None
-        if device.type != "cuda":
-            return "no CUDA device"
+        if device.type != self.needs.device:
+            return "no CUDA device" if self.needs.device == "cuda" else "not on a CPU"
         return self.needs.problem()
 
     def refuses(self, *args: Any) -> str | None:
@@ -124,8 +125,8 @@ def set_form(op: str, form: str) -> None:
     needs = None if form == AUTO else get_implementation(op, form).needs
     if needs is not None and (problem := needs.problem()) is not None:
         raise ValueError(
-            f"{op}: form {form!r} is not usable: {problem}. Install it with "
-            f"`{needs.install}` (it needs a CUDA device), or choose another form."
+            f"{op}: form {form!r} is not usable: {problem}. Install it with `{needs.install}`"
+            f"{' (it needs a CUDA device)' if needs.device == 'cuda' else ''}, or choose another form."
         )
     OPERATIONS[op].choice = form
 
@@ -201,7 +202,8 @@ def unusable(
         return reason
     refused, key = OPERATIONS[op].refused, ((device.type, dtype), which.name)
     if key not in refused and not torch.compiler.is_compiling():
-        refused[key] = _difference_to_torch(op, which, device, dtype)
+        with _disable_current_modes():  # such as one that counts FLOPs
+            refused[key] = _difference_to_torch(op, which, device, dtype)
         if refused[key] is not None:
             logger.warning("%s: %s is refused: %s", op, which.name, refused[key])
     return refused.get(key)
@@ -294,7 +296,9 @@ def reporting() -> Iterator[set[str]]:
 
 def _report(op: str, *args: Any) -> str:
     """Return what "auto" would run on a GPU for a call, and why nothing before it."""
-    chosen = _first(op, lambda each: (each.needs and each.needs.problem()) or each.refuses(*args))
+    chosen = _first(
+        op, "cuda", lambda each: (each.needs and each.needs.problem()) or each.refuses(*args)
+    )
     return f"{op}: {chosen}"
 
 
@@ -326,14 +330,18 @@ def describe(
 def _describe(op: str, device: torch.device, dtype: torch.dtype) -> str:
     if OPERATIONS[op].choice != AUTO:
         return f"{OPERATIONS[op].choice} (set by hand)"
-    return _first(op, lambda each: unusable(op, each, device, dtype), limits=True)
+    return _first(op, device.type, lambda each: unusable(op, each, device, dtype), limits=True)
 
 
-def _first(op: str, reason: Callable[[Implementation], str | None], limits: bool = False) -> str:
-    """Return the first implementation without a reason against it, and those of the others; one
-    with `limits` is named, and the search goes on."""
+def _first(
+    op: str, kind: str, reason: Callable[[Implementation], str | None], limits: bool = False
+) -> str:
+    """Return the first implementation for a kind of device without a reason against it, and those
+    of the others; one with `limits` is named, and the search goes on."""
     limited, reasons = "", []
     for each in OPERATIONS[op].implementations:
+        if each.needs is not None and each.needs.device == "cpu" != kind:
+            continue  # nobody misses it there
         if (why := reason(each)) is not None:
             reasons.append(f"{each.name} not used: {why}")
         elif limits and each.limits:

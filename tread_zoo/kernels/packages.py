@@ -24,6 +24,8 @@ class LibraryFunction:
         install: the command that installs the module.
     """
 
+    device = "cuda"
+
     def __init__(self, module: str, name: str, install: str) -> None:
         self.module, self.name, self.install = module, name, install
         self.function: Callable[..., Any] | None = None

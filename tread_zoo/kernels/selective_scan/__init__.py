@@ -12,6 +12,7 @@ from torch import Tensor
 from tread_zoo.kernels.chunks import at_least_float32
 from tread_zoo.kernels.dispatch import Implementation, check_shapes, register, run
 from tread_zoo.kernels.launch import TRITON
+from tread_zoo.kernels.selective_scan.compiled_form import SCAN_C, selective_scan_compiled
 from tread_zoo.kernels.selective_scan.fused import SCAN, selective_scan_fused
 from tread_zoo.kernels.selective_scan.naive import selective_scan_naive
 from tread_zoo.kernels.selective_scan.torch_form import selective_scan_torch
@@ -41,6 +42,7 @@ def _states_above(most: int) -> Callable[..., str | None]:
 register(
     "selective_scan",
     [
+        Implementation("compiled", selective_scan_compiled, SCAN_C),
         Implementation(
             "triton",
             selective_scan_triton,

@@ -237,20 +237,20 @@ def _time_major(values: Tensor, shape: torch.Size) -> Tensor:
     return values.reshape(batch, length, groups, 1, channels).transpose(0, 1)
 
 
-def _num_chunks(length: int) -> int:
+def num_chunks(length: int) -> int:
     return -(-length // CHUNK)
 
 
 def _states_shape(u: Tensor, A: Tensor, B: Tensor) -> tuple[int, ...]:
     batch, length, width = u.shape
     groups, size = B.shape[2], A.shape[1]
-    return _num_chunks(length) - 1, batch, groups, size, width // groups
+    return num_chunks(length) - 1, batch, groups, size, width // groups
 
 
 def _tiles(inputs: _Inputs) -> list[_Tile]:
     """Return the tiles, of one block of rows after the other, each in time's order."""
     length, batch = inputs.u.shape[:2]
-    span = -(-length // _num_chunks(length))
+    span = -(-length // num_chunks(length))
     num_rows = batch
     if inputs.u.device.type == "cpu":
         num_blocks = -(-batch * inputs.A.numel() // STEP_VALUES)
@@ -275,7 +275,7 @@ def _buffers(inputs: _Inputs, tile: _Tile, scratch: Tensor) -> list[Tensor]:
     return [x[: math.prod(s)].view(s) for x, s in zip(scratch, shapes, strict=True)]
 
 
-def _empty(
+def kept_like(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, *rest: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     dtype = at_least_float32(u, delta)
@@ -294,7 +294,7 @@ selective_scan_torch = make_operator(
     "selective_scan",
     _forward,
     _backward,
-    empty=_empty,
+    empty=kept_like,
     flops=flops,
     num_gradients=6,
     num_kept=1,

@@ -1,0 +1,90 @@
+"""The selective scan in C for a CPU: the recurrence of `torch_form`, in one pass over the inputs.
+
+Autograd keeps the inputs and, as in the torch form, the states before every CHUNK steps; from each
+the backward pass computes the states of its steps again. It runs on one thread. The gradients of B
+and C are added block by block, those of A and D row by row: the same bits in every run.
+
+Dimensions: B batch, L length, D channels, N states, G groups, P = D / G channels of a group.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tread_zoo.kernels.chunks import segment_starts
+from tread_zoo.kernels.compiled import CompiledSource
+from tread_zoo.kernels.operators import make_operator
+from tread_zoo.kernels.selective_scan.torch_form import flops, kept_like, num_chunks
+
+SCAN_C = CompiledSource(Path(__file__).with_name("scan.c"))
+
+
+def _forward(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    segment_ids: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return y [B, L, D] and the states between the chunks, [chunks - 1, B, G, N, P]."""
+    _, states = kept_like(u, delta, A, B)
+    inputs = _prepare(u, delta, A, B, C, D, segment_ids)
+    y = torch.empty_like(inputs[0])
+    _scan(inputs, states, y, *[None] * 7)
+    return y.to(u.dtype), states
+
+
+def _backward(grad_y: Tensor, states: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of u, delta, A, B, C and D (empty where D is None)."""
+    u, delta, A, B, C, D, _ = args
+    inputs = _prepare(*args)
+    gu, gdelta = (torch.empty_like(inputs[0]) for _ in range(2))
+    gA, gB, gC = (torch.zeros_like(x) for x in inputs[2:5])
+    gD = gu.new_zeros(u.shape[2])
+    grads = (gu, gdelta, gA, gB, gC, gD)
+    _scan(inputs, states, None, grad_y.float().contiguous(), *grads)
+    gA = gA.transpose(1, 2).reshape(A.shape)
+    gD = u.new_empty(0) if D is None else gD.to(D.dtype)
+    pairs = ((gu, u), (gdelta, delta), (gA, A), (gB, B), (gC, C))
+    return *(g.to(x.dtype) for g, x in pairs), gD
+
+
+def _prepare(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    segment_ids: Tensor | None,
+) -> tuple[Any, ...]:
+    """Return the inputs as `scan` takes them: A / ln 2 as [G, N, P], and 0 where a segment begins,
+    else 1, in the place of the ids."""
+    rates = (A.float() / math.log(2)).view(B.shape[2], -1, A.shape[1]).transpose(1, 2)
+    keep = None if segment_ids is None else (~segment_starts(segment_ids)).float()
+    given = (u, delta, rates, B, C, D, keep)
+    return tuple(None if x is None else x.float().contiguous() for x in given)
+
+
+def _scan(inputs: tuple[Any, ...], states: Tensor, *results: Tensor | None) -> None:
+    (batch, length, width), (groups, size, channels) = inputs[0].shape, inputs[2].shape
+    span = -(-length // num_chunks(length))
+    scratch = states.new_empty(SCAN_C("scan_scratch", size, span))
+    sizes = batch, length, groups, size, channels, span
+    SCAN_C("scan", *inputs, states, scratch, *results, *sizes)
+
+
+selective_scan_compiled = make_operator(
+    "selective_scan_compiled",
+    _forward,
+    _backward,
+    empty=kept_like,
+    flops=flops,
+    num_gradients=6,
+    num_kept=1,
+)

@@ -1,0 +1,264 @@
+/* The selective scan on one thread of a CPU; `compiled_form.py` builds and calls it and has the maths.
+
+A block is some channels of one group in one row of the batch. It walks through time with its states
+[N, CHANNELS] in the cache, a vector of LANES channels at a time; channels beyond the last are zero.
+Nothing depends on where a tensor lies in memory, so the same input gives the same bits.
+
+u, delta, y: [batch, length, groups * width]. rates, A / ln 2: [groups, size, width].
+B, C: [batch, length, groups, size]. D: [groups * width] or null. keep: 0 where a segment begins,
+else 1, [batch, length] or null. states, before every `span` steps but the first:
+[chunks - 1, batch, groups, size, width]. scratch: the number of floats is `scan_scratch`. */
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#define CHANNELS 128 /* of a block: the states of 32 steps and their decays fit in L2 */
+#define VECTORS (CHANNELS / LANES)
+#define LN_2 0.693147180559945309f
+
+typedef float Vector __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+
+typedef struct {
+    const float *u, *delta, *rates, *B, *C, *D, *keep;
+    float *states, *scratch;
+    int64_t batch, length, groups, size, width, span;
+} Scan;
+
+/* A block: its row, group, first channel, number of channels and of vectors. */
+typedef struct {
+    int64_t row, group, first, channels, vectors;
+} Block;
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static inline Vector load(const float *from, int64_t count) {
+    Vector v = {0};
+    if (count >= LANES)
+        memcpy(&v, from, sizeof v);
+    else
+        memcpy(&v, from, 4 * count);
+    return v;
+}
+
+static inline void store(float *to, Vector v, int64_t count) {
+    if (count >= LANES)
+        memcpy(to, &v, sizeof v);
+    else
+        memcpy(to, &v, 4 * count);
+}
+
+static void load_all(Vector *to, const float *from, Block k) {
+    for (int64_t v = 0; v < k.vectors; v++)
+        to[v] = load(from + v * LANES, k.channels - v * LANES);
+}
+
+static void store_all(float *to, const Vector *from, Block k) {
+    for (int64_t v = 0; v < k.vectors; v++)
+        store(to + v * LANES, from[v], k.channels - v * LANES);
+}
+
+static inline float sum(Vector v) {
+    float x[LANES];
+    memcpy(x, &v, sizeof v);
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++)
+            x[i] += x[i + half];
+    return x[0];
+}
+
+/* 2^x within an ulp or two; 0 below 2^-125, infinity from 2^128 on, NaN of NaN. Adding 1.5 * 2^23
+leaves the nearest integer in the lowest bits, which become the exponent. */
+static inline Vector exp2_of(Vector x) {
+    const Vector zero = {0}, most = zero + 128.0f;
+    Ints tiny = x < -125.0f, huge = x > 128.0f;
+    x = (Vector)(((Ints)x & ~huge) | ((Ints)most & huge));
+    Vector shifted = x + 12582912.0f, f = x - (shifted - 12582912.0f);
+    Vector p = zero + 0.000153533605f;
+    p = p * f + 0.0013398875f;
+    p = p * f + 0.00961843692f;
+    p = p * f + 0.0555033237f;
+    p = p * f + 0.240226477f;
+    p = p * f + 0.693147182f;
+    p = p * f + 1.0f;
+    return (Vector)((Ints)((Bits)p + ((Bits)shifted << 23)) & ~tiny);
+}
+
+static inline int64_t token(const Scan *s, Block k, int64_t t) {
+    return k.row * s->length + t;
+}
+
+static inline int64_t channel(const Scan *s, Block k, int64_t t) {
+    return (token(s, k, t) * s->groups + k.group) * s->width + k.first;
+}
+
+static inline int64_t vector(const Scan *s, Block k, int64_t t) {
+    return (token(s, k, t) * s->groups + k.group) * s->size;
+}
+
+static inline int64_t state(const Scan *s, Block k, int64_t chunk, int64_t n) {
+    int64_t group = (chunk * s->batch + k.row) * s->groups + k.group;
+    return (group * s->size + n) * s->width + k.first;
+}
+
+static inline int64_t rate(const Scan *s, Block k, int64_t n) {
+    return (k.group * s->size + n) * s->width + k.first;
+}
+
+/* The state after step t, of the one before it; the decays too, unless null. */
+static inline void step(const Scan *s, Block k, int64_t t, const Vector *rates, const Vector *delta,
+                        const Vector *x, const Vector *before, Vector *after, Vector *decays) {
+    const float *B = s->B + vector(s, k, t), keep = s->keep ? s->keep[token(s, k, t)] : 1.0f;
+    for (int64_t n = 0; n < s->size; n++)
+        for (int64_t v = 0; v < k.vectors; v++) {
+            int64_t i = n * k.vectors + v;
+            Vector a = exp2_of(delta[v] * rates[i]) * keep;
+            if (decays)
+                decays[i] = a;
+            after[i] = a * before[i] + x[v] * B[n];
+        }
+}
+
+static void forward(const Scan *s, Block k, float *y) {
+    Vector u[VECTORS], delta[VECTORS], x[VECTORS], D[VECTORS] = {0}, out[VECTORS];
+    Vector *h = (Vector *)s->scratch, *rates = h + s->size * VECTORS;
+    memset(h, 0, s->size * k.vectors * sizeof *h);
+    for (int64_t n = 0; n < s->size; n++)
+        load_all(rates + n * k.vectors, s->rates + rate(s, k, n), k);
+    if (s->D)
+        load_all(D, s->D + k.group * s->width + k.first, k);
+    for (int64_t t = 0; t < s->length; t++) {
+        if (t > 0 && t % s->span == 0)
+            for (int64_t n = 0; n < s->size; n++)
+                store_all(s->states + state(s, k, t / s->span - 1, n), h + n * k.vectors, k);
+        load_all(u, s->u + channel(s, k, t), k);
+        load_all(delta, s->delta + channel(s, k, t), k);
+        for (int64_t v = 0; v < k.vectors; v++) {
+            x[v] = delta[v] * u[v];
+            out[v] = D[v] * u[v];
+        }
+        step(s, k, t, rates, delta, x, h, h, 0);
+        const float *C = s->C + vector(s, k, t);
+        for (int64_t n = 0; n < s->size; n++)
+            for (int64_t v = 0; v < k.vectors; v++)
+                out[v] += C[n] * h[n * k.vectors + v];
+        store_all(y + channel(s, k, t), out, k);
+    }
+}
+
+typedef struct {
+    const float *y;
+    float *u, *delta, *A, *B, *C, *D;
+} Gradients;
+
+/* One step backwards: `carry` is a_{t+1} g_{t+1}, and is left as a_t g_t. */
+static void step_back(const Scan *s, Block k, int64_t t, const Gradients *grads,
+                      const Vector *rates, const Vector *decays, const Vector *before,
+                      const Vector *after, Vector *carry, Vector *gA, Vector *gD) {
+    Vector u[VECTORS], delta[VECTORS], x[VECTORS], gy[VECTORS], gx[VECTORS], gdelta[VECTORS];
+    Vector D[VECTORS] = {0};
+    int64_t here = channel(s, k, t), at = vector(s, k, t);
+    load_all(u, s->u + here, k);
+    load_all(delta, s->delta + here, k);
+    load_all(gy, grads->y + here, k);
+    if (s->D)
+        load_all(D, s->D + k.group * s->width + k.first, k);
+    for (int64_t v = 0; v < k.vectors; v++) {
+        x[v] = delta[v] * u[v];
+        gD[v] += gy[v] * u[v];
+        gx[v] = gdelta[v] = (Vector){0};
+    }
+    for (int64_t n = 0; n < s->size; n++) {
+        float B = s->B[at + n], C = s->C[at + n];
+        Vector gB = {0}, gC = {0};
+        for (int64_t v = 0; v < k.vectors; v++) {
+            int64_t i = n * k.vectors + v;
+            Vector g = C * gy[v] + carry[i];
+            gx[v] += B * g;
+            gB += x[v] * g;
+            gC += gy[v] * after[i];
+            carry[i] = decays[i] * g;
+            Vector q = carry[i] * before[i];
+            gA[i] += delta[v] * q;
+            gdelta[v] += rates[i] * q;
+        }
+        grads->B[at + n] += sum(gB);
+        grads->C[at + n] += sum(gC);
+    }
+    for (int64_t v = 0; v < k.vectors; v++) {
+        gdelta[v] = LN_2 * gdelta[v] + u[v] * gx[v];
+        gx[v] = delta[v] * gx[v] + D[v] * gy[v];
+    }
+    store_all(grads->delta + here, gdelta, k);
+    store_all(grads->u + here, gx, k);
+}
+
+static void backward(const Scan *s, Block k, const Gradients *grads) {
+    Vector u[VECTORS], delta[VECTORS], x[VECTORS], gD[VECTORS] = {0};
+    int64_t block = s->size * k.vectors, chunks = (s->length + s->span - 1) / s->span;
+    Vector *carry = (Vector *)s->scratch, *gA = carry + block, *rates = gA + block;
+    Vector *decays = rates + block, *h = decays + s->span * block;
+    memset(carry, 0, 2 * block * sizeof *carry);
+    for (int64_t n = 0; n < s->size; n++)
+        load_all(rates + n * k.vectors, s->rates + rate(s, k, n), k);
+    for (int64_t chunk = chunks - 1; chunk >= 0; chunk--) {
+        int64_t start = chunk * s->span, steps = least(s->span, s->length - start);
+        memset(h, 0, block * sizeof *h);
+        for (int64_t n = 0; chunk > 0 && n < s->size; n++)
+            load_all(h + n * k.vectors, s->states + state(s, k, chunk - 1, n), k);
+        for (int64_t i = 0; i < steps; i++) {
+            load_all(u, s->u + channel(s, k, start + i), k);
+            load_all(delta, s->delta + channel(s, k, start + i), k);
+            for (int64_t v = 0; v < k.vectors; v++)
+                x[v] = delta[v] * u[v];
+            step(s, k, start + i, rates, delta, x, h + i * block, h + (i + 1) * block,
+                 decays + i * block);
+        }
+        for (int64_t i = steps - 1; i >= 0; i--)
+            step_back(s, k, start + i, grads, rates, decays + i * block, h + i * block,
+                      h + (i + 1) * block, carry, gA, gD);
+    }
+    for (int64_t v = 0; v < k.vectors; v++) {
+        int64_t p = v * LANES, count = k.channels - p;
+        for (int64_t n = 0; n < s->size; n++) {
+            float *to = grads->A + rate(s, k, n) + p;
+            store(to, load(to, count) + gA[n * k.vectors + v], count);
+        }
+        float *to = grads->D + k.group * s->width + k.first + p;
+        store(to, load(to, count) + gD[v], count);
+    }
+}
+
+int64_t scan_scratch(int64_t size, int64_t span) {
+    return CHANNELS * size * (2 * span + 4) + LANES;
+}
+
+/* y, or where it is null the gradients: those of A, B, C and D are added to what is there. */
+void scan(const float *u, const float *delta, const float *rates, const float *B, const float *C,
+          const float *D, const float *keep, float *states, float *scratch, float *y,
+          const float *gy, float *gu, float *gdelta, float *gA, float *gB, float *gC, float *gD,
+          int64_t batch, int64_t length, int64_t groups, int64_t size, int64_t width,
+          int64_t span) {
+    scratch += -((uintptr_t)scratch / 4) % LANES; /* vectors begin at multiples of their size */
+    Scan s = {u, delta, rates, B, C, D, keep, states, scratch, batch, length, groups, size, width,
+              span};
+    Gradients grads = {gy, gu, gdelta, gA, gB, gC, gD};
+    for (int64_t row = 0; row < batch; row++)
+        for (int64_t group = 0; group < groups; group++)
+            for (int64_t first = 0; first < width; first += CHANNELS) {
+                int64_t channels = least(CHANNELS, width - first);
+                Block k = {row, group, first, channels, (channels + LANES - 1) / LANES};
+                if (y)
+                    forward(&s, k, y);
+                else
+                    backward(&s, k, &grads);
+            }
+}
