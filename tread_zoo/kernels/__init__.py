@@ -1,9 +1,10 @@
 """Operations, each in several forms of one signature.
 
 A folder holds one operation: `naive.py` (the formula, also in float64), `torch_form.py` (fast plain
-torch), `triton_form.py` (our Triton kernels), `compiled_form.py` (C for a CPU, built at first use),
-`fused.py` (adapters of optional packages, which are imported at first use). `dispatch.py` chooses the form of a call and reports why. `verify.py`
-compares two forms, and `benchmarks/operations.py` times them.
+torch), `triton_form.py` (our Triton kernels), `compiled_form.py` (C for a CPU, which `compiled.py`
+builds at first use), `fused.py` (adapters of optional packages, which are imported at first use).
+`dispatch.py` chooses the form of a call and reports why. `verify.py` compares two forms, and
+`benchmarks/operations.py` times them.
 """
 
 from tread_zoo.kernels.attention import attention

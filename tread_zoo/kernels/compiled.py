@@ -46,9 +46,8 @@ class CompiledSource:
             try:
                 self._library, self._problem = ctypes.CDLL(str(self._build())), None
             except subprocess.CalledProcessError as error:
-                self._problem = (
-                    f"the C compiler failed: {error.stderr.strip().partition(chr(10))[0]}"
-                )
+                first = error.stderr.strip().partition("\n")[0]
+                self._problem = f"the C compiler failed: {first}"
             except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
                 self._problem = str(error)
         return self._problem

@@ -1,11 +1,13 @@
 """The choice of an operation's implementation: made here, set by hand here, explained here.
 
 An operation registers its implementations in the order in which "auto" tries them. One may need a
-package and a CUDA device, or a C compiler and a CPU (`unavailable`), and may refuse a call (`refuses`). "auto" runs the first
-without a reason against it, and never the naive one. One that is set by hand runs or raises.
+package and a CUDA device, or a C compiler and a CPU (`unavailable`), and may refuse a call
+(`refuses`). "auto" runs the first without a reason against it, and never the naive one. One that is
+set by hand runs or raises.
 
-At its first use on a device in a precision, one with such needs is compared with the torch one on the operation's small example in that precision, output and gradients; one that differs
-or fails is refused from then on.
+At its first use on a device in a precision, an implementation of a package or in C is compared with
+the torch one on the operation's small example in that precision, output and gradients; one that
+differs or fails is refused from then on.
 """
 
 import logging
@@ -58,7 +60,7 @@ class Implementation:
         if self.needs is None:
             return None
         if device.type != self.needs.device:
-            return "no CUDA device" if self.needs.device == "cuda" else "not on a CPU"
+            return f"no {self.needs.device.upper()} device"
         return self.needs.problem()
 
     def refuses(self, *args: Any) -> str | None:
@@ -125,8 +127,8 @@ def set_form(op: str, form: str) -> None:
     needs = None if form == AUTO else get_implementation(op, form).needs
     if needs is not None and (problem := needs.problem()) is not None:
         raise ValueError(
-            f"{op}: form {form!r} is not usable: {problem}. Install it with `{needs.install}`"
-            f"{' (it needs a CUDA device)' if needs.device == 'cuda' else ''}, or choose another form."
+            f"{op}: form {form!r} is not usable: {problem}. Install it with `{needs.install}` "
+            f"(it needs a {needs.device.upper()} device), or choose another form."
         )
     OPERATIONS[op].choice = form
 

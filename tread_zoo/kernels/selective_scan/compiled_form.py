@@ -72,7 +72,7 @@ def _prepare(
 
 
 def _scan(inputs: tuple[Any, ...], states: Tensor, *results: Tensor | None) -> None:
-    (batch, length, width), (groups, size, channels) = inputs[0].shape, inputs[2].shape
+    (batch, length, _), (groups, size, channels) = inputs[0].shape, inputs[2].shape
     span = -(-length // num_chunks(length))
     scratch = states.new_empty(SCAN_C("scan_scratch", size, span))
     sizes = batch, length, groups, size, channels, span
