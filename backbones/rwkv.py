@@ -51,13 +51,14 @@ class RWKVBlock(nn.Module):
 class RWKV(AdaLNBackbone):
     """A stack of `RWKVBlock`s; block i of the first half gives a skip to block depth-1-i.
 
-    A route [s, depth-s) cuts no skip. Options are also those of `mixers.wkv`.
+    Its default route, 3 … -3, cuts no skip. Options are also those of `mixers.wkv`.
 
     Args:
         depth: number of blocks, odd: the middle one has no skip.
     """
 
     mixer, mlp = SpatialMix, ChannelMix
+    default_range = (3, -3)
     learned_positions = True
 
     def __init__(self, *, depth: PositiveInt = 13, **options: Any) -> None:

@@ -401,6 +401,8 @@ class ScanBackbone(Shell):
         options: of the mixer, and of `Shell`; hidden_size D is even.
     """
 
+    default_range = (3, -3)  # cuts no skip
+
     def __init__(self, *, depth: PositiveInt = 24, **options: Any) -> None:
         super().__init__(**options)
         width = self.hidden_size

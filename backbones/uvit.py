@@ -71,6 +71,8 @@ class UViT(Shell):
         options: of `Shell`; hidden_size D is even and divisible by `num_heads`.
     """
 
+    default_range = (3, -3)  # cuts no skip
+
     def __init__(
         self,
         *,

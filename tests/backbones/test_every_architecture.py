@@ -38,9 +38,9 @@ def test_the_default_route_of_a_laptop_size_lies_where_routing_is_known_to_help(
     depth = network.num_blocks
     (plan,) = network.build_routing().plans
     assert depth >= 12
-    assert plan.start in (1, 2)
+    assert plan.start == (3 if network.skips else 2)
     assert plan.end - plan.start >= 6
-    assert depth / 2 <= plan.end <= 3 * depth / 4
+    assert depth / 2 <= plan.end <= 4 * depth / 5
 
 
 @pytest.mark.parametrize("name", SMALL)

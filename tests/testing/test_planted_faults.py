@@ -140,6 +140,10 @@ class ShiftsByAPatch(DiT):
         return super().head((streams[0].roll(1, dims=1),), condition)
 
 
+class CutsASkip(UViT):
+    default_range = (2, -4)
+
+
 class HasNoSuchSelector(DiT):
     default_selector = "randm"
 
@@ -191,6 +195,7 @@ ALONE = [
     (TakesAClassForNone, DIT, "conditions_matter"),
     (ReturnsFloat64UnderAutocast, DIT, "half_precision"),
     (HasNoSuchSelector, DIT, "default_selector_exists"),
+    (CutsASkip, {**UVIT, "depth": 8}, "default_route_cuts_no_skip"),
     (ReadsAValue, DIT, "meta"),
     (CallsForward, DIT, "blocks_are_called_as_modules"),
     (ConditionsByIndex, DIT, "times_of_tokens"),

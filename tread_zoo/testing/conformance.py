@@ -289,6 +289,17 @@ def check_default_selector_exists(probe: Probe) -> None:
     assert selector in names, f"default_selector={selector!r} is none of {', '.join(names)}"
 
 
+def check_default_route_cuts_no_skip(probe: Probe) -> None:
+    """A long skip has both ends inside `default_range`, or both outside."""
+    backbone = probe.build()
+    routed = range(backbone.num_blocks)[slice(*backbone.default_range)]
+    for consumer, producer in backbone.skips.items():
+        assert (consumer in routed) == (producer in routed), (
+            f"default_range={backbone.default_range} of {backbone.num_blocks} blocks cuts the skip "
+            f"from block {producer} to {consumer}"
+        )
+
+
 def check_features(probe: Probe) -> None:
     """Features are the state after each block, with gradients. Requesting them does not change the
     output, and recomputation does not change them."""

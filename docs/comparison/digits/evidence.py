@@ -1,7 +1,7 @@
-"""Fill in the table of dense, routed and shallower networks, from evidence.csv.
+"""Fill in the tables of dense, routed and shallower networks and of long skips, from evidence.csv.
 
-python docs/comparison/digits/evidence.py                                  # from that file alone
-python docs/comparison/digits/evidence.py comparisons/evidence_digits/runs # read off the runs first
+python docs/comparison/digits/evidence.py                # from that file alone
+python docs/comparison/digits/evidence.py comparisons/{evidence_digits,long_skips}/runs # runs first
 """
 
 import json
@@ -21,21 +21,22 @@ METRICS = ["fid", "kid", "precision", "recall", "label_accuracy", "held_out_loss
 
 
 def collect(runs: Path) -> None:
-    """Write the runs of the study to evidence.csv; of the other studies its rows stay."""
+    """Write the runs of a study to evidence.csv; of the other studies its rows stay."""
+    study = runs.parent.name
     rows = []
     for run in sorted(runs.iterdir()):
         if (run / "score.json").exists():
             config = json.loads((run / "config.json").read_text())
             values = json.loads((run / "score.json").read_text())["values"]
             row = {
-                "study": STUDY,
+                "study": study,
                 "run": re.sub(r"_seed-\d+$", "", run.name),
                 "seed": config["seed"],
             }
             rows.append({**row, **{m: values[m] for m in METRICS}, "routed_blocks": worth(run)})
     file = HERE / "evidence.csv"
     others = pd.read_csv(file)
-    table = pd.concat([pd.DataFrame(rows), others[others.study != STUDY]])
+    table = pd.concat([pd.DataFrame(rows), others[others.study != study]])
     table.to_csv(file, index=False, float_format="%.6g")
 
 
@@ -75,24 +76,44 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def judged(differences: pd.Series) -> str:
+def table_of_skips() -> str:
+    """Return the table of both routes: means, and 95 % intervals of the differences of equal seeds,
+    of each row and of all."""
+    own = pd.read_csv(HERE / "evidence.csv")
+    own["row"] = own.run.str.extract(r"backbone-(\w+?)_tiny_")
+    cut = own[own.run.str.fullmatch(r"backbone-\w+_tiny_routing-tread")].query("study == @STUDY")
+    both = own.query("study == 'long_skips'").merge(cut, on=["row", "seed"], suffixes=("", "_cut"))
+    lines = ["| | seeds | [2, 9) | [3, 10) | difference | of the held-out loss |", "|---" * 6 + "|"]
+    for row, of in [*both.groupby("row"), ("all four", both)]:
+        differences = (
+            judged(of[m] - of[f"{m}_cut"], d) for m, d in (("fid", 2), ("held_out_loss", 4))
+        )
+        name = row if row == "all four" else f"`{row}`"
+        means = f"{of.fid_cut.mean():.2f} | {of.fid.mean():.2f}"
+        lines.append(f"| {name} | {len(of)} | {means} | {' | '.join(differences)} |")
+    return "\n".join(lines)
+
+
+def judged(differences: pd.Series, digits: int = 2) -> str:
     """Return a mean and half of its interval, bold where it is settled; of one pair the value."""
     of = interval(differences)
     if of.n < 2:
-        return f"{of.mean:+.2f}"
-    text = f"{of.mean:+.2f} ± {of.half:.2f}"
+        return f"{of.mean:+.{digits}f}"
+    text = f"{of.mean:+.{digits}f} ± {of.half:.{digits}f}"
     verdict = of.verdict("lower")
     return text if verdict == "not settled" else f"**{text}** {verdict}"
 
 
 def filled(text: str) -> str:
-    """Return the page with its table."""
-    pattern = r"(<!-- evidence -->\n).*?(<!-- end -->)"
-    return re.sub(pattern, lambda m: f"{m[1]}{table()}\n{m[2]}", text, flags=re.DOTALL)
+    """Return the page with its tables."""
+    for name, content in (("evidence", table()), ("skips", table_of_skips())):
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
+        text = re.sub(pattern, lambda m, c=content: f"{m[1]}{c}\n{m[2]}", text, flags=re.DOTALL)
+    return text
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        collect(Path(sys.argv[1]))
+    for folder in sys.argv[1:]:
+        collect(Path(folder))
     page = HERE / "README.md"
     page.write_text(filled(page.read_text()))
