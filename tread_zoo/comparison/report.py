@@ -12,7 +12,7 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import tread_zoo.comparison.figures as draw
-from tread_zoo.comparison import findings
+import tread_zoo.comparison.findings as findings
 from tread_zoo.comparison.findings import Row, Setting, Table
 from tread_zoo.config import flatten
 from tread_zoo.data.files import printable, without_paths
