@@ -193,7 +193,8 @@ class Backbone(nn.Module, ABC):
             return
         width, like = self._stream_widths()[0], next(self.parameters())
         self.context_embed = nn.Linear(context_size, width).to(like)
-        positions = nn.init.normal_(torch.empty(context_length, width), std=0.02)
+        positions = torch.empty(context_length, width)
+        nn.init.normal_(positions, std=0.02)  # gives None where diffusers loads a network
         self.context_positions = nn.Parameter(positions.to(like))
         self.context_length, self.context_size = context_length, context_size
         self._add_tokens(context_length)
@@ -207,7 +208,8 @@ class Backbone(nn.Module, ABC):
         """
         if num_registers:
             width, like = self._stream_widths()[0], next(self.parameters())
-            registers = nn.init.normal_(torch.empty(num_registers, width), std=0.02)
+            registers = torch.empty(num_registers, width)
+            nn.init.normal_(registers, std=0.02)
             self.registers = nn.Parameter(registers.to(like))
             self._add_tokens(num_registers)
 
