@@ -177,7 +177,7 @@ class Backbone(nn.Module, ABC):
         return torch.full_like(y, 0 if self.context_size else self.null_label)
 
     def add_contexts(self, context_length: int, context_size: int) -> None:
-        """Make contexts, float [B, T, S], the condition in place of labels.
+        """Condition on contexts, float [B, T, S], instead of labels.
 
         Each of the T embeddings becomes an extra token before all others: a linear map plus a
         learned position, drawn from torch's global generator. Times must then be [B].

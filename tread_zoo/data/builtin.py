@@ -111,8 +111,8 @@ def cifar10(
     held_out: Fraction | None = None,
     num_classes: NonNegativeInt | None = None,
 ) -> ImageData:
-    """Return CIFAR-10, 32x32 colour, 10 classes, read by torchvision, which unpickles the published
-    files alone, known by their MD5.
+    """Return CIFAR-10, 32x32 colour, 10 classes, read by torchvision. It unpickles the published
+    files only, which it knows by their MD5.
 
     Args:
         path: the folder that has cifar-10-batches-py; None downloads 170 MB once, to a cache
