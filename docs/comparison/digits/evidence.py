@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from tread_zoo.comparison.intervals import interval
-from tread_zoo.evaluation.contribution import data_contributions, ranges_of
+from tread_zoo.evaluation.contribution import data_contributions
 from tread_zoo.runs.restore import restore
 
 HERE = Path(__file__).parent
@@ -41,12 +41,14 @@ def collect(runs: Path) -> None:
 
 
 def worth(run: Path) -> float | None:
-    """Return the relative change of the output without the blocks of the default route; None for a
-    network that has no others."""
+    """Return the relative change of the output without the blocks of its route, of a dense network
+    without blocks 2 … -4, which were the default of every row; None for a shallower network."""
     if "backbone.depth" in run.name:
         return None
     network = restore(str(run), weights="ema", device="cpu", precision="fp32")
-    ranges = ranges_of(network.backbone, network.routing)
+    given = network.config["routing"]["start"], network.config["routing"]["end"]
+    start, end = (2, -4) if "auto" in given else given
+    ranges = [(start, end % network.backbone.num_blocks)]
     record = data_contributions(
         network.backbone, network.objective, network.data({}), ranges=ranges, precision="fp32"
     )
