@@ -166,7 +166,7 @@ STUDIES = sorted(path.stem for path in (CONFIGS / "study").glob("*.yaml"))
 @pytest.mark.parametrize("study", STUDIES)
 def test_every_study_is_a_set_of_settings_that_can_be_built(study):
     cells = make_cells(read_settings([f"compare.study={study}", "compare.out=a=b,c"]), [])
-    assert len({cell.result for cell in cells}) == len(cells) > 3
+    assert len({cell.result for cell in cells}) == len(cells) > 1
     assert f"run_dir='{cells[0].result.parent}'" in cells[0].command
 
 
