@@ -1,6 +1,7 @@
 """What a run computes on: device, precision, and a line that says so."""
 
 import ctypes
+import sys
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from tread_zoo.errors import unknown_name
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # of autocast
-TRIM_THRESHOLD, MMAP_THRESHOLD, GIB = -1, -3, 2**30  # of glibc's mallopt
+TRIM_THRESHOLD, MMAP_THRESHOLD = (-1, 2**30), (-3, 2**25)  # of glibc's mallopt, and bytes
 
 
 def resolve_device(device: str) -> torch.device:
@@ -55,12 +56,15 @@ def keep_freed_memory(device: torch.device) -> None:
     """Let a process that computes on the CPU keep what it frees, as torch does on a GPU.
 
     glibc hands large blocks back to the system, and each step asks for them again page by page:
-    7,000 page faults a step of `mamba_tiny`. Without glibc nothing changes.
+    7,000 page faults a step of `mamba_tiny`. Blocks above 32 MiB, the most that every glibc takes
+    as its threshold, still go back. Without glibc nothing changes.
     """
+    if device.type != "cpu" or sys.platform != "linux":
+        return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if device.type == "cpu" and mallopt is not None:
-        mallopt(TRIM_THRESHOLD, GIB)
-        mallopt(MMAP_THRESHOLD, GIB)
+    if mallopt is not None:
+        mallopt(*TRIM_THRESHOLD)
+        mallopt(*MMAP_THRESHOLD)
 
 
 def _cpu_computes_bf16() -> bool:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from backbones import DiT
 from tests.data.tables import (
@@ -18,10 +19,11 @@ from tests.data.tables import (
 from tests.data.test_contexts import write_folder
 from tests.small_run import parts_of, settings, train_small
 from tests.training.test_resume import assert_same_end
+from tread_zoo.diffusion import generate
 from tread_zoo.diffusion.conditions import conditions_of, contexts_in
 from tread_zoo.evaluation.held_out import held_out_loss
 from tread_zoo.runs.restore import restore
-from tread_zoo.seeding import make_image_generator
+from tread_zoo.seeding import make_generator, make_image_generator
 from tread_zoo.training.loop import draw_step
 
 CPU = torch.device("cpu")
@@ -156,3 +158,57 @@ def test_samples_are_made_for_held_out_contexts_or_those_of_a_file(trained, tmp_
     for name in ("long", "none"):
         with pytest.raises(ValueError, match=name):
             contexts_in(str(tmp_path / f"{name}.npy"), backbone)
+
+
+FAR = (torch.arange(8) - 3.5).abs()
+ROWS, COLS = torch.meshgrid(FAR, FAR, indexing="ij")
+DRAWN = {
+    "cross": (ROWS < 1) | (COLS < 1),
+    "frame": torch.maximum(ROWS, COLS) > 2,
+    "stripes": ROWS % 2 < 1,
+}
+PAINTED = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1)}
+CAPTIONS = [(colour, shape) for colour in PAINTED for shape in DRAWN]
+MOVES = [(down, right) for down in (-1, 0, 1) for right in (-1, 0, 1)]
+
+
+def pictures_of(colour, shape):
+    """Return the shape at nine places, [9, 3, 8, 8] in 0 … 1."""
+    ink = torch.stack([DRAWN[shape].roll(move, dims=(0, 1)) for move in MOVES])
+    return ink.unsqueeze(1) * torch.tensor(PAINTED[colour]).view(3, 1, 1).float()
+
+
+def embeddings_of(captions):
+    """Return contexts [n, 2, 8]: one embedding for each word."""
+    words = [*PAINTED, *DRAWN]
+    table = torch.randn(len(words), 8, generator=make_generator("words"))
+    return torch.stack([table[[words.index(word) for word in one]] for one in captions])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dit", "rwkv"])
+def test_a_network_draws_what_its_captions_say(run, tmp_path, name):
+    """Three shapes in three colours: the picture nearest to a sample is one of its caption."""
+    (tmp_path / "drawn" / "all").mkdir(parents=True)
+    pictures, contexts = [pictures_of(*one) for one in CAPTIONS], embeddings_of(CAPTIONS)
+    for i, (images, context) in enumerate(zip(pictures, contexts, strict=True)):
+        for move, image in enumerate(images):
+            file = tmp_path / "drawn" / "all" / f"{i}_{move}.png"
+            pixels = (255 * image).byte().permute(1, 2, 0)
+            Image.fromarray(pixels.contiguous().numpy()).save(file)
+            np.save(file.with_suffix(".context.npy"), context.numpy())
+    folder = run(
+        "run", f"backbone={name}", "backbone.hidden_size=48", "backbone.depth=5",
+        "data=image_folder", f"data.path={tmp_path / 'drawn'}", "data.context=context.npy",
+        "data.held_out=0.1", "training.num_steps=250", "training.batch_size=32",
+        "training.log_every=100", "training.ema_decay=0.97", "optimizer.learning_rate=0.004",
+    )  # fmt: skip
+    restored = restore(folder, weights="ema", device="cpu", precision="fp32")
+    sampling = restored.sampling({"num_steps": 10}, {"name": "cfg", "scale": 1.5})
+    samples = generate(
+        restored.backbone, restored.objective, sampling, indices=range(72), seed=0,
+        labels=contexts.repeat_interleave(8, 0), batch_size=72,
+    )  # fmt: skip
+    far = torch.cdist(samples.flatten(1), 2 * torch.cat(pictures).flatten(1) - 1)
+    agrees = far.argmin(1) // len(MOVES) == torch.arange(72) // 8
+    assert agrees.float().mean() > 0.5, f"{agrees.float().mean():.2f}; chance is 0.11"

@@ -41,6 +41,16 @@ class Interval:
         ends = f" [{self.low:{form}}, {self.high:{form}}]" if self.n > 1 else ""
         return f"{self.mean:{form}}{ends}"
 
+    def plus_minus(self, digits: int, *, signed: bool = True) -> str:
+        """Return the mean and, of two values or more, ± half of the interval."""
+        mean = f"{self.mean:{'+' if signed else ''}.{digits}f}"
+        return f"{mean} ± {self.half:.{digits}f}" if self.n > 1 else mean
+
+    def judged(self, better: str, digits: int = 2) -> str:
+        """Return a difference by `plus_minus`; where it is settled, bold and with its verdict."""
+        text, verdict = self.plus_minus(digits), self.verdict(better)
+        return text if verdict == "not settled" else f"**{text}** {verdict}"
+
     def verdict(self, better: str) -> str:
         """Return the verdict on a difference in a metric that is better `lower` or `higher`: not
         settled if the interval holds 0, else ahead or behind."""

@@ -72,7 +72,7 @@ def table() -> str:
         fid, blocks = of["fid"], of["routed_blocks"]
         differences = [(fid["tread"] - fid[other]).dropna() for other in ("dense", "shallow")]
         cells = [f"{fid[k].mean():.2f}" for k in ("dense", "tread", "shallow")]
-        cells += [judged(each) for each in differences]
+        cells += [interval(each).judged("lower") for each in differences]
         cells += [f"{100 * blocks[k].mean():.0f} %" for k in ("dense", "tread")]
         lines.append(f"| `{row}` | {min(map(len, differences))} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -88,22 +88,13 @@ def table_of_skips() -> str:
     lines = ["| | seeds | [2, 9) | [3, 10) | difference | of the held-out loss |", "|---" * 6 + "|"]
     for row, of in [*both.groupby("row"), ("all four", both)]:
         differences = (
-            judged(of[m] - of[f"{m}_cut"], d) for m, d in (("fid", 2), ("held_out_loss", 4))
+            interval(of[m] - of[f"{m}_cut"]).judged("lower", d)
+            for m, d in (("fid", 2), ("held_out_loss", 4))
         )
         name = row if row == "all four" else f"`{row}`"
         means = f"{of.fid_cut.mean():.2f} | {of.fid.mean():.2f}"
         lines.append(f"| {name} | {len(of)} | {means} | {' | '.join(differences)} |")
     return "\n".join(lines)
-
-
-def judged(differences: pd.Series, digits: int = 2) -> str:
-    """Return a mean and half of its interval, bold where it is settled; of one pair the value."""
-    of = interval(differences)
-    if of.n < 2:
-        return f"{of.mean:+.{digits}f}"
-    text = f"{of.mean:+.{digits}f} ± {of.half:.{digits}f}"
-    verdict = of.verdict("lower")
-    return text if verdict == "not settled" else f"**{text}** {verdict}"
 
 
 def filled(text: str) -> str:

@@ -183,31 +183,17 @@ def table() -> str:
         for i, ratio in enumerate((1, cost)):
             near = runs[runs.arm == default] if i else other
             near = near[(near.steps / (steps * ratio) - 1).abs() < SAME_FLOPS]
-            differences[i] = judged((by_seed.fid - near.groupby("seed").fid.mean()).dropna())
+            apart = (by_seed.fid - near.groupby("seed").fid.mean()).dropna()
+            differences[i] = interval(apart).judged("lower") if len(apart) else ""
         network = re.search(r"backbone=(\w+?)_tiny", arm)[1]
         routed = "" if "routing=none" in arm else ", routed"
-        scores = [ranged(by_seed.fid, 2), ranged(by_seed.label_accuracy, 3)]
+        shown = (("fid", 2), ("label_accuracy", 3))
+        scores = [interval(by_seed[m]).plus_minus(n, signed=False) for m, n in shown]
         cells = [method.name, f"`{network}`{routed}", str(len(by_seed)), *scores, *differences]
         cells += ["" if math.isnan(cost) else f"{cost:.2f}"]
         cells += [f"{times[method.arms]:.2f}" if method.arms in times else ""]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def ranged(values: pd.Series, digits: int) -> str:
-    """Return a mean and half of its 95 % interval; of one value the value."""
-    of = interval(values)
-    return f"{of.mean:.{digits}f}" + (f" ± {of.half:.{digits}f}" if of.n > 1 else "")
-
-
-def judged(differences: pd.Series) -> str:
-    """Return a mean difference and half of its interval, bold where it leaves 0 out."""
-    if not len(differences):
-        return ""
-    of = interval(differences)
-    text = f"{of.mean:+.2f}" + (f" ± {of.half:.2f}" if of.n > 1 else "")
-    settled = of.verdict("lower") != "not settled"
-    return f"**{text}** {of.verdict('lower')}" if settled and of.n > 1 else text
 
 
 def filled(text: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 
 from tread_zoo.comparison.findings import direction
-from tread_zoo.comparison.intervals import Interval, differences, interval
+from tread_zoo.comparison.intervals import differences, interval
 from tread_zoo.evaluation.contribution import contribution_names
 from tread_zoo.training.log import read_scores
 
@@ -116,7 +116,7 @@ def spaces(table: pd.DataFrame, real: pd.DataFrame) -> str:
     for images, arm in both[1][["images", "arm"]].drop_duplicates().itertuples(index=False):
         apart = [differences(scored(of, "routed", images), scored(of, arm, images)) for of in both]
         if arm != "routed" and all(map(len, apart)):
-            cells = [f"{number(i := interval(a), 2)} | {i.verdict('lower')}" for a in apart]
+            cells = [f"{(i := interval(a)).plus_minus(2)} | {i.verdict('lower')}" for a in apart]
             count = min(map(len, apart))
             lines.append(f"| {images // 1000}K | {arm} | {count} | {' | '.join(cells)} |")
     lines += ["", f"| held-out images, in features of | {NAMES} |", "|---" * 5 + "|"]
@@ -164,7 +164,7 @@ def fronts(table: pd.DataFrame) -> str:
                 continue
             apart, gains = (at[1] - at[0]).dropna(), [one[1.0] - one[scale] for one in arms]
             more = (gains[0] - gains[1]).dropna()
-            last = "" if scale == 1 or not len(more) else number(interval(more), 2)
+            last = "" if scale == 1 or not len(more) else interval(more).plus_minus(2)
             lines.append(f"{place} | {' | '.join(means)} | {worded(apart)} | {last} |")
     return "\n".join(lines)
 
@@ -173,7 +173,7 @@ def worded(by: pd.Series, better: str = "lower") -> str:
     """Return an interval of differences over seeds, in a distance or what `better` says, and its
     verdict."""
     of = interval(by)
-    return f"{number(of, 2)} {of.verdict(better)}"
+    return f"{of.plus_minus(2)} {of.verdict(better)}"
 
 
 def with_spread(mean: pd.Series, spread: pd.Series) -> str:
@@ -190,13 +190,7 @@ def judged(by: pd.DataFrame, *, words: bool = True) -> str:
     cells = []
     for metric in SHOWN:
         of = interval(by[metric].dropna())
-        verdict, text = of.verdict(direction(metric) or "lower"), number(of, DIGITS[metric])
+        verdict, text = of.verdict(direction(metric) or "lower"), of.plus_minus(DIGITS[metric])
         word = f" {verdict}" if words else ""
         cells.append(text if verdict == "not settled" else f"**{text}**{word}")
     return " | ".join(cells)
-
-
-def number(of: Interval, digits: int) -> str:
-    """Return a mean and half of its interval; of one value that alone."""
-    half = f" ± {of.half:.{digits}f}" if of.n > 1 else ""
-    return f"{of.mean:+.{digits}f}{half}"
