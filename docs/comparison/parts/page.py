@@ -53,6 +53,7 @@ class Method:
 FLOW = "sampler=euler sampler.num_steps=25 guidance=cfg guidance.scale=2"
 MEAN = "objective=mean_flow objective.equal_fraction=0.5 objective.guidance_scale=2 sampler=mean"
 WINDOWS = "backbone.pattern=[{name:attention,window:2,repeat:3},{name:attention}]"
+CONTEXTS = "data=image_folder data.path=digits_contexts data.channels=1 data.context=context.npy"
 SHORT = "backbone.short_conv=true"
 METHODS = [
     *(
@@ -92,6 +93,9 @@ METHODS = [
     ),
     Method("a decay per channel", "backbone=gated_deltanet_tiny", "backbone.per_channel=true"),
     Method("KDA, less gated_deltanet", "", "backbone=kda_tiny", "backbone=gated_deltanet_tiny"),
+    Method("label as tokens, too", "backbone=lightning_dit_tiny", "backbone.num_class_tokens=4"),
+    Method("cross-attention", f"backbone=dit_tiny {CONTEXTS}",
+           "backbone.context_as=cross_attention"),
     Method("published start", "backbone=rwkv7_tiny", "backbone.published_init=true"),
     Method("bypassed=zero, less dense", "backbone=dit_tiny routing.rejoin=project",
            "routing.bypassed=zero"),
@@ -124,7 +128,7 @@ def collect(folders: Iterable[Path]) -> None:
         for arm, given in wanted.items():
             if all(own.get(key) == value for key, value in given.items()):
                 of = (arm, config["training"]["num_steps"], config["seed"], run.parts[-3])
-                rows.append((*of, flops_of(arm), *(values[metric] for metric in METRICS)))
+                rows.append((*of, flops_of(arm), *(values.get(metric) for metric in METRICS)))
     keys = ["arm", "steps", "seed", "study"]
     _merge(HERE / "runs.csv", pd.DataFrame(rows, columns=[*keys, "flops", *METRICS]), keys)
 
@@ -188,7 +192,10 @@ def table() -> str:
         network = re.search(r"backbone=(\w+?)_tiny", arm)[1]
         routed = "" if "routing=none" in arm else ", routed"
         shown = (("fid", 2), ("label_accuracy", 3))
-        scores = [interval(by_seed[m]).plus_minus(n, signed=False) for m, n in shown]
+        scores = [
+            "" if by_seed[m].isna().all() else interval(by_seed[m]).plus_minus(n, signed=False)
+            for m, n in shown
+        ]
         cells = [method.name, f"`{network}`{routed}", str(len(by_seed)), *scores, *differences]
         cells += ["" if math.isnan(cost) else f"{cost:.2f}"]
         cells += [f"{times[method.arms]:.2f}" if method.arms in times else ""]
