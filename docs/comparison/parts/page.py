@@ -81,7 +81,7 @@ METHODS = [
            "backbone.pattern=attention:1"),
     *(
         Method("registers", f"backbone={row}", "backbone.num_registers=4")
-        for row in ("dit_tiny", "gated_deltanet_tiny", "mamba_tiny")
+        for row in ("dit_tiny", "gated_deltanet_tiny", "mamba_tiny routing.start=3 routing.end=10")
     ),
     *(
         Method("short convolutions", f"backbone={row}", SHORT)
