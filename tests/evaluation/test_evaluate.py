@@ -71,6 +71,9 @@ def test_the_record_is_json_and_has_the_protocol(record):
     text = "\n".join(describe_record(record))
     assert "label_accuracy" in text
     assert "2 evaluations" in text
+    assert "real" in text.splitlines()[0]
+    against_held_out = describe_record(record | {"real": {}})
+    assert "real" not in against_held_out[0], "a column without a value"
 
 
 def test_samples_are_kept_where_asked_and_never_mixed(tiny, samples, tmp_path):

@@ -249,8 +249,10 @@ def score_names(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def describe_record(record: Mapping[str, Any]) -> list[str]:
-    """Return a record as lines of text: each value beside that of real images."""
-    lines = [f"{'':14s} {'samples':>10s} {'real':>10s}"] if record["values"] else []
+    """Return a record as lines of text: each value beside that of real images, where they have
+    one."""
+    heading = f"{'':14s} {'samples':>10s} {'real' if record['real'] else '':>10s}".rstrip()
+    lines = [heading] if record["values"] else []
     for name, value in record["values"].items():
         real = f"{record['real'][name]:10.4f}" if name in record["real"] else ""
         lines.append(f"{name:14s} {value:10.4f} {real}".rstrip())
