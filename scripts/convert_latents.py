@@ -27,17 +27,23 @@ def maskdit(path: Path, mirrored: bool) -> Iterator[Item]:
 
     folder = path if (path / "data.mdb").exists() else path / "train"
     with lmdb.open(str(folder), readonly=True, lock=False).begin() as reader:
-        length = int(reader.get(b"length"))
+
+        def value(key: bytes) -> bytes:
+            found = reader.get(key)
+            if found is None:
+                raise ValueError(f"{folder} has no {key.decode()}: it is not MaskDiT's")
+            return found
 
         def read(index: int) -> Tensor:
-            values = torch.frombuffer(bytearray(reader.get(b"z-%d" % index)), dtype=torch.float32)
+            values = torch.frombuffer(bytearray(value(b"z-%d" % index)), dtype=torch.float32)
             side = int((len(values) // 8) ** 0.5)
             return values.view(8, side, side)
 
+        length = int(value(b"length"))
         count = length // 2 if mirrored else length
         for index in range(count):
             copies = [read(index), read(index + count)] if mirrored else [read(index)]
-            yield torch.stack(copies), int(reader.get(b"y-%d" % index))
+            yield torch.stack(copies), int(value(b"y-%d" % index))
 
 
 def lightningdit(path: Path, mirrored: bool) -> Iterator[Item]:

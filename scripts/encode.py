@@ -48,8 +48,11 @@ def main(settings: dict[str, Any]) -> None:
             logger.info("%-9s %s %s, sha256 %s…", "vae", vae.kind, vae.name, vae.sha256[:12])
         if features is not None:
             logger.info("%-9s %s", "features", features[0])
-    place = {"precision": precision, "rank": rank, "num_ranks": num_ranks}
-    if encode(data, vae, Path(config.out), config, features=features, **place):
+    done = encode(
+        data, vae, Path(config.out), config, features=features,
+        precision=precision, rank=rank, num_ranks=num_ranks,
+    )  # fmt: skip
+    if done:
         source = "table" if vae is None else "latents"
         logger.info("%-9s data=%s data.path=%s", "done", source, config.out)
 

@@ -26,7 +26,7 @@ from tread_zoo.evaluation.evaluate import (
     evaluate_images,
 )
 from tread_zoo.evaluation.protocol import Protocol
-from tread_zoo.evaluation.score import process_group
+from tread_zoo.evaluation.score import distributed
 from tread_zoo.fields import check
 from tread_zoo.kernels import set_forms
 from tread_zoo.registry import create
@@ -42,7 +42,7 @@ def main(settings: dict[str, Any]) -> None:
     set_forms(config.kernels)
     if config.out is not None:
         Path(config.out).expanduser().parent.mkdir(parents=True, exist_ok=True)
-    with process_group(resolve_device(config.device)) as is_main:
+    with distributed(resolve_device(config.device)) as is_main:
         record, name = _score_run(config) if config.samples is None else _score_images(config)
     if not is_main:
         return
@@ -56,6 +56,7 @@ def main(settings: dict[str, Any]) -> None:
 
 def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
     """Return the record of a checkpoint's samples, and the name of its file."""
+    assert config.checkpoint is not None
     run = restore(
         config.checkpoint, weights=config.weights, device=config.device, precision=config.precision
     )
@@ -75,6 +76,7 @@ def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
 
 def _score_images(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
     """Return the record of images that are there, and the name of its file."""
+    assert config.samples is not None
     device = resolve_device(config.device)
     data = create("data", config.data) if config.data else None
     if data is not None:

@@ -7,8 +7,9 @@ tread-zoo import export=true format=sit in=runs/sit_xl_2 out=SiT-XL-2.pt
 
 import logging
 from dataclasses import asdict
+from typing import Any
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import ConfigDict, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from tread_zoo.cli import command
@@ -18,10 +19,11 @@ from tread_zoo.fields import OPTIONS, check
 logger = logging.getLogger(__name__)
 
 
-NAMES = {"alias_generator": lambda name: name.rstrip("_")}  # `in` is a word of Python's
+# `in` is a word of Python's
+NAMED: ConfigDict = {**OPTIONS, "alias_generator": lambda name: name.rstrip("_")}
 
 
-@dataclass(frozen=True, kw_only=True, config={**OPTIONS, **NAMES})
+@dataclass(frozen=True, kw_only=True, config=NAMED)
 class ImportConfig:
     """What tread-zoo import converts.
 
@@ -50,7 +52,7 @@ class ImportConfig:
 
 
 @command("import_checkpoint", ImportConfig)
-def main(settings: dict) -> None:
+def main(settings: dict[str, Any]) -> None:
     from tread_zoo.published import export_checkpoint, import_checkpoint
 
     settings = asdict(check(ImportConfig, settings))

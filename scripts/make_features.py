@@ -13,6 +13,7 @@ batch_size=64 'layers=[[32,1,false],[64,1,true],[64,0,false]]'
 import logging
 import math
 from pathlib import Path
+from typing import Any
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
@@ -50,7 +51,7 @@ class FeaturesConfig:
 
 
 @command("make_features", FeaturesConfig)
-def main(settings: dict) -> None:
+def main(settings: dict[str, Any]) -> None:
     import torch
     import torch.nn.functional as F
 

@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 from tread_zoo.cli import command
 from tread_zoo.config import EvaluationConfig, part_type
 from tread_zoo.evaluation.evaluate import make_evaluation
-from tread_zoo.evaluation.score import extract, process_group, write_statistics
+from tread_zoo.evaluation.score import distributed, extract, write_statistics
 from tread_zoo.fields import OPTIONS, check
 from tread_zoo.registry import create
 from tread_zoo.runtime import resolve_device
@@ -54,7 +54,7 @@ def main(settings: dict[str, Any]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     data = create("data", config.data)
     options = replace(config.evaluation, metrics=({"name": "kid"},))  # which any features allow
-    with process_group(device) as is_main:  # first, for it gives each process its own GPU
+    with distributed(device) as is_main:  # first, for it gives each process its own GPU
         data.codec.prepare(device)
         evaluation = make_evaluation(options, data, device=device)
         extractor, images = evaluation.extractor, evaluation.reference.images

@@ -28,6 +28,7 @@ from pydantic.dataclasses import dataclass
 from tread_zoo.cli import command
 from tread_zoo.config import CheckpointConfig
 from tread_zoo.data import Codec
+from tread_zoo.data.latents import LatentCodec
 from tread_zoo.diffusion import generate
 from tread_zoo.diffusion.conditions import (
     Conditions,
@@ -82,19 +83,19 @@ def main(settings: dict[str, Any]) -> None:
     run = restore(
         config.checkpoint, weights=config.weights, device=config.device, precision=config.precision
     )
-    if config.label is not None:
-        config = replace(config, label=class_number(config.label, run.class_names))
+    label = None if config.label is None else class_number(config.label, run.class_names)
+    config = replace(config, label=label)
     sampling = run.sampling(config.sampler, config.guidance)
     weak = run.weak(sampling)
     codec, device = run.codec(config.vae), next(run.backbone.parameters()).device
     codec.prepare(device)
     record = sampling_record(run.backbone, run.objective, sampling, weak=weak)
     indices = range(config.first_index, config.first_index + config.num_images)
-    labels = _conditions(run, config).of(indices)
-    if config.label is not None:
-        labels = torch.full((len(indices),), config.label)
+    labels = _conditions(run, config.contexts, label).of(indices)
+    if label is not None:
+        labels = torch.full((len(indices),), label)
         if run.class_names:
-            logger.info("label %d is the class %s", config.label, run.class_names[config.label])
+            logger.info("label %d is the class %s", label, run.class_names[label])
     folder = _open_folder(run, codec, config, record)
     place, words = describe_device(device), describe_sampling(record)
     logger.info("%s, step %d, on %s; %s", run.backbone.name, run.checkpoint.step, place, words)
@@ -103,7 +104,7 @@ def main(settings: dict[str, Any]) -> None:
         batch_size=config.batch_size, precision=run.precision, weak=weak,
     )  # fmt: skip
     labels = labels if run.backbone.num_classes else None
-    if not codec.has_pixels:
+    if isinstance(codec, LatentCodec) and not codec.has_pixels:
         folder.save_latents(indices, codec.to_latents(x), labels)
         logger.info("%d latents %s: latents.npz in %s", len(x), list(x.shape[1:]), folder.path)
         return
@@ -137,20 +138,19 @@ def _open_folder(
     return SampleFolder(out, made_with, facts, overwrite=config.overwrite)
 
 
-def _conditions(run: Restored, config: SampleConfig) -> Conditions:
+def _conditions(run: Restored, contexts: str | None, label: int | None) -> Conditions:
     """Return the labels, or the contexts of a file or of the data that the run was trained on."""
-    if config.contexts is not None:
-        return contexts_in(config.contexts, run.backbone)
+    if contexts is not None:
+        return contexts_in(contexts, run.backbone)
     if not run.backbone.context_size:
-        if config.label is not None and config.label >= run.backbone.num_classes:
+        if label is not None and label >= run.backbone.num_classes:
             raise ValueError(
-                f"label={config.label}: this network has the classes 0 … "
-                f"{run.backbone.num_classes - 1}."
+                f"label={label}: this network has the classes 0 … {run.backbone.num_classes - 1}."
             )
         return label_conditions(run.backbone)
-    if config.label is not None:
+    if label is not None:
         raise ValueError(
-            f"label={config.label}, but {run.backbone.name} was trained with contexts; give "
+            f"label={label}, but {run.backbone.name} was trained with contexts; give "
             "contexts=FILE.npy."
         )
     return conditions_of(run.backbone, run.data({}))

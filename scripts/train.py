@@ -11,13 +11,14 @@ from tread_zoo.training.signals import requeue_from_the_start
 requeue_from_the_start()  # the imports below take their time
 
 import gc  # noqa: E402
+from typing import Any  # noqa: E402
 
 from tread_zoo.cli import command  # noqa: E402
 from tread_zoo.config import RunConfig, check_fields  # noqa: E402
 
 
 @command("train", RunConfig)
-def main(settings: dict) -> None:
+def main(settings: dict[str, Any]) -> None:
     check_fields(settings)  # before torch is imported, which takes seconds
     gc.disable()  # it would search all that is imported for garbage, again and again
     from tread_zoo.training.loop import train

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from scripts.convert_latents import maskdit
 from tests.data.tables import Stub, image_data, write_latents
 from tests.data.vaes import save_vaes
 from tests.processes import run_python
@@ -282,6 +283,13 @@ def test_latents_of_other_projects_become_a_table(tmp_path, write, channels, con
         torch.testing.assert_close(data.codec.to_latents(x), z)
     with pytest.raises(ValueError, match="normalization=scale"):
         latents(str(tmp_path / "out"), normalization="scale")
+
+
+def test_a_database_of_something_else_is_no_latents(tmp_path):
+    lmdb = pytest.importorskip("lmdb", reason="lmdb is not installed")
+    lmdb.open(str(tmp_path / "train")).close()
+    with pytest.raises(ValueError, match="length"):
+        list(maskdit(tmp_path, mirrored=False))
 
 
 def test_ones_own_latents_become_a_table(tmp_path):

@@ -170,9 +170,9 @@ import json, sys
 from pathlib import Path
 import torch
 from tests.evaluation.tiny import Tiny
-from tread_zoo.evaluation.score import process_group
+from tread_zoo.evaluation.score import distributed
 folder = Path(sys.argv[1])
-with process_group(torch.device("cpu")) as is_main:
+with distributed(torch.device("cpu")) as is_main:
     import torch.distributed as dist
     (folder / f"{dist.get_rank()}").mkdir()
     record = Tiny(folder / f"{dist.get_rank()}").score(num_images=33, batch_size=8)

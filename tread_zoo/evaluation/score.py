@@ -359,7 +359,7 @@ def _too_few(metric: Metric, extractor: Extractor, count: int, name: str) -> str
 
 
 @contextmanager
-def process_group(device: torch.device) -> Iterator[bool]:
+def distributed(device: torch.device) -> Iterator[bool]:
     """Connect the processes of a launcher, if there are several; yield whether this is rank 0."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield True
