@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data.published_files import FASHION_MNIST
 from tests.small_run import full_settings
 from tread_zoo import registry
 from tread_zoo.evaluation import score
@@ -25,7 +26,6 @@ from tread_zoo.training.signals import Stopped
 
 ROOT = Path(__file__).parents[1]
 FIGURES = Path(__file__).with_name("golden.json")
-FASHION_MNIST = ROOT.parent / "shared" / "data" / "fashion_mnist.npz"
 RUNS = {
     "mamba": ["backbone=mamba"],
     "dit_edm_dense": ["backbone=dit", "routing=none", "objective=edm", "sampler=heun"],
@@ -119,7 +119,7 @@ def test_scores_of_real_digits():
         close(value, golden[metric], 1e-5)
 
 
-@pytest.mark.skipif(not FASHION_MNIST.exists(), reason="shared/data/fashion_mnist.npz is absent")
+@pytest.mark.skipif(not FASHION_MNIST.exists(), reason=f"{FASHION_MNIST} is absent")
 def test_scores_of_real_clothes():
     golden = json.loads(FIGURES.read_text())["real_clothes"]
     for metric, value in score_clothes().items():

@@ -7,6 +7,7 @@ import huggingface_hub
 import pytest
 import torch
 
+from tests.data.published_files import FASHION_MNIST
 from tests.test_contract import SMALL
 from tread_zoo import (
     create_backbone,
@@ -71,16 +72,15 @@ def test_a_saved_network_computes_the_same(tmp_path, case):
 
 ROOT = Path(__file__).parents[1]
 COMMITTED = sorted((ROOT / "examples" / "checkpoints").iterdir())
-CLOTHES = ROOT.parent / "shared" / "data" / "fashion_mnist.npz"
 
 
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: folder.name)
 def test_a_committed_network_has_learnt_its_images(folder):
     backbone, of_clothes = load_pretrained(folder), folder.name.endswith("_fashion_mnist")
     assert (folder / "model.safetensors").stat().st_size <= 2**20 * (4 if of_clothes else 1)
-    if of_clothes and not CLOTHES.exists():
-        pytest.skip("shared/data/fashion_mnist.npz is absent")
-    data = npz(str(CLOTHES), pad_to=32) if of_clothes else digits()
+    if of_clothes and not FASHION_MNIST.exists():
+        pytest.skip(f"{FASHION_MNIST} is absent")
+    data = npz(str(FASHION_MNIST), pad_to=32) if of_clothes else digits()
     loss, _ = held_out_loss(backbone, FlowMatching(), data, seed=0, precision="fp32")
     assert loss < (0.25 if of_clothes else 0.5)  # of an untrained one: 1.6
 

@@ -3,11 +3,13 @@
 import hashlib
 import pickle
 import struct
+from pathlib import Path
 
 import numpy as np
 from torchvision.datasets import CIFAR10
 
 NAMES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+FASHION_MNIST = Path(__file__).parents[3] / "shared" / "data" / "fashion_mnist.npz"  # the real one
 
 
 def write_fashion_mnist(folder):
