@@ -1,4 +1,5 @@
-"""The Python of the pages and the notebooks runs, and a study's tables are of its records."""
+"""The Python of the pages and the notebooks runs, a study's tables are of its records, and the
+built site has nothing that a reader stumbles over."""
 
 import itertools
 import re
@@ -12,6 +13,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tests.built_site import find_faults
+from tests.processes import run_python
 from tread_zoo import __version__
 
 ROOT = Path(__file__).parents[1]
@@ -104,6 +107,49 @@ def test_a_notebook_opens_in_colab_with_this_version(name):
     html = hook((ROOT / "docs/notebooks.md").read_text(), page, config)
     assert f"(https://colab.research.google.com/github/someone/zoo/blob/main/{path})" in html
     assert f"%pip install -q tread_zoo=={__version__}\\n" in (ROOT / path).read_text()
+
+
+FAULTS = {
+    "markdown": [
+        "<p>see [the guide](guide.md</p>", "<p>[the guide][guide]</p>", "<p>a **bold word</p>",
+        "<p>an `option</p>", "<p>&lt;!-- a note --></p>", "<p>Two:\n- one\n- two</p>",
+        "<p>| a | b |\n| --- | --- |</p>",
+    ],
+    "link": ['<a href="nowhere/">a</a>', '<a href="#nothing">a</a>', '<img src="no.png">'],
+    "menu": [f'<a class="md-nav__link"><span>{name}</span></a>' for name in ("None", "Table", "")],
+    "signature": [
+        f'<div class="doc-signature"><pre><code>{text}</code></pre></div>'
+        for text in (
+            "f(a: int, ...)", "f(a: int, …)", "f(a: int = ...)", "f(a: int, b", "f(a: int) b: int",
+            "f(" + ", ".join(f"argument_{i}: int" for i in range(6)) + ")", "a: int = ...",
+        )
+    ],
+}  # fmt: skip
+SOUND = """
+<p id="here"><a href="#here">This</a>, <a href="page.html#here">that</a>, <code>**b](</code></p>
+<label class="md-nav__link">Start</label>
+<div class="doc-signature"><pre><code>a.f(
+    b: tuple[int, ...], *, c: Callable[..., int] | None = None
+) -> "int"</code></pre></div>
+"""
+
+
+@pytest.mark.parametrize(("kind", "html"), [(k, each) for k in FAULTS for each in FAULTS[k]])
+def test_a_planted_fault_of_the_site_is_found(tmp_path, kind, html):
+    (tmp_path / "page.html").write_text(SOUND)
+    assert find_faults(tmp_path) == []
+    (tmp_path / "page.html").write_text(SOUND + html)
+    assert {fault[:2] for fault in find_faults(tmp_path)} == {("page.html", kind)}
+
+
+@pytest.mark.slow
+def test_the_built_site_has_no_such_fault(tmp_path):
+    for name in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(name, reason="pip install -e .[docs] builds the site")
+    built = run_python("-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path, cwd=ROOT)
+    assert built.returncode == 0, built.stderr
+    assert 'class="doc-signature' in (tmp_path / "reference/tread_zoo/index.html").read_text()
+    assert find_faults(tmp_path) == []
 
 
 @pytest.mark.slow

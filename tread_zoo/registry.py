@@ -175,7 +175,7 @@ def register(
 
     Raises:
         ValueError: an unknown kind or key of `metadata`; a name that is taken or is not an
-            identifier; a preset that is not an option; or a target that takes **keywords.
+            identifier; a preset that is not an option; or a target that takes `**keywords`.
     """
     if kind not in KINDS:
         raise unknown_name("kind", kind, KINDS)

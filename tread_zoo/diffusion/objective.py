@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tread_zoo.diffusion.grids import TimeGrid
+from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
 from tread_zoo.seeding import Generator
 
 # (x [B,C,H,W], noise label [B] of order 1) -> [B,C_out,H,W]; condition and routes are bound.
@@ -75,7 +75,7 @@ class Objective(Protocol):
     def noise(self, level: Tensor) -> Tensor:
         """Return the factor of the noise in x_t at `level`, of the same shape."""
 
-    def levels(self, num_steps: int, grid: TimeGrid = ...) -> Tensor:
+    def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:
         """Return the float64 levels [num_steps + 1], which fall strictly and end at exactly 0.
 
         Raises:
