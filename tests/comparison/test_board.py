@@ -74,9 +74,9 @@ def entry(runs, value):
 
 
 def test_three_runs_beyond_doubt_are_an_entry_and_a_lucky_one_is_none():
-    good = ([0.9, 0.981], [0.9, 0.979], [0.9, 0.98])
+    good = ([0.9, 0.981, 0.982], [0.9, 0.979, 0.98], [0.9, 0.98, 0.981])
     check_row("label_accuracy", 0.97, entry(3, 0.98), *records(*good))
-    lucky, plain = [0.9, 0.999], [0.9, 0.969]
+    lucky, plain = [0.9, 0.999, 0.999], [0.9, 0.969, 0.969]
     for few in ([lucky], [lucky, lucky], [lucky, plain, plain]):
         with pytest.raises(AssertionError, match="not met"):
             check_row("label_accuracy", 0.97, entry(len(few), 0.98), *records(*few))

@@ -83,11 +83,26 @@ def test_a_lucky_single_run_meets_no_goal():
 
 
 def test_three_runs_meet_a_goal_where_their_mean_does_beyond_doubt():
-    runs = [0.9, 0.972, 0.98], [0.9, 0.968, 0.981], [0.9, 0.974, 0.979]  # 200: above, not surely
-    assert spent_until(scores(*runs), 0.97, "higher").step.unique() == [300]
-    table = scores(*runs)
+    runs = [0.9, 0.972, 0.98, 0.98], [0.9, 0.968, 0.981, 0.98], [0.9, 0.974, 0.979, 0.979]
+    table = scores(*runs)  # at 200 above, not surely
+    assert spent_until(table, 0.97, "higher").step.unique() == [300]
+    assert spent_until(table[table.step < 400], 0.97, "higher") is None, "not confirmed"
+    only = table[table.step == 300]
+    assert spent_until(only, 0.97, "higher").step.unique() == [300], "a single look"
     lower = spent_until(table.assign(value=-table.value), -0.97, "lower")
     assert lower.step.unique() == [300]
+
+
+@pytest.mark.parametrize("lasting", [0, 0.5, 0.9])
+def test_ten_looks_let_a_planted_null_in_about_as_seldom_as_one(lasting):
+    """Runs whose mean stays at the goal, where a single look errs most. `lasting` is the part of
+    their variance that a run keeps from score to score."""
+    generator, entered = np.random.default_rng(0), []
+    for _ in range(200):
+        own = generator.normal(0, lasting**0.5, (3, 1))
+        runs = own + generator.normal(0, (1 - lasting) ** 0.5, (3, 10))
+        entered.append(spent_until(scores(*runs), 0.0, "higher") is not None)
+    assert np.mean(entered) < 0.1
 
 
 @pytest.mark.parametrize("better", ["lower", "higher"])
