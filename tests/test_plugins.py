@@ -3,10 +3,12 @@
 import csv
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
+from tests.data.tables import write_features
 from tests.processes import run_python
 
 ROOT = Path(__file__).parents[1]
@@ -87,3 +89,36 @@ def test_a_yaml_of_ones_own_names_the_plug_in(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "name: sign_sgd" in done.stdout
     assert "seed: 3" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """A folder with the parts of docs/extending.md in one file."""
+    folder = tmp_path_factory.mktemp("page")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.S)
+    parts = [block for block in blocks if "@register" in block]
+    assert len(parts) == 5
+    (folder / "mine.py").write_text("\n".join(parts))
+    return folder
+
+
+def test_the_parts_of_the_page_train_from_the_current_folder(page):
+    done = run(
+        "train.py", "plugins=[mine]", "data=bars", "objective=cosine", "guidance=unlabelled",
+        "backbone=dit", *SMALL, "evaluation.num_images=4", "evaluation.metrics=[]", "run_dir=run",
+        plugin=False, cwd=page,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    logged = {name for row in numbers(page / "run") for name in row}
+    assert {"largest", "held_out_loss"} <= logged
+
+
+def test_the_objective_and_the_alignment_of_the_page_train_in_half_precision(page):
+    done = run(
+        "train.py", "plugins=[mine]", "data=table", f"data.path={write_features(page)}",
+        "objective=cosine", "alignment=pooled", "alignment.block=0", "backbone=dit", *SMALL,
+        "training.precision=bf16", "evaluation.num_images=4", "evaluation.metrics=[]",
+        "run_dir=aligned", plugin=False, cwd=page,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert any("alignment_loss" in row for row in numbers(page / "aligned"))

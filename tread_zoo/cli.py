@@ -67,6 +67,7 @@ def command(
         @functools.wraps(run)
         def main() -> None:
             words, traceback = sys.argv[1:], os.environ.get("HYDRA_FULL_ERROR") == "1"
+            sys.path.append(os.getcwd())  # where a plug-in may lie
 
             def job(composed: DictConfig) -> None:
                 remedy = "; continue with resume=latest" if name == "train" else ""

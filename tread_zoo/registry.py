@@ -273,8 +273,8 @@ def load_plugins(modules: Sequence[str]) -> None:
             importlib.import_module(module)
         except ImportError as error:
             raise ValueError(
-                f"plugins=[{module}] cannot be imported: {error}. It must be an importable module: "
-                "install it, or put its folder on PYTHONPATH."
+                f"plugins=[{module}] cannot be imported: {error}. Call from its folder, put "
+                "that on PYTHONPATH, or install it."
             ) from error
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
-from tread_zoo.seeding import Generator
+from tread_zoo.seeding import ImageGenerator
 
 # (x [B,C,H,W], noise label [B] of order 1) -> [B,C_out,H,W]; condition and routes are bound.
 # Keywords are `r` [B], as of a backbone, and y=None for the prediction without a condition.
@@ -55,8 +55,8 @@ class Objective(Protocol):
     def initial_std(self) -> float:
         """Standard deviation of the noise that sampling starts from, at `levels(n)[0]`."""
 
-    def draw(self, shape: Sequence[int], generator: Generator) -> Draw:
-        """Draw the levels, then the noise, of a batch of `shape` [B,C,H,W]: float32, on the
+    def draw(self, shape: Sequence[int], generator: ImageGenerator) -> Draw:
+        """Draw the levels and the noise of a batch of `shape` [B,C,H,W]: float32, on the
         generator's device."""
 
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:

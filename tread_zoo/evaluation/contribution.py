@@ -22,7 +22,7 @@ from tread_zoo.diffusion.objective import Draw
 from tread_zoo.evaluation.held_out import stack_part
 from tread_zoo.routing import Routing
 from tread_zoo.runtime import autocast
-from tread_zoo.seeding import make_generator, make_image_generator
+from tread_zoo.seeding import make_generator, make_image_generator, per_image_generator
 
 NUM_IMAGES = 64
 QUANTILES = (0.2, 0.5, 0.8)
@@ -77,8 +77,12 @@ def contributions(
         batch_size: rows per batch; an image has a row for each level.
     """
     generator = make_generator("worth")
-    levels = objective.draw((100_000, 1, 1, 1), generator).level.quantile(torch.tensor(QUANTILES))
-    noise = objective.draw(x.shape, generator).noise.to(x.device)
+
+    def draw(*shape: int) -> Draw:
+        return objective.draw(shape, per_image_generator(generator, shape[0]))
+
+    levels = draw(100_000, 1, 1, 1).level.quantile(torch.tensor(QUANTILES))
+    noise = draw(*x.shape).noise.to(x.device)
     left_out = [[i] for i in range(backbone.num_blocks)] + [list(range(*span)) for span in ranges]
     squares = torch.zeros(1 + len(left_out), len(x) * len(levels), dtype=torch.float64)
     rows = torch.arange(squares.shape[1])

@@ -47,7 +47,12 @@ from tread_zoo.runtime import (
     resolve_precision,
     set_float32_products,
 )
-from tread_zoo.seeding import Generator, ImageGenerator, make_generator, make_image_generator
+from tread_zoo.seeding import (
+    ImageGenerator,
+    make_generator,
+    make_image_generator,
+    per_image_generator,
+)
 from tread_zoo.training.log import Log, is_due
 from tread_zoo.training.meters import Window, timed
 from tread_zoo.training.saving import save_snapshot, save_state
@@ -414,7 +419,9 @@ def draw_step(
     return x, y, draw, routes, target
 
 
-def _draw_noise(setup: Setup, shape: Sequence[int], generator: Callable[[str], Generator]) -> Draw:
+def _draw_noise(
+    setup: Setup, shape: Sequence[int], generator: Callable[[str], ImageGenerator]
+) -> Draw:
     """Return the objective's draw for images of `shape`, by generators of two purposes."""
     draw = setup.objective.draw(shape, generator("noise"))
     if getattr(setup.objective, "second_level", 0):
@@ -469,7 +476,8 @@ class _CountedLoss:
     ) -> Tensor:
         projector = without_data(self.setup.projector) if self.aligned else None  # type: ignore[type-var]
         setup = replace(self.setup, backbone=network, projector=projector)
-        draw = _draw_noise(setup, x.shape, lambda purpose: make_generator("flops", 0)).to("meta")
+        generator = per_image_generator(make_generator("flops", 0), len(x))
+        draw = _draw_noise(setup, x.shape, lambda purpose: generator).to("meta")
         taught = self.aligned and setup.is_self_taught
         stored = self.aligned and not taught
         features = x.new_empty(len(x), *setup.data.features[1:]) if stored else None  # type: ignore[index]
