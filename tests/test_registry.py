@@ -9,6 +9,7 @@ from pydantic import Field, PositiveInt
 
 from tests.processes import run_python
 from tread_zoo import available, create, create_backbone, list_backbones, register, registry
+from tread_zoo.config import make_config
 from tread_zoo.registry import KINDS, check_plugins, complete, get_entry
 
 # Trackers need their packages, and guidance=parts something that the weak prediction lacks.
@@ -83,6 +84,16 @@ def test_options_are_held_to_their_annotations(options, words):
         create("selector", "every", **options)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_sampler_has_no_field_that_every_sampler_has():
+    @dataclass(frozen=True)
+    class Own:
+        num_steps: int = 5
+
+    register("sampler", "own")(Own)
+    with pytest.raises(ValueError, match="default_num_steps"):
+        make_config(sampler={"name": "own", "num_steps": 3})
 
 
 def test_what_cannot_be_registered():

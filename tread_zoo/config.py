@@ -180,6 +180,11 @@ def complete_sampler(part: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return `{"name": …, "num_steps": …, "grid": …, "shift": …, "rho": …, option: …}`, checked."""
     name, options = split("sampler", part)
     entry = get_entry("sampler", name)
+    if taken := entry.parameters().keys() & set(GRID_FIELDS):
+        raise ValueError(
+            f"sampler={name} has a field {', '.join(sorted(taken))}, which is a setting of every "
+            "sampler: rename it; its default of sampler.num_steps is the class's default_num_steps."
+        )
     names = (*GRID_FIELDS, *entry.parameters())
     for option in options:
         if option not in names:

@@ -70,7 +70,7 @@ def check_pixels_reach_each_other(probe: Probe) -> None:
     one_way = (reached & ~reached.T).nonzero()
     assert not len(one_way), (
         f"token {places[one_way[0][1]]} reaches token {places[one_way[0][0]]}, which does not "
-        "reach it: is one direction of the scan missing?"
+        "reach it; a scan or a causal convolution must also run backwards, in some block"
     )
 
 
