@@ -15,7 +15,8 @@ import pytest
 
 from tests.built_site import find_faults
 from tests.processes import run_python
-from tread_zoo import __version__
+from tread_zoo import __version__, create_backbone
+from tread_zoo.evaluation.flops import count_flops, training_flops
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,6 +25,24 @@ def test_the_block_loop_of_the_concepts_page_gives_what_the_backbone_gives():
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/concepts.md").read_text(), re.S)
     exec(code, names := {})  # it ends with an assertion
     assert names["out"].std() > 0
+
+
+@pytest.mark.slow
+def test_the_flops_of_routed_runs_are_those_that_are_counted():
+    page = (ROOT / "docs/routing.md").read_text()
+    table = re.search(r"\| `routing\.…` \|(.*)\n\|[-|]*\n((?:\|.*\n)*)", page)
+    names = table[1].replace("`", "").replace("|", " ").split()
+    sizes = {"input_size": 32, "in_channels": 4, "num_classes": 1000}
+    backbones = [create_backbone(f"{name}_tiny", **sizes) for name in names]
+    dense = [count_flops(backbone, backward=True) for backbone in backbones]
+    rows = [row for row in table[2].splitlines() if "schedule=" not in row]  # these have 17 rates
+    for row in rows:
+        words, *given = row.strip("| ").split(" | ")
+        options = dict(word.split("=") for word in words.strip("`").split())
+        options = {k: v if v.isalpha() else float(v) for k, v in options.items()}
+        for backbone, whole, share in zip(backbones, dense, given, strict=True):
+            routed = training_flops(backbone, backbone.build_routing(**options), 10_000)
+            assert f"{routed / whole:.3f}" == share, (words, backbone.name)
 
 
 PAYS = ROOT / "docs/comparison/where_routing_pays"
