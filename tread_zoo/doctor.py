@@ -150,7 +150,7 @@ def list_sizes(pattern: str, input_size: int, in_channels: int, num_classes: int
     """Return a table of the matching backbones: parameters, FLOPs of a forward pass, dense and
     routed at rate 0.5, tokens, blocks, default route and selector. No network is run."""
     columns = ("M params", "GFLOPs", "routed", "tokens", "blocks", "route")
-    lines = [f"{'backbone':18s}" + "".join(f"{c:>9s}" for c in columns) + "  selector"]
+    lines = [f"{'backbone':25s}" + "".join(f"{c:>9s}" for c in columns) + "  selector"]
     sizes = {"input_size": input_size, "in_channels": in_channels, "num_classes": num_classes}
     for name in list_backbones(pattern):
         with torch.device("meta"):
@@ -161,7 +161,7 @@ def list_sizes(pattern: str, input_size: int, in_channels: int, num_classes: int
         millions = sum(p.numel() for p in network.parameters()) / 1e6
         (plan,) = routing.plans
         lines.append(
-            f"{name:18s}{millions:9.2f}{dense / 1e9:9.3f}{routed / 1e9:9.3f}{network.num_tokens:9d}"
+            f"{name:25s}{millions:9.2f}{dense / 1e9:9.3f}{routed / 1e9:9.3f}{network.num_tokens:9d}"
             f"{network.num_blocks:9d}{f'{plan.start}:{plan.end}':>9s}  {network.default_selector}"
         )
     return lines
