@@ -1,9 +1,9 @@
-"""Draw the figure and fill in the tables of this page, from its .csv files.
+"""Draw the figures and fill in the tables of this page, and README's table, from .csv files.
 
 python docs/comparison/where_routing_pays/page.py               # from those that are here
 python docs/comparison/where_routing_pays/page.py comparisons   # read them off the runs first
 
-A table stands between `<!-- name -->` and `<!-- end -->` in README.md.
+A table stands between `<!-- name -->` and `<!-- end -->`.
 """
 
 import json
@@ -19,20 +19,21 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import pandas as pd
 from seeds import (
-    BATCH_SIZE,
     EVALUATED,
-    NAMES,
-    OWN,
     SHOWN,
+    STUDY,
     collect_seeds,
     fronts,
     fronts_of,
-    judged,
+    gained,
+    others,
     over_seeds,
+    percent,
+    read_seeds,
+    real_images,
     scored,
     spaces,
     unguided,
-    worded,
 )
 
 from tread_zoo import comparison
@@ -40,6 +41,8 @@ from tread_zoo.comparison.intervals import differences, interval
 from tread_zoo.training.log import read_scores
 
 HERE = Path(__file__).parent
+PAGES = (HERE / "README.md", HERE.parents[2] / "README.md")
+BATCH_SIZE = 64  # of the pair of long trainings
 ARMS = {  # what tells the folders of an arm, the first that fits: (name, colour)
     "routing-none": ("dense", "#2a7fd4"),
     "dense_tail-0.1": ("routed, dense tail", "#8a5fc7"),
@@ -50,6 +53,7 @@ ARMS = {  # what tells the folders of an arm, the first that fits: (name, colour
     "routing-tread": ("routed", "#e0731d"),
 }
 COLOURS = dict(ARMS.values())
+SHALLOWER = ("#3aa66a", "#8a5fc7")  # of dense networks of fewer blocks
 INK = "#808080"  # reads on white and on black
 STUDIES = {"curves": "where_routing_pays", "scan": "where_routing_pays_scan"}
 SHALLOW = "backbone.depth-6_routing-none"
@@ -64,8 +68,8 @@ EQUAL_FLOPS = (  # an arm at these images, and dense at those
 
 
 def collect(comparisons: Path) -> None:
-    """Write the .csv files from the runs of both studies, and the records that evaluate left in
-    their folders."""
+    """Write the .csv files of the pairs of long trainings, from the runs of both studies and the
+    records that evaluate left in their folders."""
     rows = []
     for name, study in STUDIES.items():
         runs = sorted((comparisons / study / "runs").iterdir())
@@ -77,22 +81,6 @@ def collect(comparisons: Path) -> None:
     keys = ["folder", "step", "scale", "selection_rate", "seed"]
     table = pd.DataFrame(rows).drop_duplicates(keys).sort_values(keys)
     table.to_csv(HERE / "evaluations.csv", index=False, float_format="%.6g")
-
-
-def read_seeds(study: pd.DataFrame | None = None) -> pd.DataFrame:
-    """Return evidence.csv, or a table like it, and the earlier pair of trainings where it has no
-    seed 0 of its own: the same settings, features of the same command."""
-    file = HERE / "evidence.csv"
-    if study is None:
-        study = pd.read_csv(file) if file.exists() else pd.DataFrame()
-    if len(study) and (study.seed == 0).any():
-        return study
-    first = read_evaluations().query("arm in ('dense', 'routed')")
-    first = first.rename(columns={"seed": "draw"}).assign(
-        seed=0, features=OWN, num_images=1000,
-        guidance=first.scale.map(lambda scale: "none" if scale == 1 else "cfg"),
-    )  # fmt: skip
-    return pd.concat([study, first], ignore_index=True)
 
 
 def draws_of(run: Path) -> list[dict[str, Any]]:
@@ -154,107 +142,221 @@ def compared(name: str) -> Iterator[tuple[str, int, int, float, pd.DataFrame]]:
         yield arm, images, of_dense, spent[arm, images] / spent["dense", of_dense], by
 
 
-def differences_of(name: str) -> str:
-    """Return a table: arms less the dense network, at equal steps and at about equal FLOPs."""
-    lines = [f"| | images | dense at | FLOPs | {NAMES} |", "|---" * 8 + "|"]
-    for arm, images, of_dense, flops, by in compared(name):
-        place = f"{arm} | {images // 1000}K | {of_dense // 1000}K | {flops:.2f}"
-        lines.append(f"| {place} | {judged(by, words=False)} |")
-    return "\n".join(lines)
-
-
-def means() -> pd.DataFrame:
-    """Return mean and standard deviation of every score over the draws of its noise."""
-    rows = []
-    for name in STUDIES:
-        table = read_evaluations(name)
-        by = table.groupby(["folder", "arm", "images", "scale"])[EVALUATED]
-        both = by.agg(["mean", "std", "count"])
-        both.columns = [f"{metric}_{of}" for metric, of in both.columns]
-        rows.append(both.reset_index())
-    return pd.concat(rows)
-
-
-def guided() -> str:
-    """Return a table: the two networks, guided and not, less the unguided dense one, by draws."""
-    evaluations = read_evaluations()
-    both = evaluations[evaluations.arm.isin(["dense", "routed"])]
+def pairs() -> pd.DataFrame:
+    """Return every difference of the pairs of trainings over equal draws of noise, with half of its
+    95 % interval: of arms and, where the dense network was guided, of guidance."""
+    rows = [
+        (f"{network}, {arm}", images, "dense", of_dense, flops, by)
+        for name, network in (("curves", "dit"), ("scan", "rwkv"))
+        for arm, images, of_dense, flops, by in compared(name)
+    ]
+    both = read_evaluations().query("arm in ('dense', 'routed')")
     names = both.arm + both.scale.map(lambda scale: "" if scale == 1 else f", guided by {scale:g}")
-    lines = [f"| images | | less | {NAMES} |", "|---" * 7 + "|"]
-    both = both.assign(name=names).set_index("seed")
-    for images, at in both.groupby("images"):
-        groups = {name: of[SHOWN] for name, of in at.groupby("name") if len(of) > 1}
-        pairs = [("dense, guided by 1.1", "dense"), ("routed", "dense, guided by 1.1")]
-        pairs += [("routed, guided by 1.1", "routed"), ("routed, guided by 1.1", pairs[0][0])]
-        for one, other in pairs if pairs[0][0] in groups else ():
-            cells = judged((groups[one] - groups[other]).dropna(), words=False)
-            lines.append(f"| {images // 1000}K | {one} | {other} | {cells} |")
-    return "\n".join(lines)
+    for images, at in both.assign(name=names).set_index("seed").groupby("images"):
+        arms = {name: of[SHOWN] for name, of in at.groupby("name") if len(of) > 1}
+        dense, routed = (f"{arm}, guided by 1.1" for arm in ("dense", "routed"))
+        for one, other in (
+            ((dense, "dense"), ("routed", dense), (routed, "routed"), (routed, dense))
+            if dense in arms
+            else ()
+        ):
+            rows.append((f"dit, {one}", images, other, images, None, arms[one] - arms[other]))
+    return pd.DataFrame([
+        {"arm": arm, "images": images, "less": other, "less_images": of_other, "flops": flops}
+        | {"draws": len(by.dropna())}
+        | {
+            f"{metric}{end}": value
+            for metric in SHOWN
+            for of in [interval(by[metric].dropna())]
+            for end, value in (("", of.mean), ("_half", of.half))
+        }
+        for arm, images, other, of_other, flops, by in rows
+    ])  # fmt: skip
 
 
 def answers() -> str:
-    """Return a table: five questions, and what the differences over seeds say of each."""
-    table, million = read_seeds(), 1_024_000
-    plain = unguided(table)
-    own = table[(table.features == OWN) & table.guidance.isin(["none", "cfg"])]
-    own = own[own.num_images == 1000]
-    scan = read_evaluations("scan").rename(columns={"seed": "draw"}).assign(seed=0)
+    """Return a table: six questions, and what the differences over seeds say of each."""
+    study, long = read_seeds(), _pair()
+    plain, million, two = unguided(study), 1_024_000, 2_048_000
+    last = plain.images.max()
+    at = f"{last // 1000}K images" if len(plain) else ""
+    own = {arm: scored(plain, arm, last) for arm in ["routed", *others(plain)]}
+    shallower = [arm for arm in own if "blocks" in arm] or [""]
+    front = fronts_of(study)
 
-    def dit(arm: str, images: int, other: str, of_other: int) -> str:
-        return answer(scored(plain, arm, images), scored(plain, other, of_other))
+    def seeds(arm: str) -> str:
+        return answer(own["routed"], own[arm]) if {"routed", arm} <= set(own) else ""
 
-    guided = [scored(own, arm, million, 1.1) for arm in ("dense", "routed")]
-    gains = [scored(own, a, million) - g for a, g in zip(("dense", "routed"), guided, strict=True)]
-    shallow = dit("routed", million, "dense, 5 blocks", million)
-    where = "1.0M" if shallow else "digits"
+    def pair(images: int, of_dense: int, long: pd.DataFrame = long) -> str:
+        return answer(scored(long, "routed", images), scored(long, "dense", of_dense))
+
+    gains = [scored(long, a, million) - scored(long, a, million, 1.1) for a in ("dense", "routed")]
     rows = {
-        "Is routing ahead at equal steps?": [
-            ("1.0M images", dit("routed", million, "dense", million)),
-            ("2.0M", dit("routed", 2_048_000, "dense", 2_048_000)),
-        ],
-        "At about equal FLOPs?": [
-            ("1.0M, dense at 768K", dit("routed", million, "dense", 768_000)),
-            ("2.0M, dense at 1.5M", dit("routed", 2_048_000, "dense", 1_536_000)),
-        ],
-        "Of a dense network without the routed blocks?": [(where, shallow or _on_digits())],
-        "Of a dense network guided by 1.1?": [
-            ("1.0M", answer(scored(own, "routed", million), guided[0])),
-            ("what guidance gains", answer(gains[1], gains[0], "higher")),
-        ],
-        "For a scan (`rwkv`)?": [
-            ("768K", answer(scored(scan, "routed", 768_000), scored(scan, "dense", 768_000))),
-        ],
+        "Is routing ahead at equal steps?": {
+            at: seeds("dense"), "1.0M": pair(million, million), "2.0M": pair(two, two),
+        },
+        "At equal FLOPs?": {
+            f"{at}, {shallower[0]}": seeds(shallower[0]),
+            "1.0M, dense at 768K": pair(million, 768_000),
+            "2.0M, dense at 1.5M": pair(two, 1_536_000),
+        },
+        "Is it more than the blocks outside the route?": {
+            f"{at}, {shallower[-1]}": seeds(shallower[-1]), "digits, dense, 6 blocks": _on_digits(),
+        },
+        "Do the routed blocks work? Without them the output changes by": {
+            at: _worth(plain[plain.images == last]), "digits": _worth(_digits()),
+        },
+        "Does guidance gain it as much as the dense network?": {
+            f"{at}, by 1.5": judged(gained(front, 1.5), "higher") if len(front) else "",
+            "1.0M, by 1.1": answer(gains[1], gains[0], "higher"),
+        },
+        "For a scan (`rwkv`)?": {
+            "768K": pair(768_000, 768_000, _pair("scan")),
+        },
     }  # fmt: skip
-    lines = ["| question | difference in Fréchet distance, 95 % interval |", "|---|---|"]
+    lines = ["| question | answer |", "|---|---|"]
     for question, cells in rows.items():
-        lines.append(f"| {question} | {'; '.join(f'{at}: {text}' for at, text in cells)} |")
+        texts = (f"{place}: {text}" for place, text in cells.items() if text)
+        lines.append(f"| {question} | {'; '.join(texts)} |")
     return "\n".join(lines)
 
 
 def answer(one: pd.Series, other: pd.Series, better: str = "lower") -> str:
-    """Return the 95 % interval over seeds and its verdict; of one pair its mean difference, with
-    the interval over its draws. Nothing where there is no pair."""
+    """Return the verdict on a difference over seeds; of one pair its mean difference, with the
+    interval over its draws. Nothing where there is no pair."""
     by = differences(one, other)
-    if not len(by):
-        return ""
-    if len(by) > 1:
-        return f"**{worded(by, better)}** (n = {len(by)})"
+    if len(by) != 1:
+        return judged(by, better, other)
     draws = interval((one - other).dropna())
     return f"**not settled**, {draws.mean:+.2f} of one pair (± {draws.half:.2f} over its draws)"
 
 
+def judged(by: pd.Series, better: str = "lower", other: pd.Series | None = None) -> str:
+    """Return the 95 % interval of differences over seeds with its verdict and, if it is not
+    settled, what it excludes, also as a part of the mean of `other`."""
+    if not len(by):
+        return ""
+    of = interval(by)
+    text = f"**{of.plus_minus(2)} {of.verdict(better)}** (n = {of.n})"
+    if of.verdict(better) != "not settled" or of.n == 1:
+        return text
+    gain, loss = (-of.low, of.high) if better == "lower" else (of.high, -of.low)
+    part = [f"{v:.2f}" for v in (gain, loss)]
+    if other is not None:
+        part = [f"{v:.2f} ({100 * v / other.mean():.0f} %)" for v in (gain, loss)]
+    return f"{text}: excludes a gain beyond {part[0]} and a loss beyond {part[1]}"
+
+
+def _pair(name: str = "curves") -> pd.DataFrame:
+    """Return the scores of a pair of long trainings in the form of a study's."""
+    table = read_evaluations(name).query("arm in ('dense', 'routed')")
+    return table.rename(columns={"seed": "draw"}).assign(seed=0)
+
+
+def _digits() -> pd.DataFrame:
+    """Return the runs of `dit` in the study on digits: dense, routed, and dense of 6 blocks."""
+    table = pd.read_csv(HERE.parent / "digits" / "evidence.csv").query("study == 'evidence_digits'")
+    arms = table.run.map({
+        "backbone-dit_tiny_routing-none": "dense",
+        "backbone-dit_tiny_routing-tread": "routed",
+        "backbone-dit_tiny_backbone.depth-6_routing-none": "shallow",
+    })  # fmt: skip
+    return table.assign(arm=arms).dropna(subset="arm")
+
+
+def _by_seed(table: pd.DataFrame, arm: str, metric: str = "fid") -> pd.Series:
+    return table[table.arm == arm].groupby("seed")[metric].mean()
+
+
 def _on_digits() -> str:
-    """Return what the study on digits says of a routed `dit` and one of its other blocks."""
-    table = pd.read_csv(HERE.parent / "digits" / "evidence.csv").set_index("seed")
-    name = "backbone-dit_tiny_"
-    arms = [table[table.run == name + arm].fid for arm in ("routing-tread", SHALLOW)]
-    by = (arms[0] - arms[1]).dropna()
-    return f"**{worded(by)}** (n = {len(by)})"
+    routed, shallow = (_by_seed(_digits(), arm) for arm in ("routed", "shallow"))
+    return judged((routed - shallow).dropna(), "lower", shallow)
+
+
+def _worth(table: pd.DataFrame) -> str:
+    """Return by how much the output changes without the routed blocks, routed and dense."""
+    both = [_by_seed(table, arm, "routed_blocks") for arm in ("routed", "dense") if len(table)]
+    if not both or not min(map(len, both)):
+        return ""
+    return f"routed **{percent(both[0])}**, dense {percent(both[1])} (n = {min(map(len, both))})"
+
+
+def gains() -> str:
+    """Return README's table: Fréchet distances, dense and routed, of papers and of ours."""
+    lines = [
+        "| setting | images | dense | routed | routed - dense, 95 % interval "
+        "| routed - dense without the routed blocks |",
+        "|---" * 6 + "|",
+        "| DiT-B/2, ImageNet-256, [TREAD](https://arxiv.org/abs/2501.04765) | 102M | 43.5 | 21.3 "
+        "| one run | |",
+    ]
+    here, study = "docs/comparison/where_routing_pays/README.md", unguided(read_seeds())
+    digits = "docs/comparison/digits/README.md#is-a-routed-network-more-than-a-shallower-one"
+
+    def row(setting: str, images: str, *arms: pd.Series) -> None:
+        means = [f"{arm.groupby(level=0).mean().mean():.2f}" for arm in arms[:2]]
+        apart = [short(arms[1], arm) for arm in (arms[0], *arms[2:])]
+        cells = [setting, images, *means, *apart, *[""] * (3 - len(arms))]
+        lines.append(f"| {' | '.join(cells)} |")
+
+    row(f"`dit_tiny`, [digits]({digits})", "51K",
+        *(_by_seed(_digits(), arm) for arm in ("dense", "routed", "shallow")))  # fmt: skip
+    if len(study):
+        last = study.images.max()
+        names = ["dense", "routed", others(study)[-1]]
+        row(f"`dit_tiny`, [Fashion-MNIST]({here})", f"{last // 1000}K",
+            *(scored(study, arm, last) for arm in names))  # fmt: skip
+    for name, table, images, text in (
+        ("`dit` of width 128", _pair(), 1_024_000, "1.0M"),
+        ("`rwkv` of width 96", _pair("scan"), 768_000, "768K"),
+    ):
+        arms = (scored(table, arm, images) for arm in ("dense", "routed"))
+        row(f"{name}, [Fashion-MNIST]({here})", text, *arms)
+    return "\n".join(lines)
+
+
+def short(one: pd.Series, other: pd.Series) -> str:
+    """Return a difference over seeds with its verdict; of one pair its mean."""
+    by = differences(one, other)
+    of = interval(by)
+    seeds = f"{of.n} seeds" if of.n > 1 else "one pair of trainings"
+    return f"{of.plus_minus(2)}, {seeds}: {of.verdict('lower')}"
 
 
 def draw() -> None:
-    """Draw the differences by images, the distances by FLOPs, and precision against recall."""
-    draw_panels(HERE / "figure.png", [draw_differences, draw_distances, draw_plane])
+    """Draw distances by FLOPs and what blocks are worth, over seeds, and the pairs by images."""
+    plain = unguided(read_seeds())
+    last = plain[plain.images == plain.images.max()]
+    panels = [lambda axis: draw_seeds(axis, last), lambda axis: draw_blocks(axis, last)]
+    draw_panels(HERE / "figure.png", [*(panels if len(last) else []), draw_differences])
+
+
+def draw_seeds(axis: plt.Axes, scores: pd.DataFrame) -> None:
+    """Draw the distance of each training seed by the FLOPs of its training, and means."""
+    dense = scores[scores.arm == "dense"].flops.mean()
+    shallower = dict(zip([a for a in others(scores) if "blocks" in a], SHALLOWER, strict=False))
+    for arm, of in scores.groupby("arm"):
+        colour, flops = (COLOURS | shallower)[arm], of.flops.mean() / dense
+        by = of.groupby("seed").fid.mean()
+        axis.plot([flops] * len(by), by, "o", mfc="none", color=colour)
+        axis.plot(flops, by.mean(), "_", ms=26, mew=2.5, color=colour, label=arm)
+    axis.set(xlabel="training FLOPs, over those of dense", ylabel="Fréchet distance")
+    axis.margins(x=0.15)
+    axis.set_title(f"{scores.images.max() // 1000}K images: seeds and their means")
+    axis.legend(frameon=False, labelcolor=INK, fontsize=9, markerscale=0.5)
+
+
+def draw_blocks(axis: plt.Axes, scores: pd.DataFrame) -> None:
+    """Draw by how much the output changes without each block: means, and every seed."""
+    blocks = sorted((c for c in scores if c.startswith("block_")), key=lambda c: int(c[6:]))
+    for arm in ("dense", "routed"):
+        by = 100 * scores[scores.arm == arm].groupby("seed")[blocks].mean()
+        for values in by.to_numpy():
+            axis.plot(range(len(blocks)), values, "o", ms=4, mfc="none", color=COLOURS[arm])
+        axis.plot(range(len(blocks)), by.mean(), color=COLOURS[arm], label=arm)
+    axis.set(xlabel="block left out", ylabel="change of the output, %", yscale="log")
+    axis.set_title("what each block is worth")
+    axis.legend(frameon=False, labelcolor=INK, fontsize=9)
 
 
 def draw_fronts(front: pd.DataFrame, file: Path = HERE / "fronts.png") -> None:
@@ -291,8 +393,10 @@ def draw_panels(file: Path, panels: list[Callable[[plt.Axes], None]]) -> None:
     style = {"text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK}
     with plt.rc_context({**style, "xtick.color": INK, "ytick.color": INK, "font.size": 11}):
         size = (5 * len(panels), 4.6)
-        figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained")
-        for axis, draw_panel in zip(axes, panels, strict=True):
+        figure, axes = plt.subplots(
+            1, len(panels), figsize=size, layout="constrained", squeeze=False
+        )
+        for axis, draw_panel in zip(axes[0], panels, strict=True):
             draw_panel(axis)
             axis.grid(alpha=0.25)
             axis.patch.set_alpha(0)
@@ -314,86 +418,46 @@ def draw_differences(axis: plt.Axes) -> None:
             images / 1e6 * shift, of.mean, of.half, fmt="o", ms=5, capsize=2, color=colour,
             label=label if first else None,
         )  # fmt: skip
-    plain = unguided(read_seeds())
-    for images in sorted(set(plain.images)):  # other seeds: a ring for each pair
-        by = differences(scored(plain, "routed", images), scored(plain, "dense", images)).drop(
-            0, errors="ignore"
-        )
-        axis.plot([images / 1e6 * 1.03] * len(by), by, "o", mfc="none", color=COLOURS["routed"])
     axis.axhline(0, color=INK, lw=1)
     axis.set(xlabel="million images", ylabel="Fréchet distance, less dense", ylim=(-0.6, 1.15))
     axis.set_title("at equal steps: four draws of one pair")
     axis.legend(frameon=False, labelcolor=INK, fontsize=9)
 
 
-def draw_distances(axis: plt.Axes) -> None:
-    """Draw the mean distance over draws of each arm by the FLOPs that it took."""
-    curves, at = read_curves(), draws(read_evaluations())
-    spent = curves.groupby(["arm", "images"]).flops.mean()
-    for arm, colour in COLOURS.items():
-        points = [(spent[arm, i], arms[arm].fid) for i, arms in at.items() if arm in arms]
-        if points:
-            x, y = zip(*points, strict=True)
-            means, spread = [v.mean() for v in y], [v.std() for v in y]
-            axis.errorbar(x, means, spread, fmt=".-", color=colour, capsize=2, label=arm)
-    axis.set(xlabel="training FLOPs", ylabel="Fréchet distance")
-    axis.set_title("mean and standard deviation of four draws")
-    axis.legend(frameon=False, labelcolor=INK, fontsize=9)
-
-
-def draw_plane(axis: plt.Axes) -> None:
-    """Draw precision and recall as images go by, and what guidance does to them."""
-    table = means()
-    table = table[table.arm.isin(["dense", "routed"]) & ~table.folder.str.contains("scan")]
-    for arm, path in table[table.scale == 1].sort_values("images").groupby("arm"):
-        axis.plot(path.precision_mean, path.recall_mean, ".-", color=COLOURS[arm], label=arm)
-        last = path.iloc[-1]
-        axis.plot(last.precision_mean, last.recall_mean, "o", ms=8, color=COLOURS[arm])
-    several = table[(table.scale > 1) & (table.fid_count > 1)]
-    for row in several.itertuples():
-        start = table[(table.scale == 1) & (table.folder == row.folder)]
-        start = start[start.images == row.images].iloc[0]
-        axis.annotate(
-            "", (row.precision_mean, row.recall_mean), (start.precision_mean, start.recall_mean),
-            arrowprops={"arrowstyle": "->", "color": COLOURS[row.arm]},
-        )  # fmt: skip
-    axis.set(xlabel="precision", ylabel="recall")
-    axis.set_title("as images go by; arrows: guided by 1.1")
-    axis.legend(frameon=False, labelcolor=INK, fontsize=9)
-
-
 def tables() -> dict[str, str]:
-    """Return every table of the page by its name."""
-    seeds, real = HERE / "evidence.csv", HERE / "spaces.csv"
-    study = pd.read_csv(seeds) if seeds.exists() else None
+    """Return every table by its name."""
+    study = read_seeds()
     return {
         "answers": answers(),
-        "seeds": "" if study is None else over_seeds(read_seeds(study)),
-        "spaces": spaces(study, pd.read_csv(real)) if real.exists() else "",
-        "dit": differences_of("curves"),
-        "guided": guided(),
-        "fronts": "" if study is None else fronts(study),
-        "scan": differences_of("scan"),
+        "seeds": over_seeds(study),
+        "real": real_images(pd.read_csv(HERE / "real.csv")),
+        "spaces": spaces(study),
+        "fronts": fronts(study),
+        "gains": gains(),
     }
 
 
 def filled(text: str) -> str:
-    """Return the page with its tables."""
+    """Return a page with its tables."""
     for name, table in tables().items():
         pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
         text = re.sub(pattern, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.S)
     return text
 
 
-if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        if (Path(sys.argv[1]) / "where_routing_pays").exists():
-            collect(Path(sys.argv[1]))
-        if (Path(sys.argv[1]) / "evidence").exists():
-            collect_seeds(Path(sys.argv[1]) / "evidence")
-    if (HERE / "evidence.csv").exists():
-        draw_fronts(fronts_of(pd.read_csv(HERE / "evidence.csv")))
-    means().to_csv(HERE / "means.csv", index=False, float_format="%.4g")
+def main(comparisons: Path | None) -> None:
+    if comparisons and (comparisons / "where_routing_pays").exists():
+        collect(comparisons)
+    if comparisons and (comparisons / STUDY).exists():
+        for name, table in zip(("seeds", "real"), collect_seeds(comparisons / STUDY), strict=True):
+            if len(table):
+                table.to_csv(HERE / f"{name}.csv", index=False, float_format="%.6g")
+    pairs().to_csv(HERE / "differences.csv", index=False, float_format="%.4g")
+    draw_fronts(fronts_of(read_seeds()))
     draw()
-    page = HERE / "README.md"
-    page.write_text(filled(page.read_text()))
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)

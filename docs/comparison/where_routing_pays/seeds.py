@@ -1,4 +1,4 @@
-"""What the study `evidence` says over training seeds: tables from its runs, for page.py."""
+"""What a study says over training seeds: its records, and tables of them, for page.py."""
 
 import json
 from pathlib import Path
@@ -7,56 +7,60 @@ import pandas as pd
 
 from tread_zoo.comparison.findings import direction
 from tread_zoo.comparison.intervals import differences, interval
-from tread_zoo.evaluation.contribution import contribution_names
 from tread_zoo.training.log import read_scores
 
 HERE = Path(__file__).parent
-SEVERAL = {  # of the study `evidence`, by what tells the folders: seeds, each with draws of noise
-    "depth-5": "dense, 5 blocks",
-    "depth-8": "dense, 8 blocks",
-    "start-2": "routed",
-    "routing-none": "dense",
-}
-BATCH_SIZE = 64
+STUDY = "shallower_fashion_mnist"  # `evidence` asks the same of larger networks and longer runs
 OWN = "features"  # the classifier of these images
 SPACES = {OWN: "the classifier of these images", "cifar10_resnet56": "ResNet-56 of CIFAR-10"}
 DIGITS = {"fid": 2, "kid": 2, "precision": 3, "recall": 3, "label_accuracy": 3}
 EVALUATED = list(DIGITS)
 SHOWN = ["fid", "precision", "recall", "label_accuracy"]
 NAMES = "Fréchet distance | precision | recall | label accuracy"
+KEYS = ["arm", "seed", "images", "draw", "features", "num_images", "guidance", "scale"]
 
 
-def collect_seeds(study: Path) -> None:
-    """Write evidence.csv: each score by training seed, draw, features and guidance, and what blocks
-    are worth; and spaces.csv: what held-out images score in each kind of features."""
-    rows, spaces = [], []
-    for run in sorted((study / "runs").iterdir()):
-        records = [json.loads(file.read_text()) for file in run.glob("score_*.json")]
+def collect_seeds(study: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return each score of a study by training seed, draw, features and guidance, with what blocks
+    are worth; and what held-out images score against training images in each kind of features."""
+    rows, real = [], []
+    runs = [run for run in sorted((study / "runs").iterdir()) if (run / "config.json").exists()]
+    configs = {run: json.loads((run / "config.json").read_text()) for run in runs}
+    depths = {run: config["backbone"]["depth"] for run, config in configs.items()}
+    for run, config in configs.items():
+        facts = json.loads((run / "facts.json").read_text())
+        whole = depths[run] == max(depths.values())
+        arm = "dense" if whole else f"dense, {depths[run]} blocks"
+        records = [json.loads(file.read_text()) for file in sorted(run.glob("score_*.json"))]
         for record in [*read_scores(run).values(), *records]:
             protocol, sampling = record["protocol"], record["protocol"]["sampling"]
             features = protocol["extractor"].partition("@")[0]
             if protocol["reference"] == "train":
-                spaces.append({"features": features, **_scores(record["real"])})
+                count = protocol["num_reference"]
+                real.append({"features": features, "images": count, **_scores(record["real"])})
             elif sampling["selection_rate"] == 0:
+                blocks, worth = record["contributions"], {}
+                if whole:
+                    worth = {f"block_{i}": value for i, value in enumerate(blocks["blocks"])}
+                    worth["routed_blocks"] = blocks["ranges"][0][2]
+                images = facts["images_per_step"] * protocol["step"]
                 rows.append({
-                    "arm": next(arm for key, arm in SEVERAL.items() if key in run.name),
-                    "seed": json.loads((run / "config.json").read_text())["seed"],
-                    "images": BATCH_SIZE * protocol["step"],
+                    "arm": arm if config["routing"]["name"] == "none" else "routed",
+                    "seed": config["seed"],
+                    "images": images,
                     "draw": protocol["seed"],
                     "features": features,
                     "num_images": protocol["num_generated"],
                     "guidance": sampling["guidance"],
                     "scale": sampling["guidance_scale"],
+                    "flops": facts["flops_routed"] * images,
                     **_scores(record["values"]),
-                    **contribution_names(record.get("contributions", {})),
+                    **worth,
                 })  # fmt: skip
-    # what was scored again comes last, and has the contributions
-    keys = ["arm", "seed", "images", "draw", "features", "num_images", "guidance", "scale"]
-    table = pd.DataFrame(rows).drop_duplicates(keys, keep="last")
-    table.to_csv(HERE / "evidence.csv", index=False, float_format="%.6g")
-    if spaces:
-        table = pd.DataFrame(spaces).drop_duplicates("features", keep="last")
-        table.to_csv(HERE / "spaces.csv", index=False, float_format="%.6g")
+    # what was scored again comes last
+    scores = pd.DataFrame(rows).drop_duplicates(KEYS, keep="last").sort_values(KEYS)
+    kinds = pd.DataFrame(real, columns=["features", "images", *EVALUATED])
+    return scores, kinds.drop_duplicates(["features", "images"], keep="last")
 
 
 def _scores(values: dict[str, float]) -> dict[str, float | None]:
@@ -64,10 +68,16 @@ def _scores(values: dict[str, float]) -> dict[str, float | None]:
     return {metric: values.get(metric) for metric in EVALUATED}
 
 
-def unguided(table: pd.DataFrame, features: str = "features") -> pd.DataFrame:
-    """Return the scores of 1,000 unguided samples in these features."""
-    own = (table.features == features) & (table.guidance == "none") & (table.num_images == 1000)
-    return table[own]
+def read_seeds() -> pd.DataFrame:
+    """Return seeds.csv, empty if no run was collected yet."""
+    file = HERE / "seeds.csv"
+    return pd.read_csv(file) if file.exists() else pd.DataFrame(columns=[*KEYS, *EVALUATED])
+
+
+def unguided(table: pd.DataFrame, features: str = OWN) -> pd.DataFrame:
+    """Return the unguided scores in these features, of as many samples as any has."""
+    own = table[(table.features == features) & (table.guidance == "none")]
+    return own[own.num_images == own.num_images.max()]
 
 
 def scored(
@@ -78,51 +88,74 @@ def scored(
     return at.set_index(["seed", "draw"])[metric]
 
 
+def others(table: pd.DataFrame) -> list[str]:
+    """Return the arms beside the routed one: dense, then those of fewer and fewer blocks."""
+    arms = set(table.arm) - {"routed"}
+    return sorted(arms, key=lambda arm: -int(arm.split()[1]) if "blocks" in arm else -1000)
+
+
 def over_seeds(table: pd.DataFrame) -> str:
-    """Return a table: each arm's mean ± standard deviation over training seeds, and 95 % intervals
-    of the differences of equal seeds, the routed network's from each other one."""
-    lines = [f"| images | | seeds | {NAMES} | without [2, 9) |", "|---" * 8 + "|"]
-    for images, at in unguided(table).groupby("images"):
-        groups = at.groupby("arm", sort=False)
-        arms = {arm: scores.set_index(["seed", "draw"]) for arm, scores in groups}
-        for arm, scores in arms.items():
-            means = scores[EVALUATED].groupby(level=0).mean()
-            worth = scores.get("contribution_2_9", pd.Series(dtype=float)).mean()
-            lines.append(
-                f"| {images // 1000}K | {arm} | {len(means)} | "
-                f"{with_spread(means.mean(), means.std())} | "
-                f"{'' if pd.isna(worth) else f'{worth:.3f}'} |"
-            )
-        for arm in [arm for arm in arms if "routed" in arms and arm != "routed"]:
+    """Return two tables: each arm's means over training seeds, and the routed network's differences
+    from each other one, by 95 % intervals over equal seeds."""
+    plain = unguided(table)
+    names = f"seeds | FLOPs | {NAMES}"
+    arms = [f"| images | | {names} | without the routed blocks |", "|---" * 9 + "|"]
+    apart = [f"| images | routed less | {names} |", "|---" * 8 + "|"]
+    for images, at in plain.groupby("images"):
+        flops = at.groupby("arm").flops.mean()
+        dense = flops.get("dense", flops.max())
+        by_arm = {arm: of.set_index(["seed", "draw"]) for arm, of in at.groupby("arm")}
+        for arm in [a for a in [*others(at)[:1], "routed", *others(at)[1:]] if a in by_arm]:
+            means = by_arm[arm].groupby(level=0).mean(numeric_only=True)
+            cells = [f"{means[m].mean():.{DIGITS[m]}f}" for m in SHOWN]
+            worth = percent(means.routed_blocks) if "blocks" not in arm else ""
+            place = f"| {images // 1000}K | {arm} | {len(means)} | {flops[arm] / dense:.2f}"
+            arms.append(f"{place} | {' | '.join(cells)} | {worth} |")
+        for arm in [arm for arm in others(at) if "routed" in by_arm]:
             by = pd.DataFrame({
-                metric: differences(arms["routed"][metric], arms[arm][metric])
+                metric: differences(by_arm["routed"][metric], by_arm[arm][metric])
                 for metric in SHOWN
             })  # fmt: skip
             if len(by):
-                name = f"routed - ({arm})"
-                lines.append(f"| {images // 1000}K | {name} | {len(by)} | {judged(by)} | |")
-    return "\n".join(lines)
+                place = f"| {images // 1000}K | {arm} | {len(by)}"
+                ratio = f"{flops['routed'] / flops[arm]:.2f}"
+                cells = [interval(by[m]).judged(direction(m) or "lower", DIGITS[m]) for m in SHOWN]
+                apart.append(f"{place} | {ratio} | {' | '.join(cells)} |")
+    return "\n".join([*arms, "", *apart]) if len(plain) else ""
 
 
-def spaces(table: pd.DataFrame, real: pd.DataFrame) -> str:
-    """Return two tables: the routed network's distance less that of each other one in both kinds of
-    features, by 95 % intervals over seeds; and what held-out images score in them."""
+def percent(fractions: pd.Series) -> str:
+    """Return the mean of fractions in percent, and half of its 95 % interval."""
+    return f"{interval(100 * fractions.dropna()).plus_minus(1, signed=False)} %"
+
+
+def spaces(table: pd.DataFrame) -> str:
+    """Return a table: the routed network's distance less that of each other one in both kinds of
+    features, by 95 % intervals over seeds."""
     kinds = [name for name in SPACES if name in set(table.features)]
     if len(kinds) < 2:
         return ""
-    names = " | ".join(f"{SPACES[name]} | " for name in kinds)
-    lines = [f"| images | routed less | seeds | {names}|", "|---" * (3 + 2 * len(kinds)) + "|"]
+    names = " | ".join(SPACES[name] for name in kinds)
+    lines = [f"| images | routed less | seeds | {names} |", "|---" * (3 + len(kinds)) + "|"]
     both = [unguided(table, name) for name in kinds]
-    for images, arm in both[1][["images", "arm"]].drop_duplicates().itertuples(index=False):
-        apart = [differences(scored(of, "routed", images), scored(of, arm, images)) for of in both]
-        if arm != "routed" and all(map(len, apart)):
-            cells = [f"{(i := interval(a)).plus_minus(2)} | {i.verdict('lower')}" for a in apart]
-            count = min(map(len, apart))
-            lines.append(f"| {images // 1000}K | {arm} | {count} | {' | '.join(cells)} |")
-    lines += ["", f"| held-out images, in features of | {NAMES} |", "|---" * 5 + "|"]
-    for row in real[real.features.isin(kinds)].to_dict("records"):
-        cells = ["" if pd.isna(row[m]) else f"{row[m]:.{DIGITS[m]}f}" for m in SHOWN]
-        lines.append(f"| {SPACES[row['features']]} | {' | '.join(cells)} |")
+    for images in sorted(set(both[1].images)):
+        for arm in others(both[1]):
+            apart = [
+                differences(scored(of, "routed", images), scored(of, arm, images)) for of in both
+            ]
+            if all(map(len, apart)):
+                cells = [interval(each).judged("lower", 3) for each in apart]
+                count = min(map(len, apart))
+                lines.append(f"| {images // 1000}K | {arm} | {count} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def real_images(real: pd.DataFrame) -> str:
+    """Return a table: what held-out images score against as many training images."""
+    lines = [f"| in features of | images of each | {NAMES} |", "|---" * 6 + "|"]
+    for row in real.to_dict("records"):
+        cells = ["" if pd.isna(row[m]) else f"{row[m]:.3f}" for m in SHOWN]
+        lines.append(f"| {SPACES[row['features']]} | {row['images']:,} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -143,54 +176,38 @@ def fronts_of(table: pd.DataFrame) -> pd.DataFrame:
     return rows.groupby(keys)[SHOWN].mean().reset_index()
 
 
+def gained(front: pd.DataFrame, scale: float, guidance: str = "cfg") -> pd.Series:
+    """Return by seed what guidance took off the distance of the routed network, less what it took
+    off the dense one's; empty where one of them was not guided so."""
+    of = front[front.guidance == guidance]
+    fid = of.pivot_table(index="seed", columns=["arm", "scale"], values="fid")
+    if not {("dense", scale), ("routed", scale)} <= set(fid):
+        return pd.Series(dtype=float)
+    gains = [fid[arm, 1.0] - fid[arm, scale] for arm in ("dense", "routed")]
+    return (gains[1] - gains[0]).dropna()
+
+
 def fronts(table: pd.DataFrame) -> str:
     """Return a table: distances by guidance and scale, the routed network's less the dense one's,
-    and how much more the dense one gained by guidance, by 95 % intervals over seeds."""
+    and what it gained by guidance, less what the dense one did, by 95 % intervals over seeds."""
     front = fronts_of(table)
     if not len(front):
         return ""
-    names = "seeds | dense | routed | routed - dense | gained more by dense"
+    names = "seeds | dense | routed | routed - dense | gain of routed - of dense"
     lines = [f"| guidance | scale | {names} |", "|---" * 7 + "|"]
     for guidance, of in front.groupby("guidance"):
-        fid = of.pivot_table(index="seed", columns=["arm", "scale"], values="fid")
         for scale in sorted(set(of.scale)):
-            arms = [fid[arm] for arm in ("dense", "routed") if arm in fid]
-            at = [one[scale] for one in arms if scale in one]
-            means = [f"{one.mean():.2f}" for one in at]
-            place = f"| {guidance} | {scale:g} | {max(map(len, at))}"
-            if len(at) < 2:
-                means.insert(0 if "dense" not in fid else 1, "")
-                lines.append(f"{place} | {' | '.join(means)} | | |")
-                continue
-            apart, gains = (at[1] - at[0]).dropna(), [one[1.0] - one[scale] for one in arms]
-            more = (gains[0] - gains[1]).dropna()
-            last = "" if scale == 1 or not len(more) else interval(more).plus_minus(2)
-            lines.append(f"{place} | {' | '.join(means)} | {worded(apart)} | {last} |")
-    return "\n".join(lines)
-
-
-def worded(by: pd.Series, better: str = "lower") -> str:
-    """Return an interval of differences over seeds, in a distance or what `better` says, and its
-    verdict."""
-    of = interval(by)
-    return f"{of.plus_minus(2)} {of.verdict(better)}"
-
-
-def with_spread(mean: pd.Series, spread: pd.Series) -> str:
-    """Return mean ± standard deviation of each score; of one value the value."""
-    return " | ".join(
-        f"{mean[m]:.{DIGITS[m]}f}" + ("" if pd.isna(spread[m]) else f" ± {spread[m]:.{DIGITS[m]}f}")
-        for m in SHOWN
-    )
-
-
-def judged(by: pd.DataFrame, *, words: bool = True) -> str:
-    """Return the 95 % interval of each score's differences, bold where it leaves 0 out; with its
-    verdict where they are of several trainings (`words`)."""
-    cells = []
-    for metric in SHOWN:
-        of = interval(by[metric].dropna())
-        verdict, text = of.verdict(direction(metric) or "lower"), of.plus_minus(DIGITS[metric])
-        word = f" {verdict}" if words else ""
-        cells.append(text if verdict == "not settled" else f"**{text}**{word}")
-    return " | ".join(cells)
+            at = {
+                arm: of[(of.arm == arm) & (of.scale == scale)].set_index("seed").fid
+                for arm in ("dense", "routed")
+            }
+            means = [f"{one.mean():.2f}" if len(one) else "" for one in at.values()]
+            apart, more = (at["routed"] - at["dense"]).dropna(), gained(front, scale, guidance)
+            cells = [
+                interval(apart).judged("lower") if len(apart) else "",
+                interval(more).judged("higher") if len(more) and scale > 1 else "",
+            ]
+            place = f"| {guidance} | {scale:g} | {max(map(len, at.values()))}"
+            lines.append(f"{place} | {' | '.join(means + cells)} |")
+    picture = "![Precision, recall and distance by the scale of guidance](fronts.png)"
+    return "\n".join([*lines, "", picture])
