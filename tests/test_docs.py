@@ -170,10 +170,11 @@ def test_an_answer_is_by_trainings_not_by_draws(page):
     assert "ahead** (n = 3)" in page["answer"](apart, 0 * apart)
 
 
-def test_the_table_of_parts_is_that_of_its_records():
-    folder = ROOT / "docs/comparison/parts"
-    text = (folder / "README.md").read_text()
-    assert runpy.run_path(str(folder / "page.py"))["filled"](text) == text
+@pytest.mark.parametrize("script", ["parts/page.py", "digits/evidence.py"])
+def test_the_tables_of_a_page_are_those_of_its_records(script):
+    file = ROOT / "docs/comparison" / script
+    text = file.with_name("README.md").read_text()
+    assert runpy.run_path(str(file))["filled"](text) == text
 
 
 @pytest.mark.parametrize("name", ["route_train_look", "compare_and_read"])

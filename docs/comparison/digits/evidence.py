@@ -1,7 +1,8 @@
-"""Fill in the tables of dense, routed and shallower networks and of long skips, from evidence.csv.
+"""Fill in the tables of dense, routed and shallower networks, of long skips and of what wakes the
+routed blocks, from evidence.csv.
 
-python docs/comparison/digits/evidence.py                # from that file alone
-python docs/comparison/digits/evidence.py comparisons/{evidence_digits,long_skips}/runs # runs first
+python docs/comparison/digits/evidence.py                                 # from that file alone
+python docs/comparison/digits/evidence.py comparisons/waking_digits/runs  # a study's runs first
 """
 
 import json
@@ -11,13 +12,20 @@ from pathlib import Path
 
 import pandas as pd
 
+from tread_zoo.comparison.findings import direction
 from tread_zoo.comparison.intervals import interval
 from tread_zoo.evaluation.contribution import data_contributions
 from tread_zoo.runs.restore import restore
 
 HERE = Path(__file__).parent
 STUDY = "evidence_digits"
-METRICS = ["fid", "kid", "precision", "recall", "label_accuracy", "held_out_loss"]
+DIGITS = {"fid": 2, "kid": 2, "precision": 3, "recall": 3, "label_accuracy": 3, "held_out_loss": 3}
+METRICS = list(DIGITS)
+ARMS = {  # of `dit`
+    "backbone-dit_tiny_routing-none": "dense, 12 blocks",
+    "backbone-dit_tiny_routing-tread": "routed, 12 blocks",
+    "backbone-dit_tiny_backbone.depth-6_routing-none": "dense, 6 blocks",
+}
 
 
 def collect(runs: Path) -> None:
@@ -30,7 +38,7 @@ def collect(runs: Path) -> None:
             values = json.loads((run / "score.json").read_text())["values"]
             row = {
                 "study": study,
-                "run": re.sub(r"_seed-\d+$", "", run.name),
+                "run": re.sub(r"_seed-\d+(-[0-9a-f]{8})?$", "", run.name),
                 "seed": config["seed"],
             }
             rows.append({**row, **{m: values[m] for m in METRICS}, "routed_blocks": worth(run)})
@@ -42,12 +50,14 @@ def collect(runs: Path) -> None:
 
 def worth(run: Path) -> float | None:
     """Return the relative change of the output without the blocks of its route, of a dense network
-    without blocks 2 … -4, which were the default of every row; None for a shallower network."""
+    and in the study of waking without blocks 2 … -4, which were the default of every row; None for
+    a shallower network."""
     if "backbone.depth" in run.name:
         return None
     network = restore(str(run), weights="ema", device="cpu", precision="fp32")
     given = network.config["routing"]["start"], network.config["routing"]["end"]
-    start, end = (2, -4) if "auto" in given else given
+    waking = run.parts[-3] == "waking_digits"
+    start, end = (2, -4) if "auto" in given or waking else given
     ranges = [(start, end % network.backbone.num_blocks)]
     record = data_contributions(
         network.backbone, network.objective, network.data({}), ranges=ranges, precision="fp32"
@@ -78,6 +88,49 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def table_of_dit() -> str:
+    """Return the table of `dit`: means over seeds, and differences of equal seeds, with 95 %
+    intervals."""
+    own = pd.read_csv(HERE / "evidence.csv").query("study == @STUDY and run in @ARMS")
+    arms = {name: own[own.run == run].set_index("seed") for run, name in ARMS.items()}
+    shown = {m: n for m, n in DIGITS.items() if m != "kid"}
+    lines = [
+        "| | seeds | Fréchet distance | precision | recall | label accuracy | held-out loss "
+        "| change without blocks 2 … 7 |",
+        "|---" * 8 + "|",
+    ]
+    for name, of in arms.items():
+        cells = [interval(of[m]).plus_minus(n, signed=False) for m, n in shown.items()]
+        worth = "" if "6" in name else f"{100 * of.routed_blocks.mean():.0f} %"
+        lines.append(f"| {name} | {len(of)} | {' | '.join(cells)} | {worth} |")
+    dense, routed, shallow = arms
+    for one, other in ((routed, dense), (shallow, dense), (routed, shallow)):
+        by = (arms[one][METRICS] - arms[other][METRICS]).dropna()
+        cells = [interval(by[m]).judged(direction(m) or "lower", n) for m, n in shown.items()]
+        lines.append(f"| {one} - {other} | {len(by)} | {' | '.join(cells)} | |")
+    return "\n".join(lines)
+
+
+def table_of_waking() -> str:
+    """Return the table of other routes of `dit`, by distance: means, and 95 % intervals of the
+    differences of equal seeds from the default route."""
+    records = pd.read_csv(HERE / "evidence.csv")
+    default = records[records.run == "backbone-dit_tiny_routing-tread"].set_index("seed").fid
+    lines = [
+        "| | seeds | Fréchet distance | less the default route | change without blocks 2 … 7 |",
+        "|---" * 5 + "|",
+    ]
+    rows = records.query("study == 'waking_digits'").groupby("run")
+    for run, of in sorted(rows, key=lambda pair: pair[1].fid.mean()):
+        options = run.removeprefix("routing.").split("_routing.")
+        options = [re.sub("-_(.*)_(.*)_$", r"=[\1,\2]", option) for option in options]
+        name = " ".join(option.replace("-", "=", 1) for option in options)
+        by, worth = (of.set_index("seed").fid - default).dropna(), 100 * of.routed_blocks.mean()
+        apart = interval(by).judged("lower")
+        lines.append(f"| `{name}` | {len(by)} | {of.fid.mean():.2f} | {apart} | {worth:.0f} % |")
+    return "\n".join(lines)
+
+
 def table_of_skips() -> str:
     """Return the table of both routes: means, and 95 % intervals of the differences of equal seeds,
     of each row and of all."""
@@ -99,7 +152,11 @@ def table_of_skips() -> str:
 
 def filled(text: str) -> str:
     """Return the page with its tables."""
-    for name, content in (("evidence", table()), ("skips", table_of_skips())):
+    made = {
+        "dit": table_of_dit(), "evidence": table(), "skips": table_of_skips(),
+        "waking": table_of_waking(),
+    }  # fmt: skip
+    for name, content in made.items():
         pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
         text = re.sub(pattern, lambda m, c=content: f"{m[1]}{c}\n{m[2]}", text, flags=re.DOTALL)
     return text
