@@ -228,7 +228,8 @@ def answer(one: pd.Series, other: pd.Series, better: str = "lower") -> str:
     if len(by) != 1:
         return judged(by, better, other)
     draws = interval((one - other).dropna())
-    return f"**not settled**, {draws.mean:+.2f} of one pair (± {draws.half:.2f} over its draws)"
+    over = f" (± {draws.half:.2f} over its draws)" if draws.n > 1 else ""
+    return f"**not settled**, {draws.mean:+.2f} of one pair{over}"
 
 
 def judged(by: pd.Series, better: str = "lower", other: pd.Series | None = None) -> str:
@@ -301,7 +302,7 @@ def gains() -> str:
 
     row(f"`dit_tiny`, [digits]({digits})", "51K",
         *(_by_seed(_digits(), arm) for arm in ("dense", "routed", "shallow")))  # fmt: skip
-    if len(study):
+    if "routed" in set(study.arm):
         last = study.images.max()
         names = ["dense", "routed", others(study)[-1]]
         row(f"`dit_tiny`, [Fashion-MNIST]({here})", f"{last // 1000}K",
