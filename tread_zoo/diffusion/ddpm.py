@@ -44,8 +44,8 @@ class DDPM(AdditiveNoise):
     """The objective of DDPM. The network is given t = step / 1000.
 
     Args:
-        schedule: of the noise over the steps.
-        first_step: the network's number of the least noisy step; 1 is U-ViT's.
+        schedule: how the noise grows over the steps.
+        first_step: number of the least noisy step, as the network counts; 1 is U-ViT's.
     """
 
     schedule: Literal["linear", "cosine", "scaled_linear"] = "linear"
@@ -58,11 +58,11 @@ class DDPM(AdditiveNoise):
 
     @property
     def initial_std(self) -> float:
-        """Sampling starts from x_999 ~ N(0, I), divided by sqrt(abar_999)."""
+        """Standard deviation of what sampling starts from: x_999 / sqrt(abar_999)."""
         return math.sqrt(1 + float(self.sigmas[-1]) ** 2)
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Draw:
-        """Draw sigma [B] of uniform steps, then the noise, for a batch of `shape` [B,C,H,W]."""
+        """Return sigma [B] of uniform steps and the noise, for a batch of `shape` [B,C,H,W]."""
         images = per_image_generator(generator, shape[0])
         step = images.randint(NUM_STEPS)
         levels = _levels(self.schedule, step.device)
@@ -88,7 +88,7 @@ class DDPM(AdditiveNoise):
         [num_steps + 1]. A single step goes from step 999 to 0.
 
         Raises:
-            ValueError: another grid, a shift or a rho, or more steps than there are.
+            ValueError: another grid, shift or rho is set, or num_steps is above 1000.
         """
         for unused in ("shift", "rho"):
             grid.choose(("uniform",), "ddpm", unused=unused)

@@ -72,7 +72,7 @@ class EDM(AdditiveNoise):
 
     @property
     def initial_std(self) -> float:
-        """Sampling starts from noise of standard deviation sigma_max."""
+        """Standard deviation of the noise that sampling starts from: sigma_max."""
         return self.sigma_max
 
     def preconditioning(self, sigma: Tensor) -> Preconditioning:
@@ -90,7 +90,7 @@ class EDM(AdditiveNoise):
         return (sigma.square() + self.sigma_data**2) / (sigma * self.sigma_data).square()
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Draw:
-        """Draw sigma [B], log-normal, then the noise, for a batch of `shape` [B,C,H,W]."""
+        """Return log-normal sigma [B] and the noise, drawn for a batch of `shape` [B,C,H,W]."""
         images = per_image_generator(generator, shape[0])
         sigma = (self.p_mean + self.p_std * images.randn()).exp()
         return Draw(noise=images.randn(*shape[1:]), level=sigma)
@@ -113,10 +113,10 @@ class EDM(AdditiveNoise):
     def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:
         """Return sigma_max = s_0 > ... > s_(n-1) = sigma_min > 0: float64 [num_steps + 1] (eq. 5).
 
-        A single step goes from sigma_max to 0. `grid` is `rho`, or `log` for even ln sigma.
+        A single step goes from sigma_max to 0. `grid` is `rho`, or `log`: ln sigma at even steps.
 
         Raises:
-            ValueError: another grid, a shift, or a rho for `log`.
+            ValueError: the grid is another objective's, shift is set, or rho is set for `log`.
         """
         fraction = torch.linspace(0, 1, num_steps, dtype=torch.float64)
         if grid.choose(("rho", "log"), "edm", unused="shift") == "log":

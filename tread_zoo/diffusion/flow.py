@@ -18,9 +18,9 @@ t is shifted, t' = s t / (1 + (s - 1) t), after it is drawn (SD3, section 3.1 an
     cosmap        t = sin a / (sin a + cos a), a ~ U(0, pi / 2)
 
 With a second level (Self-Flow, arXiv 2603.06507, the dual-timestep schedule) an image has two times
-of the same distribution, and each token one of them, so the distribution of a token's time stays as
-it is. Which fraction of the tokens the paper gives the second one is not known here; that each
-token is drawn by itself is ours.
+of the same distribution, and each token takes one of them, so a token's time is distributed as
+before. The paper's fraction of tokens at the second time is not known here; to draw each token
+independently is our choice.
 
 Dimensions: B batch, N tokens, C channels, H height, W width. A level is t.
 """
@@ -52,16 +52,16 @@ class FlowMatching(AdditiveNoise):
     Args:
         prediction: what the network predicts.
         loss_space: whose squared error the loss is.
-        time_clip: t, or 1 - t, is taken for no less than this where the loss divides by it; so is
-            1 - t in sampling by a noise prediction, which says nothing of the data at t = 1.
-        time_distribution: of t in training.
+        time_clip: least value of t and of 1 - t where the loss divides by them, and of 1 - t in
+            sampling with a noise prediction, which says nothing about the data at t = 1.
+        time_distribution: distribution of t in training.
         logit_mean: mean of logit(t) for "logit_normal"; above 0 trains more on noisier images.
         logit_std: standard deviation of logit(t) for "logit_normal".
-        shift: of t in training; above 1 trains more on noisier images.
-        second_level: of the tokens in training, the fraction at a second t of their image.
+        shift: shift of t in training; above 1 trains more on noisier images.
+        second_level: fraction of the tokens that train at a second t of their image.
 
     Raises:
-        ValueError: a mean or a standard deviation for a distribution that does not use it.
+        ValueError: logit_mean or logit_std is set and time_distribution does not use it.
     """
 
     prediction: Space = "velocity"
@@ -98,11 +98,11 @@ class FlowMatching(AdditiveNoise):
 
     @property
     def initial_std(self) -> float:
-        """Sampling starts from standard normal noise, at t = 1."""
+        """Standard deviation of the noise that sampling starts from, at t = 1."""
         return 1.0
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Draw:
-        """Draw t [B], then the noise, for a batch of `shape` [B,C,H,W]."""
+        """Return t [B] and the noise, drawn for a batch of `shape` [B,C,H,W]."""
         images = per_image_generator(generator, shape[0])
         if self.time_distribution == "logit_normal":
             t = torch.sigmoid(self.logit_mean + self.logit_std * images.randn())
@@ -114,8 +114,8 @@ class FlowMatching(AdditiveNoise):
         return Draw(noise=images.randn(*shape[1:]), level=shift_time(t, self.shift))
 
     def draw_token_levels(self, level: Tensor, num_tokens: int, generator: Generator) -> Tensor:
-        """Draw the times [B, N] of tokens whose image has the time `level` [B]: that, or the
-        second."""
+        """Return the time of each token, [B, N]: its image's `level` [B], or a second time of the
+        same image."""
         images = per_image_generator(generator, len(level))
         second = self.draw((len(level), 1, 1, 1), images).level
         chosen = images.rand(num_tokens) < self.second_level
@@ -128,14 +128,14 @@ class FlowMatching(AdditiveNoise):
         return self.weight(draw.level) * (output - target).square().mean(dim=(1, 2, 3)), {}
 
     def weight(self, t: Tensor) -> Tensor:
-        """Return what turns a squared error of `prediction` into one in `loss_space`: [B]."""
+        """Return the factor [B] from a squared error of `prediction` to one in `loss_space`."""
         if self.prediction == self.loss_space:
             return torch.ones_like(t)
         size = {"velocity": torch.ones_like(t), "x": t, "noise": 1 - t}
         return (size[self.loss_space] / size[self.prediction].clamp(min=self.time_clip)).square()
 
     def dx_dt(self, predict: Predict, x_t: Tensor, level: Tensor) -> Tensor:
-        """Return the velocity [B,C,H,W] at `level` = t [B]; that of an x undefined at 0."""
+        """Return the velocity [B,C,H,W] at `level` = t [B]; of an x prediction, only at t > 0."""
         if self.prediction == "noise":
             level = level.clamp(max=1 - self.time_clip)
         output, t = prediction(predict(x_t, level), x_t.shape[1]), per_image(level)
@@ -150,10 +150,10 @@ class FlowMatching(AdditiveNoise):
         return 1 - level
 
     def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:
-        """Return times from 1 to 0, even unless `grid` says otherwise: float64 [num_steps + 1].
+        """Return times from 1 to 0, evenly spaced by default: float64 [num_steps + 1].
 
         Raises:
-            ValueError: a grid of another objective, or a rho.
+            ValueError: the grid is another objective's, or rho is set.
         """
         t = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
         name = grid.choose(("uniform", "quadratic", "logit_normal"), "flow", unused="rho")

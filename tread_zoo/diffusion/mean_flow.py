@@ -14,15 +14,16 @@ u to the right side, which gets no gradient and has v = noise - x, divided by (D
 
                  u = v - (t - r - h) (u(x_t, r, t) - u(x_t - h v, r, t - h)) / h,  h = step
 
-The second is what (t - r) u = h v + (t - h - r) u(x_t - h v, r, t - h) says if v is constant over
-h; where t - r <= h it is flow matching. arXiv 2604.08837 has a difference, too; this form is ours.
+The second follows from (t - r) u = h v + (t - h - r) u(x_t - h v, r, t - h), which holds if v is
+constant over h; where t - r <= h it is flow matching. arXiv 2604.08837 also has a difference; this
+form is ours.
 
 Guidance is a part of the target, so that sampling costs no second evaluation (section 4.2, eq. 19):
 
     v~ = w v + k u(x_t, t, t | y) + (1 - w - k) u(x_t, t, t)      the scale is w / (1 - k)
 
-The paper leaves it out where the label was dropped. Here it is the same for all; there u is the
-network's own in both terms, and the fixed point is the plain v again.
+The paper leaves guidance out where the label was dropped. Here it applies to every image: without a
+label both terms are the same u, and the fixed point is the plain v.
 
 Dimensions: B batch, C channels, H height, W width. A level is t.
 """
@@ -51,18 +52,20 @@ _C = 1e-3
 @register("objective", "mean_flow")
 @dataclass(frozen=True, kw_only=True)
 class MeanFlow(AdditiveNoise):
-    """The objective of MeanFlow. `sampler=mean` takes its steps; with the others it is a flow.
+    """The objective of MeanFlow. `sampler=mean` steps by the mean velocity; other samplers use the
+    network as one of flow matching.
 
     Args:
-        equal_fraction: of the images, with r = t: flow matching.
+        equal_fraction: fraction of the images with r = t, whose loss is that of flow matching.
         logit_mean: mean of logit(t) and logit(r), of which t is the larger.
-        logit_std: their standard deviation.
+        logit_std: standard deviation of logit(t) and logit(r).
         loss_power: p of the weight 1 / (D + c)^p, D the mean squared error of an image and
             c = 0.001; 0 is the squared error itself.
-        derivative: exact or difference, see above.
-        step: h of the difference.
-        guidance_scale: w; 1 with a guidance_mix of 0 is no guidance.
-        guidance_mix: k, of the conditional prediction.
+        derivative: how d/dt u is computed: difference, by one more evaluation, or exact, by
+            forward-mode differentiation.
+        step: step h of the difference, in t.
+        guidance_scale: w of the guided target; 1 with a guidance_mix of 0 is no guidance.
+        guidance_mix: k, weight of the conditional prediction in the guided target.
     """
 
     equal_fraction: Annotated[float, Field(ge=0, le=1)] = 0.75
@@ -75,7 +78,7 @@ class MeanFlow(AdditiveNoise):
     guidance_mix: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def check_training(self, backbone: Backbone, label_dropout: float, routing: Routing) -> None:
-        """Raise `ValueError` if training cannot give this loss what it needs."""
+        """Raise `ValueError` if the label dropout or the routing does not fit this loss."""
         guided = (self.guidance_scale, self.guidance_mix) != (1, 0)
         if guided and not (backbone.is_conditional and label_dropout):
             raise ValueError(
@@ -91,11 +94,11 @@ class MeanFlow(AdditiveNoise):
 
     @property
     def initial_std(self) -> float:
-        """Sampling starts from standard normal noise, at t = 1."""
+        """Standard deviation of the noise that sampling starts from, at t = 1."""
         return 1.0
 
     def draw(self, shape: Sequence[int], generator: Generator) -> Draw:
-        """Draw t and r [B], then the noise, for a batch of `shape` [B,C,H,W]."""
+        """Return t and r [B] and the noise, drawn for a batch of `shape` [B,C,H,W]."""
         images = per_image_generator(generator, shape[0])
         first, second = (
             torch.sigmoid(self.logit_mean + self.logit_std * images.randn()) for _ in range(2)
@@ -105,8 +108,8 @@ class MeanFlow(AdditiveNoise):
         return Draw(noise=images.randn(*shape[1:]), level=t, end=r)
 
     def loss(self, predict: Predict, x: Tensor, draw: Draw) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return D / (D + c)^p of each image, [B], and D as `squared_error`; of a draw without an
-        end the loss of flow matching."""
+        """Return D / (D + c)^p of each image, [B], and D as `squared_error`. A draw without `end`
+        has the loss of flow matching."""
         if draw.end is None:
             return _FLOW.loss(predict, x, draw)
         x_t, t, r = self.noised(x, draw), draw.level, draw.end
@@ -141,8 +144,8 @@ class MeanFlow(AdditiveNoise):
         return per_image(factor) * (mean - prediction(before, x_t.shape[1]))
 
     def dx_dt(self, predict: Predict, x_t: Tensor, level: Tensor) -> Tensor:
-        """Return what is predicted: the velocity [B,C,H,W] at `level` = t [B], or the mean of a
-        span if `predict` has its end."""
+        """Return the velocity [B,C,H,W] at `level` = t [B]; if `predict` has r bound, the mean
+        velocity from r to t."""
         return _FLOW.dx_dt(predict, x_t, level)
 
     def signal(self, level: Tensor) -> Tensor:
@@ -150,7 +153,7 @@ class MeanFlow(AdditiveNoise):
         return 1 - level
 
     def levels(self, num_steps: int, grid: TimeGrid = DEFAULT_GRID) -> Tensor:
-        """Return those of flow matching: float64 [num_steps + 1]."""
+        """Return the levels of flow matching: float64 [num_steps + 1]."""
         return _FLOW.levels(num_steps, grid)
 
 

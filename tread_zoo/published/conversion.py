@@ -66,9 +66,9 @@ def import_checkpoint(
         out: a run folder without checkpoints.
         format: a name in `FORMATS`.
         objective: the training objective, where the project has several; None is its usual one.
-        num_heads: attention heads, which no tensor shows; None is that of the published sizes.
-        num_classes: None takes the last row of the label table for the null label.
-        drop_unknown: leave out tensors that our network has no place for; else they are refused.
+        num_heads: of attention, which no tensor shows; None is the number of the published sizes.
+        num_classes: None counts the rows of the label table, less one for the null label.
+        drop_unknown: leave out tensors that our network has no place for; else they are an error.
 
     Raises:
         ValueError: an unknown format or objective, or sizes that do not fit.

@@ -1,4 +1,4 @@
-"""Export: a checkpoint becomes another project's file. It is the import's inverse."""
+"""Export: a checkpoint becomes another project's file, the inverse of the import."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tread_zoo.runs.checkpoint import (
 def export_checkpoint(
     folder: str | Path, out: str | Path, *, format: str, weights: str = "ema"
 ) -> Path:
-    """Return `out`, to which a checkpoint's weights are written under the names of `format`.
+    """Return `out`, with a checkpoint's weights written to it under the names of `format`.
 
     An imported file is exported with the same names, shapes and bits, in float32.
 
@@ -33,7 +33,7 @@ def export_checkpoint(
 
     Raises:
         ValueError: an unknown format.
-        CheckpointError: `out` exists, or the project has no such network.
+        CheckpointError: `out` exists, or the format cannot hold this network.
     """
     if format not in FORMATS:
         raise unknown_name("format", format, FORMATS)

@@ -6,10 +6,10 @@
     "*.qkv": "*.attn.qkv"                `*` is a block, ours or theirs
     "*.mixer.D": ("*.mixer.D", "*.mixer.D_b")    several make one
 
-`rules` has the function that makes our tensor of theirs; by default they are joined along the first
-axis. Export uses the same table with the functions' inverses, `_INVERSES`.
+`rules` has the function that makes our tensor from theirs; by default they are joined along the
+first axis. Export uses the same table with the functions' inverses, `_INVERSES`.
 
-D width, C channels, p patch size, N tokens.
+D width, C channels, p patch size, N tokens, I inner channels, W taps, n tensors.
 """
 
 import math
@@ -78,20 +78,22 @@ class CheckpointFormat:
 
     Args:
         project: owner/name on GitHub.
-        license: of the weights, as the hub names it; the project's, where it names no other.
+        license: of the weights, by its name on the Hub; of the project, if they have none.
         backbone: our architecture.
-        names: our layers and tensors -> theirs, see the module's docstring. Without `positions`
-            these are the fixed sines.
+        names: our layers and tensors -> theirs, see the module's docstring. Without an entry for
+            `positions`, positions are fixed sines and cosines.
         marks: tensors that identify the format, beside the first and the last layer.
-        sizes: their tensors -> keywords of our constructor that not all backbones have.
-        tables: our network -> tensors of theirs that ours computes, beside the fixed sines.
-        time_scale: their time over ours, which is of order 1.
+        sizes: function from their tensors to keywords that only some constructors have.
+        tables: function from our network to tensors of theirs that ours computes, beside the
+            positions.
+        time_scale: their time divided by ours, which is of order 1.
         reversed_time: their time is 1 - ours.
         has_null_label: the label table ends with a row for the null label.
         objectives: training objectives, the usual one first.
-        objective_options: our network -> options of the usual objective that are no defaults.
+        objective_options: function from our network to the options of the usual objective that
+            differ from the defaults.
         note: for the user, on time and output.
-        rules: our tensors -> the function that makes them of theirs.
+        rules: our tensors -> the function that makes them from theirs.
         head: our name of the last linear layer.
         has_heads: our constructor takes `num_heads`, which no tensor shows.
         in_halves: blocks are `in_blocks`, `mid_block` and `out_blocks`, else `blocks`.
@@ -137,14 +139,14 @@ class CheckpointFormat:
         return [key for key in (*ends, "pos_embed", *self.marks) if key not in theirs]
 
     def blocks(self, theirs: Tensors) -> list[str]:
-        """Return their names of the blocks, in order."""
+        """Return the names of their blocks, in order."""
         stem = "in_blocks" if self.in_halves else "blocks"
         matches = (re.match(rf"{stem}\.(\d+)\.", key) for key in theirs)
         count = 1 + max(int(match[1]) for match in matches if match)
         return self.block_names(2 * count + 1 if self.in_halves else count)
 
     def block_names(self, num_blocks: int) -> list[str]:
-        """Return their names of the blocks of a network with `num_blocks`, in order."""
+        """Return the names of their blocks in a network with `num_blocks`, in order."""
         if not self.in_halves:
             return [f"blocks.{i}" for i in range(num_blocks)]
         halves = [
@@ -185,11 +187,11 @@ class CheckpointFormat:
         return keywords
 
     def rule(self, ours: str, blocks: list[str]) -> tuple[tuple[str, ...], TensorRule]:
-        """Return their tensors that make our tensor, and the function that does.
+        """Return the names of their tensors that make our tensor, and the function that does.
 
         Args:
             ours: a name in our state dict.
-            blocks: their names of the blocks, in order.
+            blocks: the names of their blocks, in order.
         """
         block = re.match(r"blocks\.(\d+)\.", ours)
         pattern = f"*.{ours[block.end() :]}" if block else ours
@@ -203,7 +205,7 @@ class CheckpointFormat:
     def take_apart(
         self, ours: str, tensor: Tensor, blocks: list[str], patch_size: int
     ) -> dict[str, Tensor]:
-        """Return their tensors, by name, of our tensor `ours`: the inverse of `rule`. Raises
-        KeyError if the format has no such tensor, or the rule no inverse."""
+        """Return their tensors, by name, that our tensor `ours` becomes: the inverse of `rule`.
+        Raises KeyError if the format has no such tensor, or the rule no inverse."""
         names, rule = self.rule(ours, blocks)
         return dict(zip(names, _INVERSES[rule](tensor, len(names), patch_size), strict=True))

@@ -79,7 +79,7 @@ def check_samples_do_not_mix(probe: Probe) -> None:
 
 @torch.no_grad()
 def check_conditions_matter(probe: Probe) -> None:
-    """Times that differ by 1e-5 have different outputs, and so have any two labels, including the
+    """Times that differ by 1e-5 give different outputs, and so do any two labels, including the
     null label; y=None is the null label."""
     backbone = probe.build()
     x, t, y = probe.inputs(batch=1)
@@ -129,7 +129,7 @@ def check_keeping_all_equals_no_route(probe: Probe) -> None:
 
 
 def check_ids_matter(probe: Probe) -> None:
-    """Another choice of tokens has another output: ids are not ignored."""
+    """Another choice of tokens gives another output: ids are not ignored."""
     backbone = probe.build()
     inputs = probe.inputs()
     one, other = (backbone(*inputs, routes=[probe.route(backbone, seed=s)]) for s in (1, 2))
@@ -228,7 +228,7 @@ def check_recomputation(probe: Probe) -> None:
 
 
 def check_half_precision(probe: Probe) -> None:
-    """bfloat16, by autocast or as the type of weights and images, has nearly the output of float32,
+    """bfloat16, by autocast or as the type of weights and images, gives nearly float32's output,
     in a type no wider, and finite gradients."""
     backbone = probe.build()
     (x, t, y), routes = probe.inputs(), (probe.route(backbone),)
@@ -344,7 +344,7 @@ def check_alignment(probe: Probe) -> None:
 
 
 def check_times_of_tokens(probe: Probe) -> None:
-    """If tokens can have times, equal ones have the output of a single time. Under a route, kept
+    """If tokens can have times, equal ones give the output of a single time. Under a route, kept
     tokens keep their times, and those of bypassed tokens are not used."""
     backbone = probe.build()
     x, t, y = probe.inputs()

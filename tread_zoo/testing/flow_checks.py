@@ -51,8 +51,8 @@ def check_patches_stay_in_place(probe: Probe) -> None:
 
 
 def check_pixels_reach_each_other(probe: Probe) -> None:
-    """If a token's pixels reach another's output, the other's reach its output, too. They do not if
-    all blocks scan in the same direction."""
+    """If a token's pixels reach another's output, the other's reach its output, too. This fails if
+    all blocks scan, or convolve causally, in the same direction."""
     backbone = probe.build().double()
     x, t, y = probe.inputs(1)
     x, t = x.double().requires_grad_(), t.double()
