@@ -22,6 +22,7 @@ from seeds import (
     EVALUATED,
     SHOWN,
     STUDY,
+    bypassing,
     collect_seeds,
     fronts,
     fronts_of,
@@ -356,6 +357,8 @@ def draw_blocks(axis: plt.Axes, scores: pd.DataFrame) -> None:
             axis.plot(range(len(blocks)), values, "o", ms=4, mfc="none", color=COLOURS[arm])
         axis.plot(range(len(blocks)), by.mean(), color=COLOURS[arm], label=arm)
     axis.set(xlabel="block left out", ylabel="change of the output, %", yscale="log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter("")
     axis.set_title("what each block is worth")
     axis.legend(frameon=False, labelcolor=INK, fontsize=9)
 
@@ -432,6 +435,7 @@ def tables() -> dict[str, str]:
         "answers": answers(),
         "seeds": over_seeds(study),
         "real": real_images(pd.read_csv(HERE / "real.csv")),
+        "bypassing": bypassing(study),
         "spaces": spaces(study),
         "fronts": fronts(study),
         "gains": gains(),

@@ -38,8 +38,8 @@ def collect_seeds(study: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
             if protocol["reference"] == "train":
                 count = protocol["num_reference"]
                 real.append({"features": features, "images": count, **_scores(record["real"])})
-            elif sampling["selection_rate"] == 0:
-                blocks, worth = record["contributions"], {}
+            else:
+                blocks, worth, rate = record["contributions"], {}, sampling["selection_rate"]
                 if whole:
                     worth = {f"block_{i}": value for i, value in enumerate(blocks["blocks"])}
                     worth["routed_blocks"] = blocks["ranges"][0][2]
@@ -51,7 +51,7 @@ def collect_seeds(study: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
                     "draw": protocol["seed"],
                     "features": features,
                     "num_images": protocol["num_generated"],
-                    "guidance": sampling["guidance"],
+                    "guidance": f"rate {rate:g}" if rate else sampling["guidance"],
                     "scale": sampling["guidance_scale"],
                     "flops": facts["flops_routed"] * images,
                     **_scores(record["values"]),
@@ -124,6 +124,22 @@ def over_seeds(table: pd.DataFrame) -> str:
     return "\n".join([*arms, "", *apart]) if len(plain) else ""
 
 
+def bypassing(table: pd.DataFrame) -> str:
+    """Return a table: what the routed network's samples lose where tokens bypass its routed blocks
+    in sampling, too, by 95 % intervals over seeds."""
+    own = table[(table.features == OWN) & (table.arm == "routed")]
+    names = f"seeds | Fréchet distance | less that of none | {NAMES.partition(' | ')[2]}"
+    lines = [f"| bypass in sampling | {names} |", "|---" * 7 + "|"]
+    plain = unguided(own).set_index(["seed", "draw"])
+    for rate, rows in own[own.guidance.str.startswith("rate ")].groupby("guidance"):
+        at = rows.set_index(["seed", "draw"])
+        by = pd.DataFrame({metric: differences(at[metric], plain[metric]) for metric in SHOWN})
+        cells = [interval(by[m]).judged(direction(m) or "lower", DIGITS[m]) for m in SHOWN]
+        place = f"| {float(rate[5:]):.0%} | {len(by)} | {at.fid.mean():.2f}"
+        lines.append(f"{place} | {' | '.join(cells)} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
 def percent(fractions: pd.Series) -> str:
     """Return the mean of fractions in percent, and half of its 95 % interval."""
     return f"{interval(100 * fractions.dropna()).plus_minus(1, signed=False)} %"
@@ -168,7 +184,7 @@ def fronts_of(table: pd.DataFrame) -> pd.DataFrame:
         return guided
     count, images = guided[["num_images", "images"]].mode().iloc[0]
     own = own[(own.num_images == count) & (own.images == images)]
-    guided = own[own.guidance != "none"]
+    guided = own[(own.guidance != "none") & (own.scale > 1)]
     kinds = guided[["arm", "guidance"]].drop_duplicates()
     starts = own[own.guidance == "none"].drop(columns="guidance").merge(kinds, on="arm")
     rows = pd.concat([starts, guided])
