@@ -357,7 +357,7 @@ def draw_blocks(axis: plt.Axes, scores: pd.DataFrame) -> None:
             axis.plot(range(len(blocks)), values, "o", ms=4, mfc="none", color=COLOURS[arm])
         axis.plot(range(len(blocks)), by.mean(), color=COLOURS[arm], label=arm)
     axis.set(xlabel="block left out", ylabel="change of the output, %", yscale="log")
-    axis.yaxis.set_major_formatter("{x:g}")
+    axis.set_yticks([2, 5, 10, 20, 50], ["2", "5", "10", "20", "50"])
     axis.yaxis.set_minor_formatter("")
     axis.set_title("what each block is worth")
     axis.legend(frameon=False, labelcolor=INK, fontsize=9)
