@@ -135,6 +135,6 @@ def describe_contributions(record: Mapping[str, Any]) -> list[str]:
     for start, end, value in record["ranges"]:
         text = f"blocks {start} … {end - 1} change the output by {100 * value:.2g} %"
         rest = len(record["blocks"]) - (end - start)
-        idle = f": this network is little more than its {rest} other blocks"
+        idle = f": this network may be little more than its {rest} other blocks"
         lines.append(text + (idle if value < IDLE else ""))
     return lines
