@@ -138,4 +138,6 @@ def test_idle_blocks_are_warned_of():
     sizes = {"input_size": 8, "in_channels": 1, "num_classes": 10, "hidden_size": 16, "depth": 8}
     record = probe(run_of(create_backbone("dit_tiny", **sizes), data=digits()), options())
     text = "\n".join(describe(record))
-    assert "blocks 2 … 3 change the output by 0 %: this network may be little more than its 6" in text
+    assert (
+        "blocks 2 … 3 change the output by 0 %: this network may be little more than its 6" in text
+    )
