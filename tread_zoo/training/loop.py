@@ -47,12 +47,7 @@ from tread_zoo.runtime import (
     resolve_precision,
     set_float32_products,
 )
-from tread_zoo.seeding import (
-    ImageGenerator,
-    make_generator,
-    make_image_generator,
-    per_image_generator,
-)
+from tread_zoo.seeding import ImageGenerator, make_generator, make_image_generator
 from tread_zoo.training.log import Log, is_due
 from tread_zoo.training.meters import Window, timed
 from tread_zoo.training.saving import save_snapshot, save_state
@@ -404,7 +399,7 @@ def draw_step(
         y = labels.to(device, non_blocking=True)
         dropped = generator("label").rand() < training.label_dropout
         y = torch.where(dropped.view(-1, *[1] * (y.ndim - 1)), setup.backbone.null_like(y), y)
-    draw = _draw_noise(setup, codec.model_shape(images.shape), generator)
+    draw = _draw(setup, codec.model_shape(images.shape), generator)
     optimizer_step = step // training.gradient_accumulation_steps
     routing = setup.routing.at(optimizer_step, setup.num_steps, seed)
     routes = routing.drop_paths(
@@ -419,9 +414,7 @@ def draw_step(
     return x, y, draw, routes, target
 
 
-def _draw_noise(
-    setup: Setup, shape: Sequence[int], generator: Callable[[str], ImageGenerator]
-) -> Draw:
+def _draw(setup: Setup, shape: Sequence[int], generator: Callable[[str], ImageGenerator]) -> Draw:
     """Return the objective's draw for images of `shape`, by generators of two purposes."""
     draw = setup.objective.draw(shape, generator("noise"))
     if getattr(setup.objective, "second_level", 0):
@@ -476,8 +469,8 @@ class _CountedLoss:
     ) -> Tensor:
         projector = without_data(self.setup.projector) if self.aligned else None  # type: ignore[type-var]
         setup = replace(self.setup, backbone=network, projector=projector)
-        generator = per_image_generator(make_generator("flops", 0), len(x))
-        draw = _draw_noise(setup, x.shape, lambda purpose: generator).to("meta")
+        generator = make_image_generator("flops", images=range(len(x)))
+        draw = _draw(setup, x.shape, lambda purpose: generator).to("meta")
         taught = self.aligned and setup.is_self_taught
         stored = self.aligned and not taught
         features = x.new_empty(len(x), *setup.data.features[1:]) if stored else None  # type: ignore[index]

@@ -23,6 +23,7 @@ from seeds import (
     SHOWN,
     STUDY,
     bypassing,
+    collect_digits,
     collect_seeds,
     fronts,
     fronts_of,
@@ -457,6 +458,8 @@ def main(comparisons: Path | None) -> None:
         for name, table in zip(("seeds", "real"), collect_seeds(comparisons / STUDY), strict=True):
             if len(table):
                 table.to_csv(HERE / f"{name}.csv", index=False, float_format="%.6g")
+    if comparisons and len(digits := collect_digits(comparisons / "evidence_digits")):
+        digits.to_csv(HERE / "bypassing_digits.csv", index=False, float_format="%.6g")
     pairs().to_csv(HERE / "differences.csv", index=False, float_format="%.4g")
     draw_fronts(fronts_of(read_seeds()))
     draw()

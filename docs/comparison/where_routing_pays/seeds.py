@@ -68,6 +68,20 @@ def _scores(values: dict[str, float]) -> dict[str, float | None]:
     return {metric: values.get(metric) for metric in EVALUATED}
 
 
+def collect_digits(study: Path) -> pd.DataFrame:
+    """Return the scores of the routed `dit` of evidence_digits, by what bypasses in sampling."""
+    rows = []
+    for file in sorted(study.glob("runs/backbone-dit_tiny_routing-tread_seed-*/score_*.json")):
+        record = json.loads(file.read_text())
+        if "fid" in record["values"]:
+            protocol, seed = record["protocol"], int(file.parent.name.rpartition("-")[2])
+            rate = protocol["sampling"]["selection_rate"]
+            guidance = f"rate {rate:g}" if rate else "none"
+            scores = {metric: record["values"][metric] for metric in SHOWN}
+            rows.append({"seed": seed, "draw": protocol["seed"], "guidance": guidance, **scores})
+    return pd.DataFrame(rows)
+
+
 def read_seeds() -> pd.DataFrame:
     """Return seeds.csv, empty if no run was collected yet."""
     file = HERE / "seeds.csv"
@@ -129,7 +143,7 @@ def bypassing(table: pd.DataFrame, digits: pd.DataFrame) -> str:
     sampling, too, here and on digits, by 95 % intervals over seeds."""
     own = table[(table.features == OWN) & (table.arm == "routed")]
     settings = {"Fashion-MNIST": own[own.num_images == own.num_images.max()], "digits": digits}
-    names = f"seeds | Fréchet distance | less that of none | {NAMES.partition(' | ')[2]}"
+    names = f"seeds | Fréchet distance | less that without | {NAMES.partition(' | ')[2]}"
     lines = [f"| | bypass in sampling | {names} |", "|---" * 8 + "|"]
     for setting, of in settings.items():
         scores = of.set_index(["seed", "draw"])
