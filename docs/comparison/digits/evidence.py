@@ -29,7 +29,7 @@ ARMS = {  # of `dit`
 
 
 def collect(runs: Path) -> None:
-    """Write the runs of a study to evidence.csv; of the other studies its rows stay."""
+    """Write the runs of a study to evidence.csv in place of their rows there; the others stay."""
     study = runs.parent.name
     rows = []
     for run in sorted(runs.iterdir()):
@@ -43,9 +43,8 @@ def collect(runs: Path) -> None:
             }
             rows.append({**row, **{m: values[m] for m in METRICS}, "routed_blocks": worth(run)})
     file = HERE / "evidence.csv"
-    others = pd.read_csv(file)
-    table = pd.concat([pd.DataFrame(rows), others[others.study != study]])
-    table.to_csv(file, index=False, float_format="%.6g")
+    table = pd.concat([pd.DataFrame(rows), pd.read_csv(file)])
+    table.drop_duplicates(["study", "run", "seed"]).to_csv(file, index=False, float_format="%.6g")
 
 
 def worth(run: Path) -> float | None:

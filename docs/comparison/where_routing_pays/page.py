@@ -20,6 +20,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from seeds import (
     EVALUATED,
+    KEYS,
     SHOWN,
     STUDY,
     bypassing,
@@ -451,15 +452,22 @@ def filled(text: str) -> str:
     return text
 
 
+def add(rows: pd.DataFrame, file: Path, keys: list[str]) -> None:
+    """Write rows to a .csv file in place of those of the same keys; its others stay, whose runs may
+    be of another machine."""
+    table = pd.concat([pd.read_csv(file), rows]).drop_duplicates(keys, keep="last")
+    table.sort_values(keys).to_csv(file, index=False, float_format="%.6g")
+
+
 def main(comparisons: Path | None) -> None:
     if comparisons and (comparisons / "where_routing_pays").exists():
         collect(comparisons)
     if comparisons and (comparisons / STUDY).exists():
-        for name, table in zip(("seeds", "real"), collect_seeds(comparisons / STUDY), strict=True):
-            if len(table):
-                table.to_csv(HERE / f"{name}.csv", index=False, float_format="%.6g")
+        seeds, real = collect_seeds(comparisons / STUDY)
+        add(seeds, HERE / "seeds.csv", KEYS)
+        add(real, HERE / "real.csv", ["features", "images"])
     if comparisons and len(digits := collect_digits(comparisons / "evidence_digits")):
-        digits.to_csv(HERE / "bypassing_digits.csv", index=False, float_format="%.6g")
+        add(digits, HERE / "bypassing_digits.csv", ["seed", "draw", "guidance"])
     pairs().to_csv(HERE / "differences.csv", index=False, float_format="%.4g")
     draw_fronts(fronts_of(read_seeds()))
     draw()
