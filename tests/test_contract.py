@@ -41,11 +41,13 @@ EVERY_CHECK = pytest.mark.parametrize(
 @EVERY_CHECK
 @pytest.mark.parametrize("name", SMALL)
 def test_contract(name, check):
+    if (name, check) == ("kda_tiny", "compiles"):
+        pytest.skip("a minute of a C++ compiler; kernels/test_forms.py compiles its operation")
     CHECKS[check](Probe(name, overrides=SMALL[name]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", [name for name in CHECKS if name not in SLOW])
 @pytest.mark.parametrize("name", SMALL)
 def test_contract_at_the_registered_size(name, check):
     CHECKS[check](Probe(name))

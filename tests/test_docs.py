@@ -59,8 +59,6 @@ def test_the_tables_of_where_routing_pays_are_those_of_its_records(page):
     for file in page["PAGES"]:
         text = file.read_text()
         assert page["filled"](text) == text, file
-    recorded = pd.read_csv(PAYS / "differences.csv")
-    pd.testing.assert_frame_equal(page["pairs"](), recorded, rtol=1e-3, check_dtype=False)
 
 
 def record(fid, *, seed=1, features="features", sampling=None, **protocol):

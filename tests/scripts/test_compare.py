@@ -125,8 +125,8 @@ def test_a_terminal_that_is_closed_ends_the_cells_gently_however_often_it_says_s
 @pytest.mark.slow
 def test_cells_are_runs_of_the_real_script_and_go_on_after_a_kill(tmp_path):
     given = ("backbone=dit_tiny", "routing=none,tread", "seed=0", "training.num_steps=40",
-             "training.sample_every=20", "training.log_every=1", "evaluation.num_images=70",
-             "compare.out=out")  # fmt: skip
+             "training.sample_every=20", "training.log_every=1", "evaluation.num_images=10",
+             "sampler.num_steps=2", "backbone.depth=6", "compare.out=out")  # fmt: skip
     command = [sys.executable, str(ROOT / "scripts" / "compare.py"), *given]
     killed = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 300

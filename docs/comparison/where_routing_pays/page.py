@@ -6,12 +6,10 @@ python docs/comparison/where_routing_pays/page.py comparisons   # read them off 
 A table stands between `<!-- name -->` and `<!-- end -->`.
 """
 
-import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
@@ -19,7 +17,6 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import pandas as pd
 from seeds import (
-    EVALUATED,
     KEYS,
     SHOWN,
     STUDY,
@@ -39,142 +36,13 @@ from seeds import (
     unguided,
 )
 
-from tread_zoo import comparison
 from tread_zoo.comparison.intervals import differences, interval
-from tread_zoo.training.log import read_scores
 
 HERE = Path(__file__).parent
 PAGES = (HERE / "README.md", HERE.parents[2] / "README.md")
-BATCH_SIZE = 64  # of the pair of long trainings
-ARMS = {  # what tells the folders of an arm, the first that fits: (name, colour)
-    "routing-none": ("dense", "#2a7fd4"),
-    "dense_tail-0.1": ("routed, dense tail", "#8a5fc7"),
-    "start-5": ("routed [5, 9)", "#3aa66a"),
-    "selection_rate-0.75": ("routed at 0.75", "#c24a72"),
-    "start-3": ("routed [3, 10)", "#3aa66a"),
-    "start-2": ("routed", "#e0731d"),
-    "routing-tread": ("routed", "#e0731d"),
-}
-COLOURS = dict(ARMS.values())
+COLOURS = {"dense": "#2a7fd4", "routed": "#e0731d"}
 SHALLOWER = ("#3aa66a", "#8a5fc7")  # of dense networks of fewer blocks
 INK = "#808080"  # reads on white and on black
-STUDIES = {"curves": "where_routing_pays", "scan": "where_routing_pays_scan"}
-SHALLOW = "backbone.depth-6_routing-none"
-EQUAL_FLOPS = (  # an arm at these images, and dense at those
-    ("routed", 768_000, 512_000),
-    ("routed at 0.75", 768_000, 512_000),
-    ("routed [5, 9)", 768_000, 640_000),
-    ("routed", 1_536_000, 1_024_000),
-    ("routed", 2_048_000, 1_536_000),
-    ("routed, dense tail", 2_048_000, 1_536_000),
-)
-
-
-def collect(comparisons: Path) -> None:
-    """Write the .csv files of the pairs of long trainings, from the runs of both studies and the
-    records that evaluate left in their folders."""
-    rows = []
-    for name, study in STUDIES.items():
-        runs = sorted((comparisons / study / "runs").iterdir())
-        curves = comparison.read_curves([str(run) for run in runs])
-        tail = curves.folder.str.contains("dense_tail-0.1")  # up to it the routed run's
-        curves = curves[(curves.source == "score") & ~(tail & (curves.step <= 28_800))]
-        curves.to_csv(HERE / f"{name}.csv", index=False, float_format="%.6g")
-        rows += [row for run in runs for row in draws_of(run)]
-    keys = ["folder", "step", "scale", "selection_rate", "seed"]
-    table = pd.DataFrame(rows).drop_duplicates(keys).sort_values(keys)
-    table.to_csv(HERE / "evaluations.csv", index=False, float_format="%.6g")
-
-
-def draws_of(run: Path) -> list[dict[str, Any]]:
-    """Return the scores of a run's checkpoints that evaluate scored again, with the run's own."""
-    others = [json.loads(file.read_text()) for file in run.glob("score_*.json")]
-    steps = {record["protocol"]["step"] for record in others}
-    rows = []
-    for record in [r for r in read_scores(run).values() if r["protocol"]["step"] in steps] + others:
-        protocol, sampling = record["protocol"], record["protocol"]["sampling"]
-        rows.append({
-            "folder": str(run),
-            "step": protocol["step"],
-            "scale": sampling["guidance_scale"],
-            "selection_rate": sampling["selection_rate"],
-            "seed": protocol["seed"],
-            **{metric: record["values"][metric] for metric in EVALUATED},
-        })  # fmt: skip
-    return rows
-
-
-def arm_of(folder: str) -> str:
-    return next(arm for key, (arm, _) in ARMS.items() if key in folder)
-
-
-def read_curves(name: str = "curves") -> pd.DataFrame:
-    """Return every score of the runs with its arm, and the images that its run had seen."""
-    return with_place(pd.read_csv(HERE / f"{name}.csv"))
-
-
-def read_evaluations(name: str = "curves") -> pd.DataFrame:
-    """Return the scores of single checkpoints by noise and guidance, densely sampled."""
-    table = with_place(pd.read_csv(HERE / "evaluations.csv"))
-    of_study = table.folder.str.contains(f"/{STUDIES[name]}/")
-    return table[of_study & (table.selection_rate == 0)]
-
-
-def with_place(table: pd.DataFrame) -> pd.DataFrame:
-    return table.assign(arm=table.folder.map(arm_of), images=BATCH_SIZE * table.step)
-
-
-def draws(evaluations: pd.DataFrame) -> dict[int, dict[str, pd.DataFrame]]:
-    """Return the scores of each draw of the noise, by images and arm."""
-    unguided = evaluations[evaluations.scale == 1]
-    unguided = unguided.set_index("seed")[["images", "arm", *EVALUATED]]
-    return {
-        images: {arm: at[at.arm == arm][EVALUATED] for arm in COLOURS if arm in set(at.arm)}
-        for images, at in unguided.groupby("images")
-    }
-
-
-def compared(name: str) -> Iterator[tuple[str, int, int, float, pd.DataFrame]]:
-    """Yield what the page compares of a study: an arm, its images, those of the dense network, the
-    ratio of their FLOPs, and the differences of equal draws, the arm less dense."""
-    at, curves = draws(read_evaluations(name)), read_curves(name)
-    spent = curves.groupby(["arm", "images"]).flops.mean()
-    pairs = [(arm, images, images) for images, arms in at.items() for arm in list(arms)[1:]]
-    for arm, images, of_dense in [*pairs, *(EQUAL_FLOPS if name == "curves" else ())]:
-        by = at[images][arm] - at[of_dense]["dense"]
-        yield arm, images, of_dense, spent[arm, images] / spent["dense", of_dense], by
-
-
-def pairs() -> pd.DataFrame:
-    """Return every difference of the pairs of trainings over equal draws of noise, with half of its
-    95 % interval: of arms and, where the dense network was guided, of guidance."""
-    rows = [
-        (f"{network}, {arm}", images, "dense", of_dense, flops, by)
-        for name, network in (("curves", "dit"), ("scan", "rwkv"))
-        for arm, images, of_dense, flops, by in compared(name)
-    ]
-    both = read_evaluations().query("arm in ('dense', 'routed')")
-    names = both.arm + both.scale.map(lambda scale: "" if scale == 1 else f", guided by {scale:g}")
-    for images, at in both.assign(name=names).set_index("seed").groupby("images"):
-        arms = {name: of[SHOWN] for name, of in at.groupby("name") if len(of) > 1}
-        dense, routed = (f"{arm}, guided by 1.1" for arm in ("dense", "routed"))
-        for one, other in (
-            ((dense, "dense"), ("routed", dense), (routed, "routed"), (routed, dense))
-            if dense in arms
-            else ()
-        ):
-            rows.append((f"dit, {one}", images, other, images, None, arms[one] - arms[other]))
-    return pd.DataFrame([
-        {"arm": arm, "images": images, "less": other, "less_images": of_other, "flops": flops}
-        | {"draws": len(by.dropna())}
-        | {
-            f"{metric}{end}": value
-            for metric in SHOWN
-            for of in [interval(by[metric].dropna())]
-            for end, value in (("", of.mean), ("_half", of.half))
-        }
-        for arm, images, other, of_other, flops, by in rows
-    ])  # fmt: skip
 
 
 def answers() -> str:
@@ -214,7 +82,7 @@ def answers() -> str:
             "1.0M, by 1.1": answer(gains[1], gains[0], "higher"),
         },
         "For a scan (`rwkv`)?": {
-            "768K": pair(768_000, 768_000, _pair("scan")),
+            "768K": pair(768_000, 768_000, _pair("rwkv")),
         },
     }  # fmt: skip
     lines = ["| question | answer |", "|---|---|"]
@@ -251,10 +119,10 @@ def judged(by: pd.Series, better: str = "lower", other: pd.Series | None = None)
     return f"{text}: excludes a gain beyond {part[0]} and a loss beyond {part[1]}"
 
 
-def _pair(name: str = "curves") -> pd.DataFrame:
-    """Return the scores of a pair of long trainings in the form of a study's."""
-    table = read_evaluations(name).query("arm in ('dense', 'routed')")
-    return table.rename(columns={"seed": "draw"}).assign(seed=0)
+def _pair(network: str = "dit") -> pd.DataFrame:
+    """Return the densely sampled scores of a pair of long trainings in the form of a study's."""
+    table = pd.read_csv(HERE / "pairs.csv").query("network == @network and selection_rate == 0")
+    return table.assign(seed=0)
 
 
 def _digits() -> pd.DataFrame:
@@ -312,7 +180,7 @@ def gains() -> str:
             *(scored(study, arm, last) for arm in names))  # fmt: skip
     for name, table, images, text in (
         ("`dit` of width 128", _pair(), 1_024_000, "1.0M"),
-        ("`rwkv` of width 96", _pair("scan"), 768_000, "768K"),
+        ("`rwkv` of width 96", _pair("rwkv"), 768_000, "768K"),
     ):
         arms = (scored(table, arm, images) for arm in ("dense", "routed"))
         row(f"{name}, [Fashion-MNIST]({here})", text, *arms)
@@ -328,11 +196,11 @@ def short(one: pd.Series, other: pd.Series) -> str:
 
 
 def draw() -> None:
-    """Draw distances by FLOPs and what blocks are worth, over seeds, and the pairs by images."""
+    """Draw distances by FLOPs and what blocks are worth, over seeds."""
     plain = unguided(read_seeds())
     last = plain[plain.images == plain.images.max()]
     panels = [lambda axis: draw_seeds(axis, last), lambda axis: draw_blocks(axis, last)]
-    draw_panels(HERE / "figure.png", [*(panels if len(last) else []), draw_differences])
+    draw_panels(HERE / "figure.png", panels)
 
 
 def draw_seeds(axis: plt.Axes, scores: pd.DataFrame) -> None:
@@ -411,25 +279,6 @@ def draw_panels(file: Path, panels: list[Callable[[plt.Axes], None]]) -> None:
         plt.close(figure)
 
 
-def draw_differences(axis: plt.Axes) -> None:
-    """Draw each arm's distance less that of dense at equal steps, with its 95 % interval."""
-    arms = [(f"dit, {a}", COLOURS[a], i, by) for a, i, d, _, by in compared("curves") if i == d]
-    arms += [("rwkv, routed", "#777777", i, by) for a, i, _, _, by in compared("scan")
-             if a == "routed"]  # fmt: skip
-    labels = list(dict.fromkeys(label for label, *_ in arms))
-    for label, colour, images, by in arms:
-        of, shift = interval(by.fid.dropna()), 1 + 0.02 * labels.index(label)
-        first = axis.get_legend_handles_labels()[1].count(label) == 0
-        axis.errorbar(
-            images / 1e6 * shift, of.mean, of.half, fmt="o", ms=5, capsize=2, color=colour,
-            label=label if first else None,
-        )  # fmt: skip
-    axis.axhline(0, color=INK, lw=1)
-    axis.set(xlabel="million images", ylabel="Fréchet distance, less dense", ylim=(-0.6, 1.15))
-    axis.set_title("at equal steps: four draws of one pair")
-    axis.legend(frameon=False, labelcolor=INK, fontsize=9)
-
-
 def tables() -> dict[str, str]:
     """Return every table by its name."""
     study = read_seeds()
@@ -460,15 +309,12 @@ def add(rows: pd.DataFrame, file: Path, keys: list[str]) -> None:
 
 
 def main(comparisons: Path | None) -> None:
-    if comparisons and (comparisons / "where_routing_pays").exists():
-        collect(comparisons)
     if comparisons and (comparisons / STUDY).exists():
         seeds, real = collect_seeds(comparisons / STUDY)
         add(seeds, HERE / "seeds.csv", KEYS)
         add(real, HERE / "real.csv", ["features", "images"])
     if comparisons and len(digits := collect_digits(comparisons / "evidence_digits")):
         add(digits, HERE / "bypassing_digits.csv", ["seed", "draw", "guidance"])
-    pairs().to_csv(HERE / "differences.csv", index=False, float_format="%.4g")
     draw_fronts(fronts_of(read_seeds()))
     draw()
     for page in PAGES:
