@@ -33,7 +33,7 @@ def test_a_verdict_is_what_the_interval_leaves_out(values, better, verdict):
     assert interval(values).verdict(better) == verdict
 
 
-def planted(effect, seeds=3, draws=4, trials=2000):
+def planted(effect, seeds=3, draws=4, trials=1000):
     """Return how often each verdict is given of two arms whose trainings spread by 0.1."""
     generator = np.random.default_rng(0)
     index = pd.MultiIndex.from_product([range(seeds), range(draws)])
@@ -53,7 +53,7 @@ def planted(effect, seeds=3, draws=4, trials=2000):
 
 def test_a_planted_null_is_settled_in_one_of_twenty_and_a_planted_effect_is_found():
     """Draws of noise within a training are no further seeds: the error stays at 5 %."""
-    assert planted(0)["not settled"] == pytest.approx(0.95, abs=0.015)
+    assert planted(0)["not settled"] == pytest.approx(0.95, abs=0.02)
     verdicts = planted(-1.0)
     assert verdicts["ahead"] > 0.9
     assert "behind" not in verdicts

@@ -65,6 +65,7 @@ def test_without_scontrol_the_remedy_is_said(monkeypatch, tmp_path):
         assert environment["MASTER_ADDR"] == "gpu07"
 
 
+@pytest.mark.slow
 def test_the_preset_composes():
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     command = ["scripts/train.py", "--cfg=hydra", "hydra/launcher=slurm", SHARDED]
