@@ -83,9 +83,8 @@ def collect_digits(study: Path) -> pd.DataFrame:
 
 
 def read_seeds() -> pd.DataFrame:
-    """Return seeds.csv, empty if no run was collected yet."""
-    file = HERE / "seeds.csv"
-    return pd.read_csv(file) if file.exists() else pd.DataFrame(columns=[*KEYS, *EVALUATED])
+    """Return seeds.csv."""
+    return pd.read_csv(HERE / "seeds.csv")
 
 
 def unguided(table: pd.DataFrame, features: str = OWN) -> pd.DataFrame:
