@@ -50,7 +50,7 @@ def answers() -> str:
     study, long = read_seeds(), _pair()
     plain, million, two = unguided(study), 1_024_000, 2_048_000
     last = plain.images.max()
-    at = f"{last // 1000}K images" if len(plain) else ""
+    at = f"{last // 1000}K images"
     own = {arm: scored(plain, arm, last) for arm in ["routed", *others(plain)]}
     shallower = [arm for arm in own if "blocks" in arm] or [""]
     front = fronts_of(study)
@@ -173,11 +173,9 @@ def gains() -> str:
 
     row(f"`dit_tiny`, [digits]({digits})", "51K",
         *(_by_seed(_digits(), arm) for arm in ("dense", "routed", "shallow")))  # fmt: skip
-    if "routed" in set(study.arm):
-        last = study.images.max()
-        names = ["dense", "routed", others(study)[-1]]
-        row(f"`dit_tiny`, [Fashion-MNIST]({here})", f"{last // 1000}K",
-            *(scored(study, arm, last) for arm in names))  # fmt: skip
+    last, names = study.images.max(), ["dense", "routed", others(study)[-1]]
+    row(f"`dit_tiny`, [Fashion-MNIST]({here})", f"{last // 1000}K",
+        *(scored(study, arm, last) for arm in names))  # fmt: skip
     for name, table, images, text in (
         ("`dit` of width 128", _pair(), 1_024_000, "1.0M"),
         ("`rwkv` of width 96", _pair("rwkv"), 768_000, "768K"),
