@@ -1,7 +1,7 @@
 """What does an option cost? Time of a whole training step with it, over a step without.
 
-python benchmarks/methods.py alignment=repa routing.rejoin=mask 'objective=edm sampler=heun'
-python benchmarks/methods.py --base 'backbone=rwkv routing=none' routing=tread routing.redraw=true
+python benchmarks/methods.py alignment=repa routing=maskdit 'objective=edm sampler=heun'
+python benchmarks/methods.py --base 'backbone=rwkv routing=none' routing=tread routing=random_ltd
 
 Each argument is a set of overrides of scripts/train.py, on top of those of --base. A step is all
 that a run does between its pictures: drawing, forward, backward, clipping, the optimizer and the

@@ -11,7 +11,7 @@ import argparse
 
 import torch
 
-from tread_zoo import create_backbone
+from tread_zoo import create, create_backbone
 from tread_zoo.evaluation.flops import training_flops
 
 PEAK = 989e12  # FLOP/s of an H100 SXM in bf16, dense
@@ -38,7 +38,7 @@ def main() -> None:
             network = create_backbone(name, input_size=32, in_channels=4, num_classes=1000)
         size = sum(p.numel() for p in network.parameters())
         for way in ("none", "tread"):
-            flops = training_flops(network, network.build_routing(way), STEPS)
+            flops = training_flops(network, create("routing", way), STEPS)
             hours = flops * STEPS * BATCH / rate / 3600
             costs.append((name, way, f"{size / 1e6:.1f}", f"{flops / 1e9:.1f}", f"{hours:.1f}"))
             step = flops * args.images / rate

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tread_zoo.contract.frame import rows_of
 
 from tests.test_contract import SMALL
 from tests.testing.own_loops import MixingNet
 from tread_zoo.contract.backbone import Layout
-from tread_zoo.contract.frame import rows_of
 from tread_zoo.routing import Bypass, Route
 from tread_zoo.testing import Probe
 

@@ -211,9 +211,6 @@ def worded(name: str, config: type) -> Iterator[None]:
             raise unknown_field("", no_group[1], fields) from None
         if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
             group, key = str(cause.full_key).rpartition(".")[0], str(cause.key)
-            if group == "routing":
-                text = f"routing.{key} is no setting, because routing=none has none"
-                raise ValueError(f"{text}: set routing=tread.") from None
             if group:
                 raise unknown_field(group, key, map(str, cause.parent_node)) from None
             options = functools.partial(with_options, config, {})

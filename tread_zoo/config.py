@@ -25,7 +25,6 @@ from pydantic.dataclasses import dataclass
 from tread_zoo.errors import unknown_field
 from tread_zoo.fields import OPTIONS, Auto, Fraction, check, default_fields
 from tread_zoo.registry import KINDS, complete, get_entry, plugins_of, split
-from tread_zoo.routing.options import RoutingConfig
 
 BOOKKEEPING = "bookkeeping"
 LONGEST_NAME = 150  # bytes of a file name; file systems take 255
@@ -152,6 +151,10 @@ class EvaluationConfig:
     keep_images: Annotated[str | None, BOOKKEEPING] = None
 
 
+def _sampled(part: Any) -> Any:
+    return part if part == "auto" else complete("routing", part, "sampler.routing")
+
+
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class SamplingGrid:
     """How a sampler walks from noise to data, whatever its rule.
@@ -163,7 +166,8 @@ class SamplingGrid:
         shift: flow: t' = shift t / (1 + (shift - 1) t); above 1 spends more steps on noisier
             images.
         rho: edm: how the levels crowd towards 0; auto is the objective's own.
-        selection_rate: fraction of tokens that bypasses the routes of training; 0 is dense.
+        selection_rate: fraction of tokens that does not run; 0 is dense.
+        routing: the method whose rate that is, as token_merging; auto is that of training.
     """
 
     num_steps: Auto | PositiveInt = "auto"
@@ -171,6 +175,7 @@ class SamplingGrid:
     shift: Annotated[float, Field(gt=0)] = 1.0
     rho: Auto | Annotated[float, Field(gt=0)] = "auto"
     selection_rate: Fraction = 0.0
+    routing: Annotated[Auto | dict[str, Any], BeforeValidator(_sampled)] = "auto"
 
 
 GRID_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingGrid))
@@ -199,10 +204,6 @@ def complete_sampler(part: str | Mapping[str, Any]) -> dict[str, Any]:
 RARELY_SET = {
     "kernels", "resume_changed", "inception_weights", "dinov2_weights", "part_size",
     "max_corrupt_share",
-    *("routing." + name for name in (
-        "per_batch", "schedule", "final_rate", "rate_steps", "carry_from", "detach",
-        "sparsify", "redraw", "probability", "path_drop_probability", "reconstruction_weight",
-    )),
     *("training." + name for name in (
         "ema_snapshots_every", "max_corrupt_share", "timeout_s", "keep_checkpoints",
     )),
@@ -220,6 +221,7 @@ class RunConfig:
     Args:
         plugins: modules that register parts of other projects; see docs/extending.md.
         backbone: the network, as dit, mamba, rwkv, uvit or hybrid; a bare name is its size tiny.
+        routing: which tokens run through which blocks in training, as tread, sprint or none.
         objective: what it learns to predict: flow, edm or ddpm.
         data: the images, as digits, cifar10, image_folder or latents.
         optimizer: what moves the weights.
@@ -245,7 +247,7 @@ class RunConfig:
 
     plugins: Annotated[tuple[str, ...], BOOKKEEPING] = ()
     backbone: part_type("dit_tiny") = "dit_tiny"  # type: ignore[valid-type]
-    routing: RoutingConfig = dataclasses.field(default_factory=RoutingConfig)
+    routing: part_type("tread") = "tread"  # type: ignore[valid-type]
     objective: part_type("flow") = "flow"  # type: ignore[valid-type]
     data: part_type("digits") = "digits"  # type: ignore[valid-type]
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
@@ -310,7 +312,7 @@ class RunFields(TypedDict, total=False):
 
     plugins: list[str] | tuple[str, ...]
     backbone: Part
-    routing: Mapping[str, Any] | RoutingConfig
+    routing: Part
     objective: Part
     data: Part
     training: Mapping[str, Any] | TrainingConfig
@@ -354,7 +356,7 @@ def make_config(**fields: Unpack[RunFields]) -> RunConfig:
     sampler = complete_sampler(parts.pop("sampler"))
     parts = {kind: complete(kind, part) for kind, part in parts.items()}
     config = dataclasses.replace(config, **parts, sampler=sampler)
-    training, optimizer, routing = config.training, dict(config.optimizer), config.routing
+    training, optimizer = config.training, dict(config.optimizer)
     if training.num_steps == "auto":
         steps = get_entry("data", config.data["name"]).metadata.get("num_steps")
         if steps is None:
@@ -382,8 +384,6 @@ def make_config(**fields: Unpack[RunFields]) -> RunConfig:
     used = [(kind, getattr(config, kind)) for kind in PART_FIELDS]
     metrics = config.evaluation.metrics
     used += [] if isinstance(metrics, str) else [("metric", metric) for metric in metrics]
-    selectors = [routing.selector, *(route.get("selector", "auto") for route in routing.routes)]
-    used += [("selector", {"name": split("selector", s)[0]}) for s in selectors if s != "auto"]
     plugins = tuple(dict.fromkeys((*config.plugins, *plugins_of(used))))
     return dataclasses.replace(config, run_dir=run_dir, plugins=plugins)
 
@@ -395,7 +395,7 @@ def auto_warmup_steps(num_steps: int) -> int:
 
 def _auto_run_dir(config: RunConfig) -> str:
     """Return `runs/<parts>_<what is not default>_seed<n>`, without `BOOKKEEPING`."""
-    names = [config.data["name"], config.backbone["name"], config.routing.name]
+    names = [config.data["name"], config.backbone["name"], config.routing["name"]]
     names += [config.objective["name"], config.alignment["name"]]
     names = names[:-1] if names[-1] == "none" else names
     usual_names, choices, parts = default_fields(RunConfig), dict[str, Any](), dict[str, Any]()
@@ -415,8 +415,7 @@ def _auto_run_dir(config: RunConfig) -> str:
     if steps != get_entry("data", config.data["name"]).metadata.get("num_steps"):
         choices["training.num_steps"] = steps
     usual = make_config(
-        **parts, routing={"name": config.routing.name}, training={"num_steps": steps},
-        seed=config.seed, run_dir=".",
+        **parts, training={"num_steps": steps}, seed=config.seed, run_dir=".",
     )  # fmt: skip
     choices |= {field: own for field, (_, own) in usual.differences(config).items()}
     texts = {

@@ -2,22 +2,25 @@
 
 import importlib.metadata
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tread_zoo.contract.backbone import Backbone
+from tread_zoo.contract.crossing import Crossing
 from tread_zoo.evaluation.flops import count_flops
 from tread_zoo.factory import create_backbone
 from tread_zoo.kernels import dispatch, get_forms
 from tread_zoo.kernels.dispatch import NAIVE, get_example, get_implementation, list_forms, unusable
 from tread_zoo.kernels.packages import import_problem
 from tread_zoo.kernels.verify import cast, difference, outputs_and_gradients
-from tread_zoo.registry import list_backbones
+from tread_zoo.registry import create, list_backbones
+from tread_zoo.routing import Stack, Step
 from tread_zoo.runtime import DTYPES, autocast, describe_device, resolve_precision
-from tread_zoo.seeding import make_generator
+from tread_zoo.seeding import make_generator, make_image_generator
 from tread_zoo.version import describe_code
 
 # (distribution, module, what it is for, how it is installed)
@@ -88,7 +91,7 @@ def describe_gpu(gpu: str, pattern: str) -> list[str]:
     for name in list_backbones(pattern):
         with torch.device("meta"):
             network = create_backbone(name, **sizes)
-        routes = network.build_routing().draw(2, network.grid, make_generator("doctor", 0))
+        routes = routes_of(network, 2)
         valueless = FakeTensorMode(allow_non_fake_inputs=True)
         with valueless, dispatch.reporting() as report, _bf16_on_cuda(), torch.device("cuda"):
             network.to_empty(device="cuda")
@@ -97,6 +100,17 @@ def describe_gpu(gpu: str, pattern: str) -> list[str]:
             network(torch.empty(2, 4, 32, 32), torch.empty(2), y, routes=moved)
         lines += [f"{name:24s} {line}" for line in sorted(report)]
     return lines
+
+
+def routes_of(
+    network: Backbone, num_images: int, device: torch.device | str = "cpu"
+) -> Sequence[Crossing]:
+    """Return the routes of one step of routing=tread."""
+    images = make_image_generator("doctor", images=range(num_images), device=device)
+    routes: Sequence[Crossing] = create("routing", "tread").draw(
+        Stack.of(network), images, Step(0, 1, 0)
+    )
+    return routes
 
 
 @contextmanager
@@ -134,7 +148,7 @@ def check_backbones(device: torch.device, pattern: str = "*_tiny") -> list[tuple
     for name in list_backbones(pattern):
         network = create_backbone(name, input_size=8, in_channels=1, num_classes=10).to(device)
         generator = make_generator("doctor", 0)
-        routes = [r.to(device) for r in network.build_routing().draw(4, network.grid, generator)]
+        routes = routes_of(network, 4, device)
         x = torch.randn(4, 1, 8, 8, generator=generator).to(device)
         with autocast(device, resolve_precision("auto", device)):
             t, y = torch.full((4,), 0.5, device=device), torch.arange(4, device=device)
@@ -155,13 +169,12 @@ def list_sizes(pattern: str, input_size: int, in_channels: int, num_classes: int
     for name in list_backbones(pattern):
         with torch.device("meta"):
             network = create_backbone(name, **sizes)
-        routing = network.build_routing()
-        routes = routing.draw(1, network.grid, make_generator("list", 0))
+        routes = routes_of(network, 1, "meta")
         dense, routed = count_flops(network), count_flops(network, routes=routes)
         millions = sum(p.numel() for p in network.parameters()) / 1e6
-        (plan,) = routing.plans
+        (route,) = routes
         lines.append(
             f"{name:25s}{millions:9.2f}{dense / 1e9:9.3f}{routed / 1e9:9.3f}{network.num_tokens:9d}"
-            f"{network.num_blocks:9d}{f'{plan.start}:{plan.end}':>9s}  {network.default_selector}"
+            f"{network.num_blocks:9d}{f'{route.start}:{route.end}':>9s}  {network.default_selector}"
         )
     return lines

@@ -4,11 +4,13 @@ backbone = create_backbone("mamba_tiny", input_size=32, in_channels=3, num_class
 build_backbone(describe_backbone(backbone))         # its architecture, anew
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from tread_zoo.contract.backbone import Backbone
-from tread_zoo.registry import get_entry
+from tread_zoo.registry import create, describe_part, get_entry
+from tread_zoo.routing import Method, Stack
 
 
 def create_backbone(
@@ -45,20 +47,31 @@ def create_backbone(
     return backbone
 
 
+def add_routing(backbone: Backbone, method: Method) -> None:
+    """Add the weights that a routing method owns, if any, as `backbone.routing`; drawn from torch's
+    global generator.
+
+    Raises:
+        ValueError: the method does not fit the network, or the network already has such weights.
+    """
+    if backbone.routing is not None:
+        raise ValueError(f"this network has weights of routing={backbone.routing_config['name']}.")
+    module = method.build(Stack.of(backbone))
+    if module is not None:
+        backbone.routing = module.to(next(backbone.parameters()))
+        backbone.routing_config = json.loads(json.dumps(describe_part("routing", method)))
+
+
 def describe_backbone(backbone: Backbone) -> dict[str, Any]:
-    """Return what `build_backbone` takes: `name`, `config`, and what was added to it, if any."""
+    """Return what `build_backbone` takes: `name`, `config`, and `routing` if a method added weights
+    to it."""
     described: dict[str, Any] = {"name": backbone.name, "config": backbone.config}
-    for key, ranges in (("fusions", backbone.fused_ranges), ("masks", backbone.masked_ranges)):
-        if ranges:
-            described[key] = [list(pair) for pair in ranges]
-    if backbone.bypassed != "dense":
-        described["bypassed"] = backbone.bypassed
-    return described
+    return described | ({"routing": backbone.routing_config} if backbone.routing_config else {})
 
 
 def build_backbone(described: Mapping[str, Any]) -> Backbone:
     """Return the backbone that `describe_backbone` described, with fresh weights."""
     backbone = create_backbone(described["name"], **described["config"])
-    backbone.add_fusions(described.get("fusions", ()), described.get("bypassed", "dense"))
-    backbone.add_mask_tokens(described.get("masks", ()))
+    if "routing" in described:
+        add_routing(backbone, create("routing", described["routing"]))
     return backbone

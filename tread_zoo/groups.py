@@ -21,7 +21,7 @@ from tread_zoo.registry import available
 def groups_of(config: type) -> list[str]:
     """Return the fields of a script's settings that choose a part."""
     defaults = default_fields(config)
-    return [f for f in (*PART_FIELDS, "routing") if isinstance(defaults.get(f), str | dict)]
+    return [f for f in PART_FIELDS if isinstance(defaults.get(f), str | dict)]
 
 
 def store_fields(
@@ -67,17 +67,15 @@ class PartNames(ConfigSource):
 
     def is_config(self, config_path: str) -> bool:
         group, _, name = config_path.rpartition("/")
-        return self.is_group(group) and (group != "routing" or name == "none")
+        return self.is_group(group) and name != ""
 
     def load_config(self, config_path: str) -> ConfigResult:
         name = config_path.rpartition("/")[2]
-        no_routing = config_path == "routing/none"  # which has no other option
-        node = OmegaConf.create({"name": name}, flags={"struct": no_routing})
+        node = OmegaConf.create({"name": name}, flags={"struct": False})
         return ConfigResult("tread_zoo", config_path, node, {"package": None})
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        group = config_path.strip("/")
-        return ["none"] if group == "routing" else available(group)
+        return available(config_path.strip("/"))
 
 
 class PartNamesPath(SearchPathPlugin):

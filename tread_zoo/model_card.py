@@ -18,6 +18,8 @@ from tread_zoo.config import bookkeeping_fields
 from tread_zoo.data.files import checksum, without_paths
 from tread_zoo.evaluation.evaluate import describe_record
 from tread_zoo.factory import build_backbone
+from tread_zoo.registry import create
+from tread_zoo.routing import Stack
 from tread_zoo.runs.checkpoint import Checkpoint, find_checkpoint
 from tread_zoo.runs.hub import write_folder
 from tread_zoo.runs.metadata import CONFIG_NAME, FORMAT, WEIGHTS_NAME
@@ -124,8 +126,7 @@ def _recipe(checkpoint: Checkpoint) -> dict[str, str]:
     if config.get("init_from"):
         rows["starts from"] = Path(config["init_from"]).name
     if "routing" in config:
-        routing = backbone.build_routing(**config["routing"])
-        rows["routing"] = routing.describe(backbone.grid)
+        rows["routing"] = create("routing", config["routing"]).describe(Stack.of(backbone))
         source = [f"{key} {value}" for key, value in config["data"].items() if value is not None]
         rows["data"] = "{name}, {num_images} images, {num_classes} classes".format(**meta["data"])
         rows["source of the data"] = ", ".join(source).removeprefix("name ")

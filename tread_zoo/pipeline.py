@@ -148,8 +148,7 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
             guidance |= {"name": name, "scale": guidance_scale}
         sampling, network = build_sampling(sampler, guidance), self.backbone.network
         if sampling.selection_rate:
-            routing = network.build_routing(**(self.config.routing or {}))
-            sampling = replace(sampling, routing=routing)
+            sampling = replace(sampling, trained=create("routing", self.config.routing or "tread"))
         x = generate(
             network, create("objective", self.config.objective), sampling,
             indices=range(count), labels=labels,

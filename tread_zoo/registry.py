@@ -46,6 +46,7 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 # Where ours are registered, imported at the first question about the kind.
 _HOMES = {
     "backbone": "backbones",
+    "routing": "tread_zoo.routing.methods",
     "selector": "tread_zoo.routing.selectors",
     "objective": "tread_zoo.diffusion",
     "sampler": "tread_zoo.diffusion",
@@ -261,6 +262,19 @@ def complete(kind: str, part: str | Mapping[str, Any], field: str | None = None)
     name, options = split(field or kind, part)
     entry = get_entry(kind, name, field)
     return {"name": entry.name, **entry.complete(options, field)}
+
+
+def describe_part(kind: str, part: Any) -> dict[str, Any]:
+    """Return `{"name": …, option: value, …}` of a part, an instance or a function; one that is not
+    registered has the name of its class or function."""
+    bound = isinstance(part, functools.partial)
+    made_by = part.func if bound else part if inspect.isroutine(part) else type(part)
+    for name in available(kind):
+        entry = get_entry(kind, name)
+        if entry.target is made_by:
+            given = {k: getattr(part, k) for k in entry.parameters() if hasattr(part, k)}
+            return {"name": name, **(part.keywords if bound else given)}
+    return {"name": made_by.__name__}
 
 
 def load_plugins(modules: Sequence[str]) -> None:

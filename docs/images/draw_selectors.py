@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tread_zoo import create_backbone
-from tread_zoo.contract.frame import Layout
+from tread_zoo.contract.crossing import Layout
 from tread_zoo.routing import ORDERS, PendingRoute, Route, build_routing, make_scan, scan_order
 from tread_zoo.seeding import make_generator
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from tread_zoo.contract.frame import rows_of
 
 from tests.evaluation.tiny import Tiny
 from tests.test_contract import SMALL
 from tread_zoo import create
 from tread_zoo.contract.backbone import Layout
-from tread_zoo.contract.frame import rows_of
 from tread_zoo.evaluation.contribution import (
     contributions,
     describe_contributions,

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
+from tread_zoo.routing.pending import draw_gumbel
 
 from tread_zoo import create_backbone
 from tread_zoo.routing import PendingRoute, build_routing, num_kept_tokens, resolve_routes
-from tread_zoo.routing.pending import draw_gumbel
 from tread_zoo.seeding import make_generator, make_image_generator
 from tread_zoo.testing import Probe
 

@@ -3,16 +3,17 @@
     embed -> blocks 0 … depth-1 -> head
 
 A backbone defines how its input becomes token streams, what one block does, and how the streams
-become the output. The loop removes tokens where a route starts and restores them where it ends,
-fuses the streams there if the network has a fusion, and gives each block the skip that it consumes,
-with the right tokens. Forward draws nothing: noise, times, dropped labels and kept ids are inputs.
+become the output. The loop enters the crossings that start at a block before it, gives each block
+the skip that it consumes, and leaves the crossings that end after it. Forward draws nothing: noise,
+times, dropped labels and kept ids are inputs.
 
-B batch, N = h * w tokens in raster order, E extra tokens (time, label, context), K kept tokens,
+B batch, N = h * w tokens in raster order, E extra tokens (time, label, context), K tokens present,
 D width; a context has T embeddings of width S.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -26,16 +27,17 @@ from tread_zoo.contract.checks import (
     check_new_context,
     check_streams,
 )
-from tread_zoo.contract.frame import Features as Features
-from tread_zoo.contract.frame import Frame, rows_of
-from tread_zoo.contract.frame import Layout as Layout
-from tread_zoo.contract.frame import PerToken as PerToken
-from tread_zoo.contract.layers import sincos_2d
-from tread_zoo.routing.fusion import Bypassed, Fusion
-from tread_zoo.routing.fusion import Streams as Streams
-from tread_zoo.routing.masks import MaskTokens
-from tread_zoo.routing.plan import Routing, build_routing
-from tread_zoo.routing.routes import PathDrop, Route, check_ranges, check_routes
+from tread_zoo.contract.crossing import (
+    Crossing,
+    Exit,
+    Tokens,
+    check_crossings,
+    plain_condition,
+)
+from tread_zoo.contract.crossing import Features as Features
+from tread_zoo.contract.crossing import Layout as Layout
+from tread_zoo.contract.crossing import PerToken as PerToken
+from tread_zoo.contract.crossing import Streams as Streams
 
 
 class Backbone(nn.Module, ABC):
@@ -62,10 +64,8 @@ class Backbone(nn.Module, ABC):
         per_token_time: whether t may also be [B, N], a time for each token.
 
     Attributes:
-        fused_ranges: block ranges [start, end) at whose end the streams are fused, ascending; set
-            by `add_fusions`.
-        masked_ranges: block ranges [start, end) at whose end learned tokens replace those that
-            bypassed; set by `add_mask_tokens`.
+        routing: weights that a routing method owns, or None: a module whose `cross(crossings)`
+            returns the crossings that a call runs, set by `tread_zoo.factory.add_routing`.
         context_length, context_size: T and S of contexts, set by `add_contexts`; 0 without.
         num_context_tokens: number of context tokens and registers, which come first.
 
@@ -82,6 +82,7 @@ class Backbone(nn.Module, ABC):
     per_token_time: bool = False
 
     blocks: nn.ModuleList
+    routing: Any
 
     def __init__(
         self,
@@ -119,11 +120,8 @@ class Backbone(nn.Module, ABC):
         self.num_extra_tokens = 0
         self.skips: dict[int, int] = {}
         self.checkpoint_blocks = 0  # n: blocks 0, n, 2n, … are computed again in the backward pass
-        self.fused_ranges: tuple[tuple[int, int], ...] = ()
-        self.bypassed: Bypassed = "dense"
-        self.fusions = nn.ModuleDict()  # by range, as in "2_8", or "2_8_zero"
-        self.masked_ranges: tuple[tuple[int, int], ...] = ()
-        self.mask_tokens = nn.ModuleDict()
+        self.register_module("routing", None)  # here, so that its weights come before the blocks'
+        self.routing_config: dict[str, Any] = {}  # the method that `routing` belongs to
         self.name: str | None = None  # `create_backbone` sets this and the next
         self.config: dict[str, Any] = {}
 
@@ -191,7 +189,7 @@ class Backbone(nn.Module, ABC):
         check_new_context(self, context_length, context_size)
         if not context_size:
             return
-        width, like = self._stream_widths()[0], next(self.parameters())
+        width, like = self.widths[0], next(self.parameters())
         self.context_embed = nn.Linear(context_size, width).to(like)
         positions = torch.empty(context_length, width)
         nn.init.normal_(positions, std=0.02)  # gives None where diffusers loads a network
@@ -207,7 +205,7 @@ class Backbone(nn.Module, ABC):
         be [B]. R = 0 changes nothing.
         """
         if num_registers:
-            width, like = self._stream_widths()[0], next(self.parameters())
+            width, like = self.widths[0], next(self.parameters())
             registers = torch.empty(num_registers, width)
             nn.init.normal_(registers, std=0.02)
             self.registers = nn.Parameter(registers.to(like))
@@ -240,65 +238,14 @@ class Backbone(nn.Module, ABC):
         tokens: Tensor = self.context_embed(y.to(weight.dtype)) + self.context_positions
         return tokens
 
-    def build_routing(self, name: str = "tread", **fields: Any) -> Routing:
-        """Return a routing for this network, whose `draw` gives the routes of a batch; see
-        `tread_zoo.routing.build_routing`."""
-        routing = build_routing(
-            name, num_blocks=self.num_blocks, default_selector=self.default_selector,
-            default_range=self.default_range, **fields,
-        )  # fmt: skip
-        for plan in routing.plans:
-            if hasattr(plan.selector, "check"):
-                plan.selector.check(self.grid)
-        return routing
-
-    def add_fusions(self, ranges: Sequence[Sequence[int]], bypassed: Bypassed = "dense") -> None:
-        """Add a fusion of the streams at the end of each block range [start, end).
-
-        A fusion runs in every call, with or without a route. Initially it changes the output only
-        by rounding, unless `bypassed` is zero. Nothing is drawn.
-
-        Args:
-            ranges: disjoint and ascending; routes are then possible there only.
-            bypassed: see `tread_zoo.routing.fusion`.
-
-        Raises:
-            ValueError: the ranges do not fit the depth, or the network already has fusions.
-        """
-        if not ranges:
-            return
-        if self.fused_ranges:
-            raise ValueError(f"this network has fusions already, at {self.fused_ranges}.")
-        self.fused_ranges = check_ranges(ranges, num_blocks=self.num_blocks)
-        self.bypassed = bypassed
-        widths, like = self._stream_widths(), next(self.parameters())
-        for start, end in self.fused_ranges:
-            name = f"{start}_{end}" + ("" if bypassed == "dense" else f"_{bypassed}")
-            self.fusions[name] = Fusion(widths, bypassed).to(like)
-
-    def add_mask_tokens(self, ranges: Sequence[Sequence[int]]) -> None:
-        """Add learned tokens that replace those that bypass the block ranges [start, end).
-
-        They are used only under a route, and start as sines of their positions; nothing is drawn.
-
-        Args:
-            ranges: disjoint and ascending; routes are then possible there only.
-        """
-        self.masked_ranges = check_ranges(ranges, num_blocks=self.num_blocks)
-        like = next(self.parameters())
-        for start, end in self.masked_ranges:
-            tokens = [
-                sincos_2d(width + -width % 4, self.grid)[:, :width].to(like)
-                for width in self._stream_widths()
-            ]
-            self.mask_tokens[f"{start}_{end}"] = MaskTokens(tokens)
-
+    @cached_property
     @torch.no_grad()
-    def _stream_widths(self) -> list[int]:
+    def widths(self) -> tuple[int, ...]:
+        """The width D of each stream."""
         like = next(self.parameters())
         one = torch.zeros(1, self.in_channels, *self.input_size, device=like.device)
         streams, _ = self._embed(one.to(like.dtype), torch.zeros_like(one[:, 0, 0, 0]), None)
-        return [stream.shape[-1] for stream in streams]
+        return tuple(stream.shape[-1] for stream in streams)
 
     def forward(
         self,
@@ -307,9 +254,8 @@ class Backbone(nn.Module, ABC):
         y: Tensor | None = None,
         *,
         r: Tensor | None = None,
-        routes: Sequence[Route | PathDrop] = (),
+        routes: Sequence[Crossing] = (),
         features: Sequence[int] | None = None,
-        without: Collection[int] = (),
     ) -> Tensor | tuple[Tensor, dict[int, Features]]:
         """Return the raw output [B, C_out, H, W]; for an empty batch it is empty, without gradient.
 
@@ -322,56 +268,33 @@ class Backbone(nn.Module, ABC):
             r: in the shape of t: the output is for the span from r to t, such as a mean velocity;
                 None means r = t. `embed` gets the complex t + i (t - r), which `TimestepEmbedder`
                 and `time_sinusoids` accept.
-            routes: disjoint concrete routes and dropped paths in ascending order. With fusions or
-                mask tokens, each must be one of `fused_ranges` or `masked_ranges`; paths can be
-                dropped only at `fused_ranges`. A route that keeps all tokens is ignored.
+            routes: crossings, such as `tread_zoo.routing.Select`, disjoint or nested; a routing
+                method draws them.
             features: blocks whose tokens are returned too, with gradients, as (output, {block:
                 `Features`}); within a route, the kept tokens.
-            without: blocks to leave out: streams pass them unchanged.
 
         Raises:
             ValueError: an input has the wrong shape, a condition is given to an unconditional
-                network, or a route, feature or block is out of range.
+                network, or a crossing or a feature is out of range.
             TypeError: a method of the subclass returned something that the contract excludes.
         """
         check_inputs(self, x, t, y)
         if r is not None:
             t = torch.complex(t, t - r)
-        routes = check_routes(
-            routes, num_blocks=self.num_blocks, num_tokens=self.num_tokens, batch=len(x),
-            fused_ranges=self.fused_ranges, masked_ranges=self.masked_ranges,
-        )  # fmt: skip
+        crossings = self._crossings(routes)
         wanted = tuple(features or ())
-        for name, indices in (("features", wanted), ("without", without)):
-            if not all(0 <= index < self.num_blocks for index in indices):
-                raise ValueError(f"{name}={list(indices)}: blocks are 0 … {self.num_blocks - 1}.")
+        if not all(0 <= index < self.num_blocks for index in wanted):
+            raise ValueError(f"features={list(wanted)}: blocks are 0 … {self.num_blocks - 1}.")
         if len(x):
             streams, condition = self._embed(x, t, y)
-            streams, collected = self._run_blocks(streams, condition, routes, wanted, without)
-            out = self.head(streams, rows_of(condition, None))
+            streams, collected = self._run_blocks(streams, condition, crossings, wanted)
+            out = self.head(streams, plain_condition(condition))
         else:  # kernels take no empty batch
             out, collected = x.new_zeros(0, self.out_channels, *self.input_size), {}
         expected = (len(x), self.out_channels, *self.input_size)
         if out.shape != expected:
             raise TypeError(f"head returned {list(out.shape)}; expected {list(expected)}.")
         return out if features is None else (out, collected)
-
-    @torch.no_grad()
-    def importance(self, x: Tensor, t: Tensor, y: Tensor | None, start: int) -> Tensor:
-        """Return the importance [B, N] of the tokens before block `start`, float32: their norms in
-        the first stream, dense and without gradient, for `routing.selector=norm`.
-
-        Args:
-            x, t, y: as of `forward`.
-            start: 0 … the number of blocks.
-        """
-        check_inputs(self, x, t, y)
-        if not 0 <= start <= self.num_blocks:
-            raise ValueError(f"start={start} is not in 0 … {self.num_blocks}, the depth.")
-        streams, condition = self._embed(x, t, y)
-        streams, _ = self._run_blocks(streams, condition, stop=start)
-        out: Tensor = streams[0][:, self.num_extra_tokens :].float().norm(dim=-1)
-        return out
 
     def tokens_after(self, x: Tensor, t: Tensor, y: Tensor | None, block: int) -> Tensor:
         """Return the tokens [B, N, D] right after a block, all of them kept; later blocks do not
@@ -383,79 +306,61 @@ class Backbone(nn.Module, ABC):
         """
         check_inputs(self, x, t, y)
         streams, condition = self._embed(x, t, y)
-        _, collected = self._run_blocks(streams, condition, wanted=[block], stop=block + 1)
+        crossings = self._crossings(())
+        _, collected = self._run_blocks(streams, condition, crossings, [block], block + 1)
         return collected[block].tokens
 
     # The loop -------------------------------------------------------------------------------------
+
+    def _crossings(self, routes: Sequence[Crossing]) -> list[Crossing]:
+        """Return the crossings of a call in the order in which they are entered."""
+        whole = routes if self.routing is None else self.routing.cross(routes)
+        return check_crossings(whole, self.num_blocks)
 
     def _run_blocks(
         self,
         streams: Streams,
         condition: Any,
-        routes: Sequence[Route | PathDrop] = (),
-        wanted: Sequence[int] = (),
-        without: Collection[int] = (),
+        crossings: list[Crossing],
+        wanted: Sequence[int],
         stop: int | None = None,
     ) -> tuple[Streams, dict[int, Features]]:
-        """Return the streams after blocks 0 … stop-1, and the features of the wanted blocks. Blocks
-        in `without` do not run, and no route may cross `stop`."""
-        batch, device = len(streams[0]), streams[0].device
-        dense = Layout(
-            self.grid, self.num_extra_tokens, batch=batch, device=device,
+        """Return the streams after blocks 0 … stop-1, and the features of the wanted blocks."""
+        layout = Layout(
+            self.grid, self.num_extra_tokens, batch=len(streams[0]), device=streams[0].device,
             num_context=self.num_context_tokens,
         )  # fmt: skip
-        dense_condition = rows_of(condition, None)
-        frames = self._frames(routes, dense)
+        tokens, waiting = Tokens(streams, {}, condition, layout), list(crossings)
         last_use = {producer: consumer for consumer, producer in sorted(self.skips.items())}
-        skips: dict[int, Tensor] = {}  # by producer, with the tokens that are in play
+        inside: list[tuple[Crossing, Exit]] = []
         collected: dict[int, Features] = {}
-        frame, layout, given = None, dense, dense_condition
-        carried = dict.fromkeys(frame.carry_from for frame in frames.values())  # by block
         for i in range(self.num_blocks if stop is None else stop):
-            if i in carried:
-                carried[i] = streams
-            if i in frames:  # a route, a fused range or a dropped path starts here
-                frame = frames.pop(i)
-                streams, skips = frame.enter(streams, skips, carried[frame.carry_from])
-                layout, given = frame.layout, rows_of(condition, frame.rows)
-            skip = skips[self.skips[i]] if i in self.skips else None
-            if i in self.skips and last_use[self.skips[i]] == i:
-                del skips[self.skips[i]]
-            if (frame is None or frame.runs) and i not in without:
-                streams = self._run_block(i, streams, given, layout, skip)
-            if i in last_use:
-                skips[i] = streams[0]
+            while waiting and waiting[0].start == i:
+                crossing = waiting.pop(0)
+                inner = {p for c, p in self.skips.items() if i <= c < crossing.end}
+                inner &= tokens.skips.keys()
+                tokens, exit = crossing.enter(tokens._replace(inner=frozenset(inner)))
+                inside.append((crossing, exit))
+            if all(crossing.runs for crossing, _ in inside):
+                skip = tokens.skips[self.skips[i]] if i in self.skips else None
+                tokens = tokens._replace(streams=self._run_block(i, tokens, skip))
+            made = {i: tokens.streams[0]} if i in last_use else {}
+            tokens = tokens._replace(skips=_still_used({**tokens.skips, **made}, last_use, i))
             if i in wanted:
-                tokens = self.hidden_state(streams)[:, self.num_extra_tokens :]
-                collected[i] = Features(tokens, layout.ids)
-            if frame is not None and i + 1 == frame.end:
-                streams, skips = frame.exit(streams, skips)
-                frame, layout, given = None, dense, dense_condition
-        return streams, collected
+                hidden = self.hidden_state(tokens.streams)[:, self.num_extra_tokens :]
+                collected[i] = Features(hidden, tokens.layout.ids)
+            while inside and inside[-1][0].end == i + 1:
+                tokens = inside.pop()[1](tokens)
+                tokens = tokens._replace(skips=_still_used(tokens.skips, last_use, i))
+        return tokens.streams, collected
 
-    def _frames(self, routes: Sequence[Route | PathDrop], dense: Layout) -> dict[int, Frame]:
-        """Return the frames of routes, dropped paths and fused ranges without either, by start."""
-        fusions: dict[Any, Any] = dict(zip(self.fused_ranges, self.fusions.values(), strict=True))
-        masks = dict(zip(self.masked_ranges, self.mask_tokens.values(), strict=True))
-        ways: dict[tuple[int, int], Route | PathDrop | None] = dict.fromkeys(fusions)
-        for route in routes:
-            if isinstance(route, PathDrop) or route.num_kept < self.num_tokens:
-                ways[route.start, route.end] = route
-        return {
-            span[0]: Frame(span, route, fusions.get(span), masks.get(span), dense, self.skips)
-            for span, route in ways.items()
-        }
-
-    def _run_block(
-        self, index: int, streams: Streams, condition: Any, layout: Layout, skip: Tensor | None
-    ) -> Streams:
-        every = self.checkpoint_blocks
+    def _run_block(self, index: int, tokens: Tokens, skip: Tensor | None) -> Streams:
+        every, condition = self.checkpoint_blocks, plain_condition(tokens.condition)
+        given = (index, tokens.streams, condition, tokens.layout, skip)
         if every and index % every == 0 and torch.is_grad_enabled():
-            after = checkpoint(
-                self.run_block, index, streams, condition, layout, skip, use_reentrant=False
-            )
+            after = checkpoint(self.run_block, *given, use_reentrant=False)
         else:
-            after = self.run_block(index, streams, condition, layout, skip)
+            after = self.run_block(*given)
         check_streams("run_block", after)
         return after
 
@@ -463,3 +368,10 @@ class Backbone(nn.Module, ABC):
         embedded = self.embed(x, t, y)
         check_embedded(embedded, len(x), self.num_tokens, self.num_extra_tokens)
         return embedded
+
+
+def _still_used(
+    skips: dict[int, Tensor], last_use: dict[int, int], block: int
+) -> dict[int, Tensor]:
+    """Return the skips that some block after `block` consumes."""
+    return {producer: skip for producer, skip in skips.items() if last_use[producer] > block}

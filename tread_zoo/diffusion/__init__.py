@@ -5,7 +5,6 @@ edm.py          EDM: noise level sigma, preconditioned denoiser
 flow.py         flow matching: time t; velocity, x or noise
 mean_flow.py    MeanFlow: the mean velocity between two times, for few steps
 ddpm.py         DDPM: 1000 steps of sigma, noise
-reconstruction.py  losses per token, and of kept and bypassed tokens
 grids.py        the levels of sampling
 samplers.py     rules that integrate dx/dt; the noise of an image
 guidance.py     weak + w (strong - weak): the kinds of guidance
@@ -32,7 +31,6 @@ from tread_zoo.diffusion.guidance import (
 )
 from tread_zoo.diffusion.mean_flow import MeanFlow
 from tread_zoo.diffusion.objective import Draw, Objective, Predict
-from tread_zoo.diffusion.reconstruction import loss_by_token, split_loss
 from tread_zoo.diffusion.samplers import (
     DPMSolver2M,
     DxDt,
@@ -51,7 +49,6 @@ from tread_zoo.diffusion.sampling import (
     build_sampling,
     check_weak,
     default_labels,
-    describe_part,
     generate,
 )
 
@@ -61,5 +58,5 @@ __all__ = [
     "Mean", "MeanFlow", "NoGuidance", "Objective", "PartsGuidance", "PathDropGuidance", "Predict",
     "Problem", "Sampler", "SamplingOptions", "SparseAutoGuidance", "SparseClassifierFree",
     "SparseGuidance", "TimeGrid", "build_sampling", "check_weak", "combine", "default_labels",
-    "describe_part", "generate", "initial_noise", "loss_by_token", "split_loss", "step_noise",
+    "generate", "initial_noise", "step_noise",
 ]  # fmt: skip

@@ -38,7 +38,7 @@ from tread_zoo.contract.backbone import Backbone
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid, shift_time
 from tread_zoo.diffusion.objective import AdditiveNoise, Draw, Predict, per_image, prediction
 from tread_zoo.registry import register
-from tread_zoo.routing import Routing
+from tread_zoo.routing import Method
 from tread_zoo.seeding import Generator, per_image_generator
 
 Space = Literal["velocity", "x", "noise"]
@@ -82,7 +82,7 @@ class FlowMatching(AdditiveNoise):
                 "out, or set objective.time_distribution=logit_normal."
             )
 
-    def check_training(self, backbone: Backbone, label_dropout: float, routing: Routing) -> None:
+    def check_training(self, backbone: Backbone, label_dropout: float, routing: Method) -> None:
         """Raise `ValueError` if a second level does not fit the network or the routing."""
         if self.second_level and not backbone.per_token_time:
             raise ValueError(
@@ -90,10 +90,10 @@ class FlowMatching(AdditiveNoise):
                 "backbone has one for an image: take dit, sit, lightning_dit or another without "
                 "a token for the time, no registers, and labels in place of contexts."
             )
-        if self.second_level and routing.reconstruction_weight is not None:
+        if self.second_level and routing.splits_loss:
             raise ValueError(
-                f"objective.second_level={self.second_level} and routing.reconstruction_weight="
-                f"{routing.reconstruction_weight} exclude each other: leave one out."
+                f"objective.second_level={self.second_level} and routing={routing.name}, which "
+                "splits the loss, exclude each other: leave one out."
             )
 
     @property

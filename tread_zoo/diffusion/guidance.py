@@ -35,13 +35,14 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt
 from torch import Tensor
 
 from tread_zoo.contract.backbone import Backbone
+from tread_zoo.contract.crossing import Crossing
 from tread_zoo.diffusion.objective import Objective, per_image
 from tread_zoo.diffusion.samplers import DxDt
 from tread_zoo.fields import Fraction
-from tread_zoo.registry import available, complete, register
-from tread_zoo.routing import PathDrop, Route, Routing
-
-Auto = Literal["auto"]
+from tread_zoo.registry import available, complete, create, register
+from tread_zoo.routing import Method, Stack
+from tread_zoo.routing.methods.none import NO_ROUTING
+from tread_zoo.seeding import make_image_generator
 
 
 def combine(weak: DxDt, strong: DxDt, scale: float, channels: int | None = None) -> DxDt:
@@ -72,7 +73,8 @@ class ImageBatch:
         seed: seed of that sequence.
         levels: levels of the sampler's steps, descending: [num_steps + 1].
         weak: the network of a guidance's `weak_checkpoint`.
-        draw_routes: routes of evaluation 0, 1, …, unless the guidance has its own.
+        routing: the routing method of training.
+        draw_routes: crossings of evaluation 0, 1, …, unless the guidance has its own.
         means: dx/dt is the mean over the sampler's step from the level.
     """
 
@@ -83,10 +85,11 @@ class ImageBatch:
     seed: int
     levels: Tensor
     weak: Backbone | None = None
-    draw_routes: Callable[[int], tuple[Route, ...]] = lambda evaluation: ()
+    routing: Method = NO_ROUTING
+    draw_routes: Callable[[int], Sequence[Crossing]] = lambda evaluation: ()
     means: bool = False
 
-    def dx_dt(self, routes: Callable[[], Sequence[Route | PathDrop]] | None = None) -> DxDt:
+    def dx_dt(self, routes: Callable[[], Sequence[Crossing]] | None = None) -> DxDt:
         """Return dx/dt of the backbone with the labels.
 
         For a weak prediction, change the batch: `replace(batch, labels=…).dx_dt()`.
@@ -98,13 +101,23 @@ class ImageBatch:
         routes = routes or (lambda: self.draw_routes(next(evaluations)))
 
         def dx_dt(x: Tensor, level: Tensor) -> Tensor:
-            moved = [route.to(x.device) for route in routes()]
-            end = {"r": self._next(level)} if self.means else {}
+            given = {"routes": routes(), **({"r": self._next(level)} if self.means else {})}
             return self.objective.dx_dt(
-                lambda x_t, t: self.backbone(x_t, t, self.labels, routes=moved, **end), x, level
+                lambda x_t, t: self.backbone(x_t, t, self.labels, **given), x, level
             )
 
         return dx_dt
+
+    def sample_routes(self, method: Method, rate: float, evaluation: int) -> Sequence[Crossing]:
+        """Return the crossings of one evaluation at a rate, none at 0; those of an image depend on
+        (seed, image, evaluation) alone."""
+        if rate == 0:
+            return ()
+        device = next(self.backbone.parameters()).device
+        images = make_image_generator(
+            "sparse", self.seed, evaluation, images=self.indices, device=device
+        )
+        return method.sample(Stack.of(self.backbone), images, rate)
 
     def _next(self, level: Tensor) -> Tensor:
         """Return the level [B] after `level` [B] on the sampler's grid."""
@@ -127,7 +140,7 @@ class Guidance(Protocol):
 
         weak_checkpoint: str | None           a run or a checkpoint: its network is `batch.weak`
         check(backbone, objective)            raise ValueError if it does not fit the network
-        check_training(*, conditional, label_dropout, has_routes)
+        check_training(backbone, label_dropout, routing)
                                               raise ValueError if the weak prediction needs what
                                               training did not include
     """
@@ -197,11 +210,11 @@ def _value(option: Any, done: float, off: float) -> Any:
 # The parts ----------------------------------------------------------------------------------------
 
 
-def _selector(part: Any) -> Any:
-    return part if part == "auto" else complete("selector", part, "guidance.selector")
+def _method(part: Any) -> Any:
+    return part if part == "auto" else complete("routing", part, "guidance.routing")
 
 
-Selector = Annotated[str | dict[str, Any], BeforeValidator(_selector)]
+RoutingPart = Annotated[str | dict[str, Any], BeforeValidator(_method)]
 
 
 class _Options:
@@ -214,9 +227,7 @@ class _Options:
     drop_path: Any = False
     weak_checkpoint: str | None = None
     strong_rate: Any = 0.0
-    start: str | int = "auto"
-    end: str | int = "auto"
-    selector: str | dict[str, Any] = "auto"
+    routing: str | dict[str, Any] = "auto"
     low: float = 0.0
     high: float | None = None
 
@@ -254,41 +265,38 @@ class _Options:
                 f"guidance.scale={self.scale} guides away from no label, and this network is "
                 "unconditional: use guidance=none, or sparse, auto or path_drop."
             )
-        if self.drop_path is not False and self.weak_checkpoint is None:
-            _dropped_paths(backbone)
-        if self.weak_rate != 0 or self.strong_rate != 0:
-            (plan,) = self._routing(backbone).plans
-            if plan.needs_importance:
-                raise ValueError(
-                    f"guidance.selector={plan.selector_name} needs the importance of tokens, which "
-                    "is computed in training only: use another, such as random."
-                )
-            ranges = (*backbone.fused_ranges, *backbone.masked_ranges)
-            if ranges and (plan.start, plan.end) not in ranges:
-                raise ValueError(
-                    f"guidance.start={plan.start} and guidance.end={plan.end} must be one of the "
-                    f"ranges at which this network learned to rejoin: {ranges}."
-                )
         highest = float(objective.levels(1)[0])
         if self.high is not None and self.high > highest:
             raise ValueError(
                 f"guidance.high={self.high} is above the objective's highest level, {highest:g}."
             )
 
-    def check_training(self, *, conditional: bool, label_dropout: float, has_routes: bool) -> None:
-        guided = self.scale != 1
-        if guided and self.drop_label is not False and conditional and label_dropout == 0:
+    def check_training(self, backbone: Backbone, label_dropout: float, routing: Method) -> None:
+        guided, stack = self.scale != 1, Stack.of(backbone)
+        if (
+            guided
+            and self.drop_label is not False
+            and backbone.is_conditional
+            and not label_dropout
+        ):
             raise ValueError(
                 f"guidance.scale={self.scale} guides away from no label, which "
                 "training.label_dropout=0 never shows the network: train with "
                 "training.label_dropout=0.1, or use guidance=none, sparse or auto."
             )
-        if not has_routes and (self.strong_rate != 0 or (guided and self.weak_rate != 0)):
-            raise ValueError(
-                "this guidance lets tokens bypass blocks, which routing=none and "
-                "routing.reconstruction_weight do not train: train with routing=tread, or use "
-                "guidance=cfg, interval or auto."
-            )
+        if self.strong_rate != 0 or (guided and self.weak_rate != 0):
+            try:
+                sampled_method(self.routing, routing, stack)
+            except ValueError as error:
+                raise ValueError(
+                    f"this guidance lets tokens bypass blocks, but {error} guidance=cfg, interval "
+                    "and auto need no routes."
+                ) from error
+        if self.drop_path is not False and self.weak_checkpoint is None:
+            try:
+                routing.weak(stack)
+            except ValueError as error:
+                raise ValueError(f"guidance.drop_path leaves blocks out: {error}") from error
 
     def dx_dt(self, batch: ImageBatch) -> DxDt:
         other, evaluations = batch, itertools.count()
@@ -296,7 +304,8 @@ class _Options:
             if batch.weak is None:
                 raise ValueError("guidance needs a weak network: pass it to generate as `weak`.")
             other = replace(batch, backbone=batch.weak)
-        paths = () if self.drop_path is False else _dropped_paths(other.backbone)
+        stack = Stack.of(other.backbone)
+        paths = () if self.drop_path is False else batch.routing.weak(stack)
         draw_weak = self._draw_routes(other, self.weak_rate)
         draw_strong = self._draw_routes(batch, self.strong_rate)
         is_scheduled = any(isinstance(getattr(self, name), list | tuple) for name in _OFF)
@@ -329,29 +338,32 @@ class _Options:
 
     def _draw_routes(
         self, batch: ImageBatch, rate: Any
-    ) -> Callable[[int, float], tuple[Route, ...]]:
-        """Return a function of the evaluation and of the rate that gives routes, on the CPU; where
-        the guidance has no rate, those of the batch."""
+    ) -> Callable[[int, float], Sequence[Crossing]]:
+        """Return a function of the evaluation and of the rate that gives crossings; where the
+        guidance has no rate, those of the batch."""
         if rate == 0:
             return lambda evaluation, rate: batch.draw_routes(evaluation)
-        routing, grid = self._routing(batch.backbone), batch.backbone.grid
-        draw = routing.draw_by_evaluation(grid, batch.seed, batch.indices)
-        return lambda evaluation, rate: draw(rate, evaluation)
-
-    def _routing(self, backbone: Backbone) -> Routing:
-        try:
-            return backbone.build_routing(start=self.start, end=self.end, selector=self.selector)
-        except ValueError as error:
-            raise ValueError(f"guidance, its route as of routing=tread: {error}") from error
+        method = sampled_method(self.routing, batch.routing, Stack.of(batch.backbone))
+        return lambda evaluation, rate: batch.sample_routes(method, rate, evaluation)
 
 
-def _dropped_paths(backbone: Backbone) -> tuple[PathDrop, ...]:
-    if not backbone.fused_ranges:
-        raise ValueError(
-            "guidance=path_drop, or guidance.drop_path, needs a network that was trained with "
-            "routing.rejoin=project, and this one was not; use guidance=sparse or guidance=cfg."
-        )
-    return tuple(PathDrop(start, end) for start, end in backbone.fused_ranges)
+def sampled_method(part: str | dict[str, Any], trained: Method, stack: Stack) -> Method:
+    """Return the method that lets tokens bypass blocks in sampling.
+
+    Args:
+        part: a routing method; auto is that of training.
+        trained: the method of training.
+        stack: of the network.
+
+    Raises:
+        ValueError: training did not prepare the network for it.
+    """
+    method: Method = trained if part == "auto" else create("routing", part)
+    images = make_image_generator("check", images=[0])
+    if not method.for_any:
+        trained.sample(stack, images, 0.5)
+    method.sample(stack, images, 0.5)
+    return method
 
 
 @register("guidance", "parts")
@@ -377,8 +389,8 @@ class PartsGuidance(_Options):
             weak_rate is then ignored.
         weak_checkpoint: folder of a run or a checkpoint, whose smaller or earlier network makes the
             weak prediction.
-        start, end, selector: of the route, as in `tread_zoo.routing.RouteConfig`; `auto` is the
-            backbone's default.
+        routing: the method whose rates these are, as tread or {name: tread, start: 2, end: 6}; auto
+            is that of training.
         low, high: guidance is on at low < level <= high: t in [0, 1] for flow matching, sigma for
             EDM and DDPM. Elsewhere the strong prediction is used alone.
 
@@ -393,9 +405,7 @@ class PartsGuidance(_Options):
     drop_path: Drop = False
     weak_checkpoint: str | None = None
     strong_rate: Rate = 0.0
-    start: Auto | int = "auto"
-    end: Auto | int = "auto"
-    selector: Selector = "auto"
+    routing: RoutingPart = "auto"
     low: NonNegativeFloat = 0.0
     high: NonNegativeFloat | None = None
 
@@ -430,9 +440,7 @@ class SparseGuidance(_Options):
     scale: Scale = 2.0
     strong_rate: Rate = 0.0
     weak_rate: Rate = 0.7
-    start: Auto | int = "auto"
-    end: Auto | int = "auto"
-    selector: Selector = "auto"
+    routing: RoutingPart = "auto"
 
 
 @register("guidance", "auto")

@@ -42,7 +42,7 @@ from tread_zoo.diffusion.flow import FlowMatching
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
 from tread_zoo.diffusion.objective import AdditiveNoise, Draw, Predict, per_image, prediction
 from tread_zoo.registry import register
-from tread_zoo.routing import Routing
+from tread_zoo.routing import Method
 from tread_zoo.seeding import Generator, per_image_generator
 
 _FLOW = FlowMatching()
@@ -77,7 +77,7 @@ class MeanFlow(AdditiveNoise):
     guidance_scale: NonNegativeFloat = 1.0
     guidance_mix: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
-    def check_training(self, backbone: Backbone, label_dropout: float, routing: Routing) -> None:
+    def check_training(self, backbone: Backbone, label_dropout: float, routing: Method) -> None:
         """Raise `ValueError` if the label dropout or the routing does not fit this loss."""
         guided = (self.guidance_scale, self.guidance_mix) != (1, 0)
         if guided and not (backbone.is_conditional and label_dropout):
@@ -86,10 +86,10 @@ class MeanFlow(AdditiveNoise):
                 f"{self.guidance_mix} guide by the prediction without a label, which training "
                 "never shows: set training.label_dropout=0.1, or leave them at 1 and 0."
             )
-        if routing.reconstruction_weight is not None:
+        if routing.splits_loss or not routing.drawn:
             raise ValueError(
-                f"routing.reconstruction_weight={routing.reconstruction_weight} splits the loss of "
-                "one prediction, and objective=mean_flow takes several: leave it at null."
+                f"routing={routing.name} needs one prediction a step, and objective=mean_flow "
+                "takes several, which must see the same tokens: use routing=tread or sprint."
             )
 
     @property

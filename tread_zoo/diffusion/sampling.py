@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from inspect import isroutine
 from typing import Any
 
 import torch
@@ -13,12 +12,13 @@ from torch import Tensor
 from tread_zoo.config import complete_sampler
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
-from tread_zoo.diffusion.guidance import Guidance, ImageBatch, NoGuidance
+from tread_zoo.diffusion.guidance import Guidance, ImageBatch, NoGuidance, sampled_method
 from tread_zoo.diffusion.objective import Objective
 from tread_zoo.diffusion.samplers import Problem, Sampler, initial_noise, step_noise
 from tread_zoo.progress import progress
-from tread_zoo.registry import available, create, get_entry
-from tread_zoo.routing import NO_ROUTING, Routing
+from tread_zoo.registry import create, describe_part
+from tread_zoo.routing import Method, Stack
+from tread_zoo.routing.methods.none import NO_ROUTING
 from tread_zoo.runtime import autocast
 
 NO_GUIDANCE = NoGuidance()
@@ -35,9 +35,10 @@ class SamplingOptions:
         num_steps: number of steps from noise to data.
         grid: the levels of the steps.
         guidance: the guidance of dx/dt.
-        selection_rate: fraction of tokens that bypass the routes of `routing` in each call of the
-            network, except in calls that a guidance routes itself; 0 is dense.
-        routing: the routing of training, for its blocks and selectors.
+        selection_rate: fraction of tokens that do not run in each call of the network, except in
+            calls that a guidance routes itself; 0 is dense.
+        routing: the routing method whose rate that is; auto is that of training.
+        trained: the routing method of training.
     """
 
     sampler: Sampler
@@ -45,7 +46,8 @@ class SamplingOptions:
     grid: TimeGrid = DEFAULT_GRID
     guidance: Guidance = NO_GUIDANCE
     selection_rate: float = 0.0
-    routing: Routing = NO_ROUTING
+    routing: str | dict[str, Any] = "auto"
+    trained: Method = NO_ROUTING
 
     def levels(self, objective: Objective) -> Tensor:
         """Return the levels of all steps: float64 [num_steps + 1].
@@ -67,20 +69,18 @@ class SamplingOptions:
         """Raise `ValueError` if the options do not fit the network, without a forward pass."""
         self.levels(objective)
         if self.selection_rate:
-            self._check_routing()
+            self._check_routing(backbone)
         if hasattr(self.guidance, "check"):
             self.guidance.check(backbone, objective)
 
-    def _check_routing(self) -> None:
+    def _check_routing(self, backbone: Backbone) -> None:
         """Raise `ValueError` unless training included such routes."""
-        reason = ""
-        if not self.routing.plans:
-            reason = "the network was trained with routing=none: train with routing=tread"
-        elif self.routing.reconstruction_weight is not None:
-            reason = "routing.reconstruction_weight did not train it to denoise those"
-        elif any(plan.needs_importance for plan in self.routing.plans):
-            reason = "routing.selector=norm needs an importance that only training computes"
-        elif any(getattr(self.guidance, f"{side}_rate", 0) != 0 for side in ("weak", "strong")):
+        try:
+            sampled_method(self.routing, self.trained, Stack.of(backbone))
+            reason = ""
+        except ValueError as error:
+            reason = str(error).rstrip(".")
+        if any(getattr(self.guidance, f"{side}_rate", 0) != 0 for side in ("weak", "strong")):
             reason = "this guidance has its own rates: set guidance.strong_rate instead"
         if reason:
             raise ValueError(
@@ -88,18 +88,15 @@ class SamplingOptions:
                 f"{reason}. sampler.selection_rate=0 is dense."
             )
 
-    def check_training(self, *, conditional: bool, label_dropout: float, has_routes: bool) -> None:
+    def check_training(self, backbone: Backbone, label_dropout: float) -> None:
         """Raise `ValueError` if training does not include the weak prediction of the guidance.
 
         Args:
-            conditional: whether the network takes labels or contexts.
+            backbone: the network.
             label_dropout: fraction of conditions that training drops.
-            has_routes: whether training uses routes.
         """
         if hasattr(self.guidance, "check_training"):
-            self.guidance.check_training(
-                conditional=conditional, label_dropout=label_dropout, has_routes=has_routes
-            )
+            self.guidance.check_training(backbone, label_dropout, self.trained)
 
     def try_guidance(
         self, backbone: Backbone, objective: Objective, weak: Backbone | None = None
@@ -112,8 +109,9 @@ class SamplingOptions:
         x = torch.zeros(1, backbone.in_channels, *backbone.input_size)
         levels = self.levels(objective)
         batch = ImageBatch(
-            _blank(backbone), objective, labels, [0], 0, levels, weak and _blank(weak)
-        )
+            _blank(backbone), objective, labels, [0], 0, levels, weak and _blank(weak),
+            self.trained,
+        )  # fmt: skip
         name = describe_part("guidance", self.guidance)["name"]
         try:
             shape = self.guidance.dx_dt(batch)(x, levels[:1].float()).shape
@@ -134,6 +132,7 @@ class SamplingOptions:
             **asdict(self.grid),
             **sampler,
             "selection_rate": self.selection_rate,
+            "routing": self.routing,
             "guidance": guidance.pop("name"),
             **{f"guidance_{field}": value for field, value in guidance.items()},
         }
@@ -162,9 +161,10 @@ def build_sampling(
     """
     options = complete_sampler(sampler)
     num_steps, rate = options.pop("num_steps"), options.pop("selection_rate")
+    routing = options.pop("routing")
     grid = TimeGrid(**{field: options.pop(field) for field in asdict(DEFAULT_GRID)})
     return SamplingOptions(
-        create("sampler", options), num_steps, grid, create("guidance", guidance), rate
+        create("sampler", options), num_steps, grid, create("guidance", guidance), rate, routing
     )
 
 
@@ -215,10 +215,15 @@ def generate(
     for first in progress("sampling", starts, " batches", shown=len(starts) > 1):
         part = slice(first, first + batch_size)
         y = None if labels is None else labels[part].to(device)
-        draw = options.routing.draw_by_evaluation(backbone.grid, seed, indices[part])
-        routes = partial(draw, options.selection_rate)
         means = getattr(options.sampler, "takes_means", False)
-        batch = ImageBatch(backbone, objective, y, indices[part], seed, levels, weak, routes, means)
+        batch = ImageBatch(
+            backbone, objective, y, indices[part], seed, levels, weak, options.trained, means=means
+        )
+        if options.selection_rate:
+            method = sampled_method(options.routing, options.trained, Stack.of(backbone))
+            batch = replace(
+                batch, draw_routes=partial(batch.sample_routes, method, options.selection_rate)
+            )
 
         def fresh_noise(step: int, chosen: Sequence[int] = batch.indices) -> Tensor:
             return step_noise(shape, seed, chosen, step).to(device)
@@ -228,19 +233,6 @@ def generate(
         with torch.no_grad(), autocast(device, precision):
             images.append(options.sampler(problem, noise, levels).cpu())
     return torch.cat(images) if images else torch.empty(0, *shape)
-
-
-def describe_part(kind: str, part: Any) -> dict[str, Any]:
-    """Return `{"name": …, option: value, …}` of a part, an instance or a function; one that is not
-    registered has the name of its class or function."""
-    bound = isinstance(part, partial)
-    made_by = part.func if bound else part if isroutine(part) else type(part)
-    for name in available(kind):
-        entry = get_entry(kind, name)
-        if entry.target is made_by:
-            given = {k: getattr(part, k) for k in entry.parameters() if hasattr(part, k)}
-            return {"name": name, **(part.keywords if bound else given)}
-    return {"name": made_by.__name__}
 
 
 def check_weak(

@@ -20,7 +20,8 @@ from tread_zoo.data import ImageData
 from tread_zoo.diffusion import Objective
 from tread_zoo.diffusion.objective import Draw
 from tread_zoo.evaluation.held_out import stack_part
-from tread_zoo.routing import Routing
+from tread_zoo.routing import Method, Skip, Stack
+from tread_zoo.routing.method import leave_out
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator, make_image_generator, per_image_generator
 
@@ -83,7 +84,7 @@ def contributions(
 
     levels = draw(100_000, 1, 1, 1).level.quantile(torch.tensor(QUANTILES))
     noise = draw(*x.shape).noise.to(x.device)
-    left_out = [[i] for i in range(backbone.num_blocks)] + [list(range(*span)) for span in ranges]
+    left_out = [*leave_out(range(backbone.num_blocks)), *(Skip(*span) for span in ranges)]
     squares = torch.zeros(1 + len(left_out), len(x) * len(levels), dtype=torch.float64)
     rows = torch.arange(squares.shape[1])
 
@@ -94,7 +95,7 @@ def contributions(
             labels = None if y is None else y[image]
             with autocast(x.device, precision):
                 output: Tensor = backbone(x_t, t, labels)
-                changes = [output - backbone(x_t, t, labels, without=each) for each in left_out]
+                changes = [output - backbone(x_t, t, labels, routes=[each]) for each in left_out]
             for index, values in enumerate((output, *changes)):
                 data = values[:, : x.shape[1]].double()  # without a learned variance
                 squares[index, some] += data.square().sum(dim=(1, 2, 3)).cpu()
@@ -115,10 +116,11 @@ def contributions(
     }
 
 
-def ranges_of(backbone: Backbone, routing: Routing) -> Ranges:
+def ranges_of(backbone: Backbone, routing: Method) -> Ranges:
     """Return the ranges of the routes; for a dense network its default range, if deep enough."""
     default = range(backbone.num_blocks)[slice(*backbone.default_range)]
-    return routing.ranges or ([(default.start, default.stop)] if default else [])
+    ranges = routing.ranges(Stack.of(backbone))
+    return ranges or ([(default.start, default.stop)] if default else [])
 
 
 def contribution_names(record: Mapping[str, Any]) -> dict[str, float]:

@@ -27,7 +27,8 @@ from tread_zoo.evaluation.metrics import build_metrics
 from tread_zoo.evaluation.pictures import save_numbered
 from tread_zoo.evaluation.score import Evaluation, Reference, open_reference
 from tread_zoo.fields import OPTIONS
-from tread_zoo.routing import NO_ROUTING, Routing
+from tread_zoo.routing import Method
+from tread_zoo.routing.methods.none import NO_ROUTING
 
 UINT8_RULE = "clamp to [-1, 1], then the nearest of 256 values"
 _NO_DECODER = "latents are not images: name their autoencoder with data.vae=…"
@@ -71,7 +72,7 @@ def evaluate(
     *,
     precision: str = "fp32",
     weak: Backbone | None = None,
-    routing: Routing = NO_ROUTING,
+    routing: Method = NO_ROUTING,
     cache: dict[str, Any] | None = None,
     **metadata: Any,
 ) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def evaluate(
         backbone, objective, data, sampling, options: the network, and the settings of its scores.
         precision: resolved, see `tread_zoo.runtime`.
         weak: the network of the guidance's `weak_checkpoint`.
-        routing: of the training.
+        routing: the routing method of training.
         cache: a dictionary, empty at first, that keeps what other weights share.
         metadata: further fields of `Protocol`, such as `weights` and `step`.
     """

@@ -5,18 +5,15 @@ scans and the convolutions before them. A multiply-add is 2; elementwise work is
 usual. Every operation is counted in its torch form, so that machines agree. The recomputation of
 activation checkpointing is counted.
 
-In a run of S steps, step s is routed as r(s) with probability p_s, and dense otherwise. An image
-costs on average
-
-    1/S sum_s (p_s F(r(s)) + (1 - p_s) F(dense)),   p_s = p between the dense ends, else 0
-
-F is of one pass forward and back, or of all that the loss of a step computes, if it is given.
+A step costs the weighted sum over the variants of its routing method, as a route with probability p
+and no route with 1 - p. F is of one pass forward and back, or of all that the loss of a step
+computes, if it is given.
 """
 
 import json
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
@@ -24,13 +21,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tread_zoo.contract.backbone import Backbone
+from tread_zoo.contract.crossing import Crossing
 from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, generate
 from tread_zoo.kernels import plain_forms, used_ops
-from tread_zoo.routing import PathDrop, PendingRoute, Route, Routing, resolve_routes
-from tread_zoo.seeding import make_generator
+from tread_zoo.routing import Method, Stack
 
 Module = TypeVar("Module", bound=nn.Module)
-Routes = Sequence[Route | PendingRoute | PathDrop]
+Routes = Sequence[Crossing]
 # (network, images [B,C,H,W], labels [B] or None, routes) -> what a step sums and differentiates. If
 # it has a `key`, calls of equal keys are traced once.
 Loss = Callable[[Backbone, Tensor, Tensor | None, Routes], Tensor]
@@ -43,14 +40,13 @@ def count_flops(
     routes: Routes = (),
     backward: bool = False,
 ) -> int:
-    """Return the FLOPs of a forward pass, or of forward and backward, of `batch` images. A pending
-    route includes the cost of the importance."""
+    """Return the FLOPs of a forward pass, or of forward and backward, of `batch` images."""
     return _trace(without_data(backbone), batch, routes, backward)
 
 
-def training_flops(backbone: Backbone, routing: Routing, num_steps: int) -> float:
+def training_flops(backbone: Backbone, routing: Method, num_steps: int) -> float:
     """Return the FLOPs per image, forward and backward, averaged over a run of `num_steps` steps.
-    Random routes and path drops count by their probability."""
+    What a step draws counts by its probability."""
     return mean_flops(stage_flops(backbone, routing, num_steps))
 
 
@@ -60,22 +56,15 @@ def mean_flops(stages: Sequence[tuple[range, float]]) -> float:
 
 
 def stage_flops(
-    backbone: Backbone, routing: Routing, num_steps: int, loss: Loss | None = None
+    backbone: Backbone, routing: Method, num_steps: int, loss: Loss | None = None
 ) -> list[tuple[range, float]]:
     """Return the steps of each stage of a run with the FLOPs per image, as in `training_flops`; of
     `loss`, or else of one pass."""
-    meta = without_data(backbone)
-    dense = _trace(meta, 1, (), True, loss)
-    stages = []
-    for steps, used in routing.stages(num_steps):
-        routes = used.draw(1, backbone.grid, make_generator("flops", 0))
-        chance, routed = used.path_drop_probability, float(_trace(meta, 1, routes, True, loss))
-        if routes and chance:
-            dropped = [PathDrop(plan.start, plan.end) for plan in used.plans]
-            routed = (1 - chance) * routed + chance * _trace(meta, 1, dropped, True, loss)
-        flops = routing.probability * routed + (1 - routing.probability) * dense
-        stages.append((steps, flops))
-    return stages
+    meta, stages = without_data(backbone), dict[range, float]()
+    for steps, weight, crossings in routing.variants(Stack.of(backbone), num_steps):
+        flops = weight * _trace(meta, 1, crossings, True, loss)
+        stages[steps] = stages.get(steps, 0.0) + flops
+    return list(stages.items())
 
 
 @dataclass(frozen=True)
@@ -136,8 +125,7 @@ def without_data(module: Module) -> Module:
 
 def _one_pass(network: Backbone, x: Tensor, y: Tensor | None, routes: Routes) -> Tensor:
     t = torch.empty(len(x), device=x.device)
-    concrete = resolve_routes(routes, lambda start: network.importance(x, t, y, start))
-    out: Tensor = network(x, t, y, routes=concrete)
+    out: Tensor = network(x, t, y, routes=routes)
     return out
 
 
@@ -171,9 +159,11 @@ def _trace(
 _TRACED: dict[tuple[Any, ...], tuple[int, frozenset[str]]] = {}  # FLOPs, and the operations
 
 
-def _kind(route: Route | PendingRoute | PathDrop) -> tuple[Any, ...]:
-    bypass = getattr(route, "bypass", None)
-    return type(route), route.start, route.end, getattr(route, "num_kept", None), repr(bypass)
+def _kind(crossing: Crossing) -> tuple[Any, ...]:
+    """Return what FLOPs depend on: the class, and its fields, of tensors the shape."""
+    values = [getattr(crossing, field.name) for field in fields(crossing)]
+    shapes = [tuple(v.shape) if isinstance(v, Tensor) else repr(v) for v in values]
+    return type(crossing), *shapes
 
 
 def _structure(network: Backbone) -> tuple[Any, ...]:

@@ -14,8 +14,9 @@ from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import ImageData, read_items
 from tread_zoo.data.dataset import as_bytes
 from tread_zoo.data.split import evenly_spaced
-from tread_zoo.diffusion import Objective, describe_part
+from tread_zoo.diffusion import Objective
 from tread_zoo.diffusion.objective import Draw
+from tread_zoo.registry import describe_part
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_image_generator
 

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tread_zoo.contract.crossing import row_index
 from tread_zoo.routing.orders import inverse, scan_order
-from tread_zoo.routing.routes import row_index
 
 Gaps = Literal["ignore", "reset", "decay"]
 GAPS: tuple[str, ...] = get_args(Gaps)
@@ -89,7 +89,7 @@ def make_scan(layout: Any, name: str, index: int) -> Scan:
     """Return the walk of layer `index` over the tokens of a `Layout`, which caches it.
 
     Args:
-        layout: a `tread_zoo.contract.frame.Layout`.
+        layout: a `tread_zoo.contract.crossing.Layout`.
         name: in `ORDERS`.
         index: of the layer, for orders that differ between layers.
     """

@@ -4,15 +4,17 @@ A selector is called with (batch, grid, num_kept, generator) and returns ids, in
 generator's device; each row has strictly ascending raster positions. Each image draws its own
 tokens from `generator.rand(n)`, [B, n], and keeps every token with probability K / N. Attention
 does not depend on which neighbours are missing; scans, shifts and convolutions do, so `rows`,
-`blocks` and `segments` keep neighbours together. `norm` depends on the network: see
-`tread_zoo.routing.pending`.
+`blocks` and `segments` keep neighbours together.
+
+A selector that has `score(tokens)` instead, [B, N, D] -> [B, N], chooses inside the network, by the
+state of the tokens before the route: see `tread_zoo.routing.select.Ranked`.
 
 B batch, N = h * w tokens, K kept tokens, G groups.
 """
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from pydantic import PositiveInt
@@ -129,16 +131,10 @@ class Structured:
 @register("selector", "norm")
 @dataclass(frozen=True)
 class Norm:
-    """Keep tokens with probabilities proportional to their norm before the route.
+    """Keep tokens with probabilities proportional to their norm before the route."""
 
-    The network computes the norms, so a route waits for them (`tread_zoo.routing.pending`), as with
-    every selector with `needs_importance`.
-    """
-
-    needs_importance: ClassVar[bool] = True
-
-    def __call__(self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator) -> Tensor:
-        raise TypeError("selector=norm needs the network's importance: draw a route from a plan.")
+    def score(self, tokens: Tensor) -> Tensor:
+        return tokens.float().norm(dim=-1)
 
 
 class Groups(NamedTuple):

@@ -48,6 +48,7 @@ from tread_zoo.runs.metadata import (
     sealed,
 )
 from tread_zoo.runs.metadata import CheckpointError as CheckpointError
+from tread_zoo.runs.old_routing import new_keys
 from tread_zoo.runs.posthoc_ema import TRACKED_WIDTHS, posthoc_coefficients
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class Checkpoint:
         if (only := self.meta.get("weights")) is not None:  # a pushed folder has one network
             if part != only:
                 raise CheckpointError(f"{self.path} has one set of weights: set weights={only}.")
-            return load_file(self.path / WEIGHTS_NAME)
+            return new_keys(load_file(self.path / WEIGHTS_NAME))
         name, _, width = part.partition(":")
         files = [self.path / f"{tracked}.safetensors" for tracked in TRACKED_WIDTHS]
         if (width or name in TRACKED_WIDTHS) and not all(file.exists() for file in files):
@@ -106,7 +107,7 @@ class Checkpoint:
         if not file.exists():
             there = ", ".join(sorted(path.stem for path in self.path.glob("*.safetensors")))
             raise CheckpointError(f"{self.path} has no part {part!r}; it has {there}.")
-        return load_file(file)
+        return new_keys(load_file(file))
 
     def _average_of(self, width: float) -> dict[str, Tensor]:
         """Return the average of a relative width, from this checkpoint and earlier snapshots."""

@@ -26,7 +26,7 @@ from tread_zoo.runs.checkpoint import (
 )
 from tread_zoo.runs.metadata import META_NAME
 
-_ADDED = ("fusions.", "mask_tokens.")  # to a network, after it was built
+_ADDED = "routing."  # to a network, after it was built
 _MOST_LISTED = 6
 
 

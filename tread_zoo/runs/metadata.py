@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tread_zoo.runs.old_routing import new_metadata
+
 logger = logging.getLogger(__name__)
 
 CONFIG_NAME, WEIGHTS_NAME = "config.json", "model.safetensors"
@@ -20,7 +22,6 @@ FORMAT = 2
 META_CHECKSUM = "sha256_of_the_above"
 # Options that no longer exist, with their defaults, which earlier checkpoints have.
 REMOVED: dict[str, dict[str, Any]] = {
-    "routing": {"rate_range": None},
     "backbone": {"shared_modulation": False},
 }
 
@@ -72,7 +73,10 @@ def read_metadata(folder: Path, name: str = META_NAME, *only: str) -> dict[str, 
         raise CheckpointError(
             f"{folder} is damaged: {error}. Use another checkpoint of the run, or train again."
         ) from error
-    return drop_removed(metadata)
+    try:
+        return new_metadata(drop_removed(metadata))
+    except ValueError as error:
+        raise CheckpointError(f"{folder} is from an earlier version: {error}.") from error
 
 
 def read_newest(folders: Sequence[Path], *only: str) -> tuple[Path, dict[str, Any]]:

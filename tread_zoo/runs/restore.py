@@ -11,7 +11,7 @@ from tread_zoo.data import PIXELS, Codec, ImageData
 from tread_zoo.data.latents import imported_codec, restore_codec
 from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling, check_weak
 from tread_zoo.registry import create, get_entry
-from tread_zoo.routing import Routing
+from tread_zoo.routing import Method
 from tread_zoo.runs.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -65,22 +65,17 @@ class Restored:
             overlay("sampler", self.config["sampler"], sampler),
             overlay("guidance", default, guidance),
         )
-        training, routing = (self.config.get(name, {}) for name in ("training", "routing"))
-        if options.selection_rate:
-            options = replace(options, routing=self.routing)
+        options = replace(options, trained=self.routing)
         options.check(self.backbone, self.objective)
-        options.check_training(  # the usual values for an imported network
-            conditional=self.backbone.is_conditional,
-            label_dropout=training.get("label_dropout", 0.1),
-            has_routes=routing.get("name") != "none"
-            and routing.get("reconstruction_weight") is None,
-        )
+        training = self.config.get("training", {})  # the usual values for an imported network
+        options.check_training(self.backbone, training.get("label_dropout", 0.1))
         return options
 
     @property
-    def routing(self) -> Routing:
-        """The routing of training; for an imported network, the default one."""
-        return self.backbone.build_routing(**self.config.get("routing", {}))
+    def routing(self) -> Method:
+        """The routing method of training; for an imported network, tread."""
+        method: Method = create("routing", self.config.get("routing", "tread"))
+        return method
 
     def weak(self, options: SamplingOptions) -> Backbone | None:
         """Return the weak network of the guidance on the same device, or None without one."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tread_zoo.contract.backbone import Backbone
-from tread_zoo.routing import Route
+from tread_zoo.routing import Select
 from tread_zoo.seeding import make_generator
 from tread_zoo.testing.probe import BlockCall, Probe, run_again, watching, what_blocks_depend_on
 
@@ -133,7 +133,7 @@ def check_scan_order_is_the_dense_one(probe: Probe) -> None:
         )
 
 
-def _rows(backbone: Backbone, route: Route | None, batch: int) -> Tensor:
+def _rows(backbone: Backbone, route: Select | None, batch: int) -> Tensor:
     """Return int64 [B, L]: the rows of a full stream that a block gets."""
     extra = backbone.num_extra_tokens
     ids = torch.arange(backbone.num_tokens).expand(batch, -1) if route is None else route.ids

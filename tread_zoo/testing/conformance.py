@@ -15,11 +15,10 @@ from torch import Tensor
 
 import tread_zoo.testing.block_checks as block_checks
 import tread_zoo.testing.flow_checks as flow_checks
-import tread_zoo.testing.fusion_checks as fusion_checks
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.kernels.dispatch import plain_forms
 from tread_zoo.registry import available
-from tread_zoo.routing import PathDrop, Route
+from tread_zoo.routing import Select
 from tread_zoo.seeding import make_generator
 from tread_zoo.testing.probe import (
     BATCH,
@@ -72,7 +71,7 @@ def check_samples_do_not_mix(probe: Probe) -> None:
     x, t, y = probe.inputs()
     route = probe.route(backbone)
     together = backbone(x, t, y, routes=[route])
-    one = Route(route.start, route.end, route.ids[1:2])
+    one = Select(route.start, route.end, route.ids[1:2])
     alone = backbone(x[1:2], t[1:2], None if y is None else y[1:2], routes=[one])
     torch.testing.assert_close(together[1:2], alone, atol=1e-5, rtol=1e-4)
 
@@ -212,19 +211,16 @@ def check_gradients_equal_differences(probe: Probe) -> None:
 
 
 def check_recomputation(probe: Probe) -> None:
-    """Activation checkpointing changes neither output nor gradients, also with a dropped path."""
-    plain = probe.build()
-    span = (1, plain.num_blocks - 1)
-    fused = probe.build_fused(span)
-    for backbone, route in ((plain, probe.route(plain)), (fused, PathDrop(*span))):
-        results = []
-        for backbone.checkpoint_blocks in (0, 1):
-            results.append(output_and_gradients(backbone, probe.inputs(), (route,)))
-        (out, grads), (again, again_grads) = results
-        assert torch.equal(out, again), "the output differs"
-        assert grads.keys() == again_grads.keys()
-        for name, grad in grads.items():
-            assert torch.equal(grad, again_grads[name]), f"the gradient of {name} differs"
+    """Activation checkpointing changes neither output nor gradients."""
+    backbone, results = probe.build(), []
+    for backbone.checkpoint_blocks in (0, 1):
+        routes = (probe.route(backbone),)
+        results.append(output_and_gradients(backbone, probe.inputs(), routes))
+    (out, grads), (again, again_grads) = results
+    assert torch.equal(out, again), "the output differs"
+    assert grads.keys() == again_grads.keys()
+    for name, grad in grads.items():
+        assert torch.equal(grad, again_grads[name]), f"the gradient of {name} differs"
 
 
 def check_half_precision(probe: Probe) -> None:
@@ -429,7 +425,7 @@ def check_contexts_stay_with_their_images(probe: Probe) -> None:
 
 
 def _each_embedding_matters(
-    backbone: Backbone, inputs: tuple[Tensor, Tensor, Tensor | None], routes: Sequence[Route]
+    backbone: Backbone, inputs: tuple[Tensor, Tensor, Tensor | None], routes: Sequence[Select]
 ) -> None:
     x, t, y = inputs
     assert y is not None
@@ -441,7 +437,7 @@ def _each_embedding_matters(
         assert not torch.equal(again, out), f"embedding {place} does not reach the output"
 
 
-OTHERS = (block_checks, flow_checks, fusion_checks)
+OTHERS = (block_checks, flow_checks)
 CHECKS: dict[str, Callable[[Probe], None]] = {
     name.removeprefix("check_"): check
     for checks in (globals(), *map(vars, OTHERS))

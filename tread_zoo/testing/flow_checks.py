@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
 from tread_zoo.contract.backbone import Backbone, Layout
-from tread_zoo.contract.frame import gather, row_index
-from tread_zoo.routing import Route
+from tread_zoo.contract.crossing import gather, row_index
+from tread_zoo.routing import Select
 from tread_zoo.seeding import make_generator
 from tread_zoo.testing.probe import (
     BlockCall,
@@ -42,7 +42,7 @@ def check_patches_stay_in_place(probe: Probe) -> None:
     for image, place in zip(x[1:], places, strict=True):
         row, col = place // width * p, place % width * p
         image[:, row : row + p, col : col + p] += 1
-    routes = [Route(route.start, route.end, route.ids.expand(batch, -1))]
+    routes = [Select(route.start, route.end, route.ids.expand(batch, -1))]
     out = backbone(x, t, y, routes=routes)
     moved = avg_pool2d((out[1:] - out[:1]).abs().sum(1, keepdim=True), p).flatten(1)
     for place, moves in zip(places, moved, strict=True):

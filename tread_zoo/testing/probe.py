@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from tread_zoo.contract.backbone import Backbone, Layout, Streams
-from tread_zoo.contract.frame import row_index, rows_of
-from tread_zoo.factory import create_backbone
-from tread_zoo.routing import Route, num_kept_tokens
-from tread_zoo.routing.fusion import Bypassed
+from tread_zoo.contract.crossing import change_condition, gather, plain_condition, row_index
+from tread_zoo.factory import add_routing, create_backbone
+from tread_zoo.routing import Method, Select, num_kept_tokens
 from tread_zoo.seeding import make_generator
 
 BATCH = 3
@@ -76,20 +75,17 @@ class Probe:
                     parameter.add_(0.05 * torch.randn_like(parameter))
         return backbone
 
-    def build_fused(
-        self,
-        *ranges: tuple[int, int],
-        seed: int = 0,
-        fresh: bool = False,
-        bypassed: Bypassed = "dense",
-    ) -> Backbone:
-        """Return the same backbone with fusions at block ranges [start, end), of random weights or,
-        if `fresh`, of initial ones."""
+    def build_routed(self, method: Method, seed: int = 0, fresh: bool = False) -> Backbone:
+        """Return the same backbone with the weights that a routing method owns, random or, if
+        `fresh`, initial ones."""
         backbone = self.build(seed)
-        backbone.add_fusions(ranges, bypassed)
-        generator = make_generator("probe fusions", seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            add_routing(backbone, method)
+        generator = make_generator("probe routing", seed)
+        own = () if fresh or backbone.routing is None else backbone.routing.parameters()
         with torch.no_grad():
-            for parameter in () if fresh else backbone.fusions.parameters():
+            for parameter in own:
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
         return backbone
 
@@ -111,13 +107,13 @@ class Probe:
         rate: float = 0.25,
         seed: int = 0,
         batch: int = BATCH,
-    ) -> Route:
+    ) -> Select:
         """Return a route with random ids; a negative end counts from the depth."""
         num_kept = num_kept_tokens(backbone.num_tokens, rate)
         generator = make_generator("probe route", seed)
         scores = torch.rand(batch, backbone.num_tokens, generator=generator)
         ids = scores.argsort(dim=1)[:, :num_kept].sort(dim=1).values
-        return Route(start, end + backbone.num_blocks if end < 0 else end, ids)
+        return Select(start, end + backbone.num_blocks if end < 0 else end, ids)
 
 
 class BlockCall(NamedTuple):
@@ -155,10 +151,11 @@ def fresh_condition(
     backbone: Backbone, inputs: tuple[Tensor, Tensor, Tensor | None], layout: Layout
 ) -> Any:
     """Return the condition of the inputs for a block with this layout."""
-    rows = None
+    condition = backbone.embed(*inputs)[1]
     if layout.ids is not None:
         rows = row_index(layout.ids, backbone.num_tokens, layout.num_extra)
-    return rows_of(backbone.embed(*inputs)[1], rows)
+        condition = change_condition(condition, lambda values: gather(values, rows))
+    return plain_condition(condition)
 
 
 def run_again(
@@ -226,7 +223,7 @@ def _differ(some: Streams, others: Streams) -> bool:
     )
 
 
-def bypassed(route: Route, num_tokens: int) -> Tensor:
+def bypassed(route: Select, num_tokens: int) -> Tensor:
     """Return bool [B, N]: the tokens that bypass a route."""
     out = torch.ones(len(route.ids), num_tokens, dtype=torch.bool)
     return out.scatter(1, route.ids, False)

@@ -29,7 +29,8 @@ from tread_zoo.evaluation.held_out import held_out_loss, held_out_record
 from tread_zoo.evaluation.pictures import plot_losses, save_animation, save_grid
 from tread_zoo.kernels import describe, used_ops
 from tread_zoo.progress import progress
-from tread_zoo.routing import NO_ROUTING
+from tread_zoo.routing import Stack
+from tread_zoo.routing.methods.none import NO_ROUTING
 from tread_zoo.runs.checkpoint import drop_later
 from tread_zoo.runs.folder import CONFIG, FACTS, SCORE, SCORES
 from tread_zoo.runtime import DTYPES, describe_device
@@ -157,7 +158,8 @@ class Log:
             condition += f" ({', '.join(shown)})"
         if "context" in data:
             condition = "contexts of {} embeddings of width {}".format(*data["context"])
-        mean = ", on average over training" if setup.routing.is_scheduled else ""
+        variants = list(setup.routing.variants(Stack.of(setup.backbone), setup.num_steps))
+        mean = ", on average over training" if len(variants) > 1 else ""
         origin = f"continues after step {self.first_step}" if self.first_step else "starts"
         options = ", ".join(f"{k} {v}" for k, v in setup.config.optimizer.items() if k != "name")
         rest, projector = [], setup.projector
@@ -181,7 +183,7 @@ class Log:
             ("data", f"{data['name']}: {data['num_images']} images {size}, {condition}"),
             ("backbone", f"{setup.backbone.name}: {facts['num_parameters'] / 1e6:.2f} M "
                          "parameters"),
-            ("routing", setup.routing.describe(setup.backbone.grid)),
+            ("routing", setup.routing.describe(Stack.of(setup.backbone))),
             ("flops", f"{facts['flops_routed'] / 1e6:.1f} M per image, forward and backward{mean}; "
                       f"dense {facts['flops_dense'] / 1e6:.1f} M"),
             ("optimizer", f"{setup.config.optimizer['name']}: {options}"),

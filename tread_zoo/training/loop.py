@@ -23,20 +23,15 @@ from torch.nn.utils import clip_grad_norm_
 
 from tread_zoo.config import RunFields, TrainingConfig
 from tread_zoo.contract.backbone import Backbone, Features
+from tread_zoo.contract.crossing import Crossing
 from tread_zoo.data import copy_ahead
-from tread_zoo.diffusion import Draw, loss_by_token, split_loss
+from tread_zoo.diffusion import Draw
 from tread_zoo.evaluation.flops import stage_flops, without_data
 from tread_zoo.kernels import set_forms
 from tread_zoo.process_group import close_process_group_at_exit, prepare_process_group
 from tread_zoo.registry import load_plugins
-from tread_zoo.routing import (
-    PathDrop,
-    PendingRoute,
-    Route,
-    Routing,
-    bypassed_tokens,
-    resolve_routes,
-)
+from tread_zoo.routing import Method, Stack, Step
+from tread_zoo.routing.token_loss import loss_by_token
 from tread_zoo.runs.checkpoint import check_same_data
 from tread_zoo.runs.folder import open_folder, resolve_run
 from tread_zoo.runs.init_from import resolve_init_from
@@ -47,7 +42,7 @@ from tread_zoo.runtime import (
     resolve_precision,
     set_float32_products,
 )
-from tread_zoo.seeding import ImageGenerator, make_generator, make_image_generator
+from tread_zoo.seeding import ImageGenerator, make_image_generator
 from tread_zoo.training.log import Log, is_due
 from tread_zoo.training.meters import Window, timed
 from tread_zoo.training.saving import save_snapshot, save_state
@@ -298,7 +293,7 @@ def _loss(
     x: Tensor,
     y: Tensor | None,
     draw: Draw,
-    routes: Sequence[Route | PendingRoute | PathDrop],
+    routes: Sequence[Crossing],
     features: Tensor | None,
     precision: str,
     *,
@@ -311,39 +306,27 @@ def _loss(
     if teacher is not None:
         with torch.no_grad(), autocast(device, precision):
             features = _features_of(teacher, setup, x, y, draw)
-    concrete: tuple[Route | PathDrop, ...] = ()
     network: Any = model or setup.backbone
     project: Any = projector or setup.projector
     block = None if features is None else setup.projector.block  # type: ignore[union-attr]
     tokens: dict[int, Features] = {}
 
     def predict(x_t: Tensor, t: Tensor, y: Tensor | None = y, **given: Any) -> Tensor:
-        nonlocal concrete
         with autocast(device, precision):
-            # Importance comes from the backbone itself, not from what is wrapped around it. Every
-            # call of a step keeps the same tokens.
-            concrete = concrete or resolve_routes(
-                routes, lambda start: setup.backbone.importance(x_t, t, y, start)
-            )
             if block is None or not torch.is_grad_enabled():
-                output: Tensor = network(x_t, t, y, routes=concrete, **given)
+                output: Tensor = network(x_t, t, y, routes=routes, **given)
             else:
-                output, collected = network(x_t, t, y, routes=concrete, features=[block], **given)
+                output, collected = network(x_t, t, y, routes=routes, features=[block], **given)
                 tokens.update(collected)
         return output
 
-    weight, backbone = setup.routing.reconstruction_weight, setup.backbone
+    patch_size = setup.backbone.patch_size
     if draw.token_levels is not None:
-        losses, values = loss_by_token(
-            setup.objective, predict, x, draw, patch_size=backbone.patch_size
-        )
-    elif weight is None:
-        losses, values = setup.objective.loss(predict, x, draw)
+        losses, values = loss_by_token(setup.objective, predict, x, draw, patch_size=patch_size)
     else:
-        losses, values = split_loss(
-            setup.objective, predict, x, draw, patch_size=backbone.patch_size, weight=weight,
-            bypassed=lambda: bypassed_tokens(concrete, len(x), backbone.num_tokens, device),
-        )  # fmt: skip
+        losses, values = setup.routing.loss(
+            setup.objective, predict, x, draw, tuple(routes), patch_size
+        )
     if features is not None:
         with autocast(device, precision):
             term = project(*tokens[block], features)  # type: ignore[index]
@@ -374,7 +357,7 @@ def _features_of(
 
 def draw_step(
     setup: Setup, batch: tuple[Tensor, ...], step: int, rank: int, device: torch.device
-) -> tuple[Tensor, Tensor | None, Draw, Sequence[Route | PendingRoute | PathDrop], Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Draw, Sequence[Crossing], Tensor | None]:
     """Return all that micro-step `step` of a rank needs: images x [B,C,H,W] as the model sees them,
     labels or contexts (some dropped) or None, the objective's draw, the routes, and the features
     [B,S,h,w] of the same images, mirrored or not, or None.
@@ -400,12 +383,8 @@ def draw_step(
         dropped = generator("label").rand() < training.label_dropout
         y = torch.where(dropped.view(-1, *[1] * (y.ndim - 1)), setup.backbone.null_like(y), y)
     draw = _draw(setup, codec.model_shape(images.shape), generator)
-    optimizer_step = step // training.gradient_accumulation_steps
-    routing = setup.routing.at(optimizer_step, setup.num_steps, seed)
-    routes = routing.drop_paths(
-        routing.draw(len(images), setup.backbone.grid, generator("route")),
-        make_generator("path drop", seed, optimizer_step),
-    )
+    routed = Step(step // training.gradient_accumulation_steps, setup.num_steps, seed)
+    routes = setup.routing.draw(Stack.of(setup.backbone), generator("route"), routed)
     target = None
     if features:
         copies = features[0].to(device, non_blocking=True)
@@ -426,7 +405,7 @@ def _draw(setup: Setup, shape: Sequence[int], generator: Callable[[str], ImageGe
 
 
 def step_flops(
-    setup: Setup, network: Backbone, routing: Routing | None = None
+    setup: Setup, network: Backbone, routing: Method | None = None
 ) -> list[tuple[range, float]]:
     """Return the steps of each stage of a run with the FLOPs per image of all that the loss of a
     step computes: further passes, a teacher's and the alignment's projection included.
@@ -458,14 +437,14 @@ class _CountedLoss:
         """What its FLOPs depend on, beside the network and the routes."""
         setup = self.setup
         alignment = (setup.alignment, setup.data.features) if self.aligned else None
-        return repr((setup.objective, alignment, setup.routing.reconstruction_weight))
+        return repr((setup.objective, alignment, setup.routing))
 
     def __call__(
         self,
         network: Backbone,
         x: Tensor,
         y: Tensor | None,
-        routes: Sequence[Route | PendingRoute | PathDrop],
+        routes: Sequence[Crossing],
     ) -> Tensor:
         projector = without_data(self.setup.projector) if self.aligned else None  # type: ignore[type-var]
         setup = replace(self.setup, backbone=network, projector=projector)

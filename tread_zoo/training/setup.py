@@ -9,7 +9,7 @@ import itertools
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,11 @@ from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import ImageData, StepBatches, make_loader
 from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling
 from tread_zoo.evaluation.evaluate import check_evaluation
-from tread_zoo.factory import create_backbone
+from tread_zoo.factory import add_routing, create_backbone
 from tread_zoo.kernels import describe
 from tread_zoo.process_group import close_process_group_at_exit
 from tread_zoo.registry import create, split
-from tread_zoo.routing import Routing
+from tread_zoo.routing import Method, Stack
 from tread_zoo.runs.checkpoint import Checkpoint, data_metadata, load_weights
 from tread_zoo.runs.init_from import load_source
 from tread_zoo.runs.posthoc_ema import TRACKED_WIDTHS
@@ -60,7 +60,7 @@ class Setup:
     config: RunConfig
     data: ImageData
     backbone: Backbone
-    routing: Routing
+    routing: Method
     objective: Objective
     sampling: SamplingOptions
     optimizer: OptimizerPart
@@ -137,16 +137,11 @@ def build_setup(config: RunConfig, source: Checkpoint | None = None) -> Setup:
     data.codec.check(flip=config.training.horizontal_flip)
     not_scored = check_evaluation(config.evaluation, data).not_scored
     backbone = _build_backbone(config, data)
-    routing = _build_routing(config, backbone)
-    backbone.add_fusions(routing.fused_ranges, routing.bypassed)
-    backbone.add_mask_tokens(routing.masked_ranges)
+    routing = _add_routing(config, backbone)
     initial = "" if source is None else load_source(source, config, backbone)
-    sampling = replace(sampling, routing=routing)
+    sampling = replace(sampling, trained=routing)
     sampling.check(backbone, objective)
-    sampling.check_training(
-        conditional=backbone.is_conditional, label_dropout=config.training.label_dropout,
-        has_routes=bool(routing.plans) and routing.reconstruction_weight is None,
-    )  # fmt: skip
+    sampling.check_training(backbone, config.training.label_dropout)
     if hasattr(objective, "check_training"):
         objective.check_training(backbone, config.training.label_dropout, routing)
     alignment = create("alignment", config.alignment)
@@ -173,15 +168,20 @@ def _build_backbone(config: RunConfig, data: ImageData) -> Backbone:
     return backbone
 
 
-def _build_routing(config: RunConfig, backbone: Backbone) -> Routing:
-    routing = backbone.build_routing(**asdict(config.routing))
+def _add_routing(config: RunConfig, backbone: Backbone) -> Method:
+    """Return the routing method, whose weights, if any, are now the backbone's."""
+    routing: Method = create("routing", config.routing)
     num_steps = int(config.training.num_steps)
-    if routing.plans and not routing.routed_steps(num_steps):
+    if not routing.routed_steps(num_steps):
         raise ValueError(
             f"routing.warm_start={routing.warm_start:g} and routing.dense_tail="
             f"{routing.dense_tail:g} leave none of training.num_steps={num_steps} to route; make "
             "them smaller, or set routing=none."
         )
+    routing.check(Stack.of(backbone))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(make_generator("routing", config.seed).initial_seed())
+        add_routing(backbone, routing)
     return routing
 
 
@@ -256,14 +256,14 @@ class TrainState:
 
 def make_accelerator(setup: Setup, device: torch.device, precision: str) -> "Accelerator":
     """Return the accelerator that connects the processes of a launcher. The loop applies autocast;
-    accelerate scales the loss in fp16. DDP does not wait for gradients of blocks or mask tokens
-    that a step may leave out."""
+    accelerate scales the loss in fp16. DDP does not wait for gradients of weights that a step may
+    leave out."""
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
-    idle = setup.routing.path_drop_probability > 0 or bool(setup.backbone.masked_ranges)
     ddp = DistributedDataParallelKwargs(
-        broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=idle
-    )
+        broadcast_buffers=False, gradient_as_bucket_view=True,
+        find_unused_parameters=setup.routing.idle_weights,
+    )  # fmt: skip
     group = InitProcessGroupKwargs(timeout=timedelta(seconds=setup.training.timeout_s))
     return Accelerator(
         cpu=device.type == "cpu", mixed_precision="fp16" if precision == "fp16" else "no",

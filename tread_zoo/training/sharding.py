@@ -56,11 +56,7 @@ def shard(modules: Sequence[nn.Module], device: torch.device, dtype: torch.dtype
     accelerate's own plugin finds blocks by the names of classes, and does not know the CPU.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import (
-        MixedPrecisionPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
@@ -75,4 +71,3 @@ def shard(modules: Sequence[nn.Module], device: torch.device, dtype: torch.dtype
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     for module in modules:
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    register_fsdp_forward_method(network, "importance")

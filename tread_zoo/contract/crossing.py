@@ -1,0 +1,233 @@
+"""What a block sees (`Layout`, `Tokens`), and ranges of blocks that see less (`Crossing`).
+
+A crossing changes the tokens before its first block and gives back what to do after its last one:
+
+    tokens, exit = crossing.enter(tokens)        before block `start`
+    …                                            blocks start … end-1
+    tokens = exit(tokens)                        after block end-1
+
+What a crossing remembers between its ends lives in `exit`, so a network can be called again, be
+computed anew in the backward pass, or be called inside itself. Crossings nest.
+
+B batch, N = h * w tokens of the grid in raster order, E extra tokens (time, label, context) that
+stand before the grid's and are never routed, K tokens present, D width.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+Streams = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tokens that a block sees: E extra tokens, then K tokens of the grid in raster order.
+
+    Args:
+        grid: (h, w) of the full image.
+        num_extra: E.
+        ids: int64 [B, K] raster positions of the tokens present, ascending; None means all N.
+        batch, device: B and the device of the tokens, for `ids` of None.
+        num_context: number of extra tokens that are context tokens or registers. They come first,
+            and scans read them first in both directions.
+        cache: what blocks compute from the layout and share for one forward pass, as scan orders.
+    """
+
+    grid: tuple[int, int]
+    num_extra: int
+    ids: Tensor | None = None
+    batch: int = 1
+    device: torch.device | None = None
+    num_context: int = 0
+    cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens N of the full grid."""
+        return self.grid[0] * self.grid[1]
+
+    def cached(self, key: Any, make: Callable[[], T]) -> T:
+        """Return what `make` returns, computed once for this layout."""
+        if key not in self.cache:
+            self.cache[key] = make()
+        out: T = self.cache[key]
+        return out
+
+    def positions(self) -> Tensor:
+        """Return the raster positions of the tokens present, int64 [B, K]."""
+        if self.ids is not None:
+            return self.ids
+        return torch.arange(self.num_tokens, device=self.device).expand(self.batch, -1)
+
+    def rows_cols(self) -> tuple[Tensor, Tensor]:
+        """Return the rows and the columns of the tokens present, both int64 [B, K]."""
+        positions = self.positions()
+        return positions // self.grid[1], positions % self.grid[1]
+
+
+class Features(NamedTuple):
+    """Tokens [B, K, D] after a block, without extra ones, and their raster positions, int64 [B, K],
+    or None if all N tokens are present."""
+
+    tokens: Tensor
+    ids: Tensor | None
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """A condition with one row per token, [B, E + N, D], which `embed` returns as the condition or
+    in a tuple; `run_block` and `head` receive the rows of their tokens as plain tensors."""
+
+    values: Tensor
+
+
+Change = Callable[[Tensor], Tensor]
+
+
+class Tokens(NamedTuple):
+    """All that travels per token between two blocks.
+
+    streams: [B, E + K, D] each.
+    skips: open long skips [B, E + K, D], by the block that produced them. Those that the crossing's
+        blocks do not consume wait outside, at full length.
+    condition: what blocks are conditioned on; its `PerToken` parts have the rows of the streams.
+    layout: the tokens present.
+    inner: the skips that the blocks of the crossing being entered consume.
+    """
+
+    streams: Streams
+    skips: dict[int, Tensor]
+    condition: Any
+    layout: Layout
+    inner: frozenset[int] = frozenset()
+
+    def map(self, change: Change, ids: Tensor | None) -> "Tokens":
+        """Return these tokens after `change` of every stream, inner skip and per-token condition.
+
+        Args:
+            change: of a tensor [B, E + N, D] into [B, E + K, D].
+            ids: int64 [B, K], the raster positions of the result.
+        """
+        return Tokens(
+            tuple(map(change, self.streams)),
+            {producer: change(self.skips[producer]) for producer in sorted(self.inner)},
+            change_condition(self.condition, change),
+            replace(self.layout, ids=ids),
+        )
+
+    def restore(
+        self,
+        after: "Tokens",
+        put: Callable[[Tensor, Tensor], Tensor],
+        absent: Streams | None = None,
+    ) -> "Tokens":
+        """Return these tokens with the streams of `after` and the skips that blocks made meanwhile.
+
+        Args:
+            after: at the end of the crossing.
+            put: of a stream at the start, [B, E + N, D], and what became of its tokens,
+                [B, E + K, D], into [B, E + N, D].
+            absent: streams in place of those at the start, for `put`.
+        """
+        meanwhile = {
+            producer: put(self.streams[0], skip)
+            for producer, skip in after.skips.items()
+            if producer not in self.skips
+        }
+        streams = tuple(map(put, absent or self.streams, after.streams))
+        return self._replace(streams=streams, skips={**self.skips, **meanwhile})
+
+
+Exit = Callable[[Tokens], Tokens]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Blocks start … end-1 as a routing method runs them. Nothing is drawn when it is used.
+
+    Subclasses are frozen dataclasses that override `enter`, and `runs` where blocks are left out.
+    """
+
+    start: int
+    end: int
+
+    runs: ClassVar[bool] = True  # False: the blocks do not run
+
+    def enter(self, tokens: Tokens) -> tuple[Tokens, Exit]:
+        """Return the tokens that block `start` sees, and what to do after block `end - 1`."""
+        raise NotImplementedError
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return the same crossing with its tensors on `device`."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True)
+            for name, value in tensors.items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
+
+
+def check_crossings(crossings: Sequence[Crossing], num_blocks: int) -> list[Crossing]:
+    """Return crossings in the order in which they are entered: of two that start together, the
+    longer one first, and of equal ranges the first.
+
+    Raises:
+        ValueError: a range is not within the blocks, or two overlap without one holding the other.
+    """
+    ordered = sorted(crossings, key=lambda each: (each.start, -each.end))
+    open_ends: list[int] = []
+    for each in ordered:
+        where = f"{type(each).__name__} [{each.start}, {each.end})"
+        if not 0 <= each.start < each.end <= num_blocks:
+            raise ValueError(f"{where} is no range of the {num_blocks} blocks.")
+        while open_ends and open_ends[-1] <= each.start:
+            open_ends.pop()
+        if open_ends and each.end > open_ends[-1]:
+            raise ValueError(
+                f"{where} starts before another crossing ends ({open_ends[-1]}) and ends after it: "
+                "crossings must be disjoint, or one within the other."
+            )
+        open_ends.append(each.end)
+    return ordered
+
+
+def change_condition(condition: Any, change: Change) -> Any:
+    """Return a condition after `change` of its per-token parts."""
+    if type(condition) is tuple:
+        return tuple(change_condition(part, change) for part in condition)
+    return PerToken(change(condition.values)) if isinstance(condition, PerToken) else condition
+
+
+def plain_condition(condition: Any) -> Any:
+    """Return a condition with plain tensors in place of `PerToken`, as blocks get it."""
+    if type(condition) is tuple:
+        return tuple(plain_condition(part) for part in condition)
+    return condition.values if isinstance(condition, PerToken) else condition
+
+
+def row_index(ids: Tensor, num_tokens: int, num_extra: int) -> Tensor:
+    """Return the rows int64 [B * (E + K)] of extra tokens and of ids [B, K] in a flattened stream
+    [B * (E + N), D]."""
+    batch, device = ids.shape[0], ids.device
+    extra = torch.arange(num_extra, device=device).expand(batch, num_extra)
+    within = torch.cat([extra, ids + num_extra], dim=1)
+    first = torch.arange(batch, device=device)[:, None] * (num_extra + num_tokens)
+    return (within + first).flatten()
+
+
+def gather(stream: Tensor, rows: Tensor) -> Tensor:
+    """Return the tokens [B, E + K, D] of a stream [B, E + N, D] in `rows`, from `row_index`."""
+    batch, _, width = stream.shape
+    return stream.flatten(0, 1).index_select(0, rows).view(batch, -1, width)
+
+
+def scatter(stream: Tensor, rows: Tensor, kept: Tensor) -> Tensor:
+    """Return `stream` [B, E + N, D] with `kept` [B, E + K, D] put into its rows."""
+    flat = stream.flatten(0, 1).index_copy(0, rows, kept.flatten(0, 1).to(stream.dtype))
+    return flat.view_as(stream)

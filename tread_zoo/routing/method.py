@@ -1,0 +1,424 @@
+"""A routing method: what one training step does with which tokens in which blocks.
+
+    crossings = method.draw(Stack.of(backbone), images, Step(index, num_steps, seed))
+    backbone(x, t, y, routes=crossings)
+
+A method is a registered frozen dataclass. Its fields are its options; it has no state and no
+weights. Weights that it needs lie in the network, as `backbone.routing`, which `build` makes and
+whose `cross(crossings)` adds them in every call. docs/adding_a_method.md writes one from a formula.
+
+What a step draws depends on (seed, step) where it decides for all images, and on (seed, step,
+image) where it chooses tokens; it is the same on every number of ranks.
+
+B batch, N tokens, K kept tokens.
+"""
+
+import functools
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import BeforeValidator
+from torch import Tensor, nn
+
+from tread_zoo.contract.crossing import Crossing
+from tread_zoo.fields import Auto, Fraction
+from tread_zoo.registry import complete, create, describe_part
+from tread_zoo.routing.select import Ranked, Select, Skip, draw_gumbel, num_kept_tokens
+from tread_zoo.routing.timing import (
+    Chance,
+    check_rate,
+    describe_rate,
+    first_rate,
+    stairs,
+)
+from tread_zoo.routing.timing import rate_at as _rate_at
+from tread_zoo.seeding import ImageGenerator, make_generator, make_image_generator
+
+
+def _selector(part: Any) -> Any:
+    return part if part == "auto" else complete("selector", part, "routing.selector")
+
+
+Selector = Annotated[Auto | dict[str, Any], BeforeValidator(_selector)]
+Crossings = tuple[Crossing, ...]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a routing method knows of a network.
+
+    Args:
+        num_blocks: depth.
+        grid: (h, w), of N tokens.
+        widths: D of each stream between two blocks.
+        skips: producer by consumer, of long skips.
+        default_range: start and end of `auto`, as in Python slices.
+        default_selector: selector of `auto`.
+        keep: bool [B, N], tokens of the batch that every choice must keep, or None.
+    """
+
+    num_blocks: int
+    grid: tuple[int, int]
+    widths: tuple[int, ...]
+    skips: Mapping[int, int]
+    default_range: tuple[int, int] = (2, -4)
+    default_selector: str = "random"
+    keep: Tensor | None = None
+
+    @classmethod
+    def of(cls, backbone: Any) -> "Stack":
+        """Return the stack of a `Backbone`."""
+        return cls(
+            backbone.num_blocks, backbone.grid, backbone.widths, backbone.skips,
+            backbone.default_range, backbone.default_selector,
+        )  # fmt: skip
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens N of the grid."""
+        return self.grid[0] * self.grid[1]
+
+    def num_kept(self, rate: float) -> int:
+        """Return K of a fraction that bypasses."""
+        return num_kept_tokens(self.num_tokens, rate)
+
+    def span(self, start: int | str = "auto", end: int | str = "auto") -> tuple[int, int]:
+        """Return start and end of a range of blocks, counted from 0.
+
+        `auto` at both ends fits a network that is too shallow for its default range: a route never
+        starts at the first block and never reaches the last.
+
+        Raises:
+            ValueError: it is no range of the blocks.
+        """
+        given: list[int] = []
+        for value, default in zip((start, end), self.default_range, strict=True):
+            value = default if isinstance(value, str) else value
+            given.append(value + self.num_blocks if value < 0 else value)
+        first, last = given
+        if 0 <= first < last <= self.num_blocks:
+            return first, last
+        if start == end == "auto" and self.num_blocks >= 3:
+            return 1, self.num_blocks - max(1, self.num_blocks // 3)
+        raise ValueError(
+            f"routing.start={start}, routing.end={end} is not a range of the {self.num_blocks} "
+            f"blocks: 0 <= start < end <= {self.num_blocks} must hold (negative values count from "
+            "the end, as in Python slices). Change them, or set routing=none."
+        )
+
+    def select(
+        self,
+        span: tuple[int, int],
+        selector: Any,
+        num_kept: int,
+        images: ImageGenerator,
+        per_batch: bool = False,
+    ) -> Select | Ranked:
+        """Return the crossing in which some tokens run through a range of blocks.
+
+        Args:
+            span: start and end.
+            selector: `auto`, or a registered selector by its name or as a mapping with its options.
+            num_kept: K.
+            images: random numbers of the images [B]; the ids are on its device.
+            per_batch: all images keep the same tokens.
+
+        Raises:
+            ValueError: `keep` has more tokens than K.
+        """
+        own = images.of_batch if per_batch else images
+        keep = self._kept(num_kept, per_batch)
+        chosen = make_selector(self.default_selector if selector == "auto" else selector)
+        if hasattr(chosen, "check"):
+            chosen.check(self.grid)
+        if hasattr(chosen, "score"):
+            noise = draw_gumbel(self.num_tokens, own)
+            if keep is not None:
+                noise = noise.masked_fill(keep, math.inf)
+            return Ranked(*span, num_kept, noise, chosen.score, per_batch)
+        ids = chosen(len(own.keys), self.grid, num_kept, own)
+        if keep is not None:  # forced tokens first, then the drawn ones
+            order = own.rand(self.num_tokens) + 2 * keep
+            order = order.scatter_add(1, ids, torch.ones(ids.shape, device=ids.device))
+            ids = order.topk(num_kept, dim=1).indices.sort(dim=1).values
+        return Select(*span, ids.expand(len(images.keys), -1))
+
+    def _kept(self, num_kept: int, per_batch: bool) -> Tensor | None:
+        """Return bool [B, N], the tokens that must stay, or None."""
+        if self.keep is None:
+            return None
+        keep = self.keep.any(dim=0, keepdim=True) if per_batch else self.keep
+        most = int(keep.sum(dim=1).max())
+        if most > num_kept:
+            raise ValueError(
+                f"keep has {most} tokens of an image, and the rate keeps {num_kept}: lower "
+                "routing.selection_rate, or force fewer."
+            )
+        return keep
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step of a run, for what it draws alike on all ranks and in all micro-steps."""
+
+    index: int
+    num_steps: int
+    seed: int
+
+    def chance(self, purpose: str) -> float:
+        """Return a number in [0, 1) that depends on the purpose, the seed and the step alone."""
+        return float(torch.rand((), generator=make_generator(purpose, self.seed, self.index)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """Base of a routing method. Only `route` is required; `selection_rate` may be a field.
+
+    Args:
+        warm_start, dense_tail: fractions of training at its start and end without routes.
+        probability: probability that a step is routed, the same draw on every rank.
+
+    Class attributes:
+        drawn: everything is drawn before the network runs. False: choices depend on activations,
+            which round otherwise on another machine.
+        keep_all_is_dense: where no token is left out, the network computes what it does without.
+        for_any: it needs no training, and may sample a network that was trained otherwise.
+        options_of: mappings of other parts among the options, {field: kind}.
+    """
+
+    warm_start: Fraction = 0.0
+    dense_tail: Fraction = 0.0
+    probability: Chance = 1.0
+
+    drawn: ClassVar[bool] = True
+    keep_all_is_dense: ClassVar[bool] = True
+    for_any: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.warm_start + self.dense_tail >= 1:
+            raise ValueError(
+                f"routing.warm_start={self.warm_start} and routing.dense_tail={self.dense_tail} "
+                "leave no steps to route: their sum must be below 1."
+            )
+        for rate in self.rates():
+            check_rate("routing.selection_rate", rate, self.warm_start, self.dense_tail)
+
+    # What a method defines ------------------------------------------------------------------------
+
+    def route(self, stack: Stack, images: ImageGenerator, step: Step) -> Crossings:
+        """Return the crossings of a routed step, ids on the device of `images`."""
+        raise NotImplementedError
+
+    def outcomes(
+        self, stack: Stack, images: ImageGenerator, step: Step
+    ) -> Sequence[tuple[float, Crossings]]:
+        """Return all that `route` may give, with its probability, for counting FLOPs; they may be
+        any numbers whose sum is 1, and whose weighted sum of FLOPs is the mean."""
+        return [(1.0, self.route(stack, images, step))]
+
+    def rates(self) -> Sequence[Any]:
+        """Return the rates that may change over training."""
+        rate = getattr(self, "selection_rate", None)
+        return () if rate is None else (rate,)
+
+    def build(self, stack: Stack) -> nn.Module | None:
+        """Return the weights that the method owns, or None; drawn from torch's global generator.
+
+        Its `cross(crossings)` returns what a call of the network runs in place of `crossings`, also
+        of none, as in a dense call.
+        """
+        return None
+
+    @property
+    def idle_weights(self) -> bool:
+        """Whether some step may leave a weight without a gradient."""
+        return False
+
+    def sample(self, stack: Stack, images: ImageGenerator, rate: float) -> Crossings:
+        """Return the crossings of one evaluation in sampling, in which `rate` of the tokens do not
+        run.
+
+        Raises:
+            ValueError: training does not prepare the network for it.
+        """
+        raise ValueError(f"routing={self.name} is for training only.")
+
+    def weak(self, stack: Stack) -> Crossings:
+        """Return crossings that leave out what training taught the network to do without, for
+        guidance.
+
+        Raises:
+            ValueError: nothing.
+        """
+        raise ValueError(
+            f"routing={self.name} teaches no network to do without its routed blocks: train with "
+            "routing=sprint and routing.path_drop, or use guidance=sparse or guidance=cfg."
+        )
+
+    def loss(
+        self, objective: Any, predict: Any, x: Tensor, draw: Any, crossings: Crossings, patch: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of each image [B] and other values by name; as of `Objective.loss`."""
+        out: tuple[Tensor, dict[str, Tensor]] = objective.loss(predict, x, draw)
+        return out
+
+    @property
+    def splits_loss(self) -> bool:
+        """Whether `loss` treats tokens differently, which only one prediction allows."""
+        return False
+
+    def check(self, stack: Stack) -> None:
+        """Raise `ValueError` if the options do not fit the network."""
+        self.outcomes(stack, counted_images(), Step(0, 1, 0))
+
+    def describe(self, stack: Stack) -> str:
+        """Return one line for the log."""
+        words = [self.describe_route(stack)]
+        if self.probability < 1:
+            words.append(f"a step is routed with probability {self.probability:g}")
+        for where, part in (("first", self.warm_start), ("last", self.dense_tail)):
+            if part:
+                words.append(f"the {where} {100 * part:.3g}% of training dense")
+        return "; ".join(words)
+
+    def describe_route(self, stack: Stack) -> str:
+        """Return what a routed step does, for the log."""
+        return self.name
+
+    # What all share -------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The registered name."""
+        return str(describe_part("routing", self)["name"])
+
+    def draw(self, stack: Stack, images: ImageGenerator, step: Step) -> Crossings:
+        """Return the crossings of one training step; none is a dense step.
+
+        Args:
+            stack: of the network.
+            images: random numbers per image; the ids are on its device.
+            step: the optimizer step.
+
+        Raises:
+            ValueError: the step is not one of the run's.
+        """
+        if not 0 <= step.index < step.num_steps:
+            raise ValueError(f"step={step.index} is not one of the run's {step.num_steps}, from 0.")
+        if step.index not in self.routed_steps(step.num_steps):
+            return ()
+        if self.probability < 1 and step.chance("routed") >= self.probability:
+            return ()
+        return self.route(stack, images, step)
+
+    def rate_at(self, step: Step, rate: Any = None) -> float:
+        """Return `selection_rate`, or another rate that may change, at a step."""
+        rate = self.selection_rate if rate is None else rate  # type: ignore[attr-defined]
+        if not isinstance(rate, list | tuple):
+            return float(rate)
+        return _rate_at(rate, step.index, self.routed_steps(step.num_steps), step.num_steps)
+
+    def routed_steps(self, num_steps: int) -> range:
+        """Return the steps between the dense start and the dense end; a short run may have none."""
+        return range(
+            round(self.warm_start * num_steps), num_steps - round(self.dense_tail * num_steps)
+        )
+
+    def variants(self, stack: Stack, num_steps: int) -> Iterable[tuple[range, float, Crossings]]:
+        """Yield (steps, weight, crossings on the meta device) of a run: the FLOPs of a step are the
+        sum over its variants, whose weights sum to 1."""
+        routed = self.routed_steps(num_steps)
+        edges = {0, num_steps, *((routed.start, routed.stop) if routed else ())}
+        for rate in self.rates():
+            edges |= {step for step, _ in stairs(rate, routed, num_steps) if step in routed}
+        bounds = sorted(edges)
+        for begin, end in itertools.pairwise(bounds):
+            steps = range(begin, end)
+            if begin not in routed:
+                yield steps, 1.0, ()
+                continue
+            for weight, crossings in self.outcomes(
+                stack, counted_images(), Step(begin, num_steps, 0)
+            ):
+                yield steps, self.probability * weight, crossings
+            if self.probability < 1:
+                yield steps, 1 - self.probability, ()
+
+    def ranges(self, stack: Stack) -> list[tuple[int, int]]:
+        """Return the ranges of blocks that a routed step treats, those that touch as one."""
+        outcomes = self.outcomes(stack, counted_images(), Step(0, 1, 0))
+        every = [(c.start, c.end) for _, crossings in outcomes for c in crossings]
+        joined: list[tuple[int, int]] = []
+        for start, end in sorted(every):
+            if joined and start <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+            else:
+                joined.append((start, end))
+        return joined
+
+    @classmethod
+    def used_parts(cls, options: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Return the selectors among some options, as (kind, name)."""
+        found = [each["name"] for each in _mappings(options) if "name" in each and each != options]
+        return [("selector", name) for name in found]
+
+
+@functools.lru_cache(maxsize=256)
+def _make_selector(text: str) -> Any:
+    return create("selector", json.loads(text))
+
+
+def make_selector(part: Any) -> Any:
+    """Return a registered selector, made once for equal options."""
+    return _make_selector(json.dumps(part, sort_keys=True))
+
+
+def counted_images(num_images: int = 1) -> ImageGenerator:
+    """Return random numbers on the meta device: what is drawn has shapes and no values."""
+    return make_image_generator("flops", images=range(num_images), device="meta")
+
+
+def describe_selection(
+    stack: Stack, span: tuple[int, int], rate: Any, selector: Any, per_batch: bool = False
+) -> str:
+    """Return which blocks see how many tokens, for the log."""
+    chosen = stack.default_selector if selector == "auto" else selector
+    words, rates = [_words(chosen)], [first_rate(rate)]
+    if isinstance(rate, list | tuple):
+        rates = [value for _, value in stairs(rate, range(1000), 1000)]
+        words.append(describe_rate(rate))
+    if per_batch:
+        words.append("the same for the whole batch")
+    kept = sorted({stack.num_kept(each) for each in (min(rates), max(rates))})
+    return (
+        f"blocks {span[0]} … {span[1] - 1} see {' … '.join(map(str, kept))} of "
+        f"{stack.num_tokens} tokens ({'; '.join(words)})"
+    )
+
+
+def _words(part: str | Mapping[str, Any]) -> str:
+    """Return a part's name, with its options if there are any."""
+    if isinstance(part, str):
+        return part
+    options = ", ".join(f"{k} {v}" for k, v in part.items() if k != "name")
+    return f"{part['name']} ({options})" if options else str(part["name"])
+
+
+def leave_out(blocks: Iterable[int]) -> Crossings:
+    """Return crossings in which some blocks do not run."""
+    return tuple(Skip(i, i + 1) for i in blocks)
+
+
+def _mappings(value: Any) -> Iterable[Mapping[str, Any]]:
+    if isinstance(value, Mapping):
+        yield value
+        for each in value.values():
+            yield from _mappings(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _mappings(each)

@@ -1,0 +1,62 @@
+"""Layer dropout: blocks are left out in training, for all tokens together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tread_zoo.fields import Auto, Fraction
+from tread_zoo.registry import register
+from tread_zoo.routing.method import Crossings, Method, Stack, Step, leave_out
+from tread_zoo.routing.select import Skip
+from tread_zoo.seeding import ImageGenerator
+
+
+@register("routing", "layer_drop")
+@dataclass(frozen=True, kw_only=True)
+class LayerDrop(Method):
+    """Blocks are left out at random, for all tokens: the control of every way to drop tokens.
+
+    Stochastic depth (arXiv 1603.09382) and LayerDrop (1909.11556) draw for each block, the former
+    with a rate that grows with depth; here the rate is the same for each, and nothing is rescaled
+    in sampling.
+
+    Args:
+        start, end: blocks start … end-1 may be left out, as a Python slice; auto is the backbone's
+            default range.
+        drop: probability that a step leaves them out.
+        unit: range, all of them in the same steps, or block, each in steps of its own.
+        warm_start, dense_tail: fractions of training at its start and end in which all blocks run.
+        probability: probability that a step drops at all, the same draw on every rank.
+    """
+
+    start: Auto | int = "auto"
+    end: Auto | int = "auto"
+    drop: Fraction = 0.5
+    unit: Literal["range", "block"] = "range"
+
+    def route(self, stack: Stack, images: ImageGenerator, step: Step) -> Crossings:
+        if self.unit == "range":
+            return self.weak(stack) if step.chance("layer drop") < self.drop else ()
+        blocks = range(*stack.span(self.start, self.end))
+        return leave_out(i for i in blocks if step.chance(f"layer drop {i}") < self.drop)
+
+    def outcomes(
+        self, stack: Stack, images: ImageGenerator, step: Step
+    ) -> Sequence[tuple[float, Crossings]]:
+        if self.unit == "range":
+            return [(1 - self.drop, ()), (self.drop, self.weak(stack))]
+        # FLOPs add up over blocks, so each may be counted alone
+        each = leave_out(range(*stack.span(self.start, self.end)))
+        return [(1 - self.drop * len(each), ()), *((self.drop, (skip,)) for skip in each)]
+
+    def weak(self, stack: Stack) -> Crossings:
+        return (Skip(*stack.span(self.start, self.end)),)
+
+    @property
+    def idle_weights(self) -> bool:
+        return True
+
+    def describe_route(self, stack: Stack) -> str:
+        start, end = stack.span(self.start, self.end)
+        how = "together" if self.unit == "range" else "each"
+        return f"blocks {start} … {end - 1} are left out, {how}, in {self.drop:.0%} of the steps"

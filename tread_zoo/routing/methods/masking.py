@@ -1,0 +1,198 @@
+"""Masked training: the blocks after a range see a learned token in place of each that bypassed.
+
+MaskDiT (arXiv 2306.09305): between encoder and decoder
+
+    rejoined[i] = the processed token  if i was kept,  m_i  otherwise        m [N, D], learned
+
+MaskDiT adds one learned vector to fixed positions; here their sum m_i is learned, so that it suits
+any architecture. Every stream, and every long skip from before the end, is masked. The loss is
+`tread_zoo.routing.token_loss.split_loss`. MicroDiT (arXiv 2407.15811) drops tokens and counts
+the others' loss alone.
+
+B batch, E extra tokens, N tokens of the grid, D width of a stream.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from pydantic import NonNegativeFloat
+from torch import Tensor, nn
+
+from tread_zoo.contract.crossing import (
+    Crossing,
+    Exit,
+    Streams,
+    Tokens,
+    gather,
+    row_index,
+    scatter,
+)
+from tread_zoo.contract.layers import sincos_2d
+from tread_zoo.fields import Auto
+from tread_zoo.registry import register
+from tread_zoo.routing.method import (
+    Crossings,
+    Method,
+    Selector,
+    Stack,
+    Step,
+    counted_images,
+    describe_selection,
+)
+from tread_zoo.routing.select import Ranked, Select, Skip, bypassed_tokens
+from tread_zoo.routing.timing import Rate
+from tread_zoo.routing.token_loss import split_loss
+from tread_zoo.seeding import ImageGenerator
+
+
+@register("routing", "microdit")
+@dataclass(frozen=True, kw_only=True)
+class MicroDiT(Method):
+    """Some tokens bypass a range of blocks and count in no loss (MicroDiT, arXiv 2407.15811).
+
+    The paper mixes all patches first and then drops them for all later blocks: set start to the
+    number of first blocks, and end to the depth.
+
+    Args:
+        start, end: blocks start … end-1 run on the kept tokens, as a Python slice.
+        selection_rate: fraction of tokens that bypass; [linear, 0.75, 0.25] changes it.
+        selector: how the kept tokens are chosen; auto is the backbone's default.
+        warm_start, dense_tail: fractions of training at its start and end without routes.
+        probability: probability that a step is routed, the same draw on every rank.
+    """
+
+    start: Auto | int = "auto"
+    end: Auto | int = "auto"
+    selection_rate: Rate = 0.5
+    selector: Selector = "auto"
+
+    reconstruction_weight: ClassVar[float] = 0.0  # of the bypassed tokens
+
+    def route(self, stack: Stack, images: ImageGenerator, step: Step) -> Crossings:
+        rate = self.rate_at(step)
+        if rate == 0:
+            return ()
+        span = stack.span(self.start, self.end)
+        return (stack.select(span, self.selector, stack.num_kept(rate), images),)
+
+    def check(self, stack: Stack) -> None:
+        crossings = self.route(stack, counted_images(), Step(0, 1, 0))
+        if any(isinstance(each, Ranked) for each in crossings):
+            raise ValueError(
+                "routing.selector chooses tokens inside the network, and this loss must know which "
+                "tokens bypass: use another selector, such as random."
+            )
+
+    def loss(
+        self, objective: Any, predict: Any, x: Tensor, draw: Any, crossings: Crossings, patch: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        num_tokens = x.shape[2] * x.shape[3] // patch**2
+        return split_loss(
+            objective, predict, x, draw, patch_size=patch, weight=self.reconstruction_weight,
+            bypassed=bypassed_tokens(crossings, len(x), num_tokens, x.device),
+        )  # fmt: skip
+
+    @property
+    def splits_loss(self) -> bool:
+        return True
+
+    def describe_route(self, stack: Stack) -> str:
+        span = stack.span(self.start, self.end)
+        route = describe_selection(stack, span, self.selection_rate, self.selector)
+        return f"{route}; the others count by {self.reconstruction_weight:g} in the loss"
+
+
+@register("routing", "maskdit")
+@dataclass(frozen=True, kw_only=True)
+class MaskDiT(MicroDiT):
+    """Learned tokens replace those that bypass, which count by a reconstruction (MaskDiT).
+
+    arXiv 2306.09305. A learned token per place of the grid is the paper's one mask token plus its
+    fixed positions; by default the middle blocks are the encoder, and the paper's is all but the
+    last eight.
+
+    Args:
+        start, end: blocks start … end-1 run on the kept tokens, as a Python slice.
+        selection_rate: fraction of tokens that bypass; [linear, 0.75, 0.25] changes it.
+        selector: how the kept tokens are chosen; auto is the backbone's default.
+        reconstruction_weight: of the error of reconstructing the noisy patches that bypassed.
+        warm_start, dense_tail: fractions of training at its start and end without routes.
+        probability: probability that a step is routed, the same draw on every rank.
+    """
+
+    reconstruction_weight: NonNegativeFloat = 0.1  # type: ignore[misc]
+
+    def build(self, stack: Stack) -> nn.Module:
+        return MaskTokens(stack.span(self.start, self.end), stack.widths, stack.grid)
+
+    @property
+    def idle_weights(self) -> bool:
+        return True  # a dense step leaves the mask tokens out
+
+
+class MaskTokens(nn.Module):
+    """One learned token per stream and place of the grid, for the end of one range of blocks.
+
+    They start as sines of their positions; nothing is drawn.
+
+    Args:
+        span: the range.
+        widths: D of each stream.
+        grid: (h, w).
+    """
+
+    def __init__(self, span: tuple[int, int], widths: Sequence[int], grid: tuple[int, int]) -> None:
+        super().__init__()
+        self.span = span
+        self.tokens = nn.ParameterList(
+            nn.Parameter(sincos_2d(width + -width % 4, grid)[:, :width].clone()) for width in widths
+        )
+
+    def cross(self, crossings: Sequence[Crossing]) -> list[Crossing]:
+        """Return the crossings, at whose ends these tokens stand for those that bypassed."""
+        masked: list[Crossing] = []
+        for each in crossings:
+            if isinstance(each, Select) and (each.start, each.end) == self.span:
+                each = Mask(*self.span, each.ids, self)
+            elif not isinstance(each, Skip):
+                raise ValueError(
+                    f"{type(each).__name__} [{each.start}, {each.end}): this network learned to "
+                    f"mask tokens at [{self.span[0]}, {self.span[1]}): route there, or train with "
+                    "routing=tread."
+                )
+            masked.append(each)
+        return masked
+
+    def forward(self, streams: Streams) -> Streams:
+        """Return the tokens in the shape and type of streams [B, E + N, D]; extra tokens are 0."""
+        return tuple(
+            F.pad(mask.to(stream.dtype), (0, 0, stream.shape[1] - len(mask), 0)).expand_as(stream)
+            for mask, stream in zip(self.tokens, streams, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Mask(Crossing):
+    """A `Select` after which learned tokens replace the others, in streams and open long skips."""
+
+    ids: Tensor
+    mask: MaskTokens
+
+    def enter(self, tokens: Tokens) -> tuple[Tokens, Exit]:
+        kept, exit = Select(self.start, self.end, self.ids).enter(tokens)
+        layout = tokens.layout
+        if kept is tokens:
+            return kept, exit
+        rows = row_index(self.ids, layout.num_tokens, layout.num_extra)
+        masks = self.mask(tokens.streams)
+
+        def put(full: Tensor, part: Tensor) -> Tensor:
+            return scatter(full, rows, part)
+
+        def masked(after: Tokens) -> Tokens:
+            skips = {k: put(masks[0], gather(skip, rows)) for k, skip in tokens.skips.items()}
+            return tokens._replace(streams=masks, skips=skips).restore(after, put)
+
+        return kept, masked

@@ -1,0 +1,127 @@
+"""Mixture of Depths (arXiv 2404.02258): a learned score chooses the tokens that a block sees.
+
+    s_i = w . x_i + b;  the K tokens with the largest s run;  x_i + sigmoid(s_i) (f(x)_i - x_i)
+
+The factor trains the router, a linear map D -> 1 a block. Sampling chooses as training does.
+
+B batch, N tokens, K tokens that run, E extra tokens, D width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from tread_zoo.contract.crossing import Crossing, Exit, Tokens
+from tread_zoo.fields import Auto, Fraction
+from tread_zoo.registry import register
+from tread_zoo.routing.method import Crossings, Method, Stack, Step
+from tread_zoo.routing.select import Select, Skip
+from tread_zoo.seeding import ImageGenerator
+
+
+@register("routing", "mixture_of_depths")
+@dataclass(frozen=True, kw_only=True)
+class MixtureOfDepths(Method):
+    """A learned score chooses which tokens a block sees, also in sampling (Mixture of Depths).
+
+    arXiv 2404.02258. Where the paper multiplies a block's output by the raw score, a sigmoid
+    bounds it here. Its best networks route every second block and let 12.5 % of the tokens run.
+
+    Args:
+        start, end: routed blocks are among start … end-1, as a Python slice.
+        selection_rate: fraction of tokens that bypass a routed block.
+        every: every how many blocks one is routed.
+    """
+
+    start: Auto | int = 1
+    end: Auto | int = -1
+    selection_rate: Fraction = 0.875
+    every: int = 2
+    warm_start: float = field(default=0.0, init=False)
+    dense_tail: float = field(default=0.0, init=False)
+    probability: float = field(default=1.0, init=False)
+
+    drawn = False
+    keep_all_is_dense = False  # updates are scaled
+
+    def route(self, stack: Stack, images: ImageGenerator, step: Step) -> Crossings:
+        return self.sample(stack, images, self.selection_rate)
+
+    def sample(self, stack: Stack, images: ImageGenerator, rate: float) -> Crossings:
+        num_kept = stack.num_kept(rate)
+        return tuple(Weigh(i, i + 1, num_kept) for i in self._blocks(stack))
+
+    def build(self, stack: Stack) -> nn.Module:
+        default = self.sample(stack, None, self.selection_rate)  # type: ignore[arg-type]
+        return Routers(stack.widths[0], default)
+
+    def describe_route(self, stack: Stack) -> str:
+        blocks = ", ".join(map(str, self._blocks(stack)))
+        kept = stack.num_kept(self.selection_rate)
+        return f"blocks {blocks} see {kept} of {stack.num_tokens} tokens, by a learned score"
+
+    def _blocks(self, stack: Stack) -> range:
+        start, end = stack.span(self.start, self.end)
+        return range(start, end, self.every)
+
+
+class Routers(nn.Module):
+    """A router D -> 1 for each routed block.
+
+    Args:
+        width: D of the first stream.
+        default: the crossings of a call that is given none.
+    """
+
+    def __init__(self, width: int, default: Crossings) -> None:
+        super().__init__()
+        self.default = default
+        self.routers = nn.ModuleDict({str(each.start): nn.Linear(width, 1) for each in default})
+
+    def cross(self, crossings: Sequence[Crossing]) -> list[Crossing]:
+        """Return the crossings with their routers, and those of `default` for none."""
+        given = [each for each in crossings if isinstance(each, Weigh)]
+        others = [each for each in crossings if not isinstance(each, Weigh)]
+        if not all(isinstance(each, Skip) for each in others):
+            raise ValueError("this network chooses tokens itself: routes are of its own method.")
+        routed = given or [each for each in self.default if isinstance(each, Weigh)]
+        return [
+            *(
+                replace(c, router=self.routers[str(c.start)])  # type: ignore[arg-type]
+                for c in routed
+            ),
+            *others,
+        ]
+
+
+@dataclass(frozen=True)
+class Weigh(Crossing):
+    """The tokens with the largest scores run, and the score scales their update.
+
+    Args:
+        num_kept: K.
+        router: of the network, from `Routers.cross`.
+    """
+
+    num_kept: int
+    router: nn.Linear | None = None
+
+    def enter(self, tokens: Tokens) -> tuple[Tokens, Exit]:
+        assert self.router is not None
+        extra = tokens.layout.num_extra
+        score = self.router(tokens.streams[0][:, extra:]).squeeze(-1).float()
+        ids = score.detach().topk(self.num_kept, dim=1).indices.sort(dim=1).values
+        kept, exit = Select(self.start, self.end, ids).enter(tokens)
+        weight = score.gather(1, ids).sigmoid()
+        weight = torch.cat([weight.new_ones(len(weight), extra), weight], dim=1)[..., None]
+
+        def weighed(after: Tokens) -> Tokens:
+            streams = tuple(
+                torch.lerp(before, moved, weight.to(moved.dtype).expand_as(moved))
+                for before, moved in zip(kept.streams, after.streams, strict=True)
+            )
+            return exit(after._replace(streams=streams))
+
+        return kept, weighed

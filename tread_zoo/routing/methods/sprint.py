@@ -1,0 +1,183 @@
+"""SPRINT (arXiv 2510.21986): a learned map fuses the streams at both ends of a sparse range.
+
+    fused = W cat(dense, sparse) + b            W [D, 2D], at first [I, I] / 2; b at first 0
+    dense  = the stream at the start of the range, all tokens
+    sparse = the stream at its end; m for a token that did not run
+
+Every block range has one map, extra tokens are fused as well, and it runs in every call, with or
+without a route. m is zero (`absent=zero`), a vector that is drawn once and never trained, standard
+deviation 0.02 (`absent=token`, as the released code), or the token's own dense value
+(`absent=dense`). With the last, sparse = dense + update, and the map is written on the update:
+
+    fused = W cat(dense, update) + b            W at first [I, I], which is TREAD's rejoining
+
+A path drop leaves the range out for all tokens: the fusion sees m everywhere.
+
+B batch, E extra tokens, N tokens of the grid, D width of a stream.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tread_zoo.contract.crossing import Crossing, Exit, Streams, Tokens
+from tread_zoo.fields import Auto, Fraction
+from tread_zoo.registry import register
+from tread_zoo.routing.method import (
+    Crossings,
+    Method,
+    Selector,
+    Stack,
+    Step,
+    describe_selection,
+)
+from tread_zoo.routing.select import Ranked, Select, Skip
+from tread_zoo.routing.timing import Rate
+from tread_zoo.seeding import ImageGenerator
+
+Absent = Literal["token", "zero", "dense"]
+
+
+@register("routing", "sprint")
+@dataclass(frozen=True, kw_only=True)
+class Sprint(Method):
+    """Few tokens run through the middle blocks, and a learned map fuses both ends (SPRINT).
+
+    The first and last blocks see all tokens. arXiv 2510.21986; end training with a short
+    `dense_tail`, as the paper does.
+
+    Args:
+        start, end: blocks start … end-1 are sparse, as a Python slice; auto is the backbone's
+            default range.
+        selection_rate: fraction of tokens that bypass; [linear, 0.75, 0.25] changes it.
+        selector: how the kept tokens are chosen; auto is the backbone's default.
+        absent: what the map gets for a token that did not run: token, a random vector that is not
+            trained, as in the released code; zero; or dense, its own value before the range.
+        path_drop: probability that a routed step leaves the range out for all tokens.
+        warm_start, dense_tail: fractions of training at its start and end without routes.
+        probability: probability that a step is routed, the same draw on every rank.
+    """
+
+    start: Auto | int = "auto"
+    end: Auto | int = "auto"
+    selection_rate: Rate = 0.75
+    selector: Selector = "auto"
+    absent: Absent = "token"
+    path_drop: Fraction = 0.1
+
+    def route(self, stack: Stack, images: ImageGenerator, step: Step) -> Crossings:
+        if step.chance("path drop") < self.path_drop:
+            return self.weak(stack)
+        return self.sample(stack, images, self.rate_at(step))
+
+    def outcomes(
+        self, stack: Stack, images: ImageGenerator, step: Step
+    ) -> Sequence[tuple[float, Crossings]]:
+        kept = self.sample(stack, images, self.rate_at(step))
+        if not self.path_drop:
+            return [(1.0, kept)]
+        return [(1 - self.path_drop, kept), (self.path_drop, self.weak(stack))]
+
+    def sample(self, stack: Stack, images: ImageGenerator, rate: float) -> Crossings:
+        if rate == 0:
+            return ()
+        span = stack.span(self.start, self.end)
+        return (stack.select(span, self.selector, stack.num_kept(rate), images),)
+
+    def weak(self, stack: Stack) -> Crossings:
+        return (Skip(*stack.span(self.start, self.end)),)
+
+    def build(self, stack: Stack) -> nn.Module:
+        return Fusions(stack.span(self.start, self.end), stack.widths, self.absent)
+
+    @property
+    def idle_weights(self) -> bool:
+        return self.path_drop > 0
+
+    def describe_route(self, stack: Stack) -> str:
+        span = stack.span(self.start, self.end)
+        words = [describe_selection(stack, span, self.selection_rate, self.selector)]
+        words.append(f"fused where they rejoin, {self.absent} for the absent")
+        if self.path_drop:
+            words.append(f"dropped in {self.path_drop:.0%} of the routed steps")
+        return "; ".join(words)
+
+
+class Fusions(nn.Module):
+    """The fusion at the end of one range of blocks: one linear map 2D -> D per stream.
+
+    Args:
+        span: the range.
+        widths: D of each stream.
+        absent: as of `Sprint`.
+    """
+
+    def __init__(self, span: tuple[int, int], widths: Sequence[int], absent: Absent) -> None:
+        super().__init__()
+        self.span, self.kind = span, absent
+        scale = 1.0 if absent == "dense" else 0.5
+        self.weights = nn.ParameterList(scale * torch.eye(width).repeat(1, 2) for width in widths)
+        self.biases = nn.ParameterList(torch.zeros(width) for width in widths)
+        if absent == "token":
+            for index, width in enumerate(widths):
+                self.register_buffer(f"token_{index}", 0.02 * torch.randn(width))
+
+    def cross(self, crossings: Sequence[Crossing]) -> list[Crossing]:
+        """Return the crossings with a fusion around those of the range, and around none."""
+        inner: list[Crossing] = []
+        for each in crossings:
+            if isinstance(each, Select | Ranked | Skip) and (each.start, each.end) == self.span:
+                each = replace(each, absent=self.absent)
+            elif not isinstance(each, Skip):
+                raise ValueError(
+                    f"{type(each).__name__} [{each.start}, {each.end}): this network learned to "
+                    f"fuse at [{self.span[0]}, {self.span[1]}): route there, or train with "
+                    "routing=tread."
+                )
+            inner.append(each)
+        return [Fuse(*self.span, self), *inner]
+
+    def absent(self, streams: Streams) -> Streams:
+        """Return the input of the map for tokens that did not run."""
+        if self.kind == "zero":
+            return tuple(map(torch.zeros_like, streams))
+        if self.kind == "token":
+            tokens = [getattr(self, f"token_{index}") for index in range(len(streams))]
+            return tuple(m.to(s.dtype).expand_as(s) for m, s in zip(tokens, streams, strict=True))
+        return streams
+
+    def forward(self, dense: Streams, output: Streams) -> Streams:
+        """Return the fused streams [B, E + N, D], in the precision of `dense`.
+
+        Args:
+            dense: the streams at the start of the range.
+            output: the streams at its end, with absent tokens as of `absent`.
+        """
+        updates = self.kind == "dense"
+        return tuple(
+            F.linear(
+                torch.cat([before, after - before if updates else after], dim=-1), weight, bias
+            ).to(before.dtype)
+            for before, after, weight, bias in zip(
+                dense, output, self.weights, self.biases, strict=True
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Fuse(Crossing):
+    """Streams at the end of a range are a learned map of those at its start and its end."""
+
+    fusion: Fusions
+
+    def enter(self, tokens: Tokens) -> tuple[Tokens, Exit]:
+        dense: Tensor | Streams = tokens.streams
+
+        def exit(after: Tokens) -> Tokens:
+            return after._replace(streams=self.fusion(dense, after.streams))
+
+        return tokens, exit

@@ -1,0 +1,131 @@
+"""Token merging (ToMe, arXiv 2210.09461; for diffusion 2303.17604): alike tokens run as one.
+
+Some tokens are targets. Of the others, those most like their nearest target, by the cosine of their
+states, merge into it. A group runs as the mean of its tokens, at the position of its target, and
+each of its tokens gets the group's update:
+
+    x_i + f(mean of the group of i) - mean of the group of i
+
+B batch, N tokens, M targets, K tokens after merging, E extra tokens, D width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tread_zoo.contract.crossing import Crossing, Exit, Tokens
+from tread_zoo.fields import Auto, Fraction
+from tread_zoo.registry import register
+from tread_zoo.routing.method import Crossings, Method, Stack, Step, make_selector
+from tread_zoo.seeding import ImageGenerator
+
+
+@register("routing", "token_merging")
+@dataclass(frozen=True, kw_only=True)
+class TokenMerging(Method):
+    """Tokens that are alike run as their mean, and each gets its update (token merging, ToMe).
+
+    arXiv 2210.09461, 2303.17604. It trains nothing, so it may also sample a network that was
+    trained without: sampler.routing=token_merging sampler.selection_rate=0.5. The papers merge
+    before attention alone, and here whole blocks run on merged tokens.
+
+    Args:
+        start, end: blocks start … end-1, as a Python slice; auto is the backbone's default range.
+        rate: fraction of tokens that merge into another; at most 1 - share.
+        every: number of blocks that run on the same groups; 0: all of the range.
+        share: fraction of tokens that others may join, one of each 2x2 square at 0.25.
+        warm_start, dense_tail: fractions of training at its start and end without merging.
+        probability: probability that a step merges, the same draw on every rank.
+    """
+
+    start: Auto | int = "auto"
+    end: Auto | int = "auto"
+    rate: Fraction = 0.5
+    every: int = 0
+    share: Fraction = 0.25
+
+    drawn = False
+    for_any = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rate > 1 - self.share:
+            raise ValueError(
+                f"routing.rate={self.rate} and routing.share={self.share} exclude each other: "
+                "targets do not merge, so their sum is at most 1."
+            )
+
+    def route(self, stack: Stack, images: ImageGenerator, step: Step) -> Crossings:
+        return self.sample(stack, images, self.rate)
+
+    def sample(self, stack: Stack, images: ImageGenerator, rate: float) -> Crossings:
+        num_kept, num_targets = stack.num_kept(rate), stack.num_kept(1 - self.share)
+        if num_kept == stack.num_tokens:
+            return ()
+        start, end = stack.span(self.start, self.end)
+        width = self.every or end - start
+        choose = make_selector("structured")
+        return tuple(
+            Merge(
+                i, min(i + width, end),
+                choose(len(images.keys), stack.grid, num_targets, images), num_kept,
+            )
+            for i in range(start, end, width)
+        )  # fmt: skip
+
+    def describe_route(self, stack: Stack) -> str:
+        start, end = stack.span(self.start, self.end)
+        kept = f"{stack.num_kept(self.rate)} of {stack.num_tokens}"
+        return f"blocks {start} … {end - 1} see {kept} tokens, the others merged into them"
+
+
+@dataclass(frozen=True)
+class Merge(Crossing):
+    """Blocks run on K groups of tokens.
+
+    Args:
+        targets: int64 [B, M], tokens that others may join, ascending.
+        num_kept: K, at least M.
+    """
+
+    targets: Tensor
+    num_kept: int
+
+    def enter(self, tokens: Tokens) -> tuple[Tokens, Exit]:
+        if tokens.layout.ids is not None:
+            raise ValueError("tokens are merged where some are missing: this cannot be nested.")
+        extra = tokens.layout.num_extra
+        group, ids = self._groups(tokens.streams[0][:, extra:].detach())
+        batch, device = len(group), group.device
+        first = torch.arange(extra, device=device).expand(batch, -1)
+        rows = torch.cat([first, group + extra], dim=1)[..., None]  # [B, E + N, 1]
+        sizes = torch.zeros(batch, extra + self.num_kept, 1, device=device)
+        sizes = sizes.scatter_add(1, rows, torch.ones(rows.shape, device=device))
+        share = 1 / sizes.gather(1, rows)
+
+        def mean(stream: Tensor) -> Tensor:
+            zeros = stream.new_zeros(batch, extra + self.num_kept, stream.shape[2])
+            return zeros.scatter_add(1, rows.expand_as(stream), stream * share.to(stream.dtype))
+
+        def put(full: Tensor, after: Tensor) -> Tensor:
+            update = after - mean(full)
+            return full + update.gather(1, rows.expand_as(full)).to(full.dtype)
+
+        return tokens.map(mean, ids), lambda after: tokens.restore(after, put)
+
+    def _groups(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the group of each token, int64 [B, N] in 0 … K-1, and the position of each group,
+        int64 [B, K], of states [B, N, D]."""
+        num_tokens, width = state.shape[1:]
+        unit = F.normalize(state.float(), dim=-1)
+        goals = unit.gather(1, self.targets[..., None].expand(-1, -1, width))
+        likeness, nearest = (unit @ goals.mT).max(dim=2)
+        likeness = likeness.scatter(1, self.targets, -torch.inf)
+        merged = likeness.topk(num_tokens - self.num_kept, dim=1).indices
+        stays = torch.ones_like(nearest).scatter(1, merged, 0)
+        place = stays.cumsum(dim=1) - 1  # among those that stay
+        joined = place.gather(1, self.targets.gather(1, nearest))
+        ids = stays.argsort(dim=1, descending=True, stable=True)[:, : self.num_kept]
+        return torch.where(stays.bool(), place, joined), ids

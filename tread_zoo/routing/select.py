@@ -1,0 +1,190 @@
+"""Crossings that most routing methods are made of.
+
+    Select    the blocks see the tokens `ids`; the others rejoin as they were (TREAD, 2501.04765)
+    Ranked    likewise, the tokens chosen by a score of their state
+    Skip      the blocks do not run
+
+A ranked choice draws tokens without replacement, with probabilities proportional to their score s
+(Gumbel top-k; Kool et al. 2019, arXiv 1903.06059, section 3), with the noise g drawn in advance:
+
+    key_i = log s_i + g_i,  g_i ~ Gumbel(0, 1);  the K tokens with the largest keys stay
+
+B batch, N tokens of the grid in raster order, K kept tokens, E extra tokens, D width.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tread_zoo.contract.crossing import (
+    Crossing,
+    Exit,
+    Streams,
+    Tokens,
+    gather,
+    row_index,
+    scatter,
+)
+from tread_zoo.seeding import ImageGenerator
+
+Absent = Callable[[Streams], Streams]  # what stands at the end for tokens that did not run
+
+
+def num_kept_tokens(num_tokens: int, selection_rate: float) -> int:
+    """Return K = N - floor(N * rate): `selection_rate` is the fraction that bypasses.
+
+    Raises:
+        ValueError: `selection_rate` is outside [0, 1).
+    """
+    if not 0.0 <= selection_rate < 1.0:
+        raise ValueError(
+            f"selection_rate={selection_rate} is outside [0, 1): it is the fraction of tokens that "
+            "bypass the routed blocks; 0.5 is TREAD's default, routing=none switches routing off."
+        )
+    # 100 * 0.29 is 28.999… in floating point, so the last digits are rounded away first. TREAD's
+    # released code does not, and keeps one token more at such rates.
+    return num_tokens - math.floor(round(num_tokens * selection_rate, 9))
+
+
+@dataclass(frozen=True)
+class Select(Crossing):
+    """Blocks `start … end-1` run on the tokens `ids` and on the extra ones alone.
+
+    A choice of all tokens changes nothing.
+
+    Args:
+        start: first routed block, 0 … depth-1.
+        end: first block that sees all tokens again, start+1 … depth.
+        ids: int64 [B, K], raster positions of the kept tokens, strictly ascending in each row.
+        absent: streams at the end for the other tokens; None: as they were at the start.
+
+    Raises:
+        ValueError: the ids are not as above (their values are checked on a CPU only), or, in a
+            network, they do not fit the batch or the grid, or tokens are missing already.
+    """
+
+    ids: Tensor
+    absent: Absent | None = None
+
+    def __post_init__(self) -> None:
+        if self.ids.dtype != torch.int64 or self.ids.ndim != 2 or self.ids.shape[1] == 0:
+            raise ValueError(
+                f"ids are {self.ids.dtype} {list(self.ids.shape)}; they must be int64 [batch, kept "
+                "tokens] with at least one kept token."
+            )
+        if not _readable(self.ids):
+            return
+        if bool((self.ids[:, 1:] <= self.ids[:, :-1]).any()) or bool((self.ids[:, :1] < 0).any()):
+            raise ValueError(
+                "ids must be strictly ascending raster positions in every row; sort them (scans, "
+                "convolutions and shifts depend on the order)."
+            )
+
+    @property
+    def num_kept(self) -> int:
+        """K, the number of tokens that the blocks see."""
+        return self.ids.shape[1]
+
+    def enter(self, tokens: Tokens) -> tuple[Tokens, Exit]:
+        layout = tokens.layout
+        check_ids(self.ids, tokens)
+        if self.num_kept == layout.num_tokens:
+            return tokens, lambda after: after
+        rows = row_index(self.ids, layout.num_tokens, layout.num_extra)
+        absent = None if self.absent is None else self.absent(tokens.streams)
+
+        def exit(after: Tokens) -> Tokens:
+            return tokens.restore(after, lambda full, kept: scatter(full, rows, kept), absent)
+
+        return tokens.map(lambda stream: gather(stream, rows), self.ids), exit
+
+
+@dataclass(frozen=True)
+class Ranked(Crossing):
+    """A `Select` of K tokens that a score of their state at `start` makes likelier.
+
+    Args:
+        start, end, absent: as of `Select`.
+        num_kept: K.
+        noise: Gumbel noise [B, N], or [1, N] with `per_batch`; infinite for tokens that must stay.
+        score: of tokens [B, N, D] of the first stream: [B, N], none negative; without gradient.
+        per_batch: the images of all ranks keep the same tokens, by their mean score.
+    """
+
+    num_kept: int
+    noise: Tensor
+    score: Callable[[Tensor], Tensor]
+    per_batch: bool = False
+    absent: Absent | None = None
+
+    def enter(self, tokens: Tokens) -> tuple[Tokens, Exit]:
+        state = tokens.streams[0][:, tokens.layout.num_extra :].detach()
+        score = self.score(state).detach().float()
+        if self.per_batch:
+            score = score.mean(dim=0, keepdim=True)
+            if dist.is_initialized() and not score.is_meta:  # on meta, FLOPs are counted
+                dist.all_reduce(score)
+        key = score.clamp_min(torch.finfo(score.dtype).tiny).log() + self.noise
+        ids = key.topk(self.num_kept, dim=1).indices.sort(dim=1).values.expand(len(state), -1)
+        return Select(self.start, self.end, ids, self.absent).enter(tokens)
+
+
+@dataclass(frozen=True)
+class Skip(Crossing):
+    """Blocks `start … end-1` do not run, for any token, extra ones included.
+
+    Every stream, and every skip from within the range, has its value at the start; `absent` may
+    give other streams.
+    """
+
+    absent: Absent | None = None
+
+    runs: ClassVar[bool] = False
+
+    def enter(self, tokens: Tokens) -> tuple[Tokens, Exit]:
+        absent = None if self.absent is None else self.absent(tokens.streams)
+
+        def exit(after: Tokens) -> Tokens:
+            return after if absent is None else after._replace(streams=absent)
+
+        return tokens, exit
+
+
+def draw_gumbel(num_tokens: int, generator: ImageGenerator) -> Tensor:
+    """Return Gumbel noise [B, num_tokens]."""
+    uniform = generator.rand(num_tokens)
+    return -(-uniform.clamp_min(torch.finfo(uniform.dtype).tiny).log()).log()
+
+
+def bypassed_tokens(
+    routes: Sequence[Crossing], batch: int, num_tokens: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return bool [B, N] on the device of the routes: True where some `Select` drops the token."""
+    away = torch.zeros(batch, num_tokens, dtype=torch.bool, device=device)
+    for route in routes:
+        if isinstance(route, Select):
+            away |= torch.ones_like(away).scatter(1, route.ids, False)
+    return away
+
+
+def check_ids(ids: Tensor, tokens: Tokens) -> None:
+    """Raise `ValueError` unless ids [B, K] fit the batch and the grid, of which nothing may be
+    missing yet."""
+    layout, batch = tokens.layout, len(tokens.streams[0])
+    if layout.ids is not None:
+        raise ValueError("a route starts where tokens are missing: two choices cannot be nested.")
+    if len(ids) != batch:
+        raise ValueError(f"ids are of a batch of {len(ids)}, not {batch}.")
+    beyond = ids.shape[1] > layout.num_tokens
+    if beyond or (batch and _readable(ids) and int(ids[:, -1].max()) >= layout.num_tokens):
+        raise ValueError(f"ids go beyond the grid's {layout.num_tokens} tokens.")
+
+
+def _readable(ids: Tensor) -> bool:
+    """Return whether the values can be read without waiting for a device."""
+    return ids.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -1,0 +1,101 @@
+"""When a run routes, and at which rate.
+
+Steps count from 0. Of S steps the first round(warm_start S) and the last round(dense_tail S) are
+dense. On the others, first … last-1, a rate is a number, or one of
+
+    [linear, r0, r1]                r = r0 + (r1 - r0) p                    p = (step - first) /
+    [cosine, r0, r1]                r = r0 + (r1 - r0) (1 - cos(pi p)) / 2      (last - 1 - first)
+    [steps, r0, [f, r], …]          r0, then each r from step round(f S) on
+
+The rate sets the number of tokens, and code is compiled for each number. So linear and cosine move
+in n = ceil(16 |r1 - r0|) equal stairs, to the nearest of n + 1 levels; first and last are exact.
+"""
+
+import math
+from itertools import pairwise
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from tread_zoo.fields import Fraction
+
+STAIRS = 16  # levels of a rate per unit
+
+Rate = Fraction | tuple[Any, ...]  # which `check_rate` reads
+Chance = Annotated[float, Field(gt=0, le=1)]
+
+
+def stairs(rate: Any, routed: range, num_steps: int) -> tuple[tuple[int, float], ...]:
+    """Return (first step, rate) of each level of a rate, ascending in the step.
+
+    Args:
+        rate: as above.
+        routed: the steps that are routed, first … last-1.
+        num_steps: steps of the whole run.
+    """
+    if not isinstance(rate, list | tuple):
+        return ((routed.start, float(rate)),)
+    name, first, *rest = rate
+    levels = {routed.start: float(first)}
+    if name == "steps":
+        for fraction, later in rest:
+            levels[max(routed.start, round(fraction * num_steps))] = float(later)
+        return tuple(sorted(levels.items()))
+    change = rest[0] - first
+    count = math.ceil(round(STAIRS * abs(change), 9))
+    for level in range(1, count + 1):
+        part = (level - 0.5) / count  # of the change, where this level becomes the nearest
+        progress = part if name == "linear" else math.acos(1 - 2 * part) / math.pi
+        step = routed.start + math.ceil(round(progress * (len(routed) - 1), 9))
+        levels[step] = first + change * level / count
+    return tuple(sorted(levels.items()))
+
+
+def rate_at(rate: Any, step: int, routed: range, num_steps: int) -> float:
+    """Return the rate of a routed step."""
+    levels = stairs(rate, routed, num_steps)
+    return next(value for begin, value in reversed(levels) if begin <= step)
+
+
+def first_rate(rate: Any) -> float:
+    """Return the first rate of a run."""
+    return float(rate[1] if isinstance(rate, list | tuple) else rate)
+
+
+def check_rate(field: str, rate: Any, warm_start: float, dense_tail: float) -> None:
+    """Raise `ValueError` if a list is no rate, or its steps are not in the routed part of training.
+
+    field: its name, for errors.
+    """
+    if not isinstance(rate, list | tuple):
+        return
+    name, *values = rate
+    later = values[1:] if name == "steps" else []
+    pairs = [each for each in later if isinstance(each, list | tuple) and len(each) == 2]
+    rates = [*values[:1], *(each[1] for each in pairs)] if name == "steps" else values
+    shaped = len(values) == 2 if name in ("linear", "cosine") else len(pairs) == len(later) > 0
+    if name not in ("linear", "cosine", "steps") or not shaped or not all(map(_is_rate, rates)):
+        raise ValueError(
+            f"{field}={list(rate)} is no rate: give a number in [0, 1), [linear, 0.75, 0.25], "
+            "[cosine, 0.75, 0.25], or [steps, 0.75, [0.3, 0.5], [0.6, 0.25]], a rate of 0.5 from "
+            "30 % of training and of 0.25 from 60 %."
+        )
+    fractions = [warm_start, *(fraction for fraction, _ in pairs), 1.0 - dense_tail]
+    if any(before >= after for before, after in pairwise(fractions)):
+        raise ValueError(
+            f"{field}={list(rate)} must ascend between {warm_start:g} and {1 - dense_tail:g} of "
+            "training, its routed part."
+        )
+
+
+def describe_rate(rate: Any) -> str:
+    """Return a rate that changes for a log line."""
+    name, first, *rest = rate
+    if name == "steps":
+        later = [f"from {fraction:.0%} {value:g}" for fraction, value in rest]
+        return ", ".join([f"rate {first:g}", *later])
+    return f"rate {first:g} to {rest[0]:g}, {name}"
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value < 1

@@ -1,0 +1,94 @@
+"""Routing of earlier versions, in which one configuration combined all methods, as today's methods.
+
+rejoin=replace                                     tread
+rejoin=replace reconstruction_weight=0             microdit
+rejoin=replace redraw=true                         random_ltd
+rejoin=project bypassed=… path_drop_probability=…  sprint
+rejoin=mask reconstruction_weight=…                maskdit
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+# option: its value where it changed nothing; these have no successor
+_GONE = {"carry_from": None, "detach": False, "sparsify": True, "rate_range": None}
+_SHARED = ("start", "end", "selector", "warm_start", "dense_tail", "probability")
+
+
+def new_routing(old: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the routing part that an earlier version's configuration means.
+
+    Raises:
+        ValueError: it combines options that no method has.
+    """
+    if "sparsify" not in old or old["name"] == "none":
+        return {"name": old["name"]} if old["name"] == "none" else dict(old)
+    kept = {key: old[key] for key in _SHARED if key in old} | {"selection_rate": _rate(old)}
+    rejoin, weight = old.get("rejoin", "replace"), old.get("reconstruction_weight")
+    routes = [_route(route) for route in old.get("routes", ())]
+    for option, usual in _GONE.items():
+        if any(each.get(option, usual) != usual for each in (old, *old.get("routes", ()))):
+            raise ValueError(f"routing.{option}={old.get(option)} is no option of any method now")
+    if rejoin == "project":
+        kept |= {"name": "sprint", "absent": old.get("bypassed", "dense")}
+        kept |= {"path_drop": old["path_drop_probability"]}
+    elif rejoin == "mask" and weight:
+        kept |= {"name": "maskdit", "reconstruction_weight": weight}
+    elif rejoin == "replace" and weight == 0:
+        kept |= {"name": "microdit"}
+    elif rejoin == "replace" and weight is None and old.get("redraw"):
+        kept |= {"name": "random_ltd"}
+    elif rejoin == "replace" and weight is None:
+        kept |= {"name": "tread", "per_batch": old["per_batch"], "routes": routes}
+        routes = []
+    else:
+        raise ValueError(
+            f"routing.rejoin={rejoin} with reconstruction_weight={weight} is no method"
+        )
+    if routes or (old["per_batch"] and kept["name"] != "tread"):
+        raise ValueError(f"routing.routes and per_batch are no options of routing={kept['name']}")
+    return kept
+
+
+def new_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a checkpoint with today's routing methods."""
+    config, backbone = metadata.get("config", {}), metadata.get("backbone", {})
+    if "routing" in config:
+        config["routing"] = new_routing(config["routing"])
+    guidance = config.get("guidance", {})
+    ends = {key: guidance.pop(key) for key in ("start", "end", "selector") if key in guidance}
+    if ends:
+        plain = all(value == "auto" for value in ends.values())
+        guidance["routing"] = "auto" if plain else {"name": "tread", **ends}
+    fused, masked = backbone.pop("fusions", ()), backbone.pop("masks", ())
+    absent = backbone.pop("bypassed", "dense")
+    if fused or masked:
+        start, end = (fused or masked)[0]
+        own = {"name": "sprint", "absent": absent} if fused else {"name": "maskdit"}
+        backbone["routing"] = {**own, "start": start, "end": end}
+    return metadata
+
+
+def new_keys(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors under the names that their parameters have today: `fusions.2_8.weights.0` is
+    `routing.weights.0`."""
+    return {_key(name): tensor for name, tensor in tensors.items()}
+
+
+def _key(name: str) -> str:
+    owner, _, rest = name.partition(".")
+    return f"routing.{rest.partition('.')[2]}" if owner in ("fusions", "mask_tokens") else name
+
+
+def _rate(old: Mapping[str, Any]) -> Any:
+    schedule, rate = old.get("schedule", "constant"), old["selection_rate"]
+    if schedule == "constant":
+        return rate
+    return [schedule, rate, *(old["rate_steps"] if schedule == "steps" else [old["final_rate"]])]
+
+
+def _route(old: Mapping[str, Any]) -> dict[str, Any]:
+    route = {key: old[key] for key in ("start", "end", "selector") if key in old}
+    return route | ({"selection_rate": _rate(old)} if "selection_rate" in old else {})
