@@ -24,6 +24,7 @@ USUAL_NAMES = {
         "training.num_workers": "workers",
         "training.precision": "amp",
         "guidance.scale": "cfg cfg_scale",
+        "routing.selection_rate": "rate ratio bypass_rate",
         "data": "dataset",
         "data.path": "data_dir data_path",
         "backbone": "model",
@@ -31,6 +32,18 @@ USUAL_NAMES = {
         "run_dir": "output_dir",
     }.items()
     for alias in aliases.split()
+}
+# Settings of earlier versions.
+INSTEAD = {
+    "routing.rejoin": "routing=sprint or routing=maskdit",
+    "routing.bypassed": "routing.absent of routing=sprint",
+    "routing.path_drop_probability": "routing.path_drop of routing=sprint",
+    "routing.reconstruction_weight": "routing=maskdit or routing=microdit",
+    "routing.redraw": "routing=random_ltd",
+    **dict.fromkeys(
+        ("routing.schedule", "routing.final_rate", "routing.rate_steps"),
+        "routing.selection_rate=[linear,0.75,0.25]",
+    ),
 }
 
 
@@ -69,6 +82,8 @@ def unknown_field(
     near = _nearest_field(str(field), prefix, [*dict.fromkeys([*paths, *_paths(tree or {})])])
     near = near or _nearest_field(str(field), prefix, [*_paths(options())])
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    if instead := INSTEAD.get(f"{prefix}{field}"):
+        hint = f" Use {instead}."
     return ValueError(f"{prefix}{field} is no setting.{hint} Known: {', '.join(names) or 'none'}.")
 
 

@@ -94,11 +94,14 @@ def sentences(*targets: Callable[..., Any]) -> dict[str, str]:
     classes that they inherit from; the last one of a name counts."""
     explained: dict[str, str] = {}
     for target in targets:
-        for each in reversed(inspect.getmro(target)) if inspect.isclass(target) else [target]:
+        own: dict[str, str] = {}
+        for each in inspect.getmro(target) if inspect.isclass(target) else [target]:
             arguments = inspect.cleandoc(each.__doc__ or "").partition("\nArgs:\n")[2]
             for names, sentence in SENTENCE.findall(arguments.partition("\n\n")[0]):
                 plain = " ".join(sentence.replace("`", "").split())
-                explained |= dict.fromkeys(names.split(", "), plain)
+                for name in names.split(", "):
+                    own.setdefault(name, plain)
+        explained |= own
     return explained
 
 
@@ -120,6 +123,8 @@ def _part(kind: str, name: str) -> str:
     targets += [getattr(entry.target, role, object) for role in ("mixer", "mlp")]
     explained = sentences(*targets, entry.target)
     values = {**dict.fromkeys(entry.parameters(), "???"), **entry.defaults()}
+    order = {name: place for place, name in enumerate(sentences(entry.target))}
+    values = dict(sorted(values.items(), key=lambda each: order.get(each[0], len(order))))
     lines = [_fill(f"{kind}={entry.name}: {_summary(entry.target)}", "")]
     lines += [_line(f"{kind}.{k}", v, explained.get(k, "")) for k, v in values.items()]
     if kind == "sampler":

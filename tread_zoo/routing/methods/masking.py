@@ -192,7 +192,8 @@ class Mask(Crossing):
             return scatter(full, rows, part)
 
         def masked(after: Tokens) -> Tokens:
+            whole = tokens._replace(streams=masks).restore(after, put)
             skips = {k: put(masks[0], gather(skip, rows)) for k, skip in tokens.skips.items()}
-            return tokens._replace(streams=masks, skips=skips).restore(after, put)
+            return whole._replace(skips={**whole.skips, **skips})
 
         return kept, masked
