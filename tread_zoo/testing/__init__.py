@@ -1,6 +1,7 @@
-"""Checks of the contract in `tread_zoo.contract.backbone`, for any backbone.
+"""Checks of the contracts of a backbone and of a routing method, for any of them.
 
 pytest --pyargs tread_zoo.testing --backbone my_package:my_name
+pytest --pyargs tread_zoo.testing --routing my_package:my_name
 
 A broken invariant fails. A broken rule of thumb, which a correct network may break, warns
 (`Advice`).

@@ -18,7 +18,7 @@ import tread_zoo.testing.flow_checks as flow_checks
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.kernels.dispatch import plain_forms
 from tread_zoo.registry import available
-from tread_zoo.routing import Select
+from tread_zoo.routing import Select, Skip
 from tread_zoo.seeding import make_generator
 from tread_zoo.testing.probe import (
     BATCH,
@@ -195,6 +195,25 @@ def check_bypassed_tokens_are_unseen(probe: Probe) -> None:
     depth = backbone.num_blocks
     for one, other in zip(seen[depth - 1][2], seen[2 * depth - 1][2], strict=True):
         assert torch.equal(one, other), "bypassed tokens reach routed blocks"
+
+
+@torch.no_grad()
+def check_blocks_can_be_left_out(probe: Probe) -> None:
+    """Blocks that are left out do not run. The next block gets the streams of the range's start,
+    extra tokens included, and skips of that state."""
+    backbone, depth = probe.build(), probe.build().num_blocks
+    start, end = 1, max(2, depth // 2)
+    with watching(backbone) as seen:
+        backbone(*probe.inputs(), routes=[Skip(start, end)])
+    ran = [call.block for call in seen]
+    assert ran == [i for i in range(depth) if not start <= i < end], f"{ran} ran"
+    left, after = seen[0].after, seen[1]
+    for kept, entered in zip(left, after.before, strict=True):
+        assert torch.equal(entered, kept), "the streams change where no block runs"
+    for call in seen[1:]:
+        if backbone.skips.get(call.block) in range(start, end):
+            assert call.skip is not None
+            assert torch.equal(call.skip, left[0]), f"block {call.block} gets another skip"
 
 
 def check_gradients_flow(probe: Probe) -> None:

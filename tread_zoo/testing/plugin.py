@@ -1,4 +1,4 @@
-"""pytest's options for the conformance kit.
+"""pytest's options for the conformance kits.
 
 pytest loads this in every run wherever tread_zoo is installed, so it imports no more than pytest:
 neither torch nor the zoo.
@@ -14,7 +14,7 @@ pytest.register_assert_rewrite(
     "tread_zoo.testing.conformance",
     "tread_zoo.testing.block_checks",
     "tread_zoo.testing.flow_checks",
-    "tread_zoo.testing.fusion_checks",
+    "tread_zoo.testing.method_checks",
     "tread_zoo.testing.probe",
 )
 
@@ -27,6 +27,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         metavar="[PACKAGE:]NAME",
         help="check this registered backbone, importing the package (or module) first; repeatable",
+    )
+    group.addoption(
+        "--routing",
+        action="append",
+        default=[],
+        metavar="[PACKAGE:]NAME",
+        help="check this registered routing method on small backbones, or on those of --backbone; "
+        "repeatable",
+    )
+    group.addoption(
+        "--routing-override",
+        action="append",
+        default=[],
+        type=parse_override,
+        metavar="KEY=VALUE",
+        help="option of the method; repeatable",
     )
     group.addoption(
         "--backbone-override",
