@@ -25,8 +25,9 @@ from torch import Tensor
 
 from tread_zoo import create_backbone
 from tread_zoo.contract.crossing import Layout
-from tread_zoo.routing import ORDERS, PendingRoute, Route, build_routing, make_scan, scan_order
-from tread_zoo.seeding import make_generator
+from tread_zoo.routing import ORDERS, Select, Stack, make_scan, scan_order
+from tread_zoo.routing.select import draw_gumbel
+from tread_zoo.seeding import make_image_generator
 
 SELECTORS: dict[str, Any] = {
     "random": "random",
@@ -47,13 +48,15 @@ NUM_BLOCKS = 12
 DARK, LIGHT, RED, ORANGE, GREEN = "#0b55a0", "#dde8f5", "tab:red", "tab:orange", "tab:green"
 
 
-def draw_route(selector: Any, batch: int, side: int, rate: float) -> Route:
+def draw_route(selector: Any, batch: int, side: int, rate: float) -> Select:
     """Return a route of a network of 12 blocks with ids [batch, K]."""
-    routing = build_routing("tread", num_blocks=NUM_BLOCKS, selection_rate=rate, selector=selector)
-    (route,) = routing.draw(batch, (side, side), make_generator("draw", 0))
-    if isinstance(route, PendingRoute):
-        route = route.resolve(made_up_importance(side).expand(batch, -1))
-    return route
+    stack = Stack(NUM_BLOCKS, (side, side), widths=(1,), skips={})
+    images, span = make_image_generator("draw", 0, images=range(batch)), stack.span()
+    num_kept = stack.num_kept(rate)
+    if selector != "norm":
+        return stack.select(span, selector, num_kept, images)
+    key = made_up_importance(side).log() + draw_gumbel(side * side, images)
+    return Select(*span, key.topk(num_kept, dim=1).indices.sort(dim=1).values)
 
 
 def draw_kept(selector: Any, batch: int, side: int, rate: float) -> Tensor:

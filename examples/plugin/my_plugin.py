@@ -14,10 +14,14 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor
 
 from tread_zoo import register
+from tread_zoo.contract.crossing import Crossing, gather, row_index, scatter
 from tread_zoo.data import ArrayDataset, ImageData
 from tread_zoo.diffusion import ClassifierFree, FlowMatching
+from tread_zoo.fields import Fraction
+from tread_zoo.routing import Method
 from tread_zoo.training.alignment import token_width
 
 
@@ -33,6 +37,38 @@ class Checkerboard:
         other = (position // grid[1] + position % grid[1] + self.parity) % 2
         order = other + generator.rand(len(position))
         return order.argsort(dim=1)[:, :num_kept].sort(dim=1).values
+
+
+@dataclass(frozen=True)
+class Discard(Crossing):
+    """All tokens run; those that are not in `ids` [B, K] then go back to what they were."""
+
+    ids: Tensor
+
+    def enter(self, tokens):
+        rows = row_index(self.ids, tokens.layout.num_tokens, tokens.layout.num_extra)
+
+        def put(full, after):
+            return scatter(full, rows, gather(after, rows))
+
+        return tokens, lambda after: tokens.restore(after, put)
+
+
+@register("routing", "discard")
+@dataclass(frozen=True, kw_only=True)
+class Discarded(Method):
+    """Tokens run through all blocks, and some are set back after the middle ones: is it enough that
+    they are not updated, or must they be absent?
+
+    Args:
+        selection_rate: fraction of tokens that are set back.
+    """
+
+    selection_rate: Fraction = 0.5
+
+    def route(self, stack, images, step):
+        chosen = stack.select(stack.span(), "auto", stack.num_kept(self.selection_rate), images)
+        return (Discard(chosen.start, chosen.end, chosen.ids),)
 
 
 @register("objective", "huber_flow")
