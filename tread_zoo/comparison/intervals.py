@@ -72,6 +72,26 @@ def differences(first: pd.Series, second: pd.Series) -> pd.Series:
     return (first - second).dropna().groupby(level=0).mean()
 
 
+def log_ratio(first: pd.Series, second: pd.Series, *, paired: bool) -> Interval:
+    """Return the logarithm of the ratio of two positive scores, first over second, with its
+    interval; exp(±x) bounds the ratio itself.
+
+    Args:
+        first, second: by training seed.
+        paired: equal seeds start from equal weights, as networks of one depth do, so their
+            differences are taken; else Welch's interval of the two means.
+    """
+    logs = [series.dropna().map(math.log) for series in (first, second)]
+    if paired:
+        return interval((logs[0] - logs[1]).dropna().tolist())
+    mean, n = float(logs[0].mean() - logs[1].mean()), min(map(len, logs))
+    if n < 2:
+        return Interval(mean, math.inf, n)
+    test = stats.ttest_ind(*logs, equal_var=False)
+    low, high = test.confidence_interval(LEVEL)
+    return Interval(mean, float(high - low) / 2, n)
+
+
 def meets(values: Sequence[float], goal: float, better: str) -> bool:
     """Return whether three runs or more meet a goal: their mean is at the goal or beyond it by a
     one-sided t-test at 5 %."""
