@@ -221,6 +221,19 @@ def test_shards_by_folder_and_by_pattern(tmp_path):
     assert (some.num_classes, some.train[1][1]) == (0, 0)
 
 
+@pytest.mark.parametrize("suffixes", [("png", "jpg"), ("jpeg", "webp")])
+def test_shards_of_several_kinds_of_pictures(tmp_path, suffixes):
+    """A sample has the picture that is there, whichever shard or kind the table began with."""
+    for number, suffix in enumerate(suffixes):
+        values = range(10 * number, 10 * number + 10)
+        write_tar(tmp_path / f"{number}.tar", values, suffix=suffix)
+    data = create("data", "webdataset", path=str(tmp_path), held_out=0.0)
+    assert values_of(data.train) == list(range(20))
+    assert [data.train[i][1] for i in range(20)] == [value % 4 for value in range(20)]
+    assert data.train.item_name(12).endswith(suffixes[1])
+    assert data.train.stored(12).startswith(b"\x89PNG")
+
+
 def test_a_shard_that_is_cut_is_refused(tmp_path):
     file = tmp_path / "0.tar"
     write_tar(file, range(6))

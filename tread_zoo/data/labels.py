@@ -34,21 +34,28 @@ def read_labels(values: Any, where: str) -> tuple[Tensor, tuple[str, ...]]:
         ValueError: a value is neither, such as 0.5, None or a list.
     """
     array = _one_dimensional(values, where)
-    words = array.dtype.kind in "OSU" and all(isinstance(value, str | bytes) for value in array)
-    if words:
-        texts = [nfc(v.decode() if isinstance(v, bytes) else v).strip() for v in array.tolist()]
-        if not all(text.removeprefix("-").isdecimal() for text in texts):
-            names, numbers = np.unique(np.array(texts, dtype=object), return_inverse=True)
-            if "" not in names:
-                return torch.from_numpy(numbers.astype(np.int64)), tuple(names)
-            raise _unusable(where, "an empty text")
-        array = np.array([int(text) for text in texts], dtype=object)
+    if array.dtype.kind in "OSU" and all(isinstance(value, str | bytes) for value in array):
+        texts = [v.decode() if isinstance(v, bytes) else v for v in array.tolist()]
+        numbers = _numbers(texts)
+        if numbers is None:
+            words = np.array([nfc(text.strip()) for text in texts], dtype=object)
+            names, indices = np.unique(words, return_inverse=True)
+            return torch.from_numpy(indices.astype(np.int64)), tuple(names)
+        array = numbers
     for value in array.tolist():
         if not isinstance(value, int | float) or value != value // 1:
             raise _unusable(where, repr(value))
         if abs(value) >= 2**63:
             raise _unusable(where, f"{value:g}")
     return torch.from_numpy(array.astype(np.int64)), ()
+
+
+def _numbers(texts: Sequence[str]) -> np.ndarray | None:
+    """Return the numbers that texts are; None if one is a word."""
+    try:
+        return np.array([int(t) if t.strip().isdecimal() else float(t) for t in texts], object)
+    except ValueError:
+        return None
 
 
 def _one_dimensional(values: Any, where: str) -> np.ndarray:
