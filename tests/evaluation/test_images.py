@@ -133,7 +133,8 @@ def test_what_are_no_images_is_refused(tmp_path):
     for name, words in {
         "nowhere": "nowhere", "empty": "no pictures", "two": "8x8 and .*z.png is 8x9",
         "floats.npz": "float64", "none.npz": "arr_0", "text.npz": "text|pickle", "cut.npz": "cut",
-        "without.npz": "no images", "halves.npz": "0.5", "words.npz": "labels", "more.npz": "labels",
+        "without.npz": "no images", "halves.npz": "0.5", "words.npz": "labels",
+        "more.npz": "labels",
     }.items():  # fmt: skip
         with pytest.raises((ValueError, FileNotFoundError), match=words):
             open_images(tmp_path / name)

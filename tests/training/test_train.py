@@ -311,7 +311,6 @@ def test_real_images_lie_beside_samples_of_their_classes(run, tmp_path, num_clas
         assert set(shown) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("part", ["train", "held_out"])
 def test_what_is_said_before_the_folder_is_there_is_in_the_log(run, tmp_path):
     """What the data leaves out, transparency, and a route that does not fit."""
     for number in range(20):
@@ -329,6 +328,7 @@ def test_what_is_said_before_the_folder_is_there_is_in_the_log(run, tmp_path):
     assert text.index("  alpha ") < text.index("  backbone ")
 
 
+@pytest.mark.parametrize("part", ["train", "held_out"])
 def test_an_item_that_cannot_be_read_is_listed_and_logged_once(run, tmp_path, caplog, part):
     data = save_photos(tmp_path / "photos")
     items = getattr(parts_of(settings(*data)).data, part)

@@ -99,7 +99,7 @@ def image_folder(
     Args:
         path: a folder. Its sub-folders, sorted by name, are the classes, with all pictures in them
             at any depth; without sub-folders, the pictures are unlabelled. Hidden files and folders
-            are ignored.
+            are ignored, and a folder that links lead to is read once.
         image_size: side of the square that pictures are resized and cropped to; null: all pictures
             must have one size.
         channels: 1 (grey) or 3 (RGB).
@@ -156,8 +156,8 @@ def hf(
         held_out: fraction held out of the training split instead; without a test split, None is
             0.1.
         image_column: None finds the only column of pictures.
-        label_column: None finds the only column of class labels, or integers named label or
-            labels; without any the pictures are unlabelled.
+        label_column: integers or words; None finds a column named label, labels, class, cls or
+            target, or the only one of class labels; without any the pictures are unlabelled.
         num_classes: None is that of the label column; 0 drops the labels.
         image_size, channels: as of `image_folder`.
         context_column: an embedding or a list of them per row, which take the place of the labels.

@@ -156,8 +156,8 @@ def _sample_labels(values: np.ndarray, count: int, where: str) -> Tensor:
     labels, names = read_labels(values, where)
     if names or len(labels) != count or int(labels.min()) < 0:
         raise ValueError(
-            f"{where} is {values.dtype} {list(values.shape)}, but labels are the number of a class, "
-            f"0, 1, …, for each of {count} images. Store them so, or leave arr_1 out."
+            f"{where} is {values.dtype} {list(values.shape)}, but labels are the number of a "
+            f"class, 0, 1, …, for each of {count} images. Store them so, or leave arr_1 out."
         )
     return labels
 
