@@ -332,7 +332,7 @@ def test_no_latents_and_labels_beside_none_are_refused(tmp_path):
 def test_latents_beyond_their_type_are_refused_by_image(tmp_path):
     class Broken(Stub):
         def encode(self, x):
-            return x * 1e6, None
+            return super().encode(x)[0] * 1e6, None
 
     config = EncodingConfig(vae="", out="", content="mode")
     with pytest.raises(ValueError, match=r"train image 0 .*float32"):

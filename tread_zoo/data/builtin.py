@@ -86,6 +86,13 @@ def npz(
     labels: list[Tensor | None] = [None] * len(keys)
     names = tuple[str, ...]()
     if labels_key is not None and num_classes != 0:
+        for x, y in keys:
+            if len(arrays[x]) != len(arrays[y]):
+                raise ValueError(
+                    f"data.path={path!r} has {len(arrays[x])} images in {x!r} and "
+                    f"{len(arrays[y])} labels in {y!r}: give each image one, or set "
+                    "data.num_classes=0."
+                )
         given = np.concatenate([arrays[y] for _, y in keys])
         found, names = read_labels(given, f"data.path={path!r}: {labels_key!r}")
         labels = list(found.split([len(part) for part in images]))
