@@ -143,6 +143,8 @@ def _conditions(run: Restored, contexts: str | None, label: int | None) -> Condi
     if contexts is not None:
         return contexts_in(contexts, run.backbone)
     if not run.backbone.context_size:
+        if label is not None and not run.backbone.num_classes:
+            raise ValueError(f"label={label}, but this network has no classes: leave it out.")
         if label is not None and label >= run.backbone.num_classes:
             raise ValueError(
                 f"label={label}: this network has the classes 0 … {run.backbone.num_classes - 1}."

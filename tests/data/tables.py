@@ -57,17 +57,19 @@ def flat(value, size=(8, 8)):
     return np.full((*size, 3), value, np.uint8)
 
 
-def write_tar(file, values, *, labels=True, contexts=()):
-    """Write a shard of flat pictures, with the label value mod 4."""
+def write_tar(file, values, *, labels=True, contexts=(), suffix="png"):
+    """Write a shard of flat pictures, with the label value mod 4, or with texts as labels."""
     with tarfile.open(file, "w") as tar:
         for number, value in enumerate(values):
-            members = {"png": png(flat(value))}
-            if labels:
+            members = {suffix: png(flat(value))}
+            if labels is True:
                 members["cls"] = b"%d" % (value % 4)
+            elif labels:
+                members["cls"] = labels[number].encode()
             if len(contexts):
                 members["context.npy"] = npy(contexts[number])
-            for suffix, content in members.items():
-                info = tarfile.TarInfo(f"s{value:03d}.{suffix}")
+            for kind, content in members.items():
+                info = tarfile.TarInfo(f"s{value:03d}.{kind}")
                 info.size = len(content)
                 tar.addfile(info, io.BytesIO(content))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from scripts.convert_latents import maskdit
+from scripts.convert_latents import convert, maskdit
 from tests.data.tables import Stub, image_data, write_latents
 from tests.data.vaes import save_vaes
 from tests.processes import run_python
@@ -289,7 +289,7 @@ def test_a_database_of_something_else_is_no_latents(tmp_path):
     lmdb = pytest.importorskip("lmdb", reason="lmdb is not installed")
     lmdb.open(str(tmp_path / "train")).close()
     with pytest.raises(ValueError, match="length"):
-        list(maskdit(tmp_path, mirrored=False))
+        list(maskdit(tmp_path, mirrored=False)[1])
 
 
 def test_ones_own_latents_become_a_table(tmp_path):
@@ -298,3 +298,88 @@ def test_ones_own_latents_become_a_table(tmp_path):
     data = latents(str(tmp_path), held_out=0.0)
     assert (written, data.num_classes, data.class_names) == (5, 0, ())
     assert torch.equal(stack(data.train), values)
+
+
+@pytest.mark.parametrize(
+    ("second", "content", "words"),
+    [
+        (torch.ones(1, 8, 6, 4), "mean_std", "a.npy"),
+        (torch.ones(1, 8, 4, 6).half(), "mean_std", "a.npy"),
+        (torch.full((1, 8, 4, 6), torch.nan), "mean_std", "not finite"),
+        (-torch.ones(1, 8, 4, 6), "mean_std", "negative"),
+        (torch.ones(1, 7, 4, 6), "mean_logvar", "shape"),
+        (torch.ones(8, 4, 6), "samples", "shape"),
+    ],
+)
+@pytest.mark.parametrize("part_size", [1, 10])
+def test_latents_that_do_not_fit_are_refused_by_name(tmp_path, second, content, words, part_size):
+    items = [(torch.ones(1, 8, 4, 6), 0, "a.npy"), (second, 1, "b.npy"), (second, 2, "c.npy")]
+    with pytest.raises(ValueError, match=rf"of b\.npy .*{words}|b\.npy.*{words}"):
+        write_table(tmp_path, items, content=content, part_size=part_size)
+    with pytest.raises((ValueError, OSError)):
+        latents(str(tmp_path))
+
+
+def test_no_latents_and_labels_beside_none_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="no latents"):
+        write_table(tmp_path, [], content="samples")
+    one = torch.ones(1, 4, 4, 4)
+    for labels in ([0, -1], [0, 0.5], [0, 2**40], ["cat", "dog"]):
+        with pytest.raises(ValueError, match="labels"):
+            write_table(tmp_path, [(one, label) for label in labels], content="samples")
+
+
+def test_latents_beyond_their_type_are_refused_by_image(tmp_path):
+    class Broken(Stub):
+        def encode(self, x):
+            return super().encode(x)[0] * 1e6, None
+
+    config = EncodingConfig(vae="", out="", content="mode")
+    with pytest.raises(ValueError, match=r"train image 0 .*float32"):
+        encode(image_data(), Broken(), tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("content", "labels", "names"),
+    [
+        ({"labels": [["0.npy", 1.0], ["1.npy", 0]]}, [1, 0], ("0", "1")),
+        ({"labels": [["0.npy", "dog"], ["1.npy", "cat"]]}, [1, 0], ("cat", "dog")),
+        ({"labels": None}, [0, 0], ()),
+        ({"labels": [["0.npy", 0.5], ["1.npy", 1]]}, "0.5", ()),
+        ({"labels": [["0.npy", [1]], ["1.npy", 1]]}, "labels", ()),
+        ({"labels": [["0.npy", 1]]}, "1.npy", ()),
+        ({"labels": [3]}, "dataset.json", ()),
+        ([], "dataset.json", ()),
+    ],
+)
+def test_labels_of_dataset_json(tmp_path, content, labels, names):
+    (tmp_path / "in").mkdir()
+    for number in range(2):
+        np.save(tmp_path / "in" / f"{number}.npy", np.ones((8, 4, 4), np.float32))
+    (tmp_path / "in" / "dataset.json").write_text(json.dumps(content))
+    given = {"vae": None, "mirrored": False}
+    if isinstance(labels, str):
+        with pytest.raises(ValueError, match=labels):
+            convert("repa", tmp_path / "in", tmp_path / "out", **given)
+        return
+    convert("repa", tmp_path / "in", tmp_path / "out", **given)
+    data = latents(str(tmp_path / "out"), held_out=0.0)
+    assert ([data.train[i][1] for i in range(2)], data.class_names) == (labels, names)
+
+
+@pytest.mark.parametrize("kind", ["repa", "lightningdit", "maskdit"])
+def test_what_cannot_be_converted_is_one_line(tmp_path, kind):
+    if kind == "maskdit":
+        pytest.importorskip("lmdb", reason="lmdb is not installed")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    for name in ("dataset.json", "a.npy", "a.safetensors", "data.mdb"):
+        (tmp_path / "broken" / name).write_text("nothing")
+    for name in ("empty", "broken", "nowhere"):
+        with pytest.raises((ValueError, OSError)):
+            convert(kind, tmp_path / name, tmp_path / "out", vae=None, mirrored=False)
+    script = ROOT / "scripts" / "convert_latents.py"
+    done = run_python(script, kind, tmp_path / "broken", tmp_path / "out", cwd=ROOT)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1

@@ -192,14 +192,14 @@ def test_parquet_files_resized_to_grey_through_the_loader(tmp_path):
     ("options", "words"),
     [
         ({"image_column": "pictur"}, r"pictur.*not in the dataset.*picture"),
-        ({"label_column": "caption"}, r"'caption' are .*class_encode_column"),
+        ({"label_column": "caption"}, r"'caption' has 0\.5.*data\.num_classes=0"),
         ({"num_classes": 2}, r"from 0 to 2"),
         ({"test_split": "valid"}, r"test_split='valid' is unknown"),
         ({"streaming": True}, r"data.*streaming"),
     ],
 )
 def test_options_of_tables_that_do_not_fit(tmp_path, options, words):
-    table = picture_table(range(9), caption=(datasets.Value("string"), ["a"] * 9))
+    table = picture_table(range(9), caption=(datasets.Value("float32"), [0.5] * 9))
     table.save_to_disk(tmp_path / "set")
     with pytest.raises(ValueError, match=words):
         create("data", "hf", path=str(tmp_path / "set"), **options)
@@ -219,6 +219,19 @@ def test_shards_by_folder_and_by_pattern(tmp_path):
     some = create("data", "webdataset", path=pattern, held_out=0.0, num_classes=0)
     assert values_of(some.train) == list(range(20))
     assert (some.num_classes, some.train[1][1]) == (0, 0)
+
+
+@pytest.mark.parametrize("suffixes", [("png", "jpg"), ("jpeg", "webp")])
+def test_shards_of_several_kinds_of_pictures(tmp_path, suffixes):
+    """A sample has the picture that is there, whichever shard or kind the table began with."""
+    for number, suffix in enumerate(suffixes):
+        values = range(10 * number, 10 * number + 10)
+        write_tar(tmp_path / f"{number}.tar", values, suffix=suffix)
+    data = create("data", "webdataset", path=str(tmp_path), held_out=0.0)
+    assert values_of(data.train) == list(range(20))
+    assert [data.train[i][1] for i in range(20)] == [value % 4 for value in range(20)]
+    assert data.train.item_name(12).endswith(suffixes[1])
+    assert data.train.stored(12).startswith(b"\x89PNG")
 
 
 def test_a_shard_that_is_cut_is_refused(tmp_path):

@@ -123,11 +123,20 @@ def test_what_are_no_images_is_refused(tmp_path):
     Image.new("L", (9, 8)).save(two / "z.png")
     np.savez(tmp_path / "floats.npz", arr_0=np.zeros((2, 8, 8, 1)))
     np.savez(tmp_path / "none.npz", images=np.zeros(3))
+    (tmp_path / "text.npz").write_text("no archive")
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "none.npz").read_bytes()[:50])
+    pixels = np.zeros((2, 8, 8, 1), np.uint8)
+    np.savez(tmp_path / "without.npz", arr_0=pixels[:0])
+    np.savez(tmp_path / "halves.npz", arr_0=pixels, arr_1=[0.5, 1.5])
+    np.savez(tmp_path / "words.npz", arr_0=pixels, arr_1=["cat", "dog"])
+    np.savez(tmp_path / "more.npz", arr_0=pixels, arr_1=[0, 1, 2])
     for name, words in {
         "nowhere": "nowhere", "empty": "no pictures", "two": "8x8 and .*z.png is 8x9",
-        "floats.npz": "float64", "none.npz": "arr_0",
+        "floats.npz": "float64", "none.npz": "arr_0", "text.npz": "text|pickle", "cut.npz": "cut",
+        "without.npz": "no images", "halves.npz": "0.5", "words.npz": "labels",
+        "more.npz": "labels",
     }.items():  # fmt: skip
-        with pytest.raises((ValueError, KeyError, FileNotFoundError), match=words):
+        with pytest.raises((ValueError, FileNotFoundError), match=words):
             open_images(tmp_path / name)
     with pytest.raises(ValueError, match="mu and sigma"):
         open_reference(tmp_path / "none.npz")

@@ -146,6 +146,22 @@ def test_what_the_network_cannot_take_is_one_clear_message(trained):
     assert not (folder / "bad").exists()
 
 
+def test_a_label_of_a_network_without_classes_is_one_clear_message(tmp_path):
+    images = np.zeros((20, 8, 8), np.uint8)
+    np.savez(tmp_path / "x.npz", images=images)
+    data = ["data=npz", f"data.path={tmp_path / 'x.npz'}", "training.num_steps=1"]
+    run = train_small(tmp_path / "run", *data, "evaluation.metrics=[]")
+    said = call("sample.py", f"checkpoint={run}", "label=0", "device=cpu", cwd=tmp_path, expect=1)
+    assert said.startswith("error: label=0")
+    assert "no classes" in said
+    np.savez(tmp_path / "theirs.npz", pixels=images)
+    given = [f"samples={tmp_path / 'theirs.npz'}", "data=digits", "device=cpu"]
+    said = call("evaluate.py", *given, cwd=tmp_path, expect=1)
+    assert said.startswith("error: samples=")
+    assert "arr_0" in said
+    assert said.count("\n") == 1
+
+
 def test_a_class_is_named_as_its_folder_is(tmp_path, caplog):
     for number in range(12):
         folder = tmp_path / "pets" / ("ant", "bee", "cat")[number % 3]

@@ -15,7 +15,10 @@ from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from tread_zoo.data.dataset import ArrayDataset, ImageData
-from tread_zoo.data.split import check_labels, split_data
+from tread_zoo.data.files import open_npz
+from tread_zoo.data.labels import check_labels, read_labels
+from tread_zoo.data.split import split_data
+from tread_zoo.errors import unknown_name
 from tread_zoo.fields import Fraction
 from tread_zoo.registry import register
 
@@ -51,7 +54,7 @@ def npz(
     """Return the uint8 images of an .npz file, [N,H,W], [N,H,W,C] or [N,C,H,W].
 
     Its arrays are `x_train`, `y_train`, `x_test`, `y_test` (the test part is held out), or
-    `images`, `labels`, or `arr_0`, `arr_1`. Labels are optional.
+    `images`, `labels`, or `arr_0`, `arr_1`. Labels are optional: integers, or words.
 
     Args:
         path: the file.
@@ -61,8 +64,8 @@ def npz(
         num_classes: None is the largest label + 1; 0 drops the labels.
     """
     file = Path(path).expanduser()
-    with np.load(file, allow_pickle=False) as archive:
-        arrays = dict(archive)
+    with open_npz(file, "data.path") as archive:
+        arrays = dict(archive.items())
     if images_key is None:
         images_key, name = next((k for k in _KEYS if k[0] in arrays), (None, ""))
         labels_key = labels_key or (name if name in arrays else None)
@@ -76,11 +79,26 @@ def npz(
     keys = [(images_key, labels_key)]
     if images_key == "x_train" and "x_test" in arrays:
         keys.append(("x_test", labels_key and "y_test"))
-    labels = [None if y is None else torch.from_numpy(arrays[y].astype(np.int64)) for _, y in keys]
+    for key in (key for pair in keys for key in pair if key is not None):
+        if key not in arrays:
+            raise unknown_name(f"data.path={path!r}: array", key, arrays)
     images = [_as_images(arrays[x], f"data.path={path!r}: {x!r}") for x, _ in keys]
+    labels: list[Tensor | None] = [None] * len(keys)
+    names = tuple[str, ...]()
+    if labels_key is not None and num_classes != 0:
+        for x, y in keys:
+            if len(arrays[x]) != len(arrays[y]):
+                raise ValueError(
+                    f"data.path={path!r} has {len(arrays[x])} images in {x!r} and "
+                    f"{len(arrays[y])} labels in {y!r}: give each image one, or set "
+                    "data.num_classes=0."
+                )
+        given = np.concatenate([arrays[y] for _, y in keys])
+        found, names = read_labels(given, f"data.path={path!r}: {labels_key!r}")
+        labels = list(found.split([len(part) for part in images]))
     parts = list(zip(images, labels, strict=True))
     split = None if len(parts) > 1 else held_out
-    return _in_memory(file.name, parts, split, num_classes, pad_to=pad_to)
+    return _in_memory(file.name, parts, split, num_classes, pad_to=pad_to, class_names=names)
 
 
 @register("data", "fashion_mnist", num_steps=600)
@@ -206,6 +224,8 @@ def _as_images(array: np.ndarray, where: str) -> Tensor:
             "[N,C,H,W] with 1, 3 or 4 channels. Values from 0 to 1 become bytes by "
             "(x * 255).round().astype(numpy.uint8)."
         )
+    if not array.size:
+        raise ValueError(f"{where} is {list(shape)}: it has no images.")
     images = torch.from_numpy(array)
     return images if first else _channels_first(images)
 

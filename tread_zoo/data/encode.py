@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from tread_zoo.config import part_type
 from tread_zoo.data.dataset import ImageData, as_bytes, to_model_range, to_uint8
 from tread_zoo.data.files import write_text, written_whole
+from tread_zoo.data.labels import check_labels, read_labels
 from tread_zoo.data.latents import SPLITS, split_moments
 from tread_zoo.data.loader import CorruptItem, CorruptLog, read_item, read_items
 from tread_zoo.data.vae import Vae
@@ -38,7 +39,8 @@ from tread_zoo.seeding import make_generator
 logger = logging.getLogger(__name__)
 
 PSNR_IMAGES = 16
-# latent [K,C',h,w] or image [1,C,H,W], label, and perhaps context [T,S], features [K,S,h,w]
+# latent [K,C',h,w] or image [1,C,H,W], label, name for errors, and perhaps context [T,S], features
+# [K,S,h,w]
 Item = dict[str, Any]
 Extract = Callable[[Tensor], Tensor]  # images uint8 [B,C,H,W] -> features float32 [B,S,h,w]
 
@@ -136,10 +138,10 @@ def encode(
     if rank == 0 and missing and vae is not None:
         logger.info("%-9s PSNR of decoded latents %.1f dB", "vae", _psnr(data, vae))
     encoder = _Encoder(data, vae, features and features[1], content, precision, config, log)
-    total = sum(len(spans[name][1]) for name in missing)
+    total, check = sum(len(spans[name][1]) for name in missing), ItemCheck(metadata["content"])
     with progress("encoding", total=total, unit=" images", shown=rank == 0) as bar:
         for name in missing:
-            write_part(out / name, encoder.items(*spans[name], bar), metadata["content"])
+            write_part(out / name, encoder.items(*spans[name], bar), check)
     return finish(out, metadata)
 
 
@@ -186,8 +188,7 @@ class _Encoder:
     corrupt: CorruptLog
 
     def items(self, part: str, span: range, bar: Any) -> Iterator[Item]:
-        """Yield the row of each readable image of a span, and advance `bar`. Raises ValueError for
-        values that are not finite in their dtype."""
+        """Yield the row of each readable image of a span, and advance `bar`."""
         loader: Any = DataLoader(
             span,  # type: ignore[arg-type]
             batch_size=self.config.batch_size,
@@ -205,7 +206,8 @@ class _Encoder:
                 images, conditions = zip(*items, strict=True)
                 columns = self._columns(part, indices, torch.stack(images))
                 for row, condition in enumerate(conditions):
-                    record = {name: values[row] for name, values in columns.items()}
+                    record: Item = {name: values[row] for name, values in columns.items()}
+                    record["name"] = f"{part} image {indices[row]}"
                     yield record | _condition_columns(condition)
             bar.update(len(batch))
 
@@ -223,13 +225,6 @@ class _Encoder:
         if self.extract is not None:
             maps = [self.extract(one) for one in copies]
             columns["features"] = torch.stack(maps, dim=1).half().cpu()
-        for name, values in columns.items():
-            if not torch.isfinite(values).all():
-                raise ValueError(
-                    f"{name} of the {part} images {indices[0]} … {indices[-1]} are not finite as "
-                    f"{values.dtype} in precision={self.precision}: check these images, or for "
-                    "latents set dtype=float32 and precision=fp32."
-                )
         return columns
 
     def _encode(self, vae: Vae, images: Tensor, generators: Iterable[torch.Generator]) -> Tensor:
@@ -269,59 +264,129 @@ def _psnr(data: ImageData, vae: Vae) -> float:
 # Tables -------------------------------------------------------------------------------------------
 
 
+class ItemCheck:
+    """Compares each item of a table with the first one."""
+
+    def __init__(self, content: str):
+        self.content, self.column = content, "image" if content == "pixels" else "latent"
+        self._first: tuple[str, dict[str, tuple[str, list[int]]]] | None = None
+
+    def __call__(self, item: Item) -> None:
+        """Raise ValueError for an item of another shape or type than the first one, that is not
+        finite, or whose moments have negative deviations. It is called `item["name"]`."""
+        name, stored = item["name"], item[self.column]
+        tensors = {key: value for key, value in item.items() if isinstance(value, Tensor)}
+        kinds = {key: (str(v.dtype), list(v.shape)) for key, v in tensors.items()}
+        if self._first is None:
+            self._first = name, kinds
+        first, expected = self._first
+        for key, (dtype, shape) in kinds.items():
+            if (dtype, shape) != expected.get(key):
+                other = " ".join(map(str, expected.get(key, ("none",))))
+                raise ValueError(
+                    f"the {key} of {name} is {dtype} {shape}, that of {first} is {other}: a table "
+                    "has one shape and type."
+                )
+            if not torch.isfinite(tensors[key]).all():
+                raise ValueError(
+                    f"the {key} of {name} is not finite as {dtype}: check that file or image; "
+                    "latents of tread-zoo encode may need dtype=float32 and precision=fp32."
+                )
+        is_moments = self.content.startswith("mean_")
+        if self.column == "latent" and (stored.ndim != 4 or (is_moments and stored.shape[1] % 2)):
+            raise ValueError(
+                f"the latent of {name} has the shape {list(stored.shape)}; content={self.content} "
+                f"needs [copies, {'2 x ' if is_moments else ''}channels, height, width]."
+            )
+        if self.content == "mean_std" and (stored.chunk(2, dim=-3)[1] < 0).any():
+            raise ValueError(
+                f"the latent of {name} has negative standard deviations: it is no mean and "
+                "deviation. Samples are written with content=samples, log variances with "
+                "mean_logvar."
+            )
+
+
 def write_table(
     out: Path,
-    items: Iterable[tuple[Tensor, int]],
+    items: Iterable[tuple[Any, ...]],
     *,
     content: str,
     vae: dict[str, Any] | None = None,
     part_size: int = 4000,
+    class_names: Sequence[str] = (),
 ) -> int:
     """Return the number of latents that are written as a table without a held-out part.
 
     Args:
         out: the table's folder.
-        items: latents [K,C',h,w] of one shape, and labels; -1 for unlabelled ones.
+        items: latents [K,C',h,w] of one shape and type, labels (-1 for unlabelled ones), and
+            perhaps names for errors.
         content: samples, mean_logvar or mean_std.
         vae: `metadata` of the autoencoder that made them; None if unknown.
         part_size: latents per file.
+        class_names: of the labels; () names them by number.
+
+    Raises:
+        ValueError: there are no latents; as of `ItemCheck`; or as of `read_labels`.
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.json").unlink(missing_ok=True)
-    rest, names, labels, count, dtype = iter(items), list[str](), set[int](), 0, ""
+    rest, names, parts, dtype = enumerate(items), list[str](), list[Tensor](), ""
+    check = ItemCheck(content)
     while part := list(itertools.islice(rest, part_size)):
         names.append(f"train-{len(names):05d}.arrow")
-        write_part(out / names[-1], ({"latent": z, "label": y} for z, y in part), content)
-        labels |= {label for _, label in part}
-        count, dtype = count + len(part), str(part[0][0].dtype).removeprefix("torch.")
+        labels, words = read_labels([item[1] for _, item in part], f"out={str(out)!r}: labels")
+        if words:
+            raise ValueError(
+                f"out={str(out)!r}: the labels are words, such as {words[0]!r}: write their "
+                "numbers, and give class_names."
+            )
+        parts.append(labels)
+        write_part(
+            out / names[-1],
+            (
+                {"latent": item[0], "label": label, "name": (*item, f"item {number}")[2]}
+                for (number, item), label in zip(part, labels.tolist(), strict=True)
+            ),
+            check,
+        )
+        dtype = str(part[0][1][0].dtype).removeprefix("torch.")
+    if not parts:
+        raise ValueError(f"out={str(out)!r}: there are no latents to write.")
+    labels = torch.cat(parts)
+    if not (labels == -1).all():  # the unlabelled ones among others are an error, too
+        class_names = check_labels(labels, None, class_names, f"out={str(out)!r}")
     metadata = {
         "content": content,
         "dtype": dtype,
-        "num_classes": 0 if -1 in labels else max(labels) + 1,
-        "class_names": [],
+        "num_classes": len(class_names),
+        "class_names": list(class_names),
         "context": None,
         "vae": vae,
         "features": None,
         "parts": {"train": names, "held_out": []},
     }
     finish(out, metadata)
-    return count
+    return len(labels)
 
 
-def write_part(file: Path, items: Iterable[Item], content: str) -> None:
-    """Write one Arrow file atomically, with sums for the statistics in its header. `items` have the
-    same columns, shapes and types; tensors are stored in their dtype."""
+def write_part(file: Path, items: Iterable[Item], check: ItemCheck) -> None:
+    """Write one Arrow file atomically, with sums for the statistics in its header. `check` sees
+    each item; tensors are stored in their dtype."""
     import pyarrow as pa
 
     count, total, square, shape = 0, np.zeros(1), np.zeros(1), None  # by channel, in float64
-    main, features = "image" if content == "pixels" else "latent", None
+    main, features = check.column, None
     columns: dict[str, list[Any]] = {main: [], "label": []}  # also of no item
     for item in items:
+        check(item)
         for name, value in item.items():
+            if name == "name":
+                continue
             cell = as_bytes(value) if isinstance(value, Tensor) else value
             columns.setdefault(name, []).append(cell)
         stored = item[main]
-        mean, std = split_moments(stored, content)
+        mean, std = split_moments(stored, check.content)
         mean, variance = mean.double(), 0.0 if std is None else std.double().square()
         count, shape = count + mean.numel() // mean.shape[1], list(stored.shape)
         features = list(item["features"].shape) if "features" in item else None
@@ -352,6 +417,11 @@ def finish(out: Path, metadata: dict[str, Any]) -> bool:
             sums = json.loads(reader.schema.metadata[b"tread_zoo"])
         count += sums["count"]
         total, square = total + np.array(sums["total"]), square + np.array(sums["square"])
+        if sums["shape"] and shapes["shape"] not in (None, sums["shape"]):
+            raise ValueError(
+                f"out={str(out)!r}: {name} has the shape {sums['shape']}, parts before it "
+                f"{shapes['shape']}: the images have changed; name another folder."
+            )
         if sums["shape"]:
             shapes = {key: sums[key] for key in ("shape", "features_shape")}
     mean = total / count

@@ -1,12 +1,16 @@
-"""Atomic writing, checksums, and paths fit for publication."""
+"""Atomic writing, checksums, numpy's archives, and paths fit for publication."""
 
 import hashlib
 import os
 import re
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import numpy as np
 
 
 def checksum(file: Path) -> str:
@@ -33,6 +37,21 @@ def without_paths(value: Any) -> Any:
         return Path(value).name
     pattern = r"""(?<![\w./])~?(?:/[^\s/'"`|,;()<>\[\]{}]+)+/?"""
     return re.sub(pattern, lambda match: Path(match[0]).name, value)
+
+
+@contextmanager
+def open_npz(path: Path, field: str) -> Iterator[Any]:
+    """Yield the archive of an .npz file, whose arrays are read when they are taken. Raises
+    ValueError, which begins with `field`, if it is no such file or is damaged."""
+    damaged = (zipfile.BadZipFile, zlib.error, EOFError)
+    try:
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise EOFError(f"one array of {archive.dtype}")
+        with archive:
+            yield archive
+    except damaged as error:
+        raise ValueError(f"{field}={str(path)!r} is no whole .npz file: {error}.") from error
 
 
 @contextmanager

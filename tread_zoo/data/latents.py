@@ -29,7 +29,8 @@ from pydantic import NonNegativeInt
 from torch import Tensor
 
 from tread_zoo.data.dataset import PIXELS, Codec, ImageData, TableDataset, to_uint8
-from tread_zoo.data.split import check_labels, split_data
+from tread_zoo.data.labels import check_labels
+from tread_zoo.data.split import split_data
 from tread_zoo.data.vae import Vae, load_vae
 from tread_zoo.fields import Fraction
 from tread_zoo.registry import register

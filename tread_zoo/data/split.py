@@ -1,8 +1,6 @@
-"""Labels, the held-out part, and evenly spaced items; they do not depend on a run's seed."""
+"""The held-out part, and evenly spaced items; they do not depend on a run's seed."""
 
 import hashlib
-import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +10,6 @@ from torch.utils.data import Dataset
 from tread_zoo.data.dataset import ArrayDataset, ImageData, TableDataset, as_bytes
 from tread_zoo.data.loader import CorruptItem, read_item
 from tread_zoo.seeding import make_generator
-
-logger = logging.getLogger(__name__)
 
 _COMPARED = 32  # items, which tell data of the same shape apart
 
@@ -67,31 +63,6 @@ def split_held_out(labels: Tensor, fraction: float) -> tuple[Tensor, Tensor]:
     is_held_out = torch.zeros(len(labels), dtype=torch.bool)
     is_held_out[keys.argsort(stable=True)[:num_held_out]] = True
     return (~is_held_out).nonzero().squeeze(1), is_held_out.nonzero().squeeze(1)
-
-
-def check_labels(
-    labels: Tensor, num_classes: int | None, names: Sequence[str], where: str
-) -> tuple[str, ...]:
-    """Return the names of the classes of labels int64 [N]: `names`, if their number agrees, else
-    numbers. Without `num_classes` and `names` there are as many classes as the largest label + 1.
-
-    Classes without images are logged: labels may start at 1. Raises ValueError if a label is
-    outside 0 … num_classes - 1.
-    """
-    low, high = int(labels.min()), int(labels.max())
-    count = num_classes or len(names) or high + 1
-    if low < 0 or high >= count:
-        raise ValueError(
-            f"{where}: the labels are from {low} to {high}, but must be in 0 … "
-            f"{max(count - 1, 0)}. data.num_classes=0 trains without labels."
-        )
-    empty = (torch.bincount(labels, minlength=count) == 0).nonzero().flatten().tolist()
-    if empty:
-        shown = ", ".join(map(str, empty[:5])) + (", …" if len(empty) > 5 else "")
-        logger.warning(
-            "labels    %s: %d of %d classes have no image (%s)", where, len(empty), count, shown
-        )
-    return tuple(names) if len(names) == count else tuple(map(str, range(count)))
 
 
 def evenly_spaced(size: int, count: int | None) -> list[int]:

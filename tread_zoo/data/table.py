@@ -11,10 +11,11 @@ import io
 import logging
 import os
 import re
-from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from unittest import mock
 
 import numpy as np
 import torch
@@ -23,7 +24,9 @@ from torch import Tensor
 
 from tread_zoo.data.contexts import as_context, context_shape
 from tread_zoo.data.dataset import ImageData, TableDataset
-from tread_zoo.data.split import check_labels, evenly_spaced, split_data
+from tread_zoo.data.folders import SUFFIXES, find_classes
+from tread_zoo.data.labels import check_labels, find_label_column, nfc, read_labels
+from tread_zoo.data.split import evenly_spaced, split_data
 from tread_zoo.errors import unknown_name
 from tread_zoo.fields import Fraction
 from tread_zoo.registry import register
@@ -34,25 +37,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 TEST_SPLITS = ("test", "validation")  # taken in this order where none is named
-_SURVEYED = 64
+_MEASURED, _COUNTED = 64, 10_000  # pictures: for the size, and for transparency
+Colour = tuple[int, int, int, int]
+WHITE: Colour = (255, 255, 255, 255)
 
 
 @dataclass(eq=False)
 class PictureTable(TableDataset):
-    """Rows of a table with the columns image, `Image(decode=False)`, and perhaps context."""
+    """Rows of a table with the columns image, image1, …, of `Image(decode=False)`, of which one is
+    not null, and perhaps context."""
 
     context: tuple[int, int] | None  # T and S, if contexts take the place of labels
     image_size: int | None  # resize and crop to this square; None leaves the size
     channels: int  # 1 (grey) or 3 (RGB)
     shape: tuple[int, int]  # (H, W) of all pictures after that
+    background: Colour
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         """Return (image uint8 [C,H,W], label or context). Raises ValueError if the picture cannot
         be read, or has another size."""
         row = self.table[int(self.rows[index])]
-        image = read_picture(_source(row["image"]), self.image_size, self.channels)
+        source = _source(row)
+        image = read_picture(source, self.image_size, self.channels, self.background)
         if image.shape[1:] != self.shape:
             raise ValueError(
                 f"the picture is {image.shape[1]}x{image.shape[2]}, others are {self.shape[0]}x"
@@ -64,13 +71,13 @@ class PictureTable(TableDataset):
 
     def stored(self, index: int) -> bytes:
         """Return the bytes of the file of picture `index`."""
-        source = _source(self.table[int(self.rows[index])]["image"])
+        source = _source(self.table[int(self.rows[index])])
         return source if isinstance(source, bytes) else Path(source).read_bytes()
 
     def item_name(self, index: int) -> str:
         """Return the file of item `index`, or else its row."""
-        cell = self.table[int(self.rows[index])]["image"] or {}
-        return cell.get("path") or super().item_name(index)
+        cell = _picture(self.table[int(self.rows[index])])
+        return (cell and cell["path"]) or super().item_name(index)
 
 
 # Sources ------------------------------------------------------------------------------------------
@@ -85,13 +92,14 @@ def image_folder(
     num_classes: NonNegativeInt | None = None,
     context: str | None = None,
     context_length: PositiveInt | None = None,
+    background: str = "white",
 ) -> ImageData:
     """Return the pictures under a folder.
 
     Args:
         path: a folder. Its sub-folders, sorted by name, are the classes, with all pictures in them
             at any depth; without sub-folders, the pictures are unlabelled. Hidden files and folders
-            are ignored.
+            are ignored, and a folder that links lead to is read once.
         image_size: side of the square that pictures are resized and cropped to; null: all pictures
             must have one size.
         channels: 1 (grey) or 3 (RGB).
@@ -101,11 +109,12 @@ def image_folder(
             `context.npy` finds cat.context.npy beside cat.png.
         context_length: number of embeddings per image, filled up with zeros; None is the largest
             number.
+        background: colour behind transparent pictures, a name or #rrggbb.
     """
     import datasets
 
     root, column = Path(path).expanduser(), None if context is None else "context"
-    files, labels, names = _find_pictures(root, context)
+    files, labels, names = find_classes(root, context, labelled=num_classes != 0)
     columns: dict[str, Any] = {"image": files}
     if context is not None:
         columns["context"] = [f"{os.path.splitext(f)[0]}.{context.lstrip('.')}" for f in files]
@@ -114,37 +123,9 @@ def image_folder(
         table = table.add_column("label", labels, feature=datasets.ClassLabel(names=names))
     name = f"{root.name}/"  # no built-in source is called so
     return _picture_data(
-        name, [table], image_size, channels, held_out, num_classes, column, context_length
-    )
-
-
-def _find_pictures(root: Path, context: str | None) -> tuple[list[str], list[int], list[str]]:
-    """Return files, labels and class names (none: unlabelled), sorted. Files of other types are
-    counted in the log."""
-    names = sorted(e.name for e in os.scandir(root) if e.is_dir() and not e.name.startswith("."))
-    files, others = list[tuple[str, str]](), Counter[str]()  # class, path
-    for parent, folders, entries in os.walk(root, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        name = os.path.relpath(parent, root).split(os.sep)[0]
-        for entry in (entry for entry in entries if not entry.startswith(".")):
-            if entry.lower().endswith(SUFFIXES):
-                files.append((name, os.path.join(parent, entry)))
-            elif context is None or not entry.endswith(context):
-                others[os.path.splitext(entry)[1].lower() or "no suffix"] += 1
-    if others:
-        kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common())
-        logger.warning("ignored   %s: files that are no pictures: %s", root, kinds)
-    files.sort()
-    loose = [os.path.basename(path) for name, path in files if name == "."]
-    if not files:
-        raise ValueError(f"data.path={str(root)!r} has no pictures ({', '.join(SUFFIXES)}).")
-    if names and loose:
-        raise ValueError(
-            f"data.path={str(root)!r} has pictures beside sub-folders ({loose[0]!r} beside "
-            f"{names[0]!r}): move all into sub-folders, which are the classes, or none."
-        )
-    labels = {name: label for label, name in enumerate(names)}
-    return [path for _, path in files], [labels.get(name, 0) for name, _ in files], names
+        name, [table], image_size, channels, held_out, num_classes, column, context_length,
+        background,
+    )  # fmt: skip
 
 
 @register("data", "hf")
@@ -161,6 +142,7 @@ def hf(
     channels: Literal[1, 3] = 3,
     context_column: str | None = None,
     context_length: PositiveInt | None = None,
+    background: str = "white",
 ) -> ImageData:
     """Return a data set that the `datasets` library reads, downloaded and memory-mapped.
 
@@ -174,12 +156,12 @@ def hf(
         held_out: fraction held out of the training split instead; without a test split, None is
             0.1.
         image_column: None finds the only column of pictures.
-        label_column: None finds the only column of class labels, or integers named label or
-            labels; without any the pictures are unlabelled.
+        label_column: integers or words; None finds a column named label, labels, class, cls or
+            target, or the only one of class labels; without any the pictures are unlabelled.
         num_classes: None is that of the label column; 0 drops the labels.
         image_size, channels: as of `image_folder`.
         context_column: an embedding or a list of them per row, which take the place of the labels.
-        context_length: as of `image_folder`.
+        context_length, background: as of `image_folder`.
     """
     folder = Path(path).expanduser()
     if not folder.exists() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
@@ -189,7 +171,7 @@ def hf(
     tables = _load_splits(place, config, split, test_split, held_out)
     return _picture_data(
         f"hf:{name}", tables, image_size, channels, held_out, num_classes, context_column,
-        context_length, image_column, label_column,
+        context_length, background, image_column and (image_column,), label_column,
     )  # fmt: skip
 
 
@@ -229,6 +211,7 @@ def webdataset(
     num_classes: NonNegativeInt | None = None,
     context: str | None = None,
     context_length: PositiveInt | None = None,
+    background: str = "white",
 ) -> ImageData:
     """Return the pictures in tar shards, which `datasets` copies once into its cache.
 
@@ -240,18 +223,43 @@ def webdataset(
         held_out: fraction held out, the same samples in every run.
         num_classes: None is the largest label + 1; 0 drops the labels.
         context: suffix of the embeddings, as in `context.npy`, which take the place of the labels.
-        context_length: as of `image_folder`.
+        context_length, background: as of `image_folder`.
     """
     import datasets
 
     where = os.path.expanduser(path)
     files = [f"{where}/*.tar"] if os.path.isdir(where) else _expand_braces(where)
-    table = datasets.load_dataset("webdataset", data_files=files, split="train")
-    labels = "cls" if "cls" in table.features else None
+    table = _read_shards(files, path)
+    whole = [c for c in table.features if table.data.column(c).null_count < len(table)]
+    table = table.select_columns(whole)
+    pictures = [n for n, kind in table.features.items() if isinstance(kind, datasets.Image)]
+    labels = "cls" in whole and context is None
     return _picture_data(
         f"{Path(path).name}:tar", [table], image_size, channels, held_out, num_classes, context,
-        context_length, label_column=labels,
+        context_length, background, pictures, label_column="cls" if labels else None,
     )  # fmt: skip
+
+
+def _read_shards(files: list[str], path: str) -> "datasets.Dataset":
+    """Return the table of shards, with a column for each kind of picture that we know, and labels
+    as texts. The library takes columns from the first five samples alone."""
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+    from datasets.packaged_modules.webdataset.webdataset import WebDataset
+
+    given: Any = {"path": "webdataset", "data_files": files, "split": "train"}
+    text = {"cls": lambda content: content.decode().strip()}
+    with mock.patch.dict(WebDataset.DECODERS, text):
+        try:
+            features = dict(datasets.load_dataset(**given, streaming=True).features)
+        except ValueError:  # the first five differ
+            features = {name: datasets.Value("string") for name in ("__key__", "__url__")}
+        features |= {suffix[1:]: datasets.Image() for suffix in SUFFIXES}
+        features["cls"] = datasets.Value("string")
+        try:
+            return datasets.load_dataset(**given, features=datasets.Features(features))
+        except DatasetGenerationError as error:
+            raise ValueError(f"data.path={path!r}: {error.__cause__ or error}") from error
 
 
 def _expand_braces(pattern: str) -> list[str]:
@@ -276,31 +284,36 @@ def _picture_data(
     num_classes: int | None,
     context_column: str | None,
     context_length: int | None,
-    image_column: str | None = None,
+    background: str,
+    image_columns: Sequence[str] | None = None,
     label_column: str | None = None,
 ) -> ImageData:
-    """Return the data of a training table and perhaps a test table."""
+    """Return the data of a training table and perhaps a test table. A row's picture is in the first
+    of `image_columns` that is not null."""
     import datasets
 
+    colour = _colour(background)
     columns = [column for column in tables[0].features if all(column in t.features for t in tables)]
     table = datasets.concatenate_datasets([one.select_columns(columns) for one in tables])
-    used, context = {image_column or _image_column(table): "image"}, None
+    image_columns, context = image_columns or (_image_column(table),), None
+    used = {column: f"image{number or ''}" for number, column in enumerate(image_columns)}
     if context_column is not None:
         if num_classes:
             raise ValueError(f"data.num_classes={num_classes} and contexts exclude each other.")
         num_classes, used[context_column] = 0, "context"
-    labels, names = _read_labels(table, label_column, num_classes, name)
+    labels, names = _read_labels(table, label_column, used, num_classes, name)
     table = table.select_columns(list(used)).rename_columns(used)
     # not decoded here: a corrupt picture is reported when it is read
-    table = table.cast_column("image", datasets.Image(decode=False))
+    for column in set(used.values()) - {"context"}:
+        table = table.cast_column(column, datasets.Image(decode=False))
     if context_column is not None:
         table = table.with_format("numpy", columns=["context"], output_all_columns=True)
         context = context_shape(table, "context", context_length)
     shape = (image_size, image_size) if image_size else None
-    shape = _survey(table.select_columns(["image"]), name, shape)
+    shape = _survey(table, name, shape, background)
     return split_data(
         name,
-        PictureTable(table, labels, context, image_size, channels, shape),
+        PictureTable(table, labels, context, image_size, channels, shape, colour),
         len(tables[0]),
         held_out,
         names,
@@ -323,33 +336,25 @@ def _image_column(table: "datasets.Dataset") -> str:
 
 
 def _read_labels(
-    table: "datasets.Dataset", column: str | None, num_classes: int | None, name: str
+    table: "datasets.Dataset",
+    column: str | None,
+    used: Mapping[str, str],
+    num_classes: int | None,
+    name: str,
 ) -> tuple[Tensor, tuple[str, ...]]:
     """Return labels int64 [N] and class names; zeros and no names without labels."""
     import datasets
 
-    features = table.features
     if column is None and num_classes != 0:
-        named = [n for n in ("label", "labels") if "int" in getattr(features.get(n), "dtype", "")]
-        classes = [n for n, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
-        if len(classes) > 1 and not named:
-            raise ValueError(
-                f"several columns have classes: {', '.join(classes)}. Set data.label_column, or "
-                "data.num_classes=0 to train without labels."
-            )
-        column = next(iter([*named, *classes]), None)
+        column = find_label_column(table, name, used)
     if column is None and num_classes:
         raise ValueError(f"data.num_classes={num_classes}, but {name} has no labels.")
     if column is None or num_classes == 0:
         return torch.zeros(len(table), dtype=torch.int64), ()
-    values = np.asarray(table.select_columns([column]).with_format("numpy")[:][column])
-    if values.dtype.kind not in "iu":  # nulls turn integers into floats
-        raise ValueError(
-            f"{name}: the labels in {column!r} are {features[column]}, and some are null or not "
-            "integers. Convert them once (class_encode_column, save_to_disk)."
-        )
-    labels, kind = torch.from_numpy(values.astype(np.int64)), features[column]
-    names = kind.names if isinstance(kind, datasets.ClassLabel) else ()
+    kind = table.features[column]  # raises for an unknown column
+    labels, names = read_labels(table[column][:], f"{name}: the column {column!r}")
+    if isinstance(kind, datasets.ClassLabel):
+        names = tuple(map(nfc, kind.names))
     return labels, check_labels(labels, num_classes, names, name)
 
 
@@ -371,13 +376,21 @@ def open_picture(source: str | bytes | Path, image_size: int | None = None) -> "
     return picture
 
 
-def read_picture(source: str | bytes | Path, image_size: int | None, channels: int) -> Tensor:
+def read_picture(
+    source: str | bytes | Path, image_size: int | None, channels: int, background: Colour = WHITE
+) -> Tensor:
     """Return the picture of a path or of a file's content as uint8 [C,H,W], resized and cropped to
-    a square of `image_size`, if set. Raises ValueError if it cannot be read."""
+    a square of `image_size`, if set; transparency shows `background`. Raises ValueError if it
+    cannot be read."""
+    from PIL import Image
+
     try:
         picture = open_picture(source, image_size)
         if picture.mode.startswith(("I", "F")):  # convert() would clip instead of scaling
             raise ValueError(f"{picture.mode!r} pixels, more than 8 bits per channel")
+        if picture.has_transparency_data:  # before resizing, which mixes in invisible colours
+            picture = picture.convert("RGBA")
+            picture = Image.alpha_composite(Image.new("RGBA", picture.size, background), picture)
         picture = picture.convert("L" if channels == 1 else "RGB")
         if image_size is not None:
             picture = resize_and_crop(picture, image_size)
@@ -407,32 +420,66 @@ def resize_and_crop(picture: "Image.Image", size: int) -> "Image.Image":
     return picture.crop((left, top, left + size, top + size))
 
 
-def _source(cell: dict[str, Any] | None) -> Any:
-    """Return the content of a picture, or else its path, or else None."""
+def _colour(background: str) -> Colour:
+    """Return red, green, blue and full opacity of a colour's name."""
+    from PIL import ImageColor
+
+    try:
+        red, green, blue = ImageColor.getrgb(background)[:3]
+    except ValueError:
+        raise ValueError(
+            f"data.background={background!r} is no colour: give a name, as white, or '#rrggbb'."
+        ) from None
+    return red, green, blue, 255
+
+
+def _picture(row: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the cell of a row's picture, the first that is not null."""
+    return next((cell for name, cell in row.items() if name != "context" and cell), None)
+
+
+def _source(row: dict[str, Any]) -> Any:
+    """Return the content of a row's picture, or else its path, or else None."""
+    cell = _picture(row)
     return cell and (cell["bytes"] or cell["path"])
 
 
-def _survey(table: "datasets.Dataset", name: str, shape: tuple[int, int] | None) -> tuple[int, int]:
-    """Return `shape`, if set, or else (H, W) of up to 64 evenly spaced pictures. Transparency is
-    logged; pictures that cannot be opened are reported in training.
+def _survey(
+    table: "datasets.Dataset", name: str, shape: tuple[int, int] | None, background: str
+) -> tuple[int, int]:
+    """Return `shape`, if set, or else (H, W) of up to 64 evenly spaced pictures. Transparent ones
+    of up to 10,000 are counted in the log; pictures that cannot be opened are reported in training.
 
     Raises:
         ValueError: none can be opened, or they differ in size.
     """
     sizes: dict[tuple[int, int], int] = {}
-    transparent, reason = 0, ""
-    for row in evenly_spaced(len(table), _SURVEYED):
+    transparent, reason, table = (
+        0,
+        "",
+        table.select_columns([n for n in table.features if n != "context"]),
+    )
+    measured, counted = (evenly_spaced(len(table), n) for n in (_MEASURED, _COUNTED))
+    for row in sorted({*measured, *counted}):
+        source = _source(table[row])
+        if row not in measured and _is_jpeg(source):
+            continue
         try:
-            picture = open_picture(_source(table[row]["image"]))
+            picture = open_picture(source)
         except Exception as error:  # as above
             reason = str(error)
             continue
-        sizes.setdefault((picture.height, picture.width), row)
+        if row in measured:
+            sizes.setdefault((picture.height, picture.width), row)
         transparent += picture.has_transparency_data
     if not sizes:
         raise ValueError(f"{name}: none of the sampled pictures can be opened: {reason}")
     if transparent:
-        logger.warning("alpha     %s: transparency is dropped (%d pictures)", name, transparent)
+        of = "" if len(counted) == len(table) else f" of {len(counted)} looked at"
+        logger.warning(
+            "alpha     %s: %d pictures%s have transparency, on data.background=%s",
+            name, transparent, of, background,
+        )  # fmt: skip
     if shape is None and len(sizes) > 1:
         two = [f"number {row} is {high}x{wide}" for (high, wide), row in list(sizes.items())[:2]]
         raise ValueError(
@@ -440,3 +487,10 @@ def _survey(table: "datasets.Dataset", name: str, shape: tuple[int, int] | None)
             "data.image_size."
         )
     return shape or next(iter(sizes))
+
+
+def _is_jpeg(source: Any) -> bool:
+    """Return whether a picture is a JPEG, by its first bytes or its suffix: it has no alpha."""
+    if isinstance(source, bytes):
+        return source.startswith(b"\xff\xd8")
+    return str(source).lower().endswith((".jpg", ".jpeg"))

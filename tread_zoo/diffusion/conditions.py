@@ -18,6 +18,7 @@ from torch import Tensor
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import ImageData, read_items
 from tread_zoo.data.contexts import as_context, load_npy
+from tread_zoo.data.labels import nfc
 from tread_zoo.diffusion import default_labels
 from tread_zoo.errors import unknown_name
 
@@ -66,9 +67,10 @@ def class_number(label: int | str, names: Sequence[str]) -> int:
         raise ValueError(
             f"label={label!r}: the classes of this network have no names; use numbers, 0, 1, …"
         )
-    if label not in names:
+    known = [nfc(name) for name in names]  # a keyboard and a file system may differ
+    if nfc(label) not in known:
         raise unknown_name("label", label, names)
-    return list(names).index(label)
+    return known.index(nfc(label))
 
 
 def contexts_in(file: str, backbone: Backbone) -> Conditions:

@@ -18,8 +18,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tread_zoo.data import ImageData, read_items
+from tread_zoo.data.files import open_npz
+from tread_zoo.data.folders import picture_files
+from tread_zoo.data.labels import read_labels
 from tread_zoo.data.split import evenly_spaced
-from tread_zoo.data.table import SUFFIXES, read_picture
+from tread_zoo.data.table import read_picture
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +42,16 @@ class Images:
         return self.count
 
 
-def open_images(images: "Images | Tensor | str | Path") -> Images:
-    """Return a tensor, a folder of pictures or an .npz file as `Images`. Of files only headers are
-    read. Raises ValueError for images of several sizes or of another type."""
+def open_images(images: "Images | Tensor | str | Path", field: str = "samples") -> Images:
+    """Return a tensor, a folder of pictures or an .npz file as `Images`; `field` is its setting. Of
+    files only headers are read. Raises ValueError for images of several sizes or of another
+    type."""
     if isinstance(images, Images):
         return images
     if isinstance(images, Tensor):
         return _from_tensor(images)
     path = Path(images).expanduser()
-    return _open_folder(path) if path.is_dir() else _open_npz(path)
+    return _open_folder(path, field) if path.is_dir() else _open_npz(path, field)
 
 
 def _from_tensor(images: Tensor) -> Images:
@@ -83,27 +87,26 @@ def part_images(
     return Images(name, pixel_shape(data, place), len(numbers), read, data.num_classes)
 
 
-def _open_folder(folder: Path) -> Images:
-    """Return the pictures of a folder and its sub-folders, sorted by name; grey if all are."""
+def _open_folder(folder: Path, field: str) -> Images:
+    """Return the pictures of a folder and its sub-folders, sorted by name, on white; grey if all
+    are."""
     from PIL import ExifTags, Image
 
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-    if not files:
-        raise ValueError(f"{str(folder)!r} has no pictures ({', '.join(SUFFIXES)}).")
+    files = sorted(picture_files(folder, field))
     sizes: dict[tuple[int, int], Path] = {}
-    channels, has_alpha = 1, False
+    channels, transparent = 1, 0
     for path in files:
         with Image.open(path) as picture:
             exif = picture.getexif() if "exif" in picture.info else {}  # else decodes a PNG
             turned = exif.get(ExifTags.Base.Orientation, 1) >= 5  # read upright
             sizes.setdefault(picture.size if turned else picture.size[::-1], path)
             channels = 1 if channels == 1 and picture.mode in ("1", "L", "LA") else 3
-            has_alpha |= picture.has_transparency_data
+            transparent += picture.has_transparency_data
     if len(sizes) > 1:
         two = [f"{path} is {high}x{wide}" for (high, wide), path in list(sizes.items())[:2]]
         raise ValueError(f"{' and '.join(two)} (height x width): all pictures must have one size.")
-    if has_alpha:
-        logger.warning("%s: alpha channels are dropped", folder)
+    if transparent:
+        logger.warning("alpha     %s: %d pictures have transparency, on white", folder, transparent)
 
     def read(rows: range) -> tuple[Tensor, None]:
         chosen = files[rows.start : rows.stop]
@@ -113,23 +116,27 @@ def _open_folder(folder: Path) -> Images:
     return Images(name, shape, len(files), read)
 
 
-def _open_npz(file: Path) -> Images:
+def _open_npz(file: Path, field: str) -> Images:
     """Return the images of an .npz file in ADM's format: `arr_0` uint8 [N,H,W,C] and perhaps labels
     `arr_1` [N]. The file is never unpacked as a whole."""
-    with np.load(file, allow_pickle=False) as archive:
-        values = archive["arr_1"] if "arr_1" in archive.files else np.zeros(0)
+    where = f"{field}={str(file)!r}"
+    with open_npz(file, field) as archive:
+        if "arr_0" not in archive.files:
+            raise ValueError(
+                f"{where} has {', '.join(archive.files) or 'no arrays'}, but needs images as "
+                "arr_0, uint8 [N,H,W,C]: numpy.savez(file, arr_0=images)."
+            )
+        values = archive["arr_1"] if "arr_1" in archive.files else None
     stream: Any = zipfile.ZipFile(file).open("arr_0.npy")  # noqa: SIM115
     npy.read_magic(stream)
     shape, fortran, dtype = npy.read_array_header_1_0(stream)
     begin = stream.tell()
     if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] not in (1, 3):
-        raise ValueError(
-            f"{str(file)!r}: arr_0 is {dtype} {list(shape)}, not uint8 [N,H,W,1 or 3]."
-        )
+        raise ValueError(f"{where}: arr_0 is {dtype} {list(shape)}, not uint8 [N,H,W,1 or 3].")
+    if not shape[0]:
+        raise ValueError(f"{where}: arr_0 is {list(shape)}: it has no images.")
     count, height, width, channels = shape
-    labels = None
-    if values.dtype.kind in "iu" and values.shape == (count,):
-        labels = torch.from_numpy(values.astype(np.int64))
+    labels = None if values is None else _sample_labels(values, count, f"{where}: arr_1")
 
     def read(rows: range) -> tuple[Tensor, Tensor | None]:
         size = math.prod(shape[1:])
@@ -142,6 +149,17 @@ def _open_npz(file: Path) -> Images:
 
     num_classes = 0 if labels is None else int(labels.max()) + 1
     return Images(file.name, (channels, height, width), count, read, num_classes)
+
+
+def _sample_labels(values: np.ndarray, count: int, where: str) -> Tensor:
+    """Return labels int64 [count]. Raises ValueError for others than numbers of classes."""
+    labels, names = read_labels(values, where)
+    if names or len(labels) != count or int(labels.min()) < 0:
+        raise ValueError(
+            f"{where} is {values.dtype} {list(values.shape)}, but labels are the number of a "
+            f"class, 0, 1, …, for each of {count} images. Store them so, or leave arr_1 out."
+        )
+    return labels
 
 
 def pixel_shape(data: ImageData, device: torch.device) -> tuple[int, ...]:

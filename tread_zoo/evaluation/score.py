@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tread_zoo.data.files import checksum, written_whole
+from tread_zoo.data.files import checksum, open_npz, written_whole
 from tread_zoo.evaluation.features import DIGITS, INCEPTION, Extractor, Network, find_extractor
 from tread_zoo.evaluation.frechet import RunningStatistics, Statistics
 from tread_zoo.evaluation.images import Images, open_images
@@ -64,9 +64,9 @@ def open_reference(reference: "Reference | Images | Tensor | str | Path") -> Ref
         return reference
     path = Path(reference).expanduser() if isinstance(reference, str | Path) else Path()
     if path.suffix != ".npz" or not path.is_file():
-        real = open_images(reference)
+        real = open_images(reference, "evaluation.reference")
         return Reference(real.name, real)
-    with np.load(path, allow_pickle=False) as archive:
+    with open_npz(path, "evaluation.reference") as archive:
         names = set(archive.files)
         extractor = str(archive["extractor"]) if "extractor" in names else INCEPTION
         count = int(archive["num_images"]) if "num_images" in names else None
@@ -80,7 +80,7 @@ def open_reference(reference: "Reference | Images | Tensor | str | Path") -> Ref
             f"{reference} has {', '.join(sorted(names))}, but needs images as arr_0, uint8 "
             "[N,H,W,C], or statistics as mu and sigma: tread-zoo make-reference writes them."
         )
-    images = open_images(path) if "arr_0" in names else None
+    images = open_images(path, "evaluation.reference") if "arr_0" in names else None
     return Reference(path.name, images, statistics, path, extractor)
 
 

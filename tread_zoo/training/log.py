@@ -48,9 +48,38 @@ HELD_OUT_DRAWS = 8  # for each image, of a score
 QUIET = ("loss_level_", "held_out_loss_level_", "peak_memory")  # not printed
 
 
+class EarlyRecords(logging.Handler):
+    """Context manager that keeps the package's log records until there is a train.log, such as what
+    the data says while they are opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def __enter__(self) -> "EarlyRecords":
+        logging.getLogger("tread_zoo").addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        logging.getLogger("tread_zoo").removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+        last = logging.lastResort  # logging's own only prints where no handler is set
+        if last is not None and not logging.getLogger().handlers and record.levelno >= last.level:
+            last.handle(record)
+
+    def write_to(self, handler: logging.Handler) -> None:
+        """Pass the records on, and keep no more."""
+        self.__exit__()
+        for record in self.records:
+            handler.handle(record)
+
+
 class Log:
     """Context manager that logs a run to its folder. Only rank 0 writes. `state` is the state at
-    start or after a resume, `step_flops` counts the steps of a network and of a routing."""
+    start or after a resume, `step_flops` counts the steps of a network and of a routing; `early`
+    has the records so far."""
 
     def __init__(
         self,
@@ -58,7 +87,9 @@ class Log:
         locked_folder: Callable[[], Path],
         precision: str,
         step_flops: Callable[..., list[tuple[range, float]]],
+        early: EarlyRecords,
     ) -> None:
+        self.early = early
         self.setup, self.accelerator = setup, accelerator = state.setup, state.accelerator
         self.locked_folder, self.precision = locked_folder, precision
         self.is_main, self.first_step = accelerator.is_main_process, state.step
@@ -143,6 +174,7 @@ class Log:
         logging.basicConfig(format="%(message)s", stream=sys.stdout)  # if the caller has not
         file = self._file = logging.FileHandler(self.folder / "train.log", encoding="utf-8")
         file.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
+        self.early.write_to(file)
         root.addHandler(file)
         logging.captureWarnings(True)
         self._stack.callback(file.close)

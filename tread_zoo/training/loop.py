@@ -43,7 +43,7 @@ from tread_zoo.runtime import (
     set_float32_products,
 )
 from tread_zoo.seeding import ImageGenerator, make_image_generator
-from tread_zoo.training.log import Log, is_due
+from tread_zoo.training.log import EarlyRecords, Log, is_due
 from tread_zoo.training.meters import Window, timed
 from tread_zoo.training.saving import save_snapshot, save_state
 from tread_zoo.training.setup import (
@@ -81,7 +81,7 @@ def train(**fields: Unpack[RunFields]) -> Path:
     set_float32_products(device, precision)
     keep_freed_memory(device)
     prepare_process_group(device)
-    with StopSignals() as signals, _errors_explained(config.training):
+    with EarlyRecords() as early, StopSignals() as signals, _errors_explained(config.training):
         setup = build_setup(config, source if checkpoint is None else None)
         if checkpoint is not None:
             check_same_data(checkpoint, setup.data_metadata, images=True)
@@ -91,7 +91,7 @@ def train(**fields: Unpack[RunFields]) -> Path:
         state = place(setup, accelerator, checkpoint)
         with (
             open_folder(config, accelerator) as locked_folder,
-            Log(state, locked_folder, precision, partial(step_flops, setup)) as log,
+            Log(state, locked_folder, precision, partial(step_flops, setup), early) as log,
         ):
             with signals.deferred():
                 run_steps(state, log, signals)

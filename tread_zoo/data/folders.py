@@ -1,0 +1,106 @@
+"""Picture files under a folder: one walk for training, scoring and references."""
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from tread_zoo.data.files import printable
+from tread_zoo.data.labels import nfc
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}  # no classes
+
+
+def picture_files(root: Path, field: str, beside: str | None = None) -> list[Path]:
+    """Return the pictures under a folder, by suffix, in no order.
+
+    Hidden files and folders are skipped. Each folder counts once, under its own name rather than
+    that of a link. Other files are counted in the log.
+
+    Args:
+        root: the folder.
+        field: its setting, for errors.
+        beside: suffix of files that belong to pictures.
+
+    Raises:
+        ValueError: there are none, or a name is not UTF-8.
+    """
+    files, others = list[Path](), Counter[str]()
+    for entry in _entries(root):
+        if not entry.is_file():  # a pipe, a device, a link to nothing
+            others["no regular file"] += 1
+        elif entry.name.lower().endswith(SUFFIXES):
+            files.append(Path(entry.path))
+        elif beside is None or not entry.name.endswith(beside):
+            others[os.path.splitext(entry.name)[1].lower() or "no suffix"] += 1
+    if others:
+        kinds = ", ".join(f"{count} {printable(kind)}" for kind, count in others.most_common())
+        logger.warning("ignored   %s: files that are no pictures: %s", root, kinds)
+    if not files:
+        raise ValueError(f"{field}={str(root)!r} has no pictures ({', '.join(SUFFIXES)}).")
+    for name in map(str, files):
+        if not name.isascii() and any("\ud800" <= char <= "\udfff" for char in name):
+            raise ValueError(f"{field}: the name {printable(name)} is not UTF-8: rename it.")
+    return files
+
+
+def _entries(root: Path) -> Iterator["os.DirEntry[str]"]:
+    """Yield what is no folder under `root`. Links to folders are followed last, so that each folder
+    is found under its own name; the kernel's file systems are not entered."""
+    virtual = {os.stat(place).st_dev for place in ("/proc", "/sys") if os.path.ismount(place)}
+    seen, places, links, repeated = set[tuple[int, int]](), [os.fspath(root)], list[str](), 0
+    while places or links:
+        place = places.pop() if places else links.pop(0)
+        status = os.stat(place)
+        if status.st_dev in virtual:
+            continue
+        if (status.st_dev, status.st_ino) in seen:
+            repeated += 1
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        with os.scandir(place) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    (links if entry.is_symlink() else places).append(entry.path)
+                else:
+                    yield entry
+    if repeated:
+        logger.warning("ignored   %s: %d links to folders that are read already", root, repeated)
+
+
+def find_classes(
+    root: Path, beside: str | None, *, labelled: bool
+) -> tuple[list[str], list[int], list[str]]:
+    """Return files, labels and class names (none: unlabelled), sorted. Sub-folders are the classes;
+    names that are equal in NFC are one. `beside` is as of `picture_files`.
+
+    Raises:
+        ValueError: pictures lie beside sub-folders; or, if `labelled`, these are train and val.
+    """
+    folders = [e for e in os.scandir(root) if e.is_dir() and not e.name.startswith(".")]
+    files = sorted(
+        (os.path.relpath(file.parent, root).split(os.sep)[0], str(file))
+        for file in picture_files(root, "data.path", beside)
+    )
+    found = {name for name, _ in files}
+    names = sorted({nfc(e.name) for e in folders if not e.is_symlink() or e.name in found})
+    loose = [os.path.basename(path) for name, path in files if name == "."]
+    if names and loose:
+        raise ValueError(
+            f"data.path={str(root)!r} has pictures beside sub-folders ({loose[0]!r} beside "
+            f"{names[0]!r}): move all into sub-folders, which are the classes, or none."
+        )
+    if labelled and names and {name.lower() for name in names} <= PARTS:
+        raise ValueError(
+            f"data.path={str(root)!r} has the sub-folders {', '.join(names)}, which are parts and "
+            f"no classes: set data.path={os.path.join(root, names[0])}, or data=hf to train on one "
+            "and hold out the other."
+        )
+    labels = {name: label for label, name in enumerate(names)}
+    return [path for _, path in files], [labels.get(nfc(name), 0) for name, _ in files], names

@@ -1,0 +1,157 @@
+"""Labels of every source: integers of any type stay as they are, words become classes."""
+
+import logging
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+MOST_CLASSES = 2**20  # a network has an embedding for each
+COLUMNS = ("label", "labels", "class", "cls", "target")  # taken in this order where none is named
+_SURVEYED = 1000  # rows, by which other columns are judged
+_FEW = 0.1  # of these, the different values of a column that may have labels
+
+
+def nfc(word: str) -> str:
+    """Return a name in Unicode's form NFC; macOS writes files' names in NFD."""
+    return unicodedata.normalize("NFC", word)
+
+
+def read_labels(values: Any, where: str) -> tuple[Tensor, tuple[str, ...]]:
+    """Return labels int64 [N] and class names; no names of integers.
+
+    Args:
+        values: an array or a list, one value per image: integers of any type (1.0 and "1" are
+            some), or words, whose classes are sorted by name and compared in NFC.
+        where: field and name of the labels, which an error begins with.
+
+    Raises:
+        ValueError: a value is neither, such as 0.5, None or a list.
+    """
+    array = _one_dimensional(values, where)
+    if array.dtype.kind in "OSU" and all(isinstance(value, str | bytes) for value in array):
+        texts = [v.decode() if isinstance(v, bytes) else v for v in array.tolist()]
+        numbers = _numbers(texts)
+        if numbers is None:
+            words = np.array([nfc(text.strip()) for text in texts], dtype=object)
+            names, indices = np.unique(words, return_inverse=True)
+            return torch.from_numpy(indices.astype(np.int64)), tuple(names)
+        array = numbers
+    for value in array.tolist():
+        if not isinstance(value, int | float) or value != value // 1:
+            raise _unusable(where, repr(value))
+        if abs(value) >= 2**63:
+            raise _unusable(where, f"{value:g}")
+    return torch.from_numpy(array.astype(np.int64)), ()
+
+
+def _numbers(texts: Sequence[str]) -> np.ndarray | None:
+    """Return the numbers that texts are; None if one is a word."""
+    try:
+        return np.array([int(t) if t.strip().isdecimal() else float(t) for t in texts], object)
+    except ValueError:
+        return None
+
+
+def _one_dimensional(values: Any, where: str) -> np.ndarray:
+    try:
+        array = np.asarray(values) if isinstance(values, np.ndarray) else _as_array(values)
+    except ValueError:  # lists of several lengths
+        raise _unusable(where, "lists") from None
+    if array.ndim and array.size == len(array):  # [N] or [N,1]
+        return array.reshape(-1)
+    raise _unusable(where, f"the shape {list(array.shape)}")
+
+
+def _as_array(values: Sequence[Any]) -> np.ndarray:
+    """Return an array of a list. One of None or of different types keeps its objects: numpy would
+    turn 1 and "a" into texts."""
+    kinds = {type(value) for value in values}
+    return np.asarray(values, dtype=None if len(kinds) == 1 else object)
+
+
+def _unusable(where: str, value: str) -> ValueError:
+    return ValueError(
+        f"{where} has {value}: labels are one integer or one word per image. Convert them, or set "
+        "data.num_classes=0 to train without labels."
+    )
+
+
+def check_labels(
+    labels: Tensor, num_classes: int | None, names: Sequence[str], where: str
+) -> tuple[str, ...]:
+    """Return the names of the classes of labels int64 [N]: `names`, if their number agrees, else
+    numbers. Without `num_classes` and `names` there are as many classes as the largest label + 1.
+
+    Classes without images are logged: labels may start at 1. Raises ValueError if a label is
+    outside 0 … num_classes - 1, or if these are more than `MOST_CLASSES`.
+    """
+    low, high = int(labels.min()), int(labels.max())
+    count = num_classes or len(names) or high + 1
+    if low < 0 or high >= count:
+        raise ValueError(
+            f"{where}: the labels are from {low} to {high}, but must be in 0 … "
+            f"{max(count - 1, 0)}. data.num_classes=0 trains without labels."
+        )
+    if count > MOST_CLASSES:
+        raise ValueError(
+            f"{where}: the labels are from {low} to {high}, and {count} classes are more than "
+            f"{MOST_CLASSES}: number the classes from 0, or set data.num_classes=0."
+        )
+    empty = (torch.bincount(labels, minlength=count) == 0).nonzero().flatten().tolist()
+    if empty:
+        shown = ", ".join(map(str, empty[:5])) + (", …" if len(empty) > 5 else "")
+        logger.warning(
+            "labels    %s: %d of %d classes have no image (%s)", where, len(empty), count, shown
+        )
+    return tuple(names) if len(names) == count else tuple(map(str, range(count)))
+
+
+def find_label_column(table: Any, name: str, used: Mapping[str, str]) -> str | None:
+    """Return the column of labels of a table of the `datasets` library: one named as in `COLUMNS`,
+    or the only one of class labels; None without any. `used` are columns of something else.
+
+    Columns that look like labels and are not taken are logged. Raises ValueError if several
+    columns have class labels.
+    """
+    import datasets
+
+    features = {column: kind for column, kind in table.features.items() if column not in used}
+    named = [column for column in COLUMNS if column in features]
+    classes = [n for n, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
+    if len(classes) > 1 and not named:
+        raise ValueError(
+            f"several columns have classes: {', '.join(classes)}. Set data.label_column, or "
+            "data.num_classes=0 to train without labels."
+        )
+    chosen = next(iter([*named, *classes]), None)
+    rest = table.select(range(min(len(table), _SURVEYED)))
+    others = [
+        column
+        for column, kind in features.items()
+        if column != chosen and (column in [*named, *classes] or _may_be_labels(rest, column, kind))
+    ]
+    if others:
+        taken = "there are no labels" if chosen is None else f"the labels are in {chosen!r}"
+        logger.warning(
+            "labels    %s: %s; not used, but like labels: %s (data.label_column)",
+            name, taken, ", ".join(others),
+        )  # fmt: skip
+    return chosen
+
+
+def _may_be_labels(table: Any, column: str, kind: Any) -> bool:
+    """Return whether a column has few different integers or texts, or lists of integers."""
+    kind, is_list = getattr(kind, "feature", kind), hasattr(kind, "feature")
+    dtype = str(getattr(kind, "dtype", ""))
+    if column.startswith("__") or not ("int" in dtype or (dtype == "string" and not is_list)):
+        return False
+    if is_list:
+        return True
+    values = table[column]
+    return 1 < len(set(values)) <= max(2, _FEW * len(values))
