@@ -7,8 +7,8 @@ With x_t and its velocity v of flow matching, noise at t = 1, the network gives 
     x_r          = x_t - (t - r) u(x_t, r, t)                                             (eq. 12)
 
 so one evaluation at r = 0, t = 1 makes an image of noise. The loss is the squared distance D of
-u to the right side, which gets no gradient and has v = noise - x, divided by (D + c)^p (eq. 22). In
-the authors' code D is the sum over C, H and W and c is 0.01; our D is the mean, and our c that part.
+u to the right side, which gets no gradient and has v = noise - x, divided by (D + c)^p (eq. 22).
+In the authors' code D is a sum over C, H and W and c is 0.01; our D is the mean, c 0.01 / (C H W).
 
     exact        d/dt u by forward-mode differentiation, which needs a formula of every operation
     difference   from one more evaluation, at t - h on the line along v, with any kernel:

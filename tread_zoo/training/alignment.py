@@ -107,8 +107,8 @@ class SelfFlow:
     """The cosine similarity of projected tokens to the averaged network's, after Self-Flow (arXiv
     2603.06507), with a projection of our own: the authors' has the layers D -> 2D -> D.
 
-    The averaged network sees all tokens, with `objective.second_level` at the cleaner of the image's
-    two times, and gets no gradient. The authors take a quarter of the tokens
+    The averaged network sees all tokens, with `objective.second_level` at the cleaner of the
+    image's two times, and gets no gradient. The authors take a quarter of the tokens
     (`objective.second_level=0.25`), layer 8 of 28, and the averaged network's layer 20.
 
     Args:
@@ -150,8 +150,8 @@ class Projector(nn.Module):
         layers: of tokens [..., D], or a convolution of [B,D,h,w].
         block: whose tokens it takes.
         grid: (h, w) of the backbone.
-        mean_share: fraction of their mean over the image that is subtracted from the features, which
-            are then divided by their standard deviation; None leaves them as they are.
+        mean_share: fraction of their mean over the image that is subtracted from the features, by
+            channel, before they are divided by their standard deviation; None: neither.
 
     Attributes:
         teacher_block: whose tokens of the averaged network are the features, if they are.
