@@ -15,6 +15,7 @@ from tread_zoo import create
 from tread_zoo.config import make_config
 from tread_zoo.data import ArrayDataset, digits, to_uint8
 from tread_zoo.diffusion import EDM, FlowMatching, generate
+from tread_zoo.diffusion.conditions import conditions_of
 from tread_zoo.evaluation import Protocol, score
 from tread_zoo.evaluation.evaluate import check_evaluation, describe_record, score_names
 from tread_zoo.evaluation.features import INCEPTION_URL
@@ -57,6 +58,23 @@ def test_streamed_samples_score_as_if_they_were_all_there(tiny, samples, record,
         write_npz(tmp_path / "r.npz", held_out.images, held_out.labels), tiny.real, **given
     )
     assert record["real"] == real["values"]
+
+
+def test_labels_are_drawn_at_random_if_asked(tiny, record, tmp_path):
+    """By the seed and the number of the image alone."""
+    drawn = conditions_of(tiny.backbone, tiny.data, 1).of(range(3000))
+    assert drawn.bincount().tolist() == pytest.approx([1000] * 3, abs=100)
+    assert conditions_of(tiny.backbone, tiny.data, 1).of([2, 7]).tolist() == drawn[[2, 7]].tolist()
+    at_random = tiny.score(labels="random")
+    assert at_random["protocol"]["labels"] == "at random"
+    assert Protocol.of(at_random) != Protocol.of(record)
+    x = generate(
+        tiny.backbone, tiny.objective, tiny.sampling, indices=range(23), labels=drawn[:23],
+        seed=1, batch_size=7,
+    )  # fmt: skip
+    images = write_npz(tmp_path / "samples.npz", to_uint8(x), drawn[:23])
+    given = {"extractor": tiny.extractor, "metrics": ["label_accuracy", *METRICS], "batch_size": 7}
+    assert at_random["values"] == score(images, tiny.real, **given)["values"]
 
 
 def test_the_record_is_json_and_has_the_protocol(record):
