@@ -164,6 +164,28 @@ def test_the_averaged_network_is_the_encoder(second_level):
     assert all(parameter.grad is None for parameter in teacher.parameters())
 
 
+def test_the_data_go_on_where_they_were_after_the_alignment_has_stopped(table):
+    setup = parts(table, "alignment.stop=0.5", "training.gradient_accumulation_steps=2")
+    unbroken = list(setup.batches())
+    for step in (1, 3, 4):
+        rest = list(setup.batches(step=step))
+        assert len(rest) == len(unbroken) - 2 * step
+        for one, other in zip(rest, unbroken[2 * step :], strict=True):
+            assert len(one) == len(other)
+            assert all(map(torch.equal, one, other))
+
+
+def test_the_teacher_is_the_average_of_the_weights(run):
+    """One that follows the weights at once teaches other features than one that lags."""
+    given = (*SELF, "training.log_every=1", "training.num_steps=3", "evaluation.metrics=[]")
+    terms = [
+        [row["alignment_loss"] for row in read_metrics(run(name, *given, decay)) if "loss" in row]
+        for name, decay in (("lags", "training.ema_decay=0.99"), ("same", "training.ema_decay=0"))
+    ]
+    assert terms[0][0] == terms[1][0]  # before the first step both are the weights
+    assert all(abs(one - other) > 1e-6 for one, other in list(zip(*terms, strict=True))[1:])
+
+
 def test_a_run_taught_by_its_average_resumes_to_the_bit(run):
     given = [*SELF, "objective.second_level=0.25", "alignment.stop=0.6"]
     unbroken = run("unbroken", *given)

@@ -19,7 +19,7 @@ from tread_zoo.diffusion import FlowMatching
 from tread_zoo.registry import register
 from tread_zoo.runs.checkpoint import find_checkpoint, load_backbone
 from tread_zoo.training import loop
-from tread_zoo.training.loop import step_loss, train
+from tread_zoo.training.loop import draw_step, step_loss, train
 from tread_zoo.training.meters import Window
 from tread_zoo.training.optimizer_state import optimizer_state
 from tread_zoo.training.setup import make_accelerator, place
@@ -122,6 +122,23 @@ class FlowWithANumber(FlowMatching):
     def loss(self, predict, x, draw):
         losses, values = super().loss(predict, x, draw)
         return losses, {**values, "brightness": x.mean(dim=(1, 2, 3)), "twice": 2 * losses}
+
+
+def test_schedules_count_optimizer_steps(run):
+    """Whatever the number of micro-steps: of the rate of routes, and the learning rate."""
+    given = ["training.gradient_accumulation_steps=2", "routing.schedule=steps"]
+    given += ["routing.start=1", "routing.end=3", "routing.rate_steps=[[0.5,0.75]]"]
+    setup = parts_of(settings(*given, "training.horizontal_flip=true"))
+    kept = [
+        draw_step(setup, batch, micro, 0, torch.device("cpu"))[3][0].ids.shape[1]
+        for micro, batch in enumerate(setup.batches())
+    ]
+    assert kept == 6 * [8] + 6 * [4]  # of 16 tokens
+    given += ["lr_schedule=linear", "lr_schedule.warmup_steps=2", "training.log_every=1"]
+    given += ["evaluation.metrics=[]"]
+    rows = read_metrics(run("run", *given, "optimizer.learning_rate=1e-3"))
+    rates = [row["learning_rate"] for row in rows if "loss" in row]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
 
 
 def test_what_the_objective_names_is_logged(run):
