@@ -19,6 +19,7 @@ from tread_zoo.diffusion import FlowMatching
 from tread_zoo.registry import register
 from tread_zoo.runs.checkpoint import find_checkpoint, load_backbone
 from tread_zoo.training import loop
+from tread_zoo.training.ema import WeightAverage
 from tread_zoo.training.loop import draw_step, step_loss, train
 from tread_zoo.training.meters import Window
 from tread_zoo.training.optimizer_state import optimizer_state
@@ -171,13 +172,26 @@ class FlowThatBreaks(FlowMatching):
     ("value", "words"), [("nan", "nan"), ("inf", "inf"), ("gradient", r"[0-9.]+, the norm of its")]
 )
 @pytest.mark.parametrize("every", [1, 5])
-def test_a_step_that_is_not_finite_ends_the_run_without_it(run, tmp_path, value, words, every):
-    """The host learns of it where it waits anyway: at a checkpoint, or a line of the log."""
+def test_a_step_that_is_not_finite_ends_the_run_without_it(
+    run, tmp_path, monkeypatch, value, words, every
+):
+    """The host learns of it where it waits anyway: at a checkpoint, or a line of the log. Averages
+    stay as they are, too."""
+    moved, update = [], WeightAverage.update
+
+    def updated(average, *given):
+        before = copy.deepcopy(average.network.state_dict())
+        update(average, *given)
+        after = average.network.state_dict()
+        moved.append(not all(torch.equal(tensor, after[key]) for key, tensor in before.items()))
+
+    monkeypatch.setattr(WeightAverage, "update", updated)
     FlowThatBreaks.losses.clear()
     given = ["objective=flow_that_breaks", f"objective.value={value}", "training.log_every=5"]
     with pytest.raises(FloatingPointError, match=rf"step 3: the loss is {words}.*resume=latest"):
         run("run", *given, f"training.checkpoint_every={every % 5}")
     assert len(FlowThatBreaks.losses) == (3 if every == 1 else 5)
+    assert moved == [True, True, False, True, True][: len(FlowThatBreaks.losses)]
     assert "the loss is" in (tmp_path / "run" / "train.log").read_text()
     if every == 1:
         checkpoint = find_checkpoint(tmp_path / "run")
