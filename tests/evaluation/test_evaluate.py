@@ -19,7 +19,7 @@ from tread_zoo.diffusion.conditions import conditions_of
 from tread_zoo.evaluation import Protocol, score
 from tread_zoo.evaluation.evaluate import check_evaluation, describe_record, score_names
 from tread_zoo.evaluation.features import INCEPTION_URL
-from tread_zoo.evaluation.held_out import held_out_loss, held_out_record
+from tread_zoo.evaluation.held_out import held_out_loss, held_out_record, stack_part
 from tread_zoo.seeding import make_image_generator
 
 ROOT = Path(__file__).parents[2]
@@ -230,13 +230,21 @@ def test_the_held_out_loss_is_that_of_fixed_draws_by_level(tiny):
     several = [held_out_loss(network, tiny.objective, data, num_draws=4, **given) for _ in "ab"]
     network.load_state_dict(state)
     x = data.codec.to_model(data.held_out.images, device=torch.device("cpu"))
-    draw = tiny.objective.draw(
-        x.shape, make_image_generator("held_out", 3, 0, images=range(len(x)))
-    )
-    losses = (draw.noise - x).square().mean((1, 2, 3))[draw.level.argsort()]
-    assert one[0] == pytest.approx(float(losses.mean()), rel=1e-6)
-    assert one[1] == pytest.approx([float(p.mean()) for p in losses.tensor_split(4)], rel=1e-5)
-    assert several[0] == several[1] != one
+    draws = [
+        tiny.objective.draw(x.shape, make_image_generator("held_out", 3, n, images=range(len(x))))
+        for n in range(4)
+    ]
+    for (mean, fourths), count in ((one, 1), (several[0], 4)):
+        losses = torch.cat([(d.noise - x).square().mean((1, 2, 3)) for d in draws[:count]])
+        losses = losses[torch.cat([d.level for d in draws[:count]]).argsort()]
+        assert mean == pytest.approx(float(losses.mean()), rel=1e-6)
+        assert fourths == pytest.approx([float(p.mean()) for p in losses.tensor_split(4)], rel=1e-5)
+    assert several[0] == several[1]
+
+
+def test_held_out_images_are_of_all_the_data_however_they_are_sorted():
+    labels = stack_part(ArrayDataset(random_images(60), torch.arange(60)), 6)[1]
+    assert labels.diff().tolist() == pytest.approx([10] * 5, abs=2)
 
 
 def test_the_held_out_record_knows_objective_draws_and_images(tiny):
