@@ -142,6 +142,19 @@ def test_schedules_count_optimizer_steps(run):
     assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
 
 
+def test_losses_are_logged_by_noise_level_the_lowest_first():
+    state = place(
+        parts_of(settings()), make_accelerator(parts_of(settings()), torch.device("cpu"), "fp32"),
+        None,
+    )  # fmt: skip
+    window, levels = Window(state), torch.tensor([0.7, 0.1, 0.9, 0.3])
+    window.add(2 * levels, {}, levels)
+    state.step, state.seconds["training"] = 1, 1.0
+    numbers = window.close(state)
+    found = [numbers[f"loss_level_{i}"] for i in (1, 2, 3, 4)]
+    assert found == pytest.approx([0.2, 0.6, 1.4, 1.8])
+
+
 def test_what_the_objective_names_is_logged(run):
     rows = [r for r in read_metrics(run("run", "objective=flow_with_a_number")) if "loss" in r]
     for row in rows:  # means of the window
