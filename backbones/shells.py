@@ -36,7 +36,8 @@ shells of DiT and LightningDiT attends to it after its mixer, as in PixArt-α (a
 
     x = x + Linear(softmax(q kᵀ / sqrt(Dh)) v),  q = Linear(LN(x)),  k, v = Linear(context)
 
-where the last Linear starts at 0. The mean is added to c as well.
+where the last Linear starts at 0. The mean is added to c as well. PixArt-α has q = Linear(x),
+without the norm, and adds no mean.
 
 Everything that travels per token is routed together: both streams of DiS, and the first values that
 mixers share, a stream [B, K, V] that is zero until a mixer sets it. If that mixer is within a

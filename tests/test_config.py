@@ -15,7 +15,14 @@ from tests.processes import run_python
 from tests.small_run import fields_of
 from tread_zoo import available, create
 from tread_zoo.cli import command, compose_settings
-from tread_zoo.config import PART_FIELDS, RunConfig, RunFields, TrainingConfig, make_config
+from tread_zoo.config import (
+    PART_FIELDS,
+    RunConfig,
+    RunFields,
+    TrainingConfig,
+    flatten,
+    make_config,
+)
 from tread_zoo.evaluation.evaluate import EvaluateConfig
 from tread_zoo.fields import check, default_fields
 from tread_zoo.help import describe, settings
@@ -274,11 +281,27 @@ def test_the_released_route_counts_the_end_block():
 
 @pytest.mark.parametrize(("number", "recipe"), enumerate(RECIPES))
 def test_a_recipe_goes_with_every_backbone_and_routing(number, recipe):
-    path = ["data.path=x"] if recipe == "imagenet256" else []
+    path = ["data.path=x"] if recipe.startswith("imagenet256") else []
     backbone, routing = CHOICES[number % len(CHOICES)]
     config = compose(f"experiment={recipe}", f"backbone={backbone}", f"routing={routing}", *path)
     assert config.backbone["name"] == f"{backbone}_tiny"
     assert config.routing.name == routing.partition("_")[0]
+
+
+def test_the_recipes_of_sit_and_tread_have_their_settings():
+    both = {
+        "data.normalization": "scale", "training.max_grad_norm": 0, "training.ema_decay": 0.9999,
+        "training.ema_warmup": False, "training.batch_size": 32, "optimizer.learning_rate": 1e-4,
+        "optimizer.beta2": 0.999, "lr_schedule.warmup_steps": 0, "evaluation.labels": "random",
+        "evaluation.num_images": 50000,
+    }  # fmt: skip
+    sit = {"objective.name": "flow", "sampler.name": "flow_sde", "sampler.num_steps": 250}
+    sit |= {"sampler.diffusion": 2, "sampler.last_step": 0.04}
+    tread = {"objective.name": "edm", "objective.sigma_data": 0.5}
+    tread |= {"sampler.name": "heun", "sampler.num_steps": 40}
+    for recipe, own in (("imagenet256_sit", sit), ("imagenet256_tread", tread)):
+        config = flatten(compose(f"experiment={recipe}", "data.path=x").as_dict())
+        assert {key: config[key] for key in both | own} == both | own
 
 
 def test_a_part_that_a_preset_chose_leaves_with_its_options():

@@ -74,8 +74,9 @@ class TrainingConfig:
         batch_size: images per process and micro-step.
         gradient_accumulation_steps: micro-steps per optimizer step.
         max_grad_norm: gradients are clipped to this norm, 1e-6 or more; 0 switches clipping off.
-        ema_decay: of the averaged weights, which are sampled and scored; it grows to this as
-            (1 + k) / (10 + k) at step k.
+        ema_decay: of the averaged weights, which are sampled and scored.
+        ema_warmup: the decay grows to `ema_decay` as (1 + k) / (10 + k) at step k; false: it is
+            that from the first step on.
         ema_snapshots_every: in optimizer steps: save averages of two widths, from which any other,
             as in `weights=ema:0.07`, is computed after training; 0: never.
         label_dropout: fraction of labels (or contexts) left out, for classifier-free guidance.
@@ -100,6 +101,7 @@ class TrainingConfig:
     gradient_accumulation_steps: PositiveInt = 1
     max_grad_norm: Annotated[float, Field(ge=1e-6)] | Annotated[float, Field(ge=0, le=0)] = 1.0
     ema_decay: Fraction = 0.995
+    ema_warmup: bool = True
     ema_snapshots_every: Annotated[NonNegativeInt, BOOKKEEPING] = 0
     label_dropout: Annotated[float, Field(ge=0, le=0.9)] = 0.1
     horizontal_flip: bool = False
@@ -121,7 +123,8 @@ class EvaluationConfig:
     """What a run, or a checkpoint, is scored by.
 
     Args:
-        num_images: samples to draw; image i has label i mod num_classes.
+        num_images: samples to draw.
+        labels: of samples: even, i mod num_classes for image i, or random, drawn by seed and image.
         extractor: digits-cnn-64, inception-v3-compat, dinov2-vit-l-14 (or s, b, g), a file of
             tread-zoo make-features, or a .pt2 file of torch.export; auto is digits-cnn-64 for
             digits, else inception-v3-compat.
@@ -139,6 +142,7 @@ class EvaluationConfig:
     """
 
     num_images: PositiveInt = 500
+    labels: Literal["even", "random"] = "even"
     extractor: str = "auto"
     metrics: Annotated[Auto | tuple[dict[str, Any], ...], BeforeValidator(_metrics)] = "auto"
     reference: str = "train"
@@ -205,10 +209,10 @@ RARELY_SET = {
     "kernels", "resume_changed", "inception_weights", "dinov2_weights", "part_size",
     "max_corrupt_share",
     *("training." + name for name in (
-        "ema_snapshots_every", "max_corrupt_share", "timeout_s", "keep_checkpoints",
+        "ema_snapshots_every", "ema_warmup", "max_corrupt_share", "timeout_s", "keep_checkpoints",
     )),
     *("evaluation." + name for name in (
-        "num_reference", "seed", "block_ranges", "batch_size", "inception_weights",
+        "labels", "num_reference", "seed", "block_ranges", "batch_size", "inception_weights",
         "dinov2_weights", "keep_images",
     )),
 }  # fmt: skip

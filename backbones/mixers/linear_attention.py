@@ -25,7 +25,9 @@ from backbones.mixers.scan import at_least_float32
 from tread_zoo.contract.backbone import Layout
 from tread_zoo.contract.layers import rotate
 
-EPSILON = 1e-6  # added to the mean of φ(q)·φ(k) over the keys, which may be 0
+# Added to the mean of φ(q)·φ(k) over the keys, which may be 0: L times as much beside their sum, to
+# which SANA adds 1e-8 (1e-15 in diffusers), whatever the number of keys.
+EPSILON = 1e-6
 
 
 class LinearAttention(Mixer):

@@ -59,6 +59,12 @@ def init_step_bias(bias: Tensor) -> None:
     bias.copy_(step + torch.log(-torch.expm1(-step)))  # inverse of softplus
 
 
+def spare_from_decay(*parameters: nn.Parameter) -> None:
+    """Mark parameters that no weight decay is meant for, as fla and mamba do."""
+    for parameter in parameters:
+        parameter._no_weight_decay = True  # type: ignore[attr-defined]
+
+
 # Types --------------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,7 @@ from backbones.mixers.scan import (
     init_uniform,
     scan_ways,
     softplus,
+    spare_from_decay,
 )
 from tread_zoo.kernels import selective_scan
 from tread_zoo.routing.orders import ScanOrder
@@ -74,6 +75,7 @@ class SelectiveScan(ScanMixer):
         self.step_bias = nn.Parameter(torch.empty(ways * inner))
         self.A_log = nn.Parameter(torch.empty(ways * inner, state_size))
         self.D = nn.Parameter(torch.empty(ways * inner))
+        spare_from_decay(self.step_bias, self.A_log, self.D)
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
 
     def _add_selection(self) -> None:

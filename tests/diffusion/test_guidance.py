@@ -123,6 +123,23 @@ def test_all_parts_together_are_the_formula(level, done):
         torch.testing.assert_close(found, weak + w * (strong - weak), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ClassifierFree, IntervalGuidance,
+        lambda **options: PartsGuidance(drop_label=True, scale=("linear", 2.0, 0.0), **options),
+    ],
+)  # fmt: skip
+def test_other_channels_are_not_guided(kind):
+    """The first are as with all guided, the others those of the condition without guidance."""
+    batch, level = batch_of(FlowMatching(), levels=torch.tensor([1, 0.5, 0.25, 0])), LEVEL
+    some, every, none = (
+        guidance.dx_dt(batch)(X, level) for guidance in (kind(channels=2), kind(), NoGuidance())
+    )
+    assert torch.equal(some, torch.cat([every[:, :2], none[:, 2:]], dim=1))
+    assert not torch.isclose(every, none).any()
+
+
 RAMPS = {"weak_rate": ("cosine", 0.6, 0.0), "strong_rate": ("cosine", 0.0, 0.6)}
 POINTS = [
     (ClassifierFree(channels=2), {"drop_label": True, "channels": 2}),

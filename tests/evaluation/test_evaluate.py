@@ -15,10 +15,11 @@ from tread_zoo import create
 from tread_zoo.config import make_config
 from tread_zoo.data import ArrayDataset, digits, to_uint8
 from tread_zoo.diffusion import EDM, FlowMatching, generate
+from tread_zoo.diffusion.conditions import conditions_of
 from tread_zoo.evaluation import Protocol, score
 from tread_zoo.evaluation.evaluate import check_evaluation, describe_record, score_names
 from tread_zoo.evaluation.features import INCEPTION_URL
-from tread_zoo.evaluation.held_out import held_out_loss, held_out_record
+from tread_zoo.evaluation.held_out import held_out_loss, held_out_record, stack_part
 from tread_zoo.seeding import make_image_generator
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +58,23 @@ def test_streamed_samples_score_as_if_they_were_all_there(tiny, samples, record,
         write_npz(tmp_path / "r.npz", held_out.images, held_out.labels), tiny.real, **given
     )
     assert record["real"] == real["values"]
+
+
+def test_labels_are_drawn_at_random_if_asked(tiny, record, tmp_path):
+    """By the seed and the number of the image alone."""
+    drawn = conditions_of(tiny.backbone, tiny.data, 1).of(range(3000))
+    assert drawn.bincount().tolist() == pytest.approx([1000] * 3, abs=100)
+    assert conditions_of(tiny.backbone, tiny.data, 1).of([2, 7]).tolist() == drawn[[2, 7]].tolist()
+    at_random = tiny.score(labels="random")
+    assert at_random["protocol"]["labels"] == "at random"
+    assert Protocol.of(at_random) != Protocol.of(record)
+    x = generate(
+        tiny.backbone, tiny.objective, tiny.sampling, indices=range(23), labels=drawn[:23],
+        seed=1, batch_size=7,
+    )  # fmt: skip
+    images = write_npz(tmp_path / "samples.npz", to_uint8(x), drawn[:23])
+    given = {"extractor": tiny.extractor, "metrics": ["label_accuracy", *METRICS], "batch_size": 7}
+    assert at_random["values"] == score(images, tiny.real, **given)["values"]
 
 
 def test_the_record_is_json_and_has_the_protocol(record):
@@ -212,13 +230,21 @@ def test_the_held_out_loss_is_that_of_fixed_draws_by_level(tiny):
     several = [held_out_loss(network, tiny.objective, data, num_draws=4, **given) for _ in "ab"]
     network.load_state_dict(state)
     x = data.codec.to_model(data.held_out.images, device=torch.device("cpu"))
-    draw = tiny.objective.draw(
-        x.shape, make_image_generator("held_out", 3, 0, images=range(len(x)))
-    )
-    losses = (draw.noise - x).square().mean((1, 2, 3))[draw.level.argsort()]
-    assert one[0] == pytest.approx(float(losses.mean()), rel=1e-6)
-    assert one[1] == pytest.approx([float(p.mean()) for p in losses.tensor_split(4)], rel=1e-5)
-    assert several[0] == several[1] != one
+    draws = [
+        tiny.objective.draw(x.shape, make_image_generator("held_out", 3, n, images=range(len(x))))
+        for n in range(4)
+    ]
+    for (mean, fourths), count in ((one, 1), (several[0], 4)):
+        losses = torch.cat([(d.noise - x).square().mean((1, 2, 3)) for d in draws[:count]])
+        losses = losses[torch.cat([d.level for d in draws[:count]]).argsort()]
+        assert mean == pytest.approx(float(losses.mean()), rel=1e-6)
+        assert fourths == pytest.approx([float(p.mean()) for p in losses.tensor_split(4)], rel=1e-5)
+    assert several[0] == several[1]
+
+
+def test_held_out_images_are_of_all_the_data_however_they_are_sorted():
+    labels = stack_part(ArrayDataset(random_images(60), torch.arange(60)), 6)[1]
+    assert labels.diff().tolist() == pytest.approx([10] * 5, abs=2)
 
 
 def test_the_held_out_record_knows_objective_draws_and_images(tiny):

@@ -13,6 +13,7 @@ from tread_zoo.data import digits
 from tread_zoo.evaluation import Protocol, score
 from tread_zoo.evaluation.features import load_features
 from tread_zoo.evaluation.images import Images, open_images
+from tread_zoo.evaluation.metrics import FeatureSet, build_metrics
 from tread_zoo.evaluation.score import extract
 from tread_zoo.registry import available, get_entry
 
@@ -43,6 +44,19 @@ def test_metrics_equal_those_of_torch_fidelity_on_the_same_features():
         ("recall", "recall"), ("isc", "inception_score_mean"),
     ):  # fmt: skip
         assert values[name] == pytest.approx(theirs[other], rel=1e-5, abs=1e-8), name
+
+
+def test_precision_and_recall_do_not_depend_on_where_features_lie():
+    """Float32 features whose mean is 1,000 times their standard deviation."""
+    torch.manual_seed(0)
+    sets = [0.8 * torch.randn(200, 16), torch.randn(300, 16)]
+    for metric in build_metrics(["precision", "recall"]):
+        here, far = (
+            metric.compute(*(FeatureSet(rows={"pooled": x + shift}) for x in sets))
+            for shift in (0, 1000)
+        )
+        assert 0.1 < here[metric.name] < 0.99
+        assert far[metric.name] == pytest.approx(here[metric.name], abs=0.01)
 
 
 # Plug-ins -----------------------------------------------------------------------------------------

@@ -23,14 +23,15 @@ def copy_of(tmp_path):
 
 @pytest.fixture
 def stopped_run(run, monkeypatch):
-    """Train a run that gets a signal while a step is computed; it must end with a status."""
+    """Train a run that gets signals while a step is computed; it must end with a status."""
 
-    def train(name, step, number, status, *overrides):
+    def train(name, step, numbers, status, *overrides):
         original = loop.draw_step
 
         def draw(setup, batch, micro_step, *place):
             if micro_step == step * setup.training.gradient_accumulation_steps:
-                os.kill(os.getpid(), number)
+                for number in numbers if isinstance(numbers, tuple) else (numbers,):
+                    os.kill(os.getpid(), number)
             return original(setup, batch, micro_step, *place)
 
         with monkeypatch.context() as patch:

@@ -31,7 +31,7 @@ def parts(table, *overrides):
 # The loss -------------------------------------------------------------------------------------
 
 
-def loss_by_hand(state, tokens, ids, features, projection, normalize):
+def loss_by_hand(state, tokens, ids, features, projection, mean_share):
     """The loss of each image, place by place, in float64; the grids are the same, 3x2."""
     weights = {name: value.double() for name, value in state.items()}
     losses = []
@@ -53,30 +53,32 @@ def loss_by_hand(state, tokens, ids, features, projection, normalize):
                     if neighbour is not None:
                         out += weights["layers.weight"][:, :, i + 1, j + 1] @ neighbour
             target = maps.flatten(1)[:, place]
-            if normalize == "spatial":
+            if mean_share is not None:
                 every = maps.flatten(1)
                 std = (every - every.mean(1, keepdim=True)).square().mean(1).sqrt()
-                target = (target - every.mean(1)) / std
+                target = (target - mean_share * every.mean(1)) / std
             similarities.append(float(out @ target / (out.norm() * target.norm())))
         losses.append(-sum(similarities) / len(similarities))
     return torch.tensor(losses)
 
 
 @pytest.mark.parametrize("projection", ["mlp", "conv"])
-@pytest.mark.parametrize("normalize", ["none", "spatial"])
-def test_the_loss_is_that_of_the_kept_tokens_at_their_places(projection, normalize):
+@pytest.mark.parametrize("mean_share", [None, 1.0, 0.6])
+def test_the_loss_is_that_of_the_kept_tokens_at_their_places(projection, mean_share):
     torch.manual_seed(0)
     backbone = create_backbone(
         "dit", input_size=(6, 4), in_channels=1, num_classes=0, depth=8, hidden_size=16
     )
-    options = {"projection": projection, "normalize": normalize, "hidden_size": 7}
+    options = {"projection": projection, "hidden_size": 7}
+    if mean_share is not None:
+        options |= {"normalize": "spatial", "mean_share": mean_share}
     projector = create("alignment", "repa", **options).build(backbone, 4)
     assert projector.block == 2  # a quarter of the depth
     features = 1 + torch.randn(2, 4, 3, 2)
     tokens = torch.randn(2, 6, 16)
     for ids in (torch.tensor([[0, 2, 3], [1, 4, 5]]), torch.arange(6).expand(2, -1)):
         kept = tokens.gather(1, ids[..., None].expand(-1, -1, 16))
-        expected = loss_by_hand(projector.state_dict(), kept, ids, features, projection, normalize)
+        expected = loss_by_hand(projector.state_dict(), kept, ids, features, projection, mean_share)
         torch.testing.assert_close(projector(kept, ids, features), expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(projector(tokens, None, features), expected, atol=1e-5, rtol=0)
 
@@ -160,6 +162,28 @@ def test_the_averaged_network_is_the_encoder(second_level):
     torch.testing.assert_close(term, -similarity.mean(dim=1), rtol=1e-4, atol=1e-5)
     term.mean().backward()
     assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+def test_the_data_go_on_where_they_were_after_the_alignment_has_stopped(table):
+    setup = parts(table, "alignment.stop=0.5", "training.gradient_accumulation_steps=2")
+    unbroken = list(setup.batches())
+    for step in (1, 3, 4):
+        rest = list(setup.batches(step=step))
+        assert len(rest) == len(unbroken) - 2 * step
+        for one, other in zip(rest, unbroken[2 * step :], strict=True):
+            assert len(one) == len(other)
+            assert all(map(torch.equal, one, other))
+
+
+def test_the_teacher_is_the_average_of_the_weights(run):
+    """One that follows the weights at once teaches other features than one that lags."""
+    given = (*SELF, "training.log_every=1", "training.num_steps=3", "evaluation.metrics=[]")
+    terms = [
+        [row["alignment_loss"] for row in read_metrics(run(name, *given, decay)) if "loss" in row]
+        for name, decay in (("lags", "training.ema_decay=0.99"), ("same", "training.ema_decay=0"))
+    ]
+    assert terms[0][0] == terms[1][0]  # before the first step both are the weights
+    assert all(abs(one - other) > 1e-6 for one, other in list(zip(*terms, strict=True))[1:])
 
 
 def test_a_run_taught_by_its_average_resumes_to_the_bit(run):

@@ -88,14 +88,16 @@ def test_a_run_s_averages_equal_the_sums_of_its_weights(tracked):
         assert (made - expected).norm() < tolerance * (expected - weights[0]).norm()
 
 
-def test_a_run_s_exponential_average_counts_steps_from_1(tracked):
-    steps = [find_checkpoint(path) for path in sorted((tracked / "checkpoints").glob("step_*"))]
+@pytest.mark.parametrize("warmup", [True, False])
+def test_a_run_s_exponential_average_counts_steps_from_1(tracked, run, warmup):
+    folder = tracked if warmup else run("constant", *OPTIONS, "training.ema_warmup=false")
+    steps = [find_checkpoint(path) for path in sorted((folder / "checkpoints").glob("step_*"))]
     last, averages = (
         [load_backbone(step, kind).patch_embed.weight.double() for step in steps]
         for kind in ("model", "ema")
     )
     for k in range(2, 7):
-        decay = min(0.4, (1 + k) / (10 + k))
+        decay = min(0.4, (1 + k) / (10 + k)) if warmup else 0.4
         expected = decay * averages[k - 2] + (1 - decay) * last[k - 1]
         moved = (averages[k - 1] - averages[k - 2]).norm()
         assert (averages[k - 1] - expected).norm() < 1e-4 * moved, k

@@ -20,11 +20,14 @@ EVERY_ARCHITECTURE = {
     "dit": ["backbone=dit", "training.gradient_accumulation_steps=2"],
     "uvit": ["backbone=uvit"],
     "mamba": [*FUSED, "training.activation_checkpointing=2"],
-    "mamba2": ["backbone=mamba2", "backbone.head_size=16", "training.compile=true"],
+    "mamba2": [
+        "backbone=mamba2", "backbone.head_size=16", "training.compile=true",
+        "optimizer.weight_decay=1",
+    ],
     "rwkv": ["backbone=rwkv", "backbone.depth=5", "routing.selector=norm"],
     "half": ["backbone=dit", "backbone.depth=2", "routing=none", "training.precision=bf16"],
     "muon": ["backbone=dit", "optimizer=muon", "optimizer.learning_rate=1e-3"],
-}
+}  # fmt: skip
 
 
 def work(jobs, folder, port):

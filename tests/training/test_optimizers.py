@@ -10,6 +10,7 @@ from tread_zoo.training.optimizers import hidden_matrices
 
 ARCHITECTURES = available("backbone", "*_tiny")
 WEIGHT_DECAY, BETAS = 0.1, (0.9, 0.95)
+RATES = ("A_log", "D", "step_bias")  # of scans, which are not decayed
 OPTIONS = {
     "learning_rate": 0.02, "adamw_learning_rate": 0.01, "weight_decay": WEIGHT_DECAY,
     "beta1": BETAS[0], "beta2": BETAS[1],
@@ -84,9 +85,12 @@ def test_a_part_moves_as_a_parameter_of_its_own(name, adjust_lr_fn, nesterov):
         [part for each in parts.values() for part in each],
         lr=0.02, weight_decay=WEIGHT_DECAY, nesterov=nesterov, adjust_lr_fn=adjust_lr_fn,
     )  # fmt: skip
+    decayed = [tensor for k, tensor in rest.items() if k.rpartition(".")[2] not in RATES]
+    others = [tensor for k, tensor in rest.items() if k.rpartition(".")[2] in RATES]
     adamw = torch.optim.AdamW(
-        rest.values(), lr=0.01, weight_decay=WEIGHT_DECAY, betas=BETAS, fused=True
-    )
+        [{"params": others, "weight_decay": 0.0}, {"params": decayed}],
+        lr=0.01, weight_decay=WEIGHT_DECAY, betas=BETAS, fused=True,
+    )  # fmt: skip
     options = {**OPTIONS, "adjust_lr_fn": adjust_lr_fn, "nesterov": nesterov}
     optimizer = create("optimizer", "muon", **options).build(network)
     for step in range(3):
@@ -104,6 +108,32 @@ def test_a_part_moves_as_a_parameter_of_its_own(name, adjust_lr_fn, nesterov):
         assert torch.equal(torch.cat(each), parameters[key].flatten(0, -2)), key
     for key, tensor in rest.items():
         assert torch.equal(tensor, parameters[key]), key
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["dit_tiny", "mamba_tiny", "mamba2_tiny", "kda_tiny"])
+def test_weight_decay_leaves_out_the_rates_of_scans_and_vectors_if_asked(optimizer, name):
+    """Where the gradient is zero, weight decay alone moves parameters."""
+
+    def unmoved(decayed):
+        network = make_network(name)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.fill_(1).grad = torch.zeros_like(parameter)
+        options = {"learning_rate": 0.02, "weight_decay": WEIGHT_DECAY, "decayed": decayed}
+        create("optimizer", optimizer, **options).build(network).step()
+        return {key for key, p in network.named_parameters() if torch.equal(p, torch.ones_like(p))}
+
+    rates = {
+        key for key, _ in make_network(name).named_parameters() if key.rpartition(".")[2] in RATES
+    }
+    assert unmoved("all") == rates
+    network = dict(make_network(name).named_parameters())
+    still, moved = unmoved("matrices"), network.keys() - unmoved("matrices")
+    assert rates < still
+    assert {key for key, p in network.items() if p.ndim < 2} <= still
+    assert "label_embed.table.weight" in still
+    assert moved >= hidden_matrices(make_network(name)).keys() | {"final.linear.weight"}
 
 
 def test_adamw_takes_the_rate_of_muon_unless_it_has_its_own():

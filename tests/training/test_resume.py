@@ -78,6 +78,12 @@ def test_each_signal_saves_and_has_its_status(stopped_run, tmp_path, number, sta
     assert find_checkpoint(tmp_path / "run").step == 2
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_of_several_signals_the_one_that_requeues_decides(stopped_run, last):
+    both = (signal.SIGUSR1, signal.SIGTERM)
+    stopped_run("run", 1, both[::-1] if last else both, 75)
+
+
 def test_a_handler_of_before_gets_the_signal_after_saving(stopped_run, tmp_path):
     """submitit requeues its job so."""
     steps = []

@@ -19,7 +19,8 @@ from tread_zoo.diffusion import FlowMatching
 from tread_zoo.registry import register
 from tread_zoo.runs.checkpoint import find_checkpoint, load_backbone
 from tread_zoo.training import loop
-from tread_zoo.training.loop import step_loss, train
+from tread_zoo.training.ema import WeightAverage
+from tread_zoo.training.loop import draw_step, step_loss, train
 from tread_zoo.training.meters import Window
 from tread_zoo.training.optimizer_state import optimizer_state
 from tread_zoo.training.setup import make_accelerator, place
@@ -124,6 +125,36 @@ class FlowWithANumber(FlowMatching):
         return losses, {**values, "brightness": x.mean(dim=(1, 2, 3)), "twice": 2 * losses}
 
 
+def test_schedules_count_optimizer_steps(run):
+    """Whatever the number of micro-steps: of the rate of routes, and the learning rate."""
+    given = ["training.gradient_accumulation_steps=2", "routing.schedule=steps"]
+    given += ["routing.start=1", "routing.end=3", "routing.rate_steps=[[0.5,0.75]]"]
+    setup = parts_of(settings(*given, "training.horizontal_flip=true"))
+    kept = [
+        draw_step(setup, batch, micro, 0, torch.device("cpu"))[3][0].ids.shape[1]
+        for micro, batch in enumerate(setup.batches())
+    ]
+    assert kept == 6 * [8] + 6 * [4]  # of 16 tokens
+    given += ["lr_schedule=linear", "lr_schedule.warmup_steps=2", "training.log_every=1"]
+    given += ["evaluation.metrics=[]"]
+    rows = read_metrics(run("run", *given, "optimizer.learning_rate=1e-3"))
+    rates = [row["learning_rate"] for row in rows if "loss" in row]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
+
+
+def test_losses_are_logged_by_noise_level_the_lowest_first():
+    state = place(
+        parts_of(settings()), make_accelerator(parts_of(settings()), torch.device("cpu"), "fp32"),
+        None,
+    )  # fmt: skip
+    window, levels = Window(state), torch.tensor([0.7, 0.1, 0.9, 0.3])
+    window.add(2 * levels, {}, levels)
+    state.step, state.seconds["training"] = 1, 1.0
+    numbers = window.close(state)
+    found = [numbers[f"loss_level_{i}"] for i in (1, 2, 3, 4)]
+    assert found == pytest.approx([0.2, 0.6, 1.4, 1.8])
+
+
 def test_what_the_objective_names_is_logged(run):
     rows = [r for r in read_metrics(run("run", "objective=flow_with_a_number")) if "loss" in r]
     for row in rows:  # means of the window
@@ -154,13 +185,26 @@ class FlowThatBreaks(FlowMatching):
     ("value", "words"), [("nan", "nan"), ("inf", "inf"), ("gradient", r"[0-9.]+, the norm of its")]
 )
 @pytest.mark.parametrize("every", [1, 5])
-def test_a_step_that_is_not_finite_ends_the_run_without_it(run, tmp_path, value, words, every):
-    """The host learns of it where it waits anyway: at a checkpoint, or a line of the log."""
+def test_a_step_that_is_not_finite_ends_the_run_without_it(
+    run, tmp_path, monkeypatch, value, words, every
+):
+    """The host learns of it where it waits anyway: at a checkpoint, or a line of the log. Averages
+    stay as they are, too."""
+    moved, update = [], WeightAverage.update
+
+    def updated(average, *given):
+        before = copy.deepcopy(average.network.state_dict())
+        update(average, *given)
+        after = average.network.state_dict()
+        moved.append(not all(torch.equal(tensor, after[key]) for key, tensor in before.items()))
+
+    monkeypatch.setattr(WeightAverage, "update", updated)
     FlowThatBreaks.losses.clear()
     given = ["objective=flow_that_breaks", f"objective.value={value}", "training.log_every=5"]
     with pytest.raises(FloatingPointError, match=rf"step 3: the loss is {words}.*resume=latest"):
         run("run", *given, f"training.checkpoint_every={every % 5}")
     assert len(FlowThatBreaks.losses) == (3 if every == 1 else 5)
+    assert moved == [True, True, False, True, True][: len(FlowThatBreaks.losses)]
     assert "the loss is" in (tmp_path / "run" / "train.log").read_text()
     if every == 1:
         checkpoint = find_checkpoint(tmp_path / "run")

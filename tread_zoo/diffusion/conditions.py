@@ -1,6 +1,6 @@
 """The condition of each sample: a label, a context, or none.
 
-    sample i    label      i mod num_classes
+    sample i    label      i mod num_classes, or one drawn by (seed, i)
                 context    that of held-out image order[i mod n] of n; `order` is bit-reversed, so
                            that every prefix is spread evenly
 
@@ -21,6 +21,7 @@ from tread_zoo.data.contexts import as_context, load_npy
 from tread_zoo.data.labels import nfc
 from tread_zoo.diffusion import default_labels
 from tread_zoo.errors import unknown_name
+from tread_zoo.seeding import make_generator
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ class Conditions:
     of: Callable[[Sequence[int]], Tensor | None]
 
 
-def conditions_of(backbone: Backbone, data: ImageData) -> Conditions:
+def conditions_of(backbone: Backbone, data: ImageData, label_seed: int | None = None) -> Conditions:
     """Return the conditions of samples of a network that was trained on `data`."""
     if not backbone.context_size:
-        return label_conditions(backbone)
+        return label_conditions(backbone, label_seed)
     kind, part = ("training", data.train) if data.held_out is None else ("held-out", data.held_out)
     size = len(part)  # type: ignore[arg-type]
     bits = max(size - 1, 0).bit_length()
@@ -48,11 +49,19 @@ def conditions_of(backbone: Backbone, data: ImageData) -> Conditions:
     return Conditions(f"contexts of {kind} images, evenly spaced", of)
 
 
-def label_conditions(backbone: Backbone) -> Conditions:
-    """Return sample i's label, i mod num_classes; None without classes."""
+def label_conditions(backbone: Backbone, seed: int | None = None) -> Conditions:
+    """Return sample i's label: i mod num_classes, or drawn at random by a seed; None without
+    classes."""
     num_classes = backbone.num_classes
-    rule = "i mod num_classes" if num_classes else "none"
-    return Conditions(rule, lambda indices: default_labels(indices, num_classes))
+    if not num_classes or seed is None:
+        rule = "i mod num_classes" if num_classes else "none"
+        return Conditions(rule, lambda indices: default_labels(indices, num_classes))
+
+    def drawn(indices: Sequence[int]) -> Tensor:
+        generators = (make_generator("sample label", seed, index) for index in indices)
+        return torch.cat([torch.randint(num_classes, (1,), generator=g) for g in generators])
+
+    return Conditions("at random", drawn)
 
 
 def class_number(label: int | str, names: Sequence[str]) -> int:

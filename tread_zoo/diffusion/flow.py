@@ -19,7 +19,7 @@ t is shifted, t' = s t / (1 + (s - 1) t), after it is drawn (SD3, section 3.1 an
 
 With a second level (Self-Flow, arXiv 2603.06507, the dual-timestep schedule) an image has two times
 of the same distribution, and each token takes one of them, so a token's time is distributed as
-before. The paper's fraction of tokens at the second time is not known here; to draw each token
+before. The authors give the second time to a quarter of the tokens; to draw each token
 independently is our choice.
 
 Dimensions: B batch, N tokens, C channels, H height, W width. A level is t.

@@ -17,7 +17,7 @@ from torch import Tensor
 from tread_zoo.config import CheckpointConfig, EvaluationConfig
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import ImageData
-from tread_zoo.diffusion import Objective, SamplingOptions, default_labels, generate
+from tread_zoo.diffusion import Objective, SamplingOptions, generate
 from tread_zoo.diffusion.conditions import conditions_of
 from tread_zoo.evaluation.contribution import data_contributions, describe_contributions, ranges_of
 from tread_zoo.evaluation.features import DIGITS, INCEPTION, find_extractor
@@ -97,7 +97,8 @@ def evaluate(
     if "sampling" not in cache:
         cache["sampling"] = sampling_record(backbone, objective, sampling, weak=weak)
     protocol = {**cache["sampling"], "weights": "ema", "precision": precision, **metadata}
-    conditions = conditions_of(backbone, data)
+    label_seed = options.seed if options.labels == "random" else None
+    conditions = conditions_of(backbone, data, label_seed)
     protocol |= {"data": data.name, "seed": options.seed, "labels": conditions.rule}
     blocks = data_contributions(
         backbone, objective, data, ranges=options.block_ranges or ranges_of(backbone, routing),
@@ -108,14 +109,15 @@ def evaluate(
         return {"values": {}, "real": {}, "protocol": protocol, **why, "contributions": blocks}
 
     def draw(numbers: range) -> tuple[Tensor, Tensor | None]:
+        conditioned = conditions.of(numbers)
         x = generate(
-            backbone, objective, sampling, indices=numbers, labels=conditions.of(numbers),
+            backbone, objective, sampling, indices=numbers, labels=conditioned,
             seed=options.seed, batch_size=options.batch_size, precision=precision, weak=weak,
         )  # fmt: skip
         images = codec.to_pixels(x, device=device)
         if options.keep_images is not None:
             save_numbered(images, numbers, Path(options.keep_images).expanduser())
-        return images, default_labels(numbers, backbone.num_classes)
+        return images, conditioned if backbone.num_classes else None
 
     decoder = codec.decoded_by
     if decoder is not None:

@@ -154,6 +154,9 @@ def label_accuracy(generated: Tensor, labels: Tensor) -> float:
 
 
 def _coverage(points: Tensor, centers: Tensor, num_neighbors: int) -> float:
+    # Distances from products lose what a common mean far from 0 takes of float32.
+    mean = centers.double().mean(dim=0).to(centers.dtype)
+    points, centers = points - mean, centers - mean
     rows = max(1, _DISTANCES_AT_ONCE // len(centers))
     k = num_neighbors + 1  # the nearest is the point itself
     radii = torch.cat([torch.cdist(x, centers).kthvalue(k).values for x in centers.split(rows)])

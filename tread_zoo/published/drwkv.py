@@ -1,8 +1,12 @@
 """feizc/Diffusion-RWKV: adaLN-Zero on affine norms, one more norm at each end of the stack.
 
 Their decay and bonus are divided by the number of tokens T in the forward pass. Our decay is, too;
-our bonus is not, so it is divided here. Between chunks of T / 32 tokens the published kernel counts
-each distance as one more than the WKV's formula does.
+our bonus is not, so it is divided here.
+
+The published kernel does not compute the WKV's formula, ours does. With w' = decay / T, token t
+gets every later token j with the factor exp(-w' (j - t)), one step more than the formula's. The
+kernel works in chunks of T / 32 tokens; in one that starts at s, each token j with s < j <= t is
+added once more, with the factor (1 - exp(w')) exp(w' (t - j)).
 """
 
 from torch import Tensor
@@ -49,8 +53,8 @@ DRWKV = CheckpointFormat(
         "mlp_ratio": len(theirs["in_blocks.0.ffn.key.weight"]) / theirs["pos_embed"].shape[2]
     },
     note=DDPM_NOTE
-    + " The published kernel differs from the WKV's formula between its chunks of tokens, ours "
-    "does not: outputs differ by about 0.3 % of their standard deviation.",
+    + " The published kernel counts later tokens as one step farther than the WKV's formula "
+    "does, ours does not: outputs differ by about 0.3 % of their standard deviation.",
     rules={
         "*.spatial.own": stack_flat,
         "*.spatial.bonus": _over_tokens,

@@ -7,8 +7,10 @@ computed ahead (`tread-zoo encode features=…`) and stored with the images. The
 with the network; it is not averaged, sampled or scored.
 
     REPA    an MLP projects each token                                      arXiv 2410.06940
-    iREPA   projection=conv, normalize=spatial                              arXiv 2512.10794
+    iREPA   projection=conv, normalize=spatial, mean_share=0.6              arXiv 2512.10794
+            with weight=1 for SiT and 0.5 for JiT
     HASTE   stop: the term goes after a fraction of training                arXiv 2505.16792
+            its alignment of attention maps (of blocks 4 to 7) is not here
 
 With `self_flow`, the averaged network is the encoder: f_i are its tokens after a later block, at
 the cleanest time of the image's tokens, and no features are stored.
@@ -65,8 +67,9 @@ class REPA:
         weight: of the term.
         projection: mlp: of each token, three linear layers with SiLU between; conv: one 3x3
             convolution over the grid, with zeros where a route took tokens out.
-        normalize: of the features: spatial subtracts from each channel its mean over the image and
-            divides by its standard deviation.
+        normalize: of the features: spatial subtracts from each channel `mean_share` of its mean
+            over the image and divides by its standard deviation.
+        mean_share: fraction of the mean that `normalize=spatial` subtracts.
         hidden_size: of the mlp.
         stop: fraction of training after which the term and its cost are gone.
     """
@@ -75,6 +78,7 @@ class REPA:
     weight: PositiveFloat = 0.5
     projection: Literal["mlp", "conv"] = "mlp"
     normalize: Literal["none", "spatial"] = "none"
+    mean_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     hidden_size: PositiveInt = 2048
     stop: Annotated[float, Field(gt=0, le=1)] = 1.0
 
@@ -93,17 +97,19 @@ class REPA:
             nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(),
             nn.Linear(hidden, feature_size),
         ) if self.projection == "mlp" else nn.Conv2d(width, feature_size, 3, padding=1)  # fmt: skip
-        return Projector(layers, block % depth, backbone.grid, self.normalize == "spatial")
+        share = self.mean_share if self.normalize == "spatial" else None
+        return Projector(layers, block % depth, backbone.grid, share)
 
 
 @register("alignment", "self_flow")
 @dataclass(frozen=True, kw_only=True)
 class SelfFlow:
     """The cosine similarity of projected tokens to the averaged network's, after Self-Flow (arXiv
-    2603.06507). The averaged network sees all tokens, with `objective.second_level` at the cleaner
-    of the image's two times, and gets no gradient.
+    2603.06507), with a projection of our own: the authors' has the layers D -> 2D -> D.
 
-    The paper's blocks and weight are not known here: the defaults are ours.
+    The averaged network sees all tokens, with `objective.second_level` at the cleaner of the
+    image's two times, and gets no gradient. The authors take a quarter of the tokens
+    (`objective.second_level=0.25`), layer 8 of 28, and the averaged network's layer 20.
 
     Args:
         block: whose tokens, counted from 0, negative from the end; auto is three tenths of depth.
@@ -144,7 +150,8 @@ class Projector(nn.Module):
         layers: of tokens [..., D], or a convolution of [B,D,h,w].
         block: whose tokens it takes.
         grid: (h, w) of the backbone.
-        normalize: the features, over the image.
+        mean_share: fraction of their mean over the image that is subtracted from the features, by
+            channel, before they are divided by their standard deviation; None: neither.
 
     Attributes:
         teacher_block: whose tokens of the averaged network are the features, if they are.
@@ -153,10 +160,10 @@ class Projector(nn.Module):
     teacher_block: int | None = None
 
     def __init__(
-        self, layers: nn.Module, block: int, grid: tuple[int, int], normalize: bool
+        self, layers: nn.Module, block: int, grid: tuple[int, int], mean_share: float | None
     ) -> None:
         super().__init__()
-        self.layers, self.block, self.grid, self.normalize = layers, block, grid, normalize
+        self.layers, self.block, self.grid, self.mean_share = layers, block, grid, mean_share
 
     def forward(self, tokens: Tensor, ids: Tensor | None, features: Tensor) -> Tensor:
         """Return - mean over the K tokens of their cosine similarity to the features, [B].
@@ -169,9 +176,9 @@ class Projector(nn.Module):
         target = features.float()
         if target.shape[2:] != self.grid:
             target = F.interpolate(target, self.grid, mode="bilinear", antialias=True)
-        if self.normalize:
+        if self.mean_share is not None:
             std, mean = torch.std_mean(target, dim=(2, 3), keepdim=True, correction=0)
-            target = (target - mean) / (std + _EPS)
+            target = (target - self.mean_share * mean) / (std + _EPS)
         target = _gather(target.flatten(2).mT, ids)
         similarity = F.cosine_similarity(self._project(tokens, ids).float(), target, dim=-1)
         return -similarity.mean(dim=1)

@@ -1,7 +1,8 @@
 """Averages of the weights, in float32.
 
     average_k = average_(k-1) + (1 - d_k) (weights_k - average_(k-1))          k = 1, 2, …
-    d_k = min(decay, (1 + k) / (10 + k))    exponential: early averages forget the start
+    d_k = min(decay, (1 + k) / (10 + k))    exponential: early averages forget the start, or
+    d_k = decay                             without `training.ema_warmup`
     d_k = (1 - 1/k)^p                       power function (EDM2, arXiv 2312.02696, section 3)
 
 After t steps a power-function average weighs step k by (k^p - (k-1)^p) / t^p: its profile over time
@@ -75,9 +76,9 @@ class WeightAverage:
             self.network.cpu()
 
 
-def exponential_decay(decay: float) -> Callable[[int], float]:
-    """Return d_k of the exponential average, which grows to `decay`."""
-    return lambda step: min(decay, (1 + step) / (10 + step))
+def exponential_decay(decay: float, *, warmup: bool = True) -> Callable[[int], float]:
+    """Return d_k of the exponential average, with `warmup` one that grows to `decay`."""
+    return lambda step: min(decay, (1 + step) / (10 + step)) if warmup else decay
 
 
 def power_decay(width: float) -> Callable[[int], float]:

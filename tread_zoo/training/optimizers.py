@@ -4,7 +4,7 @@ The loop multiplies the learning rate that each parameter group starts with by t
 factor; it knows nothing else of an optimizer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
@@ -17,6 +17,7 @@ from tread_zoo.registry import register
 from tread_zoo.training.sharding import slice_like, whole
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
+Decayed = Literal["all", "matrices"]
 
 
 class OptimizerPart(Protocol):
@@ -29,24 +30,28 @@ class OptimizerPart(Protocol):
 @register("optimizer", "adamw")
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW (arXiv 1711.05101), of every parameter alike.
+    """AdamW (arXiv 1711.05101) of every parameter.
 
     Args:
         learning_rate: its peak; auto is what the backbone's preset is trained with.
         weight_decay, beta1, beta2: as of torch.
+        decayed: what the weight decay is of: all, or matrices: no norms, biases and embeddings.
+            Rates, steps and D of scans have none; see `spared_from_decay`.
     """
 
     learning_rate: Literal["auto"] | PositiveFloat = "auto"
     weight_decay: NonNegativeFloat = 0.0
     beta1: Momentum = 0.9
     beta2: Momentum = 0.99
+    decayed: Decayed = "all"
 
     def build(self, backbone: Backbone) -> torch.optim.Optimizer:
         """Return torch's AdamW; the step is one kernel where torch has one."""
         assert self.learning_rate != "auto", "make_config resolves it"
+        spared = spared_from_decay(backbone, self.decayed)
         return torch.optim.AdamW(
-            backbone.parameters(), lr=self.learning_rate, betas=(self.beta1, self.beta2),
-            weight_decay=self.weight_decay, fused=_has_fused_step(backbone),
+            _split(dict(backbone.named_parameters()), spared, self.weight_decay),
+            lr=self.learning_rate, betas=(self.beta1, self.beta2), fused=_has_fused_step(backbone),
         )  # fmt: skip
 
 
@@ -60,6 +65,7 @@ class Muon:
         learning_rate: the peak of Muon's; auto is what the backbone's preset is trained with.
         momentum, nesterov, ns_steps: as of torch; `ns_steps` is the number of Newton-Schulz steps.
         weight_decay: of both.
+        decayed: as of `AdamW`; what Muon trains is decayed.
         adjust_lr_fn: factor on Muon's rate by the shape [rows, columns] of a matrix;
             match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that rates of AdamW fit (Moonlight,
             arXiv 2502.16982); original: sqrt(max(1, rows / columns)).
@@ -76,6 +82,7 @@ class Muon:
     adamw_learning_rate: Literal["auto"] | PositiveFloat = "auto"
     beta1: Momentum = 0.9
     beta2: Momentum = 0.99
+    decayed: Decayed = "all"
 
     def build(self, backbone: Backbone) -> torch.optim.Optimizer:
         """Return one optimizer of both kinds of parameters.
@@ -101,6 +108,7 @@ class Muon:
                 "betas": (self.beta1, self.beta2),
                 "fused": _has_fused_step(backbone),
             },
+            spared=spared_from_decay(backbone, self.decayed),
         )
 
 
@@ -123,6 +131,33 @@ def hidden_matrices(backbone: Backbone) -> dict[str, tuple[int, ...]]:
     return matrices
 
 
+def spared_from_decay(backbone: Backbone, decayed: Decayed) -> set[str]:
+    """Return the names of the parameters without weight decay: those that are marked
+    `_no_weight_decay`, as those of fla and mamba; if only matrices are decayed also biases, other
+    vectors, and embeddings, which are the parameters of the backbone itself and of `nn.Embedding`.
+    """
+    spared = set()
+    for path, module in backbone.named_modules():
+        embeds = module is backbone or isinstance(module, nn.Embedding)
+        for name, parameter in module.named_parameters(prefix=path, recurse=False):
+            is_matrix = parameter.ndim > 1 and not embeds and not name.endswith("bias")
+            marked = getattr(parameter, "_no_weight_decay", False)
+            if marked or (decayed == "matrices" and not is_matrix):
+                spared.add(name)
+    return spared
+
+
+def _split(
+    parameters: Mapping[str, Tensor], spared: Collection[str], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Return parameter groups: of what is spared from weight decay, if there is any, and last of
+    what is not, which further parameters join."""
+    first = [p for name, p in parameters.items() if weight_decay and name in spared]
+    rest = [p for name, p in parameters.items() if not weight_decay or name not in spared]
+    groups = [{"params": first, "weight_decay": 0.0}] if first else []
+    return [*groups, {"params": rest, "weight_decay": weight_decay}]
+
+
 class MuonWithAdamW(torch.optim.Optimizer):
     """`torch.optim.Muon` of matrices, each part of a fused one as a parameter of its own; AdamW of
     the rest.
@@ -135,7 +170,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         parameters: all, by name.
         matrices: sizes of the parts along the rows, by name; see `hidden_matrices`.
         muon, adamw: options of torch's optimizers. The parameter groups are those of `muon`, one
-            for each way to split, which is its `row_sizes`; then that of `adamw`.
+            for each way to split, which is its `row_sizes`; then those of `adamw`.
+        spared: names of parameters that AdamW does not decay.
     """
 
     def __init__(
@@ -145,13 +181,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
         *,
         muon: Mapping[str, Any],
         adamw: Mapping[str, Any],
+        spared: Collection[str] = (),
     ) -> None:
         by_sizes: dict[tuple[int, ...], list[Tensor]] = {}
         for name, row_sizes in matrices.items():
             by_sizes.setdefault(tuple(row_sizes), []).append(parameters[name])
-        rest = [parameter for name, parameter in parameters.items() if name not in matrices]
+        rest = {name: parameter for name, parameter in parameters.items() if name not in matrices}
         groups = [{"params": part, "row_sizes": k, **muon} for k, part in by_sizes.items()]
-        super().__init__([*groups, {"params": rest, **adamw}], defaults={})
+        by_decay = _split(rest, spared, adamw.get("weight_decay", 0.0))
+        super().__init__([*groups, *({**adamw, **group} for group in by_decay)], defaults={})
         self._step_supports_amp_scaling = bool(adamw.get("fused"))
 
     @torch.no_grad()

@@ -297,9 +297,9 @@ def check_ranks_agree(
 
 def place(setup: Setup, accelerator: "Accelerator", checkpoint: Checkpoint | None) -> TrainState:
     """Return the state of a run at its start, or as a checkpoint left it; every rank calls this."""
-    network, decays = setup.backbone, {"ema": exponential_decay(setup.training.ema_decay)}
-    projector = setup.projector
-    if setup.training.ema_snapshots_every:
+    network, projector, training = setup.backbone, setup.projector, setup.training
+    decays = {"ema": exponential_decay(training.ema_decay, warmup=training.ema_warmup)}
+    if training.ema_snapshots_every:
         decays |= {part: power_decay(width) for part, width in TRACKED_WIDTHS.items()}
     averages = {part: WeightAverage(network, decay) for part, decay in decays.items()}
     if checkpoint is not None:

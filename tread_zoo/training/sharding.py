@@ -61,6 +61,7 @@ def shard(modules: Sequence[nn.Module], device: torch.device, dtype: torch.dtype
     reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     network: Any = modules[0]
+    marked = [n for n, p in network.named_parameters() if hasattr(p, "_no_weight_decay")]
     for block in network.blocks:
         cast = {p for m in block.modules() if isinstance(m, CAST) for p in m.parameters()}
         policy = MixedPrecisionPolicy(
@@ -71,3 +72,5 @@ def shard(modules: Sequence[nn.Module], device: torch.device, dtype: torch.dtype
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     for module in modules:
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    for name in marked:  # the slices are new parameters
+        network.get_parameter(name)._no_weight_decay = True
