@@ -19,7 +19,9 @@ from tread_zoo.diffusion import (
     initial_noise,
 )
 from tread_zoo.evaluation.flops import count_flops
-from tread_zoo.routing import Route
+from tread_zoo.factory import add_routing
+from tread_zoo.registry import create
+from tread_zoo.routing import Select
 
 T, S, WIDTH, DEPTH = 3, 5, 16, 4
 
@@ -37,8 +39,9 @@ def contexts(count=4):
     return torch.randn(count, T, S, generator=torch.Generator().manual_seed(1))
 
 
-def draw(net, guidance, labels, num_steps=1, **more):
-    options = SamplingOptions(Euler(), num_steps, guidance=guidance)
+def draw(net, guidance, labels, num_steps=1, trained=None, **more):
+    trained = trained or create("routing", "tread")
+    options = SamplingOptions(Euler(), num_steps, guidance=guidance, trained=trained)
     return generate(
         net, FlowMatching(), options, indices=range(len(labels)), labels=labels, seed=3,
         **{"batch_size": 8, **more},
@@ -70,8 +73,9 @@ def test_every_guidance_is_its_formula_with_zeros_for_no_context():
     assert torch.equal(draw(net, SparseGuidance(scale=1.0), y), draw(net, NoGuidance(), y))
     sparse = draw(net, SparseGuidance(scale=2.0), y)
     assert not torch.equal(sparse, draw(net, SparseGuidance(scale=2.0), -y))
-    net.add_fusions([(1, 3)])
-    assert torch.isfinite(draw(net, PathDropGuidance(), y, num_steps=2)).all()
+    sprint = create("routing", "sprint", start=1, end=3)
+    add_routing(net, sprint)
+    assert torch.isfinite(draw(net, PathDropGuidance(), y, num_steps=2, trained=sprint)).all()
 
 
 def test_an_image_is_a_function_of_its_number_and_its_context():
@@ -84,7 +88,7 @@ def test_an_image_is_a_function_of_its_number_and_its_context():
 def test_flops_count_the_context_tokens():
     """As many registers, and the linear map of the embeddings."""
     registers = network(context_length=0, context_size=0, num_registers=T)
-    routes = [Route(1, 4, torch.arange(4)[None])]
+    routes = [Select(1, 4, torch.arange(4)[None])]
     cost, expected = (count_flops(net, routes=routes) for net in (network(), registers))
     assert cost == expected + 2 * T * S * WIDTH
 

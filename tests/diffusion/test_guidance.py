@@ -1,14 +1,13 @@
 """Guidance: which networks are called, with which labels and tokens, and what it adds up to."""
 
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 
 import pytest
 import torch
 
-from tread_zoo import create_backbone
-from tread_zoo.contract.backbone import Backbone
+from tread_zoo import create, create_backbone
 from tread_zoo.diffusion import (
     EDM,
     AutoGuidance,
@@ -34,6 +33,8 @@ from tread_zoo.diffusion import (
     default_labels,
     generate,
 )
+from tread_zoo.factory import add_routing
+from tread_zoo.routing.methods.none import NO_ROUTING
 
 NULL = 10
 LABELS = torch.tensor([2, 7])
@@ -46,9 +47,10 @@ class Spy:
 
     num_classes, context_length, context_size = NULL, 0, 0
     in_channels, input_size, grid, num_blocks = 5, (4, 4), (4, 4), 12
-    default_selector, default_range = "random", (2, -4)
-    fused_ranges = ((2, 5), (6, 9))
-    build_routing = Backbone.build_routing
+    default_selector, default_range, widths, skips = "random", (2, -4), (1,), {}
+
+    def parameters(self):
+        return iter([torch.zeros(1)])
 
     def __init__(self, factor=1.0):
         self.factor, self.calls = factor, []
@@ -58,7 +60,7 @@ class Spy:
 
     def __call__(self, x, t, y=None, *, routes=()):
         self.calls.append((None if y is None else y.tolist(), tuple(routes)))
-        kept = [getattr(route, "num_kept", 0) for route in routes]  # a dropped path keeps none
+        kept = [getattr(route, "num_kept", 0) for route in routes]  # blocks left out keep none
         gain = self.gain(torch.zeros(len(x)) if y is None else y, kept)
         return x * gain.to(x.dtype) + t.view(-1, 1, 1, 1)
 
@@ -74,6 +76,7 @@ def objective(request):
 
 def batch_of(objective, labels=LABELS, **options):
     usual = {"indices": [0, 1], "seed": 0, "levels": objective.levels(10), "weak": Spy(0.5)}
+    usual["routing"] = create("routing", "sprint")
     return ImageBatch(Spy(), objective, labels, **{**usual, **options})
 
 
@@ -115,7 +118,7 @@ def test_all_parts_together_are_the_formula(level, done):
             value[1] + done * (value[2] - value[1]) if isinstance(value, tuple) else value
             for value in (scale, weak_rate, strong_rate)
         )
-        kept = [0, 0] if path else [16 - 16 * weak_rate]
+        kept = [0] if path else [16 - 16 * weak_rate]
         of_label = torch.tensor([NULL, NULL]) if label else LABELS
         weak = (batch.weak if checkpoint else batch.backbone).gain(of_label, kept) * x + level
         strong = batch.backbone.gain(LABELS, [16 - 16 * strong_rate]) * x + level
@@ -144,7 +147,7 @@ RAMPS = {"weak_rate": ("cosine", 0.6, 0.0), "strong_rate": ("cosine", 0.0, 0.6)}
 POINTS = [
     (ClassifierFree(channels=2), {"drop_label": True, "channels": 2}),
     (IntervalGuidance(high=0.25), {"drop_label": True, "high": 0.25}),
-    (SparseGuidance(start=1), {"weak_rate": 0.7, "start": 1}),
+    (SparseGuidance(routing="tread"), {"weak_rate": 0.7, "routing": "tread"}),
     (AutoGuidance(weak_checkpoint="x"), {"weak_checkpoint": "x"}),
     (PathDropGuidance(scale=0.5), {"drop_label": True, "drop_path": True, "scale": 0.5}),
     (SparseClassifierFree(), {"drop_label": True, "weak_rate": 0.5}),
@@ -230,12 +233,14 @@ def test_kept_tokens_depend_on_seed_image_and_evaluation_alone():
 
 
 def test_a_route_that_the_network_cannot_rejoin_is_refused_before_sampling():
-    network = tiny()
-    network.add_fusions([(3, 6)])
+    network, trained = tiny(), create("routing", "sprint", start=3, end=6)
+    add_routing(network, trained)
     for start, end, fits in ((2, 5, False), (3, 6, True)):
-        sampling = SamplingOptions(Euler(), 2, guidance=SparseGuidance(start=start, end=end))
-        with nullcontext() if fits else pytest.raises(ValueError, match=r"guidance\.start=2"):
-            sampling.check(network, FlowMatching())
+        other = {"name": "tread", "start": start, "end": end}
+        guidance = SparseGuidance(routing=other)
+        sampling = SamplingOptions(Euler(), 2, guidance=guidance, trained=trained)
+        with nullcontext() if fits else pytest.raises(ValueError, match=r"\[3, 6\)"):
+            draw(network, sampling, [0])
 
 
 def tiny(name="dit_tiny", **options):
@@ -253,8 +258,7 @@ def tiny(name="dit_tiny", **options):
     [
         (ClassifierFree(), {"num_classes": 0}),
         (IntervalGuidance(high=1.5), {}),
-        (SparseGuidance(start=3, end=40), {}),
-        (SparseGuidance(selector="norm"), {}),
+        (SparseGuidance(routing={"name": "tread", "start": 3, "end": 40}), {}),
         (PathDropGuidance(), {}),
         (AutoGuidance(weak_checkpoint="x"), {}),
         (PartsGuidance(weak_rate=0.5, drop_label=("interval", 0.5, 1.0)), {"num_classes": 0}),
@@ -273,29 +277,32 @@ def test_what_a_network_cannot_do_is_refused_before_sampling(guidance, options, 
 @pytest.mark.parametrize(
     ("guidance", "training", "fits"),
     [
-        (NoGuidance(), {"label_dropout": 0.0, "has_routes": False}, True),
+        (NoGuidance(), {"label_dropout": 0.0, "routing": "none"}, True),
         (ClassifierFree(), {"label_dropout": 0.0}, False),
         (ClassifierFree(scale=1.0), {"label_dropout": 0.0}, True),
         (ClassifierFree(), {}, True),
-        (PathDropGuidance(), {"label_dropout": 0.0}, False),
-        (PathDropGuidance(), {"label_dropout": 0.0, "conditional": False}, True),
-        (SparseGuidance(), {"has_routes": False}, False),
-        (SparseGuidance(scale=1.0), {"has_routes": False}, True),
-        (SparseGuidance(scale=1.0, strong_rate=0.2), {"has_routes": False}, False),
+        (PathDropGuidance(), {"routing": "tread"}, False),
+        (PathDropGuidance(), {"routing": "sprint"}, True),
+        (PathDropGuidance(), {"routing": "layer_drop"}, True),
+        (PathDropGuidance(), {"routing": "sprint", "label_dropout": 0.0}, False),
+        (PathDropGuidance(), {"routing": "sprint", "label_dropout": 0.0, "num_classes": 0}, True),
+        (SparseGuidance(), {"routing": "none"}, False),
+        (SparseGuidance(), {"routing": "maskdit"}, False),
+        (SparseGuidance(routing="token_merging"), {"routing": "none"}, True),
+        (SparseGuidance(scale=1.0), {"routing": "none"}, True),
+        (SparseGuidance(scale=1.0, strong_rate=0.2), {"routing": "none"}, False),
         (SparseGuidance(), {}, True),
         (SparseClassifierFree(), {"label_dropout": 0.0}, False),
-        (SparseClassifierFree(), {"has_routes": False}, False),
+        (SparseClassifierFree(), {"routing": "none"}, False),
     ],
     ids=repr,
 )
 def test_what_training_never_showed_is_refused(guidance, training, fits):
-    options = SamplingOptions(Euler(), 2, guidance=guidance)
-    facts = {"conditional": True, "label_dropout": 0.1, "has_routes": True, **training}
-    if fits:
-        options.check_training(**facts)
-    else:
-        with pytest.raises(ValueError, match="train"):
-            options.check_training(**facts)
+    trained = create("routing", training.get("routing", "tread"))
+    options = SamplingOptions(Euler(), 2, guidance=guidance, trained=trained)
+    network = tiny(num_classes=training.get("num_classes", 10))
+    with nullcontext() if fits else pytest.raises(ValueError, match="train"):
+        options.check_training(network, training.get("label_dropout", 0.1))
 
 
 @pytest.mark.parametrize(
@@ -321,6 +328,8 @@ def test_a_weak_network_of_other_data_or_another_objective_is_refused(of_weak, o
 def draw(network, options, indices, *, batch_size=8, objective=None, **more):
     labels = default_labels(indices, network.num_classes)
     more |= {"indices": indices, "labels": labels, "seed": 3, "batch_size": batch_size}
+    if options.trained is NO_ROUTING:
+        options = replace(options, trained=create("routing", "tread"))
     return generate(network, objective or FlowMatching(), options, **more)
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests import drawn
 from tests.small_run import parts_of, settings, train_small
 from tread_zoo import available, create_backbone
 from tread_zoo.cli import compose_settings
@@ -53,9 +54,7 @@ def test_every_row_takes_the_other_end_of_a_span(name):
         at_t = backbone(x, t, y)
         assert torch.equal(backbone(x, t, y, r=t), at_t)
         assert not torch.isclose(backbone(x, t, y, r=t / 2), at_t).all(-1).all(-1).any()
-        routes = backbone.build_routing(selection_rate=0.5).draw(
-            3, backbone.grid, make_generator("test", 4)
-        )
+        routes = drawn.draw(backbone, batch=3)
         routed = [backbone(x, t, y, r=r, routes=routes) for r in (t, None)]
         assert torch.equal(*routed)
 
@@ -205,12 +204,10 @@ def test_a_step_goes_by_the_mean(num_steps):
 # Training -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("selector", ["random", "norm"])
-def test_all_calls_of_a_step_keep_the_same_tokens(selector):
+def test_all_calls_of_a_step_keep_the_same_tokens():
     setup = parts_of(
         settings(
             "objective=mean_flow", "objective.guidance_scale=2", "objective.guidance_mix=0.5",
-            f"routing.selector={selector}",
         )
     )  # fmt: skip
     calls = []
@@ -246,7 +243,9 @@ def test_one_step_shows_the_label(tmp_path):
 @pytest.mark.parametrize(
     ("override", "word"),
     [
-        ("routing.reconstruction_weight=0.1", "reconstruction_weight"),
+        ("routing=maskdit", "routing=maskdit"),
+        ("routing=token_merging", "routing=token_merging"),
+        ("routing.selector=norm", "selector"),
         ("training.label_dropout=0", "label_dropout"),
     ],
 )

@@ -8,10 +8,12 @@ import torch
 from tests.test_contract import SMALL
 from tread_zoo.diffusion import FlowMatching, build_sampling, generate
 from tread_zoo.evaluation.flops import count_flops, count_sampling
-from tread_zoo.routing import build_routing
+from tread_zoo.registry import create
+from tread_zoo.routing import Stack
+from tread_zoo.seeding import make_image_generator
 from tread_zoo.testing import Probe
 
-ROUTES = [{"start": 0, "end": 1}, {"start": 1, "end": 3, "detach": True}]
+ROUTES = [{"start": 0, "end": 1}, {"start": 1, "end": 3}]
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +21,15 @@ def network():
     return Probe("dit_tiny", overrides=SMALL["dit_tiny"]).build()
 
 
-def options_of(rate, guidance="none", **routing):
+def options_of(rate, guidance="none", routing=None):
     sampler = {"name": "euler", "num_steps": 3, "selection_rate": rate}
-    routing = build_routing(num_blocks=4, routes=ROUTES, **routing)
-    return replace(build_sampling(sampler, guidance), routing=routing)
+    trained = create("routing", routing or {"name": "tread", "routes": ROUTES})
+    return replace(build_sampling(sampler, guidance), trained=trained)
+
+
+def drawn(network, method, indices, seed, rate, evaluation):
+    images = make_image_generator("sparse", seed, evaluation, images=indices)
+    return method.sample(Stack.of(network), images, rate)
 
 
 def draw(network, options, batch_size=3):
@@ -38,14 +45,18 @@ def test_both_branches_see_the_routes_of_their_evaluation(network):
     hook = network.register_forward_pre_hook(
         lambda module, args, kwargs: calls.append(kwargs["routes"]), with_kwargs=True
     )
-    options = options_of(0.5, guidance, schedule="linear", final_rate=0.75)
+    schedule = {"name": "tread", "routes": ROUTES, "selection_rate": ["linear", 0.5, 0.75]}
+    options = options_of(0.5, guidance, schedule)
     images = draw(network, options)
     hook.remove()
-    drawn = options.routing.draw_by_evaluation(network.grid, 2, [5, 6, 9])
-    expected = [drawn(0.5, evaluation) for evaluation in range(3) for _ in ("weak", "strong")]
+    expected = [
+        drawn(network, options.trained, [5, 6, 9], 2, 0.5, evaluation)
+        for evaluation in range(3)
+        for _ in ("weak", "strong")
+    ]
     for call, routes in zip(calls, expected, strict=True):
         for one, other in zip(call, routes, strict=True):
-            assert (one.start, one.end, one.bypass) == (other.start, other.end, other.bypass)
+            assert (one.start, one.end) == (other.start, other.end)
             assert torch.equal(one.ids, other.ids)
     torch.testing.assert_close(draw(network, options, batch_size=2), images)
     assert not torch.allclose(draw(network, options_of(0.25, guidance)), images)
@@ -59,7 +70,7 @@ def test_a_rate_of_zero_is_dense_to_the_bit(network):
 def test_flops_are_those_of_the_routed_network(network):
     for rate, kept in ((0.25, 18), (0.75, 6)):
         options = options_of(rate)
-        routes = options.routing.draw_by_evaluation(network.grid, 0, [0])(rate, 0)
+        routes = drawn(network, options.trained, [0], 0, rate, 0)
         assert {route.num_kept for route in routes} == {kept}
         cost = count_sampling(network, FlowMatching(), options)
         assert (cost.evaluations, cost.flops) == (3, 3 * count_flops(network, routes=routes))
@@ -68,12 +79,19 @@ def test_flops_are_those_of_the_routed_network(network):
 @pytest.mark.parametrize(
     ("guidance", "routing"),
     [
-        ("none", {"name": "none"}),
-        ("none", {"selector": "norm"}),
-        ("none", {"reconstruction_weight": 0.1}),
-        ("sparse", {}),
+        ("none", "none"),
+        ("none", "maskdit"),
+        ("none", "microdit"),
+        ("sparse", "tread"),
     ],
 )
 def test_what_training_did_not_show_is_refused(network, guidance, routing):
     with pytest.raises(ValueError, match=r"sampler\.selection_rate=0\.5"):
-        options_of(0.5, guidance, **routing).check(network, FlowMatching())
+        options_of(0.5, guidance, routing).check(network, FlowMatching())
+
+
+def test_a_network_that_was_trained_without_routes_may_merge_tokens(network):
+    options = options_of(0.5, routing="none")
+    merged = draw(network, replace(options, routing={"name": "token_merging"}))
+    assert not torch.allclose(merged, draw(network, replace(options, selection_rate=0.0)))
+    assert torch.equal(merged, draw(network, replace(options, routing="token_merging")))

@@ -7,7 +7,8 @@ import torch
 
 from tests.small_run import parts_of, settings, train_small
 from tread_zoo.contract.layers import patchify
-from tread_zoo.diffusion import FlowMatching, loss_by_token
+from tread_zoo.diffusion import FlowMatching
+from tread_zoo.routing.token_loss import loss_by_token
 from tread_zoo.seeding import make_image_generator
 from tread_zoo.training.loop import draw_step, step_loss
 
@@ -92,7 +93,7 @@ def test_training(tmp_path):
     ("overrides", "word"),
     [
         (["backbone=mamba_tiny"], "second_level"),
-        (["routing.reconstruction_weight=0.1"], "reconstruction_weight"),
+        (["routing=maskdit"], "maskdit"),
     ],
 )
 def test_what_a_second_level_does_not_fit_is_refused(overrides, word):

@@ -72,12 +72,12 @@ def test_a_step_drops_contexts_as_it_drops_labels_and_draws_nothing_else(folder)
 
 
 @torch.no_grad()
-def test_importance_and_held_out_loss_see_the_contexts(folder):
+def test_ranked_tokens_and_held_out_loss_see_the_contexts(folder):
     setup = parts_of(settings(*given(folder, "routing.selector=norm")))
-    _, (x, y, *_) = drawn(setup)
+    _, (x, y, _, routes, *_) = drawn(setup)
     backbone, t = setup.backbone, torch.full((8,), 0.5)
-    importance = backbone.importance(x, t, y, 2)
-    assert not torch.equal(importance, backbone.importance(x, t, None, 2))
+    seen = [backbone(x, t, c, routes=routes, features=[1])[1][1].ids for c in (y, None)]
+    assert not torch.equal(*seen)
     loss = held_out_loss(backbone, setup.objective, setup.data, seed=0, precision="fp32")[0]
     draw = setup.objective.draw(
         (6, 3, 4, 4), make_image_generator("held_out", 0, 0, images=range(6))

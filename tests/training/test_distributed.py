@@ -14,7 +14,7 @@ from tread_zoo.runs.checkpoint import find_checkpoint
 from tread_zoo.training.trackers import read_metrics
 
 EACH_STEP = ("training.log_every=1", "lr_schedule=constant", "evaluation.num_images=1")
-FUSED = ("backbone=mamba", "routing.rejoin=project", "routing.path_drop_probability=0.5")
+FUSED = ("backbone=mamba", "routing=sprint", "routing.path_drop=0.5")
 # Each with an option that sharding has to get right, too.
 EVERY_ARCHITECTURE = {
     "dit": ["backbone=dit", "training.gradient_accumulation_steps=2"],

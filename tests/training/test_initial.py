@@ -65,12 +65,12 @@ def test_what_cannot_be_carried_starts_fresh_and_is_said(tmp_path, caplog):
     few = imported(tmp_path / "few", rows=8)
     with caplog.at_level("INFO"):
         run = start(
-            tmp_path / "run", few, "routing.rejoin=project", "backbone.learn_sigma=true",
+            tmp_path / "run", few, "routing=sprint", "backbone.learn_sigma=true",
             "objective=edm",
         )  # fmt: skip
-    assert_carried(few, run, "label_embed", "fusions", "final.linear")
+    assert_carried(few, run, "label_embed", "routing", "final.linear")
     (line,) = [each.message for each in caplog.records if each.message.startswith("init ")]
-    for words in ("label_embed", "fusions.1_3", "final.linear", "flow", "edm"):
+    for words in ("label_embed", "routing.", "final.linear", "flow", "edm"):
         assert words in line
 
 

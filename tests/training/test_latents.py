@@ -13,6 +13,7 @@ from tread_zoo.data.encode import EncodingConfig, encode, write_table
 from tread_zoo.data.vae import load_vae
 from tread_zoo.evaluation.held_out import held_out_loss
 from tread_zoo.registry import create
+from tread_zoo.routing import Stack, Step
 from tread_zoo.runs.checkpoint import find_checkpoint
 from tread_zoo.runs.restore import restore
 from tread_zoo.seeding import make_image_generator
@@ -42,7 +43,8 @@ def test_noise_of_moments_is_drawn_apart_and_flips_choose_the_copy(tmp_path):
     flipped = generator("flip").rand() < 0.5
     dropped = generator("label").rand() < 0.4
     expected = setup.objective.draw((8, 2, 8, 8), generator("noise"))
-    ids = setup.routing.at(3, 6, 0).draw(8, setup.backbone.grid, generator("route"))[0].ids
+    stack = Stack.of(setup.backbone)
+    ids = setup.routing.draw(stack, generator("route"), Step(3, 6, seed=0))[0].ids
     noise = generator("latents").randn(2, 8, 8)
     assert torch.equal(draw.noise, expected.noise)
     assert torch.equal(draw.level, expected.level)

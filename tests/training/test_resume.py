@@ -50,14 +50,15 @@ class Stateless:
     "overrides",
     [
         ["objective=edm", "training.horizontal_flip=true"],
-        ["backbone=mamba", "routing.selector=norm", "routing.schedule=linear",
-         "routing.final_rate=0.75"],
+        ["backbone=mamba", "routing.selector=norm", "routing.selection_rate=[linear,0.5,0.75]"],
         ["training.gradient_accumulation_steps=2", "training.precision=bf16"],
         ["optimizer=muon"],
-        ["routing.probability=0.5", "routing.rejoin=mask", "routing.reconstruction_weight=0.1"],
+        ["routing=maskdit", "routing.probability=0.5"],
         ["optimizer=stateless_for_tests", "lr_schedule=wsd"],
+        ["routing=sprint", "routing.path_drop=0.5"],
+        ["routing=mixture_of_depths", "backbone=rwkv7"],
     ],
-    ids=["edm", "norm", "accumulation", "muon", "masks", "stateless"],
+    ids=["edm", "norm", "accumulation", "muon", "masks", "stateless", "sprint", "depths"],
 )  # fmt: skip
 def test_a_run_that_is_stopped_and_resumed(run, stopped_run, overrides, tmp_path):
     unbroken = run("unbroken", *overrides)

@@ -127,8 +127,8 @@ class FlowWithANumber(FlowMatching):
 
 def test_schedules_count_optimizer_steps(run):
     """Whatever the number of micro-steps: of the rate of routes, and the learning rate."""
-    given = ["training.gradient_accumulation_steps=2", "routing.schedule=steps"]
-    given += ["routing.start=1", "routing.end=3", "routing.rate_steps=[[0.5,0.75]]"]
+    given = ["training.gradient_accumulation_steps=2", "routing.start=1", "routing.end=3"]
+    given += ["routing.selection_rate=[steps,0.5,[0.5,0.75]]"]
     setup = parts_of(settings(*given, "training.horizontal_flip=true"))
     kept = [
         draw_step(setup, batch, micro, 0, torch.device("cpu"))[3][0].ids.shape[1]
@@ -274,7 +274,7 @@ def test_a_run_outside_the_main_thread(run, tmp_path):
         (["backbone.patch_size=3"], r"input_size=\(8, 8\).*patch_size=3"),
         (["training.batch_size=4096"], "batch_size=4096"),
         (["training.precision=fp16"], "precision=fp16"),
-        (["guidance=path_drop"], "guidance=path_drop.*rejoin=project"),
+        (["guidance=path_drop"], "guidance.drop_path.*routing=sprint"),
         (["routing.warm_start=0.5", "routing.dense_tail=0.45", "training.num_steps=2"],
          "leave none of training.num_steps=2"),
         (["guidance=cfg", "guidance.channels=99"], r"guidance\.channels=99.* 1"),

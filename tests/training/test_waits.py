@@ -117,11 +117,11 @@ def test_a_step_neither_reads_from_the_device_nor_copies_to_it(monkeypatch, back
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["routing.selector=norm", "routing.path_drop_probability=0.5", "routing.rejoin=project"],
-        ["routing.rejoin=mask", "objective=edm"],
+        ["routing=sprint", "routing.selector=norm", "routing.path_drop=0.5"],
+        ["routing=maskdit", "objective=edm"],
         ["routing.selector=blocks", "routing.per_batch=true", "objective=ddpm"],
         ["backbone=zigma", "routing.selector=segments", "backbone.gaps=decay"],
-        ["routing.reconstruction_weight=0.1", "routing.rejoin=mask"],
+        ["routing=microdit"],
         ["training.activation_checkpointing=true"],
         ["data=table", "alignment=repa", "alignment.hidden_size=16"],
     ],

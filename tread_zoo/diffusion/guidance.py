@@ -343,7 +343,10 @@ class _Options:
         guidance has no rate, those of the batch."""
         if rate == 0:
             return lambda evaluation, rate: batch.draw_routes(evaluation)
-        method = sampled_method(self.routing, batch.routing, Stack.of(batch.backbone))
+        try:
+            method = sampled_method(self.routing, batch.routing, Stack.of(batch.backbone))
+        except ValueError as error:
+            raise ValueError(f"guidance.routing: {error}") from error
         return lambda evaluation, rate: batch.sample_routes(method, rate, evaluation)
 
 

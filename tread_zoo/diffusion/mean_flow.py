@@ -43,7 +43,7 @@ from tread_zoo.diffusion.flow import FlowMatching
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
 from tread_zoo.diffusion.objective import AdditiveNoise, Draw, Predict, per_image, prediction
 from tread_zoo.registry import register
-from tread_zoo.routing import Method
+from tread_zoo.routing import Method, Stack
 from tread_zoo.seeding import Generator, per_image_generator
 
 _FLOW = FlowMatching()
@@ -88,10 +88,11 @@ class MeanFlow(AdditiveNoise):
                 f"{self.guidance_mix} guide by the prediction without a label, which training "
                 "never shows: set training.label_dropout=0.1, or leave them at 1 and 0."
             )
-        if routing.splits_loss or not routing.drawn:
+        if routing.splits_loss or routing.chooses_by_state(Stack.of(backbone)):
             raise ValueError(
                 f"routing={routing.name} needs one prediction a step, and objective=mean_flow "
-                "takes several, which must see the same tokens: use routing=tread or sprint."
+                "takes several, which must see the same tokens: use routing=tread or sprint, and a "
+                "selector that does not look at the tokens."
             )
 
     @property

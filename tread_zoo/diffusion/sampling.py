@@ -132,7 +132,7 @@ class SamplingOptions:
             **asdict(self.grid),
             **sampler,
             "selection_rate": self.selection_rate,
-            "routing": self.routing,
+            **({} if self.routing == "auto" else {"routing": self.routing}),
             "guidance": guidance.pop("name"),
             **{f"guidance_{field}": value for field, value in guidance.items()},
         }

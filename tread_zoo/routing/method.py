@@ -16,6 +16,7 @@ B batch, N tokens, K kept tokens.
 import functools
 import itertools
 import json
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ from tread_zoo.routing.timing import (
 )
 from tread_zoo.routing.timing import rate_at as _rate_at
 from tread_zoo.seeding import ImageGenerator, make_generator, make_image_generator
+
+logger = logging.getLogger(__name__)
 
 
 def _selector(part: Any) -> Any:
@@ -275,6 +278,14 @@ class Method:
     def check(self, stack: Stack) -> None:
         """Raise `ValueError` if the options do not fit the network."""
         self.outcomes(stack, counted_images(), Step(0, 1, 0))
+        usual = range(stack.num_blocks)[slice(*stack.default_range)]
+        ends = getattr(self, "start", None), getattr(self, "end", None)
+        if ends == ("auto", "auto") and stack.span() != (usual.start, usual.stop):
+            logger.warning(
+                "routing: the default route %d … %d does not fit %d blocks; using [%d, %d) "
+                "instead. Set routing.start and routing.end to choose.",
+                *stack.default_range, stack.num_blocks, *stack.span(),
+            )  # fmt: skip
 
     def describe(self, stack: Stack) -> str:
         """Return one line for the log."""
@@ -360,6 +371,12 @@ class Method:
             else:
                 joined.append((start, end))
         return joined
+
+    def chooses_by_state(self, stack: Stack) -> bool:
+        """Return whether which tokens run depends on their states."""
+        outcomes = self.outcomes(stack, counted_images(), Step(0, 1, 0))
+        ranked = any(isinstance(c, Ranked) for _, crossings in outcomes for c in crossings)
+        return ranked or not self.drawn
 
     @classmethod
     def used_parts(cls, options: Mapping[str, Any]) -> list[tuple[str, str]]:

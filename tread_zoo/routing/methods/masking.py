@@ -38,10 +38,9 @@ from tread_zoo.routing.method import (
     Selector,
     Stack,
     Step,
-    counted_images,
     describe_selection,
 )
-from tread_zoo.routing.select import Ranked, Select, Skip, bypassed_tokens
+from tread_zoo.routing.select import Select, Skip, bypassed_tokens
 from tread_zoo.routing.timing import Rate
 from tread_zoo.routing.token_loss import split_loss
 from tread_zoo.seeding import ImageGenerator
@@ -78,8 +77,8 @@ class MicroDiT(Method):
         return (stack.select(span, self.selector, stack.num_kept(rate), images),)
 
     def check(self, stack: Stack) -> None:
-        crossings = self.route(stack, counted_images(), Step(0, 1, 0))
-        if any(isinstance(each, Ranked) for each in crossings):
+        super().check(stack)
+        if self.chooses_by_state(stack):
             raise ValueError(
                 "routing.selector chooses tokens inside the network, and this loss must know which "
                 "tokens bypass: use another selector, such as random."
