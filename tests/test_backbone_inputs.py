@@ -7,7 +7,7 @@ from tests.test_contract import SMALL
 from tests.testing.own_loops import Decays, DecaysByOwnLength
 from tread_zoo import create_backbone
 from tread_zoo.contract.backbone import Backbone, Layout
-from tread_zoo.routing import Route
+from tread_zoo.routing import Select
 
 X, T, Y = torch.zeros(2, 1, 8, 8), torch.zeros(2), torch.tensor([0, 3])
 SIZES = {"input_size": 8, "in_channels": 1, "num_classes": 3}
@@ -42,7 +42,7 @@ def test_features_of_blocks_that_are_not_there(features):
 @pytest.mark.parametrize("name", SMALL)
 def test_an_empty_batch_is_empty(name):
     network = built(name)
-    none = Route(1, 3, torch.zeros(0, 5, dtype=torch.int64))
+    none = Select(1, 3, torch.zeros(0, 5, dtype=torch.int64))
     for routes in ((), (none,)):
         assert network(X[:0], T[:0], Y[:0], routes=routes).shape == X[:0].shape
     with pytest.raises(ValueError, match=r"t has shape \[2\]; expected \[0\]"):

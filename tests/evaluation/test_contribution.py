@@ -3,19 +3,20 @@
 import pytest
 import torch
 from torch import nn
-from tread_zoo.contract.frame import rows_of
 
 from tests.evaluation.tiny import Tiny
 from tests.test_contract import SMALL
 from tread_zoo import create
 from tread_zoo.contract.backbone import Layout
+from tread_zoo.contract.crossing import plain_condition
 from tread_zoo.evaluation.contribution import (
     contributions,
     describe_contributions,
     ranges_of,
 )
 from tread_zoo.evaluation.evaluate import describe_record
-from tread_zoo.routing import NO_ROUTING
+from tread_zoo.routing.method import leave_out
+from tread_zoo.routing.methods.none import NO_ROUTING
 from tread_zoo.testing import Probe
 
 SIZES = {"objective": create("objective", "flow"), "precision": "fp32"}
@@ -24,7 +25,7 @@ SIZES = {"objective": create("objective", "flow"), "precision": "fp32"}
 def whole_loop(backbone, inputs, without):
     streams, condition = backbone.embed(*inputs)
     layout, skips = Layout(backbone.grid, backbone.num_extra_tokens, None, len(inputs[0])), {}
-    condition = rows_of(condition, None)
+    condition = plain_condition(condition)
     for i in range(backbone.num_blocks):
         if i not in without:
             skip = skips[backbone.skips[i]] if i in backbone.skips else None
@@ -40,7 +41,7 @@ def test_blocks_left_out_pass_the_streams_on(name):
     with torch.no_grad():
         for without in ([], [0], [1, 2], [backbone.num_blocks - 1]):
             expected = whole_loop(backbone, inputs, without)
-            torch.testing.assert_close(backbone(*inputs, without=without), expected)
+            torch.testing.assert_close(backbone(*inputs, routes=leave_out(without)), expected)
         worth = contributions(backbone, x=inputs[0], y=inputs[2], ranges=[(1, 3)], **SIZES)
     assert len(worth["blocks"]) == backbone.num_blocks
     assert all(value > 0 for value in worth["blocks"])
@@ -51,8 +52,8 @@ def test_blocks_left_out_pass_the_streams_on(name):
 
 def test_a_block_that_is_not_there_cannot_be_left_out():
     probe = Probe("dit_tiny", overrides=SMALL["dit_tiny"])
-    with pytest.raises(ValueError, match="blocks are 0 … 3"):
-        probe.build()(*probe.inputs(), without=[4])
+    with pytest.raises(ValueError, match="4 blocks"):
+        probe.build()(*probe.inputs(), routes=leave_out([4]))
 
 
 class Planted(nn.Module):
@@ -60,7 +61,8 @@ class Planted(nn.Module):
 
     num_blocks, parts = 3, (0.1, 0.0, 0.5)
 
-    def forward(self, x, t, y=None, *, without=()):
+    def forward(self, x, t, y=None, *, routes=()):
+        without = [i for route in routes for i in range(route.start, route.end)]
         return x * (1 - sum(self.parts[i] for i in without))
 
 
@@ -86,7 +88,8 @@ def test_the_default_range_stands_for_the_routes_of_a_dense_network_that_has_it(
     )
     assert ranges_of(deep, NO_ROUTING) == [(2, 5)]
     assert ranges_of(shallow, NO_ROUTING) == []
-    assert ranges_of(deep, deep.build_routing(start=1, end=7)) == ((1, 7),)
+    for name in ("tread", "random_ltd", "sprint", "layer_drop"):
+        assert ranges_of(deep, create("routing", name, start=1, end=7)) == [(1, 7)]
 
 
 def test_a_score_has_them(tmp_path):

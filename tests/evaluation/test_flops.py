@@ -28,8 +28,10 @@ from tread_zoo.diffusion import (
     SparseGuidance,
 )
 from tread_zoo.evaluation.flops import count_flops, count_sampling, stage_flops, training_flops
+from tread_zoo.factory import add_routing
 from tread_zoo.kernels import get_forms, set_forms, used_ops
-from tread_zoo.routing import Route, build_routing
+from tread_zoo.registry import create
+from tread_zoo.routing import Select
 from tread_zoo.training.loop import step_flops, step_loss
 
 # Digits: 8x8 pixels of 1 channel in patches of 2x2, so 16 tokens of 4 values.
@@ -47,7 +49,7 @@ def digits(name="dit_tiny", num_classes=10, **options):
 
 
 def concrete(routes, batch=1):
-    return [Route(start, end, torch.arange(n).expand(batch, -1)) for start, end, n in routes]
+    return [Select(start, end, torch.arange(n).expand(batch, -1)) for start, end, n in routes]
 
 
 def check_both_passes(network, hand, routes=()):
@@ -118,14 +120,11 @@ def test_a_scheduled_run():
     """Of 10 steps the first 2 and the last are dense. The others are routed half of the time: 3 at
     rate 0.75, which keeps 4 tokens in each of two routes, then 4 at 0.25, which keeps 12."""
     network = digits(depth=5)
-    routing = build_routing(
+    routing = create(
+        "routing",
         "tread",
-        num_blocks=network.num_blocks,
-        default_selector=network.default_selector,
         routes=[{"start": 1, "end": 2}, {"start": 3, "end": 5}],
-        selection_rate=0.75,
-        schedule="steps",
-        rate_steps=[[0.5, 0.25]],
+        selection_rate=["steps", 0.75, [0.5, 0.25]],
         warm_start=0.2,
         dense_tail=0.1,
         probability=0.5,
@@ -161,7 +160,9 @@ def routed(overrides):
         "objective=mean_flow objective.guidance_scale=2 objective.guidance_mix=0.5",
         "objective=mean_flow objective.derivative=exact",
         f"objective.second_level=0.25 {SELF_TAUGHT}",
-        "objective=edm routing.reconstruction_weight=0.1",
+        "objective=edm routing=maskdit",
+        "objective=edm routing=sprint routing.path_drop=0",
+        "backbone=mamba routing=token_merging",
         "objective=ddpm routing.selector=norm",
     ],
 )
@@ -200,8 +201,11 @@ DIT = partial(TINY["dit_tiny"], depth=4)
 DENSE = DIT().forward
 
 
-def cost(guidance, sampler=EULER, *, network=None, objective=FLOW, num_steps=5, **weak):
-    options = SamplingOptions(sampler, num_steps, guidance=guidance)
+def cost(
+    guidance, sampler=EULER, *, network=None, objective=FLOW, num_steps=5, trained=None, **weak
+):
+    trained = trained or create("routing", "tread", start=1, end=3)
+    options = SamplingOptions(sampler, num_steps, guidance=guidance, trained=trained)
     counted = count_sampling(network or digits(depth=4), objective, options, **weak)
     return counted.evaluations, counted.flops
 
@@ -224,17 +228,18 @@ def test_sampling_costs_the_calls_that_happen(guidance, evaluations, given):
 def test_sparse_guidance_costs_what_its_routes_keep():
     """At rate 0.7 a route keeps 16 - 11 tokens."""
     few = DIT(routes=[(1, 3, 5)]).forward
-    sparse = SparseGuidance(strong_rate=0.0, weak_rate=0.7, start=1, end=3)
+    sparse = SparseGuidance(strong_rate=0.0, weak_rate=0.7)
     assert cost(sparse) == (10, 5 * (DENSE + few))
 
 
 def test_path_drop_costs_what_is_left_and_counting_leaves_the_network_as_it_was():
     """Blocks 1 and 2 are skipped in the weak call; both calls pay for the fusion behind them."""
     network = digits(depth=4)
-    network.add_fusions([(1, 3)])
+    sprint = create("routing", "sprint", start=1, end=3)
+    add_routing(network, sprint)
     fusion = 2 * 16 * (2 * 64) * 64  # 16 tokens, from two streams of 64 to one
     short = DIT(depth=2).forward
-    counted = cost(PathDropGuidance(scale=2.0), network=network)
+    counted = cost(PathDropGuidance(scale=2.0), network=network, trained=sprint)
     assert counted == (10, 5 * (DENSE + fusion + short + fusion))
     assert network(torch.zeros(1, 1, 8, 8), torch.ones(1)).device.type == "cpu"
 
@@ -242,17 +247,15 @@ def test_path_drop_costs_what_is_left_and_counting_leaves_the_network_as_it_was(
 def test_what_changes_over_sampling_costs_the_calls_that_happen():
     """Of 5 steps the first guides nothing, the next two let 8 tokens bypass, two have no label."""
     routed, early = DIT(routes=[(1, 3, 8)]).forward, ("interval", 0.5, 0.0, 0.5)
-    later = PartsGuidance(
-        drop_label=True, weak_rate=early, scale=("interval", 2.0, 0.25, 1.0), start=1, end=3
-    )
+    later = PartsGuidance(drop_label=True, weak_rate=early, scale=("interval", 2.0, 0.25, 1.0))
     assert cost(later) == (9, 7 * DENSE + 2 * routed)
-    sparse = PartsGuidance(weak_rate=early, start=1, end=3)  # two steps have nothing to guide by
+    sparse = PartsGuidance(weak_rate=early)  # two steps have nothing to guide by
     assert cost(sparse) == (8, 5 * DENSE + 3 * routed)
 
 
 def test_two_networks_whose_rates_cross():
     """By a cosine from 0.6 to 0, and back, of 16 tokens bypass 9, 4, 0."""
-    guidance = SparseAutoGuidance(weak_checkpoint="x", start=1, end=3)
+    guidance = SparseAutoGuidance(weak_checkpoint="x")
     expected = sum(
         DIT(depth=depth, routes=[(1, 3, kept)]).forward for kept in (7, 12, 16) for depth in (3, 4)
     )

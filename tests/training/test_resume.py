@@ -56,7 +56,7 @@ class Stateless:
         ["routing=maskdit", "routing.probability=0.5"],
         ["optimizer=stateless_for_tests", "lr_schedule=wsd"],
         ["routing=sprint", "routing.path_drop=0.5"],
-        ["routing=mixture_of_depths", "backbone=rwkv7"],
+        ["routing=mixture_of_depths", "routing.selection_rate=0.5"],
     ],
     ids=["edm", "norm", "accumulation", "muon", "masks", "stateless", "sprint", "depths"],
 )  # fmt: skip

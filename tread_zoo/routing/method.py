@@ -277,7 +277,7 @@ class Method:
 
     def check(self, stack: Stack) -> None:
         """Raise `ValueError` if the options do not fit the network."""
-        self.outcomes(stack, counted_images(), Step(0, 1, 0))
+        self._typical_outcomes(stack)
         usual = range(stack.num_blocks)[slice(*stack.default_range)]
         ends = getattr(self, "start", None), getattr(self, "end", None)
         if ends == ("auto", "auto") and stack.span() != (usual.start, usual.stop):
@@ -362,7 +362,7 @@ class Method:
 
     def ranges(self, stack: Stack) -> list[tuple[int, int]]:
         """Return the ranges of blocks that a routed step treats, those that touch as one."""
-        outcomes = self.outcomes(stack, counted_images(), Step(0, 1, 0))
+        outcomes = self._typical_outcomes(stack)
         every = [(c.start, c.end) for _, crossings in outcomes for c in crossings]
         joined: list[tuple[int, int]] = []
         for start, end in sorted(every):
@@ -374,9 +374,14 @@ class Method:
 
     def chooses_by_state(self, stack: Stack) -> bool:
         """Return whether which tokens run depends on their states."""
-        outcomes = self.outcomes(stack, counted_images(), Step(0, 1, 0))
+        outcomes = self._typical_outcomes(stack)
         ranked = any(isinstance(c, Ranked) for _, crossings in outcomes for c in crossings)
         return ranked or not self.drawn
+
+    def _typical_outcomes(self, stack: Stack) -> Sequence[tuple[float, Crossings]]:
+        """Return the outcomes of the first routed step of a long run."""
+        first = Step(self.routed_steps(1000).start, 1000, seed=0)
+        return self.outcomes(stack, counted_images(), first)
 
     @classmethod
     def used_parts(cls, options: Mapping[str, Any]) -> list[tuple[str, str]]:

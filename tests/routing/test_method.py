@@ -1,0 +1,182 @@
+"""What a method's options mean, and what a step and a sample draw of it."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.drawn import draw
+from tests.routing.test_selectors import SELECTORS
+from tread_zoo import create
+from tread_zoo.config import make_config
+from tread_zoo.routing import Select, Skip, Stack, Step, bypassed_tokens, num_kept_tokens
+from tread_zoo.seeding import make_image_generator
+
+TWO = [{"start": 1, "end": 4}, {"start": 4, "end": 8}]
+
+
+def stack(num_blocks=12, grid=(4, 6), **more):
+    return Stack(num_blocks, grid, widths=(8,), skips={}, **more)
+
+
+def images(batch, *key):
+    return make_image_generator("test", *key, images=range(batch))
+
+
+def drawn(method, given=None, batch=2, index=0, num_steps=1, **options):
+    made = create("routing", method, **options)
+    return made.draw(given or stack(), images(batch, index), Step(index, num_steps, 0))
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "ends", "expected"),
+    [
+        (12, (), (2, 8)),
+        (28, (), (2, 24)),
+        (12, (3, -1), (3, 11)),
+        (12, (-6, 10), (6, 10)),
+        (12, ("auto", 12), (2, 12)),
+    ],
+)
+def test_start_and_end_count_as_in_slices(num_blocks, ends, expected):
+    assert stack(num_blocks).span(*ends) == expected
+    assert stack(default_range=(2, -2)).span() == (2, 10)
+
+
+@pytest.mark.parametrize("num_blocks", [3, 4, 5, 6])
+def test_default_range_fits_itself_to_a_small_depth_and_says_so(num_blocks, caplog):
+    with caplog.at_level(logging.WARNING):
+        create("routing", "tread").check(stack(num_blocks))
+    start, end = stack(num_blocks).span()
+    assert 1 <= start < end <= num_blocks - 1
+    assert f"[{start}, {end})" in caplog.text
+
+
+def test_several_routes_share_what_they_leave_out():
+    routes = [TWO[0], {**TWO[1], "selection_rate": 0.75}]
+    given = stack(grid=(4, 4), default_selector="rows")
+    found = drawn("tread", given, selection_rate=0.25, routes=routes)
+    assert [(r.start, r.end, r.num_kept) for r in found] == [(1, 4, 12), (4, 8, 4)]
+    assert create("routing", "tread", routes=routes).describe(given).count("rows") == 2
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_a_shared_draw_is_one_draw_for_the_batch_of_all_ranks(name):
+    method = create("routing", "tread", selector=name, per_batch=True)
+    ranks = [make_image_generator("test", images=range(i, i + 5)) for i in (0, 5)]
+    (route,), (other,) = (method.draw(stack(), each, Step(0, 1, 0)) for each in ranks)
+    assert torch.equal(route.ids, route.ids[:1].expand(5, -1))
+    assert torch.equal(route.ids, other.ids)
+
+
+def test_random_ltd_draws_for_each_block():
+    found = drawn("random_ltd", selection_rate=0.5)
+    assert [(r.start, r.end) for r in found] == [(i, i + 1) for i in range(1, 11)]
+    assert not torch.equal(found[0].ids, found[1].ids)
+
+
+@pytest.mark.parametrize("per_batch", [False, True])
+@pytest.mark.parametrize("name", [*SELECTORS, "norm"])
+def test_tokens_that_must_stay_do_and_the_rest_is_drawn(name, per_batch):
+    keep = torch.zeros(3, 24, dtype=torch.bool)
+    keep[0, [0, 7]], keep[1, 23] = True, True
+    seen, given = torch.zeros(3, 24, dtype=torch.bool), stack(keep=keep)
+    for seed in range(20):
+        route = given.select((2, 8), name, 12, images(3, seed), per_batch)
+        if name == "norm":  # of equal norms
+            ids = route.noise.topk(12, dim=1).indices.sort(dim=1).values
+            route = Select(2, 8, ids.expand(3, -1))
+        kept = ~bypassed_tokens([route], 3, 24)
+        assert kept.sum(dim=1).tolist() == [num_kept_tokens(24, 0.5)] * 3
+        assert kept[keep.any(0).expand_as(keep) if per_batch else keep].all()
+        seen |= kept
+    assert seen.sum() > 60
+    with pytest.raises(ValueError, match="keep has 13"):
+        replace(given, keep=torch.arange(24)[None] < 13).select((2, 8), name, 12, images(1))
+
+
+def test_draws_of_sampling_are_those_of_image_and_evaluation():
+    method = create("routing", "tread", selection_rate=["linear", 0.5, 0.9])
+    seen = set()
+    for evaluation in range(40):
+        (both,), (alone,) = (
+            method.sample(
+                stack(), make_image_generator("sparse", 5, evaluation, images=which), 0.25
+            )
+            for which in ([3, 8], [8])
+        )
+        assert torch.equal(both.ids[1:], alone.ids)
+        assert both.num_kept == 18
+        seen.add(tuple(both.ids.flatten().tolist()))
+    assert len(seen) == 40
+    assert method.sample(stack(), images(2), 0.0) == ()
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("tread", {"selection_rate": 1.0}),
+        ("tread", {"selection_rate": -0.1}),
+        ("tread", {"start": 20}),
+        ("sprint", {"start": 5, "end": 5}),
+        ("layer_drop", {"end": 13}),
+        ("maskdit", {"start": -13}),
+        ("tread", {"selector": "row"}),
+        ("tread", {"routes": [{"begin": 1}]}),
+        ("tread", {"routes": [{"start": 2, "end": 6}, {"start": 5, "end": 8}]}),
+        ("maskdit", {"selector": "norm"}),
+        ("maskdit", {"reconstruction_weight": -1}),
+        ("token_merging", {"rate": 0.9}),
+        ("tread", {"selector": {"name": "blocks", "size": 7}}),
+    ],
+)
+def test_what_cannot_work_is_refused(method, options):
+    with pytest.raises(ValueError):
+        create("routing", method, **options).check(stack())
+
+
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ("rejoin", "routing=sprint"),
+        ("redraw", "random_ltd"),
+        ("schedule", "selection_rate="),
+        ("path_drop_probability", "routing.path_drop"),
+        ("rate", "routing.selection_rate"),
+    ],
+)
+def test_an_option_that_went_names_what_is_there_instead(option, instead):
+    with pytest.raises(ValueError, match=instead):
+        make_config(routing={option: 1})
+
+
+@pytest.mark.parametrize("path_drop", [0.0, 0.25])
+def test_paths_are_dropped_as_often_as_asked(path_drop):
+    steps = range(1000)
+    found = [drawn("sprint", path_drop=path_drop, index=i, num_steps=1000) for i in steps]
+    dropped = sum(isinstance(crossing, Skip) for (crossing,) in found)
+    assert dropped == pytest.approx(1000 * path_drop, abs=200 * path_drop)  # 3.6 std
+
+
+@pytest.mark.parametrize("unit", ["range", "block"])
+def test_layers_are_dropped_as_often_as_asked(unit):
+    options = {"drop": 0.25, "unit": unit, "start": 2, "end": 6}
+    found = [drawn("layer_drop", index=i, num_steps=1000, **options) for i in range(1000)]
+    blocks = [{i for c in each for i in range(c.start, c.end)} for each in found]
+    for block in range(2, 6):
+        assert sum(block in each for each in blocks) == pytest.approx(250, abs=50)
+    assert {len(each) for each in blocks} == ({0, 4} if unit == "range" else {0, 1, 2, 3, 4})
+
+
+def test_a_helper_of_these_tests_draws_what_a_run_would():
+    """`tests.drawn.draw` numbers images and steps as training does."""
+
+    class Network:
+        num_blocks, grid, widths, skips = 12, (4, 6), (8,), {}
+        default_range, default_selector = (2, -4), "random"
+
+    (route,) = draw(Network, batch=3, index=1, num_steps=2, seed=5)
+    generator = make_image_generator("route", 5, 1, images=range(3))
+    (same,) = create("routing", "tread").draw(Stack.of(Network), generator, Step(1, 2, 5))
+    assert torch.equal(route.ids, same.ids)
