@@ -13,7 +13,7 @@ from backbones.shells import AdaLNBackbone
 from tests.test_contract import SMALL
 from tread_zoo import create_backbone, register_backbone
 from tread_zoo.registry import get_entry
-from tread_zoo.routing import Route
+from tread_zoo.routing import Select, Stack
 from tread_zoo.testing import CHECKS, Probe
 from tread_zoo.training import setup
 
@@ -36,11 +36,11 @@ def test_the_default_route_of_a_laptop_size_lies_where_routing_is_known_to_help(
     with torch.device("meta"):
         network = build(name)
     depth = network.num_blocks
-    (plan,) = network.build_routing().plans
+    start, end = Stack.of(network).span()
     assert depth >= 12
-    assert plan.start == (3 if network.skips else 2)
-    assert plan.end - plan.start >= 6
-    assert depth / 2 <= plan.end <= 4 * depth / 5
+    assert start == (3 if network.skips else 2)
+    assert end - start >= 6
+    assert depth / 2 <= end <= 4 * depth / 5
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -49,7 +49,7 @@ def test_a_route_may_lie_anywhere(name):
     network = probe.build()
     ids = probe.route(network).ids
     for start, end in itertools.combinations(range(network.num_blocks + 1), 2):
-        out = network(*probe.inputs(), routes=[Route(start, end, ids)])
+        out = network(*probe.inputs(), routes=[Select(start, end, ids)])
         assert torch.isfinite(out).all()
 
 

@@ -6,7 +6,7 @@ from backbones.mixers.q_shift import find_neighbours, q_shift
 from backbones.mixers.wkv import ChannelMix, SpatialMix
 from tests.backbones.test_scan_mixers import randomized
 from tread_zoo.contract.backbone import Layout
-from tread_zoo.routing import GAPS, ORDERS, Route, inverse, num_kept_tokens, scan_order
+from tread_zoo.routing import GAPS, ORDERS, Select, inverse, num_kept_tokens, scan_order
 from tread_zoo.testing.conformance import Probe
 
 GRID = (3, 5)
@@ -135,7 +135,7 @@ def test_far_tokens_stay_finite():
         torch.nn.init.constant_(block.spatial.decay, 1e5)
     x, t, y = Probe("rwkv_tiny", input_size=(32, 32)).inputs()
     ids = make_ids(batch=3, kept=64, num_tokens=256)
-    out = backbone(x, t, y, routes=[Route(1, 4, ids)])
+    out = backbone(x, t, y, routes=[Select(1, 4, ids)])
     out.square().mean().backward()
     assert torch.isfinite(out).all()
     for parameter in backbone.parameters():

@@ -16,7 +16,7 @@ from tests.backbones.test_rwkv import (
 from tests.backbones.test_scan_mixers import randomized, walks_of
 from tread_zoo import create_backbone
 from tread_zoo.contract.backbone import Layout
-from tread_zoo.routing import Route
+from tread_zoo.routing import Select
 
 WIDTH, HEAD = 8, 4
 
@@ -105,7 +105,7 @@ def test_first_values_are_routed_with_their_tokens():
             lambda mixer, args, out: (made if mixer.is_first else seen).append((args[2], out[1]))
         )
     ids = torch.tensor([[0, 3, 7, 12], [1, 2, 5, 15]])
-    network(torch.randn(2, 1, 8, 8), torch.rand(2), routes=[Route(1, 3, ids)])
+    network(torch.randn(2, 1, 8, 8), torch.rand(2), routes=[Select(1, 3, ids)])
     first = made[0][1]
     assert first.abs().min() > 0
     kept = first.gather(1, ids.unsqueeze(-1).expand(-1, -1, 16))

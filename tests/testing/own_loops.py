@@ -4,8 +4,6 @@ can be planted in them one at a time. Without a fault they keep the contract.
 B batch, E extra tokens, N tokens, K kept tokens, L = E + K.
 """
 
-from types import SimpleNamespace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,43 +11,38 @@ from torch import Tensor, nn
 from backbones import UViT
 from tread_zoo.contract.backbone import Backbone, Features, Layout
 from tread_zoo.contract.checks import check_inputs
+from tread_zoo.contract.crossing import check_crossings
 from tread_zoo.contract.layers import LabelEmbedder, TimestepEmbedder, patchify, unpatchify
-from tread_zoo.routing import PathDrop, Route, check_routes
+from tread_zoo.routing import Select, Skip
 
 
 class OwnLoop(UViT):
-    """U-ViT with a plain block loop for routes, dropped paths and fusions in its own words."""
+    """U-ViT with a plain block loop for routes and blocks that are left out, in its own words."""
 
     def forward(self, x, t, y=None, *, routes=(), features=None):
         check_inputs(self, x, t, y)
-        routes = check_routes(
-            routes, num_blocks=self.num_blocks, num_tokens=self.num_tokens, batch=len(x),
-            fused_ranges=self.fused_ranges,
-        )  # fmt: skip
+        routes = check_crossings(routes, self.num_blocks)
+        if any(isinstance(route, Select) and len(route.ids) != len(x) for route in routes):
+            raise ValueError("ids of another batch")
         collected = {}
         streams, condition = self.embed(x, t, y)
-        now, skips, dense = streams[0], {}, None
+        now, skips = streams[0], {}
         for index in range(self.num_blocks):
-            if any(index == start for start, _ in self.fused_ranges):
-                dense = now
             route = next((r for r in routes if self.is_inside(r, index)), None)
-            if isinstance(route, PathDrop):
+            if isinstance(route, Skip):
                 skips[index] = self.dropped_skip(now)
-            else:
-                rows = self.rows(now, route)
-                wide = rows[:, :, None].expand(-1, -1, now.shape[2])
-                ids = None if route is None else route.ids
-                extra, own = self.num_extra_tokens, self.context_length
-                layout = Layout(self.grid, extra, ids, len(x), x.device, num_context=own)
-                skip = self.take_skip(skips, index, wide) if index in self.skips else None
-                (after,) = self.run_block(index, (now.gather(1, wide),), condition, layout, skip)
-                skips[index] = self.make_skip(now, wide, after)
-                if features is not None and index in features:
-                    collected[index] = Features(after[:, self.num_extra_tokens :], ids)
-                now = self.rejoin(now, wide, after, route)
-            for start, end in self.fused_ranges:
-                if index == end - 1:
-                    now = self.fuse(self.fusions[f"{start}_{end}"], dense, now, route)
+                continue
+            rows = self.rows(now, route)
+            wide = rows[:, :, None].expand(-1, -1, now.shape[2])
+            ids = None if route is None else route.ids
+            extra, own = self.num_extra_tokens, self.context_length
+            layout = Layout(self.grid, extra, ids, len(x), x.device, num_context=own)
+            skip = self.take_skip(skips, index, wide) if index in self.skips else None
+            (after,) = self.run_block(index, (now.gather(1, wide),), condition, layout, skip)
+            skips[index] = self.make_skip(now, wide, after)
+            if features is not None and index in features:
+                collected[index] = Features(after[:, self.num_extra_tokens :], ids)
+            now = self.rejoin(now, wide, after, route)
         out = self.head((now,), condition)
         return out if features is None else (out, collected)
 
@@ -73,14 +66,6 @@ class OwnLoop(UViT):
 
     def dropped_skip(self, now):
         return now
-
-    def fuse(self, fusion, dense, now, route):
-        (weight,), (bias,) = fusion.weights, fusion.biases
-        keep, add = weight.chunk(2, dim=1)
-        return dense @ keep.T + self.update(dense, now) @ add.T + bias
-
-    def update(self, dense, now):
-        return now - dense
 
 
 class IgnoresRoutes(OwnLoop):
@@ -155,60 +140,14 @@ class SwallowsKeywords(OwnLoop):
         return super().forward(x, t, y, routes=routes, features=features)
 
 
-class FusesOutputs(OwnLoop):
-    """Projects cat(dense, output) where cat(dense, update) is meant."""
-
-    def update(self, dense, now):
-        return now
-
-
-class FusesRoutesAlone(OwnLoop):
-    """Leaves the fusion out where no route runs, as if it were an aid of training."""
-
-    def fuse(self, fusion, dense, now, route):
-        return now if route is None else super().fuse(fusion, dense, now, route)
-
-
-class FusesKeptTokensAlone(OwnLoop):
-    def fuse(self, fusion, dense, now, route):
-        fused = super().fuse(fusion, dense, now, route)
-        if not isinstance(route, Route):
-            return fused
-        rows = self.rows(now, route)[:, :, None].expand(-1, -1, now.shape[2])
-        return now.scatter(1, rows, fused.gather(1, rows))
-
-
-class FusesTwiceUnderARoute(OwnLoop):
-    def fuse(self, fusion, dense, now, route):
-        fused = super().fuse(fusion, dense, now, route)
-        return fused if route is None else super().fuse(fusion, dense, fused, route)
-
-
-class DetachesTheDense(OwnLoop):
-    def fuse(self, fusion, dense, now, route):
-        return super().fuse(fusion, dense.detach(), now, route)
-
-
-class FreezesFusions(OwnLoop):
-    def fuse(self, fusion, dense, now, route):
-        (weight,), (bias,) = fusion.weights, fusion.biases
-        frozen = SimpleNamespace(weights=[weight.detach()], biases=[bias])
-        return super().fuse(frozen, dense, now, route)
-
-
 class RunsDroppedBlocks(OwnLoop):
     def is_inside(self, route, index):
-        return isinstance(route, Route) and super().is_inside(route, index)
+        return isinstance(route, Select) and super().is_inside(route, index)
 
 
 class SkipOfADroppedPathInZeros(OwnLoop):
     def dropped_skip(self, now):
         return torch.zeros_like(now)
-
-
-class ForgetsFusionsWhenRecomputing(OwnLoop):
-    def fuse(self, fusion, dense, now, route):
-        return now if self.checkpoint_blocks else super().fuse(fusion, dense, now, route)
 
 
 class MixingBlock(nn.Module):

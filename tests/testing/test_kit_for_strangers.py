@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.processes import run_python
-from tread_zoo.testing import CHECKS
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,13 +53,13 @@ def test_a_strangers_backbones_are_checked(folder):
     failed = [line for line in said.splitlines() if line.startswith("FAILED")]
     assert len(failed) == 1, said
     assert "stranger_wrong-patches_stay_in_place" in failed[0]
-    assert f"5 passed, {2 * (len(CHECKS) - 3)} deselected" in said
+    assert "5 passed" in said
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "name the backbone to check"),
+        ([], "name what to check"),
         (["--backbone", "dit_tiny", "--backbone-override", "depth=2"], "has 2 blocks"),
     ],
 )

@@ -116,9 +116,10 @@ def check_calls_are_pure(probe: MethodProbe) -> None:
     backbone, inputs = probe.build(), probe.backbone.inputs()
     state = torch.get_rng_state()
     dense = backbone(*inputs)
-    outs = [backbone(*inputs, routes=crossings) for crossings in probe.each_draw(backbone)]
+    draws = probe.each_draw(backbone)
+    outs = [backbone(*inputs, routes=crossings) for crossings in draws]
     assert torch.equal(dense, backbone(*inputs)), "a routed call changes the dense one after it"
-    for crossings, out in zip(probe.each_draw(backbone), outs, strict=True):
+    for crossings, out in zip(draws, outs, strict=True):
         assert torch.equal(backbone(*inputs, routes=crossings), out), "two equal calls differ"
     assert torch.equal(torch.get_rng_state(), state), "torch's global generator is used"
 
