@@ -8,12 +8,15 @@ those of the first kind; "time over FLOPs" is 1 where a cheaper weak prediction 
 as FLOPs.
 """
 
+from dataclasses import replace
+
 import torch
 from omegaconf import OmegaConf
 from turns import make_parser, parse, report, take_turns
 
 from tread_zoo.diffusion import FlowMatching, ImageBatch, build_sampling
 from tread_zoo.evaluation.flops import count_sampling
+from tread_zoo.registry import create
 from tread_zoo.runtime import autocast
 
 
@@ -24,9 +27,11 @@ def main() -> None:
     backbone.eval()
     objective, batch = FlowMatching(), args.batch_size
     labels = torch.arange(batch, device=args.device) % backbone.num_classes
+    trained = create("routing", "tread")
     images = ImageBatch(
-        backbone, objective, labels, range(batch), seed=0, levels=objective.levels(1)
-    )
+        backbone, objective, labels, range(batch), seed=0, levels=objective.levels(1),
+        routing=trained,
+    )  # fmt: skip
     x = torch.randn(batch, backbone.in_channels, *backbone.input_size, device=args.device)
     level = torch.ones(batch, device=args.device)
     steps, flops = {}, {}
@@ -38,6 +43,7 @@ def main() -> None:
     for word in dict.fromkeys(args.guidances):
         part = OmegaConf.to_container(OmegaConf.from_dotlist([f"guidance={word}"]))["guidance"]
         options = build_sampling({"name": "euler", "num_steps": 1}, part)
+        options = replace(options, trained=trained)
         flops[word] = count_sampling(backbone, objective, options).flops
         dx_dt = options.guidance.dx_dt(images)
         steps[word] = lambda dx_dt=dx_dt: step(dx_dt)

@@ -19,7 +19,11 @@ def run(script, *arguments, cwd):
     ("script", "arguments", "steps"),
     [
         ("routing.py", ("--routing", "selector=blocks", "start=1", "end=3"), ["dense", "routed"]),
-        ("guidance.py", ("--guidances", "none", "{name: sparse, start: 1, end: 3}"), ["none", "{"]),
+        (
+            "guidance.py",
+            ("--guidances", "none", "{name: sparse, routing: {name: tread, start: 1, end: 3}}"),
+            ["none", "{"],
+        ),
     ],
 )
 def test_times_stand_beside_flops(script, arguments, steps, tmp_path):

@@ -26,7 +26,7 @@ from tread_zoo.config import (
 from tread_zoo.evaluation.evaluate import EvaluateConfig
 from tread_zoo.fields import check, default_fields
 from tread_zoo.help import describe, settings
-from tread_zoo.routing import build_routing
+from tread_zoo.routing import Stack
 
 ROOT = Path(__file__).parents[1]
 NEEDS = {  # what an option needs beside itself
@@ -88,7 +88,7 @@ def test_a_configuration_goes_through_plain_values_unchanged():
         "routing.routes=[{start: 2, end: 4}, {start: 5, selection_rate: 0.25}]",
     )  # fmt: skip
     assert make_config(**config.as_dict()) == config
-    assert config.routing.selector == {"name": "blocks", "size": 4}
+    assert config.routing["selector"] == {"name": "blocks", "size": 4}
 
 
 def test_a_part_is_a_name_or_a_mapping_on_the_command_line():
@@ -96,8 +96,9 @@ def test_a_part_is_a_name_or_a_mapping_on_the_command_line():
     assert compose(*given) == compose(
         "optimizer=muon", "optimizer.momentum=0.9", "backbone=dit", "backbone.depth=3"
     )
-    sparse = compose("guidance={name: sparse, selector: {name: blocks, size: 4}}").guidance
-    assert sparse["selector"] == {"name": "blocks", "size": 4}
+    sparse = compose("guidance={name: sparse, routing: {name: tread, start: 3}}").guidance
+    assert sparse["routing"]["name"] == "tread"
+    assert sparse["routing"]["start"] == 3
     with pytest.raises(ValueError, match=r"optimizer\.momentum"):
         compose("optimizer={name: muon, momntum: 0.9}")
 
@@ -173,7 +174,7 @@ def check_error(make, words):
         ("training.epochs=3", ["training.num_steps?"]),
         ("lr=1e-3", ["optimizer.learning_rate?"]),
         ("cfg=2", ["guidance.scale?"]),
-        ("routing=none routing.selection_rate=0.25", ["routing=none", "routing=tread"]),
+        ("routing=none routing.selection_rate=0.25", ["routing=none", "tread"]),
         ("alignment.weight=2", ["alignment=none", "alignment=repa"]),
     ],
 )
@@ -194,7 +195,7 @@ def test_a_wrong_override_is_one_line_with_the_nearest_name(override, words):
         ("routing.selector={name: blocks, sise: 4}", ["routing.selector.size"]),
         ("routing.selector={size: 4}", ["routing.selector", "name"]),
         ("routing.routes=[{start: 2, ennd: 4}]", ["routing.routes[0].ennd", "end"]),
-        ("routing.path_drop_probability=0.1", ["rejoin=project"]),
+        ("routing.path_drop_probability=0.1", ["routing.path_drop of routing=sprint"]),
         ("evaluation.metrics=fid", ["evaluation.metrics='fid'", "[fid]"]),
         ("evaluation.metrics=[fidd]", ["'fidd'", "'fid'"]),
         ("data={name: npz, path: 7}", ["data.path=7", "quotes"]),
@@ -202,7 +203,7 @@ def test_a_wrong_override_is_one_line_with_the_nearest_name(override, words):
         ("training.learning_rat=1e-3", ["optimizer.learning_rate?"]),
         ("training.max_grad_norm=1e-300", ["training.max_grad_norm=1e-300"]),
         ("lr_schedule.warmup_steps=800", ["warmup_steps=800", "num_steps=800"]),
-        ("routing.rate_steps=[[0.3]]", ["routing.rate_steps[0]=[0.3]", "too few"]),
+        ("routing.selection_rate=[steps,0.5]", ["routing.selection_rate", "[linear, 0.75"]),
     ],
 )
 def test_a_wrong_value_is_one_line_with_field_value_and_remedy(override, words):
@@ -215,7 +216,7 @@ def test_numbers_of_numpy_and_torch_are_numbers():
         training={"batch_size": np.int32(4)}, routing={"selection_rate": torch.tensor(0.25)},
     )  # fmt: skip
     assert (config.seed, config.optimizer["learning_rate"]) == (3, 0.5)
-    assert (config.training.batch_size, config.routing.selection_rate) == (4, 0.25)
+    assert (config.training.batch_size, config.routing["selection_rate"]) == (4, 0.25)
 
 
 def test_short_runs_warm_up_for_a_part_of_their_steps():
@@ -274,9 +275,8 @@ CHOICES = [("dit", "none"), ("mamba", "tread"), ("uvit", "tread_random")]
 
 def test_the_released_route_counts_the_end_block():
     routing = compose("routing=tread_released").routing
-    options = {"start": routing.start, "end": routing.end}
-    (plan,) = build_routing(routing.name, num_blocks=12, **options).plans
-    assert (plan.start, plan.end) == (2, 9)
+    stack = Stack(12, (4, 4), widths=(8,), skips={})
+    assert create("routing", routing).ranges(stack) == [(2, 9)]
 
 
 @pytest.mark.parametrize(("number", "recipe"), enumerate(RECIPES))
@@ -285,7 +285,7 @@ def test_a_recipe_goes_with_every_backbone_and_routing(number, recipe):
     backbone, routing = CHOICES[number % len(CHOICES)]
     config = compose(f"experiment={recipe}", f"backbone={backbone}", f"routing={routing}", *path)
     assert config.backbone["name"] == f"{backbone}_tiny"
-    assert config.routing.name == routing.partition("_")[0]
+    assert config.routing["name"] == routing.partition("_")[0]
 
 
 def test_the_recipes_of_sit_and_tread_have_their_settings():
@@ -330,10 +330,12 @@ def test_help_shows_settings_with_defaults_and_sentences_the_rare_ones_if_asked(
     text = shown()
     assert re.search(r"training.batch_size=64 +images per process", text)
     assert "a preset: digits" in text
-    assert "routing.carry_from" not in text
-    assert "routing.carry_from" in shown("all")
+    assert "training.timeout_s" not in text
+    assert "training.timeout_s" in shown("all")
     assert "mamba_tiny" in shown("backbone")
-    part = shown("optimizer=muon", "sampler=heun")
+    assert "sprint" in shown("routing")
+    part = shown("optimizer=muon", "sampler=heun", "routing=sprint")
+    assert re.search(r"routing.absent=token +what the map gets", part)
     assert re.search(r"optimizer.momentum=0.95 +as of torch", part)
     assert "sampler.shift=1.0" in part
 

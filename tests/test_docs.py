@@ -3,6 +3,7 @@ built site has nothing that a reader stumbles over."""
 
 import itertools
 import json
+import os
 import re
 import runpy
 from pathlib import Path
@@ -16,8 +17,7 @@ import pytest
 
 from tests.built_site import find_faults
 from tests.processes import run_python
-from tread_zoo import __version__, create_backbone
-from tread_zoo.evaluation.flops import count_flops, training_flops
+from tread_zoo import __version__
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,22 +28,36 @@ def test_the_block_loop_of_the_concepts_page_gives_what_the_backbone_gives():
     assert names["out"].std() > 0
 
 
-@pytest.mark.slow
-def test_the_flops_of_routed_runs_are_those_that_are_counted():
-    page = (ROOT / "docs/routing.md").read_text()
-    table = re.search(r"\| `routing\.…` \|(.*)\n\|[-|]*\n((?:\|.*\n)*)", page)
-    names = table[1].replace("`", "").replace("|", " ").split()
-    sizes = {"input_size": 32, "in_channels": 4, "num_classes": 1000}
-    backbones = [create_backbone(f"{name}_tiny", **sizes) for name in names]
-    dense = [count_flops(backbone, backward=True) for backbone in backbones]
-    rows = [row for row in table[2].splitlines() if "schedule=" not in row]  # these have 17 rates
-    for row in rows:
-        words, *given = row.strip("| ").split(" | ")
-        options = dict(word.split("=") for word in words.strip("`").split())
-        options = {k: v if v.isalpha() else float(v) for k, v in options.items()}
-        for backbone, whole, share in zip(backbones, dense, given, strict=True):
-            routed = training_flops(backbone, backbone.build_routing(**options), 10_000)
-            assert f"{routed / whole:.3f}" == share, (words, backbone.name)
+def test_the_method_of_the_guide_trains_and_is_tested(tmp_path):
+    """The page's file, as it stands, is the plug-in of its commands."""
+    page = (ROOT / "docs/adding_a_method.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", page, re.S)[0]
+    (tmp_path / "my_methods.py").write_text(code)
+    given = ["plugins=[my_methods]", "routing=discard", "routing.selection_rate=0.25"]
+    small = [
+        "backbone=mamba",
+        "backbone.depth=4",
+        "backbone.hidden_size=16",
+        "backbone.state_size=2",
+    ]
+    small += ["training.num_steps=2", "training.batch_size=4", "evaluation.num_images=4"]
+    small += ["evaluation.metrics=[]", "sampler.num_steps=2", "run_dir=run"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    done = run_python(ROOT / "scripts/train.py", *given, *small, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    kit = ["-m", "pytest", "-p", "tread_zoo.testing.plugin", "-q", "--pyargs", "tread_zoo.testing"]
+    chosen = ["--routing", "my_methods:discard", "-k", "tokens_return_whole or costs or image"]
+    done = run_python(*kit, *chosen, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stdout
+    assert "12 passed" in done.stdout
+
+
+@pytest.mark.parametrize("page", ["equal_cost"])
+def test_tables_are_those_of_their_records(page):
+    folder = ROOT / "docs/comparison" / page
+    names = runpy.run_path(str(folder / "page.py"))
+    text = (folder / "README.md").read_text()
+    assert names["filled"](text) == text
 
 
 PAYS = ROOT / "docs/comparison/where_routing_pays"

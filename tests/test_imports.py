@@ -4,7 +4,9 @@ import pytest
 
 from tests.processes import ROOT, run_python
 
-METHOD = "import tread_zoo.routing.options, tread_zoo.contract.backbone, tread_zoo.contract.frame"
+METHOD = (
+    "import tread_zoo.routing.methods, tread_zoo.contract.backbone, tread_zoo.contract.crossing"
+)
 OTHERS = ("hydra", "omegaconf", "accelerate", "datasets", "huggingface_hub", "safetensors", "wandb")
 ROOMS = ("cli", "config", "data", "diffusion", "evaluation", "runs", "training")
 

@@ -19,7 +19,9 @@ RUN = "runs/digits_dit_tiny_tread_flow_seed0"
 
 USE = """
 import pathlib, sys, torch, backbones, tread_zoo
-from tread_zoo import create_backbone, list_backbones, load_pretrained
+from tread_zoo import create, create_backbone, list_backbones, load_pretrained
+from tread_zoo.routing import Stack, Step
+from tread_zoo.seeding import make_image_generator
 site = pathlib.Path(sys.argv[1])
 for package in (backbones, tread_zoo):
     assert site in pathlib.Path(package.__file__).parents, package.__file__
@@ -27,7 +29,8 @@ for package in (backbones, tread_zoo):
 architectures = list_backbones("*_tiny")
 for name in architectures:
     b = create_backbone(name, input_size=8, in_channels=1, num_classes=10)
-    routes = b.build_routing().draw(2, b.grid, torch.Generator())
+    images = make_image_generator("route", images=range(2))
+    routes = create("routing", "tread").draw(Stack.of(b), images, Step(0, 1, 0))
     b(torch.randn(2, 1, 8, 8), torch.rand(2), torch.tensor([1, 2]), routes=routes).sum().backward()
 from tread_zoo.evaluation.features import load_features
 load_features()

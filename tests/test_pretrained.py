@@ -10,6 +10,7 @@ import torch
 from tests.data.published_files import FASHION_MNIST
 from tests.test_contract import SMALL
 from tread_zoo import (
+    create,
     create_backbone,
     list_backbones,
     load_pretrained,
@@ -20,13 +21,13 @@ from tread_zoo.data import digits
 from tread_zoo.data.builtin import npz
 from tread_zoo.diffusion import FlowMatching
 from tread_zoo.evaluation.held_out import held_out_loss
-from tread_zoo.factory import describe_backbone
+from tread_zoo.factory import add_routing, describe_backbone
 from tread_zoo.runs.checkpoint import save_checkpoint
 
 CASES = {
     **{name: (name, {"num_classes": 3, **sizes}) for name, sizes in SMALL.items()},
     "fused": ("dit_tiny", {"num_classes": 3, **SMALL["dit_tiny"]}),
-    "fused with zeros": ("dit_tiny", {"num_classes": 3, **SMALL["dit_tiny"]}),
+    "fused with a token": ("dit_tiny", {"num_classes": 3, **SMALL["dit_tiny"]}),
     "contexts": (
         "uvit_tiny",
         {"num_classes": 0, "context_length": 3, "context_size": 5, **SMALL["uvit_tiny"]},
@@ -39,9 +40,9 @@ def random_backbone(case):
     """Return a network with random weights in every tensor; fresh ones are zero in many."""
     name, options = CASES[case]
     backbone = create_backbone(name, **{"input_size": 8, "in_channels": 1, **options})
-    backbone.add_fusions(
-        [(1, 3)] if case.startswith("fused") else (), "zero" if "zeros" in case else "dense"
-    )
+    if case.startswith("fused"):
+        absent = "token" if "token" in case else "dense"
+        add_routing(backbone, create("routing", "sprint", start=1, end=3, absent=absent))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in backbone.parameters():

@@ -19,7 +19,6 @@ COMMANDS = {  # and their scripts, as they are listed
     "sample": "sample",
     "evaluate": "evaluate",
     "compare": "compare",
-    "probe": "probe_routes",
     "encode": "encode",
     "import": "import_checkpoint",
     "push": "push",

@@ -6,7 +6,7 @@ import pytest
 from scipy import stats
 
 from tread_zoo.comparison.findings import spent_until
-from tread_zoo.comparison.intervals import differences, interval, meets
+from tread_zoo.comparison.intervals import differences, interval, log_ratio, meets
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 20])
@@ -113,3 +113,30 @@ def test_the_test_of_a_goal_is_one_sided_at_five_per_cent(better):
     for goal in np.linspace(0.8, 1.2, 41):
         p = stats.ttest_1samp(sign * values, sign * goal, alternative=side).pvalue
         assert meets(sign * values, sign * goal, better) == (p <= 0.05)
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_the_interval_of_a_ratio_is_scipy_s(paired):
+    """Of distances of two arms: 5 and 4 seeds, 3 of them common."""
+    first = pd.Series([1.0, 1.2, 0.9, 1.1, 1.3], index=[0, 1, 2, 3, 4])
+    second = pd.Series([0.8, 1.0, 0.7, 0.9], index=[2, 3, 4, 5])
+    found = log_ratio(first, second, paired=paired)
+    if paired:
+        common = np.log([0.9, 1.1, 1.3]) - np.log([0.8, 1.0, 0.7])
+        ends = stats.ttest_1samp(common, 0).confidence_interval(0.95)
+    else:
+        test = stats.ttest_ind(np.log(first), np.log(second), equal_var=False)
+        ends = test.confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((ends.low, ends.high))
+
+
+def test_a_planted_ratio_is_found_and_none_where_there_is_none():
+    draws = np.random.default_rng(0)
+    found = {1.0: 0, 0.8: 0}
+    for ratio in found:
+        for _ in range(200):
+            first, second = np.exp(0.075 * draws.standard_normal((2, 6)))
+            interval = log_ratio(pd.Series(ratio * first), pd.Series(second), paired=False)
+            found[ratio] += interval.verdict("lower") != "not settled"
+    assert found[1.0] < 25  # 5 % of 200, and four standard deviations
+    assert found[0.8] > 190

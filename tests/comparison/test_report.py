@@ -127,11 +127,11 @@ TREAD = {"name": "tread"}
     [
         (["none", *({**TREAD, "selection_rate": r} for r in (0.25, 0.5))],
          ["dense", "tread, selection_rate 0.25", "tread, selection_rate 0.5"]),
-        (["none", TREAD, {**TREAD, "detach": True}, {**TREAD, "carry_from": 1}],
-         ["dense", "tread", "tread, detach True", "tread, carry_from 1"]),
+        (["none", TREAD, {**TREAD, "per_batch": True}, {"name": "sprint", "path_drop": 0.5}],
+         ["dense", "tread", "tread, per_batch True", "sprint"]),
         ([{**TREAD, "warm_start": 0.25}, {**TREAD, "selection_rate": 0.25}, TREAD],
          ["tread, warm_start 0.25", "tread, selection_rate 0.25", "tread"]),
-        ([{**TREAD, "start": start, "end": 8, "carry_from": 2} for start in (4, 5, 6)]
+        ([{**TREAD, "start": start, "end": 8, "probability": 0.5} for start in (4, 5, 6)]
          + [{**TREAD, "start": 4, "end": 8}], None),
     ],
 )  # fmt: skip

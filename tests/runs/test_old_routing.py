@@ -1,6 +1,8 @@
 """Checkpoints of earlier versions, in which one configuration combined all routing methods."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,12 +112,14 @@ def aged(folder):
 
 def test_a_run_resumed_from_an_old_checkpoint_equals_an_unbroken_one(tmp_path):
     given = ["routing=sprint", "routing.absent=dense", "routing.path_drop=0.5"]
+    given += ["training.checkpoint_every=3", "training.keep_checkpoints=9"]
     unbroken = train_small(tmp_path / "unbroken", *given)
-    half = train_small(tmp_path / "half", *given, "training.num_steps=3")
+    half = Path(shutil.copytree(tmp_path / "unbroken", tmp_path / "half"))
+    shutil.rmtree(half / "checkpoints/step_00000006")
     aged(half)
     network = load_backbone(find_checkpoint(half))
     assert network.routing.span == (1, 3)
-    train_small(tmp_path / "half", *given, "training.num_steps=6", "resume=latest")
+    train_small(tmp_path / "half", *given, "resume=latest")
     ends = [load_file(find_checkpoint(run).path / "model.safetensors") for run in (unbroken, half)]
     assert ends[0].keys() == ends[1].keys()
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())

@@ -117,16 +117,6 @@ def test_evaluating_prints_the_numbers_and_writes_them_under_their_protocol(trai
 
 
 @pytest.mark.slow
-def test_probing_routes_leaves_its_numbers(trained):
-    folder, _ = trained
-    given = (f"checkpoint={RUN}", "device=cpu", "num_images=8", "num_levels=2")
-    said = call("probe_routes.py", *given, cwd=folder)
-    assert "cosine of 128 token states, 8 held-out images of digits" in said
-    record = json.loads((folder / RUN / "placement" / "placement.json").read_text())
-    assert (record["weights"], record["step"], len(record["levels"])) == ("ema", 6, 2)
-    assert f"routing.start={record['route']['start']}" in said
-
-
 @pytest.mark.slow
 def test_a_pushed_run_is_sampled_as_the_run_is(trained):
     folder, _ = trained

@@ -41,7 +41,8 @@ def collect(folder: Path) -> pd.DataFrame:
                 "guidance": protocol["sampling"]["guidance_scale"],
                 **{metric: values[metric] for metric in METRICS},
                 "held_out_loss": values.get("held_out_loss"),
-                "code": start["code"].split()[-1][:7], "machine": f"{machine()}, {device}".rstrip(", "),
+                "code": start["code"].split()[-1][:7],
+                "machine": f"{machine()}, {device}".rstrip(", "),
             })  # fmt: skip
     return pd.DataFrame(rows)
 
