@@ -127,8 +127,8 @@ TREAD = {"name": "tread"}
     [
         (["none", *({**TREAD, "selection_rate": r} for r in (0.25, 0.5))],
          ["dense", "tread, selection_rate 0.25", "tread, selection_rate 0.5"]),
-        (["none", TREAD, {**TREAD, "per_batch": True}, {"name": "sprint", "path_drop": 0.5}],
-         ["dense", "tread", "tread, per_batch True", "sprint"]),
+        (["none", TREAD, {**TREAD, "per_batch": True}, {**TREAD, "probability": 0.5}],
+         ["dense", "tread", "tread, per_batch True", "tread, probability 0.5"]),
         ([{**TREAD, "warm_start": 0.25}, {**TREAD, "selection_rate": 0.25}, TREAD],
          ["tread, warm_start 0.25", "tread, selection_rate 0.25", "tread"]),
         ([{**TREAD, "start": start, "end": 8, "probability": 0.5} for start in (4, 5, 6)]
