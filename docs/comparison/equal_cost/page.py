@@ -75,6 +75,22 @@ def table(rows: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
+def rates(rows: pd.DataFrame) -> str:
+    """Return a Markdown table: each arm's scores at each learning rate, of one seed and two draws
+    of samples."""
+    lines = [
+        "| equal FLOPs of training | learning rate | Fréchet distance | kernel distance "
+        "| label accuracy | held-out loss | Fréchet distance, guided by 1.5 |",
+        "|---" * 7 + "|",
+    ]
+    for (arm, rate), own in rows.groupby(["arm", "learning_rate"]):
+        plain, guided = (own[own.guidance == scale].mean(numeric_only=True) for scale in (1, 1.5))
+        cells = [f"{plain.fid:.2f}", f"{plain.kid:.2f}", f"{plain.label_accuracy:.3f}"]
+        cells += [f"{plain.held_out_loss:.3f}", f"{guided.fid:.2f}"]
+        lines.append(f"| {arm} blocks | {rate:g} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def ratio(by_arm: dict[str, pd.DataFrame], arm: str, other: str = BASE) -> Interval:
     """Return the logarithm of the ratio of two arms' distances: by seed for networks of equal
     depth, whose initial weights are the same."""
@@ -97,7 +113,8 @@ def filled(text: str) -> str:
     for file in HERE.glob("*.csv"):
         pattern = rf"(<!-- {file.stem} -->\n)(?:.*?\n)?(<!-- end -->)"
         if re.search(pattern, text, re.DOTALL):
-            rows = table(pd.read_csv(file)) + "\n"
+            make = rates if file.stem == "rates" else table
+            rows = make(pd.read_csv(file)) + "\n"
             text = re.sub(pattern, lambda m, rows=rows: m[1] + rows + m[2], text, flags=re.DOTALL)
     return text
 
