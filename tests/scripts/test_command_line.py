@@ -117,7 +117,6 @@ def test_evaluating_prints_the_numbers_and_writes_them_under_their_protocol(trai
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_pushed_run_is_sampled_as_the_run_is(trained):
     folder, _ = trained
     assert "hub" in call("push.py", f"checkpoint={RUN}", "out=mine/hub", cwd=folder)
