@@ -8,6 +8,7 @@ from PIL import Image
 
 from tests.data.tables import flat, values_of
 from tread_zoo.data import ImageData
+from tread_zoo.data.table import read_picture
 from tread_zoo.evaluation.images import open_images
 from tread_zoo.registry import create
 
@@ -120,3 +121,19 @@ def test_a_background_that_is_no_colour(tmp_path):
     write(tmp_path, 1)
     with pytest.raises(ValueError, match=r"data\.background='whte'"):
         trained_on(tmp_path, background="whte")
+
+
+def test_a_file_is_a_picture_by_its_content(tmp_path, monkeypatch, caplog):
+    """PostScript under a picture's name does not start Ghostscript; AVIF and JFIF are pictures."""
+    started = []
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args: started.append(args))
+    write(tmp_path / "a", 1, 2)
+    drawn = Image.new("RGB", (8, 8), "red")
+    drawn.save(tmp_path / "a" / "three.jfif", "JPEG")
+    script = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n"
+    (tmp_path / "a" / "four.heic").write_bytes(b"no picture")
+    assert len(trained_on(tmp_path).train) == 3
+    assert "HEIC" in caplog.text
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_picture(script, 8, 3)
+    assert started == []

@@ -1,5 +1,6 @@
 """Picture files under a folder: one walk for training, scoring and references."""
 
+import functools
 import logging
 import os
 from collections import Counter
@@ -11,7 +12,10 @@ from tread_zoo.data.labels import nfc
 
 logger = logging.getLogger(__name__)
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+SUFFIXES = (
+    ".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff",
+)  # fmt: skip
+FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "BMP", "GIF", "TIFF")  # Pillow's names of these
 PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}  # no classes
 
 
@@ -39,6 +43,8 @@ def picture_files(root: Path, field: str, beside: str | None = None) -> list[Pat
             others[os.path.splitext(entry.name)[1].lower() or "no suffix"] += 1
     if others:
         kinds = ", ".join(f"{count} {printable(kind)}" for kind, count in others.most_common())
+        if {".heic", ".heif"} & others.keys():
+            kinds += " (save HEIC pictures as JPEG first)"
         logger.warning("ignored   %s: files that are no pictures: %s", root, kinds)
     if not files:
         raise ValueError(f"{field}={str(root)!r} has no pictures ({', '.join(SUFFIXES)}).")
@@ -46,6 +52,16 @@ def picture_files(root: Path, field: str, beside: str | None = None) -> list[Pat
         if not name.isascii() and any("\ud800" <= char <= "\udfff" for char in name):
             raise ValueError(f"{field}: the name {printable(name)} is not UTF-8: rename it.")
     return files
+
+
+@functools.cache
+def picture_formats() -> tuple[str, ...]:
+    """Return the formats that pictures may have here. Pillow goes by a file's content, and would
+    start Ghostscript for what begins as PostScript."""
+    from PIL import Image
+
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)  # older ones lack AVIF
 
 
 def _entries(root: Path) -> Iterator["os.DirEntry[str]"]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tread_zoo.data.contexts import as_context, context_shape
 from tread_zoo.data.dataset import ImageData, TableDataset
-from tread_zoo.data.folders import SUFFIXES, find_classes
+from tread_zoo.data.folders import SUFFIXES, find_classes, picture_formats
 from tread_zoo.data.labels import check_labels, find_label_column, nfc, read_labels
 from tread_zoo.data.split import evenly_spaced, split_data
 from tread_zoo.errors import unknown_name
@@ -369,7 +369,8 @@ def open_picture(source: str | bytes | Path, image_size: int | None = None) -> "
     """
     from PIL import Image, ImageOps
 
-    picture = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+    content = io.BytesIO(source) if isinstance(source, bytes) else source
+    picture = Image.open(content, formats=picture_formats())
     if image_size is not None:
         picture.draft(None, (image_size, image_size))
     ImageOps.exif_transpose(picture, in_place=True)

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from tread_zoo.data import ImageData, read_items
 from tread_zoo.data.files import open_npz
-from tread_zoo.data.folders import picture_files
+from tread_zoo.data.folders import picture_files, picture_formats
 from tread_zoo.data.labels import read_labels
 from tread_zoo.data.split import evenly_spaced
 from tread_zoo.data.table import read_picture
@@ -96,7 +96,7 @@ def _open_folder(folder: Path, field: str) -> Images:
     sizes: dict[tuple[int, int], Path] = {}
     channels, transparent = 1, 0
     for path in files:
-        with Image.open(path) as picture:
+        with Image.open(path, formats=picture_formats()) as picture:
             exif = picture.getexif() if "exif" in picture.info else {}  # else decodes a PNG
             turned = exif.get(ExifTags.Base.Orientation, 1) >= 5  # read upright
             sizes.setdefault(picture.size if turned else picture.size[::-1], path)
