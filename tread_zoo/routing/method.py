@@ -191,7 +191,6 @@ class Method:
             which round otherwise on another machine.
         keep_all_is_dense: where no token is left out, the network computes what it does without.
         for_any: it needs no training, and may sample a network that was trained otherwise.
-        options_of: mappings of other parts among the options, {field: kind}.
     """
 
     warm_start: Fraction = 0.0
@@ -256,7 +255,7 @@ class Method:
         guidance.
 
         Raises:
-            ValueError: nothing.
+            ValueError: there are none.
         """
         raise ValueError(
             f"routing={self.name} teaches no network to do without its routed blocks: train with "
