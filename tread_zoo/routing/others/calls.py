@@ -151,7 +151,7 @@ class Frame:
             )
         number = self.routes.list_of(index)
         starts = all(self.crossings[n].start == index for n in inside)
-        if not starts and self.length and self.length[0] == number != -1:
+        if not starts and self.length and self.length[0] == number:
             if self.length[1] != x.shape[1]:
                 raise RuntimeError(
                     f"{self.routes.title} changes its sequence from {self.length[1]} to "
@@ -243,7 +243,7 @@ class Frame:
 
     def _verdict(self, visit: Visit, new: Tensor, tokens: Tokens) -> Verdict:
         """Return what is known of the block's class, which is examined until it is proven."""
-        name = self.routes.kind(visit.block)
+        name = self.routes.kind(visit.index, visit.block)
         known = self.routes.verdicts.get(name)
         if known is not None and (known.error is not None or not self.open):
             return known

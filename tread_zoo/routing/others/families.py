@@ -45,6 +45,10 @@ def _caption_lengths(arguments: Arguments) -> Tensor:
     return arguments["encoder_attention_mask"].sum(dim=1)
 
 
+def _one(arguments: Arguments, tokens: Tensor) -> int:
+    return 1
+
+
 def _before_packed(arguments: Arguments, tokens: Tensor) -> int:
     return tokens.shape[1] - arguments["hidden_states"].shape[1]
 
@@ -81,7 +85,7 @@ FAMILIES: dict[str, Family] = {
     "QwenImageTransformer2DModel": IMAGE,
     "SD3Transformer2DModel": IMAGE,
     "SanaTransformer2DModel": IMAGE,
-    "StableAudioDiTModel": Family(extra=lambda arguments, tokens: 1),
+    "StableAudioDiTModel": Family(extra=_one, shared=True),
     "WanTransformer3DModel": IMAGE,
     "ZImageTransformer2DModel": Family(("layers",), ("noise_refiner",), image_first=True),
 }

@@ -202,9 +202,10 @@ class Routes:
         """Return the number of the list of a block."""
         return sum(edge <= index for edge in self.edges[1:])
 
-    def kind(self, block: nn.Module) -> str:
-        """Return the name of a block's class."""
-        return type(getattr(block, "_orig_mod", block)).__name__
+    def kind(self, index: int, block: nn.Module) -> str:
+        """Return the class and the list of a block: lists may wrap unlike blocks in one class."""
+        title = type(getattr(block, "_orig_mod", block)).__name__
+        return f"{title} of {self.lists[self.list_of(index)]}"
 
     def named(self, block: nn.Module, args: Sequence[Any], kwargs: Any) -> dict[str, Any]:
         """Return a block's arguments by name."""

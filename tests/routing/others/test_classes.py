@@ -1,0 +1,108 @@
+"""Every class of the table: dense to the bit, drawn to the bit, gradients, images, recomputation."""
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+from tests.routing.others.cases import CASES, build, run
+from tread_zoo import enable_routing
+from tread_zoo.routing.others import FAMILIES, REFUSED
+
+ROUTED = sorted(FAMILIES.keys() - {"SanaTransformer2DModel"})
+
+
+def routed(name, **options):
+    network, case = build(name), CASES[name]
+    return network, enable_routing(network, start=case.start, end=case.end, **options)
+
+
+def gradients(network):
+    found = {k: p.grad.clone() for k, p in network.named_parameters() if p.grad is not None}
+    network.zero_grad(set_to_none=True)
+    return found
+
+
+def weigh(out, seed=7):
+    return (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(seed))).sum()
+
+
+def test_the_table_and_the_cases_name_the_same_classes():
+    assert CASES.keys() == FAMILIES.keys() | REFUSED.keys()
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_a_pass_that_is_not_routed_is_dense_to_the_bit(name):
+    network, inputs = build(name), CASES[name].inputs(2)
+    keys, dense = list(network.state_dict()), run(network, inputs)
+    random = torch.get_rng_state()
+    routes = enable_routing(network, start=CASES[name].start, end=CASES[name].end)
+    different = run(network, inputs)
+    assert not torch.equal(different, dense)
+    assert different.shape == dense.shape
+    with routes.dense():
+        assert torch.equal(run(network, inputs), dense)
+    with torch.no_grad():
+        assert torch.equal(run(network, inputs), dense)
+    assert list(network.state_dict()) == keys
+    routes.disable()
+    assert torch.equal(run(network, inputs), dense)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not network._forward_pre_hooks and not network._forward_hooks
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_equal_steps_draw_equal_tokens_and_every_weight_learns(name):
+    network, routes = routed(name)
+    inputs, outs = CASES[name].inputs(2), []
+    for step in (3, 4, 3):
+        routes.at(step, 10)
+        outs.append(run(network, inputs))
+    assert torch.equal(outs[0], outs[2])
+    assert not torch.equal(outs[0], outs[1])
+    weigh(outs[2]).backward()
+    learnt = gradients(network)
+    with routes.dense():
+        weigh(run(network, inputs)).backward()
+    assert learnt.keys() == gradients(network).keys()
+    assert all(torch.isfinite(each).all() for each in learnt.values())
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_an_image_in_a_batch_equals_that_image_alone(name):
+    network, routes = routed(name)
+    outs = []
+    for batch in (3, 1):
+        routes.at(5, 10)
+        outs.append(run(network, CASES[name].one_of(batch)))
+    torch.testing.assert_close(outs[0][:1], outs[1], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_recomputed_passes_have_the_gradients_of_plain_ones(name):
+    """Also where two passes precede the backward pass of both."""
+    network, routes = routed(name)
+    inputs = CASES[name].inputs(2)
+    inputs.pop("attention_mask" if name == "ChromaTransformer2DModel" else "", None)  # it loses it
+    results = []
+    for again in (False, True):
+        if again:
+            network.enable_gradient_checkpointing()
+        for passes in (1, 2):
+            routes.at(2, 10)
+            outs = [run(network, inputs) for _ in range(passes)]
+            sum(weigh(out, seed) for seed, out in enumerate(outs)).backward()
+            results.append((torch.stack(outs), gradients(network)))
+    for (out, grads), (out2, grads2) in zip(results[:2], results[2:], strict=True):
+        assert torch.equal(out, out2)
+        assert grads.keys() == grads2.keys()
+        for key, grad in grads.items():
+            torch.testing.assert_close(grads2[key], grad, atol=1e-5, rtol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize("name", ["SanaTransformer2DModel", *REFUSED])
+def test_classes_that_use_the_place_of_a_token_are_refused(name):
+    network = build(name)
+    with pytest.raises(ValueError, match="cannot be routed|cannot\nbe routed|be routed"):
+        enable_routing(network, start=1, end=-1)
+        run(network, CASES[name].inputs(2))
