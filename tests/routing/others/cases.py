@@ -50,8 +50,11 @@ class Case:
         one, two = self.inputs(1), self.inputs(batch)
 
         def same(a, b):
+            if isinstance(b, torch.Tensor) and a.shape != b.shape:
+                dim = next(i for i, n in enumerate(b.shape) if n != a.shape[i])
+                return torch.cat([a, b.narrow(dim, 1, batch - 1)], dim)
             if isinstance(b, torch.Tensor):
-                return torch.cat([a, b[1:]]) if a.shape != b.shape else a
+                return a
             if isinstance(b, list) and b and isinstance(b[0], torch.Tensor) and len(b) == batch:
                 return [*a, *b[1:]]
             return b
@@ -231,7 +234,8 @@ CASES: dict[str, Case] = {
         lambda b: {
             "hidden_states": image(b), "timesteps": steps(b),
             "encoder_hidden_states_t5": draw(b, 5, 16),
-            "encoder_hidden_states_llama3": draw(2, b, 3, 16), "pooled_embeds": draw(b, 16),
+            "encoder_hidden_states_llama3": draw(b, 2, 3, 16).transpose(0, 1),
+            "pooled_embeds": draw(b, 16),
         },
         end=3,
     ),

