@@ -144,7 +144,7 @@ class Routes:
             for path, first in [*zip(self.lists, self.edges, strict=False), *watched]:
                 owner, name = _owner(network, path)
                 saved[path] = owner.__dict__.get(name)
-                blocks = network.get_submodule(path)
+                blocks = owner._modules[name]
                 owner.__dict__[name] = [
                     Call(frame, None if first is None else first + i, block)
                     for i, block in enumerate(blocks)  # type: ignore[arg-type]
