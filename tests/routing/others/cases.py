@@ -147,10 +147,10 @@ CASES: dict[str, Case] = {
         lambda b: flux_inputs(b, pooled=False),
     ),
     "PRXTransformer2DModel": Case(
-        dict(
-            in_channels=4, context_in_dim=16, hidden_size=16, num_heads=2, depth=4,
-            axes_dim=[4, 4],
-        ),
+        {
+            "in_channels": 4, "context_in_dim": 16, "hidden_size": 16, "num_heads": 2, "depth": 4,
+            "axes_dim": [4, 4],
+        },
         lambda b: text_inputs(b, attention_mask=mask(b)),
     ),
     "SanaTransformer2DModel": Case(
@@ -161,11 +161,12 @@ CASES: dict[str, Case] = {
         lambda b: text_inputs(b) | {"hidden_states": image(b, size=4)},
     ),
     "AuraFlowTransformer2DModel": Case(
-        dict(
-            sample_size=8, num_mmdit_layers=2, num_single_dit_layers=2, attention_head_dim=8,
-            num_attention_heads=2, joint_attention_dim=16, caption_projection_dim=16,
-            pos_embed_max_size=64,
-        ),
+        {
+            "sample_size": 8, "num_mmdit_layers": 2, "num_single_dit_layers": 2,
+            "attention_head_dim": 8,
+            "num_attention_heads": 2, "joint_attention_dim": 16, "caption_projection_dim": 16,
+            "pos_embed_max_size": 64,
+        },
         text_inputs,
     ),
     "QwenImageTransformer2DModel": Case(
@@ -177,10 +178,10 @@ CASES: dict[str, Case] = {
         },
     ),
     "WanTransformer3DModel": Case(
-        dict(
-            num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4,
-            text_dim=16, freq_dim=16, ffn_dim=32, num_layers=4, rope_max_seq_len=32,
-        ),
+        {
+            "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 4, "out_channels": 4,
+            "text_dim": 16, "freq_dim": 16, "ffn_dim": 32, "num_layers": 4, "rope_max_seq_len": 32,
+        },
         lambda b: text_inputs(b) | {"hidden_states": image(b, 4, 8, 2)},
     ),
     "LTXVideoTransformer3DModel": Case(
@@ -194,30 +195,33 @@ CASES: dict[str, Case] = {
         },
     ),
     "Lumina2Transformer2DModel": Case(
-        dict(
-            sample_size=8, in_channels=4, hidden_size=24, num_layers=4, num_refiner_layers=1,
-            num_attention_heads=2, num_kv_heads=1, multiple_of=8, axes_dim_rope=(4, 4, 4),
-            axes_lens=(32, 16, 16), cap_feat_dim=16,
-        ),
+        {
+            "sample_size": 8, "in_channels": 4, "hidden_size": 24, "num_layers": 4,
+            "num_refiner_layers": 1,
+            "num_attention_heads": 2, "num_kv_heads": 1, "multiple_of": 8, "axes_dim_rope": (4,
+            4, 4),
+            "axes_lens": (32, 16, 16), "cap_feat_dim": 16,
+        },
         lambda b: text_inputs(b, encoder_attention_mask=mask(b)),
     ),
     "ZImageTransformer2DModel": Case(
-        dict(
-            in_channels=4, dim=32, n_layers=4, n_refiner_layers=1, n_heads=2, n_kv_heads=2,
-            cap_feat_dim=16, axes_dims=[8, 4, 4], axes_lens=[256, 32, 32],
-        ),
+        {
+            "in_channels": 4, "dim": 32, "n_layers": 4, "n_refiner_layers": 1, "n_heads": 2,
+            "n_kv_heads": 2,
+            "cap_feat_dim": 16, "axes_dims": [8, 4, 4], "axes_lens": [256, 32, 32],
+        },
         lambda b: {
             "x": list(image(b, 4, 12, 1)), "t": steps(b) / 1000,
             "cap_feats": [draw(n, 16) for n in (5, 40, 3, 2)[:b]],
         },
     ),
     "OmniGenTransformer2DModel": Case(
-        dict(
-            in_channels=4, hidden_size=16, num_attention_heads=2, num_key_value_heads=2,
-            intermediate_size=32, num_layers=4, pad_token_id=0, vocab_size=20,
-            time_step_dim=16, pos_embed_max_size=8,
-            rope_scaling={"long_factor": [1.0] * 4, "short_factor": [1.0] * 4},
-        ),
+        {
+            "in_channels": 4, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2,
+            "intermediate_size": 32, "num_layers": 4, "pad_token_id": 0, "vocab_size": 20,
+            "time_step_dim": 16, "pos_embed_max_size": 8,
+            "rope_scaling": {"long_factor": [1.0] * 4, "short_factor": [1.0] * 4},
+        },
         lambda b: {
             "hidden_states": image(b), "timestep": steps(b),
             "input_ids": torch.arange(1, 6).expand(b, 5), "input_img_latents": [],
@@ -303,11 +307,12 @@ CASES: dict[str, Case] = {
         | {"hidden_states": image(b, 4, 8, 1)},
     ),
     "AllegroTransformer3DModel": Case(
-        dict(
-            num_attention_heads=2, attention_head_dim=12, num_layers=4, in_channels=4,
-            out_channels=4, cross_attention_dim=24, caption_channels=16, sample_height=8,
-            sample_width=8, sample_frames=1,
-        ),
+        {
+            "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 4, "in_channels": 4,
+            "out_channels": 4, "cross_attention_dim": 24, "caption_channels": 16,
+            "sample_height": 8,
+            "sample_width": 8, "sample_frames": 1,
+        },
         lambda b: text_inputs(b, attention_mask=torch.ones(b, 1, 8, 8)) | {
             "hidden_states": image(b, 4, 8, 1),
             "encoder_hidden_states": draw(b, 1, 5, 16),
@@ -319,10 +324,11 @@ CASES: dict[str, Case] = {
         },
     ),
     "CosmosTransformer3DModel": Case(
-        dict(
-            in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16,
-            num_layers=4, mlp_ratio=2, text_embed_dim=16, adaln_lora_dim=4, max_size=(4, 16, 16),
-        ),
+        {
+            "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16,
+            "num_layers": 4, "mlp_ratio": 2, "text_embed_dim": 16, "adaln_lora_dim": 4,
+            "max_size": (4, 16, 16),
+        },
         lambda b: text_inputs(b, padding_mask=torch.zeros(1, 1, 8, 8))
         | {"hidden_states": image(b, 4, 8, 1)},
     ),
@@ -353,12 +359,13 @@ CASES: dict[str, Case] = {
         },
     ),
     "EasyAnimateTransformer3DModel": Case(
-        dict(
-            num_attention_heads=2, attention_head_dim=16, num_layers=4,
-            in_channels=4, out_channels=4, patch_size=2, sample_width=8, sample_height=8,
-            mmdit_layers=2, time_embed_dim=8, text_embed_dim=16,
-            add_noise_in_inpaint_model=False,
-        ),
+        {
+            "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 4,
+            "in_channels": 4, "out_channels": 4, "patch_size": 2, "sample_width": 8,
+            "sample_height": 8,
+            "mmdit_layers": 2, "time_embed_dim": 8, "text_embed_dim": 16,
+            "add_noise_in_inpaint_model": False,
+        },
         lambda b: text_inputs(b) | {"hidden_states": image(b, 4, 8, 1)},
     ),
     "LatteTransformer3DModel": Case(
@@ -383,7 +390,9 @@ def build(name, dtype=torch.float32, **changes):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for each in network.parameters():
-            each.copy_(torch.randn(each.shape, generator=generator) * (0.3 if each.ndim > 1 else 0.5))
+            each.copy_(
+                torch.randn(each.shape, generator=generator) * (0.3 if each.ndim > 1 else 0.5)
+            )
     for module in network.modules():  # random conditions, dropped ones included
         if hasattr(module, "dropout_prob"):
             module.dropout_prob = 0.0

@@ -94,7 +94,7 @@ def routed(start=1, end=3, **options):
     return network, enable_routing(network, start=start, end=end, extra=0, **options)
 
 
-# Blocks ---------------------------------------------------------------------------------------------
+# Blocks
 
 
 @pytest.mark.parametrize("fault", ["conv", "window", "causal", "rotary", "scan"])
@@ -142,13 +142,15 @@ def test_sizes_that_coincide(batch, others):
         torch.testing.assert_close(out[b : b + 1], y, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("others", [0, 8])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_long_skips_from_within_a_route_are_made_whole(recompute):
+def test_long_skips_from_within_a_route_are_made_whole(recompute, others):
+    """With 8 others, a skip from within the route is as long as the whole image."""
     network = plain(depth=6, skips=True, recompute=recompute)
-    routes = enable_routing(network, start=1, end=4, extra=0)
-    x = tokens(1)
+    routes = enable_routing(network, start=1, end=4, extra=others)
+    x = tokens(1, 16 + others)
     out = network(x)
-    ids, blocks = routes.drawn[0].ids[0], network.blocks
+    ids, blocks = torch.cat([torch.arange(others), routes.drawn[0].ids[0] + others]), network.blocks
     first = blocks[0](x)
     a = blocks[1](first[:, ids])
     b = blocks[2](a)
@@ -193,7 +195,7 @@ def test_a_recomputed_pass_that_is_dropped_leaves_nothing_behind():
     assert alive() is None
 
 
-# Draws ----------------------------------------------------------------------------------------------
+# Draws
 
 
 def test_passes_draw_anew_and_resume_where_they_were():
@@ -254,8 +256,8 @@ def test_kept_tokens_stay():
         network(tokens())
         assert not (routes.bypassed() & mask).any()
         assert int(routes.bypassed().sum()) == 3 * 8
+    routes.keep(mask[:, :9])
     with pytest.raises(ValueError, match="16"):
-        routes.keep(mask[:, :9])
         network(tokens())
     routes.keep(None)
     network(tokens())
@@ -268,7 +270,7 @@ def test_every_token_of_the_batch_is_shared_on_demand():
     assert (ids == ids[0]).all()
 
 
-# The network ----------------------------------------------------------------------------------------
+# The network
 
 
 def test_eval_is_dense_and_warns_once_with_gradients():
@@ -352,7 +354,7 @@ def test_rounding_of_half_precision_is_no_reason_to_refuse():
     assert routes.verdicts
 
 
-# Errors ---------------------------------------------------------------------------------------------
+# Errors
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ B batch, N image tokens, T other tokens, K image tokens present, D width.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ First = int | Tensor  # int64 [B] where images start at different positions
 
 
 class PerImage:
-    """A table [B, K, ...] in place of one [K, ...] whose user inserts dimensions to broadcast it."""
+    """A table [B, K, ...] in place of one [K, ...] whose user broadcasts it over a batch."""
 
     def __init__(self, values: Tensor) -> None:
         self.values, self.dtype, self.device = values, values.dtype, values.device
@@ -93,7 +93,7 @@ def take(values: Tensor, rows: Tensor, dim: int) -> Tensor:
     return torch.take_along_dim(values, rows.view(shape), dim)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Adapter:
     """Gathers the per-token arguments of a call.
 
@@ -111,7 +111,6 @@ class Adapter:
     batch: int
     form: str
     made: Any
-    found: bool = field(default=False, init=False)  # an unbatched table
 
     def __call__(self, named: Mapping[str, Any], key: str, ids: Tensor) -> dict[str, Any]:
         """Return the arguments but `key`, for the tokens `ids` [B, K] in their order."""
@@ -132,7 +131,6 @@ class Adapter:
             if dim > 0:
                 value = take(value, rows, dim)
                 continue
-            self.found = True
             if self.form == "shared":
                 value = value.index_select(0, rows[0])
             else:

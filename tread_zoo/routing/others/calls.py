@@ -9,7 +9,7 @@ B batch, N image tokens, K image tokens present, T other tokens of the same sequ
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,6 @@ from tread_zoo.routing.others.arguments import (
 )
 from tread_zoo.routing.others.check import Verdict, cycle, examine, likest
 from tread_zoo.routing.select import Ranked, Select, Skip
-
-if TYPE_CHECKING:
-    from tread_zoo.routing.others.handle import Routes
 
 
 class Call:
@@ -68,12 +65,12 @@ class Frame:
     All that it keeps after the pass is closed has no graph, so that graph and frame can go.
 
     Args:
-        routes: the handle.
+        routes: the handle, a `Routes`.
         arguments: of the network, by name.
         draws: (step, number of the pass within it).
     """
 
-    def __init__(self, routes: "Routes", arguments: Mapping[str, Any], draws: Any) -> None:
+    def __init__(self, routes: Any, arguments: Mapping[str, Any], draws: Any) -> None:
         self.routes, self.arguments, self.draws = routes, arguments, draws
         self.open, self.num_tokens = True, 0
         self.crossings: list[Crossing] | None = None
@@ -118,11 +115,7 @@ class Frame:
             verdict = self._verdict(visit, new, tokens) if tokens.layout.ids is not None else None
             out = block(**self._arguments(visit, new, tokens, verdict))
             return self._leave(visit, out, tokens, inside, exits, verdict)
-        shapes = self._outputs(visit)
-        outs = [new if name == key else named.get(name) for name in shapes]
-        out = outs[0] if self.routes.single[type(block)] else tuple(outs)
-        at = None if self.routes.single[type(block)] else shapes.index(key)
-        return self._leave(visit, out, tokens, inside, exits, Verdict("", at, None))
+        return self._leave(visit, self._unchanged(visit, new), tokens, inside, exits, None)
 
     # Before a block -------------------------------------------------------------------------------
 
@@ -151,13 +144,13 @@ class Frame:
             )
         number = self.routes.list_of(index)
         starts = all(self.crossings[n].start == index for n in inside)
-        if not starts and self.length and self.length[0] == number:
-            if self.length[1] != x.shape[1]:
-                raise RuntimeError(
-                    f"{self.routes.title} changes its sequence from {self.length[1]} to "
-                    f"{x.shape[1]} tokens between blocks {index - 1} and {index}, so no route may "
-                    "hold both: route other blocks, or each alone, as method=random_ltd."
-                )
+        last_list, length = self.length or (number, x.shape[1])
+        if not starts and last_list == number and length != x.shape[1]:
+            raise RuntimeError(
+                f"{self.routes.title} changes its sequence from {length} to {x.shape[1]} tokens "
+                f"between blocks {index - 1} and {index}, so no route may hold both: route other "
+                "blocks, or each alone, as method=random_ltd."
+            )
 
     def _visit(
         self, index: int, block: nn.Module, named: dict[str, Any], key: str, inside: list[int]
@@ -224,9 +217,7 @@ class Frame:
             others = new.shape[1] - ids.shape[1]
             new = take(new, sequence(turn, ids.shape[1], others, self._first(others)), 1)
             ids = ids.gather(1, turn)
-        arguments = {**adapter(visit.named, visit.key, ids), visit.key: new}
-        self.routes.unbatched = adapter.found
-        return arguments
+        return {**adapter(visit.named, visit.key, ids), visit.key: new}
 
     def _sizes(self, visit: Visit) -> dict[int, tuple[int, First]]:
         """Return the number of other tokens, and where the image starts, by a dimension's size."""
@@ -277,10 +268,9 @@ class Frame:
     ) -> Any:
         """Return the block's output after the crossings that end with it."""
         assert self.crossings is not None
-        single = isinstance(out, Tensor)
-        if not single and verdict is None:
-            verdict = Verdict("", self._outputs(visit).index(visit.key), None)
-        at = None if single else verdict.output  # type: ignore[union-attr]
+        at = None
+        if not isinstance(out, Tensor):
+            at = verdict.output if verdict else self._outputs(visit).index(visit.key)
         y = out if at is None else out[at]
         ids = tokens.layout.ids
         count = self.num_tokens if ids is None else ids.shape[1]
@@ -321,6 +311,12 @@ class Frame:
                 value = with_image(value, self._exit(n, {})(part).streams[0], count, first)
                 named = {**named, name: value}
         return named
+
+    def _unchanged(self, visit: Visit, new: Tensor) -> Any:
+        """Return what a block that does not run would return for the tokens `new`."""
+        values = {**visit.named, visit.key: new}
+        outs = [None if name is None else values[name] for name in self._outputs(visit)]
+        return outs[0] if self.routes.single[type(visit.block)] else tuple(outs)
 
     def _outputs(self, visit: Visit) -> list[str | None]:
         """Return which argument each output of the block is an update of."""

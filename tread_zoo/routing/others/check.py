@@ -95,11 +95,12 @@ def _compare(
     form: str,
 ) -> Verdict:
     # the call without compilation, which would be done for these two calls alone
-    outs = [block._call_impl(**arguments) for arguments in (plain, turned)]
-    if isinstance(outs[0], Tensor):
-        return Verdict(form, None, _error(*outs, plain[key], reorder)[0])
-    x, fits = plain[key], {}
-    for i, (one, two) in enumerate(zip(*outs, strict=True)):
+    first, second = block._call_impl(**plain), block._call_impl(**turned)
+    x = plain[key]
+    if isinstance(first, Tensor):
+        return Verdict(form, None, _error(first, second, x, reorder)[0])
+    fits: dict[int, tuple[float | None, float]] = {}
+    for i, (one, two) in enumerate(zip(first, second, strict=True)):
         if isinstance(one, Tensor) and one.shape == x.shape:
             fits[i] = _error(one, two, x, reorder)
     if not fits:
@@ -107,7 +108,7 @@ def _compare(
     # with as many other tokens as image tokens, the image is what follows the new order
     output = min(fits, key=lambda i: fits[i][1])
     error = fits[output][0]
-    for i, (one, two) in enumerate(zip(*outs, strict=True)):
+    for i, (one, two) in enumerate(zip(first, second, strict=True)):
         if i != output and isinstance(one, Tensor) and error is not None:
             error = max(error, float((two - one).norm() / one.norm().clamp_min(1e-12)))
     return Verdict(form, output, error)

@@ -144,10 +144,10 @@ class Routes:
             for path, first in [*zip(self.lists, self.edges, strict=False), *watched]:
                 owner, name = _owner(network, path)
                 saved[path] = owner.__dict__.get(name)
-                blocks = owner._modules[name]
+                blocks: Any = owner._modules[name]
                 owner.__dict__[name] = [
                     Call(frame, None if first is None else first + i, block)
-                    for i, block in enumerate(blocks)  # type: ignore[arg-type]
+                    for i, block in enumerate(blocks)
                 ]
         self.frames.append((frame, saved))
 
@@ -209,7 +209,7 @@ class Routes:
 
     def named(self, block: nn.Module, args: Sequence[Any], kwargs: Any) -> dict[str, Any]:
         """Return a block's arguments by name."""
-        inner = type(getattr(block, "_orig_mod", block))
+        inner: Any = type(getattr(block, "_orig_mod", block))
         names = list(inspect.signature(inner.forward).parameters)[1 : len(args) + 1]
         return {**dict(zip(names, args, strict=True)), **kwargs}
 
@@ -363,8 +363,8 @@ def _owner(network: nn.Module, path: str) -> tuple[nn.Module, str]:
 def _unwrap(network: nn.Module) -> nn.Module:
     while True:  # DistributedDataParallel, torch.compile, peft
         inner = getattr(network, "module", None) or getattr(network, "_orig_mod", None)
-        if inner is None and hasattr(network, "get_base_model"):
-            inner = network.get_base_model()
+        base: Any = getattr(network, "get_base_model", None)
+        inner = base() if inner is None and base else inner
         if not isinstance(inner, nn.Module):
             return network
         network = inner
