@@ -131,25 +131,32 @@ class Routes:
     # A pass of the network ------------------------------------------------------------------------
 
     def _begin(self, network: nn.Module, args: Any, kwargs: Any) -> None:
+        self.frames.append((None, {}))  # `_end` runs also where this raises
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 "a routed network cannot be compiled as a whole, for each pass draws its tokens: "
                 "compile its blocks, as with compile_repeated_blocks()."
             )
-        frame, saved = None, {}
-        if self.on and self._trains(network):
-            names = list(inspect.signature(type(network).forward).parameters)[1:]
-            frame = Frame(self, {**dict(zip(names, args, strict=False)), **kwargs}, self._draws())
-            watched = [(name, None) for name in self.family.watch]
-            for path, first in [*zip(self.lists, self.edges, strict=False), *watched]:
-                owner, name = _owner(network, path)
-                saved[path] = owner.__dict__.get(name)
-                blocks: Any = owner._modules[name]
-                owner.__dict__[name] = [
-                    Call(frame, None if first is None else first + i, block)
-                    for i, block in enumerate(blocks)
-                ]
-        self.frames.append((frame, saved))
+        if not self.on or not self._trains(network):
+            return
+        frame, saved = self._open(network, args, kwargs)
+        self.frames[-1] = frame, saved
+
+    def _open(self, network: nn.Module, args: Any, kwargs: Any) -> tuple[Frame, dict[str, Any]]:
+        """Return the frame of a new pass, and what its lists of blocks stand for."""
+        saved: dict[str, Any] = {}
+        names = list(inspect.signature(type(network).forward).parameters)[1:]
+        frame = Frame(self, {**dict(zip(names, args, strict=False)), **kwargs}, self._draws())
+        watched = [(name, None) for name in self.family.watch]
+        for path, first in [*zip(self.lists, self.edges, strict=False), *watched]:
+            owner, name = _owner(network, path)
+            saved[path] = owner.__dict__.get(name)
+            blocks: Any = owner._modules[name]
+            owner.__dict__[name] = [
+                Call(frame, None if first is None else first + i, block)
+                for i, block in enumerate(blocks)
+            ]
+        return frame, saved
 
     def _end(self, network: nn.Module, args: Any, output: Any) -> None:
         frame, saved = self.frames.pop()
