@@ -123,3 +123,35 @@ def test_classes_that_use_the_place_of_a_token_are_refused(name):
 
     with pytest.raises(ValueError, match="be routed"):
         use()
+
+
+def test_a_sequence_that_is_cut_between_blocks_is_an_error():
+    """HiDream's single blocks; each of them alone may be routed."""
+    name = "HiDreamImageTransformer2DModel"
+    network, inputs = build(name), CASES[name].inputs(2)
+    routes = enable_routing(network, start=4, end=6)
+    with pytest.raises(RuntimeError, match="sequence"):
+        run(network, inputs)
+    routes.disable()
+    dense = run(network, inputs)
+    enable_routing(network, "random_ltd", start=4, end=6, selection_rate=0.5)
+    assert not torch.equal(run(network, inputs), dense)
+
+
+def test_values_that_are_added_between_routed_blocks_are_an_error():
+    """As a ControlNet's."""
+    name = "SD3Transformer2DModel"
+    network, inputs = build(name), CASES[name].inputs(2)
+    enable_routing(network, start=1, end=3)
+    with pytest.raises(RuntimeError, match="size"):
+        run(network, inputs | {"block_controlnet_hidden_states": [torch.randn(2, 16, 16)] * 4})
+
+
+def test_a_routed_block_that_the_network_leaves_out_is_an_error():
+    name = "SD3Transformer2DModel"
+    network, inputs = build(name), CASES[name].inputs(2)
+    enable_routing(network, start=1, end=3)
+    for layer in (1, 2):
+        with pytest.raises(RuntimeError, match="left out"):
+            run(network, inputs | {"skip_layers": [layer]})
+    assert run(network, inputs | {"skip_layers": [3]}).shape == (2, 4, 8, 8)

@@ -85,14 +85,15 @@ class Frame:
         """End the pass; recomputations may follow."""
         self.open, self.exits, self.arguments = False, {}, self._light()
 
-    def check_calls(self) -> None:
-        """Raise `RuntimeError` if a routed block was not called through its list."""
-        expected = {i for c in self.crossings or () for i in range(c.start, c.end)}
-        if self.crossings is None or expected - self.called:
+    def check_calls(self, before: int | None = None) -> None:
+        """Raise `RuntimeError` if a routed block, of those before one, was not called."""
+        end = self.routes.num_blocks if before is None else before
+        ranges = [range(c.start, min(c.end, end)) for c in self.crossings or ()]
+        if self.crossings is None or any(not self.called.issuperset(each) for each in ranges):
             raise RuntimeError(
-                f"{self.routes.title} ran blocks without going through its lists "
-                f"({', '.join(self.routes.lists)}), as a loop over children() does, so they were "
-                "not routed: name other lists with enable_routing(blocks=…)."
+                f"{self.routes.title} left out routed blocks, or ran them without going through "
+                f"its lists ({', '.join(self.routes.lists)}), as a loop over children() does: "
+                "route others with start and end, or name other lists with blocks=…."
             )
 
     def run(self, index: int | None, block: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -136,6 +137,7 @@ class Frame:
     def _check_call(self, index: int, x: Tensor, inside: list[int]) -> None:
         """Raise `RuntimeError` where a route would be wrong in silence."""
         assert self.crossings is not None
+        self.check_calls(before=index)
         self.called.add(index)
         if not torch.is_grad_enabled():
             raise RuntimeError(

@@ -309,6 +309,26 @@ def enable_routing(
         ValueError: the method or an option is wrong, or the network cannot be routed.
     """
     network = _unwrap(network)
+    _check_network(network)
+    part = {"name": method} if isinstance(method, str) else dict(method)
+    chosen = create("routing", {**part, **options})
+    if type(chosen).build is not Method.build:
+        raise ValueError(
+            f"method={chosen.name} owns weights, which only this project's backbones hold: choose "
+            "tread, random_ltd, layer_drop, token_merging or microdit."
+        )
+    family = _family(type(network).__name__, extra)
+    lists = _lists(network, blocks or family.lists)
+    routes = Routes(network, chosen, family, lists, seed=seed, tokens=tokens, grid=grid)
+    try:
+        chosen.check(routes._stack((64, 64), 1))
+    except ValueError:
+        routes.disable()
+        raise
+    return routes
+
+
+def _check_network(network: nn.Module) -> None:
     title = type(network).__name__
     if SLOT in network.__dict__:
         raise ValueError(f"{title} is routed already: call disable() of its handle first.")
@@ -319,22 +339,6 @@ def enable_routing(
             f"{title} splits its tokens or weights over devices by a context or tensor parallel "
             "plan, with which it cannot be routed: use DDP or FSDP."
         )
-    part = {"name": method} if isinstance(method, str) else dict(method)
-    chosen = create("routing", {**part, **options})
-    if type(chosen).build is not Method.build:
-        raise ValueError(
-            f"method={chosen.name} owns weights, which only this project's backbones hold: choose "
-            "tread, random_ltd, layer_drop, token_merging or microdit."
-        )
-    family = _family(title, extra)
-    lists = _lists(network, blocks or family.lists)
-    routes = Routes(network, chosen, family, lists, seed=seed, tokens=tokens, grid=grid)
-    try:
-        chosen.check(routes._stack((64, 64), 1))
-    except ValueError:
-        routes.disable()
-        raise
-    return routes
 
 
 def _family(title: str, extra: Any) -> Family:
