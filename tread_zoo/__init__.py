@@ -8,6 +8,7 @@ from tread_zoo.version import __version__
 if TYPE_CHECKING:
     from tread_zoo.factory import create_backbone
     from tread_zoo.registry import available, create, list_backbones, register, register_backbone
+    from tread_zoo.routing.others.handle import enable_routing
     from tread_zoo.runs.hub import load_pretrained, push_to_hub, save_pretrained
     from tread_zoo.training.loop import train
 
@@ -16,6 +17,7 @@ __all__ = [
     "available",
     "create",
     "create_backbone",
+    "enable_routing",
     "list_backbones",
     "load_pretrained",
     "push_to_hub",
@@ -27,6 +29,7 @@ __all__ = [
 
 _HOMES = {
     "create_backbone": "factory",
+    "enable_routing": "routing.others.handle",
     "train": "training.loop",
     **dict.fromkeys(("load_pretrained", "push_to_hub", "save_pretrained"), "runs.hub"),
 }

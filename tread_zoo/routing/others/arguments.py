@@ -1,0 +1,150 @@
+"""Which arguments of a block have one row per token, and their rows for the tokens present.
+
+An argument is per token if a dimension of it has N or N + T entries. A shared sequence is
+
+    [before, image, after]      N tokens of the image from position `first` on, T others
+
+B batch, N image tokens, T other tokens, K image tokens present, D width.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+OTHER = ("encoder", "text", "txt", "context", "audio")  # how names of others' tokens start
+TABLES = ("rotary", "rope", "freqs", "rot_emb")  # in names of positions, which may lack a batch
+
+First = int | Tensor  # int64 [B] where images start at different positions
+
+
+class PerImage:
+    """A table [B, K, ...] in place of one [K, ...] whose user broadcasts it over a batch."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values, self.dtype, self.device = values, values.dtype, values.device
+
+    @property
+    def real(self) -> "PerImage":
+        return PerImage(self.values.real)
+
+    @property
+    def imag(self) -> "PerImage":
+        return PerImage(self.values.imag)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        index = index if isinstance(index, tuple) else (index,)
+        if index[0] is not None:
+            raise TypeError("a table of positions is used otherwise than by broadcasting")
+        return self.values[(slice(None), *index[1:])]
+
+    def unsqueeze(self, dim: int) -> Tensor:
+        return self.values if dim == 0 else self.values.unsqueeze(dim + 1 if dim > 0 else dim)
+
+    def to(self, *args: Any, **kwargs: Any) -> "PerImage":
+        return PerImage(self.values.to(*args, **kwargs))
+
+    def float(self) -> "PerImage":
+        return PerImage(self.values.float())
+
+
+def sequence(ids: Tensor, num_tokens: int, others: int, first: First) -> Tensor:
+    """Return the positions int64 [B, K + others] of ids [B, K] and of all other tokens."""
+    if others == 0:
+        return ids
+    kept = ids.shape[1]
+    slots = torch.arange(kept + others, device=ids.device).expand(len(ids), -1)
+    start = first[:, None] if isinstance(first, Tensor) else first
+    image = ids.gather(1, (slots - start).clamp(0, kept - 1)) + start
+    rest = torch.where(slots < start, slots, slots + num_tokens - kept)
+    return torch.where((slots >= start) & (slots < start + kept), image, rest)
+
+
+def image_of(tokens: Tensor, count: int, first: First) -> Tensor:
+    """Return the `count` image tokens of a sequence [B, L, D]."""
+    if tokens.shape[1] == count:
+        return tokens
+    if isinstance(first, int):
+        return tokens[:, first : first + count]
+    return take(tokens, first[:, None] + torch.arange(count, device=tokens.device), 1)
+
+
+def with_image(tokens: Tensor, image: Tensor, count: int, first: First) -> Tensor:
+    """Return a sequence with other image tokens [B, M, D] in place of its `count` ones."""
+    if tokens.shape[1] == count:
+        return image
+    image = image.to(tokens.dtype)
+    if isinstance(first, int):
+        return torch.cat([tokens[:, :first], image, tokens[:, first + count :]], dim=1)
+    length, new = tokens.shape[1], image.shape[1]
+    slots = torch.arange(length - count + new, device=tokens.device).expand(len(tokens), -1)
+    start = first[:, None]
+    rest = torch.where(slots < start, slots, slots - new + count)
+    inside = (slots >= start) & (slots < start + new)
+    return take(torch.cat([tokens, image], 1), torch.where(inside, length + slots - start, rest), 1)
+
+
+def take(values: Tensor, rows: Tensor, dim: int) -> Tensor:
+    """Return the rows [B, K] of values whose first dimension, of B or 1, is the batch."""
+    values = values.expand(len(rows), *values.shape[1:])
+    shape = (len(rows), *[1] * (dim - 1), rows.shape[1], *[1] * (values.ndim - dim - 1))
+    return torch.take_along_dim(values, rows.view(shape), dim)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Gathers the per-token arguments of a call.
+
+    Args:
+        num_tokens: N.
+        sizes: number of other tokens by the size of a dimension, and where the image starts then.
+        batch: B.
+        form: `broadcast` gives unbatched tables as `PerImage`, `plain` as a tensor [B, K, ...],
+            `shared` as a tensor [K, ...] of the first image's ids.
+        made: tensors that blocks of the route returned, which have their rows already.
+    """
+
+    num_tokens: int
+    sizes: Mapping[int, tuple[int, First]]
+    batch: int
+    form: str
+    made: Any
+
+    def __call__(self, named: Mapping[str, Any], key: str, ids: Tensor) -> dict[str, Any]:
+        """Return the arguments but `key`, for the tokens `ids` [B, K] in their order."""
+        return {
+            name: value if name == key or name.startswith(OTHER) else self._any(name, value, ids)
+            for name, value in named.items()
+        }
+
+    def _any(self, name: str, value: Any, ids: Tensor) -> Any:
+        if isinstance(value, dict):
+            return {k: self._any(f"{name}.{k}", each, ids) for k, each in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(self._any(name, each, ids) for each in value)
+        if not isinstance(value, Tensor) or value in self.made:
+            return value
+        for dim in self._dims(name, value):
+            rows = sequence(ids, self.num_tokens, *self.sizes[value.shape[dim]])
+            if dim > 0:
+                value = take(value, rows, dim)
+                continue
+            if self.form == "shared":
+                value = value.index_select(0, rows[0])
+            else:
+                return PerImage(value[rows]) if self.form == "broadcast" else value[rows]
+        return value
+
+    def _dims(self, name: str, value: Tensor) -> Iterator[int]:
+        """Yield the dimensions of a tensor that are of tokens."""
+        table = any(word in name for word in TABLES)
+        number = value.is_floating_point() or value.is_complex()
+        for dim, size in enumerate(value.shape):
+            channels = dim == value.ndim - 1 > 0 and number and "mask" not in name
+            batch = dim == 0 and size == self.batch and value.ndim > 1 and not table
+            if size in self.sizes and not channels and not batch:
+                yield dim
+                if dim == 0 and table:
+                    return

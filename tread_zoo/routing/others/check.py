@@ -1,0 +1,140 @@
+"""Proof that a block may be routed: the same tokens in another order give the same, reordered.
+
+    f(P x, P a) = P f(x, a)      P a reordering, x the tokens, a the arguments per token
+
+This fails for convolutions, windows, scans, causal masks, and where a position was not gathered.
+
+B batch, K image tokens, L tokens of the sequence.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tread_zoo.routing.others.arguments import take
+from tread_zoo.seeding import make_image_generator
+
+FAILURES = (RuntimeError, TypeError, AttributeError, IndexError, ValueError, AssertionError)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known of a class of blocks.
+
+    Args:
+        form: how unbatched tables reach it, as of `Adapter`.
+        output: which of several outputs are the tokens; None: the only one.
+        error: of reordered tokens, as a part of the block's update; None: it changes no token yet.
+    """
+
+    form: str
+    output: int | None
+    error: float | None
+
+
+def cycle(num_tokens: int, batch: int, device: torch.device, shared: bool) -> Tensor:
+    """Return reorderings int64 [B, K] that leave no token in place."""
+    numbers = make_image_generator("order", images=range(batch), device=device)
+    order = numbers.rand(num_tokens).argsort(dim=1)
+    order = order[:1].expand(batch, -1) if shared else order
+    return torch.empty_like(order).scatter_(1, order, order.roll(1, dims=1))
+
+
+@torch.no_grad()
+def examine(
+    block: nn.Module,
+    call: Callable[[str, Tensor | None], dict[str, Any]],
+    key: str,
+    reorder: Tensor,
+    forms: tuple[str, ...],
+) -> Verdict:
+    """Return the verdict on a class of blocks.
+
+    Args:
+        block: one of the class.
+        call: of a form and a reordering of the image tokens, or None: the block's arguments.
+        key: name of the argument that has the tokens.
+        reorder: int64 [B, L], the sequence in the new order.
+        forms: those to try.
+
+    Raises:
+        ValueError: it depends on the place of a token.
+    """
+    inner = getattr(block, "_orig_mod", block)
+    modes = [(module, module.training) for module in inner.modules()]
+    reasons: dict[str, str] = {}
+    try:
+        inner.eval()
+        for form in forms:
+            try:
+                verdict = _compare(inner, call(form, None), call(form, reorder), key, reorder, form)
+            except FAILURES as error:
+                reasons[form] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                continue
+            if verdict.error is None or verdict.error <= _limit(call(form, None)[key]):
+                return verdict
+            reasons[form] = f"reordered tokens change its update by {verdict.error:.1%}"
+    finally:
+        for module, training in modes:
+            module.training = training
+    raise ValueError(
+        f"{type(inner).__name__} uses the place of a token in the sequence, so its tokens cannot "
+        f"be routed ({'; '.join(dict.fromkeys(reasons.values()))})."
+    )
+
+
+def _compare(
+    block: nn.Module,
+    plain: Mapping[str, Any],
+    turned: Mapping[str, Any],
+    key: str,
+    reorder: Tensor,
+    form: str,
+) -> Verdict:
+    # the call without compilation, which would be done for these two calls alone
+    first, second = block._call_impl(**plain), block._call_impl(**turned)
+    x = plain[key]
+    if isinstance(first, Tensor):
+        return Verdict(form, None, _error(first, second, x, reorder)[0])
+    fits: dict[int, tuple[float | None, float]] = {}
+    for i, (one, two) in enumerate(zip(first, second, strict=True)):
+        if isinstance(one, Tensor) and one.shape == x.shape:
+            fits[i] = _error(one, two, x, reorder)
+    if not fits:
+        raise TypeError("none of its outputs has the shape of the tokens")
+    # with as many other tokens as image tokens, the image is what follows the new order
+    output = min(fits, key=lambda i: fits[i][1])
+    error = fits[output][0]
+    for i, (one, two) in enumerate(zip(first, second, strict=True)):
+        if i != output and isinstance(one, Tensor) and error is not None:
+            error = max(error, float((two - one).norm() / one.norm().clamp_min(1e-12)))
+    return Verdict(form, output, error)
+
+
+def _error(one: Tensor, two: Tensor, x: Tensor, reorder: Tensor) -> tuple[float | None, float]:
+    """Return the error as a part of the update, None for no update, and its size."""
+    gap = float((two - take(one, reorder, 1)).float().norm())
+    update = float((one - x).float().norm())
+    return (gap / update if update > 0 else None), gap
+
+
+def _limit(tokens: Tensor) -> float:
+    half = torch.is_autocast_enabled(tokens.device.type) or tokens.dtype.itemsize < 4
+    return 5e-2 if half else 1e-3
+
+
+@torch.no_grad()
+def likest(output: Any, named: Mapping[str, Any]) -> list[str | None]:
+    """Return which argument each output of a block is an update of: the nearest of its shape."""
+    names: list[str | None] = []
+    for out in (output,) if isinstance(output, Tensor) else output:
+        near = {
+            name: float((out - value).float().norm())
+            for name, value in named.items()
+            if isinstance(out, Tensor) and isinstance(value, Tensor) and value.shape == out.shape
+        }
+        names.append(min(near, key=lambda name: near[name]) if near else None)
+    return names

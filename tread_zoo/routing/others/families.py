@@ -1,0 +1,94 @@
+"""What cannot be read off a network, by the name of its class; nothing of diffusers is imported.
+
+N image tokens, T other tokens of the same sequence.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+Arguments = Mapping[str, Any]  # of the network's forward, by name
+
+LISTS = (
+    "transformer_blocks", "joint_transformer_blocks", "double_stream_blocks", "blocks", "layers",
+    "single_transformer_blocks", "single_stream_blocks",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a class of networks arranges its tokens.
+
+    Args:
+        lists: its lists of blocks in the order of their use; those that it lacks are left out.
+        watch: lists that see the image tokens alone, before the others; their length is N.
+        image_first: in a shared sequence the image stands before the other tokens.
+        offsets: first position of each image in a shared sequence, [B].
+        extra: T in the first list, of (arguments, tokens [B, N + T, D]).
+        crosses: a route may run from one list into the next.
+        shared: unbatched arguments per token, as rotary tables, must be plain tensors, so all
+            images of a batch keep the same tokens.
+    """
+
+    lists: tuple[str, ...] = LISTS
+    watch: tuple[str, ...] = ()
+    image_first: bool = False
+    offsets: Callable[[Arguments], Tensor] | None = None
+    extra: Callable[[Arguments, Tensor], int] | None = None
+    crosses: bool = True
+    shared: bool = False
+
+
+def _caption_lengths(arguments: Arguments) -> Tensor:
+    return arguments["encoder_attention_mask"].sum(dim=1)
+
+
+def _one(arguments: Arguments, tokens: Tensor) -> int:
+    return 1
+
+
+def _before_packed(arguments: Arguments, tokens: Tensor) -> int:
+    return tokens.shape[1] - arguments["hidden_states"].shape[1]
+
+
+def _before_patches(arguments: Arguments, tokens: Tensor) -> int:
+    return tokens.shape[1] - arguments["hidden_states"][0, 0].numel() // 4  # patches of 2x2
+
+
+IMAGE = Family()  # text has a stream of its own, or is attended to
+FAMILIES: dict[str, Family] = {
+    "AllegroTransformer3DModel": IMAGE,
+    "AuraFlowTransformer2DModel": IMAGE,
+    "BriaTransformer2DModel": IMAGE,
+    "ChromaTransformer2DModel": IMAGE,
+    "CogVideoXTransformer3DModel": IMAGE,
+    "CogView3PlusTransformer2DModel": IMAGE,
+    "CogView4Transformer2DModel": IMAGE,
+    "CosmosTransformer3DModel": IMAGE,
+    "DiTTransformer2DModel": IMAGE,
+    "EasyAnimateTransformer3DModel": IMAGE,
+    "Flux2Transformer2DModel": IMAGE,
+    "FluxTransformer2DModel": IMAGE,
+    "HiDreamImageTransformer2DModel": Family(image_first=True, crosses=False),
+    "HunyuanDiT2DModel": Family(lists=("blocks",)),
+    "HunyuanImageTransformer2DModel": Family(image_first=True),
+    "HunyuanVideoTransformer3DModel": Family(image_first=True),
+    "Krea2Transformer2DModel": Family(extra=_before_packed),
+    "LTXVideoTransformer3DModel": IMAGE,
+    "Lumina2Transformer2DModel": Family(("layers",), ("noise_refiner",), offsets=_caption_lengths),
+    "MochiTransformer3DModel": IMAGE,
+    "OmniGenTransformer2DModel": Family(extra=_before_patches),
+    "PRXTransformer2DModel": IMAGE,
+    "PixArtTransformer2DModel": IMAGE,
+    "QwenImageTransformer2DModel": IMAGE,
+    "SD3Transformer2DModel": IMAGE,
+    "SanaTransformer2DModel": IMAGE,
+    "StableAudioDiTModel": Family(extra=_one, shared=True),
+    "WanTransformer3DModel": IMAGE,
+    "ZImageTransformer2DModel": Family(("layers",), ("noise_refiner",), image_first=True),
+}
+REFUSED = {
+    "LatteTransformer3DModel": "its blocks attend along space and time in turn, on a full grid",
+}

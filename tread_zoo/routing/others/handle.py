@@ -1,0 +1,399 @@
+"""`enable_routing`: some tokens bypass some blocks of a network of another project, in training.
+
+    routes = enable_routing(transformer, start=2, end=-2, selection_rate=0.5)
+
+B batch, N image tokens, D width.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tread_zoo.contract.crossing import Crossing
+from tread_zoo.registry import create
+from tread_zoo.routing.method import Crossings, Method, Stack, Step
+from tread_zoo.routing.others.calls import Call, Frame, share
+from tread_zoo.routing.others.check import Verdict
+from tread_zoo.routing.others.families import FAMILIES, REFUSED, Arguments, Family
+from tread_zoo.routing.select import bypassed_tokens
+from tread_zoo.seeding import ImageGenerator, make_image_generator
+
+SLOT = "_token_routes"
+
+
+class Routes:
+    """The handle of a routed network. `enable_routing` makes it."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        method: Method,
+        family: Family,
+        lists: Sequence[str],
+        *,
+        seed: int,
+        tokens: str | None,
+        grid: tuple[int, int] | None,
+    ) -> None:
+        self.network, self.method, self.family, self.lists = network, method, family, lists
+        self.seed, self.tokens, self.grid = seed, tokens, grid
+        self.shared = family.shared or bool(getattr(method, "per_batch", False))
+        self.title = type(network).__name__
+        self.edges = [0]
+        for name in lists:
+            self.edges.append(self.edges[-1] + len(network.get_submodule(name)))  # type: ignore[arg-type]
+        self.count, self.passes = 0, 0  # forward passes of the run, and of this step
+        self.step: tuple[int, int] | None = None
+        self.on, self.warned = True, False
+        self.kept: Tensor | None = None
+        self.drawn: Crossings = ()
+        self.verdicts: dict[str, Verdict] = {}
+        self.outputs: dict[type, list[str | None]] = {}
+        self.single: dict[type, bool] = {}
+        self.frames: list[tuple[Frame | None, dict[str, Any]]] = []
+        self.stack: Stack | None = None
+        self.hooks = (
+            network.register_forward_pre_hook(self._begin, with_kwargs=True),
+            network.register_forward_hook(self._end, always_call=True),
+        )
+        network.__dict__[SLOT] = self
+
+    # What users call ------------------------------------------------------------------------------
+
+    def at(self, step: int, num_steps: int) -> None:
+        """Draw for this optimizer step, counted from 0, of a run; schedules need it.
+
+        The passes of one step draw different tokens, and the same ones when the step is repeated.
+        """
+        self.step, self.passes = (step, num_steps), 0
+
+    def keep(self, mask: Tensor | None) -> None:
+        """Never drop the tokens that are True in `mask` [B, N], until this is called again; None
+        forgets them."""
+        if mask is not None and not hasattr(self.method, "selector"):
+            raise ValueError(f"method={self.method.name} chooses no tokens, so it can keep none.")
+        self.kept = mask
+
+    @contextmanager
+    def dense(self) -> Iterator[nn.Module]:
+        """Run all blocks on all tokens within the context; networks in eval() do so anyway."""
+        was, self.on = self.on, False
+        try:
+            yield self.network
+        finally:
+            self.on = was
+
+    def bypassed(self) -> Tensor:
+        """Return bool [B, N], the tokens that bypassed some blocks in the last pass, as a loss that
+        leaves them out needs them."""
+        if self.stack is None:
+            raise RuntimeError("no pass was routed yet.")
+        selects = [each for each in self.drawn if hasattr(each, "ids")]
+        return bypassed_tokens(selects, self.batch, self.stack.num_tokens, self.device)
+
+    def describe(self) -> str:
+        """Return what is routed and what is proven, in a few lines."""
+        blocks = zip(self.lists, self.edges[1:], self.edges, strict=False)
+        words = [f"{name} {start} … {end - 1}" for name, end, start in blocks]
+        lines = [f"{self.title}: {', '.join(words)}"]
+        if self.stack is None:
+            lines.append(f"{self.method.name}; tokens are counted in the first routed pass")
+        else:
+            lines.append(self.method.describe(self.stack))
+        for kind, verdict in self.verdicts.items():
+            proof = "unverified, it changes no token yet"
+            if verdict.error is not None:
+                proof = f"reordered tokens change its update by {verdict.error:.1e}"
+            lines.append(f"{kind}: {proof}")
+        return "\n".join(lines)
+
+    def disable(self) -> None:
+        """Leave the network as it was before `enable_routing`."""
+        for hook in self.hooks:
+            hook.remove()
+        self.network.__dict__.pop(SLOT, None)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what a resumed run needs to draw as an unbroken one."""
+        return {"count": self.count, "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue from a saved state."""
+        self.count, self.seed = state["count"], state["seed"]
+
+    # A pass of the network ------------------------------------------------------------------------
+
+    def _begin(self, network: nn.Module, args: Any, kwargs: Any) -> None:
+        self.frames.append((None, {}))  # `_end` runs also where this raises
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "a routed network cannot be compiled as a whole, for each pass draws its tokens: "
+                "compile its blocks, as with compile_repeated_blocks()."
+            )
+        if not self.on or not self._trains(network):
+            return
+        frame, saved = self._open(network, args, kwargs)
+        self.frames[-1] = frame, saved
+
+    def _open(self, network: nn.Module, args: Any, kwargs: Any) -> tuple[Frame, dict[str, Any]]:
+        """Return the frame of a new pass, and what its lists of blocks stand for."""
+        saved: dict[str, Any] = {}
+        names = list(inspect.signature(type(network).forward).parameters)[1:]
+        frame = Frame(self, {**dict(zip(names, args, strict=False)), **kwargs}, self._draws())
+        watched = [(name, None) for name in self.family.watch]
+        for path, first in [*zip(self.lists, self.edges, strict=False), *watched]:
+            owner, name = _owner(network, path)
+            saved[path] = owner.__dict__.get(name)
+            blocks: Any = owner._modules[name]
+            owner.__dict__[name] = [
+                Call(frame, None if first is None else first + i, block)
+                for i, block in enumerate(blocks)
+            ]
+        return frame, saved
+
+    def _end(self, network: nn.Module, args: Any, output: Any) -> None:
+        frame, saved = self.frames.pop()
+        for path, value in saved.items():
+            owner, name = _owner(network, path)
+            if value is None:
+                del owner.__dict__[name]
+            else:
+                owner.__dict__[name] = value  # of the pass around this one
+        if frame is not None:
+            frame.close()
+            if output is not None:  # it is None when forward raised
+                frame.check_calls()
+
+    def _trains(self, network: nn.Module) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        if network.training:
+            return True
+        if not self.warned and any(each.requires_grad for each in network.parameters()):
+            self.warned = True
+            warnings.warn(
+                f"{self.title} runs with gradients in eval(), where nothing is routed: call "
+                "train() to route it.",
+                stacklevel=3,
+            )
+        return False
+
+    def _draws(self) -> tuple[Step, int]:
+        """Return the step of a new pass, and the number of the pass within it."""
+        if self.step is None:
+            if _is_scheduled(self.method):
+                raise RuntimeError(
+                    f"method={self.method.name} changes over training: call routes.at(step, "
+                    "num_steps) before each step."
+                )
+            self.count += 1
+            return Step(self.count - 1, self.count, self.seed), 0
+        self.passes += 1
+        return Step(*self.step, self.seed), self.passes - 1
+
+    # What a frame asks ----------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks in all lists."""
+        return self.edges[-1]
+
+    def list_of(self, index: int) -> int:
+        """Return the number of the list of a block."""
+        return sum(edge <= index for edge in self.edges[1:])
+
+    def kind(self, index: int, block: nn.Module) -> str:
+        """Return the class and the list of a block: lists may wrap unlike blocks in one class."""
+        title = type(getattr(block, "_orig_mod", block)).__name__
+        return f"{title} of {self.lists[self.list_of(index)]}"
+
+    def named(self, block: nn.Module, args: Sequence[Any], kwargs: Any) -> dict[str, Any]:
+        """Return a block's arguments by name."""
+        inner: Any = type(getattr(block, "_orig_mod", block))
+        names = list(inspect.signature(inner.forward).parameters)[1 : len(args) + 1]
+        return {**dict(zip(names, args, strict=True)), **kwargs}
+
+    def draw(
+        self, draws: tuple[Step, int], x: Tensor, num_tokens: int, arguments: Arguments
+    ) -> Crossings:
+        """Return the crossings of one pass, for tokens x [B, N + T, D]."""
+        step, number = draws
+        batch, device = len(x), x.device
+        grid = self.grid or _find_grid(arguments, num_tokens) or (1, num_tokens)
+        if grid[0] * grid[1] != num_tokens:
+            raise ValueError(f"grid={grid} is not of the {num_tokens} image tokens of this pass.")
+        first = batch * (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
+        images = make_image_generator(
+            "routes", step.seed, step.index, number, images=range(first, first + batch),
+            device=device,
+        )  # fmt: skip
+        if self.shared:
+            images = ImageGenerator(
+                images.of_batch.keys.expand(batch).contiguous(), images.batch_key
+            )
+        self.stack = self._stack(grid, x.shape[2])
+        stack = self.stack
+        if self.kept is not None:
+            stack = self._stack(grid, x.shape[2], self._keep(batch, num_tokens, device))
+        with torch.no_grad():
+            drawn = self.method.draw(stack, images, step)
+        self.drawn = tuple(map(share, drawn)) if self.shared else drawn
+        self.batch, self.device = batch, device
+        return self.drawn
+
+    def _keep(self, batch: int, num_tokens: int, device: torch.device) -> Tensor:
+        assert self.kept is not None
+        if self.kept.shape != (batch, num_tokens) or self.kept.dtype != torch.bool:
+            raise ValueError(
+                f"keep is {self.kept.dtype} {list(self.kept.shape)}; the blocks see a batch of "
+                f"{batch} with {num_tokens} image tokens: give bool [{batch}, {num_tokens}]."
+            )
+        kept = self.kept.to(device)
+        return kept.any(dim=0, keepdim=True).expand(batch, -1) if self.shared else kept
+
+    def _stack(self, grid: tuple[int, int], width: int, keep: Tensor | None = None) -> Stack:
+        return Stack(self.num_blocks, grid, (width,), {}, (2, -2), "random", keep)
+
+    def check_crossing(self, crossing: Crossing) -> None:
+        """Raise `ValueError` if a crossing runs from one list into another that forbids it."""
+        inner = [edge for edge in self.edges[1:-1] if crossing.start < edge < crossing.end]
+        if inner and not self.family.crosses:
+            raise ValueError(
+                f"[{crossing.start}, {crossing.end}): a route of {self.title} must not run across "
+                f"block {inner[0]}, where another list begins."
+            )
+
+    def extra(self, arguments: Arguments, x: Tensor) -> int:
+        """Return T, of a sequence [B, N + T, D] at the first block."""
+        if self.family.watch:
+            raise RuntimeError(f"{self.title} has no {self.family.watch[0]}, which shows N.")
+        return 0 if self.family.extra is None else self.family.extra(arguments, x)
+
+
+def enable_routing(
+    network: nn.Module,
+    method: str | Mapping[str, Any] = "tread",
+    *,
+    seed: int = 0,
+    extra: int | Callable[[Arguments, Tensor], int] | None = None,
+    blocks: Sequence[str] | None = None,
+    tokens: str | None = None,
+    grid: tuple[int, int] | None = None,
+    **options: Any,
+) -> Routes:
+    """Return the handle of a network whose tokens bypass some of its blocks in training.
+
+    Nothing of the network changes but what its lists of blocks hold while it runs in train() with
+    gradients. Each class of blocks is examined once, and refused if it cannot be routed.
+
+    Args:
+        network: a transformer of diffusers, or any whose blocks are called from lists; wrapped by
+            DistributedDataParallel, `torch.compile` or peft or not.
+        method: registered routing method that owns no weights; `options` are its fields.
+        seed: of what is drawn.
+        extra: number of tokens beside the image's in the sequence of the first block, before
+            them; a class that is not in docs/routing_others.md needs it. It may be a function of
+            the network's arguments by name and of the sequence [B, N + T, D].
+        blocks: paths of the lists of blocks, in the order of their use.
+        tokens: name of the block's argument that has the tokens; by default the first.
+        grid: (h, w) of the image tokens in raster order, for selectors that use it.
+
+    Raises:
+        ValueError: the method or an option is wrong, or the network cannot be routed.
+    """
+    network = _unwrap(network)
+    _check_network(network)
+    part = {"name": method} if isinstance(method, str) else dict(method)
+    chosen = create("routing", {**part, **options})
+    if type(chosen).build is not Method.build:
+        raise ValueError(
+            f"method={chosen.name} owns weights, which only this project's backbones hold: choose "
+            "tread, random_ltd, layer_drop, token_merging or microdit."
+        )
+    family = _family(type(network).__name__, extra)
+    lists = _lists(network, blocks or family.lists)
+    routes = Routes(network, chosen, family, lists, seed=seed, tokens=tokens, grid=grid)
+    try:
+        chosen.check(routes._stack((64, 64), 1))
+    except ValueError:
+        routes.disable()
+        raise
+    return routes
+
+
+def _check_network(network: nn.Module) -> None:
+    title = type(network).__name__
+    if SLOT in network.__dict__:
+        raise ValueError(f"{title} is routed already: call disable() of its handle first.")
+    if title in REFUSED:
+        raise ValueError(f"{title} cannot be routed: {REFUSED[title]}.")
+    if getattr(network, "_parallel_config", None) is not None:
+        raise ValueError(
+            f"{title} splits its tokens or weights over devices by a context or tensor parallel "
+            "plan, with which it cannot be routed: use DDP or FSDP."
+        )
+
+
+def _family(title: str, extra: Any) -> Family:
+    known = FAMILIES.get(title)
+    if extra is None and known is None:
+        raise ValueError(
+            f"{title} is not a known class: say how many tokens of its sequence are not of the "
+            "image, enable_routing(extra=0) if none."
+        )
+    family = known or Family()
+    if extra is None:
+        return family
+    count = extra if callable(extra) else lambda arguments, x: extra
+    return Family(**{f.name: getattr(family, f.name) for f in fields(family)} | {"extra": count})
+
+
+def _lists(network: nn.Module, paths: Sequence[str]) -> list[str]:
+    modules = dict(network.named_modules())
+    found = [each for each in paths if isinstance(modules.get(each), nn.ModuleList | nn.Sequential)]
+    if not found:
+        raise ValueError(
+            f"{type(network).__name__} has no list of blocks named {', '.join(paths)}: name its "
+            "own with enable_routing(blocks=…)."
+        )
+    return found
+
+
+def _owner(network: nn.Module, path: str) -> tuple[nn.Module, str]:
+    parent, _, name = path.rpartition(".")
+    return network.get_submodule(parent), name
+
+
+def _unwrap(network: nn.Module) -> nn.Module:
+    while True:  # DistributedDataParallel, torch.compile, peft
+        inner = getattr(network, "module", None) or getattr(network, "_orig_mod", None)
+        base: Any = getattr(network, "get_base_model", None)
+        inner = base() if inner is None and base else inner
+        if not isinstance(inner, nn.Module):
+            return network
+        network = inner
+
+
+def _is_scheduled(method: Method) -> bool:
+    changes = any(isinstance(rate, list | tuple) for rate in method.rates())
+    return changes or method.warm_start > 0 or method.dense_tail > 0
+
+
+def _find_grid(arguments: Arguments, num_tokens: int) -> tuple[int, int] | None:
+    """Return the grid of patches of an image [B, C, H, W] among the arguments, or None."""
+    x = arguments.get("hidden_states")
+    if not isinstance(x, Tensor) or x.ndim != 4:
+        return None
+    height, width = x.shape[2:]
+    patch = round((height * width / num_tokens) ** 0.5)
+    if patch and height % patch == 0 == width % patch:
+        grid = height // patch, width // patch
+        return grid if grid[0] * grid[1] == num_tokens else None
+    return None
