@@ -30,6 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tread_zoo.config import RunConfig, with_options
+from tread_zoo.credentials import without_credentials
 from tread_zoo.errors import unknown_field, unknown_name
 from tread_zoo.fields import default_fields
 from tread_zoo.groups import store_fields
@@ -182,7 +183,7 @@ def errors_in_one_line(
         if sweeping and int(os.environ.get("WORLD_SIZE", "1")) == 1:
             logger.error("error: %s", error)
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {without_credentials(str(error))}", file=sys.stderr)
         sys.exit(status)
     except KeyboardInterrupt:
         print(stopped, file=sys.stderr)

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, TypedDict, Unpack, get_type_hints
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from tread_zoo.credentials import without_credentials
 from tread_zoo.errors import unknown_field
 from tread_zoo.fields import OPTIONS, Auto, Fraction, check, default_fields
 from tread_zoo.registry import KINDS, complete, get_entry, plugins_of, split
@@ -272,9 +273,9 @@ class RunConfig:
     kernels: Annotated[dict[str, str], BOOKKEEPING] = dataclasses.field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return every field as plain values: what a checkpoint stores."""
+        """Return every field as plain values, without credentials: what a checkpoint stores."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        return plain
+        return without_credentials(plain)  # type: ignore[no-any-return]
 
     def differences(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
         """Return what two runs compute differently: {field: (of this one, of the other)}."""

@@ -11,13 +11,18 @@ scripts/train.py` sets SLURM's alone, which are translated here:
 """
 
 import atexit
+import logging
 import os
 import re
 import subprocess
-from collections.abc import MutableMapping
+import threading
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
 
 
 def prepare_process_group(device: torch.device) -> None:
@@ -27,6 +32,28 @@ def prepare_process_group(device: torch.device) -> None:
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     join_slurm_step()
+
+
+@contextmanager
+def say_if_waiting(timeout_s: float, patience_s: float = 10.0) -> Iterator[None]:
+    """Log that this process waits for the others to connect, if that takes longer than
+    `patience_s`: one that failed before it could connect leaves no other sign."""
+    environment = os.environ
+    timer = threading.Timer(
+        patience_s, logger.warning, (
+            "rank %s waits up to %d s for %d other processes at %s:%s. If that goes on, one of "
+            "them failed at its start: look at its output.",
+            environment.get("RANK"), timeout_s, int(environment.get("WORLD_SIZE", "1")) - 1,
+            environment.get("MASTER_ADDR"), environment.get("MASTER_PORT"),
+        ),
+    )  # fmt: skip
+    timer.daemon = True
+    if int(environment.get("WORLD_SIZE", "1")) > 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def close_process_group_at_exit() -> None:

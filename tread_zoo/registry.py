@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from tread_zoo.credentials import are_hidden
 from tread_zoo.errors import describe_invalid, missing_path, unknown_name
 from tread_zoo.fields import OPTIONS, as_plain
 
@@ -142,6 +143,11 @@ class Entry:
         if self.kind != "data" and not inspect.isclass(self.target):
             return functools.partial(self.target, **values) if values else self.target
         path = values.get("path") if self.kind == "data" else None
+        if are_hidden(path):
+            raise ValueError(
+                f"{field or self.kind}.path={path!r} was saved without its credentials: give "
+                f"{field or self.kind}.path again."
+            )
         try:
             return self.target(**values)
         except OSError as error:

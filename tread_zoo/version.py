@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tread_zoo.credentials import without_credentials
+
 __version__ = "0.1.0"
 
 
@@ -17,8 +19,8 @@ def describe_start() -> dict[str, Any]:
     overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": shlex.join(sys.orig_argv),
-        "overrides": list(overrides),
+        "command": shlex.join(map(without_credentials, sys.orig_argv)),
+        "overrides": without_credentials(list(overrides)),
         "code": describe_code(),
     }
 

@@ -1,6 +1,7 @@
 """Several processes train as one does; FSDP2 as DDP; and each takes up what the other left."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -88,17 +89,20 @@ def test_two_ranks_equal_one_process_with_the_double_batch(tmp_path, free_port):
         torch.testing.assert_close(*first, atol=1e-6, rtol=0)
 
 
-def test_ranks_with_other_images_of_the_same_shape_do_not_start(tmp_path, free_port):
+def test_ranks_with_other_images_of_the_same_shape_or_other_code_do_not_start(tmp_path, free_port):
     for rank in "01":
         (tmp_path / rank).mkdir()
         images = np.random.default_rng(int(rank)).integers(0, 256, (40, 8, 8), np.uint8)
         np.savez(tmp_path / rank / "x.npz", images=images)
     code = """import os, sys; from tests.small_run import train_small
+from tread_zoo import version
+version.__version__ = "9." + os.environ["RANK"]
 train_small(f"{sys.argv[1]}/run", "data=npz", f"data.path={sys.argv[1]}/{os.environ['RANK']}/x.npz")
 """
     for done in run_ranks("-c", code, tmp_path, port=free_port):
         assert done.returncode == 1
         assert "ranks 0 and 1 of this run differ: data" in done.stderr
+        assert re.search("code='9.0.*' and '9.1", done.stderr)
     assert not (tmp_path / "run").exists()
 
 

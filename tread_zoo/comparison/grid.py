@@ -23,6 +23,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from tread_zoo.credentials import without_credentials
 from tread_zoo.data.files import write_text
 from tread_zoo.runs.folder import is_locked
 
@@ -84,7 +85,7 @@ def check_same_commands(cells: Sequence[Cell], out: Path) -> None:
     earlier = json.loads(file.read_text()) if file.exists() else {}
     for cell in cells:
         now, before = (
-            {text for text in texts if text.partition("=")[0] not in SET_HERE}
+            {without_credentials(t) for t in texts if t.partition("=")[0] not in SET_HERE}
             for texts in (cell.command[2:], earlier.get(cell.name, cell.command[2:]))
         )
         if now != before and cell.result.parent.exists():
@@ -95,7 +96,7 @@ def check_same_commands(cells: Sequence[Cell], out: Path) -> None:
             )
     out.mkdir(parents=True, exist_ok=True)
     commands = {**earlier, **{cell.name: cell.command[2:] for cell in cells}}
-    write_text(file, json.dumps(commands, indent=1))
+    write_text(file, json.dumps(without_credentials(commands), indent=1))
 
 
 def run_cells(

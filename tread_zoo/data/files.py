@@ -12,6 +12,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from tread_zoo.credentials import without_credentials
+
 
 def checksum(file: Path) -> str:
     """Return the sha256 of a file, 64 hex digits."""
@@ -25,14 +27,15 @@ def printable(text: str) -> str:
 
 
 def without_paths(value: Any) -> Any:
-    """Return a text, or plain values that contain texts, with absolute paths cut to their last
-    part."""
+    """Return a text, or plain values that contain texts, without credentials and with absolute
+    paths cut to their last part."""
     if isinstance(value, Mapping):
         return {without_paths(key): without_paths(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(without_paths, value))
     if not isinstance(value, str):
         return value
+    value = without_credentials(value)
     if os.path.isabs(value) and "\n" not in value:
         return Path(value).name
     pattern = r"""(?<![\w./])~?(?:/[^\s/'"`|,;()<>\[\]{}]+)+/?"""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from tread_zoo.credentials import without_credentials
 from tread_zoo.data.files import printable
 from tread_zoo.seeding import make_generator
 
@@ -94,7 +95,8 @@ class CorruptItem:
     def line(self) -> str:
         """The line of corrupt.txt: index, name and reason."""
         reason = " ".join(self.reason.split())
-        return "\t".join((str(self.index), printable(self.name), printable(reason))) + "\n"
+        line = "\t".join((str(self.index), printable(self.name), printable(reason))) + "\n"
+        return str(without_credentials(line))
 
 
 OnCorrupt = Callable[[CorruptItem], None]

@@ -22,6 +22,7 @@ import torch
 from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
+from tread_zoo.credentials import without_credentials
 from tread_zoo.data.contexts import as_context, context_shape
 from tread_zoo.data.dataset import ImageData, TableDataset
 from tread_zoo.data.folders import SUFFIXES, find_classes, picture_formats
@@ -235,8 +236,9 @@ def webdataset(
     pictures = [n for n, kind in table.features.items() if isinstance(kind, datasets.Image)]
     labels = "cls" in whole and context is None
     return _picture_data(
-        f"{Path(path).name}:tar", [table], image_size, channels, held_out, num_classes, context,
-        context_length, background, pictures, label_column="cls" if labels else None,
+        f"{Path(without_credentials(path)).name}:tar", [table], image_size, channels, held_out,
+        num_classes, context, context_length, background, pictures,
+        label_column="cls" if labels else None,
     )  # fmt: skip
 
 

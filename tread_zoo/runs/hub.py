@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tread_zoo.contract.backbone import Backbone
+from tread_zoo.credentials import without_credentials
 from tread_zoo.factory import build_backbone, describe_backbone
 from tread_zoo.registry import PRETRAINED, check_plugins, list_backbones, plugins_of
 from tread_zoo.runs.metadata import (
@@ -124,8 +125,21 @@ def download(path: Path, *, revision: str | None = None, into: Path | None = Non
 
 
 def upload(folder: Path, repo: str, *, private: bool) -> str:
-    """Upload all files of a folder as `user/name`, and return its address."""
+    """Upload all files of a folder as `user/name`, and return its address.
+
+    Raises:
+        ValueError: a text among them has credentials in it.
+        OSError: the hub refuses.
+    """
     import huggingface_hub
+
+    for file in (f for f in folder.rglob("*") if f.suffix in (".json", ".md", ".txt", ".yaml")):
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if line := next((n for n in text.splitlines() if n != without_credentials(n)), None):
+            raise ValueError(
+                f"{file} has an address with credentials, {without_credentials(line).strip()[:80]}"
+                ": remove them, then push again."
+            )
 
     hub = huggingface_hub.HfApi()
     try:

@@ -18,6 +18,7 @@ import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from tread_zoo.contract.backbone import Backbone
+from tread_zoo.credentials import CleanFormatter
 from tread_zoo.data import CorruptLog, read_items
 from tread_zoo.data.files import write_text
 from tread_zoo.data.split import ordered_as_samples
@@ -173,7 +174,7 @@ class Log:
             package.setLevel(logging.INFO)
         logging.basicConfig(format="%(message)s", stream=sys.stdout)  # if the caller has not
         file = self._file = logging.FileHandler(self.folder / "train.log", encoding="utf-8")
-        file.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
+        file.setFormatter(CleanFormatter("%(asctime)s  %(message)s"))
         self.early.write_to(file)
         root.addHandler(file)
         logging.captureWarnings(True)

@@ -23,7 +23,7 @@ from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling
 from tread_zoo.evaluation.evaluate import check_evaluation
 from tread_zoo.factory import add_routing, create_backbone
 from tread_zoo.kernels import describe
-from tread_zoo.process_group import close_process_group_at_exit
+from tread_zoo.process_group import close_process_group_at_exit, say_if_waiting
 from tread_zoo.registry import create, split
 from tread_zoo.routing import Method, Stack
 from tread_zoo.runs.checkpoint import Checkpoint, data_metadata, load_weights
@@ -39,6 +39,7 @@ from tread_zoo.training.optimizer_state import inner_optimizers, load_optimizer_
 from tread_zoo.training.optimizers import OptimizerPart
 from tread_zoo.training.sharding import is_sharded, shard, sharding_requested
 from tread_zoo.training.trackers import Tracker
+from tread_zoo.version import describe_code
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -265,11 +266,12 @@ def make_accelerator(setup: Setup, device: torch.device, precision: str) -> "Acc
         find_unused_parameters=setup.routing.idle_weights,
     )  # fmt: skip
     group = InitProcessGroupKwargs(timeout=timedelta(seconds=setup.training.timeout_s))
-    return Accelerator(
-        cpu=device.type == "cpu", mixed_precision="fp16" if precision == "fp16" else "no",
-        gradient_accumulation_steps=setup.training.gradient_accumulation_steps,
-        kwargs_handlers=[ddp, group],
-    )  # fmt: skip
+    with say_if_waiting(setup.training.timeout_s):
+        return Accelerator(
+            cpu=device.type == "cpu", mixed_precision="fp16" if precision == "fp16" else "no",
+            gradient_accumulation_steps=setup.training.gradient_accumulation_steps,
+            kwargs_handlers=[ddp, group],
+        )  # fmt: skip
 
 
 def check_ranks_agree(
@@ -283,6 +285,7 @@ def check_ranks_agree(
 
     settings: dict[str, Any] = {k: v for k, v in setup.config.as_dict().items() if k != "device"}
     settings["data"] = setup.data_metadata  # paths may differ between machines
+    settings["code"] = describe_code()
     settings["checkpoint"] = checkpoint and {"step": checkpoint.step, **checkpoint.meta["sha256"]}
     first, *others = gather_object([settings])
     for rank, other in enumerate(others, 1):
@@ -291,7 +294,7 @@ def check_ranks_agree(
             close_process_group_at_exit()
             raise ValueError(
                 f"ranks 0 and {rank} of this run differ: {'; '.join(wrong)}. Nothing was trained. "
-                "Give all of them the same command, and a run_dir that all machines share."
+                "Give all of them the same command and code, and a run_dir that all machines share."
             )
 
 

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import logging
 import os
+import sys
 import uuid
 from collections.abc import Iterable
 from contextlib import suppress
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tread_zoo.credentials import without_credentials
 from tread_zoo.data.files import write_text
 from tread_zoo.registry import register
 
@@ -107,9 +109,11 @@ def _wandb_options(run_dir: Path) -> dict[str, Any]:
     file = run_dir / "wandb_id"
     if not file.exists():
         write_text(file, uuid.uuid4().hex[:8])
-    options = {
+    options: dict[str, Any] = {
         "name": run_dir.name, "id": file.read_text(), "resume": "allow", "dir": str(run_dir),
     }  # fmt: skip
+    if sys.argv != without_credentials(sys.argv):
+        options["settings"] = {"x_disable_meta": True}  # else it stores the command line
     site = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     if not {"WANDB_MODE", "WANDB_API_KEY"} & os.environ.keys() and get_netrc_auth(site) is None:
         options["mode"] = "offline"

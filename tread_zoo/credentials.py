@@ -1,0 +1,41 @@
+"""Addresses without what gives access: nothing that is written or logged contains it."""
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "***"
+# `datasets` and fsspec read these: user:password@host, host?key=value, and a command's options.
+# A glob may contain `?`, and `hf://` names a revision by `@`.
+_USER = re.compile(r"""(\w[\w+.-]*://)(?:[^/\s@'"?]+|[^/\s@:'"]+:(?!\d+/)[^@\s'"]*)@""")
+_QUERY = re.compile(
+    r"""(https?://[^\s?#'"]*|\w[\w+.-]*://[^\s?#'"]*(?=[?#][^\s'"]*=))[?#][^\s'"]+"""
+)
+_COMMAND = re.compile(r"\bpipe:.*", re.DOTALL)
+
+
+def without_credentials(value: Any) -> Any:
+    """Return a text, or plain values that contain texts, with `***` in place of the user, the
+    password and the query of every URL, and of a command behind `pipe:`."""
+    if isinstance(value, Mapping):
+        return {key: without_credentials(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(without_credentials, value))
+    if not isinstance(value, str) or ":" not in value:
+        return value
+    text = _COMMAND.sub(f"pipe:{HIDDEN}", value)
+    return _QUERY.sub(rf"\1?{HIDDEN}", _USER.sub(rf"\1{HIDDEN}@", text))
+
+
+def are_hidden(path: object) -> bool:
+    """Return whether a path is one that `without_credentials` returned, and cannot be opened."""
+    return isinstance(path, str) and HIDDEN in path and without_credentials(path) == path
+
+
+class CleanFormatter(logging.Formatter):
+    """A formatter of log records that applies `without_credentials`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a record."""
+        return str(without_credentials(super().format(record)))
