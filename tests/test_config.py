@@ -27,6 +27,7 @@ from tread_zoo.evaluation.evaluate import EvaluateConfig
 from tread_zoo.fields import check, default_fields
 from tread_zoo.help import describe, settings
 from tread_zoo.routing import Stack
+from tread_zoo.runtime import resolve_device
 
 ROOT = Path(__file__).parents[1]
 NEEDS = {  # what an option needs beside itself
@@ -113,6 +114,12 @@ def test_automatic_values_are_those_of_backbone_and_data():
         make_config(data={"name": "npz", "path": "x.npz"})
 
 
+@pytest.mark.parametrize("device", ["cpu:1", "cuda:99", "xpu", "gpu", "cpu:x"])
+def test_a_device_that_is_not_there_is_named(device):
+    with pytest.raises(ValueError, match=f"device='{device}' is"):
+        resolve_device(device)
+
+
 def test_the_same_run_is_told_by_what_it_computes():
     config = make_config()
     assert not config.differences(make_config(run_dir="elsewhere", training={"log_every": 1}))
@@ -169,6 +176,7 @@ def check_error(make, words):
         ("sampler.s_churn=1", ["sampler.s_churn "]),
         ("data=npz", ["data.path", "data.path=…"]),
         ("plugins=[no_such_module]", ["no_such_module", "PYTHONPATH"]),
+        ("plugins=[this]", ["plugins=[this] registers no part"]),
         ("plugins=[1]", ["plugins=[1]", "[my_module]"]),
         ("training.learning_rate=1e-3", ["training.learning_rate ", "optimizer.learning_rate?"]),
         ("training.epochs=3", ["training.num_steps?"]),
@@ -186,6 +194,7 @@ def test_a_wrong_override_is_one_line_with_the_nearest_name(override, words):
     ("override", "words"),
     [
         ("training.num_steps=0", ["training.num_steps=0", "greater than 0"]),
+        ("training.num_workers=5000", ["training.num_workers=5000", "1024"]),
         ("training.num_steps=many", ["training.num_steps='many'", "'auto'"]),
         ("training.precision=bf8", ["training.precision='bf8'", "'bf16'"]),
         ("training.horizontal_flip=maybe", ["training.horizontal_flip='maybe'", "boolean"]),

@@ -87,6 +87,8 @@ def test_a_run_on_shards_behind_a_token_keeps_it_to_itself(tmp_path, server, mon
     train(**given, data={"path": f"{server}/x.tar?token=SECRET2"})
     write_model_folder(run)
     assert files_with_secrets(run) == []
+
+
 def test_an_old_record_with_a_token_is_not_uploaded(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"path": "https://h/x.tar?token=SECRET1"}))
     with pytest.raises(ValueError, match=r"config.json has an address with credentials") as caught:

@@ -109,7 +109,7 @@ class TrainingConfig:
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     activation_checkpointing: Annotated[bool | NonNegativeInt, BOOKKEEPING] = False
     compile: Annotated[bool, BOOKKEEPING] = False
-    num_workers: Annotated[NonNegativeInt, BOOKKEEPING] = 0
+    num_workers: Annotated[NonNegativeInt, Field(le=1024), BOOKKEEPING] = 0
     max_corrupt_share: Annotated[Fraction, BOOKKEEPING] = 0.001
     log_every: Annotated[PositiveInt, BOOKKEEPING] = 20
     sample_every: Annotated[NonNegativeInt, BOOKKEEPING] = 200
@@ -275,7 +275,7 @@ class RunConfig:
     def as_dict(self) -> dict[str, Any]:
         """Return every field as plain values, without credentials: what a checkpoint stores."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        return without_credentials(plain)  # type: ignore[no-any-return]
+        return without_credentials(plain)
 
     def differences(self, other: "RunConfig") -> dict[str, tuple[Any, Any]]:
         """Return what two runs compute differently: {field: (of this one, of the other)}."""

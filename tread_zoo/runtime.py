@@ -22,9 +22,11 @@ def resolve_device(device: str) -> torch.device:
     present, kind = {"cuda": cuda, "mps": mps, "cpu": True}, device.partition(":")[0]
     if device == "auto":
         return torch.device(next(kind for kind in present if present[kind]))
-    if kind not in present:
-        raise unknown_name("device", device, ("auto", *present))
-    if not present[kind]:
+    try:
+        index = torch.device(device).index or 0
+    except RuntimeError:
+        raise unknown_name("device", device, ("auto", *present)) from None
+    if index >= {"cuda": torch.cuda.device_count()}.get(kind, 1) or not present.get(kind):
         raise ValueError(f"device={device!r} is not available here; use device=auto or device=cpu.")
     return torch.device(device)
 

@@ -212,6 +212,12 @@ def test_a_step_that_is_not_finite_ends_the_run_without_it(
         assert all(tensor.isfinite().all() for tensor in checkpoint.tensors("model").values())
 
 
+def test_a_first_step_that_is_not_finite_is_not_put_down_to_the_learning_rate(run):
+    FlowThatBreaks.losses.clear()
+    with pytest.raises(FloatingPointError, match=r"step 1: .*no weight has changed yet"):
+        run("run", "objective=flow_that_breaks", "objective.at=1")
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd_for_tests"])
 def test_a_step_that_is_not_finite_changes_nothing(optimizer):
     """Neither weights nor moments nor averages; the last optimizer knows no `found_inf`."""

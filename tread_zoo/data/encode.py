@@ -15,11 +15,11 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -81,7 +81,7 @@ class EncodingConfig:
     dtype: Literal["float16", "bfloat16", "float32"] = "float16"
     batch_size: PositiveInt = 16
     part_size: PositiveInt = 4000
-    num_workers: NonNegativeInt = 0
+    num_workers: Annotated[NonNegativeInt, Field(le=1024)] = 0
     max_corrupt_share: Fraction = 0.001
     device: str = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"

@@ -184,12 +184,20 @@ def check_steps(state: TrainState, window: Window, received: Mapping[int, float]
     for back, (size, total) in enumerate(zip(sizes, totals, strict=True), -len(sizes)):
         if not math.isfinite(total) or not (math.isfinite(size) or accelerator.scaler):
             close_process_group_at_exit()
+            step, loss = state.step + back + 1, total / accelerator.num_processes
+            remedy = (
+                "lower optimizer.learning_rate or training.max_grad_norm, and continue from the "
+                "last checkpoint with resume=latest."
+            )
+            if step == 1:
+                remedy = (
+                    "no weight has changed yet, so look at the objective's options, at the values "
+                    "of the data and at init_from, and try training.precision=fp32."
+                )
             raise FloatingPointError(
-                f"step {state.step + back + 1}: the loss is {total / accelerator.num_processes:g}, "
-                f"the norm of its gradient {size:g}; both must be finite. The step was not "
-                "applied. The same settings would come here again: lower optimizer.learning_rate "
-                "or training.max_grad_norm, and continue from the last checkpoint with "
-                "resume=latest."
+                f"step {step}: the loss is {loss:g}, the norm of its gradient {size:g}; both must "
+                "be finite. The step was not applied. The same settings would come here again: "
+                + remedy
             )
     window.grad_norm = sizes[-1]
     return strongest([number for number, flag in zip(SIGNALS, signals, strict=True) if flag])
