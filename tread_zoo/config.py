@@ -19,7 +19,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal, TypedDict, Unpack, get_type_hints
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 from pydantic.dataclasses import dataclass
 
 from tread_zoo.credentials import without_credentials
@@ -65,6 +72,9 @@ def _metrics(parts: Any) -> Any:
     return tuple(complete("metric", part, "evaluation.metrics") for part in parts)
 
 
+STEPS_TO_COUNT = 1000  # of which the mean FLOPs are taken
+
+
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class TrainingConfig:
     """How to train.
@@ -72,6 +82,9 @@ class TrainingConfig:
     Args:
         num_steps: optimizer steps of the whole run; auto is the recipe of the data, where it has
             one.
+        num_flops: of the whole run, in place of `num_steps`, which becomes as many steps as they
+            pay for: forward and backward passes on all processes, a product and its sum counted as
+            two. For comparisons at equal cost.
         batch_size: images per process and micro-step.
         gradient_accumulation_steps: micro-steps per optimizer step.
         max_grad_norm: gradients are clipped to this norm, 1e-6 or more; 0 switches clipping off.
@@ -98,6 +111,7 @@ class TrainingConfig:
     """
 
     num_steps: Auto | PositiveInt = "auto"
+    num_flops: PositiveFloat | None = None
     batch_size: PositiveInt = 64
     gradient_accumulation_steps: PositiveInt = 1
     max_grad_norm: Annotated[float, Field(ge=1e-6)] | Annotated[float, Field(ge=0, le=0)] = 1.0
@@ -362,7 +376,14 @@ def make_config(**fields: Unpack[RunFields]) -> RunConfig:
     parts = {kind: complete(kind, part) for kind, part in parts.items()}
     config = dataclasses.replace(config, **parts, sampler=sampler)
     training, optimizer = config.training, dict(config.optimizer)
-    if training.num_steps == "auto":
+    if training.num_flops and training.num_steps != "auto":
+        raise ValueError(
+            f"training.num_flops={training.num_flops:g} sets the number of steps, and training."
+            f"num_steps={training.num_steps} is another: leave one of them out."
+        )
+    if training.num_flops:  # `train` counts the steps, which takes the network
+        training = dataclasses.replace(training, num_steps=STEPS_TO_COUNT)
+    elif training.num_steps == "auto":
         steps = get_entry("data", config.data["name"]).metadata.get("num_steps")
         if steps is None:
             raise ValueError(

@@ -99,6 +99,8 @@ def _with_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
                 before = None
         if isinstance(value, Mapping) and isinstance(before, Mapping):
             resolved = ("num_steps", "learning_rate") if field in ("training", "optimizer") else ()
+            if value.get("num_flops"):
+                before = {**before, "num_steps": "auto"}
             kept = {k: v for k, v in value.items() if not (k in resolved and v == "auto")}
             value = {**before, **kept}
         merged[field] = value

@@ -10,6 +10,7 @@ B batch, C channels, H height, W width.
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from tread_zoo.config import RunFields, TrainingConfig
+from tread_zoo.config import RunConfig, RunFields, TrainingConfig
 from tread_zoo.contract.backbone import Backbone, Features
 from tread_zoo.contract.crossing import Crossing
 from tread_zoo.data import copy_ahead
 from tread_zoo.diffusion import Draw
-from tread_zoo.evaluation.flops import stage_flops, without_data
+from tread_zoo.evaluation.flops import mean_flops, stage_flops, without_data
 from tread_zoo.kernels import set_forms
 from tread_zoo.process_group import close_process_group_at_exit, prepare_process_group
 from tread_zoo.registry import load_plugins
@@ -75,12 +76,15 @@ def train(**fields: Unpack[RunFields]) -> Path:
     load_plugins(fields.get("plugins") or ())
     settings, source = resolve_init_from(fields)
     config, checkpoint = resolve_run(settings)
-    set_forms(config.kernels)
     device = resolve_device(config.device)
+    prepare_process_group(device)
+    if config.training.num_flops:
+        training = replace(config.training, num_steps=affordable_steps(config), num_flops=None)
+        config, checkpoint = resolve_run({**settings, "training": training})
+    set_forms(config.kernels)
     precision = resolve_precision(config.training.precision, device)
     set_float32_products(device, precision)
     keep_freed_memory(device)
-    prepare_process_group(device)
     with EarlyRecords() as early, StopSignals() as signals, _errors_explained(config.training):
         setup = build_setup(config, source if checkpoint is None else None)
         if checkpoint is not None:
@@ -410,6 +414,15 @@ def _draw(setup: Setup, shape: Sequence[int], generator: Callable[[str], ImageGe
         )
         draw = replace(draw, token_levels=levels)
     return draw
+
+
+def affordable_steps(config: RunConfig) -> int:
+    """Return how many steps `training.num_flops` pays for, at least one."""
+    training, setup = config.training, build_setup(config)
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    images = num_ranks * training.batch_size * training.gradient_accumulation_steps
+    flops = images * mean_flops(step_flops(setup, setup.backbone))
+    return max(1, round(float(training.num_flops or 0) / flops))
 
 
 def step_flops(
