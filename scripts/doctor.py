@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from tread_zoo import available, doctor
 from tread_zoo.cli import command
-from tread_zoo.fields import OPTIONS, check
+from tread_zoo.fields import OPTIONS, Device, check
 from tread_zoo.kernels import describe, set_forms
 from tread_zoo.registry import KINDS
 from tread_zoo.runtime import resolve_device
@@ -34,7 +34,7 @@ class DoctorConfig:
         input_size, in_channels, num_classes: of the images in that table.
     """
 
-    device: str = "auto"
+    device: Device = "auto"
     kernels: dict[str, str] = field(default_factory=dict)
     gpu: Literal["a100", "h100", "h200", "b200", "rtx4090", "rtx5090", "mi300x"] | None = None
     backbones: str | None = None

@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass
 
 from tread_zoo.cli import command
 from tread_zoo.config import part_type
-from tread_zoo.fields import OPTIONS, check
+from tread_zoo.fields import OPTIONS, Device, check
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class FeaturesConfig:
     batch_size: PositiveInt = 128
     learning_rate: NonNegativeFloat = 2e-3
     seed: int = 0
-    device: str = "auto"
+    device: Device = "auto"
 
 
 @command("make_features", FeaturesConfig)

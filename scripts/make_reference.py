@@ -20,7 +20,7 @@ from tread_zoo.cli import command
 from tread_zoo.config import EvaluationConfig, part_type
 from tread_zoo.evaluation.evaluate import make_evaluation
 from tread_zoo.evaluation.score import distributed, extract, write_statistics
-from tread_zoo.fields import OPTIONS, check
+from tread_zoo.fields import OPTIONS, Device, check
 from tread_zoo.registry import create
 from tread_zoo.runtime import resolve_device
 
@@ -42,7 +42,7 @@ class ReferenceConfig:
     data: part_type("digits") = "digits"  # type: ignore[valid-type]
     out: str
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    device: str = "auto"
+    device: Device = "auto"
 
 
 @command("make_reference", ReferenceConfig)

@@ -182,6 +182,10 @@ def check_error(make, words):
         ("training.epochs=3", ["training.num_steps?"]),
         ("lr=1e-3", ["optimizer.learning_rate?"]),
         ("cfg=2", ["guidance.scale?"]),
+        ("objective=rectified_flow", ["'flow'?"]),
+        ("sampler=ddim", ["'euler'?"]),
+        ("routing.rate=0.5", ["routing.selection_rate?"]),
+        ("data.path=x", ["data=digits has no setting path", "image_folder"]),
         ("routing=none routing.selection_rate=0.25", ["routing=none", "tread"]),
         ("alignment.weight=2", ["alignment=none", "alignment=repa"]),
     ],
@@ -255,6 +259,10 @@ def test_ordinary_paths_need_no_quotes_but_those_of_the_shell(path):
         (["experiment=digit"], "'digits'"),
         (["hydra/launcher=slrum"], "'slurm'"),
         (["-m", "seed=0,1", "sed=1"], "seed?"),
+        (["guidance=4"], "guidance=cfg guidance.scale=4"),
+        (["backbone=DiT-XL/2"], "'dit_xl_2'?"),
+        (["data=/data/photos"], "data=image_folder data.path=/data/photos"),
+        (["--help", "backbon"], "'backbone'?"),
     ],
 )
 def test_a_wrong_command_line_is_one_line_with_the_right_spelling(

@@ -35,7 +35,7 @@ from tread_zoo.errors import unknown_field, unknown_name
 from tread_zoo.fields import default_fields
 from tread_zoo.groups import store_fields
 from tread_zoo.help import describe
-from tread_zoo.registry import load_plugins
+from tread_zoo.registry import KINDS, load_plugins
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +138,12 @@ def check_words(words: Sequence[str], config: type) -> argparse.Namespace:
     flags, unknown = get_args_parser().parse_known_args(list(words))
     unknown += [word for word in flags.overrides if word[0] != "~"]
     unknown = [word for word in unknown if word[0] == "-" or "=" not in word]
+    for kind, value in (word.partition("=")[::2] for word in flags.overrides):
+        if kind in KINDS and re.fullmatch(r"-?[\d.]+", value):
+            example = (
+                "guidance=cfg guidance.scale=" + value if kind == "guidance" else f"--help {kind}"
+            )
+            raise ValueError(f"{kind}={value} is a number, and {kind} has a name: {example}.")
     if not unknown:
         return flags
     word, fields = min(unknown, key=words.index), default_fields(config)
@@ -197,7 +203,15 @@ def worded(name: str, config: type) -> Iterator[None]:
     try:
         yield
     except MissingConfigException as error:
-        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        file = str(error.missing_cfg_file)
+        group, _, option = (
+            file.partition("/") if file.split("/")[0] in KINDS else (file.rpartition("/"))
+        )
+        if group == "data" and "/" in option:
+            raise ValueError(
+                f"data={option!r} is a path, and data names a source: for a folder of images, "
+                f"data=image_folder data.path={option} data.image_size=64."
+            ) from None
         if error.options:
             raise unknown_name(group, option, error.options) from None
         raise ValueError(str(error).splitlines()[0]) from None

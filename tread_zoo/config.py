@@ -31,7 +31,7 @@ from pydantic.dataclasses import dataclass
 
 from tread_zoo.credentials import without_credentials
 from tread_zoo.errors import unknown_field
-from tread_zoo.fields import OPTIONS, Auto, Fraction, check, default_fields
+from tread_zoo.fields import OPTIONS, Auto, Device, Fraction, check, default_fields
 from tread_zoo.registry import KINDS, complete, get_entry, plugins_of, split
 
 BOOKKEEPING = "bookkeeping"
@@ -124,7 +124,7 @@ class TrainingConfig:
     activation_checkpointing: Annotated[bool | NonNegativeInt, BOOKKEEPING] = False
     compile: Annotated[bool, BOOKKEEPING] = False
     num_workers: Annotated[NonNegativeInt, Field(le=1024), BOOKKEEPING] = 0
-    max_corrupt_share: Annotated[Fraction, BOOKKEEPING] = 0.001
+    max_corrupt_share: Annotated[Fraction, BOOKKEEPING] = 0.01
     log_every: Annotated[PositiveInt, BOOKKEEPING] = 20
     sample_every: Annotated[NonNegativeInt, BOOKKEEPING] = 200
     score_every: Annotated[NonNegativeInt, BOOKKEEPING] = 0
@@ -278,7 +278,7 @@ class RunConfig:
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     tracker: Annotated[part_type("local"), BOOKKEEPING] = "local"  # type: ignore[valid-type]
     seed: int = 0
-    device: Annotated[str, BOOKKEEPING] = "auto"
+    device: Annotated[Device, BOOKKEEPING] = "auto"
     run_dir: Annotated[str, BOOKKEEPING] = "auto"
     init_from: str | None = None
     resume: Annotated[str | None, BOOKKEEPING] = None
@@ -318,7 +318,7 @@ class CheckpointConfig:
     checkpoint: str
     out: str | None = None
     weights: Weights = "ema"
-    device: str = "auto"
+    device: Device = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     kernels: dict[str, str] = dataclasses.field(default_factory=dict)
 

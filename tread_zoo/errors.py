@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,8 @@ USUAL_NAMES = {
         "optimizer.learning_rate": "lr learning_rate",
         "optimizer.weight_decay": "wd weight_decay",
         "lr_schedule.warmup_steps": "warmup",
-        "training.num_steps": "steps max_steps iterations epochs",
+        "training.num_steps": "max_steps iterations epochs",
+        "training.num_steps sampler.num_steps": "steps num_inference_steps",
         "training.batch_size": "batch bs",
         "training.max_grad_norm": "clip grad_clip",
         "training.ema_decay": "ema",
@@ -25,11 +27,24 @@ USUAL_NAMES = {
         "training.precision": "amp",
         "guidance.scale": "cfg cfg_scale",
         "routing.selection_rate": "rate ratio bypass_rate",
+        "contexts": "prompt prompts caption",
         "data": "dataset",
         "data.path": "data_dir data_path",
         "backbone": "model",
         "checkpoint": "ckpt",
         "run_dir": "output_dir",
+    }.items()
+    for alias in aliases.split()
+}
+# What parts are called elsewhere.
+USUAL_PARTS = {
+    alias: part
+    for part, aliases in {
+        "flow": "rectified_flow flow_matching fm cfm",
+        "euler": "ddim ode",
+        "dpmpp_2m": "dpm dpm_solver",
+        "image_folder": "imagenet folder imagefolder photos",
+        "webdataset": "wds tar",
     }.items()
     for alias in aliases.split()
 }
@@ -50,11 +65,12 @@ INSTEAD = {
 def unknown_name(field: str, value: object, known: Iterable[str]) -> ValueError:
     """Return a `ValueError` for a name that is not among `known`. It suggests the nearest one, and
     lists all names, or the nearest few."""
-    names = sorted(known)
-    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.4)
+    names, text = sorted(known), re.sub(r"[^a-z0-9]+", "_", str(value).lower())
+    near = [name for name in (text, USUAL_PARTS.get(text)) if name in names]
+    near = near or difflib.get_close_matches(text, names, n=1, cutoff=0.4)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     if len(names) > MOST_LISTED:
-        few = ", ".join(difflib.get_close_matches(str(value), names, n=6, cutoff=0))
+        few = ", ".join(difflib.get_close_matches(text, names, n=6, cutoff=0))
         listed = f"Nearest of {len(names)}: {few}; tread-zoo train --help {field} lists all."
     else:
         listed = f"Known: {', '.join(names) or 'none'}."
@@ -91,8 +107,9 @@ def _nearest_field(field: str, prefix: str, paths: list[str]) -> list[str]:
     """Return the dotted names that `field` may mean: by its usual name; up to two of the same name
     in other groups; or the one that is spelt most alike, preferably in its own group."""
     usual = USUAL_NAMES.get(field, "")
-    if usual.partition(".")[0] in paths:
-        return [usual]
+    for each in usual.split():
+        if each.partition(".")[0] in paths:
+            return [each]
     name = usual.rpartition(".")[2] or field
     same = [path for path in paths if path.rpartition(".")[2] == name]
     if same:

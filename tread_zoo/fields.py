@@ -12,12 +12,14 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from tread_zoo.errors import describe_invalid
 
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+# A number is that of a GPU.
+Device = Annotated[str, BeforeValidator(lambda v: f"cuda:{v}" if isinstance(v, int) else v)]
 OPTIONS = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
 
 

@@ -23,6 +23,7 @@ from tread_zoo.config import (
     SamplingGrid,
     TrainingConfig,
 )
+from tread_zoo.errors import unknown_name
 from tread_zoo.fields import default_fields
 from tread_zoo.registry import available, get_entry
 
@@ -51,6 +52,9 @@ def describe(
     chosen = [word.partition("=")[::2] for word in words if word.partition("=")[0] in parts]
     if chosen:
         return "\n".join(_part(*part) if part[1] else _group(part[0]) for part in chosen)
+    topics = [word for word in words if "=" not in word and word[:1] != "-" and word != "all"]
+    if topics:
+        raise unknown_name("--help", topics[0], parts)
     every, group = "all" in words, ""
     lines = [doc.strip(), "", "Settings, written field=value:", ""]
     for name, options in presets.items():

@@ -18,6 +18,7 @@ Others' parts come in through the entry-point group `tread_zoo.plugins`, whose v
 that register when they are imported, or by name: `plugins=[my_module]`.
 """
 
+import difflib
 import fnmatch
 import functools
 import importlib
@@ -34,7 +35,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from tread_zoo.credentials import are_hidden
-from tread_zoo.errors import describe_invalid, missing_path, unknown_name
+from tread_zoo.errors import USUAL_NAMES, describe_invalid, missing_path, unknown_name
 from tread_zoo.fields import OPTIONS, as_plain
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -122,6 +123,12 @@ class Entry:
                 f"{where}.{next(iter(options))} is no setting, because {where}={self.name} has "
                 f"none: set {where}={' or '.join(others)}."
             )
+        for option in [key for key in options if key not in self.parameters()]:
+            if holders := self._others_with(option):
+                raise ValueError(
+                    f"{where}={self.name} has no setting {option}: set {where}="
+                    f"{' or '.join(holders)}, too."
+                )
         plain = json.dumps(dict(options), default=as_plain)
         try:
             model = self.schema.model_validate_json(plain)
@@ -131,6 +138,14 @@ class Entry:
         if is_dataclass(self.target):
             self.target(**values)  # values that exclude each other
         return values
+
+    def _others_with(self, option: str) -> list[str]:
+        """Return the other parts of this kind that have an option, if this has none like it."""
+        usual = USUAL_NAMES.get(option, "").rpartition(".")[2]
+        if difflib.get_close_matches(option, self.parameters(), 1) or usual in self.parameters():
+            return []
+        names = available(self.kind)
+        return [name for name in names if option in get_entry(self.kind, name).parameters()]
 
     def build(self, options: Mapping[str, Any], field: str | None = None) -> Any:
         """Return the part: an instance of the class, the data of a source, or the function with its

@@ -31,7 +31,7 @@ from tread_zoo.data.labels import check_labels, read_labels
 from tread_zoo.data.latents import SPLITS, split_moments
 from tread_zoo.data.loader import CorruptItem, CorruptLog, read_item, read_items
 from tread_zoo.data.vae import Vae
-from tread_zoo.fields import OPTIONS, Fraction
+from tread_zoo.fields import OPTIONS, Device, Fraction
 from tread_zoo.progress import progress
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_generator
@@ -82,8 +82,8 @@ class EncodingConfig:
     batch_size: PositiveInt = 16
     part_size: PositiveInt = 4000
     num_workers: Annotated[NonNegativeInt, Field(le=1024)] = 0
-    max_corrupt_share: Fraction = 0.001
-    device: str = "auto"
+    max_corrupt_share: Fraction = 0.01
+    device: Device = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
 
 
@@ -134,7 +134,7 @@ def encode(
     _begin(out, metadata)
     missing = [name for name in list(spans)[rank::num_ranks] if not (out / name).exists()]
     parts = [part for part in (data.train, data.held_out) if part is not None]
-    log = CorruptLog(out / "corrupt.txt", parts, config.max_corrupt_share)
+    log = CorruptLog(out / "corrupt.txt", parts, config.max_corrupt_share, "max_corrupt_share")
     if rank == 0 and missing and vae is not None:
         logger.info("%-9s PSNR of decoded latents %.1f dB", "vae", _psnr(data, vae))
     encoder = _Encoder(data, vae, features and features[1], content, precision, config, log)

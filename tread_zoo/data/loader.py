@@ -122,11 +122,17 @@ class CorruptLog:
 
     Each process appends its corrupt items to the same file, a tab-separated line per item, and
     counts the distinct items in it, so that none waits for another. `max_share` is the fraction of
-    all items that may be corrupt, rounded up.
+    all items that may be corrupt, rounded up, and `field` the setting that says so.
     """
 
-    def __init__(self, file: Path, parts: Iterable[Any], max_share: float):
-        self.file, self.num_items, self.max_share = file, 0, max_share
+    def __init__(
+        self,
+        file: Path,
+        parts: Iterable[Any],
+        max_share: float,
+        field: str = "training.max_corrupt_share",
+    ):
+        self.file, self.num_items, self.max_share, self.field = file, 0, max_share, field
         for part in parts:
             with suppress(AttributeError):  # a list cannot be corrupt
                 part.on_corrupt = self
@@ -149,8 +155,8 @@ class CorruptLog:
         if len(items) > math.ceil(self.max_share * self.num_items):
             raise ValueError(
                 f"{len(items)} of {self.num_items} images cannot be read, more than "
-                f"max_corrupt_share={self.max_share:g} allows: {self.file} lists them. Replace the "
-                "files or raise max_corrupt_share, and continue."
+                f"{self.field}={self.max_share:g} allows: {self.file} lists them. Replace the "
+                f"files or raise {self.field}, and continue."
             )
 
 
