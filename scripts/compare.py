@@ -83,13 +83,14 @@ class CompareConfig:
 
 def main() -> None:
     words = sys.argv[1:]
-    if {"-h", "--help"} & set(words):
-        print(describe(__doc__, CompareConfig, words, presets("compare", CompareConfig), PREFIX))
-        return
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, hang_up)
     with errors_in_one_line(stopped="stopped; the same command continues", status=2):
+        if {"-h", "--help"} & set(words):
+            about = presets("compare", CompareConfig)
+            print(describe(__doc__, CompareConfig, words, about, PREFIX))
+            return
         status = compare(words)
     sys.exit(status)
 

@@ -1,10 +1,14 @@
 """A run as others get it: the folder that scripts/push.py writes, and scripts that take it."""
 
+import ast
+import html
 import json
+import re
 import shutil
 from contextlib import nullcontext
 
 import huggingface_hub
+import markdown
 import pytest
 import torch
 
@@ -48,6 +52,26 @@ def test_the_card_has_recipe_scores_and_licence(run, pushed):
         "checkpoint=someone/digits", "euler 2 steps",
     ):  # fmt: skip
         assert said in text, said
+
+
+@pytest.mark.parametrize(
+    "name", ['x"\n---\nlicense: mit', "a | b", "<script>alert(1)</script>", "a: &b *c", "```\n# b"]
+)
+def test_names_are_text_in_every_part_of_the_card(run, tmp_path, name):
+    """In the YAML, in tables, in commands and in HTML, whatever the name of a folder or licence."""
+    folder = write_model_folder(run, tmp_path / "pushed", license=f"other {name}", repo=name)
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    card = huggingface_hub.ModelCard(text)
+    assert (card.data.license, card.data.model_name) == (f"other {name}", name.rpartition("/")[2])
+    body = text.split("\n---\n", 1)[1]
+    shown = markdown.markdown(body, extensions=["tables", "fenced_code"])
+    _, *headings = re.findall("<h[1-6]>(.*)</h[1-6]>", shown)
+    assert headings == ["Use", "Recipe", "Scores", "Licence"]
+    assert "<script" not in shown
+    assert shown.count("<pre>") == shown.count("</pre>") == 3
+    assert "license: mit" not in body.splitlines()
+    code = html.unescape(re.findall("<pre><code[^>]*>(.*?)</code></pre>", shown, re.DOTALL)[1])
+    assert ast.literal_eval(code.rpartition("load_pretrained")[2].strip()) == name
 
 
 def test_nothing_of_this_machine_is_published(run, tmp_path):

@@ -61,7 +61,7 @@ def overview() -> str:
     """Return what each command does, and where the presets lie."""
     lines = ["tread-zoo COMMAND [field=value ...]; tread-zoo COMMAND --help says more.", ""]
     for name, script in COMMANDS.items():
-        module = ast.parse((SCRIPTS / f"{script}.py").read_text())
+        module = ast.parse((SCRIPTS / f"{script}.py").read_text(encoding="utf-8"))
         lines.append(f"  {name:17s}{(ast.get_docstring(module) or '').partition(chr(10))[0]}")
     lines += ["", f"presets (experiment=, compare.study=, accelerate): {CONFIGS}"]
     lines += ['completion in bash: eval "$(tread-zoo --shell-completion)"']

@@ -178,7 +178,10 @@ def errors_in_one_line(
 ) -> Iterator[None]:
     """Print an error in one line and exit with `status`; after Ctrl-C print `stopped` and exit with
     130. In a sweep an error ends its job only, and hydra exits with 1. `traceback` raises errors as
-    they are."""
+    they are. What the locale cannot show, such as ± in one of ASCII, is printed as its code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # not in a notebook
+            stream.reconfigure(errors="backslashreplace")
     if traceback:
         yield
         return

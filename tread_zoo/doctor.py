@@ -55,8 +55,9 @@ def describe_machine(device: torch.device) -> list[str]:
         lines.append(f"memory     {memory / 2**30:.0f} GiB")
         lines.append("capability {}.{}".format(*torch.cuda.get_device_capability(device)))
         lines.append("TF32       for float32 products, unless precision=fp32")
-        driver = Path("/sys/module/nvidia/version")
-        lines.append(f"driver     {driver.read_text().strip() if driver.exists() else 'unknown'}")
+        file = Path("/sys/module/nvidia/version")
+        driver = file.read_text(encoding="utf-8").strip() if file.exists() else "unknown"
+        lines.append(f"driver     {driver}")
     return lines
 
 

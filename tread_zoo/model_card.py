@@ -7,6 +7,7 @@ samples.png          samples of the same step, if the run has some
 """
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from tread_zoo.comparison.report import as_markdown
 from tread_zoo.comparison.results import flops_until
 from tread_zoo.config import bookkeeping_fields
-from tread_zoo.data.files import checksum, without_paths
+from tread_zoo.data.files import checksum, printable, without_paths, write_text
 from tread_zoo.evaluation.evaluate import describe_record
 from tread_zoo.factory import build_backbone
 from tread_zoo.registry import create
@@ -65,11 +66,13 @@ def write_model_folder(
         "weights": weights,
         "sha256": {WEIGHTS_NAME: checksum(folder / WEIGHTS_NAME)},
     }
-    (folder / CONFIG_NAME).write_text(json.dumps(metadata, indent=2))
+    (folder / CONFIG_NAME).write_text(json.dumps(metadata, indent=2), encoding="utf-8")
     picture = run / "samples" / f"step_{checkpoint.step:08d}.png"
     if picture.exists():
         shutil.copyfile(picture, folder / "samples.png")
-    records = [json.loads(file.read_text()) for file in sorted(run.glob("score*.json"))]
+    records = [
+        json.loads(file.read_text(encoding="utf-8")) for file in sorted(run.glob("score*.json"))
+    ]
     scored = {"step": checkpoint.step, "weights": weights}
     records = [each for each in records if scored.items() <= each["protocol"].items()]
     name = repo or without_paths(str(out or run))
@@ -86,12 +89,16 @@ def write_model_folder(
         ] or None,
     )  # fmt: skip
     card = ModelCard.from_template(
-        header, template_path=str(TEMPLATE), name=name, license=license,
-        has_picture=picture.exists(),
+        header, template_path=str(TEMPLATE), name=as_markdown(name), has_picture=picture.exists(),
+        checkpoint=printable(shlex.quote(f"checkpoint={name}")),
+        quoted_name=json.dumps(name, ensure_ascii=False),
+        license=as_markdown(license or "Not stated."),
         recipe={k: as_markdown(v) for k, v in (*_recipe(checkpoint).items(), ("weights", weights))},
-        scores=["\n".join(describe_record(without_paths(record))) for record in records],
+        scores=[
+            "\n".join(map(printable, describe_record(without_paths(record)))) for record in records
+        ],
     )  # fmt: skip
-    (folder / "README.md").write_text(f"{card}\n", encoding="utf-8")
+    write_text(folder / "README.md", f"{card}\n")
     return folder
 
 
@@ -135,7 +142,7 @@ def _recipe(checkpoint: Checkpoint) -> dict[str, str]:
             rows["classes"] = ", ".join([*words, "…"] if len(names) > SHOWN_CLASSES else words)
         rows["training"] = f"{checkpoint.step} steps of {meta['images_per_step']} images"
     if file.exists():
-        flops = json.loads(file.read_text())
+        flops = json.loads(file.read_text(encoding="utf-8"))
         rows["FLOPs"] = (
             f"{flops['flops_routed'] / 1e6:.1f} M per image, forward and backward, of "
             f"{flops['flops_dense'] / 1e6:.1f} M without routing; in total "

@@ -101,9 +101,11 @@ def _first_host(hosts: str) -> str:
         return hosts
     try:
         command = ["scontrol", "show", "hostnames", hosts]
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        listed = subprocess.run(
+            command, capture_output=True, encoding="utf-8", timeout=30, check=True
+        )
         return listed.stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError) as error:
+    except (OSError, subprocess.SubprocessError, UnicodeError, IndexError) as error:
         raise ValueError(
             f"SLURM_STEP_NODELIST={hosts!r}: the first host is not known ({error}). "
             "Set MASTER_ADDR to it: export MASTER_ADDR=$(scontrol show hostnames | head -n 1)."

@@ -32,7 +32,9 @@ def describe_code() -> str:
         return __version__
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
-        done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [*command, "--exclude=*"], check=True, capture_output=True, encoding="utf-8"
+        )
     except (OSError, subprocess.CalledProcessError):
         return __version__
     return f"{__version__} {done.stdout.strip()}"

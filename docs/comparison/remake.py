@@ -17,6 +17,7 @@ import pandas as pd
 
 from tread_zoo.comparison.findings import COSTS, group_settings
 from tread_zoo.comparison.report import write_report
+from tread_zoo.comparison.results import read_table
 
 RECORDS = {"folder", "seed", "ended", "steps", "images", "flops_per_step", "machine", "loss"}
 CURVES = ["folder", "source", "metric", "step", "flops", "seconds", "value"]
@@ -24,7 +25,7 @@ CURVES = ["folder", "source", "metric", "step", "flops", "seconds", "value"]
 
 def read_records(folder: Path) -> pd.DataFrame:
     """Return the runs of `results.csv` as `read_runs` gives them, without protocol and pictures."""
-    runs = pd.read_csv(folder / "results.csv", keep_default_na=False, na_values=[""])
+    runs = read_table(folder / "results.csv")
     others = [name for name in runs if name not in RECORDS | {*COSTS, "peak_memory_bytes"}]
     first_score = next(i for i, name in enumerate(others) if name in ("held_out_loss", "fid"))
     scores = [name for name in others if f"real_{name}" in others] or others[first_score:]

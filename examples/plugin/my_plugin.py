@@ -244,7 +244,7 @@ class CSVTracker:
         self.path = Path(run_dir) / self.file_name
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        with self.path.open("a", newline="") as stream:
+        with self.path.open("a", encoding="utf-8", newline="") as stream:
             csv.writer(stream).writerows((step, name, value) for name, value in values.items())
 
     def image(self, step: int, name: str, path: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import markdown
@@ -215,6 +216,42 @@ def test_names_are_text_in_markdown_too(tmp_path):
     for tag in ("<img src=x", "<em>", "<strong>", "<a ", "<h1>title"):
         assert tag not in shown
     assert shown.count("<code") == 1
+
+
+NASTY = ["a$b$_{ a$_{$", '"><img src=x onerror=alert(1)>', "$\x01"]
+
+
+def test_any_name_can_be_drawn_and_shown(tmp_path):
+    """Neither mathematics of matplotlib, nor HTML, nor what XML forbids."""
+    for number, name in enumerate(NASTY):
+        for routing in ("none", "tread"):
+            write_run(
+                tmp_path / "runs" / f"{routing}{number}", routing=routing, values={"fid": 0.1},
+                data={"name": "npz", "path": name},
+            )  # fmt: skip
+    report(tmp_path, failed={name: name for name in NASTY}, command=" ".join(NASTY))
+    for file in (tmp_path / "out" / "figures").iterdir():
+        texts = "".join(ElementTree.parse(file).getroot().itertext())
+        if file.stem == "quality":
+            assert all(name.replace("\x01", "\\x01") in texts for name in NASTY)
+    page = _Tags((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
+    assert "onerror" not in page.attributes
+    assert page.texts.count('"><img src=x onerror=alert(1)>') > 5
+
+
+class _Tags(HTMLParser):
+    """What a browser makes of a page: the names of all attributes, and the text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.attributes, self.texts = set(), ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.attributes |= {name for name, _ in attributes}
+
+    def handle_data(self, text):
+        self.texts += text
 
 
 @pytest.fixture(scope="module")

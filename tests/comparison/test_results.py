@@ -1,5 +1,6 @@
 """Runs as tables."""
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -8,7 +9,8 @@ import pandas as pd
 import pytest
 
 from tests.comparison.recorded import FLOPS, write_run
-from tread_zoo.comparison import find_runs, read_curves, read_runs
+from tread_zoo.comparison import find_runs, read_curves, read_runs, read_table
+from tread_zoo.comparison.results import write_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -124,3 +126,21 @@ def test_a_run_is_laid_over_the_curve_of_its_recipe_as_the_page_says(tmp_path, m
     curve = pd.read_csv("mine.csv").set_index(["source", "metric", "step"])
     assert curve["mean"]["score", "held_out_loss", 100] == pytest.approx(0.415)
     assert set(curve.n) == {2}
+
+
+def test_no_text_of_a_table_is_a_formula_and_it_is_read_as_it_was(tmp_path):
+    texts = ["=1+1", "+a", "-x", "@SUM(A1)", "\t=1", "'=1", "''-x", "plain", "'", "None", "a,\n=b"]
+    numbers = [-1.5, 2.0, None, *range(3, len(texts))]
+    table = pd.DataFrame({"=name": texts, "value": numbers, "ended": True})
+    write_table(table, tmp_path / "results.csv")
+    with (tmp_path / "results.csv").open(encoding="utf-8", newline="") as stream:
+        header, *rows = csv.reader(stream)
+    cells = [header[0], *(row[0] for row in rows)]
+    assert not [cell for cell in cells if cell[:1] in {"=", "+", "-", "@", "\t"}]
+    assert [row[1] for row in rows[:3]] == ["-1.5", "2.0", ""]
+    pd.testing.assert_frame_equal(read_table(tmp_path / "results.csv"), table)
+    mixed = pd.DataFrame({"rate": ["-4", "-2..-1", 3]})
+    write_table(mixed, tmp_path / "mixed.csv")
+    assert list(read_table(tmp_path / "mixed.csv").rate) == ["-4", "-2..-1", "3"]
+    write_table(table[:0], tmp_path / "empty.csv")
+    assert list(read_table(tmp_path / "empty.csv")) == list(table)

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from tests.kernels.ops import OPS, assert_close, leaves, run
 from tests.processes import run_python
+from tread_zoo.kernels import compiled
 from tread_zoo.kernels.compiled import COMPILERS, CompiledSource
 from tread_zoo.kernels.dispatch import choose
 from tread_zoo.kernels.selective_scan.compiled_form import SCAN_C
@@ -110,26 +113,169 @@ print(*describe(torch.device("cpu"), ["selective_scan"]))
     assert "torch (compiled not used: no C compiler" in done.stdout
 
 
-def test_a_compiler_that_fails_is_a_reason(tmp_path, monkeypatch) -> None:
-    (tmp_path / "cc").write_text("#!/bin/sh\necho 'no such option' >&2\nexit 1\n")
-    (tmp_path / "cc").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
+@pytest.fixture
+def cc(tmp_path, monkeypatch):
+    """Return what makes a shell script the only compiler."""
+
+    def write(script: bytes) -> None:
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / "cc").write_bytes(b"#!/bin/sh\n" + script)
+        (tmp_path / "bin" / "cc").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}")
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert "no such option" in CompiledSource(SCAN_C.source).problem()
-    assert not list((tmp_path / "cache").glob("*/*")), "nothing half made is left"
+    return write
 
 
-def test_a_cache_that_cannot_be_written_is_a_reason(tmp_path, monkeypatch) -> None:
+@pytest.fixture
+def source(tmp_path):
+    """Return a C file that compiles in no time."""
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "one.c").write_text("long long one(void) { return 1; }\n")
+    return tmp_path / "source" / "one.c"
+
+
+def libraries(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.so"))
+
+
+@pytest.mark.parametrize("message", [b"no such option", b"no such option \351\377", b""])
+def test_a_compiler_that_fails_is_a_reason(tmp_path, cc, message) -> None:
+    cc(b"echo '" + message + b"' >&2\nexit 1\n")
+    assert message[:14].decode() in CompiledSource(SCAN_C.source).problem()
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()], "half made"
+
+
+def test_a_compiler_that_hangs_is_stopped_and_remembered(tmp_path, cc, monkeypatch) -> None:
+    monkeypatch.setattr(compiled, "TIMEOUT", 0.3)
+    cc(f"echo x >>{tmp_path}/calls\n/bin/sleep 60 & echo $! >{tmp_path}/child\nwait\n".encode())
+    assert "took more than" in CompiledSource(SCAN_C.source).problem()
+    child = Path("/proc", (tmp_path / "child").read_text().strip(), "cmdline")
+    assert not child.exists() or not child.read_bytes(), "what the compiler started is left"
+    assert "hung" in CompiledSource(SCAN_C.source).problem()
+    assert (tmp_path / "calls").read_text() == "x\n", "another process does not wait again"
+    (note,) = (tmp_path / "cache").rglob("*.hung")
+    os.utime(note, (time.time() - 2 * compiled.RETRY,) * 2)
+    assert "took more than" in CompiledSource(SCAN_C.source).problem(), "later it is tried again"
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_not_needed(
+    tmp_path, monkeypatch, caplog, source
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert CompiledSource(SCAN_C.source).problem() is not None
+    assert CompiledSource(source)("one") == 1
+    assert "temporary folder" in caplog.text
 
 
 @needs_compiler
 def test_it_is_built_once_and_then_needs_no_compiler(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert CompiledSource(SCAN_C.source).problem() is None
-    (library,) = (tmp_path / "tread_zoo").iterdir()
+    (library,) = (path for path in tmp_path.rglob("*") if path.is_file())
     assert library.suffix == ".so"
     monkeypatch.setenv("PATH", "")
     assert CompiledSource(SCAN_C.source).problem() is None
+
+
+@needs_compiler
+def test_machines_that_share_a_home_do_not_share_a_library(tmp_path, monkeypatch, source) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cpu = tmp_path / "cpuinfo"
+    monkeypatch.setattr(compiled, "CPU_INFO", cpu)
+    for number, (model, flags, speed) in enumerate(
+        [("A", "avx2", 1), ("A", "avx2 avx512f", 1), ("B", "avx2", 1), ("B", "avx2", 2)], 1
+    ):
+        cpu.write_text(f"model name\t: {model}\nflags\t: {flags}\ncpu MHz\t: {speed}\n\nflags:\n")
+        assert CompiledSource(source)("one") == 1
+        assert len(libraries(tmp_path / "cache")) == min(number, 3), "a clock rate is no CPU"
+    cpu.write_text("nothing known")  # then the machine's name tells
+    for name in ("left", "right"):
+        monkeypatch.setattr(compiled.platform, "node", lambda name=name: name)
+        assert CompiledSource(source)("one") == 1
+    assert len(libraries(tmp_path / "cache")) == 5
+
+
+@needs_compiler
+def test_a_library_cut_short_is_built_again(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert CompiledSource(SCAN_C.source).problem() is None
+    (library,) = libraries(tmp_path / "cache")
+    library.write_bytes(library.read_bytes()[: library.stat().st_size // 2])
+    code = f"""
+from pathlib import Path
+from tread_zoo.kernels.compiled import CompiledSource
+assert CompiledSource(Path({str(SCAN_C.source)!r})).problem() is None
+"""
+    done = run_python("-c", code, cwd=ROOT)
+    assert done.returncode == 0, done
+    monkeypatch.setenv("PATH", "")  # and the new one lies there whole
+    assert CompiledSource(SCAN_C.source).problem() is None
+
+
+EVIL = """
+#include <stdio.h>
+#include <stdlib.h>
+__attribute__((constructor)) static void run(void) { fclose(fopen(getenv("MARK"), "w")); }
+long long one(void) { return 1; }
+"""
+
+
+def _to_other(path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("a file of another user: only root can make one")
+    os.chown(path, 12345, 12345)
+
+
+def _behind_link(path: Path) -> None:
+    path.rename(path.with_name("real"))
+    path.symlink_to(path.with_name("real"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("which", ["file", "folder"])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        None,
+        _to_other,
+        lambda path: path.chmod(0o777),
+        lambda path: path.chmod(0o770),
+        _behind_link,
+    ],
+    ids=["own", "other user", "world", "group", "link"],
+)
+def test_code_that_another_user_could_plant_is_not_run(
+    tmp_path, monkeypatch, caplog, cc, source, spoil, which
+) -> None:
+    """The planted library has every name and checksum right: a compiler of theirs made it."""
+    real, mark = next(filter(None, map(shutil.which, COMPILERS))), tmp_path / "mark"
+    monkeypatch.setenv("MARK", str(mark))
+    path = os.environ["PATH"]
+    (tmp_path / "evil.c").write_text(EVIL)
+    cc(f'PATH="{path}" exec {real} -shared -fPIC -o "$7" {tmp_path}/evil.c\n'.encode())
+    assert CompiledSource(source)("one") == 1
+    assert mark.exists(), "the compiler of this test makes what it is to make"
+    mark.unlink()
+    monkeypatch.setenv("PATH", path)
+    # a copy: what this process has loaded already would not be run again
+    shutil.copytree(tmp_path / "cache", tmp_path / "planted")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "planted"))
+    (library,) = libraries(tmp_path / "planted")
+    if spoil is not None:
+        spoil(library if which == "file" else library.parent)
+    assert CompiledSource(source)("one") == 1
+    assert mark.exists() == (spoil is None)
+    assert ("temporary folder" in caplog.text) == (spoil is not None and which == "folder")
+
+
+@needs_compiler
+def test_a_relative_cache_folder_is_ignored(tmp_path, monkeypatch, source) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert CompiledSource(source)("one") == 1
+    assert not (tmp_path / "here").exists()
+    (library,) = libraries(tmp_path / "home" / ".cache")
+    assert stat.S_IMODE(library.parent.stat().st_mode) == 0o700

@@ -2,7 +2,7 @@
 
 from tread_zoo.comparison.grid import Cell, check_same_commands, expand, run_cells
 from tread_zoo.comparison.report import write_report
-from tread_zoo.comparison.results import find_runs, read_curves, read_runs
+from tread_zoo.comparison.results import find_runs, read_curves, read_runs, read_table
 
 __all__ = [
     "Cell",
@@ -11,6 +11,7 @@ __all__ = [
     "find_runs",
     "read_curves",
     "read_runs",
+    "read_table",
     "run_cells",
     "write_report",
 ]

@@ -174,8 +174,10 @@ def add_legend(figure: "Figure", settings: Sequence[Setting]) -> None:
 
     handles = [Line2D([], [], label=k, **look.options()) for k, look in looks(settings).items()]
     columns = 2 if max(len(setting.label) for setting in settings) > 24 else 3
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8,
-                  frameon=False)  # fmt: skip
+    legend = figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8,
+                           frameon=False)  # fmt: skip
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     width, height = figure.get_size_inches()
     figure.set_size_inches(width, height + 0.2 * math.ceil(len(handles) / columns))
 
@@ -205,6 +207,7 @@ def _new_figure(size: tuple[float, float]) -> "tuple[Figure, Axes]":
 
     coloured = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     style: dict[Any, Any] = {**dict.fromkeys(coloured, INK), "font.size": 10}
+    style["text.parse_math"] = False  # names may have a $
     with matplotlib.rc_context(style):
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
@@ -228,7 +231,7 @@ def _name_points(axes: "Axes", points: Mapping[Look, tuple[float, float]]) -> No
     for look, point in {look.name: (look, point) for look, point in points.items()}.values():
         gid = look.options()["gid"]
         name = axes.annotate(look.name, point, PLACES[0], textcoords="offset points", fontsize=9,
-                             color=look.colour, gid=gid)  # fmt: skip
+                             color=look.colour, gid=gid, parse_math=False)  # fmt: skip
         name.set_in_layout(False)
 
         def move(place: tuple[float, float], name: Any = name) -> Bbox:

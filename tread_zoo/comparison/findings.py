@@ -18,7 +18,7 @@ import pandas as pd
 
 from tread_zoo.comparison.intervals import Interval, differences, interval, meets
 from tread_zoo.config import flatten
-from tread_zoo.data.files import without_paths
+from tread_zoo.data.files import printable, without_paths
 from tread_zoo.evaluation.protocol import Protocol
 from tread_zoo.registry import available, get_entry
 
@@ -171,8 +171,9 @@ def group_settings(runs: pd.DataFrame) -> list[Setting]:
 def _plain(value: Any) -> str:
     """Return a setting's value as text: `{name:cfg,scale:1.5}` as `cfg scale 1.5`."""
     if isinstance(value, str) and value.startswith("{"):
-        return value.strip("{}").replace("name:", "").replace(",", " ").replace(":", " ")
-    return f"{value:g}" if isinstance(value, float) else without_paths(str(value))
+        value = value.strip("{}").replace("name:", "").replace(",", " ").replace(":", " ")
+        return printable(value)
+    return f"{value:g}" if isinstance(value, float) else printable(without_paths(str(value)))
 
 
 def _most_have(values: Iterable[str]) -> str | None:

@@ -82,7 +82,7 @@ def check_same_commands(cells: Sequence[Cell], out: Path) -> None:
         ValueError: a cell of the same name was run with other overrides.
     """
     file = out / "cells.json"
-    earlier = json.loads(file.read_text()) if file.exists() else {}
+    earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     for cell in cells:
         now, before = (
             {without_credentials(t) for t in texts if t.partition("=")[0] not in SET_HERE}
@@ -169,7 +169,7 @@ def run_cells(
 
 
 def _scores(cell: Cell) -> str:
-    values = json.loads(cell.result.read_text())["values"]
+    values = json.loads(cell.result.read_text(encoding="utf-8"))["values"]
     return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 

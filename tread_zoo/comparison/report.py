@@ -14,8 +14,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 import tread_zoo.comparison.figures as draw
 import tread_zoo.comparison.findings as findings
 from tread_zoo.comparison.findings import Row, Setting, Table
+from tread_zoo.comparison.results import write_table
 from tread_zoo.config import flatten
-from tread_zoo.data.files import printable, without_paths
+from tread_zoo.data.files import printable, without_paths, write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,8 +64,8 @@ def write_report(
     apart = [less for line in lines for _, less in line.less]
     budgets = [axis for axis in findings.BUDGETS if any(less.get(axis) for less in apart)]
     out.mkdir(parents=True, exist_ok=True)
-    runs.drop(columns=["protocol", "samples"]).to_csv(out / "results.csv", index=False)
-    curves.to_csv(out / "curves.csv", index=False)
+    write_table(runs.drop(columns=["protocol", "samples"]), out / "results.csv")
+    write_table(curves, out / "curves.csv")
     ordered = sorted(metrics, key=lambda name: name != main)
     figures = _figures(settings, rows, ordered, curves, by_sample=by_sample)
     about: dict[str, Any] = without_paths({
@@ -84,10 +85,10 @@ def write_report(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     html = environment.get_template("page.html.jinja").render(**about, **page, goal=goal)
-    (out / "index.html").write_text(html)
+    write_text(out / "index.html", html)
     _save_figures(figures, settings, out)
     text = _markdown(**about)
-    (out / "report.md").write_text(text)
+    write_text(out / "report.md", text)
     return text
 
 
@@ -156,7 +157,7 @@ def _save_figures(figures: "Mapping[str, Figure]", settings: Sequence[Setting], 
         if not name.startswith("difference"):
             draw.add_legend(figure, settings)
         file = re.sub(r"[^\w.=-]+", "_", without_paths(name)) + ".svg"
-        (out / "figures" / file).write_text(draw.as_svg(figure, name, alone=True))
+        write_text(out / "figures" / file, draw.as_svg(figure, name, alone=True))
 
 
 def _page(
@@ -225,7 +226,10 @@ def _configs(runs: pd.DataFrame) -> dict[str, Any]:
     """Return the names of the runs, and the values of every setting in which two of them differ."""
     folders = list(dict.fromkeys(runs.folder))
     files = [Path(folder) / "config.json" for folder in folders]
-    flat = [flatten(json.loads(file.read_text())) if file.exists() else {} for file in files]
+    flat = [
+        flatten(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+        for file in files
+    ]
     names = dict.fromkeys(name for one in flat for name in one if name != "run_dir")
     texts = {name: [json.dumps(one.get(name)) for one in flat] for name in names}
     differ = {name: values for name, values in texts.items() if len(set(values)) > 1}

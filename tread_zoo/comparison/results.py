@@ -13,6 +13,7 @@ import glob
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -25,6 +26,7 @@ from tread_zoo.evaluation.contribution import contribution_names
 from tread_zoo.training.trackers import read_lines
 
 Folders = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+FORMULA = re.compile(r"'*[=+\-@\t\r]")  # beginnings of what a spreadsheet computes; `'` marks text
 NAMED = ("backbone", "routing", "data")  # columns of every table, whether they differ or not
 
 
@@ -102,6 +104,41 @@ def read_curves(folders: Folders) -> pd.DataFrame:
     return pd.DataFrame(points, columns=columns)
 
 
+def write_table(table: pd.DataFrame, file: Path) -> None:
+    """Write a table as CSV. Texts that a spreadsheet would take for formulas get a `'` in front."""
+
+    def quote(value: Any) -> Any:
+        if not isinstance(value, str) or not FORMULA.match(value) or _is_number(value):
+            return value
+        return f"'{value}"
+
+    columns = {
+        quote(name): column if pd.api.types.is_numeric_dtype(column) else column.map(quote)
+        for name, column in table.items()
+    }
+    options: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
+    pd.DataFrame(columns).to_csv(file, index=False, **options)
+
+
+def read_table(file: str | Path) -> pd.DataFrame:
+    """Return a table that `write_table` wrote, such as results.csv. Only empty cells are missing
+    values: the text `None` stays."""
+
+    def unquote(value: Any) -> Any:
+        return re.sub(f"^'(?={FORMULA.pattern})", "", value) if isinstance(value, str) else value
+
+    table = pd.read_csv(file, encoding="utf-8", keep_default_na=False, na_values=[""])
+    return table.rename(columns=unquote).map(unquote)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the fields in which two runs with the same part, such as the same backbone, differ;
     seed, `NAMED` and bookkeeping apart."""
@@ -122,7 +159,7 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _settings(folder: Path) -> dict[str, Any]:
     """Return the settings of a run by their command-line names."""
-    flat = flatten(json.loads((folder / "config.json").read_text()))
+    flat = flatten(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     return {
         field.removesuffix(".name"): str(value) if isinstance(value, list) else value
         for field, value in flat.items()
@@ -193,4 +230,4 @@ def _machine(run: Mapping[str, Any]) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.exists() else {}
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}

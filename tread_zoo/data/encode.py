@@ -161,7 +161,7 @@ def _begin(out: Path, metadata: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if not file.exists():
         write_text(file, json.dumps(metadata, indent=1), alone=False)
-    existing = json.loads(file.read_text())
+    existing = json.loads(file.read_text(encoding="utf-8"))
     changed = [k for k, v in json.loads(json.dumps(metadata)).items() if existing.get(k) != v]
     if changed:
         raise ValueError(

@@ -76,6 +76,6 @@ def written_whole(path: Path, *, alone: bool = True) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str, *, alone: bool = True) -> None:
-    """Write a file atomically."""
+    """Write a file atomically, in UTF-8; bytes of a name that is not UTF-8 become `\\udcff`."""
     with written_whole(path, alone=alone) as stream:
-        stream.write(text.encode())
+        stream.write(text.encode(errors="backslashreplace"))

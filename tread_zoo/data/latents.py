@@ -298,7 +298,7 @@ def _normalize(
 def _read_metadata(root: Path, *, pixels: bool) -> dict[str, Any]:
     """Return the table.json of a folder. Raises ValueError if the table is not finished, or if its
     content does not agree with `pixels`."""
-    metadata: dict[str, Any] = json.loads((root / "table.json").read_text())
+    metadata: dict[str, Any] = json.loads((root / "table.json").read_text(encoding="utf-8"))
     if "mean" not in metadata:
         raise ValueError(f"data.path={str(root)!r} is not finished: encode with the same command.")
     if (metadata["content"] == "pixels") is not pixels:

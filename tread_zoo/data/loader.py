@@ -141,7 +141,7 @@ class CorruptLog:
     @property
     def items(self) -> set[str]:
         """Index and name of the corrupt items of all processes so far."""
-        text = self.file.read_text(errors="replace") if self.file.exists() else ""
+        text = self.file.read_text(encoding="utf-8", errors="replace") if self.file.exists() else ""
         return {line.rpartition("\t")[0] for line in text.split("\n") if line.count("\t") == 2}
 
     def __call__(self, item: CorruptItem) -> None:
@@ -149,7 +149,7 @@ class CorruptLog:
         items, name = self.items, item.line.rpartition("\t")[0]
         if name not in items:
             warn_of(item)
-            with self.file.open("a") as stream:
+            with self.file.open("a", encoding="utf-8") as stream:
                 stream.write(item.line)
             items.add(name)
         if len(items) > math.ceil(self.max_share * self.num_items):

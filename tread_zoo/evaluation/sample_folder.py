@@ -53,7 +53,9 @@ class SampleFolder:
             raise ValueError(
                 f"out={str(path)!r} holds {files[0].name}, and no {RECORD}: name another folder."
             )
-        earlier = json.loads(record.read_text())["settings"] if files else self.settings
+        earlier = (
+            json.loads(record.read_text(encoding="utf-8"))["settings"] if files else self.settings
+        )
         changed = [
             f"{key}={earlier.get(key)!r}, not {self.settings.get(key)!r}"
             for key in sorted(earlier.keys() | self.settings.keys())

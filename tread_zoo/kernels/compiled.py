@@ -6,6 +6,8 @@ import logging
 import os
 import platform
 import shutil
+import signal
+import stat
 import subprocess
 import tempfile
 import time
@@ -19,15 +21,19 @@ logger = logging.getLogger(__name__)
 
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
-TIMEOUT = 60  # seconds of a compiler; it takes about one
-CPU_FACTS = ("model name", "flags", "CPU part", "Features")  # lines of /proc/cpuinfo
+TIMEOUT = 15  # seconds of a compiler; it takes less than one
+RETRY = 3600  # seconds after which a compiler that hung is tried again
+CPU_INFO = Path("/proc/cpuinfo")
+CPU_FACTS = ("model name", "flags", "CPU part", "Features")  # of its lines
 
 
 class CompiledSource:
     """The functions of a C file, whose arguments are tensors, None and integers.
 
-    The library is kept in the user's cache folder (`XDG_CACHE_HOME`, or ~/.cache) under a name made
-    of the source, the flags and the CPU.
+    The library is kept in the user's cache folder (`XDG_CACHE_HOME`, or ~/.cache), where it is
+    called <file>-<source, flags and CPU>-<checksum>.so. Loading a library runs its code: a folder
+    or file that another user owns or can write is not used, nor one behind a link. Without a
+    folder of that kind, the library is built in a temporary one at each start.
     """
 
     device = "cpu"
@@ -44,11 +50,8 @@ class CompiledSource:
         if not self._tried and not torch.compiler.is_compiling():
             self._tried = True
             try:
-                self._library, self._problem = ctypes.CDLL(str(self._build())), None
-            except subprocess.CalledProcessError as error:
-                first = error.stderr.strip().partition("\n")[0]
-                self._problem = f"the C compiler failed: {first}"
-            except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+                self._library, self._problem = self._load(), None
+            except (OSError, RuntimeError) as error:
                 self._problem = str(error)
         return self._problem
 
@@ -59,27 +62,89 @@ class CompiledSource:
         function.restype = ctypes.c_int64
         return function(*map(_argument, args))
 
-    def _build(self) -> Path:
-        """Return the library's file."""
+    def _load(self) -> ctypes.CDLL:
+        if os.name != "posix":
+            raise RuntimeError("it is for Linux and macOS")
         source = self.source.read_text(encoding="utf-8")
         facts = "\n".join((source, *FLAGS, platform.machine(), _describe_cpu()))
-        digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tread_zoo"
-        library = folder / f"{self.source.stem}-{digest}.so"
-        if library.exists():
-            return library
+        name = f"{self.source.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+        try:
+            folder = _cache_folder()
+            whole = (file for file in folder.glob(f"{name}-*.so") if _is_whole(file))
+            return ctypes.CDLL(str(next(whole, None) or self._build(folder, name)))
+        except OSError as error:
+            logger.warning("%s: built in a temporary folder: %s", self.source.name, error)
+            with tempfile.TemporaryDirectory() as own:  # a loaded library needs its file no more
+                return ctypes.CDLL(str(self._build(Path(own), name)))
+
+    def _build(self, folder: Path, name: str) -> Path:
+        """Return the library's file, new in `folder`; RuntimeError is the compiler's failure."""
         compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
         if compiler is None:
             raise RuntimeError(f"no C compiler: {', '.join(COMPILERS)}")
-        folder.mkdir(parents=True, exist_ok=True)
+        hung = folder / f"{name}.hung"
+        if hung.exists() and time.time() - hung.stat().st_mtime < RETRY:
+            raise RuntimeError(f"the C compiler hung; remove {hung} to try it again")
         begin = time.perf_counter()
         with tempfile.TemporaryDirectory(dir=folder) as own:
-            built = Path(own) / library.name
-            command = [compiler, *FLAGS, "-o", str(built), str(self.source)]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT)
+            built = Path(own) / name
+            try:
+                _compile([compiler, *FLAGS, "-o", str(built), str(self.source)])
+            except subprocess.TimeoutExpired as error:
+                hung.touch()
+                raise RuntimeError(f"the C compiler took more than {TIMEOUT} s") from error
+            built.chmod(0o700)
+            with built.open("rb") as stream:
+                os.fsync(stream.fileno())  # else a power cut may keep the name without the bytes
+            library = folder / f"{name}-{_checksum(built)}.so"
             built.replace(library)  # another process may have been as quick: both files are right
         logger.info("%s: compiled in %.1f s", library, time.perf_counter() - begin)
         return library
+
+
+def _compile(command: list[str]) -> None:
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        encoding="utf-8", errors="replace", start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            _, message = process.communicate(timeout=TIMEOUT)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # the processes that it started, too
+            raise
+    if process.returncode:
+        first = message.strip().partition("\n")[0]
+        raise RuntimeError(f"the C compiler failed: {first}")
+
+
+def _cache_folder() -> Path:
+    """Return the folder of libraries that no other user can write. Raises OSError."""
+    places = (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache"))
+    cache = next(filter(os.path.isabs, places), None)  # the standard ignores relative ones
+    if cache is None:
+        raise FileNotFoundError("there is no home folder")
+    folder = Path(cache, "tread_zoo", "compiled")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not (stat.S_ISDIR(folder.lstat().st_mode) and _is_own(folder)):
+        raise PermissionError(f"{folder} is a link, or another user owns it or can write it")
+    return folder
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether this user alone can write a file or folder."""
+    status = path.lstat()
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _is_whole(library: Path) -> bool:
+    """Return whether a library has the checksum in its name: a shorter one kills its process."""
+    own = stat.S_ISREG(library.lstat().st_mode) and _is_own(library)
+    return own and library.stem.endswith(f"-{_checksum(library)}")
+
+
+def _checksum(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def _argument(value: Tensor | int | None) -> Any:
@@ -93,9 +158,11 @@ def _argument(value: Tensor | int | None) -> Any:
 
 
 def _describe_cpu() -> str:
-    """Return what `-march=native` depends on."""
+    """Return what `-march=native` depends on; the machine's name where that is unknown."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+        text = CPU_INFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return platform.processor()
-    return "\n".join(line for line in lines if line.split(":")[0].strip() in CPU_FACTS)
+        return platform.node()
+    lines = text.partition("\n\n")[0].splitlines()
+    facts = (line for line in lines if line.partition(":")[0].strip() in CPU_FACTS)
+    return "\n".join(facts) or platform.node()

@@ -152,7 +152,7 @@ def save_checkpoint(
             save_file(whole, partial / f"{part}.safetensors")
         checksums = {file.name: checksum(file) for file in sorted(partial.iterdir())}
         text = sealed({"format": FORMAT, **meta, "sha256": checksums})
-        (partial / META_NAME).write_text(text)
+        (partial / META_NAME).write_text(text, encoding="utf-8")
         for file in (*partial.iterdir(), partial):
             _sync(file)  # the contents must reach the disk before the rename
         if final.exists():  # the same step, saved again after a resume
@@ -189,7 +189,7 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
         except OSError as error:
             raise CheckpointError(str(error)) from error
     if (path / WEIGHTS_NAME).exists() and (path / CONFIG_NAME).exists():
-        if "format" not in json.loads((path / CONFIG_NAME).read_text()):
+        if "format" not in json.loads((path / CONFIG_NAME).read_text(encoding="utf-8")):
             raise CheckpointError(
                 f"{path} holds a network alone, without its training settings: load it in Python "
                 "with load_pretrained, or push the run with tread-zoo push."

@@ -73,7 +73,10 @@ def load_pretrained(path: str | Path, *, revision: str | None = None) -> Backbon
         folder, metadata = read_newest(folders or [folder], AVERAGE_NAME)
         weights = folder / AVERAGE_NAME
     else:
-        metadata, weights = json.loads((folder / CONFIG_NAME).read_text()), folder / WEIGHTS_NAME
+        metadata, weights = (
+            json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8")),
+            folder / WEIGHTS_NAME,
+        )
         if "format" in metadata:  # it was a run
             metadata = read_metadata(folder, CONFIG_NAME)
     check_plugins(metadata["plugins"], str(path))
@@ -95,7 +98,7 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], metadata: Mapping[
     folder.mkdir(parents=True, exist_ok=True)
     whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
     save_file(whole, folder / WEIGHTS_NAME)
-    (folder / CONFIG_NAME).write_text(json.dumps(metadata, indent=2))
+    (folder / CONFIG_NAME).write_text(json.dumps(metadata, indent=2), encoding="utf-8")
     return folder
 
 

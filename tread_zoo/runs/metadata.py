@@ -58,7 +58,7 @@ def read_metadata(folder: Path, name: str = META_NAME, *only: str) -> dict[str, 
         CheckpointError: a file differs from what was saved, or has another format.
     """
     try:
-        metadata: dict[str, Any] = json.loads((folder / name).read_text())
+        metadata: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
         if metadata["format"] != FORMAT:
             raise ValueError(f"it has format {metadata['format']!r}, this version reads {FORMAT}")
         checksum = metadata.pop(META_CHECKSUM, None)  # earlier checkpoints have none

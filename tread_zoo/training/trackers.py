@@ -110,7 +110,8 @@ def _wandb_options(run_dir: Path) -> dict[str, Any]:
     if not file.exists():
         write_text(file, uuid.uuid4().hex[:8])
     options: dict[str, Any] = {
-        "name": run_dir.name, "id": file.read_text(), "resume": "allow", "dir": str(run_dir),
+        "name": run_dir.name, "id": file.read_text(encoding="utf-8"), "resume": "allow",
+        "dir": str(run_dir),
     }  # fmt: skip
     if sys.argv != without_credentials(sys.argv):
         options["settings"] = {"x_disable_meta": True}  # else it stores the command line
@@ -139,7 +140,7 @@ class Trackers:
     def log(self, step: int, values: dict[str, float]) -> None:
         """Write the metrics of a step. If they cannot be written, a warning is logged."""
         try:
-            with self.path.open("a") as stream:
+            with self.path.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps({"step": step, **values}) + "\n")
         except OSError as error:
             logger.warning("%s lacks step %d: %s", self.path, step, error)
