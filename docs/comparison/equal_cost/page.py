@@ -12,6 +12,7 @@ import re
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pandas as pd
 
 from tread_zoo.comparison.intervals import Interval, log_ratio
@@ -19,6 +20,12 @@ from tread_zoo.comparison.intervals import Interval, log_ratio
 HERE = Path(__file__).parent
 BASE = "dense 12"
 PRICES = {"dense 9": 0.75, "dense 6": 0.5}  # of a sample, over that of 12 blocks
+ARMS = {
+    "dense 6": "dense, 6 blocks", "dense 9": "dense, 9 blocks", BASE: "dense, 12 blocks",
+    "routed 12": "routed, 12 blocks", "layer dropout 12": "layer dropout, 12 blocks",
+}  # fmt: skip
+STUDIES = {"digits": "digits, 16 tokens", "fashion_mnist": "Fashion-MNIST, 64 tokens"}
+PAGES = (HERE / "README.md", HERE.parents[1] / "results.md", HERE.parents[2] / "README.md")
 METRICS = ["fid", "kid", "precision", "recall", "label_accuracy"]
 
 
@@ -56,10 +63,7 @@ def machine() -> str:
 def table(rows: pd.DataFrame) -> str:
     """Return a Markdown table: each arm's mean over seeds, and its distance over that of dense
     networks of 12 blocks."""
-    plain = rows[rows.guidance == 1]
-    by_arm = {
-        arm: of.groupby("seed")[METRICS].mean() for arm, of in plain.groupby("arm", sort=False)
-    }
+    by_arm = means_by_arm(rows)
     lines = [
         "| equal FLOPs of training | seeds | Fréchet distance | over that of 12 dense blocks "
         "| kernel distance | label accuracy | price of a sample |",
@@ -73,6 +77,80 @@ def table(rows: pd.DataFrame) -> str:
             f"| {arm} blocks | {len(means)} | {' | '.join(cells)} | {PRICES.get(arm, 1)} |"
         )
     return "\n".join(lines)
+
+
+def read(study: str) -> pd.DataFrame:
+    """Return the scores of a study, none if it has no record yet."""
+    file = HERE / f"{study}.csv"
+    return pd.read_csv(file) if file.exists() else pd.read_csv(HERE / "digits.csv").iloc[:0]
+
+
+def means_by_arm(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Return each arm's unguided scores by seed, means over draws of samples."""
+    plain = rows[rows.guidance == 1]
+    return {arm: of.groupby("seed")[METRICS].mean() for arm, of in plain.groupby("arm")}
+
+
+def answer() -> str:
+    """Return the Markdown table of all studies: each arm's distance, and what it is over that of 12
+    dense blocks."""
+    studies = {title: means_by_arm(read(study)) for study, title in STUDIES.items()}
+    lines = [
+        f"| equal FLOPs of training | {' | '.join(studies)} | price of a sample |",
+        "|---" * (2 + len(studies)) + "|",
+    ]
+    for arm in ARMS:
+        cells = []
+        for by_arm in studies.values():
+            if arm not in by_arm:
+                cells.append("")
+                continue
+            fid = by_arm[arm].fid
+            cell = f"{math.exp(fid.map(math.log).mean()):.2f}, n = {len(fid)}"
+            cells.append(cell if arm == BASE else f"{cell}: {in_words(ratio(by_arm, arm))}")
+        lines.append(f"| {ARMS[arm]} | {' | '.join(cells)} | {PRICES.get(arm, 1)} |")
+    return "\n".join(lines)
+
+
+def in_words(log: Interval) -> str:
+    """Return a ratio's verdict, and how much of the other's distance that is."""
+    if math.isinf(log.half):
+        return "one seed"
+    verdict = log.verdict("lower")
+    low, high = (100 * (math.exp(end) - 1) for end in (log.low, log.high))
+    if verdict == "not settled":
+        return f"level ({low:+.0f} to {high:+.0f} %)"
+    word = {"ahead": "better", "behind": "worse"}[verdict]
+    near, far = sorted((abs(low), abs(high)))
+    return f"**{word}** by {100 * abs(math.exp(log.mean) - 1):.0f} % ({near:.0f} to {far:.0f})"
+
+
+def draw(file: Path) -> None:
+    """Draw each arm's ratio to 12 dense blocks, with its interval, a colour for each study."""
+    with plt.rc_context({"svg.hashsalt": "tread_zoo", "svg.fonttype": "none"}):
+        figure, axis = plt.subplots(figsize=(6.4, 2.6), layout="constrained")
+        arms = [arm for arm in ARMS if arm != BASE][::-1]
+        for shift, (study, title) in enumerate(STUDIES.items()):
+            by_arm = means_by_arm(read(study))
+            logs = {arm: ratio(by_arm, arm) for arm in arms if arm in by_arm}
+            logs = {arm: log for arm, log in logs.items() if not math.isinf(log.half)}
+            middles = [math.exp(log.mean) for log in logs.values()]
+            ends = [
+                [math.exp(log.mean) - math.exp(log.low) for log in logs.values()],
+                [math.exp(log.high) - math.exp(log.mean) for log in logs.values()],
+            ]
+            heights = [arms.index(arm) - 0.12 + 0.24 * (1 - shift) for arm in logs]
+            axis.errorbar(middles, heights, xerr=ends, fmt="o", capsize=3, label=title)
+        axis.axvline(1, color="grey", linewidth=1)
+        axis.set_xscale("log")
+        axis.set_xticks([0.5, 0.6, 0.8, 1, 1.2, 1.5], ["0.5", "0.6", "0.8", "1", "1.2", "1.5"])
+        axis.minorticks_off()
+        axis.set_yticks(range(len(arms)), [ARMS[arm] for arm in arms])
+        axis.set_xlabel("distance over that of 12 dense blocks; left is better")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=8)
+        figure.savefig(file, metadata={"Date": None})
+        plt.close(figure)
 
 
 def rates(rows: pd.DataFrame) -> str:
@@ -109,7 +187,11 @@ def in_percent(log: Interval) -> str:
 
 
 def filled(text: str) -> str:
-    """Return the page with its tables made from the records."""
+    """Return a page with its tables made from the records."""
+    text = re.sub(
+        r"(<!-- answer -->\n)(?:.*?\n)?(<!-- end -->)",
+        lambda m: f"{m[1]}{answer()}\n{m[2]}", text, flags=re.DOTALL,
+    )  # fmt: skip
     for file in HERE.glob("*.csv"):
         pattern = rf"(<!-- {file.stem} -->\n)(?:.*?\n)?(<!-- end -->)"
         if re.search(pattern, text, re.DOTALL):
@@ -122,8 +204,9 @@ def filled(text: str) -> str:
 def main() -> None:
     if len(sys.argv) == 3:
         collect(Path(sys.argv[1])).to_csv(HERE / f"{sys.argv[2]}.csv", index=False)
-    page = HERE / "README.md"
-    page.write_text(filled(page.read_text()))
+    draw(HERE / "ratios.svg")
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,6 @@ from seeds import (
 from tread_zoo.comparison.intervals import differences, interval
 
 HERE = Path(__file__).parent
-PAGES = (HERE / "README.md", HERE.parents[2] / "README.md")
 COLOURS = {"dense": "#2a7fd4", "routed": "#e0731d"}
 SHALLOWER = ("#3aa66a", "#8a5fc7")  # of dense networks of fewer blocks
 INK = "#808080"  # reads on white and on black
@@ -153,46 +152,6 @@ def _worth(table: pd.DataFrame) -> str:
     return f"routed **{percent(both[0])}**, dense {percent(both[1])} (n = {min(map(len, both))})"
 
 
-def gains() -> str:
-    """Return README's table: Fréchet distances, dense and routed, of papers and of ours."""
-    lines = [
-        "| setting | images | dense | routed | routed - dense, 95 % interval "
-        "| routed - dense without the routed blocks |",
-        "|---" * 6 + "|",
-        "| DiT-B/2, ImageNet-256, [TREAD](https://arxiv.org/abs/2501.04765) | 102M | 43.5 | 21.3 "
-        "| one run | |",
-    ]
-    here, study = "docs/comparison/where_routing_pays/README.md", unguided(read_seeds())
-    digits = "docs/comparison/digits/README.md#is-a-routed-network-more-than-a-shallower-one"
-
-    def row(setting: str, images: str, *arms: pd.Series) -> None:
-        means = [f"{arm.groupby(level=0).mean().mean():.2f}" for arm in arms[:2]]
-        apart = [short(arms[1], arm) for arm in (arms[0], *arms[2:])]
-        cells = [setting, images, *means, *apart, *[""] * (3 - len(arms))]
-        lines.append(f"| {' | '.join(cells)} |")
-
-    row(f"`dit_tiny`, [digits]({digits})", "51K",
-        *(_by_seed(_digits(), arm) for arm in ("dense", "routed", "shallow")))  # fmt: skip
-    last, names = study.images.max(), ["dense", "routed", others(study)[-1]]
-    row(f"`dit_tiny`, [Fashion-MNIST]({here})", f"{last // 1000}K",
-        *(scored(study, arm, last) for arm in names))  # fmt: skip
-    for name, table, images, text in (
-        ("`dit` of width 128", _pair(), 1_024_000, "1.0M"),
-        ("`rwkv` of width 96", _pair("rwkv"), 768_000, "768K"),
-    ):
-        arms = (scored(table, arm, images) for arm in ("dense", "routed"))
-        row(f"{name}, [Fashion-MNIST]({here})", text, *arms)
-    return "\n".join(lines)
-
-
-def short(one: pd.Series, other: pd.Series) -> str:
-    """Return a difference over seeds with its verdict; of one pair its mean."""
-    by = differences(one, other)
-    of = interval(by)
-    seeds = f"{of.n} seeds" if of.n > 1 else "one pair of trainings"
-    return f"{of.plus_minus(2)}, {seeds}: {of.verdict('lower')}"
-
-
 def draw() -> None:
     """Draw distances by FLOPs and what blocks are worth, over seeds."""
     plain = unguided(read_seeds())
@@ -287,7 +246,6 @@ def tables() -> dict[str, str]:
         "bypassing": bypassing(study, pd.read_csv(HERE / "bypassing_digits.csv")),
         "spaces": spaces(study),
         "fronts": fronts(study),
-        "gains": gains(),
     }
 
 
@@ -315,8 +273,8 @@ def main(comparisons: Path | None) -> None:
         add(digits, HERE / "bypassing_digits.csv", ["seed", "draw", "guidance"])
     draw_fronts(fronts_of(read_seeds()))
     draw()
-    for page in PAGES:
-        page.write_text(filled(page.read_text()))
+    page = HERE / "README.md"
+    page.write_text(filled(page.read_text()))
 
 
 if __name__ == "__main__":
