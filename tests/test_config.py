@@ -104,6 +104,11 @@ def test_a_part_is_a_name_or_a_mapping_on_the_command_line():
         compose("optimizer={name: muon, momntum: 0.9}")
 
 
+@pytest.mark.parametrize("kind", ["routing", "guidance", "alignment"])
+def test_a_part_that_is_left_out_is_none(kind):
+    assert getattr(compose(f"~{kind}"), kind)["name"] == "none"
+
+
 def test_automatic_values_are_those_of_backbone_and_data():
     assert make_config(backbone="dit").optimizer["learning_rate"] == 1.2e-2
     assert make_config(backbone="dit_s_4").optimizer["learning_rate"] == 3e-4

@@ -1,5 +1,6 @@
 """Diffusion backbones under one token-routing interface."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,11 @@ if TYPE_CHECKING:
     from tread_zoo.routing.others.handle import enable_routing
     from tread_zoo.runs.hub import load_pretrained, push_to_hub, save_pretrained
     from tread_zoo.training.loop import train
+
+# A waiting thread of torch's OpenMP (libgomp) spins for a millisecond; beside other processes for a
+# whole turn of the scheduler. Torch reads this at its import.
+if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+    os.environ["GOMP_SPINCOUNT"] = "1000"
 
 __all__ = [
     "__version__",

@@ -35,14 +35,9 @@ from tread_zoo.errors import unknown_field, unknown_name
 from tread_zoo.fields import default_fields
 from tread_zoo.groups import store_fields
 from tread_zoo.help import describe
-from tread_zoo.registry import KINDS, load_plugins
+from tread_zoo.registry import KINDS, available, load_plugins
 
 logger = logging.getLogger(__name__)
-
-# A waiting thread of torch's OpenMP (libgomp) spins for a millisecond; beside other processes for a
-# whole turn of the scheduler. Torch reads this at its import.
-if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-    os.environ["GOMP_SPINCOUNT"] = "1000"
 
 PACKAGE = Path(__file__).resolve().parent
 HOME = PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent  # a wheel, or a clone
@@ -159,6 +154,9 @@ def readable(word: str) -> str:
     """Return an override, its value quoted if hydra's grammar cannot read it, such as a path with
     `ü` or `=`."""
     field, equals, value = word.partition("=")
+    left_out = word.removeprefix("~")
+    if left_out != word and left_out in KINDS and "none" in available(left_out):
+        return f"{left_out}=none"  # hydra alone would leave its default
     try:
         if equals and not word.startswith("-"):
             PARSER.parse_override(word)

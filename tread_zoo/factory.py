@@ -16,14 +16,15 @@ from tread_zoo.routing import Method, Stack
 def create_backbone(
     name: str,
     *,
-    input_size: int | tuple[int, int],
-    in_channels: int,
-    num_classes: int,
+    input_size: int | tuple[int, int] = 32,
+    in_channels: int = 4,
+    num_classes: int = 1000,
     context_length: int = 0,
     context_size: int = 0,
     **options: Any,
 ) -> Backbone:
-    """Return the backbone `name` with fresh weights from torch's global generator.
+    """Return the backbone `name` with fresh weights from torch's global generator; by default for
+    latents of ImageNet at 256 pixels.
 
     Args:
         input_size: height and width of its input, one integer or two.

@@ -21,7 +21,7 @@ class _LogFile:
     """Replaces a terminal for tqdm: each bar is a line of the log."""
 
     def write(self, text: str) -> None:
-        if line := text.strip():
+        if line := text.replace("\x1b[A", "").strip():  # tqdm moves up when a bar closes
             logger.info(line)
 
     def flush(self) -> None: ...

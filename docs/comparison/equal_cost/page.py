@@ -134,6 +134,8 @@ def draw(file: Path) -> None:
             by_arm = means_by_arm(read(study))
             logs = {arm: ratio(by_arm, arm) for arm in arms if arm in by_arm}
             logs = {arm: log for arm, log in logs.items() if not math.isinf(log.half)}
+            if not logs:
+                continue
             middles = [math.exp(log.mean) for log in logs.values()]
             ends = [
                 [math.exp(log.mean) - math.exp(log.low) for log in logs.values()],
@@ -143,6 +145,7 @@ def draw(file: Path) -> None:
             axis.errorbar(middles, heights, xerr=ends, fmt="o", capsize=3, label=title)
         axis.axvline(1, color="grey", linewidth=1)
         axis.set_xscale("log")
+        axis.margins(0.15)
         axis.set_xticks([0.5, 0.6, 0.8, 1, 1.2, 1.5], ["0.5", "0.6", "0.8", "1", "1.2", "1.5"])
         axis.minorticks_off()
         axis.set_yticks(range(len(arms)), [ARMS[arm] for arm in arms])
