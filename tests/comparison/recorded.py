@@ -47,8 +47,8 @@ def write_run(
         "data": {"num_images": 1438, "image_size": [8, 8], "num_classes": 10},
         "num_parameters": 900_000 + 10 * len(str(backbone)),
         "flops_dense": FLOPS["none"],
-        "flops_routed": FLOPS[routing["name"]],
-        "flops_by_stage": [[steps, FLOPS[routing["name"]]]],
+        "flops_routed": FLOPS.get(routing["name"], FLOPS["tread"]),
+        "flops_by_stage": [[steps, FLOPS.get(routing["name"], FLOPS["tread"])]],
         "num_steps": steps,
         "images_per_step": config["training"]["batch_size"],
     }

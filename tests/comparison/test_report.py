@@ -121,6 +121,7 @@ def test_seconds_of_two_machines_are_not_compared(tmp_path):
 
 
 TREAD = {"name": "tread"}
+OTHERS = ["layer_drop", "token_merging", "maskdit"]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +133,9 @@ TREAD = {"name": "tread"}
          ["dense", "tread", "tread, per_batch True", "tread, probability 0.5"]),
         ([{**TREAD, "warm_start": 0.25}, {**TREAD, "selection_rate": 0.25}, TREAD],
          ["tread, warm_start 0.25", "tread, selection_rate 0.25", "tread"]),
+        ([TREAD, {**TREAD, "start": 3}, {**TREAD, "per_batch": True},
+          *({"name": name} for name in OTHERS)],
+         ["tread", "tread, start 3", "tread, per_batch True", *OTHERS]),
         ([{**TREAD, "start": start, "end": 8, "probability": 0.5} for start in (4, 5, 6)]
          + [{**TREAD, "start": 4, "end": 8}], None),
     ],

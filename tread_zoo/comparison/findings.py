@@ -149,8 +149,8 @@ def group_settings(runs: pd.DataFrame) -> list[Setting]:
     counts = values.groupby(["backbone", "routing"])[others].nunique()
     extra = [field for field in others if (counts[field] > 1).any()]
     distinct = values.drop_duplicates()
-    routed = distinct[distinct.routing != repr("none")]
-    usual = {f: _most_have((routed if f.startswith("routing.") else distinct)[f]) for f in extra}
+    has_it = {f: runs[f].notna().loc[distinct.index] for f in extra}  # other methods have others
+    usual = {f: _most_have(distinct[f][has_it[f]]) for f in extra}
     settings = list[Setting]()
     for _, rows in runs.groupby([values[f] for f in fields], sort=False):
         first, texts = rows.iloc[0], values.loc[rows.index[0]]
