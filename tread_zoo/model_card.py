@@ -15,14 +15,14 @@ import torch
 from tread_zoo.comparison.report import as_markdown
 from tread_zoo.comparison.results import flops_until
 from tread_zoo.config import bookkeeping_fields
-from tread_zoo.data.files import checksum, without_paths
+from tread_zoo.data.files import without_paths
 from tread_zoo.evaluation.evaluate import describe_record
 from tread_zoo.factory import build_backbone
 from tread_zoo.registry import create
 from tread_zoo.routing import Stack
 from tread_zoo.runs.checkpoint import Checkpoint, find_checkpoint
 from tread_zoo.runs.hub import write_folder
-from tread_zoo.runs.metadata import CONFIG_NAME, FORMAT, WEIGHTS_NAME
+from tread_zoo.runs.metadata import FORMAT
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 SHOWN_CLASSES = 100  # config.json has all
@@ -59,13 +59,8 @@ def write_model_folder(
     metadata = without_paths({k: checkpoint.meta[k] for k in _KEPT if k in checkpoint.meta})
     settings = metadata["config"].items()
     metadata["config"] = {k: v for k, v in settings if k not in bookkeeping_fields()}
-    write_folder(folder, checkpoint.tensors(weights), {})
-    metadata |= {
-        "format": FORMAT,
-        "weights": weights,
-        "sha256": {WEIGHTS_NAME: checksum(folder / WEIGHTS_NAME)},
-    }
-    (folder / CONFIG_NAME).write_text(json.dumps(metadata, indent=2))
+    metadata |= {"format": FORMAT, "weights": weights}
+    write_folder(folder, checkpoint.tensors(weights), metadata)
     picture = run / "samples" / f"step_{checkpoint.step:08d}.png"
     if picture.exists():
         shutil.copyfile(picture, folder / "samples.png")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tread_zoo.config import PART_FIELDS, RunConfig, make_config
-from tread_zoo.registry import check_plugins, get_entry
+from tread_zoo.registry import get_entry
 from tread_zoo.runs.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -69,7 +69,8 @@ def resolve_run(fields: Mapping[str, Any]) -> tuple[RunConfig, Checkpoint | None
     else:
         checkpoint = find_checkpoint(str(resume))
         folder = checkpoint.run_dir if given == "auto" else Path(given)
-    check_plugins(checkpoint.meta["plugins"], str(checkpoint.path))
+    checkpoint.check("model")
+    checkpoint.config()  # else what is wrong with it would be laid to what is given here
     saved = {**checkpoint.meta["config"], "overwrite": False, "resume_changed": False}
     config = make_config(**{**_with_changes(saved, fields), "run_dir": str(folder)})
     if checkpoint.step > int(config.training.num_steps):
