@@ -13,9 +13,9 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, StringConstraints, ValidationError
 
 from tread_zoo.data.files import checksum
 from tread_zoo.runs.old_routing import new_metadata
@@ -79,18 +79,18 @@ def own_file(folder: Path, name: str) -> Path:
 
     Raises:
         OSError: it does not exist.
-        ValueError: it is no JSON or safetensors file that lies in the folder: a device would be
-            read for ever.
+        ValueError: it does not lie in the folder, or is no plain file: a device would be read for
+            ever.
     """
-    if Path(name).name != name or not name.endswith((".json", ".safetensors")):
-        raise ValueError(f"{name!r} is no name of a checkpoint's file")
     home, file = folder.resolve(), (folder / name).resolve(strict=True)
-    homes = [home]
-    if home.parent.name == "snapshots":  # the hub's cache, whose files are links to blobs
-        homes.append(home.parent.parent / "blobs")
-    if file.parent not in homes or not file.is_file():
+    # In the hub's cache the files are links to blobs.
+    blobs = [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
+    if file.parent not in (home, *blobs) or not file.is_file():
         raise ValueError(f"{name} is no file of this folder; put the file itself there")
     return file
+
+
+_Checksums = dict[Annotated[str, StringConstraints(pattern=r"^[\w.-]+\.safetensors$")], str]
 
 
 class _Open(BaseModel):
@@ -111,7 +111,7 @@ class _Network(_Open):
 
     backbone: _Described
     plugins: list[str]
-    sha256: dict[str, str] = {}
+    sha256: _Checksums = {}
 
 
 class _Data(_Open):
@@ -137,15 +137,17 @@ class _Snapshot(_Open):
     """Of averages from which others are computed."""
 
     step: NonNegativeInt
-    sha256: dict[str, str]
+    sha256: _Checksums
 
 
 class _Checkpoint(_Snapshot, _Network):
-    sha256: dict[str, str]
+    sha256: _Checksums
     config: _Config
+    weights: str | None = None  # of a run that was pushed
     data: _Data | None = None
     seconds: dict[str, float] = {}
     optimizer: list[Any] = []
+    scaler: dict[str, Any] | None = None
     images_per_step: int = 0
 
 

@@ -64,7 +64,7 @@ def check_network(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], pa
     """
     check_plugins(metadata["plugins"], str(path))
     with as_checkpoint_error(path, "does not describe its network"), torch.device("meta"):
-        with _most_parameters(1000 + 4 * len(tensors)):  # a misfit of a few layers names them
+        with _most_parameters(100 + 2 * len(tensors)):  # a misfit of a few layers names them
             network = build_backbone(metadata["backbone"])
         fixed = sum(buffer.numel() for buffer in network.buffers())
         height, width = network.input_size
