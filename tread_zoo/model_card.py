@@ -10,17 +10,15 @@ import json
 import shutil
 from pathlib import Path
 
-import torch
-
 from tread_zoo.comparison.report import as_markdown
 from tread_zoo.comparison.results import flops_until
 from tread_zoo.config import bookkeeping_fields
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data.files import without_paths
 from tread_zoo.evaluation.evaluate import describe_record
-from tread_zoo.factory import build_backbone
 from tread_zoo.registry import create
 from tread_zoo.routing import Stack
-from tread_zoo.runs.checkpoint import Checkpoint, find_checkpoint
+from tread_zoo.runs.checkpoint import Checkpoint, find_checkpoint, load_backbone
 from tread_zoo.runs.hub import write_folder
 from tread_zoo.runs.metadata import FORMAT
 
@@ -48,19 +46,20 @@ def write_model_folder(
         repo: user/name for the card; None is the folder.
 
     Raises:
-        CheckpointError: there is no checkpoint.
+        CheckpointError: there is no checkpoint, or its weights do not fit or are not finite.
         ValueError: `out` is the folder of a run, or the licence cannot be given.
     """
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     checkpoint = find_checkpoint(path)
+    backbone = load_backbone(checkpoint, weights)
     run, folder = checkpoint.run_dir, Path(out or checkpoint.run_dir / "hub")
     license = _keep_license(checkpoint.meta.get("imported", {}), license)
     metadata = without_paths({k: checkpoint.meta[k] for k in _KEPT if k in checkpoint.meta})
     settings = metadata["config"].items()
     metadata["config"] = {k: v for k, v in settings if k not in bookkeeping_fields()}
     metadata |= {"format": FORMAT, "weights": weights}
-    write_folder(folder, checkpoint.tensors(weights), metadata)
+    write_folder(folder, backbone.state_dict(), metadata)
     picture = run / "samples" / f"step_{checkpoint.step:08d}.png"
     if picture.exists():
         shutil.copyfile(picture, folder / "samples.png")
@@ -83,7 +82,7 @@ def write_model_folder(
     card = ModelCard.from_template(
         header, template_path=str(TEMPLATE), name=name, license=license,
         has_picture=picture.exists(),
-        recipe={k: as_markdown(v) for k, v in (*_recipe(checkpoint).items(), ("weights", weights))},
+        recipe={k: as_markdown(v) for k, v in _recipe(checkpoint, backbone, weights).items()},
         scores=["\n".join(describe_record(without_paths(record))) for record in records],
     )  # fmt: skip
     (folder / "README.md").write_text(f"{card}\n", encoding="utf-8")
@@ -101,12 +100,10 @@ def _keep_license(imported: dict[str, str], license: str | None) -> str | None:
     return license or origin
 
 
-def _recipe(checkpoint: Checkpoint) -> dict[str, str]:
+def _recipe(checkpoint: Checkpoint, backbone: Backbone, weights: str) -> dict[str, str]:
     """Return the network and its training as texts, by topic."""
     meta, config = checkpoint.meta, without_paths(checkpoint.meta["config"])
     file = checkpoint.run_dir / "facts.json"
-    with torch.device("meta"):
-        backbone = build_backbone(meta["backbone"])
     count = sum(parameter.numel() for parameter in backbone.parameters())
     size = "x".join(map(str, [backbone.in_channels, *backbone.input_size]))
     rows = {"backbone": f"{backbone.name}, {count / 1e6:.2f} M parameters, input {size}"}
@@ -136,4 +133,4 @@ def _recipe(checkpoint: Checkpoint) -> dict[str, str]:
             f"{flops['flops_dense'] / 1e6:.1f} M without routing; in total "
             f"{flops_until(checkpoint.step, flops):.3g}"
         )
-    return rows
+    return rows | {"weights": weights}

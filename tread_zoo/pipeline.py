@@ -55,10 +55,8 @@ class BackboneModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
         """
         folder = Path(path) / (options.get("subfolder") or "")
         if folder.is_dir():
-            metadata = {
-                "plugins": [],
-                "backbone": read_json(folder, cls.config_name).get("described"),
-            }
+            described = read_json(folder, cls.config_name).get("described")
+            metadata: dict[str, Any] = {"plugins": [], "backbone": described}
             tensors: dict[str, Tensor] = {}  # of one file, or of its shards
             for file in folder.glob("*.safetensors"):
                 tensors |= read_tensors(folder, file.name, metadata)

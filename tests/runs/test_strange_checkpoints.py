@@ -57,8 +57,8 @@ def source(tmp_path_factory):
     config = full_settings(*(f"backbone.{key}={value}" for key, value in SMALL.items()))
     meta = {
         "step": 1, "config": config, "plugins": [], "backbone": describe_backbone(network),
-        "data": {"name": "digits", "num_images": 9, "num_classes": 10}, "images_per_step": 8, "seconds": {},
-        "optimizer": [], "scaler": None,
+        "data": {"name": "digits", "num_images": 9, "num_classes": 10}, "images_per_step": 8,
+        "seconds": {}, "optimizer": [], "scaler": None,
     }  # fmt: skip
     parts = {"model": network.state_dict(), "ema": network.state_dict()}
     folder = tmp_path_factory.mktemp("source") / "run"
