@@ -83,7 +83,7 @@ def main(settings: dict[str, Any]) -> None:
     run = restore(
         config.checkpoint, weights=config.weights, device=config.device, precision=config.precision
     )
-    label = None if config.label is None else class_number(config.label, run.class_names)
+    label = None if config.label is None else _label(run, config.label)
     config = replace(config, label=label)
     sampling = run.sampling(config.sampler, config.guidance)
     weak = run.weak(sampling)
@@ -91,7 +91,7 @@ def main(settings: dict[str, Any]) -> None:
     codec.prepare(device)
     record = sampling_record(run.backbone, run.objective, sampling, weak=weak)
     indices = range(config.first_index, config.first_index + config.num_images)
-    labels = _conditions(run, config.contexts, label).of(indices)
+    labels = _conditions(run, config.contexts).of(indices)
     if label is not None:
         labels = torch.full((len(indices),), label)
         if run.class_names:
@@ -138,23 +138,29 @@ def _open_folder(
     return SampleFolder(out, made_with, facts, overwrite=config.overwrite)
 
 
-def _conditions(run: Restored, contexts: str | None, label: int | None) -> Conditions:
+def _label(run: Restored, label: int | str) -> int:
+    """Return the number of a class that the network has, given by number or name."""
+    network = run.backbone
+    if network.context_size:
+        raise ValueError(
+            f"label={label}, but {network.name} was trained with contexts; give contexts=FILE.npy."
+        )
+    if not network.num_classes:
+        raise ValueError(f"label={label}, but this run has no classes: leave it out.")
+    number = class_number(label, run.class_names)
+    if number >= network.num_classes:
+        raise ValueError(
+            f"label={label}: this network has the classes 0 … {network.num_classes - 1}."
+        )
+    return number
+
+
+def _conditions(run: Restored, contexts: str | None) -> Conditions:
     """Return the labels, or the contexts of a file or of the data that the run was trained on."""
     if contexts is not None:
         return contexts_in(contexts, run.backbone)
     if not run.backbone.context_size:
-        if label is not None and not run.backbone.num_classes:
-            raise ValueError(f"label={label}, but this network has no classes: leave it out.")
-        if label is not None and label >= run.backbone.num_classes:
-            raise ValueError(
-                f"label={label}: this network has the classes 0 … {run.backbone.num_classes - 1}."
-            )
         return label_conditions(run.backbone)
-    if label is not None:
-        raise ValueError(
-            f"label={label}, but {run.backbone.name} was trained with contexts; give "
-            "contexts=FILE.npy."
-        )
     return conditions_of(run.backbone, run.data({}))
 
 

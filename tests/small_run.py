@@ -34,6 +34,15 @@ SMALL = [
     "device=cpu",
 ]
 
+# What the metadata of any checkpoint have beside its step.
+META = {
+    "plugins": [],
+    "backbone": {"name": "dit_tiny", "config": {}},
+    "config": {
+        "objective": {"name": "flow"}, "sampler": {"name": "euler"}, "guidance": {"name": "none"},
+    },
+}  # fmt: skip
+
 
 def fields_of(*overrides):
     """Return the keywords of `train` that overrides such as `backbone.depth=4` give."""

@@ -1,5 +1,7 @@
 """Our networks in diffusers, and our samplers beside its schedulers. Slow: importing it is."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from tests.test_pretrained import random_backbone
 from tread_zoo import create, create_backbone
 from tread_zoo.diffusion import Problem, build_sampling, generate
 from tread_zoo.model_card import write_model_folder
-from tread_zoo.runs.checkpoint import find_checkpoint, load_backbone
+from tread_zoo.runs.checkpoint import CheckpointError, find_checkpoint, load_backbone
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +40,26 @@ def test_a_pipeline_knows_its_classes_by_name(tmp_path):
         assert torch.equal(named, expected)
     with pytest.raises(ValueError, match="Did you mean 'cat'"):
         pipe("cta")
+
+
+def test_a_pipeline_of_a_stranger_is_checked_before_its_network_is_built(tmp_path):
+    from tread_zoo.pipeline import TreadZooPipeline
+
+    pipe = TreadZooPipeline(random_backbone("dit_tiny"))
+    torch.nn.init.constant_(pipe.backbone.network.final.linear.bias, torch.nan)
+    pipe.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"backbone: 1 of .* NaN"):
+        TreadZooPipeline.from_pretrained(tmp_path)
+    file = tmp_path / "backbone" / "config.json"
+    config = json.loads(file.read_text())
+    for described in (
+        {**config["described"], "config": {**config["described"]["config"], "depth": 10**9}},
+        None,
+        "dit_tiny",
+    ):
+        file.write_text(json.dumps({**config, "described": described}))
+        with pytest.raises(CheckpointError, match=f"{tmp_path}/backbone does not describe"):
+            TreadZooPipeline.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("case", ["fused", "mamba_tiny", "contexts", "wide"])

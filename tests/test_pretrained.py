@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.data.published_files import FASHION_MNIST
+from tests.small_run import META
 from tests.test_contract import SMALL
 from tread_zoo import (
     create,
@@ -95,7 +96,7 @@ def test_a_run_s_newest_whole_checkpoint_is_taken(tmp_path, caplog):
     paths = []
     for step, network in enumerate(networks, 1):
         parts = {"ema": network.state_dict(), "model": {"w": torch.zeros(4)}}
-        meta = {"step": step, "backbone": describe_backbone(network), "plugins": []}
+        meta = {**META, "step": step, "backbone": describe_backbone(network)}
         paths.append(save_checkpoint(tmp_path, parts, meta, 9))
     (tmp_path / "checkpoints" / "step_backup").mkdir()
     (paths[1] / "model.safetensors").write_bytes(b"damaged")

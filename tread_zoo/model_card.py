@@ -11,19 +11,17 @@ import shlex
 import shutil
 from pathlib import Path
 
-import torch
-
 from tread_zoo.comparison.report import as_markdown
 from tread_zoo.comparison.results import flops_until
 from tread_zoo.config import bookkeeping_fields
-from tread_zoo.data.files import checksum, printable, without_paths, write_text
+from tread_zoo.contract.backbone import Backbone
+from tread_zoo.data.files import printable, without_paths, write_text
 from tread_zoo.evaluation.evaluate import describe_record
-from tread_zoo.factory import build_backbone
 from tread_zoo.registry import create
 from tread_zoo.routing import Stack
-from tread_zoo.runs.checkpoint import Checkpoint, find_checkpoint
+from tread_zoo.runs.checkpoint import Checkpoint, find_checkpoint, load_backbone
 from tread_zoo.runs.hub import write_folder
-from tread_zoo.runs.metadata import CONFIG_NAME, FORMAT, WEIGHTS_NAME
+from tread_zoo.runs.metadata import FORMAT
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 SHOWN_CLASSES = 100  # config.json has all
@@ -49,24 +47,20 @@ def write_model_folder(
         repo: user/name for the card; None is the folder.
 
     Raises:
-        CheckpointError: there is no checkpoint.
+        CheckpointError: there is no checkpoint, or its weights do not fit or are not finite.
         ValueError: `out` is the folder of a run, or the licence cannot be given.
     """
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     checkpoint = find_checkpoint(path)
+    backbone = load_backbone(checkpoint, weights)
     run, folder = checkpoint.run_dir, Path(out or checkpoint.run_dir / "hub")
     license = _keep_license(checkpoint.meta.get("imported", {}), license)
     metadata = without_paths({k: checkpoint.meta[k] for k in _KEPT if k in checkpoint.meta})
     settings = metadata["config"].items()
     metadata["config"] = {k: v for k, v in settings if k not in bookkeeping_fields()}
-    write_folder(folder, checkpoint.tensors(weights), {})
-    metadata |= {
-        "format": FORMAT,
-        "weights": weights,
-        "sha256": {WEIGHTS_NAME: checksum(folder / WEIGHTS_NAME)},
-    }
-    (folder / CONFIG_NAME).write_text(json.dumps(metadata, indent=2), encoding="utf-8")
+    metadata |= {"format": FORMAT, "weights": weights}
+    write_folder(folder, backbone.state_dict(), metadata)
     picture = run / "samples" / f"step_{checkpoint.step:08d}.png"
     if picture.exists():
         shutil.copyfile(picture, folder / "samples.png")
@@ -93,7 +87,7 @@ def write_model_folder(
         checkpoint=printable(shlex.quote(f"checkpoint={name}")),
         quoted_name=json.dumps(name, ensure_ascii=False),
         license=as_markdown(license or "Not stated."),
-        recipe={k: as_markdown(v) for k, v in (*_recipe(checkpoint).items(), ("weights", weights))},
+        recipe={k: as_markdown(v) for k, v in _recipe(checkpoint, backbone, weights).items()},
         scores=[
             "\n".join(map(printable, describe_record(without_paths(record)))) for record in records
         ],
@@ -113,12 +107,10 @@ def _keep_license(imported: dict[str, str], license: str | None) -> str | None:
     return license or origin
 
 
-def _recipe(checkpoint: Checkpoint) -> dict[str, str]:
+def _recipe(checkpoint: Checkpoint, backbone: Backbone, weights: str) -> dict[str, str]:
     """Return the network and its training as texts, by topic."""
     meta, config = checkpoint.meta, without_paths(checkpoint.meta["config"])
     file = checkpoint.run_dir / "facts.json"
-    with torch.device("meta"):
-        backbone = build_backbone(meta["backbone"])
     count = sum(parameter.numel() for parameter in backbone.parameters())
     size = "x".join(map(str, [backbone.in_channels, *backbone.input_size]))
     rows = {"backbone": f"{backbone.name}, {count / 1e6:.2f} M parameters, input {size}"}
@@ -148,4 +140,4 @@ def _recipe(checkpoint: Checkpoint) -> dict[str, str]:
             f"{flops['flops_dense'] / 1e6:.1f} M without routing; in total "
             f"{flops_until(checkpoint.step, flops):.3g}"
         )
-    return rows
+    return rows | {"weights": weights}

@@ -10,6 +10,7 @@ B batch, C channels, H height, W width.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ from tread_zoo.diffusion import build_sampling, generate
 from tread_zoo.diffusion.conditions import class_number
 from tread_zoo.factory import build_backbone, describe_backbone
 from tread_zoo.registry import complete, create
+from tread_zoo.runs.metadata import read_json
 from tread_zoo.runs.restore import restore
+from tread_zoo.runs.weights import check_finite, check_network, read_tensors
 
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -43,10 +46,25 @@ class BackboneModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
         self.network = build_backbone(described) if network is None else network
 
     @classmethod
-    def from_pretrained(cls, *args: Any, **options: Any) -> Any:
+    def from_pretrained(cls, path: str | Path, **options: Any) -> Any:
         """Return a model from `save_pretrained`, not built on the meta device: adding fusions runs
-        the network once."""
-        return super().from_pretrained(*args, **{**options, "low_cpu_mem_usage": False})
+        the network once. In a local folder, as a pipeline's are, the weights are checked first.
+
+        Raises:
+            CheckpointError: they are damaged, are not finite, or do not fit the description.
+        """
+        folder = Path(path) / (options.get("subfolder") or "")
+        if folder.is_dir():
+            described = read_json(folder, cls.config_name).get("described")
+            metadata: dict[str, Any] = {"plugins": [], "backbone": described}
+            tensors: dict[str, Tensor] = {}  # of one file, or of its shards
+            for file in folder.glob("*.safetensors"):
+                tensors |= read_tensors(folder, file.name, metadata)
+            tensors = {name.removeprefix("network."): x for name, x in tensors.items()}
+            check_network(metadata, tensors, folder)
+            check_finite(tensors, folder)
+        own = {"low_cpu_mem_usage": False, "use_safetensors": True}
+        return super().from_pretrained(path, **{**options, **own})
 
 
 class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]

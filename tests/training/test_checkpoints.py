@@ -12,7 +12,7 @@ import torch
 
 from scripts.sample import SampleConfig
 from tests.processes import run_python
-from tests.small_run import train_small
+from tests.small_run import META, train_small
 from tread_zoo import load_pretrained
 from tread_zoo.cli import compose_settings
 from tread_zoo.data.files import write_text
@@ -32,7 +32,7 @@ from tread_zoo.runs.restore import restore
 
 def save(folder, step):
     parts = {"model": {"w": torch.full((4,), float(step))}}
-    return save_checkpoint(folder, parts, {"step": step}, keep=2)
+    return save_checkpoint(folder, parts, {**META, "step": step}, keep=2)
 
 
 def test_the_newest_are_kept_and_copies_are_the_user_s(tmp_path):

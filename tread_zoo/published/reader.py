@@ -12,22 +12,22 @@ from torch import Tensor
 
 from tread_zoo.published.format import Tensors
 from tread_zoo.runs.checkpoint import CheckpointError
+from tread_zoo.runs.weights import unwrapped
 
 # Training scripts keep several networks in one file, under these names.
 _TENSORS_OF = {
     "ema": ("ema", "ema_state_dict", "model_ema"),
     "model": ("model", "model_state_dict", "state_dict"),
 }
-_PREFIXES = ("module.", "_orig_mod.", "model.")
 _NAMES_SHOWN = 20
 
 
 def read_parts(file: str | Path) -> tuple[dict[str, Tensors], int]:
     """Return the networks `ema` and `model` of `file`, as far as they exist, and the step.
 
-    A bare network counts as `ema`, which is what projects publish. Prefixes that wrappers put
-    before every key (`module.`, `_orig_mod.`, `model.`) are removed. Raises CheckpointError if the
-    file is missing, damaged, unsafe, or holds no network.
+    A bare network counts as `ema`, which is what projects publish. What wrappers add to a key is
+    removed, and so is `model.` before every key. Raises CheckpointError if the file is missing,
+    damaged, unsafe, or holds no network.
     """
     content = _load(Path(file))
     parts = {}
@@ -43,7 +43,7 @@ def read_parts(file: str | Path) -> tuple[dict[str, Tensors], int]:
         )
     step = content.get("step")
     step = step if type(step) is int and step >= 0 else 0
-    return {part: _without_prefixes(tensors) for part, tensors in parts.items()}, step
+    return {part: _plainly_named(tensors) for part, tensors in parts.items()}, step
 
 
 def list_names(names: Iterable[str]) -> str:
@@ -107,9 +107,9 @@ def _is_network(value: Any) -> bool:
     )
 
 
-def _without_prefixes(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Return the tensors without the prefixes that all keys share."""
-    tensors = dict(tensors)
-    while prefix := next((p for p in _PREFIXES if all(k.startswith(p) for k in tensors)), None):
-        tensors = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
-    return tensors
+def _plainly_named(tensors: Mapping[str, Tensor]) -> Tensors:
+    """Return the tensors under names without wrappers."""
+    plain = {unwrapped(name): tensor for name, tensor in tensors.items()}
+    while all(name.startswith("model.") for name in plain):
+        plain = {name.removeprefix("model."): tensor for name, tensor in plain.items()}
+    return plain

@@ -16,7 +16,6 @@ one intact. Folders that begin with a dot are leftovers, which the next save del
 
 import errno
 import itertools
-import json
 import logging
 import os
 import shutil
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tread_zoo.config import RunConfig, make_config
@@ -34,7 +33,6 @@ from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import ImageData
 from tread_zoo.data.files import checksum
 from tread_zoo.data.split import digest_items
-from tread_zoo.factory import build_backbone
 from tread_zoo.registry import check_plugins
 from tread_zoo.runs.hub import download
 from tread_zoo.runs.metadata import (
@@ -43,13 +41,14 @@ from tread_zoo.runs.metadata import (
     META_NAME,
     STEP_FOLDERS,
     WEIGHTS_NAME,
+    as_checkpoint_error,
     read_metadata,
     read_newest,
     sealed,
 )
 from tread_zoo.runs.metadata import CheckpointError as CheckpointError
-from tread_zoo.runs.old_routing import new_keys
 from tread_zoo.runs.posthoc_ema import TRACKED_WIDTHS, posthoc_coefficients
+from tread_zoo.runs.weights import build_network, check_network, load_tensors, read_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +77,27 @@ class Checkpoint:
         return self.path.parent.parent if (self.path / META_NAME).exists() else self.path
 
     def config(self) -> RunConfig:
-        """Return the configuration of the run; its plug-ins must be loaded."""
+        """Return the configuration of the run, whose backbone is that of the weights; its plug-ins
+        must be loaded."""
         check_plugins(self.meta["plugins"], str(self.path))
-        # The package of its tracker may be missing here.
-        return make_config(**{**self.meta["config"], "tracker": "local"})
+        with as_checkpoint_error(self.path, "has settings that this version cannot use"):
+            # The package of its tracker may be missing here.
+            config = make_config(**{**self.meta["config"], "tracker": "local"})
+            given, built = config.as_dict()["backbone"], self.meta["backbone"]
+            built = {**given, **built["config"], "name": built["name"]}
+            if wrong := [f"backbone.{k}={v!r}" for k, v in given.items() if built[k] != v]:
+                raise ValueError(f"its weights are of another network than {', '.join(wrong)}")
+        return config
+
+    def check(self, part: str) -> None:
+        """Check that the weights of `part` fit the network that is described, before any network of
+        its size is built.
+
+        Raises:
+            CheckpointError: they do not.
+            ValueError: a plug-in is not loaded.
+        """
+        check_network(self.meta, self.tensors(part), self.path)
 
     def tensors(self, part: str) -> dict[str, Tensor]:
         """Load `model`, `ema`, `ema:<width>` or `optimizer` onto the CPU.
@@ -90,11 +106,10 @@ class Checkpoint:
             CheckpointError: it has no such part; an imported one may have `ema` alone.
             ValueError: the snapshots of the run cannot give this width.
         """
-        file = self.path / f"{part}.safetensors"
         if (only := self.meta.get("weights")) is not None:  # a pushed folder has one network
             if part != only:
                 raise CheckpointError(f"{self.path} has one set of weights: set weights={only}.")
-            return new_keys(load_file(self.path / WEIGHTS_NAME))
+            return read_tensors(self.path, WEIGHTS_NAME, self.meta)
         name, _, width = part.partition(":")
         files = [self.path / f"{tracked}.safetensors" for tracked in TRACKED_WIDTHS]
         if (width or name in TRACKED_WIDTHS) and not all(file.exists() for file in files):
@@ -104,10 +119,10 @@ class Checkpoint:
             )
         if width:
             return self._average_of(float(width))
-        if not file.exists():
+        if not (self.path / f"{part}.safetensors").exists():
             there = ", ".join(sorted(path.stem for path in self.path.glob("*.safetensors")))
             raise CheckpointError(f"{self.path} has no part {part!r}; it has {there}.")
-        return new_keys(load_file(file))
+        return read_tensors(self.path, f"{part}.safetensors", self.meta)
 
     def _average_of(self, width: float) -> dict[str, Tensor]:
         """Return the average of a relative width, from this checkpoint and earlier snapshots."""
@@ -118,7 +133,8 @@ class Checkpoint:
         for (step, path), row in zip(folders.items(), rows, strict=True):
             if max(map(abs, row)) < 1e-10:
                 continue  # not worth reading
-            source = self if step == self.step else Checkpoint(path, read_metadata(path))
+            earlier = step != self.step
+            source = Checkpoint(path, read_metadata(path, snapshot=True)) if earlier else self
             for part, coefficient in zip(TRACKED_WIDTHS, row, strict=True):
                 for name, tensor in source.tensors(part).items():
                     average[name] = average.get(name, 0) + coefficient * tensor.double()
@@ -189,12 +205,13 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
         except OSError as error:
             raise CheckpointError(str(error)) from error
     if (path / WEIGHTS_NAME).exists() and (path / CONFIG_NAME).exists():
-        if "format" not in json.loads((path / CONFIG_NAME).read_text(encoding="utf-8")):
+        metadata = read_metadata(path, CONFIG_NAME)
+        if "format" not in metadata:
             raise CheckpointError(
                 f"{path} holds a network alone, without its training settings: load it in Python "
                 "with load_pretrained, or push the run with tread-zoo push."
             )
-        return Checkpoint(path, read_metadata(path, CONFIG_NAME))
+        return Checkpoint(path, metadata)
     if (path / META_NAME).exists() or path.name.startswith("step_"):
         return Checkpoint(path, read_metadata(path))
     folders = _folders(path / "checkpoints") or _folders(path)
@@ -309,21 +326,12 @@ def load_backbone(checkpoint: Checkpoint, weights: str = "ema") -> Backbone:
         CheckpointError: the weights do not fit the backbone that this version builds.
         ValueError: a plug-in is not loaded, or the run's snapshots cannot give the width.
     """
-    check_plugins(checkpoint.meta["plugins"], str(checkpoint.path))
-    backbone = build_backbone(checkpoint.meta["backbone"])
-    load_weights(backbone, checkpoint, weights)
-    return backbone.eval()
+    return build_network(checkpoint.meta, checkpoint.tensors(weights), checkpoint.path)
 
 
 def load_weights(network: nn.Module, checkpoint: Checkpoint, part: str) -> None:
     """Load the checkpoint's `part` into `network`, whose keys and shapes must be the same."""
-    try:
-        network.load_state_dict(checkpoint.tensors(part))
-    except RuntimeError as error:
-        differences = " ".join(str(error).split())[:300]
-        raise CheckpointError(
-            f"{checkpoint.path} does not fit this backbone: {differences}"
-        ) from error
+    load_tensors(network, checkpoint.tensors(part), checkpoint.path)
 
 
 # Files ---------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tread_zoo.config import PART_FIELDS, RunConfig, make_config
-from tread_zoo.registry import check_plugins, get_entry
+from tread_zoo.registry import get_entry
 from tread_zoo.runs.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG, FACTS, SCORE, SCORES = "config.json", "facts.json", "score.json", "scores.jsonl"
 LOCK = ".lock"
+STATE = "data", "images_per_step", "seconds", "optimizer", "scaler"  # of a run, in its checkpoints
 
 
 def resolve_run(fields: Mapping[str, Any]) -> tuple[RunConfig, Checkpoint | None]:
@@ -69,7 +70,13 @@ def resolve_run(fields: Mapping[str, Any]) -> tuple[RunConfig, Checkpoint | None
     else:
         checkpoint = find_checkpoint(str(resume))
         folder = checkpoint.run_dir if given == "auto" else Path(given)
-    check_plugins(checkpoint.meta["plugins"], str(checkpoint.path))
+    if absent := [field for field in STATE if field not in checkpoint.meta]:
+        raise CheckpointError(
+            f"{checkpoint.path} cannot be resumed, because it has no {', '.join(absent)}: start a "
+            "new run from its weights, init_from=…"
+        )
+    checkpoint.check("model")
+    checkpoint.config()  # else what is wrong with it would be laid to what is given here
     saved = {**checkpoint.meta["config"], "overwrite": False, "resume_changed": False}
     config = make_config(**{**_with_changes(saved, fields), "run_dir": str(folder)})
     if checkpoint.step > int(config.training.num_steps):

@@ -1,6 +1,6 @@
 """Networks as folders, local or on the Hugging Face hub: two files, no pickle, no code.
 
-    config.json          {"backbone": {"name": …, "config": {…}}, "plugins": […]}
+    config.json          {"backbone": {"name": …, "config": {…}}, "plugins": […], "sha256": {…}}
     model.safetensors    weights
 
 tread-zoo push writes such a folder, too. Its config.json also has the metadata of a checkpoint, so
@@ -14,23 +14,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.credentials import without_credentials
-from tread_zoo.factory import build_backbone, describe_backbone
-from tread_zoo.registry import PRETRAINED, check_plugins, list_backbones, plugins_of
+from tread_zoo.data.files import checksum
+from tread_zoo.factory import describe_backbone
+from tread_zoo.registry import PRETRAINED, list_backbones, plugins_of
 from tread_zoo.runs.metadata import (
     AVERAGE_NAME,
     CONFIG_NAME,
     META_NAME,
     STEP_FOLDERS,
     WEIGHTS_NAME,
-    drop_removed,
     read_metadata,
     read_newest,
 )
+from tread_zoo.runs.weights import build_network, read_tensors
 
 
 def save_pretrained(backbone: Backbone, folder: str | Path) -> Path:
@@ -70,19 +71,10 @@ def load_pretrained(path: str | Path, *, revision: str | None = None) -> Backbon
         folder = PRETRAINED / path if is_ours else download(folder, revision=revision)
     folders = sorted(folder.glob(f"checkpoints/{STEP_FOLDERS}"))
     if folders or (folder / META_NAME).exists():
-        folder, metadata = read_newest(folders or [folder], AVERAGE_NAME)
-        weights = folder / AVERAGE_NAME
+        (folder, metadata), name = read_newest(folders or [folder], AVERAGE_NAME), AVERAGE_NAME
     else:
-        metadata, weights = (
-            json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8")),
-            folder / WEIGHTS_NAME,
-        )
-        if "format" in metadata:  # it was a run
-            metadata = read_metadata(folder, CONFIG_NAME)
-    check_plugins(metadata["plugins"], str(path))
-    backbone = build_backbone(drop_removed(metadata)["backbone"])
-    backbone.load_state_dict(load_file(weights))
-    return backbone.eval()
+        metadata, name = read_metadata(folder, CONFIG_NAME), WEIGHTS_NAME
+    return build_network(metadata, read_tensors(folder, name, metadata), folder)
 
 
 def push_to_hub(backbone: Backbone, repo: str, *, private: bool = False) -> str:
@@ -92,12 +84,14 @@ def push_to_hub(backbone: Backbone, repo: str, *, private: bool = False) -> str:
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Path:
-    """Write the two files of a network, and return the folder, which must not be a run's."""
+    """Return `folder`, which must not be a run's, with the two files of a network written to it.
+    The metadata get the checksum of the weights."""
     if (folder / "checkpoints").exists():
         raise ValueError(f"{folder} is the folder of a run: give another one.")
     folder.mkdir(parents=True, exist_ok=True)
     whole = {key: tensor.contiguous() for key, tensor in tensors.items()}
     save_file(whole, folder / WEIGHTS_NAME)
+    metadata = {**metadata, "sha256": {WEIGHTS_NAME: checksum(folder / WEIGHTS_NAME)}}
     (folder / CONFIG_NAME).write_text(json.dumps(metadata, indent=2), encoding="utf-8")
     return folder
 

@@ -17,7 +17,7 @@ from tread_zoo.config import RunConfig, make_config
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.factory import create_backbone
 from tread_zoo.fields import default_fields
-from tread_zoo.registry import FROM_DATA, check_plugins, get_entry
+from tread_zoo.registry import FROM_DATA, get_entry
 from tread_zoo.runs.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -25,6 +25,7 @@ from tread_zoo.runs.checkpoint import (
     has_checkpoints,
 )
 from tread_zoo.runs.metadata import META_NAME
+from tread_zoo.runs.weights import check_finite, named_like
 
 _ADDED = "routing."  # to a network, after it was built
 _MOST_LISTED = 6
@@ -68,7 +69,7 @@ def _find_source(fields: Mapping[str, Any], run_dir: str) -> Checkpoint:
         source = find_checkpoint(str(place))
     except CheckpointError as error:
         raise CheckpointError(f"init_from={place!r}: {error}") from error
-    check_plugins(source.meta["plugins"], str(source.path))
+    source.check(source.meta.get("weights", "ema"))
     return source
 
 
@@ -101,7 +102,9 @@ def load_source(source: Checkpoint, config: RunConfig, backbone: Backbone) -> st
     Raises:
         CheckpointError: the body does not fit; the fields are named.
     """
-    saved, fresh = source.tensors(source.meta.get("weights", "ema")), backbone.state_dict()
+    fresh = backbone.state_dict()
+    saved = named_like(source.tensors(source.meta.get("weights", "ema")), fresh)
+    check_finite(saved, source.path)
     _check_body(source, backbone)
     carried = {k: v for k, v in saved.items() if k in fresh and v.shape == fresh[k].shape}
     backbone.load_state_dict({**fresh, **carried})

@@ -2,15 +2,22 @@
 
 checkpoint.json      of a checkpoint
 config.json          of a network that was saved alone, or of a run that was pushed
+
+Metadata may come from a stranger. They are read here alone, and whatever is wrong with them is a
+`CheckpointError` of one line.
 """
 
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, StringConstraints, ValidationError
+
+from tread_zoo.data.files import checksum
 from tread_zoo.runs.old_routing import new_metadata
 
 logger = logging.getLogger(__name__)
@@ -20,6 +27,7 @@ STEP_FOLDERS = "step_" + 8 * "[0-9]"  # checkpoints of a run; a longer name is a
 META_NAME, AVERAGE_NAME = "checkpoint.json", "ema.safetensors"  # of a checkpoint
 FORMAT = 2
 META_CHECKSUM = "sha256_of_the_above"
+LARGEST_METADATA = 64 << 20  # bytes; names of 100,000 classes take 2 MiB
 # Options that no longer exist, with their defaults, which earlier checkpoints have.
 REMOVED: dict[str, dict[str, Any]] = {
     "backbone": {"shared_modulation": False},
@@ -50,33 +58,156 @@ def drop_removed(metadata: dict[str, Any]) -> dict[str, Any]:
     return metadata
 
 
-def read_metadata(folder: Path, name: str = META_NAME, *only: str) -> dict[str, Any]:
-    """Return the metadata in a checkpoint's file `name` after verifying all its files, or `only`
-    these.
+@contextmanager
+def as_checkpoint_error(
+    path: Path, claim: str, remedy: str = "Use another checkpoint, or download or train it again."
+) -> Iterator[None]:
+    """Turn any error over the content of a checkpoint into a `CheckpointError` of one line; `claim`
+    and `remedy` stand around the reason."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # a stranger's file raises whatever it leads a parser into
+        kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+        why = kind + " ".join(str(error).split())[:300].rstrip(". ")
+        raise CheckpointError(f"{path} {claim}: {why}. {remedy}") from error
+
+
+def own_file(folder: Path, name: str) -> Path:
+    """Return the path of one of a checkpoint's files, without links.
 
     Raises:
-        CheckpointError: a file differs from what was saved, or has another format.
+        OSError: it does not exist.
+        ValueError: it does not lie in the folder, or is no plain file: a device would be read for
+            ever.
     """
-    try:
-        metadata: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
-        if metadata["format"] != FORMAT:
-            raise ValueError(f"it has format {metadata['format']!r}, this version reads {FORMAT}")
-        checksum = metadata.pop(META_CHECKSUM, None)  # earlier checkpoints have none
-        if checksum is not None and checksum != _digest(metadata):
+    home, file = folder.resolve(), (folder / name).resolve(strict=True)
+    # In the hub's cache the files are links to blobs.
+    blobs = [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]
+    if file.parent not in (home, *blobs) or not file.is_file():
+        raise ValueError(f"{name} is no file of this folder; put the file itself there")
+    return file
+
+
+_Checksums = dict[Annotated[str, StringConstraints(pattern=r"^[\w.-]+\.safetensors$")], str]
+
+
+class _Open(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _Part(_Open):
+    name: str
+
+
+class _Described(_Part):
+    config: dict[str, Any]
+    routing: _Part | None = None
+
+
+class _Network(_Open):
+    """Of a network alone; those of `save_pretrained` had no checksums at first."""
+
+    backbone: _Described
+    plugins: list[str]
+    sha256: _Checksums = {}
+
+
+class _Data(_Open):
+    name: str
+    num_images: int
+    items: str = ""
+    codec: dict[str, Any] = {}
+    class_names: list[str] = []
+
+
+class _Config(_Open):
+    objective: _Part
+    sampler: _Part
+    guidance: _Part
+    backbone: _Part | None = None
+    routing: _Part | None = None
+    data: _Part | None = None
+    optimizer: _Part | None = None
+    training: dict[str, Any] = {}
+
+
+class _Snapshot(_Open):
+    """Of averages from which others are computed."""
+
+    step: NonNegativeInt
+    sha256: _Checksums
+
+
+class _Checkpoint(_Snapshot, _Network):
+    sha256: _Checksums
+    config: _Config
+    weights: str | None = None  # of a run that was pushed
+    data: _Data | None = None
+    seconds: dict[str, float] = {}
+    optimizer: list[Any] = []
+    scaler: dict[str, Any] | None = None
+    images_per_step: int = 0
+
+
+def read_metadata(
+    folder: Path, name: str = META_NAME, *only: str, snapshot: bool = False
+) -> dict[str, Any]:
+    """Return the metadata in a checkpoint's file `name` after verifying all its files, or `only`
+    these. A network that was saved alone has no `format`.
+
+    Args:
+        snapshot: it has averages, and describes no network.
+
+    Raises:
+        CheckpointError: a file differs from what was saved, has another format, or is not of this
+            folder.
+    """
+    with as_checkpoint_error(folder, "is damaged"):
+        metadata = read_json(folder, name)
+        alone = name == CONFIG_NAME and "format" not in metadata
+        if not alone and metadata.get("format") != FORMAT:
+            has = repr(metadata.get("format"))[:40]
+            raise ValueError(f"{name} has format {has}, this version reads {FORMAT}")
+        seal = metadata.pop(META_CHECKSUM, None)  # earlier checkpoints have none
+        if seal is not None and seal != _digest(metadata):
             raise ValueError(f"{name} differs from what was saved (sha256)")
-        for file in only or metadata["sha256"]:
-            with (folder / file).open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            if digest != metadata["sha256"][file]:
+        try:
+            schema = _Snapshot if snapshot else _Network if alone else _Checkpoint
+            schema.model_validate(metadata)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join(map(str, first["loc"]))
+            raise ValueError(f"{field} of {name}: {first['msg'].lower()}") from None
+        for file in only or metadata.get("sha256", {}):
+            check_listed(metadata, file)
+            if checksum(own_file(folder, file)) != metadata["sha256"][file]:
                 raise ValueError(f"{file} differs from what was saved (sha256)")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{folder} is damaged: {error}. Use another checkpoint of the run, or train again."
-        ) from error
-    try:
+    with as_checkpoint_error(folder, "is from an earlier version", "Import or train it again."):
         return new_metadata(drop_removed(metadata))
-    except ValueError as error:
-        raise CheckpointError(f"{folder} is from an earlier version: {error}.") from error
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """Return the object in a JSON file of a folder.
+
+    Raises:
+        CheckpointError: it is missing, too large, no JSON, or another value.
+    """
+    with as_checkpoint_error(folder, f"is damaged: {name}"):
+        file = own_file(folder, name)
+        if file.stat().st_size > LARGEST_METADATA:
+            raise ValueError(f"it has more than {LARGEST_METADATA >> 20} MiB")
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no object")
+    return content
+
+
+def check_listed(metadata: Mapping[str, Any], file: str) -> None:
+    """Raise a `ValueError` if metadata have checksums, but none of this file."""
+    if file not in metadata.get("sha256", (file,)):
+        raise ValueError(f"{file} is not among the files with a checksum")
 
 
 def read_newest(folders: Sequence[Path], *only: str) -> tuple[Path, dict[str, Any]]:

@@ -20,6 +20,7 @@ from tread_zoo.runs.checkpoint import (
     find_checkpoint,
     load_backbone,
 )
+from tread_zoo.runs.metadata import as_checkpoint_error
 from tread_zoo.runtime import (
     keep_freed_memory,
     resolve_device,
@@ -111,7 +112,8 @@ class Restored:
         """
         data = self.checkpoint.meta.get("data", {})
         if "codec" in data:
-            return restore_codec(data["codec"], vae or data["decoder"])
+            with as_checkpoint_error(self.checkpoint.path, "does not describe its latents"):
+                return restore_codec(data["codec"], vae or data["decoder"])
         channels = self.backbone.in_channels
         if not self.has_data and channels not in (1, 3):
             return imported_codec(vae or "none", channels)
@@ -137,7 +139,8 @@ def restore(path: str | Path, *, weights: str, device: str, precision: str) -> R
     place = resolve_device(device)
     checkpoint = find_checkpoint(path)
     backbone = load_backbone(checkpoint, weights).to(place)
-    objective = create("objective", checkpoint.meta["config"]["objective"])
+    with as_checkpoint_error(checkpoint.path, "has settings that this version cannot use"):
+        objective = create("objective", checkpoint.meta["config"]["objective"])
     resolved = resolve_precision(precision, place)
     set_float32_products(place, resolved)
     keep_freed_memory(place)

@@ -284,12 +284,14 @@ def check_compiles(probe: Probe) -> None:
 
 
 def check_meta(probe: Probe) -> None:
-    """Forward and backward run on the meta device, where FLOPs are counted. Nothing may depend on a
-    value (`.item()`, `if x.any()`) or name a device."""
-    backbone = probe.build().to("meta")
+    """The constructor, forward and backward run on the meta device, where descriptions of networks
+    are compared with weights and FLOPs are counted. Nothing may depend on a value (`.item()`,
+    `if x.any()`) or name a device."""
     x, t, y = (None if v is None else v.to("meta") for v in probe.inputs())
-    routes = [probe.route(backbone).to("meta")]
+    routes = [probe.route(probe.build()).to("meta")]
     try:
+        with torch.device("meta"):
+            backbone = probe.build()
         with plain_forms():
             out = backbone(x, t, y, routes=routes)
             out.sum().backward()

@@ -28,6 +28,7 @@ from tread_zoo.registry import create, split
 from tread_zoo.routing import Method, Stack
 from tread_zoo.runs.checkpoint import Checkpoint, data_metadata, load_weights
 from tread_zoo.runs.init_from import load_source
+from tread_zoo.runs.metadata import as_checkpoint_error
 from tread_zoo.runs.posthoc_ema import TRACKED_WIDTHS
 from tread_zoo.runs.restore import load_weak
 from tread_zoo.runtime import DTYPES, resolve_precision
@@ -353,9 +354,11 @@ def _continue(state: TrainState, checkpoint: Checkpoint) -> None:
     before, now = meta["config"]["optimizer"], config.as_dict()["optimizer"]
     if before["name"] == now["name"]:  # another one starts anew
         tensors = checkpoint.tensors("optimizer")
-        load_optimizer_state(
-            state.optimizer, state.parameters, tensors, meta["optimizer"], with_groups=before == now
-        )
+        with as_checkpoint_error(checkpoint.path, "has an optimizer's state that does not fit"):
+            load_optimizer_state(
+                state.optimizer, state.parameters, tensors, meta["optimizer"],
+                with_groups=before == now,
+            )  # fmt: skip
     if accelerator.scaler is not None and meta["scaler"]:
         accelerator.scaler.load_state_dict(meta["scaler"])
     state.step, state.seconds = checkpoint.step, dict(meta["seconds"])
