@@ -50,6 +50,7 @@ def main(settings: dict[str, Any]) -> None:
         logger.info(line)
     digest = Protocol.of(record).digest
     out = Path(config.out or name.format(digest=digest)).expanduser()
+    out.parent.mkdir(parents=True, exist_ok=True)  # of a network that comes with the package
     out.write_text(json.dumps(record, indent=2), encoding="utf-8")
     logger.info("written to %s", out)
 

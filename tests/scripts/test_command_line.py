@@ -64,6 +64,16 @@ def test_a_run_is_resumed_by_name_with_its_own_settings_but_for_those_given(trai
     assert "typo" in call("resume.py", "typo", cwd=tmp_path, expect=1)
 
 
+def test_a_network_that_comes_with_the_package_is_sampled_and_scored_by_its_name(tmp_path):
+    few = ["checkpoint=mamba", "sampler.num_steps=1", "device=cpu"]
+    call("sample.py", *few, "num_images=2", cwd=tmp_path)
+    call("evaluate.py", *few, "evaluation.num_images=4", "evaluation.metrics=[]", cwd=tmp_path)
+    made = {path.suffix for path in (tmp_path / "runs" / "mamba").rglob("*")}
+    assert {".png", ".npz", ".json"} <= made
+    said = call("sample.py", "checkpoint=mambaa", cwd=tmp_path, expect=1)
+    assert "mamba2" in said
+
+
 def test_sampling_writes_pictures_grid_and_arrays_and_continues_a_sequence(trained):
     folder, _ = trained
     run = [f"checkpoint={RUN}", "device=cpu"]

@@ -8,7 +8,7 @@ from torch import Tensor
 from tread_zoo.data.files import written_whole
 from tread_zoo.data.split import evenly_spaced
 
-_SMALLEST_SIDE = 32  # tiny images are enlarged to about this on a grid
+_SMALLEST_SIDE = 64  # tiny images are enlarged to about this on a grid
 _FRAMES, _FRAME_SIDE, _FRAME_MS, _LAST_FRAME_MS = 20, 360, 250, 2500
 
 

@@ -33,7 +33,7 @@ from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import ImageData
 from tread_zoo.data.files import checksum
 from tread_zoo.data.split import digest_items
-from tread_zoo.registry import check_plugins
+from tread_zoo.registry import PRETRAINED, check_plugins, list_backbones
 from tread_zoo.runs.hub import download
 from tread_zoo.runs.metadata import (
     CONFIG_NAME,
@@ -73,7 +73,10 @@ class Checkpoint:
 
     @property
     def run_dir(self) -> Path:
-        """The folder of the run that saved it; for a pushed network, its folder."""
+        """The folder of the run that saved it; for a pushed network its folder, and for one of the
+        package's `runs/<name>`: the package stays as it is."""
+        if self.path.parent == PRETRAINED:
+            return Path("runs") / self.path.name
         return self.path.parent.parent if (self.path / META_NAME).exists() else self.path
 
     def config(self) -> RunConfig:
@@ -192,13 +195,16 @@ def save_checkpoint(
 def find_checkpoint(path: str | Path) -> Checkpoint:
     """Return the checkpoint at `path`: its folder, or that of a run, for the newest intact one.
 
-    A folder from tread-zoo push is accepted too. If `path` does not exist, `user/name` is
-    downloaded from the hub to runs/user/name: two files, no code.
+    A folder from tread-zoo push is accepted too. If `path` does not exist, it may be the name of a
+    network that comes with the package; else `user/name` is downloaded from the hub to
+    runs/user/name: two files, no code.
 
     Raises:
         CheckpointError: there is none, or it is damaged or has another format.
     """
     path = Path(path)
+    if not path.exists() and str(path) in list_backbones(pretrained=True):
+        path = PRETRAINED / path
     if not path.exists():
         try:
             path = download(path, into="runs" / path)

@@ -108,7 +108,10 @@ def download(path: Path, *, revision: str | None = None, into: Path | None = Non
     repo = path.as_posix()
     is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo)
     if not is_name or path.parts[0] == "runs" or path.parent.exists():
-        raise OSError(f"there is no {path}: give a run's folder or one of its checkpoints.")
+        raise OSError(
+            f"there is no {path}: give a run's folder, one of its checkpoints, "
+            f"user/name on the hub, or one of {', '.join(list_backbones(pretrained=True))}."
+        )
     files = [CONFIG_NAME, WEIGHTS_NAME]
     try:
         folder = huggingface_hub.snapshot_download(
