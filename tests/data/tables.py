@@ -65,7 +65,7 @@ def write_tar(file, values, *, labels=True, contexts=(), suffix="png"):
             if labels is True:
                 members["cls"] = b"%d" % (value % 4)
             elif labels:
-                members["cls"] = labels[number].encode()
+                members["cls"] = labels[number].encode(errors="surrogateescape")
             if len(contexts):
                 members["context.npy"] = npy(contexts[number])
             for kind, content in members.items():

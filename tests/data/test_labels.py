@@ -57,6 +57,11 @@ def test_integers_stay_and_words_become_classes_wherever_they_are(
     assert (labels_of(data), data.class_names) == (labels, names)
 
 
+def test_a_label_that_is_no_text_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"a \.cls file is no text in UTF-8: b'\\xff'"):
+        from_tar(tmp_path, ["a", "\udcff", "b"])
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint64, np.float32, bool])
 def test_integers_of_any_type_and_of_one_column(tmp_path, dtype):
     assert labels_of(from_npz(tmp_path, np.array([[1], [0], [1]], dtype))) == [1, 0, 1]

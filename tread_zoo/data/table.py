@@ -250,8 +250,7 @@ def _read_shards(files: list[str], path: str) -> "datasets.Dataset":
     from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
     given: Any = {"path": "webdataset", "data_files": files, "split": "train"}
-    text = {"cls": lambda content: content.decode().strip()}
-    with mock.patch.dict(WebDataset.DECODERS, text):
+    with mock.patch.dict(WebDataset.DECODERS, {"cls": _label_text}):
         try:
             features = dict(datasets.load_dataset(**given, streaming=True).features)
         except ValueError:  # the first five differ
@@ -262,6 +261,13 @@ def _read_shards(files: list[str], path: str) -> "datasets.Dataset":
             return datasets.load_dataset(**given, features=datasets.Features(features))
         except DatasetGenerationError as error:
             raise ValueError(f"data.path={path!r}: {error.__cause__ or error}") from error
+
+
+def _label_text(content: bytes) -> str:
+    try:
+        return content.decode().strip()
+    except UnicodeDecodeError:
+        raise ValueError(f"a .cls file is no text in UTF-8: {content[:20]!r}") from None
 
 
 def _expand_braces(pattern: str) -> list[str]:
