@@ -31,23 +31,29 @@ def test_every_architecture_is_checked():
     assert classes(list_backbones()) == classes(SMALL)
 
 
-SLOW = {"compiles": pytest.mark.slow}
-EVERY_CHECK = pytest.mark.parametrize(
-    "check", [pytest.param(name, marks=SLOW.get(name, ())) for name in CHECKS]
-)
+COMPILED = ("dit_tiny", "mamba_tiny", "uvit_tiny")  # in seconds; the others nightly
+
+
+def marks(name, check):
+    if check != "compiles":
+        return ()
+    return pytest.mark.slow if name in COMPILED else pytest.mark.nightly
+
+
+CASES = [pytest.param(n, c, marks=marks(n, c)) for n in SMALL for c in CHECKS]
+OTHERS = [check for check in CHECKS if check != "compiles"]
 
 
 @pytest.mark.filterwarnings("error::tread_zoo.testing.probe.Advice")
-@EVERY_CHECK
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("name", "check"), CASES)
 def test_contract(name, check):
     if (name, check) == ("kda_tiny", "compiles"):
         pytest.skip("a minute of a C++ compiler; kernels/test_forms.py compiles its operation")
     CHECKS[check](Probe(name, overrides=SMALL[name]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("check", [name for name in CHECKS if name not in SLOW])
+@pytest.mark.nightly
+@pytest.mark.parametrize("check", OTHERS)
 @pytest.mark.parametrize("name", SMALL)
 def test_contract_at_the_registered_size(name, check):
     CHECKS[check](Probe(name))
@@ -58,8 +64,8 @@ def test_a_rule_of_thumb_that_a_sound_network_misses_only_advises():
         CHECKS["a_missing_token_leaves_the_others"](Probe("gla_tiny"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("check", [name for name in CHECKS if name not in SLOW])
+@pytest.mark.nightly
+@pytest.mark.parametrize("check", OTHERS)
 @pytest.mark.parametrize("name", SMALL)
 def test_contract_with_contexts(name, check):
     CHECKS[check](Probe(name, overrides=SMALL[name]).with_contexts())

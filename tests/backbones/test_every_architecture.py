@@ -71,7 +71,8 @@ QUICK = ("dit_tiny", "gla_tiny", "uvit_tiny")  # whose operations take no time t
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SMALL]
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly) for name in SMALL],
 )
 def test_few_graphs_whatever_the_depth(name, monkeypatch):
     """At most four for dense and routed steps, another rate and another batch size."""

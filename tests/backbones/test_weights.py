@@ -82,7 +82,7 @@ def measure(name):
 RECORDED = json.loads(FILE.read_text()) if FILE.exists() else {}
 NAMES = sorted(RECORDED)
 DRAWN = [
-    pytest.param(name, marks=() if name.endswith("_tiny") else pytest.mark.slow)
+    pytest.param(name, marks=() if name.endswith("_tiny") else pytest.mark.nightly)
     for name in NAMES
     if "weights" in RECORDED[name]
 ]

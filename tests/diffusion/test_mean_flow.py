@@ -229,7 +229,7 @@ def test_training_and_sampling(tmp_path):
     assert '"squared_error"' in (run / "metrics.jsonl").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_step_shows_the_label(tmp_path):
     """The documented experiment, smaller and shorter: 76 s on one thread of an Intel Xeon."""
     size = ["backbone=dit_tiny", "backbone.depth=8", "training.num_steps=500"]

@@ -232,7 +232,10 @@ def test_opcheck(op) -> None:
     torch.library.opcheck(backward, (*made, *values, *rest))
 
 
-@pytest.mark.slow
+@of(
+    pytest.param(n, marks=pytest.mark.nightly if "delta" in n or n == "kda" else pytest.mark.slow)
+    for n in OPS
+)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_compiles_whole(op, device) -> None:
     if device == "cuda" and not torch.cuda.is_available():

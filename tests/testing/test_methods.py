@@ -21,7 +21,7 @@ def test_method(method, check):
     check(MethodProbe(method, Probe("dit_tiny", overrides=QUICK)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("check", ["calls_are_pure", "an_image_alone_equals_itself", "sampling"])
 @pytest.mark.parametrize("name", SMALL)
 @EVERY_METHOD
