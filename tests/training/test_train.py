@@ -35,7 +35,7 @@ def test_a_run_leaves_what_it_should(tmp_path, caplog):
     names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     assert names == {
         "checkpoints", "samples", "commands.jsonl", "config.json", "facts.json", "metrics.jsonl",
-        "loss.png", "samples.gif", "score.json", "scores.jsonl", "train.log",
+        "index.html", "loss.png", "samples.gif", "score.json", "scores.jsonl", "train.log",
     }  # fmt: skip
     assert [p.name for p in sorted((folder / "samples").iterdir())] == [
         "real.png", "step_00000003.png", "step_00000006.png",

@@ -1,5 +1,6 @@
 """The folder of a run: checked before it starts, locked while it trains.
 
+    index.html      what it does now, its losses and samples
     config.json     every setting                    metrics.jsonl   a row each `log_every` steps
     facts.json      data, parameters, FLOPs          scores.jsonl    a record a score
     train.log       what was printed, with times     score.json      the last one

@@ -36,6 +36,7 @@ from tread_zoo.runs.checkpoint import drop_later
 from tread_zoo.runs.folder import CONFIG, FACTS, SCORE, SCORES
 from tread_zoo.runtime import DTYPES, describe_device
 from tread_zoo.training.meters import Window, peak_flops, peak_memory, timed
+from tread_zoo.training.run_page import write_run_page
 from tread_zoo.training.setup import TrainState
 from tread_zoo.training.trackers import Trackers, read_lines, read_metrics, write_lines
 from tread_zoo.version import describe_start
@@ -264,6 +265,11 @@ class Log:
             logger.info(line)
         else:
             self._note(line)
+        self._write_page([line])
+
+    def _write_page(self, status: list[str], *, ended: bool = False) -> None:
+        with _optional(self.folder / "index.html"):
+            write_run_page(self.folder, read_metrics(self.folder), status, ended=ended)
 
     def _note(self, text: str) -> None:
         """Write a line to train.log only."""
@@ -380,9 +386,11 @@ class Log:
             self.trackers.log(state.step, {k: v for k, v in values.items() if math.isfinite(v)})
         if last:
             write_text(self.folder / SCORE, json.dumps(record, indent=2))
-            for line in describe_record(record):
+            lines = describe_record(record)
+            for line in lines:
                 _say("score", line)
-            _say("done", f"{self.folder}: samples/, loss.png, score.json, checkpoints/")
+            self._write_page(lines, ended=True)
+            _say("done", f"{self.folder}: index.html, samples/, score.json, checkpoints/")
         else:
             shown = "  ".join(f"{k} {v:.4g}" for k, v in record["values"].items())
             _say("score", f"step {state.step}  {shown}")
