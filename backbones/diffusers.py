@@ -33,7 +33,6 @@ HEADS = {"num_layers": 12, "num_attention_heads": 2, "attention_head_dim": 32}
 IMAGES = {
     "in_channels": "in", "out_channels": "out", "patch_size": "patch", "sample_size": "side",
 }  # fmt: skip
-LAST = ("proj_out", "proj_out_2", "final_layer.linear")
 ABSENT = {  # options of classes that need what a training here does not give
     "dropout": "a forward pass draws nothing at random",
     "guidance_embeds": "guidance is not distilled",
@@ -48,7 +47,7 @@ class Kind:
     Args:
         small: sizes of a network of 12 blocks and width 64, for those that `config` leaves out.
             Checkpoints rely on them.
-        given: its keywords that follow from the data and the patch size, see `_sizes`.
+        given: its keywords that follow from the data and the patch size, see `_complete`.
         text, pooled: its keywords for the width of text tokens and of a vector of the whole text.
         joint: blocks change the text, too, and return it first.
         packed: it takes patches [B, N, C * p * p] and their places in place of images.
@@ -143,7 +142,7 @@ class _Pass:
         return (named["encoder_hidden_states"], tokens) if self.joint else tokens
 
 
-@register_backbone("diffusers", learning_rate=3e-3)
+@register_backbone("diffusers", learning_rate=6e-3)
 class Diffusers(Backbone):
     """A transformer of diffusers with its own blocks; a label's embedding stands for its text.
 
@@ -187,7 +186,6 @@ class Diffusers(Backbone):
             self.label_embed = nn.Embedding(num_classes + 1, width + pooled)
         self.num_extra_tokens = num_class_tokens if kind.joint else 0
         self._remove_idle()
-        self.initialize()
 
     def _complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the whole configuration of the class. Raises ValueError if one is wrong."""
@@ -232,27 +230,6 @@ class Diffusers(Backbone):
         attention: Any = getattr(self.blocks[-1], "attn", None)
         if getattr(attention, "context_pre_only", False):  # the last text of SD3 is not used
             attention.add_q_proj, attention.norm_added_q = nn.Identity(), None
-
-    @torch.no_grad()
-    def initialize(self) -> None:
-        """Set what classes leave as torch draws it; called once, last.
-
-        | layer | weight | bias |
-        |---|---|---|
-        | modulations (adaLN), the last layer | 0 | 0 |
-        | everything else | the class's own; a label's text is normal, std 1 | the class's own |
-
-        Classes start for weights that are loaded. At 0, as their papers have it and as our rows
-        start, the held-out loss on digits was lower.
-        """
-        modulations: list[Any] = [
-            each for each in self.modules() if type(each).__name__.startswith("AdaLayerNorm")
-        ]
-        parts = dict(self.network.named_modules())
-        last = [parts[name] for name in LAST if name in parts]
-        for layer in [*(each.linear for each in modulations), *last]:
-            nn.init.zeros_(layer.weight)
-            nn.init.zeros_(layer.bias)
 
     def arguments(self, x: Tensor, t: Tensor, y: Tensor | None) -> dict[str, Any]:
         """Return the arguments of the class's forward, by name, for those of `forward`."""

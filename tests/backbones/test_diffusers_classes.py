@@ -88,8 +88,7 @@ def test_routed_steps_change_every_parameter_of_a_fresh_network(cls):
     optimizer = torch.optim.AdamW(backbone.parameters(), weight_decay=0)
     route = probe_of(cls).route(backbone, rate=0.5, batch=11)
     x, t, y = torch.randn(11, 1, 8, 8), torch.rand(11), torch.arange(11)  # with the null label
-    assert not backbone(x, t, y).any()
-    for _ in range(4):  # the last layer starts at 0, and gates, which cut the first gradients
+    for _ in range(2):  # PRX starts with gates of 0, which cut the gradients of the first step
         (backbone(x, t, y, routes=[route]) - x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
