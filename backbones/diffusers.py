@@ -248,8 +248,8 @@ class Diffusers(Backbone):
             given["hidden_states"] = F.pixel_unshuffle(x, self.patch_size).flatten(2).mT
             rows, cols = torch.arange(h, device=device), torch.arange(w, device=device)
             places = torch.cartesian_prod(torch.zeros_like(rows[:1]), rows, cols)
-            given["img_ids"] = places.to(x.dtype)
-            given["txt_ids"] = torch.zeros(self.num_class_tokens, 3, device=device, dtype=x.dtype)
+            given["img_ids"] = places.float()  # half precision counts to 256
+            given["txt_ids"] = torch.zeros(self.num_class_tokens, 3, device=device)
         return given
 
     def _run(self, arguments: Mapping[str, Any], end: Mapping[str, Any] | None) -> Any:

@@ -188,4 +188,5 @@ def test_the_absence_of_diffusers_names_the_extra(monkeypatch):
 def test_it_learns_digits(cls, tmp_path):
     given = ["data=digits", "training.num_steps=200", "training.batch_size=64"]
     folder = run(tmp_path, cls, *given, "optimizer.learning_rate=auto")
-    assert json.loads((folder / "score.json").read_text())["held_out_loss"] < 0.75  # 2 at first
+    values = json.loads((folder / "score.json").read_text())["values"]
+    assert values["held_out_loss"] < 0.75  # about 1.5 after 20 steps
