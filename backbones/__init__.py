@@ -1,5 +1,6 @@
 """The zoo: `rows` has its rows and their sizes. Importing this package registers them all."""
 
+from backbones.diffusers import Diffusers
 from backbones.hybrid import Hybrid
 from backbones.lightning_dit import LightningDiT
 from backbones.rows import GLA, KDA, RWKV7, DiT, GatedDeltaNet, LinearDiT, Mamba, Mamba2
@@ -15,6 +16,7 @@ __all__ = [
     "RWKV",
     "RWKV7",
     "DiT",
+    "Diffusers",
     "GatedDeltaNet",
     "Hybrid",
     "LightningDiT",

@@ -31,6 +31,7 @@ from tread_zoo.runtime import resolve_device
 
 ROOT = Path(__file__).parents[1]
 NEEDS = {  # what an option needs beside itself
+    "diffusers": ["backbone.cls=SD3Transformer2DModel"],
     "edm_stochastic": ["objective=edm"],
     "auto": ["guidance.weak_checkpoint=x"],
     "parts": ["guidance.drop_label=true"],

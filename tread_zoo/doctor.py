@@ -17,7 +17,7 @@ from tread_zoo.kernels import dispatch, get_forms
 from tread_zoo.kernels.dispatch import NAIVE, get_example, get_implementation, list_forms, unusable
 from tread_zoo.kernels.packages import import_problem
 from tread_zoo.kernels.verify import cast, difference, outputs_and_gradients
-from tread_zoo.registry import create, list_backbones
+from tread_zoo.registry import create, get_entry, list_backbones
 from tread_zoo.routing import Stack, Step
 from tread_zoo.runtime import DTYPES, autocast, describe_device, resolve_precision
 from tread_zoo.seeding import make_generator, make_image_generator
@@ -89,7 +89,7 @@ def describe_gpu(gpu: str, pattern: str) -> list[str]:
         "",
     ]
     sizes = {"input_size": 32, "in_channels": 4, "num_classes": 1000}
-    for name in list_backbones(pattern):
+    for name in _sizes(pattern):
         with torch.device("meta"):
             network = create_backbone(name, **sizes)
         routes = routes_of(network, 2)
@@ -146,7 +146,7 @@ def check_backbones(device: torch.device, pattern: str = "*_tiny") -> list[tuple
     """Return a line per small backbone, and whether a routed step on `device` gives finite
     gradients."""
     checks = []
-    for name in list_backbones(pattern):
+    for name in _sizes(pattern):
         network = create_backbone(name, input_size=8, in_channels=1, num_classes=10).to(device)
         generator = make_generator("doctor", 0)
         routes = routes_of(network, 4, device)
@@ -161,13 +161,23 @@ def check_backbones(device: torch.device, pattern: str = "*_tiny") -> list[tuple
     return checks
 
 
+def _sizes(pattern: str) -> list[str]:
+    """Return the names of the matching backbones without those that need an option."""
+    entries = {name: get_entry("backbone", name) for name in list_backbones(pattern)}
+    return [
+        name
+        for name, entry in entries.items()
+        if entry.parameters().keys() <= entry.defaults().keys()
+    ]
+
+
 def list_sizes(pattern: str, input_size: int, in_channels: int, num_classes: int) -> list[str]:
     """Return a table of the matching backbones: parameters, FLOPs of a forward pass, dense and
     routed at rate 0.5, tokens, blocks, default route and selector. No network is run."""
     columns = ("M params", "GFLOPs", "routed", "tokens", "blocks", "route")
     lines = [f"{'backbone':25s}" + "".join(f"{c:>9s}" for c in columns) + "  selector"]
     sizes = {"input_size": input_size, "in_channels": in_channels, "num_classes": num_classes}
-    for name in list_backbones(pattern):
+    for name in _sizes(pattern):
         with torch.device("meta"):
             network = create_backbone(name, **sizes)
         routes = routes_of(network, 1, "meta")

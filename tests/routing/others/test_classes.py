@@ -78,13 +78,19 @@ def test_equal_steps_draw_equal_tokens_and_every_weight_learns(name):
     assert all(torch.isfinite(each).all() for each in learnt.values())
 
 
-@pytest.mark.parametrize("name", FEW)
-def test_an_image_in_a_batch_equals_that_image_alone(name):
+AS_MANY = [(name, 16) for name in ("DiTTransformer2DModel", "PRXTransformer2DModel")]  # as tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [*(pytest.param(n, 3, marks=() if n in QUICK else pytest.mark.slow) for n in ROUTED), *AS_MANY],
+)
+def test_an_image_in_a_batch_equals_that_image_alone(name, batch):
     network, routes = routed(name)
     outs = []
-    for batch in (3, 1):
+    for size in (batch, 1):
         routes.at(5, 10)
-        outs.append(run(network, CASES[name].one_of(batch)))
+        outs.append(run(network, CASES[name].one_of(size)))
     torch.testing.assert_close(outs[0][:1], outs[1], atol=1e-4, rtol=1e-3)
 
 

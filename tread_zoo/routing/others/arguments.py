@@ -7,7 +7,7 @@ An argument is per token if a dimension of it has N or N + T entries. A shared s
 B batch, N image tokens, T other tokens, K image tokens present, D width.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,14 +137,15 @@ class Adapter:
                 return PerImage(value[rows]) if self.form == "broadcast" else value[rows]
         return value
 
-    def _dims(self, name: str, value: Tensor) -> Iterator[int]:
-        """Yield the dimensions of a tensor that are of tokens."""
+    def _dims(self, name: str, value: Tensor) -> list[int]:
+        """Return the dimensions of a tensor that are of tokens."""
         table = any(word in name for word in TABLES)
         number = value.is_floating_point() or value.is_complex()
-        for dim, size in enumerate(value.shape):
-            channels = dim == value.ndim - 1 > 0 and number and "mask" not in name
-            batch = dim == 0 and size == self.batch and value.ndim > 1 and not table
-            if size in self.sizes and not channels and not batch:
-                yield dim
-                if dim == 0 and table:
-                    return
+        last = value.ndim - 1 if value.ndim > 1 and number and "mask" not in name else None
+        dims = [d for d, size in enumerate(value.shape) if size in self.sizes and d != last]
+        if dims[:1] != [0]:
+            return dims
+        # As many images as tokens: the first dimension is of tokens in a table of these alone.
+        if value.shape[0] == self.batch and not (table and len(dims) == 1):
+            return dims[1:]
+        return dims[:1] if table else dims
