@@ -34,7 +34,7 @@ CONFIGS = {
     "PRXTransformer2DModel": {"depth": 4, "hidden_size": 16, "axes_dim": [4, 4]},
 }  # fmt: skip
 EVERY_CLASS = pytest.mark.parametrize("cls", CONFIGS)
-FEW = [pytest.param(c, marks=() if c.startswith("SD3") else pytest.mark.slow) for c in CONFIGS]
+FEW = [pytest.param(c, marks=() if c.startswith("SD3") else pytest.mark.nightly) for c in CONFIGS]
 
 
 def probe_of(cls):
@@ -59,12 +59,12 @@ def test_every_class_is_tested():
     assert CONFIGS.keys() == CLASSES.keys()
 
 
-SLOW = {"compiles": pytest.mark.slow}
+NIGHTLY = {"compiles": pytest.mark.nightly}
 
 
 @pytest.mark.filterwarnings("error::tread_zoo.testing.probe.Advice")
-@pytest.mark.parametrize("check", [pytest.param(n, marks=SLOW.get(n, ())) for n in CHECKS])
-@EVERY_CLASS
+@pytest.mark.parametrize("check", [pytest.param(n, marks=NIGHTLY.get(n, ())) for n in CHECKS])
+@pytest.mark.parametrize("cls", FEW)
 def test_contract(cls, check):
     CHECKS[check](probe_of(cls))
 

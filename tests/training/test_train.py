@@ -412,3 +412,19 @@ def test_a_budget_of_flops_sets_the_steps(tmp_path):
     assert find_checkpoint(run).step == round(1.5 * budget / 8 / facts["dense"]["flops_dense"])
     with pytest.raises(ValueError, match=r"training.num_flops=1e\+08 sets .* leave one"):
         make_config(training={"num_flops": budget, "num_steps": 3})
+
+
+def test_a_run_s_page_shows_its_losses_and_samples_and_loads_again_while_it_trains(run, tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(FloatingPointError):
+        FlowThatBreaks.losses.clear()
+        run("run", "objective=flow_that_breaks", "objective.at=6", "training.log_every=1")
+    page = (folder / "index.html").read_text()
+    assert 'http-equiv="refresh"' in page
+    assert "step 5/6" in page
+    assert page.count("<polyline") == 2
+    run("run", "overwrite=true", "training.log_every=1")
+    page = (folder / "index.html").read_text()
+    assert 'http-equiv="refresh"' not in page
+    assert "label_accuracy" in page
+    assert 'src="samples/step_00000006.png"' in page

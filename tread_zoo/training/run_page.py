@@ -67,7 +67,7 @@ def _curves(rows: list[Mapping[str, Any]]) -> str:
         return ""
     last = max(step for step, _ in points)
     low, high = (math.log(end(value for _, value in points)) for end in (min, max))
-    lines, legend = [], []
+    lines, legend = list[str](), list[str]()
     for name, curve in curves.items():
         chosen = [*curve[:: max(1, len(curve) // MOST_POINTS)], *curve[-1:]]
         places = " ".join(
