@@ -43,15 +43,15 @@ def write_run_page(
         ended: the page need not be loaded again.
     """
     newest = sorted((folder / "samples").glob("step_*.png"))[-1:]
-    pictures = [*newest, *(folder / "samples").glob("real.png")]
+    titles = {path: f"samples at step {int(path.stem[5:])}" for path in newest}
+    titles |= dict.fromkeys((folder / "samples").glob("real.png"), "real images")
     text = PAGE.format(
         name=html.escape(folder.resolve().name), status=html.escape("\n".join(status)),
         refresh="" if ended else '<meta http-equiv="refresh" content="20">',
         curves=_curves(list(rows)),
         pictures="\n".join(
-            f'<h2>{path.stem.replace("_", " ")}</h2>'
-            f'<img src="samples/{path.name}" alt="{path.stem}">'
-            for path in pictures
+            f'<h2>{title}</h2><img src="samples/{path.name}" alt="{title}">'
+            for path, title in titles.items()
         ),
     )  # fmt: skip
     write_text(folder / "index.html", text)
