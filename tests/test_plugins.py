@@ -113,6 +113,18 @@ def test_the_parts_of_the_page_train_from_the_current_folder(page):
     assert {"largest", "held_out_loss"} <= logged
 
 
+def test_help_and_comparisons_know_the_parts_of_the_current_folder(page):
+    given = ["plugins=[mine]", "guidance=unlabelled"]
+    done = run("train.py", *given, "--help", plugin=False, cwd=page)
+    assert "guidance.scale=2.0" in done.stdout, done.stderr
+    small = [*SMALL, "evaluation.num_images=4", "evaluation.metrics=[]", "compare.out=out"]
+    done = run(
+        "compare.py", *given, "backbone=dit", "seed=0", "routing=none", *small,
+        plugin=False, cwd=page,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_objective_and_the_alignment_of_the_page_train_in_half_precision(page):
     done = run(
         "train.py", "plugins=[mine]", "data=table", f"data.path={write_features(page)}",

@@ -63,17 +63,17 @@ def command(
         @functools.wraps(run)
         def main() -> None:
             words, traceback = sys.argv[1:], os.environ.get("HYDRA_FULL_ERROR") == "1"
-            sys.path.append(os.getcwd())  # where a plug-in may lie
 
             def job(composed: DictConfig) -> None:
                 remedy = "; continue with resume=latest" if name == "train" else ""
                 with errors_in_one_line(traceback, f"stopped by Ctrl-C{remedy}"):
                     settings = _given(composed, config)
-                    load_plugins(settings.get("plugins", ()))
+                    import_plugins(settings.get("plugins", ()))
                     run(settings)
 
             with errors_in_one_line(traceback), worded(name, config):
                 if {"-h", "--help"} & set(words):
+                    import_plugins(plugins_among(words))
                     doc = run.__globals__["__doc__"]
                     print(describe(doc, config, words, presets(name, config)))
                     return
@@ -98,8 +98,21 @@ def compose_settings(
         store_fields(name, config, PRESETS.get(name, {}))
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             settings = _given(compose(name, overrides=[*map(readable, overrides)]), config)
-    load_plugins(settings.get("plugins", ()))
+    import_plugins(settings.get("plugins", ()))
     return settings
+
+
+def import_plugins(modules: Sequence[str]) -> None:
+    """Import modules that register parts, also from the current folder."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    load_plugins(modules)
+
+
+def plugins_among(words: Sequence[str]) -> Any:
+    """Return the modules that `plugins=` names on a command line."""
+    given = [word for word in words if word.partition("=")[0] == "plugins"]
+    return PARSER.parse_override(readable(given[-1])).value() if given else ()
 
 
 def presets(name: str, config: type) -> dict[str, list[str]]:

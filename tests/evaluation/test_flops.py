@@ -116,6 +116,16 @@ def test_a_real_pass_counts_the_same(name, forms):
     assert count_flops(network, batch=3) == 3 * hand().forward
 
 
+def test_networks_that_choose_different_numbers_of_tokens_are_traced_apart():
+    """Their weights have equal shapes: the rate is an option of the method that owns them."""
+    costs = []
+    for rate in (0.75, 0.5):
+        network = digits(depth=5)
+        add_routing(network, create("routing", "mixture_of_depths", selection_rate=rate))
+        costs.append(count_flops(network))
+    assert costs[0] < costs[1]
+
+
 def test_a_scheduled_run():
     """Of 10 steps the first 2 and the last are dense. The others are routed half of the time: 3 at
     rate 0.75, which keeps 4 tokens in each of two routes, then 4 at 0.25, which keeps 12."""

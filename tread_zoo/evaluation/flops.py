@@ -167,6 +167,8 @@ def _kind(crossing: Crossing) -> tuple[Any, ...]:
 
 
 def _structure(network: Backbone) -> tuple[Any, ...]:
-    """Return what FLOPs depend on: the class, the options, and shapes, which show added layers."""
+    """Return what FLOPs depend on: the class, the options, also of a routing method that owns
+    weights, and shapes, which show added layers."""
     shapes = tuple((name, tuple(p.shape)) for name, p in network.named_parameters())
-    return type(network), json.dumps(network.config), network.checkpoint_blocks, shapes
+    options = json.dumps([network.config, network.routing_config])
+    return type(network), options, network.checkpoint_blocks, shapes
