@@ -10,7 +10,7 @@ from tread_zoo.comparison.intervals import differences, interval
 from tread_zoo.training.log import read_scores
 
 HERE = Path(__file__).parent
-STUDY = "shallower_fashion_mnist"  # `evidence` asks the same of larger networks and longer runs
+STUDY = "shallower_fashion_mnist"
 OWN = "features"  # the classifier of these images
 SPACES = {OWN: "the classifier of these images", "cifar10_resnet56": "ResNet-56 of CIFAR-10"}
 DIGITS = {"fid": 2, "kid": 2, "precision": 3, "recall": 3, "label_accuracy": 3}
