@@ -1,7 +1,8 @@
 """Sample images from a checkpoint: numbered PNG files, a grid, and an .npz with images and labels.
 
 They go to out=folder, or to a folder in <run>/generated for each combination of settings.
-first_index=… continues a set; images of other settings are never mixed in.
+first_index=… continues a set; images of other settings are never mixed in. The same command goes on
+where it was stopped.
 
 tread-zoo sample checkpoint=runs/digits_dit_tiny_tread_flow_seed0 num_images=64
 tread-zoo sample checkpoint=… guidance.scale=2 label=3 sampler=heun
@@ -10,6 +11,7 @@ tread-zoo sample checkpoint=… sampler.selection_rate=0.5     # fewer FLOPs: do
 tread-zoo sample checkpoint=… first_index=64 out=samples    # images 64 … 127 of the set
 tread-zoo sample checkpoint=… label=hopper                  # a class by the name of its folder
 tread-zoo sample checkpoint=… contexts=prompts.npy
+accelerate launch -m tread_zoo sample checkpoint=… num_images=50000   # the same images, by all GPUs
 
 Latents are decoded with the autoencoder of the data, or vae=path; without one, or with vae=none,
 they are written as latents.npz. Contexts are those of held-out images, or those of a file.
@@ -18,6 +20,7 @@ they are written as latents.npz. Contexts are those of held-out images, or those
 import hashlib
 import logging
 from dataclasses import field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +42,13 @@ from tread_zoo.diffusion.conditions import (
 )
 from tread_zoo.evaluation.evaluate import describe_sampling, sampling_record
 from tread_zoo.evaluation.sample_folder import SampleFolder, folder_name
+from tread_zoo.evaluation.score import distributed
 from tread_zoo.fields import OPTIONS, check
 from tread_zoo.kernels import set_forms
+from tread_zoo.process_group import rank_and_number, wait_for_all
+from tread_zoo.progress import progress
 from tread_zoo.runs.restore import Restored, restore
-from tread_zoo.runtime import describe_device
+from tread_zoo.runtime import describe_device, resolve_device
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +86,11 @@ class SampleConfig(CheckpointConfig):
 def main(settings: dict[str, Any]) -> None:
     config = check(SampleConfig, settings)
     set_forms(config.kernels)
+    with distributed(resolve_device(config.device)) as is_main:
+        _sample(config, is_main)
+
+
+def _sample(config: SampleConfig, is_main: bool) -> None:
     run = restore(
         config.checkpoint, weights=config.weights, device=config.device, precision=config.precision
     )
@@ -94,23 +105,39 @@ def main(settings: dict[str, Any]) -> None:
     labels = _conditions(run, config.contexts).of(indices)
     if label is not None:
         labels = torch.full((len(indices),), label)
-        if run.class_names:
+        if run.class_names and is_main:
             logger.info("label %d is the class %s", label, run.class_names[label])
     folder = _open_folder(run, codec, config, record)
     place, words = describe_device(device), describe_sampling(record)
-    logger.info("%s, step %d, on %s; %s", run.backbone.name, run.checkpoint.step, place, words)
-    x = generate(
-        run.backbone, run.objective, sampling, indices=indices, labels=labels, seed=config.seed,
+    if is_main:
+        step = run.checkpoint.step
+        logger.info("%s, step %d, on %s; %s", run.backbone.name, step, place, words)
+    draw = partial(
+        generate, run.backbone, run.objective, sampling, seed=config.seed,
         batch_size=config.batch_size, precision=run.precision, weak=weak,
     )  # fmt: skip
-    labels = labels if run.backbone.num_classes else None
+    recorded = labels if run.backbone.num_classes else None
+    if is_main:
+        folder.begin()
     if isinstance(codec, LatentCodec) and not codec.has_pixels:
-        folder.save_latents(indices, codec.to_latents(x), labels)
-        logger.info("%d latents %s: latents.npz in %s", len(x), list(x.shape[1:]), folder.path)
+        if is_main:
+            x = codec.to_latents(draw(indices=indices, labels=labels))
+            folder.save_latents(indices, x, recorded)
+            logger.info("%d latents %s: latents.npz in %s", len(x), list(x.shape[1:]), folder.path)
         return
-    folder.save(indices, codec.to_pixels(x, device=device), labels)
-    logger.info("%d images and samples.npz in %s", len(x), folder.path)
-    logger.info("a grid of them is %s", folder.grid_path)
+    wait_for_all()
+    rank, num_ranks = rank_and_number()
+    starts = range(rank * config.batch_size, len(indices), num_ranks * config.batch_size)
+    for start in progress("sampling", starts, " batches", shown=len(starts) > 1):
+        part = slice(start, start + config.batch_size)
+        if not folder.has(indices[part]):
+            x = draw(indices=indices[part], labels=None if labels is None else labels[part])
+            folder.save(indices[part], codec.to_pixels(x, device=device))
+    wait_for_all()
+    if is_main:
+        folder.finish(indices, recorded)
+        logger.info("%d images and samples.npz in %s", len(indices), folder.path)
+        logger.info("a grid of them is %s", folder.grid_path)
 
 
 def _open_folder(

@@ -56,6 +56,18 @@ def say_if_waiting(timeout_s: float, patience_s: float = 10.0) -> Iterator[None]
         timer.cancel()
 
 
+def rank_and_number() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes."""
+    alone = not (dist.is_available() and dist.is_initialized())
+    return (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+
+
+def wait_for_all() -> None:
+    """Wait until all processes are here."""
+    if rank_and_number()[1] > 1:
+        dist.barrier()
+
+
 def close_process_group_at_exit() -> None:
     """Close the connections when this process exits; call it where every process ends.
 

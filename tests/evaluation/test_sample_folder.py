@@ -16,6 +16,12 @@ def images(*numbers):
     return torch.tensor(numbers, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 2, 2)
 
 
+def fill(folder, numbers, pictures, labels=None):
+    folder.begin()
+    folder.save(numbers, pictures)
+    folder.finish(numbers, labels)
+
+
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
@@ -23,7 +29,7 @@ def names(folder):
 def test_a_set_is_continued_and_its_arrays_hold_all_of_it(tmp_path):
     for numbers in (range(2, 4), range(3)):
         labels = torch.tensor(numbers) + 10
-        SampleFolder(tmp_path / "s", ONE, {}).save(numbers, images(*numbers), labels)
+        fill(SampleFolder(tmp_path / "s", ONE, {}), numbers, images(*numbers), labels)
     assert names(tmp_path) == ["s", "s_grid.png"]
     pictures = [f"{i:06d}.png" for i in range(4)]
     assert names(tmp_path / "s") == [*pictures, "samples.npz", "sampling.json"]
@@ -33,14 +39,15 @@ def test_a_set_is_continued_and_its_arrays_hold_all_of_it(tmp_path):
 
 
 def test_other_settings_are_refused_or_replace_a_set_when_there_is_something_new(tmp_path):
-    SampleFolder(tmp_path / "s", ONE, {}).save(range(3), images(0, 1, 2), None)
+    fill(SampleFolder(tmp_path / "s", ONE, {}), range(3), images(0, 1, 2))
     (tmp_path / "s" / "notes.txt").write_text("mine")
     before = names(tmp_path / "s")
     with pytest.raises(ValueError, match=r"seed=0, not 1.*overwrite=true"):
         SampleFolder(tmp_path / "s", OTHER, {})
     other = SampleFolder(tmp_path / "s", OTHER, {}, overwrite=True)
-    assert names(tmp_path / "s") == before, "removed before there is anything new"
-    other.save(range(1), images(7), None)
+    assert names(tmp_path / "s") == before, "removed before anything new begins"
+    assert not other.has(range(1))
+    fill(other, range(1), images(7))
     assert names(tmp_path / "s") == ["000000.png", "notes.txt", "samples.npz", "sampling.json"]
     assert np.load(tmp_path / "s" / "samples.npz")["arr_0"].shape == (1, 2, 2, 1)
     assert json.loads((tmp_path / "s" / "sampling.json").read_text())["settings"] == OTHER

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.processes import run_python
+from tests.processes import run_python, run_ranks
 from tests.small_run import SMALL, train_small
 from tread_zoo.__main__ import COMMANDS
 from tread_zoo.evaluation import Protocol
@@ -90,6 +90,38 @@ def test_sampling_writes_pictures_grid_and_arrays_and_continues_a_sequence(train
     assert gap.max() <= 1, "an image depends on the batch size, or on the first index"
     picture = np.asarray(Image.open(folder / "a" / "000003.png"))
     assert np.array_equal(picture, one["arr_0"][3, :, :, 0])
+
+
+@pytest.fixture(scope="module")
+def drawn(trained):
+    """Seven samples of the small run, and the words that drew them."""
+    words = [f"checkpoint={trained[0] / RUN}", "device=cpu", "num_images=7", "batch_size=2"]
+    call("sample.py", *words, "out=whole", cwd=trained[0])
+    return trained[0] / "whole", words
+
+
+def test_a_stopped_set_goes_on(drawn, tmp_path):
+    """Pictures that are there are not drawn again."""
+    whole, words = drawn
+    shutil.copytree(whole, tmp_path / "out")
+    (tmp_path / "out" / "samples.npz").unlink()
+    for number in (3, 4, 5):
+        (tmp_path / "out" / f"{number:06d}.png").unlink()
+    Image.new("L", (8, 8), 9).save(tmp_path / "out" / "000000.png")
+    call("sample.py", *words, "out=out", cwd=tmp_path)
+    one, other = (np.load(path / "samples.npz") for path in (whole, tmp_path / "out"))
+    assert np.array_equal(one["arr_0"][1:], other["arr_0"][1:])
+    assert (other["arr_0"][0] == 9).all()
+
+
+@pytest.mark.slow
+def test_several_processes_draw_what_one_does(drawn, tmp_path, free_port):
+    whole, words = drawn
+    script = (ROOT / "scripts/sample.py", *words, f"out={tmp_path / 'out'}")
+    for done in run_ranks(*script, port=free_port):
+        assert done.returncode == 0, done.stderr
+    one, other = (np.load(path / "samples.npz") for path in (whole, tmp_path / "out"))
+    assert all(np.array_equal(one[key], other[key]) for key in one)
 
 
 def test_another_guidance_and_sampler_have_a_folder_of_their_own(trained):

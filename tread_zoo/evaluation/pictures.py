@@ -16,7 +16,8 @@ def save_png(image: Tensor, path: Path) -> None:
     """Write one image, uint8 [C, H, W] with 1 or 3 channels."""
     from torchvision.transforms.functional import to_pil_image
 
-    to_pil_image(image).save(path)
+    with written_whole(path, alone=False) as stream:
+        to_pil_image(image).save(stream, "PNG")
 
 
 def save_numbered(images: Tensor, numbers: Iterable[int], folder: Path) -> None:

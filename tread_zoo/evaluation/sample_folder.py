@@ -7,17 +7,20 @@
     <folder>_grid.png          100 images of the last call, outside the folder
 
 All images of a folder have the same settings: a set can be continued, but not mixed with another.
+Pictures are written batch by batch, so a set that was stopped goes on with those that are missing.
 
 Dimensions: B images of a call, N of a folder, C channels, H height, W width.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from PIL import Image
 from torch import Tensor
 
 from tread_zoo.data.files import write_text, written_whole
@@ -75,29 +78,46 @@ class SampleFolder:
         folder = self.path.resolve()
         return folder.with_name(f"{folder.name}_grid.png")
 
-    def save(self, numbers: range, images: Tensor, labels: Tensor | None) -> None:
-        """Write images uint8 [B,C,H,W], named by their numbers, with labels [B] or None."""
-        self._save_arrays("samples.npz", numbers, images.permute(0, 2, 3, 1), labels)
-        save_numbered(images, numbers, self.path)
-        save_grid(images[:GRID_IMAGES], self.grid_path)
+    def begin(self) -> None:
+        """Delete the samples that these replace, and write the record."""
+        for outdated in self._files() if self._replaces else ():
+            outdated.unlink()
+        self._replaces = False
+        record = {"settings": self.settings, **self.metadata}
+        write_text(self.path / RECORD, json.dumps(record, indent=2))
 
-    def save_latents(self, numbers: range, latents: Tensor, labels: Tensor | None) -> None:
+    def has(self, numbers: Iterable[int]) -> bool:
+        """Return whether all these images are there, and are not to be replaced."""
+        return not self._replaces and all(self._picture(number).exists() for number in numbers)
+
+    def save(self, numbers: Iterable[int], images: Tensor) -> None:
+        """Write images uint8 [B,C,H,W], named by their numbers."""
+        save_numbered(images, numbers, self.path)
+
+    def finish(self, numbers: Sequence[int], labels: Tensor | None) -> None:
+        """Write the arrays of images that are there, with labels [B] or None, and a grid."""
+        pictures = (np.asarray(Image.open(self._picture(number))) for number in numbers)
+        images = np.stack([p if p.ndim == 3 else p[..., None] for p in pictures])
+        self._save_arrays("samples.npz", numbers, images, labels)
+        save_grid(torch.from_numpy(images[:GRID_IMAGES]).permute(0, 3, 1, 2), self.grid_path)
+
+    def save_latents(self, numbers: Sequence[int], latents: Tensor, labels: Tensor | None) -> None:
         """Write latents, float [B,C,h,w], with labels [B] or None."""
-        self._save_arrays("latents.npz", numbers, latents, labels)
+        self._save_arrays("latents.npz", numbers, latents.numpy(), labels)
+
+    def _picture(self, number: int) -> Path:
+        return self.path / f"{number:06d}.png"
 
     def _files(self) -> list[Path]:
         """Return the files of existing samples."""
         files = [path for path in sorted(self.path.glob("*.png")) if path.stem.isdigit()]
         return [*files, *self.path.glob("samples.npz"), *self.path.glob("latents.npz")]
 
-    def _save_arrays(self, name: str, numbers: range, rows: Tensor, labels: Tensor | None) -> None:
-        """Write the record, and merge the arrays of these images into a file, sorted by number."""
-        for outdated in self._files() if self._replaces else ():
-            outdated.unlink()
-        self._replaces = False
-        record = {"settings": self.settings, **self.metadata}
-        write_text(self.path / RECORD, json.dumps(record, indent=2))
-        arrays = {"arr_0": rows.numpy(), "numbers": np.asarray(numbers, np.int64)}
+    def _save_arrays(
+        self, name: str, numbers: Sequence[int], rows: Any, labels: Tensor | None
+    ) -> None:
+        """Merge the arrays of these images into a file, sorted by number."""
+        arrays = {"arr_0": rows, "numbers": np.asarray(numbers, np.int64)}
         if labels is not None:
             arrays["arr_1"] = labels.numpy()
         file = self.path / name
@@ -108,4 +128,4 @@ class SampleFolder:
             order = arrays["numbers"].argsort()
             arrays = {key: values[order] for key, values in arrays.items()}
         with written_whole(file) as stream:
-            np.savez(stream, **arrays)  # type: ignore[arg-type]
+            np.savez(stream, **arrays)

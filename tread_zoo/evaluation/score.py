@@ -32,6 +32,7 @@ from tread_zoo.evaluation.frechet import RunningStatistics, Statistics
 from tread_zoo.evaluation.images import Images, open_images
 from tread_zoo.evaluation.metrics import FeatureSet, Metric, build_metrics
 from tread_zoo.evaluation.protocol import Protocol
+from tread_zoo.process_group import rank_and_number
 from tread_zoo.progress import progress
 
 # features -> arrays of an .npz of statistics, as ADM's evaluator names them
@@ -263,7 +264,7 @@ def extract(
 ) -> FeatureSet:
     """Return the features of all images: the statistics of those named in `statistics`, and every
     row of those named in `rows`. One batch of images is in memory at a time."""
-    rank, world = _rank()
+    rank, world = rank_and_number()
     running = {name: RunningStatistics() for name in statistics}
     batches: dict[int, dict[str, Any]] = {}  # by first image
     starts = range(rank * batch_size, len(images), batch_size * world)
@@ -307,7 +308,7 @@ def _values(
     """Return the values and the metrics' warnings; empty except on the main process."""
     values: dict[str, float] = {}
     notes: list[str] = []
-    for metric in metrics if _rank()[0] == 0 else ():
+    for metric in metrics if rank_and_number()[0] == 0 else ():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", RuntimeWarning)
@@ -367,19 +368,13 @@ def distributed(device: torch.device) -> Iterator[bool]:
     from accelerate import PartialState
 
     PartialState(cpu=device.type == "cpu")
-    yield dist.get_rank() == 0
+    yield rank_and_number()[0] == 0
     dist.destroy_process_group()
-
-
-def _rank() -> tuple[int, int]:
-    """Return the rank of this process and the number of processes."""
-    alone = not (dist.is_available() and dist.is_initialized())
-    return (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
 
 
 def _gather(part: Any) -> list[Any]:
     """Return the parts of all ranks on rank 0, and [] on the others."""
-    rank, world = _rank()
+    rank, world = rank_and_number()
     if world == 1:
         return [part]
     parts: list[Any] | None = [None] * world if rank == 0 else None
@@ -396,7 +391,7 @@ def _leaving_together() -> Iterator[None]:
         yield
     except SystemExit as error:
         ended = error
-    world = _rank()[1]
+    world = rank_and_number()[1]
     if world > 1:
         others: list[SystemExit | None] = [None] * world
         dist.all_gather_object(others, ended)
