@@ -17,6 +17,7 @@ from tread_zoo.evaluation.contribution import (
 from tread_zoo.evaluation.evaluate import describe_record
 from tread_zoo.routing.method import leave_out
 from tread_zoo.routing.methods.none import NO_ROUTING
+from tread_zoo.seeding import make_generator, per_image_generator
 from tread_zoo.testing import Probe
 
 SIZES = {"objective": create("objective", "flow"), "precision": "fp32"}
@@ -75,11 +76,31 @@ def test_planted_parts_of_the_output_are_found(objective):
     )  # fmt: skip
     assert worth["blocks"] == pytest.approx([0.1, 0, 0.5], abs=1e-6)
     assert [end for *_, end in worth["ranges"]] == pytest.approx([0.1, 0.6], abs=1e-6)
-    few, more = describe_contributions({**worth, "ranges": [[0, 2, 0.03], [0, 2, 0.6]]})[1:]
-    assert "3 %: this network may be little more than its 1 other" in few
-    assert more == "blocks 0 … 1 change the output by 60 %"
+    assert worth["loss_rises"][1] == 0
+    rise = 100 * worth["loss_rises"][3]
+    assert describe_contributions(worth)[1] == (
+        f"blocks 0 … 1 change the output by 10 %; without them the loss rises by {rise:.2g} %"
+    )
     if objective == "flow":
         assert worth["levels"] == pytest.approx([0.2, 0.5, 0.8], abs=0.01)
+
+
+def test_the_rise_of_the_loss_is_that_of_a_loop_by_hand():
+    """Flow matching: the mean of |v + a x_t|^2, a the share of the output that is left."""
+    x, objective = torch.randn(5, 1, 8, 8), create("objective", "flow")
+    worth = contributions(Planted(), objective, x, None, ranges=[(0, 3)], precision="fp32")
+    generator = make_generator("worth")
+    levels = objective.draw((100_000, 1, 1, 1), per_image_generator(generator, 100_000)).level
+    levels = levels.quantile(torch.tensor([0.2, 0.5, 0.8]))
+    noise = objective.draw(tuple(x.shape), per_image_generator(generator, 5)).noise
+
+    def loss(left):
+        errors = [((noise - x) - left * ((1 - t) * x + t * noise)).square().mean() for t in levels]
+        return sum(errors) / 3
+
+    assert worth["loss"] == pytest.approx(float(loss(1)), rel=1e-5)
+    for left, rise in zip((0.9, 1, 0.5, 0.4), worth["loss_rises"], strict=True):
+        assert rise == pytest.approx(float(loss(left) / loss(1) - 1), abs=1e-5)
 
 
 def test_the_default_range_stands_for_the_routes_of_a_dense_network_that_has_it():

@@ -254,13 +254,14 @@ def is_distance(metric: str) -> bool:
 
 def at_chance(runs: pd.DataFrame, metric: str) -> bool:
     """Return whether one of the runs has meaningless samples: their label accuracy is within three
-    standard deviations of chance, or `metric` is a distance of over ten times real images'."""
+    standard deviations of chance or, where it has none, `metric` is a distance of over ten times
+    real images'."""
     chance = 1 / runs.num_classes.clip(lower=1)
     drawn = runs.protocol.map(lambda protocol: (protocol or {}).get("num_generated", math.inf))
     read = runs.get("label_accuracy", pd.Series(math.nan, runs.index))
     guessed = (runs.num_classes > 1) & (read <= chance + 3 * np.sqrt(chance / drawn))
     real = runs.get(f"real_{metric}", pd.Series(math.nan, runs.index))
-    far = (real > 0) & (runs[metric] > FAR * real) & is_distance(metric)
+    far = read.isna() & (real > 0) & (runs[metric] > FAR * real) & is_distance(metric)
     return bool((guessed | far).any())
 
 

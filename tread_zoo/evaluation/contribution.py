@@ -1,15 +1,16 @@
-"""Contributions of blocks: how much a trained network's output changes without them.
+"""Contributions of blocks: how much a trained network's output and its loss change without them.
 
     c_l = |F - F_without| / |F|        over all images at noise level l; the mean over three levels
+    r   = L_without / L - 1            the rise of the loss, over all images and levels
 
 F is the raw output, whose scaling the objective sets. The levels are the quantiles .2, .5 and .8 of
 the objective's training levels: t = .2, .5, .8 if t is uniform. Streams pass a skipped block
-unchanged. If routed blocks contribute nothing, the network is only as deep as the others.
+unchanged. A small c is no sign of idle blocks: a loss may rise by 2 % where samples lose a third.
 
 B batch, C channels, H height, W width.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from tread_zoo.seeding import make_generator, make_image_generator, per_image_ge
 
 NUM_IMAGES = 64
 QUANTILES = (0.2, 0.5, 0.8)
-IDLE = 0.1  # a range that changes the output by less is reported as idle
 Ranges = Sequence[tuple[int, int]]
 
 
@@ -65,9 +65,10 @@ def contributions(
     precision: str,
     batch_size: int = 250,
 ) -> dict[str, Any]:
-    """Return the contribution of each block and each range, as a fraction of the output.
+    """Return what each block and each range contributes.
 
-    `blocks` has c of each block, `ranges` has [start, end, c] of each range. Noise and levels are
+    `blocks` has c of each block and `ranges` [start, end, c] of each range, as fractions of the
+    output; `loss_rises` has r of each block, then of each range, and `loss` L. Noise and levels are
     the same in every call.
 
     Args:
@@ -86,34 +87,49 @@ def contributions(
     noise = draw(*x.shape).noise.to(x.device)
     left_out = [*leave_out(range(backbone.num_blocks)), *(Skip(*span) for span in ranges)]
     squares = torch.zeros(1 + len(left_out), len(x) * len(levels), dtype=torch.float64)
-    rows = torch.arange(squares.shape[1])
+    rows, losses = torch.arange(squares.shape[1]), [0.0] * len(squares)
 
     for some in rows.split(batch_size):
-        image = some // len(levels)
+        image, level = some // len(levels), levels[some % len(levels)].to(x.device)
+        labels, whole = None if y is None else y[image], None
+        for index, routes in enumerate([(), *((each,) for each in left_out)]):
+            outputs = list[Tensor]()
+            predict = _recorded(backbone, labels, routes, precision, outputs)
+            each, _ = objective.loss(predict, x[image], Draw(noise[image], level))
+            losses[index] += float(each.double().sum())
+            whole = outputs[0] if whole is None else whole
+            change = (whole - outputs[0] if index else whole)[:, : x.shape[1]]  # no variance
+            squares[index, some] = change.double().square().sum(dim=(1, 2, 3)).cpu()
 
-        def predict(x_t: Tensor, t: Tensor, some: Tensor = some, image: Tensor = image) -> Tensor:
-            labels = None if y is None else y[image]
-            with autocast(x.device, precision):
-                output: Tensor = backbone(x_t, t, labels)
-                changes = [output - backbone(x_t, t, labels, routes=[each]) for each in left_out]
-            for index, values in enumerate((output, *changes)):
-                data = values[:, : x.shape[1]].double()  # without a learned variance
-                squares[index, some] += data.square().sum(dim=(1, 2, 3)).cpu()
-            return output
-
-        level = levels[some % len(levels)].to(x.device)
-        objective.loss(predict, x[image], Draw(noise[image], level))
-
-    whole, *changes = squares.view(len(squares), len(x), len(levels)).sum(dim=1)
+    total, *changes = squares.view(len(squares), len(x), len(levels)).sum(dim=1)
     tiny = torch.finfo(torch.float64).tiny
-    fractions = [float((each / whole.clamp_min(tiny)).sqrt().mean()) for each in changes]
+    fractions = [float((each / total.clamp_min(tiny)).sqrt().mean()) for each in changes]
     by_range = zip(ranges, fractions[backbone.num_blocks :], strict=True)
     return {
         "num_images": len(x),
         "levels": levels.tolist(),
         "blocks": fractions[: backbone.num_blocks],
         "ranges": [[start, end, value] for (start, end), value in by_range],
+        "loss": losses[0] / len(rows),
+        "loss_rises": [without / losses[0] - 1 for without in losses[1:]],
     }
+
+
+def _recorded(
+    backbone: Backbone,
+    labels: Tensor | None,
+    routes: Sequence[Skip],
+    precision: str,
+    outputs: list[Tensor],
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the network as the objective takes it; its outputs are added to a list."""
+
+    def predict(x_t: Tensor, t: Tensor) -> Tensor:
+        with autocast(x_t.device, precision):
+            outputs.append(backbone(x_t, t, labels, routes=routes))
+        return outputs[-1]
+
+    return predict
 
 
 def ranges_of(backbone: Backbone, routing: Method) -> Ranges:
@@ -131,12 +147,13 @@ def contribution_names(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def describe_contributions(record: Mapping[str, Any]) -> list[str]:
-    """Return the values of `contributions` as lines of text, with a warning of idle ranges."""
+    """Return the values of `contributions` as lines of text."""
     values = "  ".join(f"{i} {value:.3f}" for i, value in enumerate(record["blocks"]))
     lines = [f"output changes without block: {values}"]
-    for start, end, value in record["ranges"]:
+    rises = record.get("loss_rises", [])[len(record["blocks"]) :]  # earlier records have none
+    for number, (start, end, value) in enumerate(record["ranges"]):
         text = f"blocks {start} … {end - 1} change the output by {100 * value:.2g} %"
-        rest = len(record["blocks"]) - (end - start)
-        idle = f": this network may be little more than its {rest} other blocks"
-        lines.append(text + (idle if value < IDLE else ""))
+        if number < len(rises):
+            text += f"; without them the loss rises by {100 * rises[number]:.2g} %"
+        lines.append(text)
     return lines
