@@ -191,7 +191,7 @@ def check_error(make, words):
         ("objective=rectified_flow", ["'flow'?"]),
         ("sampler=ddim", ["'euler'?"]),
         ("routing.rate=0.5", ["routing.selection_rate?"]),
-        ("data.path=x", ["data=digits has no setting path", "image_folder"]),
+        ("data.path=x", ["data.path is no setting of data=digits", "image_folder"]),
         ("routing=none routing.selection_rate=0.25", ["routing=none", "tread"]),
         ("alignment.weight=2", ["alignment=none", "alignment=repa"]),
     ],

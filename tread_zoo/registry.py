@@ -126,7 +126,7 @@ class Entry:
         for option in [key for key in options if key not in self.parameters()]:
             if holders := self._others_with(option):
                 raise ValueError(
-                    f"{where}={self.name} has no setting {option}: set {where}="
+                    f"{where}.{option} is no setting of {where}={self.name}: set {where}="
                     f"{' or '.join(holders)}, too."
                 )
         plain = json.dumps(dict(options), default=as_plain)

@@ -392,7 +392,7 @@ def test_an_item_that_cannot_be_read_is_listed_and_logged_once(run, tmp_path, ca
     assert bad.stem[:2] in line
     assert any(row.get("corrupt_items") == 1 for row in read_metrics(done))
     assert sum(str(bad.parent) in record.message for record in caplog.records) == 1
-    with pytest.raises(ValueError, match=r"1 of 40 .* max_corrupt_share=0 "):
+    with pytest.raises(ValueError, match=r"1 of 40 .* training.max_corrupt_share=0 "):
         run("other", *data, *every, "training.max_corrupt_share=0")
 
 

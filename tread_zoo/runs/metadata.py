@@ -101,8 +101,14 @@ class _Part(_Open):
     name: str
 
 
+class _Sizes(_Open):
+    input_size: Any
+    in_channels: int
+    num_classes: int
+
+
 class _Described(_Part):
-    config: dict[str, Any]
+    config: _Sizes
     routing: _Part | None = None
 
 
