@@ -219,20 +219,6 @@ def complete_sampler(part: str | Mapping[str, Any]) -> dict[str, Any]:
     return {"name": entry.name, **dataclasses.asdict(grid), **entry.complete(options)}
 
 
-# `--help` shows them only if it is asked for all.
-RARELY_SET = {
-    "kernels", "resume_changed", "inception_weights", "dinov2_weights", "part_size",
-    "max_corrupt_share",
-    *("training." + name for name in (
-        "ema_snapshots_every", "ema_warmup", "max_corrupt_share", "timeout_s", "keep_checkpoints",
-    )),
-    *("evaluation." + name for name in (
-        "labels", "num_reference", "seed", "block_ranges", "batch_size", "inception_weights",
-        "dinov2_weights", "keep_images",
-    )),
-}  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class RunConfig:
     """All that makes a run.

@@ -16,7 +16,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tread_zoo.config import (
     PART_FIELDS,
-    RARELY_SET,
     CheckpointConfig,
     EvaluationConfig,
     RunConfig,
@@ -30,6 +29,19 @@ from tread_zoo.registry import available, get_entry
 WIDTH, INDENT = 110, 34
 SENTENCE = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 SHARED = (CheckpointConfig, EvaluationConfig, TrainingConfig, RunConfig)  # "as of `…`"
+
+# `--help` shows them only if it is asked for all.
+RARELY_SET = {
+    "kernels", "resume_changed", "inception_weights", "dinov2_weights", "part_size",
+    "max_corrupt_share",
+    *("training." + name for name in (
+        "ema_snapshots_every", "ema_warmup", "max_corrupt_share", "timeout_s", "keep_checkpoints",
+    )),
+    *("evaluation." + name for name in (
+        "labels", "num_reference", "seed", "block_ranges", "batch_size", "inception_weights",
+        "dinov2_weights", "keep_images",
+    )),
+}  # fmt: skip
 
 
 def describe(

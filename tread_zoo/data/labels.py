@@ -155,3 +155,11 @@ def _may_be_labels(table: Any, column: str, kind: Any) -> bool:
         return True
     values = table[column]
     return 1 < len(set(values)) <= max(2, _FEW * len(values))
+
+
+def label_text(content: bytes) -> str:
+    """Return the label in a .cls file of a shard. Raises ValueError if it is no text."""
+    try:
+        return content.decode().strip()
+    except UnicodeDecodeError:
+        raise ValueError(f"a .cls file is no text in UTF-8: {content[:20]!r}") from None

@@ -26,7 +26,7 @@ from tread_zoo.credentials import without_credentials
 from tread_zoo.data.contexts import as_context, context_shape
 from tread_zoo.data.dataset import ImageData, TableDataset
 from tread_zoo.data.folders import SUFFIXES, find_classes, picture_formats
-from tread_zoo.data.labels import check_labels, find_label_column, nfc, read_labels
+from tread_zoo.data.labels import check_labels, find_label_column, label_text, nfc, read_labels
 from tread_zoo.data.split import evenly_spaced, split_data
 from tread_zoo.errors import unknown_name
 from tread_zoo.fields import Fraction
@@ -250,7 +250,7 @@ def _read_shards(files: list[str], path: str) -> "datasets.Dataset":
     from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
     given: Any = {"path": "webdataset", "data_files": files, "split": "train"}
-    with mock.patch.dict(WebDataset.DECODERS, {"cls": _label_text}):
+    with mock.patch.dict(WebDataset.DECODERS, {"cls": label_text}):
         try:
             features = dict(datasets.load_dataset(**given, streaming=True).features)
         except ValueError:  # the first five differ
@@ -261,13 +261,6 @@ def _read_shards(files: list[str], path: str) -> "datasets.Dataset":
             return datasets.load_dataset(**given, features=datasets.Features(features))
         except DatasetGenerationError as error:
             raise ValueError(f"data.path={path!r}: {error.__cause__ or error}") from error
-
-
-def _label_text(content: bytes) -> str:
-    try:
-        return content.decode().strip()
-    except UnicodeDecodeError:
-        raise ValueError(f"a .cls file is no text in UTF-8: {content[:20]!r}") from None
 
 
 def _expand_braces(pattern: str) -> list[str]:

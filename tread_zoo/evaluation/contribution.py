@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tread_zoo.contract.backbone import Backbone
+from tread_zoo.contract.crossing import Crossing
 from tread_zoo.data import ImageData
 from tread_zoo.diffusion import Objective
 from tread_zoo.diffusion.objective import Draw
@@ -118,7 +119,7 @@ def contributions(
 def _recorded(
     backbone: Backbone,
     labels: Tensor | None,
-    routes: Sequence[Skip],
+    routes: Sequence[Crossing],
     precision: str,
     outputs: list[Tensor],
 ) -> Callable[[Tensor, Tensor], Tensor]:
