@@ -304,7 +304,7 @@ def test_the_released_route_counts_the_end_block():
 
 @pytest.mark.parametrize(("number", "recipe"), enumerate(RECIPES))
 def test_a_recipe_goes_with_every_backbone_and_routing(number, recipe):
-    path = ["data.path=x"] if recipe.startswith("imagenet256") else []
+    path = ["data.path=x"] if recipe.startswith(("imagenet256", "photos")) else []
     backbone, routing = CHOICES[number % len(CHOICES)]
     config = compose(f"experiment={recipe}", f"backbone={backbone}", f"routing={routing}", *path)
     assert config.backbone["name"] == f"{backbone}_tiny"
