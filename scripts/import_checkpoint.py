@@ -29,7 +29,7 @@ class ImportConfig:
 
     Args:
         in: the file as published, or as its training script saved it (.pt, .pth, .safetensors).
-        format: the project, see docs/importing.md.
+        format: the project, see docs/sharing.md.
         out: a new folder, for checkpoint=… of the other commands.
         export: convert back: `in` is a run's folder, `out` a file in the project's format; of the
             fields below only `weights` applies.

@@ -93,7 +93,7 @@ def test_the_recipe_of_finetuning_runs(tmp_path, monkeypatch):
     vae = {"name": "none", "class": "x", "sha256": "x", "shift_factor": 0.0, "scaling_factor": 0.2}
     items = [(torch.randn(1, 4, 8, 8), number % 3) for number in range(20)]
     write_table(Path("photos_latents"), items, content="samples", vae=vae)
-    page = (ROOT / "docs" / "importing.md").read_text()
+    page = (ROOT / "docs" / "sharing.md").read_text()
     recipe = page.partition("## Finetuning")[2].partition("```bash\n")[2].partition("```")[0]
     lines = recipe.replace("\\\n", " ").splitlines()
     for script, overrides in map(overrides_of, lines):
