@@ -1,6 +1,6 @@
 """FLOPs of the executed code, counted by torch's flop counter on the meta device.
 
-torch counts matrix products; formulas that `tread_zoo.kernels` registers (see docs/flops.md) count
+torch counts matrix products; formulas that `tread_zoo.kernels` registers (docs/evaluation.md) count
 scans and the convolutions before them. A multiply-add is 2; elementwise work is not counted, as is
 usual. Every operation is counted in its torch form, so that machines agree. The recomputation of
 activation checkpointing is counted.

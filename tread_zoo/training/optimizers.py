@@ -59,7 +59,7 @@ class AdamW:
 @dataclass(frozen=True)
 class Muon:
     """Muon (Jordan 2024) of the backbone's hidden matrices, AdamW of all else; see
-    `hidden_matrices` and docs/optimizers.md.
+    `hidden_matrices` and docs/training.md.
 
     Args:
         learning_rate: the peak of Muon's; auto is what the backbone's preset is trained with.

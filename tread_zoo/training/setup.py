@@ -197,7 +197,7 @@ def _build_projector(
     elif data.features is None:
         raise ValueError(
             f"alignment={config.alignment['name']}, but {data.name} has no features of an encoder: "
-            "tread-zoo encode features=… writes a table that has them (docs/alignment.md)."
+            "tread-zoo encode features=… writes a table that has them (docs/training.md)."
         )
     elif config.training.horizontal_flip and data.features[0] < 2:
         raise ValueError(
