@@ -183,8 +183,13 @@ def test_the_absence_of_diffusers_names_the_extra(monkeypatch):
         build("SD3Transformer2DModel")
 
 
-@pytest.mark.slow
-@EVERY_CLASS
+@pytest.mark.parametrize(
+    "cls",
+    [
+        pytest.param(c, marks=getattr(pytest.mark, "slow" if c.startswith("SD3") else "nightly"))
+        for c in CONFIGS
+    ],
+)
 def test_it_learns_digits(cls, tmp_path):
     given = ["data=digits", "training.num_steps=200", "training.batch_size=64"]
     folder = run(tmp_path, cls, *given, "optimizer.learning_rate=auto")

@@ -27,7 +27,7 @@ def on_a_gpu(test):
 
 
 @needs_triton
-@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.nightly)])
 def test_forms_equal_their_formulas_under_the_interpreter(which) -> None:
     file = ROOT / "tests/kernels/interpreted/triton_forms.py"
     env = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -70,13 +70,21 @@ def tools(target: str) -> None:
         pytest.skip(f"Triton has no NVIDIA tools here: {error}")
 
 
+TARGETS = ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"]
+
+
 @needs_triton
-@pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(t, marks=getattr(pytest.mark, "slow" if t == "sm_90" else "nightly"))
+        for t in TARGETS
+    ],
+)
 @pytest.mark.parametrize(
     ("op", "shape"), [(WKV, (32, 19, 768)), (SCAN, (32, 16, 768, 16, 1))], ids=["wkv", "scan"]
 )
-def test_compiles_in_seconds_and_keeps_to_registers(op, shape, target) -> None:
+def test_compiles_and_keeps_to_registers(op, shape, target) -> None:
     """A route's variant: the largest. At most 8 bytes are spilled for any of NVIDIA's."""
     tools(target)
     offline = import_module("benchmarks.offline")
@@ -87,7 +95,6 @@ def test_compiles_in_seconds_and_keeps_to_registers(op, shape, target) -> None:
     assert len(variants) == (4 if op is WKV else 3)  # a scan's backward pass runs forward, too
     for variant in variants:
         assert variant.shared == 0, "no sum and no store passes through shared memory"
-        assert variant.seconds < 15, "5 on a free core"
         if not target.startswith("gfx"):
             assert variant.registers <= (128 if op is WKV else 168)
             assert variant.spilled <= (16 if op is WKV else 128)

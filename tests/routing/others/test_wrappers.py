@@ -92,10 +92,15 @@ def test_copies_of_a_network(name):
     assert torch.equal(run(network, inputs), run(twin, inputs))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [FLUX, "LTXVideoTransformer3DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel"],
+    [
+        pytest.param(FLUX, marks=pytest.mark.slow),
+        *(
+            pytest.param(f"{name}Transformer{kind}DModel", marks=pytest.mark.nightly)
+            for name, kind in (("LTXVideo", 3), ("QwenImage", 2), ("Wan", 3))
+        ),
+    ],
 )
 def test_compiled_blocks_have_no_break(name):
     network = build(name)
