@@ -119,10 +119,15 @@ def in_words(log: Interval) -> str:
     verdict = log.verdict("lower")
     low, high = (100 * (math.exp(end) - 1) for end in (log.low, log.high))
     if verdict == "not settled":
-        return f"level ({low:+.0f} to {high:+.0f} %)"
+        return f"{_unsettled(log)} ({low:+.0f} to {high:+.0f} %)"
     word = {"ahead": "better", "behind": "worse"}[verdict]
     near, far = sorted((abs(low), abs(high)))
     return f"**{word}** by {100 * abs(math.exp(log.mean) - 1):.0f} % ({near:.0f} to {far:.0f})"
+
+
+def _unsettled(log: Interval) -> str:
+    """Return `level` if an interval around 0 excludes a difference of a quarter, either way."""
+    return "level" if max(-log.low, log.high) < math.log(1.25) else "not settled"
 
 
 def draw(file: Path) -> None:
@@ -185,7 +190,8 @@ def in_percent(log: Interval) -> str:
         return f"{math.exp(log.mean):.2f}, one seed"
     low, high = math.exp(log.low), math.exp(log.high)
     text = f"{math.exp(log.mean):.2f} ({low:.2f} to {high:.2f})"
-    word = {"ahead": "better", "behind": "worse", "not settled": "level"}[log.verdict("lower")]
+    words = {"ahead": "better", "behind": "worse", "not settled": _unsettled(log)}
+    word = words[log.verdict("lower")]
     return f"{text}, {word}"
 
 
