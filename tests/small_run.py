@@ -37,7 +37,9 @@ SMALL = [
 # What the metadata of any checkpoint have beside its step.
 META = {
     "plugins": [],
-    "backbone": {"name": "dit_tiny", "config": {}},
+    "backbone": {
+        "name": "dit_tiny", "config": {"input_size": 8, "in_channels": 1, "num_classes": 10},
+    },
     "config": {
         "objective": {"name": "flow"}, "sampler": {"name": "euler"}, "guidance": {"name": "none"},
     },
