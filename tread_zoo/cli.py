@@ -218,9 +218,8 @@ def worded(name: str, config: type) -> Iterator[None]:
         yield
     except MissingConfigException as error:
         file = str(error.missing_cfg_file)
-        group, _, option = (
-            file.partition("/") if file.split("/")[0] in KINDS else (file.rpartition("/"))
-        )
+        is_part = file.partition("/")[0] in KINDS  # whose name may have a /, as in DiT-XL/2
+        group, _, option = file.partition("/") if is_part else file.rpartition("/")
         if group == "data" and "/" in option:
             raise ValueError(
                 f"data={option!r} is a path, and data names a source: for a folder of images, "

@@ -11,10 +11,16 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 MOST_LISTED = 24  # names in one line
+
+
+def _by_alias(names: Mapping[str, str]) -> dict[str, str]:
+    """Return {alias: name} from {name: "alias alias"}."""
+    return {alias: name for name, aliases in names.items() for alias in aliases.split()}
+
+
 # What fields are called elsewhere; the last part alone where the other groups have it, too.
-USUAL_NAMES = {
-    alias: field
-    for field, aliases in {
+USUAL_NAMES = _by_alias(
+    {
         "optimizer.learning_rate": "lr learning_rate",
         "optimizer.weight_decay": "wd weight_decay",
         "lr_schedule.warmup_steps": "warmup",
@@ -33,21 +39,18 @@ USUAL_NAMES = {
         "backbone": "model",
         "checkpoint": "ckpt",
         "run_dir": "output_dir",
-    }.items()
-    for alias in aliases.split()
-}
+    }
+)
 # What parts are called elsewhere.
-USUAL_PARTS = {
-    alias: part
-    for part, aliases in {
+USUAL_PARTS = _by_alias(
+    {
         "flow": "rectified_flow flow_matching fm cfm",
         "euler": "ddim ode",
         "dpmpp_2m": "dpm dpm_solver",
         "image_folder": "imagenet folder imagefolder photos",
         "webdataset": "wds tar",
-    }.items()
-    for alias in aliases.split()
-}
+    }
+)
 # Settings of earlier versions.
 INSTEAD = {
     "routing.rejoin": "routing=sprint or routing=maskdit",

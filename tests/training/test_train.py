@@ -24,6 +24,7 @@ from tread_zoo.training.ema import WeightAverage
 from tread_zoo.training.loop import draw_step, step_loss, train
 from tread_zoo.training.meters import Window
 from tread_zoo.training.optimizer_state import optimizer_state
+from tread_zoo.training.run_page import write_run_page
 from tread_zoo.training.setup import make_accelerator, place
 from tread_zoo.training.trackers import read_metrics
 
@@ -414,17 +415,18 @@ def test_a_budget_of_flops_sets_the_steps(tmp_path):
         make_config(training={"num_flops": budget, "num_steps": 3})
 
 
-def test_a_run_s_page_shows_its_losses_and_samples_and_loads_again_while_it_trains(run, tmp_path):
-    folder = tmp_path / "run"
+def test_a_run_s_page_shows_its_losses_and_samples_and_how_it_ended(run, tmp_path):
+    """While it trains, it loads itself again."""
+    page = tmp_path / "run" / "index.html"
     FlowThatBreaks.losses.clear()
     with pytest.raises(FloatingPointError):
         run("run", "objective=flow_that_breaks", "objective.at=6", "training.log_every=1")
-    page = (folder / "index.html").read_text()
-    assert 'http-equiv="refresh"' in page
-    assert "step 5/6" in page
-    assert page.count("<polyline") == 2
+    assert "error: step 6: the loss is nan" in page.read_text()
+    assert page.read_text().count("<polyline") == 2
+    write_run_page(page.parent, read_metrics(page.parent), ["step 5/6", "a <b>"])
+    assert 'http-equiv="refresh"' in page.read_text()
+    assert "a &lt;b&gt;" in page.read_text()
     run("run", "overwrite=true", "training.log_every=1")
-    page = (folder / "index.html").read_text()
-    assert 'http-equiv="refresh"' not in page
-    assert "label_accuracy" in page
-    assert 'src="samples/step_00000006.png"' in page
+    for words in ("label_accuracy", 'src="samples/step_00000006.png"'):
+        assert words in page.read_text()
+    assert "refresh" not in page.read_text()

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,7 @@ from tread_zoo.runs.checkpoint import drop_later
 from tread_zoo.runs.folder import CONFIG, FACTS, SCORE, SCORES
 from tread_zoo.runtime import DTYPES, describe_device
 from tread_zoo.training.meters import Window, peak_flops, peak_memory, timed
-from tread_zoo.training.run_page import write_run_page
+from tread_zoo.training.run_page import REFRESH_S, write_run_page
 from tread_zoo.training.setup import TrainState
 from tread_zoo.training.trackers import Trackers, read_lines, read_metrics, write_lines
 from tread_zoo.version import describe_start
@@ -119,6 +119,7 @@ class Log:
         network = copy(state.whole)
         network.checkpoint_blocks = 0  # recomputation is not counted
         self.stages = step_flops(network)
+        self.next_page = 0.0
         self.facts: dict[str, Any] = {
             "data": setup.data_metadata,
             "num_parameters": sum(p.numel() for p in state.whole.parameters()),
@@ -137,6 +138,8 @@ class Log:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self.is_main and isinstance(error, Exception):
             self._note(f"error: {error}")
+            with suppress(ValueError):  # the folder is gone
+                self._write_page([f"error: {error}"], ended=True)
         self._stack.close()
 
     def __enter__(self) -> "Log":
@@ -268,6 +271,10 @@ class Log:
         self._write_page([line])
 
     def _write_page(self, status: list[str], *, ended: bool = False) -> None:
+        """Write the run's page, as often as it is loaded again, and at the end."""
+        if not ended and time.monotonic() < self.next_page:
+            return
+        self.next_page = time.monotonic() + REFRESH_S
         with _optional(self.folder / "index.html"):
             write_run_page(self.folder, read_metrics(self.folder), status, ended=ended)
 
@@ -279,8 +286,10 @@ class Log:
         """Log that a signal ends the run."""
         self.bar.close()
         if self.is_main:
-            _say("stopped", f"by {Signals(signal).name}; saved {self.folder} at step {step}; "
-                            "continue with resume=latest")  # fmt: skip
+            text = f"by {Signals(signal).name}; saved {self.folder} at step {step}; continue with "
+            text += "resume=latest"
+            _say("stopped", text)
+            self._write_page([f"stopped {text}"], ended=True)
 
     # Averaged weights --------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
 """A run's page, `index.html`: what it does now, its losses and newest samples. While it trains, the
-page loads itself again."""
+page loads itself again. Curves are drawn here: matplotlib takes a second, and training runs on."""
 
 import html
 import math
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tread_zoo.credentials import without_credentials
 from tread_zoo.data.files import write_text
 
 PAGE = """<!doctype html>
@@ -30,6 +31,7 @@ text {{ fill: currentColor; font-size: 12px }} polyline {{ fill: none; stroke-wi
 WIDTH, HEIGHT, MARGIN = 720, 220, 40
 CURVES = {"loss": "loss in training", "held_out_loss": "held-out loss"}
 MOST_POINTS = 400  # of a curve
+REFRESH_S = 20  # a page that is open loads itself again
 
 
 def write_run_page(
@@ -46,8 +48,9 @@ def write_run_page(
     titles = {path: f"samples at step {int(path.stem[5:])}" for path in newest}
     titles |= dict.fromkeys((folder / "samples").glob("real.png"), "real images")
     text = PAGE.format(
-        name=html.escape(folder.resolve().name), status=html.escape("\n".join(status)),
-        refresh="" if ended else '<meta http-equiv="refresh" content="20">',
+        name=html.escape(folder.resolve().name),
+        status=html.escape(without_credentials("\n".join(status))),
+        refresh="" if ended else f'<meta http-equiv="refresh" content="{REFRESH_S}">',
         curves=_curves(list(rows)),
         pictures="\n".join(
             f'<h2>{title}</h2><img src="samples/{path.name}" alt="{title}">'

@@ -1,9 +1,9 @@
 """Fill in the tables of this page from its .csv files, a row a scored run.
 
 python docs/comparison/equal_cost/page.py               # from the records
-python docs/comparison/equal_cost/page.py RUNS STUDY    # read a folder of runs into STUDY.csv first
+python docs/comparison/equal_cost/page.py RUNS STUDY    # add a folder of runs to STUDY.csv first
 
-Runs lie in RUNS/<arm>_s<seed>; a table stands between `<!-- study -->` and `<!-- end -->`.
+A table stands between `<!-- study -->` and `<!-- end -->`.
 """
 
 import json
@@ -11,6 +11,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -32,8 +33,7 @@ METRICS = ["fid", "kid", "precision", "recall", "label_accuracy"]
 def collect(folder: Path) -> pd.DataFrame:
     """Return a row for each score of the finished runs in a folder."""
     rows = []
-    for run in sorted(path.parent for path in folder.glob("*_s*/score.json")):
-        arm, _, seed = run.name.rpartition("_s")
+    for run in sorted(path.parent for path in folder.glob("*/score.json")):
         config = json.loads((run / "config.json").read_text())
         with (run / "commands.jsonl").open() as stream:
             start = json.loads(stream.readline())
@@ -42,7 +42,7 @@ def collect(folder: Path) -> pd.DataFrame:
             device = record.get("run", {}).get("device", "")
             protocol, values = record["protocol"], record["values"]
             rows.append({
-                "arm": arm.replace("_", " ").partition(" lr")[0], "seed": int(seed),
+                "arm": arm_of(config), "seed": config["seed"],
                 "learning_rate": config["optimizer"]["learning_rate"],
                 "steps": protocol["step"], "draw": protocol["seed"],
                 "guidance": protocol["sampling"]["guidance_scale"],
@@ -52,6 +52,15 @@ def collect(folder: Path) -> pd.DataFrame:
                 "machine": f"{machine()}, {device}".rstrip(", "),
             })  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def arm_of(config: dict[str, Any]) -> str:
+    """Return the arm that a run's settings make."""
+    routing, depth = config["routing"], config["backbone"]["depth"]
+    # Before it was a method: all tokens but two skip the range, in every second step.
+    is_dropout = routing["name"] == "layer_drop" or routing.get("selection_rate") == 0.98
+    name = "dense" if routing["name"] == "none" else "layer dropout" if is_dropout else "routed"
+    return f"{name} {depth}"
 
 
 def machine() -> str:
@@ -80,9 +89,8 @@ def table(rows: pd.DataFrame) -> str:
 
 
 def read(study: str) -> pd.DataFrame:
-    """Return the scores of a study, none if it has no record yet."""
-    file = HERE / f"{study}.csv"
-    return pd.read_csv(file) if file.exists() else pd.read_csv(HERE / "digits.csv").iloc[:0]
+    """Return the scores of a study."""
+    return pd.read_csv(HERE / f"{study}.csv")
 
 
 def means_by_arm(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -212,7 +220,11 @@ def filled(text: str) -> str:
 
 def main() -> None:
     if len(sys.argv) == 3:
-        collect(Path(sys.argv[1])).to_csv(HERE / f"{sys.argv[2]}.csv", index=False)
+        rows = pd.concat([read(sys.argv[2]), collect(Path(sys.argv[1]))])
+        rows = rows.drop_duplicates(
+            ["arm", "seed", "learning_rate", "draw", "guidance"], keep="last"
+        )
+        rows.to_csv(HERE / f"{sys.argv[2]}.csv", index=False)
     draw(HERE / "ratios.svg")
     for page in PAGES:
         page.write_text(filled(page.read_text()))
