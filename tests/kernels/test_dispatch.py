@@ -111,6 +111,13 @@ def test_what_a_form_does_not_take_is_said() -> None:
     assert reason("selective_scan", "triton", (1, 2, 4, 65, 1)).startswith("65 states")
     assert "5 taps" in reason("causal_conv1d", "causal-conv1d", (1, 5, 8, 5))
     assert "6 channels" in reason("causal_conv1d", "causal-conv1d", (1, 5, 6, 4))
+    for op in ("gated_linear_attention", "dplr_delta_rule"):
+        assert reason(op, "fla", (1, 5, 2, 16, 16)) is None
+        assert "narrower than 16" in reason(op, "fla", (1, 5, 2, 16, 8))
+
+
+def test_cudnn_whose_gradient_may_be_nan_is_not_among_the_kernels_of_attention() -> None:
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_attention_by_hand_where_sdpa_is_slow_on_a_cpu() -> None:

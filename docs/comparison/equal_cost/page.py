@@ -80,7 +80,7 @@ def table(rows: pd.DataFrame) -> str:
     ]
     for arm, means in sorted(by_arm.items(), key=lambda each: each[1].fid.mean()):
         cells = [f"{math.exp(means.fid.map(math.log).mean()):.2f}"]
-        cells.append("1" if arm == BASE else in_percent(ratio(by_arm, arm)))
+        cells.append("1" if arm == BASE else in_percent(ratio(by_arm, arm)) + dissent(by_arm, arm))
         cells += [f"{means.kid.mean():.3f}", f"{means.label_accuracy.mean():.3f}"]
         lines.append(
             f"| {arm} blocks | {len(means)} | {' | '.join(cells)} | {PRICES.get(arm, 1)} |"
@@ -115,7 +115,11 @@ def answer() -> str:
                 continue
             fid = by_arm[arm].fid
             cell = f"{math.exp(fid.map(math.log).mean()):.2f}, n = {len(fid)}"
-            cells.append(cell if arm == BASE else f"{cell}: {in_words(ratio(by_arm, arm))}")
+            cells.append(
+                cell
+                if arm == BASE
+                else f"{cell}: {in_words(ratio(by_arm, arm))}{dissent(by_arm, arm)}"
+            )
         lines.append(f"| {ARMS[arm]} | {' | '.join(cells)} | {PRICES.get(arm, 1)} |")
     return "\n".join(lines)
 
@@ -185,11 +189,22 @@ def rates(rows: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
-def ratio(by_arm: dict[str, pd.DataFrame], arm: str, other: str = BASE) -> Interval:
+def ratio(
+    by_arm: dict[str, pd.DataFrame], arm: str, other: str = BASE, metric: str = "fid"
+) -> Interval:
     """Return the logarithm of the ratio of two arms' distances: by seed for networks of equal
     depth, whose initial weights are the same."""
     paired = (arm in PRICES) == (other in PRICES)
-    return log_ratio(by_arm[arm].fid, by_arm[other].fid, paired=paired)
+    return log_ratio(by_arm[arm][metric], by_arm[other][metric], paired=paired)
+
+
+def dissent(by_arm: dict[str, pd.DataFrame], arm: str) -> str:
+    """Return what the kernel distance says of an arm where it does not share the verdict."""
+    fid, kid = (ratio(by_arm, arm, metric=metric) for metric in ("fid", "kid"))
+    if math.isinf(kid.half) or kid.verdict("lower") == fid.verdict("lower"):
+        return ""
+    word = {"ahead": "better", "behind": "worse"}.get(kid.verdict("lower"), _unsettled(kid))
+    return f"; by the kernel distance {word}"
 
 
 def in_percent(log: Interval) -> str:

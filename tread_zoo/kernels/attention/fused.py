@@ -12,6 +12,10 @@ from torch import Tensor
 from tread_zoo.kernels.packages import LibraryFunction
 
 CPU_HALF_TOKENS = 1024
+# From torch 2.11 on, cuDNN's kernel is the first choice on an H100. Where the keys are 64 more than
+# a multiple of 128, and all of a query's logits are far below 0, its gradient is NaN
+# (pytorch/pytorch#196678). Torch's other kernels serve the same calls.
+torch.backends.cuda.enable_cudnn_sdp(False)
 FLASH = LibraryFunction(
     "flash_attn", "flash_attn_func", "pip install flash-attn --no-build-isolation"
 )

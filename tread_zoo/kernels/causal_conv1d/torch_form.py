@@ -62,7 +62,8 @@ class _Fusible(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias, segment_ids)
-        return _convolve(x, weight, bias, segment_ids)
+        # torch 2.11 compiles the gradients of what was changed in place, and returned, to zeros.
+        return _convolve(x, weight, bias, segment_ids).clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:

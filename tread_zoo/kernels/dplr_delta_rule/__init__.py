@@ -29,7 +29,7 @@ register(
     "dplr_delta_rule",
     [
         Implementation(
-            "fla", dplr_delta_rule_fla, CHUNK_DPLR, unsuited, "up to 256 keys", tf32=True
+            "fla", dplr_delta_rule_fla, CHUNK_DPLR, unsuited, "16 to 256 keys", tf32=True
         ),
         Implementation("torch", dplr_delta_rule_torch),
         Implementation("naive", dplr_delta_rule_naive),

@@ -14,6 +14,7 @@ CHUNK_DPLR = LibraryFunction(
     "fla.ops.generalized_delta_rule", "chunk_dplr_delta_rule", "pip install fla-core"
 )
 RESET = -30.0
+NARROWEST = 16  # of Triton's products
 
 
 def dplr_delta_rule_fla(
@@ -34,4 +35,7 @@ def dplr_delta_rule_fla(
 
 def unsuited(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> str | None:
     """Return why the kernel does not take this call, or None."""
-    return "keys or values wider than 256" if max(k.shape[-1], v.shape[-1]) > 256 else None
+    widths = k.shape[-1], v.shape[-1]
+    if max(widths) > 256:
+        return "keys or values wider than 256"
+    return f"keys or values narrower than {NARROWEST}" if min(widths) < NARROWEST else None

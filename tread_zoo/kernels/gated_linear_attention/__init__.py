@@ -10,7 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tread_zoo.kernels.dispatch import Implementation, check_shapes, register, run
-from tread_zoo.kernels.gated_linear_attention.fused import CHUNK_GLA, gated_linear_attention_fla
+from tread_zoo.kernels.gated_linear_attention.fused import (
+    CHUNK_GLA,
+    gated_linear_attention_fla,
+    unsuited,
+)
 from tread_zoo.kernels.gated_linear_attention.naive import gated_linear_attention_naive
 from tread_zoo.kernels.gated_linear_attention.torch_form import gated_linear_attention_torch
 
@@ -26,7 +30,9 @@ def _example(
 register(
     "gated_linear_attention",
     [
-        Implementation("fla", gated_linear_attention_fla, CHUNK_GLA, tf32=True),
+        Implementation(
+            "fla", gated_linear_attention_fla, CHUNK_GLA, unsuited, "from 16 keys on", tf32=True
+        ),
         Implementation("torch", gated_linear_attention_torch),
         Implementation("naive", gated_linear_attention_naive),
     ],

@@ -12,6 +12,7 @@ from tread_zoo.kernels.packages import LibraryFunction
 
 CHUNK_GLA = LibraryFunction("fla.ops.gla", "chunk_gla", "pip install fla-core")
 RESET = -60.0
+NARROWEST = 16  # of Triton's products
 
 
 def gated_linear_attention_fla(
@@ -28,3 +29,9 @@ def gated_linear_attention_fla(
     inputs = {name: value.float().contiguous() for name, value in inputs.items()}
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return CHUNK_GLA(**inputs, scale=scale)[0].to(v.dtype)
+
+
+def unsuited(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> str | None:
+    """Return why the kernel does not take this call, or None."""
+    narrow = min(k.shape[-1], v.shape[-1]) < NARROWEST
+    return f"keys or values narrower than {NARROWEST}" if narrow else None
