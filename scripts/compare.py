@@ -5,7 +5,7 @@ tread-zoo compare backbone=dit_tiny,mamba_tiny routing=none,tread seed=0,1,2
 tread-zoo compare compare.study=selectors backbone=mamba_tiny     # configs/study/ has them
 tread-zoo compare compare.jobs=2 training.score_every=100 compare.out=comparisons/faces
 tread-zoo compare compare.runs=[runs/a,runs/b] compare.out=comparisons/mine
-tread-zoo compare compare.runs="runs/digits_*" compare.metric=kid compare.goal=1.5
+tread-zoo compare compare.runs="runs/digits_*" compare.metric=kid
 tread-zoo compare compare.runs="runs/dit_*" 'guidance=none,{name: cfg, scale: 2}' \
     sampler.num_steps=10,20,40 compare.out=comparisons/guidance           # cells score, not train
 tread-zoo compare compare.runs=runs/x sampler.selection_rate=0,0.25,0.5,0.75    # budgets
@@ -65,8 +65,6 @@ class CompareConfig:
         fixed: of a study: overrides that all cells share. Those of the command line replace them.
         jobs: processes at a time; with several GPUs each takes its own.
         metric: the score that decides on the page; null is the first distance that all runs have.
-        goal: a value of `metric`: the report says what each setting spent until it met the goal;
-            needs training.score_every.
         runs: existing runs: a folder, a pattern such as "runs/*", or a list; overrides are then
             those of tread-zoo evaluate.
     """
@@ -77,7 +75,6 @@ class CompareConfig:
     fixed: tuple[str, ...] = ()
     jobs: PositiveInt = 1
     metric: str | None = None
-    goal: float | None = None
     runs: str | tuple[str, ...] = ()
 
 
@@ -123,7 +120,6 @@ def compare(words: Sequence[str]) -> int:
         "title": settings["title"] or "Runs compared",
         "command": shlex.join(["tread-zoo", "compare", *words]),
         "metric": settings["metric"],
-        "goal": settings["goal"],
     }
     print(comparison.write_report(runs, curves, out, **about, failed=failed))
     print(f"written to {out}: index.html, report.md, figures/, results.csv, curves.csv")

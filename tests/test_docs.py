@@ -52,13 +52,33 @@ def test_the_method_of_the_guide_trains_and_is_tested(tmp_path):
     assert "12 passed" in done.stdout
 
 
-@pytest.mark.parametrize("page", ["equal_cost"])
+@pytest.mark.parametrize("page", ["comparison/equal_cost", "board"])
 def test_tables_are_those_of_their_records(page):
-    folder = ROOT / "docs/comparison" / page
+    folder = ROOT / "docs" / page
     names = runpy.run_path(str(folder / "page.py"))
     for file in names["PAGES"]:
         text = file.read_text()
         assert names["filled"](text) == text, file
+
+
+def test_an_entry_of_the_board_keeps_its_rules(tmp_path):
+    names = runpy.run_path(str(ROOT / "docs/board/page.py"))
+    runs = tmp_path / "runs.csv"
+    runs.write_bytes(names["RUNS"].read_bytes())
+    add, table = names["add"], names["table"]
+    add.__globals__["RUNS"] = runs
+    result = {"seed": range(5), "fid": [1.0, 1.1, 0.9, 1.05, 0.95], "kid": 0.1, "machine": "a CPU",
+              "flops": 27.3e12, "flops_per_sample": 2e9}  # fmt: skip
+    for broken in ({"flops": 30e12}, {"flops_per_sample": 5e9}, {"seed": [0, 1, 2, 3, 3]}):
+        pd.DataFrame(result | broken).to_csv(tmp_path / "results.csv")
+        with pytest.raises(ValueError, match=next(iter(broken))):
+            add(tmp_path / "results.csv", "mine", "optimizer=muon")
+    pd.DataFrame(result).to_csv(tmp_path / "results.csv")
+    for _ in range(2):  # the second replaces the first
+        add(tmp_path / "results.csv", "mine", "optimizer=muon")
+    first = table().splitlines()[2]
+    assert first.startswith("| mine | 1.00 ± 0.10 | 0.100 | 5 | 2 | optimizer=muon |")
+    assert table().count("| mine |") == 1
 
 
 PAYS = ROOT / "docs/comparison/where_routing_pays"

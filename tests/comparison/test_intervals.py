@@ -5,8 +5,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from tread_zoo.comparison.findings import spent_until
-from tread_zoo.comparison.intervals import differences, interval, log_ratio, meets
+from tread_zoo.comparison.intervals import differences, interval, log_ratio
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 20])
@@ -63,56 +62,6 @@ def test_differences_are_of_equal_draws_and_seeds():
     first = pd.Series({(0, 1): 1.0, (0, 2): 2.0, (1, 1): 5.0})
     second = pd.Series({(0, 1): 0.5, (0, 2): 1.0, (0, 3): 9.0, (2, 1): 7.0})
     assert differences(first, second).to_dict() == {0: 0.75}
-
-
-def scores(*runs):
-    rows = [
-        {"folder": f"run{i}", "step": 100 * k, "flops": 1e6 * k, "seconds": k, "value": value}
-        for i, run in enumerate(runs)
-        for k, value in enumerate(run, 1)
-    ]
-    return pd.DataFrame(rows)
-
-
-def test_a_lucky_single_run_meets_no_goal():
-    lucky = [0.5, 0.99, 0.96, 0.97]
-    assert spent_until(scores(lucky), 0.97, "higher") is None
-    assert spent_until(scores(lucky, lucky), 0.97, "higher") is None
-    plain = [[0.5, 0.95, 0.96, 0.969], [0.5, 0.94, 0.95, 0.968]]
-    assert spent_until(scores(lucky, *plain), 0.97, "higher") is None
-
-
-def test_three_runs_meet_a_goal_where_their_mean_does_beyond_doubt():
-    runs = [0.9, 0.972, 0.98, 0.98], [0.9, 0.968, 0.981, 0.98], [0.9, 0.974, 0.979, 0.979]
-    table = scores(*runs)  # at 200 above, not surely
-    assert spent_until(table, 0.97, "higher").step.unique() == [300]
-    assert spent_until(table[table.step < 400], 0.97, "higher") is None, "not confirmed"
-    only = table[table.step == 300]
-    assert spent_until(only, 0.97, "higher").step.unique() == [300], "a single look"
-    lower = spent_until(table.assign(value=-table.value), -0.97, "lower")
-    assert lower.step.unique() == [300]
-
-
-@pytest.mark.parametrize("lasting", [0, 0.5, 0.9])
-def test_ten_looks_let_a_planted_null_in_about_as_seldom_as_one(lasting):
-    """Runs whose mean stays at the goal, where a single look errs most. `lasting` is the part of
-    their variance that a run keeps from score to score."""
-    generator, entered = np.random.default_rng(0), []
-    for _ in range(200):
-        own = generator.normal(0, lasting**0.5, (3, 1))
-        runs = own + generator.normal(0, (1 - lasting) ** 0.5, (3, 10))
-        entered.append(spent_until(scores(*runs), 0.0, "higher") is not None)
-    assert np.mean(entered) < 0.1
-
-
-@pytest.mark.parametrize("better", ["lower", "higher"])
-def test_the_test_of_a_goal_is_one_sided_at_five_per_cent(better):
-    sign = -1 if better == "lower" else 1
-    values = np.array([1.0, 1.3, 1.1, 1.25])
-    side = "greater" if better == "higher" else "less"
-    for goal in np.linspace(0.8, 1.2, 41):
-        p = stats.ttest_1samp(sign * values, sign * goal, alternative=side).pvalue
-        assert meets(sign * values, sign * goal, better) == (p <= 0.05)
 
 
 @pytest.mark.parametrize("paired", [True, False])

@@ -99,16 +99,6 @@ def test_samples_at_chance_are_not_ranked(tmp_path, chance):
     assert page.count('<tr class="chance"') == 1
 
 
-def test_what_a_goal_costs_is_read_off_the_first_score_that_meets_it(tmp_path):
-    # 20, 40, 60, 80, 100 steps: losses of 1.8, 1.3, 1.13, 1.05, 1 times the last
-    write_pair(tmp_path, dense=(0.30, 0.301, 0.40), routed=(0.20, 0.201, 0.202))
-    text = report(tmp_path, metric="held_out_loss", goal=0.31)
-    rows = [line[1:-1].split("|") for line in text.splitlines() if line[:2] == "| "]
-    (routed, *spent), (dense, *more) = ([cell.strip() for cell in row] for row in rows[-2:])
-    assert (routed, *spent) == ("dit_tiny tread", "3", "0.2613 ± 0.0013", "40", "1.792M", "4")
-    assert (dense, *more[:2]) == ("dit_tiny dense", "3", "")  # one of the three lags behind
-
-
 def test_seconds_of_two_machines_are_not_compared(tmp_path):
     write_pair(tmp_path, [0.4, 0.4], [0.3, 0.3])
     for routing, device in (("none", "a CPU"), ("tread", "a GPU")):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tread_zoo.comparison.intervals import Interval, differences, interval, meets
+from tread_zoo.comparison.intervals import Interval, differences, interval
 from tread_zoo.config import flatten
 from tread_zoo.data.files import printable, without_paths
 from tread_zoo.evaluation.protocol import Protocol
@@ -328,40 +328,6 @@ def overview_table(rows: Sequence[Row], metric: str, budgets: Sequence[str]) -> 
         table += [row + [""] * (5 + len(budgets) - len(row)) for row in cells]
     header = ["", "", "seeds", "parameters", f"{words(metric)} [95 %]"]
     return [*header, *(f"routed − dense, equal {NAMES[axis]}" for axis in budgets)], table
-
-
-def goal_table(
-    settings: Sequence[Setting], curves: pd.DataFrame, metric: str, goal: float
-) -> Table:
-    """Return the steps, FLOPs and seconds of training until the runs of each setting first met
-    `goal` (`spent_until`), the fewest FLOPs first."""
-    scored = curves[(curves.source == "score") & (curves.metric == metric)]
-    rows = []
-    for setting in settings:
-        scores = scored[scored.folder.isin(setting.runs.folder)]
-        at = spent_until(scores, goal, direction(metric) or "lower")
-        flops, spent = math.inf, [""] * 4
-        if at is not None:
-            flops = at.flops.mean()
-            spent = [_mean(at.value), *(si(at[column].mean()) for column in BUDGETS.values())]
-        rows.append((flops, [setting.label, str(scores.folder.nunique()), *spent]))
-    rows.sort(key=lambda pair: pair[0])
-    return ["setting", "runs", words(metric), *NAMES.values()], [row for _, row in rows]
-
-
-def spent_until(scores: pd.DataFrame, goal: float, better: str) -> pd.DataFrame | None:
-    """Return the rows of `scores`, see `read_curves`, at the first step where the runs of a setting
-    meet a goal (`meets`), and at the next one, too; None if they never do. Only steps that all of
-    them scored count, and a single one of these is enough.
-
-    Ten looks at runs whose mean is at the goal let 16 to 40 % of them in, and 2 to 7 % where two in
-    a row are asked for, by how much of a run's luck lasts (n = 3, 20,000 draws)."""
-    steps = [at for _, at in scores.groupby("step") if len(at) == scores.folder.nunique()]
-    met = [meets(at.value, goal, better) for at in steps]
-    for at, now, then in zip(steps, met, met[1:] or met, strict=False):
-        if now and then:
-            return at
-    return None
 
 
 def scores_table(settings: Sequence[Setting], metrics: Sequence[str]) -> Table:

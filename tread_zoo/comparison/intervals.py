@@ -14,7 +14,6 @@ import pandas as pd
 from scipy import stats
 
 LEVEL = 0.95
-ENTRY_RUNS = 3  # fewest runs that meet a goal
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,10 @@ class Interval:
         return "ahead" if (self.mean > 0) == (better == "higher") else "behind"
 
 
-def interval(values: Sequence[float], level: float = LEVEL) -> Interval:
+def interval(values: Sequence[float]) -> Interval:
     """Return the t-interval of the mean of one or more values."""
     n, series = len(values), pd.Series(values, dtype=float)
-    t = stats.t.ppf((1 + level) / 2, n - 1) if n > 1 else math.nan
+    t = stats.t.ppf((1 + LEVEL) / 2, n - 1) if n > 1 else math.nan
     return Interval(float(series.mean()), float(t * series.sem()) if n > 1 else math.inf, n)
 
 
@@ -90,12 +89,3 @@ def log_ratio(first: pd.Series, second: pd.Series, *, paired: bool) -> Interval:
     test = stats.ttest_ind(*logs, equal_var=False)
     low, high = test.confidence_interval(LEVEL)
     return Interval(mean, float(high - low) / 2, n)
-
-
-def meets(values: Sequence[float], goal: float, better: str) -> bool:
-    """Return whether three runs or more meet a goal: their mean is at the goal or beyond it by a
-    one-sided t-test at 5 %."""
-    if len(values) < ENTRY_RUNS:
-        return False
-    one_sided = interval(values, level=1 - 2 * (1 - LEVEL))
-    return one_sided.low >= goal if better == "higher" else one_sided.high <= goal

@@ -33,7 +33,6 @@ def write_report(
     title: str,
     command: str = "",
     metric: str | None = None,
-    goal: float | None = None,
     failed: Mapping[str, str] | None = None,
 ) -> str:
     """Write `index.html`, `report.md`, `results.csv`, `curves.csv`, `quality.png` and
@@ -45,7 +44,6 @@ def write_report(
         out, title: folder; first line.
         command: the command that made the runs, or "".
         metric: the score that decides; None is the first distance that all runs have.
-        goal: a value of `metric`; a table shows what each setting spent until it met the goal.
         failed: reasons of failures by name, for the notes.
 
     Raises:
@@ -75,7 +73,6 @@ def write_report(
         "overview": findings.overview_table(rows, main, budgets),
         "scores": findings.scores_table(settings, metrics),
         "contributions": [] if by_sample else findings.contribution_table(settings),
-        "goals": ([], []) if goal is None else findings.goal_table(settings, curves, main, goal),
         "notes": notes,
     })  # fmt: skip
     page = _page(rows, settings, ended, main, budgets)
@@ -84,7 +81,7 @@ def write_report(
         loader=PackageLoader("tread_zoo.comparison", ""), autoescape=True,
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    html = environment.get_template("page.html.jinja").render(**about, **page, goal=goal)
+    html = environment.get_template("page.html.jinja").render(**about, **page)
     write_text(out / "index.html", html)
     _save_figures(figures, settings, out)
     text = _markdown(**about)
@@ -242,7 +239,6 @@ def _markdown(
     command: str,
     overview: Table,
     scores: Table,
-    goals: Table,
     contributions: Sequence[tuple[str, list[tuple[float, bool]], list[str]]],
     notes: Sequence[str],
 ) -> str:
@@ -252,7 +248,7 @@ def _markdown(
         for label, strip, whole in contributions
     ]
     worth = (["output changes without", "blocks [start, end)", "each block; (routed)"], strips)
-    for number, (header, rows) in enumerate((overview, scores, goals, worth)):
+    for number, (header, rows) in enumerate((overview, scores, worth)):
         if rows:
             table = (header, ["---"] * len(header), *rows)
             lines += [*("| " + " | ".join(map(as_markdown, cells)) + " |" for cells in table), ""]
