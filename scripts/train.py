@@ -6,7 +6,7 @@ tread-zoo train experiment=fashion_mnist backbone=rwkv optimizer=muon
 tread-zoo train resume=latest
 """
 
-from tread_zoo.training.signals import requeue_from_the_start
+from tread_zoo.training.signals import imported, requeue_from_the_start
 
 requeue_from_the_start()  # the imports below take their time
 
@@ -23,6 +23,7 @@ def main(settings: dict[str, Any]) -> None:
     gc.disable()  # it would search all that is imported for garbage, again and again
     from tread_zoo.training.loop import train
 
+    imported()
     gc.freeze()
     gc.enable()
     train(**settings)

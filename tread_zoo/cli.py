@@ -65,7 +65,8 @@ def command(
             words, traceback = sys.argv[1:], os.environ.get("HYDRA_FULL_ERROR") == "1"
 
             def job(composed: DictConfig) -> None:
-                remedy = "; continue with resume=latest" if name == "train" else ""
+                saved = "; if a checkpoint was saved, resume=latest continues from it"
+                remedy = saved if name == "train" else ""
                 with errors_in_one_line(traceback, f"stopped by Ctrl-C{remedy}"):
                     settings = _given(composed, config)
                     import_plugins(settings.get("plugins", ()))

@@ -71,6 +71,24 @@ def test_ctrl_c_to_a_launcher_and_all_it_started(tmp_path, free_port):
     find_checkpoint(tmp_path / "run")
 
 
+def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
+    """A finder that sends the signal as the import of torch begins, and goes on."""
+    interrupt = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'torch':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    (tmp_path / "sitecustomize.py").write_text(interrupt)
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    process = start(str(ROOT / "scripts/train.py"), "run_dir=run", cwd=tmp_path, PYTHONPATH=path)
+    output, _ = process.communicate(timeout=100)
+    assert (process.returncode, output) == (130, "stopped by Ctrl-C before anything began\n")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_loss_that_is_not_finite_is_one_line_and_status_1(tmp_path):
     process = start(
         str(ROOT / "scripts/train.py"), *SMALL, "optimizer.learning_rate=1e38",

@@ -41,9 +41,23 @@ class Stopped(SystemExit):
 
 def requeue_from_the_start() -> None:
     """Handle the signals that requeue until `StopSignals` does: by default they kill the process
-    with another status."""
+    with another status. Until `imported`, Ctrl-C ends it in one line: an import that is interrupted
+    may raise anything."""
     for number in REQUEUE_SIGNALS:
         signal.signal(number, _requeue)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+
+
+def imported() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    os.write(2, b"stopped by Ctrl-C before anything began\n")
+    os._exit(130)
 
 
 def _requeue(number: int, frame: FrameType | None) -> NoReturn:
