@@ -108,6 +108,8 @@ class TrainingConfig:
         checkpoint_every: optimizer steps between two checkpoints; 0: at the end only.
         keep_checkpoints: how many of the newest to keep.
         timeout_s: seconds after which a process that waits for another gives up.
+        max_time_s: seconds after the first step at which the run saves and ends with exit status
+            75, as before a cluster's time limit; null: never.
     """
 
     num_steps: Auto | PositiveInt = "auto"
@@ -131,6 +133,7 @@ class TrainingConfig:
     checkpoint_every: Annotated[NonNegativeInt, BOOKKEEPING] = 250
     keep_checkpoints: Annotated[PositiveInt, BOOKKEEPING] = 2
     timeout_s: Annotated[PositiveInt, Field(le=31_536_000), BOOKKEEPING] = 1800  # a year
+    max_time_s: Annotated[PositiveFloat | None, Field(le=31_536_000), BOOKKEEPING] = None
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)

@@ -36,6 +36,7 @@ RARELY_SET = {
     "max_corrupt_share",
     *("training." + name for name in (
         "ema_snapshots_every", "ema_warmup", "max_corrupt_share", "timeout_s", "keep_checkpoints",
+        "max_time_s",
     )),
     *("evaluation." + name for name in (
         "labels", "num_reference", "seed", "block_ranges", "batch_size", "inception_weights",

@@ -97,7 +97,7 @@ def train(**fields: Unpack[RunFields]) -> Path:
             open_folder(config, accelerator) as locked_folder,
             Log(state, locked_folder, precision, partial(step_flops, setup), early) as log,
         ):
-            with signals.deferred():
+            with signals.deferred(config.training.max_time_s):
                 run_steps(state, log, signals)
             log.score(state, last=True)
         close_process_group_at_exit()

@@ -90,12 +90,18 @@ class StopSignals:
             signal.signal(number, handler)
 
     @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Record signals in `received`. A second SIGINT or SIGTERM, seconds later, acts."""
+    def deferred(self, max_time_s: float | None = None) -> Iterator[None]:
+        """Record signals in `received`. A second SIGINT or SIGTERM, seconds later, acts. After
+        `max_time_s` comes a SIGUSR1."""
         self._handle(SIGNALS, self._record)
+        timer = threading.Timer(max_time_s or 0, os.kill, (self._pid, signal.SIGUSR1))
+        timer.daemon = True
+        if max_time_s is not None:
+            timer.start()
         try:
             yield
         finally:
+            timer.cancel()
             for number in set(self._before) - set(REQUEUE_SIGNALS):
                 signal.signal(number, self._before[number])
             self._handle(REQUEUE_SIGNALS, self._exit_now)
