@@ -9,7 +9,9 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import markdown
+import numpy as np
 import pytest
+from scipy import stats
 
 from tests.comparison.recorded import write_run
 from tread_zoo.comparison import read_curves, read_runs, write_report
@@ -58,6 +60,30 @@ def test_routing_is_ahead_where_it_is_better_at_equal_flops(tmp_path):
     assert rows["rwkv_tiny", "routed"][STEPS] == "+0 [+0, +0] not settled"
     page = (tmp_path / "out" / "index.html").read_text()
     assert len(re.findall(r'<svg class="ahead"', page)) == 2
+
+
+def test_a_table_has_each_method_over_the_dense_network_of_its_backbone(tmp_path):
+    methods = {"tread": 0.9, "layer_drop": 1.2}
+    spread = np.array([1.0, 1.01, 1.02])
+    for backbone, level in (("dit_tiny", 2.0), ("mamba_tiny", 3.0), ("rwkv_tiny", 4.0)):
+        for routing, ratio in {"none": 1.0, **methods}.items():
+            for seed in range(3):
+                fid = level * ratio * spread[seed - (routing == "tread")]
+                kid = {"tread": 2, "none": 1}.get(routing, 3) * (1 + 0.01 * seed)
+                write_run(tmp_path / "runs" / f"{backbone}_{routing}_{seed}", backbone=backbone,
+                          routing=routing, seed=seed, values={"fid": fid, "kid": kid})  # fmt: skip
+    text = report(tmp_path)
+    (header,) = (line for line in text.splitlines() if line.startswith("| fid over dense"))
+    assert header == "| fid over dense [95 %] | dit_tiny | mamba_tiny | rwkv_tiny | all |"
+    rows = [line for line in text.splitlines() if re.match(r"\| (tread|layer_drop) \|", line)]
+    logs = np.log(0.9) + np.log(spread[[2, 0, 1]]) - np.log(spread)
+    low, high = np.exp(stats.t.interval(0.95, 2, logs.mean(), stats.sem(logs)))
+    tread = f"{0.9:.2f} ({low:.2f} to {high:.2f}) ahead; behind in kid"
+    assert rows[0].startswith(f"| tread | {tread} | {tread} |")
+    assert rows[0].endswith("| 0.90 (0.90 to 0.90) ahead |")
+    assert rows[1].startswith("| layer_drop | 1.20 (1.20 to 1.20) behind |")
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert f'data-tip="{0.9:.2f} ({low:.2f} to {high:.2f}), ahead; behind in kid; n = 3"' in page
 
 
 def test_the_value_at_equal_flops_is_read_off_the_curve(tmp_path):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tread_zoo.comparison.intervals import Interval, differences, interval
+from tread_zoo.comparison.intervals import Interval, differences, interval, log_ratio
 from tread_zoo.config import flatten
 from tread_zoo.data.files import printable, without_paths
 from tread_zoo.evaluation.protocol import Protocol
@@ -307,6 +307,92 @@ def short_names(settings: Sequence[Setting]) -> dict[str, str]:
     kinds = {rest.partition(", ")[0] for rest in rests.values()}
     return {k: rest if len(kinds) > 1 else rest.partition(", ")[2] or rest
             for k, rest in rests.items()}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A setting's score over that of its dense network."""
+
+    log: Interval  # the logarithm of the ratio
+    dissent: str = ""  # the verdict of the second distance, where it is another
+
+    @property
+    def ratio(self) -> float:
+        """The geometric mean over seeds."""
+        return math.exp(self.log.mean)
+
+    def text(self) -> str:
+        """Return the ratio, and the ends of its interval if there are several seeds."""
+        if self.log.n < 2:
+            return f"{self.ratio:.2f}"
+        return f"{self.ratio:.2f} ({math.exp(self.log.low):.2f} to {math.exp(self.log.high):.2f})"
+
+
+def ratios_to_dense(
+    settings: Sequence[Setting], metrics: Sequence[str]
+) -> tuple[list[str], dict[str, list[Ratio | None]]]:
+    """Return the columns, which are backbones and lastly `all`, and the ratios by method, lowest
+    first: the score of each routed or shallower setting over that of its dense network.
+
+    `all` is the mean over three backbones or more, which are then the sample. Nothing is returned
+    of a single ratio.
+
+    Args:
+        settings: as trained, so by default at equal steps; at equal FLOPs if
+            `training.num_flops` was set.
+        metrics: one or two distances: that which decides, and that which may dissent.
+    """
+    found: dict[str, dict[str, Ratio]] = {}
+    for setting in settings:
+        if (dense := setting.dense_of(settings)) is None:
+            continue
+        for other in (setting, *setting.shallower(settings)):
+            name = other.label.removeprefix(other.backbone).strip()
+            if ratio := _ratio(other, dense, metrics):
+                found.setdefault(name, {})[other.backbone] = ratio
+    if sum(map(len, found.values())) < 2:
+        return [], {}
+    backbones = list(dict.fromkeys(one for by_backbone in found.values() for one in by_backbone))
+    table: dict[str, list[Ratio | None]] = {}
+    means = {name: interval([r.log.mean for r in of.values()]) for name, of in found.items()}
+    for name in sorted(found, key=lambda name: means[name].mean):
+        table[name] = [found[name].get(backbone) for backbone in backbones]
+        if len(backbones) > 2:
+            table[name].append(Ratio(means[name]) if means[name].n > 2 else None)
+    return [*backbones, *["all"] * (len(backbones) > 2)], table
+
+
+def _ratio(setting: Setting, dense: Setting, metrics: Sequence[str]) -> Ratio | None:
+    """Return the ratio in the first metric, or None if it has none."""
+    logs = [_log_ratio(setting, dense, metric) for metric in metrics]
+    if logs[0] is None:
+        return None
+    other = logs[-1].verdict("lower") if logs[-1] else ""
+    differs = other and other != logs[0].verdict("lower")
+    return Ratio(logs[0], f"{other} in {words(metrics[-1])}" if differs else "")
+
+
+def _log_ratio(setting: Setting, dense: Setting, metric: str) -> Interval | None:
+    """Return the logarithm of the ratio of two settings' scores; None if one is not positive."""
+    scores = [s.runs.set_index("seed")[metric].astype(float) for s in (setting, dense)]
+    paired = setting.choices.get(DEPTH) == dense.choices.get(DEPTH)  # then weights start alike
+    common = len(scores[0].index.intersection(scores[1].index)) or not paired
+    positive = all((values > 0).all() for values in scores)
+    return log_ratio(*scores, paired=paired) if common and positive else None
+
+
+def ratio_table(
+    columns: Sequence[str], ratios: Mapping[str, Sequence[Ratio | None]], metric: str
+) -> Table:
+    """Return `ratios_to_dense` as text, with verdicts."""
+    rows = [[name, *map(_worded, row)] for name, row in ratios.items()]
+    return [f"{words(metric)} over dense [95 %]", *columns], rows
+
+
+def _worded(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return ""
+    return f"{ratio.text()} {ratio.log.verdict('lower')}" + (ratio.dissent and f"; {ratio.dissent}")
 
 
 def overview_table(rows: Sequence[Row], metric: str, budgets: Sequence[str]) -> Table:

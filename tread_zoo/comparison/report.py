@@ -66,17 +66,20 @@ def write_report(
     write_table(curves, out / "curves.csv")
     ordered = sorted(metrics, key=lambda name: name != main)
     figures = _figures(settings, rows, ordered, curves, by_sample=by_sample)
+    ratios = _ratios(settings, metrics, main) if not by_sample else ([], {})
     about: dict[str, Any] = without_paths({
         "title": title,
         "subtitle": _count(settings, ended),
         "command": command,
         "overview": findings.overview_table(rows, main, budgets),
+        "ratios": findings.ratio_table(*ratios, main),
         "scores": findings.scores_table(settings, metrics),
         "contributions": [] if by_sample else findings.contribution_table(settings),
         "notes": notes,
     })  # fmt: skip
     page = _page(rows, settings, ended, main, budgets)
-    page |= {"figures": {n: draw.as_svg(f, n) for n, f in figures.items()}, "by_sample": by_sample}
+    page |= {"figures": {n: draw.as_svg(f, n) for n, f in figures.items()}, "heat": ratios}
+    page["by_sample"] = by_sample
     environment = Environment(
         loader=PackageLoader("tread_zoo.comparison", ""), autoescape=True,
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
@@ -104,6 +107,16 @@ def _comparable(
     going = runs[~runs.ended].itertuples()
     notes += [f"{run.folder} is at step {run.steps}, not scored." for run in going]
     return ended, metrics, notes
+
+
+def _ratios(
+    settings: Sequence[Setting], metrics: Sequence[str], main: str
+) -> tuple[list[str], dict[str, list[findings.Ratio | None]]]:
+    """Return `ratios_to_dense` by the metric that decides and the next distance."""
+    if findings.direction(main) != "lower":
+        return [], {}
+    others = [name for name in metrics if name != main and findings.is_distance(name)]
+    return findings.ratios_to_dense(settings, [main, *others[:1]])
 
 
 def _count(settings: Sequence[Setting], runs: pd.DataFrame) -> str:
@@ -239,6 +252,7 @@ def _markdown(
     command: str,
     overview: Table,
     scores: Table,
+    ratios: Table,
     contributions: Sequence[tuple[str, list[tuple[float, bool]], list[str]]],
     notes: Sequence[str],
 ) -> str:
@@ -248,7 +262,7 @@ def _markdown(
         for label, strip, whole in contributions
     ]
     worth = (["output changes without", "blocks [start, end)", "each block; (routed)"], strips)
-    for number, (header, rows) in enumerate((overview, scores, worth)):
+    for number, (header, rows) in enumerate((overview, scores, ratios, worth)):
         if rows:
             table = (header, ["---"] * len(header), *rows)
             lines += [*("| " + " | ".join(map(as_markdown, cells)) + " |" for cells in table), ""]
