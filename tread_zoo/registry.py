@@ -166,9 +166,10 @@ class Entry:
         try:
             return self.target(**values)
         except OSError as error:
-            if isinstance(path, str) and not Path(path).expanduser().exists():
+            named = isinstance(path, str) and "://" not in path  # else it is in a bucket
+            if named and not Path(str(path)).expanduser().exists():
                 why = "" if error.errno else str(error).partition("\n")[0]
-                raise missing_path(f"{field or self.kind}.path", path, why) from error
+                raise missing_path(f"{field or self.kind}.path", str(path), why) from error
             raise
 
 

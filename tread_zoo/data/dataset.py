@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from tread_zoo.seeding import ImageGenerator
 
 if TYPE_CHECKING:
-    import datasets
+    pass
 
 
 def to_model_range(images: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class ArrayDataset(Dataset[Any]):
 class TableDataset(Dataset[Any]):
     """Rows of a table of the `datasets` library, with labels int64 [N]; 0 for unlabelled ones."""
 
-    table: "datasets.Dataset"
+    table: Any  # of the `datasets` library, or with a length alone
     labels: Tensor
 
     def __post_init__(self) -> None:

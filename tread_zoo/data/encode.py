@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tread_zoo.config import part_type
+from tread_zoo.data.bucket import read_part
 from tread_zoo.data.dataset import ImageData, as_bytes, to_model_range, to_uint8
 from tread_zoo.data.files import write_text, written_whole
 from tread_zoo.data.labels import check_labels, read_labels
@@ -404,8 +405,12 @@ def write_part(file: Path, items: Iterable[Item], check: ItemCheck) -> None:
 
 
 def finish(out: Path, metadata: dict[str, Any]) -> bool:
-    """Return whether all parts exist; if so, table.json gets the shape, and mean and standard
-    deviation by channel. Of moments: E[z] = E[mean], E[z^2] = E[mean^2] + E[std^2]."""
+    """Return whether all parts exist.
+
+    If so, table.json gets the shape, the number of rows of each part, and mean and standard
+    deviation by channel. Of moments: E[z] = E[mean], E[z^2] = E[mean^2] + E[std^2]. The labels of
+    all rows are written to labels.npy.
+    """
     import pyarrow
 
     names = [name for part in SPLITS for name in metadata["parts"][part]]
@@ -426,6 +431,10 @@ def finish(out: Path, metadata: dict[str, Any]) -> bool:
             shapes = {key: sums[key] for key in ("shape", "features_shape")}
     mean = total / count
     std = np.sqrt(np.maximum(square / count - mean**2, 0))
-    done = {**metadata, **shapes, "mean": mean.tolist(), "std": std.tolist()}
+    labels = {name: read_part(out / name).column("label").to_numpy() for name in names}
+    with written_whole(out / "labels.npy", alone=False) as stream:
+        np.save(stream, np.concatenate(list(labels.values())))
+    done = {**metadata, **shapes, "mean": mean.tolist(), "std": std.tolist(),
+            "lengths": {name: len(column) for name, column in labels.items()}}  # fmt: skip
     write_text(out / "table.json", json.dumps(done, indent=1), alone=False)
     return True

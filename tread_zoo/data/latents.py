@@ -11,6 +11,7 @@ The table (`encode.py` writes it) is a folder:
     table.json              shape, statistics, settings and autoencoder
     train-00000.arrow …     columns latent or image (bytes), label, and perhaps context, features
     held_out-00000.arrow …  (float16 bytes)
+    labels.npy              of all rows, for a table in a bucket
 
 Dimensions: B batch, K copies (2: the second is mirrored), C channels of a latent (2 C stored of
 moments), h height, w width, S channels of features.
@@ -22,12 +23,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import torch
-from pydantic import NonNegativeInt
+from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
+from tread_zoo.data.bucket import BucketTable, is_url
 from tread_zoo.data.dataset import PIXELS, Codec, ImageData, TableDataset, to_uint8
 from tread_zoo.data.labels import check_labels
 from tread_zoo.data.split import split_data
@@ -35,6 +37,9 @@ from tread_zoo.data.vae import Vae, load_vae
 from tread_zoo.fields import Fraction
 from tread_zoo.registry import register
 from tread_zoo.seeding import ImageGenerator
+
+if TYPE_CHECKING:
+    import datasets
 
 SPLITS = ("train", "held_out")
 DECODE_BATCH = 8  # images: decoding needs far more memory than the latents
@@ -185,11 +190,14 @@ def latents(
     held_out: Fraction | None = None,
     num_classes: NonNegativeInt | None = None,
     context: bool = True,
+    cache: str | None = None,
+    cached_parts: Annotated[int, Field(ge=2)] = 16,
 ) -> ImageData:
     """Return the latents of a table from tread-zoo encode or tread-zoo convert-latents.
 
     Args:
-        path: the folder.
+        path: the folder, or its address in a bucket, as in s3://bucket/folder; pip install s3fs for
+            that.
         normalization: standardize (mean 0, standard deviation 1 by channel) or scale (the
             autoencoder's).
         vae: a diffusers autoencoder for pictures and scores, a folder or a name on the hub; None is
@@ -198,9 +206,12 @@ def latents(
             without one, 0.1.
         num_classes: None is the table's; 0 drops the labels.
         context: whether contexts, if the table has them, are the condition.
+        cache: folder for the downloaded files of a table in a bucket; None is one under ~/.cache.
+        cached_parts: number of downloaded files that are kept; an epoch mixes the images of half
+            as many at a time.
     """
-    root = Path(path).expanduser()
-    metadata = _read_metadata(root, pixels=False)
+    stored = _open_table(path, cache, cached_parts, pixels=False)
+    metadata = stored.metadata
     encoder = metadata["vae"]
     if encoder is None and vae not in (None, "none"):
         encoder = load_vae(vae).metadata
@@ -214,8 +225,8 @@ def latents(
         vae={key: encoder[key] for key in ("class", "sha256")} if encoder else None,
         decoder=vae or (encoder["name"] if encoder else "none"),
     )
-    name, shape = f"{root.name} (latents)", codec.model_shape((1, *metadata["shape"]))[1:]
-    return _table_data(name, root, metadata, shape, held_out, num_classes, context, codec)
+    shape = codec.model_shape((1, *metadata["shape"]))[1:]
+    return _table_data(stored, shape, held_out, num_classes, context, codec)
 
 
 @register("data", "table")
@@ -224,24 +235,22 @@ def table(
     held_out: Fraction | None = None,
     num_classes: NonNegativeInt | None = None,
     context: bool = True,
+    cache: str | None = None,
+    cached_parts: Annotated[int, Field(ge=2)] = 16,
 ) -> ImageData:
     """Return the images of a table from tread-zoo encode with vae=none, perhaps with features.
 
     Args:
         path: the folder.
-        held_out, num_classes, context: as of `latents`.
+        held_out, num_classes, context, cache, cached_parts: as of `latents`.
     """
-    root = Path(path).expanduser()
-    metadata = _read_metadata(root, pixels=True)
-    metadata["shape"] = metadata["shape"][1:]  # one copy
-    name, shape = f"{root.name} (table)", metadata["shape"]
-    return _table_data(name, root, metadata, shape, held_out, num_classes, context, PIXELS)
+    stored = _open_table(path, cache, cached_parts, pixels=True)
+    stored.metadata["shape"] = stored.metadata["shape"][1:]  # one copy
+    return _table_data(stored, stored.metadata["shape"], held_out, num_classes, context, PIXELS)
 
 
 def _table_data(
-    name: str,
-    root: Path,
-    metadata: dict[str, Any],
+    table: "LocalTable | BucketTable",
     shape: Sequence[int],
     held_out: float | None,
     num_classes: int | None,
@@ -249,27 +258,21 @@ def _table_data(
     codec: Codec,
 ) -> ImageData:
     """Return the data of a table; `shape` is [C,H,W] of the model's input."""
-    import datasets
-
-    train, test = (
-        [datasets.Dataset.from_file(str(root / name)) for name in metadata["parts"][part]]
-        for part in SPLITS
-    )
-    table = datasets.concatenate_datasets([*train, *test])
-    contexts, names = None, tuple[str, ...]()
+    metadata, contexts, names = table.metadata, None, tuple[str, ...]()
     labels = torch.zeros(len(table), dtype=torch.int64)
     if context and metadata["context"]:
         contexts = (metadata["context"][0], metadata["context"][1])
     elif count := metadata["num_classes"] if num_classes is None else num_classes:
-        labels = torch.tensor(table.data.column("label").to_numpy())
-        names = check_labels(labels, count, metadata["class_names"], str(root))
+        labels = table.labels()
+        names = check_labels(labels, count, metadata["class_names"], table.where)
     features = metadata["features"] and tuple(metadata["features_shape"])
     column = "image" if metadata["content"] == "pixels" else "latent"
+    kind = "table" if column == "image" else "latents"
     stored, dtype = metadata["shape"], metadata["dtype"]
     return split_data(
-        name,
+        f"{table.name} ({kind})",
         EncodedTable(table, labels, column, stored, dtype, contexts, features),
-        sum(map(len, train)),
+        table.num_train,
         held_out,
         names,
         image_size=(shape[1], shape[2]),
@@ -295,16 +298,64 @@ def _normalize(
     return (vae["shift_factor"],) * len(mean), (vae["scaling_factor"],) * len(mean)
 
 
-def _read_metadata(root: Path, *, pixels: bool) -> dict[str, Any]:
-    """Return the table.json of a folder. Raises ValueError if the table is not finished, or if its
-    content does not agree with `pixels`."""
-    metadata: dict[str, Any] = json.loads((root / "table.json").read_text(encoding="utf-8"))
-    if "mean" not in metadata:
-        raise ValueError(f"data.path={str(root)!r} is not finished: encode with the same command.")
-    if (metadata["content"] == "pixels") is not pixels:
+class LocalTable:
+    """Rows of a table on a disk, memory-mapped."""
+
+    digest = ""  # items are compared
+
+    def __init__(self, path: str):
+        self.root = Path(path).expanduser()
+        self.where, self.name = str(self.root), self.root.name
+        text = (self.root / "table.json").read_text(encoding="utf-8")
+        self.metadata: dict[str, Any] = json.loads(text)
+
+    @functools.cached_property
+    def parts(self) -> "list[list[datasets.Dataset]]":
+        """The files of the training part, and of the held-out part."""
+        import datasets
+
+        names = (self.metadata["parts"][part] for part in SPLITS)
+        return [[datasets.Dataset.from_file(str(self.root / n)) for n in part] for part in names]
+
+    @functools.cached_property
+    def rows(self) -> "datasets.Dataset":
+        """The rows of all files."""
+        import datasets
+
+        return datasets.concatenate_datasets([*self.parts[0], *self.parts[1]])
+
+    @property
+    def num_train(self) -> int:
+        """Number of rows of the training part, which come first."""
+        return sum(map(len, self.parts[0]))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def labels(self) -> Tensor:
+        """Return the labels int64 [N]."""
+        return torch.tensor(self.rows.data.column("label").to_numpy())
+
+    def cell(self, column: str, row: int) -> bytearray:
+        """Return the bytes of a cell."""
+        return bytearray(self.rows.data.column(column)[row].as_buffer())
+
+    def order(self, rows: Tensor, generator: torch.Generator) -> Tensor:
+        """Return a permutation int64 [N] of `rows` [N]."""
+        return torch.randperm(len(rows), generator=generator)
+
+
+def _open_table(
+    path: str, cache: str | None, num_cached: int, *, pixels: bool
+) -> "LocalTable | BucketTable":
+    """Return a table. Raises ValueError if it is not finished, or has no `pixels`, or has."""
+    table = BucketTable(path, cache, num_cached) if is_url(path) else LocalTable(path)
+    if "mean" not in table.metadata:
+        raise ValueError(f"data.path={path!r} is not finished: encode with the same command.")
+    if (table.metadata["content"] == "pixels") is not pixels:
         other = "latents" if pixels else "table"
-        raise ValueError(f"data.path={str(root)!r} has {metadata['content']}: use data={other}.")
-    return metadata
+        raise ValueError(f"data.path={path!r} has {table.metadata['content']}: use data={other}.")
+    return table
 
 
 @dataclass(eq=False)
@@ -318,6 +369,15 @@ class EncodedTable(TableDataset):
     context: tuple[int, int] | None  # T and S, if contexts are the condition
     features: tuple[int, ...] | None  # [K,S,h,w]
     reads_features: bool = False
+
+    @property
+    def digest(self) -> str:
+        """What tells other data apart without reading items; empty if they are quick to read."""
+        return self.table.digest
+
+    def epoch_order(self, generator: torch.Generator) -> Tensor:
+        """Return the order int64 [N] in which an epoch visits the items."""
+        return self.table.order(self.rows, generator)
 
     def with_features(self) -> Self:
         """Return the data set whose items have their features as a third part."""
@@ -336,5 +396,5 @@ class EncodedTable(TableDataset):
         return tuple(item)
 
     def _read(self, column: str, row: int, shape: Sequence[int], dtype: str) -> Tensor:
-        content = bytearray(self.table.data.column(column)[row].as_buffer())
+        content = self.table.cell(column, row)
         return torch.frombuffer(content, dtype=getattr(torch, dtype)).view(*shape)

@@ -42,6 +42,8 @@ class StepBatches:
     batch are dropped, others in each epoch. A resumed run has the batches of an unbroken one, and
     so have other numbers of ranks with the same global batch. Raises ValueError if there are fewer
     items than a global batch.
+
+    `order` returns an epoch's permutation int64 [num_items] from its generator; None takes any.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class StepBatches:
         rank: int = 0,
         num_ranks: int = 1,
         start_step: int = 0,
+        order: Callable[[torch.Generator], Tensor] | None = None,
     ):
         global_batch = batch_size * num_ranks
         if num_items < global_batch:
@@ -64,6 +67,7 @@ class StepBatches:
         self.num_items, self.batch_size, self.seed = num_items, batch_size, seed
         self.num_steps, self.start_step = num_steps, start_step
         self.rank, self.num_ranks = rank, num_ranks
+        self.order = order or functools.partial(_any_order, num_items)
         self.steps_per_epoch = num_items // global_batch
 
     def __len__(self) -> int:
@@ -75,9 +79,13 @@ class StepBatches:
             if step // self.steps_per_epoch != epoch:
                 epoch = step // self.steps_per_epoch
                 generator = make_generator("data", self.seed, epoch)
-                order = torch.randperm(self.num_items, generator=generator)
+                order = self.order(generator)
             place = step % self.steps_per_epoch * self.num_ranks + self.rank
             yield order[place * self.batch_size : (place + 1) * self.batch_size].tolist()
+
+
+def _any_order(num_items: int, generator: torch.Generator) -> Tensor:
+    return torch.randperm(num_items, generator=generator)
 
 
 # Corrupt items ------------------------------------------------------------------------------------
@@ -99,6 +107,10 @@ class CorruptItem:
         return str(without_credentials(line))
 
 
+class Unavailable(OSError):
+    """Data that cannot be reached for now: no item may take their place."""
+
+
 OnCorrupt = Callable[[CorruptItem], None]
 
 
@@ -106,6 +118,8 @@ def read_item(dataset: Dataset[Any], index: int) -> tuple[Any, ...] | CorruptIte
     """Return an item, or a `CorruptItem` if it cannot be read."""
     try:
         item: tuple[Any, ...] = dataset[index]
+    except Unavailable:
+        raise
     except (ValueError, OSError) as error:
         name_of = getattr(dataset, "item_name", "item {}".format)
         return CorruptItem(index, name_of(index), str(error) or type(error).__name__)
@@ -182,6 +196,7 @@ def make_loader(
 
     Raises:
         ValueError: while iterating: an item and all its replacements are corrupt.
+        Unavailable: while iterating: as of the data set.
     """
     gather = getattr(dataset, "gather", None)
     if gather is not None:
@@ -228,7 +243,9 @@ def _read_batches(
     )
     on_corrupt: OnCorrupt = getattr(dataset, "on_corrupt", warn_of)
     reported: set[int] = set()
-    for tensors, corrupt in loader:
+    for tensors, corrupt, unavailable in loader:
+        if unavailable:
+            raise Unavailable(unavailable)
         for item in corrupt:
             if item.index not in reported:
                 reported.add(item.index)
@@ -243,14 +260,17 @@ def _read_batches(
 
 def _read_batch(
     dataset: Dataset[Any], seed: int, indices: Sequence[int]
-) -> tuple[tuple[Tensor, ...] | None, list[CorruptItem]]:
-    """Return (images [B,…], labels int64 [B], …) and the corrupt items; None in place of the batch
-    if an item and all its replacements are corrupt."""
+) -> tuple[tuple[Tensor, ...] | None, list[CorruptItem], str]:
+    """Return (images [B,…], labels int64 [B], …), the corrupt items, and why data are unavailable;
+    None in place of the batch then, or if an item and all its replacements are corrupt."""
     corrupt: list[CorruptItem] = []
-    items = [_read_or_replace(dataset, seed, index, corrupt) for index in indices]
+    try:
+        items = [_read_or_replace(dataset, seed, index, corrupt) for index in indices]
+    except Unavailable as error:  # raised here, torch would put a worker's traceback into its text
+        return None, corrupt, str(error)
     if any(item is None for item in items):
-        return None, corrupt
-    return tuple(default_collate(items)), corrupt
+        return None, corrupt, ""
+    return tuple(default_collate(items)), corrupt, ""
 
 
 def _read_or_replace(

@@ -1,0 +1,120 @@
+"""Tables in a bucket: what is read, in which order, and what stays on the disk."""
+
+import json
+import shutil
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.small_run import train_small
+from tests.training.test_resume import assert_same_end
+from tread_zoo.data import StepBatches, make_loader
+from tread_zoo.data.encode import write_table
+from tread_zoo.data.loader import Unavailable
+from tread_zoo.registry import create
+from tread_zoo.seeding import make_generator
+
+PART = 10
+
+
+def write_bucket(folder, parts=8):
+    """Write a table of latents, of which each has its number, and return the folder's address."""
+    values = torch.arange(PART * parts).view(-1, 1, 1, 1, 1).expand(-1, 1, 2, 4, 4).float()
+    items = zip(values, [i % 4 for i in range(len(values))], strict=True)
+    write_table(folder, items, content="samples", part_size=PART)
+    return folder.as_uri()
+
+
+def open_bucket(url, cache, cached_parts=4, **options):
+    given = {"name": "latents", "path": url, "cache": str(cache), **options}
+    return create("data", {**given, "cached_parts": cached_parts})
+
+
+def parts_on_disk(cache):
+    return sorted(path.name for path in cache.rglob("*.arrow"))
+
+
+def test_a_table_in_a_bucket_is_that_of_the_folder(tmp_path):
+    url = write_bucket(tmp_path / "table")
+    given = {"name": "latents", "path": str(tmp_path / "table"), "held_out": 0.2}
+    here, there = create("data", given), open_bucket(url, tmp_path / "cache", held_out=0.2)
+    assert (there.class_names, there.image_size, there.codec) == (
+        here.class_names, here.image_size, here.codec,
+    )  # fmt: skip
+    for part in ("train", "held_out"):
+        first, second = getattr(here, part), getattr(there, part)
+        assert len(first) == len(second)
+        for index in range(len(first)):
+            assert torch.equal(first[index][0], second[index][0])
+            assert first[index][1] == second[index][1]
+
+
+def test_an_epoch_has_every_item_once_and_needs_few_parts_at_a_time(tmp_path):
+    data = open_bucket(write_bucket(tmp_path / "table", 40), tmp_path / "cache")
+    orders = [data.train.epoch_order(make_generator("data", 0, epoch)) for epoch in (0, 0, 1)]
+    assert torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[0], orders[2])
+    assert torch.equal(orders[0].sort().values, torch.arange(len(data.train)))
+    parts = (data.train.rows[orders[0]] // PART).tolist()
+    spans = [len(parts) - parts[::-1].index(p) - parts.index(p) for p in set(parts)]
+    assert max(spans) <= (2 + 1) * PART  # half of the four cached parts, and the next
+    alike = sum(a == b for a, b in pairwise(parts))
+    assert alike < 0.7 * len(parts)  # mixed with others, not one part after the other
+
+
+def test_the_batches_of_two_ranks_are_those_of_one(tmp_path):
+    data = open_bucket(write_bucket(tmp_path / "table"), tmp_path / "cache")
+
+    def batches(batch_size, num_ranks, rank=0):
+        return list(StepBatches(
+            len(data.train), batch_size, seed=1, num_steps=12, num_ranks=num_ranks, rank=rank,
+            order=data.train.epoch_order,
+        ))  # fmt: skip
+
+    halves = zip(batches(4, 2, 0), batches(4, 2, 1), strict=True)
+    assert batches(8, 1) == [first + second for first, second in halves]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_oldest_parts_leave_the_disk(tmp_path, num_workers):
+    data = open_bucket(write_bucket(tmp_path / "table", 12), tmp_path / "cache")
+    steps = StepBatches(len(data.train), 6, seed=0, num_steps=18, order=data.train.epoch_order)
+    seen = [
+        v for x, _ in make_loader(data.train, steps, num_workers) for v in x[:, 0, 0, 0, 0].tolist()
+    ]
+    assert len(set(seen)) == len(seen) == 108
+    assert len(parts_on_disk(tmp_path / "cache")) <= 4
+
+
+def test_another_table_at_the_same_address_is_read_anew(tmp_path):
+    url = write_bucket(tmp_path / "table")
+    assert len(open_bucket(url, tmp_path / "cache").train) == 72
+    write_bucket(tmp_path / "table", 4)
+    data = open_bucket(url, tmp_path / "cache")
+    assert [int(data.train[i][0].flatten()[0]) for i in range(36)] == data.train.rows.tolist()
+
+
+def test_a_run_resumes_to_the_bit_also_after_a_part_was_missing(tmp_path):
+    url, missing = write_bucket(tmp_path / "table"), tmp_path / "table" / "train-00003.arrow"
+    given = ["data=latents", f"data.path={url}", f"data.cache={tmp_path / 'cache'}",
+             "data.cached_parts=2", "training.batch_size=8", "training.num_workers=1",
+             "lr_schedule=constant", "training.checkpoint_every=1"]  # fmt: skip
+    whole = train_small(tmp_path / "whole", *given, "training.num_steps=9")
+    shutil.rmtree(tmp_path / "cache")
+    missing.rename(tmp_path / "aside")
+    with pytest.raises(Unavailable, match=r"train-00003\.arrow"):
+        train_small(tmp_path / "parts", *given, "training.num_steps=9")
+    (tmp_path / "aside").rename(missing)
+    parts = train_small(tmp_path / "parts", *given, "training.num_steps=9", "resume=latest")
+    assert_same_end(whole, parts)
+    assert not (parts / "corrupt.txt").exists()
+
+
+def test_a_table_of_an_earlier_version_says_what_to_copy(tmp_path):
+    url, file = write_bucket(tmp_path / "table"), tmp_path / "table" / "table.json"
+    metadata = json.loads(file.read_text())
+    del metadata["lengths"]
+    file.write_text(json.dumps(metadata))
+    with pytest.raises(ValueError, match=r"labels\.npy"):
+        open_bucket(url, tmp_path / "cache")

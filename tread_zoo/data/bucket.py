@@ -1,0 +1,148 @@
+"""Tables in a bucket: their files are downloaded when first read, and the oldest are deleted.
+
+`fsspec` reads s3://, gs://, hf:// and others, each with a library of its own. The files of a table
+(`latents.py`), its parts, are downloaded whole into a folder that all processes of a machine share.
+An epoch visits the parts in a random order, and mixes the images of `window` neighbours:
+
+    key of an image = position of its part in a permutation + window u,    u uniform in [0, 1)
+
+Images are visited by rising key. So few parts are needed at a time, and new ones are due one by
+one. The order depends on (seed, epoch) alone, whatever the number of processes.
+"""
+
+import hashlib
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from tread_zoo.data.files import written_whole
+from tread_zoo.data.loader import Unavailable
+
+
+class BucketTable:
+    """Rows of a table in a bucket.
+
+    Args:
+        url: folder of the table.
+        cache: local folder for downloaded parts; None is one under ~/.cache.
+        num_cached: parts that stay there; half of them are mixed.
+
+    Raises:
+        Unavailable: it cannot be reached.
+        ValueError: it was written before tables could be in a bucket.
+    """
+
+    def __init__(self, url: str, cache: str | None = None, num_cached: int = 16):
+        self.where = url.rstrip("/")
+        self.name = self.where.rpartition("/")[2]
+        self.num_cached, self.window = num_cached, max(1, num_cached // 2)
+        content = self._fetch("table.json")
+        self.metadata: dict[str, Any] = json.loads(content)
+        lengths: dict[str, int] = self.metadata.get("lengths", {})
+        if "mean" in self.metadata and not lengths:
+            raise ValueError(
+                f"data.path={url!r} was written by an earlier version: run its tread-zoo encode "
+                "again, which only adds labels.npy and the lengths of parts, and copy both files."
+            )
+        self.names, self.ends = list(lengths), np.cumsum([0, *lengths.values()])[1:]
+        # Another table of the same address has other files.
+        self.cache = _cache_root(cache) / hashlib.sha256(url.encode() + content).hexdigest()[:16]
+        # Images are not compared, since each would bring its part.
+        self.digest = hashlib.sha256(content).hexdigest()[:4]
+        self._open: dict[int, Any] = {}  # by part, the last used at the end
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}
+
+    @property
+    def num_train(self) -> int:
+        """Number of rows of the training parts, which come first."""
+        return sum(self.metadata["lengths"][name] for name in self.metadata["parts"]["train"])
+
+    def labels(self) -> Tensor:
+        """Return the labels int64 [N]."""
+        return torch.from_numpy(np.load(io.BytesIO(self._fetch("labels.npy"))))
+
+    def cell(self, column: str, row: int) -> bytearray:
+        """Return the bytes of a cell. Raises `Unavailable` if its part cannot be downloaded."""
+        part = int(np.searchsorted(self.ends, row, side="right"))
+        table = self._open.pop(part, None)
+        self._open[part] = table = self._read(part) if table is None else table
+        while len(self._open) > self.window + 1:
+            self._open.pop(next(iter(self._open)))
+        first = int(self.ends[part - 1]) if part else 0
+        return bytearray(table.column(column)[row - first].as_buffer())
+
+    def order(self, rows: Tensor, generator: torch.Generator) -> Tensor:
+        """Return a permutation int64 [N] of `rows` [N] in which those of a part are near to each
+        other."""
+        parts = torch.from_numpy(np.searchsorted(self.ends, rows.numpy(), side="right"))
+        used, indices = parts.unique(return_inverse=True)
+        positions = torch.randperm(len(used), generator=generator).double()
+        offsets = torch.rand(len(rows), generator=generator, dtype=torch.float64)
+        return (positions[indices] + self.window * offsets).argsort(stable=True)
+
+    def _fetch(self, name: str) -> bytes:
+        import fsspec
+
+        try:
+            with fsspec.open(f"{self.where}/{name}", "rb") as stream:
+                content: bytes = stream.read()
+        except Exception as error:  # each library has its own
+            raise Unavailable(f"{self.where}/{name} cannot be read: {error}") from error
+        return content
+
+    def _read(self, part: int) -> Any:
+        """Return the rows of a part, which is downloaded if it is not there."""
+        file = self.cache / self.names[part]
+        self.cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{file}.lock"):
+            if not file.exists():
+                self._download(file)
+            os.utime(file)
+            rows = read_part(file)
+        times = {path: path.stat().st_mtime for path in self.cache.glob("*.arrow") if path.exists()}
+        for old in sorted(times, key=lambda path: times[path])[: -self.num_cached]:
+            with FileLock(f"{old}.lock"):
+                old.unlink(missing_ok=True)
+        return rows
+
+    def _download(self, file: Path) -> None:
+        import fsspec
+
+        url = f"{self.where}/{file.name}"
+        try:
+            with written_whole(file) as stream, fsspec.open(url, "rb") as source:
+                shutil.copyfileobj(source, stream, 2**22)
+        except Exception as error:
+            raise Unavailable(f"{url} cannot be downloaded to {self.cache}: {error}") from error
+
+
+def read_part(file: Path) -> Any:
+    """Return the memory-mapped rows of a part, a table of pyarrow. A deleted file stays mapped."""
+    import pyarrow
+
+    with pyarrow.memory_map(str(file)) as source:
+        return pyarrow.ipc.open_stream(source).read_all()
+
+
+def is_url(path: str) -> bool:
+    """Return whether `path` is in a bucket, as in s3://bucket/folder."""
+    return "://" in path
+
+
+def _cache_root(cache: str | None) -> Path:
+    if cache is not None:
+        return Path(cache).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tread_zoo"
