@@ -92,9 +92,9 @@ class StopSignals:
     @contextmanager
     def deferred(self, max_time_s: float | None = None) -> Iterator[None]:
         """Record signals in `received`. A second SIGINT or SIGTERM, seconds later, acts. After
-        `max_time_s` comes a SIGUSR1."""
+        `max_time_s` a SIGUSR1 is recorded, too."""
         self._handle(SIGNALS, self._record)
-        timer = threading.Timer(max_time_s or 0, os.kill, (self._pid, signal.SIGUSR1))
+        timer = threading.Timer(max_time_s or 0, self._record, (signal.SIGUSR1, None))
         timer.daemon = True
         if max_time_s is not None:
             timer.start()
@@ -105,7 +105,7 @@ class StopSignals:
             for number in set(self._before) - set(REQUEUE_SIGNALS):
                 signal.signal(number, self._before[number])
             self._handle(REQUEUE_SIGNALS, self._exit_now)
-        for late in self.received:  # after the last step
+        for late in self.received if self._before else ():  # after the last step
             signal.raise_signal(late)
 
     @contextmanager
