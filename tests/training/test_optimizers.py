@@ -76,7 +76,10 @@ def test_fused_matrices_are_split_into_what_they_fuse(name, part, sizes):
         ("mamba2_tiny", "match_rms_adamw", False),
     ],
 )
-def test_a_part_moves_as_a_parameter_of_its_own(name, adjust_lr_fn, nesterov):
+@pytest.mark.parametrize("stacked", [2**24, 2**15])
+def test_a_part_moves_as_a_parameter_of_its_own(name, adjust_lr_fn, nesterov, stacked, monkeypatch):
+    """Also where one stack does not hold all matrices of a shape."""
+    monkeypatch.setattr("tread_zoo.training.optimizers.STACKED", stacked)
     network = make_network(name)
     matrices, parameters = hidden_matrices(network), dict(network.named_parameters())
     parts = {k: parts_of(parameters[k], sizes) for k, sizes in matrices.items()}
@@ -104,8 +107,9 @@ def test_a_part_moves_as_a_parameter_of_its_own(name, adjust_lr_fn, nesterov):
         optimizer.step()
         muon.step()
         adamw.step()
-    for key, each in parts.items():
-        assert torch.equal(torch.cat(each), parameters[key].flatten(0, -2)), key
+    for key, each in parts.items():  # up to a rounding of bfloat16 in a move of 4e-3
+        whole = parameters[key].detach().flatten(0, -2)
+        torch.testing.assert_close(whole, torch.cat(each), rtol=0, atol=1e-4)
     for key, tensor in rest.items():
         assert torch.equal(tensor, parameters[key]), key
 

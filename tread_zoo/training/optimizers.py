@@ -18,6 +18,7 @@ from tread_zoo.training.sharding import slice_like, whole
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Decayed = Literal["all", "matrices"]
+STACKED = 2**24  # numbers of the matrices that Muon steps together: 64 MiB in float32
 
 
 class OptimizerPart(Protocol):
@@ -159,12 +160,12 @@ def _split(
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` of matrices, each part of a fused one as a parameter of its own; AdamW of
-    the rest.
+    """Muon of matrices, each part of a fused one as a parameter of its own; AdamW of the rest.
 
-    Momentum is sharded as its parameter (FSDP2). Sharded matrices are gathered one at a time, and
-    every rank computes with the whole. With `found_inf` of 1.0 set, as on torch's fused optimizers,
-    a step changes nothing.
+    It computes what `torch.optim.Muon` does, but matrices of one shape together: a network has
+    hundreds of matrices and a few shapes. Momentum is sharded as its parameter (FSDP2). Sharded
+    matrices are gathered up to `STACKED` numbers at a time, and every rank computes with the whole.
+    With `found_inf` of 1.0 set, as on torch's fused optimizers, a step changes nothing.
 
     Args:
         parameters: all, by name.
@@ -205,37 +206,70 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 adamw.state, adamw.found_inf = self.state, skipped  # type: ignore[attr-defined]
                 adamw.step()
                 continue
+            by_shape: dict[torch.Size, list[Tensor]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_matrix(parameter, parameter.grad, group, skipped)
+                    by_shape.setdefault(parameter.shape, []).append(parameter)
+            for shape, same in by_shape.items():
+                count = max(1, STACKED // shape.numel())
+                for first in range(0, len(same), count):
+                    self._step_matrices(same[first : first + count], group, skipped)
         return loss
 
-    def _step_matrix(
-        self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], skipped: Tensor | None
+    def _step_matrices(
+        self, parameters: list[Tensor], group: Mapping[str, Any], skipped: Tensor | None
     ) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        momentum, average = group["momentum"], state["momentum_buffer"]
-        if skipped is not None:  # then the average stays
-            gradient = torch.where(skipped > 0, average, gradient)
-        average.lerp_(gradient, 1 - momentum)
-        update = gradient.lerp(average, momentum) if group["nesterov"] else average
-        weights = parameter.detach()
-        matrix = whole(weights).clone()
-        _orthogonal_step(matrix, whole(update), group)
-        moved = slice_like(matrix, weights)
-        weights.copy_(moved if skipped is None else torch.where(skipped > 0, weights, moved))
+        """Move matrices of one shape."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        averages = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        gradients: list[Any] = [parameter.grad for parameter in parameters]
+        weights, rate, momentum = [p.detach() for p in parameters], group["lr"], group["momentum"]
+        if skipped is not None:  # then averages stay, and the rate is 0
+            pairs = zip(averages, gradients, strict=True)
+            gradients = [torch.where(skipped > 0, average, given) for average, given in pairs]
+            rate = rate * (skipped == 0)
+        torch._foreach_lerp_(averages, gradients, 1 - momentum)
+        if group["nesterov"]:
+            gradients = [g.lerp(a, momentum) for g, a in zip(gradients, averages, strict=True)]
+        else:
+            gradients = averages
+        columns, sizes = weights[0].shape[-1], group["row_sizes"]
+        moves = torch.stack([whole(each).view(-1, columns) for each in gradients])
+        parts = moves.split(sizes, dim=1)  # views [len(parameters), size, columns]
+        for size in set(sizes):
+            same = [part for part in parts if part.shape[1] == size]
+            directions = orthogonalized(torch.cat(same), group["ns_steps"]).float()
+            directions *= _factor(size, columns, group["adjust_lr_fn"])
+            torch._foreach_copy_(same, directions.chunk(len(same)))
+        moves = (moves * rate).view(len(weights), *weights[0].shape)
+        torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
+        torch._foreach_sub_(
+            weights, [slice_like(*pair) for pair in zip(moves, weights, strict=True)]
+        )
 
 
-def _orthogonal_step(matrix: Tensor, update: Tensor, group: Mapping[str, Any]) -> None:
-    """Move each part of a whole matrix [.., rows, columns], in place, by Muon without momentum."""
-    columns, row_sizes = matrix.shape[-1], list(group["row_sizes"])
-    parts, updates = (torch.split(x.view(-1, columns), row_sizes) for x in (matrix, update))
-    for part, gradient in zip(parts, updates, strict=True):
-        part.grad = gradient
-    options = {**group, "params": parts, "momentum": 0.0, "nesterov": False}
-    torch.optim.Muon([options]).step()
+def orthogonalized(matrices: Tensor, num_steps: int) -> Tensor:
+    """Return U f(S) V^T in bfloat16 for each of the matrices U S V^T [M, rows, columns], where f
+    takes singular values to about 1: `num_steps` steps of the Newton-Schulz iteration
+    X <- a X + (b G + c G^2) X, G = X X^T, with the coefficients of Muon (Jordan 2024)."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.bfloat16()
+    x = x.mT if is_tall else x
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(num_steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def _factor(rows: int, columns: int, adjust_lr_fn: str) -> float:
+    """Return the factor on the rate of a matrix; see `Muon`."""
+    if adjust_lr_fn == "original":
+        return max(1.0, rows / columns) ** 0.5
+    return 0.2 * max(rows, columns) ** 0.5
 
 
 def _has_fused_step(backbone: Backbone) -> bool:
