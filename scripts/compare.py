@@ -27,15 +27,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import pandas as pd
-import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
-from tread_zoo import comparison
+from tread_zoo.checkpoint_config import EvaluateConfig
 from tread_zoo.cli import (
     SCRIPTS,
     check_words,
@@ -46,9 +44,13 @@ from tread_zoo.cli import (
     readable,
 )
 from tread_zoo.config import RunConfig, file_name, make_config
-from tread_zoo.evaluation.evaluate import EvaluateConfig
 from tread_zoo.fields import OPTIONS, check
 from tread_zoo.help import describe
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from tread_zoo import comparison
 
 TRAIN, EVALUATE = SCRIPTS / "train.py", SCRIPTS / "evaluate.py"
 PREFIX = "compare."  # of the settings of the comparison itself
@@ -103,6 +105,8 @@ def compare(words: Sequence[str]) -> int:
     check_words(words, RunConfig)
     settings = read_settings([word for word in words if word.startswith(PREFIX)])
     overrides = [readable(word) for word in words if not word.startswith(PREFIX)]
+    from tread_zoo import comparison  # with torch, pandas and scipy, which take seconds
+
     out, failed = Path(settings["out"]), dict[str, str]()
     if settings["runs"] and not overrides:
         runs = comparison.read_runs(settings["runs"])
@@ -136,8 +140,10 @@ def read_settings(words: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> list[comparison.Cell]:
+def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> "list[comparison.Cell]":
     """Return the cells, checked: training of every combination, or scoring of each of `runs`."""
+    from tread_zoo import comparison
+
     out, scored = Path(settings["out"]), bool(settings["runs"])
     runs = comparison.find_runs(settings["runs"]) if scored else [None]
     grids, shared = ([{}], []) if scored else (settings["grids"], settings["fixed"])
@@ -164,8 +170,10 @@ def make_cells(settings: dict[str, Any], overrides: Sequence[str]) -> list[compa
     return cells
 
 
-def read_cells(cells: Sequence[comparison.Cell]) -> pd.DataFrame:
+def read_cells(cells: "Sequence[comparison.Cell]") -> "pd.DataFrame":
     """Return the table of cells that have ended. Raises ValueError if there is none."""
+    from tread_zoo import comparison
+
     if not cells:
         raise ValueError("No cell ended well: there is nothing to compare.")
     if "run" not in cells[0].choices:
@@ -208,6 +216,8 @@ def split_sweeps(
 
 def visible_devices() -> list[str]:
     """Return the CUDA devices that cells may share out."""
+    import torch
+
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
 

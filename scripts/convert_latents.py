@@ -14,19 +14,15 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from tread_zoo.cli import errors_in_one_line
-from tread_zoo.data.contexts import load_npy
-from tread_zoo.data.encode import write_table
-from tread_zoo.data.labels import read_labels
-from tread_zoo.data.vae import load_vae
 from tread_zoo.errors import missing_path
 
-Item = tuple[Tensor, Any, str]  # [K,C',h,w], the second copy mirrored; label, -1 without; a name
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Item = tuple["Tensor", Any, str]  # [K,C',h,w], the second copy mirrored; label, -1 without; a name
 Source = tuple[tuple[str, ...], Iterable[Item]]  # class names, items
 
 
@@ -34,6 +30,7 @@ def maskdit(path: Path, mirrored: bool) -> Source:
     """Return MaskDiT's LMDB: `z-{i}` float32 [8,h,h], mean and logvar; `y-{i}` and `length` in
     digits. Extracted with --xflip, its second half is that of the mirrored images."""
     import lmdb
+    import torch
 
     folder = path if (path / "data.mdb").exists() else path / "train"
     if not (folder / "data.mdb").is_file():
@@ -48,7 +45,7 @@ def maskdit(path: Path, mirrored: bool) -> Source:
                     raise ValueError(f"{folder} has no {key}: it is not MaskDiT's")
                 return found
 
-            def read(index: int) -> Tensor:
+            def read(index: int) -> torch.Tensor:
                 values = torch.frombuffer(bytearray(value(f"z-{index}")), dtype=torch.float32)
                 side = int((len(values) // 8) ** 0.5)
                 if not side or len(values) != 8 * side**2:
@@ -68,6 +65,7 @@ def maskdit(path: Path, mirrored: bool) -> Source:
 
 def lightningdit(path: Path, mirrored: bool) -> Source:
     """Return LightningDiT's safetensors: `latents` and `latents_flip` [n,C,h,w], `labels` [n]."""
+    import torch
     from safetensors import safe_open
 
     def items() -> Iterator[Item]:
@@ -95,6 +93,10 @@ def lightningdit(path: Path, mirrored: bool) -> Source:
 def repa(path: Path, mirrored: bool) -> Source:
     """Return the .npy files of REPA and EDM2, each [2C,h,w], mean and standard deviation, with the
     labels of dataset.json."""
+    import torch
+
+    from tread_zoo.data.contexts import load_npy
+
     files = sorted(file for file in path.rglob("[!.]*.npy") if file.is_file())
     found, names = _labels_of(
         path / "dataset.json", [f.relative_to(path).as_posix() for f in files]
@@ -131,6 +133,8 @@ def _labels_of(file: Path, names: Sequence[str]) -> tuple[list[int], tuple[str, 
     missing = [name for name in names if name not in labels]
     if missing:
         raise ValueError(f"{file} has no label of {len(missing)} files, such as {missing[0]!r}")
+    from tread_zoo.data.labels import read_labels
+
     numbers, words = read_labels([labels[name] for name in names], f"{file}: labels")
     return numbers.tolist(), words
 
@@ -164,6 +168,9 @@ def convert(kind: str, path: Path, out: Path, *, vae: str | None, mirrored: bool
     read, content = FORMATS[kind]
     if not path.is_dir():
         raise missing_path("path", str(path))
+    from tread_zoo.data.encode import write_table
+    from tread_zoo.data.vae import load_vae
+
     metadata = load_vae(vae).metadata if vae else None
     try:
         names, items = read(path, mirrored)

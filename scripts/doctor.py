@@ -15,12 +15,9 @@ from typing import Any, Literal
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from tread_zoo import available, doctor
 from tread_zoo.cli import command
 from tread_zoo.fields import OPTIONS, Device, check
-from tread_zoo.kernels import describe, set_forms
-from tread_zoo.registry import KINDS
-from tread_zoo.runtime import resolve_device
+from tread_zoo.registry import KINDS, available
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
@@ -45,7 +42,11 @@ class DoctorConfig:
 
 @command("doctor", DoctorConfig)
 def main(settings: dict[str, Any]) -> None:
-    config = check(DoctorConfig, settings)
+    config = check(DoctorConfig, settings)  # before torch is imported, which takes seconds
+    from tread_zoo import doctor
+    from tread_zoo.kernels import describe, set_forms
+    from tread_zoo.runtime import resolve_device
+
     if config.gpu is not None:
         print(*doctor.describe_gpu(config.gpu, config.backbones or "*_matched_b"), sep="\n")
         return

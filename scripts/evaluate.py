@@ -17,28 +17,24 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from tread_zoo.checkpoint_config import EvaluateConfig
 from tread_zoo.cli import command
 from tread_zoo.config import EvaluationConfig
-from tread_zoo.evaluation.evaluate import (
-    EvaluateConfig,
-    describe_record,
-    evaluate,
-    evaluate_images,
-)
-from tread_zoo.evaluation.protocol import Protocol
-from tread_zoo.evaluation.score import distributed
 from tread_zoo.fields import check
-from tread_zoo.kernels import set_forms
 from tread_zoo.registry import create
-from tread_zoo.runs.restore import restore
-from tread_zoo.runtime import resolve_device
 
 logger = logging.getLogger(__name__)
 
 
 @command("evaluate", EvaluateConfig)
 def main(settings: dict[str, Any]) -> None:
-    config = check(EvaluateConfig, settings)
+    config = check(EvaluateConfig, settings)  # before torch is imported, which takes seconds
+    from tread_zoo.evaluation.evaluate import describe_record
+    from tread_zoo.evaluation.protocol import Protocol
+    from tread_zoo.evaluation.score import distributed
+    from tread_zoo.kernels import set_forms
+    from tread_zoo.runtime import resolve_device
+
     set_forms(config.kernels)
     if config.out is not None:
         Path(config.out).expanduser().parent.mkdir(parents=True, exist_ok=True)
@@ -57,6 +53,9 @@ def main(settings: dict[str, Any]) -> None:
 
 def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
     """Return the record of a checkpoint's samples, and the name of its file."""
+    from tread_zoo.evaluation.evaluate import evaluate
+    from tread_zoo.runs.restore import restore
+
     assert config.checkpoint is not None
     run = restore(
         config.checkpoint, weights=config.weights, device=config.device, precision=config.precision
@@ -77,6 +76,9 @@ def _score_run(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
 
 def _score_images(config: EvaluateConfig) -> tuple[dict[str, Any], str]:
     """Return the record of images that are there, and the name of its file."""
+    from tread_zoo.evaluation.evaluate import evaluate_images
+    from tread_zoo.runtime import resolve_device
+
     assert config.samples is not None
     device = resolve_device(config.device)
     data = create("data", config.data) if config.data else None

@@ -18,11 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from tread_zoo.cli import command
 from tread_zoo.config import EvaluationConfig, part_type
-from tread_zoo.evaluation.evaluate import make_evaluation
-from tread_zoo.evaluation.score import distributed, extract, write_statistics
 from tread_zoo.fields import OPTIONS, Device, check
-from tread_zoo.registry import create
-from tread_zoo.runtime import resolve_device
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +44,16 @@ class ReferenceConfig:
 @command("make_reference", ReferenceConfig)
 def main(settings: dict[str, Any]) -> None:
     config = check(ReferenceConfig, settings)
-    out, device = Path(config.out).expanduser(), resolve_device(config.device)
+    out = Path(config.out).expanduser()
     if out.suffix != ".npz":
         raise ValueError(f"out={config.out} must end in .npz, as references do.")
+    from tread_zoo.evaluation.evaluate import make_evaluation  # torch takes seconds
+    from tread_zoo.evaluation.score import distributed, extract, write_statistics
+    from tread_zoo.registry import create
+    from tread_zoo.runtime import resolve_device
+
     out.parent.mkdir(parents=True, exist_ok=True)
+    device = resolve_device(config.device)
     data = create("data", config.data)
     options = replace(config.evaluation, metrics=({"name": "kid"},))  # which any features allow
     with distributed(device) as is_main:  # first, for it gives each process its own GPU

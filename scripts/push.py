@@ -15,8 +15,6 @@ from pydantic.dataclasses import dataclass
 from tread_zoo.cli import command
 from tread_zoo.config import Weights
 from tread_zoo.fields import OPTIONS, check
-from tread_zoo.model_card import write_model_folder
-from tread_zoo.runs.hub import upload
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +42,10 @@ class PushConfig:
 
 @command("push", PushConfig)
 def main(settings: dict[str, Any]) -> None:
-    config = check(PushConfig, settings)
+    config = check(PushConfig, settings)  # before torch is imported, which takes seconds
+    from tread_zoo.model_card import write_model_folder
+    from tread_zoo.runs.hub import upload
+
     folder = write_model_folder(
         config.checkpoint, config.out, weights=config.weights, license=config.license,
         repo=config.repo,

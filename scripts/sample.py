@@ -22,33 +22,20 @@ import logging
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from tread_zoo.checkpoint_config import CheckpointConfig
 from tread_zoo.cli import command
-from tread_zoo.config import CheckpointConfig
-from tread_zoo.data import Codec
-from tread_zoo.data.latents import LatentCodec
-from tread_zoo.diffusion import generate
-from tread_zoo.diffusion.conditions import (
-    Conditions,
-    class_number,
-    conditions_of,
-    contexts_in,
-    label_conditions,
-)
-from tread_zoo.evaluation.evaluate import describe_sampling, sampling_record
-from tread_zoo.evaluation.sample_folder import SampleFolder, folder_name
-from tread_zoo.evaluation.score import distributed
 from tread_zoo.fields import OPTIONS, check
-from tread_zoo.kernels import set_forms
-from tread_zoo.process_group import rank_and_number, wait_for_all
-from tread_zoo.progress import progress
-from tread_zoo.runs.restore import Restored, restore
-from tread_zoo.runtime import describe_device, resolve_device
+
+if TYPE_CHECKING:
+    from tread_zoo.data import Codec
+    from tread_zoo.diffusion.conditions import Conditions
+    from tread_zoo.evaluation.sample_folder import SampleFolder
+    from tread_zoo.runs.restore import Restored
 
 logger = logging.getLogger(__name__)
 
@@ -84,13 +71,27 @@ class SampleConfig(CheckpointConfig):
 
 @command("sample", SampleConfig)
 def main(settings: dict[str, Any]) -> None:
-    config = check(SampleConfig, settings)
+    config = check(SampleConfig, settings)  # before torch is imported, which takes seconds
+    from tread_zoo.evaluation.score import distributed
+    from tread_zoo.kernels import set_forms
+    from tread_zoo.runtime import resolve_device
+
     set_forms(config.kernels)
     with distributed(resolve_device(config.device)) as is_main:
         _sample(config, is_main)
 
 
 def _sample(config: SampleConfig, is_main: bool) -> None:
+    import torch
+
+    from tread_zoo.data.latents import LatentCodec
+    from tread_zoo.diffusion import generate
+    from tread_zoo.evaluation.evaluate import describe_sampling, sampling_record
+    from tread_zoo.process_group import rank_and_number, wait_for_all
+    from tread_zoo.progress import progress
+    from tread_zoo.runs.restore import restore
+    from tread_zoo.runtime import describe_device
+
     run = restore(
         config.checkpoint, weights=config.weights, device=config.device, precision=config.precision
     )
@@ -141,9 +142,11 @@ def _sample(config: SampleConfig, is_main: bool) -> None:
 
 
 def _open_folder(
-    run: Restored, codec: Codec, config: SampleConfig, record: dict[str, Any]
-) -> SampleFolder:
+    run: "Restored", codec: "Codec", config: SampleConfig, record: dict[str, Any]
+) -> "SampleFolder":
     """Return the folder of the images, `out` or one of the run's that these settings name."""
+    from tread_zoo.evaluation.sample_folder import SampleFolder, folder_name
+
     cost = {name: record[name] for name in ("nfe", "flops_per_image")}
     made_with = {name: value for name, value in record.items() if name not in cost}
     sha256 = run.checkpoint.meta["sha256"]
@@ -165,8 +168,10 @@ def _open_folder(
     return SampleFolder(out, made_with, facts, overwrite=config.overwrite)
 
 
-def _label(run: Restored, label: int | str) -> int:
+def _label(run: "Restored", label: int | str) -> int:
     """Return the number of a class that the network has, given by number or name."""
+    from tread_zoo.diffusion.conditions import class_number
+
     network = run.backbone
     if network.context_size:
         raise ValueError(
@@ -182,8 +187,10 @@ def _label(run: Restored, label: int | str) -> int:
     return number
 
 
-def _conditions(run: Restored, contexts: str | None) -> Conditions:
+def _conditions(run: "Restored", contexts: str | None) -> "Conditions":
     """Return the labels, or the contexts of a file or of the data that the run was trained on."""
+    from tread_zoo.diffusion.conditions import conditions_of, contexts_in, label_conditions
+
     if contexts is not None:
         return contexts_in(contexts, run.backbone)
     if not run.backbone.context_size:

@@ -14,6 +14,7 @@ from scripts.sample import SampleConfig
 from tests.processes import run_python
 from tests.small_run import fields_of
 from tread_zoo import available, create
+from tread_zoo.checkpoint_config import EvaluateConfig
 from tread_zoo.cli import command, compose_settings
 from tread_zoo.config import (
     PART_FIELDS,
@@ -23,7 +24,6 @@ from tread_zoo.config import (
     flatten,
     make_config,
 )
-from tread_zoo.evaluation.evaluate import EvaluateConfig
 from tread_zoo.fields import check, default_fields
 from tread_zoo.help import describe, settings
 from tread_zoo.routing import Stack

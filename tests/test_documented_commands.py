@@ -14,10 +14,10 @@ from scripts.sample import SampleConfig
 from tests.published.tensors import theirs
 from tests.small_run import fields_of
 from tread_zoo.__main__ import COMMANDS as SCRIPTS
+from tread_zoo.checkpoint_config import EvaluateConfig
 from tread_zoo.cli import compose_settings
 from tread_zoo.config import make_config
 from tread_zoo.data.encode import write_table
-from tread_zoo.evaluation.evaluate import EvaluateConfig
 from tread_zoo.fields import check
 from tread_zoo.published import import_checkpoint
 from tread_zoo.runs.checkpoint import find_checkpoint

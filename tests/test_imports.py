@@ -26,3 +26,20 @@ def test_what_is_not_needed_is_not_imported(code, absent):
     assert done.returncode == 0, done.stderr
     assert "tread_zoo" in done.stdout.split()
     assert not absent & set(done.stdout.split())
+
+
+def test_the_help_of_a_command_does_not_wait_for_torch():
+    code = (
+        "import runpy, sys\n"
+        "for script in sys.argv[1:]:\n"
+        "    sys.argv = [script, '--help']\n"
+        "    try: runpy.run_path(script, run_name='__main__')\n"
+        "    except SystemExit: pass\n"
+        "    loaded = [m for m in ('torch', 'numpy', 'pandas', 'scipy') if m in sys.modules]\n"
+        "    assert not loaded, (script, loaded)\n"
+    )
+    scripts = {path.stem: path for path in (ROOT / "scripts").glob("*.py")}
+    del scripts["encode"]  # whose settings are a part of tread_zoo.data
+    done = run_python("-c", code, *scripts.values(), cwd=ROOT, fresh=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tread-zoo train") > 1

@@ -289,29 +289,6 @@ class RunConfig:
 PART_FIELDS = tuple(field for field in default_fields(RunConfig) if field in KINDS)
 
 
-@dataclass(frozen=True, kw_only=True, config=OPTIONS)
-class CheckpointConfig:
-    """What every script on a trained network takes.
-
-    Args:
-        plugins: modules that register parts; those of the checkpoint must be loaded.
-        checkpoint: a run's folder (its newest checkpoint) or one checkpoint.
-        out: where the result goes; null: to the run's folder, see each script.
-        weights: ema; model; or ema:0.05, the average of that relative width, of a run with
-            `training.ema_snapshots_every` (docs/evaluation.md).
-        device, kernels: as of `RunConfig`.
-        precision: as of `TrainingConfig`.
-    """
-
-    plugins: tuple[str, ...] = ()
-    checkpoint: str
-    out: str | None = None
-    weights: Weights = "ema"
-    device: Device = "auto"
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
-
-
 Part = str | Mapping[str, Any]
 
 

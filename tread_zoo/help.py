@@ -14,9 +14,9 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from tread_zoo.checkpoint_config import CheckpointConfig
 from tread_zoo.config import (
     PART_FIELDS,
-    CheckpointConfig,
     EvaluationConfig,
     RunConfig,
     SamplingGrid,

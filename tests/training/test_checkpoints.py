@@ -14,10 +14,10 @@ from scripts.sample import SampleConfig
 from tests.processes import run_python
 from tests.small_run import META, train_small
 from tread_zoo import load_pretrained
+from tread_zoo.checkpoint_config import EvaluateConfig
 from tread_zoo.cli import compose_settings
 from tread_zoo.data.files import write_text
 from tread_zoo.diffusion import AutoGuidance
-from tread_zoo.evaluation.evaluate import EvaluateConfig
 from tread_zoo.fields import check
 from tread_zoo.routing import Stack
 from tread_zoo.runs.checkpoint import (

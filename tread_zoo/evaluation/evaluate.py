@@ -6,15 +6,13 @@ Samples are drawn batch by batch and not kept. Dimensions: B batch, C channels, 
 """
 
 from collections.abc import Mapping
-from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from tread_zoo.config import CheckpointConfig, EvaluationConfig
+from tread_zoo.config import EvaluationConfig
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import ImageData
 from tread_zoo.diffusion import Objective, SamplingOptions, generate
@@ -26,41 +24,11 @@ from tread_zoo.evaluation.images import Images, open_images, part_images, pixel_
 from tread_zoo.evaluation.metrics import build_metrics
 from tread_zoo.evaluation.pictures import save_numbered
 from tread_zoo.evaluation.score import Evaluation, Reference, open_reference
-from tread_zoo.fields import OPTIONS
 from tread_zoo.routing import Method
 from tread_zoo.routing.methods.none import NO_ROUTING
 
 UINT8_RULE = "clamp to [-1, 1], then the nearest of 256 values"
 _NO_DECODER = "latents are not images: name their autoencoder with data.vae=…"
-
-
-@dataclass(frozen=True, kw_only=True, config=OPTIONS)
-class EvaluateConfig(CheckpointConfig):
-    """Settings of tread-zoo evaluate, which scores a checkpoint's samples or existing images.
-
-    Args:
-        samples: in place of a checkpoint, a folder of pictures, or an .npz with arr_0 uint8
-            [N,H,W,C] and perhaps labels arr_1. All images are scored.
-        data: for a checkpoint, options that differ from the run's, as in data={path: …}; for
-            samples, the data of the reference, as in data=cifar10.
-        sampler, guidance: fields that differ from the run's; `name` chooses another one.
-        evaluation: fields that differ from the run's or, for samples, from the defaults.
-        out: file of the record; null is <run>/score_<step>_<digest of the protocol>.json, or
-            <samples>_score.json.
-        vae: the autoencoder of latents; null is the run's.
-    """
-
-    checkpoint: str | None = None  # type: ignore[assignment]
-    samples: str | None = None
-    data: dict[str, Any] = field(default_factory=dict)
-    sampler: dict[str, Any] = field(default_factory=dict)
-    guidance: dict[str, Any] = field(default_factory=dict)
-    evaluation: dict[str, Any] = field(default_factory=dict)
-    vae: str | None = None
-
-    def __post_init__(self) -> None:
-        if (self.checkpoint is None) == (self.samples is None):
-            raise ValueError("name what to score: either checkpoint=… or samples=…")
 
 
 def evaluate(
