@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pandas as pd
-from scipy import stats
+from scipy.special import stdtrit
 
 LEVEL = 0.95
 
@@ -61,7 +61,7 @@ class Interval:
 def interval(values: Sequence[float]) -> Interval:
     """Return the t-interval of the mean of one or more values."""
     n, series = len(values), pd.Series(values, dtype=float)
-    t = stats.t.ppf((1 + LEVEL) / 2, n - 1) if n > 1 else math.nan
+    t = stdtrit(n - 1, (1 + LEVEL) / 2) if n > 1 else math.nan
     return Interval(float(series.mean()), float(t * series.sem()) if n > 1 else math.inf, n)
 
 
@@ -86,6 +86,8 @@ def log_ratio(first: pd.Series, second: pd.Series, *, paired: bool) -> Interval:
     mean, n = float(logs[0].mean() - logs[1].mean()), min(map(len, logs))
     if n < 2:
         return Interval(mean, math.inf, n)
+    from scipy import stats  # it takes most of a second
+
     test = stats.ttest_ind(*logs, equal_var=False)
     low, high = test.confidence_interval(LEVEL)
     return Interval(mean, float(high - low) / 2, n)
