@@ -81,6 +81,38 @@ def test_an_entry_of_the_board_keeps_its_rules(tmp_path):
     assert table().count("| mine |") == 1
 
 
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GENERATED = "report.md"  # records of what was run, in the words of their time
+GONE = ("rate_range", "carry_from", "sparsify", "rejoin", "redraw=", "scan_order=unsorted")
+
+
+def anchors_of(page):
+    """Return the anchors of a page's headings, as GitHub and mkdocs make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    plain = (re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in headings)
+    return {re.sub(r"\s", "-", heading) for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_links_to_what_there_is_and_its_tables_are_whole(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    for link in re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", text):
+        target, _, anchor = (link[0] or link[1]).partition("#")
+        if "://" in target:
+            continue
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors_of(file), f"{target}#{anchor}"
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        heads, _, *rows = (line.count("|") for line in table.replace("\\|", "").splitlines())
+        assert rows, table
+        assert set(rows) == {heads}, table
+    if page.name not in (GENERATED, "log.md"):
+        assert [word for word in GONE if word in text] == []
+
+
 PAYS = ROOT / "docs/comparison/where_routing_pays"
 
 

@@ -4,8 +4,9 @@
     python docs/images/draw_selectors.py --rate 0.75 --out /tmp/images
 
 selectors.png has the kept tokens of a few samples of each selector, orders.png the curves,
-route.png which block sees which token, gaps.png the walk of a scan over kept tokens, skips.png the
-long skips of a U-ViT and the tokens that they carry. The table that is printed has, for each
+route.png which block sees which token, methods.png the same for every routing method, gaps.png the
+walk of a scan over kept tokens, skips.png the long skips of a U-ViT and the tokens that they carry.
+The table that is printed has, for each
 selector, the chance
 
 - that the neighbour of a kept token is kept, beside it (left, right) and above or below,
@@ -23,9 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tread_zoo import create_backbone
+from tread_zoo import create, create_backbone
 from tread_zoo.contract.crossing import Layout
-from tread_zoo.routing import ORDERS, Select, Stack, make_scan, scan_order
+from tread_zoo.factory import add_routing
+from tread_zoo.routing import ORDERS, Select, Stack, Step, make_scan, scan_order
 from tread_zoo.routing.select import draw_gumbel
 from tread_zoo.seeding import make_image_generator
 
@@ -42,6 +44,10 @@ SELECTORS: dict[str, Any] = {
     "structured": "structured",
     "norm": "norm",
 }
+METHODS: dict[str, Any] = {
+    "tread": {}, "sprint": {}, "maskdit": {}, "microdit": {},
+    "random_ltd": {}, "layer_drop": {"drop": 0.99}, "token_merging": {}, "mixture_of_depths": {},
+}  # fmt: skip
 COLUMNS = ("left, right", "up, down", "raster next", "hilbert next", "holes")
 SAMPLES = 3  # of each selector in the picture
 NUM_BLOCKS = 12
@@ -153,6 +159,42 @@ def draw_depth(side: int, rate: float, path: Path) -> None:
     save(figure, path)
 
 
+def draw_methods(path: Path) -> None:
+    """Write which block sees which token in one training step of each routing method."""
+    import matplotlib.pyplot as plt
+
+    torch.manual_seed(0)
+    figure, places = plt.subplots(2, 4, figsize=(8.2, 3.3))
+    for place, (name, options) in zip(places.flat, METHODS.items(), strict=True):
+        routing = create("routing", name, **options)
+        place.imshow(seen_by_block(routing), cmap="Blues", vmin=-0.15, vmax=1.2, aspect="auto")
+        place.set_title(name, fontsize=9, pad=3)
+        place.set(xticks=(), yticks=())
+        place.set_xticks([block - 0.5 for block in range(1, NUM_BLOCKS)], minor=True)
+        place.grid(which="minor", axis="x", color="white", linewidth=1.5)
+        place.tick_params(which="minor", length=0)
+        place.spines[:].set_visible(False)
+    save(figure, path)
+
+
+def seen_by_block(routing: Any) -> Tensor:
+    """Return which token runs in which block of an untrained DiT, [16 tokens, blocks]."""
+    network = create_backbone("dit_tiny", input_size=8, in_channels=1, num_classes=10)
+    stack, seen = Stack.of(network), torch.zeros(16, NUM_BLOCKS)
+    add_routing(network, routing)
+    run_block = network.run_block
+
+    def record(index: int, streams: Any, condition: Any, layout: Layout, skip: Any) -> Any:
+        seen[layout.positions()[0], index] = 1
+        return run_block(index, streams, condition, layout, skip)
+
+    network.run_block = record
+    images = make_image_generator("draw", 0, images=range(1))
+    routes = routing.draw(stack, images, Step(index=30, num_steps=100, seed=0))
+    network(torch.randn(1, 1, 8, 8), torch.rand(1), torch.tensor([0]), routes=routes)
+    return seen
+
+
 def draw_gaps(side: int, rate: float, path: Path) -> None:
     """Write the walk of a scan over the kept tokens of three selectors, its gaps in red."""
     import matplotlib.pyplot as plt
@@ -250,6 +292,7 @@ def main(arguments: list[str] | None = None) -> None:
     draw_selectors(args.side, args.rate, args.out / "selectors.png")
     draw_orders(args.side, args.out / "orders.png")
     draw_depth(4, args.rate, args.out / "route.png")
+    draw_methods(args.out / "methods.png")
     draw_gaps(8, args.rate, args.out / "gaps.png")
     draw_skips(args.out / "skips.png")
     print(f"| {args.table_side}x{args.table_side}, rate {args.rate:g} | {' | '.join(COLUMNS)} |")
@@ -257,7 +300,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name, selector in SELECTORS.items():
         chances = survival(draw_kept(selector, args.num_samples, args.table_side, args.rate))
         print(f"| {name} | {' | '.join(f'{chance:.2f}' for chance in chances)} |")
-    print(f"written to {args.out}: selectors.png, orders.png, route.png, gaps.png, skips.png")
+    print(f"written to {args.out}")
 
 
 if __name__ == "__main__":
