@@ -244,10 +244,10 @@ def test_the_tables_of_a_page_are_those_of_its_records(script):
 @pytest.mark.parametrize("name", ["route_train_look", "compare_and_read"])
 def test_a_notebook_opens_in_colab_with_this_version(name):
     hook = runpy.run_path(str(ROOT / "docs/source_links.py"))["on_page_markdown"]
-    page = SimpleNamespace(file=SimpleNamespace(src_path="notebooks.md"))
+    page = SimpleNamespace(file=SimpleNamespace(src_path="index.md"))
     config = {"docs_dir": str(ROOT / "docs"), "repo_url": "https://github.com/someone/zoo"}
     path = f"examples/notebooks/{name}.ipynb"
-    html = hook((ROOT / "docs/notebooks.md").read_text(), page, config)
+    html = hook((ROOT / "docs/index.md").read_text(), page, config)
     assert f"(https://colab.research.google.com/github/someone/zoo/blob/main/{path})" in html
     assert f"%pip install -q tread_zoo=={__version__}\\n" in (ROOT / path).read_text()
 

@@ -119,8 +119,8 @@ def test_a_run_is_laid_over_the_curve_of_its_recipe_as_the_page_says(tmp_path, m
     Path("configs").symlink_to(ROOT / "configs")
     for seed, name in enumerate(("mine", "mine_seed0", "mine_seed1")):
         write_run(Path("runs", name), routing="tread", seed=seed, final=0.4 + 0.01 * seed)
-    page = (ROOT / "docs" / "comparing.md").read_text()
-    section = page.partition("## Recipes and their curves")[2]
+    page = (ROOT / "docs" / "evaluation.md").read_text()
+    section = page.partition("## Recipes and their curves")[2].partition("\n## ")[0]
     exec("".join(re.findall(r"```python\n(.*?)```", section, re.S)), names := {})
     loss = names["both"].query("metric == 'loss' and step == 100").iloc[0]
     assert loss.off == pytest.approx(0.8 / loss["mean"] - 1)

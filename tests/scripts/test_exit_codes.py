@@ -1,4 +1,4 @@
-"""How a run ends, as whoever started it sees it: docs/faults.md has the table."""
+"""How a run ends, as whoever started it sees it: docs/distributed.md has the table."""
 
 import os
 import signal
