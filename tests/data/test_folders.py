@@ -135,5 +135,5 @@ def test_a_file_is_a_picture_by_its_content(tmp_path, monkeypatch, caplog):
     assert len(trained_on(tmp_path).train) == 3
     assert "HEIC" in caplog.text
     with pytest.raises(ValueError, match="cannot be read"):
-        read_picture(script, 8, 3)
+        read_picture(script, (8, 8), 3)
     assert started == []

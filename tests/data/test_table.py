@@ -89,7 +89,7 @@ def test_a_camera_held_sideways_is_turned(tmp_path):
 
 @pytest.mark.parametrize(("height", "width"), [(64, 64), (65, 130), (200, 33), (20, 9), (16, 16)])
 def test_resize_and_crop_gives_the_square_and_keeps_a_flat_colour(height, width):
-    out = np.asarray(resize_and_crop(Image.new("RGB", (width, height), (10, 20, 30)), 16))
+    out = np.asarray(resize_and_crop(Image.new("RGB", (width, height), (10, 20, 30)), (16, 16)))
     assert out.shape == (16, 16, 3)
     assert (out == (10, 20, 30)).all()
 
@@ -97,11 +97,36 @@ def test_resize_and_crop_gives_the_square_and_keeps_a_flat_colour(height, width)
 def test_resize_and_crop_takes_the_centre_and_does_not_alias():
     bands = np.zeros((32, 96), dtype=np.uint8)
     bands[:, 32:64] = 255
-    assert np.asarray(resize_and_crop(Image.fromarray(bands), 32)).min() == 255
+    assert np.asarray(resize_and_crop(Image.fromarray(bands), (32, 32))).min() == 255
     stripes = np.zeros((128, 128), dtype=np.uint8)
     stripes[:, ::2] = 255
-    small = np.asarray(resize_and_crop(Image.fromarray(stripes), 16))
+    small = np.asarray(resize_and_crop(Image.fromarray(stripes), (16, 16)))
     assert np.abs(small.astype(int) - 127).max() <= 1
+
+
+@pytest.mark.parametrize("crop", ["center", "pad"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_pictures_of_any_shape_fill_a_rectangle_or_are_shown_whole(tmp_path, crop, channels):
+    """Each is red with a blue left edge and a green right one."""
+    for number, (height, width) in enumerate([(40, 40), (20, 80), (90, 30), (7, 9)]):
+        pixels = np.full((height, width, 3), (200, 0, 0), np.uint8)
+        pixels[:, : width // 8 + 1], pixels[:, -(width // 8 + 1) :] = (0, 0, 200), (0, 200, 0)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+    data = create("data", {"name": "image_folder", "path": str(tmp_path), "held_out": 0.0,
+                           "image_size": [16, 24], "channels": channels, "crop": crop,
+                           "background": "#ff00ff"})  # fmt: skip
+    assert data.image_size == (16, 24)
+    images = [data.train[index][0] for index in range(4)]
+    assert all(image.shape == (channels, 16, 24) for image in images)
+    border = torch.tensor([255, 0, 255] if channels == 3 else [105]).view(-1, 1, 1)
+    shares = [float((image == border).all(0).float().mean()) for image in images]
+    if crop == "center":
+        assert shares == [0, 0, 0, 0]
+    else:  # 16 of 24 columns, 6 of 16 rows, 5 of 24 columns, 21 of 24 columns
+        assert shares == pytest.approx([8 / 24, 10 / 16, 19 / 24, 3 / 24])
+        left = [image[..., int((image != border).any(0).any(0).nonzero()[0])] for image in images]
+        if channels == 3:
+            assert all(int(column[2].max()) > 100 for column in left)  # the blue edge is there
 
 
 def test_a_large_jpeg_is_decoded_at_a_smaller_size_and_looks_the_same():
@@ -111,11 +136,14 @@ def test_a_large_jpeg_is_decoded_at_a_smaller_size_and_looks_the_same():
     photo = (128 + 80 * np.stack(waves, -1) + noise).clip(0, 255).astype(np.uint8)
     stored = io.BytesIO()
     Image.fromarray(photo).save(stored, "jpeg", quality=95)
-    assert open_picture(stored.getvalue(), 64).size == (113, 80)
-    whole = np.asarray(resize_and_crop(open_picture(stored.getvalue()), 64), dtype=int)
-    small = read_picture(stored.getvalue(), 64, 3).permute(1, 2, 0).numpy()
+    assert open_picture(stored.getvalue(), (64, 64)).size == (113, 80)
+    whole = np.asarray(resize_and_crop(open_picture(stored.getvalue()), (64, 64)), dtype=int)
+    small = read_picture(stored.getvalue(), (64, 64), 3).permute(1, 2, 0).numpy()
     assert np.abs(small - whole).mean() < 1
-    assert open_picture(stored.getvalue(), 321).size == (900, 640)  # less than half would be left
+    assert open_picture(stored.getvalue(), (321, 321)).size == (
+        900,
+        640,
+    )  # less than half would be left
 
 
 def test_folders_that_cannot_be_trained_on(folder, tmp_path):

@@ -42,6 +42,8 @@ TEST_SPLITS = ("test", "validation")  # taken in this order where none is named
 _MEASURED, _COUNTED = 64, 10_000  # pictures: for the size, and for transparency
 Colour = tuple[int, int, int, int]
 WHITE: Colour = (255, 255, 255, 255)
+Size = tuple[PositiveInt, PositiveInt]  # H, W
+Crop = Literal["center", "pad"]
 
 
 @dataclass(eq=False)
@@ -50,17 +52,18 @@ class PictureTable(TableDataset):
     not null, and perhaps context."""
 
     context: tuple[int, int] | None  # T and S, if contexts take the place of labels
-    image_size: int | None  # resize and crop to this square; None leaves the size
+    image_size: tuple[int, int] | None  # resize and crop to H, W; None leaves the size
     channels: int  # 1 (grey) or 3 (RGB)
     shape: tuple[int, int]  # (H, W) of all pictures after that
     background: Colour
+    crop: Crop
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         """Return (image uint8 [C,H,W], label or context). Raises ValueError if the picture cannot
         be read, or has another size."""
         row = self.table[int(self.rows[index])]
         source = _source(row)
-        image = read_picture(source, self.image_size, self.channels, self.background)
+        image = read_picture(source, self.image_size, self.channels, self.background, self.crop)
         if image.shape[1:] != self.shape:
             raise ValueError(
                 f"the picture is {image.shape[1]}x{image.shape[2]}, others are {self.shape[0]}x"
@@ -87,13 +90,14 @@ class PictureTable(TableDataset):
 @register("data", "image_folder")
 def image_folder(
     path: str,
-    image_size: PositiveInt | None = None,
+    image_size: PositiveInt | Size | None = None,
     channels: Literal[1, 3] = 3,
     held_out: Fraction = 0.1,
     num_classes: NonNegativeInt | None = None,
     context: str | None = None,
     context_length: PositiveInt | None = None,
     background: str = "white",
+    crop: Crop = "center",
 ) -> ImageData:
     """Return the pictures under a folder.
 
@@ -101,8 +105,8 @@ def image_folder(
         path: a folder. Its sub-folders, sorted by name, are the classes, with all pictures in them
             at any depth; without sub-folders, the pictures are unlabelled. Hidden files and folders
             are ignored, and a folder that links lead to is read once.
-        image_size: side of the square that pictures are resized and cropped to; null: all pictures
-            must have one size.
+        image_size: side of the square that pictures are resized to, or height and width, as in
+            [256,384]; null: all pictures must have one size.
         channels: 1 (grey) or 3 (RGB).
         held_out: fraction held out, the same files in every run.
         num_classes: None is the number of sub-folders; 0 drops the labels.
@@ -111,6 +115,7 @@ def image_folder(
         context_length: number of embeddings per image, filled up with zeros; None is the largest
             number.
         background: colour behind transparent pictures, a name or #rrggbb.
+        crop: center cuts off what is beyond image_size; pad shows it all, with `background` beside.
     """
     import datasets
 
@@ -125,7 +130,7 @@ def image_folder(
     name = f"{root.name}/"  # no built-in source is called so
     return _picture_data(
         name, [table], image_size, channels, held_out, num_classes, column, context_length,
-        background,
+        background, crop,
     )  # fmt: skip
 
 
@@ -139,11 +144,12 @@ def hf(
     image_column: str | None = None,
     label_column: str | None = None,
     num_classes: NonNegativeInt | None = None,
-    image_size: PositiveInt | None = None,
+    image_size: PositiveInt | Size | None = None,
     channels: Literal[1, 3] = 3,
     context_column: str | None = None,
     context_length: PositiveInt | None = None,
     background: str = "white",
+    crop: Crop = "center",
 ) -> ImageData:
     """Return a data set that the `datasets` library reads, downloaded and memory-mapped.
 
@@ -162,7 +168,7 @@ def hf(
         num_classes: None is that of the label column; 0 drops the labels.
         image_size, channels: as of `image_folder`.
         context_column: an embedding or a list of them per row, which take the place of the labels.
-        context_length, background: as of `image_folder`.
+        context_length, background, crop: as of `image_folder`.
     """
     folder = Path(path).expanduser()
     if not folder.exists() and (path.startswith(("/", ".", "~")) or path.count("/") > 1):
@@ -172,7 +178,7 @@ def hf(
     tables = _load_splits(place, config, split, test_split, held_out)
     return _picture_data(
         f"hf:{name}", tables, image_size, channels, held_out, num_classes, context_column,
-        context_length, background, image_column and (image_column,), label_column,
+        context_length, background, crop, image_column and (image_column,), label_column,
     )  # fmt: skip
 
 
@@ -206,13 +212,14 @@ def _load_splits(
 @register("data", "webdataset")
 def webdataset(
     path: str,
-    image_size: PositiveInt | None = None,
+    image_size: PositiveInt | Size | None = None,
     channels: Literal[1, 3] = 3,
     held_out: Fraction = 0.1,
     num_classes: NonNegativeInt | None = None,
     context: str | None = None,
     context_length: PositiveInt | None = None,
     background: str = "white",
+    crop: Crop = "center",
 ) -> ImageData:
     """Return the pictures in tar shards, which `datasets` copies once into its cache.
 
@@ -224,7 +231,7 @@ def webdataset(
         held_out: fraction held out, the same samples in every run.
         num_classes: None is the largest label + 1; 0 drops the labels.
         context: suffix of the embeddings, as in `context.npy`, which take the place of the labels.
-        context_length, background: as of `image_folder`.
+        context_length, background, crop: as of `image_folder`.
     """
     import datasets
 
@@ -237,7 +244,7 @@ def webdataset(
     labels = "cls" in whole and context is None
     return _picture_data(
         f"{Path(without_credentials(path)).name}:tar", [table], image_size, channels, held_out,
-        num_classes, context, context_length, background, pictures,
+        num_classes, context, context_length, background, crop, pictures,
         label_column="cls" if labels else None,
     )  # fmt: skip
 
@@ -279,13 +286,14 @@ def _expand_braces(pattern: str) -> list[str]:
 def _picture_data(
     name: str,
     tables: list["datasets.Dataset"],
-    image_size: int | None,
+    image_size: int | tuple[int, int] | None,
     channels: int,
     held_out: float | None,
     num_classes: int | None,
     context_column: str | None,
     context_length: int | None,
     background: str,
+    crop: Crop,
     image_columns: Sequence[str] | None = None,
     label_column: str | None = None,
 ) -> ImageData:
@@ -310,11 +318,11 @@ def _picture_data(
     if context_column is not None:
         table = table.with_format("numpy", columns=["context"], output_all_columns=True)
         context = context_shape(table, "context", context_length)
-    shape = (image_size, image_size) if image_size else None
-    shape = _survey(table, name, shape, background)
+    size = (image_size, image_size) if isinstance(image_size, int) else image_size
+    shape = _survey(table, name, size, background)
     return split_data(
         name,
-        PictureTable(table, labels, context, image_size, channels, shape, colour),
+        PictureTable(table, labels, context, size, channels, shape, colour, crop),
         len(tables[0]),
         held_out,
         names,
@@ -362,28 +370,34 @@ def _read_labels(
 # Pictures -----------------------------------------------------------------------------------------
 
 
-def open_picture(source: str | bytes | Path, image_size: int | None = None) -> "Image.Image":
+def open_picture(
+    source: str | bytes | Path, image_size: tuple[int, int] | None = None
+) -> "Image.Image":
     """Return the picture in a file or in its content, upright as its EXIF says, not yet decoded.
 
-    With `image_size` a JPEG's decoder shrinks it by 2, 4 or 8 itself, as long as the shorter side
-    stays at that size or more: much faster, and within rounding of what `resize_and_crop` averages.
+    With `image_size` (H, W) a JPEG's decoder shrinks it by 2, 4 or 8 itself, as long as no side
+    becomes shorter than these: much faster, and within rounding of what `resize_and_crop` averages.
     """
     from PIL import Image, ImageOps
 
     content = io.BytesIO(source) if isinstance(source, bytes) else source
     picture = Image.open(content, formats=picture_formats())
     if image_size is not None:
-        picture.draft(None, (image_size, image_size))
+        picture.draft(None, (max(image_size), max(image_size)))  # it may lie on its side
     ImageOps.exif_transpose(picture, in_place=True)
     return picture
 
 
 def read_picture(
-    source: str | bytes | Path, image_size: int | None, channels: int, background: Colour = WHITE
+    source: str | bytes | Path,
+    image_size: tuple[int, int] | None,
+    channels: int,
+    background: Colour = WHITE,
+    crop: Crop = "center",
 ) -> Tensor:
     """Return the picture of a path or of a file's content as uint8 [C,H,W], resized and cropped to
-    a square of `image_size`, if set; transparency shows `background`. Raises ValueError if it
-    cannot be read."""
+    `image_size` (H, W), if set; transparency shows `background`. Raises ValueError if it cannot be
+    read."""
     from PIL import Image
 
     try:
@@ -395,7 +409,8 @@ def read_picture(
             picture = Image.alpha_composite(Image.new("RGBA", picture.size, background), picture)
         picture = picture.convert("L" if channels == 1 else "RGB")
         if image_size is not None:
-            picture = resize_and_crop(picture, image_size)
+            colour = background[:3] if channels == 3 else _grey(background)
+            picture = resize_and_crop(picture, image_size, colour if crop == "pad" else None)
         pixels = torch.from_numpy(np.array(picture, dtype=np.uint8))
     except Exception as error:  # OSError, SyntaxError, struct.error, zlib.error and more
         place = "" if isinstance(source, bytes) else f" {source}"
@@ -403,23 +418,45 @@ def read_picture(
     return pixels.reshape(*pixels.shape[:2], channels).permute(2, 0, 1).contiguous()
 
 
-def resize_and_crop(picture: "Image.Image", size: int) -> "Image.Image":
-    """Return `picture` with its shorter side resized to `size`, centre-cropped to a square.
+def resize_and_crop(
+    picture: "Image.Image", size: tuple[int, int], border: Any = None
+) -> "Image.Image":
+    """Return `picture` resized to cover `size` (H, W), its centre cropped; with a colour `border`,
+    resized to fit into it, with a border of that colour.
 
-    Box averages, by the largest power of two that leaves the shorter side at `size` or more, are
-    followed by bicubic resizing: no aliasing, little blur. A smaller picture is enlarged.
+    Box averages, by the largest power of two that leaves no side too short, are followed by bicubic
+    resizing: no aliasing, little blur. A smaller picture is enlarged.
     """
     from PIL import Image
 
-    factor = 1
-    while min(picture.size) >= 2 * factor * size:
+    wanted, choose = size[::-1], max if border is None else min
+
+    def scale_of(picture: Image.Image) -> float:
+        return choose(w / p for p, w in zip(picture.size, wanted, strict=True))
+
+    factor, scale = 1, scale_of(picture)
+    fitting = [max(1, round(side * scale)) for side in picture.size]
+    while scale <= 1 / (2 * factor):
         factor *= 2
     picture = picture.reduce(factor)
-    scale = size / min(picture.size)
-    width, height = (max(size, round(side * scale)) for side in picture.size)
+    if border is not None:
+        whole = Image.new(picture.mode, wanted, border)
+        picture = picture.resize((fitting[0], fitting[1]), Image.Resampling.BICUBIC)
+        left, top = ((w - s) // 2 for s, w in zip(fitting, wanted, strict=True))
+        whole.paste(picture, (left, top))
+        return whole
+    scale = scale_of(picture)
+    width, height = (max(w, round(p * scale)) for p, w in zip(picture.size, wanted, strict=True))
     picture = picture.resize((width, height), Image.Resampling.BICUBIC)
-    left, top = (width - size) // 2, (height - size) // 2
-    return picture.crop((left, top, left + size, top + size))
+    left, top = (width - wanted[0]) // 2, (height - wanted[1]) // 2
+    return picture.crop((left, top, left + wanted[0], top + wanted[1]))
+
+
+def _grey(colour: Colour) -> int:
+    from PIL import Image
+
+    grey: Any = Image.new("RGB", (1, 1), colour[:3]).convert("L").getpixel((0, 0))
+    return int(grey)
 
 
 def _colour(background: str) -> Colour:

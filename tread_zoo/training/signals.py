@@ -7,8 +7,8 @@ exits.
     SIGTERM             kill, a launcher, a cluster that ends it  143 = 128 + 15
     SIGUSR1, SIGUSR2    SLURM (--signal=USR1@120), submitit       75: run the same command again
 
-75 is EX_TEMPFAIL of sysexits.h; docs/distributed.md says how a job script requeues on it. A SIGHUP that
-nohup ignores stays ignored.
+75 is EX_TEMPFAIL of sysexits.h; docs/distributed.md says how a job script requeues on it. A SIGHUP
+that nohup ignores stays ignored.
 """
 
 import logging
