@@ -10,11 +10,14 @@ tread-zoo sample checkpoint=… guidance=sparse guidance.weak_rate=0.8 sampler=d
 tread-zoo sample checkpoint=… sampler.selection_rate=0.5     # fewer FLOPs: docs/routing.md
 tread-zoo sample checkpoint=… first_index=64 out=samples    # images 64 … 127 of the set
 tread-zoo sample checkpoint=… label=hopper                  # a class by the name of its folder
+tread-zoo sample checkpoint=… prompt="a red fox" guidance.scale=4
+tread-zoo sample checkpoint=… "prompt=['a red fox', 'a blue fox']"
 tread-zoo sample checkpoint=… contexts=prompts.npy
 accelerate launch -m tread_zoo sample checkpoint=… num_images=50000   # the same images, by all GPUs
 
 Latents are decoded with the autoencoder of the data, or vae=path; without one, or with vae=none,
-they are written as latents.npz. Contexts are those of held-out images, or those of a file.
+they are written as latents.npz. Contexts are those of a prompt, by the text encoder of training; of
+a file; or of held-out images.
 """
 
 import hashlib
@@ -52,6 +55,9 @@ class SampleConfig(CheckpointConfig):
             `first_index` continues a set.
         label: one class for all, by number or by the name of its folder; null is i mod num_classes
             for image i.
+        prompt: a text, or several; image i gets text i mod n. A run without guidance is then guided
+            by `cfg`, if it was trained with label dropout.
+        text_encoder: folder of the text encoder; null is the run's.
         contexts: .npy [n, T, S]; image i gets row i mod n. Null is those of held-out images.
         seed, batch_size: of the images.
         vae: folder of the autoencoder; null is the run's; none writes latents.
@@ -63,6 +69,8 @@ class SampleConfig(CheckpointConfig):
     num_images: PositiveInt = 64
     first_index: NonNegativeInt = 0
     label: NonNegativeInt | str | None = None
+    prompt: str | tuple[str, ...] | None = None
+    text_encoder: str | None = None
     contexts: str | None = None
     seed: int = 0
     batch_size: PositiveInt = 64
@@ -97,13 +105,13 @@ def _sample(config: SampleConfig, is_main: bool) -> None:
     )
     label = None if config.label is None else _label(run, config.label)
     config = replace(config, label=label)
-    sampling = run.sampling(config.sampler, config.guidance)
+    sampling = run.sampling(config.sampler, _guidance(run, config))
     weak = run.weak(sampling)
     codec, device = run.codec(config.vae), next(run.backbone.parameters()).device
     codec.prepare(device)
     record = sampling_record(run.backbone, run.objective, sampling, weak=weak)
     indices = range(config.first_index, config.first_index + config.num_images)
-    labels = _conditions(run, config.contexts).of(indices)
+    labels = _conditions(run, config).of(indices)
     if label is not None:
         labels = torch.full((len(indices),), label)
         if run.class_names and is_main:
@@ -163,6 +171,8 @@ def _open_folder(
     if config.contexts is not None:
         content = Path(config.contexts).expanduser().read_bytes()
         made_with["contexts"] = hashlib.sha256(content).hexdigest()
+    if config.prompt is not None:
+        made_with["prompt"] = config.prompt
     facts = {"checkpoint": str(run.checkpoint.path), "backbone": run.backbone.name, **cost}
     out = config.out or run.run_dir / "generated" / folder_name(made_with)
     return SampleFolder(out, made_with, facts, overwrite=config.overwrite)
@@ -175,7 +185,8 @@ def _label(run: "Restored", label: int | str) -> int:
     network = run.backbone
     if network.context_size:
         raise ValueError(
-            f"label={label}, but {network.name} was trained with contexts; give contexts=FILE.npy."
+            f"label={label}, but {network.name} was trained with contexts; give prompt=… or "
+            "contexts=FILE.npy."
         )
     if not network.num_classes:
         raise ValueError(f"label={label}, but this run has no classes: leave it out.")
@@ -187,12 +198,29 @@ def _label(run: "Restored", label: int | str) -> int:
     return number
 
 
-def _conditions(run: "Restored", contexts: str | None) -> "Conditions":
-    """Return the labels, or the contexts of a file or of the data that the run was trained on."""
-    from tread_zoo.diffusion.conditions import conditions_of, contexts_in, label_conditions
+def _guidance(run: "Restored", config: SampleConfig) -> dict[str, Any]:
+    """Return the guidance's settings: prompts are guided, unless another one is named."""
+    dropout = run.config.get("training", {}).get("label_dropout", 0.0)
+    unguided = run.config["guidance"]["name"] == "none" and not config.guidance
+    return {"name": "cfg"} if config.prompt and unguided and dropout else config.guidance
 
-    if contexts is not None:
-        return contexts_in(contexts, run.backbone)
+
+def _conditions(run: "Restored", config: SampleConfig) -> "Conditions":
+    """Return the labels; or the contexts of prompts, of a file, or of the training data."""
+    from tread_zoo.diffusion.conditions import (
+        conditions_of,
+        contexts_in,
+        contexts_of,
+        label_conditions,
+    )
+
+    if config.prompt is not None:
+        if config.contexts is not None:
+            raise ValueError(f"prompt and contexts={config.contexts!r} exclude each other.")
+        prompts = (config.prompt,) if isinstance(config.prompt, str) else config.prompt
+        return contexts_of(prompts, run.text_encoder(config.text_encoder), run.backbone)
+    if config.contexts is not None:
+        return contexts_in(config.contexts, run.backbone)
     if not run.backbone.context_size:
         return label_conditions(run.backbone)
     return conditions_of(run.backbone, run.data({}))

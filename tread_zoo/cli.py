@@ -171,6 +171,8 @@ def readable(word: str) -> str:
     left_out = word.removeprefix("~")
     if left_out != word and left_out in KINDS and "none" in available(left_out):
         return f"{left_out}=none"  # hydra alone would leave its default
+    if field == "prompt" and value[:1] not in ("[", "'", '"'):
+        return f"{field}={quoted(value)}"  # commas and brackets are the text's
     try:
         if equals and not word.startswith("-"):
             PARSER.parse_override(word)

@@ -33,7 +33,7 @@ USUAL_NAMES = _by_alias(
         "training.precision": "amp",
         "guidance.scale": "cfg cfg_scale",
         "routing.selection_rate": "rate ratio bypass_rate",
-        "contexts": "prompt prompts caption",
+        "prompt contexts": "prompts caption captions text",
         "data": "dataset",
         "data.path": "data_dir data_path",
         "backbone": "model",
@@ -51,13 +51,17 @@ USUAL_PARTS = _by_alias(
         "webdataset": "wds tar",
     }
 )
-# Settings of earlier versions.
+# Settings of earlier versions, and of other commands.
 INSTEAD = {
     "routing.rejoin": "routing=sprint or routing=maskdit",
     "routing.bypassed": "routing.absent of routing=sprint",
     "routing.path_drop_probability": "routing.path_drop of routing=sprint",
     "routing.reconstruction_weight": "routing=maskdit or routing=microdit",
     "routing.redraw": "routing=random_ltd",
+    **dict.fromkeys(
+        ("text_encoder", "data.text_encoder"),
+        "tread-zoo encode vae=none text_encoder=… out=table, and train with data=table",
+    ),
     **dict.fromkeys(
         ("routing.schedule", "routing.final_rate", "routing.rate_steps"),
         "routing.selection_rate=[linear,0.75,0.25]",

@@ -2,6 +2,7 @@
 
     pipe = TreadZooPipeline.from_checkpoint("runs/mine")        # or user/name of the hub
     images = pipe(class_labels=[207], num_inference_steps=25).images
+    images = pipe(prompt="a red fox", guidance_scale=4).images  # of a network of captions
     pipe.save_pretrained("folder")
     pipe = TreadZooPipeline.from_pretrained("folder")
 
@@ -23,9 +24,10 @@ from torch import Tensor, nn
 from tread_zoo.config import complete_sampler
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data.latents import LatentCodec
+from tread_zoo.data.text import TextEncoder
 from tread_zoo.data.vae import Vae
 from tread_zoo.diffusion import build_sampling, generate
-from tread_zoo.diffusion.conditions import class_number
+from tread_zoo.diffusion.conditions import class_number, contexts_of
 from tread_zoo.factory import build_backbone, describe_backbone
 from tread_zoo.registry import complete, create
 from tread_zoo.runs.metadata import read_json
@@ -68,7 +70,7 @@ class BackboneModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
 
 
 class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
-    """A pipeline from labels to images.
+    """A pipeline from labels or prompts to images.
 
     Args:
         backbone: a trained network.
@@ -78,9 +80,10 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         latent_shift, latent_scale: C numbers each; the network's input is (z - shift) scale of
             latents z. None takes the autoencoder's.
         class_names: names of the labels 0, 1, …
+        text_encoder, tokenizer: of transformers, for prompts, see `tread_zoo.data.text.CLASSES`.
     """
 
-    _optional_components = ["vae"]  # noqa: RUF012
+    _optional_components = ["vae", "text_encoder", "tokenizer"]  # noqa: RUF012
 
     def __init__(
         self,
@@ -93,11 +96,14 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         latent_shift: Sequence[float] | None = None,
         latent_scale: Sequence[float] | None = None,
         class_names: Sequence[str] | None = None,
+        text_encoder: nn.Module | None = None,
+        tokenizer: Any = None,
     ) -> None:
         super().__init__()
         if isinstance(backbone, Backbone):
             backbone = BackboneModel(describe_backbone(backbone), backbone)
-        self.register_modules(backbone=backbone.eval(), vae=vae)
+        text = {"text_encoder": text_encoder, "tokenizer": tokenizer}
+        self.register_modules(backbone=backbone.eval(), vae=vae, **text)
         self.register_to_config(
             objective=complete("objective", objective), sampler=complete_sampler(sampler),
             guidance=complete("guidance", guidance), routing=routing, class_names=class_names,
@@ -106,7 +112,12 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
 
     @classmethod
     def from_checkpoint(
-        cls, path: str, *, weights: str = "ema", vae: str | None = None
+        cls,
+        path: str,
+        *,
+        weights: str = "ema",
+        vae: str | None = None,
+        text_encoder: str | None = None,
     ) -> "TreadZooPipeline":
         """Return the pipeline of a run, with its sampler and guidance, on the CPU.
 
@@ -114,6 +125,7 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
             path: a run's folder, a checkpoint, or `user/name` on the hub.
             weights: as of `load_backbone`.
             vae: the autoencoder; None is the run's, `none` does not decode latents.
+            text_encoder: of prompts; None is the run's, `none` takes contexts only.
         """
         run = restore(path, weights=weights, device="cpu", precision="fp32")
         codec = run.codec(vae)
@@ -122,6 +134,9 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         if isinstance(codec, LatentCodec):
             parts |= {"latent_shift": codec.shift, "latent_scale": codec.scale}
             parts["vae"] = codec.autoencoder.network if codec.has_pixels else None
+        if "text_encoder" in run.checkpoint.meta.get("data", {}) and text_encoder != "none":
+            encoder = run.text_encoder(text_encoder)
+            parts |= {"text_encoder": encoder.network, "tokenizer": encoder.tokenizer}
         return cls(run.backbone, class_names=run.class_names or None, **parts)
 
     @torch.no_grad()
@@ -129,6 +144,7 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         self,
         class_labels: int | str | Sequence[int | str] | Tensor | None = None,
         *,
+        prompt: str | Sequence[str] | None = None,
         contexts: Tensor | None = None,
         num_images: int = 1,
         num_inference_steps: int | None = None,
@@ -137,12 +153,13 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         output_type: str = "pil",
         return_dict: bool = True,
     ) -> Any:
-        """Return an `ImagePipelineOutput` with an image per label.
+        """Return an `ImagePipelineOutput` with an image per label, prompt or context.
 
         Args:
             class_labels: numbers, 0 … num_classes, or class names.
+            prompt: a text or several, for networks that were trained on captions.
             contexts: float [B, T, S], for networks that take contexts.
-            num_images: number of images without labels and contexts.
+            num_images: number of images without labels and contexts, or of a single prompt.
             num_inference_steps, guidance_scale: in place of the pipeline's. A scale for a pipeline
                 without guidance is that of classifier-free guidance.
             generator: on the CPU, for the seed; None is torch's global one.
@@ -150,9 +167,10 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
             return_dict: False returns (images,).
 
         Raises:
-            ValueError: a wrong label, or no autoencoder for images of latents.
+            ValueError: a wrong label, no encoder for prompts, or no autoencoder for images of
+                latents.
         """
-        labels = contexts
+        labels = contexts if prompt is None else self._encode(prompt, num_images)
         if class_labels is not None:
             many = [class_labels] if isinstance(class_labels, int | str) else class_labels
             many = many.view(-1) if isinstance(many, Tensor) else many
@@ -175,6 +193,16 @@ class TreadZooPipeline(DiffusionPipeline):  # type: ignore[misc]
         )  # fmt: skip
         images = self._decode(x, output_type)
         return ImagePipelineOutput(images=images) if return_dict else (images,)
+
+    def _encode(self, prompt: str | Sequence[str], num_images: int) -> Tensor:
+        """Return the contexts [B, T, S] of prompts, a single one for each of `num_images`."""
+        if self.text_encoder is None:
+            raise ValueError(f"prompt={prompt!r}, but this pipeline has no text_encoder.")
+        encoder = TextEncoder(self.text_encoder, self.tokenizer, "text_encoder")
+        prompts = [prompt] * num_images if isinstance(prompt, str) else prompt
+        contexts = contexts_of(prompts, encoder, self.backbone.network).of(range(len(prompts)))
+        assert contexts is not None
+        return contexts
 
     def _decode(self, x: Tensor, output_type: str) -> Any:
         """Return the network's samples, [B, C, H, W], as `output_type`."""

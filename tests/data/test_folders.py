@@ -8,7 +8,7 @@ from PIL import Image
 
 from tests.data.tables import flat, values_of
 from tread_zoo.data import ImageData
-from tread_zoo.data.table import read_picture
+from tread_zoo.data.pictures import read_picture
 from tread_zoo.evaluation.images import open_images
 from tread_zoo.registry import create
 

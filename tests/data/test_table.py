@@ -12,7 +12,7 @@ from PIL import Image
 
 from tests.data.tables import flat, picture_table, values_of, write_tar
 from tread_zoo.data import CorruptLog, StepBatches, make_loader
-from tread_zoo.data.table import open_picture, read_picture, resize_and_crop
+from tread_zoo.data.pictures import open_picture, read_picture, resize_and_crop
 from tread_zoo.registry import create
 
 

@@ -125,6 +125,8 @@ class ImageData:
     class_names: tuple[str, ...]
     codec: Codec = PIXELS
     context: tuple[int, int] | None = None  # T, S where items have contexts
+    # name, class and sha256 of the encoder of captions that made them, if known
+    text_encoder: dict[str, str] | None = None
     # K, S, h, w of an encoder's features, which `train.with_features()` adds to each item. If K is
     # 2, the second are of the mirrored image.
     features: tuple[int, int, int, int] | None = None

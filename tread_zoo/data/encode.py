@@ -1,4 +1,5 @@
-"""Encoding images into a table of latents or images, perhaps with features; `latents.py` reads it.
+"""Encoding images into a table of latents or images, perhaps with contexts of captions or with
+features; `latents.py` reads it.
 
 Process n mod the number of processes writes part n of the table, atomically. Existing parts are
 kept, so that the same command continues a stopped encoding. The process that finds all parts writes
@@ -22,7 +23,7 @@ import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from tread_zoo.config import part_type
 from tread_zoo.data.bucket import read_part
@@ -31,6 +32,7 @@ from tread_zoo.data.files import write_text, written_whole
 from tread_zoo.data.labels import check_labels, read_labels
 from tread_zoo.data.latents import SPLITS, split_moments
 from tread_zoo.data.loader import CorruptItem, CorruptLog, read_item, read_items
+from tread_zoo.data.text import TextEncoder, caption_shape
 from tread_zoo.data.vae import Vae
 from tread_zoo.fields import OPTIONS, Device, Fraction
 from tread_zoo.progress import progress
@@ -54,6 +56,10 @@ class EncodingConfig:
         plugins: as of `RunConfig`.
         data: a source of images.
         vae: a diffusers autoencoder, a folder or a name on the hub; none keeps the images.
+        text_encoder: CLIP's text encoder or T5's, a folder or a name of transformers on the hub,
+            which makes contexts of the captions; null: none.
+        text_length: embeddings per caption, of which longer ones are cut; null is the number of the
+            longest caption, 77 at most.
         features: an extractor, as evaluation.extractor, whose features are stored for `alignment`;
             null: none.
         inception_weights, dinov2_weights: as of `EvaluationConfig`.
@@ -67,12 +73,14 @@ class EncodingConfig:
         num_workers: processes that read images.
         max_corrupt_share: fraction of the images that may be unreadable; they are left out.
         device: as of `RunConfig`.
-        precision: of the autoencoder.
+        precision: of the autoencoder and the text encoder.
     """
 
     plugins: tuple[str, ...] = ()
     data: part_type("image_folder") = "image_folder"  # type: ignore[valid-type]
     vae: str
+    text_encoder: str | None = None
+    text_length: PositiveInt | None = None
     features: str | None = None
     inception_weights: str | None = None
     dinov2_weights: str | None = None
@@ -94,6 +102,7 @@ def encode(
     out: Path,
     config: EncodingConfig,
     *,
+    text: TextEncoder | None = None,
     features: tuple[str, Extract] | None = None,
     precision: str = "fp32",
     rank: int = 0,
@@ -104,8 +113,9 @@ def encode(
     Args:
         data, vae: images, and an autoencoder on its device; None keeps the images.
         out, config: the table's folder, and the settings.
+        text: the encoder of captions on its device; None keeps labels or contexts.
         features: the extractor's label and function.
-        precision: of the autoencoder, resolved.
+        precision: of the autoencoder and the text encoder, resolved.
         rank, num_ranks: of this process.
 
     Raises:
@@ -113,6 +123,7 @@ def encode(
             many images cannot be read.
     """
     content = "pixels" if vae is None else _choose_content(config.content, vae)
+    context = data.context if text is None else caption_shape(data, text, config.text_length)
     lengths = {part: len(getattr(data, part) or ()) for part in SPLITS}
     size = config.part_size
     spans = {
@@ -127,7 +138,8 @@ def encode(
         "dtype": config.dtype if vae else "uint8",
         "num_classes": data.num_classes,
         "class_names": list(data.class_names),
-        "context": list(data.context) if data.context else None,
+        "context": list(context) if context else None,
+        "text_encoder": text and {"name": text.name, **text.metadata},
         "vae": vae and vae.metadata,
         "features": features and features[0],
         "parts": {part: [name for name in spans if spans[name][0] == part] for part in SPLITS},
@@ -138,7 +150,11 @@ def encode(
     log = CorruptLog(out / "corrupt.txt", parts, config.max_corrupt_share, "max_corrupt_share")
     if rank == 0 and missing and vae is not None:
         logger.info("%-9s PSNR of decoded latents %.1f dB", "vae", _psnr(data, vae))
-    encoder = _Encoder(data, vae, features and features[1], content, precision, config, log)
+    encode_text = None
+    if text is not None and context is not None:
+        encode_text = functools.partial(text.encode, length=context[0], precision=precision)
+    extract = features and features[1]
+    encoder = _Encoder(data, vae, encode_text, extract, content, precision, config, log)
     total, check = sum(len(spans[name][1]) for name in missing), ItemCheck(metadata["content"])
     with progress("encoding", total=total, unit=" images", shown=rank == 0) as bar:
         for name in missing:
@@ -171,9 +187,19 @@ def _begin(out: Path, metadata: dict[str, Any]) -> None:
         )
 
 
-def _read_each(dataset: Dataset[Any], indices: Sequence[int]) -> list[tuple[int, Any]]:
-    """Return (index, item), or (index, `CorruptItem`), of each index."""
-    return [(index, read_item(dataset, index)) for index in indices]
+def _read_each(dataset: Any, with_caption: bool, indices: Sequence[int]) -> list[tuple[int, Any]]:
+    """Return (index, item), or (index, `CorruptItem`), of each index; an item's third part is its
+    caption, if asked for."""
+    rows = []
+    for index in indices:
+        item = read_item(dataset, index)
+        if with_caption and not isinstance(item, CorruptItem):
+            try:
+                item = (*item, dataset.caption(index))
+            except ValueError as error:
+                item = CorruptItem(index, dataset.item_name(index), str(error))
+        rows.append((index, item))
+    return rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +208,7 @@ class _Encoder:
 
     data: ImageData
     vae: Vae | None
+    encode_text: Callable[[Sequence[str]], Tensor] | None
     extract: Extract | None
     content: str
     precision: str
@@ -194,7 +221,9 @@ class _Encoder:
             span,  # type: ignore[arg-type]
             batch_size=self.config.batch_size,
             num_workers=self.config.num_workers,
-            collate_fn=functools.partial(_read_each, getattr(self.data, part)),
+            collate_fn=functools.partial(
+                _read_each, getattr(self.data, part), self.encode_text is not None
+            ),
         )
         offset = 0 if part == "train" else len(self.data.train)  # type: ignore[arg-type]
         for batch in loader:
@@ -204,8 +233,10 @@ class _Encoder:
                     self.corrupt(dataclasses.replace(item, index=offset + index))
             if whole:
                 indices, items = zip(*whole, strict=True)
-                images, conditions = zip(*items, strict=True)
+                images, conditions, *captions = zip(*items, strict=True)
                 columns = self._columns(part, indices, torch.stack(images))
+                if self.encode_text is not None:
+                    columns["context"] = _half(self.encode_text(captions[0]))
                 for row, condition in enumerate(conditions):
                     record: Item = {name: values[row] for name, values in columns.items()}
                     record["name"] = f"{part} image {indices[row]}"
@@ -244,12 +275,16 @@ class _Encoder:
 def _condition_columns(condition: Any) -> Item:
     if not isinstance(condition, Tensor):
         return {"label": int(condition)}
-    if not condition.half().isfinite().all():
+    return {"label": 0, "context": _half(condition)}
+
+
+def _half(context: Tensor) -> Tensor:
+    if not context.half().isfinite().all():
         raise ValueError(
-            f"a context reaches {float(condition.abs().max()):g}, beyond what float16 holds "
+            f"a context reaches {float(context.abs().max()):g}, beyond what float16 holds "
             "(65504): divide all embeddings by a constant first."
         )
-    return {"label": 0, "context": condition.half()}
+    return context.half()
 
 
 def _psnr(data: ImageData, vae: Vae) -> float:

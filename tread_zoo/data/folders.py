@@ -1,11 +1,14 @@
 """Picture files under a folder: one walk for training, scoring and references."""
 
+import csv
 import functools
+import json
 import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tread_zoo.data.files import printable
 from tread_zoo.data.labels import nfc
@@ -16,6 +19,7 @@ SUFFIXES = (
     ".jpg", ".jpeg", ".jfif", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff",
 )  # fmt: skip
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "BMP", "GIF", "TIFF")  # Pillow's names of these
+METADATA = ("metadata.csv", "metadata.jsonl", "dataset.json")  # the first that is there is read
 PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}  # no classes
 
 
@@ -23,7 +27,7 @@ def picture_files(root: Path, field: str, beside: str | None = None) -> list[Pat
     """Return the pictures under a folder, by suffix, in no order.
 
     Hidden files and folders are skipped. Each folder counts once, under its own name rather than
-    that of a link. Other files are counted in the log.
+    that of a link. Other files are counted in the log, but for metadata and cat.txt beside cat.png.
 
     Args:
         root: the folder.
@@ -33,14 +37,20 @@ def picture_files(root: Path, field: str, beside: str | None = None) -> list[Pat
     Raises:
         ValueError: there are none, or a name is not UTF-8.
     """
-    files, others = list[Path](), Counter[str]()
+    files, texts, others = list[Path](), list[str](), Counter[str]()
     for entry in _entries(root):
         if not entry.is_file():  # a pipe, a device, a link to nothing
             others["no regular file"] += 1
         elif entry.name.lower().endswith(SUFFIXES):
             files.append(Path(entry.path))
-        elif beside is None or not entry.name.endswith(beside):
+        elif entry.name.endswith(".txt"):
+            texts.append(entry.path)
+        elif not entry.name.endswith((beside or METADATA[0], *METADATA)):
             others[os.path.splitext(entry.name)[1].lower() or "no suffix"] += 1
+    if texts:
+        stems = {os.path.splitext(file)[0] for file in files}
+        others[".txt"] = sum(text.removesuffix(".txt") not in stems for text in texts)
+    others = +others  # without zeros
     if others:
         kinds = ", ".join(f"{count} {printable(kind)}" for kind, count in others.most_common())
         if {".heic", ".heif"} & others.keys():
@@ -120,3 +130,49 @@ def find_classes(
         )
     labels = {name: label for label, name in enumerate(names)}
     return [path for _, path in files], [labels.get(nfc(name), 0) for name, _ in files], names
+
+
+def folder_rows(root: Path) -> dict[str, dict[str, Any]]:
+    """Return a row of values for each file that a folder's metadata name, by its path within the
+    folder; {} without metadata.
+
+    These are metadata.csv or metadata.jsonl with the column file_name, as in `datasets`, or EDM's
+    dataset.json, whose labels are the column `label`.
+
+    Raises:
+        ValueError: they cannot be read.
+    """
+    file = next((root / name for name in METADATA if (root / name).is_file()), None)
+    if file is None:
+        return {}
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as stream:
+            if file.suffix == ".csv":
+                rows: list[dict[str, Any]] = list(csv.DictReader(stream))
+            elif file.suffix == ".jsonl":
+                rows = [json.loads(line) for line in stream if line.strip()]
+            else:
+                pairs = json.load(stream).get("labels") or ()
+                rows = [{"file_name": name, "label": label} for name, label in pairs]
+        return {os.path.normpath(row.pop("file_name")): row for row in rows}
+    except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
+        raise ValueError(
+            f"{file} cannot be read ({type(error).__name__}: {error}): it needs a row for each "
+            "picture, whose path is file_name."
+        ) from error
+
+
+def columns_of(rows: dict[str, dict[str, Any]], root: Path, files: list[str]) -> dict[str, Any]:
+    """Return the columns of metadata, a value for each of `files`; None where a file has no row.
+
+    Raises:
+        ValueError: no file has a row.
+    """
+    places = [os.path.relpath(file, root) for file in files]
+    if rows and not any(place in rows for place in places):
+        raise ValueError(
+            f"data.path={str(root)!r}: none of the pictures, such as {places[0]!r}, is a file_name "
+            f"of its metadata, such as {next(iter(rows))!r}."
+        )
+    names = dict.fromkeys(name for row in rows.values() for name in row if name)
+    return {name: [rows.get(place, {}).get(name) for place in places] for name in names}

@@ -279,6 +279,7 @@ def _table_data(
         channels=shape[0],
         codec=codec,
         context=contexts,
+        text_encoder=metadata.get("text_encoder") if contexts else None,
         features=features,
     )
 

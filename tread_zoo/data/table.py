@@ -7,7 +7,6 @@ C channels, H height, W width, N rows.
 """
 
 import errno
-import io
 import logging
 import os
 import re
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from unittest import mock
 
-import numpy as np
 import torch
 from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
@@ -25,25 +23,36 @@ from torch import Tensor
 from tread_zoo.credentials import without_credentials
 from tread_zoo.data.contexts import as_context, context_shape
 from tread_zoo.data.dataset import ImageData, TableDataset
-from tread_zoo.data.folders import SUFFIXES, find_classes, picture_formats
-from tread_zoo.data.labels import check_labels, find_label_column, label_text, nfc, read_labels
+from tread_zoo.data.folders import SUFFIXES, columns_of, find_classes, folder_rows
+from tread_zoo.data.labels import (
+    COLUMNS,
+    check_labels,
+    find_label_column,
+    label_text,
+    nfc,
+    read_labels,
+)
+from tread_zoo.data.pictures import (
+    Colour,
+    Crop,
+    Size,
+    open_picture,
+    read_colour,
+    read_picture,
+)
 from tread_zoo.data.split import evenly_spaced, split_data
+from tread_zoo.data.text import Captions, caption_key, find_captions
 from tread_zoo.errors import unknown_name
 from tread_zoo.fields import Fraction
 from tread_zoo.registry import register
 
 if TYPE_CHECKING:
     import datasets
-    from PIL import Image
 
 logger = logging.getLogger(__name__)
 
 TEST_SPLITS = ("test", "validation")  # taken in this order where none is named
 _MEASURED, _COUNTED = 64, 10_000  # pictures: for the size, and for transparency
-Colour = tuple[int, int, int, int]
-WHITE: Colour = (255, 255, 255, 255)
-Size = tuple[PositiveInt, PositiveInt]  # H, W
-Crop = Literal["center", "pad"]
 
 
 @dataclass(eq=False)
@@ -57,6 +66,7 @@ class PictureTable(TableDataset):
     shape: tuple[int, int]  # (H, W) of all pictures after that
     background: Colour
     crop: Crop
+    captions: Captions | None  # of the table's rows
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         """Return (image uint8 [C,H,W], label or context). Raises ValueError if the picture cannot
@@ -72,6 +82,11 @@ class PictureTable(TableDataset):
         if self.context is None:
             return image, int(self.labels[index])
         return image, as_context(row["context"], f"of {self.item_name(index)}", self.context)
+
+    def caption(self, index: int) -> str:
+        """Return the caption of picture `index`, "" without one. Raises ValueError if it is no
+        text."""
+        return "" if self.captions is None else self.captions[int(self.rows[index])]
 
     def stored(self, index: int) -> bytes:
         """Return the bytes of the file of picture `index`."""
@@ -94,6 +109,8 @@ def image_folder(
     channels: Literal[1, 3] = 3,
     held_out: Fraction = 0.1,
     num_classes: NonNegativeInt | None = None,
+    label_column: str | None = None,
+    caption_column: str | None = None,
     context: str | None = None,
     context_length: PositiveInt | None = None,
     background: str = "white",
@@ -104,12 +121,19 @@ def image_folder(
     Args:
         path: a folder. Its sub-folders, sorted by name, are the classes, with all pictures in them
             at any depth; without sub-folders, the pictures are unlabelled. Hidden files and folders
-            are ignored, and a folder that links lead to is read once.
+            are ignored, and a folder that links lead to is read once. It may have a metadata.csv or
+            metadata.jsonl, with a row for each picture and its path as file_name, or EDM's
+            dataset.json.
         image_size: side of the square that pictures are resized to, or height and width, as in
             [256,384]; null: all pictures must have one size.
         channels: 1 (grey) or 3 (RGB).
         held_out: fraction held out, the same files in every run.
-        num_classes: None is the number of sub-folders; 0 drops the labels.
+        num_classes: None is the number of classes; 0 drops the labels.
+        label_column: column of the metadata; None takes one named label, labels, class, cls or
+            target, or else the sub-folders.
+        caption_column: column of the metadata, or txt, which is cat.txt beside cat.png; None takes
+            one named caption, captions, text or prompt, or else txt. Captions take the place of the
+            labels once tread-zoo encode has made contexts of them.
         context: suffix of the files of embeddings, which take the place of the labels:
             `context.npy` finds cat.context.npy beside cat.png.
         context_length: number of embeddings per image, filled up with zeros; None is the largest
@@ -118,19 +142,29 @@ def image_folder(
         crop: center cuts off what is beyond image_size; pad shows it all, with `background` beside.
     """
     import datasets
+    from pyarrow import ArrowInvalid, ArrowTypeError
 
     root, column = Path(path).expanduser(), None if context is None else "context"
-    files, labels, names = find_classes(root, context, labelled=num_classes != 0)
-    columns: dict[str, Any] = {"image": files}
+    rows = folder_rows(root)
+    own_labels = label_column or {*COLUMNS} & {name for row in rows.values() for name in row}
+    labelled = num_classes != 0 and not own_labels
+    files, labels, names = find_classes(root, context, labelled=labelled)
+    columns = {**columns_of(rows, root, files), "image": files}
+    stems = [os.path.splitext(file)[0] for file in files]
     if context is not None:
-        columns["context"] = [f"{os.path.splitext(f)[0]}.{context.lstrip('.')}" for f in files]
-    table = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
-    if names:
+        columns["context"] = [f"{stem}.{context.lstrip('.')}" for stem in stems]
+    elif any(os.path.exists(f"{stems[i]}.txt") for i in evenly_spaced(len(stems), _MEASURED)):
+        columns["txt"] = [{"path": f"{stem}.txt"} for stem in stems]
+    try:
+        table = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
+    except (ArrowInvalid, ArrowTypeError) as error:
+        raise ValueError(f"{root}: a column of the metadata has several types: {error}") from error
+    if names and not own_labels:
         table = table.add_column("label", labels, feature=datasets.ClassLabel(names=names))
     name = f"{root.name}/"  # no built-in source is called so
     return _picture_data(
         name, [table], image_size, channels, held_out, num_classes, column, context_length,
-        background, crop,
+        background, crop, ("image",), label_column, caption_column,
     )  # fmt: skip
 
 
@@ -146,6 +180,7 @@ def hf(
     num_classes: NonNegativeInt | None = None,
     image_size: PositiveInt | Size | None = None,
     channels: Literal[1, 3] = 3,
+    caption_column: str | None = None,
     context_column: str | None = None,
     context_length: PositiveInt | None = None,
     background: str = "white",
@@ -167,6 +202,8 @@ def hf(
             target, or the only one of class labels; without any the pictures are unlabelled.
         num_classes: None is that of the label column; 0 drops the labels.
         image_size, channels: as of `image_folder`.
+        caption_column: texts, or lists of which the first is taken; None takes a column named
+            caption, captions, text, prompt or txt. See `image_folder`.
         context_column: an embedding or a list of them per row, which take the place of the labels.
         context_length, background, crop: as of `image_folder`.
     """
@@ -179,6 +216,7 @@ def hf(
     return _picture_data(
         f"hf:{name}", tables, image_size, channels, held_out, num_classes, context_column,
         context_length, background, crop, image_column and (image_column,), label_column,
+        caption_column,
     )  # fmt: skip
 
 
@@ -216,6 +254,7 @@ def webdataset(
     channels: Literal[1, 3] = 3,
     held_out: Fraction = 0.1,
     num_classes: NonNegativeInt | None = None,
+    caption_column: str | None = None,
     context: str | None = None,
     context_length: PositiveInt | None = None,
     background: str = "white",
@@ -226,10 +265,12 @@ def webdataset(
     Args:
         path: a folder of .tar files, one file, or a pattern, `train-{000..127}.tar` or
             `train-*.tar`; also a URL that fsspec opens. A sample is a picture and perhaps a label,
-            `.cls`.
+            `.cls`, and a caption, `.txt` or a value in `.json`.
         image_size, channels: as of `image_folder`.
         held_out: fraction held out, the same samples in every run.
         num_classes: None is the largest label + 1; 0 drops the labels.
+        caption_column: txt, or a key of `.json`; None takes txt, or else a key named caption,
+            captions, text or prompt. See `image_folder`.
         context: suffix of the embeddings, as in `context.npy`, which take the place of the labels.
         context_length, background, crop: as of `image_folder`.
     """
@@ -242,10 +283,17 @@ def webdataset(
     table = table.select_columns(whole)
     pictures = [n for n, kind in table.features.items() if isinstance(kind, datasets.Image)]
     labels = "cls" in whole and context is None
+    if "txt" in whole and caption_column in (None, "txt"):
+        key = ""
+    else:
+        key = caption_key(table, caption_column)
+    if "json" in whole and not key:
+        table = table.remove_columns("json")
     return _picture_data(
         f"{Path(without_credentials(path)).name}:tar", [table], image_size, channels, held_out,
         num_classes, context, context_length, background, crop, pictures,
         label_column="cls" if labels else None,
+        caption_column="json" if key else None, caption_key=key,
     )  # fmt: skip
 
 
@@ -257,13 +305,13 @@ def _read_shards(files: list[str], path: str) -> "datasets.Dataset":
     from datasets.packaged_modules.webdataset.webdataset import WebDataset
 
     given: Any = {"path": "webdataset", "data_files": files, "split": "train"}
-    with mock.patch.dict(WebDataset.DECODERS, {"cls": label_text}):
+    with mock.patch.dict(WebDataset.DECODERS, {"cls": label_text, "json": bytes.decode}):
         try:
             features = dict(datasets.load_dataset(**given, streaming=True).features)
         except ValueError:  # the first five differ
             features = {name: datasets.Value("string") for name in ("__key__", "__url__")}
         features |= {suffix[1:]: datasets.Image() for suffix in SUFFIXES}
-        features["cls"] = datasets.Value("string")
+        features |= dict.fromkeys(("cls", "txt", "json"), datasets.Value("string"))
         try:
             return datasets.load_dataset(**given, features=datasets.Features(features))
         except DatasetGenerationError as error:
@@ -296,12 +344,14 @@ def _picture_data(
     crop: Crop,
     image_columns: Sequence[str] | None = None,
     label_column: str | None = None,
+    caption_column: str | None = None,
+    caption_key: str = "",
 ) -> ImageData:
     """Return the data of a training table and perhaps a test table. A row's picture is in the first
-    of `image_columns` that is not null."""
+    of `image_columns` that is not null; `caption_key` is as of `Captions`."""
     import datasets
 
-    colour = _colour(background)
+    colour = read_colour(background)
     columns = [column for column in tables[0].features if all(column in t.features for t in tables)]
     table = datasets.concatenate_datasets([one.select_columns(columns) for one in tables])
     image_columns, context = image_columns or (_image_column(table),), None
@@ -310,7 +360,13 @@ def _picture_data(
         if num_classes:
             raise ValueError(f"data.num_classes={num_classes} and contexts exclude each other.")
         num_classes, used[context_column] = 0, "context"
-    labels, names = _read_labels(table, label_column, used, num_classes, name)
+    column = captions = None
+    if context_column is None:
+        column = find_captions(table, name, caption_column, {*used, label_column or ""})
+    if column is not None:
+        captions = Captions(table.select_columns([column]), caption_key)
+    others = used if column is None else {**used, column: "caption"}
+    labels, names = _read_labels(table, label_column, others, num_classes, name)
     table = table.select_columns(list(used)).rename_columns(used)
     # not decoded here: a corrupt picture is reported when it is read
     for column in set(used.values()) - {"context"}:
@@ -322,7 +378,7 @@ def _picture_data(
     shape = _survey(table, name, size, background)
     return split_data(
         name,
-        PictureTable(table, labels, context, size, channels, shape, colour, crop),
+        PictureTable(table, labels, context, size, channels, shape, colour, crop, captions),
         len(tables[0]),
         held_out,
         names,
@@ -368,108 +424,6 @@ def _read_labels(
 
 
 # Pictures -----------------------------------------------------------------------------------------
-
-
-def open_picture(
-    source: str | bytes | Path, image_size: tuple[int, int] | None = None
-) -> "Image.Image":
-    """Return the picture in a file or in its content, upright as its EXIF says, not yet decoded.
-
-    With `image_size` (H, W) a JPEG's decoder shrinks it by 2, 4 or 8 itself, as long as no side
-    becomes shorter than these: much faster, and within rounding of what `resize_and_crop` averages.
-    """
-    from PIL import Image, ImageOps
-
-    content = io.BytesIO(source) if isinstance(source, bytes) else source
-    picture = Image.open(content, formats=picture_formats())
-    if image_size is not None:
-        picture.draft(None, (max(image_size), max(image_size)))  # it may lie on its side
-    ImageOps.exif_transpose(picture, in_place=True)
-    return picture
-
-
-def read_picture(
-    source: str | bytes | Path,
-    image_size: tuple[int, int] | None,
-    channels: int,
-    background: Colour = WHITE,
-    crop: Crop = "center",
-) -> Tensor:
-    """Return the picture of a path or of a file's content as uint8 [C,H,W], resized and cropped to
-    `image_size` (H, W), if set; transparency shows `background`. Raises ValueError if it cannot be
-    read."""
-    from PIL import Image
-
-    try:
-        picture = open_picture(source, image_size)
-        if picture.mode.startswith(("I", "F")):  # convert() would clip instead of scaling
-            raise ValueError(f"{picture.mode!r} pixels, more than 8 bits per channel")
-        if picture.has_transparency_data:  # before resizing, which mixes in invisible colours
-            picture = picture.convert("RGBA")
-            picture = Image.alpha_composite(Image.new("RGBA", picture.size, background), picture)
-        picture = picture.convert("L" if channels == 1 else "RGB")
-        if image_size is not None:
-            colour = background[:3] if channels == 3 else _grey(background)
-            picture = resize_and_crop(picture, image_size, colour if crop == "pad" else None)
-        pixels = torch.from_numpy(np.array(picture, dtype=np.uint8))
-    except Exception as error:  # OSError, SyntaxError, struct.error, zlib.error and more
-        place = "" if isinstance(source, bytes) else f" {source}"
-        raise ValueError(f"the picture{place} cannot be read: {error}") from error
-    return pixels.reshape(*pixels.shape[:2], channels).permute(2, 0, 1).contiguous()
-
-
-def resize_and_crop(
-    picture: "Image.Image", size: tuple[int, int], border: Any = None
-) -> "Image.Image":
-    """Return `picture` resized to cover `size` (H, W), its centre cropped; with a colour `border`,
-    resized to fit into it, with a border of that colour.
-
-    Box averages, by the largest power of two that leaves no side too short, are followed by bicubic
-    resizing: no aliasing, little blur. A smaller picture is enlarged.
-    """
-    from PIL import Image
-
-    wanted, choose = size[::-1], max if border is None else min
-
-    def scale_of(picture: Image.Image) -> float:
-        return choose(w / p for p, w in zip(picture.size, wanted, strict=True))
-
-    factor, scale = 1, scale_of(picture)
-    fitting = [max(1, round(side * scale)) for side in picture.size]
-    while scale <= 1 / (2 * factor):
-        factor *= 2
-    picture = picture.reduce(factor)
-    if border is not None:
-        whole = Image.new(picture.mode, wanted, border)
-        picture = picture.resize((fitting[0], fitting[1]), Image.Resampling.BICUBIC)
-        left, top = ((w - s) // 2 for s, w in zip(fitting, wanted, strict=True))
-        whole.paste(picture, (left, top))
-        return whole
-    scale = scale_of(picture)
-    width, height = (max(w, round(p * scale)) for p, w in zip(picture.size, wanted, strict=True))
-    picture = picture.resize((width, height), Image.Resampling.BICUBIC)
-    left, top = (width - wanted[0]) // 2, (height - wanted[1]) // 2
-    return picture.crop((left, top, left + wanted[0], top + wanted[1]))
-
-
-def _grey(colour: Colour) -> int:
-    from PIL import Image
-
-    grey: Any = Image.new("RGB", (1, 1), colour[:3]).convert("L").getpixel((0, 0))
-    return int(grey)
-
-
-def _colour(background: str) -> Colour:
-    """Return red, green, blue and full opacity of a colour's name."""
-    from PIL import ImageColor
-
-    try:
-        red, green, blue = ImageColor.getrgb(background)[:3]
-    except ValueError:
-        raise ValueError(
-            f"data.background={background!r} is no colour: give a name, as white, or '#rrggbb'."
-        ) from None
-    return red, green, blue, 255
 
 
 def _picture(row: dict[str, Any]) -> dict[str, Any] | None:

@@ -38,14 +38,8 @@ class Vae:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Hash of names, shapes and weights as float32, in order of names; it does not depend on
-        the file's format or on a storage precision that loses nothing."""
-        digest = hashlib.sha256()
-        for key, value in sorted(self.network.state_dict().items()):
-            array = value.detach().cpu().float().contiguous()
-            digest.update(f"{key}{tuple(array.shape)}".encode())
-            digest.update(array.numpy().tobytes())
-        return digest.hexdigest()
+        """Hash of the weights, see `digest_weights`."""
+        return digest_weights(self.network)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -82,6 +76,17 @@ class Vae:
         scale = self.scaling_factor if self.is_rae else 1.0
         images: Tensor = self.network.decode(latents * scale).sample.float()
         return images * 2 - 1 if self.is_rae else images
+
+
+def digest_weights(network: nn.Module) -> str:
+    """Return a hash of names, shapes and weights as float32, in order of names; it does not depend
+    on the file's format or on a storage precision that loses nothing."""
+    digest = hashlib.sha256()
+    for key, value in sorted(network.state_dict().items()):
+        array = value.detach().cpu().float().contiguous()
+        digest.update(f"{key}{tuple(array.shape)}".encode())
+        digest.update(array.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def load_vae(name: str) -> Vae:

@@ -8,6 +8,7 @@ Sample i has the same condition in every run on the same data, however many samp
 Dimensions: n contexts, T embeddings, S width of one.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,12 @@ from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import ImageData, read_items
 from tread_zoo.data.contexts import as_context, load_npy
 from tread_zoo.data.labels import nfc
+from tread_zoo.data.text import TextEncoder
 from tread_zoo.diffusion import default_labels
 from tread_zoo.errors import unknown_name
 from tread_zoo.seeding import make_generator
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -99,3 +103,19 @@ def contexts_in(file: str, backbone: Backbone) -> Conditions:
         return contexts[[index % len(contexts) for index in indices]]
 
     return Conditions(f"contexts of {file}", of)
+
+
+def contexts_of(prompts: Sequence[str], encoder: TextEncoder, backbone: Backbone) -> Conditions:
+    """Return the contexts of texts; sample i gets text i mod n. Those that are cut are logged."""
+    length = backbone.context_length
+    contexts = encoder.encode(prompts, length)
+    for prompt, count in zip(prompts, encoder.count_tokens(prompts), strict=True):
+        if count > length:
+            logger.warning(
+                "prompt %r has %d tokens, of which the network takes %d", prompt, count, length
+            )
+
+    def of(indices: Sequence[int]) -> Tensor:
+        return contexts[[index % len(contexts) for index in indices]]
+
+    return Conditions(f"prompts, by {encoder.name}", of)

@@ -21,8 +21,8 @@ from tread_zoo.data import ImageData, read_items
 from tread_zoo.data.files import open_npz
 from tread_zoo.data.folders import picture_files, picture_formats
 from tread_zoo.data.labels import read_labels
+from tread_zoo.data.pictures import read_picture
 from tread_zoo.data.split import evenly_spaced
-from tread_zoo.data.table import read_picture
 
 logger = logging.getLogger(__name__)
 

@@ -56,7 +56,7 @@ SNAPSHOTS = "ema_snapshots"
 # A resumed run keeps these settings, and all metadata of the data but these, some of which are
 # compared separately.
 _KEPT = ("backbone", "routing", "objective", "data", "alignment", "seed")
-_MAY_DIFFER = {"name", "num_images", "items", "decoder", "class_names"}
+_MAY_DIFFER = {"name", "num_images", "items", "decoder", "captions_by", "class_names"}
 
 
 @dataclass(frozen=True)
@@ -274,6 +274,9 @@ def data_metadata(data: ImageData) -> dict[str, Any]:
         metadata |= {"codec": data.codec.metadata, "decoder": data.codec.decoder}
     if data.context:
         metadata["context"] = list(data.context)
+    if data.text_encoder:
+        encoder = dict(data.text_encoder)
+        metadata |= {"captions_by": encoder.pop("name"), "text_encoder": encoder}
     if data.class_names != tuple(map(str, range(data.num_classes))):  # they have names
         metadata["class_names"] = list(data.class_names)
     return metadata

@@ -9,6 +9,7 @@ from tread_zoo.config import GRID_FIELDS
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data import PIXELS, Codec, ImageData
 from tread_zoo.data.latents import imported_codec, restore_codec
+from tread_zoo.data.text import TextEncoder, load_text_encoder
 from tread_zoo.diffusion import Objective, SamplingOptions, build_sampling, check_weak
 from tread_zoo.registry import create, get_entry
 from tread_zoo.routing import Method
@@ -122,6 +123,29 @@ class Restored:
                 f"vae={vae!r}, but {self.checkpoint.path} works on pixels; leave it out."
             )
         return PIXELS
+
+    def text_encoder(self, name: str | None = None) -> TextEncoder:
+        """Return the text encoder of the training captions, on the network's device.
+
+        name: a folder or a name on the hub; None is the run's.
+
+        Raises:
+            ValueError: the network was not trained on captions, or this is another encoder.
+        """
+        data = self.checkpoint.meta.get("data", {})
+        if "text_encoder" not in data:
+            raise ValueError(
+                f"{self.checkpoint.path} was not trained on captions that tread-zoo encode "
+                "text_encoder=… made contexts of, and takes no prompt."
+            )
+        encoder = load_text_encoder(name or data["captions_by"])
+        if encoder.metadata != data["text_encoder"]:
+            raise ValueError(
+                f"text_encoder={encoder.name!r} is another encoder ({encoder.metadata}) than in "
+                f"training ({data['text_encoder']})."
+            )
+        encoder.network.to(next(self.backbone.parameters()).device)
+        return encoder
 
 
 def restore(path: str | Path, *, weights: str, device: str, precision: str) -> Restored:

@@ -195,6 +195,8 @@ class Log:
             condition += f" ({', '.join(shown)})"
         if "context" in data:
             condition = "contexts of {} embeddings of width {}".format(*data["context"])
+        if "captions_by" in data:
+            condition += f", captions by {data['captions_by']}"
         variants = list(setup.routing.variants(Stack.of(setup.backbone), setup.num_steps))
         mean = ", on average over training" if len(variants) > 1 else ""
         origin = f"continues after step {self.first_step}" if self.first_step else "starts"

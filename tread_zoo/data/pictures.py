@@ -1,0 +1,122 @@
+"""One picture: from a file or its content to uint8 [C,H,W], resized and cropped."""
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import PositiveInt
+from torch import Tensor
+
+from tread_zoo.data.folders import picture_formats
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Colour = tuple[int, int, int, int]
+WHITE: Colour = (255, 255, 255, 255)
+Size = tuple[PositiveInt, PositiveInt]  # H, W
+Crop = Literal["center", "pad"]
+
+
+def open_picture(
+    source: str | bytes | Path, image_size: tuple[int, int] | None = None
+) -> "Image.Image":
+    """Return the picture in a file or in its content, upright as its EXIF says, not yet decoded.
+
+    With `image_size` (H, W) a JPEG's decoder shrinks it by 2, 4 or 8 itself, as long as no side
+    becomes shorter than these: much faster, and within rounding of what `resize_and_crop` averages.
+    """
+    from PIL import Image, ImageOps
+
+    content = io.BytesIO(source) if isinstance(source, bytes) else source
+    picture = Image.open(content, formats=picture_formats())
+    if image_size is not None:
+        picture.draft(None, (max(image_size), max(image_size)))  # it may lie on its side
+    ImageOps.exif_transpose(picture, in_place=True)
+    return picture
+
+
+def read_picture(
+    source: str | bytes | Path,
+    image_size: tuple[int, int] | None,
+    channels: int,
+    background: Colour = WHITE,
+    crop: Crop = "center",
+) -> Tensor:
+    """Return the picture of a path or of a file's content as uint8 [C,H,W], resized and cropped to
+    `image_size` (H, W), if set; transparency shows `background`. Raises ValueError if it cannot be
+    read."""
+    from PIL import Image
+
+    try:
+        picture = open_picture(source, image_size)
+        if picture.mode.startswith(("I", "F")):  # convert() would clip instead of scaling
+            raise ValueError(f"{picture.mode!r} pixels, more than 8 bits per channel")
+        if picture.has_transparency_data:  # before resizing, which mixes in invisible colours
+            picture = picture.convert("RGBA")
+            picture = Image.alpha_composite(Image.new("RGBA", picture.size, background), picture)
+        picture = picture.convert("L" if channels == 1 else "RGB")
+        if image_size is not None:
+            colour = background[:3] if channels == 3 else _grey(background)
+            picture = resize_and_crop(picture, image_size, colour if crop == "pad" else None)
+        pixels = torch.from_numpy(np.array(picture, dtype=np.uint8))
+    except Exception as error:  # OSError, SyntaxError, struct.error, zlib.error and more
+        place = "" if isinstance(source, bytes) else f" {source}"
+        raise ValueError(f"the picture{place} cannot be read: {error}") from error
+    return pixels.reshape(*pixels.shape[:2], channels).permute(2, 0, 1).contiguous()
+
+
+def resize_and_crop(
+    picture: "Image.Image", size: tuple[int, int], border: Any = None
+) -> "Image.Image":
+    """Return `picture` resized to cover `size` (H, W), its centre cropped; with a colour `border`,
+    resized to fit into it, with a border of that colour.
+
+    Box averages, by the largest power of two that leaves no side too short, are followed by bicubic
+    resizing: no aliasing, little blur. A smaller picture is enlarged.
+    """
+    from PIL import Image
+
+    wanted, choose = size[::-1], max if border is None else min
+
+    def scale_of(picture: Image.Image) -> float:
+        return choose(w / p for p, w in zip(picture.size, wanted, strict=True))
+
+    factor, scale = 1, scale_of(picture)
+    fitting = [max(1, round(side * scale)) for side in picture.size]
+    while scale <= 1 / (2 * factor):
+        factor *= 2
+    picture = picture.reduce(factor)
+    if border is not None:
+        whole = Image.new(picture.mode, wanted, border)
+        picture = picture.resize((fitting[0], fitting[1]), Image.Resampling.BICUBIC)
+        left, top = ((w - s) // 2 for s, w in zip(fitting, wanted, strict=True))
+        whole.paste(picture, (left, top))
+        return whole
+    scale = scale_of(picture)
+    width, height = (max(w, round(p * scale)) for p, w in zip(picture.size, wanted, strict=True))
+    picture = picture.resize((width, height), Image.Resampling.BICUBIC)
+    left, top = (width - wanted[0]) // 2, (height - wanted[1]) // 2
+    return picture.crop((left, top, left + wanted[0], top + wanted[1]))
+
+
+def _grey(colour: Colour) -> int:
+    from PIL import Image
+
+    grey: Any = Image.new("RGB", (1, 1), colour[:3]).convert("L").getpixel((0, 0))
+    return int(grey)
+
+
+def read_colour(background: str) -> Colour:
+    """Return red, green, blue and full opacity of a colour's name."""
+    from PIL import ImageColor
+
+    try:
+        red, green, blue = ImageColor.getrgb(background)[:3]
+    except ValueError:
+        raise ValueError(
+            f"data.background={background!r} is no colour: give a name, as white, or '#rrggbb'."
+        ) from None
+    return red, green, blue, 255

@@ -1,0 +1,236 @@
+"""Captions of pictures, and their contexts by a text encoder of transformers (the extra `text`).
+
+    context(text) = e(text) - e("")        e: the encoder's last hidden states [T, S], 0 behind the
+                                           end of the text
+
+So the context of the empty text is all zeros, which is what a network sees where the condition is
+dropped. Nothing is lost: the network's linear map and its learned positions could add W e("") back.
+
+Dimensions: B texts, T embeddings of width S.
+"""
+
+import json
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tread_zoo.data.dataset import ImageData
+from tread_zoo.data.vae import digest_weights
+from tread_zoo.errors import unknown_name
+from tread_zoo.runtime import autocast
+
+if TYPE_CHECKING:
+    import datasets
+
+logger = logging.getLogger(__name__)
+
+CLASSES = {  # by the model_type of a configuration
+    "clip": "CLIPTextModel", "clip_text_model": "CLIPTextModel", "t5": "T5EncoderModel",
+    "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel",
+}  # fmt: skip
+MOST_TOKENS = 77  # of a caption, as CLIP has it, unless text_length says otherwise
+COLUMNS = ("caption", "captions", "text", "prompt", "txt")  # taken in this order if none is named
+_SURVEYED = 1000  # rows, by which other columns are judged
+
+
+class TextEncoder:
+    """A text encoder in eval mode; `network` is of a class in `CLASSES`, beside its tokenizer."""
+
+    def __init__(self, network: Any, tokenizer: Any, name: str):
+        self.network, self.tokenizer, self.name = (
+            network.eval().requires_grad_(False),
+            tokenizer,
+            name,
+        )
+        positions = getattr(network.config, "max_position_embeddings", None)  # T5 has none
+        self.max_length = int(min(positions or 512, tokenizer.model_max_length))
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Class, and hash of the weights, which do not depend on where it was loaded from."""
+        sha256 = digest_weights(self.network)
+        return {"class": type(self.network).__name__, "sha256": sha256}
+
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """Return the number of embeddings of each text, of which none is cut."""
+        return [len(ids) for ids in self.tokenizer(list(texts), verbose=False).input_ids]
+
+    @torch.no_grad()
+    def encode(self, texts: Sequence[str], length: int, precision: str = "fp32") -> Tensor:
+        """Return contexts float32 [B, T, S] on the CPU, T = `length`; longer texts are cut."""
+        device = next(self.network.parameters()).device
+        tokens = self.tokenizer(
+            ["", *texts], padding="max_length", truncation=True, max_length=length,
+            return_tensors="pt",
+        ).to(device)  # fmt: skip
+        mask = tokens.attention_mask
+        with autocast(device, precision):
+            states = self.network(tokens.input_ids, attention_mask=mask).last_hidden_state
+        states = states.float() * mask[..., None]
+        return (states[1:] - states[:1]).cpu()
+
+
+def load_text_encoder(name: str) -> TextEncoder:
+    """Return the text encoder of a folder or a name on the hub, on the CPU in float32; of a
+    diffusers pipeline, its `text_encoder`.
+
+    Raises:
+        ValueError: transformers is not installed, the class is not in `CLASSES`, or weights are
+            missing.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError(
+            f"text_encoder={name!r} needs transformers: pip install 'tread-zoo[text]'."
+        ) from None
+    path = Path(name).expanduser()
+    where = str(path.resolve()) if path.is_dir() else name
+    folders = {"network": "", "tokenizer": ""}
+    try:
+        config = transformers.AutoConfig.from_pretrained(where)
+    except (OSError, ValueError):
+        folders = {"network": "text_encoder", "tokenizer": "tokenizer"}
+        config = transformers.AutoConfig.from_pretrained(where, subfolder="text_encoder")
+    if config.model_type not in CLASSES:
+        raise unknown_name(f"text_encoder={name!r}: model_type", config.model_type, CLASSES)
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(logging.ERROR)  # else it lists all of CLIP's other half
+    try:
+        network, report = getattr(transformers, CLASSES[config.model_type]).from_pretrained(
+            where, subfolder=folders["network"], use_safetensors=True, dtype=torch.float32,
+            output_loading_info=True,
+        )  # fmt: skip
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    if report["missing_keys"]:
+        raise ValueError(
+            f"text_encoder={name!r} has no weights for {', '.join(sorted(report['missing_keys']))}."
+        )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(where, subfolder=folders["tokenizer"])
+    return TextEncoder(network, tokenizer, where)
+
+
+# Captions -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Captions:
+    """The captions of a table's rows, in its only column: texts, lists of which the first is taken,
+    paths of text files as {"path": …}, or JSON whose `key` is taken."""
+
+    table: "datasets.Dataset"
+    key: str = ""
+
+    def __getitem__(self, row: int) -> str:
+        """Return a row's caption; "" if it has none. Raises ValueError if it is no text."""
+        (value,) = self.table[row].values()
+        if isinstance(value, dict):
+            file = Path(value["path"])
+            value = file.read_text(encoding="utf-8") if file.exists() else ""
+        elif self.key:
+            value = _object(value).get(self.key)
+        if isinstance(value, list | tuple):
+            value = next(iter(value), "")
+        if not isinstance(value, str | None):
+            raise ValueError(f"the caption of row {row} is {value!r}, no text.")
+        return (value or "").strip()
+
+
+def find_captions(
+    table: "datasets.Dataset", name: str, column: str | None, used: Collection[str]
+) -> str | None:
+    """Return the column of captions of a table: `column`, or one named as in `COLUMNS`; None
+    without any. `used` are columns of something else.
+
+    Captions, and other columns that look like some, are logged. Raises ValueError if there is no
+    such column.
+    """
+    if column is not None and column not in table.features:
+        raise unknown_name("data.caption_column", column, table.features)
+    texts = [c for c, kind in table.features.items() if c not in used and _is_text(kind)]
+    chosen = column or next((c for c in COLUMNS if c in texts), None)
+    if chosen:
+        logger.info(
+            "captions  %s: in %r; tread-zoo encode text_encoder=… makes contexts of them",
+            name, chosen,
+        )  # fmt: skip
+    rows = table.select(range(min(len(table), _SURVEYED)))
+    others = [c for c in texts if c != chosen and (c in COLUMNS or _may_be_captions(rows, c))]
+    if others:
+        logger.warning(
+            "captions  %s: not used, but like captions: %s (data.caption_column)",
+            name, ", ".join(others),
+        )  # fmt: skip
+    return chosen
+
+
+def caption_shape(data: ImageData, encoder: TextEncoder, length: int | None) -> tuple[int, int]:
+    """Return (T, S) of the contexts of captions, and log how many are empty or cut.
+
+    Raises:
+        ValueError: there are no captions, or there are contexts already.
+    """
+    parts: list[Any] = [part for part in (data.train, data.held_out) if part is not None]
+    if data.context or getattr(parts[0], "captions", None) is None:
+        what = "contexts already" if data.context else "no captions"
+        raise ValueError(
+            f"text_encoder={encoder.name!r}, but {data.name} has {what}: captions are cat.txt "
+            "beside cat.png, or a column that data.caption_column names."
+        )
+    counts, empty = list[int](), 0
+    for part in parts:
+        for start in range(0, len(part), 1000):
+            texts = [_caption(part, i) for i in range(start, min(start + 1000, len(part)))]
+            counts += encoder.count_tokens(texts)
+            empty += texts.count("")
+    chosen = min(length or min(max(counts), MOST_TOKENS), encoder.max_length)
+    cut = sum(count > chosen for count in counts)
+    logger.info(
+        "%-9s %d captions, %d of them empty; %d embeddings each (text_length), %d are cut",
+        "text", len(counts), empty, chosen, cut,
+    )  # fmt: skip
+    return chosen, encoder.encode(["a"], chosen).shape[-1]
+
+
+def _caption(part: Any, index: int) -> str:
+    """Return a caption, "" for one that cannot be read, which is reported when it is encoded."""
+    try:
+        return str(part.caption(index))
+    except ValueError:
+        return ""
+
+
+def caption_key(table: "datasets.Dataset", wanted: str | None) -> str:
+    """Return the key of the captions in a table's column `json`: `wanted`, or one named as in
+    `COLUMNS`; "" without any. Raises ValueError if `wanted` is not in the first row that has JSON.
+    """
+    rows = table["json"] if "json" in table.features else ()
+    keys = next((found for text in rows if (found := _object(text))), {})
+    if wanted is not None and wanted not in keys:
+        raise unknown_name("data.caption_column", wanted, keys)
+    return wanted or next((name for name in COLUMNS if name in keys), "")
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    value = json.loads(text or "{}")
+    return value if isinstance(value, dict) else {}
+
+
+def _is_text(kind: Any) -> bool:
+    """Return whether a feature is a text, or a list of texts, or a text file's path."""
+    if isinstance(kind, dict):
+        return set(kind) == {"path"}
+    return str(getattr(getattr(kind, "feature", kind), "dtype", "")) in ("string", "large_string")
+
+
+def _may_be_captions(rows: "datasets.Dataset", column: str) -> bool:
+    """Return whether most of a column's values are several words, and most differ."""
+    values = [str(value) for value in rows[column] if value]
+    several = sum(len(value.split()) > 2 for value in values)
+    return not column.startswith("__") and 2 * min(several, len(set(values))) > len(rows)
