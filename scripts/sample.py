@@ -12,6 +12,7 @@ tread-zoo sample checkpoint=… first_index=64 out=samples    # images 64 … 12
 tread-zoo sample checkpoint=… label=hopper                  # a class by the name of its folder
 tread-zoo sample checkpoint=… prompt="a red fox" guidance.scale=4
 tread-zoo sample checkpoint=… "prompt=['a red fox', 'a blue fox']"
+tread-zoo sample checkpoint=… gif=true                      # how the images come out of the noise
 tread-zoo sample checkpoint=… contexts=prompts.npy
 accelerate launch -m tread_zoo sample checkpoint=… num_images=50000   # the same images, by all GPUs
 
@@ -22,6 +23,7 @@ a file; or of held-out images.
 
 import hashlib
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
@@ -35,12 +37,16 @@ from tread_zoo.cli import command
 from tread_zoo.fields import OPTIONS, check
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tread_zoo.data import Codec
     from tread_zoo.diffusion.conditions import Conditions
     from tread_zoo.evaluation.sample_folder import SampleFolder
     from tread_zoo.runs.restore import Restored
 
 logger = logging.getLogger(__name__)
+
+GIF_IMAGES = 50
 
 
 @dataclass(frozen=True, kw_only=True, config=OPTIONS)
@@ -61,6 +67,7 @@ class SampleConfig(CheckpointConfig):
         contexts: .npy [n, T, S]; image i gets row i mod n. Null is those of held-out images.
         seed, batch_size: of the images.
         vae: folder of the autoencoder; null is the run's; none writes latents.
+        gif: also write an animation of up to 50 images as they come out of the noise.
     """
 
     sampler: dict[str, Any] = field(default_factory=dict)
@@ -75,6 +82,7 @@ class SampleConfig(CheckpointConfig):
     seed: int = 0
     batch_size: PositiveInt = 64
     vae: str | None = None
+    gif: bool = False
 
 
 @command("sample", SampleConfig)
@@ -144,9 +152,44 @@ def _sample(config: SampleConfig, is_main: bool) -> None:
             folder.save(indices[part], codec.to_pixels(x, device=device))
     wait_for_all()
     if is_main:
-        folder.finish(indices, recorded)
+        names = _names(run, config, indices, recorded)
+        folder.finish(indices, recorded, names)
         logger.info("%d images and samples.npz in %s", len(indices), folder.path)
         logger.info("a grid of them is %s", folder.grid_path)
+        if config.gif:
+            gif, few = folder.grid_path.with_suffix(".gif"), slice(GIF_IMAGES)
+            frames = list[torch.Tensor]()
+            x = draw(
+                indices=indices[few], labels=None if labels is None else labels[few],
+                batch_size=GIF_IMAGES, watch=frames.append,
+            )  # fmt: skip
+            _save_gif([*frames, x], partial(codec.to_pixels, device=device), gif, names)
+
+
+def _save_gif(
+    frames: "Sequence[Tensor]",
+    to_pixels: "Callable[[Tensor], Tensor]",
+    file: Path,
+    names: list[str],
+) -> None:
+    """Write some of the frames, the last among them."""
+    from tread_zoo.data.split import evenly_spaced
+    from tread_zoo.evaluation.pictures import FRAMES, save_frames
+
+    shown = [frames[i] for i in evenly_spaced(len(frames) - 1, FRAMES - 1)]
+    save_frames([to_pixels(frame) for frame in (*shown, frames[-1])], file, names)
+    logger.info("%d images coming out of the noise are %s", len(frames[-1]), file)
+
+
+def _names(
+    run: "Restored", config: SampleConfig, indices: range, labels: "Tensor | None"
+) -> list[str]:
+    """Return the class or prompt of each image; none if there are neither."""
+    if labels is not None:
+        known = run.class_names
+        return [known[label] if known else str(label) for label in labels.tolist()]
+    prompts = (config.prompt,) if isinstance(config.prompt, str) else config.prompt
+    return [prompts[i % len(prompts)] for i in indices] if prompts else []
 
 
 def _open_folder(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.small_run import ours
-from tread_zoo import create
+from tread_zoo import create, create_backbone
 from tread_zoo.diffusion import (
     EDM,
     DPMSolver2M,
@@ -18,6 +18,7 @@ from tread_zoo.diffusion import (
     Problem,
     SamplingOptions,
     TimeGrid,
+    generate,
     initial_noise,
     step_noise,
 )
@@ -344,3 +345,16 @@ def test_noise_is_a_function_of_seed_index_and_step(draw):
     for other in (draw((3, 4, 4), 8, range(6)), step_noise((3, 4, 4), 7, range(6), 3)):
         assert not torch.isclose(whole, other).any()
     assert draw((3, 4, 4), 7, []).shape == (0, 3, 4, 4)
+
+
+@pytest.mark.parametrize("objective", [FlowMatching(), EDM()])
+def test_who_watches_sees_the_noise_and_each_step_and_changes_nothing(objective):
+    torch.manual_seed(0)
+    sizes = {"input_size": 8, "in_channels": 1, "num_classes": 0, "hidden_size": 16, "depth": 4}
+    network, frames = create_backbone("dit_tiny", num_heads=2, **sizes).eval(), []
+    given = {"indices": range(3), "labels": None, "seed": 5, "batch_size": 3}
+    options = SamplingOptions(Heun(), 4)
+    plain = generate(network, objective, options, **given)
+    assert torch.equal(generate(network, objective, options, **given, watch=frames.append), plain)
+    assert len(frames) == 7
+    torch.testing.assert_close(frames[0], initial_noise((1, 8, 8), 5, range(3)))

@@ -77,12 +77,13 @@ def test_a_network_that_comes_with_the_package_is_sampled_and_scored_by_its_name
 def test_sampling_writes_pictures_grid_and_arrays_and_continues_a_sequence(trained):
     folder, _ = trained
     run = [f"checkpoint={RUN}", "device=cpu"]
-    call("sample.py", *run, "num_images=7", "batch_size=3", "out=a", cwd=folder)
+    call("sample.py", *run, "num_images=7", "batch_size=3", "out=a", "gif=true", cwd=folder)
     said = call("sample.py", *run, "num_images=4", "first_index=3", "out=b", cwd=folder)
     assert "4 images" in said
     names = sorted(p.name for p in (folder / "a").iterdir())
     assert names == [*(f"{i:06d}.png" for i in range(7)), "samples.npz", "sampling.json"]
-    assert (folder / "a_grid.png").exists()
+    with Image.open(folder / "a_grid.gif") as gif, Image.open(folder / "a_grid.png") as grid:
+        assert (gif.n_frames, grid.info["grid"].split()[1]) == (3, "7")  # two steps and the end
     one, other = (np.load(folder / out / "samples.npz") for out in "ab")
     assert one["arr_0"].shape == (7, 8, 8, 1)
     assert one["arr_1"].tolist() == list(range(7))

@@ -21,8 +21,7 @@ from tread_zoo.data.files import printable, without_paths, write_text
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-GRID = 10  # samples in a row and in a column of a run's picture; they go through the classes
-SHOWN = 3  # of them in the first table
+SHOWN = 3  # samples in a row of the first table, of those in a run's picture
 
 
 def write_report(
@@ -226,8 +225,11 @@ def _embed(path: Path) -> tuple[str, str]:
 
     stream = io.BytesIO()
     with Image.open(path) as picture:
-        side = [(length - 2) // GRID for length in picture.size]  # of a sample and its margin
-        picture.crop((0, 0, SHOWN * side[0] + 2, side[1] + 2)).save(stream, "PNG")
+        # as `save_grid` says; earlier pictures have ten rows and ten columns
+        rows, columns, top = map(int, picture.info.get("grid", "10 10 0").split())
+        width = (picture.width - 2) // columns  # of a sample and its margin
+        height = (picture.height - top - 2) // rows
+        picture.crop((0, 0, SHOWN * width + 2, top + height + 2)).save(stream, "PNG")
     whole, part = (base64.b64encode(b).decode() for b in (path.read_bytes(), stream.getvalue()))
     return f"data:image/png;base64,{whole}", f"data:image/png;base64,{part}"
 

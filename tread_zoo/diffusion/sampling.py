@@ -1,6 +1,6 @@
 """From seeds to images: noise, guided dx/dt, sampler. B batch, C channels, H height, W width."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ from tread_zoo.contract.backbone import Backbone
 from tread_zoo.diffusion.grids import DEFAULT_GRID, TimeGrid
 from tread_zoo.diffusion.guidance import Guidance, ImageBatch, NoGuidance, sampled_method
 from tread_zoo.diffusion.objective import Objective
-from tread_zoo.diffusion.samplers import Problem, Sampler, initial_noise, step_noise
+from tread_zoo.diffusion.samplers import DxDt, Problem, Sampler, initial_noise, step_noise
 from tread_zoo.progress import progress
 from tread_zoo.registry import create, describe_part
 from tread_zoo.routing import Method, Stack
@@ -186,6 +186,7 @@ def generate(
     batch_size: int,
     precision: str = "fp32",
     weak: Backbone | None = None,
+    watch: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Return samples float32 [len(indices), C, H, W] on the CPU, in the model's range.
 
@@ -201,6 +202,8 @@ def generate(
         batch_size: images per batch.
         precision: resolved, see `tread_zoo.runtime`.
         weak: the network of the guidance's `weak_checkpoint`, on the same device.
+        watch: called with the noisy images [B, C, H, W] before each evaluation, scaled down where
+            their noise has a standard deviation above 1.
 
     Raises:
         ValueError: the options do not fit the network or the objective, or the labels do not fit
@@ -228,11 +231,22 @@ def generate(
         def fresh_noise(step: int, chosen: Sequence[int] = batch.indices) -> Tensor:
             return step_noise(shape, seed, chosen, step).to(device)
 
-        problem = Problem(options.guidance.dx_dt(batch), objective, fresh_noise)
+        dx_dt = options.guidance.dx_dt(batch)
+        if watch is not None:
+            dx_dt = _watched(dx_dt, objective, watch)
+        problem = Problem(dx_dt, objective, fresh_noise)
         noise = initial_noise(shape, seed, batch.indices).to(device) * objective.initial_std
         with torch.no_grad(), autocast(device, precision):
             images.append(options.sampler(problem, noise, levels).cpu())
     return torch.cat(images) if images else torch.empty(0, *shape)
+
+
+def _watched(dx_dt: DxDt, objective: Objective, watch: Callable[[Tensor], None]) -> DxDt:
+    def watched(x: Tensor, level: Tensor) -> Tensor:
+        watch(x / objective.noise(level).clamp(min=1).view(-1, 1, 1, 1))
+        return dx_dt(x, level)
+
+    return watched
 
 
 def check_weak(

@@ -2,14 +2,20 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from tread_zoo.data.files import written_whole
 from tread_zoo.data.split import evenly_spaced
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 _SMALLEST_SIDE = 64  # tiny images are enlarged to about this on a grid
-_FRAMES, _FRAME_SIDE, _FRAME_MS, _LAST_FRAME_MS = 20, 360, 250, 2500
+_COLUMNS, _ROWS, _TITLE_HEIGHT = 10, 10, 18  # of a grid at most; pixels
+FRAMES, _FRAME_SIDE, _FRAME_MS, _LAST_FRAME_MS = 20, 360, 250, 2500
 
 
 def save_png(image: Tensor, path: Path) -> None:
@@ -27,21 +33,58 @@ def save_numbered(images: Tensor, numbers: Iterable[int], folder: Path) -> None:
         save_png(image, folder / f"{number:06d}.png")
 
 
-def save_grid(images: Tensor, path: Path, columns: int = 10) -> None:
-    """Write images uint8 [N, C, H, W] as a PNG grid, row by row; tiny images are enlarged."""
+def save_grid(images: Tensor, path: Path, names: Sequence[str] = ()) -> None:
+    """Write up to ten rows of images uint8 [N, C, H, W] as a PNG grid, row by row; tiny images are
+    enlarged.
+
+    With `names`, of the class or prompt of each image, of which up to ten take turns, a column has
+    one of them and its name above. The file says, as its text `grid`, the numbers of rows and
+    columns and the height of that line.
+    """
+    from PIL.PngImagePlugin import PngInfo
+    from torchvision.transforms.functional import to_pil_image
     from torchvision.utils import make_grid
 
+    count = len(set(names))
+    columns = _COLUMNS // count * count if 1 < count <= _COLUMNS else _COLUMNS
+    images = images[: columns * _ROWS]
     enlarge = max(1, _SMALLEST_SIDE // max(images.shape[2:]))
     enlarged = images.repeat_interleave(enlarge, 2).repeat_interleave(enlarge, 3)
     grid = make_grid(enlarged, nrow=columns, pad_value=128)[: images.shape[1]]  # it makes grey RGB
-    save_png(grid, path)
+    picture, titled = to_pil_image(grid), 1 < count <= _COLUMNS and len(names) >= columns
+    if titled and all(name == names[i % columns] for i, name in enumerate(names[: len(images)])):
+        picture = _with_titles(picture, names[:columns])
+    info = PngInfo()
+    rows, top = -(-len(images) // columns), picture.height - grid.shape[1]
+    info.add_text("grid", f"{rows} {min(columns, len(images))} {top}")
+    with written_whole(path, alone=False) as stream:
+        picture.save(stream, "PNG", pnginfo=info)
+
+
+def _with_titles(picture: "Image.Image", titles: Sequence[str]) -> "Image.Image":
+    """Return a grid with a line of text above its columns; longer ones are cut."""
+    import matplotlib
+    from PIL import Image, ImageDraw, ImageFont
+
+    file = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"  # many scripts
+    font, width = ImageFont.truetype(str(file), 11), (picture.width - 2) // len(titles)
+    taller = Image.new(picture.mode, (picture.width, picture.height + _TITLE_HEIGHT), "white")
+    taller.paste(picture, (0, _TITLE_HEIGHT))
+    draw = ImageDraw.Draw(taller)
+    for column, title in enumerate(titles):
+        shown = title
+        while draw.textlength(shown, font) > width - 4 and len(shown) > 1:
+            shown = shown[:-2] + "…"
+        middle = 1 + column * width + width // 2
+        draw.text((middle, _TITLE_HEIGHT // 2), shown, "black", font, anchor="mm")
+    return taller
 
 
 def save_animation(pictures: Sequence[Path], path: Path) -> None:
     """Write at most 20 evenly spaced pictures of one size as a GIF; the last is shown longer."""
     from PIL import Image
 
-    chosen = [pictures[-1 - i] for i in evenly_spaced(len(pictures), _FRAMES)][::-1]
+    chosen = [pictures[-1 - i] for i in evenly_spaced(len(pictures), FRAMES)][::-1]
     frames = []
     for picture in chosen:
         frame = Image.open(picture).convert("RGB")
@@ -51,6 +94,16 @@ def save_animation(pictures: Sequence[Path], path: Path) -> None:
     times = [*[_FRAME_MS] * len(rest), _LAST_FRAME_MS]
     with written_whole(path) as stream:
         first.save(stream, "GIF", save_all=True, append_images=rest, duration=times, loop=0)
+
+
+def save_frames(frames: Sequence[Tensor], path: Path, names: Sequence[str] = ()) -> None:
+    """Write a GIF whose frames are grids of images, uint8 [N, C, H, W] each; `names` are as of
+    `save_grid`."""
+    with TemporaryDirectory() as folder:
+        pictures = [Path(folder) / f"{i:06d}.png" for i in range(len(frames))]
+        for frame, picture in zip(frames, pictures, strict=True):
+            save_grid(frame, picture, names[: len(frame)])
+        save_animation(pictures, path)
 
 
 def plot_losses(

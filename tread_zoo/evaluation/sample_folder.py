@@ -94,12 +94,15 @@ class SampleFolder:
         """Write images uint8 [B,C,H,W], named by their numbers."""
         save_numbered(images, numbers, self.path)
 
-    def finish(self, numbers: Sequence[int], labels: Tensor | None) -> None:
-        """Write the arrays of images that are there, with labels [B] or None, and a grid."""
+    def finish(
+        self, numbers: Sequence[int], labels: Tensor | None, names: Sequence[str] = ()
+    ) -> None:
+        """Write the arrays of images that are there, with labels [B] or None, and a grid; `names`
+        are those of the images' classes or prompts."""
         pictures = (np.asarray(Image.open(self._picture(number))) for number in numbers)
         images = np.stack([p if p.ndim == 3 else p[..., None] for p in pictures])
         self._save_arrays("samples.npz", numbers, images, labels)
-        save_grid(torch.from_numpy(images[:GRID_IMAGES]).permute(0, 3, 1, 2), self.grid_path)
+        save_grid(torch.from_numpy(images[:GRID_IMAGES]).permute(0, 3, 1, 2), self.grid_path, names)
 
     def save_latents(self, numbers: Sequence[int], latents: Tensor, labels: Tensor | None) -> None:
         """Write latents, float [B,C,h,w], with labels [B] or None."""

@@ -336,6 +336,7 @@ class Log:
         """Save samples and, once, real images beside them."""
         setup, data, device = self.setup, self.setup.data, self.accelerator.device
         indices = range(GRID_IMAGES)
+        names = [data.class_names[i % data.num_classes] for i in indices if data.num_classes]
         images = generate(
             network, setup.objective, setup.sampling, indices=indices,
             labels=conditions_of(network, data).of(indices), seed=GRID_SEED,
@@ -346,13 +347,13 @@ class Log:
         real = path.with_name("real.png")
         with _optional(path):
             path.parent.mkdir(exist_ok=True)
-            save_grid(data.codec.to_pixels(images, device=device), path)
+            save_grid(data.codec.to_pixels(images, device=device), path, names)
             self.trackers.image(step, "samples", path)
             if not real.exists():
                 part = data.held_out or data.train
                 chosen = ordered_as_samples(part, GRID_IMAGES, data.num_classes)
                 x = data.codec.to_model(read_items(part, chosen)[0], device=device)
-                save_grid(data.codec.to_pixels(x, device=device), real)
+                save_grid(data.codec.to_pixels(x, device=device), real, names)
 
     def _end_pictures(self) -> None:
         """Save the curve of the loss, and an animation of the samples."""
