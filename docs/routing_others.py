@@ -1,4 +1,4 @@
-"""Print the table of docs/routing_others.md: which classes of diffusers are routed, by trying.
+"""Print the table of docs/comparison/diffusers_classes.md: which classes can be routed, by trying.
 
 python docs/routing_others.py
 """

@@ -27,6 +27,15 @@ ARMS = {  # of `dit`
     "backbone-dit_tiny_backbone.depth-6_routing-none": "dense, 6 blocks",
 }
 
+# Options of waking_digits that have another name today, or None.
+TODAY = {
+    "redraw=True": "random_ltd", "rejoin=mask": "maskdit, loss of all tokens",
+    "rejoin=project": "sprint absent=dense",
+    "rejoin=project path_drop_probability=0.1": "sprint absent=dense path_drop=0.1",
+    "reconstruction_weight=0.0": "microdit", "reconstruction_weight=0.5": None,
+    "rate_range=[0.0,0.75]": None, "detach=True": None, "sparsify=False": None,
+}  # fmt: skip
+
 
 def collect(runs: Path) -> None:
     """Write the runs of a study to evidence.csv in place of their rows there; the others stay."""
@@ -124,6 +133,8 @@ def table_of_waking() -> str:
         options = run.removeprefix("routing.").split("_routing.")
         options = [re.sub("-_(.*)_(.*)_$", r"=[\1,\2]", option) for option in options]
         name = " ".join(option.replace("-", "=", 1) for option in options)
+        if (name := TODAY.get(name, name)) is None:
+            continue
         by, worth = (of.set_index("seed").fid - default).dropna(), 100 * of.routed_blocks.mean()
         apart = interval(by).judged("lower")
         lines.append(f"| `{name}` | {len(by)} | {of.fid.mean():.2f} | {apart} | {worth:.0f} % |")

@@ -299,8 +299,8 @@ def enable_routing(
         method: registered routing method that owns no weights; `options` are its fields.
         seed: of what is drawn.
         extra: number of tokens beside the image's in the sequence of the first block, before
-            them; a class that is not in docs/routing_others.md needs it. It may be a function of
-            the network's arguments by name and of the sequence [B, N + T, D].
+            them; a class that is not in docs/comparison/diffusers_classes.md needs it. It may be a
+            function of the network's arguments by name and of the sequence [B, N + T, D].
         blocks: paths of the lists of blocks, in the order of their use.
         tokens: name of the block's argument that has the tokens; by default the first.
         grid: (h, w) of the image tokens in raster order, for selectors that use it.
