@@ -164,7 +164,7 @@ def draw_methods(path: Path) -> None:
     import matplotlib.pyplot as plt
 
     torch.manual_seed(0)
-    figure, places = plt.subplots(2, 4, figsize=(8.2, 3.3))
+    figure, places = plt.subplots(2, 4, figsize=(8.2, 3.6))
     for place, (name, options) in zip(places.flat, METHODS.items(), strict=True):
         routing = create("routing", name, **options)
         place.imshow(seen_by_block(routing), cmap="Blues", vmin=-0.15, vmax=1.2, aspect="auto")
@@ -268,7 +268,7 @@ def save(figure: Any, path: Path) -> None:
     from PIL import Image
 
     buffer = BytesIO()
-    figure.tight_layout(pad=0.4, w_pad=2.0)
+    figure.tight_layout(pad=0.4, w_pad=2.0, h_pad=1.0)
     figure.savefig(buffer, dpi=90)
     plt.close(figure)
     path.parent.mkdir(parents=True, exist_ok=True)
