@@ -45,7 +45,7 @@ def find_runs(folders: Folders) -> list[Path]:
 
 
 def read_runs(folders: Folders, records: Sequence[Path] | None = None) -> pd.DataFrame:
-    """Return a table with a row for each run, finished or not (columns: docs/evaluation.md).
+    """Return a table with a row for each run, finished or not; docs/evaluation.md has its columns.
 
     A setting in which runs differ has the name of its command-line field, as in
     `routing.selection_rate`; `real_fid` is of real images, `contribution_3` of a block and
