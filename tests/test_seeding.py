@@ -4,7 +4,12 @@ import pytest
 import torch
 from scipy import stats
 
-from tread_zoo.seeding import ImageGenerator, make_image_generator, per_image_generator
+from tread_zoo.seeding import (
+    ImageGenerator,
+    make_image_generator,
+    make_image_generators,
+    per_image_generator,
+)
 
 MASK = 2**64 - 1
 
@@ -51,6 +56,16 @@ def test_an_image_draws_the_same_in_any_batch_and_goes_on():
     keys = make_image_generator("noise", 1, 2, images=range(8)).keys
     for other in (("noise", 1, 3), ("noise", 2, 2), ("level", 1, 2)):
         assert not torch.isin(make_image_generator(*other, images=range(8)).keys, keys).any()
+
+
+def test_generators_that_are_made_together_draw_what_each_draws_alone():
+    together = make_image_generators(("label", "noise"), 3, 1, images=range(4, 9))
+    for purpose, generator in together.items():
+        alone = make_image_generator(purpose, 3, 1, images=range(4, 9))
+        for shape in ((), (13,), (5, 9), ()):  # some before, across and after what is made ahead
+            assert torch.equal(generator.rand(*shape), alone.rand(*shape))
+            assert torch.equal(generator.randn(*shape), alone.randn(*shape))
+        assert torch.equal(generator.of_batch.rand(3), alone.of_batch.rand(3))
 
 
 def test_a_torch_generator_gives_the_keys():

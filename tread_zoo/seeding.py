@@ -18,6 +18,7 @@ from torch import Tensor
 # SplitMix64 (Steele, Lea and Flood 2014): its counter's increment, and the factors of its mixing,
 # as signed integers, for torch has no unsigned ones that multiply.
 _INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+_AHEAD = 16  # numbers of a key that are made with it
 _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
@@ -40,10 +41,12 @@ class ImageGenerator:
     Args:
         keys: int64 [B], one per image.
         batch_key: for what the images of a batch share.
+        ahead: the first bits of each key, int64 [B, any], if they are made already.
     """
 
-    def __init__(self, keys: Tensor, batch_key: int = 0) -> None:
+    def __init__(self, keys: Tensor, batch_key: int = 0, ahead: Tensor | None = None) -> None:
         self.keys, self.batch_key, self.position = keys, batch_key, 0
+        self.ahead = keys.new_empty(len(keys), 0) if ahead is None else ahead
 
     @property
     def device(self) -> torch.device:
@@ -75,9 +78,10 @@ class ImageGenerator:
 
     def _bits(self, count: int) -> Tensor:
         """Return int64 [B, count], 64 random bits each."""
-        first, self.position = self.position + 1, self.position + count
-        steps = torch.arange(first, first + count, device=self.keys.device)
-        return _mix(self.keys[:, None] + steps * _INCREMENT)
+        first, self.position = self.position, self.position + count
+        if self.position <= self.ahead.shape[1]:
+            return self.ahead[:, first : self.position]
+        return _bits_from(self.keys, first, count)
 
 
 Generator = torch.Generator | ImageGenerator
@@ -88,12 +92,26 @@ def make_image_generator(
 ) -> ImageGenerator:
     """Return the generator of the numbered `images`, the row of each a function of `purpose`, the
     integers in `key`, and its number."""
-    if isinstance(images, range):
-        numbers = torch.arange(images.start, images.stop, images.step, device=device)
-    else:
-        numbers = torch.tensor(list(images), dtype=torch.int64, device=device)
     root = _digest(purpose, *key) - 2**63
-    return ImageGenerator(_mix(numbers * _INCREMENT + root), root)
+    return ImageGenerator(_mix(_counters(images, device) + root), root)
+
+
+def make_image_generators(
+    purposes: Sequence[str],
+    *key: int,
+    images: Sequence[int],
+    device: torch.device | str = "cpu",
+) -> dict[str, ImageGenerator]:
+    """Return the same generators as `make_image_generator`, by purpose. Their keys and their first
+    numbers are made together, because on a GPU a launch costs more than so few numbers."""
+    roots = [_digest(purpose, *key) - 2**63 for purpose in purposes]
+    counters = _counters(images, device)
+    keys = _mix(torch.cat([counters + root for root in roots]))
+    made = zip(
+        purposes, roots, keys.chunk(len(roots)), _bits_from(keys, 0, _AHEAD).chunk(len(roots)),
+        strict=True,
+    )  # fmt: skip
+    return {purpose: ImageGenerator(own, root, ahead) for purpose, root, own, ahead in made}
 
 
 def per_image_generator(generator: Generator, batch: int) -> ImageGenerator:
@@ -104,6 +122,22 @@ def per_image_generator(generator: Generator, batch: int) -> ImageGenerator:
     device = generator.device
     drawn = torch.randint(least, most, (batch + 1,), generator=generator, device=device)
     return ImageGenerator(drawn[1:], int(drawn[0]))
+
+
+def _counters(images: Sequence[int], device: torch.device | str) -> Tensor:
+    """Return the counters int64 [B] of the numbered images."""
+    if isinstance(images, range):
+        numbers = torch.arange(images.start, images.stop, images.step, device=device)
+    else:
+        numbers = torch.tensor(list(images), dtype=torch.int64, device=device)
+    return numbers * _INCREMENT
+
+
+def _bits_from(keys: Tensor, first: int, count: int) -> Tensor:
+    """Return the numbers first … first + count - 1 of each key: int64 [B, count], 64 random bits
+    each."""
+    steps = torch.arange(first + 1, first + count + 1, device=keys.device)
+    return _mix(torch.add(keys[:, None], steps, alpha=_INCREMENT))
 
 
 def _digest(purpose: str, *key: int) -> int:

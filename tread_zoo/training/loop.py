@@ -11,7 +11,7 @@ B batch, C channels, H height, W width.
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,7 +43,7 @@ from tread_zoo.runtime import (
     resolve_precision,
     set_float32_products,
 )
-from tread_zoo.seeding import ImageGenerator, make_image_generator
+from tread_zoo.seeding import ImageGenerator, make_image_generators
 from tread_zoo.training.log import EarlyRecords, Log, is_due
 from tread_zoo.training.meters import Window, timed
 from tread_zoo.training.saving import save_snapshot, save_state
@@ -58,6 +58,7 @@ from tread_zoo.training.setup import (
 from tread_zoo.training.sharding import whole
 from tread_zoo.training.signals import SIGNALS, StopSignals, strongest
 
+PURPOSES = ("flip", "latents", "label", "noise", "second level", "route")  # of a step's draws
 CHECK_EVERY = 8  # micro-steps between two checks for the signals of all processes
 
 
@@ -382,21 +383,18 @@ def draw_step(
     images, labels, *features = batch
     training, codec, seed = setup.training, setup.data.codec, setup.config.seed
     numbers = range(rank * len(images), (rank + 1) * len(images))
-
-    def generator(purpose: str) -> ImageGenerator:
-        return make_image_generator(purpose, seed, step, images=numbers, device=device)
-
-    flip = generator("flip").rand() < 0.5 if training.horizontal_flip else None
-    noise = codec.draw(images.shape, generator("latents"))
+    generator = make_image_generators(PURPOSES, seed, step, images=numbers, device=device)
+    flip = generator["flip"].rand() < 0.5 if training.horizontal_flip else None
+    noise = codec.draw(images.shape, generator["latents"])
     x = codec.to_model(images, device=device, noise=noise, flip=flip)
     y = None
     if setup.backbone.is_conditional:
         y = labels.to(device, non_blocking=True)
-        dropped = generator("label").rand() < training.label_dropout
+        dropped = generator["label"].rand() < training.label_dropout
         y = torch.where(dropped.view(-1, *[1] * (y.ndim - 1)), setup.backbone.null_like(y), y)
     draw = _draw(setup, codec.model_shape(images.shape), generator)
     routed = Step(step // training.gradient_accumulation_steps, setup.num_steps, seed)
-    routes = setup.routing.draw(Stack.of(setup.backbone), generator("route"), routed)
+    routes = setup.routing.draw(Stack.of(setup.backbone), generator["route"], routed)
     target = None
     if features:
         copies = features[0].to(device, non_blocking=True)
@@ -405,12 +403,12 @@ def draw_step(
     return x, y, draw, routes, target
 
 
-def _draw(setup: Setup, shape: Sequence[int], generator: Callable[[str], ImageGenerator]) -> Draw:
+def _draw(setup: Setup, shape: Sequence[int], generator: Mapping[str, ImageGenerator]) -> Draw:
     """Return the objective's draw for images of `shape`, by generators of two purposes."""
-    draw = setup.objective.draw(shape, generator("noise"))
+    draw = setup.objective.draw(shape, generator["noise"])
     if getattr(setup.objective, "second_level", 0):
         levels = setup.objective.draw_token_levels(  # type: ignore[attr-defined]
-            draw.level, setup.backbone.num_tokens, generator("second level")
+            draw.level, setup.backbone.num_tokens, generator["second level"]
         )
         draw = replace(draw, token_levels=levels)
     return draw
@@ -469,8 +467,8 @@ class _CountedLoss:
     ) -> Tensor:
         projector = without_data(self.setup.projector) if self.aligned else None  # type: ignore[type-var]
         setup = replace(self.setup, backbone=network, projector=projector)
-        generator = make_image_generator("flops", images=range(len(x)))
-        draw = _draw(setup, x.shape, lambda purpose: generator).to("meta")
+        generator = make_image_generators(PURPOSES, images=range(len(x)))
+        draw = _draw(setup, x.shape, generator).to("meta")
         taught = self.aligned and setup.is_self_taught
         stored = self.aligned and not taught
         features = x.new_empty(len(x), *setup.data.features[1:]) if stored else None  # type: ignore[index]
