@@ -25,6 +25,7 @@ class PushConfig:
 
     Args:
         plugins, checkpoint, weights: as of `CheckpointConfig`.
+        half: store the weights as float16, in half the space.
         out: folder of the files; null is <run>/hub.
         repo: user/name on the hub, to upload them; null only writes them.
         private: create the repository as private.
@@ -34,6 +35,7 @@ class PushConfig:
     plugins: tuple[str, ...] = ()
     checkpoint: str
     weights: Weights = "ema"
+    half: bool = False
     out: str | None = None
     repo: str | None = None
     private: bool = False
@@ -47,8 +49,8 @@ def main(settings: dict[str, Any]) -> None:
     from tread_zoo.runs.hub import upload
 
     folder = write_model_folder(
-        config.checkpoint, config.out, weights=config.weights, license=config.license,
-        repo=config.repo,
+        config.checkpoint, config.out, weights=config.weights, half=config.half,
+        license=config.license, repo=config.repo,
     )  # fmt: skip
     logger.info("written to %s", folder)
     if config.repo is not None:

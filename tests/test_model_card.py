@@ -54,6 +54,14 @@ def test_the_card_has_recipe_scores_and_licence(run, pushed):
         assert said in text, said
 
 
+def test_half_the_space_loses_no_more_than_float16_does(run, pushed, tmp_path):
+    half = write_model_folder(run, tmp_path / "half", half=True)
+    sizes = [(folder / "model.safetensors").stat().st_size for folder in (half, pushed)]
+    assert sizes[0] < 0.6 * sizes[1]
+    whole = state(load_pretrained(pushed))
+    assert torch.equal(state(load_pretrained(half)), whole.half().float())
+
+
 @pytest.mark.parametrize(
     "name", ['x"\n---\nlicense: mit', "a | b", "<script>alert(1)</script>", "a: &b *c", "```\n# b"]
 )

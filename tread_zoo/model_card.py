@@ -11,6 +11,8 @@ import shlex
 import shutil
 from pathlib import Path
 
+import torch
+
 from tread_zoo.comparison.report import as_markdown
 from tread_zoo.comparison.results import flops_until
 from tread_zoo.config import bookkeeping_fields
@@ -22,6 +24,7 @@ from tread_zoo.routing import Stack
 from tread_zoo.runs.checkpoint import Checkpoint, find_checkpoint, load_backbone
 from tread_zoo.runs.hub import write_folder
 from tread_zoo.runs.metadata import FORMAT
+from tread_zoo.runs.weights import check_finite
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 SHOWN_CLASSES = 100  # config.json has all
@@ -33,6 +36,7 @@ def write_model_folder(
     out: str | Path | None = None,
     *,
     weights: str = "ema",
+    half: bool = False,
     license: str | None = None,
     repo: str | None = None,
 ) -> Path:
@@ -42,6 +46,7 @@ def write_model_folder(
         path: as of `find_checkpoint`.
         out: the folder; None is <run>/hub.
         weights: as of `load_backbone`.
+        half: store them as float16.
         license: of the weights, as the hub names it, such as apache-2.0; None is that of the
             project that they were imported from, if any. A non-commercial one cannot be changed.
         repo: user/name for the card; None is the folder.
@@ -60,7 +65,11 @@ def write_model_folder(
     settings = metadata["config"].items()
     metadata["config"] = {k: v for k, v in settings if k not in bookkeeping_fields()}
     metadata |= {"format": FORMAT, "weights": weights}
-    write_folder(folder, backbone.state_dict(), metadata)
+    tensors = backbone.state_dict()
+    if half:
+        tensors = {k: x.half() if x.dtype == torch.float32 else x for k, x in tensors.items()}
+        check_finite(tensors, checkpoint.path)
+    write_folder(folder, tensors, metadata)
     picture = run / "samples" / f"step_{checkpoint.step:08d}.png"
     if picture.exists():
         shutil.copyfile(picture, folder / "samples.png")
