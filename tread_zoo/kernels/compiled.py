@@ -11,6 +11,7 @@ import stat
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,16 @@ COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
 TIMEOUT = 15  # seconds of a compiler; it takes less than one
 RETRY = 3600  # seconds after which a compiler that hung is tried again
+HEADER = Path(__file__).with_name("vectors.h")  # which the C files include
 CPU_INFO = Path("/proc/cpuinfo")
 CPU_FACTS = ("model name", "flags", "CPU part", "Features")  # of its lines
 
 
 class CompiledSource:
-    """The functions of a C file, whose arguments are tensors, None and integers.
+    """The functions of a C file, whose arguments are tensors, None and numbers.
 
     The library is kept in the user's cache folder (`XDG_CACHE_HOME`, or ~/.cache), where it is
-    called <file>-<source, flags and CPU>-<checksum>.so. Loading a library runs its code: a folder
+    called <file>-<sources, flags and CPU>-<checksum>.so. Loading a library runs its code: a folder
     or file that another user owns or can write is not used, nor one behind a link. Without a
     folder of that kind, the library is built in a temporary one at each start.
     """
@@ -55,18 +57,33 @@ class CompiledSource:
                 self._problem = str(error)
         return self._problem
 
-    def __call__(self, name: str, *args: Tensor | int | None) -> Any:
+    def __call__(self, name: str, *args: Tensor | float | None) -> Any:
         if (problem := self.problem()) is not None:
             raise RuntimeError(f"{self.source.name}: {problem}")
         function = getattr(self._library, name)
         function.restype = ctypes.c_int64
         return function(*map(_argument, args))
 
+    def share(self, name: str, *args: Tensor | float | None, jobs: int, scratch: int) -> None:
+        """Call a function on as many threads as torch has. It takes `scratch` floats of its own and
+        the first of its jobs and the one after its last, behind the other arguments."""
+        num = min(torch.get_num_threads(), jobs)
+        ends = [jobs * i // num for i in range(num + 1)]
+
+        def call(first: int, last: int) -> None:
+            self(name, *args, torch.empty(scratch), first, last)
+
+        if num == 1:
+            call(0, jobs)
+            return
+        with ThreadPoolExecutor(num) as pool:  # ctypes lets go of Python's lock
+            list(pool.map(call, ends[:-1], ends[1:]))
+
     def _load(self) -> ctypes.CDLL:
         if os.name != "posix":
             raise RuntimeError("it is for Linux and macOS")
-        source = self.source.read_text(encoding="utf-8")
-        facts = "\n".join((source, *FLAGS, platform.machine(), _describe_cpu()))
+        sources = (file.read_text(encoding="utf-8") for file in (self.source, HEADER))
+        facts = "\n".join((*sources, *FLAGS, platform.machine(), _describe_cpu()))
         name = f"{self.source.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
         try:
             folder = _cache_folder()
@@ -147,9 +164,11 @@ def _checksum(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
-def _argument(value: Tensor | int | None) -> Any:
+def _argument(value: Tensor | float | None) -> Any:
     if isinstance(value, int):
         return ctypes.c_int64(value)
+    if isinstance(value, float):
+        return ctypes.c_float(value)
     if value is None:
         return None
     if value.device.type != "cpu" or value.dtype != torch.float32 or not value.is_contiguous():

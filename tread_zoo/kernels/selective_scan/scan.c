@@ -9,27 +9,15 @@ B, C: [batch, length, groups, size]. D: [groups * width] or null. keep: 0 where 
 else 1, [batch, length] or null. states, before every `span` steps but the first:
 [chunks - 1, batch, groups, size, width]. scratch: the number of floats is `scan_scratch`. */
 
-#include <stdint.h>
-#include <string.h>
+#include "../vectors.h"
 
-#if defined(__AVX512F__)
-#define LANES 16
-#elif defined(__AVX__)
-#define LANES 8
-#else
-#define LANES 4
-#endif
 #define CHANNELS 128 /* of a block: the states of 32 steps and their decays fit in L2 */
 #define VECTORS (CHANNELS / LANES)
-#define LN_2 0.693147180559945309f
-
-typedef float Vector __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 
 typedef struct {
     const float *u, *delta, *rates, *B, *C, *D, *keep;
-    float *states, *scratch;
+    float *states;
+    Vector *scratch;
     int64_t batch, length, groups, size, width, span;
 } Scan;
 
@@ -37,24 +25,6 @@ typedef struct {
 typedef struct {
     int64_t row, group, first, channels, vectors;
 } Block;
-
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-static inline Vector load(const float *from, int64_t count) {
-    Vector v = {0};
-    if (count >= LANES)
-        memcpy(&v, from, sizeof v);
-    else
-        memcpy(&v, from, 4 * count);
-    return v;
-}
-
-static inline void store(float *to, Vector v, int64_t count) {
-    if (count >= LANES)
-        memcpy(to, &v, sizeof v);
-    else
-        memcpy(to, &v, 4 * count);
-}
 
 static void load_all(Vector *to, const float *from, Block k) {
     for (int64_t v = 0; v < k.vectors; v++)
@@ -64,32 +34,6 @@ static void load_all(Vector *to, const float *from, Block k) {
 static void store_all(float *to, const Vector *from, Block k) {
     for (int64_t v = 0; v < k.vectors; v++)
         store(to + v * LANES, from[v], k.channels - v * LANES);
-}
-
-static inline float sum(Vector v) {
-    float x[LANES];
-    memcpy(x, &v, sizeof v);
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++)
-            x[i] += x[i + half];
-    return x[0];
-}
-
-/* 2^x within an ulp or two; 0 below 2^-125, infinity from 2^128 on, NaN of NaN. Adding 1.5 * 2^23
-leaves the nearest integer in the lowest bits, which become the exponent. */
-static inline Vector exp2_of(Vector x) {
-    const Vector zero = {0}, most = zero + 128.0f;
-    Ints tiny = x < -125.0f, huge = x > 128.0f;
-    x = (Vector)(((Ints)x & ~huge) | ((Ints)most & huge));
-    Vector shifted = x + 12582912.0f, f = x - (shifted - 12582912.0f);
-    Vector p = zero + 0.000153533605f;
-    p = p * f + 0.0013398875f;
-    p = p * f + 0.00961843692f;
-    p = p * f + 0.0555033237f;
-    p = p * f + 0.240226477f;
-    p = p * f + 0.693147182f;
-    p = p * f + 1.0f;
-    return (Vector)((Ints)((Bits)p + ((Bits)shifted << 23)) & ~tiny);
 }
 
 static inline int64_t token(const Scan *s, Block k, int64_t t) {
@@ -129,7 +73,7 @@ static inline void step(const Scan *s, Block k, int64_t t, const Vector *rates, 
 
 static void forward(const Scan *s, Block k, float *y) {
     Vector u[VECTORS], delta[VECTORS], x[VECTORS], D[VECTORS] = {0}, out[VECTORS];
-    Vector *h = (Vector *)s->scratch, *rates = h + s->size * VECTORS;
+    Vector *h = s->scratch, *rates = h + s->size * VECTORS;
     memset(h, 0, s->size * k.vectors * sizeof *h);
     for (int64_t n = 0; n < s->size; n++)
         load_all(rates + n * k.vectors, s->rates + rate(s, k, n), k);
@@ -204,7 +148,7 @@ static void step_back(const Scan *s, Block k, int64_t t, const Gradients *grads,
 static void backward(const Scan *s, Block k, const Gradients *grads) {
     Vector u[VECTORS], delta[VECTORS], x[VECTORS], gD[VECTORS] = {0};
     int64_t block = s->size * k.vectors, chunks = (s->length + s->span - 1) / s->span;
-    Vector *carry = (Vector *)s->scratch, *gA = carry + block, *rates = gA + block;
+    Vector *carry = s->scratch, *gA = carry + block, *rates = gA + block;
     Vector *decays = rates + block, *h = decays + s->span * block;
     memset(carry, 0, 2 * block * sizeof *carry);
     for (int64_t n = 0; n < s->size; n++)
@@ -247,15 +191,14 @@ void scan(const float *u, const float *delta, const float *rates, const float *B
           const float *gy, float *gu, float *gdelta, float *gA, float *gB, float *gC, float *gD,
           int64_t batch, int64_t length, int64_t groups, int64_t size, int64_t width,
           int64_t span) {
-    scratch += -((uintptr_t)scratch / 4) % LANES; /* vectors begin at multiples of their size */
-    Scan s = {u, delta, rates, B, C, D, keep, states, scratch, batch, length, groups, size, width,
-              span};
+    Scan s = {u, delta, rates, B, C, D, keep, states, aligned(scratch), batch, length, groups, size,
+              width, span};
     Gradients grads = {gy, gu, gdelta, gA, gB, gC, gD};
     for (int64_t row = 0; row < batch; row++)
         for (int64_t group = 0; group < groups; group++)
             for (int64_t first = 0; first < width; first += CHANNELS) {
                 int64_t channels = least(CHANNELS, width - first);
-                Block k = {row, group, first, channels, (channels + LANES - 1) / LANES};
+                Block k = {row, group, first, channels, vectors_of(channels)};
                 if (y)
                     forward(&s, k, y);
                 else

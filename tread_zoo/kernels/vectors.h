@@ -1,0 +1,91 @@
+/* What the C forms share: vectors of as many float32 numbers as the CPU has lanes. */
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#elif defined(__AVX__)
+#define LANES 8
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15
+#else
+#define LANES 4
+#define EVEN 0, 2, 4, 6
+#define ODD 1, 3, 5, 7
+#endif
+#if defined(__clang__)
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (Ints){__VA_ARGS__})
+#endif
+
+#define LN_2 0.693147180559945309f
+
+typedef float Vector __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* The number of vectors that `count` numbers take. */
+static inline int64_t vectors_of(int64_t count) { return (count + LANES - 1) / LANES; }
+
+/* The first place in `scratch` at a multiple of a vector's size, LANES - 1 numbers later at most. */
+static inline Vector *aligned(float *scratch) {
+    return (Vector *)(scratch + -((uintptr_t)scratch / 4) % LANES);
+}
+
+/* `count` numbers, LANES at most, and zeros behind them. */
+static inline Vector load(const float *from, int64_t count) {
+    Vector v = {0};
+    if (count >= LANES)
+        memcpy(&v, from, sizeof v);
+    else
+        memcpy(&v, from, 4 * count);
+    return v;
+}
+
+static inline void store(float *to, Vector v, int64_t count) {
+    if (count >= LANES)
+        memcpy(to, &v, sizeof v);
+    else
+        memcpy(to, &v, 4 * count);
+}
+
+/* Each loop has a constant length, without which compilers do it number by number. */
+static inline float sum(Vector v) {
+    float x[LANES];
+    memcpy(x, &v, sizeof v);
+#if LANES == 16
+    for (int i = 0; i < 8; i++)
+        x[i] += x[i + 8];
+#endif
+#if LANES >= 8
+    for (int i = 0; i < 4; i++)
+        x[i] += x[i + 4];
+#endif
+    return (x[0] + x[2]) + (x[1] + x[3]);
+}
+
+/* The sums of neighbours: those of a, then those of b. */
+static inline Vector pair_sums(Vector a, Vector b) { return PICK(a, b, EVEN) + PICK(a, b, ODD); }
+
+/* 2^x within an ulp or two; 0 below 2^-125, infinity from 2^128 on, NaN of NaN. Adding 1.5 * 2^23
+leaves the nearest integer in the lowest bits, which become the exponent. */
+static inline Vector exp2_of(Vector x) {
+    const Vector zero = {0}, most = zero + 128.0f;
+    Ints tiny = x < -125.0f, huge = x > 128.0f;
+    x = (Vector)(((Ints)x & ~huge) | ((Ints)most & huge));
+    Vector shifted = x + 12582912.0f, f = x - (shifted - 12582912.0f);
+    Vector p = zero + 0.000153533605f;
+    p = p * f + 0.0013398875f;
+    p = p * f + 0.00961843692f;
+    p = p * f + 0.0555033237f;
+    p = p * f + 0.240226477f;
+    p = p * f + 0.693147182f;
+    p = p * f + 1.0f;
+    return (Vector)((Ints)((Bits)p + ((Bits)shifted << 23)) & ~tiny);
+}
