@@ -17,6 +17,7 @@ COMMANDS = {  # and their scripts, as they are listed
     "train": "train",
     "resume": "resume",
     "sample": "sample",
+    "demo": "demo",
     "evaluate": "evaluate",
     "compare": "compare",
     "encode": "encode",

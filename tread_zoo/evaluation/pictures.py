@@ -34,14 +34,23 @@ def save_numbered(images: Tensor, numbers: Iterable[int], folder: Path) -> None:
 
 
 def save_grid(images: Tensor, path: Path, names: Sequence[str] = ()) -> None:
-    """Write up to ten rows of images uint8 [N, C, H, W] as a PNG grid, row by row; tiny images are
-    enlarged.
+    """Write a grid of `draw_grid` as a PNG. The file says, as its text `grid`, the numbers of rows
+    and columns and the height of the line above."""
+    from PIL.PngImagePlugin import PngInfo
+
+    picture, info = draw_grid(images, names), PngInfo()
+    info.add_text("grid", picture.info["grid"])
+    with written_whole(path, alone=False) as stream:
+        picture.save(stream, "PNG", pnginfo=info)
+
+
+def draw_grid(images: Tensor, names: Sequence[str] = ()) -> "Image.Image":
+    """Return up to ten rows of images uint8 [N, C, H, W] as one picture, row by row; tiny images
+    are enlarged.
 
     With `names`, of the class or prompt of each image, of which up to ten take turns, a column has
-    one of them and its name above. The file says, as its text `grid`, the numbers of rows and
-    columns and the height of that line.
+    one of them and its name above.
     """
-    from PIL.PngImagePlugin import PngInfo
     from torchvision.transforms.functional import to_pil_image
     from torchvision.utils import make_grid
 
@@ -54,11 +63,9 @@ def save_grid(images: Tensor, path: Path, names: Sequence[str] = ()) -> None:
     picture, titled = to_pil_image(grid), 1 < count <= _COLUMNS and len(names) >= columns
     if titled and all(name == names[i % columns] for i, name in enumerate(names[: len(images)])):
         picture = _with_titles(picture, names[:columns])
-    info = PngInfo()
     rows, top = -(-len(images) // columns), picture.height - grid.shape[1]
-    info.add_text("grid", f"{rows} {min(columns, len(images))} {top}")
-    with written_whole(path, alone=False) as stream:
-        picture.save(stream, "PNG", pnginfo=info)
+    picture.info["grid"] = f"{rows} {min(columns, len(images))} {top}"
+    return picture
 
 
 def _with_titles(picture: "Image.Image", titles: Sequence[str]) -> "Image.Image":
