@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.launches import PARTS, count_step
 from tests.processes import run_python
 from tread_zoo.kernels import get_forms
 from tread_zoo.kernels.dispatch import list_forms
@@ -80,3 +81,20 @@ def test_every_form_is_measured_and_right_or_says_why_not(tmp_path):
         assert 0 < float(forward) < float(both)
         assert float(error) < 2e-5
         assert float(gradient_error) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("backbone", "optimizer", "budget"),
+    [
+        ("dit_tiny", "adamw", 470),
+        ("dit_tiny", "muon", 700),
+        ("mamba_tiny", "adamw", 770),
+        ("rwkv7_tiny", "adamw", 2080),
+    ],
+)
+def test_a_step_keeps_to_its_launches(backbone, optimizer, budget):
+    """What takes more needs a reason, and a new budget here."""
+    overrides = ["training.precision=fp32", "backbone.depth=4", f"optimizer={optimizer}"]
+    launches = count_step([f"backbone={backbone}", *overrides]).by_part()
+    assert all(launches[part] > 0 for part in PARTS)
+    assert budget / 2 < launches["all"] <= budget, launches
