@@ -43,7 +43,9 @@ def test_the_card_has_recipe_scores_and_licence(run, pushed):
     card = huggingface_hub.ModelCard(text)
     record = json.loads((run / "score.json").read_text())
     scores = {each.metric_type: each.metric_value for each in card.data.eval_results}
-    assert scores == pytest.approx(record["values"])
+    assert scores == pytest.approx(record["values"], rel=5e-3)
+    assert card.data.eval_results[0].task_type == "class-conditional-image-generation"
+    assert "class-conditional-image-generation" in card.data.tags
     assert card.data.license == "apache-2.0"
     facts = json.loads((run / "facts.json").read_text())
     for said in (
@@ -52,6 +54,19 @@ def test_the_card_has_recipe_scores_and_licence(run, pushed):
         "checkpoint=someone/digits", "euler 2 steps",
     ):  # fmt: skip
         assert said in text, said
+
+
+@pytest.mark.parametrize(
+    ("extractor", "expected"), [("inception-v3-compat@0123", "fid"), ("x@01", "frechet-distance")]
+)
+def test_fid_is_a_distance_of_inception_s_features_alone(run, tmp_path, extractor, expected):
+    other = shutil.copytree(run, tmp_path / "other")
+    record = json.loads((other / "score.json").read_text())
+    record["protocol"]["extractor"] = extractor
+    (other / "score.json").write_text(json.dumps(record | {"values": {"fid": 1.23456}}))
+    card = huggingface_hub.ModelCard((write_model_folder(other) / "README.md").read_text())
+    (result,) = card.data.eval_results
+    assert (result.metric_type, result.metric_value) == (expected, 1.23)
 
 
 def test_half_the_space_loses_no_more_than_float16_does(run, pushed, tmp_path):

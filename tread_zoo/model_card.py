@@ -10,6 +10,7 @@ import json
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from tread_zoo.config import bookkeeping_fields
 from tread_zoo.contract.backbone import Backbone
 from tread_zoo.data.files import printable, without_paths, write_text
 from tread_zoo.evaluation.evaluate import describe_record
+from tread_zoo.evaluation.features import INCEPTION
 from tread_zoo.registry import create
 from tread_zoo.routing import Stack
 from tread_zoo.runs.checkpoint import Checkpoint, find_checkpoint, load_backbone
@@ -82,12 +84,13 @@ def write_model_folder(
     data = metadata.get("data", {}).get("name", "unknown")
     source = checkpoint.meta["config"].get("data", {})
     on_hub = source.get("name") == "hf" and not Path(source["path"]).expanduser().exists()
+    task = _task(checkpoint, backbone)
     header = ModelCardData(
-        license=license, library_name="tread-zoo", tags=["diffusion", "token-routing"],
+        license=license, library_name="tread-zoo", tags=["diffusion", "token-routing", task],
         datasets=[source["path"]] if on_hub and not Path(source["path"]).is_absolute() else None,
         model_name=name.rpartition("/")[2],
         eval_results=[
-            EvalResult("unconditional-image-generation", data, data, metric, value)
+            EvalResult(task, data, data, _metric_type(metric, record), float(f"{value:.3g}"))
             for record in records[:1] for metric, value in record["values"].items()
         ] or None,
     )  # fmt: skip
@@ -103,6 +106,22 @@ def write_model_folder(
     )  # fmt: skip
     write_text(folder / "README.md", f"{card}\n")
     return folder
+
+
+def _task(checkpoint: Checkpoint, backbone: Backbone) -> str:
+    """Return what the network draws from, as the hub names tasks."""
+    if "text_encoder" in checkpoint.meta.get("data", {}):
+        return "text-to-image"
+    kind = "class-conditional" if backbone.num_classes else "conditional"
+    return f"{kind if backbone.is_conditional else 'unconditional'}-image-generation"
+
+
+def _metric_type(metric: str, record: dict[str, Any]) -> str:
+    """Return a metric's name; fid and kid are those of Inception's features alone."""
+    if (record["protocol"].get("extractor") or INCEPTION).startswith(INCEPTION):
+        return metric
+    others = {"fid": "frechet-distance", "kid": "kernel-distance", "kid_std": "kernel-distance-std"}
+    return others.get(metric, metric)
 
 
 def _keep_license(imported: dict[str, str], license: str | None) -> str | None:
