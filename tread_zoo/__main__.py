@@ -23,6 +23,7 @@ COMMANDS = {  # and their scripts, as they are listed
     "encode": "encode",
     "import": "import_checkpoint",
     "push": "push",
+    "list": "list",
     "doctor": "doctor",
     "make-features": "make_features",
     "make-reference": "make_reference",

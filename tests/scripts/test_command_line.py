@@ -243,6 +243,15 @@ def test_bad_input_is_one_clear_message(tmp_path, script, overrides, words):
     assert list(tmp_path.iterdir()) == [], "something half-written is left"
 
 
+def test_what_is_there_is_listed(tmp_path):
+    said = call("list.py", cwd=tmp_path)
+    for words in ("dit ", "tiny, xl_2", "tread ", "arXiv 2501.04765", "dit_fashion_mnist"):
+        assert words in said
+    few = call("list.py", "pattern=mamba*", cwd=tmp_path)
+    assert "mamba2 " in few
+    assert "rwkv" not in few
+
+
 def test_every_script_is_a_command_and_a_wrong_one_is_told_the_nearest(tmp_path):
     assert sorted(COMMANDS.values()) == sorted(p.stem for p in (ROOT / "scripts").glob("*.py"))
     listed = run_python("-m", "tread_zoo", cwd=tmp_path).stdout
