@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tread_zoo.errors import unknown_name
 from tread_zoo.kernels.compiled import CompiledSource
+from tread_zoo.kernels.operators import has_tangents
 from tread_zoo.kernels.packages import LibraryFunction
 from tread_zoo.kernels.verify import TOLERANCE, compare
 
@@ -40,7 +41,7 @@ class Implementation:
         name: what `set_form` takes.
         run: the function.
         needs: what `run` calls of an optional package or a C file; it then needs a CUDA device or a
-            CPU, too, and takes no float64.
+            CPU, too, and takes no float64 and no forward-mode derivative.
         unsuited: (the call's arguments) -> why `run` cannot or should not take them, or None.
         limits: in words, what `unsuited` lets through; "" for everything.
         fits_all: `unsuited` is about speed only: set by hand, it takes every call.
@@ -69,6 +70,8 @@ class Implementation:
             isinstance(x, Tensor) and x.dtype == torch.float64 for x in args
         ):
             return "float64"
+        if self.needs is not None and has_tangents(args):
+            return "a forward-mode derivative"
         return self.unsuited(*args)
 
     def tolerance(self, dtype: torch.dtype) -> float:
@@ -203,7 +206,8 @@ def unusable(
     if reason is not None or which.needs is None:
         return reason
     refused, key = OPERATIONS[op].refused, ((device.type, dtype), which.name)
-    if key not in refused and not torch.compiler.is_compiling():
+    transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if key not in refused and not transformed:
         with _disable_current_modes():  # such as one that counts FLOPs
             refused[key] = _difference_to_torch(op, which, device, dtype)
         if refused[key] is not None:

@@ -5,11 +5,12 @@
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 LIBRARY = torch.library.Library("tread_zoo", "FRAGMENT")
@@ -78,6 +79,8 @@ def make_operator(
     count = len(inspect.signature(forward).parameters)
 
     def call(*args: Any) -> Tensor:
+        if has_tangents(args):  # torch would leave them out and say nothing
+            raise RuntimeError(f"{qualified} has no forward-mode derivative")
         out = run(*args, *[None] * (count - len(args)))  # defaults would be left out of `inputs`
         return out[0] if isinstance(out, tuple) else out
 
@@ -89,6 +92,13 @@ def _define(name: str, schema: str, function: Callable[..., Any]) -> Any:
     LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     return getattr(getattr(torch.ops, LIBRARY.ns), name)
+
+
+def has_tangents(args: Iterable[Any]) -> bool:
+    """Return whether a forward-mode derivative is computed with respect to a tensor among these."""
+    return not torch.compiler.is_compiling() and any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args
+    )
 
 
 def empty_like(x: Tensor) -> Tensor:
