@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from scripts.demo import EACH, build_page, draw, draw_route
+from tread_zoo.demo import EACH, build_page, draw, draw_route
 from tread_zoo.diffusion import generate
 from tread_zoo.evaluation.pictures import draw_grid
 from tread_zoo.registry import available
