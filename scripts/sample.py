@@ -27,9 +27,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from tread_zoo.checkpoint_config import CheckpointConfig
@@ -76,7 +76,7 @@ class SampleConfig(CheckpointConfig):
     num_images: PositiveInt = 64
     first_index: NonNegativeInt = 0
     label: NonNegativeInt | str | None = None
-    prompt: str | tuple[str, ...] | None = None
+    prompt: str | Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     text_encoder: str | None = None
     contexts: str | None = None
     seed: int = 0

@@ -46,7 +46,7 @@ def build_page(run: Restored, codec: Codec, text_encoder: str | None = None) -> 
             with gr.Column():
                 if "text_encoder" in run.checkpoint.meta.get("data", {}):
                     encoder = run.text_encoder(text_encoder)
-                    condition = gr.Textbox(EACH, label="prompt")
+                    condition = gr.Textbox(label="prompt", placeholder="none: of the data")
                 elif run.backbone.num_classes:
                     condition = gr.Dropdown([EACH, *class_names(run)], label="class", value=EACH)
                 rest = [
@@ -94,7 +94,7 @@ def draw(
     if labels is not None:
         labels = labels if condition == EACH else torch.full_like(labels, names.index(condition))
         titles = [names[label] for label in labels.tolist()]
-    elif encoder is not None and condition != EACH:
+    elif encoder is not None and condition not in ("", EACH):
         labels = contexts_of([condition], encoder, network).of(indices)
     elif network.context_size:
         labels = conditions_of(network, run.data({})).of(indices)

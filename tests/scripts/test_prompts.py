@@ -7,10 +7,12 @@ import pytest
 import torch
 from PIL import Image
 
+from scripts.demo import draw
 from tests.data.text_encoders import save_t5
 from tests.scripts.test_command_line import call
 from tests.small_run import SMALL
 from tests.training.test_contexts import CAPTIONS, MOVES, pictures_of
+from tread_zoo.runs.restore import restore
 
 pytestmark = pytest.mark.slow
 
@@ -88,3 +90,12 @@ def test_a_pipeline_takes_prompts_and_is_saved_with_its_encoder(trained, tmp_pat
     plain = TreadZooPipeline.from_checkpoint(str(trained / "run"), text_encoder="none")
     with pytest.raises(ValueError, match="text_encoder"):
         plain(prompt="red frame")
+
+
+def test_the_demo_draws_a_prompt_or_what_the_data_say(trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    run = restore("run", weights="ema", device="cpu", precision="fp32")
+    encoder, codec = run.text_encoder(), run.codec(None)
+    for prompt in ("red cross", ""):
+        *_, picture = draw(run, codec, encoder, prompt, 2, 1.5, 3, 0)
+        assert picture.width > 100

@@ -123,7 +123,11 @@ def encode(
             many images cannot be read.
     """
     content = "pixels" if vae is None else _choose_content(config.content, vae)
-    context = data.context if text is None else caption_shape(data, text, config.text_length)
+    context = (
+        data.context
+        if text is None
+        else caption_shape(data, text, config.text_length, shown=rank == 0)
+    )
     lengths = {part: len(getattr(data, part) or ()) for part in SPLITS}
     size = config.part_size
     spans = {

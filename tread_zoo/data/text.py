@@ -170,7 +170,9 @@ def find_captions(
     return chosen
 
 
-def caption_shape(data: ImageData, encoder: TextEncoder, length: int | None) -> tuple[int, int]:
+def caption_shape(
+    data: ImageData, encoder: TextEncoder, length: int | None, *, shown: bool = True
+) -> tuple[int, int]:
     """Return (T, S) of the contexts of captions, and log how many are empty or cut.
 
     Raises:
@@ -191,7 +193,8 @@ def caption_shape(data: ImageData, encoder: TextEncoder, length: int | None) -> 
             empty += texts.count("")
     chosen = min(length or min(max(counts), MOST_TOKENS), encoder.max_length)
     cut = sum(count > chosen for count in counts)
-    logger.info(
+    logger.log(
+        logging.INFO if shown else logging.DEBUG,
         "%-9s %d captions, %d of them empty; %d embeddings each (text_length), %d are cut",
         "text", len(counts), empty, chosen, cut,
     )  # fmt: skip
