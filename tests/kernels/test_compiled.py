@@ -13,46 +13,66 @@ from tests.kernels.ops import OPS, assert_close, leaves, run
 from tests.processes import run_python
 from tread_zoo.kernels import compiled
 from tread_zoo.kernels.compiled import COMPILERS, CompiledSource
-from tread_zoo.kernels.dispatch import choose
+from tread_zoo.kernels.dispatch import choose, list_forms
 from tread_zoo.kernels.selective_scan.compiled_form import SCAN_C
 
 ROOT = Path(__file__).parents[2]
 SCAN, CPU = OPS["selective_scan"], torch.device("cpu")
+COMPILED = [op for op in OPS.values() if "compiled" in list_forms(op.name)]
+SHAPES = {  # more than a block of channels, or of columns; more than a chunk of steps
+    "selective_scan": [(2, 35, 300, 3, 2), (1, 70, 16, 17, 1)],
+}
+HEADS = [(2, 35, 2, 16, 16), (1, 33, 3, 17, 70), (1, 65, 2, 48, 48), (2, 32, 2, 8, 128),
+         (1, 20, 1, 130, 5), (2, 64, 2, 64, 64)]  # fmt: skip
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, COMPILERS)), reason="needs a C compiler"
 )
-SHAPES = [*SCAN.shapes, (2, 35, 300, 3, 2), (1, 70, 16, 17, 1)]  # more than a block; 3 chunks
+all_compiled = pytest.mark.parametrize("op", COMPILED, ids=lambda op: op.name)
 
 
 @needs_compiler
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("op", "shape"),
+    [
+        pytest.param(op, shape, id=f"{op.name}-{shape}")
+        for op in COMPILED
+        for shape in (*op.shapes, *SHAPES.get(op.name, HEADS))
+    ],
+)
 @pytest.mark.parametrize("subset", [False, True])
-def test_it_equals_the_formula(shape, subset) -> None:
-    rest = SCAN.rest(shape, subset)
-    truth = run(SCAN.form("naive"), SCAN.inputs(shape), *rest)
-    ours = run(SCAN.form("compiled"), SCAN.inputs(shape, torch.float32), *rest)
-    assert_close(ours, truth, 2e-6)
-    without = [run(SCAN.form(f), x[:-1], None, *rest) for f, x in (
-        ("naive", SCAN.inputs(shape)), ("compiled", SCAN.inputs(shape, torch.float32))
-    )]  # fmt: skip
-    assert_close(without[1], without[0], 2e-6)
+def test_it_equals_the_formula(op, shape, subset) -> None:
+    rest = op.rest(shape, subset)
+    truth = run(op.form("naive"), op.inputs(shape), *rest)
+    ours = run(op.form("compiled"), op.inputs(shape, torch.float32), *rest)
+    assert_close(ours, truth, 2e-6, op.floor)
 
 
 @needs_compiler
-def test_half_precision_inputs_keep_float32_sums() -> None:
-    shape = SCAN.shapes[-1]
-    inputs, rest = SCAN.mixed(shape), SCAN.rest(shape)
-    truth = run(SCAN.form("naive"), leaves(inputs, torch.float64), *rest)
+@pytest.mark.parametrize("shape", SCAN.shapes)
+def test_a_scan_without_what_is_added(shape) -> None:
+    rest = (None, *SCAN.rest(shape))
+    truth = run(SCAN.form("naive"), SCAN.inputs(shape)[:-1], *rest)
+    assert_close(
+        run(SCAN.form("compiled"), SCAN.inputs(shape, torch.float32)[:-1], *rest), truth, 2e-6
+    )
+
+
+@needs_compiler
+@all_compiled
+def test_half_precision_inputs_keep_float32_sums(op) -> None:
+    shape = op.shapes[-1]
+    inputs, rest = op.mixed(shape), op.rest(shape)
+    truth = run(op.form("naive"), leaves(inputs, torch.float64), *rest)
     with torch.autocast("cpu", torch.bfloat16):
-        assert choose("selective_scan", CPU, *inputs, *rest).name == "compiled"
-        ours = run(SCAN.public, inputs, *rest)
+        assert choose(op.name, CPU, *inputs, *rest).name == "compiled"
+        ours = run(op.public, inputs, *rest)
     assert [x.dtype for x in ours] == [torch.bfloat16, *(x.dtype for x in inputs)]
-    assert_close(ours, truth, 4e-3)
+    assert_close(ours, truth, 4e-3, op.floor)
 
 
 @needs_compiler
 @pytest.mark.parametrize("rate", [-1e9, -300.0, -90.0, -1.0, 0.0, 0.5])
-def test_any_decay_is_exact(rate) -> None:
+def test_any_decay_of_a_scan_is_exact(rate) -> None:
     """From nothing that is left to growth by e^0.5 a step, beside channels that decay slowly."""
     inputs = SCAN.inputs((2, 70, 20, 3, 1))
     with torch.no_grad():
@@ -64,37 +84,48 @@ def test_any_decay_is_exact(rate) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("index", range(6))
-def test_what_is_not_finite_stays_so(index) -> None:
-    inputs = [x.detach() for x in SCAN.inputs(dtype=torch.float32)]
-    inputs[index].view(-1)[0] = float("nan")
-    y, truth = (SCAN.form(f)(*inputs, None) for f in ("compiled", "torch"))
-    assert truth.isnan().any()
-    assert y[truth.isnan()].isnan().all()
+@all_compiled
+def test_what_is_not_finite_stays_so(op) -> None:
+    for index, _ in enumerate(op.inputs()):
+        inputs = [x.detach() for x in op.inputs(dtype=torch.float32)]
+        inputs[index].view(-1)[-1] = float("nan")  # the first step reads no state
+        y, truth = (op.form(f)(*inputs, *op.rest()) for f in ("compiled", "naive"))
+        assert truth.isnan().any()
+        assert y[truth.isnan()].isnan().all()
 
 
 @needs_compiler
-def test_rows_are_independent_wherever_they_lie_in_memory() -> None:
-    shape = (5, 35, 300, 3, 2)
-    inputs, ids = SCAN.inputs(shape, torch.float32), SCAN.rest(shape, subset=True)[0]
-    whole = run(SCAN.form("compiled"), inputs, ids)
+@all_compiled
+def test_rows_are_independent_wherever_they_lie_in_memory(op) -> None:
+    shape = (5, *SHAPES.get(op.name, HEADS)[0][1:])
+    inputs, rest = op.inputs(shape, torch.float32), op.rest(shape, subset=True)
+    whole = run(op.form("compiled"), inputs, *rest)
     for row in range(5):
-        u, delta, B, C = (  # not where an allocation begins
+        args = [
             torch.cat([x.new_zeros(1), x[row].flatten()])[1:].view(1, *x.shape[1:])
-            for x in (inputs[i].detach() for i in (0, 1, 3, 4))
-        )
-        args = (u, delta, inputs[2], B, C, inputs[5], ids[row : row + 1])
-        assert torch.equal(SCAN.form("compiled")(*args)[0], whole[0][row])
-    assert all(map(torch.equal, run(SCAN.form("compiled"), inputs, ids), whole))
+            if torch.is_tensor(x) and len(x) == 5
+            else x
+            for x in (*(x.detach() for x in inputs), *rest)
+        ]  # not where an allocation begins
+        assert torch.equal(op.form("compiled")(*args)[0], whole[0][row])
+    threads = torch.get_num_threads()
+    try:
+        for num in (3, threads):
+            torch.set_num_threads(num)
+            assert all(map(torch.equal, run(op.form("compiled"), inputs, *rest), whole)), num
+    finally:
+        torch.set_num_threads(threads)
 
 
 @needs_compiler
-def test_opcheck() -> None:
-    inputs, rest = SCAN.inputs(dtype=torch.float32), SCAN.rest(subset=True)
-    forward = torch.ops.tread_zoo.selective_scan_compiled
+@all_compiled
+def test_opcheck(op) -> None:
+    inputs, rest = op.inputs(dtype=torch.float32), op.rest(subset=True)
+    name = f"{'gated_delta_rule' if op.name == 'kda' else op.name}_compiled"
+    forward = getattr(torch.ops.tread_zoo, name)
     torch.library.opcheck(forward.default, (*inputs, *rest))
     values = [x.detach() for x in inputs]
-    backward = torch.ops.tread_zoo.selective_scan_compiled_backward.default
+    backward = getattr(torch.ops.tread_zoo, f"{name}_backward").default
     torch.library.opcheck(backward, (*forward(*values, *rest), *values, *rest))
 
 
@@ -103,14 +134,14 @@ def test_without_a_compiler_the_torch_form_runs(tmp_path) -> None:
 import torch
 from tests.kernels.ops import OPS
 from tread_zoo.kernels import describe
-op = OPS["selective_scan"]
-assert op.public(*op.inputs(dtype=torch.float32), *op.rest()).isfinite().all()
-print(*describe(torch.device("cpu"), ["selective_scan"]))
+for op in OPS.values():
+    assert op.public(*op.inputs(dtype=torch.float32), *op.rest()).isfinite().all()
+print(*describe(torch.device("cpu")), sep="\\n")
 """
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": "", "XDG_CACHE_HOME": str(tmp_path)}
     done = run_python("-c", code, cwd=ROOT, env=env, fresh=True)
     assert done.returncode == 0, done.stderr
-    assert "torch (compiled not used: no C compiler" in done.stdout
+    assert done.stdout.count("torch (compiled not used: no C compiler") == len(COMPILED)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Every operation: the torch form equals the naive one in output and gradients, in every dtype."""
 
+import shutil
 from importlib import import_module
 
 import pytest
@@ -8,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.kernels.ops import OPS, Op, assert_close, leaves, relative_error, run
 from tread_zoo.kernels import attention, dispatch
+from tread_zoo.kernels.compiled import COMPILERS
 
 CUSTOM = (  # custom operators of torch
     "selective_scan", "ssd", "bidirectional_wkv", "gated_linear_attention",
@@ -25,6 +27,19 @@ def op(request) -> Op:
 
 def of(names):
     return pytest.mark.parametrize("op", names, indirect=True)
+
+
+def fast_forms_of(names):
+    """Each operation with its torch form, and with the one in C."""
+    no_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C compiler")
+    marks = {"torch": (), "compiled": no_compiler}
+    cases = [
+        pytest.param(name, form, marks=marks[form])
+        for name in names
+        for form in marks
+        if form in dispatch.list_forms(name)
+    ]
+    return pytest.mark.parametrize(("op", "form"), cases, indirect=["op"])
 
 
 def test_every_operation_is_tested() -> None:
@@ -94,11 +109,11 @@ def test_half_precision_inputs_keep_float32_sums(op, device) -> None:
 
 
 @pytest.mark.slow
-@of(("gated_linear_attention", "gated_delta_rule", "kda", "dplr_delta_rule"))
-def test_4096_tokens_are_exact(op) -> None:
+@fast_forms_of(("gated_linear_attention", "gated_delta_rule", "kda", "dplr_delta_rule"))
+def test_4096_tokens_are_exact(op, form) -> None:
     shape = (1, 4096, 1, 8, 8)
     truth = run(op.form("naive"), op.inputs(shape), *op.rest(shape))
-    ours = run(op.form("torch"), op.inputs(shape, torch.float32), *op.rest(shape))
+    ours = run(op.form(form), op.inputs(shape, torch.float32), *op.rest(shape))
     assert_close(ours, truth, 2e-6)
 
 
@@ -148,8 +163,8 @@ def test_blocks_and_chunks_do_not_matter(op, constants, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("decays", ["strong", "weak beside strong", "none"])
-@of(SCANS_WITH_DECAYS)
-def test_any_decay_is_exact(op, decays) -> None:
+@fast_forms_of(SCANS_WITH_DECAYS)
+def test_any_decay_is_exact(op, form, decays) -> None:
     """e^-1000 at each step or at some, 1 - 1e-3 between, of which a float32 sum would lose the
     digits; rounding of many gradients, times a large Δ, must not be the gradient of A."""
     inputs = op.inputs((2, 100, 4, *op.shapes[0][3:]))
@@ -164,11 +179,11 @@ def test_any_decay_is_exact(op, decays) -> None:
         falls[strong if decays != "strong" else ...] = low if decays != "none" else 0.0
     truth = run(op.form("naive"), inputs, *op.rest())
     bound = 1e-5 if op.name == "selective_scan" else 2e-6
-    assert_close(run(op.form("torch"), leaves(inputs, torch.float32), *op.rest()), truth, bound)
+    assert_close(run(op.form(form), leaves(inputs, torch.float32), *op.rest()), truth, bound)
 
 
-@of(("gated_delta_rule", "kda", "dplr_delta_rule"))
-def test_keys_that_are_alike_do_not_cancel(op) -> None:
+@fast_forms_of(("gated_delta_rule", "kda", "dplr_delta_rule"))
+def test_keys_that_are_alike_do_not_cancel(op, form) -> None:
     """As on a plain background: the powers of the triangular matrix would grow like binomials."""
     inputs = op.inputs((1, 100, 2, 8, 4))
     with torch.no_grad():
@@ -180,7 +195,7 @@ def test_keys_that_are_alike_do_not_cancel(op) -> None:
             inputs[1].copy_(torch.nn.functional.normalize(1 + 0.01 * inputs[1], dim=-1))
             inputs[3].fill_(1.0)
     truth = run(op.form("naive"), inputs, *op.rest())
-    assert_close(run(op.form("torch"), leaves(inputs, torch.float32), *op.rest()), truth, 5e-5)
+    assert_close(run(op.form(form), leaves(inputs, torch.float32), *op.rest()), truth, 5e-5)
 
 
 def test_tensors_that_would_broadcast_are_refused(op) -> None:
@@ -249,6 +264,25 @@ def test_compiles_whole(op, device) -> None:
         torch.testing.assert_close(mine, true)
 
 
+def test_a_forward_mode_derivative_is_right_or_refused(op) -> None:
+    """Of an operator that has none, torch would take the tangents for zero."""
+    inputs, rest = [x.detach() for x in op.inputs(dtype=torch.float32)], op.rest(subset=True)
+    ways = [torch.cos(x) for x in inputs]
+
+    def slope():
+        return torch.func.jvp(lambda *args: op.public(*args, *rest), tuple(inputs), tuple(ways))[1]
+
+    if op.name not in ("gated_delta_rule", "kda"):
+        with pytest.raises(RuntimeError, match="forward"):
+            slope()
+        return
+    before, after = (
+        op.form("naive")(*(x.double() + step * w for x, w in zip(inputs, ways, strict=True)), *rest)
+        for step in (-1e-5, 1e-5)
+    )
+    assert relative_error(slope(), (after - before) / 2e-5) <= 1e-5
+
+
 def count_flops(op: Op, shape, device: str, form=None) -> list[int]:
     """Return the FLOPs of the forward and of the backward pass."""
     inputs = op.inputs(shape, torch.float32, device)
@@ -265,8 +299,10 @@ def test_flops_are_the_same_without_data_and_linear_in_the_batch(op) -> None:
     once, meta = (count_flops(op, shape, device) for device in ("cpu", "meta"))
     assert once == meta
     assert count_flops(op, (3 * shape[0], *shape[1:]), "meta") == [3 * n for n in once]
-    if "triton" in dispatch.list_forms(op.name):
-        assert count_flops(op, shape, "meta", op.form("triton")) == once
+    for form in {"triton", "compiled"}.intersection(dispatch.list_forms(op.name)):
+        for each in op.shapes:
+            plain, fused = (count_flops(op, each, "meta", op.form(f)) for f in ("torch", form))
+            assert plain == fused
 
 
 @of(("causal_conv1d", *CUSTOM))

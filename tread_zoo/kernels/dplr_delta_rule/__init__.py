@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tread_zoo.kernels.dispatch import Implementation, check_shapes, register, run
+from tread_zoo.kernels.dplr_delta_rule.compiled_form import dplr_delta_rule_compiled
 from tread_zoo.kernels.dplr_delta_rule.fused import CHUNK_DPLR, dplr_delta_rule_fla, unsuited
 from tread_zoo.kernels.dplr_delta_rule.naive import dplr_delta_rule_naive
 from tread_zoo.kernels.dplr_delta_rule.torch_form import dplr_delta_rule_torch
+from tread_zoo.kernels.recurrence import RECURRENCE_C
 
 
 def _example(
@@ -28,6 +30,7 @@ def _example(
 register(
     "dplr_delta_rule",
     [
+        Implementation("compiled", dplr_delta_rule_compiled, RECURRENCE_C),
         Implementation(
             "fla", dplr_delta_rule_fla, CHUNK_DPLR, unsuited, "16 to 256 keys", tf32=True
         ),

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tread_zoo.kernels.dispatch import Implementation, check_shapes, register, run
+from tread_zoo.kernels.gated_delta_rule.compiled_form import gated_delta_rule_compiled
 from tread_zoo.kernels.gated_delta_rule.fused import (
     CHUNK_GATED_DELTA_RULE,
     CHUNK_KDA,
@@ -22,6 +23,7 @@ from tread_zoo.kernels.gated_delta_rule.fused import (
 )
 from tread_zoo.kernels.gated_delta_rule.naive import gated_delta_rule_naive
 from tread_zoo.kernels.gated_delta_rule.torch_form import gated_delta_rule_torch
+from tread_zoo.kernels.recurrence import RECURRENCE_C
 
 
 def _example(
@@ -46,6 +48,7 @@ for name, fla, example in (
     register(
         name,
         [
+            Implementation("compiled", gated_delta_rule_compiled, RECURRENCE_C),
             Implementation("fla", gated_delta_rule_fla, fla, unsuited, LIMITS),
             Implementation("torch", gated_delta_rule_torch),
             Implementation("naive", gated_delta_rule_naive),
