@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tread_zoo.kernels.dispatch import Implementation, check_shapes, register, run
+from tread_zoo.kernels.gated_linear_attention.compiled_form import gated_linear_attention_compiled
 from tread_zoo.kernels.gated_linear_attention.fused import (
     CHUNK_GLA,
     gated_linear_attention_fla,
@@ -17,6 +18,7 @@ from tread_zoo.kernels.gated_linear_attention.fused import (
 )
 from tread_zoo.kernels.gated_linear_attention.naive import gated_linear_attention_naive
 from tread_zoo.kernels.gated_linear_attention.torch_form import gated_linear_attention_torch
+from tread_zoo.kernels.recurrence import RECURRENCE_C
 
 
 def _example(
@@ -30,6 +32,7 @@ def _example(
 register(
     "gated_linear_attention",
     [
+        Implementation("compiled", gated_linear_attention_compiled, RECURRENCE_C),
         Implementation(
             "fla", gated_linear_attention_fla, CHUNK_GLA, unsuited, "from 16 keys on", tf32=True
         ),

@@ -217,7 +217,7 @@ def _empty(
     return empty_like(v), weights, states
 
 
-def _flops(
+def flops(
     q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *args: Any
 ) -> tuple[int, int]:
     """The matrix products: the blocks of W, W v, into the states and out of them. Backward two
@@ -235,7 +235,7 @@ gated_linear_attention_torch = make_operator(
     _forward,
     _backward,
     empty=_empty,
-    flops=_flops,
+    flops=flops,
     num_gradients=4,
     num_kept=2,
 )
