@@ -3,35 +3,70 @@
 python benchmarks/routing.py
 python benchmarks/routing.py dit hidden_size=256 num_heads=4
 python benchmarks/routing.py mamba --routing selection_rate=0.75 'selector={name: blocks, size: 4}'
+python benchmarks/routing.py mamba depth=6 --batch-size 1 --tokens 16 64 256 1024 4096   # growth
 
 A step is forward, backward and AdamW. "time over FLOPs" of the routed step is 1 where routing saves
 as much time as it saves FLOPs. A routing with a schedule is timed at its first rate; the FLOPs over
 the whole schedule stand below.
+
+With --tokens, a row for each number of tokens. Its memory is what autograd keeps from the forward
+to the backward pass, without the weights. Times of one CPU thread (OMP_NUM_THREADS=1) are CPU
+times, so that other processes do not count.
 """
 
-from collections.abc import Sequence
+import argparse
+import math
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
 
 import torch
-from turns import as_options, make_parser, parse, report, take_turns
+from torch import Tensor
+from turns import as_options, make_network, make_parser, parse, report, take_turns
 
+from tread_zoo.contract.backbone import Backbone
 from tread_zoo.contract.crossing import Crossing
 from tread_zoo.diffusion import default_labels
 from tread_zoo.evaluation.flops import count_flops, training_flops
 from tread_zoo.factory import add_routing
 from tread_zoo.registry import create
-from tread_zoo.routing import Stack, Step
+from tread_zoo.routing import Method, Stack, Step
 from tread_zoo.routing.method import counted_images
 from tread_zoo.runtime import autocast
 from tread_zoo.seeding import make_image_generator
 
 SCHEDULE_STEPS = 10000  # of the run over which a schedule is averaged
+TITLES = (
+    "tokens", "dense ms", "routed ms", "time routed / dense", "FLOPs routed / dense", "dense MiB",
+    "routed MiB",
+)  # fmt: skip
 
 
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--routing", nargs="*", default=[], help="fields of the group routing")
+    parser.add_argument("--tokens", nargs="*", default=[], type=int, help="square numbers")
     args, backbone = parse(parser)
     routing = create("routing", {"name": "tread", **as_options(args.routing)})
+    print(routing.describe(Stack.of(backbone)))
+    if args.tokens:
+        print(f"\n| {' | '.join(TITLES)} |\n|{'---|' * len(TITLES)}")
+        for tokens in args.tokens:
+            network = make_network(args, math.isqrt(tokens) * backbone.patch_size)
+            cells = grown(network, *make_steps(network, routing, args), args)
+            print(f"| {tokens:,} | {' | '.join(cells)} |", flush=True)
+        return
+    steps, flops = make_steps(backbone, routing, args)
+    report(take_turns(steps, args.rounds, args.device), flops)
+    if len(list(routing.variants(Stack.of(backbone), SCHEDULE_STEPS))) > 1:
+        average = training_flops(backbone, routing, SCHEDULE_STEPS) / flops["dense"]
+        print(f"over the whole schedule FLOPs / dense is {average:.3f} on average")
+
+
+def make_steps(
+    backbone: Backbone, routing: Method, args: argparse.Namespace
+) -> tuple[dict[str, Callable[[], None]], dict[str, float]]:
+    """Return a dense and a routed training step, and their FLOPs an image."""
     add_routing(backbone, routing)
     backbone.to(args.device)
     stack, batch = Stack.of(backbone), args.batch_size
@@ -50,21 +85,43 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    print(routing.describe(stack))
-    steps = {"dense": lambda: step(()), "routed": lambda: step(routes)}
-    seconds = take_turns(steps, args.rounds, args.device)
-    flops = {
+    counted = routing.route(stack, counted_images(), Step(0, SCHEDULE_STEPS, 0))
+    return {"dense": lambda: step(()), "routed": lambda: step(routes)}, {
         "dense": count_flops(backbone, backward=True),
-        "routed": count_flops(
-            backbone,
-            routes=routing.route(stack, counted_images(), Step(0, SCHEDULE_STEPS, 0)),
-            backward=True,
-        ),
+        "routed": count_flops(backbone, routes=counted, backward=True),
     }
-    report(seconds, flops)
-    if len(list(routing.variants(stack, SCHEDULE_STEPS))) > 1:
-        average = training_flops(backbone, routing, SCHEDULE_STEPS) / flops["dense"]
-        print(f"over the whole schedule FLOPs / dense is {average:.3f} on average")
+
+
+def grown(
+    network: Backbone,
+    steps: dict[str, Callable[[], None]],
+    flops: dict[str, float],
+    args: argparse.Namespace,
+) -> list[str]:
+    """Return the cells of a row of `--tokens`, but for the first."""
+    alone = args.device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter
+    seconds = take_turns(steps, args.rounds, args.device, clock)
+    times = [f"{1e3 * median(each[name] for each in seconds):.1f}" for name in steps]
+    ratio = median(each["routed"] / each["dense"] for each in seconds)
+    memory = [f"{kept_bytes(network, step) / 2**20:.1f}" for step in steps.values()]
+    return [*times, f"{ratio:.2f}", f"{flops['routed'] / flops['dense']:.2f}", *memory]
+
+
+def kept_bytes(network: Backbone, step: Callable[[], None]) -> int:
+    """Return the bytes that autograd keeps for the backward pass of a step, without weights."""
+    weights = {weight.untyped_storage().data_ptr() for weight in network.parameters()}
+    kept = dict[int, int]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        step()
+    return sum(kept.values())
 
 
 if __name__ == "__main__":

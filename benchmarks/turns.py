@@ -38,18 +38,24 @@ def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Backbone
     """Return the command line with a resolved precision, and the network on its device."""
     args = parser.parse_args()
     args.precision = resolve_precision(args.precision, args.device)
-    backbone = create_backbone(
-        args.backbone,
-        input_size=args.input_size,
-        in_channels=args.in_channels,
-        num_classes=args.num_classes,
-        **as_options(args.options),
-    )
+    backbone = make_network(args, args.input_size)
     print(
         f"{backbone.name}, {backbone.num_tokens} tokens, batch {args.batch_size}, "
         f"{args.precision}, {describe_device(args.device)}, {args.rounds} rounds"
     )
-    return args, backbone.to(args.device)
+    return args, backbone
+
+
+def make_network(args: argparse.Namespace, input_size: int) -> Backbone:
+    """Return the network of a command line, for images of a size, on its device."""
+    backbone = create_backbone(
+        args.backbone,
+        input_size=input_size,
+        in_channels=args.in_channels,
+        num_classes=args.num_classes,
+        **as_options(args.options),
+    )
+    return backbone.to(args.device)
 
 
 def as_options(words: list[str]) -> dict:
@@ -58,18 +64,21 @@ def as_options(words: list[str]) -> dict:
 
 
 def take_turns(
-    steps: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
+    steps: Mapping[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[dict[str, float]]:
     """Return the seconds of each step in each round, after two that are not counted."""
     seconds = []
     for _ in range(rounds + 2):
         seconds.append({})
         for name, step in steps.items():
-            began = time.perf_counter()
+            began = clock()
             step()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            seconds[-1][name] = time.perf_counter() - began
+            seconds[-1][name] = clock() - began
     return seconds[2:]
 
 
