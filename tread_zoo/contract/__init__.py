@@ -1,1 +1,1 @@
-"""What every backbone keeps to: its base class, the frame of a route, layers that many share."""
+"""The contract of all backbones: their base class, how routes enter and leave, shared layers."""

@@ -3,9 +3,9 @@
     embed -> blocks 0 … depth-1 -> head
 
 A backbone defines how its input becomes token streams, what one block does, and how the streams
-become the output. The loop enters the crossings that start at a block before it, gives each block
-the skip that it consumes, and leaves the crossings that end after it. Forward draws nothing: noise,
-times, dropped labels and kept ids are inputs.
+become the output. Around each block, the loop enters the crossings that start there, passes the
+skip that the block consumes, and leaves the crossings that end there. Forward has no randomness:
+noise, times, dropped labels and kept ids are inputs.
 
 B batch, N = h * w tokens in raster order, E extra tokens (time, label, context), K tokens present,
 D width; a context has T embeddings of width S.
@@ -49,24 +49,23 @@ class Backbone(nn.Module, ABC):
         num_classes: labels are 0 … num_classes-1, and num_classes is the null label. 0: the network
             is unconditional.
         patch_size: side of a patch in pixels.
-        depends_on: what the result of a block depends on: the `order` of the tokens, the `ids` of
-            the layout, the full `grid`. Attention on tokens with added positions depends on
-            nothing, `()`, and rotary positions on `order` and `ids`. `tread_zoo.testing` measures
-            it.
+        depends_on: what a block's result depends on besides the tokens' values: their `order`, the
+            `ids` of the layout, the full `grid`. Attention with added positions has `()`, rotary
+            positions have `order` and `ids`. `tread_zoo.testing` measures it.
         learn_sigma: return 2 C output channels, as some published checkpoints do; objectives use
             the first C.
 
     Class attributes:
-        default_selector: the selector of `routing.selector=auto`.
-        default_range: start and end of its default route, as in Python slices.
+        default_selector: the selector that `routing.selector=auto` means.
+        default_range: start and end of the default route, as in Python slices.
         takes_contexts: whether `embed` calls `prepend_context`, and blocks and head accept the
             extra tokens that it adds.
         per_token_time: whether t may also be [B, N], a time for each token.
 
     Attributes:
-        routing: weights that a routing method owns, or None: a module whose `cross(crossings)`
-            returns the crossings that a call runs, set by `tread_zoo.factory.add_routing`.
-        context_length, context_size: T and S of contexts, set by `add_contexts`; 0 without.
+        routing: a module with the weights of a routing method, or None. Its `cross(crossings)`
+            returns the crossings that a call runs; `tread_zoo.factory.add_routing` sets it.
+        context_length, context_size: T and S of contexts, set by `add_contexts`; else 0.
         num_context_tokens: number of context tokens and registers, which come first.
 
     Subclasses fill `self.blocks`, an `nn.ModuleList`, and may set
@@ -119,10 +118,10 @@ class Backbone(nn.Module, ABC):
         self.grid = (height // patch_size, width // patch_size)
         self.num_extra_tokens = 0
         self.skips: dict[int, int] = {}
-        self.checkpoint_blocks = 0  # n: blocks 0, n, 2n, … are computed again in the backward pass
+        self.checkpoint_blocks = 0  # n: the backward pass recomputes blocks 0, n, 2n, …
         self.register_module("routing", None)  # here, so that its weights come before the blocks'
-        self.routing_config: dict[str, Any] = {}  # the method that `routing` belongs to
-        self.name: str | None = None  # `create_backbone` sets this and the next
+        self.routing_config: dict[str, Any] = {}  # the routing method that owns `routing`
+        self.name: str | None = None  # `create_backbone` sets name and config
         self.config: dict[str, Any] = {}
 
     # What an architecture defines -----------------------------------------------------------------
@@ -135,7 +134,7 @@ class Backbone(nn.Module, ABC):
     def run_block(
         self, index: int, streams: Streams, condition: Any, layout: Layout, skip: Tensor | None
     ) -> Streams:
-        """Return the streams [B, E + K, D] after `self.blocks[index]`, called as a module, because
+        """Return the streams [B, E + K, D] after `self.blocks[index]`. Call it as a module, because
         compilation and sharding hook that call. `skip` has the same tokens as the streams."""
 
     @abstractmethod
@@ -150,7 +149,7 @@ class Backbone(nn.Module, ABC):
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks, to which the ranges of routes refer."""
+        """Number of blocks; the ranges of routes count these."""
         if "blocks" not in self._modules:
             raise TypeError(f"{type(self).__name__} has no self.blocks: fill an nn.ModuleList.")
         return len(self.blocks)
@@ -162,7 +161,7 @@ class Backbone(nn.Module, ABC):
 
     @property
     def null_label(self) -> int:
-        """The label that stands for no label."""
+        """The label that means "no label"."""
         return self.num_classes
 
     @property
@@ -177,8 +176,8 @@ class Backbone(nn.Module, ABC):
     def add_contexts(self, context_length: int, context_size: int) -> None:
         """Condition on contexts, float [B, T, S], instead of labels.
 
-        Each of the T embeddings becomes an extra token before all others: a linear map plus a
-        learned position, drawn from torch's global generator. Times must then be [B].
+        A linear map and a learned position turn each of the T embeddings into an extra token before
+        all others. They are drawn from torch's global generator. Times must then be [B].
 
         Args:
             context_length, context_size: T and S; 0 and 0 change nothing.
@@ -192,13 +191,13 @@ class Backbone(nn.Module, ABC):
         width, like = self.widths[0], next(self.parameters())
         self.context_embed = nn.Linear(context_size, width).to(like)
         positions = torch.empty(context_length, width)
-        nn.init.normal_(positions, std=0.02)  # gives None where diffusers loads a network
+        nn.init.normal_(positions, std=0.02)  # returns None while diffusers loads a network
         self.context_positions = nn.Parameter(positions.to(like))
         self.context_length, self.context_size = context_length, context_size
         self._add_tokens(context_length)
 
     def add_registers(self, num_registers: int) -> None:
-        """Add learned tokens [R, D] after those of a context and before all others.
+        """Add R learned tokens [R, D], after context tokens and before all others.
 
         They hold global information (arXiv 2309.16588; in diffusion 2605.05206). Routes never drop
         them, scans read them first in both directions, and the head discards them. Times must then
@@ -217,19 +216,19 @@ class Backbone(nn.Module, ABC):
         self.per_token_time = False
 
     def prepend_context(self, tokens: Tensor, y: Tensor | None) -> Tensor:
-        """Return [B, T + R + L, D]: tokens of the contexts y [B, T, S], if any (None means zeros),
-        R registers, if any, then `tokens` [B, L, D]."""
+        """Return context tokens (if any), R registers (if any), then `tokens` [B, L, D], as one
+        sequence [B, T + R + L, D]. Contexts y are [B, T, S]; None means zeros."""
         return self.prepend(tokens, self.embed_context(y, len(tokens)))
 
     def prepend(self, tokens: Tensor, context: Tensor | None) -> Tensor:
-        """Return `tokens` [B, L, D] after the context tokens, if any, and the registers, if any."""
+        """Return context tokens (if any), registers (if any), then `tokens` [B, L, D]."""
         if self.registers is not None:
             tokens = torch.cat([self.registers.expand(len(tokens), -1, -1), tokens], dim=1)
         return tokens if context is None else torch.cat([context, tokens], dim=1)
 
     def embed_context(self, y: Tensor | None, batch: int) -> Tensor | None:
-        """Return the tokens [B, T, D] of contexts y [B, T, S], zeros for None; None without
-        contexts."""
+        """Return context tokens [B, T, D] from y [B, T, S] (None means zeros); None for a network
+        without contexts."""
         if self.context_embed is None:
             return None
         weight = self.context_embed.weight
@@ -257,7 +256,7 @@ class Backbone(nn.Module, ABC):
         routes: Sequence[Crossing] = (),
         features: Sequence[int] | None = None,
     ) -> Tensor | tuple[Tensor, dict[int, Features]]:
-        """Return the raw output [B, C_out, H, W]; for an empty batch it is empty, without gradient.
+        """Return the raw output [B, C_out, H, W]; an empty batch has no gradient.
 
         Args:
             x: noisy images [B, C, H, W].
@@ -265,13 +264,13 @@ class Backbone(nn.Module, ABC):
                 `per_token_time`.
             y: labels [B], int64, in 0 … num_classes, or contexts [B, T, S], floats of any
                 precision, padded with zeros. None means the null label, or all zeros.
-            r: in the shape of t: the output is for the span from r to t, such as a mean velocity;
-                None means r = t. `embed` gets the complex t + i (t - r), which `TimestepEmbedder`
-                and `time_sinusoids` accept.
-            routes: crossings, such as `tread_zoo.routing.Select`, disjoint or nested; a routing
-                method draws them.
-            features: blocks whose tokens are returned too, with gradients, as (output, {block:
-                `Features`}); within a route, the kept tokens.
+            r: start of a time span [r, t], shaped like t, for outputs such as a mean velocity. None
+                means r = t. `embed` gets the complex t + i (t - r), which `TimestepEmbedder` and
+                `time_sinusoids` accept.
+            routes: crossings from a routing method, such as `tread_zoo.routing.Select`; disjoint
+                or nested.
+            features: blocks whose tokens to return too, with gradients: the result is then (output,
+                {block: `Features`}). Within a route these are the kept tokens.
 
         Raises:
             ValueError: an input has the wrong shape, a condition is given to an unconditional
@@ -289,7 +288,7 @@ class Backbone(nn.Module, ABC):
             streams, condition = self._embed(x, t, y)
             streams, collected = self._run_blocks(streams, condition, crossings, wanted)
             out = self.head(streams, plain_condition(condition))
-        else:  # kernels take no empty batch
+        else:  # kernels accept no empty batch
             out, collected = x.new_zeros(0, self.out_channels, *self.input_size), {}
         expected = (len(x), self.out_channels, *self.input_size)
         if out.shape != expected:
@@ -297,12 +296,11 @@ class Backbone(nn.Module, ABC):
         return out if features is None else (out, collected)
 
     def tokens_after(self, x: Tensor, t: Tensor, y: Tensor | None, block: int) -> Tensor:
-        """Return the tokens [B, N, D] right after a block, all of them kept; later blocks do not
-        run.
+        """Return the tokens [B, N, D] after a block, without routing; later blocks do not run.
 
         Args:
-            x, t, y: as of `forward`.
-            block: 0 … the number of blocks less one.
+            x, t, y: see `forward`.
+            block: 0 … num_blocks - 1.
         """
         check_inputs(self, x, t, y)
         streams, condition = self._embed(x, t, y)
@@ -313,7 +311,7 @@ class Backbone(nn.Module, ABC):
     # The loop -------------------------------------------------------------------------------------
 
     def _crossings(self, routes: Sequence[Crossing]) -> list[Crossing]:
-        """Return the crossings of a call in the order in which they are entered."""
+        """Return all crossings of a call in the order in which they are entered."""
         whole = routes if self.routing is None else self.routing.cross(routes)
         return check_crossings(whole, self.num_blocks)
 
@@ -325,7 +323,7 @@ class Backbone(nn.Module, ABC):
         wanted: Sequence[int],
         stop: int | None = None,
     ) -> tuple[Streams, dict[int, Features]]:
-        """Return the streams after blocks 0 … stop-1, and the features of the wanted blocks."""
+        """Return the streams after blocks 0 … stop-1, and the features after the wanted blocks."""
         layout = Layout(
             self.grid, self.num_extra_tokens, batch=len(streams[0]), device=streams[0].device,
             num_context=self.num_context_tokens,
@@ -373,5 +371,5 @@ class Backbone(nn.Module, ABC):
 def _still_used(
     skips: dict[int, Tensor], last_use: dict[int, int], block: int
 ) -> dict[int, Tensor]:
-    """Return the skips that some block after `block` consumes."""
+    """Return the skips that a block after `block` consumes."""
     return {producer: skip for producer, skip in skips.items() if last_use[producer] > block}

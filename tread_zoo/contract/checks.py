@@ -14,7 +14,7 @@ DEPENDS_ON = ("order", "ids", "grid")
 
 
 def check_dependence(names: Iterable[str]) -> tuple[str, ...]:
-    """Return names of what blocks depend on, each once and in order."""
+    """Return the given names from `DEPENDS_ON`, each once and in its order."""
     names = tuple(names)
     for name in names:
         if name not in DEPENDS_ON:
@@ -23,8 +23,8 @@ def check_dependence(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_inputs(network: Any, x: Tensor, t: Tensor, y: Tensor | None) -> None:
-    """Check the shapes of images, times and conditions, some of which would broadcast, and the
-    network's skips."""
+    """Check the network's skips, and the shapes of images, times and conditions: a wrong one may
+    broadcast without an error."""
     batch, shape = len(x), (network.in_channels, *network.input_size)
     if x.shape[1:] != shape:
         raise ValueError(f"x has shape {list(x.shape)}; expected [batch, *{list(shape)}].")

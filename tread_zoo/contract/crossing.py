@@ -1,13 +1,13 @@
 """What a block sees (`Layout`, `Tokens`), and ranges of blocks that see less (`Crossing`).
 
-A crossing changes the tokens before its first block and gives back what to do after its last one:
+A crossing changes the tokens before its first block and returns what to do after its last one:
 
     tokens, exit = crossing.enter(tokens)        before block `start`
     …                                            blocks start … end-1
     tokens = exit(tokens)                        after block end-1
 
 What a crossing remembers between its ends lives in `exit`, so a network can be called again, be
-computed anew in the backward pass, or be called inside itself. Crossings nest.
+recomputed in the backward pass, or be called inside itself. Crossings nest.
 
 B batch, N = h * w tokens of the grid in raster order, E extra tokens (time, label, context) that
 stand before the grid's and are never routed, K tokens present, D width.
@@ -32,10 +32,10 @@ class Layout:
         grid: (h, w) of the full image.
         num_extra: E.
         ids: int64 [B, K] raster positions of the tokens present, ascending; None means all N.
-        batch, device: B and the device of the tokens, for `ids` of None.
+        batch, device: B and the device of the tokens; used if `ids` is None.
         num_context: number of extra tokens that are context tokens or registers. They come first,
             and scans read them first in both directions.
-        cache: what blocks compute from the layout and share for one forward pass, as scan orders.
+        cache: what blocks compute from the layout and share in one forward pass, e.g. scan orders.
     """
 
     grid: tuple[int, int]
@@ -71,8 +71,8 @@ class Layout:
 
 
 class Features(NamedTuple):
-    """Tokens [B, K, D] after a block, without extra ones, and their raster positions, int64 [B, K],
-    or None if all N tokens are present."""
+    """The tokens [B, K, D] after a block, without extra tokens, and their raster positions `ids`,
+    int64 [B, K], or None if all N tokens are present."""
 
     tokens: Tensor
     ids: Tensor | None
@@ -80,8 +80,8 @@ class Features(NamedTuple):
 
 @dataclass(frozen=True)
 class PerToken:
-    """A condition with one row per token, [B, E + N, D], which `embed` returns as the condition or
-    in a tuple; `run_block` and `head` receive the rows of their tokens as plain tensors."""
+    """A condition per token, [B, E + N, D]. `embed` returns it as the condition or in a tuple;
+    `run_block` and `head` get a plain tensor with the values of the tokens present."""
 
     values: Tensor
 
@@ -93,11 +93,11 @@ class Tokens(NamedTuple):
     """All that travels per token between two blocks.
 
     streams: [B, E + K, D] each.
-    skips: open long skips [B, E + K, D], by the block that produced them. Those that the crossing's
-        blocks do not consume wait outside, at full length.
-    condition: what blocks are conditioned on; its `PerToken` parts have the rows of the streams.
+    skips: open long skips [B, E + K, D], keyed by the block that produced them. A skip that no
+        block of the crossing consumes waits outside, at full length.
+    condition: what blocks are conditioned on; a `PerToken` in it has the streams' tokens.
     layout: the tokens present.
-    inner: the skips that the blocks of the crossing being entered consume.
+    inner: while a crossing is entered: the producers of the skips that its blocks consume.
     """
 
     streams: Streams
@@ -107,10 +107,10 @@ class Tokens(NamedTuple):
     inner: frozenset[int] = frozenset()
 
     def map(self, change: Change, ids: Tensor | None) -> "Tokens":
-        """Return these tokens after `change` of every stream, inner skip and per-token condition.
+        """Return these tokens with `change` applied to streams, inner skips, per-token conditions.
 
         Args:
-            change: of a tensor [B, E + N, D] into [B, E + K, D].
+            change: maps a tensor [B, E + N, D] to [B, E + K, D].
             ids: int64 [B, K], the raster positions of the result.
         """
         return Tokens(
@@ -129,10 +129,10 @@ class Tokens(NamedTuple):
         """Return these tokens with the streams of `after` and the skips that blocks made meanwhile.
 
         Args:
-            after: at the end of the crossing.
-            put: of a stream at the start, [B, E + N, D], and what became of its tokens,
-                [B, E + K, D], into [B, E + N, D].
-            absent: streams in place of those at the start, for `put`.
+            after: the tokens at the end of the crossing.
+            put: writes processed tokens [B, E + K, D] into a full stream [B, E + N, D] and
+                returns the result, [B, E + N, D].
+            absent: the full streams that `put` gets; None: the streams at the start.
         """
         meanwhile = {
             producer: put(self.streams[0], skip)
@@ -148,9 +148,9 @@ Exit = Callable[[Tokens], Tokens]
 
 @dataclass(frozen=True)
 class Crossing:
-    """Blocks start … end-1 as a routing method runs them. Nothing is drawn when it is used.
+    """How a routing method runs blocks start … end-1. Using it involves no randomness.
 
-    Subclasses are frozen dataclasses that override `enter`, and `runs` where blocks are left out.
+    Subclasses are frozen dataclasses that override `enter`, and set `runs` to skip the blocks.
     """
 
     start: int
@@ -174,11 +174,11 @@ class Crossing:
 
 
 def check_crossings(crossings: Sequence[Crossing], num_blocks: int) -> list[Crossing]:
-    """Return crossings in the order in which they are entered: of two that start together, the
-    longer one first, and of equal ranges the first.
+    """Return crossings in the order in which they are entered: by start, then longest first; equal
+    ranges keep their order.
 
     Raises:
-        ValueError: a range is not within the blocks, or two overlap without one holding the other.
+        ValueError: a range exceeds the blocks, or two overlap without one containing the other.
     """
     ordered = sorted(crossings, key=lambda each: (each.start, -each.end))
     open_ends: list[int] = []
@@ -198,7 +198,7 @@ def check_crossings(crossings: Sequence[Crossing], num_blocks: int) -> list[Cros
 
 
 def change_condition(condition: Any, change: Change) -> Any:
-    """Return a condition after `change` of its per-token parts."""
+    """Return a condition with `change` applied to each `PerToken` in it."""
     if type(condition) is tuple:
         return tuple(change_condition(part, change) for part in condition)
     return PerToken(change(condition.values)) if isinstance(condition, PerToken) else condition
@@ -212,8 +212,8 @@ def plain_condition(condition: Any) -> Any:
 
 
 def row_index(ids: Tensor, num_tokens: int, num_extra: int) -> Tensor:
-    """Return the rows int64 [B * (E + K)] of extra tokens and of ids [B, K] in a flattened stream
-    [B * (E + N), D]."""
+    """Return the rows of extra and kept tokens in a flattened stream [B * (E + N), D]: int64
+    [B * (E + K)], from raster positions `ids` [B, K]."""
     batch, device = ids.shape[0], ids.device
     extra = torch.arange(num_extra, device=device).expand(batch, num_extra)
     within = torch.cat([extra, ids + num_extra], dim=1)
@@ -222,12 +222,12 @@ def row_index(ids: Tensor, num_tokens: int, num_extra: int) -> Tensor:
 
 
 def gather(stream: Tensor, rows: Tensor) -> Tensor:
-    """Return the tokens [B, E + K, D] of a stream [B, E + N, D] in `rows`, from `row_index`."""
+    """Return the tokens [B, E + K, D] at `rows`, from `row_index`, of a stream [B, E + N, D]."""
     batch, _, width = stream.shape
     return stream.flatten(0, 1).index_select(0, rows).view(batch, -1, width)
 
 
 def scatter(stream: Tensor, rows: Tensor, kept: Tensor) -> Tensor:
-    """Return `stream` [B, E + N, D] with `kept` [B, E + K, D] put into its rows."""
+    """Return a copy of `stream` [B, E + N, D] with `kept` [B, E + K, D] written at `rows`."""
     flat = stream.flatten(0, 1).index_copy(0, rows, kept.flatten(0, 1).to(stream.dtype))
     return flat.view_as(stream)

@@ -1,6 +1,6 @@
 """Layers that backbones share: patches, positions, time and labels, modulation, skips, attention.
 
-B batch, N tokens, K of them kept, D width, C channels, p patch size, h x w grid of patches.
+B batch, N tokens, K kept tokens, D width, C channels, p patch size, h x w grid of patches.
 """
 
 import math
@@ -54,12 +54,12 @@ def rotary_2d(
     2104.09864, in two dimensions).
 
     Args:
-        rows, cols: places of the tokens on the full grid, int64 [B, K].
+        rows, cols: rows and columns of the tokens on the full grid, int64 [B, K].
         head_size: Dh, divisible by 4.
-        num_extra: E tokens that come first and are not rotated.
+        num_extra: E, the number of tokens that come first and are not rotated.
     """
     pairs = torch.arange(head_size // 4, device=rows.device, dtype=torch.float32)
-    frequency = 1 / 10000.0 ** (pairs / (head_size // 4))  # rounds as LightningDiT's
+    frequency = 1 / 10000.0 ** (pairs / (head_size // 4))  # rounded as in LightningDiT
     angles = torch.cat([axis[..., None] * frequency for axis in (rows, cols)], dim=-1)
     angles = F.pad(angles, (0, 0, num_extra, 0)).unsqueeze(1)
     sin = torch.stack([-angles.sin(), angles.sin()], dim=-1)
@@ -73,21 +73,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def time_sinusoids(t: Tensor, size: int, time_scale: float) -> Tensor:
-    """Return cosines, then sines, of `time_scale * t * 10000^(-2i / size)`, [.., size], float32, or
-    float64 if t is.
+    """Return cosines, then sines, of `time_scale * t * 10000^(-2i / size)`, [.., size].
+
+    Let s be these sinusoids. A complex t + i (t - r) stands for the mean from r to t and gives
+    s(t) + s(t - r) - s(0), which is s(t) at r = t. The result is float32, or float64 if t is.
 
     Args:
-        t: noise labels [..] of order 1; or complex, t + i (t - r), for the mean from r to t, with
-            the sinusoids of t plus those of t - r minus those of 0: at r = t, those of t.
-        size: even.
+        t: noise labels [..] of order 1, real or complex. size: an even number.
         time_scale: factor on t; 1000 spreads labels of order 1 over the wavelengths.
     """
     if t.is_complex():
         level, span = (time_sinusoids(part, size, time_scale) for part in (t.real, t.imag))
         return level + (span - time_sinusoids(torch.zeros_like(t.imag), size, time_scale))
     half = size // 2
-    # Multiplied before it is divided, as in published networks: the other order rounds differently,
-    # which shows in the fifth digit at 1000 wavelengths.
+    # Multiply before dividing, as published networks do: the other order rounds differently, which
+    # shows in the fifth digit at 1000 wavelengths.
     exponent = -math.log(10000.0) * torch.arange(half, device=t.device, dtype=torch.float32) / half
     t = t if t.dtype == torch.float64 else t.float()
     angle = (time_scale * t)[..., None] * torch.exp(exponent)
@@ -116,7 +116,7 @@ class TimestepEmbedder(nn.Module):
 
     def forward(self, t: Tensor) -> Tensor:
         sinusoids = time_sinusoids(t, self.frequency_size, self.time_scale)
-        # Angles need float32; the weights may be stored in another type.
+        # Angles need float32; the weights may have another dtype.
         out: Tensor = self.mlp(sinusoids.to(next(self.mlp.parameters()).dtype))
         return out
 
@@ -138,12 +138,12 @@ class LabelEmbedder(nn.Module):
 
 
 def per_token(condition: Tensor) -> Tensor:
-    """Return a condition that broadcasts over tokens: [B, 1, D] of [B, D], [B, N, D] as it is."""
+    """Return a condition that broadcasts over tokens: [B, D] as [B, 1, D], [B, N, D] unchanged."""
     return condition if condition.ndim == 3 else condition.unsqueeze(1)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return x * (1 + scale) + shift for tokens [B, N, D]; conditions [B, D] or [B, N, D]."""
+    """Return x * (1 + scale) + shift for tokens [B, N, D]; shift and scale [B, D] or [B, N, D]."""
     return torch.addcmul(per_token(shift), x, 1 + per_token(scale))
 
 
@@ -153,8 +153,8 @@ def add_gated(x: Tensor, gate: Tensor, update: Tensor) -> Tensor:
 
 
 def join_skip(x: Tensor, skip: Tensor | None, linear: nn.Module | None) -> Tensor:
-    """Return linear(cat(x, skip)) [B, N, D], in the precision of x also under autocast; x itself
-    without a linear map."""
+    """Return linear(cat(x, skip)) [B, N, D] in the dtype of x, also under autocast. If `linear` is
+    None, return x."""
     if linear is None:
         return x
     assert skip is not None, "the block loop gives a skip to each block in `skips`"
@@ -163,7 +163,7 @@ def join_skip(x: Tensor, skip: Tensor | None, linear: nn.Module | None) -> Tenso
 
 
 def self_attention(x: Tensor, qkv: nn.Module, proj: nn.Module, num_heads: int) -> Tensor:
-    """Return the attention of tokens [B, N, D] to each other, through maps D -> 3 D and D -> D."""
+    """Return the self-attention of tokens [B, N, D]; qkv maps D -> 3 D, proj maps D -> D."""
     batch, length, width = x.shape
     split = qkv(x).view(batch, length, 3, num_heads, width // num_heads)
     q, k, v = split.permute(2, 0, 3, 1, 4)
@@ -188,7 +188,7 @@ class Mlp(nn.Module):
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh approximation of GELU, as in DiT."""
+    """Return the tanh approximation of GELU, as in DiT."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -208,7 +208,7 @@ class AdaLNHead(nn.Module):
         return out
 
     def zero(self) -> None:
-        """Start at zero: the untrained network then predicts exactly 0."""
+        """Set all weights to zero, so that the untrained network predicts exactly 0."""
         for layer in (self.modulation, self.linear):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
