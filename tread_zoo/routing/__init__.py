@@ -4,9 +4,9 @@ method.py       what a routing method is: `Method`, `Stack`, `Step`
 methods/        the methods: tread, sprint, maskdit, microdit, random_ltd, layer_drop, …
 select.py       crossings that most methods are made of: `Select`, `Ranked`, `Skip`
 selectors.py    which tokens a choice keeps
-timing.py       when a run routes, and at which rate
+timing.py       which steps of a run route, and at which rate
 orders.py, scans.py   curves over the grid, and how a mixer walks them
-token_loss.py   an objective's loss by token
+token_loss.py   an objective's loss per token
 """
 
 from tread_zoo.routing.method import Method, Stack, Step

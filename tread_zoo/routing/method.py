@@ -1,14 +1,14 @@
-"""A routing method: what one training step does with which tokens in which blocks.
+"""Routing methods: which tokens run through which blocks in a training step.
 
     crossings = method.draw(Stack.of(backbone), images, Step(index, num_steps, seed))
     backbone(x, t, y, routes=crossings)
 
 A method is a registered frozen dataclass. Its fields are its options; it has no state and no
-weights. Weights that it needs lie in the network, as `backbone.routing`, which `build` makes and
-whose `cross(crossings)` adds them in every call. docs/adding_a_method.md writes one from a formula.
+weights. If it needs weights, `build` returns a module that is stored as `backbone.routing`, and
+that module's `cross(crossings)` runs in every call. docs/adding_a_method.md shows how to write one.
 
-What a step draws depends on (seed, step) where it decides for all images, and on (seed, step,
-image) where it chooses tokens; it is the same on every number of ranks.
+Random decisions for all images depend only on (seed, step), the choice of tokens on (seed, step,
+image). The number of ranks does not matter.
 
 B batch, N tokens, K kept tokens.
 """
@@ -53,16 +53,16 @@ Crossings = tuple[Crossing, ...]
 
 @dataclass(frozen=True)
 class Stack:
-    """What a routing method knows of a network.
+    """What a routing method knows about a network.
 
     Args:
         num_blocks: depth.
-        grid: (h, w), of N tokens.
+        grid: (h, w); N = h * w tokens.
         widths: D of each stream between two blocks.
-        skips: producer by consumer, of long skips.
-        default_range: start and end of `auto`, as in Python slices.
-        default_selector: selector of `auto`.
-        keep: bool [B, N], tokens of the batch that every choice must keep, or None.
+        skips: {consumer: producer} of each long skip, as block indices.
+        default_range: start and end that `auto` means, as in Python slices.
+        default_selector: selector that `auto` means.
+        keep: bool [B, N], tokens that every choice must keep, or None.
     """
 
     num_blocks: int
@@ -87,17 +87,17 @@ class Stack:
         return self.grid[0] * self.grid[1]
 
     def num_kept(self, rate: float) -> int:
-        """Return K of a fraction that bypasses."""
+        """Return K, the number of tokens that run if the fraction `rate` bypasses."""
         return num_kept_tokens(self.num_tokens, rate)
 
     def span(self, start: int | str = "auto", end: int | str = "auto") -> tuple[int, int]:
         """Return start and end of a range of blocks, counted from 0.
 
-        `auto` at both ends fits a network that is too shallow for its default range: a route never
-        starts at the first block and never reaches the last.
+        If the network is too shallow for its default range, `auto` at both ends means a shorter
+        range without the first and the last block.
 
         Raises:
-            ValueError: it is no range of the blocks.
+            ValueError: the result is not a range of the blocks.
         """
         given: list[int] = []
         for value, default in zip((start, end), self.default_range, strict=True):
@@ -122,17 +122,17 @@ class Stack:
         images: ImageGenerator,
         per_batch: bool = False,
     ) -> Select | Ranked:
-        """Return the crossing in which some tokens run through a range of blocks.
+        """Return a crossing in which only K tokens run through a range of blocks.
 
         Args:
             span: start and end.
             selector: `auto`, or a registered selector by its name or as a mapping with its options.
             num_kept: K.
-            images: random numbers of the images [B]; the ids are on its device.
+            images: random numbers for B images; the ids are on its device.
             per_batch: all images keep the same tokens.
 
         Raises:
-            ValueError: `keep` has more tokens than K.
+            ValueError: `keep` marks more than K tokens.
         """
         own = images.of_batch if per_batch else images
         keep = self._kept(num_kept, per_batch)
@@ -145,14 +145,14 @@ class Stack:
                 noise = noise.masked_fill(keep, math.inf)
             return Ranked(*span, num_kept, noise, chosen.score, per_batch)
         ids = chosen(len(own.keys), self.grid, num_kept, own)
-        if keep is not None:  # forced tokens first, then the drawn ones
+        if keep is not None:  # forced tokens first, then the selected ones
             order = own.rand(self.num_tokens) + 2 * keep
             order = order.scatter_add(1, ids, torch.ones(ids.shape, device=ids.device))
             ids = order.topk(num_kept, dim=1).indices.sort(dim=1).values
         return Select(*span, ids.expand(len(images.keys), -1))
 
     def _kept(self, num_kept: int, per_batch: bool) -> Tensor | None:
-        """Return bool [B, N], the tokens that must stay, or None."""
+        """Return bool [B or 1, N], the tokens that must stay, or None."""
         if self.keep is None:
             return None
         keep = self.keep.any(dim=0, keepdim=True) if per_batch else self.keep
@@ -167,14 +167,14 @@ class Stack:
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step of a run, for what it draws alike on all ranks and in all micro-steps."""
+    """An optimizer step of a run; its random numbers are equal on all ranks and micro-steps."""
 
     index: int
     num_steps: int
     seed: int
 
     def chance(self, purpose: str) -> float:
-        """Return a number in [0, 1) that depends on the purpose, the seed and the step alone."""
+        """Return a random number in [0, 1) that depends only on the purpose, seed and step."""
         return float(torch.rand((), generator=make_generator(purpose, self.seed, self.index)))
 
 
@@ -184,13 +184,13 @@ class Method:
 
     Args:
         warm_start, dense_tail: fractions of training at its start and end without routes.
-        probability: probability that a step is routed, the same draw on every rank.
+        probability: probability that a step is routed; all ranks decide alike.
 
     Class attributes:
-        drawn: everything is drawn before the network runs. False: choices depend on activations,
-            which round otherwise on another machine.
-        keep_all_is_dense: where no token is left out, the network computes what it does without.
-        for_any: it needs no training, and may sample a network that was trained otherwise.
+        drawn: all choices are made before the network runs. False: they depend on activations,
+            whose rounding differs between machines.
+        keep_all_is_dense: with no token left out, the output equals that of an unrouted network.
+        for_any: it needs no training, so it can sample networks trained with other methods.
     """
 
     warm_start: Fraction = 0.0
@@ -213,14 +213,14 @@ class Method:
     # What a method defines ------------------------------------------------------------------------
 
     def route(self, stack: Stack, images: ImageGenerator, step: Step) -> Crossings:
-        """Return the crossings of a routed step, ids on the device of `images`."""
+        """Return the crossings of a routed step; ids are on the device of `images`."""
         raise NotImplementedError
 
     def outcomes(
         self, stack: Stack, images: ImageGenerator, step: Step
     ) -> Sequence[tuple[float, Crossings]]:
-        """Return all that `route` may give, with its probability, for counting FLOPs; they may be
-        any numbers whose sum is 1, and whose weighted sum of FLOPs is the mean."""
+        """Return (weight, crossings) pairs for counting FLOPs: all results of `route` with their
+        probabilities, or other weights with sum 1 that give the same mean of FLOPs."""
         return [(1.0, self.route(stack, images, step))]
 
     def rates(self) -> Sequence[Any]:
@@ -229,33 +229,32 @@ class Method:
         return () if rate is None else (rate,)
 
     def build(self, stack: Stack) -> nn.Module | None:
-        """Return the weights that the method owns, or None; drawn from torch's global generator.
+        """Return a module with the method's weights, or None.
 
-        Its `cross(crossings)` returns what a call of the network runs in place of `crossings`, also
-        of none, as in a dense call.
+        Initial weights are drawn from torch's global generator. The module's `cross(crossings)`
+        returns the crossings that a call of the network runs; a dense call passes an empty tuple.
         """
         return None
 
     @property
     def idle_weights(self) -> bool:
-        """Whether some step may leave a weight without a gradient."""
+        """Whether a weight may get no gradient in some steps."""
         return False
 
     def sample(self, stack: Stack, images: ImageGenerator, rate: float) -> Crossings:
-        """Return the crossings of one evaluation in sampling, in which `rate` of the tokens do not
-        run.
+        """Return the crossings of one network call in sampling; `rate` of the tokens bypass.
 
         Raises:
-            ValueError: training does not prepare the network for it.
+            ValueError: training with this method does not prepare the network for it.
         """
         raise ValueError(f"routing={self.name} is for training only.")
 
     def weak(self, stack: Stack) -> Crossings:
-        """Return crossings that leave out what training taught the network to do without, for
-        guidance.
+        """Return crossings for the weak prediction of guidance: without the blocks that training
+        also left out.
 
         Raises:
-            ValueError: there are none.
+            ValueError: training never leaves out blocks.
         """
         raise ValueError(
             f"routing={self.name} teaches no network to do without its routed blocks: train with "
@@ -265,13 +264,13 @@ class Method:
     def loss(
         self, objective: Any, predict: Any, x: Tensor, draw: Any, crossings: Crossings, patch: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of each image [B] and other values by name; as of `Objective.loss`."""
+        """Return the loss of each image [B] and other values by name; see `Objective.loss`."""
         out: tuple[Tensor, dict[str, Tensor]] = objective.loss(predict, x, draw)
         return out
 
     @property
     def splits_loss(self) -> bool:
-        """Whether `loss` treats tokens differently, which only one prediction allows."""
+        """Whether `loss` treats tokens differently; this needs a loss with one network call."""
         return False
 
     def check(self, stack: Stack) -> None:
@@ -287,7 +286,7 @@ class Method:
             )  # fmt: skip
 
     def describe(self, stack: Stack) -> str:
-        """Return one line for the log."""
+        """Return one line about this method, for the log."""
         words = [self.describe_route(stack)]
         if self.probability < 1:
             words.append(f"a step is routed with probability {self.probability:g}")
@@ -297,7 +296,7 @@ class Method:
         return "; ".join(words)
 
     def describe_route(self, stack: Stack) -> str:
-        """Return what a routed step does, for the log."""
+        """Return a phrase about what a routed step does, for the log."""
         return self.name
 
     # What all share -------------------------------------------------------------------------------
@@ -308,15 +307,15 @@ class Method:
         return str(describe_part("routing", self)["name"])
 
     def draw(self, stack: Stack, images: ImageGenerator, step: Step) -> Crossings:
-        """Return the crossings of one training step; none is a dense step.
+        """Return the crossings of one training step; empty for a dense step.
 
         Args:
-            stack: of the network.
+            stack: the network's `Stack`.
             images: random numbers per image; the ids are on its device.
             step: the optimizer step.
 
         Raises:
-            ValueError: the step is not one of the run's.
+            ValueError: `step.index` is not in 0 … num_steps - 1.
         """
         if not 0 <= step.index < step.num_steps:
             raise ValueError(f"step={step.index} is not one of the run's {step.num_steps}, from 0.")
@@ -327,21 +326,21 @@ class Method:
         return self.route(stack, images, step)
 
     def rate_at(self, step: Step, rate: Any = None) -> float:
-        """Return `selection_rate`, or another rate that may change, at a step."""
+        """Return the value at a step of `rate`; None means `selection_rate`."""
         rate = self.selection_rate if rate is None else rate  # type: ignore[attr-defined]
         if not isinstance(rate, list | tuple):
             return float(rate)
         return _rate_at(rate, step.index, self.routed_steps(step.num_steps), step.num_steps)
 
     def routed_steps(self, num_steps: int) -> range:
-        """Return the steps between the dense start and the dense end; a short run may have none."""
+        """Return the steps between the dense start and end, which may be none in a short run."""
         return range(
             round(self.warm_start * num_steps), num_steps - round(self.dense_tail * num_steps)
         )
 
     def variants(self, stack: Stack, num_steps: int) -> Iterable[tuple[range, float, Crossings]]:
-        """Yield (steps, weight, crossings on the meta device) of a run: the FLOPs of a step are the
-        sum over its variants, whose weights sum to 1."""
+        """Yield (steps, weight, crossings on the meta device). A step's weights sum to 1, and its
+        mean FLOPs are the weighted sum over its variants."""
         routed = self.routed_steps(num_steps)
         edges = {0, num_steps, *((routed.start, routed.stop) if routed else ())}
         for rate in self.rates():
@@ -360,7 +359,7 @@ class Method:
                 yield steps, 1 - self.probability, ()
 
     def ranges(self, stack: Stack) -> list[tuple[int, int]]:
-        """Return the ranges of blocks that a routed step treats, those that touch as one."""
+        """Return the ranges of blocks that a routed step changes; touching ranges are joined."""
         outcomes = self._typical_outcomes(stack)
         every = [(c.start, c.end) for _, crossings in outcomes for c in crossings]
         joined: list[tuple[int, int]] = []
@@ -372,13 +371,13 @@ class Method:
         return joined
 
     def chooses_by_state(self, stack: Stack) -> bool:
-        """Return whether which tokens run depends on their states."""
+        """Return whether the choice of tokens depends on their states."""
         outcomes = self._typical_outcomes(stack)
         ranked = any(isinstance(c, Ranked) for _, crossings in outcomes for c in crossings)
         return ranked or not self.drawn
 
     def _typical_outcomes(self, stack: Stack) -> Sequence[tuple[float, Crossings]]:
-        """Return the outcomes of the first routed step of a long run."""
+        """Return the outcomes of the first routed step of a run with 1000 steps."""
         first = Step(self.routed_steps(1000).start, 1000, seed=0)
         return self.outcomes(stack, counted_images(), first)
 
@@ -395,12 +394,12 @@ def _make_selector(text: str) -> Any:
 
 
 def make_selector(part: Any) -> Any:
-    """Return a registered selector, made once for equal options."""
+    """Return a registered selector; equal options give the same object."""
     return _make_selector(json.dumps(part, sort_keys=True))
 
 
 def counted_images(num_images: int = 1) -> ImageGenerator:
-    """Return random numbers on the meta device: what is drawn has shapes and no values."""
+    """Return a generator on the meta device, for counting FLOPs: its numbers have no values."""
     return make_image_generator("flops", images=range(num_images), device="meta")
 
 
@@ -423,7 +422,7 @@ def describe_selection(
 
 
 def _words(part: str | Mapping[str, Any]) -> str:
-    """Return a part's name, with its options if there are any."""
+    """Return a selector's name, with its options if there are any."""
     if isinstance(part, str):
         return part
     options = ", ".join(f"{k} {v}" for k, v in part.items() if k != "name")
@@ -431,7 +430,7 @@ def _words(part: str | Mapping[str, Any]) -> str:
 
 
 def leave_out(blocks: Iterable[int]) -> Crossings:
-    """Return crossings in which some blocks do not run."""
+    """Return crossings that skip the given blocks."""
     return tuple(Skip(i, i + 1) for i in blocks)
 
 

@@ -1,21 +1,21 @@
 """Scan orders: curves that visit every token of a grid once.
 
-An order is a permutation, order[place along the curve] = raster position. Its inverse is the rank,
-rank[raster position] = place along the curve. For kept tokens, rank[ids].argsort(1) is the full
+An order is a permutation, order[index along the curve] = raster position. Its inverse is the rank,
+rank[raster position] = index along the curve. For kept tokens, rank[ids].argsort(1) is the full
 curve with the missing tokens deleted.
 
-The Hilbert curve is generalised to any grid. path(w, h) goes from the corner (0, 0) to the corner
-(w - 1, 0) of w columns and h rows, by one of
+The Hilbert curve is generalised to any grid. On w columns and h rows, path(w, h) goes from the
+corner (0, 0) to the corner (w - 1, 0), by one of
 
     long (2 w > 3 h, or h = 2):   path(w1, h), path(w - w1, h)                  w1 even, near w / 2
     else: up  path(h1, w1)^T,  across  path(w, h - h1),  down  path(h1, w - w1)^T
                                                              h1 even, near h / 2; w1 near w / 2
 
-On a chessboard, the two end corners of a path over all squares have different colours if w h is
-even, and the same colour if it is odd. Such a path therefore needs an even w or an odd h. Even w1
-and h1 keep this true for every part, and at least one side of any grid meets it. So every step goes
-to one of the 4 neighbours on every grid, with odd sides too. On 2^k x 2^k the curve is Hilbert's
-(1891): it leaves an aligned square of side 2^j only after it has visited all of it.
+On a chessboard, the two ends of a path over all squares have different colours if w h is even, and
+the same colour if it is odd. Such a path therefore needs an even w or an odd h. Even w1 and h1 keep
+this true for every part, and any grid meets it in at least one orientation. So every step goes to
+one of the 4 neighbours, also on grids with odd sides. On 2^k x 2^k the curve is Hilbert's (1891):
+it leaves an aligned square of side 2^j only after it has visited all of it.
 
 B batch, N = h * w tokens in raster order, K kept tokens.
 """
@@ -35,19 +35,19 @@ ScanOrder = Literal["raster", "serpentine", "hilbert", "serpentine8"]
 
 
 def raster(grid: tuple[int, int], index: int = 0, device: Device = None) -> Tensor:
-    """Return the order row after row, each from the left: int64 [N]."""
+    """Return the raster order, each row from left to right: int64 [N]."""
     return torch.arange(grid[0] * grid[1], device=device)
 
 
 def serpentine(grid: tuple[int, int], index: int = 0, device: Device = None) -> Tensor:
-    """Return the order row after row, every second one from the right: int64 [N]."""
+    """Return the order row after row, every second row backwards: int64 [N]."""
     return _serpentine(raster(grid, device=device).view(grid))
 
 
 def hilbert(grid: tuple[int, int], index: int = 0, device: Device = None) -> Tensor:
-    """Return the generalised Hilbert order above: int64 [N].
+    """Return the generalised Hilbert order, int64 [N]; see the module's docstring.
 
-    It goes along the longer side; where just one side is even, along that.
+    It goes along the longer side, or along the even side if only one is even.
     """
     height, width = grid
     swap = height > width if height % 2 == width % 2 else height % 2 == 0
@@ -59,8 +59,8 @@ def hilbert(grid: tuple[int, int], index: int = 0, device: Device = None) -> Ten
 def serpentine8(grid: tuple[int, int], index: int = 0, device: Device = None) -> Tensor:
     """Return the serpentine order of layer `index`, one of eight: int64 [N] (arXiv 2403.13802).
 
-    Even indices run along rows, odd ones along columns. index // 2 mod 4 is the corner that it
-    starts from: upper left, upper right, lower left, lower right.
+    Even indices run along rows, odd ones along columns. index // 2 mod 4 is the corner where the
+    curve starts: upper left, upper right, lower left, lower right.
     """
     places = raster(grid, device=device).view(grid)
     if index // 2 % 2:
@@ -76,16 +76,16 @@ ORDERS: dict[str, Callable[[tuple[int, int], int, Device], Tensor]] = {
 
 
 def scan_order(name: str, grid: tuple[int, int], index: int = 0, device: Device = None) -> Tensor:
-    """Return the order of layer `index`, int64 [N]: place along the curve -> raster position.
+    """Return the order of layer `index`, int64 [N]: index along the curve -> raster position.
 
     Args:
         name: raster, serpentine, hilbert: the same for every layer; serpentine8: one of eight.
         grid: (h, w).
-        index: of the layer, from 0.
-        device: where it is created; only a Hilbert curve is copied there from the CPU.
+        index: index of the layer, from 0.
+        device: device of the result; only a Hilbert curve is computed on the CPU and copied.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: `name` is unknown.
     """
     if name not in ORDERS:
         raise unknown_name("scan_order", name, ORDERS)
@@ -93,14 +93,14 @@ def scan_order(name: str, grid: tuple[int, int], index: int = 0, device: Device 
 
 
 def inverse(order: Tensor) -> Tensor:
-    """Return the rank of an order, int64 [N]: raster position -> place along the curve."""
+    """Return the rank of an order, int64 [N]: raster position -> index along the curve."""
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order), device=order.device)
     return rank
 
 
 def _serpentine(places: Tensor) -> Tensor:
-    """Return a matrix of raster positions row by row, every second row backwards."""
+    """Return raster positions [h, w] row by row, every second row backwards: int64 [N]."""
     turned = places.clone()
     turned[1::2] = places[1::2].flip(1)
     return turned.flatten()
@@ -108,7 +108,7 @@ def _serpentine(places: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _hilbert(width: int, height: int) -> Path:
-    """Return path(w, h) of the module's docstring; w is even or h is odd."""
+    """Return path(w, h) as in the module's docstring; w must be even or h odd."""
     if height == 1:
         return tuple((x, 0) for x in range(width))
     if width == height == 2:

@@ -1,15 +1,15 @@
-"""How a mixer walks over the tokens present: along a curve, and what it does at gaps.
+"""How a mixer walks along a curve over the tokens present, and what it does at gaps.
 
 A block gets its tokens in raster order. A mixer that needs another order permutes them, mixes, and
 restores the order. Under a route the walk is the full curve with the missing tokens deleted. A gap
 is the number of steps along the full curve from one token present to the next, 1 for neighbours.
 Scans, convolutions and shifts treat gaps in one of three ways:
 
-    ignore   run over a gap as if both sides were neighbours
-    reset    convolutions and shifts see zeros beyond a gap; the state runs over it
+    ignore   treat both sides of a gap as neighbours
+    reset    convolutions and shifts see zeros beyond a gap; the state passes over it unchanged
     decay    as reset, and the state decays with the length of the gap
 
-Extra tokens come before those of the grid and have no place on the curve. Context tokens come
+Extra tokens come before the grid's tokens and have no position on the curve. Context tokens come
 before all others and start the walk in both directions, so a state reads them before the image.
 
 B batch, N = h * w tokens of the grid, K tokens present, E extra tokens, L = E + K.
@@ -37,9 +37,9 @@ class Scan:
     Args:
         take: int64 [B * L], rows of the flattened tokens in the order of the walk; None: raster.
         undo: the inverse of `take`.
-        places: int64 [B, K], ascending places along the full curve; None if no token is missing.
-        num_extra: E.
-        num_context: number of context tokens among them.
+        places: int64 [B, K], the tokens' ascending indices along the full curve; None if no token
+            is missing.
+        num_extra: E. num_context: how many of them are context tokens.
     """
 
     take: Tensor | None
@@ -53,20 +53,20 @@ class Scan:
         return x if self.take is None else _Permute.apply(x, self.take, self.undo)
 
     def restore(self, x: Tensor) -> Tensor:
-        """Return tokens [B, L, D] of a walk in raster order."""
+        """Return tokens [B, L, D], given in the order of the walk, in raster order."""
         return x if self.take is None else _Permute.apply(x, self.undo, self.take)
 
     def flip(self, x: Tensor) -> Tensor:
-        """Return values [B, L, ..] of the walk in the order of the backward walk, or back."""
+        """Return values [B, L, ..] reordered from the forward to the backward walk, or back."""
         n = self.num_context
         return torch.cat([x[:, :n], x[:, n:].flip(1)], dim=1) if n else x.flip(1)
 
     def gaps(self) -> tuple[Tensor, Tensor] | None:
-        """Return the steps from the previous token, int64 [B, L], of the walk and of the backward
-        walk; None if no token is missing.
+        """Return each token's distance from the previous one along the full curve, int64 [B, L], in
+        the forward and the backward walk; None if no token is missing.
 
         The first token has 1. Context tokens are neighbours of any token; other extra tokens come
-        just before place 0.
+        just before index 0 of the curve.
         """
         if self.places is None:
             return None
@@ -79,8 +79,8 @@ class Scan:
         return gaps, backward
 
     def segment_ids(self) -> tuple[Tensor, Tensor] | None:
-        """Return int64 [B, L], one higher after each gap, of the walk and of the backward walk;
-        None if no token is missing."""
+        """Return segment numbers int64 [B, L], one higher after each gap, for the forward and the
+        backward walk; None if no token is missing."""
         gaps = self.gaps()
         return None if gaps is None else ((gaps[0] > 1).cumsum(1), (gaps[1] > 1).cumsum(1))
 
@@ -90,8 +90,8 @@ def make_scan(layout: Any, name: str, index: int) -> Scan:
 
     Args:
         layout: a `tread_zoo.contract.crossing.Layout`.
-        name: in `ORDERS`.
-        index: of the layer, for orders that differ between layers.
+        name: a key of `ORDERS`.
+        index: index of the layer, for orders that differ between layers.
     """
     index %= PERIODS.get(name, 1)
     out: Scan = layout.cached(("scan", name, index), lambda: _make_scan(layout, name, index))
@@ -113,7 +113,7 @@ def _make_scan(layout: Any, name: str, index: int) -> Scan:
 
 
 class _Permute(torch.autograd.Function):
-    """Reorder rows of tokens [B, L, D]; the gradient is the opposite gather, not a sum by row."""
+    """Reorder tokens [B, L, D]; the gradient is the inverse gather, faster than scatter-add."""
 
     @staticmethod
     def forward(x: Tensor, take: Tensor, undo: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
 """Crossings that most routing methods are made of.
 
-    Select    the blocks see the tokens `ids`; the others rejoin as they were (TREAD, 2501.04765)
-    Ranked    likewise, the tokens chosen by a score of their state
+    Select    blocks see only the tokens `ids`; the others rejoin unchanged (TREAD, 2501.04765)
+    Ranked    the same, but the tokens are chosen by a score of their states
     Skip      the blocks do not run
 
-A ranked choice draws tokens without replacement, with probabilities proportional to their score s
-(Gumbel top-k; Kool et al. 2019, arXiv 1903.06059, section 3), with the noise g drawn in advance:
+`Ranked` samples tokens without replacement, with probabilities proportional to their score s
+(Gumbel top-k; Kool et al. 2019, arXiv 1903.06059, section 3). The noise g is drawn in advance:
 
     key_i = log s_i + g_i,  g_i ~ Gumbel(0, 1);  the K tokens with the largest keys stay
 
@@ -32,7 +32,7 @@ from tread_zoo.contract.crossing import (
 )
 from tread_zoo.seeding import ImageGenerator
 
-Absent = Callable[[Streams], Streams]  # what stands at the end for tokens that did not run
+Absent = Callable[[Streams], Streams]  # input of the blocks -> output for tokens that did not run
 
 
 def num_kept_tokens(num_tokens: int, selection_rate: float) -> int:
@@ -46,26 +46,26 @@ def num_kept_tokens(num_tokens: int, selection_rate: float) -> int:
             f"selection_rate={selection_rate} is outside [0, 1): it is the fraction of tokens that "
             "bypass the routed blocks; 0.5 is TREAD's default, routing=none switches routing off."
         )
-    # 100 * 0.29 is 28.999… in floating point, so the last digits are rounded away first. TREAD's
-    # released code does not, and keeps one token more at such rates.
+    # 100 * 0.29 is 28.999… in floating point, so round before the floor. TREAD's released code does
+    # not round and keeps one more token at such rates.
     return num_tokens - math.floor(round(num_tokens * selection_rate, 9))
 
 
 @dataclass(frozen=True)
 class Select(Crossing):
-    """Blocks `start … end-1` run on the tokens `ids` and on the extra ones alone.
+    """Blocks `start … end-1` run only on the tokens `ids` and on extra tokens.
 
-    A choice of all tokens changes nothing.
+    Selecting all tokens changes nothing.
 
     Args:
         start: first routed block, 0 … depth-1.
         end: first block that sees all tokens again, start+1 … depth.
         ids: int64 [B, K], raster positions of the kept tokens, strictly ascending in each row.
-        absent: streams at the end for the other tokens; None: as they were at the start.
+        absent: streams at the start -> values of the other tokens at the end; None: unchanged.
 
     Raises:
-        ValueError: the ids are not as above (their values are checked on a CPU only), or, in a
-            network, they do not fit the batch or the grid, or tokens are missing already.
+        ValueError: the ids are not as above (values are checked on a CPU only). In a network: the
+            ids do not fit the batch or the grid, or tokens are missing already.
     """
 
     ids: Tensor
@@ -106,14 +106,14 @@ class Select(Crossing):
 
 @dataclass(frozen=True)
 class Ranked(Crossing):
-    """A `Select` of K tokens that a score of their state at `start` makes likelier.
+    """A `Select` of K random tokens; a higher score of a token's state makes it likelier.
 
     Args:
-        start, end, absent: as of `Select`.
+        start, end, absent: see `Select`.
         num_kept: K.
         noise: Gumbel noise [B, N], or [1, N] with `per_batch`; infinite for tokens that must stay.
-        score: of tokens [B, N, D] of the first stream: [B, N], none negative; without gradient.
-        per_batch: the images of all ranks keep the same tokens, by their mean score.
+        score: maps tokens [B, N, D] of the first stream to scores [B, N] >= 0; gets no gradient.
+        per_batch: all images on all ranks keep the same tokens, chosen by the mean score.
     """
 
     num_kept: int
@@ -127,7 +127,7 @@ class Ranked(Crossing):
         score = self.score(state).detach().float()
         if self.per_batch:
             score = score.mean(dim=0, keepdim=True)
-            if dist.is_initialized() and not score.is_meta:  # on meta, FLOPs are counted
+            if dist.is_initialized() and not score.is_meta:  # the meta device is for counting FLOPs
                 dist.all_reduce(score)
         key = score.clamp_min(torch.finfo(score.dtype).tiny).log() + self.noise
         ids = key.topk(self.num_kept, dim=1).indices.sort(dim=1).values.expand(len(state), -1)
@@ -136,10 +136,10 @@ class Ranked(Crossing):
 
 @dataclass(frozen=True)
 class Skip(Crossing):
-    """Blocks `start … end-1` do not run, for any token, extra ones included.
+    """Blocks `start … end-1` do not run for any token, extra tokens included.
 
-    Every stream, and every skip from within the range, has its value at the start; `absent` may
-    give other streams.
+    Streams, and long skips from within the range, keep their values from the start of the range;
+    `absent` may return other streams.
     """
 
     absent: Absent | None = None
@@ -164,7 +164,7 @@ def draw_gumbel(num_tokens: int, generator: ImageGenerator) -> Tensor:
 def bypassed_tokens(
     routes: Sequence[Crossing], batch: int, num_tokens: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Return bool [B, N] on the device of the routes: True where some `Select` drops the token."""
+    """Return bool [B, N] on `device`: True where some `Select` drops the token."""
     away = torch.zeros(batch, num_tokens, dtype=torch.bool, device=device)
     for route in routes:
         if isinstance(route, Select):
@@ -173,8 +173,8 @@ def bypassed_tokens(
 
 
 def check_ids(ids: Tensor, tokens: Tokens) -> None:
-    """Raise `ValueError` unless ids [B, K] fit the batch and the grid, of which nothing may be
-    missing yet."""
+    """Raise `ValueError` unless ids [B, K] fit the batch and the grid, and all tokens are still
+    present."""
     layout, batch = tokens.layout, len(tokens.streams[0])
     if layout.ids is not None:
         raise ValueError("a route starts where tokens are missing: two choices cannot be nested.")
@@ -186,5 +186,5 @@ def check_ids(ids: Tensor, tokens: Tokens) -> None:
 
 
 def _readable(ids: Tensor) -> bool:
-    """Return whether the values can be read without waiting for a device."""
+    """Return whether reading the values needs no wait for a device."""
     return ids.device.type == "cpu" and not torch.compiler.is_compiling()

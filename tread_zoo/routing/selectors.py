@@ -1,13 +1,13 @@
 """Selectors: which tokens a route keeps.
 
 A selector is called with (batch, grid, num_kept, generator) and returns ids, int64 [B, K] on the
-generator's device; each row has strictly ascending raster positions. Each image draws its own
-tokens from `generator.rand(n)`, [B, n], and keeps every token with probability K / N. Attention
-does not depend on which neighbours are missing; scans, shifts and convolutions do, so `rows`,
-`blocks` and `segments` keep neighbours together.
+generator's device; each row has strictly ascending raster positions. Tokens are chosen per image,
+with random numbers from `generator.rand(n)`, [B, n]; each is kept with probability K / N. Scans,
+shifts and convolutions, unlike attention, suffer from missing neighbours, so `rows`, `blocks` and
+`segments` keep neighbours together.
 
-A selector that has `score(tokens)` instead, [B, N, D] -> [B, N], chooses inside the network, by the
-state of the tokens before the route: see `tread_zoo.routing.select.Ranked`.
+A selector with a method `score(tokens)`, [B, N, D] -> [B, N], instead chooses inside the network,
+by the tokens' states before the route: see `tread_zoo.routing.select.Ranked`.
 
 B batch, N = h * w tokens, K kept tokens, G groups.
 """
@@ -28,7 +28,7 @@ Grid = tuple[int, int]
 
 
 class Selector(Protocol):
-    """Draws the kept tokens. The optional `check(grid)` raises ValueError if the options do not
+    """Chooses the kept tokens. The optional `check(grid)` raises ValueError if the options do not
     suit the grid."""
 
     def __call__(
@@ -39,7 +39,7 @@ class Selector(Protocol):
 @register("selector", "random")
 @dataclass(frozen=True)
 class Random:
-    """Keep any K tokens, each set equally likely: TREAD's choice, for attention."""
+    """Keep K random tokens, all sets equally likely: TREAD's choice, for attention."""
 
     def __call__(self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator) -> Tensor:
         scores = generator.rand(grid[0] * grid[1])
@@ -81,10 +81,10 @@ class Blocks:
 @register("selector", "segments")
 @dataclass(frozen=True)
 class Segments:
-    """Keep contiguous segments of a scan order; longer ones have fewer gaps.
+    """Keep contiguous segments of a scan order; longer segments leave fewer gaps.
 
     Args:
-        length: of a segment, in tokens.
+        length: length of a segment, in tokens.
         order: the scan order.
     """
 
@@ -104,8 +104,8 @@ class Structured:
     """Keep the same fraction of every 2x2 square of the grid, so that holes are small.
 
     A square with s tokens (fewer than 4 at an odd edge) keeps the floor or the ceiling of K s / N.
-    Systematic sampling over a random order, in integers, chooses the ceilings: the total is K, and
-    the probability of a ceiling is the remainder. Tokens within a square are drawn uniformly.
+    Systematic sampling over a random order, in integers, decides who gets the ceiling: the total is
+    K, and the probability is the fractional part of K s / N. The choice within a square is uniform.
     """
 
     def __call__(self, batch: int, grid: Grid, num_kept: int, generator: ImageGenerator) -> Tensor:
@@ -121,7 +121,7 @@ class Structured:
         shuffled = generator.rand(num_tokens).argsort(dim=1)
         by_group = shuffled.gather(1, group[shuffled].argsort(dim=1, stable=True))
         of_place = group[by_group]
-        first = (size.cumsum(0) - size)[of_place]  # place within the square, shuffled
+        first = (size.cumsum(0) - size)[of_place]  # index within the square, shuffled
         place = torch.arange(num_tokens, device=group.device) - first
         kept = (place < quota.gather(1, of_place)).long()
         stays = torch.empty_like(by_group).scatter_(1, by_group, kept)
@@ -131,15 +131,15 @@ class Structured:
 @register("selector", "norm")
 @dataclass(frozen=True)
 class Norm:
-    """Keep tokens with probabilities proportional to their norm before the route."""
+    """Sample tokens with probabilities proportional to their norms before the route."""
 
     def score(self, tokens: Tensor) -> Tensor:
         return tokens.float().norm(dim=-1)
 
 
 class Groups(NamedTuple):
-    """The group of each position int64 [N], its place within the group [N], and the number of
-    tokens of each group [G]."""
+    """The group of each raster position, int64 [N], its index within the group [N], and the number
+    of tokens in each group [G]."""
 
     group: Tensor
     place: Tensor
@@ -148,8 +148,8 @@ class Groups(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def tiles(grid: Grid, sides: Grid, device: torch.device) -> Groups:
-    """Return the tiles of a grid, `sides` tokens high and wide, or fewer at the last edges; cached
-    on `device`."""
+    """Return the tiles of a grid, `sides` (height, width) tokens large, smaller at the lower and
+    right edge; cached per device."""
     position = torch.arange(grid[0] * grid[1])
     row, column = position // grid[1] // sides[0], position % grid[1] // sides[1]
     group = row * -(-grid[1] // sides[1]) + column
@@ -163,8 +163,8 @@ def tiles(grid: Grid, sides: Grid, device: torch.device) -> Groups:
 def keep_groups(groups: Groups, num_kept: int, generator: ImageGenerator) -> Tensor:
     """Return ids [B, K]: whole groups in a random order until there are K tokens.
 
-    The last group may be cut, at a random place of its cyclic order, so that no position within a
-    group is favoured.
+    The last group may be cut; its tokens are rotated by a random shift first, so that no position
+    within a group is favoured.
     """
     group, place, size = groups
     order = generator.rand(len(size)).argsort(dim=1).argsort(dim=1)

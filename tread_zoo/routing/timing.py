@@ -1,14 +1,14 @@
-"""When a run routes, and at which rate.
+"""Which steps of a run route, and at which rate.
 
-Steps count from 0. Of S steps the first round(warm_start S) and the last round(dense_tail S) are
+Steps count from 0. Of S steps, the first round(warm_start S) and the last round(dense_tail S) are
 dense. On the others, first … last-1, a rate is a number, or one of
 
     [linear, r0, r1]                r = r0 + (r1 - r0) p                    p = (step - first) /
     [cosine, r0, r1]                r = r0 + (r1 - r0) (1 - cos(pi p)) / 2      (last - 1 - first)
     [steps, r0, [f, r], …]          r0, then each r from step round(f S) on
 
-The rate sets the number of tokens, and code is compiled for each number. So linear and cosine move
-in n = ceil(16 |r1 - r0|) equal stairs, to the nearest of n + 1 levels; first and last are exact.
+The rate sets the number of tokens, and code is compiled for each number. So linear and cosine are
+rounded to n + 1 levels from r0 to r1, n = ceil(16 |r1 - r0|); the first and last are exact.
 """
 
 import math
@@ -21,7 +21,7 @@ from tread_zoo.fields import Fraction
 
 STAIRS = 16  # levels of a rate per unit
 
-Rate = Fraction | tuple[Any, ...]  # which `check_rate` reads
+Rate = Fraction | tuple[Any, ...]  # `check_rate` checks the tuple
 Chance = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -29,9 +29,9 @@ def stairs(rate: Any, routed: range, num_steps: int) -> tuple[tuple[int, float],
     """Return (first step, rate) of each level of a rate, ascending in the step.
 
     Args:
-        rate: as above.
-        routed: the steps that are routed, first … last-1.
-        num_steps: steps of the whole run.
+        rate: see the module's docstring.
+        routed: the routed steps, first … last-1.
+        num_steps: number of steps of the run.
     """
     if not isinstance(rate, list | tuple):
         return ((routed.start, float(rate)),)
@@ -44,7 +44,7 @@ def stairs(rate: Any, routed: range, num_steps: int) -> tuple[tuple[int, float],
     change = rest[0] - first
     count = math.ceil(round(STAIRS * abs(change), 9))
     for level in range(1, count + 1):
-        part = (level - 0.5) / count  # of the change, where this level becomes the nearest
+        part = (level - 0.5) / count  # fraction of the change from which this level is nearest
         progress = part if name == "linear" else math.acos(1 - 2 * part) / math.pi
         step = routed.start + math.ceil(round(progress * (len(routed) - 1), 9))
         levels[step] = first + change * level / count
@@ -58,14 +58,14 @@ def rate_at(rate: Any, step: int, routed: range, num_steps: int) -> float:
 
 
 def first_rate(rate: Any) -> float:
-    """Return the first rate of a run."""
+    """Return the rate at the first routed step."""
     return float(rate[1] if isinstance(rate, list | tuple) else rate)
 
 
 def check_rate(field: str, rate: Any, warm_start: float, dense_tail: float) -> None:
-    """Raise `ValueError` if a list is no rate, or its steps are not in the routed part of training.
+    """Raise `ValueError` if a list is not a rate, or changes outside the routed part of training.
 
-    field: its name, for errors.
+    field: the name of the option, for errors.
     """
     if not isinstance(rate, list | tuple):
         return
@@ -89,7 +89,7 @@ def check_rate(field: str, rate: Any, warm_start: float, dense_tail: float) -> N
 
 
 def describe_rate(rate: Any) -> str:
-    """Return a rate that changes for a log line."""
+    """Return a phrase for the log about a rate that changes over training."""
     name, first, *rest = rate
     if name == "steps":
         later = [f"from {fraction:.0%} {value:g}" for fraction, value in rest]

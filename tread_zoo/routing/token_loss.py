@@ -1,5 +1,5 @@
-"""The loss of an objective by token. The objective gets each patch as an image, so it must not mix
-pixels.
+"""An objective's loss per token. The objective gets each patch as an image, so its loss must not
+mix pixels.
 
 B batch, N tokens, C channels, p patch size.
 """
@@ -18,8 +18,8 @@ def token_losses(
     """Return the losses [B, N], the values of `objective.loss`, and the network's output.
 
     Args:
-        objective, predict, x, draw: as of `tread_zoo.diffusion.Objective.loss`.
-        levels: noise levels [B], or [B, N], which `predict` then gets as noise labels.
+        objective, predict, x, draw: see `tread_zoo.diffusion.Objective.loss`.
+        levels: noise levels [B], or [B, N]; `predict` gets noise labels of the same shape.
         patch_size: p.
     """
     p, batch, grid = patch_size, len(x), (x.shape[2] // patch_size, x.shape[3] // patch_size)
@@ -27,7 +27,7 @@ def token_losses(
     outputs: list[Tensor] = []
 
     def cut(images: Tensor) -> Tensor:
-        """Return [B N, C, p, p]."""
+        """Return the patches of images as images [B N, C, p, p]."""
         return patchify(images, p).view(batch * num_tokens, -1, p, p)
 
     def predict_patches(patches: Tensor, t: Tensor) -> Tensor:
@@ -46,9 +46,9 @@ def token_losses(
 def loss_by_token(
     objective: Any, predict: Any, x: Tensor, draw: Any, *, patch_size: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of each image [B] whose tokens have `draw.token_levels` [B, N], which
-    `predict` gets as noise labels, and the values of `objective.loss`; arguments as of
-    `token_losses`."""
+    """Return the loss of each image [B] and the values of `objective.loss`.
+
+    Tokens have the noise levels `draw.token_levels` [B, N]. For arguments see `token_losses`."""
     losses, values, _ = token_losses(objective, predict, x, draw, draw.token_levels, patch_size)
     return losses.mean(dim=1), values
 
@@ -65,19 +65,19 @@ def split_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a loss of each image [B] that treats kept and bypassed tokens differently.
 
-    With the objective's loss l_i at patch i, its estimate D of the clean data, and the sets S of
-    kept and M of bypassed tokens (MaskDiT, arXiv 2306.09305, section 3.3),
+    Let l_i be the objective's loss at patch i, D its estimate of the clean data, S the set of kept
+    and M the set of bypassed tokens (MaskDiT, arXiv 2306.09305, section 3.3). Then
 
         L = mean over S of l_i + weight mean over M of |D_i - x_t,i|^2
 
-    The second term reconstructs the noisy input. MaskDiT's weight is 0.1; its released code also
-    standardises each patch of x_t, its formula does not. The term grows with the squared noise, so
-    it outweighs all else with objective=ddpm, whose sigma reaches 157.
+    The second term reconstructs the noisy input. MaskDiT's weight is 0.1. Its released code also
+    standardises each patch of x_t; its formula does not. The term grows with the squared noise, so
+    it dominates with objective=ddpm, whose sigma reaches 157.
 
     Args:
-        objective, predict, x, draw: as of `tread_zoo.diffusion.Objective.loss`.
-        bypassed: bool [B, N].
-        patch_size, weight: p, of the second term.
+        objective, predict, x, draw: see `tread_zoo.diffusion.Objective.loss`.
+        bypassed: bool [B, N], True for tokens that bypassed.
+        patch_size: p. weight: factor on the second term.
 
     Returns:
         The losses, the values of `objective.loss`, and `reconstruction`, the mean over M, or 0

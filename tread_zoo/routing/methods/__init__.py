@@ -1,4 +1,4 @@
-"""The routing methods that come with the package, one a file; importing this registers them."""
+"""The routing methods of the package, one per file; importing this package registers them."""
 
 from tread_zoo.routing.methods.layer_drop import LayerDrop
 from tread_zoo.routing.methods.masking import MaskDiT, MicroDiT

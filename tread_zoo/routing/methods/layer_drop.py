@@ -14,19 +14,19 @@ from tread_zoo.seeding import ImageGenerator
 @register("routing", "layer_drop")
 @dataclass(frozen=True, kw_only=True)
 class LayerDrop(Method):
-    """Blocks are left out at random, for all tokens: the control of every way to drop tokens.
+    """Blocks are left out at random, for all tokens: a baseline for methods that drop tokens.
 
-    Stochastic depth (arXiv 1603.09382) and LayerDrop (1909.11556) draw for each block, the former
-    with a rate that grows with depth; here the rate is the same for each, and nothing is rescaled
+    Stochastic depth (arXiv 1603.09382) and LayerDrop (1909.11556) decide for each block. Stochastic
+    depth drops later blocks more often; here all blocks have the same rate, and nothing is rescaled
     in sampling.
 
     Args:
         start, end: blocks start … end-1 may be left out, as a Python slice; auto is the backbone's
             default range.
         drop: probability that a step leaves them out.
-        unit: range, all of them in the same steps, or block, each in steps of its own.
+        unit: range drops all of them together; block decides for each block alone.
         warm_start, dense_tail: fractions of training at its start and end in which all blocks run.
-        probability: probability that a step drops at all, the same draw on every rank.
+        probability: probability that a step may drop blocks at all; all ranks decide alike.
     """
 
     start: Auto | int = "auto"
@@ -45,7 +45,7 @@ class LayerDrop(Method):
     ) -> Sequence[tuple[float, Crossings]]:
         if self.unit == "range":
             return [(1 - self.drop, ()), (self.drop, self.weak(stack))]
-        # FLOPs add up over blocks, so each may be counted alone
+        # FLOPs add up over blocks, so each block can be counted alone
         each = leave_out(range(*stack.span(self.start, self.end)))
         return [(1 - self.drop * len(each), ()), *((self.drop, (skip,)) for skip in each)]
 

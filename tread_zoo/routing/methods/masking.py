@@ -1,13 +1,13 @@
-"""Masked training: the blocks after a range see a learned token in place of each that bypassed.
+"""Masked training: after a range of blocks, learned tokens replace the tokens that bypassed it.
 
 MaskDiT (arXiv 2306.09305): between encoder and decoder
 
     rejoined[i] = the processed token  if i was kept,  m_i  otherwise        m [N, D], learned
 
-MaskDiT adds one learned vector to fixed positions; here their sum m_i is learned, so that it suits
-any architecture. Every stream, and every long skip from before the end, is masked. The loss is
-`tread_zoo.routing.token_loss.split_loss`. MicroDiT (arXiv 2407.15811) drops tokens and counts
-the others' loss alone.
+MaskDiT adds one learned vector to fixed positions; here their sum m_i is learned, which suits any
+architecture. All streams are masked, and all long skips that cross the end of the range. The loss
+is `tread_zoo.routing.token_loss.split_loss`. MicroDiT (arXiv 2407.15811) drops tokens and has a
+loss on the kept tokens only.
 
 B batch, E extra tokens, N tokens of the grid, D width of a stream.
 """
@@ -49,10 +49,10 @@ from tread_zoo.seeding import ImageGenerator
 @register("routing", "microdit")
 @dataclass(frozen=True, kw_only=True)
 class MicroDiT(Method):
-    """Some tokens bypass a range of blocks and count in no loss (MicroDiT, arXiv 2407.15811).
+    """Some tokens bypass a range of blocks and are not in the loss (MicroDiT, arXiv 2407.15811).
 
-    The paper mixes all patches first and then drops them for all later blocks: set start to the
-    number of first blocks, and end to the depth.
+    In the paper, all patches run through a few mixing blocks, and many are then dropped for good:
+    set start to the number of mixing blocks, and end to the depth.
 
     Args:
         start, end: blocks start … end-1 run on the kept tokens, as a Python slice.
@@ -67,7 +67,7 @@ class MicroDiT(Method):
     selection_rate: Rate = 0.5
     selector: Selector = "auto"
 
-    reconstruction_weight: ClassVar[float] = 0.0  # of the bypassed tokens
+    reconstruction_weight: ClassVar[float] = 0.0  # for the loss of the bypassed tokens
 
     def route(self, stack: Stack, images: ImageGenerator, step: Step) -> Crossings:
         rate = self.rate_at(step)
@@ -106,17 +106,17 @@ class MicroDiT(Method):
 @register("routing", "maskdit")
 @dataclass(frozen=True, kw_only=True)
 class MaskDiT(MicroDiT):
-    """Learned tokens replace those that bypass, which count by a reconstruction (MaskDiT).
+    """Learned tokens replace those that bypass, which have a reconstruction loss (MaskDiT).
 
-    arXiv 2306.09305. A learned token per place of the grid is the paper's one mask token plus its
-    fixed positions; by default the middle blocks are the encoder, and the paper's is all but the
-    last eight.
+    arXiv 2306.09305. One learned token per grid position replaces the paper's mask token plus fixed
+    positions. By default the middle blocks are the encoder; in the paper, all but the last eight
+    are.
 
     Args:
         start, end: blocks start … end-1 run on the kept tokens, as a Python slice.
         selection_rate: fraction of tokens that bypass; [linear, 0.75, 0.25] changes it.
         selector: how the kept tokens are chosen; auto is the backbone's default.
-        reconstruction_weight: of the error of reconstructing the noisy patches that bypassed.
+        reconstruction_weight: weight of the loss that reconstructs the noisy bypassed patches.
         warm_start, dense_tail: fractions of training at its start and end without routes.
         probability: probability that a step is routed, the same draw on every rank.
     """
@@ -132,12 +132,12 @@ class MaskDiT(MicroDiT):
 
 
 class MaskTokens(nn.Module):
-    """One learned token per stream and place of the grid, for the end of one range of blocks.
+    """One learned token per stream and grid position, for the end of one range of blocks.
 
-    They start as sines of their positions; nothing is drawn.
+    They start as the sine-cosine encoding of their positions.
 
     Args:
-        span: the range.
+        span: start and end of the range.
         widths: D of each stream.
         grid: (h, w).
     """
@@ -150,7 +150,7 @@ class MaskTokens(nn.Module):
         )
 
     def cross(self, crossings: Sequence[Crossing]) -> list[Crossing]:
-        """Return the crossings, at whose ends these tokens stand for those that bypassed."""
+        """Return the crossings, changed so that these tokens replace those that bypassed."""
         masked: list[Crossing] = []
         for each in crossings:
             if isinstance(each, Select) and (each.start, each.end) == self.span:
@@ -165,7 +165,7 @@ class MaskTokens(nn.Module):
         return masked
 
     def forward(self, streams: Streams) -> Streams:
-        """Return the tokens in the shape and type of streams [B, E + N, D]; extra tokens are 0."""
+        """Return mask tokens shaped and typed as the streams [B, E + N, D]; extra tokens are 0."""
         return tuple(
             F.pad(mask.to(stream.dtype), (0, 0, stream.shape[1] - len(mask), 0)).expand_as(stream)
             for mask, stream in zip(self.tokens, streams, strict=True)
@@ -174,7 +174,7 @@ class MaskTokens(nn.Module):
 
 @dataclass(frozen=True)
 class Mask(Crossing):
-    """A `Select` after which learned tokens replace the others, in streams and open long skips."""
+    """A `Select` whose end replaces bypassed tokens by learned ones in streams and long skips."""
 
     ids: Tensor
     mask: MaskTokens

@@ -2,7 +2,7 @@
 
     s_i = w . x_i + b;  the K tokens with the largest s run;  x_i + sigmoid(s_i) (f(x)_i - x_i)
 
-The factor trains the router, a linear map D -> 1 a block. Sampling chooses as training does.
+The sigmoid trains the router, a linear map D -> 1 per block. Sampling chooses in the same way.
 
 B batch, N tokens, K tokens that run, E extra tokens, D width.
 """
@@ -26,13 +26,13 @@ from tread_zoo.seeding import ImageGenerator
 class MixtureOfDepths(Method):
     """A learned score chooses which tokens a block sees, also in sampling (Mixture of Depths).
 
-    arXiv 2404.02258. Where the paper multiplies a block's output by the raw score, a sigmoid
-    bounds it here. Its best networks route every second block and let 12.5 % of the tokens run.
+    arXiv 2404.02258. The paper multiplies a block's output by the raw score; here a sigmoid bounds
+    it. The paper's best networks route every second block and let 12.5 % of the tokens run.
 
     Args:
         start, end: routed blocks are among start … end-1, as a Python slice.
         selection_rate: fraction of tokens that bypass a routed block.
-        every: every how many blocks one is routed.
+        every: route every n-th block.
     """
 
     start: Auto | int = 1
@@ -72,7 +72,7 @@ class Routers(nn.Module):
 
     Args:
         width: D of the first stream.
-        default: the crossings of a call that is given none.
+        default: the crossings of a call without routes.
     """
 
     def __init__(self, width: int, default: Crossings) -> None:
@@ -81,7 +81,7 @@ class Routers(nn.Module):
         self.routers = nn.ModuleDict({str(each.start): nn.Linear(width, 1) for each in default})
 
     def cross(self, crossings: Sequence[Crossing]) -> list[Crossing]:
-        """Return the crossings with their routers, and those of `default` for none."""
+        """Return the crossings with their routers; `default` if none routes tokens."""
         given = [each for each in crossings if isinstance(each, Weigh)]
         others = [each for each in crossings if not isinstance(each, Weigh)]
         if not all(isinstance(each, Skip) for each in others):
@@ -102,7 +102,7 @@ class Weigh(Crossing):
 
     Args:
         num_kept: K.
-        router: of the network, from `Routers.cross`.
+        router: the linear map D -> 1 for this block, set by `Routers.cross`.
     """
 
     num_kept: int

@@ -1,4 +1,4 @@
-"""Random-LTD (arXiv 2211.11586): every block of a range drops other tokens, fewer and fewer."""
+"""Random-LTD (arXiv 2211.11586): each block drops its own tokens, fewer as training goes on."""
 
 from dataclasses import dataclass
 
@@ -19,10 +19,10 @@ from tread_zoo.seeding import ImageGenerator
 @register("routing", "random_ltd")
 @dataclass(frozen=True, kw_only=True)
 class RandomLTD(Method):
-    """Each block of a range drops tokens of its own, fewer and fewer (random-LTD).
+    """Each block of a range drops its own tokens, fewer as training goes on (random-LTD).
 
-    arXiv 2211.11586. As there, all blocks but the first and the last drop tokens, chosen anew for
-    every block; the rate falls to 0.
+    arXiv 2211.11586. As in the paper, all blocks but the first and the last drop tokens, chosen
+    anew for every block; the rate falls to 0.
 
     Args:
         start, end: the blocks that drop tokens, start … end-1, as a Python slice.

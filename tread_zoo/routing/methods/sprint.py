@@ -4,14 +4,14 @@
     dense  = the stream at the start of the range, all tokens
     sparse = the stream at its end; m for a token that did not run
 
-Every block range has one map, extra tokens are fused as well, and it runs in every call, with or
-without a route. m is zero (`absent=zero`), a vector that is drawn once and never trained, standard
-deviation 0.02 (`absent=token`, as the released code), or the token's own dense value
-(`absent=dense`). With the last, sparse = dense + update, and the map is written on the update:
+There is one map per stream. It also fuses extra tokens, and runs in every call, with or without a
+route. m is zero (`absent=zero`), a random vector of standard deviation 0.02 that is never trained
+(`absent=token`, as in the released code), or the token's own dense value (`absent=dense`). In the
+last case, sparse = dense + update, and the map acts on the update:
 
     fused = W cat(dense, update) + b            W at first [I, I], which is TREAD's rejoining
 
-A path drop leaves the range out for all tokens: the fusion sees m everywhere.
+A path drop skips the range for all tokens: the fusion sees m everywhere.
 
 B batch, E extra tokens, N tokens of the grid, D width of a stream.
 """
@@ -55,9 +55,9 @@ class Sprint(Method):
             default range.
         selection_rate: fraction of tokens that bypass; [linear, 0.75, 0.25] changes it.
         selector: how the kept tokens are chosen; auto is the backbone's default.
-        absent: what the map gets for a token that did not run: token, a random vector that is not
-            trained, as in the released code; zero; or dense, its own value before the range.
-        path_drop: probability that a routed step leaves the range out for all tokens.
+        absent: what the map gets for a token that did not run: token (a fixed random vector, as in
+            the released code), zero, or dense (its own value before the range).
+        path_drop: probability that a routed step skips the range for all tokens.
         warm_start, dense_tail: fractions of training at its start and end without routes.
         probability: probability that a step is routed, the same draw on every rank.
     """
@@ -111,9 +111,9 @@ class Fusions(nn.Module):
     """The fusion at the end of one range of blocks: one linear map 2D -> D per stream.
 
     Args:
-        span: the range.
+        span: start and end of the range.
         widths: D of each stream.
-        absent: as of `Sprint`.
+        absent: see `Sprint`.
     """
 
     def __init__(self, span: tuple[int, int], widths: Sequence[int], absent: Absent) -> None:
@@ -127,7 +127,7 @@ class Fusions(nn.Module):
                 self.register_buffer(f"token_{index}", 0.02 * torch.randn(width))
 
     def cross(self, crossings: Sequence[Crossing]) -> list[Crossing]:
-        """Return the crossings with a fusion around those of the range, and around none."""
+        """Return the crossings within a fusion of the range, which also runs without crossings."""
         inner: list[Crossing] = []
         for each in crossings:
             if isinstance(each, Select | Ranked | Skip) and (each.start, each.end) == self.span:
@@ -142,7 +142,7 @@ class Fusions(nn.Module):
         return [Fuse(*self.span, self), *inner]
 
     def absent(self, streams: Streams) -> Streams:
-        """Return the input of the map for tokens that did not run."""
+        """Return what the map gets for tokens that did not run, in the shape of the streams."""
         if self.kind == "zero":
             return tuple(map(torch.zeros_like, streams))
         if self.kind == "token":
@@ -155,7 +155,7 @@ class Fusions(nn.Module):
 
         Args:
             dense: the streams at the start of the range.
-            output: the streams at its end, with absent tokens as of `absent`.
+            output: the streams at its end; for tokens that did not run, what `absent` returns.
         """
         updates = self.kind == "dense"
         return tuple(
@@ -170,7 +170,7 @@ class Fusions(nn.Module):
 
 @dataclass(frozen=True)
 class Fuse(Crossing):
-    """Streams at the end of a range are a learned map of those at its start and its end."""
+    """Replaces the streams at the end of a range by a learned map of its input and its output."""
 
     fusion: Fusions
 

@@ -1,8 +1,8 @@
-"""Token merging (ToMe, arXiv 2210.09461; for diffusion 2303.17604): alike tokens run as one.
+"""Token merging (ToMe, arXiv 2210.09461; for diffusion 2303.17604): similar tokens run as one.
 
-Some tokens are targets. Of the others, those most like their nearest target, by the cosine of their
-states, merge into it. A group runs as the mean of its tokens, at the position of its target, and
-each of its tokens gets the group's update:
+Some tokens are targets. Each other token has a nearest target by cosine similarity, and the most
+similar ones merge into theirs. A group runs as the mean of its tokens, at its target's position,
+and each of its tokens gets the group's update:
 
     x_i + f(mean of the group of i) - mean of the group of i
 
@@ -25,17 +25,17 @@ from tread_zoo.seeding import ImageGenerator
 @register("routing", "token_merging")
 @dataclass(frozen=True, kw_only=True)
 class TokenMerging(Method):
-    """Tokens that are alike run as their mean, and each gets its update (token merging, ToMe).
+    """Similar tokens run as their mean, and each gets the mean's update (token merging, ToMe).
 
-    arXiv 2210.09461, 2303.17604. It trains nothing, so it may also sample a network that was
-    trained without: sampler.routing=token_merging sampler.selection_rate=0.5. The papers merge
-    before attention alone, and here whole blocks run on merged tokens.
+    arXiv 2210.09461, 2303.17604. It has no weights, so it can also sample networks trained without
+    it: sampler.routing=token_merging sampler.selection_rate=0.5. The papers merge tokens only for
+    attention; here whole blocks run on merged tokens.
 
     Args:
         start, end: blocks start … end-1, as a Python slice; auto is the backbone's default range.
         rate: fraction of tokens that merge into another; at most 1 - share.
         every: number of blocks that run on the same groups; 0: all of the range.
-        share: fraction of tokens that others may join, one of each 2x2 square at 0.25.
+        share: fraction of tokens that are targets, which others join; 0.25: one per 2x2 square.
         warm_start, dense_tail: fractions of training at its start and end without merging.
         probability: probability that a step merges, the same draw on every rank.
     """
@@ -86,7 +86,7 @@ class Merge(Crossing):
     """Blocks run on K groups of tokens.
 
     Args:
-        targets: int64 [B, M], tokens that others may join, ascending.
+        targets: int64 [B, M], positions of the tokens that others may join, ascending.
         num_kept: K, at least M.
     """
 
@@ -116,8 +116,8 @@ class Merge(Crossing):
         return tokens.map(mean, ids), lambda after: tokens.restore(after, put)
 
     def _groups(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the group of each token, int64 [B, N] in 0 … K-1, and the position of each group,
-        int64 [B, K], of states [B, N, D]."""
+        """Return each token's group, int64 [B, N] in 0 … K-1, and each group's raster position,
+        int64 [B, K], from the states [B, N, D]."""
         num_tokens, width = state.shape[1:]
         unit = F.normalize(state.float(), dim=-1)
         goals = unit.gather(1, self.targets[..., None].expand(-1, -1, width))

@@ -23,7 +23,7 @@ from tread_zoo.seeding import ImageGenerator
 
 @checked(frozen=True, kw_only=True, config=OPTIONS)
 class Route:
-    """One of several routes; what is None is taken from the method."""
+    """One of several routes; None means the method's own option."""
 
     start: Auto | int = "auto"
     end: Auto | int = "auto"
@@ -43,8 +43,8 @@ class Tread(Method):
             or [steps, 0.75, [0.3, 0.5]] change it over training.
         selector: how the kept tokens are chosen; auto is the backbone's default.
         per_batch: keep the same tokens for the whole batch.
-        routes: several routes in sequence, [{start: 2, end: 5}, {start: 6, end: -2}], each with its
-            start, end, selection_rate and selector; the last two default to those above.
+        routes: several routes in sequence, [{start: 2, end: 5}, {start: 6, end: -2}], each with
+            start, end, selection_rate and selector; the last two default to the options above.
         warm_start, dense_tail: fractions of training at its start and end without routes.
         probability: probability that a step is routed, the same draw on every rank.
     """
@@ -85,7 +85,7 @@ class Tread(Method):
         return tuple(
             stack.select(span, selector, stack.num_kept(rate), images, self.per_batch)
             for (span, selector), rate in zip(self._routes(stack), rates, strict=True)
-            if rate > 0  # a route that keeps all is none
+            if rate > 0  # at rate 0 all tokens run: no route
         )
 
     def _routes(self, stack: Stack) -> list[tuple[tuple[int, int], Any]]:
