@@ -1,4 +1,4 @@
-"""The zoo: `rows` has its rows and their sizes. Importing this package registers them all."""
+"""The zoo's backbones; `rows` lists them with their sizes. Importing this registers them all."""
 
 from backbones.diffusers import Diffusers
 from backbones.hybrid import Hybrid

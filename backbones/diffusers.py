@@ -1,12 +1,12 @@
-"""A transformer of diffusers as a backbone, trained from scratch beside ours.
+"""Backbones made of diffusers' transformer classes, trained from scratch like ours.
 
     embed        the class's own forward, up to its first block
     run_block    one of its blocks, on the tokens present
-    head         its own forward again, with the last tokens in place of what its blocks return
+    head         its own forward again, with the final tokens as the output of its blocks
 
-The loop that routes is thus that of every backbone, and no line of the class is copied or edited:
-while its forward runs, a stand-in takes the place of each list of blocks. What precedes the blocks
-runs twice. A class that takes text gets a learned text for each label.
+So all backbones share one routed loop, and no line of the class is copied or edited: while its
+forward runs, a stand-in replaces each list of blocks. The layers before the blocks run twice. A
+class that takes text gets a learned text for each label.
 
 B batch, N image tokens, K of them present, T text tokens, D width, p patch size.
 """
@@ -33,7 +33,7 @@ HEADS = {"num_layers": 12, "num_attention_heads": 2, "attention_head_dim": 32}
 IMAGES = {
     "in_channels": "in", "out_channels": "out", "patch_size": "patch", "sample_size": "side",
 }  # fmt: skip
-ABSENT = {  # options of classes that need what a training here does not give
+ABSENT = {  # options of classes that training here cannot support, and why
     "dropout": "a forward pass draws nothing at random",
     "guidance_embeds": "guidance is not distilled",
     "use_additional_conditions": "images have one size",
@@ -45,12 +45,12 @@ class Kind:
     """How a class is built and called.
 
     Args:
-        small: sizes of a network of 12 blocks and width 64, for those that `config` leaves out.
-            Checkpoints rely on them.
+        small: default sizes for what `config` leaves out: 12 blocks of width 64. Checkpoints rely
+            on them.
         given: its keywords that follow from the data and the patch size, see `_complete`.
-        text, pooled: its keywords for the width of text tokens and of a vector of the whole text.
+        text, pooled: its keywords for the width of text tokens and of a pooled text vector.
         joint: blocks change the text, too, and return it first.
-        packed: it takes patches [B, N, C * p * p] and their places in place of images.
+        packed: it takes patches [B, N, C * p * p] and their positions instead of images.
         rotary: blocks take a table of positions.
         time_scale: factor on t.
     """
@@ -107,14 +107,14 @@ Name = Literal[
 
 
 class Condition(NamedTuple):
-    """Arguments by name: of the blocks of each list, by the list's name, and of the network."""
+    """Keyword arguments: for the blocks, by the name of their list, and for the whole network."""
 
     of_lists: dict[str, dict[str, Any]]
     of_network: dict[str, Any]
 
 
 class _Stopped(Exception):
-    """The arguments of the blocks are known."""
+    """Ends a forward pass as soon as the arguments of the blocks are known."""
 
 
 class _Pass:
@@ -122,8 +122,8 @@ class _Pass:
 
     Args:
         lists: names of its lists of blocks.
-        joint: as of `Kind`.
-        end: the tokens that the last list returns, by their names; None: stop there.
+        joint: see `Kind`.
+        end: the tokens that the last list returns, by name; None: stop at that list.
     """
 
     def __init__(self, lists: list[str], joint: bool, end: Mapping[str, Tensor] | None) -> None:
@@ -131,7 +131,7 @@ class _Pass:
         self.calls: dict[str, dict[str, Any]] = {}
 
     def run(self, index: None, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return what a list of blocks returns; its `Call` asks."""
+        """Return the output of a whole list of blocks; called by the list's stand-in, `Call`."""
         named = kwargs | ({"hidden_states": args[0]} if args else {})
         self.calls[self.lists[len(self.calls)]] = named
         if len(self.calls) == len(self.lists):
@@ -144,13 +144,13 @@ class _Pass:
 
 @register_backbone("diffusers", learning_rate=6e-3)
 class Diffusers(Backbone):
-    """A transformer of diffusers with its own blocks; a label's embedding stands for its text.
+    """A transformer of diffusers with its own blocks; learned label embeddings replace text.
 
     Args:
         input_size, in_channels, num_classes, patch_size, learn_sigma: see `Backbone`.
         cls: name of the class.
-        config: its configuration; what is left out makes 12 blocks of width 64.
-        num_class_tokens: T, the number of text tokens of a label.
+        config: its configuration; the defaults make 12 blocks of width 64.
+        num_class_tokens: T, the number of text tokens per label.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Diffusers(Backbone):
         self.kind, self.cls, self.num_class_tokens = kind, cls, num_class_tokens
         self.class_config = self._complete(config or {})
         self.network: Any = _class(cls)(**self.class_config)
-        # Blocks lie in `self.blocks` alone, once. In each pass a stand-in takes a list's place.
+        # Only `self.blocks` holds the blocks. In each pass a stand-in replaces the class's lists.
         lists = [each for each in LISTS if self.network._modules.get(each)]
         self.place_of = [
             (each, i) for each in lists for i in range(len(self.network._modules[each]))
@@ -188,7 +188,7 @@ class Diffusers(Backbone):
         self._remove_idle()
 
     def _complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the whole configuration of the class. Raises ValueError if one is wrong."""
+        """Return the class's full configuration. Raises ValueError for a wrong key or value."""
         cls, kind, square = self.cls, self.kind, self.patch_size**2
         known = inspect.signature(_class(cls).__init__).parameters.keys() - {"self"}
         for key, value in config.items():
@@ -222,17 +222,17 @@ class Diffusers(Backbone):
         return whole | {key: sizes[size] for key, size in kind.given.items()}
 
     def _remove_idle(self) -> None:
-        """Remove what draws at random, and weights on which no output depends."""
+        """Remove random dropout, and weights on which no output depends."""
         each: Any
         for each in self.modules():
-            if hasattr(each, "dropout_prob"):  # of labels, which the training drops itself
+            if hasattr(each, "dropout_prob"):  # label dropout, which our training does itself
                 each.dropout_prob = 0.0
         attention: Any = getattr(self.blocks[-1], "attn", None)
-        if getattr(attention, "context_pre_only", False):  # the last text of SD3 is not used
+        if getattr(attention, "context_pre_only", False):  # SD3 does not use the last block's text
             attention.add_q_proj, attention.norm_added_q = nn.Identity(), None
 
     def arguments(self, x: Tensor, t: Tensor, y: Tensor | None) -> dict[str, Any]:
-        """Return the arguments of the class's forward, by name, for those of `forward`."""
+        """Return the keyword arguments of the class's forward, made from those of `forward`."""
         kind, batch, device = self.kind, len(x), x.device
         labels = torch.full((batch,), self.null_label, device=device) if y is None else y
         given: dict[str, Any] = {"hidden_states": x, "timestep": kind.time_scale * t}
@@ -248,13 +248,13 @@ class Diffusers(Backbone):
             given["hidden_states"] = F.pixel_unshuffle(x, self.patch_size).flatten(2).mT
             rows, cols = torch.arange(h, device=device), torch.arange(w, device=device)
             places = torch.cartesian_prod(torch.zeros_like(rows[:1]), rows, cols)
-            given["img_ids"] = places.float()  # half precision counts to 256
+            given["img_ids"] = places.float()  # bfloat16 is exact only up to 256
             given["txt_ids"] = torch.zeros(self.num_class_tokens, 3, device=device)
         return given
 
     def _run(self, arguments: Mapping[str, Any], end: Mapping[str, Any] | None) -> Any:
-        """Return the class's output with the tokens `end` after its blocks; of None, the arguments
-        of the first block of each list."""
+        """Return the class's output if its blocks return the tokens `end`. If `end` is None, return
+        the arguments of the first block of each list."""
         first = {name: self.blocks[at] for at, (name, i) in enumerate(self.place_of) if i == 0}
         run: Any = _Pass(list(first), self.kind.joint, end)
         self.network.__dict__.update({n: [Call(run, None, b)] for n, b in first.items()})
@@ -281,7 +281,7 @@ class Diffusers(Backbone):
         return (tokens,), Condition(of_lists, arguments)
 
     def _tokens(self, stream: Tensor) -> dict[str, Tensor]:
-        """Return the tokens of a stream [B, T + K, D] by the names that blocks have for them."""
+        """Return the tokens of a stream [B, T + K, D] under the blocks' argument names."""
         text, tokens = stream.tensor_split([self.num_extra_tokens], dim=1)
         named = {"hidden_states": tokens}
         return {**named, "encoder_hidden_states": text} if self.kind.joint else named
@@ -311,8 +311,8 @@ class Diffusers(Backbone):
         return out
 
     def to_diffusers(self) -> Any:
-        """Return an instance of the class with these weights, for `save_pretrained` of diffusers;
-        without what stands for its text."""
+        """Return an instance of the class with these weights, for `save_pretrained` of diffusers,
+        without the label embeddings."""
         network, state = _class(self.cls)(**self.class_config), dict(self.network.state_dict())
         for (name, i), block in zip(self.place_of, self.blocks, strict=True):
             state |= {f"{name}.{i}.{key}": value for key, value in block.state_dict().items()}
@@ -321,8 +321,8 @@ class Diffusers(Backbone):
 
 
 def _rows(table: Any, layout: Layout) -> Any:
-    """Return the positions of the tokens present, of tensors [E + N, ...] for all images together,
-    or of one tensor [B, 1, E + N, ...]."""
+    """Return a position table cut to the tokens present. The table is a tuple of tensors
+    [E + N, ...] shared by all images, or one tensor [B, 1, E + N, ...]."""
     assert layout.ids is not None
     rows = sequence(layout.ids, layout.num_tokens, layout.num_extra, layout.num_extra)
     if isinstance(table, tuple):

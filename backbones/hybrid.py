@@ -1,15 +1,15 @@
-"""Hybrids: blocks of several kinds in a repeated pattern, as linear attention with some softmax
-attention between (Kimi Linear, arXiv 2510.26692; Qwen3-Next; Dimba, 2406.01159).
+"""Hybrids: blocks of several kinds in a repeated pattern, such as linear attention with softmax
+attention in some blocks (Kimi Linear, arXiv 2510.26692; Qwen3-Next; Dimba, 2406.01159).
 
     pattern="gated_deltanet:3,attention:1"    three blocks of delta rules, one of attention, again
     pattern=[{"name": "gated_deltanet", "repeat": 3, "per_channel": True}, {"name": "attention"}]
 
-A name is that of a backbone with a mixer, of this package or of a plug-in; `attention` is the mixer
-of `lightning_dit`. The shell is LightningDiT's, and every block has SwiGLU. A mixer has H heads,
-the options that a list gives it, and otherwise its defaults. With attention alone it is
+A name is any registered backbone with a mixer, also from a plug-in; `attention` is the mixer of
+`lightning_dit`. The shell is LightningDiT's, and every block has SwiGLU. A mixer has H heads, the
+options given in the list, and otherwise its defaults. With attention only, this is
 `lightning_dit`.
 
-The first value of RWKV-7 is that of its first block here; if that is within a route, bypassed
+RWKV-7's first value comes from the first RWKV-7 block; if a route contains that block, bypassed
 tokens have zeros.
 
 D width, H heads.
@@ -45,10 +45,10 @@ def find_mixer(name: str) -> type[Mixer]:
 
 
 def read_pattern(pattern: Pattern) -> list[tuple[type[Mixer], dict[str, Any]]]:
-    """Return mixers and their options, block by block, of one period.
+    """Return the mixer and its options for each block of one period of the pattern.
 
     Raises:
-        ValueError: an unknown name or option, or a wrong value or number of blocks.
+        ValueError: a name or option is unknown, or a value or number of blocks is wrong.
     """
     blocks: list[tuple[type[Mixer], dict[str, Any]]] = []
     for part in pattern.split(",") if isinstance(pattern, str) else pattern:
@@ -81,8 +81,8 @@ class Hybrid(LightningBackbone):
     """A stack of `LightningBlock`s whose mixers follow a pattern.
 
     Args:
-        pattern: mixers, their options and numbers of blocks, repeated to the depth; see above.
-        num_heads: H of every mixer; hidden_size D is divisible by 4 H.
+        pattern: mixers, their options and numbers of blocks, repeated up to the depth.
+        num_heads: H of every mixer; hidden_size D must be divisible by 4 H.
     """
 
     default_selector: ClassVar[str] = "rows"

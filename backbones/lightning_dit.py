@@ -18,11 +18,11 @@ from tread_zoo.contract.backbone import Layout, Streams
 
 
 class LightningDiT(LightningBackbone):
-    """A stack of `LightningBlock`s with `RotaryAttention`, whose options it has too.
+    """A stack of `LightningBlock`s with `RotaryAttention`; it also takes the options of both.
 
     Args:
-        num_class_tokens: E tokens, the label's embedding plus learned positions, join the sequence
-            after a third of the blocks (JiT, arXiv 2511.13720). They have no place on the grid.
+        num_class_tokens: E, the number of tokens (label embedding plus learned positions) that join
+            the sequence after a third of the blocks (JiT, arXiv 2511.13720), off the grid.
     """
 
     mixer = RotaryAttention
@@ -36,7 +36,7 @@ class LightningDiT(LightningBackbone):
             self.class_positions = nn.Parameter(torch.empty(num_class_tokens, self.hidden_size))
 
     def initialize(self) -> None:
-        """Set every weight: those of the shell, and class positions with std 0.02."""
+        """Set the weights as the shell does, and class positions with std 0.02."""
         super().initialize()
         if self.class_positions is not None:
             nn.init.normal_(self.class_positions, std=0.02)

@@ -1,4 +1,4 @@
-"""The rows of the zoo that are a shell and a mixer, and the sizes of all rows."""
+"""Backbones that combine a shell and a mixer, and the registered sizes of all backbones."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ from tread_zoo.registry import register_backbone
 
 
 class DiTBlock(AdaLNBlock):
-    """A block with the attention's layers in itself, as checkpoints of DiT name them."""
+    """A block that owns the attention's layers directly, as named in DiT's checkpoints."""
 
     def hold(self, mixer: Mixer) -> None:
         self.qkv, self.proj = mixer.get_submodule("qkv"), mixer.get_submodule("proj")
@@ -32,7 +32,7 @@ class DiTBlock(AdaLNBlock):
         self.fused_rows |= mixer.fused_rows  # type: ignore[arg-type]
 
     def prepare(self, layout: Layout) -> None:
-        """Attention needs nothing of the layout."""
+        """Return None: attention needs nothing from the layout."""
 
     def mix(self, x: Tensor, prepared: None, values: Streams) -> tuple[Tensor, None]:
         return self_attention(x, self.qkv, self.proj, self.num_heads), None
@@ -86,7 +86,7 @@ class RWKV7(LightningBackbone):
     mixer, mlp = TimeMix, ChannelMix
 
 
-# SiT (arXiv 2401.08740) is DiT with its own time, data at 1 and not scaled, and objective=flow.
+# SiT (arXiv 2401.08740) is DiT with objective=flow and an unscaled time that is 1 at the data.
 SIT: dict[str, Any] = {"time_scale": 1.0, "reversed_time": True}
 DIT: dict[str, dict[str, Any]] = {
     "s": {"depth": 12, "hidden_size": 384, "num_heads": 6},
@@ -94,7 +94,7 @@ DIT: dict[str, dict[str, Any]] = {
     "l": {"depth": 24, "hidden_size": 1024, "num_heads": 16},
     "xl": {"depth": 28, "hidden_size": 1152, "num_heads": 16},
 }
-# Published sizes: name, network, and its keywords.
+# Published sizes: (name, class, keywords).
 PUBLISHED: list[tuple[str, type[Any], dict[str, Any]]] = [
     *((f"dit_{s}_{p}", DiT, {**DIT[s], "patch_size": p}) for s in DIT for p in (2, 4, 8)),
     *((f"sit_{s}_2", DiT, {**DIT[s], **SIT}) for s in DIT),
@@ -120,7 +120,7 @@ PUBLISHED: list[tuple[str, type[Any], dict[str, Any]]] = [
     ("zigma_b_1", ZigMa, {"depth": 24, "hidden_size": 768, "patch_size": 1}),
     ("zigma_b_2", ZigMa, {"depth": 24, "hidden_size": 768}),
 ]
-# Sizes for a laptop, of nearly the same number of parameters: with the rate that they train at.
+# Sizes for a laptop, with nearly as many parameters each: (name, class, learning rate, keywords).
 TINY: list[tuple[str, type[Any], float, dict[str, Any]]] = [
     ("dit", DiT, 1.2e-2, {"hidden_size": 64, "num_heads": 2}),
     ("sit", DiT, 1.2e-2, {"hidden_size": 64, "num_heads": 2, **SIT}),
@@ -142,7 +142,7 @@ TINY: list[tuple[str, type[Any], float, dict[str, Any]]] = [
     ("kda", KDA, 1.2e-2, {"hidden_size": 64, "num_heads": 2, "mlp_ratio": 3.25}),
     ("hybrid", Hybrid, 1.2e-2, {"hidden_size": 64, "num_heads": 2}),
 ]
-# Sizes of nearly as many parameters as DiT-S/2 and DiT-B/2.
+# Sizes with nearly as many parameters as DiT-S/2 and DiT-B/2.
 MATCHED: list[tuple[str, type[Any], dict[str, Any], dict[str, Any]]] = [
     ("dit", DiT, DIT["s"], DIT["b"]),
     ("lightning_dit", LightningDiT, DIT["s"], DIT["b"]),

@@ -1,6 +1,6 @@
-"""Shells: all of a backbone but what mixes its tokens.
+"""Shells: everything of a backbone except the mixer of its tokens.
 
-A row is a shell and its mixer:
+A backbone is a shell and a mixer:
 
     @register_backbone("gla_tiny", learning_rate=1.2e-2, hidden_size=64, num_heads=2)
     class GLA(LightningBackbone):
@@ -36,12 +36,12 @@ shells of DiT and LightningDiT attends to it after its mixer, as in PixArt-α (a
 
     x = x + Linear(softmax(q kᵀ / sqrt(Dh)) v),  q = Linear(LN(x)),  k, v = Linear(context)
 
-where the last Linear starts at 0. The mean is added to c as well. PixArt-α has q = Linear(x),
+where the last Linear starts at 0. The mean is added to c as well. PixArt-α uses q = Linear(x)
 without the norm, and adds no mean.
 
-Everything that travels per token is routed together: both streams of DiS, and the first values that
-mixers share, a stream [B, K, V] that is zero until a mixer sets it. If that mixer is within a
-route, bypassed tokens keep zeros.
+All streams of a token are routed together: both streams of DiS, and the first values that mixers
+share, a stream [B, K, V] that is zero until a mixer sets it. If a route contains that mixer,
+bypassed tokens keep zeros.
 
 B batch, E extra tokens, K tokens present, N tokens of the full grid, L = E + K, D width.
 """
@@ -76,7 +76,7 @@ from tread_zoo.contract.layers import (
 
 
 class Row(ABCMeta):
-    """Checks calls against the class's signature; calls `initialize` after all constructors."""
+    """Metaclass that checks constructor arguments and calls `initialize` after all constructors."""
 
     def __call__(cls, *args: Any, **keywords: Any) -> Any:
         inspect.signature(cls).bind(*args, **keywords)
@@ -87,20 +87,20 @@ class Row(ABCMeta):
 
 
 class Shell(Backbone, metaclass=Row):
-    """What all shells share: a mixer, maybe an MLP, and their options.
+    """Base of shells: a mixer, perhaps an MLP, and their options.
 
-    A constructor has its own keywords and passes **options on.
+    A subclass's constructor takes its own keywords and passes **options on.
 
     Args:
         input_size, in_channels, num_classes, patch_size, learn_sigma: see `Backbone`.
         hidden_size: D.
         time_scale: factor on t before its sinusoids; 1000 suits noise labels of order 1.
         num_registers: learned tokens before the image's, see `Backbone.add_registers`.
-        options: of the mixer and of the MLP.
+        options: options of the mixer and of the MLP.
 
     Class attributes:
-        mixer: the class of what mixes tokens.
-        mlp: the class of what mixes channels, called as mlp(x [B, K, D], what the mixer prepared).
+        mixer: the class that mixes tokens.
+        mlp: the class that mixes channels, called as mlp(x [B, K, D], mixer.prepare(layout)).
     """
 
     mixer: ClassVar[type[Mixer] | None] = None
@@ -168,7 +168,7 @@ class Shell(Backbone, metaclass=Row):
         |---|---|
         | linear layers | as `draw_linears` says; biases 0 |
         | label table, learned positions | normal, std 0.02 |
-        | mixers, and MLPs that have an `initialize` | what that says |
+        | mixers, and MLPs with an `initialize` | as that method says |
         | the head's modulation and last layer | 0 |
         """
         self.draw_linears()
@@ -183,7 +183,7 @@ class Shell(Backbone, metaclass=Row):
         self.final.zero()
 
     def draw_linears(self) -> None:
-        """Draw the linear layers uniformly within 1 / sqrt(fan in); biases are 0."""
+        """Draw the linear layers uniformly from ±1 / sqrt(fan in); biases are 0."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 init_uniform(module.weight, module.in_features)
@@ -211,11 +211,11 @@ class AdaLNBlock(nn.Module):
         return nn.LayerNorm(hidden_size, eps=1e-6, elementwise_affine=False)
 
     def hold(self, mixer: Mixer) -> None:
-        """Store the mixer, which `prepare` and `mix` call."""
+        """Store the mixer for `prepare` and `mix`."""
         self.mixer = mixer
 
     def prepare(self, layout: Layout) -> Any:
-        """Return what the mixer computes from the layout, outside of compiled code."""
+        """Return what the mixer computes from the layout; runs outside of compiled code."""
         return self.mixer.prepare(layout)
 
     def mix(self, x: Tensor, prepared: Any, values: Streams) -> tuple[Tensor, Tensor | None]:
@@ -253,12 +253,12 @@ class AdaLNBackbone(Shell):
         reversed_time: embed 1 - t, for networks whose time is 1 at the data.
         context_as: add a context to the sequence as tokens, or let blocks attend to it. Only for
             networks with contexts.
-        options: of the mixer, of the MLP, and of `Shell`; hidden_size D is divisible by 4 for fixed
-            positions.
+        options: options of the mixer, the MLP and `Shell`; fixed positions need a hidden_size D
+            divisible by 4.
 
     Class attributes:
         block: the class of a block, called with (D, mixer, MLP).
-        learned_positions: whether positions are learned, not fixed 2-D sines.
+        learned_positions: whether positions are learned or fixed 2-D sines.
     """
 
     mlp: ClassVar[type[nn.Module] | None] = GeluMLP
@@ -299,8 +299,8 @@ class AdaLNBackbone(Shell):
         return self.block(self.hidden_size, self.make_mixer(index), mlp)
 
     def draw_linears(self) -> None:
-        """Draw the linear layers Xavier-uniformly and those of the time MLP with std 0.02; biases
-        and the modulation of each block are 0."""
+        """Draw linear layers Xavier-uniformly, but the time MLP's with std 0.02. Biases and each
+        block's modulation are 0."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -363,7 +363,7 @@ class AdaLNBackbone(Shell):
 
 
 class LightningBackbone(AdaLNBackbone):
-    """A stack of `LightningBlock`s, as `AdaLNBackbone` is one of DiT's."""
+    """An `AdaLNBackbone` of `LightningBlock`s, with SwiGLU and RMSNorm."""
 
     mlp: ClassVar[type[nn.Module] | None] = SwiGLU
     block: ClassVar[type[AdaLNBlock]] = LightningBlock
@@ -377,7 +377,7 @@ class LightningBackbone(AdaLNBackbone):
 
 
 class ScanBlock(nn.Module):
-    """[skip joined] then residual + norm + mixer: (delta, residual) -> (delta, residual)."""
+    """Joins a skip, if any, then residual, norm and mixer: (delta, residual) -> the same."""
 
     def __init__(self, hidden_size: int, mixer: Mixer, has_skip: bool) -> None:
         super().__init__()
@@ -399,10 +399,10 @@ class ScanBackbone(Shell):
 
     Args:
         depth: even; the stack has depth + 1 blocks.
-        options: of the mixer, and of `Shell`; hidden_size D is even.
+        options: options of the mixer and of `Shell`; hidden_size D must be even.
     """
 
-    default_range = (3, -3)  # cuts no skip
+    default_range = (3, -3)  # holds both ends of a skip, or none
 
     def __init__(self, *, depth: PositiveInt = 24, **options: Any) -> None:
         super().__init__(**options)

@@ -4,10 +4,10 @@
     x = x + Attention(LN(x))
     x = x + MLP(LN(x))
 
-Label and time are tokens before the image's, in this order. All tokens have learned positions,
-which are added once, so blocks do not depend on which tokens they see. A 3x3 convolution smooths
-the image after its patches are joined. A context takes the label's place, as in the paper's
-text-to-image network: its tokens come before that of the time.
+A label token and a time token precede the image's. All tokens have learned positions, which are
+added once, so blocks do not depend on which tokens they see. A 3x3 convolution smooths the image
+after its patches are joined. A context replaces the label, as in the paper's text-to-image network:
+its tokens come before the time token.
 
 B batch, L = E + K tokens present (E extra), D width, H heads.
 """
@@ -34,7 +34,7 @@ from tread_zoo.contract.layers import (
 
 
 class UViTBlock(nn.Module):
-    """[x joined with a skip], then attention and MLP: [B, L, D] -> [B, L, D]."""
+    """Joins a skip, if any, then attention and MLP: [B, L, D] -> [B, L, D]."""
 
     def __init__(
         self, hidden_size: int, num_heads: int, mlp_ratio: float, *, has_skip: bool
@@ -68,10 +68,10 @@ class UViT(Shell):
         final_conv: end with the 3x3 convolution; the published H/2 has none.
         init_std: standard deviation of initial weights. The published 0.02 suits a width of 512 or
             more; see docs/log.md for narrow networks.
-        options: of `Shell`; hidden_size D is even and divisible by `num_heads`.
+        options: options of `Shell`; hidden_size D must be even and divisible by `num_heads`.
     """
 
-    default_range = (3, -3)  # cuts no skip
+    default_range = (3, -3)  # holds both ends of a skip, or none
 
     def __init__(
         self,
@@ -120,8 +120,8 @@ class UViT(Shell):
         | norms | 1 | 0 |
         | 3x3 convolution | the identity | 0 |
 
-        The authors draw the convolution at random. With one channel it is a single kernel, and a
-        run's quality depended on that draw: docs/comparison/fashion_mnist has the numbers.
+        The authors initialise the convolution at random. With one channel it is a single kernel,
+        and a run's quality depended on its start: docs/comparison/fashion_mnist has the numbers.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):

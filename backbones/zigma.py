@@ -5,9 +5,9 @@
     x = x + n + gate * Mixer(n * (1 + scale) + shift)
     out = Linear(LayerNorm(RMSNorm(x)))                  after the last block
 
-No MLP, no skip, learned positions; n itself stays in the sum, as in the authors' networks. The
-mixer scans in one direction, along one of eight serpentines per layer (`serpentine8`). Half of them
-run along columns, so the default selector is `blocks`, which keep neighbours in both directions.
+There are no MLPs and no skips; positions are learned; n itself stays in the sum, as in the authors'
+code. Each layer scans in one direction, along one of eight serpentines (`serpentine8`). Half of
+them run along columns, so the default selector is `blocks`, which keeps neighbours both ways.
 
 B batch, K tokens present, D width.
 """
@@ -47,7 +47,7 @@ class ZigMaBlock(nn.Module):
 
 
 class ZigMaHead(nn.Module):
-    """Both norms and the map to patches: [B, N, D] -> [B, N, p * p * C_out]; not conditioned."""
+    """Two norms and a map to patches, unconditioned: [B, N, D] -> [B, N, p * p * C_out]."""
 
     def __init__(self, hidden_size: int, patch_size: int, out_channels: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class ZigMaHead(nn.Module):
 
 
 class ZigMa(AdaLNBackbone):
-    """A stack of `ZigMaBlock`s. Options are also those of `OneWayScan`."""
+    """A stack of `ZigMaBlock`s. It also takes the options of `OneWayScan`."""
 
     mixer, mlp = OneWayScan, None
     learned_positions = True

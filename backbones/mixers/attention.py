@@ -1,7 +1,7 @@
-"""Attention of tokens to each other, by their contents alone: DiT's (arXiv 2212.09748).
+"""Self-attention by content alone, as in DiT (arXiv 2212.09748), and cross-attention.
 
 Positions are added once, before the blocks, so a routed token carries its own, and blocks do not
-depend on which tokens they see. Shells can add `CrossAttention`, to a context, to any mixer.
+depend on which tokens they see. Shells can add `CrossAttention` to a context after any mixer.
 
 B batch, K tokens present, T tokens of a context, D width, H heads.
 """

@@ -1,4 +1,4 @@
-"""What a mixer is, and how a row's options are read from the constructors of its parts.
+"""The base of mixers, and how a backbone gets its options from the constructors of its parts.
 
 B batch, K tokens present, D width, V width of a first value.
 """
@@ -11,26 +11,26 @@ from torch import nn
 
 from tread_zoo.contract.backbone import Layout
 
-# What a shell gives to a part that names it, with a value that every part accepts.
+# Keywords that a shell fills in if a constructor has them, with values that every one accepts.
 GIVEN: dict[str, Any] = {"hidden_size": 1, "grid": (1, 1), "index": 0}
 
 
 class Mixer(nn.Module):
-    """Mixes tokens [B, K, D] -> [B, K, D], in raster order before and after.
+    """Base of mixers of tokens [B, K, D] -> [B, K, D], in raster order before and after.
 
         forward(x, layout) -> mixed tokens
 
-    A shell passes `hidden_size`, `grid` (h, w of the full image) and `index` (of the block) to a
-    constructor that names them. Its other keywords are options of every row with the mixer.
+    If the constructor has `hidden_size`, `grid` (h, w of the full image) or `index` (of the block),
+    the shell fills it in. Every other keyword becomes an option of the backbones with this mixer.
 
     A mixer with a `value_size` V shares a first value [B, K, V] with all later blocks:
     forward(x, layout, first_value) -> (mixed tokens, the first value if this mixer sets it, else
     None).
 
     Attributes:
-        default_selector: of its rows, see `Backbone`.
-        depends_on: see `Backbone`; the constructor sets it where it depends on an option.
-        value_size: V; 0: none.
+        default_selector: default selector of backbones with this mixer, see `Backbone`.
+        depends_on: see `Backbone`; the constructor sets it if it depends on an option.
+        value_size: V; 0: no first value.
     """
 
     default_selector: ClassVar[str] = "random"
@@ -43,22 +43,22 @@ class Mixer(nn.Module):
         cls.__signature__ = signature  # type: ignore[attr-defined]
 
     def prepare(self, layout: Layout) -> Any:
-        """Return what `forward` gets in place of the layout. It runs before each block, outside of
+        """Return what `forward` gets instead of the layout. This runs before each block, outside of
         compiled code; see `Layout.cached`."""
         return layout
 
     def initialize(self, num_blocks: int) -> None:
-        """Set what differs from the shell, which has drawn linear layers and left norms at 1."""
+        """Override this to change initial weights, after the shell has drawn all linear layers."""
 
     @classmethod
     def options_for_heads(cls, hidden_size: int, num_heads: int) -> dict[str, Any]:
-        """Return the options that give it `num_heads` heads, for networks of several mixers."""
+        """Return the options that set `num_heads` heads, for networks with several mixers."""
         return {"num_heads": num_heads} if "num_heads" in read_keywords(cls) else {}
 
 
 def read_keywords(part: type, last: type | None = None) -> dict[str, Parameter]:
-    """Return the keywords of a class's constructor by name, with their types. A constructor with
-    **options also has those of its base class, up to `last`; **options of the last one remain."""
+    """Return the keywords of a class's constructor by name, with their types. If it has **options,
+    the base class's keywords follow, and so on up to `last`, whose **options remain."""
     keywords: dict[str, Parameter] = {}
     others: list[Parameter] = []
     for base in part.__mro__:
@@ -68,7 +68,7 @@ def read_keywords(part: type, last: type | None = None) -> dict[str, Parameter]:
             continue
         try:
             hints = get_type_hints(vars(base)["__init__"], include_extras=True)
-        except NameError:  # types that are imported for a type checker alone
+        except NameError:  # types imported only for type checkers
             hints = {}
         _, *given = inspect.signature(vars(base)["__init__"]).parameters.values()
         others = [p for p in given if p.kind is Parameter.VAR_KEYWORD]
@@ -84,7 +84,7 @@ def read_keywords(part: type, last: type | None = None) -> dict[str, Parameter]:
 
 
 def derive_signature(shell: type, last: type, *parts: type | None) -> inspect.Signature:
-    """Return the signature of a shell's constructor, with the keywords of its parts in place of its
+    """Return a shell's constructor signature, with the keywords of its parts instead of its
     **options."""
     parameters = read_keywords(shell, last)
     keywords = {name: p for name, p in parameters.items() if p.kind is Parameter.KEYWORD_ONLY}

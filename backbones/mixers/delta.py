@@ -3,21 +3,21 @@
 After arXiv 2412.06464. It scans in both directions along a curve and adds the results. The
 directions share queries, keys and values, and each has its own decays and writing strengths:
 
-    q, k, v, z = Linear(x),  q, k, v through SiLU,  q and k of norm 1 by head
+    q, k, v, z = Linear(x),  q, k, v through SiLU,  q and k normalised per head
     b    = sigmoid(Linear(x)),  a = exp(-exp(A_log) softplus(Linear(x) + bias))
     S_t  = (I - b_t k_t k_tᵀ) a_t S_{t-1} + b_t k_t v_tᵀ,  o_t = S_tᵀ q_t / sqrt(K)   each direction
-    out  = Linear(RMSNorm(o_forward + o_backward) * SiLU(z))                the norm is by head
+    out  = Linear(RMSNorm(o_forward + o_backward) * SiLU(z))                the norm is per head
 
-With `per_channel`, every channel of the keys has its own decay a, through a bottleneck as wide as a
-head. Kimi Delta Attention (KDA, arXiv 2510.26692) has such decays, and another gate:
+With `per_channel`, each key channel has its own decay a, projected through a bottleneck as wide as
+a head. Kimi Delta Attention (KDA, arXiv 2510.26692) has such decays, and another gate:
 
     out  = Linear(RMSNorm(o_forward + o_backward) * sigmoid(Linear(Linear(x)) + bias))
 
-through a bottleneck as wide as a head, too. Both papers put a short convolution before the scan;
-here it is the option `short_conv`: q, k and v are then SiLU(conv(Linear(x))), with taps for each
-direction. In one direction, and with it, these are the layers of flash-linear-attention for values
-as wide as keys; its norm has an epsilon of 1e-5 by default, as KDA's here, and that of Gated
-DeltaNet here 1e-6.
+with a bottleneck as wide as a head, too. Both papers put a short convolution before the scan; here
+it is the option `short_conv`: q, k and v are then SiLU(conv(Linear(x))), with taps per direction.
+With `short_conv` and a single direction, these are flash-linear-attention's layers with values as
+wide as keys. Its norm has an epsilon of 1e-5 by default. Here KDA has 1e-5, and Gated DeltaNet has
+1e-6.
 
 Under a route, the state sees only the kept tokens, in the order of the full walk; a token that
 bypassed the block neither writes, replaces nor decays. `gaps` says what happens at missing steps.
@@ -122,7 +122,7 @@ class BidirectionalDelta(ScanMixer):
         return F.silu(z)
 
     def _log_decay(self, x: Tensor) -> Tensor:
-        """Return [B, L, 2 H], or [B, L, 2 H, K] for one per channel."""
+        """Return the log-decays of both directions, [B, L, 2 H] or, per channel, [B, L, 2 H, K]."""
         down = x if self.step_down is None else self.step_down(x)
         steps = softplus(add_bias(self.step_proj(down), self.step_bias))
         rates = -torch.exp(at_least_float32(self.A_log))
@@ -131,27 +131,27 @@ class BidirectionalDelta(ScanMixer):
         return rates * steps
 
     def _turn(self, values: Tensor, scan: Scan) -> Tensor:
-        """Return [2 B, L, H, ..] of [B, L, 2 H, ..]: both walks, each in its own order."""
+        """Return both walks [2 B, L, H, ..], each in its own order, from values [B, L, 2 H, ..]."""
         forward, backward = values.chunk(2, dim=2)
         return torch.cat([forward, scan.flip(backward)])
 
     def initialize(self, num_blocks: int) -> None:
-        """Set what the shell does not: `step_bias` such that softplus of it is log-uniform in
-        0.001 … 0.1, exp of `A_log` uniform in 1 … 16."""
+        """Set what the shell does not: softplus of `step_bias` is log-uniform in 0.001 … 0.1, and
+        exp of `A_log` is uniform in 1 … 16."""
         init_step_bias(self.step_bias)
         with torch.no_grad():
             self.A_log.uniform_(1, 16).log_()
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Return vectors of norm 1, less where they are nearly 0."""
+    """Return vectors scaled to norm 1; vectors near 0 stay shorter."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 class KimiDelta(BidirectionalDelta):
     """Kimi Delta Attention over [B, L, D] in both directions, summed.
 
-    Args are those of `BidirectionalDelta`, but for `per_channel`.
+    It has the arguments of `BidirectionalDelta`, without `per_channel`.
     """
 
     num_projected: ClassVar[int] = 3  # q, k, v

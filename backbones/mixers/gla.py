@@ -1,17 +1,17 @@
-"""Gated linear attention in both directions (arXiv 2312.06635; on diffusion, DiG: 2405.18428).
+"""Gated linear attention in both directions (arXiv 2312.06635; for diffusion, DiG: 2405.18428).
 
-A linear attention whose state decays, each row at a rate that the token sets. It scans in both
-directions along a curve and adds the results. The directions share queries, keys and values, and
-each has its own decays:
+Linear attention whose state decays: each token sets a rate for each row of the state. It scans in
+both directions along a curve and adds the results. The directions share queries, keys and values,
+and each has its own decays:
 
     q, k, v, z = Linear(x)                                   keys are half as wide as values
     a    = sigmoid(Linear(Linear(x)))^(1/16)                 through 16 channels
     S_t  = diag(a_t) S_{t-1} + k_t v_tᵀ,  o_t = S_tᵀ q_t / sqrt(K)       in each direction
-    out  = Linear(RMSNorm(o_forward + o_backward) * SiLU(z))             the norm is by head
+    out  = Linear(RMSNorm(o_forward + o_backward) * SiLU(z))             the norm is per head
 
 DiG has one direction per layer, which changes from layer to layer, and a depthwise convolution;
-here every layer has two directions. With `short_conv`, q, k and v are SiLU(conv(Linear(x))),
-causal, with taps for each direction, as in flash-linear-attention.
+here every layer has two directions. With `short_conv`, q, k and v are SiLU(conv(Linear(x))), with a
+causal convolution per direction, as in flash-linear-attention.
 
 Under a route, the state sees only the kept tokens, in the order of the full walk; a token that
 bypassed the block neither writes nor decays. `gaps` says what happens at the missing steps.
@@ -40,7 +40,7 @@ from tread_zoo.kernels import gated_linear_attention
 from tread_zoo.routing.scans import Gaps, Scan
 
 DECAY_CHANNELS = 16
-DECAY_ROOT = 16  # a sigmoid of 1/2 leaves 1/2 after as many steps
+DECAY_ROOT = 16  # with a sigmoid of 1/2, the state halves in 16 steps
 
 
 class BidirectionalGLA(ScanMixer):

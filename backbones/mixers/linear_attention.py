@@ -1,13 +1,13 @@
-"""Linear attention without order or decay: SANA's (arXiv 2410.10629).
+"""Linear attention without order or decay, as in SANA (arXiv 2410.10629).
 
-A product of features replaces the softmax, so that one state per head holds all keys and values,
-whatever the number of tokens (arXiv 2006.16236):
+A product of features replaces the softmax, so that one state of fixed size per head sums up all
+keys and values (arXiv 2006.16236):
 
     q, k, v = Linear(x),  φ = ReLU
     o_i = Σ_j (φ(q_i)·φ(k_j)) v_j / Σ_j φ(q_i)·φ(k_j) = φ(q_i)ᵀ S / (φ(q_i)ᵀ Σ_j φ(k_j))
     S   = Σ_j φ(k_j) v_jᵀ
     out = Linear(o), or Linear(RMSNorm(o) * SiLU(Linear(x))) with the output gate of gated linear
-          attention (arXiv 2312.06635), whose norm is by head
+          attention (arXiv 2312.06635), whose norm is per head
 
 The state is a sum, so there is no scan and no gap. Rotary positions rotate φ(q) and φ(k) in the
 numerator only, as in RoFormer (arXiv 2104.09864).
@@ -25,8 +25,8 @@ from backbones.mixers.scan import at_least_float32
 from tread_zoo.contract.backbone import Layout
 from tread_zoo.contract.layers import rotate
 
-# Added to the mean of φ(q)·φ(k) over the keys, which may be 0: L times as much beside their sum, to
-# which SANA adds 1e-8 (1e-15 in diffusers), whatever the number of keys.
+# Added to the mean of φ(q)·φ(k) over the L keys, which may be 0. SANA adds 1e-8 to the sum instead
+# (1e-15 in diffusers), whatever the number of keys.
 EPSILON = 1e-6
 
 
@@ -34,10 +34,10 @@ class LinearAttention(Mixer):
     """Linear attention over [B, L, D].
 
     Args:
-        hidden_size: D, divisible by H, with `rotary` by 4 H.
+        hidden_size: D, divisible by H, or by 4 H with `rotary`.
         num_heads: H.
-        gated: whether the output is normalised by head and gated.
-        rotary: whether it depends on the tokens' relative positions on the grid.
+        gated: normalise the output per head and gate it.
+        rotary: let attention depend on the tokens' relative positions on the grid.
     """
 
     def __init__(

@@ -18,20 +18,20 @@ from backbones.mixers.scan import ScanMixer
 from tread_zoo.contract.backbone import Layout
 from tread_zoo.routing.scans import Gaps, Scan, make_scan
 
-OPPOSITE = (1, 0, 3, 2)  # of left, right, up, down
+OPPOSITE = (1, 0, 3, 2)  # index of the opposite of left, right, up, down
 
 
 class Neighbours(NamedTuple):
-    """Where each token's quarters come from, and where their gradients go: int64 [B * K * 4], rows
-    of the tokens' quarters [B * K * 4, D / 4] and of a last row of zeros."""
+    """Where each token's quarters come from, and where their gradients go: int64 [B * K * 4], row
+    indices into the quarters of all tokens [B * K * 4, D / 4] plus a last row of zeros."""
 
     sources: Tensor
     targets: Tensor
 
 
 def find_neighbours(layout: Layout, over_gaps: bool = False) -> Neighbours:
-    """Return the neighbours of the tokens present. A neighbour that a route left out is zero or,
-    with `over_gaps`, the nearest token present in that direction."""
+    """Return the neighbours of the tokens present. A neighbour that bypasses is replaced by zero
+    or, with `over_gaps`, by the nearest token present in that direction."""
     height, width = layout.grid
     num_tokens, ids = height * width, layout.positions()
     (batch, num_kept), device = ids.shape, ids.device
@@ -96,7 +96,7 @@ def _take_quarters(x: Tensor, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GridWalk:
-    """The walk, the neighbours on the grid, and N, for mixers that scan and shift."""
+    """The walk, the neighbours on the grid and N, for mixers that both scan and shift."""
 
     scan: Scan
     neighbours: Neighbours
@@ -132,14 +132,14 @@ class ShiftingMixer(ScanMixer):
 
 
 def q_shift(x: Tensor, neighbours: Neighbours, num_extra: int = 0) -> Tensor:
-    """Return the q-shift of tokens [B, E + K, D]; a neighbour that is not there is zero."""
+    """Return the q-shift of tokens [B, E + K, D]; missing neighbours count as zero."""
     extra, x = x[:, :num_extra], x[:, num_extra:]
     out: Tensor = QShift.apply(x, *neighbours)
     return torch.cat([extra, out], dim=1) if num_extra else out
 
 
 def shift_and_blend(x: Tensor, walk: GridWalk, share: Tensor) -> list[Tensor]:
-    """Return x * share + shifted * (1 - share) for every row of `share` [.., D]."""
+    """Return x * share + shifted * (1 - share) for each share [D] in `share` [.., D]."""
     shifted = q_shift(x, walk.neighbours, walk.scan.num_extra)
     away = x - shifted
     return [torch.addcmul(shifted, away, row) for row in share.to(x.dtype).unbind()]

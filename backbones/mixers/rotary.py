@@ -1,10 +1,10 @@
-"""Attention by contents and relative positions: LightningDiT's (arXiv 2501.01423).
+"""Self-attention by content and relative positions, as in LightningDiT (arXiv 2501.01423).
 
-Queries and keys are normalised by head, then rotated by angles of their token's row and column
-(RoPE), so that attention depends on relative positions. The angles come from places on the full
+Queries and keys are normalised per head, then rotated by angles from their token's row and column
+(RoPE), so that attention depends on relative positions. The angles come from positions on the full
 grid, whichever tokens a route keeps, so gaps have no effect.
 
-With a window W, a token attends to the tokens present in its window of W x W places (as in Swin,
+With a window W, a token attends to the tokens present in its window of W x W positions (as in Swin,
 arXiv 2103.14030, without its shift); extra tokens see all and are seen by all. Windows are a mask
 over all pairs and save no FLOPs.
 
@@ -27,8 +27,8 @@ from tread_zoo.kernels import attention
 
 @dataclass(frozen=True)
 class Rotation:
-    """Cosines and signed sines of the tokens present, see `rotary_2d`, and the mask [B or 1, 1, L,
-    L] of the pairs that see each other; None: all."""
+    """Cosines and signed sines for the tokens present (see `rotary_2d`), and a mask
+    [B or 1, 1, L, L], True for pairs that see each other; None: all do."""
 
     cos: Tensor
     sin: Tensor
@@ -39,7 +39,7 @@ def make_rotation(layout: Layout, head_size: int, window: int | None = None) -> 
     """Return the rotation of the tokens present, float32 [B or 1, 1, L, Dh], and the mask of the
     windows."""
     rows, cols = layout.rows_cols()
-    if layout.ids is None:  # all images alike
+    if layout.ids is None:  # equal for all images
         rows, cols = rows[:1], cols[:1]
     mask = None
     if window is not None and window < max(layout.grid):
@@ -50,16 +50,16 @@ def make_rotation(layout: Layout, head_size: int, window: int | None = None) -> 
 
 
 class RotaryAttention(Mixer):
-    """Attention of tokens [B, L, D] to each other, by their contents and their relative positions.
+    """Self-attention of tokens [B, L, D] by their contents and relative positions.
 
     Args:
         hidden_size: D.
         num_heads: H; D / H is divisible by 4.
-        qk_norm: RMSNorm of queries and keys, by head.
-        value_residual: from the second block on, values are v + m (v_1 - v), with the values v_1 of
-            the first block and a learned m (arXiv 2410.17897; on diffusion 2512.12386).
+        qk_norm: apply RMSNorm to queries and keys, per head.
+        value_residual: mix values with those of the first block, v_1: from the second block on they
+            are v + m (v_1 - v) with a learned m (arXiv 2410.17897; for diffusion 2512.12386).
         window: W, the side of a window in tokens; None: all tokens attend to all.
-        index: of the block; the first one sets v_1.
+        index: index of the block; block 0 sets v_1.
     """
 
     depends_on = ("order", "ids")
@@ -108,12 +108,12 @@ class RotaryAttention(Mixer):
         return (out, value if self.is_first else None) if self.value_size else out
 
     def initialize(self, num_blocks: int) -> None:
-        """Start with the mean of both values."""
+        """Start by mixing this block's values and the first block's half and half."""
         if self.value_mix is not None:
             nn.init.constant_(self.value_mix, 0.5)
 
     def _heads(self, x: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
-        """Return [B, H, L, Dh] of [B, L, D], normalised by head."""
+        """Return x [B, L, D] split into heads [B, H, L, Dh] and normalised per head."""
         x = x.view(*x.shape[:2], self.num_heads, self.head_size).transpose(1, 2)
-        # Under autocast x is in half precision and the weight is not; the fused kernel needs one.
+        # Under autocast x is in half precision, the weight is not; the fused kernel needs one dtype.
         return x if norm is None else norm(x.to(norm.weight.dtype))

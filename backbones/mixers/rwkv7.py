@@ -1,8 +1,8 @@
 """RWKV-7: a generalised delta rule, both ways, in place of attention (arXiv 2503.14456).
 
 Both mixes begin with a q-shift (`mixers.q_shift`), and every projection takes its own blend of the
-token and of what was shifted in. The time mix, by head, with sigma the logistic function and LoRA
-two thin matrices with an activation between them:
+token and what was shifted in. The time mix runs per head; sigma is the logistic function, LoRA two
+thin matrices with an activation between them:
 
     r, k, v = Linear(blend_r), Linear(blend_k), Linear(blend_v)
     v    = v + sigma(LoRA(blend_v)) (v_1 - v)            from the second block on
@@ -15,8 +15,8 @@ two thin matrices with an activation between them:
     out  = Linear(y * LoRA_sigma(blend_g))
 
 and the channel mix is Linear(relu(Linear(blend))^2). Both directions scan along a curve and differ
-only in the bias of their decays. v_1, the values of the first block, are a stream of their own, so
-that a route takes a token's first value along with the token.
+only in the bias of their decays. v_1, the values of the first block, travel in their own stream, so
+that a routed token keeps its first value.
 
 B batch, K tokens present, D width, H heads of P channels.
 """
@@ -54,9 +54,9 @@ class TimeMix(ShiftingMixer):
     Args:
         hidden_size: D, divisible by 4 and by P.
         head_size: P.
-        low_rank: rank of the LoRAs of decay and rate; v_1 has half of it, the gate twice.
+        low_rank: rank of the LoRAs of decay and rate; v_1's has half, the gate's twice this rank.
         published_init: start as RWKV-7's released code does, see `initialize`.
-        index: of the block; the first one sets v_1.
+        index: index of the block; block 0 sets v_1.
         shift: `scan_order` and `gaps`, see `ShiftingMixer`.
     """
 
@@ -144,14 +144,14 @@ class TimeMix(ShiftingMixer):
         | parameter | value |
         |---|---|
         | `own` | 0.5: half the token, half what is shifted in |
-        | last matrix of the LoRAs, but the gate's | 0 |
+        | last matrix of the LoRAs, except the gate's | 0 |
         | `decay_bias` | evenly spaced over the channels, -6 … -1 |
         | `rate_bias`, `mix_bias` | 0: rate 0.5, the mean of both values |
         | `removed`, `replaced` | 1 |
         | `bonus` | 0 |
 
-        With `published_init`, of channel i of D and block l of n (blocks from 0), with
-        r = i / (D - 1) - 1/2, p its place in its head from -1 to 1 and z = p |p|:
+        With `published_init`, for channel i of D in block l of n (counted from 0), with
+        r = i / (D - 1) - 1/2, p the channel's position in its head from -1 to 1, and z = p |p|:
 
         | parameter | value |
         |---|---|
@@ -222,7 +222,7 @@ class ChannelMix(nn.Module):
         hidden_size: D, divisible by 4.
         mlp_ratio: inner width over D.
         published_init: start as RWKV-7's released code does, see `initialize`.
-        index: of the block.
+        index: index of the block.
     """
 
     def __init__(
@@ -246,8 +246,8 @@ class ChannelMix(nn.Module):
     def initialize(self, num_blocks: int) -> None:
         """Start with half the token, half what is shifted in.
 
-        With `published_init`, of block l of n, `own` is (i / D)^((1 - l / n)^4) and `key` uniform
-        within 0.5 / sqrt(D). The released code sets `value` to 0; see `TimeMix`.
+        With `published_init`, in block l of n, `own` is (i / D)^((1 - l / n)^4) at channel i, and
+        `key` uniform within 0.5 / sqrt(D). The released code sets `value` to 0; see `TimeMix`.
         """
         nn.init.constant_(self.own, 0.5)
         if self.published_init:

@@ -1,4 +1,4 @@
-"""What mixers that scan share: their walk, both directions, steps and rates, convolutions.
+"""What scanning mixers share: their walk, both directions, steps and rates, convolutions.
 
 B batch, L = E + K tokens present, D width, W taps, S state size.
 """
@@ -23,10 +23,10 @@ class ScanMixer(Mixer):
 
     Args:
         scan_order: a name in `tread_zoo.routing.ORDERS`.
-        gaps: what happens where a route left tokens out. `ignore`: the scan runs over the gap.
-            `reset`: convolutions and shifts see zeros beyond it. `decay`: as `reset`, and the state
-            decays with the length of the gap, at the rates of the token that ends it.
-        index: of the block, for orders that differ between blocks.
+        gaps: what happens where a route left tokens out. `ignore`: both sides are neighbours.
+            `reset`: convolutions and shifts see zeros beyond a gap. `decay`: as `reset`, and the
+            state decays with the length of the gap, at the rates of the token after it.
+        index: index of the block, for orders that differ between blocks.
     """
 
     default_selector: ClassVar[str] = "rows"
@@ -48,7 +48,7 @@ class ScanMixer(Mixer):
 
 
 def init_uniform(weight: Tensor, fan_in: int) -> None:
-    """Draw a weight uniformly within 1 / sqrt(fan_in)."""
+    """Draw a weight uniformly from ±1 / sqrt(fan_in)."""
     nn.init.uniform_(weight, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
 
 
@@ -60,7 +60,7 @@ def init_step_bias(bias: Tensor) -> None:
 
 
 def spare_from_decay(*parameters: nn.Parameter) -> None:
-    """Mark parameters that no weight decay is meant for, as fla and mamba do."""
+    """Exempt parameters from weight decay, with the mark that fla and mamba use."""
     for parameter in parameters:
         parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
@@ -69,7 +69,7 @@ def spare_from_decay(*parameters: nn.Parameter) -> None:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Return x in float32, or in float64 if it is; steps and rates need that precision."""
+    """Return x in float32, or unchanged if float64; steps and rates need that precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -105,7 +105,7 @@ def softplus(x: Tensor) -> Tensor:
 
 
 class _Softplus(torch.autograd.Function):
-    """max(x, 0) + log(1 + e^-|x|), and with s = sigmoid(-|x|) that is -log(1 - s).
+    """Softplus as max(x, 0) + log(1 + e^-|x|). The logarithm is -log(1 - s), s = sigmoid(-|x|).
 
     1 - s is rounded to some u; s log(u) / (u - 1) is as exact as s is (Kahan's way to log1p).
     """
@@ -113,7 +113,7 @@ class _Softplus(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         s = x.abs().neg_().sigmoid_()
-        u = (1 - s).clamp_max_(1 - 2**-24)  # not 1, where it would be 0 / 0
+        u = (1 - s).clamp_max_(1 - 2**-24)  # at u = 1 it would be 0 / 0
         return u.log().mul_(s).div_(u.sub_(1)).add_(x.clamp_min(0))
 
     @staticmethod
@@ -125,7 +125,7 @@ class _Softplus(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad * ctx.saved_tensors[0].sigmoid()
 
-    jvp = backward  # of one value, forward mode multiplies by the same
+    jvp = backward  # elementwise, so forward mode multiplies by the same derivative
 
 
 def both_ways(x: Tensor, scan: Scan, dim: int = 0) -> Tensor:
@@ -156,7 +156,7 @@ def convolve_ways(
     Args:
         x: tokens in the order of each walk.
         weight, bias: taps [ways * D, W], and [ways * D] or None.
-        segment_ids: of each walk, ascending integers [B, L]; no tap reaches into another segment.
+        segment_ids: ascending integers [B, L] per walk; no tap reaches into another segment.
     """
     if segment_ids is None:
         return causal_conv1d(x, weight, bias)
@@ -176,8 +176,8 @@ def scan_ways(
 
     Args:
         scan: `selective_scan` or `ssd`.
-        inputs: u, delta, A, B, C, D as it takes them.
-        gaps: of each walk, [B, L]; None: all walks are one call.
+        inputs: u, delta, A, B, C, D, in the shapes that `scan` takes.
+        gaps: lengths of the gaps, [B, L] per walk; None: one call scans all walks.
     """
     if gaps is None:
         return scan(*inputs)
@@ -187,7 +187,7 @@ def scan_ways(
 
 
 class ShortConvolution(nn.Module):
-    """SiLU of depthwise causal convolutions of a walk and of the backward walk, without bias, as in
+    """SiLU of causal depthwise convolutions of the forward and backward walk, without bias, as in
     flash-linear-attention.
 
     Args:

@@ -1,10 +1,10 @@
-"""Selective state spaces, Mamba's (arXiv 2312.00752), in one direction or in both.
+"""Selective state spaces, as in Mamba (arXiv 2312.00752), in one direction or in both.
 
 It scans along a curve. The directions share the first and the last projection, and each has its own
 parameters between them:
 
     u, z  = Linear(x)
-    u_dir = SiLU(conv1d(u, taken in that direction))
+    u_dir = SiLU(conv1d(u, in that direction))
     step, B, C = linear in u_dir;  step = softplus(Linear(step) + bias)
     y     = sum over directions of scan(u_dir, step, -exp(A_log), B, C, D)
     out   = Linear(y * SiLU(z))
@@ -79,7 +79,7 @@ class SelectiveScan(ScanMixer):
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
 
     def _add_selection(self) -> None:
-        """Add the weights of step, B and C, which published networks name in two ways."""
+        """Add the weights of step, B and C; `OneWayScan` names them as in ZigMa's checkpoints."""
         self.select = nn.Parameter(torch.empty(2, sum(self.parts), self.inner))
         self.step_weight = nn.Parameter(torch.empty(2, self.inner, self.step_rank))
         self.fused_rows["select"] = 2 * self.parts
@@ -143,7 +143,7 @@ class SelectiveScan(ScanMixer):
 
 
 class OneWayScan(SelectiveScan):
-    """A selective scan over [B, K, D] in one direction, ZigMa's along the curve of its layer."""
+    """A selective scan over [B, K, D] in one direction, along the curve of its layer (ZigMa)."""
 
     default_selector: ClassVar[str] = "blocks"
     ways: ClassVar[int] = 1
@@ -167,7 +167,7 @@ class OneWayScan(SelectiveScan):
         return self.get_parameter("select.weight"), self.step_weight
 
     def initialize(self, num_blocks: int) -> None:
-        """Set every weight to the values of the table above, whatever the shell has set."""
+        """Set every weight as `SelectiveScan.initialize` lists, whatever the shell has set."""
         init_uniform(self.in_proj.weight, self.in_proj.in_features)
         init_uniform(self.get_parameter("select.weight"), self.inner)
         init_uniform(self.step_weight, self.step_rank)

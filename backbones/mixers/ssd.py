@@ -4,14 +4,14 @@ It scans along a curve. The directions share the first and the last projection, 
 parameters between them:
 
     z, u, step  = Linear(x)                                  u holds the inputs, B and C
-    inputs, B, C = SiLU(conv1d(u, taken in that direction))
+    inputs, B, C = SiLU(conv1d(u, in that direction))
     step = softplus(step + bias)
     y    = sum over directions of ssd(inputs, step, -exp(A_log), B, C, D)
     out  = Linear(RMSNorm(y * SiLU(z)))
 
-Unlike in `selective_scan`, step, rate and D are one number per head of P channels, so the scan is
-made of matrix products and can have many states; steps, B and C come from the first projection, not
-from the convolved inputs; and there is a norm before the last projection.
+There are three differences from `selective_scan`. Step, rate and D are one number per head of P
+channels, so the scan consists of matrix products and can have many states. Steps, B and C come from
+the first projection, not from the convolved inputs. A norm precedes the last projection.
 
 B batch, L = E + K tokens present, D width, I = expand * D inner width, P head size, S state size.
 """

@@ -1,14 +1,14 @@
-"""The mixes of Diffusion-RWKV (arXiv 2404.04478): a decaying mean both ways, and one of channels.
+"""The mixes of Diffusion-RWKV (arXiv 2404.04478): tokens by decaying means both ways, and channels.
 
 Both begin with a q-shift (`mixers.q_shift`). Each projection then takes its own blend of the token
-and of what was shifted in, by channel, blend = x * own + shifted * (1 - own):
+and what was shifted in, per channel, blend = x * own + shifted * (1 - own):
 
     SpatialMix: r, k, v = Linear(blend_r), Linear(blend_k), Linear(blend_v)
                 Linear(sigmoid(r) * WKV(k, v, w, u))
     ChannelMix: sigmoid(Linear(blend_r)) * Linear(relu(Linear(blend_k))^2)
 
-Under a route, tokens keep their places on the grid: a missing neighbour is zero, and the WKV decays
-by distances along the full curve, over the full length (`gaps="decay"`).
+Under a route, tokens keep their positions on the grid: a missing neighbour is zero, and the WKV
+decays with distances along the full curve, relative to its length (`gaps="decay"`).
 
 B batch, K tokens present, N = h * w tokens of the full grid, D width.
 """
@@ -32,8 +32,8 @@ class SpatialMix(ShiftingMixer):
 
     Args:
         hidden_size: D, divisible by 4.
-        shift: `scan_order`, `gaps` and `index`, see `ShiftingMixer`. With `decay` the WKV decays by
-            distances along the full curve, else by distances among the tokens present.
+        shift: `scan_order`, `gaps` and `index`, see `ShiftingMixer`. With `decay` the WKV measures
+            distances along the full curve, else among the tokens present.
     """
 
     def __init__(self, hidden_size: int, **shift: Any) -> None:
@@ -56,8 +56,8 @@ class SpatialMix(ShiftingMixer):
         return out
 
     def _mean(self, k: Tensor, v: Tensor, walk: GridWalk) -> Tensor:
-        """Return the WKV of a walk [B, L, D]. A context is at both ends, mirrored, so that it is as
-        near to the last token as to the first."""
+        """Return the WKV of a walk [B, L, D]. A mirrored copy of the context follows the walk, so
+        that the context is as near to the last token as to the first."""
         places = walk.scan.places if self.gaps == "decay" else None
         length, num_context = walk.num_tokens, walk.scan.num_context
         if num_context:
@@ -77,7 +77,7 @@ class SpatialMix(ShiftingMixer):
         |---|---|
         | `own` | 0.5: half the token, half what is shifted in |
         | `decay` | log-spaced over the channels, 0.3 … 30 |
-        | `bonus` | 0: the token weighs as its neighbour does |
+        | `bonus` | 0: a token weighs as much as its neighbour |
         """
         nn.init.constant_(self.own, 0.5)
         nn.init.zeros_(self.bonus)
