@@ -51,7 +51,7 @@ class RWKVBlock(nn.Module):
 class RWKV(AdaLNBackbone):
     """A stack of `RWKVBlock`s; block i of the first half gives a skip to block depth-1-i.
 
-    The default route, 3 … -3, holds both ends of a skip or none. It has the options of `mixers.wkv`.
+    The default route, 3 … -3, holds both ends of a skip or none. Options are also in `mixers.wkv`.
 
     Args:
         depth: number of blocks, odd: the middle one has no skip.

@@ -115,5 +115,5 @@ class RotaryAttention(Mixer):
     def _heads(self, x: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
         """Return x [B, L, D] split into heads [B, H, L, Dh] and normalised per head."""
         x = x.view(*x.shape[:2], self.num_heads, self.head_size).transpose(1, 2)
-        # Under autocast x is in half precision, the weight is not; the fused kernel needs one dtype.
+        # Under autocast x is in half precision, unlike the weight; the fused kernel wants one type.
         return x if norm is None else norm(x.to(norm.weight.dtype))
